@@ -1,0 +1,28 @@
+"""Networks that do not care how a slide lies on the table: SE(2,N) layers and models for computational pathology.
+
+Rooms open on first use, so that `import rotopath` and `rotopath --help` cost nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rotopath import evaluation, group, models, nn
+    from rotopath.evaluation import equivariance_error
+
+__version__ = "0.1.0"
+__all__ = ["equivariance_error", "evaluation", "group", "models", "nn"]
+
+_HOMES = {"equivariance_error": "rotopath.evaluation"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'rotopath' has no attribute {name!r}")
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    return import_module(f"rotopath.{name}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
