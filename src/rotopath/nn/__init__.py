@@ -1,0 +1,27 @@
+"""Layers that know rotations: images (B, C, H, W) are lifted to features (B, C, N, H, W), and projected back.
+
+Point-wise activations are torch's own: `nn.ReLU` and its kin act on features as they are.
+"""
+
+from rotopath.nn.conv import GroupConv2d, LiftConv2d
+from rotopath.nn.dropout import GroupDropout2d
+from rotopath.nn.join import center_crop, concatenate
+from rotopath.nn.norm import GroupBatchNorm2d, GroupLayerNorm2d, GroupNorm2d
+from rotopath.nn.pool import GroupAvgPool2d, GroupMaxPool2d
+from rotopath.nn.project import Project
+from rotopath.nn.upsample import GroupUpsample2d
+
+__all__ = [
+    "GroupAvgPool2d",
+    "GroupBatchNorm2d",
+    "GroupConv2d",
+    "GroupDropout2d",
+    "GroupLayerNorm2d",
+    "GroupMaxPool2d",
+    "GroupNorm2d",
+    "GroupUpsample2d",
+    "LiftConv2d",
+    "Project",
+    "center_crop",
+    "concatenate",
+]

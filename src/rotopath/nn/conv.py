@@ -1,0 +1,159 @@
+"""Lifting and group convolutions: rotated copies of learned base weights, applied as one ordinary convolution."""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rotopath import group
+from rotopath.nn import expect
+
+PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+
+
+class _RotatedConv2d(nn.Module):
+    """What both convolutions share: arguments, initialisation, and the ordinary convolution underneath."""
+
+    _reads_orientations: ClassVar[bool]
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    rotation: Tensor
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        orientations: int,
+        stride: int = 1,
+        padding: int | str = 0,
+        dilation: int = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        expect.whole(self, in_channels=in_channels, out_channels=out_channels, kernel_size=kernel_size)
+        expect.whole(self, stride=stride, dilation=dilation, groups=groups)
+        expect.choice(self, PADDING_MODES, padding_mode=padding_mode)
+        if in_channels % groups or out_channels % groups:
+            raise ValueError(
+                f"{type(self).__name__} needs channels that groups divides; "
+                f"got {in_channels} in, {out_channels} out, {groups} groups."
+            )
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.kernel_size = kernel_size
+        self.orientations = orientations
+        self.stride = stride
+        self.padding = self._padding_px(padding, kernel_size, stride, dilation)
+        self.dilation = dilation
+        self.groups = groups
+        self.padding_mode = padding_mode
+
+        rotation = group.rotation_map(kernel_size, orientations)
+        axes = (orientations,) if self._reads_orientations else ()
+        shape = (out_channels, in_channels // groups, *axes, rotation.shape[2])
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype)) if bias else None
+        self.register_buffer("rotation", rotation.to(self.weight), persistent=False)
+        self.reset_parameters()
+
+    def kernels(self) -> Tensor:
+        """The rotated kernels, as the weight of the equivalent `torch.nn.Conv2d` on (B, C, H, W) or (B, C·N, H, W)."""
+        expand = group.group_kernels if self._reads_orientations else group.lift_kernels
+        return expand(self.weight, self.rotation)
+
+    def reset_parameters(self) -> None:
+        """He's rule with the fan-in that the layer really has: channels of a group, orientations, and the disc."""
+        fan_in = math.prod(self.weight.shape[1:-1]) * group.effective_taps(self.kernel_size, self.orientations)
+        nn.init.normal_(self.weight, std=math.sqrt(2 / fan_in))
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        parts = [f"{self.in_channels}, {self.out_channels}", f"kernel_size={self.kernel_size}"]
+        parts.append(f"orientations={self.orientations}")
+        defaults = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "padding_mode": "zeros"}
+        parts += [f"{name}={getattr(self, name)!r}" for name, usual in defaults.items() if getattr(self, name) != usual]
+        return ", ".join(parts if self.bias is not None else [*parts, "bias=False"])
+
+    def _padding_px(self, padding: int | str, kernel_size: int, stride: int, dilation: int) -> int:
+        if padding == "valid":
+            return 0
+        if padding == "same":
+            if stride > 1:
+                raise ValueError(f"{type(self).__name__} pads 'same' at stride 1 only; got stride {stride}.")
+            return dilation * (kernel_size - 1) // 2
+        if isinstance(padding, str):
+            expect.choice(self, ("same", "valid"), padding=padding)
+        expect.whole(self, least=0, padding=padding)
+        return int(padding)
+
+    def _convolve(self, x: Tensor) -> Tensor:
+        """(B, C', H, W) to (B, C, N, H, W), where C' are channels, or channels by orientations."""
+        expect.on_grid(x, self, self.kernel_size, self.stride, self.padding, self.dilation)
+        with _full_precision(x.device.type):  # kernels are interpolated first and cast once, by the convolution
+            kernels = self.kernels()
+        bias = self.bias if self.bias is None else self.bias.repeat_interleave(self.orientations)
+        padding = self.padding
+        if self.padding_mode != "zeros" and padding:
+            x = F.pad(x, (padding,) * 4, mode=self.padding_mode)
+            padding = 0
+        # Channels-last in memory, where (C, N) is one contiguous axis and folds into a 4-D tensor for free.
+        x = x.contiguous(memory_format=torch.channels_last)
+        y = F.conv2d(x, kernels, bias, self.stride, padding, self.dilation, self.groups)  # (B, C·N, H, W)
+        return torch.unflatten(y, 1, (self.out_channels, self.orientations))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # Derived anew: a map that was rounded to float32 would stay so under .double().
+        self.rotation = group.rotation_map(self.kernel_size, self.orientations).to(self.weight)
+        return self
+
+
+class LiftConv2d(_RotatedConv2d):
+    """Correlates an image with a kernel turned to N orientations: the way into SE(2).
+
+    (k ⋆ f)(x, θ) = Σ_c Σ_x' k_c(R_θ⁻¹(x' - x)) f_c(x'), with (B, C, H, W) → (B, C', N, H', W').
+
+    >>> lift = rp.nn.LiftConv2d(3, 8, kernel_size=5, orientations=4)
+    >>> lift(torch.zeros(2, 3, 68, 68)).shape
+    torch.Size([2, 8, 4, 64, 64])
+    """
+
+    _reads_orientations = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        expect.image(x, self, self.in_channels)
+        return self._convolve(x)
+
+
+class GroupConv2d(_RotatedConv2d):
+    """Correlates SE(2) features with a kernel that is turned and shifted along θ.
+
+    (K ⋆ F)(x, θ) = Σ_c Σ_x' Σ_θ' K_c(R_θ⁻¹(x' - x), θ' - θ) F_c(x', θ'), with (B, C, N, H, W) → (B, C', N, H', W').
+
+    >>> conv = rp.nn.GroupConv2d(8, 16, kernel_size=5, orientations=4)
+    >>> conv(torch.zeros(2, 8, 4, 32, 32)).shape
+    torch.Size([2, 16, 4, 28, 28])
+    """
+
+    _reads_orientations = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        expect.features(x, self, self.in_channels, self.orientations)
+        return self._convolve(x.flatten(1, 2))
+
+
+def _full_precision(device_type: str) -> AbstractContextManager[object]:
+    """Autocast switched off, where there is such a thing: the meta device has none."""
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)

@@ -1,0 +1,68 @@
+"""What layers expect of their arguments and inputs, and the sentence a user reads when it is something else."""
+
+from numbers import Integral
+
+from torch import Tensor, nn
+
+from rotopath import group
+
+
+def image(x: Tensor, layer: nn.Module, channels: int) -> None:
+    """An image batch (B, C, H, W)."""
+    if x.ndim != 4:
+        hint = " These are SE(2) features already: use a Group layer, or Project them first." if x.ndim == 5 else ""
+        raise ValueError(f"{_name(layer)} takes images (B, C, H, W), but got a tensor of shape {_shape(x)}.{hint}")
+    if x.shape[1] != channels:
+        raise ValueError(
+            f"{_name(layer)} was built for {channels} input channels, but got {x.shape[1]} in {_shape(x)}."
+        )
+
+
+def features(x: Tensor, layer: nn.Module, channels: int | None = None, orientations: int | None = None) -> None:
+    """SE(2) features (B, C, N, H, W); channels and orientations are checked where the layer fixes them."""
+    if x.ndim != 5:
+        hint = " This is an image: lift it first with LiftConv2d." if x.ndim == 4 else ""
+        raise ValueError(
+            f"{_name(layer)} takes SE(2) features (B, C, N, H, W), but got a tensor of shape {_shape(x)}.{hint}"
+        )
+    if channels is not None and x.shape[1] != channels:
+        raise ValueError(
+            f"{_name(layer)} was built for {channels} input channels, but got {x.shape[1]} in {_shape(x)}."
+        )
+    if orientations is not None and x.shape[2] != orientations:
+        raise ValueError(
+            f"{_name(layer)} was built for {orientations} orientations, but got {x.shape[2]} in {_shape(x)}."
+        )
+
+
+def on_grid(x: Tensor, layer: nn.Module, window: int, stride: int, padding: int, dilation: int = 1) -> None:
+    """Height and width on which the layer's windows lie symmetrically."""
+    for size in x.shape[-2:]:
+        try:
+            group.windows(size, window, stride, padding, dilation)
+        except ValueError as error:
+            raise ValueError(f"{_name(layer)} on {x.shape[-2]} × {x.shape[-1]} px: {error}") from None
+
+
+def whole(layer: nn.Module, least: int = 1, **arguments: object) -> None:
+    """Whole numbers, `least` or more: what is given by axis cannot survive a quarter turn."""
+    for name, value in arguments.items():
+        if not isinstance(value, Integral) or value < least:
+            raise ValueError(
+                f"{_name(layer)} needs {name} as one whole number, {least} or more, "
+                f"for height and width alike; got {value!r}."
+            )
+
+
+def choice(layer: nn.Module, options: tuple[str, ...], **argument: object) -> None:
+    for name, value in argument.items():
+        if value not in options:
+            raise ValueError(f"{_name(layer)} knows {name} {' or '.join(map(repr, options))}; got {value!r}.")
+
+
+def _name(layer: nn.Module) -> str:
+    return type(layer).__name__
+
+
+def _shape(x: Tensor) -> str:
+    return str(tuple(x.shape))

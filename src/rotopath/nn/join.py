@@ -1,0 +1,33 @@
+"""Joining features of two branches, as in a U-Net: crop to the centre, concatenate channels."""
+
+import torch
+from torch import Tensor
+
+
+def center_crop(x: Tensor, height: int, width: int) -> Tensor:
+    """The middle height × width pixels of maps (..., H, W); an odd surplus has no middle and is refused.
+
+    >>> rp.nn.center_crop(torch.zeros(1, 8, 4, 24, 24), 16, 16).shape
+    torch.Size([1, 8, 4, 16, 16])
+    """
+    margins = x.shape[-2] - height, x.shape[-1] - width
+    if any(margin < 0 or margin % 2 for margin in margins):
+        raise ValueError(
+            f"center_crop takes the same number of pixels off both ends; {x.shape[-2]} × {x.shape[-1]} px "
+            f"cannot be cut to {height} × {width} px that way."
+        )
+    top, left = margins[0] // 2, margins[1] // 2
+    return x[..., top : top + height, left : left + width]
+
+
+def concatenate(*features: Tensor) -> Tensor:
+    """SE(2) features (B, Cᵢ, N, H, W) of equal N, H and W to (B, ΣCᵢ, N, H, W), kept channels-last in memory.
+
+    >>> rp.nn.concatenate(torch.zeros(1, 8, 4, 16, 16), torch.zeros(1, 2, 4, 16, 16)).shape
+    torch.Size([1, 10, 4, 16, 16])
+    """
+    orientations = {x.shape[2] for x in features}
+    if len(orientations) > 1:
+        raise ValueError(f"concatenate needs features of equal orientations; got {sorted(orientations)}.")
+    joined = torch.cat([x.flatten(1, 2) for x in features], dim=1)
+    return torch.unflatten(joined, 1, (-1, *orientations))

@@ -1,0 +1,74 @@
+"""Normalisation that treats all orientations of a channel alike: statistics and weights are shared over θ."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rotopath.nn import expect
+
+
+class GroupBatchNorm2d(nn.BatchNorm1d):
+    """Batch norm with one mean and variance a channel, taken over batch, space and orientation.
+
+    y = γ_c (x - E[x_c]) / √(Var[x_c] + ε) + β_c, with (B, C, N, H, W) → (B, C, N, H, W).
+
+    >>> norm = rp.nn.GroupBatchNorm2d(8)
+    >>> norm(torch.randn(2, 8, 4, 16, 16)).shape
+    torch.Size([2, 8, 4, 16, 16])
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        expect.features(input, self, self.num_features)
+        # In channels-last memory this is a view, and contiguous: every position is one more sample of (C, N).
+        rows = input.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N)
+        normalised = super().forward(rows.reshape(-1, *rows.shape[3:]))  # (B·H·W, C, N)
+        return normalised.view(rows.shape).permute(0, 3, 4, 1, 2)
+
+
+class GroupNorm2d(nn.GroupNorm):
+    """Group norm: each sample is normalised over groups of channels, all orientations and all positions.
+
+    Takes the arguments of `torch.nn.GroupNorm`; with num_groups=1 it is a layer norm over the whole sample.
+
+    >>> norm = rp.nn.GroupNorm2d(2, 8)
+    >>> norm(torch.randn(2, 8, 4, 16, 16)).shape
+    torch.Size([2, 8, 4, 16, 16])
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        expect.features(input, self, self.num_channels)
+        return super().forward(input)
+
+
+class GroupLayerNorm2d(nn.Module):
+    """Layer norm: each position of each sample is normalised over its channels and orientations.
+
+    Scale and shift are learned for each channel. (B, C, N, H, W) → (B, C, N, H, W).
+
+    >>> norm = rp.nn.GroupLayerNorm2d(8)
+    >>> norm(torch.randn(2, 8, 4, 16, 16)).shape
+    torch.Size([2, 8, 4, 16, 16])
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        expect.whole(self, channels=channels)
+        self.channels = channels
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(channels, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(channels, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        expect.features(x, self, self.channels)
+        rows = x.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N)
+        normalised = F.layer_norm(rows, rows.shape[3:], eps=self.eps)
+        return (normalised * self.weight[:, None] + self.bias[:, None]).permute(0, 3, 4, 1, 2)
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, eps={self.eps}"
