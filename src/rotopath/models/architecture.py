@@ -1,0 +1,210 @@
+"""The paper's three networks as tables: stages, channels, weights, and what follows from them about sizes.
+
+In: a number of orientations or an image size. Out: channels and weights of every layer, receptive field,
+stride, and the image sizes that lie on the pooling grid. No tensors here; `network` builds from the same rows.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+from rotopath import group
+
+UP = 2  # a stage with a skip first enlarges its input by this factor
+WIDE = 64  # channels × orientations of the widest layer in the paper's N = 1, 4, 8 and 16
+TOLERANCE = 0.05  # how far the weights at an unpublished N may lie from those at N = 1
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A convolution with batch norm and ReLU; before it perhaps up-sampling and a skip, behind it perhaps a pool."""
+
+    channels: str | int  # "body" or "wide" vary with N
+    kernel: int = 5
+    pool: int = 1
+    skip: int | None = None  # the stage whose output, before its pool, is cropped and concatenated
+
+
+@dataclass(frozen=True)
+class Architecture:
+    name: str
+    task: str
+    stages: tuple[Stage, ...]
+    projection: str
+    outputs: int
+    head_norm: bool  # batch norm on the logits instead of a bias
+    input_px: int  # the image size of the paper's table
+    published: dict[int, tuple[int, int]]  # N to the channels of (body, wide)
+
+    def channels(self, orientations: int) -> tuple[int, ...]:
+        """Output channels of each stage."""
+        return self._channels(*self._widths(orientations))
+
+    def weights(self, orientations: int) -> tuple[int, ...]:
+        """Learned weights of each stage, batch norm counted in, and last those of the head."""
+        return self._weights(orientations, self.channels(orientations))
+
+    def in_channels(self, stage: int, channels: tuple[int, ...], image_channels: int = 3) -> int:
+        """Channels that a stage reads: those of the stage before, and of its skip."""
+        if stage == 0:
+            return image_channels
+        skip = self.stages[stage].skip
+        return channels[stage - 1] + (0 if skip is None else channels[skip])
+
+    @property
+    def receptive_field(self) -> int:
+        """Side of the window, in pixels, that one output pixel sees; also the smallest image."""
+        side = 1
+        for stage in reversed(self.stages):
+            side = side * stage.pool + stage.kernel - 1
+            if stage.skip is not None:
+                side = (side - 2) // UP + 2  # a window of that side, wherever it lies on the enlarged grid
+        return side
+
+    @property
+    def stride(self) -> int:
+        """Pixels between two neighbouring outputs."""
+        ups = [UP for stage in self.stages if stage.skip is not None]
+        return self.size_step // prod(ups)
+
+    @property
+    def size_step(self) -> int:
+        """Pixels between two neighbouring image sizes on the pooling grid."""
+        return prod([stage.pool for stage in self.stages])
+
+    def sizes(self, size: int) -> tuple[int, ...]:
+        """Side of each stage's output, behind its pool, for an image of that side. Raises off the grid."""
+        before_pool: list[int] = []
+        sizes: list[int] = []
+        for stage in self.stages:
+            if stage.skip is not None:
+                size *= UP
+                if before_pool[stage.skip] < size or (before_pool[stage.skip] - size) % 2:
+                    raise ValueError(f"a skip of {before_pool[stage.skip]} px has no centre of {size} px.")
+            before_pool.append(group.windows(size, stage.kernel))
+            size = group.windows(before_pool[-1], stage.pool, stage.pool)
+            sizes.append(size)
+        return tuple(sizes)
+
+    def fits(self, size: int) -> bool:
+        """Whether an image of that side lies exactly on the pooling grid."""
+        try:
+            return bool(self.sizes(size))
+        except ValueError:
+            return False
+
+    def nearest_sizes(self, size: int) -> tuple[int, ...]:
+        """The good sizes next to `size`: itself, or the ones below and above; the smallest for what is too small."""
+        if self.fits(size):
+            return (size,)
+        below = (size - self.receptive_field) // self.size_step
+        return tuple([self.receptive_field + k * self.size_step for k in range(max(below, 0), max(below + 2, 1))])
+
+    def output_size(self, size: int) -> int:
+        """Side of the output for an image of that side; off the grid, a ValueError that names the nearest sizes."""
+        if not self.fits(size):
+            nearest = " or ".join([str(s) for s in self.nearest_sizes(size)])
+            grid = f"{self.receptive_field} + {self.size_step}·k px"
+            if size < self.receptive_field:
+                raise ValueError(
+                    f"{self.name} sees windows of {self.receptive_field} px, but got {size} px; "
+                    f"give it larger images or pad them ({grid})."
+                )
+            raise ValueError(
+                f"{self.name} pools on a grid that {size} px does not lie on, and would lose exact rotations; "
+                f"crop or pad to {nearest} px ({grid})."
+            )
+        return self.sizes(size)[-1]
+
+    def _widths(self, orientations: int) -> tuple[int, int]:
+        """Channels of (body, wide): the paper's, or for another N those that keep its number of weights at N = 1."""
+        group.check_orientations(orientations)
+        if orientations in self.published:
+            return self.published[orientations]
+        target = sum(self.weights(1))
+
+        def distance(widths: tuple[int, int]) -> float:
+            return abs(sum(self._weights(orientations, self._channels(*widths))) / target - 1)
+
+        body, wide = self.published[1]
+        candidates = [(b, w) for b in range(1, body + 1) for w in range(1, wide + 1)]
+        good = [widths for widths in candidates if distance(widths) <= TOLERANCE]
+        if not good:
+            raise ValueError(
+                f"{self.name} has no channels for {orientations} orientations that keep its {target} weights; "
+                f"use fewer orientations."
+            )
+        # The paper keeps channels × orientations of the wide layer constant; stay as near to that as weights allow.
+        return min(good, key=lambda widths: (abs(widths[1] - WIDE / orientations), distance(widths)))
+
+    def _channels(self, body: int, wide: int) -> tuple[int, ...]:
+        named = {"body": body, "wide": wide}
+        return tuple(named[c] if isinstance(c := stage.channels, str) else c for stage in self.stages)
+
+    def _weights(self, orientations: int, channels: tuple[int, ...]) -> tuple[int, ...]:
+        counts = []
+        for i, stage in enumerate(self.stages):
+            axes = orientations if i else 1  # the first stage lifts, the others read all orientations
+            counts.append(channels[i] * (self.in_channels(i, channels) * axes * _taps(stage.kernel) + 2))
+        counts.append(self.outputs * (channels[-1] + (2 if self.head_norm else 1)))
+        return tuple(counts)
+
+
+@cache
+def _taps(kernel: int) -> int:
+    return int(group.disc(kernel).sum())
+
+
+MITOSIS = Architecture(
+    name="mitosis",
+    task="detects mitotic figures",
+    stages=(
+        Stage("body", pool=2),
+        Stage("body", pool=2),
+        Stage("body", pool=2),
+        Stage("wide"),
+        Stage(16, kernel=1),
+    ),
+    projection="max",
+    outputs=1,
+    head_norm=False,
+    input_px=68,
+    published={1: (16, 64), 4: (10, 16), 8: (8, 8), 16: (6, 4)},
+)
+
+NUCLEI = Architecture(
+    name="nuclei",
+    task="segments nuclei: inside, border, background",
+    stages=(
+        Stage("body", pool=2),
+        Stage("body", pool=2),
+        Stage("body"),
+        Stage("body", skip=1),
+        Stage("wide", skip=0),
+        Stage(16, kernel=1),
+    ),
+    projection="max",
+    outputs=3,
+    head_norm=True,
+    input_px=60,
+    published={1: (16, 64), 4: (10, 16), 8: (8, 8), 16: (6, 4)},
+)
+
+TUMOR = Architecture(
+    name="tumor",
+    task="tells tumor from other tissue",
+    stages=(
+        Stage("body", pool=2),
+        Stage("body", pool=2),
+        Stage("body", pool=3),
+        Stage("wide"),
+        Stage(16, kernel=1),
+    ),
+    projection="mean",
+    outputs=1,
+    head_norm=False,
+    input_px=88,
+    published={1: (32, 64), 4: (19, 16), 8: (14, 8), 16: (10, 4)},
+)
+
+ARCHITECTURES = {architecture.name: architecture for architecture in (MITOSIS, NUCLEI, TUMOR)}

@@ -1,0 +1,113 @@
+"""The module that any of the tables in `architecture` describes: images in, logits out."""
+
+from collections import OrderedDict
+
+from torch import Tensor, nn
+
+from rotopath.models.architecture import MITOSIS, NUCLEI, TUMOR, UP, Architecture
+from rotopath.nn import (
+    GroupBatchNorm2d,
+    GroupConv2d,
+    GroupMaxPool2d,
+    GroupUpsample2d,
+    LiftConv2d,
+    Project,
+    center_crop,
+    concatenate,
+    expect,
+)
+
+
+class Network(nn.Module):
+    """Images (B, 3, H, W) to logits (B, K, H', W'), one for every position of the receptive field on its stride.
+
+    Images are floats from 0 to 1, or bytes, which the network scales itself. Any size on the pooling grid will do
+    (`fits`, `nearest_sizes`).
+
+    >>> net = rp.models.tumor(orientations=8)
+    >>> net.receptive_field, net.stride, net.nearest_sizes(200)
+    (88, 12, (196, 208))
+    >>> net(torch.zeros(1, 3, 100, 208)).shape
+    torch.Size([1, 1, 2, 11])
+    """
+
+    def __init__(self, architecture: Architecture, orientations: int) -> None:
+        super().__init__()
+        self.architecture = architecture
+        self.orientations = orientations
+        channels = architecture.channels(orientations)
+        self.stages = nn.ModuleList()
+        for i, stage in enumerate(architecture.stages):
+            convolution = GroupConv2d if i else LiftConv2d
+            read = architecture.in_channels(i, channels)
+            layers: OrderedDict[str, nn.Module] = OrderedDict()
+            layers["conv"] = convolution(read, channels[i], stage.kernel, orientations, bias=False)
+            layers["norm"] = GroupBatchNorm2d(channels[i])
+            layers["relu"] = nn.ReLU(inplace=True)
+            self.stages.append(nn.Sequential(layers))
+        self.pools = nn.ModuleList(GroupMaxPool2d(s.pool) if s.pool > 1 else nn.Identity() for s in architecture.stages)
+        self.up = GroupUpsample2d(UP)
+        self.project = Project(architecture.projection)
+        self.head = nn.Sequential()
+        self.head.add_module("conv", nn.Conv2d(channels[-1], architecture.outputs, 1, bias=not architecture.head_norm))
+        if architecture.head_norm:
+            self.head.add_module("norm", nn.BatchNorm2d(architecture.outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        expect.image(x, self, channels=3)
+        for size in x.shape[-2:]:
+            self.architecture.output_size(size)
+        if not x.is_floating_point():
+            x = x.to(next(self.parameters()).dtype) / 255
+        read_later = {stage.skip for stage in self.architecture.stages}
+        skips: dict[int, Tensor] = {}
+        for i, (stage, layers, pool) in enumerate(zip(self.architecture.stages, self.stages, self.pools, strict=True)):
+            if stage.skip is not None:
+                x = self.up(x)
+                x = concatenate(x, center_crop(skips.pop(stage.skip), *x.shape[-2:]))
+            x = layers(x)
+            if i in read_later:
+                skips[i] = x
+            x = pool(x)
+        logits: Tensor = self.head(self.project(x))  # (B, K, H', W')
+        return logits
+
+    @property
+    def receptive_field(self) -> int:
+        """Side of the window, in pixels, that one logit sees; also the smallest image."""
+        return self.architecture.receptive_field
+
+    @property
+    def stride(self) -> int:
+        """Pixels of the image between two neighbouring logits."""
+        return self.architecture.stride
+
+    def fits(self, size: int) -> bool:
+        """Whether an image of that side, in pixels, lies exactly on the pooling grid."""
+        return self.architecture.fits(size)
+
+    def nearest_sizes(self, size: int) -> tuple[int, ...]:
+        """The good image sides next to `size`: itself, or the ones below and above."""
+        return self.architecture.nearest_sizes(size)
+
+    def output_size(self, size: int) -> int:
+        """Side of the logits for an image of that side."""
+        return self.architecture.output_size(size)
+
+    def extra_repr(self) -> str:
+        return f"{self.architecture.name}, orientations={self.orientations}"
+
+
+def mitosis(orientations: int = 8) -> Network:
+    """Mitosis detector: the logit of a mitotic figure at the centre of each window of 68 px, every 8 px."""
+    return Network(MITOSIS, orientations)
+
+
+def nuclei(orientations: int = 8) -> Network:
+    """Nuclei segmentation U-Net: logits of inside, border and background for each pixel but a margin of 20 px."""
+    return Network(NUCLEI, orientations)
+
+
+def tumor(orientations: int = 8) -> Network:
+    """Tumor classifier: the logit of tumor for each window of 88 px, every 12 px."""
+    return Network(TUMOR, orientations)

@@ -1,0 +1,213 @@
+"""The paper's twelve networks: weights, sizes, receptive fields, dense application, exactness."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import rotopath as rp
+from rotopath.models import ARCHITECTURES, Architecture, Network
+
+BUILDERS = {"mitosis": rp.models.mitosis, "nuclei": rp.models.nuclei, "tumor": rp.models.tumor}
+PAPER = {  # N to the weights of each layer, as printed in the paper
+    "mitosis": {
+        1: [1040, 5408, 5408, 21632, 1056, 17],
+        4: [650, 8420, 8420, 13472, 1056, 17],
+        8: [520, 10768, 10768, 10768, 1056, 17],
+        16: [390, 12108, 12108, 8072, 1056, 17],
+    },
+    "nuclei": {
+        1: [1040, 5408, 5408, 10784, 43136, 1056, 54],
+        4: [650, 8420, 8420, 16820, 26912, 1056, 54],
+        8: [520, 10768, 10768, 21520, 21520, 1056, 54],
+        16: [390, 12108, 12108, 24204, 16136, 1056, 54],
+    },
+    "tumor": {
+        1: [2080, 21568, 21568, 43136, 1056, 17],
+        4: [1235, 30362, 30362, 25568, 1056, 17],
+        8: [910, 32956, 32956, 18832, 1056, 17],
+        16: [650, 33620, 33620, 13448, 1056, 17],
+    },
+}
+TOTALS = {
+    "mitosis": [34561, 32035, 33897, 33751],
+    "nuclei": [66886, 62332, 66206, 66056],
+    "tumor": [89425, 88600, 86727, 82411],
+}
+
+every_network = pytest.mark.parametrize("name", BUILDERS)
+every_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES)
+
+
+def count(module: torch.nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+@every_network
+def test_weights_are_the_papers_in_every_layer_and_in_total(name: str) -> None:
+    for (orientations, layers), total in zip(PAPER[name].items(), TOTALS[name], strict=True):
+        net = BUILDERS[name](orientations)
+        assert [count(module) for module in (*net.stages, net.head)] == layers
+        assert count(net) == total
+        assert list(net.architecture.weights(orientations)) == layers
+
+
+@every_architecture
+@pytest.mark.parametrize("orientations", [2, 3, 5, 6, 7, 9, 10, 12, 20, 24, 32])
+def test_other_orientations_keep_the_number_of_weights(architecture: Architecture, orientations: int) -> None:
+    net = Network(architecture, orientations)
+    assert count(net) == sum(architecture.weights(orientations))
+    assert abs(count(net) / sum(architecture.weights(1)) - 1) <= 0.05
+
+
+@every_architecture
+def test_channels_that_cannot_be_found_are_refused(architecture: Architecture) -> None:
+    with pytest.raises(ValueError, match=r"no channels for 5000 orientations .* use fewer"):
+        architecture.channels(5000)
+
+
+@every_network
+def test_orientations_below_one_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="whole number, 1 or more"):
+        BUILDERS[name](0)
+
+
+@pytest.mark.parametrize(
+    ("name", "receptive_field", "stride", "step", "sizes"),
+    [
+        ("mitosis", 68, 8, 8, (32, 14, 5, 1, 1)),
+        ("nuclei", 44, 1, 4, (28, 12, 8, 12, 20, 20)),
+        ("tumor", 88, 12, 12, (42, 19, 5, 1, 1)),
+    ],
+)
+def test_sizes_of_the_paper(name: str, receptive_field: int, stride: int, step: int, sizes: tuple[int, ...]) -> None:
+    architecture = ARCHITECTURES[name]
+    assert (architecture.receptive_field, architecture.stride, architecture.size_step) == (
+        receptive_field,
+        stride,
+        step,
+    )
+    assert architecture.sizes(architecture.input_px) == sizes
+    assert [s for s in range(1, 200) if architecture.fits(s)] == list(range(receptive_field, 200, step))
+
+
+@every_network
+def test_the_network_reads_exactly_its_receptive_field(name: str) -> None:
+    """Gradients of single logits: together all alignments on the grid reach each pixel of the field and no other."""
+    net = BUILDERS[name](4).double().eval()
+    for module in net.modules():  # positive weights and a mean in place of each maximum: nothing is hidden
+        if isinstance(module, rp.nn.LiftConv2d | rp.nn.GroupConv2d):
+            torch.nn.init.constant_(module.weight, 0.01)
+    net.pools = torch.nn.ModuleList(
+        rp.nn.GroupAvgPool2d(s.pool) if s.pool > 1 else torch.nn.Identity() for s in net.architecture.stages
+    )
+    torch.nn.init.ones_(net.head.conv.weight)
+    side = net.receptive_field + 3 * net.architecture.size_step
+    x = torch.rand(1, 3, side, side, dtype=torch.float64, requires_grad=True)
+    logits = net(x)[0, 0]
+
+    def rows_read(position: int) -> Tensor:
+        (gradient,) = torch.autograd.grad(logits[position, position], x, retain_graph=True)
+        return gradient[0].abs().sum(dim=(0, 2)).nonzero()
+
+    per_step = net.architecture.size_step // net.stride  # logits between two equal alignments on the pooling grid
+    fields = [rows_read(position) for position in range(2 * per_step)]
+    assert max(int(rows.max() - rows.min()) + 1 for rows in fields) == net.receptive_field
+    assert int(fields[per_step].min() - fields[0].min()) == net.architecture.size_step
+
+
+@pytest.mark.parametrize("name", ["mitosis", "tumor"])
+def test_dense_application_equals_one_window_at_a_time(name: str) -> None:
+    net = BUILDERS[name](4).double().eval()
+    field, stride = net.receptive_field, net.stride
+    image = torch.rand(1, 3, field + 2 * stride, field + stride, dtype=torch.float64)
+    with torch.no_grad():
+        dense = net(image)
+        assert dense.shape == (1, 1, 3, 2)
+        for row in range(3):
+            for column in range(2):
+                top, left = row * stride, column * stride
+                window = image[..., top : top + field, left : left + field]
+                torch.testing.assert_close(dense[..., row : row + 1, column : column + 1], net(window))
+
+
+def test_dense_segmentation_equals_that_of_its_crops() -> None:
+    net = rp.models.nuclei(4).double().eval()
+    image = torch.rand(1, 3, 68, 60, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(net(image)[..., 4:24, :], net(image[..., 4:64, :]))
+
+
+@every_network
+@pytest.mark.parametrize("orientations", [4, 8, 12, 16])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_networks_turn_exactly_by_90_degrees(name: str, orientations: int, training: bool) -> None:
+    net = BUILDERS[name](orientations).train(training)
+    step = net.architecture.size_step
+    x = torch.rand(2, 3, net.receptive_field + step, net.receptive_field + 2 * step)
+    assert rp.equivariance_error(net, x) < 1e-5
+    assert rp.equivariance_error(net.double(), x.double()) < 1e-10
+
+
+@every_network
+@pytest.mark.parametrize("orientations", [2, 6])
+def test_networks_turn_exactly_by_180_degrees(name: str, orientations: int) -> None:
+    net = BUILDERS[name](orientations).double()
+    x = torch.rand(2, 3, net.receptive_field, net.receptive_field, dtype=torch.float64)
+    assert rp.equivariance_error(net, x, 180) < 1e-10
+
+
+@every_network
+def test_an_ordinary_network_does_not_turn(name: str) -> None:
+    net = BUILDERS[name](1).double()
+    x = torch.rand(2, 3, net.receptive_field, net.receptive_field, dtype=torch.float64)
+    assert rp.equivariance_error(net, x) > 0.01
+
+
+@every_network
+def test_gradients_of_the_weights_do_not_see_the_rotation(name: str) -> None:
+    """Training is invariant too: a turned batch gives the same gradients."""
+
+    def gradients(x: Tensor) -> list[Tensor]:
+        net.zero_grad()
+        net(x).square().mean().backward()
+        return [p.grad.clone() for p in net.parameters()]
+
+    net = BUILDERS[name](8).double()
+    x = torch.rand(2, 3, net.receptive_field, net.receptive_field, dtype=torch.float64)
+    for upright, turned in zip(gradients(x), gradients(torch.rot90(x, 1, (-2, -1))), strict=True):
+        torch.testing.assert_close(upright, turned, atol=1e-12, rtol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sentence"),
+    [
+        ((1, 3, 65, 68), "mitosis sees windows of 68 px, but got 65 px; .* pad them"),
+        ((1, 3, 68, 110), r"110 px does not lie on.* crop or pad to 108 or 116 px \(68 \+ 8·k px\)"),
+        ((1, 4, 68, 68), "built for 3 input channels, but got 4"),
+        ((3, 68, 68), r"takes images \(B, C, H, W\)"),
+        ((1, 3, 8, 68, 68), r"takes images .* Project them first"),
+    ],
+)
+def test_wrong_images_get_a_sentence(shape: tuple[int, ...], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        rp.models.mitosis()(torch.zeros(shape))
+
+
+def test_nearest_sizes() -> None:
+    nearest: Callable[[int], tuple[int, ...]] = rp.models.mitosis().nearest_sizes
+    assert nearest(10) == (68,)
+    assert nearest(68) == (68,)
+    assert nearest(69) == (68, 76)
+    assert nearest(75) == (68, 76)
+
+
+def test_networks_scale_bytes_themselves() -> None:
+    net = rp.models.mitosis(4).eval()
+    image = torch.randint(0, 256, (1, 3, 68, 68), dtype=torch.uint8)
+    torch.testing.assert_close(net(image), net(image.float() / 255))
+
+
+def test_repr_names_the_network() -> None:
+    assert "mitosis, orientations=8" in repr(rp.models.mitosis())
