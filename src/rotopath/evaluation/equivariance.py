@@ -1,0 +1,87 @@
+"""How far a layer or a network is from commuting with rotation, as a number.
+
+In: any callable from images or SE(2) features to images or features, an input, an angle. Out: a relative error.
+"""
+
+import math
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from rotopath import group
+
+FADE_FROM = 0.7  # of the inscribed radius: where inputs begin to fade when they are turned off the pixel grid
+
+
+def equivariance_error(model: Callable[[Tensor], Tensor], x: Tensor, angle: float = 90.0) -> float:
+    """‖model(turned x) - turned model(x)‖ / ‖turned model(x)‖ for a turn by `angle` degrees; 0 is perfect.
+
+    Tensors with four axes are images (B, C, H, W), those with five SE(2) features (B, C, N, H, W), whose
+    orientation axis shifts along. Multiples of 90° permute pixels, and an exact model errs by rounding only.
+    Other angles resample: x is then faded to zero towards the rim of its inscribed disc, so that turning it loses
+    nothing, and outputs are compared on their inscribed disc. The model is left as it was found, batch
+    statistics and random state included.
+
+    >>> images = torch.rand(2, 3, 76, 76)
+    >>> rp.equivariance_error(rp.models.mitosis(orientations=4), images) < 1e-4
+    True
+    >>> rp.equivariance_error(rp.models.mitosis(orientations=1), images) > 1e-2
+    True
+    """
+    on_grid = angle % 90 == 0
+    if not on_grid:
+        height, width = x.shape[-2:]
+        x = x * group.inscribed_disc(height, width, inner=FADE_FROM).to(x)
+    with torch.no_grad():
+        expected = _turn(_call(model, x), angle).double()
+        actual = _call(model, _turn(x, angle)).double()
+    if not on_grid:
+        disc = group.inscribed_disc(*expected.shape[-2:]).to(expected)
+        expected, actual = expected * disc, actual * disc
+    error, scale = float((actual - expected).norm()), float(expected.norm())
+    if error == 0:
+        return 0.0
+    return error / scale if scale else math.inf
+
+
+def untrained_error(build: Callable[[], nn.Module], x: Tensor, angle: float = 90.0, draws: int = 9) -> float:
+    """The median equivariance error of freshly initialised models, the same ones each time, in evaluation mode."""
+    errors = []
+    with torch.random.fork_rng([]):
+        for seed in range(draws):
+            torch.manual_seed(seed)
+            errors.append(equivariance_error(build().eval().to(x), x, angle))
+    return median(errors)
+
+
+def smooth_images(count: int, size: int, channels: int = 3, blur_px: float = 2.0, seed: int = 0) -> Tensor:
+    """Band-limited noise of unit variance, (count, channels, size, size): images that survive resampling."""
+    noise = torch.randn(count, channels, size, size, generator=torch.Generator().manual_seed(seed))
+    frequency = torch.fft.fftfreq(size).square()
+    gaussian = torch.exp(-2 * (torch.pi * blur_px) ** 2 * (frequency[:, None] + frequency[None, :]))
+    smooth: Tensor = torch.fft.ifft2(torch.fft.fft2(noise) * gaussian).real
+    return smooth / smooth.std()
+
+
+def _call(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The model's output, from the same random numbers each time and without a trace in its buffers."""
+    devices = [x.device] if x.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        if not isinstance(model, nn.Module):
+            return model(x)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        output: Tensor = functional_call(model, buffers, (x,))
+        return output
+
+
+def _turn(x: Tensor, angle: float) -> Tensor:
+    if x.ndim not in (4, 5):
+        raise ValueError(
+            f"equivariance_error takes images (B, C, H, W) or SE(2) features (B, C, N, H, W), into the model "
+            f"and out of it; got a tensor of shape {tuple(x.shape)}."
+        )
+    return group.rotate_features(x, angle) if x.ndim == 5 else group.rotate(x, angle)

@@ -1,0 +1,178 @@
+"""What torch users do to modules: save, copy, pickle, cast, compile, distribute."""
+
+import copy
+import io
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import rotopath as rp
+
+NETWORKS = [rp.models.mitosis, rp.models.nuclei, rp.models.tumor]
+
+
+def small_network() -> nn.Sequential:
+    return nn.Sequential(
+        rp.nn.LiftConv2d(3, 4, 5, 8),
+        rp.nn.GroupBatchNorm2d(4),
+        nn.ReLU(),
+        rp.nn.GroupMaxPool2d(2),
+        rp.nn.GroupConv2d(4, 4, 3, 8, padding="same"),
+        rp.nn.GroupLayerNorm2d(4),
+        nn.ReLU(),
+        rp.nn.GroupUpsample2d(2),
+        rp.nn.GroupConv2d(4, 2, 1, 8),
+        rp.nn.Project("max"),
+    )
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.rand(2, 3, 20, 24)
+
+
+@pytest.mark.parametrize("build", NETWORKS)
+def test_state_dict_holds_learned_weights_and_statistics_only(build: type[nn.Module]) -> None:
+    net = build(orientations=8)
+    learned = {name for name, _ in net.named_parameters()}
+    statistics = {"running_mean", "running_var", "num_batches_tracked"}
+    in_training = set(net.train().state_dict())
+    assert in_training == set(net.eval().state_dict())
+    assert {name.rpartition(".")[2] for name in in_training - learned} == statistics
+    net(torch.rand(1, 3, net.receptive_field, net.receptive_field))
+    assert set(net.state_dict()) == in_training
+
+
+def test_state_dict_restores_the_network_without_pickle(x: Tensor) -> None:
+    net, other = small_network(), small_network()
+    net(x)  # moves the statistics
+    file = io.BytesIO()
+    torch.save(net.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(net.eval()(x), other.eval()(x))
+
+
+def test_copies_and_pickles_are_equal_and_independent(x: Tensor) -> None:
+    net = small_network().eval()
+    before = net(x)
+    for clone in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert torch.equal(clone(x), before)
+        nn.init.zeros_(clone[0].weight)
+    assert torch.equal(net(x), before)
+
+
+def test_double_is_as_precise_as_a_layer_built_in_double() -> None:
+    single = rp.nn.GroupConv2d(2, 2, 5, 8)
+    double = rp.nn.GroupConv2d(2, 2, 5, 8, dtype=torch.float64)
+    double.load_state_dict(single.double().state_dict())
+    x = torch.randn(1, 2, 8, 9, 9, dtype=torch.float64)
+    assert torch.equal(single(x), double(x))
+    assert single.rotation.dtype == torch.float64
+    assert not torch.equal(single.rotation, single.rotation.float().double()), "the map was rounded on the way"
+
+
+def test_dtypes_and_devices_reach_every_tensor() -> None:
+    net = small_network()
+    for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.float32):
+        net.to(dtype)
+        floats = [t for t in [*net.parameters(), *net.buffers()] if t.is_floating_point()]
+        assert {t.dtype for t in floats} == {dtype}
+    assert net.to("meta")(torch.empty(1, 3, 20, 24, device="meta")).shape == (1, 2, 16, 20)
+
+
+def test_a_network_made_empty_on_meta_gets_its_geometry_back(x: Tensor) -> None:
+    net = small_network().eval()
+    with torch.device("meta"):
+        empty = small_network()
+    filled = empty.to_empty(device="cpu").eval()
+    filled.load_state_dict(net.state_dict())
+    assert torch.equal(filled(x), net(x))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_autocast_to_bfloat16(x: Tensor, training: bool) -> None:
+    net = small_network().train(training)
+    expected = net(x).detach()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = net(x)
+        assert net[0](x).dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
+    assert float((y.detach() - expected).norm() / expected.norm()) < 0.03
+
+
+def test_autocast_interpolates_kernels_in_full_precision() -> None:
+    lift = rp.nn.LiftConv2d(1, 1, 5, 8, bias=False)
+    x = torch.zeros(1, 1, 9, 9)
+    x[..., 4, 4] = 1  # the answer is the mirrored kernel
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = lift(x)[0, 0]
+    expected = lift.kernels().detach()[:, 0].flip(1, 2)
+    assert torch.equal(y, expected.bfloat16())
+
+
+@pytest.mark.parametrize("build", [small_network, *[lambda f=f: f(orientations=4) for f in NETWORKS]])
+def test_compiles_as_one_graph(build: type[nn.Module]) -> None:
+    net = build()
+    side = getattr(net, "receptive_field", 20)
+    x = torch.rand(2, 3, side, side)
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), net(x), atol=1e-4, rtol=1e-4)
+    compiled(x).sum().backward()
+    assert all(p.grad is not None for p in net.parameters())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiles_to_code(x: Tensor) -> None:
+    net = small_network().eval()
+    compiled = torch.compile(net, fullgraph=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), net(x), atol=1e-5, rtol=1e-5)
+
+
+def gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
+    net.zero_grad()
+    net(x).square().mean().backward()
+    return [p.grad.clone() for p in net.parameters()]
+
+
+def run_worker(rank: int, rendezvous: str, results: str) -> None:
+    torch.manual_seed(rank)  # DDP must spread the first process's weights
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    net = DistributedDataParallel(small_network())
+    share = torch.rand(4, 3, 20, 24, generator=torch.Generator().manual_seed(7))[rank::2]
+    torch.save(gradients(net, share), Path(results) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_processes_share_gradients(tmp_path: Path) -> None:
+    mp.spawn(run_worker, args=(str(tmp_path / "rendezvous"), str(tmp_path)), nprocs=2)
+    torch.manual_seed(0)
+    net = small_network()
+    batch = torch.rand(4, 3, 20, 24, generator=torch.Generator().manual_seed(7))
+    alone = [gradients(net, batch[rank::2]) for rank in range(2)]
+    for rank in range(2):
+        together = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        for got, first, second in zip(together, *alone, strict=True):
+            torch.testing.assert_close(got, (first + second) / 2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+@pytest.mark.parametrize("build", NETWORKS)
+def test_exact_on_a_gpu(build: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    net = build(orientations=8).cuda()
+    x = torch.rand(2, 3, net.receptive_field, net.receptive_field, device="cuda")
+    assert rp.equivariance_error(net, x) < 1e-5
+    assert rp.equivariance_error(net.double(), x.double()) < 1e-10
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert rp.equivariance_error(net.float(), x) < 0.1
