@@ -73,3 +73,10 @@ def test_help_does_not_wait_for_torch() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "models" in done.stdout
+
+
+def test_python_dash_m_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rotopath", "models", "tumor"], capture_output=True, text=True, check=True
+    )
+    assert "86727" in done.stdout

@@ -50,6 +50,10 @@ def demo(
     except ModuleNotFoundError as missing:
         _refuse(f"The picture needs {missing.name}: pip install 'rotopath[train]'.")
 
+    try:
+        picture = draw_layers(out / "layers.png")
+    except OSError as error:
+        _refuse(f"The picture could not be written to {out}: {error.strerror}. Choose another folder with --out.")
     orientations = [1, 4, 8, 16]
     for architecture in ARCHITECTURES.values():
         console.print(architecture_table(architecture, orientations))
@@ -58,12 +62,7 @@ def demo(
         f"N={n}": {angle: untrained_error(partial(mitosis, n), images, angle) for angle in (90, 45, 22.5)}
         for n in orientations
     }
-    title = "rotation error: mitosis network, untrained (median of nine), float32"
-    console.print(rotation_error_table(title, errors))
-    try:
-        picture = draw_layers(out / "layers.png")
-    except OSError as error:
-        _refuse(f"The picture could not be written to {out}: {error.strerror}. Choose another folder with --out.")
+    console.print(rotation_error_table("rotation error: mitosis network, untrained (median of nine), float32", errors))
     console.print(f"How the layers work: [bold]{picture}[/bold]")
 
 

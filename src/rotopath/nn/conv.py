@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, Self
 
 import torch
@@ -99,8 +98,7 @@ class _RotatedConv2d(nn.Module):
     def _convolve(self, x: Tensor) -> Tensor:
         """(B, C', H, W) to (B, C, N, H, W), where C' are channels, or channels by orientations."""
         expect.on_grid(x, self, self.kernel_size, self.stride, self.padding, self.dilation)
-        with _full_precision(x.device.type):  # kernels are interpolated first and cast once, by the convolution
-            kernels = self.kernels()
+        kernels = self._full_precision_kernels(x)
         bias = self.bias if self.bias is None else self.bias.repeat_interleave(self.orientations)
         padding = self.padding
         if self.padding_mode != "zeros" and padding:
@@ -110,6 +108,13 @@ class _RotatedConv2d(nn.Module):
         x = x.contiguous(memory_format=torch.channels_last)
         y = F.conv2d(x, kernels, bias, self.stride, padding, self.dilation, self.groups)  # (B, C·N, H, W)
         return torch.unflatten(y, 1, (self.out_channels, self.orientations))
+
+    def _full_precision_kernels(self, x: Tensor) -> Tensor:
+        """Kernels untouched by autocast: they are interpolated as they are, and cast once, by the convolution."""
+        if x.is_meta:  # the one device that has no autocast to switch off
+            return self.kernels()
+        with torch.autocast(x.device.type, enabled=False):
+            return self.kernels()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -150,10 +155,3 @@ class GroupConv2d(_RotatedConv2d):
     def forward(self, x: Tensor) -> Tensor:
         expect.features(x, self, self.in_channels, self.orientations)
         return self._convolve(x.flatten(1, 2))
-
-
-def _full_precision(device_type: str) -> AbstractContextManager[object]:
-    """Autocast switched off, where there is such a thing: the meta device has none."""
-    if not torch.amp.is_autocast_available(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)

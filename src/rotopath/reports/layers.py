@@ -174,7 +174,7 @@ def _show_kernels(axes: Sequence[Axes], kernels: Tensor, titles: Sequence[str]) 
 
 def _show_kernel(ax: Axes, kernel: Tensor, limit: float, frame: bool = False) -> None:
     on_disc = kernel.masked_fill(~group.disc(kernel.shape[-1]), torch.nan)
-    ax.imshow(on_disc, cmap="PuOr_r", vmin=-limit, vmax=limit)
+    ax.imshow(on_disc.numpy(), cmap="PuOr_r", vmin=-limit, vmax=limit)
     _bare(ax, TINT if frame else "#d1d5db", 2.0 if frame else 0.6)
 
 
@@ -184,13 +184,13 @@ def _show_maps(axes: Sequence[Axes], maps: Tensor, titles: Sequence[str]) -> Non
 
 
 def _show_map(ax: Axes, values: Tensor, limit: float, title: str) -> None:
-    ax.imshow(values, cmap="magma", vmin=0, vmax=limit)
+    ax.imshow(values.numpy(), cmap="magma", vmin=0, vmax=limit)
     ax.set_title(title, fontsize=7.5, pad=3)
     _bare(ax)
 
 
 def _show_image(ax: Axes, image: Tensor, title: str) -> None:
-    ax.imshow(image[0].permute(1, 2, 0))
+    ax.imshow(image[0].permute(1, 2, 0).numpy())
     ax.set_title(title, fontsize=7.5, pad=3)
     _bare(ax)
 

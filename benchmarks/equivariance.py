@@ -1,0 +1,70 @@
+"""How exactly each layer and network turns with its input, at 90°, 45° and 22.5°.
+
+    .venv/bin/python benchmarks/equivariance.py [cuda]
+
+Smooth random images and features, untrained weights, median of nine draws. Layers have 16 orientations, so that
+22.5° is one step of theirs; networks answer images, so any angle can be asked of them.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from record import record
+from torch import Tensor, nn
+
+import rotopath as rp
+from rotopath.evaluation import smooth_images, untrained_error
+
+N = 16
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "LiftConv2d 5×5": lambda: rp.nn.LiftConv2d(4, 4, 5, N),
+    "GroupConv2d 5×5": lambda: rp.nn.GroupConv2d(4, 4, 5, N),
+    "GroupConv2d 3×3": lambda: rp.nn.GroupConv2d(4, 4, 3, N),
+    "GroupConv2d 1×1": lambda: rp.nn.GroupConv2d(4, 4, 1, N),
+    "GroupConv2d 5×5, padding same": lambda: rp.nn.GroupConv2d(4, 4, 5, N, padding="same"),
+    "GroupConv2d 3×3, stride 2": lambda: rp.nn.GroupConv2d(4, 4, 3, N, stride=2, padding=1),
+    "GroupConv2d 3×3, dilation 2": lambda: rp.nn.GroupConv2d(4, 4, 3, N, dilation=2),
+    "GroupConv2d 5×5, depthwise": lambda: rp.nn.GroupConv2d(4, 4, 5, N, groups=4),
+    "GroupBatchNorm2d": lambda: rp.nn.GroupBatchNorm2d(4),
+    "GroupNorm2d": lambda: rp.nn.GroupNorm2d(2, 4),
+    "GroupLayerNorm2d": lambda: rp.nn.GroupLayerNorm2d(4),
+    "GroupMaxPool2d 2": lambda: rp.nn.GroupMaxPool2d(2),
+    "GroupAvgPool2d 2": lambda: rp.nn.GroupAvgPool2d(2),
+    "GroupUpsample2d 2, nearest": lambda: rp.nn.GroupUpsample2d(2),
+    "GroupUpsample2d 2, bilinear": lambda: rp.nn.GroupUpsample2d(2, mode="bilinear"),
+    "GroupDropout2d": lambda: rp.nn.GroupDropout2d(0.5),
+    "ReLU": nn.ReLU,
+    "Project max": lambda: rp.nn.Project("max"),
+    "Project mean": lambda: rp.nn.Project("mean"),
+}
+
+
+def measure(name: str, build: Callable[[], nn.Module], x: Tensor) -> dict[str, str]:
+    return {
+        "what": name,
+        "90°, float64": f"{untrained_error(build, x.double(), 90):.0e}",
+        "90°, float32": f"{untrained_error(build, x, 90):.0e}",
+        "45°": f"{untrained_error(build, x, 45):.3f}",
+        "22.5°": f"{untrained_error(build, x, 22.5):.3f}",
+    }
+
+
+def main(device: str = "cpu") -> None:
+    torch.backends.cudnn.allow_tf32 = False  # a GPU would round float32 to the ten bits of TF32
+    rows = []
+    for name, build in LAYERS.items():
+        odd = "stride" in name  # windows of 3 at stride 2, padded by 1, lie evenly in odd sizes
+        maps = smooth_images(count=2, size=65 if odd else 64, channels=4 * N)
+        x = maps[:, :4] if "Lift" in name else maps.view(len(maps), 4, N, *maps.shape[2:])
+        rows.append(measure(name, build, x.to(device)))
+    for network in (rp.models.mitosis, rp.models.nuclei, rp.models.tumor):
+        for orientations in (1, 4, 8, 16):
+            x = smooth_images(count=4, size=network(orientations).nearest_sizes(132)[0])
+            rows.append(measure(f"{network.__name__}, N={orientations}", partial(network, orientations), x.to(device)))
+    record("equivariance", rows, device)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

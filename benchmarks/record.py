@@ -1,0 +1,40 @@
+"""Where measurements go: a CSV under results/ whose name carries hardware and versions, and a table on the screen."""
+
+import csv
+import os
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent.parent / "results"
+
+
+def hardware(device: str = "cpu") -> str:
+    """The machine in words that fit into a file name."""
+    if device == "cuda":
+        name = torch.cuda.get_device_name()
+    else:
+        name = f"{platform.machine()} {len(os.sched_getaffinity(0))} cores"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def record(name: str, rows: Sequence[Mapping[str, object]], device: str = "cpu") -> Path:
+    """Write rows to results/NAME-HARDWARE-torchVERSION.csv, and print them as a Markdown table."""
+    version = torch.__version__.partition("+")[0]
+    path = RESULTS / f"{name}-{hardware(device)}-torch{version}.csv"
+    path.parent.mkdir(exist_ok=True)
+    unfinished = path.with_suffix(".part")
+    with unfinished.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    unfinished.replace(path)
+    print("| " + " | ".join(rows[0]) + " |")
+    print("|" + "---|" * len(rows[0]))
+    for row in rows:
+        print("| " + " | ".join(str(value) for value in row.values()) + " |")
+    print(f"\n{path.relative_to(RESULTS.parent)}\n")
+    return path

@@ -1,0 +1,5 @@
+"""`python -m rotopath` is the command `rotopath`."""
+
+from rotopath.cli import app
+
+app(prog_name="rotopath")

@@ -1,0 +1,39 @@
+"""README and docs: examples run, tables say what the result files say, links lead somewhere."""
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+import rotopath as rp
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_run(page: Path) -> None:
+    for example in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
+        exec(compile(example, page.name, "exec"), {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} points to {target}"
+
+
+def test_the_readme_lists_every_layer() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert [name for name in rp.nn.__all__ if f"`{name}" not in text] == []
+
+
+def test_every_result_file_stands_in_the_docs_as_it_is() -> None:
+    docs = "\n".join(page.read_text() for page in PAGES)
+    for path in (ROOT / "results").glob("*.csv"):
+        assert path.name in docs, f"{path.name} is nowhere explained"
+        if f"<!-- {path.name} -->" in docs:
+            with path.open(newline="") as file:
+                for row in csv.reader(file):
+                    assert "| " + " | ".join(row) + " |" in docs, f"{path.name}: {row} is not in the docs"
