@@ -93,6 +93,18 @@ def test_sizes_of_the_paper(name: str, receptive_field: int, stride: int, step: 
     assert [s for s in range(1, 200) if architecture.fits(s)] == list(range(receptive_field, 200, step))
 
 
+@every_architecture
+def test_sizes_fit_where_every_stage_lies_evenly(architecture: Architecture) -> None:
+    for size in range(1, 300):
+        try:
+            sizes = architecture.sizes(size)
+        except ValueError:
+            assert not architecture.fits(size)
+        else:
+            assert architecture.fits(size)
+            assert architecture.output_size(size) == sizes[-1]
+
+
 @every_network
 def test_the_network_reads_exactly_its_receptive_field(name: str) -> None:
     """Gradients of single logits: together all alignments on the grid reach each pixel of the field and no other."""

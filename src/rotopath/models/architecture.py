@@ -88,10 +88,7 @@ class Architecture:
 
     def fits(self, size: int) -> bool:
         """Whether an image of that side lies exactly on the pooling grid."""
-        try:
-            return bool(self.sizes(size))
-        except ValueError:
-            return False
+        return size >= self.receptive_field and (size - self.receptive_field) % self.size_step == 0
 
     def nearest_sizes(self, size: int) -> tuple[int, ...]:
         """The good sizes next to `size`: itself, or the ones below and above; the smallest for what is too small."""
