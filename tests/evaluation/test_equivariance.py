@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -64,9 +65,19 @@ def test_the_model_and_the_random_state_are_left_alone() -> None:
         assert torch.equal(value, before[name])
 
 
+def test_answers_without_positions_should_not_change() -> None:
+    x = rp.evaluation.smooth_images(2, 33).double()
+    for angle in (90.0, 45.0):
+        assert rp.equivariance_error(lambda x: x.square().mean((2, 3)), x, angle) < 1e-2
+        assert rp.equivariance_error(lambda x: x[:, :, 8].mean(2), x, angle) > 0.1
+
+
 def test_features_and_images_are_told_apart_by_their_axes() -> None:
-    with pytest.raises(ValueError, match=r"got a tensor of shape \(2, 3\)"):
-        rp.equivariance_error(lambda x: x.mean((2, 3)), torch.randn(2, 3, 8, 8))
+    for wrong, got in ((torch.randn(2, 3), r"a tensor of shape \(2, 3\)"), (np.zeros((1, 3, 8, 8)), "ndarray")):
+        with pytest.raises(ValueError, match=f"takes models from images .* got {got}"):
+            rp.equivariance_error(nn.Identity(), wrong)
+    with pytest.raises(ValueError, match="got tuple"):
+        rp.equivariance_error(lambda x: (x, x), torch.randn(2, 3, 8, 8))
     with pytest.raises(ValueError, match="steps of 90°, and 45° lies between"):
         rp.equivariance_error(rp.nn.LiftConv2d(1, 1, 3, 4), torch.randn(1, 1, 8, 8), 45)
 

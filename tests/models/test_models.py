@@ -203,8 +203,9 @@ def test_gradients_of_the_weights_do_not_see_the_rotation(name: str) -> None:
     [
         ((1, 3, 65, 68), "mitosis sees windows of 68 px, but got 65 px; .* pad them"),
         ((1, 3, 68, 110), r"110 px does not lie on.* crop or pad to 108 or 116 px \(68 \+ 8·k px\)"),
-        ((1, 4, 68, 68), "built for 3 input channels, but got 4"),
-        ((3, 68, 68), r"takes images \(B, C, H, W\)"),
+        ((1, 4, 68, 68), "mitosis was built for 3 input channels, but got 4"),
+        ((1, 68, 68, 3), r"but got 68 .* x.permute\(0, 3, 1, 2\)"),
+        ((3, 68, 68), r"mitosis takes images \(B, C, H, W\), .* batch axis: x\[None\]"),
         ((1, 3, 8, 68, 68), r"takes images .* Project them first"),
     ],
 )
@@ -225,7 +226,9 @@ def test_networks_scale_bytes_themselves() -> None:
     net = rp.models.mitosis(4).eval()
     image = torch.randint(0, 256, (1, 3, 68, 68), dtype=torch.uint8)
     torch.testing.assert_close(net(image), net(image.float() / 255))
+    with pytest.raises(ValueError, match=r"mitosis takes floating point numbers, but got torch.int64"):
+        net(image.long())
 
 
 def test_repr_names_the_network() -> None:
-    assert "mitosis, orientations=8" in repr(rp.models.mitosis())
+    assert repr(rp.models.mitosis()).startswith("mitosis(\n  orientations=8")

@@ -1,5 +1,6 @@
 """Convolutions against torch's own, against the definition, and against misuse."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -205,3 +206,13 @@ def test_wrong_arguments_get_a_sentence(layer: type[nn.Module], arguments: dict[
 def test_wrong_inputs_get_a_sentence(layer: nn.Module, shape: tuple[int, ...], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         layer(torch.zeros(shape))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"), [(rp.nn.LiftConv2d(3, 4, 5, 8), (1, 3, 9, 9)), (rp.nn.Project(), (1, 4, 8, 9, 9))]
+)
+def test_arrays_and_bytes_get_a_sentence(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"takes a torch.Tensor, but got ndarray"):
+        layer(np.zeros(shape))
+    with pytest.raises(ValueError, match=r"takes floating point numbers, but got torch.uint8; .* x.float\(\) / 255"):
+        layer(torch.zeros(shape, dtype=torch.uint8))

@@ -20,7 +20,9 @@ def equivariance_error(model: Callable[[Tensor], Tensor], x: Tensor, angle: floa
     """‖model(turned x) - turned model(x)‖ / ‖turned model(x)‖ for a turn by `angle` degrees; 0 is perfect.
 
     Tensors with four axes are images (B, C, H, W), those with five SE(2) features (B, C, N, H, W), whose
-    orientation axis shifts along. Multiples of 90° permute pixels, and an exact model errs by rounding only.
+    orientation axis shifts along. Outputs without positions, (B, K), should not change at all.
+
+    Multiples of 90° permute pixels, and an exact model errs by rounding only.
     Other angles resample: x is then faded to zero towards the rim of its inscribed disc, so that turning it loses
     nothing, and outputs are compared on their inscribed disc. The model is left as it was found, batch
     statistics and random state included.
@@ -31,6 +33,7 @@ def equivariance_error(model: Callable[[Tensor], Tensor], x: Tensor, angle: floa
     >>> rp.equivariance_error(rp.models.mitosis(orientations=1), images) > 1e-2
     True
     """
+    _expect_positions(x)
     on_grid = angle % 90 == 0
     if not on_grid:
         height, width = x.shape[-2:]
@@ -38,7 +41,7 @@ def equivariance_error(model: Callable[[Tensor], Tensor], x: Tensor, angle: floa
     with torch.no_grad():
         expected = _turn(_call(model, x), angle).double()
         actual = _call(model, _turn(x, angle)).double()
-    if not on_grid:
+    if not on_grid and expected.ndim >= 4:
         disc = group.inscribed_disc(*expected.shape[-2:]).to(expected)
         expected, actual = expected * disc, actual * disc
     error, scale = float((actual - expected).norm()), float(expected.norm())
@@ -79,9 +82,16 @@ def _call(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _turn(x: Tensor, angle: float) -> Tensor:
-    if x.ndim not in (4, 5):
-        raise ValueError(
-            f"equivariance_error takes images (B, C, H, W) or SE(2) features (B, C, N, H, W), into the model "
-            f"and out of it; got a tensor of shape {tuple(x.shape)}."
-        )
+    if isinstance(x, Tensor) and x.ndim < 3:
+        return x
+    _expect_positions(x)
     return group.rotate_features(x, angle) if x.ndim == 5 else group.rotate(x, angle)
+
+
+def _expect_positions(x: object) -> None:
+    if not isinstance(x, Tensor) or x.ndim not in (4, 5):
+        got = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(
+            f"equivariance_error takes models from images (B, C, H, W) or SE(2) features (B, C, N, H, W) to one tensor "
+            f"of images, features, or answers (B, K); got {got}."
+        )

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 
+import torch
 from torch import Tensor, nn
 
 from rotopath.models.architecture import MITOSIS, NUCLEI, TUMOR, UP, Architecture
@@ -21,8 +22,8 @@ from rotopath.nn import (
 class Network(nn.Module):
     """Images (B, 3, H, W) to logits (B, K, H', W'), one for every position of the receptive field on its stride.
 
-    Images are floats from 0 to 1, or bytes, which the network scales itself. Any size on the pooling grid will do
-    (`fits`, `nearest_sizes`).
+    Images are floats from 0 to 1, or bytes (uint8), which the network scales itself. Any size on the pooling grid
+    will do (`fits`, `nearest_sizes`).
 
     >>> net = rp.models.tumor(orientations=8)
     >>> net.receptive_field, net.stride, net.nearest_sizes(200)
@@ -46,7 +47,8 @@ class Network(nn.Module):
             layers["relu"] = nn.ReLU(inplace=True)
             self.stages.append(nn.Sequential(layers))
         self.pools = nn.ModuleList(GroupMaxPool2d(s.pool) if s.pool > 1 else nn.Identity() for s in architecture.stages)
-        self.up = GroupUpsample2d(UP)
+        if any(stage.skip is not None for stage in architecture.stages):
+            self.up = GroupUpsample2d(UP)
         self.project = Project(architecture.projection)
         self.head = nn.Sequential()
         self.head.add_module("conv", nn.Conv2d(channels[-1], architecture.outputs, 1, bias=not architecture.head_norm))
@@ -54,11 +56,11 @@ class Network(nn.Module):
             self.head.add_module("norm", nn.BatchNorm2d(architecture.outputs))
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, Tensor) and x.dtype == torch.uint8:
+            x = x.to(next(self.parameters()).dtype) / 255
         expect.image(x, self, channels=3)
         for size in x.shape[-2:]:
             self.architecture.output_size(size)
-        if not x.is_floating_point():
-            x = x.to(next(self.parameters()).dtype) / 255
         read_later = {stage.skip for stage in self.architecture.stages}
         skips: dict[int, Tensor] = {}
         for i, (stage, layers, pool) in enumerate(zip(self.architecture.stages, self.stages, self.pools, strict=True)):
@@ -95,7 +97,10 @@ class Network(nn.Module):
         return self.architecture.output_size(size)
 
     def extra_repr(self) -> str:
-        return f"{self.architecture.name}, orientations={self.orientations}"
+        return f"orientations={self.orientations}"
+
+    def _get_name(self) -> str:
+        return self.architecture.name  # what messages and repr call the network
 
 
 def mitosis(orientations: int = 8) -> Network:

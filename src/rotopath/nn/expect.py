@@ -8,27 +8,30 @@ from rotopath import group
 
 
 def image(x: Tensor, layer: nn.Module, channels: int) -> None:
-    """An image batch (B, C, H, W)."""
+    """A batch of images (B, C, H, W) in floating point."""
+    _tensor(x, layer)
     if x.ndim != 4:
-        hint = " These are SE(2) features already: use a Group layer, or Project them first." if x.ndim == 5 else ""
-        raise ValueError(f"{_name(layer)} takes images (B, C, H, W), but got a tensor of shape {_shape(x)}.{hint}")
-    if x.shape[1] != channels:
+        hints = {
+            3: " Give a single image a batch axis: x[None].",
+            5: " These are SE(2) features already: use a Group layer, or Project them first.",
+        }
         raise ValueError(
-            f"{_name(layer)} was built for {channels} input channels, but got {x.shape[1]} in {_shape(x)}."
+            f"{_name(layer)} takes images (B, C, H, W), but got a tensor of shape {_shape(x)}.{hints.get(x.ndim, '')}"
         )
+    seems_channels_last = x.shape[1] != channels and x.shape[3] == channels
+    _channels(x, layer, channels, " It seems to be (B, H, W, C): x.permute(0, 3, 1, 2)." if seems_channels_last else "")
 
 
 def features(x: Tensor, layer: nn.Module, channels: int | None = None, orientations: int | None = None) -> None:
     """SE(2) features (B, C, N, H, W); channels and orientations are checked where the layer fixes them."""
+    _tensor(x, layer)
     if x.ndim != 5:
         hint = " This is an image: lift it first with LiftConv2d." if x.ndim == 4 else ""
         raise ValueError(
             f"{_name(layer)} takes SE(2) features (B, C, N, H, W), but got a tensor of shape {_shape(x)}.{hint}"
         )
-    if channels is not None and x.shape[1] != channels:
-        raise ValueError(
-            f"{_name(layer)} was built for {channels} input channels, but got {x.shape[1]} in {_shape(x)}."
-        )
+    if channels is not None:
+        _channels(x, layer, channels)
     if orientations is not None and x.shape[2] != orientations:
         raise ValueError(
             f"{_name(layer)} was built for {orientations} orientations, but got {x.shape[2]} in {_shape(x)}."
@@ -60,8 +63,25 @@ def choice(layer: nn.Module, options: tuple[str, ...], **argument: object) -> No
             raise ValueError(f"{_name(layer)} knows {name} {' or '.join(map(repr, options))}; got {value!r}.")
 
 
+def _tensor(x: object, layer: nn.Module) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{_name(layer)} takes a torch.Tensor, but got {type(x).__name__}; convert it first.")
+    if not x.is_floating_point():
+        raise ValueError(
+            f"{_name(layer)} takes floating point numbers, but got {x.dtype}; convert first, bytes by x.float() / 255."
+        )
+
+
+def _channels(x: Tensor, layer: nn.Module, channels: int, hint: str = "") -> None:
+    if x.shape[1] != channels:
+        raise ValueError(
+            f"{_name(layer)} was built for {channels} input channels, but got {x.shape[1]} in {_shape(x)}.{hint}"
+        )
+
+
 def _name(layer: nn.Module) -> str:
-    return type(layer).__name__
+    name: str = layer._get_name()  # type: ignore[no-untyped-call]
+    return name
 
 
 def _shape(x: Tensor) -> str:

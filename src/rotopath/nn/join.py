@@ -13,8 +13,8 @@ def center_crop(x: Tensor, height: int, width: int) -> Tensor:
     margins = x.shape[-2] - height, x.shape[-1] - width
     if any(margin < 0 or margin % 2 for margin in margins):
         raise ValueError(
-            f"center_crop takes the same number of pixels off both ends; {x.shape[-2]} × {x.shape[-1]} px "
-            f"cannot be cut to {height} × {width} px that way."
+            f"center_crop takes the same number of pixels off both ends, so it cannot cut "
+            f"{x.shape[-2]} × {x.shape[-1]} px to {height} × {width} px; leave an even number over."
         )
     top, left = margins[0] // 2, margins[1] // 2
     return x[..., top : top + height, left : left + width]
@@ -26,8 +26,9 @@ def concatenate(*features: Tensor) -> Tensor:
     >>> rp.nn.concatenate(torch.zeros(1, 8, 4, 16, 16), torch.zeros(1, 2, 4, 16, 16)).shape
     torch.Size([1, 10, 4, 16, 16])
     """
-    orientations = {x.shape[2] for x in features}
-    if len(orientations) > 1:
-        raise ValueError(f"concatenate needs features of equal orientations; got {sorted(orientations)}.")
+    first = features[0]
+    if any(x.ndim != 5 or x.shape[2:] != first.shape[2:] for x in features):
+        shapes = ", ".join([str(tuple(x.shape)) for x in features])
+        raise ValueError(f"concatenate takes SE(2) features (B, C, N, H, W) of equal N, H and W; got shapes {shapes}.")
     joined = torch.cat([x.flatten(1, 2) for x in features], dim=1)
-    return torch.unflatten(joined, 1, (-1, *orientations))
+    return torch.unflatten(joined, 1, (-1, first.shape[2]))
