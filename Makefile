@@ -16,13 +16,14 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 format: $(READY)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 $(READY): pyproject.toml constraints.txt
+	@echo "Setting up $(VENV): this takes a few minutes and about 1.5 GB, once."
 	$(PYTHON) -m venv $(VENV)
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@

@@ -5,8 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
+import rotopath
 from rotopath.cli import app
 
 
@@ -60,8 +62,29 @@ def test_demo_refuses_a_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     result = run("demo", "--out", str(tmp_path / "taken"))
     assert result.exit_code == 2
-    assert "could not be written" in result.stderr
+    assert "is a file, but the picture needs a folder" in result.stderr
     assert (tmp_path / "taken").read_text() == "a file"
+
+
+def test_demo_refuses_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    result = run("demo", "--out", str(tmp_path / "taken" / "below"))
+    assert result.exit_code == 2
+    assert "could not be written" in result.stderr
+
+
+@pytest.mark.parametrize("columns", ["46", "60", "80", "200"])
+def test_tables_fit_the_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rotopath.cli.console", Console(width=int(columns)))
+    result = run("models", "nuclei", *[word for n in range(1, 13) for word in ("-n", str(n))])
+    assert result.exit_code == 0
+    assert "…" not in result.stdout
+    for n in range(1, 13):
+        assert f"N={n}" in result.stdout
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"rotopath {rotopath.__version__}\n"
 
 
 def test_help_does_not_wait_for_torch() -> None:

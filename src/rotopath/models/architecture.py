@@ -171,7 +171,7 @@ MITOSIS = Architecture(
 
 NUCLEI = Architecture(
     name="nuclei",
-    task="segments nuclei: inside, border, background",
+    task="segments nuclei (inside, border, background)",
     stages=(
         Stage("body", pool=2),
         Stage("body", pool=2),

@@ -35,6 +35,8 @@ def architecture_table(architecture: Architecture, orientations: Sequence[int]) 
         f"Receptive field {a.receptive_field} px, stride {a.stride} px.\n"
         f"Takes images with sides of {a.receptive_field} + {a.size_step}·k px.\n"
     )
+    if any(stage.skip is not None for stage in a.stages):
+        legend = f"Up 2, join k: enlarged twofold, and joined with the output of layer k before its pool.\n{legend}"
     return Group(Text(f"{a.name}: {a.task}", style="bold"), table, Text(legend, style="dim"))
 
 
@@ -46,7 +48,11 @@ def rotation_error_table(title: str, errors: Mapping[str, Mapping[float, float]]
         table.add_column(f"{angle:g}°", justify="right")
     for name, row in errors.items():
         table.add_row(name, *[f"{error:.1e}" if error < 1e-3 else f"{error:.2f}" for error in row.values()])
-    legend = "‖f(turned x) - turned f(x)‖ / ‖turned f(x)‖: 0 is perfect, 1e-06 is rounding.\n"
+    legend = (
+        "‖f(turned x) - turned f(x)‖ / ‖turned f(x)‖: 0 is perfect, 1e-06 is rounding.\n"
+        "Between the quarter turns kernels and pools are interpolated; random weights on\n"
+        "noise are the hardest case for that: docs/exactness.md.\n"
+    )
     return Group(Text(title, style="bold"), table, Text(legend, style="dim"))
 
 
