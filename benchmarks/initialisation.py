@@ -5,12 +5,12 @@
 First table: the variance that a rotated kernel passes on, relative to the kernel at 0°, for a signal that is constant
 over the kernel and for one that is uncorrelated from pixel to pixel. Second table: mean square behind layers of a
 network at initialisation with ReLU, averaged over orientations, and its smallest and largest orientation in
-parts of that average.
+parts of that average. Third table: the correlation under a kernel of what enters those layers.
 """
 
 import torch
 from record import record
-from torch import Tensor
+from torch import Tensor, nn
 
 import rotopath as rp
 from rotopath import group
@@ -36,48 +36,63 @@ def single_orientations(size: int, orientations: int) -> list[dict[str, object]]
     ]
 
 
-def through_depth(size: int, orientations: int, name: str, x: Tensor) -> dict[str, object]:
-    """The expected mean square, over four draws, and the spread of single orientations about it."""
-    expected, spreads = zip(*(one_draw(size, orientations, x, seed) for seed in range(4)), strict=True)
-    mean, spread = torch.stack(expected).mean(dim=0), torch.stack(spreads).mean(dim=0)
-    row: dict[str, object] = {"kernel": f"{size}×{size}", "N": orientations, "input": name}
-    for depth in DEPTHS:
-        lowest, highest = spread[depth - 1].min(), spread[depth - 1].max()
-        row[f"layer {depth}"] = f"{mean[depth - 1]:.2f} ({lowest:.2f}–{highest:.2f})"
-    return row
-
-
-def one_draw(size: int, orientations: int, x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Mean squares (depth,) and those of single orientations relative to them (depth, N).
+def through_depth(size: int, orientations: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean squares (depth,), those of single orientations relative to them (depth, N), correlations (depth,): means of
+    four draws.
 
     A network of ordinary width wanders far from the expectation in twenty layers. So gains are measured on 1024
     output channels, of which the next layer reads 16.
     """
-    torch.manual_seed(seed)
-    gains, spreads = [], []
-    for depth in range(max(DEPTHS)):
-        convolution = rp.nn.GroupConv2d if depth else rp.nn.LiftConv2d
-        layer = convolution(x.shape[1], 1024, size, orientations, padding="same", padding_mode="circular")
-        with torch.no_grad():
-            y = layer(x).relu()
-        squares = y.square().mean(dim=(0, 1, 3, 4))
-        gains.append(squares.mean() / x.square().mean())
-        spreads.append(squares / squares.mean())
-        x = y[:, :16]
-    return torch.stack(gains).cumprod(dim=0), torch.stack(spreads)
+    draws = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        read, gains, spreads, correlations = x, [], [], []
+        for depth in range(max(DEPTHS)):
+            correlations.append(local_correlation(read, size))
+            convolution = rp.nn.GroupConv2d if depth else rp.nn.LiftConv2d
+            layer = convolution(read.shape[1], 1024, size, orientations, padding="same", padding_mode="circular")
+            with torch.no_grad():
+                y = layer(read).relu()
+            squares = y.square().mean(dim=(0, 1, 3, 4))
+            gains.append(squares.mean() / read.square().mean())
+            spreads.append(squares / squares.mean())
+            read = y[:, :16]
+        draws.append((torch.stack(gains).cumprod(dim=0), torch.stack(spreads), torch.stack(correlations)))
+    mean_squares, mean_spreads, mean_correlations = (torch.stack(p).mean(dim=0) for p in zip(*draws, strict=True))
+    return mean_squares, mean_spreads, mean_correlations
+
+
+def local_correlation(x: Tensor, size: int) -> Tensor:
+    """E[x_p x_q] / E[x²], averaged over the pairs of positions p ≠ q under a kernel."""
+    maps = x.reshape(-1, 1, *x.shape[-2:])
+    patches = nn.functional.unfold(maps, size)[:, group.disc(size).flatten()]  # (maps, P, L)
+    taps = patches.shape[1]
+    together = patches.sum(dim=1).square().mean()  # of all pairs, p = q among them
+    alone = patches.square().sum(dim=1).mean()
+    return (together - alone) / (alone * (taps - 1))
 
 
 def main() -> None:
     rows = [row for size in (3, 5) for n in (8, 16) for row in single_orientations(size, n)]
     record("initialisation-orientations", rows)
-    inputs = {
-        "smooth images": smooth_images(2, 12),
-        "white noise": torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0)),
-    }
-    rows = [
-        through_depth(size, n, name, x) for size, n in ((5, 4), (5, 8), (3, 8), (5, 16)) for name, x in inputs.items()
-    ]
-    record("initialisation-depth", rows)
+    noise = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
+    inputs = {"smooth images": smooth_images(2, 12), "white noise": noise}
+    variances: list[dict[str, object]] = []
+    correlations: list[dict[str, object]] = []
+    for size, n in ((5, 4), (5, 8), (3, 8), (5, 16)):
+        for name, x in inputs.items():
+            which: dict[str, object] = {"kernel": f"{size}×{size}", "N": n, "input": name}
+            squares, spreads, correlation = through_depth(size, n, x)
+            variances.append(
+                which
+                | {
+                    f"layer {d}": f"{squares[d - 1]:.2f} ({spreads[d - 1].min():.2f}–{spreads[d - 1].max():.2f})"
+                    for d in DEPTHS
+                }
+            )
+            correlations.append(which | {f"layer {d}": f"{correlation[d - 1]:.2f}" for d in DEPTHS})
+    record("initialisation-depth", variances)
+    record("initialisation-correlation", correlations)
 
 
 if __name__ == "__main__":

@@ -111,9 +111,11 @@ def test_kernels_come_channels_last() -> None:
 
 
 def test_effective_taps_count_the_disc_on_the_grid_and_less_between() -> None:
-    assert group.effective_taps(5, 4) == 21
-    assert group.effective_taps(1, 16) == 1
-    assert 0.85 * 21 < group.effective_taps(5, 16) < 0.9 * 21
+    for correlation in (0.0, 0.5, 1.0):
+        assert group.effective_taps(5, 4, correlation) == pytest.approx(21)
+        assert group.effective_taps(1, 16, correlation) == pytest.approx(1)
+    assert group.effective_taps(5, 16, 1.0) == pytest.approx(0.877 * 21, rel=1e-3)
+    assert group.effective_taps(5, 16, 0.0) == pytest.approx(0.556 * 21, rel=1e-3)
 
 
 def test_rotate_by_quarter_turns_is_rot90() -> None:
@@ -168,6 +170,13 @@ def test_rotate_features_shifts_orientations_along() -> None:
     assert torch.equal(group.rotate_features(turned, 270), x)
     with pytest.raises(ValueError, match=r"steps of 45°, and 30° lies between"):
         group.rotate_features(x, 30)
+
+
+def test_features_turn_by_every_angle_of_their_group() -> None:
+    for orientations in range(1, 65):
+        x = torch.arange(orientations).view(1, 1, -1, 1, 1).double()
+        for i, angle in enumerate(group.angles(orientations)):
+            assert group.rotate_features(x, angle)[0, 0, i].round() == 0
 
 
 @given(

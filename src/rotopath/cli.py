@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Annotated, NoReturn
 
 import typer
@@ -58,7 +59,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the picture; made if need be.")] = Path("demo"),
 ) -> None:
     """Print the networks, measure how exactly they turn with their input, and draw how the layers work."""
-    from rotopath.evaluation import smooth_images, untrained_error
+    from rotopath.evaluation import smooth_images, untrained_errors
     from rotopath.models import ARCHITECTURES, mitosis
     from rotopath.reports.tables import rotation_error_table
 
@@ -74,9 +75,9 @@ def demo(
         _refuse(f"The picture could not be written to {out} ({error.strerror}); choose another folder with --out.")
     for name in ARCHITECTURES:
         _print_architecture(name, PUBLISHED)
-    images = smooth_images(count=4, size=132)
+    images = smooth_images(count=16, size=mitosis().receptive_field)
     errors = {
-        f"N={n}": {angle: untrained_error(partial(mitosis, n), images, angle) for angle in (90, 45, 22.5)}
+        f"N={n}": {angle: median(untrained_errors(partial(mitosis, n), images, angle)) for angle in (90, 45, 22.5)}
         for n in PUBLISHED
     }
     console.print(rotation_error_table("rotation error: mitosis network, untrained (median of nine), float32", errors))

@@ -11,8 +11,6 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-LOCAL_CORRELATION = 0.95  # of the features under a kernel, as measured by benchmarks/initialisation.py
-
 
 def angles(orientations: int) -> list[float]:
     """The angles of the rotations in degrees, θᵢ = 360·i / N.
@@ -60,17 +58,17 @@ def rotation_map(size: int, orientations: int) -> Tensor:
     return torch.stack(slices)
 
 
-def effective_taps(size: int, orientations: int) -> float:
-    """The base weights that a rotated kernel brings to bear on a local patch, averaged over orientations.
+def effective_taps(size: int, orientations: int, correlation: float) -> float:
+    """How many base weights a rotated kernel brings to bear on a patch, averaged over orientations.
 
     Interpolation, and the rim of the disc, pass on less than the variance of all P base weights at angles off the
-    pixel grid: 86 % of it at 45° (5×5) where the patch is constant, 43 % where its pixels are uncorrelated. Features
-    are correlated, in images as behind a few ReLUs. This is the spatial factor of the fan-in in He's rule.
+    pixel grid: 86 % of it at 45° (5×5) where the patch is constant, 43 % where its pixels are uncorrelated.
+    `correlation` tells where between the two a patch lies.
     """
     rotation = rotation_map(size, orientations)
     constant = rotation.sum(dim=1).square().sum(dim=1).mean()
     uncorrelated = rotation.square().sum(dim=(1, 2)).mean()
-    return float(LOCAL_CORRELATION * constant + (1 - LOCAL_CORRELATION) * uncorrelated)
+    return float(correlation * constant + (1 - correlation) * uncorrelated)
 
 
 def orientation_shift(orientations: int, device: torch.device | None = None) -> Tensor:
@@ -108,7 +106,7 @@ def rotate_features(x: Tensor, angle: float) -> Tensor:
     """Turn SE(2) features (B, C, N, H, W): rotate each map, and shift the orientation axis along."""
     orientations = x.shape[2]
     steps = angle * orientations / 360
-    if steps != round(steps):
+    if abs(steps - round(steps)) > 1e-9:
         raise ValueError(
             f"Features with {orientations} orientations turn in steps of {360 / orientations:g}°, and {angle:g}° lies "
             f"between two of them; use a multiple of the step, or measure a whole network, images to images."
@@ -128,7 +126,9 @@ def windows(size: int, window: int, stride: int = 1, padding: int = 0, dilation:
     reach = dilation * (window - 1) + 1
     rest = size + 2 * padding - reach
     if rest < 0:
-        raise ValueError(f"a window of {reach} px does not fit into {size} px; use at least {reach - 2 * padding} px.")
+        padded = f" padded by {padding} px" if padding else ""
+        least = reach - 2 * padding
+        raise ValueError(f"a window of {reach} px does not fit into {size} px{padded}; use at least {least} px.")
     if rest % stride:
         below, above = size - rest % stride, size - rest % stride + stride
         nearest = f"{below} or {above} px" if below > 0 else f"{above} px"
@@ -141,7 +141,9 @@ def windows(size: int, window: int, stride: int = 1, padding: int = 0, dilation:
 
 def check_orientations(orientations: int) -> None:
     if not isinstance(orientations, Integral) or orientations < 1:
-        raise ValueError(f"orientations must be a whole number, 1 or more (1 is an ordinary CNN); got {orientations}.")
+        raise ValueError(
+            f"orientations must be a whole number, 1 or more (1 is an ordinary CNN); got {orientations!r}."
+        )
 
 
 def inscribed_disc(height: int, width: int, inner: float = 1.0) -> Tensor:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from statistics import median
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def test_more_orientations_are_more_faithful_between_the_pixels() -> None:
         def build() -> nn.Module:
             return nn.Sequential(rp.nn.LiftConv2d(3, 8, 5, orientations), nn.ReLU(), rp.nn.Project("mean"))
 
-        return rp.evaluation.untrained_error(build, images, 22.5)
+        return median(rp.evaluation.untrained_errors(build, images, 22.5))
 
     assert error(16) < error(4) / 2
 
@@ -72,10 +73,35 @@ def test_answers_without_positions_should_not_change() -> None:
         assert rp.equivariance_error(lambda x: x[:, :, 8].mean(2), x, angle) > 0.1
 
 
+def test_models_may_work_in_place_and_draw_random_numbers() -> None:
+    x = torch.randn(1, 2, 8, 8)
+    before = x.clone()
+    assert rp.equivariance_error(lambda x: x.add_(1), x) < 1e-6
+    assert torch.equal(x, before)
+    assert rp.equivariance_error(rp.nn.GroupDropout2d(0.5), torch.randn(2, 8, 4, 6, 6)) == 0
+
+
+def test_untrained_errors_ask_for_the_mode_and_leave_the_random_state() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(rp.nn.LiftConv2d(1, 4, 3, 4), rp.nn.GroupDropout2d(0.99))
+
+    state = torch.get_rng_state()
+    x = rp.evaluation.smooth_images(2, 16, channels=1)
+    errors = rp.evaluation.untrained_errors(build, x, draws=3)
+    assert errors == sorted(errors) == rp.evaluation.untrained_errors(build, x, draws=3)
+    assert all(errors)
+    assert rp.evaluation.untrained_errors(build, x, draws=3, training=True) == [0, 0, 0]  # all channels dropped
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_features_and_images_are_told_apart_by_their_axes() -> None:
     for wrong, got in ((torch.randn(2, 3), r"a tensor of shape \(2, 3\)"), (np.zeros((1, 3, 8, 8)), "ndarray")):
         with pytest.raises(ValueError, match=f"takes models from images .* got {got}"):
             rp.equivariance_error(nn.Identity(), wrong)
+    with pytest.raises(ValueError, match=r"in floating point; got a tensor of shape .* torch.uint8"):
+        rp.equivariance_error(nn.Identity(), torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="compares equal shapes"):
+        rp.equivariance_error(lambda x: x[..., :4], torch.randn(2, 3, 8, 8))
     with pytest.raises(ValueError, match="got tuple"):
         rp.equivariance_error(lambda x: (x, x), torch.randn(2, 3, 8, 8))
     with pytest.raises(ValueError, match="steps of 90°, and 45° lies between"):

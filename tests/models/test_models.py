@@ -5,6 +5,7 @@ from statistics import median
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import rotopath as rp
@@ -128,6 +129,62 @@ def test_the_network_reads_exactly_its_receptive_field(name: str) -> None:
     fields = [rows_read(position) for position in range(2 * per_step)]
     assert max(int(rows.max() - rows.min()) + 1 for rows in fields) == net.receptive_field
     assert int(fields[per_step].min() - fields[0].min()) == net.architecture.size_step
+
+
+def by_hand(name: str, net: Network, x: Tensor) -> Tensor:
+    """The paper's tables, written out with torch's functions; only kernels are taken from the layers."""
+
+    def stage(i: int, x: Tensor) -> Tensor:
+        layers = net.stages[i]
+        y = F.conv2d(x, layers.conv.kernels())
+        norm = layers.norm
+        each = [
+            t.repeat_interleave(net.orientations) for t in (norm.running_mean, norm.running_var, norm.weight, norm.bias)
+        ]
+        return F.relu(F.batch_norm(y, *each, eps=1e-5))
+
+    def crop(x: Tensor, like: Tensor) -> Tensor:
+        margin = (x.shape[-1] - like.shape[-1]) // 2
+        return x[..., margin:-margin, margin:-margin]
+
+    def enlarge(x: Tensor) -> Tensor:
+        return x.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)
+
+    if name == "nuclei":
+        first = stage(0, x)
+        second = stage(1, F.max_pool2d(first, 2))
+        up = enlarge(stage(2, F.max_pool2d(second, 2)))
+        up = enlarge(stage(3, torch.cat([up, crop(second, up)], dim=1)))
+        features = stage(5, stage(4, torch.cat([up, crop(first, up)], dim=1)))
+    else:
+        last_pool = {"mitosis": 2, "tumor": 3}[name]
+        for i, pool in enumerate((2, 2, last_pool)):
+            x = F.max_pool2d(stage(i, x), pool)
+        features = stage(4, stage(3, x))
+    by_orientation = features.unflatten(1, (16, net.orientations))
+    projected = by_orientation.mean(dim=2) if name == "tumor" else by_orientation.max(dim=2).values
+    head = net.head
+    if name == "nuclei":
+        logits = F.conv2d(projected, head.conv.weight)
+        norm = head.norm
+        return F.batch_norm(logits, norm.running_mean, norm.running_var, norm.weight, norm.bias, eps=1e-5)
+    return F.conv2d(projected, head.conv.weight, head.conv.bias)
+
+
+@every_network
+@pytest.mark.parametrize("orientations", [1, 4, 6])
+def test_networks_compute_what_the_papers_tables_say(name: str, orientations: int) -> None:
+    net = BUILDERS[name](orientations).double().eval()
+    for module in net.modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            for tensor in (module.running_mean, module.bias.data):
+                tensor.normal_()
+            for tensor in (module.running_var, module.weight.data):
+                tensor.uniform_(0.5, 2)
+    side = net.architecture.input_px
+    x = torch.rand(2, 3, side, side, dtype=torch.float64)
+    with torch.no_grad():
+        torch.testing.assert_close(net(x), by_hand(name, net, x))
 
 
 @pytest.mark.parametrize("name", ["mitosis", "tumor"])

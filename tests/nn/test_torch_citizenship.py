@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 
 import rotopath as rp
 
@@ -95,6 +97,34 @@ def test_a_network_made_empty_on_meta_gets_its_geometry_back(x: Tensor) -> None:
     filled = empty.to_empty(device="cpu").eval()
     filled.load_state_dict(net.state_dict())
     assert torch.equal(filled(x), net(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_can_be_assigned_to_a_network_on_meta(x: Tensor, dtype: torch.dtype) -> None:
+    net = small_network().eval().to(dtype)
+    with torch.device("meta"):
+        empty = small_network().eval()
+    empty.load_state_dict(net.state_dict(), assign=True)
+    assert torch.equal(empty(x.to(dtype)), net(x.to(dtype)))
+
+
+def test_pruned_layers_can_be_cast() -> None:
+    conv = prune.random_unstructured(rp.nn.GroupConv2d(2, 2, 3, 4), "weight", 0.5).double()
+    assert conv(torch.randn(1, 2, 4, 5, 5, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_gradients_of_single_samples() -> None:
+    net = rp.models.mitosis(orientations=4).eval()
+    x = torch.rand(3, 3, 68, 68)
+
+    def loss(weights: dict[str, Tensor], image: Tensor) -> Tensor:
+        return functional_call(net, weights, (image[None],)).sum()
+
+    weights = {name: p.detach() for name, p in net.named_parameters()}
+    together = vmap(grad(loss), in_dims=(None, 0))(weights, x)
+    for i in range(3):
+        for name, expected in grad(loss)(weights, x[i]).items():
+            torch.testing.assert_close(together[name][i], expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])

@@ -5,7 +5,6 @@ In: any callable from images or SE(2) features to images or features, an input, 
 
 import math
 from collections.abc import Callable
-from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +38,13 @@ def equivariance_error(model: Callable[[Tensor], Tensor], x: Tensor, angle: floa
         height, width = x.shape[-2:]
         x = x * group.inscribed_disc(height, width, inner=FADE_FROM).to(x)
     with torch.no_grad():
-        expected = _turn(_call(model, x), angle).double()
-        actual = _call(model, _turn(x, angle)).double()
+        expected = _turn(_call(model, x), angle).cpu().double()
+        actual = _call(model, _turn(x, angle)).cpu().double()
+    if actual.shape != expected.shape:
+        raise ValueError(
+            f"equivariance_error compares equal shapes, but the model gave {tuple(actual.shape)} for the turned input "
+            f"and {tuple(expected.shape)}, turned, for the upright one."
+        )
     if not on_grid and expected.ndim >= 4:
         disc = group.inscribed_disc(*expected.shape[-2:]).to(expected)
         expected, actual = expected * disc, actual * disc
@@ -50,14 +54,16 @@ def equivariance_error(model: Callable[[Tensor], Tensor], x: Tensor, angle: floa
     return error / scale if scale else math.inf
 
 
-def untrained_error(build: Callable[[], nn.Module], x: Tensor, angle: float = 90.0, draws: int = 9) -> float:
-    """The median equivariance error of freshly initialised models, the same ones each time, in evaluation mode."""
+def untrained_errors(
+    build: Callable[[], nn.Module], x: Tensor, angle: float = 90.0, draws: int = 9, training: bool = False
+) -> list[float]:
+    """The equivariance errors of freshly initialised models, the same ones each time, in rising order."""
     errors = []
-    with torch.random.fork_rng([]):
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
         for seed in range(draws):
             torch.manual_seed(seed)
-            errors.append(equivariance_error(build().eval().to(x), x, angle))
-    return median(errors)
+            errors.append(equivariance_error(build().train(training).to(x), x, angle))
+    return sorted(errors)
 
 
 def smooth_images(count: int, size: int, channels: int = 3, blur_px: float = 2.0, seed: int = 0) -> Tensor:
@@ -71,9 +77,8 @@ def smooth_images(count: int, size: int, channels: int = 3, blur_px: float = 2.0
 
 def _call(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """The model's output, from the same random numbers each time and without a trace in its buffers."""
-    devices = [x.device] if x.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        torch.manual_seed(0)
+    x = x.clone()  # the model may work in place
+    with torch.random.fork_rng([x.device] if x.is_cuda else []):
         if not isinstance(model, nn.Module):
             return model(x)
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -89,9 +94,9 @@ def _turn(x: Tensor, angle: float) -> Tensor:
 
 
 def _expect_positions(x: object) -> None:
-    if not isinstance(x, Tensor) or x.ndim not in (4, 5):
-        got = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+    if not isinstance(x, Tensor) or x.ndim not in (4, 5) or not x.is_floating_point():
+        got = f"a tensor of shape {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(
             f"equivariance_error takes models from images (B, C, H, W) or SE(2) features (B, C, N, H, W) to one tensor "
-            f"of images, features, or answers (B, K); got {got}."
+            f"of images, features, or answers (B, K), in floating point; got {got}."
         )

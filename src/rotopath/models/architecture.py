@@ -6,12 +6,12 @@ stride, and the image sizes that lie on the pooling grid. No tensors here; `netw
 
 from dataclasses import dataclass
 from functools import cache
-from math import prod
+from math import log, prod, sqrt
 
 from rotopath import group
 
+IMAGE_CHANNELS = 3
 UP = 2  # a stage with a skip first enlarges its input by this factor
-WIDE = 64  # channels × orientations of the widest layer in the paper's N = 1, 4, 8 and 16
 TOLERANCE = 0.05  # how far the weights at an unpublished N may lie from those at N = 1
 
 
@@ -44,10 +44,10 @@ class Architecture:
         """Learned weights of each stage, batch norm counted in, and last those of the head."""
         return self._weights(orientations, self.channels(orientations))
 
-    def in_channels(self, stage: int, channels: tuple[int, ...], image_channels: int = 3) -> int:
+    def in_channels(self, stage: int, channels: tuple[int, ...]) -> int:
         """Channels that a stage reads: those of the stage before, and of its skip."""
         if stage == 0:
-            return image_channels
+            return IMAGE_CHANNELS
         skip = self.stages[stage].skip
         return channels[stage - 1] + (0 if skip is None else channels[skip])
 
@@ -58,7 +58,7 @@ class Architecture:
         for stage in reversed(self.stages):
             side = side * stage.pool + stage.kernel - 1
             if stage.skip is not None:
-                side = (side - 2) // UP + 2  # a window of that side, wherever it lies on the enlarged grid
+                side = (side + UP - 2) // UP + 1  # what a window of that side reads, wherever it lies
         return side
 
     @property
@@ -131,8 +131,11 @@ class Architecture:
                 f"{self.name} has no channels for {orientations} orientations that keep its {target} weights; "
                 f"use fewer orientations."
             )
-        # The paper keeps channels × orientations of the wide layer constant; stay as near to that as weights allow.
-        return min(good, key=lambda widths: (abs(widths[1] - WIDE / orientations), distance(widths)))
+        # Both widths follow the paper's: channels × orientations of the wide layer, and channels² × orientations of
+        # the body, stay what they are at N = 1.
+        return min(
+            good, key=lambda w: abs(log(w[0] * sqrt(orientations) / body)) + abs(log(w[1] * orientations / wide))
+        )
 
     def _channels(self, body: int, wide: int) -> tuple[int, ...]:
         named = {"body": body, "wide": wide}

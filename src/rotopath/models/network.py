@@ -5,7 +5,7 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-from rotopath.models.architecture import MITOSIS, NUCLEI, TUMOR, UP, Architecture
+from rotopath.models.architecture import IMAGE_CHANNELS, MITOSIS, NUCLEI, TUMOR, UP, Architecture
 from rotopath.nn import (
     GroupBatchNorm2d,
     GroupConv2d,
@@ -58,7 +58,7 @@ class Network(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(x, Tensor) and x.dtype == torch.uint8:
             x = x.to(next(self.parameters()).dtype) / 255
-        expect.image(x, self, channels=3)
+        expect.image(x, self, IMAGE_CHANNELS)
         for size in x.shape[-2:]:
             self.architecture.output_size(size)
         read_later = {stage.skip for stage in self.architecture.stages}
@@ -66,7 +66,7 @@ class Network(nn.Module):
         for i, (stage, layers, pool) in enumerate(zip(self.architecture.stages, self.stages, self.pools, strict=True)):
             if stage.skip is not None:
                 x = self.up(x)
-                x = concatenate(x, center_crop(skips.pop(stage.skip), *x.shape[-2:]))
+                x = concatenate([x, center_crop(skips.pop(stage.skip), *x.shape[-2:])])
             x = layers(x)
             if i in read_later:
                 skips[i] = x

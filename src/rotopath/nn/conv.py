@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from rotopath import group
 from rotopath.nn import expect
 
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+LOCAL_CORRELATION = 0.95  # of what lies under a kernel: benchmarks/initialisation.py measures it, through depth
 
 
 class _RotatedConv2d(nn.Module):
@@ -56,22 +57,24 @@ class _RotatedConv2d(nn.Module):
         self.groups = groups
         self.padding_mode = padding_mode
 
-        rotation = group.rotation_map(kernel_size, orientations)
+        taps = int(group.disc(kernel_size).sum())
+        group.check_orientations(orientations)
         axes = (orientations,) if self._reads_orientations else ()
-        shape = (out_channels, in_channels // groups, *axes, rotation.shape[2])
+        shape = (out_channels, in_channels // groups, *axes, taps)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype)) if bias else None
-        self.register_buffer("rotation", rotation.to(self.weight), persistent=False)
+        self.register_buffer("rotation", self._derive_rotation(), persistent=False)
         self.reset_parameters()
 
     def kernels(self) -> Tensor:
         """The rotated kernels, as the weight of the equivalent `torch.nn.Conv2d` on (B, C, H, W) or (B, C·N, H, W)."""
         expand = group.group_kernels if self._reads_orientations else group.lift_kernels
-        return expand(self.weight, self.rotation)
+        return expand(self.weight, self.rotation.to(self.weight))
 
     def reset_parameters(self) -> None:
         """He's rule with the fan-in that the layer really has: channels of a group, orientations, and the disc."""
-        fan_in = math.prod(self.weight.shape[1:-1]) * group.effective_taps(self.kernel_size, self.orientations)
+        taps = group.effective_taps(self.kernel_size, self.orientations, LOCAL_CORRELATION)
+        fan_in = math.prod(self.weight.shape[1:-1]) * taps
         nn.init.normal_(self.weight, std=math.sqrt(2 / fan_in))
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -102,10 +105,10 @@ class _RotatedConv2d(nn.Module):
         bias = self.bias if self.bias is None else self.bias.repeat_interleave(self.orientations)
         padding = self.padding
         if self.padding_mode != "zeros" and padding:
+            expect.paddable(x, self, padding, self.padding_mode)
             x = F.pad(x, (padding,) * 4, mode=self.padding_mode)
             padding = 0
-        # Channels-last in memory, where (C, N) is one contiguous axis and folds into a 4-D tensor for free.
-        x = x.contiguous(memory_format=torch.channels_last)
+        # The kernels lie channels-last in memory, and so will the answer: (C, N) unfolds for free, and folds again.
         y = F.conv2d(x, kernels, bias, self.stride, padding, self.dilation, self.groups)  # (B, C·N, H, W)
         return torch.unflatten(y, 1, (self.out_channels, self.orientations))
 
@@ -116,11 +119,18 @@ class _RotatedConv2d(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             return self.kernels()
 
+    def _derive_rotation(self) -> Tensor:
+        """The map on the device and in the dtype of the weights, from scratch: a cast one would keep its rounding."""
+        return group.rotation_map(self.kernel_size, self.orientations).to(next(self.parameters()))
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Derived anew: a map that was rounded to float32 would stay so under .double().
-        self.rotation = group.rotation_map(self.kernel_size, self.orientations).to(self.weight)
+        self.rotation = self._derive_rotation()
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)  # may assign weights on another device or of another dtype
+        self.rotation = self._derive_rotation()
 
 
 class LiftConv2d(_RotatedConv2d):

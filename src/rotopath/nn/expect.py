@@ -47,6 +47,16 @@ def on_grid(x: Tensor, layer: nn.Module, window: int, stride: int, padding: int,
             raise ValueError(f"{_name(layer)} on {x.shape[-2]} × {x.shape[-1]} px: {error}") from None
 
 
+def paddable(x: Tensor, layer: nn.Module, padding: int, mode: str) -> None:
+    """Sizes that have as many pixels as reflecting or going round takes."""
+    least = {"reflect": padding + 1, "circular": padding, "replicate": 1}[mode]
+    if min(x.shape[-2:]) < least:
+        raise ValueError(
+            f"{_name(layer)} pads by {padding} px in mode {mode!r}, which takes sides of {least} px or more; "
+            f"got {x.shape[-2]} × {x.shape[-1]} px."
+        )
+
+
 def whole(layer: nn.Module, least: int = 1, **arguments: object) -> None:
     """Whole numbers, `least` or more: what is given by axis cannot survive a quarter turn."""
     for name, value in arguments.items():

@@ -1,5 +1,7 @@
 """Joining features of two branches, as in a U-Net: crop to the centre, concatenate channels."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,10 +22,10 @@ def center_crop(x: Tensor, height: int, width: int) -> Tensor:
     return x[..., top : top + height, left : left + width]
 
 
-def concatenate(*features: Tensor) -> Tensor:
+def concatenate(features: Sequence[Tensor]) -> Tensor:
     """SE(2) features (B, Cᵢ, N, H, W) of equal N, H and W to (B, ΣCᵢ, N, H, W), kept channels-last in memory.
 
-    >>> rp.nn.concatenate(torch.zeros(1, 8, 4, 16, 16), torch.zeros(1, 2, 4, 16, 16)).shape
+    >>> rp.nn.concatenate([torch.zeros(1, 8, 4, 16, 16), torch.zeros(1, 2, 4, 16, 16)]).shape
     torch.Size([1, 10, 4, 16, 16])
     """
     first = features[0]

@@ -1,5 +1,7 @@
 """Normalisation that treats all orientations of a channel alike: statistics and weights are shared over θ."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,33 +9,42 @@ from torch import Tensor, nn
 from rotopath.nn import expect
 
 
-class GroupBatchNorm2d(nn.BatchNorm1d):
+class GroupBatchNorm2d(nn.BatchNorm3d):
     """Batch norm with one mean and variance a channel, taken over batch, space and orientation.
 
-    y = γ_c (x - E[x_c]) / √(Var[x_c] + ε) + β_c, with (B, C, N, H, W) → (B, C, N, H, W).
+    y = γ_c (x - E[x_c]) / √(Var[x_c] + ε) + β_c, with (B, C, N, H, W) → (B, C, N, H, W). Options as in torch.
 
     >>> norm = rp.nn.GroupBatchNorm2d(8)
     >>> norm(torch.randn(2, 8, 4, 16, 16)).shape
     torch.Size([2, 8, 4, 16, 16])
     """
 
+    def __init__(self, channels: int, **options: Any) -> None:
+        super().__init__(channels, **options)
+
     def forward(self, input: Tensor) -> Tensor:
         expect.features(input, self, self.num_features)
-        # In channels-last memory this is a view, and contiguous: every position is one more sample of (C, N).
+        if input.is_cuda:
+            return super().forward(input)
+        # On the CPU torch is fastest on contiguous memory, and this is a view of it in channels-last features: every
+        # position is one more sample of (C, N).
         rows = input.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N)
-        normalised = super().forward(rows.reshape(-1, *rows.shape[3:]))  # (B·H·W, C, N)
+        normalised = super().forward(rows.reshape(-1, *rows.shape[3:], 1, 1))  # (B·H·W, C, N, 1, 1)
         return normalised.view(rows.shape).permute(0, 3, 4, 1, 2)
 
 
 class GroupNorm2d(nn.GroupNorm):
     """Group norm: each sample is normalised over groups of channels, all orientations and all positions.
 
-    Takes the arguments of `torch.nn.GroupNorm`; with num_groups=1 it is a layer norm over the whole sample.
+    With groups=1 it is a layer norm over the whole sample. Options as in torch. (B, C, N, H, W) → (B, C, N, H, W).
 
     >>> norm = rp.nn.GroupNorm2d(2, 8)
     >>> norm(torch.randn(2, 8, 4, 16, 16)).shape
     torch.Size([2, 8, 4, 16, 16])
     """
+
+    def __init__(self, groups: int, channels: int, **options: Any) -> None:
+        super().__init__(groups, channels, **options)
 
     def forward(self, input: Tensor) -> Tensor:
         expect.features(input, self, self.num_channels)

@@ -8,26 +8,26 @@ from rotopath.nn import expect
 
 
 class _GroupPool2d(nn.Module):
-    def __init__(self, kernel_size: int, stride: int | None = None, padding: int = 0) -> None:
+    def __init__(self, size: int, stride: int | None = None, padding: int = 0) -> None:
         super().__init__()
-        stride = kernel_size if stride is None else stride
-        expect.whole(self, kernel_size=kernel_size, stride=stride)
+        stride = size if stride is None else stride
+        expect.whole(self, size=size, stride=stride)
         expect.whole(self, least=0, padding=padding)
-        if padding > kernel_size // 2:
+        if padding > size // 2:
             raise ValueError(
-                f"{type(self).__name__} pads by at most half its window; got {padding} for a window of {kernel_size}."
+                f"{type(self).__name__} pads by at most half its window; got {padding} for a window of {size}."
             )
-        self.kernel_size = kernel_size
+        self.size = size
         self.stride = stride
         self.padding = padding
 
     def _fold(self, x: Tensor) -> Tensor:
         expect.features(x, self)
-        expect.on_grid(x, self, self.kernel_size, self.stride, self.padding)
+        expect.on_grid(x, self, self.size, self.stride, self.padding)
         return x.flatten(1, 2)  # (B, C·N, H, W)
 
     def extra_repr(self) -> str:
-        return f"kernel_size={self.kernel_size}, stride={self.stride}, padding={self.padding}"
+        return f"{self.size}, stride={self.stride}, padding={self.padding}"
 
 
 class GroupMaxPool2d(_GroupPool2d):
@@ -39,7 +39,7 @@ class GroupMaxPool2d(_GroupPool2d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        pooled = F.max_pool2d(self._fold(x), self.kernel_size, self.stride, self.padding)
+        pooled = F.max_pool2d(self._fold(x), self.size, self.stride, self.padding)
         return torch.unflatten(pooled, 1, x.shape[1:3])
 
 
@@ -52,5 +52,5 @@ class GroupAvgPool2d(_GroupPool2d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        pooled = F.avg_pool2d(self._fold(x), self.kernel_size, self.stride, self.padding)
+        pooled = F.avg_pool2d(self._fold(x), self.size, self.stride, self.padding)
         return torch.unflatten(pooled, 1, x.shape[1:3])
