@@ -5,7 +5,7 @@
 First table: the variance that a rotated kernel passes on, relative to the kernel at 0°, for a signal that is constant
 over the kernel and for one that is uncorrelated from pixel to pixel. Second table: mean square behind layers of a
 network at initialisation with ReLU, averaged over orientations, and its smallest and largest orientation in
-parts of that average. Third table: the correlation under a kernel of what enters those layers.
+parts of that average. Third table: the correlation, under a kernel, of what enters those layers.
 """
 
 import torch
@@ -48,7 +48,7 @@ def through_depth(size: int, orientations: int, x: Tensor) -> tuple[Tensor, Tens
         torch.manual_seed(seed)
         read, gains, spreads, correlations = x, [], [], []
         for depth in range(max(DEPTHS)):
-            correlations.append(local_correlation(read, size))
+            correlations.append(local_correlation(read, size, orientations))
             convolution = rp.nn.GroupConv2d if depth else rp.nn.LiftConv2d
             layer = convolution(read.shape[1], 1024, size, orientations, padding="same", padding_mode="circular")
             with torch.no_grad():
@@ -62,14 +62,14 @@ def through_depth(size: int, orientations: int, x: Tensor) -> tuple[Tensor, Tens
     return mean_squares, mean_spreads, mean_correlations
 
 
-def local_correlation(x: Tensor, size: int) -> Tensor:
-    """E[x_p x_q] / E[x²], averaged over the pairs of positions p ≠ q under a kernel."""
-    maps = x.reshape(-1, 1, *x.shape[-2:])
-    patches = nn.functional.unfold(maps, size)[:, group.disc(size).flatten()]  # (maps, P, L)
-    taps = patches.shape[1]
-    together = patches.sum(dim=1).square().mean()  # of all pairs, p = q among them
-    alone = patches.square().sum(dim=1).mean()
-    return (together - alone) / (alone * (taps - 1))
+def local_correlation(x: Tensor, size: int, orientations: int) -> Tensor:
+    """Where x lies between uncorrelated (0) and constant (1) under a kernel, by what turned kernels pass on."""
+    rotation = group.rotation_map(size, orientations)
+    constant = rotation.sum(dim=1).square().sum(dim=1).mean()
+    uncorrelated = rotation.square().sum(dim=(1, 2)).mean()
+    patches = nn.functional.unfold(x.reshape(-1, 1, *x.shape[-2:]).double(), size)  # (maps, n², L)
+    passed_on = torch.einsum("irp,mrl->mipl", rotation, patches).square().sum(dim=2).mean() / patches.square().mean()
+    return (passed_on - uncorrelated) / (constant - uncorrelated)
 
 
 def main() -> None:
@@ -90,7 +90,8 @@ def main() -> None:
                     for d in DEPTHS
                 }
             )
-            correlations.append(which | {f"layer {d}": f"{correlation[d - 1]:.2f}" for d in DEPTHS})
+            if n > 4:  # quarter turns pass everything on, whatever the signal
+                correlations.append(which | {f"layer {d}": f"{correlation[d - 1]:.2f}" for d in DEPTHS})
     record("initialisation-depth", variances)
     record("initialisation-correlation", correlations)
 

@@ -1,7 +1,6 @@
 """The paper's twelve networks: weights, sizes, receptive fields, dense application, exactness."""
 
 from collections.abc import Callable
-from statistics import median
 
 import pytest
 import torch
@@ -213,16 +212,12 @@ def test_dense_segmentation_equals_that_of_its_crops() -> None:
 @pytest.mark.parametrize("orientations", [4, 8, 12, 16])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_networks_turn_exactly_by_90_degrees(name: str, orientations: int, training: bool) -> None:
-    """In float32 the typical network: where the terms of a logit happen to cancel, rounding weighs ten times more."""
-    errors = []
-    for seed in range(5):
-        torch.manual_seed(seed)
-        net = BUILDERS[name](orientations).train(training)
-        step = net.architecture.size_step
-        x = torch.rand(2, 3, net.receptive_field + step, net.receptive_field + 2 * step)
-        errors.append(rp.equivariance_error(net, x))
-        assert rp.equivariance_error(net.double(), x.double()) < 1e-10
-    assert median(errors) < 1e-5
+    """Float32 on a batch of training size: on a few windows batch norm may divide by next to nothing."""
+    net = BUILDERS[name](orientations).train(training)
+    field, step = net.receptive_field, net.architecture.size_step
+    assert rp.equivariance_error(net, rp.evaluation.smooth_images(16, field)) < 1e-5
+    x = torch.rand(2, 3, field + step, field + 2 * step, dtype=torch.float64)
+    assert rp.equivariance_error(net.double(), x) < 1e-10
 
 
 @every_network

@@ -162,6 +162,7 @@ def test_compiles_as_one_graph(build: type[nn.Module]) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
 def test_compiles_to_code(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
