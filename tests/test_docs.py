@@ -29,6 +29,12 @@ def test_the_readme_lists_every_layer() -> None:
     assert [name for name in rp.nn.__all__ if f"`{name}" not in text] == []
 
 
+def test_every_result_file_that_the_docs_name_is_there() -> None:
+    for page in PAGES:
+        for name in re.findall(r"results/([\w.-]+\.csv)", page.read_text()):
+            assert (ROOT / "results" / name).exists(), f"{page.name} names {name}"
+
+
 def test_every_result_file_stands_in_the_docs_as_it_is() -> None:
     docs = "\n".join(page.read_text() for page in PAGES)
     for path in (ROOT / "results").glob("*.csv"):

@@ -181,7 +181,7 @@ def test_repr_tells_what_is_unusual() -> None:
         ({"kernel_size": 4}, r"kernel_size must be odd .* got 4"),
         (
             {"kernel_size": (3, 5)},
-            r"kernel_size as one whole number, 1 or more, for height and width alike; got \(3, 5\)",
+            r"kernel_size as one whole number, 1 or more, the same for height and width; got \(3, 5\)",
         ),
         ({"stride": 0}, r"stride as one whole number"),
         ({"stride": (1, 2)}, r"stride as one whole number"),

@@ -21,10 +21,9 @@ def equivariance_error(model: Callable[[Tensor], Tensor], x: Tensor, angle: floa
     Tensors with four axes are images (B, C, H, W), those with five SE(2) features (B, C, N, H, W), whose
     orientation axis shifts along. Outputs without positions, (B, K), should not change at all.
 
-    Multiples of 90° permute pixels, and an exact model errs by rounding only.
-    Other angles resample: x is then faded to zero towards the rim of its inscribed disc, so that turning it loses
-    nothing, and outputs are compared on their inscribed disc. The model is left as it was found, batch
-    statistics and random state included.
+    Multiples of 90° permute pixels, and an exact model errs by rounding only. Other angles resample: x is then faded
+    to zero towards the rim of its inscribed disc, so that turning it loses nothing, and outputs are compared on
+    their inscribed disc. The model is left as it was found, batch statistics and random state included.
 
     >>> images = torch.rand(2, 3, 76, 76)
     >>> rp.equivariance_error(rp.models.mitosis(orientations=4), images) < 1e-4

@@ -136,6 +136,7 @@ class _RotatedConv2d(nn.Module):
 class LiftConv2d(_RotatedConv2d):
     """Correlates an image with a kernel turned to N orientations: the way into SE(2).
 
+    Arguments are those of `torch.nn.Conv2d`, each a single number, and `orientations`, N.
     (k ⋆ f)(x, θ) = Σ_c Σ_x' k_c(R_θ⁻¹(x' - x)) f_c(x'), with (B, C, H, W) → (B, C', N, H', W').
 
     >>> lift = rp.nn.LiftConv2d(3, 8, kernel_size=5, orientations=4)
@@ -153,6 +154,7 @@ class LiftConv2d(_RotatedConv2d):
 class GroupConv2d(_RotatedConv2d):
     """Correlates SE(2) features with a kernel that is turned and shifted along θ.
 
+    Arguments are those of `torch.nn.Conv2d`, each a single number, and `orientations`, N.
     (K ⋆ F)(x, θ) = Σ_c Σ_x' Σ_θ' K_c(R_θ⁻¹(x' - x), θ' - θ) F_c(x', θ'), with (B, C, N, H, W) → (B, C', N, H', W').
 
     >>> conv = rp.nn.GroupConv2d(8, 16, kernel_size=5, orientations=4)

@@ -58,13 +58,11 @@ def paddable(x: Tensor, layer: nn.Module, padding: int, mode: str) -> None:
 
 
 def whole(layer: nn.Module, least: int = 1, **arguments: object) -> None:
-    """Whole numbers, `least` or more: what is given by axis cannot survive a quarter turn."""
+    """Whole numbers, `least` or more; one for each axis would not survive a quarter turn."""
     for name, value in arguments.items():
         if not isinstance(value, Integral) or value < least:
-            raise ValueError(
-                f"{_name(layer)} needs {name} as one whole number, {least} or more, "
-                f"for height and width alike; got {value!r}."
-            )
+            alike = ", the same for height and width" if isinstance(value, tuple | list) else ""
+            raise ValueError(f"{_name(layer)} needs {name} as one whole number, {least} or more{alike}; got {value!r}.")
 
 
 def choice(layer: nn.Module, options: tuple[str, ...], **argument: object) -> None:

@@ -1,7 +1,5 @@
 """Normalisation that treats all orientations of a channel alike: statistics and weights are shared over θ."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,15 +10,24 @@ from rotopath.nn import expect
 class GroupBatchNorm2d(nn.BatchNorm3d):
     """Batch norm with one mean and variance a channel, taken over batch, space and orientation.
 
-    y = γ_c (x - E[x_c]) / √(Var[x_c] + ε) + β_c, with (B, C, N, H, W) → (B, C, N, H, W). Options as in torch.
+    y = γ_c (x - E[x_c]) / √(Var[x_c] + ε) + β_c, with (B, C, N, H, W) → (B, C, N, H, W).
 
     >>> norm = rp.nn.GroupBatchNorm2d(8)
     >>> norm(torch.randn(2, 8, 4, 16, 16)).shape
     torch.Size([2, 8, 4, 16, 16])
     """
 
-    def __init__(self, channels: int, **options: Any) -> None:
-        super().__init__(channels, **options)
+    def __init__(
+        self,
+        channels: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(channels, eps, momentum, affine, track_running_stats, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         expect.features(input, self, self.num_features)
@@ -36,15 +43,23 @@ class GroupBatchNorm2d(nn.BatchNorm3d):
 class GroupNorm2d(nn.GroupNorm):
     """Group norm: each sample is normalised over groups of channels, all orientations and all positions.
 
-    With groups=1 it is a layer norm over the whole sample. Options as in torch. (B, C, N, H, W) → (B, C, N, H, W).
+    With groups=1 it is a layer norm over the whole sample. (B, C, N, H, W) → (B, C, N, H, W).
 
     >>> norm = rp.nn.GroupNorm2d(2, 8)
     >>> norm(torch.randn(2, 8, 4, 16, 16)).shape
     torch.Size([2, 8, 4, 16, 16])
     """
 
-    def __init__(self, groups: int, channels: int, **options: Any) -> None:
-        super().__init__(groups, channels, **options)
+    def __init__(
+        self,
+        groups: int,
+        channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(groups, channels, eps, affine, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         expect.features(input, self, self.num_channels)
