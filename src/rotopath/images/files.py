@@ -1,0 +1,97 @@
+"""Images from files: RGB pixels, label maps, and the spacing of pixels where the file knows it.
+
+In: a path to anything Pillow reads. Out: arrays (H, W, 3) uint8 or (H, W) int32; or one sentence about the file.
+"""
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, TiffImagePlugin, UnidentifiedImageError
+
+PLAUSIBLE_UM_PX = (0.02, 20.0)  # outside of it a resolution tag speaks of print or screen, not of a microscope
+UM_PER_UNIT = {2: 25_400.0, 3: 10_000.0}  # of the TIFF tag ResolutionUnit: inch, centimetre
+UM_PER_INCH = 25_400.0
+
+
+class UnreadableImageError(ValueError):
+    """A file that is missing, damaged, or no image, said in one sentence."""
+
+
+def read_rgb(path: Path) -> NDArray[np.uint8]:
+    """The image as (H, W, 3) bytes: transparency lies on white, 16 bits are reduced to 8, grey becomes RGB."""
+    with _opened(path) as image:
+        if image.mode.startswith("I"):
+            return np.repeat((np.asarray(image, np.uint32) >> 8).astype(np.uint8)[:, :, None], 3, axis=2)
+        if "A" in image.getbands() or "transparency" in image.info:
+            layer = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
+        return np.array(image.convert("RGB"))
+
+
+def read_labels(path: Path) -> NDArray[np.int32]:
+    """A map of object numbers (H, W), 0 for background, from a grey image of 8, 16 or 32 bits."""
+    with _opened(path) as image:
+        if len(image.getbands()) != 1 or image.mode in ("F", "1"):
+            raise UnreadableImageError(
+                f"{path} is no label map: it has mode {image.mode}, but object numbers need one grey channel "
+                f"of 8, 16 or 32 bits."
+            )
+        return np.array(image).astype(np.int32)
+
+
+def image_size_px(path: Path) -> tuple[int, int]:
+    """(height, width) from the file's head, without decoding its pixels."""
+    with _opened(path) as image:
+        return image.height, image.width
+
+
+def spacing_um_px(path: Path) -> float | None:
+    """Micrometres per pixel from the file's own words (Aperio, OME, TIFF or PNG resolution); None where it has none."""
+    with _opened(path) as image:
+        tags = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else {}
+        description = str(tags.get(TiffImagePlugin.IMAGEDESCRIPTION, ""))
+        density = image.info.get("dpi")
+    if aperio := re.search(r"\bMPP\s*=\s*([\d.]+)", description):
+        spacing = float(aperio[1])
+    elif ome := re.search(r'\bPhysicalSizeX="([\d.eE+-]+)"', description):
+        unit = re.search(r'\bPhysicalSizeXUnit="([^"]+)"', description)
+        spacing = float(ome[1]) * {"nm": 1e-3, "mm": 1e3}.get(unit[1] if unit else "µm", 1.0)
+    elif tags.get(TiffImagePlugin.X_RESOLUTION) and tags.get(TiffImagePlugin.RESOLUTION_UNIT) in UM_PER_UNIT:
+        spacing = UM_PER_UNIT[tags[TiffImagePlugin.RESOLUTION_UNIT]] / float(tags[TiffImagePlugin.X_RESOLUTION])
+    elif density and density[0] > 0:
+        spacing = UM_PER_INCH / float(density[0])
+    else:
+        return None
+    return spacing if PLAUSIBLE_UM_PX[0] <= spacing <= PLAUSIBLE_UM_PX[1] else None
+
+
+def resample(image: NDArray[np.uint8], scale: float) -> NDArray[np.uint8]:
+    """The image enlarged or reduced by a factor, low-passed where it is reduced, so that detail does not alias."""
+    height, width = round(image.shape[0] * scale), round(image.shape[1] * scale)
+    if (height, width) == image.shape[:2]:
+        return image
+    return np.array(Image.fromarray(image).resize((max(width, 1), max(height, 1)), Image.Resampling.LANCZOS))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Image.Image]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            with Image.open(path) as image:
+                yield image
+    except FileNotFoundError:
+        raise UnreadableImageError(f"{path} does not exist.") from None
+    except UnidentifiedImageError:
+        raise UnreadableImageError(f"{path} is not an image that can be read (TIFF, PNG, JPEG, ...).") from None
+    except (Image.DecompressionBombWarning, Image.DecompressionBombError):
+        raise UnreadableImageError(f"{path} is too large to be read at once; treat it as a slide.") from None
+    except (OSError, SyntaxError, EOFError) as error:
+        raise UnreadableImageError(
+            f"{path} is damaged and cannot be decoded ({error}); download or export it anew."
+        ) from None
