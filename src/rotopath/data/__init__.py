@@ -1,0 +1,1 @@
+"""Annotated images: the benchmarks in their official formats."""

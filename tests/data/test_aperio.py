@@ -1,0 +1,150 @@
+"""ImageScope annotations: known outlines, and every way in which such a file can be bad."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rotopath.data.aperio import AnnotationError, Outline, paint_labels, read_annotations
+
+
+def xml(*polygons: list[tuple[float, float]], negative: tuple[int, ...] = ()) -> str:
+    regions = "".join(
+        f'<Region Id="{i}" NegativeROA="{int(i in negative)}"><Attributes/><Vertices>'
+        + "".join(f'<Vertex X="{x}" Y="{y}"/>' for x, y in polygon)
+        + "</Vertices></Region>"
+        for i, polygon in enumerate(polygons, 1)
+    )
+    headers = '<RegionAttributeHeaders><AttributeHeader Id="9999" Name="Region"/></RegionAttributeHeaders>'
+    return (
+        f'<Annotations MicronsPerPixel="0.252000"><Annotation Id="1"><Regions>{headers}{regions}</Regions>'
+        "</Annotation></Annotations>"
+    )
+
+
+def square(left: float, top: float, side: float) -> list[tuple[float, float]]:
+    return [(left, top), (left + side, top), (left + side, top + side), (left, top + side)]
+
+
+def outline(vertices: list[tuple[float, float]], region: str = "1") -> Outline:
+    return Outline(region, np.array(vertices, np.float64).reshape(-1, 2))
+
+
+def test_outlines_and_spacing_are_read_in_order(tmp_path: Path) -> None:
+    (tmp_path / "a.xml").write_text(xml(square(2, 3, 4), square(10.5, 1.25, 2)))
+    annotations = read_annotations(tmp_path / "a.xml")
+    assert annotations.spacing_um_px == 0.252
+    assert [o.region for o in annotations.outlines] == ["1", "2"]
+    assert annotations.outlines[1].vertices.tolist() == [[10.5, 1.25], [12.5, 1.25], [12.5, 3.25], [10.5, 3.25]]
+
+
+def test_holes_are_left_out_and_no_spacing_is_none(tmp_path: Path) -> None:
+    text = xml(square(0, 0, 5), square(1, 1, 2), negative=(2,)).replace(' MicronsPerPixel="0.252000"', "")
+    (tmp_path / "a.xml").write_text(text)
+    annotations = read_annotations(tmp_path / "a.xml")
+    assert len(annotations.outlines) == 1
+    assert annotations.spacing_um_px is None
+
+
+def test_a_square_covers_the_pixels_whose_centres_it_holds() -> None:
+    labels, problems = paint_labels((outline(square(1.5, 2.5, 3)),), 8, 10)
+    expected = np.zeros((8, 10), int)
+    expected[3:6, 2:5] = 1
+    assert np.array_equal(labels, expected)
+    assert labels.dtype == np.int32
+    assert problems == []
+
+
+def test_where_nuclei_overlap_the_first_keeps_the_pixel() -> None:
+    labels, problems = paint_labels((outline(square(0.5, 0.5, 4)), outline(square(2.5, 2.5, 4))), 8, 8)
+    assert labels[3, 3] == 1
+    assert labels[5, 5] == 2
+    assert np.bincount(labels.ravel()).tolist() == [64 - 16 - 12, 16, 12]
+    assert problems == []
+
+
+def test_outlines_reaching_outside_are_cut_at_the_rim() -> None:
+    labels, problems = paint_labels((outline(square(-3.5, -3.5, 6)), outline(square(5.5, 5.5, 40))), 8, 8)
+    assert np.bincount(labels.ravel()).tolist() == [64 - 9 - 4, 9, 4]
+    assert problems == []
+
+
+def test_a_self_crossing_outline_is_filled_on_both_sides_of_the_crossing() -> None:
+    bow_tie = [(0.5, 0.5), (8.5, 8.5), (8.5, 0.5), (0.5, 8.5)]
+    labels, problems = paint_labels((outline(bow_tie),), 10, 10)
+    assert labels[4, 1] == labels[4, 8] == 1
+    assert labels[1, 4] == labels[8, 4] == 0
+    assert problems == []
+
+
+@pytest.mark.parametrize(
+    ("vertices", "problem"),
+    [
+        ([], "region 7 has 0 vertices; an outline needs three."),
+        ([(1, 1), (5, 5)], "region 7 has 2 vertices; an outline needs three."),
+        ([(1.2, 1.2), (3.4, 1.2), (5.6, 1.2)], "region 7 covers no pixel of the image."),
+        (square(2.2, 2.2, 0.5), "region 7 covers no pixel of the image."),
+        (square(50, 50, 5), "region 7 covers no pixel of the image."),
+        (square(-50, 2, 5), "region 7 covers no pixel of the image."),
+        (square(3, 3, 2), "region 7 is hidden: others cover all of its pixels."),
+    ],
+)
+def test_what_cannot_be_painted_is_named_and_leaves_no_number(
+    vertices: list[tuple[float, float]], problem: str
+) -> None:
+    first = outline(square(2.5, 2.5, 4) if "hidden" in problem else square(6.5, 6.5, 2))
+    last = outline(square(10.5, 10.5, 3), "9")
+    labels, problems = paint_labels((first, outline(vertices, "7"), last), 16, 16)
+    assert problems == [problem]
+    assert labels[12, 12] == 2
+    assert labels.max() == 2
+
+
+BOMB = '<!DOCTYPE a [<!ENTITY b "boom"><!ENTITY c "&b;&b;&b;&b;">]><Annotations>&c;</Annotations>'
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (xml(square(0, 0, 3))[:150], "is cut off or no XML"),
+        ("", "is cut off or no XML"),
+        ("row,col\n3,4\n", "is cut off or no XML"),
+        (BOMB, "holds XML entities"),
+        (
+            '<!DOCTYPE a SYSTEM "http://example.com/a.dtd"><Annotations>&x;</Annotations>',
+            "holds XML entities|is cut off",
+        ),
+        ("<annotation><object/></annotation>", "is no Aperio annotation: it begins with <annotation>"),
+        (xml(square(0, 0, 3)).replace('X="3"', 'X="three"', 1), "has X='three' in a <Vertex>, where a number is"),
+        (xml(square(0, 0, 3)).replace('Y="3"', 'Y="nan"', 1), "has Y='nan' in a <Vertex>"),
+        (xml(square(0, 0, 3)).replace('X="3" ', "", 1), "has X='' in a <Vertex>"),
+        (xml(square(0, 0, 3)).replace("0.252000", "fine"), "has MicronsPerPixel='fine' in a <Annotations>"),
+    ],
+    ids=["cut off", "empty", "csv", "bomb", "external", "other xml", "text", "nan", "missing", "spacing"],
+)
+def test_bad_files_get_a_sentence_with_their_name(tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "bad.xml").write_text(text)
+    with pytest.raises(AnnotationError, match=rf"bad.xml ({sentence})"):
+        read_annotations(tmp_path / "bad.xml")
+
+
+def test_a_missing_file_gets_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(AnnotationError, match=r"none.xml does not exist"):
+        read_annotations(tmp_path / "none.xml")
+
+
+coordinates = st.floats(-20, 40, allow_nan=False)
+
+
+@given(st.lists(st.lists(st.tuples(coordinates, coordinates), max_size=8), max_size=6))
+@settings(deadline=None, max_examples=100)
+def test_numbers_are_consecutive_and_every_outline_is_painted_or_named(
+    polygons: list[list[tuple[float, float]]],
+) -> None:
+    outlines = tuple(outline(polygon, str(i)) for i, polygon in enumerate(polygons))
+    labels, problems = paint_labels(outlines, 20, 24)
+    painted = np.unique(labels[labels > 0])
+    assert painted.tolist() == list(range(1, len(painted) + 1))
+    assert len(painted) + len(problems) == len(polygons)
