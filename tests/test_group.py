@@ -72,7 +72,7 @@ def test_rotation_map_is_clean(size: int, orientations: int) -> None:
     assert torch.equal(rotation[0, mask], torch.eye(int(mask.sum()), dtype=torch.float64))
     assert not rotation[:, ~mask].any()
     entries = rotation[rotation != 0]
-    assert entries.min() > 1e-6, "rounding dust in the map"
+    assert entries.min() > 1e-9, "rounding dust in the map"
     assert rotation.sum(dim=2).max() <= 1 + 1e-12
 
 
