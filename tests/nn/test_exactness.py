@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -102,7 +102,7 @@ def test_layers_turn_with_their_input(
     height=st.integers(5, 16),
     width=st.integers(5, 16),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])
 def test_whatever_a_convolution_accepts_is_exact(height: int, width: int, **options: int) -> None:
     conv = rp.nn.GroupConv2d(4, 4, **options, dtype=torch.float64)
     x = torch.randn(1, 4, options["orientations"], height, width, dtype=torch.float64)
@@ -121,7 +121,7 @@ def test_whatever_a_convolution_accepts_is_exact(height: int, width: int, **opti
     height=st.integers(4, 14),
     width=st.integers(4, 14),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])
 def test_whatever_a_pool_accepts_is_exact(
     build: type[nn.Module], kernel_size: int, stride: int, padding: int, height: int, width: int
 ) -> None:
