@@ -65,8 +65,7 @@ def through_depth(size: int, orientations: int, x: Tensor) -> tuple[Tensor, Tens
 def local_correlation(x: Tensor, size: int, orientations: int) -> Tensor:
     """Where x lies between uncorrelated (0) and constant (1) under a kernel, by what turned kernels pass on."""
     rotation = group.rotation_map(size, orientations)
-    constant = rotation.sum(dim=1).square().sum(dim=1).mean()
-    uncorrelated = rotation.square().sum(dim=(1, 2)).mean()
+    uncorrelated, constant = (group.effective_taps(size, orientations, correlation) for correlation in (0.0, 1.0))
     patches = nn.functional.unfold(x.reshape(-1, 1, *x.shape[-2:]).double(), size)  # (maps, n², L)
     passed_on = torch.einsum("irp,mrl->mipl", rotation, patches).square().sum(dim=2).mean() / patches.square().mean()
     return (passed_on - uncorrelated) / (constant - uncorrelated)

@@ -57,6 +57,8 @@ def test_transparency_lies_on_white(tmp_path: Path) -> None:
 def test_sixteen_bits_are_reduced_to_eight(tmp_path: Path) -> None:
     Image.fromarray(np.array([[0, 255, 256, 65535]], np.uint16)).save(tmp_path / "a.png")
     assert read_rgb(tmp_path / "a.png")[0, :, 0].tolist() == [0, 0, 1, 255]
+    Image.fromarray(np.array([[-5, 256, 70_000]], np.int32)).save(tmp_path / "a.tif")
+    assert read_rgb(tmp_path / "a.tif")[0, :, 0].tolist() == [0, 1, 255]
 
 
 @pytest.mark.parametrize(
@@ -110,6 +112,8 @@ def test_huge_images_are_slides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         ("centimetre.tif", {"resolution_unit": 3, "x_resolution": 40_000, "y_resolution": 40_000}, 0.25),
         ("aperio.tif", {"description": "Aperio Image Library|AppMag = 40|MPP = 0.2520|Left = 1"}, 0.252),
         ("ome.tif", {"description": '<OME><Pixels PhysicalSizeX="0.5" PhysicalSizeY="0.5"/></OME>'}, 0.5),
+        ("broken.tif", {"description": "Aperio|MPP = unknown|Left = 1"}, None),
+        ("dots.tif", {"description": "Aperio|MPP = 0.25.|Left = 1"}, 0.25),
         ("nm.tif", {"description": '<Pixels PhysicalSizeX="250" PhysicalSizeXUnit="nm"/>'}, 0.25),
     ],
 )

@@ -1,1 +1,1 @@
-"""Annotated images: the benchmarks in their official formats."""
+"""Annotated images: outlines of nuclei, and the splits and regimes of the benchmarks."""

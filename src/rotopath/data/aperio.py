@@ -101,7 +101,7 @@ def _pixels_inside(
     right, bottom = np.minimum(np.floor(vertices.max(axis=0)) + 1, (width, height)).astype(int)
     if right <= left or bottom <= top:
         return np.empty(0, np.intp), np.empty(0, np.intp)
-    # Pixel centres lie at whole numbers, as in the label maps of these images that are in circulation.
+    # Pixel centres at whole numbers: so XML and label maps of the same image agree.
     mask = polygon2mask((bottom - top, right - left), vertices[:, ::-1] - (top, left))  # type: ignore[no-untyped-call]
     rows, columns = np.nonzero(mask)
     return rows + top, columns + left

@@ -1,4 +1,4 @@
-"""How good a model is: scores, and how well it keeps its symmetry."""
+"""How well a model keeps its symmetry."""
 
 from rotopath.evaluation.equivariance import equivariance_error, smooth_images, untrained_errors
 

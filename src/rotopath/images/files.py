@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 
 PLAUSIBLE_UM_PX = (0.02, 20.0)  # outside of it a resolution tag speaks of print or screen, not of a microscope
-UM_PER_UNIT = {2: 25_400.0, 3: 10_000.0}  # of the TIFF tag ResolutionUnit: inch, centimetre
 UM_PER_INCH = 25_400.0
+NUMBER = r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)"
 
 
 class UnreadableImageError(ValueError):
@@ -26,7 +26,8 @@ def read_rgb(path: Path) -> NDArray[np.uint8]:
     """The image as (H, W, 3) bytes: transparency lies on white, 16 bits are reduced to 8, grey becomes RGB."""
     with _opened(path) as image:
         if image.mode.startswith("I"):
-            return np.repeat((np.asarray(image, np.uint32) >> 8).astype(np.uint8)[:, :, None], 3, axis=2)
+            grey = np.array(image).clip(0, 65_535) >> 8
+            return np.repeat(grey.astype(np.uint8)[:, :, None], 3, axis=2)
         if "A" in image.getbands() or "transparency" in image.info:
             layer = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
@@ -55,14 +56,12 @@ def spacing_um_px(path: Path) -> float | None:
     with _opened(path) as image:
         tags = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else {}
         description = str(tags.get(TiffImagePlugin.IMAGEDESCRIPTION, ""))
-        density = image.info.get("dpi")
-    if aperio := re.search(r"\bMPP\s*=\s*([\d.]+)", description):
+        density = image.info.get("dpi")  # Pillow has brought resolutions in inches and centimetres to this
+    if aperio := re.search(rf"\bMPP\s*=\s*{NUMBER}", description):
         spacing = float(aperio[1])
-    elif ome := re.search(r'\bPhysicalSizeX="([\d.eE+-]+)"', description):
+    elif ome := re.search(rf'\bPhysicalSizeX="{NUMBER}"', description):
         unit = re.search(r'\bPhysicalSizeXUnit="([^"]+)"', description)
         spacing = float(ome[1]) * {"nm": 1e-3, "mm": 1e3}.get(unit[1] if unit else "µm", 1.0)
-    elif tags.get(TiffImagePlugin.X_RESOLUTION) and tags.get(TiffImagePlugin.RESOLUTION_UNIT) in UM_PER_UNIT:
-        spacing = UM_PER_UNIT[tags[TiffImagePlugin.RESOLUTION_UNIT]] / float(tags[TiffImagePlugin.X_RESOLUTION])
     elif density and density[0] > 0:
         spacing = UM_PER_INCH / float(density[0])
     else:
