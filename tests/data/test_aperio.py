@@ -84,7 +84,8 @@ def test_a_self_crossing_outline_is_filled_on_both_sides_of_the_crossing() -> No
     [
         ([], "region 7 has 0 vertices; an outline needs three."),
         ([(1, 1), (5, 5)], "region 7 has 2 vertices; an outline needs three."),
-        ([(1.2, 1.2), (3.4, 1.2), (5.6, 1.2)], "region 7 covers no pixel of the image."),
+        ([(1, 1), (3, 3), (5, 5)], "region 7 is a line or a point, without an area."),
+        ([(2, 2), (2, 2), (2, 2)], "region 7 is a line or a point, without an area."),
         (square(2.2, 2.2, 0.5), "region 7 covers no pixel of the image."),
         (square(50, 50, 5), "region 7 covers no pixel of the image."),
         (square(-50, 2, 5), "region 7 covers no pixel of the image."),

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree.ElementTree import Element, ParseError
 
-import defusedxml.ElementTree
 import numpy as np
-from defusedxml import DefusedXmlException
 from numpy.typing import NDArray
 from skimage.draw import polygon2mask
 
+from rotopath.images.files import UnreadableFileError
 
-class AnnotationError(ValueError):
-    """An annotation file that cannot be read, said in one sentence."""
+
+class AnnotationError(UnreadableFileError):
+    """An annotation file that cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -32,22 +32,38 @@ class Annotations:
 
 def read_annotations(path: Path) -> Annotations:
     """All outlines of the file, in its order; regions that ImageScope marks as holes are left out."""
+    import defusedxml.ElementTree
+    from defusedxml import DefusedXmlException
+
     try:
         root = defusedxml.ElementTree.parse(path).getroot()
     except FileNotFoundError:
-        raise AnnotationError(f"{path} does not exist.") from None
+        raise AnnotationError(path, "does not exist.") from None
     except ParseError as error:
-        raise AnnotationError(f"{path} is cut off or no XML ({error}); download or export it anew.") from None
+        raise AnnotationError(path, f"is cut off or no XML ({error}); download or export it anew.") from None
     except DefusedXmlException as error:
         raise AnnotationError(
-            f"{path} holds XML entities ({type(error).__name__}), which annotations have no use for; it is not read."
+            path, f"holds XML entities ({type(error).__name__}), which annotations have no use for; it is not read."
         ) from None
     if root is None or root.tag != "Annotations":
         found = "nothing" if root is None else f"<{root.tag}>"
-        raise AnnotationError(f"{path} is no Aperio annotation: it begins with {found}, not with <Annotations>.")
+        raise AnnotationError(path, f"is no Aperio annotation: it begins with {found}, not with <Annotations>.")
     regions = [region for region in root.iter("Region") if region.get("NegativeROA", "0") == "0"]
     spacing = _number(root, "MicronsPerPixel", path) if root.get("MicronsPerPixel") else 0.0
     return Annotations(tuple(_outline(region, path) for region in regions), spacing if spacing > 0 else None)
+
+
+def read_spacing_um_px(path: Path) -> float | None:
+    """The spacing that the head of the file tells; None where it has none or cannot be read."""
+    import defusedxml.ElementTree
+    from defusedxml import DefusedXmlException
+
+    try:
+        for _, root in defusedxml.ElementTree.iterparse(str(path), events=("start",)):
+            return _number(root, "MicronsPerPixel", path) or None
+    except (OSError, ParseError, DefusedXmlException, AnnotationError):
+        pass
+    return None
 
 
 def paint_labels(outlines: tuple[Outline, ...], height: int, width: int) -> tuple[NDArray[np.int32], list[str]]:
@@ -59,11 +75,13 @@ def paint_labels(outlines: tuple[Outline, ...], height: int, width: int) -> tupl
     problems: list[str] = []
     number = 0
     for outline in outlines:
-        pixels = _pixels_inside(outline.vertices, height, width)
-        if pixels is None:
+        if len(outline.vertices) < 3:
             problems.append(f"region {outline.region} has {len(outline.vertices)} vertices; an outline needs three.")
             continue
-        rows, columns = pixels
+        if np.linalg.matrix_rank(outline.vertices - outline.vertices[0]) < 2:
+            problems.append(f"region {outline.region} is a line or a point, without an area.")
+            continue
+        rows, columns = _pixels_inside(outline.vertices, height, width)
         free = labels[rows, columns] == 0
         if not len(rows):
             problems.append(f"region {outline.region} covers no pixel of the image.")
@@ -87,16 +105,12 @@ def _number(element: Element, attribute: str, path: Path) -> float:
     except ValueError:
         number = np.nan
     if not np.isfinite(number):
-        raise AnnotationError(f"{path} has {attribute}={text!r} in a <{element.tag}>, where a number is expected.")
+        raise AnnotationError(path, f"has {attribute}={text!r} in a <{element.tag}>, where a number is expected.")
     return number
 
 
-def _pixels_inside(
-    vertices: NDArray[np.float64], height: int, width: int
-) -> tuple[NDArray[np.intp], NDArray[np.intp]] | None:
-    """Rows and columns of the pixels whose centres lie inside, by the even-odd rule; None for less than a triangle."""
-    if len(vertices) < 3:
-        return None
+def _pixels_inside(vertices: NDArray[np.float64], height: int, width: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Rows and columns of the pixels whose centres lie inside, by the even-odd rule."""
     left, top = np.floor(vertices.min(axis=0)).clip(0).astype(int)
     right, bottom = np.minimum(np.floor(vertices.max(axis=0)) + 1, (width, height)).astype(int)
     if right <= left or bottom <= top:

@@ -48,6 +48,21 @@ def split_strata(strata: Mapping[str, str], counts: Mapping[str, int], seed: int
     return splits
 
 
+def split_fractions(strata: Mapping[str, str], fractions: Mapping[str, float], seed: int) -> dict[str, str]:
+    """The split of each item, such fractions of every stratum; the first split takes what rounding leaves over.
+
+    Each split gets one item at least of a stratum that has enough of them.
+    """
+    first, *others = fractions
+    splits: dict[str, str] = {}
+    for stratum, items in _grouped(strata).items():
+        least = 1 if len(items) >= len(fractions) else 0
+        names = [split for split in others for _ in range(max(least, int(fractions[split] * len(items))))]
+        names += [first] * (len(items) - len(names))
+        splits.update(zip(_shuffled(items, seed, stratum), names, strict=True))
+    return splits
+
+
 def take_cases(cases: Iterable[str], count: int, seed: int) -> list[str]:
     """`count` of the cases, in their sorted order; the ones of a smaller count are among those of a larger."""
     cases = sorted(set(cases))

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +16,23 @@ from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 
 PLAUSIBLE_UM_PX = (0.02, 20.0)  # outside of it a resolution tag speaks of print or screen, not of a microscope
 UM_PER_INCH = 25_400.0
+_FILTERING = Lock()
 NUMBER = r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)"
 
 
-class UnreadableImageError(ValueError):
-    """A file that is missing, damaged, or no image, said in one sentence."""
+class UnreadableFileError(ValueError):
+    """A file that is missing, damaged, or not what it should be: the file, and in words that follow its name, why."""
+
+    def __init__(self, path: Path | str, fault: str = "") -> None:
+        super().__init__(path, fault)
+        self.path, self.fault = path, fault
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.fault}".strip()
+
+
+class UnreadableImageError(UnreadableFileError):
+    """A file that is no image, or a damaged one."""
 
 
 def read_rgb(path: Path) -> NDArray[np.uint8]:
@@ -39,8 +52,9 @@ def read_labels(path: Path) -> NDArray[np.int32]:
     with _opened(path) as image:
         if len(image.getbands()) != 1 or image.mode in ("F", "1"):
             raise UnreadableImageError(
-                f"{path} is no label map: it has mode {image.mode}, but object numbers need one grey channel "
-                f"of 8, 16 or 32 bits."
+                path,
+                f"is no label map: it has mode {image.mode}, but object numbers need one grey channel "
+                f"of 8, 16 or 32 bits.",
             )
         return np.array(image).astype(np.int32)
 
@@ -80,17 +94,24 @@ def resample(image: NDArray[np.uint8], scale: float) -> NDArray[np.uint8]:
 @contextmanager
 def _opened(path: Path) -> Iterator[Image.Image]:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(path) as image:
-                yield image
+        with _head_read(path) as image:
+            yield image
     except FileNotFoundError:
-        raise UnreadableImageError(f"{path} does not exist.") from None
+        raise UnreadableImageError(path, "does not exist.") from None
     except UnidentifiedImageError:
-        raise UnreadableImageError(f"{path} is not an image that can be read (TIFF, PNG, JPEG, ...).") from None
+        raise UnreadableImageError(path, "is not an image that can be read (TIFF, PNG, JPEG, ...).") from None
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
-        raise UnreadableImageError(f"{path} is too large to be read at once; treat it as a slide.") from None
-    except (OSError, SyntaxError, EOFError) as error:
+        raise UnreadableImageError(path, "is too large to be read at once; treat it as a slide.") from None
+    except (OSError, SyntaxError, EOFError, UserWarning) as error:
         raise UnreadableImageError(
-            f"{path} is damaged and cannot be decoded ({error}); download or export it anew."
+            path, f"is damaged and cannot be decoded ({error}); download or export it anew."
         ) from None
+
+
+def _head_read(path: Path) -> Image.Image:
+    """The opened image, its pixels not yet decoded. Filters of warnings belong to the process, hence the lock."""
+    with _FILTERING, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="PIL")  # odd tags do no harm
+        warnings.filterwarnings("error", "Truncated File Read")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        return Image.open(path)

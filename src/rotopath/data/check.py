@@ -1,0 +1,124 @@
+"""Checking data: reads every image and annotation, counts them, and collects all that is wrong.
+
+In: a collection. Out: counts by split, findings in the order of the files, and how well two annotations of the same
+image agree where there are two.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from rotopath.data import hdf5
+from rotopath.data.annotations import parse_nuclei, parse_points
+from rotopath.data.aperio import AnnotationError
+from rotopath.data.collection import Collection, Finding, Picture
+from rotopath.data.pcam import CLASSES
+from rotopath.data.splits import SPLITS, leaks
+from rotopath.evaluation.overlap import aggregated_jaccard
+from rotopath.images.files import UnreadableFileError, read_rgb
+
+ROWS_AT_ONCE = 512  # of an HDF5 file
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a collection holds, and what is wrong with it."""
+
+    collection: Collection
+    counts: dict[str, Counter[str]]  # by split: images, cases, and objects or images of each class
+    findings: tuple[Finding, ...]
+    agreement: dict[str, float]  # AJI of label map and outlines, by image
+
+
+@dataclass
+class _Contents:
+    """What was found inside of one or several pictures."""
+
+    objects: Counter[str] = field(default_factory=Counter)
+    findings: list[Finding] = field(default_factory=list)
+    agreement: dict[str, float] = field(default_factory=dict)
+
+
+def check(collection: Collection, progress: Callable[[int], object] = lambda _: None) -> Check:
+    """Read everything; `progress` is told how many pictures were just done."""
+    counts = {split: Counter[str]() for split in SPLITS}
+    findings = list(collection.findings)
+    agreement: dict[str, float] = {}
+    for picture in collection.pictures:
+        counts[picture.split]["images"] += 1
+    for split in SPLITS:
+        cases = {picture.case for picture in collection.pictures if picture.split == split}
+        counts[split]["cases"] = len(cases - {""})
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        blocks = list(_blocks(collection.pictures))
+        for block, contents in zip(blocks, pool.map(lambda block: _read(collection, block), blocks), strict=True):
+            counts[block[0].split].update(contents.objects)
+            findings += contents.findings
+            agreement |= contents.agreement
+            progress(len(block))
+    findings += [Finding(".", sentence) for sentence in _leaks(collection)]
+    return Check(collection, counts, tuple(findings), agreement)
+
+
+def _leaks(collection: Collection) -> list[str]:
+    return leaks((picture.case, picture.split) for picture in collection.pictures if picture.case)
+
+
+def _blocks(pictures: Sequence[Picture]) -> Iterator[list[Picture]]:
+    """Pictures that are read together: single files, and runs of rows of one HDF5 file."""
+    for _, block in groupby(pictures, lambda p: (p.path, p.split, None if p.row is None else p.row // ROWS_AT_ONCE)):
+        yield list(block)
+
+
+def _read(collection: Collection, block: list[Picture]) -> _Contents:
+    contents = _Contents()
+    first = block[0]
+    try:
+        if first.row is None:
+            read_rgb(first.path)
+        else:
+            hdf5.read_rows(first.path, "x", first.row, first.row + len(block))
+    except UnreadableFileError as error:
+        contents.findings.append(Finding.of(error, collection.root))
+        return contents
+    if collection.task == "tumor":
+        contents.objects.update(CLASSES[picture.label or 0] for picture in block)
+    elif collection.task == "mitosis":
+        _read_mitoses(first, collection.root, contents)
+    else:
+        _read_nuclei(first, collection.root, contents)
+    return contents
+
+
+def _read_mitoses(picture: Picture, root: Path, contents: _Contents) -> None:
+    try:
+        points, faults = parse_points(picture)
+    except AnnotationError as error:
+        contents.findings.append(Finding.of(error, root))
+        return
+    contents.objects["mitoses"] += len(points)
+    contents.findings += [Finding.of(AnnotationError(picture.annotations[0], fault), root) for fault in faults]
+
+
+def _read_nuclei(picture: Picture, root: Path, contents: _Contents) -> None:
+    """All annotations are read, though only the first one counts: what is wrong with the others is worth knowing."""
+    maps = []
+    for annotation in picture.annotations:
+        try:
+            labels, faults = parse_nuclei(picture, annotation)
+        except UnreadableFileError as error:
+            contents.findings.append(Finding.of(error, root))
+            continue
+        maps.append(labels)
+        left_out = [Finding.of(AnnotationError(annotation, fault), root) for fault in faults]
+        contents.findings += [replace(finding, is_problem=False) for finding in left_out]
+        if annotation == picture.annotations[0]:
+            contents.objects["nuclei"] += len(np.unique(labels[labels > 0]))
+    if len(maps) == 2:
+        contents.agreement[picture.name] = aggregated_jaccard(*maps)

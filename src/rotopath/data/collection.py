@@ -1,0 +1,94 @@
+"""A collection of annotated images: which files there are, whose they are, and which split they belong to.
+
+In: what a reader of one benchmark found in a folder. Out: pictures that can be read one by one, at any spacing, and
+findings: sentences about what is wrong with the files or worth knowing about them.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rotopath.data import hdf5
+from rotopath.images.files import UnreadableFileError, read_rgb, resample
+
+Task = Literal["mitosis", "nuclei", "tumor"]
+MODEL_SPACING_UM_PX: Mapping[Task, float] = {"mitosis": 0.25, "nuclei": 0.25, "tumor": 1.0}
+SAME_SPACING = 0.05  # scanners of one magnification differ by less; resampling by so little only blurs
+
+
+class DataError(ValueError):
+    """Data that cannot be used, said in one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What is to be said about a file: a problem, which stops its use, or a note, with which rotopath can live."""
+
+    file: str
+    sentence: str
+    is_problem: bool = True
+
+    @classmethod
+    def of(cls, error: UnreadableFileError, root: Path) -> "Finding":
+        path = Path(error.path)
+        return cls(path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path), error.fault)
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.sentence}"
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One annotated image: a file, or a row of an HDF5 file."""
+
+    path: Path
+    name: str  # as messages call it
+    case: str  # the patient; never in two splits
+    split: str
+    spacing_um_px: float
+    row: int | None = None  # in an HDF5 file
+    label: int | None = None  # its class, where the whole image has one
+    annotations: tuple[Path, ...] = ()  # of its objects; the first one counts, further ones are for comparison
+    stratum: str = ""  # organ, where regimes are taken of each
+
+
+@dataclass(frozen=True)
+class Collection:
+    """Everything that a folder or a manifest holds for one task."""
+
+    task: Task
+    source: str
+    root: Path
+    pictures: tuple[Picture, ...]
+    findings: tuple[Finding, ...] = ()  # of the layout; those of file contents are found by `check`
+    published: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # counts of the paper, by split
+
+    def split(self, name: str) -> tuple[Picture, ...]:
+        """The pictures of one split; at least one."""
+        found = tuple(picture for picture in self.pictures if picture.split == name)
+        if not found:
+            raise DataError(f"{self.root} has no images in the split {name!r}; run `rotopath data check` on it.")
+        return found
+
+
+def read_image(picture: Picture, spacing_um_px: float) -> NDArray[np.uint8]:
+    """The pixels (H, W, 3) at a spacing, resampled where the picture's own differs."""
+    if picture.row is None:
+        image = read_rgb(picture.path)
+    else:
+        image = hdf5.read_rows(picture.path, "x", picture.row, picture.row + 1)[0]
+    return resample(image, scale(picture, spacing_um_px))
+
+
+def scale(picture: Picture, spacing_um_px: float) -> float:
+    """The factor by which a picture grows at another spacing; exactly 1 where the two are practically the same."""
+    factor = picture.spacing_um_px / spacing_um_px
+    return 1.0 if abs(factor - 1) <= SAME_SPACING else factor
+
+
+def problems(findings: Iterable[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.is_problem]

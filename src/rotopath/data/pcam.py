@@ -1,0 +1,117 @@
+"""PCam: patches of lymph nodes, with or without tumor in their middle, as HDF5 files or in the form of Kaggle.
+
+In: the folder with `camelyonpatch_level_2_split_{train,valid,test}_{x,y}.h5`, or with `train/ID.tif` and
+`train_labels.csv`. Out: a collection of patches, read from the files only when they are asked for.
+"""
+
+from pathlib import Path
+
+import numpy as np
+
+from rotopath.data import hdf5
+from rotopath.data.collection import Collection, Finding, Picture
+from rotopath.data.folders import IMAGE_SUFFIXES, files_in, listed, read_splits
+from rotopath.data.hdf5 import UnreadableHdf5Error
+from rotopath.data.splits import SPLITS, split_fractions
+from rotopath.data.tables import TableError, read_table
+from rotopath.images.files import UnreadableFileError
+
+SPACING_UM_PX = 0.972  # level 2 of slides scanned at 0.243 µm/px
+CLASSES = ("normal", "tumor")
+SPLIT_SEED = 0  # for Kaggle's form, which comes without a split
+KAGGLE_SPLIT = {"train": 0.8, "valid": 0.1, "test": 0.1}
+PUBLISHED = {"train": {"images": 262_144}, "valid": {"images": 32_768}, "test": {"images": 32_768}}
+
+
+def is_pcam(root: Path) -> bool:
+    return any(root.glob("camelyonpatch_level_2_split_*"))
+
+
+def open_pcam(root: Path) -> Collection:
+    """The patches of the three splits, as shipped; their slides from the `_meta.csv` files, where those are."""
+    pictures: list[Picture] = []
+    findings: list[Finding] = []
+    for split in SPLITS:
+        try:
+            pictures += _patches(root, split)
+        except UnreadableFileError as error:
+            findings.append(Finding.of(error, root))
+    if pictures and not any(picture.case for picture in pictures):
+        sentence = "without *_meta.csv files the slides are not known, and no leak between splits can be seen."
+        findings.append(Finding(".", sentence, is_problem=False))
+    return Collection("tumor", "PCam", root, tuple(pictures), tuple(findings), PUBLISHED)
+
+
+def is_kaggle(root: Path) -> bool:
+    return (root / "train_labels.csv").is_file()
+
+
+def open_kaggle(root: Path) -> Collection:
+    """The labelled patches in Kaggle's form: split by `split.csv` (id,split), else at random within each class."""
+    table, findings = read_splits(root, "id")
+    images = {path.stem: path for path in files_in(root / "train", IMAGE_SUFFIXES)}
+    labels: dict[str, int] = {}
+    for line, row in read_table(root / "train_labels.csv", ("id", "label")):
+        identity, label = row["id"], row["label"]
+        if identity not in images:
+            sentence = f"line {line} has {identity!r}, but there is no train/{identity}.tif."
+        elif label not in ("0", "1"):
+            sentence = f"line {line} has the label {label!r}; 0 (normal) or 1 (tumor) is expected."
+        elif identity in labels:
+            sentence = f"line {line} lists {identity!r} a second time."
+        else:
+            labels[identity] = int(label)
+            continue
+        findings.append(Finding("train_labels.csv", sentence))
+    if bare := sorted(images.keys() - labels.keys()):
+        findings.append(Finding("train", f"no label for {listed(bare, 'image')}; left out.", is_problem=False))
+    if table is None:
+        splits = split_fractions({identity: str(label) for identity, label in labels.items()}, KAGGLE_SPLIT, SPLIT_SEED)
+        sentence = (
+            "Kaggle's form names no slides: patches of one slide may be in two splits, and scores look better than "
+            "they are; a split.csv (id,split) by slide mends it."
+        )
+        findings.append(Finding(".", sentence, is_problem=False))
+    else:
+        splits = {identity: row["split"] for identity, row in table.items() if identity in labels}
+    pictures = [
+        Picture(images[i], f"train/{images[i].name}", "", splits[i], SPACING_UM_PX, label=labels[i])
+        for i in sorted(splits)
+    ]
+    return Collection("tumor", "PCam in Kaggle's form", root, tuple(pictures), tuple(findings), PUBLISHED)
+
+
+def _patches(root: Path, split: str) -> list[Picture]:
+    images, labels = _file(root, split, "x"), _file(root, split, "y")
+    for path in (images, labels):
+        if not path.exists() and (packed := path.with_name(f"{path.name}.gz")).exists():
+            raise UnreadableHdf5Error(packed, f"is still packed; unpack it with `gunzip {packed.name}`.")
+    shape, label_shape = hdf5.shape_of(images, "x"), hdf5.shape_of(labels, "y")
+    if len(shape) != 4 or shape[3] != 3:
+        raise UnreadableHdf5Error(images, f"holds an array of shape {shape}; (n, 96, 96, 3) is expected.")
+    if label_shape[0] != shape[0] or int(np.prod(label_shape)) != shape[0]:
+        raise UnreadableHdf5Error(images, f"has {shape[0]} patches, but {labels.name} labels of shape {label_shape}.")
+    values = hdf5.read_rows(labels, "y", 0, shape[0]).reshape(-1)
+    if (wrong := np.flatnonzero(values > 1)).size:
+        raise UnreadableHdf5Error(
+            labels, f"has the label {values[wrong[0]]} at row {wrong[0]}; 0 (normal) or 1 (tumor) is expected."
+        )
+    slides = _slides(images.with_name(images.name.replace("_x.h5", "_meta.csv")), shape[0])
+    return [
+        Picture(images, f"{images.name}[{i}]", slides[i], split, SPACING_UM_PX, row=i, label=int(values[i]))
+        for i in range(shape[0])
+    ]
+
+
+def _slides(meta: Path, count: int) -> list[str]:
+    """The slide of each patch; no names where there is no such file."""
+    if not meta.is_file():
+        return [""] * count
+    slides = [row["wsi"] for _, row in read_table(meta, ("wsi",))]
+    if len(slides) != count:
+        raise TableError(meta, f"has {len(slides)} rows, but there are {count} patches.")
+    return slides
+
+
+def _file(root: Path, split: str, key: str) -> Path:
+    return root / f"camelyonpatch_level_2_split_{split}_{key}.h5"

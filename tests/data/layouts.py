@@ -1,0 +1,98 @@
+"""Tiny data sets in the official layouts, for tests to read and to damage."""
+
+import csv
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import h5py
+import numpy as np
+from PIL import Image
+
+RNG = np.random.default_rng(0)
+
+
+def pixels(height: int, width: int) -> np.ndarray:
+    return RNG.integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def write_image(path: Path, image: np.ndarray) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(image).save(path)
+    return path
+
+
+def write_text(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def write_csv(path: Path, rows: Iterable[Sequence[object]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return path
+
+
+def amida13(root: Path, cases: Iterable[int] = range(1, 24), size: tuple[int, int] = (60, 80)) -> Path:
+    """Two fields a case: the first with mitoses at (10, 20) and (30, 40), the second without a CSV."""
+    for case in cases:
+        part = f"mitoses_image_data_part_{1 if case <= 12 else 2}"
+        for field in ("01", "02"):
+            write_image(root / part / f"{case:02d}" / f"{field}.tif", pixels(*size))
+        write_csv(root / "mitoses_ground_truth" / f"{case:02d}" / "01.csv", [(10, 20), (30, 40, 0.9)])
+    return root
+
+
+def outline_xml(*polygons: Sequence[tuple[float, float]], spacing: float = 0.25) -> str:
+    regions = "".join(
+        f'<Region Id="{i}" NegativeROA="0"><Vertices>'
+        + "".join(f'<Vertex X="{x}" Y="{y}" Z="0"/>' for x, y in polygon)
+        + "</Vertices></Region>"
+        for i, polygon in enumerate(polygons, 1)
+    )
+    return (
+        f'<Annotations MicronsPerPixel="{spacing}"><Annotation Id="1"><Regions><RegionAttributeHeaders/>{regions}'
+        "</Regions></Annotation></Annotations>"
+    )
+
+
+def box(top: int, left: int, side: int) -> list[tuple[float, float]]:
+    """The outline of the pixels rows top.. and columns left.., `side` of each."""
+    x, y = left - 0.5, top - 0.5
+    return [(x, y), (x + side, y), (x + side, y + side), (x, y + side)]
+
+
+def kumar(root: Path, names: Sequence[str], split_csv: bool = True, size: int = 40) -> Path:
+    """Fields with two nuclei of 6 × 6 px, outlined in XML."""
+    for name in names:
+        write_image(root / "Tissue Images" / f"{name}.tif", pixels(size, size))
+        write_text(root / "Annotations" / f"{name}.xml", outline_xml(box(5, 8, 6), box(20, 22, 6)))
+    if split_csv:
+        splits = ("train", "valid", "test")
+        rows = [(name, "breast", splits[i % 3]) for i, name in enumerate(names)]
+        write_csv(root / "split.csv", [("image", "organ", "split"), *rows])
+    return root
+
+
+def pcam(root: Path, counts: tuple[int, int, int] = (8, 4, 4), size: int = 96) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    for split, count in zip(("train", "valid", "test"), counts, strict=True):
+        write_hdf5(root / pcam_name(split, "x"), "x", np.stack([pixels(size, size) for _ in range(count)]))
+        write_hdf5(root / pcam_name(split, "y"), "y", (np.arange(count, dtype=np.uint8) % 2).reshape(-1, 1, 1, 1))
+    return root
+
+
+def pcam_name(split: str, key: str) -> str:
+    return f"camelyonpatch_level_2_split_{split}_{key}.h5"
+
+
+def write_hdf5(path: Path, key: str, values: np.ndarray) -> None:
+    with h5py.File(path, "w") as file:
+        file.create_dataset(key, data=values, chunks=(1, *values.shape[1:]), compression="gzip")
+
+
+def truncate(path: Path, keep: float = 0.5) -> Path:
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * keep)])
+    return path

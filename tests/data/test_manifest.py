@@ -1,0 +1,142 @@
+"""A manifest of one's own images: every kind of task, and a sentence for every bad line."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from layouts import box, outline_xml, pixels, write_csv, write_image, write_text
+from PIL import Image
+
+from rotopath.data.annotations import read_nuclei, read_points
+from rotopath.data.check import check
+from rotopath.data.collection import DataError, problems, read_image
+from rotopath.data.opening import open_data
+from rotopath.data.tables import TableError
+
+
+def test_labels_make_a_tumor_task(tmp_path: Path) -> None:
+    for name in "abc":
+        write_image(tmp_path / f"images/{name}.png", pixels(50, 60))
+    header = ("image", "label", "group", "split", "spacing")
+    rows = [(f"images/{n}.png", i % 2, n, s, 0.5) for i, (n, s) in enumerate(zip("abc", SPLITS, strict=True))]
+    path = write_csv(tmp_path / "mine.csv", [header, *rows])
+    collection = open_data(path)
+    assert collection.task == "tumor"
+    assert [(p.name, p.label, p.case, p.split, p.spacing_um_px) for p in collection.pictures] == [
+        ("images/a.png", 0, "a", "train", 0.5),
+        ("images/b.png", 1, "b", "valid", 0.5),
+        ("images/c.png", 0, "c", "test", 0.5),
+    ]
+    assert read_image(collection.pictures[0], 1.0).shape == (25, 30, 3)
+    assert check(collection).findings == ()
+
+
+SPLITS = ("train", "valid", "test")
+
+
+def test_csv_annotations_make_a_mitosis_task_and_may_be_missing(tmp_path: Path) -> None:
+    write_image(tmp_path / "a.png", pixels(50, 60))
+    write_image(tmp_path / "b.png", pixels(50, 60))
+    write_csv(tmp_path / "a.csv", [(4, 5)])
+    write_text(tmp_path / "manifest.csv", "image,annotation,split,spacing\na.png,a.csv,train,0.25\nb.png,,test,0.25\n")
+    collection = open_data(tmp_path, "mitosis")
+    assert read_points(collection.pictures[0], 0.25).tolist() == [[4, 5]]
+    assert read_points(collection.pictures[1], 0.25).shape == (0, 2)
+
+
+def test_maps_and_outlines_make_a_nuclei_task(tmp_path: Path) -> None:
+    for name in "ab":
+        Image.fromarray(pixels(30, 30)).save(tmp_path / f"{name}.tif", dpi=(50_800, 50_800))
+    labels = np.zeros((30, 30), np.uint16)
+    labels[3:9, 4:10] = 5
+    write_image(tmp_path / "a-map.png", labels)
+    write_text(tmp_path / "b.xml", outline_xml(box(3, 4, 6)))
+    write_text(tmp_path / "manifest.csv", "image,annotation,split\na.tif,a-map.png,train\nb.tif,b.xml,test\n")
+    first, second = open_data(tmp_path, "nuclei").pictures
+    assert first.spacing_um_px == pytest.approx(0.5), "as the file tells"
+    assert np.array_equal(read_nuclei(first, 0.5) > 0, read_nuclei(second, 0.5) > 0)
+    assert read_nuclei(first, 0.25).shape == (60, 60)
+    assert (read_nuclei(first, 0.25) == 5).sum() == 4 * 36
+
+
+def test_without_a_column_groups_are_split_and_never_divided(tmp_path: Path) -> None:
+    rows = [("image", "label", "group", "spacing")]
+    for group in range(20):
+        for image in range(3):
+            write_image(tmp_path / f"{group}-{image}.png", pixels(8, 8))
+            rows.append((f"{group}-{image}.png", str(group % 2), f"patient {group}", "1"))
+    write_csv(tmp_path / "manifest.csv", rows)
+    found = check(open_data(tmp_path))
+    assert {split: (c["images"], c["cases"], c["tumor"]) for split, c in found.counts.items()} == {
+        "train": (36, 12, 18),
+        "valid": (12, 4, 6),
+        "test": (12, 4, 6),
+    }
+    assert problems(found.findings) == []
+    assert open_data(tmp_path) == open_data(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("b.png,2,g,train,0.5", "the label is '2'; 0 or 1 is expected."),
+        ("b.png,1,g,training,0.5", "the split is 'training'; choose from train, valid, test."),
+        ("b.png,1,g,train,coarse", "the spacing is 'coarse'; a number above 0 is expected, in µm/px."),
+        ("b.png,1,g,train,-1", "the spacing is '-1'; a number above 0 is expected, in µm/px."),
+        ("b.png,1,g,train,nan", "the spacing is 'nan'; a number above 0 is expected, in µm/px."),
+        ("b.png,1,g,train,", "'b.png' does not tell its resolution; write it into a column `spacing` (µm/px)."),
+        (",1,g,train,0.5", "the image is not named."),
+        ("a.png,1,g,train,0.5", "'a.png' is listed already, in line 2."),
+    ],
+)
+def test_bad_lines_are_named_and_the_others_count(tmp_path: Path, line: str, sentence: str) -> None:
+    for name in "abc":
+        write_image(tmp_path / f"{name}.png", pixels(9, 9))
+    write_text(
+        tmp_path / "manifest.csv", f"Image, Label,group,split,spacing\na.png,1,h,test,1\n{line}\n\nc.png,0,i,test,1\n"
+    )
+    collection = open_data(tmp_path)
+    assert [str(finding) for finding in collection.findings] == [f"manifest.csv: line 3: {sentence}"]
+    assert [p.path.name for p in collection.pictures] == ["a.png", "c.png"]
+
+
+def test_missing_images_and_leaks_are_found(tmp_path: Path) -> None:
+    write_image(tmp_path / "a.png", pixels(9, 9))
+    write_text(tmp_path / "manifest.csv", "image,label,group,split,spacing\na.png,1,g,test,1\nb.png,0,g,train,1\n")
+    found = check(open_data(tmp_path))
+    assert [str(finding) for finding in found.findings] == [
+        "b.png: does not exist.",
+        ".: patient g is in train and test; each must be in one split only.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "has no column 'image'"),
+        ("path,label\na.png,1\n", "has no column 'image'; its first line must name image."),
+        ("image,label\n", "lists no images."),
+        ("image\na.png\n", "needs either a column `label`"),
+        ("image,label,annotation\na.png,1,a.csv\n", "and not both"),
+        (
+            "image,annotation\na.png,a.csv\nb.png,b.xml\n",
+            "annotations of kind .csv, .xml; use CSV files",
+        ),
+        ("image,annotation\na.png,\n", "has annotations of kind none"),
+        ("image,label\na.png,1,2\n", "has 3 cells in line 2, but 2 columns."),
+        ("\x00", "has no column 'image'"),
+    ],
+)
+def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
+    path = write_text(tmp_path / "manifest.csv", text)
+    with pytest.raises((DataError, TableError)) as caught:
+        open_data(path)
+    assert sentence in str(caught.value)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_binary_is_no_manifest(tmp_path: Path) -> None:
+    path = tmp_path / "x.csv"
+    path.write_bytes(bytes(range(256)))
+    with pytest.raises(TableError, match="is no text table"):
+        open_data(path)
