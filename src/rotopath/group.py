@@ -6,10 +6,12 @@ grow downwards), which is the direction of `torch.rot90(x, 1, (-2, -1))`.
 """
 
 import math
+from functools import lru_cache
 from numbers import Integral
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 def angles(orientations: int) -> list[float]:
@@ -114,6 +116,60 @@ def rotate_features(x: Tensor, angle: float) -> Tensor:
     return rotate(x, angle).roll(round(steps), dims=2)
 
 
+def apply_symmetries(x: Tensor, symmetries: Tensor) -> Tensor:
+    """Turn and transpose square images (B, C, H, H), each by its own of the eight symmetries of the square.
+
+    Symmetry s turns by 90° · (s mod 4), after a transposition if s ≥ 4.
+    """
+    size = x.shape[-1]
+    if x.shape[-2] != size:
+        raise ValueError(f"Only squares have all eight symmetries; got images of {x.shape[-2]} × {size} px.")
+    reads = _symmetry_reads(size, x.device)[symmetries]  # (B, H·H)
+    # One read for all channels: they lie beside each other in memory, which convolutions like as well.
+    pixels = x.permute(0, 2, 3, 1).reshape(x.shape[0], size * size, -1)  # (B, H·H, C)
+    turned = pixels.gather(1, reads[:, :, None].expand_as(pixels))
+    return turned.reshape(x.shape[0], size, size, -1).permute(0, 3, 1, 2)
+
+
+def rotate_each(x: Tensor, degrees: Tensor, nearest: bool = False) -> Tensor:
+    """Turn images (B, C, H, W), each by its own angle, counter-clockwise; the frame is mirrored where it ends.
+
+    Interpolation is bilinear, as augmentation has it; `nearest` is for maps of classes.
+    """
+    angles = torch.deg2rad(degrees.to(torch.float32))
+    cosine, sine, none = angles.cos(), angles.sin(), torch.zeros_like(angles)
+    height, width = x.shape[-2:]
+    # Reading positions in coordinates that run from -1 to 1 along either side, x before y, y downwards.
+    rows = ((cosine, -sine * height / width, none), (sine * width / height, cosine, none))
+    theta = torch.stack([torch.stack(row, dim=1) for row in rows], dim=1)  # (B, 2, 3)
+    grid = functional.affine_grid(theta, list(x.shape), align_corners=False)
+    values = x if x.is_floating_point() else x.to(torch.float32)
+    mode = "nearest" if nearest else "bilinear"
+    turned = functional.grid_sample(values, grid, mode=mode, padding_mode="reflection", align_corners=False)
+    return turned if x.is_floating_point() else turned.round().to(x.dtype)
+
+
+def covering_size(size: int) -> int:
+    """The side of the smallest square with the same centre that holds a square of `size` however that is turned.
+
+    >>> rp.group.covering_size(88)
+    126
+    """
+    reach = math.ceil(math.sqrt(2) * size)
+    return reach + (reach - size) % 2
+
+
+def mirror(index: Tensor, size: int | Tensor) -> Tensor:
+    """Indices beyond either end of `size` pixels, reflected about the outermost pixel.
+
+    >>> rp.group.mirror(torch.tensor([-2, -1, 0, 1, 2, 3, 4]), 3).tolist()
+    [2, 1, 0, 1, 2, 1, 0]
+    """
+    period = torch.as_tensor(2 * (size - 1)).clamp(min=1)
+    index = index % period
+    return torch.minimum(index, period - index)
+
+
 def windows(size: int, window: int, stride: int = 1, padding: int = 0, dilation: int = 1) -> int:
     """How many windows lie along `size` pixels, provided that they lie alike from both ends.
 
@@ -154,6 +210,14 @@ def inscribed_disc(height: int, width: int, inner: float = 1.0) -> Tensor:
         return (radius <= 1).to(torch.float64)
     progress = ((radius - inner) / (1 - inner)).clamp(0, 1)
     return (1 + torch.cos(math.pi * progress)) / 2
+
+
+@lru_cache(maxsize=8)
+def _symmetry_reads(size: int, device: torch.device) -> Tensor:
+    """For each symmetry of the square, (8, size²): which pixel each pixel reads."""
+    grid = torch.arange(size * size, device=device).view(size, size)
+    turns = [torch.rot90(square, quarters, (0, 1)) for square in (grid, grid.T) for quarters in range(4)]
+    return torch.stack(turns).flatten(1)
 
 
 def _offsets(size: int) -> Tensor:
@@ -201,7 +265,7 @@ def _spline_taps(positions: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
     t = positions - positions.floor()
     weights = ((1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, 1 + 3 * t * (1 + t - t**2), t**3)
     first = positions.floor().long() - 1
-    return [(_mirror(first + i, size), weight / 6) for i, weight in enumerate(weights)]
+    return [(mirror(first + i, size), weight / 6) for i, weight in enumerate(weights)]
 
 
 def _spline_filter(size: int) -> Tensor:
@@ -209,13 +273,6 @@ def _spline_filter(size: int) -> Tensor:
     samples = torch.zeros(size, size, dtype=torch.float64, device="cpu")
     here = torch.arange(size, device="cpu")
     for step, weight in ((-1, 1 / 6), (0, 4 / 6), (1, 1 / 6)):
-        samples[here, _mirror(here + step, size)] += weight
+        samples[here, mirror(here + step, size)] += weight
     coefficients: Tensor = torch.linalg.inv(samples)
     return coefficients
-
-
-def _mirror(index: Tensor, size: int) -> Tensor:
-    """Indices beyond either end, reflected about the outermost pixel."""
-    period = max(2 * (size - 1), 1)
-    index = index % period
-    return torch.minimum(index, period - index)

@@ -6,24 +6,21 @@ image agree where there are two.
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from rotopath.data import hdf5
 from rotopath.data.annotations import parse_nuclei, parse_points
 from rotopath.data.aperio import AnnotationError
-from rotopath.data.collection import Collection, Finding, Picture
+from rotopath.data.collection import Collection, Finding, Picture, read_run, runs
 from rotopath.data.pcam import CLASSES
 from rotopath.data.splits import SPLITS, leaks
 from rotopath.evaluation.overlap import aggregated_jaccard
-from rotopath.images.files import UnreadableFileError, read_rgb
-
-ROWS_AT_ONCE = 512  # of an HDF5 file
+from rotopath.images.files import UnreadableFileError
 
 
 @dataclass(frozen=True)
@@ -56,12 +53,12 @@ def check(collection: Collection, progress: Callable[[int], object] = lambda _: 
         cases = {picture.case for picture in collection.pictures if picture.split == split}
         counts[split]["cases"] = len(cases - {""})
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        blocks = list(_blocks(collection.pictures))
-        for block, contents in zip(blocks, pool.map(lambda block: _read(collection, block), blocks), strict=True):
-            counts[block[0].split].update(contents.objects)
+        read_together = runs(collection.pictures)
+        for run, contents in zip(read_together, pool.map(partial(_read, collection), read_together), strict=True):
+            counts[run[0].split].update(contents.objects)
             findings += contents.findings
             agreement |= contents.agreement
-            progress(len(block))
+            progress(len(run))
     findings += [Finding(".", sentence) for sentence in _leaks(collection)]
     return Check(collection, counts, tuple(findings), agreement)
 
@@ -70,29 +67,19 @@ def _leaks(collection: Collection) -> list[str]:
     return leaks((picture.case, picture.split) for picture in collection.pictures if picture.case)
 
 
-def _blocks(pictures: Sequence[Picture]) -> Iterator[list[Picture]]:
-    """Pictures that are read together: single files, and runs of rows of one HDF5 file."""
-    for _, block in groupby(pictures, lambda p: (p.path, p.split, None if p.row is None else p.row // ROWS_AT_ONCE)):
-        yield list(block)
-
-
-def _read(collection: Collection, block: list[Picture]) -> _Contents:
+def _read(collection: Collection, run: list[Picture]) -> _Contents:
     contents = _Contents()
-    first = block[0]
     try:
-        if first.row is None:
-            read_rgb(first.path)
-        else:
-            hdf5.read_rows(first.path, "x", first.row, first.row + len(block))
+        read_run(run)
     except UnreadableFileError as error:
         contents.findings.append(Finding.of(error, collection.root))
         return contents
     if collection.task == "tumor":
-        contents.objects.update(CLASSES[picture.label or 0] for picture in block)
+        contents.objects.update(CLASSES[picture.label or 0] for picture in run)
     elif collection.task == "mitosis":
-        _read_mitoses(first, collection.root, contents)
+        _read_mitoses(run[0], collection.root, contents)
     else:
-        _read_nuclei(first, collection.root, contents)
+        _read_nuclei(run[0], collection.root, contents)
     return contents
 
 

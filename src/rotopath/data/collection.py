@@ -4,8 +4,9 @@ In: what a reader of one benchmark found in a folder. Out: pictures that can be 
 findings: sentences about what is wrong with the files or worth knowing about them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,7 @@ from rotopath.images.files import UnreadableFileError, read_rgb, resample
 
 Task = Literal["mitosis", "nuclei", "tumor"]
 MODEL_SPACING_UM_PX: Mapping[Task, float] = {"mitosis": 0.25, "nuclei": 0.25, "tumor": 1.0}
+ROWS_AT_ONCE = 1024  # of an HDF5 file
 SAME_SPACING = 0.05  # scanners of one magnification differ by less; resampling by so little only blurs
 
 
@@ -77,11 +79,25 @@ class Collection:
 
 def read_image(picture: Picture, spacing_um_px: float) -> NDArray[np.uint8]:
     """The pixels (H, W, 3) at a spacing, resampled where the picture's own differs."""
-    if picture.row is None:
-        image = read_rgb(picture.path)
-    else:
-        image = hdf5.read_rows(picture.path, "x", picture.row, picture.row + 1)[0]
-    return resample(image, scale(picture, spacing_um_px))
+    return resample(read_run([picture])[0], scale(picture, spacing_um_px))
+
+
+def read_run(run: Sequence[Picture]) -> list[NDArray[np.uint8]]:
+    """The pixels of pictures that `runs` put together, as they are in the file."""
+    first = run[0]
+    if first.row is None:
+        return [read_rgb(first.path)]
+    return list(hdf5.read_rows(first.path, "x", first.row, first.row + len(run)))
+
+
+def runs(pictures: Sequence[Picture]) -> list[list[Picture]]:
+    """Pictures that are read at once: single files, and consecutive rows of an HDF5 file, not too many."""
+
+    def run_of(position: int, picture: Picture) -> tuple[Path, str, int, int]:
+        return picture.path, picture.split, (picture.row or 0) - position, position // ROWS_AT_ONCE
+
+    grouped = groupby(enumerate(pictures), lambda pair: run_of(*pair))
+    return [[picture for _, picture in run] for _, run in grouped]
 
 
 def scale(picture: Picture, spacing_um_px: float) -> float:

@@ -1,0 +1,129 @@
+"""Batches: sampled, cut out, and augmented on the device.
+
+In: pictures of one split, and what the model wants. Out: for any step its batch, the same bytes on every machine and
+with any number of workers; an epoch is a range of steps, and one that was interrupted goes on with those that are left.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from rotopath import group
+from rotopath.data.annotations import read_points
+from rotopath.data.augmentation import NO_AUGMENTATION, Augmentation, Changes, augment
+from rotopath.data.collection import MODEL_SPACING_UM_PX, Picture, Task
+from rotopath.data.pixels import Cache, DevicePixels, Pixels, Reader, open_pixels
+from rotopath.data.sampling import Ints, MiddleWindows, MitosisWindows, NucleiWindows, Sampler, TumorWindows
+from rotopath.nn import center_crop
+
+BATCH: Mapping[Task, int] = {"mitosis": 64, "nuclei": 16, "tumor": 64}  # as in the paper
+CPU = torch.device("cpu")
+
+
+class Batch(NamedTuple):
+    """Windows as they were cut out, and what is to happen to them."""
+
+    windows: Tensor  # (B, 3 or 4, s, s) bytes: red, green, blue, and for nuclei a map of classes
+    labels: Tensor  # (B,)
+    changes: Changes
+
+
+class Batches(Dataset[Batch]):
+    """All batches that there will ever be: `batches[step]` is the one of that step."""
+
+    def __init__(
+        self,
+        pixels: Pixels,
+        sampler: Sampler,
+        window_px: int,
+        target_px: int | None = None,
+        augmentation: Augmentation = NO_AUGMENTATION,
+        seed: int = 0,
+    ) -> None:
+        self.pixels, self.sampler, self.augmentation = pixels, sampler, augmentation
+        self._window_px, self._target_px, self._seed = window_px, target_px, seed
+        # The corners of a window that is turned freely come from around it.
+        self._cut_px = group.covering_size(window_px) if augmentation.free_rotation else window_px
+
+    def __getitem__(self, step: int) -> Batch:
+        places = self.sampler.places(step)
+        margin = (self._cut_px - self._window_px) // 2
+        places = places._replace(tops=places.tops - margin, lefts=places.lefts - margin)
+        changes = self.augmentation.draw(len(places.images), np.random.default_rng([self._seed, 3, step]))
+        return Batch(self.pixels.windows(places, self._cut_px), torch.from_numpy(places.labels), changes)
+
+    def load(
+        self, steps: Iterable[int], device: torch.device = CPU, workers: int = 0
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images (B, 3, s, s) from 0 to 1 and their targets, for the steps in their order, augmented on the device.
+
+        Targets are labels (B,), or for nuclei maps of classes (B, t, t). Workers read ahead where pixels are not on
+        the device already.
+        """
+        workers = 0 if isinstance(self.pixels, DevicePixels) else workers
+        pinned = device.type == "cuda" and not isinstance(self.pixels, DevicePixels)
+        for batch in DataLoader(self, batch_size=None, sampler=steps, num_workers=workers, pin_memory=pinned):
+            yield self.finish(batch, device)
+
+    def finish(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A batch moved to the device and augmented there."""
+        windows = batch.windows.to(device, non_blocking=True)
+        images, classes = augment(windows, batch.changes.to(device), self._window_px)
+        if classes is None:
+            return images, batch.labels.to(device, non_blocking=True)
+        target_px = self._target_px or self._window_px
+        return images, center_crop(classes, target_px, target_px)
+
+
+def sampled_batches(
+    task: Task,
+    pictures: Sequence[Picture],
+    window_px: int,
+    target_px: int | None = None,
+    batch: int | None = None,
+    augmentation: Augmentation = NO_AUGMENTATION,
+    seed: int = 0,
+    cache: Cache = "auto",
+    device: torch.device = CPU,
+    mined: Ints | None = None,
+) -> Batches:
+    """Balanced batches of random windows, as a task is trained on: over classes, or for nuclei over patients.
+
+    `mined` adds examples that a model found hard: indices of patches (tumor), or (image, row, column) of places that
+    are no mitoses.
+    """
+    pixels = open_pixels(pictures, reader_of(task), cache, device)
+    sizes, batch = pixels.sizes_px, batch or BATCH[task]
+    sampler: Sampler
+    if task == "tumor":
+        sampler = TumorWindows(_labels(pictures), sizes, window_px, batch, seed, mined)
+    elif task == "mitosis":
+        points = [read_points(picture, MODEL_SPACING_UM_PX[task]) for picture in pictures]
+        sampler = MitosisWindows(points, sizes, window_px, batch, seed, mined)
+    else:
+        patients = [picture.case for picture in pictures]
+        sampler = NucleiWindows(patients, sizes, window_px, target_px or window_px, batch, seed)
+    return Batches(pixels, sampler, window_px, target_px, augmentation, seed)
+
+
+def middle_batches(
+    pictures: Sequence[Picture], window_px: int, batch: int = 256, cache: Cache = "auto", device: torch.device = CPU
+) -> tuple[Batches, range]:
+    """The middle of every patch, in order, for validation and testing, and the steps that bring each of them once."""
+    pixels = open_pixels(pictures, reader_of("tumor"), cache, device)
+    sampler = MiddleWindows(_labels(pictures), pixels.sizes_px, window_px, batch)
+    return Batches(pixels, sampler, window_px), range(len(sampler))
+
+
+def reader_of(task: Task) -> Reader:
+    """How the paper's networks want their images: stains normalised for nuclei only."""
+    nuclei = task == "nuclei"
+    return Reader(MODEL_SPACING_UM_PX[task], normalise_stain=nuclei, with_nuclei=nuclei)
+
+
+def _labels(pictures: Sequence[Picture]) -> Ints:
+    return np.array([picture.label for picture in pictures], np.int64)

@@ -1,0 +1,170 @@
+"""Where the pixels of a data set live while a model trains: in files, in memory, or on the GPU.
+
+In: pictures and how to read them. Out: any windows of them as bytes (B, C, s, s), the same from each of the three.
+Windows that reach beyond an image see it mirrored at its edge.
+"""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rotopath.data import hdf5
+from rotopath.data.annotations import read_nuclei
+from rotopath.data.collection import DataError, Picture, read_run, runs, scale
+from rotopath.data.nuclei import class_map
+from rotopath.data.sampling import Ints, Places
+from rotopath.group import mirror
+from rotopath.images.files import image_size_px, resample
+from rotopath.images.stain import macenko
+
+Cache = Literal["auto", "device", "memory", "none"]
+Bytes = NDArray[np.uint8]
+FREE_SHARE = 0.5  # of the memory that is free, pixels may take so much
+KEPT_BYTES = 2**29  # of decoded images, in each process, where they live in files
+IMAGES_AT_ONCE = 512  # copied to the device
+
+
+class Pixels(Protocol):
+    """Images from which windows are cut."""
+
+    sizes_px: Ints  # (n, 2)
+
+    def windows(self, places: Places, size_px: int) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Reader:
+    """How pictures become planes (H, W, 3), or (H, W, 4) with a map of classes: at which spacing, stained how."""
+
+    spacing_um_px: float
+    normalise_stain: bool = False
+    with_nuclei: bool = False
+
+    def planes(self, picture: Picture) -> Bytes:
+        return self.finish(picture, read_run([picture])[0])
+
+    def finish(self, picture: Picture, image: Bytes) -> Bytes:
+        """From pixels as they are in the file."""
+        image = resample(image, scale(picture, self.spacing_um_px))
+        if self.normalise_stain:
+            image = macenko(image)
+        if not self.with_nuclei:
+            return image
+        return np.dstack([image, class_map(read_nuclei(picture, self.spacing_um_px))])
+
+    def size_px(self, picture: Picture) -> tuple[int, int]:
+        """The size at this reader's spacing, without decoding the image."""
+        if picture.row is None:
+            height, width = image_size_px(picture.path)
+        else:
+            _, height, width, _ = hdf5.shape_of(picture.path, "x")
+        factor = scale(picture, self.spacing_um_px)
+        return max(1, round(height * factor)), max(1, round(width * factor))
+
+
+class HostPixels:
+    """Images from which windows are cut one by one: a list in memory, or anything that can be indexed like one."""
+
+    def __init__(self, images: "Sequence[Bytes] | DecodedOnDemand", sizes_px: Ints) -> None:
+        self._images, self.sizes_px = images, sizes_px
+
+    def windows(self, places: Places, size_px: int) -> Tensor:
+        cut = [
+            _window(self._images[image], top, left, size_px)
+            for image, top, left in zip(*(part.tolist() for part in places[:3]), strict=True)
+        ]
+        return torch.from_numpy(np.stack(cut)).permute(0, 3, 1, 2)
+
+
+class DecodedOnDemand:
+    """Images that stay in their files, but for some that were decoded last."""
+
+    def __init__(self, pictures: Sequence[Picture], reader: Reader) -> None:
+        self._pictures, self._reader = pictures, reader
+        self._kept: dict[int, Bytes] = {}
+        self._kept_bytes = 0
+
+    def __getitem__(self, index: int) -> Bytes:
+        if index not in self._kept:
+            image = self._kept[index] = self._reader.planes(self._pictures[index])
+            self._kept_bytes += image.nbytes
+            while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+                self._kept_bytes -= self._kept.pop(next(iter(self._kept))).nbytes
+        return self._kept[index]
+
+
+class DevicePixels:
+    """Images side by side in one tensor of a device, from which one read fetches all windows of a batch."""
+
+    def __init__(self, images: Sequence[Bytes], device: torch.device) -> None:
+        self.sizes_px = np.array([image.shape[:2] for image in images], np.int64)
+        starts = np.concatenate([[0], np.cumsum(self.sizes_px.prod(axis=1))])
+        self._flat = torch.empty((int(starts[-1]), images[0].shape[2]), dtype=torch.uint8, device=device)
+        for first in range(0, len(images), IMAGES_AT_ONCE):
+            block = np.concatenate(
+                [image.reshape(-1, image.shape[2]) for image in images[first : first + IMAGES_AT_ONCE]]
+            )
+            self._flat[starts[first] : starts[first] + len(block)] = torch.from_numpy(block)
+        self._starts, self._sides = (torch.from_numpy(each).to(device) for each in (starts[:-1], self.sizes_px))
+
+    def windows(self, places: Places, size_px: int) -> Tensor:
+        device = self._flat.device
+        packed = torch.from_numpy(np.stack(places[:3])).to(device, non_blocking=True)  # (3, B)
+        images, corners = packed[0], packed[1:]
+        steps = torch.arange(size_px, device=device)
+        sides = self._sides[images]  # (B, 2)
+        rows = mirror(corners[0][:, None] + steps, sides[:, :1])  # (B, s)
+        columns = mirror(corners[1][:, None] + steps, sides[:, 1:])
+        first = self._starts[images][:, None] + rows * sides[:, 1:]
+        return self._flat[first[:, :, None] + columns[:, None, :]].permute(0, 3, 1, 2)  # (B, C, s, s), channels last
+
+
+def open_pixels(pictures: Sequence[Picture], reader: Reader, cache: Cache, device: torch.device) -> Pixels:
+    """The pictures' pixels where `cache` says; with "auto", on the device or in memory if they fit, else in files."""
+    if cache not in get_args(Cache):
+        raise DataError(f"There is no cache {cache!r}; choose from {', '.join(get_args(Cache))}.")
+    if cache in ("auto", "none"):
+        sizes = np.array([reader.size_px(picture) for picture in pictures], np.int64)
+        if cache == "auto":
+            cache = choose_cache(int(sizes.prod(axis=1).sum()) * (4 if reader.with_nuclei else 3), device)
+        if cache == "none":
+            return HostPixels(DecodedOnDemand(pictures, reader), sizes)
+    images = load(pictures, reader)
+    if cache == "device":
+        return DevicePixels(images, device)
+    return HostPixels(images, np.array([image.shape[:2] for image in images], np.int64))
+
+
+def choose_cache(size_bytes: int, device: torch.device) -> Cache:
+    """The fastest place that so many bytes fit into without crowding out the model."""
+    if device.type == "cuda" and size_bytes <= FREE_SHARE * torch.cuda.mem_get_info(device)[0]:
+        return "device"
+    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return "memory" if size_bytes <= FREE_SHARE * free_bytes else "none"
+
+
+def load(pictures: Sequence[Picture], reader: Reader) -> list[Bytes]:
+    """All pictures, read by several threads."""
+
+    def load_run(run: list[Picture]) -> list[Bytes]:
+        return [reader.finish(picture, image) for picture, image in zip(run, read_run(run), strict=True)]
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [image for images in pool.map(load_run, runs(pictures)) for image in images]
+
+
+def _window(image: Bytes, top: int, left: int, size_px: int) -> Bytes:
+    height, width = image.shape[:2]
+    if top >= 0 and left >= 0 and top + size_px <= height and left + size_px <= width:
+        return image[top : top + size_px, left : left + size_px]
+    rows = mirror(torch.arange(top, top + size_px), height).numpy()
+    columns = mirror(torch.arange(left, left + size_px), width).numpy()
+    mirrored: Bytes = image[rows[:, None], columns]
+    return mirrored

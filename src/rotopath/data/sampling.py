@@ -1,0 +1,201 @@
+"""Sampling: which windows of which images make up each training batch.
+
+In: images, their labels or objects, a seed. Out: for any step, the places of its windows, as a function of seed and
+step alone; so the number of workers does not matter, and a run that was interrupted goes on where it was.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rotopath.data.collection import DataError
+
+Ints = NDArray[np.int64]
+NEGATIVE_BEYOND_PX = 30  # from every mitosis: the radius within which a detection counts as a hit
+ATTEMPTS = 200  # to find a place without a mitosis near it
+
+
+class Places(NamedTuple):
+    """Windows, by their upper left corners, which may lie outside of the image; and their labels."""
+
+    images: Ints  # (B,)
+    tops: Ints  # (B,)
+    lefts: Ints  # (B,)
+    labels: Ints  # (B,); zeros where the target is a map
+
+
+class Sampler(Protocol):
+    def places(self, step: int) -> Places: ...
+
+
+class Rounds:
+    """An endless sequence of 0 ... count - 1 in which each round brings every number once, in a new order."""
+
+    def __init__(self, count: int, seed: Sequence[int]) -> None:
+        self._count, self._seed = count, list(seed)
+        self._orders: dict[int, Ints] = {}
+
+    def take(self, start: int, number: int) -> Ints:
+        """`number` members of the sequence, from any place in it."""
+        rounds, positions = np.divmod(np.arange(start, start + number), self._count)
+        return np.array([self._order(int(r))[p] for r, p in zip(rounds, positions, strict=True)], np.int64)
+
+    def _order(self, which: int) -> Ints:
+        if which not in self._orders:
+            self._orders = {k: order for k, order in self._orders.items() if k == which - 1}
+            self._orders[which] = np.random.default_rng([*self._seed, which]).permutation(self._count)
+        return self._orders[which]
+
+
+class TumorWindows:
+    """As many windows of one class as of the other, each patch as often as the next, at random places within it.
+
+    `mined` lists patches that a first model found hard; they then fill half of their class's share.
+    """
+
+    def __init__(
+        self, labels: Ints, sizes_px: Ints, window_px: int, batch: int, seed: int, mined: Ints | None = None
+    ) -> None:
+        if batch % 2:
+            raise DataError(f"A batch that is balanced over two classes is even; got {batch}.")
+        self._labels, self._sizes, self._window, self._seed = labels, sizes_px, window_px, seed
+        self._pools: list[_Pool] = []
+        for label in (0, 1):
+            members = np.flatnonzero(labels == label)
+            if not len(members):
+                raise DataError(f"The training images have none of class {label}; both classes are needed.")
+            hard = np.empty(0, np.int64) if mined is None else mined[labels[mined] == label]
+            self._pools.append(_Pool(members, hard, batch // 2, (seed, label)))
+
+    def places(self, step: int) -> Places:
+        images = np.concatenate([pool.take(step) for pool in self._pools])
+        generator = np.random.default_rng([self._seed, 2, step])
+        slack = self._sizes[images] - self._window  # (B, 2)
+        # A patch smaller than the window lies in its middle.
+        corners = np.where(slack >= 0, generator.integers(np.maximum(slack, 0) + 1), slack // 2)
+        return Places(images, corners[:, 0], corners[:, 1], self._labels[images])
+
+
+class MitosisWindows:
+    """As many windows with a mitosis in the middle as windows with none near it.
+
+    Negatives are taken at random, all places of all fields alike; `mined` lists others (image, row, column), which a
+    first model mistook for mitoses, and which then fill half of the negatives' share.
+    """
+
+    def __init__(
+        self,
+        points: Sequence[NDArray[np.float64]],
+        sizes_px: Ints,
+        window_px: int,
+        batch: int,
+        seed: int,
+        mined: Ints | None = None,
+        jitter_px: int = 4,
+    ) -> None:
+        if batch % 2:
+            raise DataError(f"A batch that is balanced over two classes is even; got {batch}.")
+        self._points, self._sizes, self._window, self._batch = points, sizes_px, window_px, batch
+        self._seed, self._jitter = seed, jitter_px
+        self._mitoses = np.concatenate([_with_image(i, found) for i, found in enumerate(points)])
+        if not len(self._mitoses):
+            raise DataError("The training fields have no mitoses; there is nothing to learn from.")
+        self._mined = np.empty((0, 3)) if mined is None else mined
+        hard = batch // 4 if len(self._mined) else 0
+        self._shares = (batch // 2, hard, batch // 2 - hard)
+        self._positives = Rounds(len(self._mitoses), (seed, 0))
+        self._hard = Rounds(len(self._mined), (seed, 1))
+        self._areas = sizes_px.prod(axis=1) / sizes_px.prod(axis=1).sum()
+
+    def places(self, step: int) -> Places:
+        generator = np.random.default_rng([self._seed, 2, step])
+        positives, hard, random = self._shares
+        middles = np.concatenate(
+            [
+                self._mitoses[self._positives.take(step * positives, positives)],
+                self._mined[self._hard.take(step * hard, hard)],
+                self._far_from_mitoses(random, generator),
+            ]
+        )
+        # The network answers every few pixels, so a mitosis is rarely exactly in the middle of a window.
+        jitter = generator.integers(-self._jitter, self._jitter + 1, (len(middles), 2))
+        jitter[positives:] = 0
+        corners = np.floor(middles[:, 1:] + jitter - (self._window - 1) / 2 + 0.5).astype(np.int64)
+        labels = (np.arange(self._batch) < positives).astype(np.int64)
+        return Places(middles[:, 0].astype(np.int64), corners[:, 0], corners[:, 1], labels)
+
+    def _far_from_mitoses(self, count: int, generator: np.random.Generator) -> NDArray[np.float64]:
+        found: list[tuple[int, int, int]] = []
+        for _ in range(ATTEMPTS):
+            images = generator.choice(len(self._areas), count, p=self._areas)
+            spots = generator.integers(self._sizes[images])  # (count, 2)
+            found += [
+                (int(image), int(row), int(column))
+                for image, (row, column) in zip(images, spots, strict=True)
+                if not (np.hypot(*(self._points[image] - (row, column)).T) <= NEGATIVE_BEYOND_PX).any()
+            ]
+            if len(found) >= count:
+                return np.array(found[:count], np.float64).reshape(-1, 3)
+        raise DataError(
+            f"The training fields have next to no place over {NEGATIVE_BEYOND_PX} px away from every mitosis, where "
+            f"negatives could be taken; give larger fields, or some without mitoses."
+        )
+
+
+class NucleiWindows:
+    """Windows of every patient as often as of the next, their targets anywhere in the image, up to its edge."""
+
+    def __init__(
+        self, patients: Sequence[str], sizes_px: Ints, window_px: int, target_px: int, batch: int, seed: int
+    ) -> None:
+        self._sizes, self._window, self._batch, self._seed = sizes_px, window_px, batch, seed
+        self._target = target_px
+        names = sorted(set(patients))
+        self._images = [np.array([i for i, one in enumerate(patients) if one == name]) for name in names]
+        self._turns = Rounds(len(names), (seed, 0))
+
+    def places(self, step: int) -> Places:
+        generator = np.random.default_rng([self._seed, 2, step])
+        chosen = self._turns.take(step * self._batch, self._batch)
+        images = np.array([generator.choice(self._images[patient]) for patient in chosen])
+        margin = (self._window - self._target) // 2
+        slack = self._sizes[images] - self._target
+        corners = np.where(slack >= 0, generator.integers(np.maximum(slack, 0) + 1), slack // 2) - margin
+        return Places(images, corners[:, 0], corners[:, 1], np.zeros(self._batch, np.int64))
+
+
+class MiddleWindows:
+    """The middle of every image, in order, for validation and testing; the last batch may be smaller."""
+
+    def __init__(self, labels: Ints, sizes_px: Ints, window_px: int, batch: int) -> None:
+        self._labels, self._batch = labels, batch
+        self._corners = (sizes_px - window_px) // 2
+
+    def __len__(self) -> int:
+        return -(-len(self._labels) // self._batch)
+
+    def places(self, step: int) -> Places:
+        images = np.arange(step * self._batch, min((step + 1) * self._batch, len(self._labels)))
+        tops, lefts = self._corners[images].T
+        return Places(images, tops, lefts, self._labels[images])
+
+
+class _Pool:
+    """The images of one class: all of them in rounds, and beside them the hard ones in rounds of their own."""
+
+    def __init__(self, members: Ints, hard: Ints, share: int, seed: tuple[int, int]) -> None:
+        self._members, self._hard = members, hard
+        self._of_hard = share // 2 if len(hard) else 0
+        self._of_members = share - self._of_hard
+        self._rounds = Rounds(len(members), (*seed, 0))
+        self._hard_rounds = Rounds(len(hard), (*seed, 1))
+
+    def take(self, step: int) -> Ints:
+        members = self._members[self._rounds.take(step * self._of_members, self._of_members)]
+        return np.concatenate([members, self._hard[self._hard_rounds.take(step * self._of_hard, self._of_hard)]])
+
+
+def _with_image(image: int, points: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.column_stack([np.full(len(points), float(image)), points]).reshape(-1, 3)

@@ -1,0 +1,133 @@
+"""Batches: the same bytes from every cache and any number of workers, resumed where they were left."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from layouts import amida13, kumar, pcam, pixels, write_csv, write_image
+
+from rotopath.data.augmentation import Augmentation
+from rotopath.data.batches import Batches, middle_batches, sampled_batches
+from rotopath.data.collection import DataError
+from rotopath.data.opening import open_data
+from rotopath.data.pixels import DecodedOnDemand, DevicePixels, HostPixels, Reader, choose_cache, open_pixels
+from rotopath.data.sampling import Places
+
+EVERYTHING = Augmentation(free_rotation=True, stain=0.1)
+TASKS = ("mitosis", "nuclei", "tumor")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("data")
+    return {
+        "mitosis": amida13(root / "mitosis", cases=[1, 2], size=(90, 110)),
+        "nuclei": kumar(root / "nuclei", [f"n{i}" for i in range(6)], size=70),
+        "tumor": pcam(root / "tumor"),
+    }
+
+
+def batches(data: dict[str, Path], task: str, **settings: object) -> Batches:
+    pictures = open_data(data[task]).split("train")
+    window, target = {"mitosis": (68, None), "nuclei": (60, 20), "tumor": (88, None)}[task]
+    return sampled_batches(task, pictures, window, target, batch=8, **settings)  # type: ignore[arg-type]
+
+
+def bytes_of(found: object) -> list[bytes]:
+    return [part.contiguous().numpy().tobytes() for batch in found for part in batch]  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore:stain normalisation left an image unchanged")
+@pytest.mark.parametrize("task", TASKS)
+def test_same_seed_same_bytes_whatever_the_cache_and_the_workers(data: dict[str, Path], task: str) -> None:
+    reference = bytes_of(batches(data, task, augmentation=EVERYTHING, cache="memory").load(range(6)))
+    assert len(set(reference)) > 6
+    for cache, workers in (("none", 0), ("none", 2), ("memory", 1), ("device", 0), ("auto", 0)):
+        other = batches(data, task, augmentation=EVERYTHING, cache=cache).load(range(6), workers=workers)
+        assert bytes_of(other) == reference, (cache, workers)
+    other_seed = batches(data, task, augmentation=EVERYTHING, cache="memory", seed=1).load(range(6))
+    assert bytes_of(other_seed) != reference
+
+
+@pytest.mark.filterwarnings("ignore:stain normalisation left an image unchanged")
+@pytest.mark.parametrize("task", TASKS)
+def test_a_resumed_epoch_continues_with_the_batches_that_were_left(data: dict[str, Path], task: str) -> None:
+    whole = bytes_of(batches(data, task, augmentation=EVERYTHING).load(range(10, 18)))
+    begun = bytes_of(batches(data, task, augmentation=EVERYTHING).load(range(10, 13)))
+    rest = bytes_of(batches(data, task, augmentation=EVERYTHING).load(range(13, 18), workers=2))
+    assert begun + rest == whole
+
+
+@pytest.mark.filterwarnings("ignore:stain normalisation left an image unchanged")
+def test_targets_of_nuclei_are_the_middle_of_their_windows(data: dict[str, Path]) -> None:
+    """Without augmentation the target is the class map at the place that was drawn."""
+    found = batches(data, "nuclei", cache="memory")
+    images, classes = next(found.load([4]))
+    assert images.shape == (8, 3, 60, 60)
+    assert classes.shape == (8, 20, 20)
+    assert classes.dtype == torch.int64
+    windows = found[4].windows
+    assert torch.equal(classes, windows[:, 3, 20:40, 20:40].long())
+    assert torch.equal(images, windows[:, :3].float() / 255)
+    assert set(classes.unique().tolist()) == {0, 1, 2}
+
+
+def test_middle_batches_cover_every_patch_once_in_order(data: dict[str, Path]) -> None:
+    pictures = open_data(data["tumor"]).split("train")
+    found, steps = middle_batches(pictures, 88, batch=3)
+    images, labels = (torch.cat(parts) for parts in zip(*found.load(steps), strict=True))
+    assert labels.tolist() == [picture.label for picture in pictures]
+    planes = [Reader(1.0).planes(picture)[4:92, 4:92] for picture in pictures]
+    assert torch.equal(images, torch.from_numpy(np.stack(planes)).permute(0, 3, 1, 2) / 255)
+
+
+def test_windows_beyond_the_edge_are_mirrored_alike_in_all_caches() -> None:
+    images = [pixels(7, 9), pixels(5, 6), pixels(1, 1)]
+    places = Places(*(np.array(x) for x in ([0, 1, 2, 0, 1], [-3, 2, -4, 40, -30], [4, -5, 2, -3, 3], [0] * 5)))
+    expected = []
+    for image, top, left in zip(places.images, places.tops, places.lefts, strict=True):
+        padded = np.pad(images[image], ((60, 60), (60, 60), (0, 0)), mode="reflect")
+        expected.append(padded[60 + top : 68 + top, 60 + left : 68 + left])
+    sizes = np.array([image.shape[:2] for image in images])
+    for found in (HostPixels(images, sizes), DevicePixels(images, torch.device("cpu"))):
+        windows = found.windows(places, 8)
+        assert np.array_equal(windows.permute(0, 2, 3, 1).numpy(), np.stack(expected))
+        assert windows.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_images_of_another_spacing_are_resampled_before_windows_are_cut(tmp_path: Path) -> None:
+    for i in range(6):
+        write_image(tmp_path / f"{i}.png", np.full((192, 192, 3), 40 * i, np.uint8))
+    rows = [(f"{i}.png", i % 2, f"g{i}", "train", 0.5) for i in range(6)]
+    write_csv(tmp_path / "manifest.csv", [("image", "label", "group", "split", "spacing"), *rows])
+    pictures = open_data(tmp_path).split("train")
+    for cache in ("none", "memory", "device"):
+        found = open_pixels(pictures, Reader(1.0), cache, torch.device("cpu"))  # type: ignore[arg-type]
+        assert found.sizes_px.tolist() == [[96, 96]] * 6
+    windows = sampled_batches("tumor", pictures, 88, batch=4)[0].windows
+    assert windows.shape == (4, 3, 88, 88)
+    assert set(windows.unique().tolist()) <= {0, 40, 80, 120, 160, 200}
+
+
+def test_decoded_images_are_dropped_when_they_grow_too_many(
+    data: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rotopath.data.pixels.KEPT_BYTES", 3 * 96 * 96 * 3)
+    images = DecodedOnDemand(open_data(data["tumor"]).split("train"), Reader(1.0))
+    first = images[0].copy()
+    for i in (1, 2, 3, 4, 2):
+        images[i]
+    assert len(images._kept) == 3
+    assert np.array_equal(images[0], first)
+
+
+def test_the_cache_is_chosen_by_size() -> None:
+    cpu = torch.device("cpu")
+    assert choose_cache(10**6, cpu) == "memory"
+    assert choose_cache(10**15, cpu) == "none"
+
+
+def test_an_unknown_cache_is_refused(data: dict[str, Path]) -> None:
+    with pytest.raises(DataError, match="There is no cache 'disk'; choose from auto, device, memory, none"):
+        batches(data, "tumor", cache="disk")
