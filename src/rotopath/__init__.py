@@ -7,11 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rotopath import evaluation, group, images, models, nn
+    from rotopath import data, evaluation, group, images, models, nn
     from rotopath.evaluation import equivariance_error
 
 __version__ = "0.1.0"
-__all__ = ["equivariance_error", "evaluation", "group", "images", "models", "nn"]
+__all__ = ["data", "equivariance_error", "evaluation", "group", "images", "models", "nn"]
 
 _HOMES = {"equivariance_error": "rotopath.evaluation"}
 

@@ -1,14 +1,19 @@
 """The command line: parses, calls, prints. Modules are imported only when a command needs them."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 
 import typer
 from rich.console import Console
 
 import rotopath
+
+if TYPE_CHECKING:
+    from rotopath.data import Task
 
 app = typer.Typer(
     help="Networks for pathology that give the same answer however the slide lies.",
@@ -16,6 +21,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+data_app = typer.Typer(help="Make synthetic tissue; check and show data sets.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
 console = Console()
 
 PUBLISHED = [1, 4, 8, 16]
@@ -82,6 +89,86 @@ def demo(
     }
     console.print(rotation_error_table("rotation error: mitosis network, untrained (median of nine), float32", errors))
     console.print(f"How the layers work: [bold]{picture}[/bold]")
+
+
+@data_app.command("check")
+def data_check(
+    path: Annotated[Path, typer.Argument(help="A folder of AMIDA13, Kumar/MoNuSeg or PCam, or a manifest.")],
+    task: Annotated[str | None, typer.Option(help="Refuse data of another task: mitosis, nuclei, tumor.")] = None,
+) -> None:
+    """Find out what a folder holds, read all of it, count, and list every problem. Exit code 1 if there are any."""
+    from rich.progress import Progress
+
+    from rotopath.data import check, open_data, problems
+    from rotopath.reports.tables import data_table
+
+    with _mistakes_in_one_sentence():
+        collection = open_data(path, None if task is None else _task(task))
+        shown = Console(stderr=True)
+        with Progress(console=shown, transient=True, disable=not shown.is_terminal) as bar:
+            reading = bar.add_task("reading", total=len(collection.pictures))
+            found = check(collection, progress=lambda count: bar.advance(reading, count))
+    console.print(data_table(found), highlight=False, soft_wrap=True)
+    if problems(found.findings):
+        raise typer.Exit(1)
+
+
+@data_app.command("show")
+def data_show(
+    path: Annotated[Path, typer.Argument(help="A folder of AMIDA13, Kumar/MoNuSeg or PCam, or a manifest.")],
+    out: Annotated[Path, typer.Option(help="The picture to write, PNG or PDF.")] = Path("contact-sheet.png"),
+    seed: Annotated[int, typer.Option(help="Another number shows other images.")] = 0,
+) -> None:
+    """Draw a contact sheet: some images of each split, with their annotations."""
+    from rotopath.data import open_data
+
+    if out.suffix.lower() not in (".png", ".pdf", ".svg"):
+        _refuse(f"{out} is no name for a picture; choose one that ends in .png, .pdf or .svg.")
+    with _mistakes_in_one_sentence():
+        from rotopath.reports.contact_sheet import draw_contact_sheet
+
+        collection = open_data(path)
+        console.print(f"Contact sheet: [bold]{draw_contact_sheet(collection, out, seed)}[/bold]", soft_wrap=True)
+
+
+@data_app.command("make")
+def data_make(
+    task: Annotated[str, typer.Option(help="mitosis, nuclei or tumor.")],
+    out: Annotated[Path, typer.Option(help="A folder that is new or empty.")],
+    seed: Annotated[int, typer.Option(help="The same number makes the same bytes.")] = 0,
+) -> None:
+    """Make synthetic tissue with annotations, in the layout of the task's benchmark."""
+    from rotopath.data.synthetic import make_mitosis, make_nuclei, make_tumor
+
+    makers: dict[Task, Callable[[Path, int], None]]
+    makers = {"mitosis": make_mitosis, "nuclei": make_nuclei, "tumor": make_tumor}
+    with _mistakes_in_one_sentence():
+        makers[_task(task)](out, seed)
+    console.print(f"Synthetic tissue: [bold]{out}[/bold]; see it with `rotopath data show {out}`.", soft_wrap=True)
+
+
+def _task(name: str) -> "Task":
+    from rotopath.data import MODEL_SPACING_UM_PX
+
+    if name not in MODEL_SPACING_UM_PX:
+        _refuse(f"There is no task {name!r}; choose from {', '.join(MODEL_SPACING_UM_PX)}.")
+    return cast("Task", name)
+
+
+@contextmanager
+def _mistakes_in_one_sentence() -> Iterator[None]:
+    """What a user can mend ends in a sentence, not in a traceback."""
+    from rotopath.data import DataError
+    from rotopath.images import UnreadableFileError
+
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        _refuse(f"This needs {str(missing.name).partition('.')[0]}: pip install 'rotopath[train]'.")
+    except (DataError, UnreadableFileError, FileExistsError) as error:
+        _refuse(str(error))
+    except OSError as error:
+        _refuse(f"{error.filename} cannot be read or written ({error.strerror}); choose another place.")
 
 
 def _print_architecture(name: str, orientations: list[int]) -> None:

@@ -106,7 +106,7 @@ def test_missing_images_and_leaks_are_found(tmp_path: Path) -> None:
     found = check(open_data(tmp_path))
     assert [str(finding) for finding in found.findings] == [
         "b.png: does not exist.",
-        ".: patient g is in train and test; each must be in one split only.",
+        "patient g is in train and test; each must be in one split only.",
     ]
 
 

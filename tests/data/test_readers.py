@@ -255,7 +255,7 @@ def test_outlines_that_cannot_be_painted_are_noted_and_the_others_count(tmp_path
 def test_one_patient_in_two_splits_is_a_leak(tmp_path: Path) -> None:
     names = ["TCGA-A7-A13E-01Z-00-DX1", "TCGA-A7-A13E-01Z-00-DX2", "TCGA-A7-A13F-01Z-00-DX1"]
     found = sentences(checked(kumar(tmp_path, names)))
-    assert found == [".: patient TCGA-A7-A13E is in train and valid; each must be in one split only."]
+    assert found == ["patient TCGA-A7-A13E is in train and valid; each must be in one split only."]
 
 
 # PCam
@@ -288,7 +288,7 @@ def test_pcam_slides_are_checked_for_leaks(tmp_path: Path) -> None:
         header = ("", "coord_y", "coord_x", "tumor_patch", "center_tumor_patch", "wsi")
         write_csv(tmp_path / f"camelyonpatch_level_2_split_{split}_meta.csv", [header, *rows])
     found = checked(tmp_path)
-    assert sentences(found) == [".: patient slide_0 is in train and valid and test; each must be in one split only."]
+    assert sentences(found) == ["patient slide_0 is in train and valid and test; each must be in one split only."]
     assert [found.counts[s]["cases"] for s in ("train", "valid", "test")] == [2, 2, 1]
 
 

@@ -51,7 +51,7 @@ def open_amida13(root: Path) -> Collection:
     if beyond:
         wish = "a split.csv (case,split) gives them a place"
         sentence = f"{listed(sorted(beyond), 'case')} without a split: left out; {wish}."
-        findings.append(Finding(".", sentence, is_problem=False))
+        findings.append(Finding("", sentence, is_problem=False))
     return Collection("mitosis", "AMIDA13", root, tuple(pictures.values()), tuple(findings), PUBLISHED)
 
 

@@ -59,7 +59,7 @@ def check(collection: Collection, progress: Callable[[int], object] = lambda _: 
             findings += contents.findings
             agreement |= contents.agreement
             progress(len(run))
-    findings += [Finding(".", sentence) for sentence in _leaks(collection)]
+    findings += [Finding("", sentence) for sentence in _leaks(collection)]
     return Check(collection, counts, tuple(findings), agreement)
 
 

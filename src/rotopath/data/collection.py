@@ -30,7 +30,7 @@ class DataError(ValueError):
 class Finding:
     """What is to be said about a file: a problem, which stops its use, or a note, with which rotopath can live."""
 
-    file: str
+    file: str  # relative to the root; empty where the whole collection is meant
     sentence: str
     is_problem: bool = True
 
@@ -40,7 +40,7 @@ class Finding:
         return cls(path.relative_to(root).as_posix() if path.is_relative_to(root) else str(path), error.fault)
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.sentence}"
+        return f"{self.file}: {self.sentence}" if self.file else self.sentence
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ def _splits(root: Path, images: dict[str, Path]) -> tuple[dict[str, tuple[str, s
         try:
             splits = split_strata(organs, KUMAR_FIELDS, SPLIT_SEED)
         except ValueError as error:
-            findings.append(Finding(".", f"{error} It goes into split.csv (image,split,organ)."))
+            findings.append(Finding("", f"{error} It goes into split.csv (image,split,organ)."))
             return {}, findings
         found = {stem: (split, organs[stem]) for stem, split in splits.items()}
     else:
@@ -89,7 +89,7 @@ def _splits(root: Path, images: dict[str, Path]) -> tuple[dict[str, tuple[str, s
     if unused := sorted(images.keys() - found.keys()):
         hint = "list them in split.csv (image,split,organ) to use them"
         sentence = f"{listed(unused, 'image')} without a split: left out; {hint}."
-        findings.append(Finding(".", sentence, is_problem=bool(not found)))
+        findings.append(Finding("", sentence, is_problem=bool(not found)))
     return found, findings
 
 

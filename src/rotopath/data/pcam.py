@@ -38,7 +38,7 @@ def open_pcam(root: Path) -> Collection:
             findings.append(Finding.of(error, root))
     if pictures and not any(picture.case for picture in pictures):
         sentence = "without *_meta.csv files the slides are not known, and no leak between splits can be seen."
-        findings.append(Finding(".", sentence, is_problem=False))
+        findings.append(Finding("", sentence, is_problem=False))
     return Collection("tumor", "PCam", root, tuple(pictures), tuple(findings), PUBLISHED)
 
 
@@ -71,7 +71,7 @@ def open_kaggle(root: Path) -> Collection:
             "Kaggle's form names no slides: patches of one slide may be in two splits, and scores look better than "
             "they are; a split.csv (id,split) by slide mends it."
         )
-        findings.append(Finding(".", sentence, is_problem=False))
+        findings.append(Finding("", sentence, is_problem=False))
     else:
         splits = {identity: row["split"] for identity, row in table.items() if identity in labels}
     pictures = [

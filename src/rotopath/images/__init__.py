@@ -1,6 +1,21 @@
 """Pixels: reading images with their resolution, and taming their stain."""
 
-from rotopath.images.files import UnreadableImageError, read_labels, read_rgb, resample, spacing_um_px
+from rotopath.images.files import (
+    UnreadableFileError,
+    UnreadableImageError,
+    read_labels,
+    read_rgb,
+    resample,
+    spacing_um_px,
+)
 from rotopath.images.stain import macenko
 
-__all__ = ["UnreadableImageError", "macenko", "read_labels", "read_rgb", "resample", "spacing_um_px"]
+__all__ = [
+    "UnreadableFileError",
+    "UnreadableImageError",
+    "macenko",
+    "read_labels",
+    "read_rgb",
+    "resample",
+    "spacing_um_px",
+]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rotopath import group
 from rotopath.nn import GroupConv2d, LiftConv2d, Project
+from rotopath.reports.figures import GREY, INK, save_figure
 
 N = 8
 SIZE = 7
@@ -29,7 +30,7 @@ STROKE = [
 AGREEMENT = [1.0, 0.55, 0.25, -0.35, -0.6, -0.35, 0.25, 0.55]  # how a group kernel weighs its neighbour orientations
 STAINS = ([0.30, 0.72, 0.42], [0.65, 0.70, 0.29])  # eosin and hematoxylin, optical density of red, green, blue
 NUCLEI = [(14, 16, 10), (20, 47, 60), (46, 20, 120), (55, 52, 160), (34, 36, 95), (6, 60, 35), (63, 6, 80)]
-INK, GREY, FRAME = "#111827", "#4b5563", "#c2410c"
+FRAME = "#c2410c"
 LEFT, RIGHT = 0.02, 0.985  # where panels begin and end, in parts of the figure's width
 
 
@@ -48,14 +49,7 @@ def draw_layers(path: Path) -> Path:
     _draw_convolution(figure, layers[1], convolved)
     _draw_projection(figure, [tissue, *answers], [turned, *answers_turned])
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}")
-    try:
-        figure.savefig(unfinished, format=path.suffix.removeprefix("."))
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return path
+    return save_figure(figure, path)
 
 
 def _layers(orientations: int) -> tuple[LiftConv2d, GroupConv2d]:

@@ -1,4 +1,4 @@
-"""Tables for the terminal: architectures, and how far networks are from turning with their input."""
+"""Tables for the terminal: architectures, how far networks are from turning with their input, what data sets hold."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,6 +7,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from rotopath.data.check import Check
 from rotopath.models import Architecture
 
 
@@ -54,6 +55,49 @@ def rotation_error_table(title: str, errors: Mapping[str, Mapping[float, float]]
         "noise are the hardest case for that: docs/exactness.md.\n"
     )
     return Group(Text(title, style="bold"), table, Text(legend, style="dim"))
+
+
+def data_table(check: Check) -> Group:
+    """What each split holds, with the published numbers in parentheses, and every finding below."""
+    collection = check.collection
+    quantities = list(dict.fromkeys(name for counts in check.counts.values() for name in counts))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("split")
+    for name in quantities:
+        table.add_column(name, justify="right")
+    for split, counts in check.counts.items():
+        table.add_row(
+            split, *[_count(counts[name], collection.published.get(split, {}).get(name)) for name in quantities]
+        )
+    totals = [sum(counts[name] for counts in check.counts.values()) for name in quantities]
+    table.add_section()
+    table.add_row("all", *[_count(total) for total in totals], style="bold")
+    parts: list[Text | Table] = [Text(f"{collection.source}, task {collection.task}: {collection.root}", "bold"), table]
+    if collection.published:
+        parts.append(Text("In parentheses: as published.\n", "dim"))
+    if check.agreement:
+        worst = min(check.agreement, key=check.agreement.__getitem__)
+        mean = sum(check.agreement.values()) / len(check.agreement)
+        sentence = (
+            f"{len(check.agreement)} images have a label map and outlines; the label map counts. The two agree to an "
+            f"AJI of {mean:.3f} on average, the least ({check.agreement[worst]:.3f}) in {worst}.\n"
+        )
+        parts.append(Text(sentence, "dim"))
+    problems = [finding for finding in check.findings if finding.is_problem]
+    notes = [finding for finding in check.findings if not finding.is_problem]
+    for title, found in (("problem", problems), ("note", notes)):
+        if found:
+            parts.append(Text(f"{len(found)} {title}{'s' if len(found) > 1 else ''}", "bold"))
+            parts += [Text(f"- {finding}") for finding in found]
+            parts.append(Text())
+    if not problems:
+        parts.append(Text("No problems.", "green"))
+    return Group(*parts)
+
+
+def _count(count: int, published: int | None = None) -> str:
+    shown = f"{count}" if count else "–"
+    return shown if published is None else f"{shown} ({published})"
 
 
 def _stage_name(architecture: Architecture, i: int) -> str:
