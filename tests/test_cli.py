@@ -2,8 +2,11 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
@@ -103,3 +106,91 @@ def test_python_dash_m_is_the_command() -> None:
         [sys.executable, "-m", "rotopath", "models", "tumor"], capture_output=True, text=True, check=True
     )
     assert "86727" in done.stdout
+
+
+def pcam(root: Path, patches: int = 4) -> Path:
+    for split in ("train", "valid", "test"):
+        for key, shape in (("x", (patches, 96, 96, 3)), ("y", (patches, 1, 1, 1))):
+            with h5py.File(root / f"camelyonpatch_level_2_split_{split}_{key}.h5", "w") as file:
+                values = np.arange(np.prod(shape)).reshape(shape) % (2 if key == "y" else 251)
+                file.create_dataset(key, data=values.astype(np.uint8))
+    return root
+
+
+def test_data_check_counts_beside_the_published_numbers(tmp_path: Path) -> None:
+    result = run("data", "check", str(pcam(tmp_path)))
+    assert result.exit_code == 0
+    assert "PCam, task tumor" in result.stdout
+    assert "4 (262144)" in result.stdout
+    assert "No problems." in result.stdout
+    assert result.stderr == ""
+
+
+def test_data_check_lists_every_problem_with_its_file_and_exits_with_1(tmp_path: Path) -> None:
+    pcam(tmp_path)
+    (tmp_path / "camelyonpatch_level_2_split_valid_y.h5").unlink()
+    (tmp_path / "camelyonpatch_level_2_split_test_x.h5").write_bytes(b"no hdf5")
+    result = run("data", "check", str(tmp_path))
+    assert result.exit_code == 1
+    assert "2 problems" in result.stdout
+    assert "- camelyonpatch_level_2_split_valid_y.h5: does not exist." in result.stdout
+    assert "- camelyonpatch_level_2_split_test_x.h5: is no HDF5 file, or a damaged one" in result.stdout
+
+
+def test_data_show_draws_a_contact_sheet(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "sheet.png"
+    result = run("data", "show", str(pcam(tmp_path)), "--out", str(out))
+    assert result.exit_code == 0
+    assert out.read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in out.parent.iterdir()] == ["sheet.png"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("check", "{}/nowhere"), "nowhere does not exist."),
+        (("check", "{}/empty"), "empty is empty; expected are the folders of AMIDA13"),
+        (("check", "{}", "--task", "nuclei"), "for the task tumor, but nuclei is asked for"),
+        (("check", "{}", "--task", "kidney"), "There is no task 'kidney'; choose from mitosis, nuclei, tumor."),
+        (("show", "{}/empty"), "empty is empty; expected are"),
+        (("show", "{}", "--out", "{}/sheet.txt"), "choose one that ends in .png, .pdf or .svg."),
+        (("show", "{}", "--out", "{}/taken/sheet.png"), "cannot be read or written"),
+        (("make", "--task", "kidney", "--out", "{}/new"), "There is no task 'kidney'"),
+        (("make", "--task", "tumor", "--out", "{}"), "is not an empty folder"),
+    ],
+)
+def test_data_mistakes_get_one_sentence_and_exit_code_2(
+    tmp_path: Path, arguments: tuple[str, ...], sentence: str
+) -> None:
+    pcam(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "taken").write_text("a file")
+    before = sorted(tmp_path.rglob("*"))
+    result = run("data", *[word.format(tmp_path) for word in arguments])
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+    assert sorted(tmp_path.rglob("*")) == before, "nothing is left behind"
+
+
+@pytest.mark.parametrize(("task", "objects"), [("mitosis", "mitoses"), ("nuclei", "nuclei"), ("tumor", "tumor")])
+def test_what_data_make_makes_data_check_finds_good(
+    tmp_path: Path, task: str, objects: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import rotopath.data.synthetic as synthetic
+
+    small = {
+        "mitosis": partial(synthetic.make_mitosis, fields_per_case=1, size_px=96),
+        "nuclei": partial(synthetic.make_nuclei, size_px=128),
+        "tumor": partial(synthetic.make_tumor, patches={"train": 4, "valid": 4, "test": 4}),
+    }
+    monkeypatch.setattr(synthetic, f"make_{task}", small[task])
+    out = tmp_path / task
+    made = run("data", "make", "--task", task, "--out", str(out), "--seed", "3")
+    assert made.exit_code == 0, made.stderr
+    checked = run("data", "check", str(out), "--task", task)
+    assert checked.exit_code == 0, checked.stdout
+    assert "No problems." in checked.stdout
+    assert objects in checked.stdout
+    assert run("data", "show", str(out), "--out", str(tmp_path / "sheet.png")).exit_code == 0

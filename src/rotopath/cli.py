@@ -165,10 +165,11 @@ def _mistakes_in_one_sentence() -> Iterator[None]:
         yield
     except ModuleNotFoundError as missing:
         _refuse(f"This needs {str(missing.name).partition('.')[0]}: pip install 'rotopath[train]'.")
-    except (DataError, UnreadableFileError, FileExistsError) as error:
+    except (DataError, UnreadableFileError) as error:
         _refuse(str(error))
     except OSError as error:
-        _refuse(f"{error.filename} cannot be read or written ({error.strerror}); choose another place.")
+        system = f"{error.filename} cannot be read or written ({error.strerror}); choose another place."
+        _refuse(str(error) if error.errno is None else system)
 
 
 def _print_architecture(name: str, orientations: list[int]) -> None:

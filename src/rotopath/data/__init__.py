@@ -14,6 +14,7 @@ from rotopath.data.collection import (
     read_image,
 )
 from rotopath.data.opening import open_data
+from rotopath.data.regime import take_regime
 
 __all__ = [
     "MODEL_SPACING_UM_PX",
@@ -33,4 +34,5 @@ __all__ = [
     "problems",
     "read_image",
     "sampled_batches",
+    "take_regime",
 ]

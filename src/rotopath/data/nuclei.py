@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 
-CLASSES = ("background", "inside", "border")
+CLASSES = ("inside", "border", "background")  # in the order of the network's logits
+INSIDE, BORDER, BACKGROUND = range(3)
 BORDER_PX = 2  # how deep the border reaches into a nucleus, at 0.25 µm/px
 
 
 def class_map(labels: NDArray[np.integer], border_px: int = BORDER_PX) -> NDArray[np.uint8]:
-    """0 for background, 1 inside of nuclei, 2 for pixels of nuclei that have anything else within `border_px`.
+    """The class of each pixel; the border are those pixels of a nucleus that have anything else within `border_px`.
 
     Inside and border together are the nuclei; where the image ends is no border.
     """
@@ -23,8 +24,7 @@ def class_map(labels: NDArray[np.integer], border_px: int = BORDER_PX) -> NDArra
     near = steps[:, None] ** 2 + steps[None, :] ** 2 <= border_px**2
     lowest = ndimage.minimum_filter(labels, footprint=near, mode="nearest")
     highest = ndimage.maximum_filter(labels, footprint=near, mode="nearest")
-    nuclei = labels > 0
-    return (nuclei * np.where(lowest == highest, 1, 2)).astype(np.uint8)
+    return np.where(labels == 0, BACKGROUND, np.where(lowest == highest, INSIDE, BORDER)).astype(np.uint8)
 
 
 def class_weights(maps: Iterable[NDArray[np.uint8]]) -> NDArray[np.float32]:
