@@ -14,7 +14,7 @@ AMOUNTS = {"mitosis": "a number of cases", "nuclei": "a number of fields of each
 
 
 def take_regime(task: Task, pictures: Sequence[Picture], amount: float, seed: int) -> tuple[Picture, ...]:
-    """The pictures of a regime: of `amount` cases (mitosis), fields of each organ (nuclei), or of each class (tumor)."""
+    """The pictures of so many cases (mitosis), so many fields of each organ (nuclei), or a fraction of each class."""
     if task in AMOUNTS and amount != int(amount):
         raise DataError(f"A regime of the task {task} is {AMOUNTS[task]}, a whole one; got {amount:g}.")
     try:

@@ -1,0 +1,137 @@
+"""Breast cancer at 0.25 µm/px with mitotic figures, in the layout of AMIDA13.
+
+In: a seed. Out: fields of 23 cases as TIFF, and `row,col` of every mitosis in CSV; fields without any have no CSV.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rotopath.data.synthetic.figures import add_lookalike, add_mitosis
+from rotopath.data.synthetic.layout import finished_folder, write_tiff
+from rotopath.data.synthetic.look import AT_40X, Look, develop, draw_look
+from rotopath.data.synthetic.noise import Points, look_up, scatter, smooth_noise, thin_out
+from rotopath.data.synthetic.nuclei import FIBROBLAST, LYMPHOCYTE, Kind, draw_nuclei, join, stamp
+from rotopath.data.synthetic.tissue import Manner, lay_tissue
+
+SPACING_UM_PX = 0.25
+CASES = range(1, 24)
+CASES_IN_PART_1 = 12
+MARGIN_PX = 20  # figures keep away from the edge, so that they can be recognised
+# Mitoses in a field of (128 µm)², on average over a case: a few cases hold most of them, as in reality.
+MITOSES_A_FIELD = (6, 4, 4, 7, 2, 6, 5, 1, 0.5, 0, 2, 1, 0.5, 2, 5, 1, 1, 7, 0.5, 0, 6, 5, 3)
+MOST_MITOSES = 8
+LOOKALIKES_A_FIELD = 9  # dying cells and smudged nuclei; lymphocytes and others come on top
+
+TUMOR = Kind(
+    4.3, spread=0.2, elongation=1.35, wrinkles=0.06, darkness=0.75, rim=0.55, clumps=0.4, pallor=0.45, nucleoli=0.9
+)
+SMUDGED = Kind(
+    2.7,
+    spread=0.25,
+    elongation=2.0,
+    wrinkles=0.13,
+    bend=0.15,
+    darkness=2.1,
+    darkness_spread=0.22,
+    rim=0.0,
+    clumps=0.15,
+    blurred=0.4,
+)
+
+
+def make_mitosis(out: Path, seed: int = 0, fields_per_case: int = 2, size_px: int = 512) -> None:
+    """Write the whole set into `out`, which must not exist or be empty."""
+    with finished_folder(out) as folder:
+        for case in CASES:
+            part = "mitoses_image_data_part_1" if case <= CASES_IN_PART_1 else "mitoses_image_data_part_2"
+            for field in range(1, fields_per_case + 1):
+                image, mitoses = render_field(seed, case, field, size_px)
+                write_tiff(folder / part / f"{case:02d}" / f"{field:02d}.tif", image, SPACING_UM_PX)
+                if mitoses:
+                    table = folder / "mitoses_ground_truth" / f"{case:02d}" / f"{field:02d}.csv"
+                    table.parent.mkdir(parents=True, exist_ok=True)
+                    table.write_text("".join(f"{row},{column}\n" for row, column in mitoses), encoding="utf-8")
+
+
+def render_field(seed: int, case: int, field: int, size_px: int) -> tuple[NDArray[np.uint8], list[tuple[int, int]]]:
+    """One field, and (row, column) of its mitoses."""
+    look, manner, tumor = _draw_case(np.random.default_rng([seed, 1, case]))
+    rng = np.random.default_rng([seed, 1, case, field])
+    shape, um = (size_px, size_px), 1 / SPACING_UM_PX
+    scale_um = rng.uniform(30, 60)
+    depth_um = ((smooth_noise(rng, shape, scale_um * um) + rng.uniform(0.2, 1.6)) * scale_um / 2).astype(np.float32)
+
+    cells = scatter(rng, shape, tumor.radius_um * rng.uniform(2.6, 3.3) * um, jitter=0.22)
+    canvas, fibre = lay_tissue(rng, depth_um, cells, SPACING_UM_PX, manner)
+    in_nest = look_up(depth_um, cells) > 2
+    marked = _spread_figures(rng, cells[in_nest], size_px)
+    area = (size_px / 512) ** 2
+    count = min(int(rng.poisson(MITOSES_A_FIELD[case - 1] * area)), MOST_MITOSES)
+    mitoses = marked[: min(count, len(marked))]
+    others = marked[len(mitoses) : len(mitoses) + int(rng.poisson(LOOKALIKES_A_FIELD * area))]
+
+    tumor_cells = cells[in_nest]
+    taken = np.concatenate([mitoses, others])
+    if len(taken):
+        apart = np.abs(tumor_cells[:, None] - taken).min(axis=1)
+        tumor_cells = tumor_cells[apart > 7.5 * um]
+    stroma = scatter(rng, shape, 9 * um, jitter=0.35)
+    stroma = stroma[(look_up(depth_um, stroma) < -2) & (rng.random(len(stroma)) < 0.6)]
+    stroma = stroma[thin_out(stroma, 6 * um)]
+    immune = scatter(rng, shape, 7.5 * um, jitter=0.3)
+    crowd = look_up(smooth_noise(rng, shape, 20 * um), immune) - 0.03 * look_up(depth_um, immune).clip(-10, 25)
+    immune = immune[crowd > 1.7]
+    dying, smudged = others[::2], others[1::2]
+    groups = join(
+        [
+            draw_nuclei(rng, tumor, tumor_cells, SPACING_UM_PX),
+            draw_nuclei(rng, FIBROBLAST, stroma, SPACING_UM_PX, look_up(fibre, stroma)),
+            draw_nuclei(rng, LYMPHOCYTE, immune, SPACING_UM_PX),
+            draw_nuclei(rng, SMUDGED, smudged, SPACING_UM_PX),
+        ]
+    )
+    stamp(rng, groups, canvas.hematoxylin, canvas.eosin, SPACING_UM_PX)
+    for centre in dying:
+        add_lookalike(rng, canvas, complex(centre))
+    for centre in mitoses:
+        add_mitosis(rng, canvas, complex(centre))
+    image = develop(rng, canvas.hematoxylin, canvas.eosin, look)
+    return image, [(round(float(z.imag)), round(float(z.real))) for z in mitoses]
+
+
+def _draw_case(rng: np.random.Generator) -> tuple[Look, Manner, Kind]:
+    look = draw_look(rng, AT_40X)
+    manner = Manner(
+        cytoplasm=rng.uniform(0.45, 0.8),
+        basophilia=0.06 + 0.45 * rng.random() ** 2,
+        granularity=rng.uniform(0.12, 0.28),
+        foam=rng.uniform(0, 0.9) ** 2,
+        borders=rng.uniform(0.1, 0.4),
+        cracks_um=rng.uniform(0, 1.0),
+        retraction_um=rng.uniform(0, 2),
+        collagen=rng.uniform(0.5, 0.85),
+        slits=rng.uniform(0.1, 0.5),
+    )
+    tumor = replace(
+        TUMOR,
+        radius_um=rng.uniform(3.7, 5.0),
+        spread=rng.uniform(0.1, 0.26),
+        darkness=rng.uniform(0.7, 1.15),
+        rim=rng.uniform(0.3, 0.9),
+        clumps=rng.uniform(0.25, 0.55),
+        pallor=rng.uniform(0.1, 0.65),
+        nucleoli=rng.uniform(0.2, 1.6),
+    )
+    return look, manner, tumor
+
+
+def _spread_figures(rng: np.random.Generator, cells: Points, size_px: int) -> Points:
+    """Cells that may hold a figure, in a random order: inside of the image, and apart from each other."""
+    inside = (np.abs(cells.real - size_px / 2) < size_px / 2 - MARGIN_PX) & (
+        np.abs(cells.imag - size_px / 2) < size_px / 2 - MARGIN_PX
+    )
+    shuffled = rng.permutation(cells[inside])
+    return shuffled[thin_out(shuffled, 16 / SPACING_UM_PX)]

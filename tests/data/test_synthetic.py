@@ -1,0 +1,216 @@
+"""The synthetic sets: the layouts of the benchmarks, the truth that fits the pixels, and the same bytes for a seed."""
+
+import csv
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from rotopath.data.aperio import paint_labels, read_annotations
+from rotopath.data.synthetic import make_mitosis, make_nuclei, make_tumor
+from rotopath.data.synthetic.mitosis import render_field as render_mitosis
+from rotopath.data.synthetic.nodes import collect_patches
+from rotopath.data.synthetic.noise import draw_directions, smooth_noise, thin_out
+from rotopath.data.synthetic.organs import render_field as render_organ
+from rotopath.images.files import read_labels, read_rgb, spacing_um_px
+
+SMALL_PX = 128
+FEW_PATCHES = {"train": 24, "valid": 12, "test": 13}
+
+MAKERS: dict[str, Callable[[Path, int], None]] = {
+    "mitosis": lambda out, seed: make_mitosis(out, seed, fields_per_case=2, size_px=SMALL_PX),
+    "nuclei": lambda out, seed: make_nuclei(out, seed, size_px=SMALL_PX),
+    "tumor": lambda out, seed: make_tumor(out, seed, patches=FEW_PATCHES),
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All three sets, small, from seed 0."""
+    folder = tmp_path_factory.mktemp("synthetic")
+    for task, make in MAKERS.items():
+        make(folder / task, 0)
+    return folder
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.parametrize("task", MAKERS)
+def test_a_seed_gives_the_same_bytes_and_another_seed_others(task: str, made: Path, tmp_path: Path) -> None:
+    MAKERS[task](tmp_path / "again", 0)
+    MAKERS[task](tmp_path / "other", 1)
+    first, again, other = digests(made / task), digests(tmp_path / "again"), digests(tmp_path / "other")
+    assert first == again
+    for name in first.keys() & other.keys():
+        if Path(name).suffix in (".tif", ".xml", ".h5") and not name.endswith("_y.h5"):
+            assert first[name] != other[name], name
+
+
+def test_an_image_does_not_depend_on_how_many_are_made(made: Path) -> None:
+    image, _ = render_mitosis(0, 17, 2, SMALL_PX)
+    np.testing.assert_array_equal(image, read_rgb(made / "mitosis/mitoses_image_data_part_2/17/02.tif"))
+    few = {patch.image.tobytes() for patch in collect_patches(0, 1, 6)}
+    assert few <= {patch.image.tobytes() for patch in collect_patches(0, 1, 30)}
+
+
+@pytest.mark.parametrize("task", MAKERS)
+def test_a_folder_with_something_in_it_is_refused_and_left_alone(task: str, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("three years")
+    with pytest.raises(FileExistsError, match=r"mine exists already and is not an empty folder; choose another place"):
+        MAKERS[task](tmp_path / "mine", 0)
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "thesis.txt"]
+
+
+def test_nothing_is_left_behind_when_making_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("rotopath.data.synthetic.mitosis.write_tiff", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        make_mitosis(tmp_path / "out", size_px=64)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    make_tumor(tmp_path / "out", patches={"valid": 2})
+    with h5py.File(tmp_path / "out/camelyonpatch_level_2_split_train_x.h5") as file:
+        assert file["x"].shape == (0, 96, 96, 3)
+    with h5py.File(tmp_path / "out/camelyonpatch_level_2_split_valid_x.h5") as file:
+        assert file["x"].shape == (2, 96, 96, 3)
+
+
+def test_mitosis_has_the_layout_of_amida13(made: Path) -> None:
+    root = made / "mitosis"
+    for part, cases in (("mitoses_image_data_part_1", range(1, 13)), ("mitoses_image_data_part_2", range(13, 24))):
+        expected = [f"{case:02d}/{field:02d}.tif" for case in cases for field in (1, 2)]
+        assert sorted(str(p.relative_to(root / part)) for p in (root / part).rglob("*.tif")) == expected
+    fields = {p.relative_to(p.parents[1]).with_suffix("") for p in root.rglob("*.tif")}
+    tables = {p.relative_to(p.parents[1]).with_suffix("") for p in root.rglob("*.csv")}
+    assert tables
+    assert tables < fields  # and some fields hold no mitosis
+
+
+def test_mitoses_lie_on_dark_pixels_inside_their_field(made: Path) -> None:
+    root = made / "mitosis"
+    for table in root.rglob("*.csv"):
+        image = read_rgb(next(root.glob(f"*/{table.parent.name}/{table.stem}.tif"))).mean(axis=2)
+        for line in table.read_text().splitlines():
+            row, column = (int(number) for number in line.split(","))
+            assert 0 <= row < SMALL_PX
+            assert 0 <= column < SMALL_PX
+            near = image[max(row - 20, 0) : row + 21, max(column - 20, 0) : column + 21]
+            assert (near < np.median(image) - 40).sum() > 30, table
+
+
+def test_cases_differ_in_their_mitoses() -> None:
+    counts = [sum(len(render_mitosis(0, case, field, 512)[1]) for field in (1, 2)) for case in (4, 10)]
+    assert counts[0] > 5
+    assert counts[1] == 0
+
+
+def test_nuclei_have_the_layout_of_kumar(made: Path) -> None:
+    root = made / "nuclei"
+    with (root / "split.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == ["image", "organ", "split"]
+    names = {row["image"] for row in rows}
+    assert len(names) == len(rows) == 24
+    for folder, suffix in (("Tissue Images", ".tif"), ("Annotations", ".xml"), ("Label Maps", ".png")):
+        assert {path.name for path in (root / folder).iterdir()} == {name + suffix for name in names}
+    for organ in ("breast", "kidney", "liver", "prostate"):
+        splits = [row["split"] for row in rows if row["organ"] == organ]
+        assert sorted(splits) == ["test", "test", "train", "train", "train", "valid"]
+
+
+def test_outlines_paint_the_label_map_without_problems(made: Path) -> None:
+    for xml in sorted((made / "nuclei/Annotations").iterdir()):
+        annotations = read_annotations(xml)
+        labels, problems = paint_labels(annotations.outlines, SMALL_PX, SMALL_PX)
+        assert problems == []
+        np.testing.assert_array_equal(labels, read_labels(made / "nuclei/Label Maps" / f"{xml.stem}.png"))
+        assert labels.max() == len(annotations.outlines) >= 1
+        assert annotations.spacing_um_px == 0.25
+
+
+def test_label_maps_are_darker_inside_than_outside(made: Path) -> None:
+    for png in sorted((made / "nuclei/Label Maps").iterdir()):
+        inside = read_labels(png) > 0
+        red = read_rgb(made / "nuclei/Tissue Images" / f"{png.stem}.tif")[..., 0]
+        assert red[inside].mean() < red[~inside].mean() - 12, png.stem
+
+
+def test_some_nuclei_touch(made: Path) -> None:
+    def touching(labels: NDArray[np.int32]) -> int:
+        pairs = np.concatenate([np.stack([labels[1:], labels[:-1]]).reshape(2, -1),
+                                np.stack([labels[:, 1:], labels[:, :-1]]).reshape(2, -1)], axis=1)  # fmt: skip
+        return int(((pairs[0] != pairs[1]) & (pairs > 0).all(axis=0)).sum())
+
+    assert sum(touching(read_labels(png)) > 0 for png in (made / "nuclei/Label Maps").iterdir()) > 12
+
+
+def test_nuclei_are_as_dense_as_in_tissue() -> None:
+    for organ in ("breast", "kidney", "liver", "prostate"):
+        assert 50 < len(render_organ(0, organ, 1, 512)[1]) < 400
+
+
+def test_tumor_has_the_layout_of_pcam_balanced_and_without_shared_slides(made: Path) -> None:
+    slides: dict[str, set[str]] = {}
+    for split, count in FEW_PATCHES.items():
+        stem = made / "tumor" / f"camelyonpatch_level_2_split_{split}"
+        with h5py.File(f"{stem}_x.h5") as x, h5py.File(f"{stem}_y.h5") as y:
+            assert x["x"].shape == (count, 96, 96, 3)
+            assert x["x"].chunks == (1, 96, 96, 3)
+            assert x["x"].dtype == y["y"].dtype == np.uint8
+            assert y["y"].shape == (count, 1, 1, 1)
+            labels = y["y"][:].ravel()
+        assert labels.sum() == count // 2
+        assert 0 < labels[: count // 2].sum() < count // 2  # shuffled
+        with Path(f"{stem}_meta.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert list(rows[0]) == ["", "coord_y", "coord_x", "tumor_patch", "center_tumor_patch", "wsi"]
+        assert [row["center_tumor_patch"] == "True" for row in rows] == [bool(label) for label in labels]
+        assert all(row["tumor_patch"] == "True" for row in rows if row["center_tumor_patch"] == "True")
+        slides[split] = {row["wsi"] for row in rows}
+        assert len(slides[split]) > 1
+    assert not slides["train"] & slides["valid"] | slides["train"] & slides["test"] | slides["valid"] & slides["test"]
+
+
+@pytest.mark.parametrize(
+    "name", ["mitosis/mitoses_image_data_part_1/01/01.tif", "nuclei/Tissue Images/SYNTH-LI-03.tif"]
+)
+def test_images_know_their_spacing(name: str, made: Path) -> None:
+    assert spacing_um_px(made / name) == pytest.approx(0.25)
+    assert read_rgb(made / name).shape == (SMALL_PX, SMALL_PX, 3)
+
+
+@pytest.mark.parametrize("scale_px", [0.5, 1.0, 3.0, 17.3])
+def test_smooth_noise_has_mean_0_and_deviation_1(scale_px: float) -> None:
+    noise = smooth_noise(np.random.default_rng(0), (500, 700), scale_px)
+    assert noise.shape == (500, 700)
+    assert noise.mean() == pytest.approx(0, abs=0.1)
+    assert noise.std() == pytest.approx(1, abs=0.3)
+
+
+def test_directions_favour_none() -> None:
+    directions = draw_directions(np.random.default_rng(0), 20_000)
+    np.testing.assert_allclose(np.abs(directions), 1, rtol=1e-5)
+    for harmonic in (1, 2, 4, 8):  # no preference for the pixel grid either
+        assert abs((directions**harmonic).mean()) < 0.03
+
+
+def test_thinned_points_keep_their_distance() -> None:
+    rng = np.random.default_rng(0)
+    points = (rng.uniform(0, 50, 300) + 1j * rng.uniform(0, 50, 300)).astype(np.complex64)
+    kept = points[thin_out(points, 5)]
+    apart = np.abs(kept[:, None] - kept) + 100 * np.eye(len(kept))
+    assert apart.min() >= 5
+    assert (np.abs(points[:, None] - kept).min(axis=1) < 5).all()  # and no room is left for another
