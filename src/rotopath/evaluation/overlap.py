@@ -4,9 +4,13 @@ In: two label maps (H, W), 0 for background. Out: overlaps of their objects, and
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+
+HitRule = Literal["iou", "area"]
 
 
 @dataclass(frozen=True)
@@ -63,3 +67,72 @@ def aggregated_jaccard(truth: NDArray[np.integer], predicted: NDArray[np.integer
     areas = found.truth_areas.sum() + found.predicted_areas[found.predicted[matched]].sum()
     union = areas - shared + found.predicted_areas[~used].sum()
     return float(shared / union) if union else 1.0
+
+
+def aggregated_jaccard_plus(truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> float:
+    """AJI+: as AJI, but each predicted object serves one true object only, matched for the highest sum of IoUs."""
+    found = overlaps(truth, predicted)
+    pairs = _best_pairs(found)
+    shared = found.shared[pairs].sum()
+    union = found.truth_areas.sum() + found.predicted_areas.sum() - shared
+    return float(shared / union) if union else 1.0
+
+
+@dataclass(frozen=True)
+class ObjectMatches:
+    """One-to-one matches of objects, of which scores are made; those of several images add up."""
+
+    hits: int
+    false: int
+    missed: int
+    iou_sum: float  # of the hits
+
+    def __add__(self, other: "ObjectMatches") -> "ObjectMatches":
+        return ObjectMatches(
+            self.hits + other.hits, self.false + other.false, self.missed + other.missed, self.iou_sum + other.iou_sum
+        )
+
+    @property
+    def f1(self) -> float:
+        total = 2 * self.hits + self.false + self.missed
+        return 2 * self.hits / total if total else 1.0
+
+    @property
+    def panoptic_quality(self) -> float:
+        """F1 times the mean IoU of the hits."""
+        total = 2 * self.hits + self.false + self.missed
+        return 2 * self.iou_sum / total if total else 1.0
+
+
+def match_objects(found: Overlaps, rule: HitRule = "iou") -> ObjectMatches:
+    """Match objects of which at least half overlaps: of their union ("iou"), or of the true one's area ("area")."""
+    share = found.iou if rule == "iou" else found.shared / found.truth_areas[found.truth]
+    truth_free, predicted_free = np.ones(len(found.truth_areas), bool), np.ones(len(found.predicted_areas), bool)
+    hits, iou_sum = 0, 0.0
+    for pair in np.argsort(-share, kind="stable"):
+        if share[pair] < 0.5:
+            break
+        i, j = found.truth[pair], found.predicted[pair]
+        if truth_free[i] and predicted_free[j]:
+            truth_free[i] = predicted_free[j] = False
+            hits, iou_sum = hits + 1, iou_sum + float(found.iou[pair])
+    return ObjectMatches(hits, int(predicted_free.sum()), int(truth_free.sum()), iou_sum)
+
+
+def dice(truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> float:
+    """Twice the pixels that both call an object, over those that either does; 1 where neither does."""
+    total = (truth > 0).sum() + (predicted > 0).sum()
+    return float(2 * ((truth > 0) & (predicted > 0)).sum() / total) if total else 1.0
+
+
+def _best_pairs(found: Overlaps) -> NDArray[np.int64]:
+    """The pairs of a one-to-one matching with the highest sum of IoUs."""
+    shape = (len(found.truth_areas), len(found.predicted_areas))
+    pair_at = np.full(shape, -1)
+    pair_at[found.truth, found.predicted] = np.arange(len(found.shared))
+    iou = np.zeros(shape)
+    iou[found.truth, found.predicted] = found.iou
+    rows, columns = linear_sum_assignment(iou, maximize=True)
+    chosen = pair_at[rows, columns]
+    kept: NDArray[np.int64] = chosen[chosen >= 0]
+    return kept
