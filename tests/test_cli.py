@@ -5,9 +5,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import h5py
-import numpy as np
 import pytest
+from layouts import pcam
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -108,17 +107,8 @@ def test_python_dash_m_is_the_command() -> None:
     assert "86727" in done.stdout
 
 
-def pcam(root: Path, patches: int = 4) -> Path:
-    for split in ("train", "valid", "test"):
-        for key, shape in (("x", (patches, 96, 96, 3)), ("y", (patches, 1, 1, 1))):
-            with h5py.File(root / f"camelyonpatch_level_2_split_{split}_{key}.h5", "w") as file:
-                values = np.arange(np.prod(shape)).reshape(shape) % (2 if key == "y" else 251)
-                file.create_dataset(key, data=values.astype(np.uint8))
-    return root
-
-
 def test_data_check_counts_beside_the_published_numbers(tmp_path: Path) -> None:
-    result = run("data", "check", str(pcam(tmp_path)))
+    result = run("data", "check", str(pcam(tmp_path, (4, 4, 4))))
     assert result.exit_code == 0
     assert "PCam, task tumor" in result.stdout
     assert "4 (262144)" in result.stdout
@@ -149,7 +139,7 @@ def test_data_show_draws_a_contact_sheet(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (("check", "{}/nowhere"), "nowhere does not exist."),
-        (("check", "{}/empty"), "empty is empty; expected are the folders of AMIDA13"),
+        (("check", "{}/empty"), "empty is empty; expected are the unpacked folders of AMIDA13"),
         (("check", "{}", "--task", "nuclei"), "for the task tumor, but nuclei is asked for"),
         (("check", "{}", "--task", "kidney"), "There is no task 'kidney'; choose from mitosis, nuclei, tumor."),
         (("show", "{}/empty"), "empty is empty; expected are"),

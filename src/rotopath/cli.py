@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 import rotopath
 
@@ -88,7 +89,7 @@ def demo(
         for n in PUBLISHED
     }
     console.print(rotation_error_table("rotation error: mitosis network, untrained (median of nine), float32", errors))
-    console.print(f"How the layers work: [bold]{picture}[/bold]")
+    _print_place("How the layers work", picture)
 
 
 @data_app.command("check")
@@ -117,7 +118,7 @@ def data_check(
 def data_show(
     path: Annotated[Path, typer.Argument(help="A folder of AMIDA13, Kumar/MoNuSeg or PCam, or a manifest.")],
     out: Annotated[Path, typer.Option(help="The picture to write, PNG or PDF.")] = Path("contact-sheet.png"),
-    seed: Annotated[int, typer.Option(help="Another number shows other images.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Another number shows other images.")] = 0,
 ) -> None:
     """Draw a contact sheet: some images of each split, with their annotations."""
     from rotopath.data import open_data
@@ -128,14 +129,14 @@ def data_show(
         from rotopath.reports.contact_sheet import draw_contact_sheet
 
         collection = open_data(path)
-        console.print(f"Contact sheet: [bold]{draw_contact_sheet(collection, out, seed)}[/bold]", soft_wrap=True)
+        _print_place("Contact sheet", draw_contact_sheet(collection, out, seed))
 
 
 @data_app.command("make")
 def data_make(
     task: Annotated[str, typer.Option(help="mitosis, nuclei or tumor.")],
     out: Annotated[Path, typer.Option(help="A folder that is new or empty.")],
-    seed: Annotated[int, typer.Option(help="The same number makes the same bytes.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="The same number makes the same bytes.")] = 0,
 ) -> None:
     """Make synthetic tissue with annotations, in the layout of the task's benchmark."""
     from rotopath.data.synthetic import make_mitosis, make_nuclei, make_tumor
@@ -144,7 +145,7 @@ def data_make(
     makers = {"mitosis": make_mitosis, "nuclei": make_nuclei, "tumor": make_tumor}
     with _mistakes_in_one_sentence():
         makers[_task(task)](out, seed)
-    console.print(f"Synthetic tissue: [bold]{out}[/bold]; see it with `rotopath data show {out}`.", soft_wrap=True)
+    _print_place("Synthetic tissue", out)
 
 
 def _task(name: str) -> "Task":
@@ -180,6 +181,10 @@ def _print_architecture(name: str, orientations: list[int]) -> None:
     across = max(1, (console.width - 32) // 11)
     for start in range(0, len(orientations), across):
         console.print(architecture_table(ARCHITECTURES[name], orientations[start : start + across]))
+
+
+def _print_place(what: str, path: Path) -> None:
+    console.print(f"{what}: [bold]{escape(str(path))}[/bold]", highlight=False, soft_wrap=True)
 
 
 def _refuse(sentence: str) -> NoReturn:

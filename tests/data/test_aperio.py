@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rotopath.data.aperio import AnnotationError, Outline, paint_labels, read_annotations
+from rotopath.data.aperio import AnnotationError, Outline, paint_labels, read_outlines, read_spacing_um_px
 
 
 def xml(*polygons: list[tuple[float, float]], negative: tuple[int, ...] = ()) -> str:
@@ -34,18 +34,17 @@ def outline(vertices: list[tuple[float, float]], region: str = "1") -> Outline:
 
 def test_outlines_and_spacing_are_read_in_order(tmp_path: Path) -> None:
     (tmp_path / "a.xml").write_text(xml(square(2, 3, 4), square(10.5, 1.25, 2)))
-    annotations = read_annotations(tmp_path / "a.xml")
-    assert annotations.spacing_um_px == 0.252
-    assert [o.region for o in annotations.outlines] == ["1", "2"]
-    assert annotations.outlines[1].vertices.tolist() == [[10.5, 1.25], [12.5, 1.25], [12.5, 3.25], [10.5, 3.25]]
+    assert read_spacing_um_px(tmp_path / "a.xml") == 0.252
+    outlines = read_outlines(tmp_path / "a.xml")
+    assert [o.region for o in outlines] == ["1", "2"]
+    assert outlines[1].vertices.tolist() == [[10.5, 1.25], [12.5, 1.25], [12.5, 3.25], [10.5, 3.25]]
 
 
 def test_holes_are_left_out_and_no_spacing_is_none(tmp_path: Path) -> None:
     text = xml(square(0, 0, 5), square(1, 1, 2), negative=(2,)).replace(' MicronsPerPixel="0.252000"', "")
     (tmp_path / "a.xml").write_text(text)
-    annotations = read_annotations(tmp_path / "a.xml")
-    assert len(annotations.outlines) == 1
-    assert annotations.spacing_um_px is None
+    assert len(read_outlines(tmp_path / "a.xml")) == 1
+    assert read_spacing_um_px(tmp_path / "a.xml") is None
 
 
 def test_a_square_covers_the_pixels_whose_centres_it_holds() -> None:
@@ -121,19 +120,27 @@ BOMB = '<!DOCTYPE a [<!ENTITY b "boom"><!ENTITY c "&b;&b;&b;&b;">]><Annotations>
         (xml(square(0, 0, 3)).replace('X="3"', 'X="three"', 1), "has X='three' in a <Vertex>, where a number is"),
         (xml(square(0, 0, 3)).replace('Y="3"', 'Y="nan"', 1), "has Y='nan' in a <Vertex>"),
         (xml(square(0, 0, 3)).replace('X="3" ', "", 1), "has X='' in a <Vertex>"),
-        (xml(square(0, 0, 3)).replace("0.252000", "fine"), "has MicronsPerPixel='fine' in a <Annotations>"),
+        ('<?xml version="1.0" encoding="gb2312"?><Annotations/>', "is in an encoding that XML cannot have"),
+        ('<?xml version="1.0" encoding="klingon"?><Annotations/>', "is in an encoding|is cut off"),
     ],
-    ids=["cut off", "empty", "csv", "bomb", "external", "other xml", "text", "nan", "missing", "spacing"],
+    ids=["cut off", "empty", "csv", "bomb", "external", "other xml", "text", "nan", "missing", "chinese", "klingon"],
 )
 def test_bad_files_get_a_sentence_with_their_name(tmp_path: Path, text: str, sentence: str) -> None:
     (tmp_path / "bad.xml").write_text(text)
     with pytest.raises(AnnotationError, match=rf"bad.xml ({sentence})"):
-        read_annotations(tmp_path / "bad.xml")
+        read_outlines(tmp_path / "bad.xml")
+
+
+@pytest.mark.parametrize("spacing", ["fine", "-0.25", "0", "nan", "50", ""])
+def test_an_impossible_spacing_counts_as_none(tmp_path: Path, spacing: str) -> None:
+    (tmp_path / "a.xml").write_text(xml(square(0, 0, 3)).replace("0.252000", spacing))
+    assert read_spacing_um_px(tmp_path / "a.xml") is None
+    assert len(read_outlines(tmp_path / "a.xml")) == 1
 
 
 def test_a_missing_file_gets_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(AnnotationError, match=r"none.xml does not exist"):
-        read_annotations(tmp_path / "none.xml")
+        read_outlines(tmp_path / "none.xml")
 
 
 coordinates = st.floats(-20, 40, allow_nan=False)

@@ -1,18 +1,20 @@
 """Batches: the same bytes from every cache and any number of workers, resumed where they were left."""
 
+import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from layouts import amida13, kumar, pcam, pixels, write_csv, write_image
+from layouts import amida13, kumar, pcam, pixels, truncate, write_csv, write_image
 
 from rotopath.data.augmentation import Augmentation
-from rotopath.data.batches import Batches, middle_batches, sampled_batches
+from rotopath.data.batches import Batches, middle_batches, reader_of, sampled_batches
 from rotopath.data.collection import DataError
 from rotopath.data.opening import open_data
 from rotopath.data.pixels import DecodedOnDemand, DevicePixels, HostPixels, Reader, choose_cache, open_pixels
 from rotopath.data.sampling import Places
+from rotopath.images.files import UnreadableFileError
 
 EVERYTHING = Augmentation(free_rotation=True, stain=0.1)
 TASKS = ("mitosis", "nuclei", "tumor")
@@ -73,6 +75,68 @@ def test_targets_of_nuclei_are_the_middle_of_their_windows(data: dict[str, Path]
     assert set(classes.unique().tolist()) == {0, 1, 2}
 
 
+def test_every_batch_is_augmented_in_its_own_way(data: dict[str, Path]) -> None:
+    found = batches(data, "tumor", augmentation=EVERYTHING)
+    first, second = found[0].changes, found[1].changes
+    assert not torch.equal(first.symmetries, second.symmetries)
+    assert not torch.equal(first.brightness, second.brightness)
+
+
+def test_a_free_rotation_turns_about_the_middle_of_the_window(data: dict[str, Path]) -> None:
+    """More is cut out for the corners, around the same middle."""
+    plain = batches(data, "mitosis", cache="memory")[3].windows
+    wide = batches(data, "mitosis", cache="memory", augmentation=Augmentation(free_rotation=True))[3].windows
+    margin = (wide.shape[-1] - 68) // 2
+    assert margin == 15
+    assert torch.equal(wide[..., margin : margin + 68, margin : margin + 68], plain)
+
+
+def test_stains_are_normalised_for_nuclei_only() -> None:
+    assert reader_of("nuclei") == Reader(0.25, normalise_stain=True, with_nuclei=True)
+    assert reader_of("mitosis") == Reader(0.25)
+    assert reader_of("tumor") == Reader(1.0)
+
+
+def test_reading_data_leaves_random_numbers_alone(data: dict[str, Path]) -> None:
+    before = torch.random.get_rng_state()
+    list(batches(data, "tumor", augmentation=EVERYTHING).load(range(2)))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_unreadable_file_ends_in_its_sentence(tmp_path: Path, workers: int) -> None:
+    root = amida13(tmp_path, cases=[1], size=(90, 110))
+    found = sampled_batches("mitosis", open_data(root).split("train"), 68, batch=4, cache="none")
+    truncate(root / "mitoses_image_data_part_1/01/01.tif")
+    with pytest.raises(UnreadableFileError) as caught:
+        list(found.load(range(8), workers=workers))
+    assert str(caught.value).startswith(f"{root}/mitoses_image_data_part_1/01/01.tif is damaged")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"batch": 0}, "A batch has 1 or more windows"),
+        ({"seed": -1}, "a seed is 0 or more; got 8 and -1"),
+        ({"mined": np.array([99])}, "name images that are not among the 8 of the training set"),
+    ],
+)
+def test_impossible_settings_are_refused(data: dict[str, Path], settings: dict[str, object], sentence: str) -> None:
+    pictures = open_data(data["tumor"]).split("train")
+    with pytest.raises(DataError, match=sentence):
+        sampled_batches("tumor", pictures, 88, **({"batch": 8} | settings))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="no images"):
+        sampled_batches("tumor", [], 88)
+
+
+def test_batches_survive_pickling(data: dict[str, Path]) -> None:
+    """Workers that are started anew, not forked, get them that way."""
+    found = batches(data, "tumor", cache="none")
+    copied = pickle.loads(pickle.dumps(found))
+    assert bytes_of(copied.load(range(2))) == bytes_of(found.load(range(2)))
+
+
 def test_middle_batches_cover_every_patch_once_in_order(data: dict[str, Path]) -> None:
     pictures = open_data(data["tumor"]).split("train")
     found, steps = middle_batches(pictures, 88, batch=3)
@@ -82,7 +146,7 @@ def test_middle_batches_cover_every_patch_once_in_order(data: dict[str, Path]) -
     assert torch.equal(images, torch.from_numpy(np.stack(planes)).permute(0, 3, 1, 2) / 255)
 
 
-def test_windows_beyond_the_edge_are_mirrored_alike_in_all_caches() -> None:
+def test_windows_beyond_the_edge_are_mirrored_alike_in_all_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     images = [pixels(7, 9), pixels(5, 6), pixels(1, 1)]
     places = Places(*(np.array(x) for x in ([0, 1, 2, 0, 1], [-3, 2, -4, 40, -30], [4, -5, 2, -3, 3], [0] * 5)))
     expected = []
@@ -90,6 +154,7 @@ def test_windows_beyond_the_edge_are_mirrored_alike_in_all_caches() -> None:
         padded = np.pad(images[image], ((60, 60), (60, 60), (0, 0)), mode="reflect")
         expected.append(padded[60 + top : 68 + top, 60 + left : 68 + left])
     sizes = np.array([image.shape[:2] for image in images])
+    monkeypatch.setattr("rotopath.data.pixels.COPIED_PIXELS", 50)
     for found in (HostPixels(images, sizes), DevicePixels(images, torch.device("cpu"))):
         windows = found.windows(places, 8)
         assert np.array_equal(windows.permute(0, 2, 3, 1).numpy(), np.stack(expected))

@@ -81,9 +81,9 @@ def test_without_a_column_groups_are_split_and_never_divided(tmp_path: Path) -> 
     [
         ("b.png,2,g,train,0.5", "the label is '2'; 0 or 1 is expected."),
         ("b.png,1,g,training,0.5", "the split is 'training'; choose from train, valid, test."),
-        ("b.png,1,g,train,coarse", "the spacing is 'coarse'; a number above 0 is expected, in µm/px."),
-        ("b.png,1,g,train,-1", "the spacing is '-1'; a number above 0 is expected, in µm/px."),
-        ("b.png,1,g,train,nan", "the spacing is 'nan'; a number above 0 is expected, in µm/px."),
+        ("b.png,1,g,train,coarse", "the spacing is 'coarse'; a number from 0.05 to 5 is expected, in µm/px."),
+        ("b.png,1,g,train,-1", "the spacing is '-1'; a number from 0.05 to 5 is expected, in µm/px."),
+        ("b.png,1,g,train,nan", "the spacing is 'nan'; a number from 0.05 to 5 is expected, in µm/px."),
         ("b.png,1,g,train,", "'b.png' does not tell its resolution; write it into a column `spacing` (µm/px)."),
         (",1,g,train,0.5", "the image is not named."),
         ("a.png,1,g,train,0.5", "'a.png' is listed already, in line 2."),
@@ -105,8 +105,9 @@ def test_missing_images_and_leaks_are_found(tmp_path: Path) -> None:
     write_text(tmp_path / "manifest.csv", "image,label,group,split,spacing\na.png,1,g,test,1\nb.png,0,g,train,1\n")
     found = check(open_data(tmp_path))
     assert [str(finding) for finding in found.findings] == [
-        "b.png: does not exist.",
         "patient g is in train and test; each must be in one split only.",
+        "b.png: does not exist.",
+        "no image is in the split 'valid'.",
     ]
 
 
@@ -135,8 +136,39 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str, sentence: str
     assert str(caught.value).startswith(str(path))
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "image;label;split;spacing\r\na.png;1;train;0,5\r\n".replace("0,5", "0.5"),
+        "image\tlabel\tsplit\tspacing\na.png\t1\ttrain\t0.5\n",
+        "\ufeffimage,label,split,spacing,,\n\na.png,1,train,0.5,,\n",
+        "\n,,,\nimage,label,split,spacing\na.png,1,train,0.5\n",
+    ],
+    ids=["semicolons", "tabs", "BOM and empty columns", "empty lines"],
+)
+def test_what_spreadsheets_write_is_read(tmp_path: Path, text: str) -> None:
+    write_image(tmp_path / "a.png", pixels(9, 9))
+    (tmp_path / "manifest.csv").write_bytes(text.encode())
+    (picture,) = open_data(tmp_path).pictures
+    assert (picture.label, picture.split, picture.spacing_um_px) == (1, "train", 0.5)
+
+
+def test_one_image_spelled_in_two_ways_is_one_image(tmp_path: Path) -> None:
+    write_image(tmp_path / "a.png", pixels(9, 9))
+    write_text(tmp_path / "manifest.csv", "image,label,split,spacing\na.png,1,train,1\n./a.png,1,test,1\n")
+    collection = open_data(tmp_path)
+    assert [str(f) for f in collection.findings] == ["manifest.csv: line 3: './a.png' is listed already, in line 2."]
+
+
+def test_organs_make_strata(tmp_path: Path) -> None:
+    write_image(tmp_path / "a.png", pixels(9, 9))
+    write_image(tmp_path / "m.png", np.ones((9, 9), np.uint8))
+    write_text(tmp_path / "manifest.csv", "image,annotation,organ,split,spacing\na.png,m.png,breast,train,1\n")
+    assert open_data(tmp_path).pictures[0].stratum == "breast"
+
+
 def test_binary_is_no_manifest(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_bytes(bytes(range(256)))
-    with pytest.raises(TableError, match="is no text table"):
+    with pytest.raises(TableError, match="is no text that can be read; save it as a CSV file in UTF-8"):
         open_data(path)

@@ -1,5 +1,7 @@
 """The readers of the benchmarks: what is found in good folders, and what is said of bad ones."""
 
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +22,11 @@ from layouts import (
 )
 from PIL import Image
 
+from rotopath.data import hdf5
 from rotopath.data.annotations import read_nuclei, read_points
 from rotopath.data.aperio import AnnotationError
 from rotopath.data.check import Check, check
-from rotopath.data.collection import Collection, DataError, problems, read_image
+from rotopath.data.collection import Collection, DataError, problems, read_image, read_run, runs
 from rotopath.data.kumar import ORGANS
 from rotopath.data.opening import open_data
 from rotopath.images.files import UnreadableFileError, read_rgb
@@ -120,7 +123,6 @@ def test_all_problems_are_listed_not_only_the_first(tmp_path: Path) -> None:
     write_text(tmp_path / "mitoses_ground_truth/02/01.csv", "a,b\nc,d\n")
     write_csv(tmp_path / "mitoses_ground_truth/03/77.csv", [(1, 1)])
     write_image(tmp_path / "mitoses_image_data_part_2/03/01.tif", pixels(20, 20))
-    write_image(tmp_path / "mitoses_image_data_part_2/extra/01.tif", pixels(20, 20))
     found = sentences(checked(tmp_path))
     assert [sentence.partition(":")[0] for sentence in sorted(found)] == [
         "mitoses_ground_truth/02/01.csv",
@@ -128,9 +130,60 @@ def test_all_problems_are_listed_not_only_the_first(tmp_path: Path) -> None:
         "mitoses_ground_truth/03/77.csv",
         "mitoses_image_data_part_1/01/01.tif",
         "mitoses_image_data_part_2/03/01.tif",
-        "mitoses_image_data_part_2/extra/01.tif",
     ]
     assert any("01/01.tif: is damaged and cannot be decoded" in sentence for sentence in found)
+
+
+def test_without_any_csv_something_is_wrong(tmp_path: Path) -> None:
+    """Not a note: every mitosis would be learnt as background."""
+    amida13(tmp_path, cases=[1, 13])
+    shutil.rmtree(tmp_path / "mitoses_ground_truth")
+    assert sentences(checked(tmp_path)) == [
+        "mitoses_ground_truth: there is no CSV at all, and without the places of mitoses there is nothing to learn."
+    ]
+
+
+def test_endings_may_be_in_capitals(tmp_path: Path) -> None:
+    amida13(tmp_path, cases=[1])
+    path = tmp_path / "mitoses_ground_truth/01/01.csv"
+    path.rename(path.with_suffix(".CSV"))
+    image = tmp_path / "mitoses_image_data_part_1/01/01.tif"
+    image.rename(image.with_suffix(".TIFF"))
+    assert checked(tmp_path).counts["train"] == {"images": 2, "cases": 1, "mitoses": 2}
+
+
+def test_a_split_csv_is_held_against_what_is_there(tmp_path: Path) -> None:
+    amida13(tmp_path, cases=[1, 2, 13])
+    write_csv(tmp_path / "split.csv", [("case", "split"), ("1", "train"), ("01", "test"), ("7", "test"), ("13", "x")])
+    collection = open_data(tmp_path)
+    assert sentences(collection) == [
+        "split.csv: line 3 lists '01' a second time.",
+        "split.csv: line 5 has the split 'x'; choose from train, valid, test.",
+        "split.csv: it lists 1 case (07) that the folder does not hold.",
+    ]
+    assert any("2 cases (02, 13) without a split: left out" in note for note in notes(collection))
+    assert {(p.case, p.split) for p in collection.pictures} == {("01", "train")}
+    assert collection.published == {}, "an own split is not beside published numbers"
+
+
+def test_links_to_folders_are_followed(tmp_path: Path) -> None:
+    amida13(tmp_path / "store", cases=[1])
+    (tmp_path / "data/mitoses_image_data_part_1").mkdir(parents=True)
+    (tmp_path / "data/mitoses_image_data_part_1/01").symlink_to(tmp_path / "store/mitoses_image_data_part_1/01")
+    (tmp_path / "data/mitoses_ground_truth").symlink_to(tmp_path / "store/mitoses_ground_truth")
+    assert checked(tmp_path / "data").counts["train"]["mitoses"] == 2
+
+
+@pytest.mark.parametrize("folder", ["Tissue Images", "mitoses_image_data_part_1"])
+def test_an_empty_layout_is_a_problem(tmp_path: Path, folder: str) -> None:
+    (tmp_path / folder).mkdir()
+    assert "there is not a single image that can be used." in sentences(checked(tmp_path))
+
+
+def test_an_empty_split_is_noted(tmp_path: Path) -> None:
+    found = checked(amida13(tmp_path, cases=[1, 13]))
+    assert "no image is in the split 'valid'." in notes(found)
+    assert sentences(found) == []
 
 
 def test_hidden_files_of_a_mac_are_no_images(tmp_path: Path) -> None:
@@ -193,6 +246,30 @@ def test_nuclei_at_another_spacing_keep_their_numbers(tmp_path: Path) -> None:
     assert np.array_equal(labels, expected)
 
 
+def test_two_images_of_one_name_are_told_apart_by_nobody(tmp_path: Path) -> None:
+    kumar(tmp_path, ["a", "b", "c"])
+    write_image(tmp_path / "Tissue Images/a.png", pixels(40, 40))
+    assert sentences(checked(tmp_path)) == [
+        "Tissue Images/a.tif: there is Tissue Images/a.png of the same name; this one is left out."
+    ]
+
+
+def test_organs_of_known_images_need_not_be_listed(tmp_path: Path) -> None:
+    kumar(tmp_path, ["TCGA-B0-5698-01Z-00-DX1", "mine"], split_csv=False)
+    write_csv(tmp_path / "split.csv", [("image", "split"), ("TCGA-B0-5698-01Z-00-DX1.tif", "train"), ("mine", "test")])
+    assert [(p.stratum, p.split) for p in open_data(tmp_path).pictures] == [("kidney", "train"), ("", "test")]
+
+
+def test_a_mask_without_numbers_is_a_problem(tmp_path: Path) -> None:
+    kumar(tmp_path, ["a", "b", "c"])
+    mask = np.zeros((40, 40), np.uint8)
+    mask[5:11, 8:14] = mask[20:26, 22:25] = 255
+    write_image(tmp_path / "Label Maps/a.png", mask)
+    assert sentences(checked(tmp_path)) == [
+        "Label Maps/a.png: gives all of its 2 objects one number, so they count as one; number them."
+    ]
+
+
 def test_the_files_tell_the_spacing(tmp_path: Path) -> None:
     kumar(tmp_path, ["a", "b", "c"])
     write_text(tmp_path / "Annotations/a.xml", outline_xml(box(2, 2, 5), spacing=0.5))
@@ -211,7 +288,10 @@ def test_the_files_tell_the_spacing(tmp_path: Path) -> None:
             "Annotations/a.xml: holds XML entities",
         ),
         (lambda root: (root / "Annotations/a.xml").unlink(), "a.tif: there is neither a label map nor an XML"),
-        (lambda root: (root / "Tissue Images/a.tif").unlink(), "split.csv: it lists 'a', but there is no such image."),
+        (
+            lambda root: (root / "Tissue Images/a.tif").unlink(),
+            "split.csv: it lists 1 image (a) that the folder does not hold.",
+        ),
         (lambda root: truncate(root / "Tissue Images/a.tif", 0.02), "Tissue Images/a.tif: is"),
         (
             lambda root: write_image(root / "Label Maps/a.png", np.zeros((40, 41), np.uint16)),
@@ -253,8 +333,9 @@ def test_outlines_that_cannot_be_painted_are_noted_and_the_others_count(tmp_path
 
 
 def test_one_patient_in_two_splits_is_a_leak(tmp_path: Path) -> None:
+    """Seen as soon as the data is opened, not only when all of it is checked."""
     names = ["TCGA-A7-A13E-01Z-00-DX1", "TCGA-A7-A13E-01Z-00-DX2", "TCGA-A7-A13F-01Z-00-DX1"]
-    found = sentences(checked(kumar(tmp_path, names)))
+    found = sentences(open_data(kumar(tmp_path, names)))
     assert found == ["patient TCGA-A7-A13E is in train and valid; each must be in one split only."]
 
 
@@ -278,6 +359,39 @@ def test_pcam_is_read_a_patch_at_a_time(tmp_path: Path) -> None:
     picture = found.collection.split("valid")[3]
     assert np.array_equal(read_image(picture, 1.0), expected), "0.972 µm/px is near enough to 1"
     assert picture.label == 1
+
+
+def test_each_process_opens_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HDF5 handles do not survive a fork; nor may a file that was written anew be read through an old one."""
+    path = pcam(tmp_path) / pcam_name("train", "x")
+    first = hdf5._dataset(path, "x")
+    assert hdf5._dataset(path, "x") is first
+    monkeypatch.setattr("os.getpid", lambda: -1)
+    assert hdf5._dataset(path, "x") is not first
+    monkeypatch.undo()
+    path.unlink()
+    write_hdf5(path, "x", np.full((2, 96, 96, 3), 7, np.uint8))
+    os.utime(path, ns=(1, 1))
+    assert hdf5.read_rows(path, "x", 0, 2).mean() == 7
+
+
+def test_rows_are_read_in_runs_that_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pictures = open_data(pcam(tmp_path, counts=(8, 4, 4))).pictures
+    monkeypatch.setattr("rotopath.data.collection.ROWS_AT_ONCE", 3)
+    found = runs(pictures)
+    assert [p for run in found for p in run] == list(pictures)
+    assert max(map(len, found)) == 3
+    picked = runs([pictures[i] for i in (0, 2, 3, 9)])
+    assert [[p.row for p in run] for run in picked] == [[0], [2, 3], [1]]
+    for run in picked:
+        for picture, image in zip(run, read_run(run), strict=True):
+            assert np.array_equal(image, read_image(picture, 1.0))
+
+
+def test_slides_that_are_half_known_are_noted(tmp_path: Path) -> None:
+    pcam(tmp_path)
+    write_csv(tmp_path / "camelyonpatch_level_2_split_train_meta.csv", [("", "wsi"), *((i, "s") for i in range(8))])
+    assert "without all *_meta.csv files" in notes(open_data(tmp_path))[0]
 
 
 def test_pcam_slides_are_checked_for_leaks(tmp_path: Path) -> None:
@@ -316,6 +430,10 @@ def test_pcam_slides_are_checked_for_leaks(tmp_path: Path) -> None:
             f"{pcam_name('valid', 'y')}: has the label 2 at row 0; 0 (normal) or 1 (tumor) is expected.",
         ),
         (
+            lambda root: write_hdf5(root / pcam_name("valid", "y"), "y", np.uint8(1)),
+            f"{pcam_name('valid', 'x')}: has 4 patches, but {pcam_name('valid', 'y')} labels of shape ().",
+        ),
+        (
             lambda root: truncate(root / pcam_name("valid", "x")),
             f"{pcam_name('valid', 'x')}: is no HDF5 file, or a damaged one",
         ),
@@ -329,7 +447,7 @@ def test_pcam_slides_are_checked_for_leaks(tmp_path: Path) -> None:
             "camelyonpatch_level_2_split_valid_meta.csv: has 1 rows, but there are 4 patches.",
         ),
     ],
-    ids=["keys", "lengths", "shape", "floats", "labels", "truncated", "missing", "packed", "meta"],
+    ids=["keys", "lengths", "shape", "floats", "labels", "scalar", "truncated", "missing", "packed", "meta"],
 )
 def test_bad_hdf5(tmp_path: Path, damage: object, sentence: str) -> None:
     pcam(tmp_path)
@@ -368,11 +486,11 @@ def test_kaggles_form_is_split_within_each_class(tmp_path: Path) -> None:
         "test": (1, 1),
     }
     assert any("patches of one slide may be in two splits" in note for note in notes(found))
-    write_csv(tmp_path / "split.csv", [("id", "split"), ("0003", "test"), ("0001", "train")])
-    assert [(p.path.stem, p.split, p.label) for p in open_data(tmp_path).pictures] == [
-        ("0001", "train", 1),
-        ("0003", "test", 1),
-    ]
+    write_csv(tmp_path / "split.csv", [("id", "split"), ("0003", "test"), ("0001", "train"), ("beef", "test")])
+    collection = open_data(tmp_path)
+    assert [(p.path.stem, p.split, p.label) for p in collection.pictures] == [("0001", "train", 1), ("0003", "test", 1)]
+    assert sentences(collection) == ["split.csv: it lists 1 id (beef) that the folder does not hold."]
+    assert any("18 ids (0000, 0002, 0004, 0005, 0006, ...) without a split" in note for note in notes(collection))
 
 
 def test_bad_labels_in_kaggles_form(tmp_path: Path) -> None:
@@ -382,7 +500,7 @@ def test_bad_labels_in_kaggles_form(tmp_path: Path) -> None:
     assert sentences(collection) == [
         "train_labels.csv: line 3 has the label 'yes'; 0 (normal) or 1 (tumor) is expected.",
         "train_labels.csv: line 5 lists '0002' a second time.",
-        "train_labels.csv: line 6 has 'ffff', but there is no train/ffff.tif.",
+        "train_labels.csv: there is no image in train for 1 label (ffff).",
     ]
     assert any("no label for 2 images (0001, 0003)" in note for note in notes(collection))
     write_text(tmp_path / "train_labels.csv", "name,label\n0000,1\n")
@@ -402,7 +520,7 @@ def test_the_folder_of_an_archive_may_be_one_level_down(tmp_path: Path) -> None:
     ("make", "sentence"),
     [
         (lambda root: root / "nowhere", "nowhere does not exist."),
-        (lambda root: root, "is empty; expected are the folders of AMIDA13"),
+        (lambda root: root, "is empty; expected are the unpacked folders of AMIDA13"),
         (lambda root: write_text(root / "notes.txt", "x").parent, "is no data set that is known here; expected are"),
         (lambda root: write_text(root / "notes.txt", "x"), "notes.txt is a file, but no CSV manifest"),
         (lambda root: (pcam(root / "a"), kaggle(root / "b"), root)[-1], "holds more than one data set"),
@@ -414,6 +532,13 @@ def test_what_is_no_data_set_is_refused(tmp_path: Path, make: object, sentence: 
     path = make(tmp_path)
     with pytest.raises(DataError, match=sentence.replace("(", r"\(")):
         open_data(path)
+
+
+def test_a_manifest_goes_before_the_folder_that_it_lies_in(tmp_path: Path) -> None:
+    pcam(tmp_path)
+    write_image(tmp_path / "a.png", pixels(9, 9))
+    write_csv(tmp_path / "manifest.csv", [("image", "label", "spacing"), ("a.png", 1, 1)])
+    assert open_data(str(tmp_path)).source == "manifest"
 
 
 def test_a_folder_of_another_task_is_refused(tmp_path: Path) -> None:

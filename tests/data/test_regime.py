@@ -1,6 +1,7 @@
 """Regimes of real collections: the published amounts, each inside of the larger ones."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -54,8 +55,17 @@ def test_regimes_hold_what_they_say_and_nest(
         ("mitosis", 0.5, "is a number of cases, a whole one; got 0.5"),
         ("nuclei", 4, "takes 1 to 3 of the training items of 'breast'; got 4"),
         ("tumor", 2, "above 0 and up to 1; got 2"),
+        ("tumor", float("nan"), "above 0 and up to 1; got nan"),
+        ("mitosis", float("nan"), "is a number of cases, a whole one; got nan"),
     ],
 )
 def test_impossible_regimes_are_refused(folders: dict[str, Path], task: str, amount: float, sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):
         take_regime(task, open_data(folders[task]).split("train"), amount, 0)  # type: ignore[arg-type]
+
+
+def test_fields_of_no_organ_have_no_regime(tmp_path: Path) -> None:
+    kumar(tmp_path, ["a", "b", "c"])
+    pictures = [replace(picture, stratum="") for picture in open_data(tmp_path).pictures]
+    with pytest.raises(DataError, match=r"takes fields of each organ, but that of Tissue Images/a.tif is not known"):
+        take_regime("nuclei", pictures, 1, 0)

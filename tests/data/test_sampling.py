@@ -97,6 +97,14 @@ def test_mitoses_are_in_the_middle_and_negatives_far_from_them() -> None:
     assert {int(i) for step in range(30) for i in sampler.places(step).images[8:]} == {0, 1, 2}
 
 
+def test_negatives_lie_in_fields_by_their_area() -> None:
+    points = [np.array([[50.0, 50.0]]), np.empty((0, 2))]
+    sampler = mitosis(points=points, sizes_px=np.array([[100, 100], [300, 300]]), batch=64)
+    images = np.concatenate([sampler.places(step).images[32:] for step in range(40)])
+    allowed = 100 * 100 - np.pi * 30**2
+    assert (images == 0).mean() == pytest.approx(allowed / (allowed + 300 * 300), abs=0.03)
+
+
 def test_every_mitosis_is_seen_alike() -> None:
     sampler = mitosis(jitter_px=0)
     seen: Counter[tuple[int, ...]] = Counter()

@@ -1,5 +1,6 @@
 """Reading images: what each kind of file becomes, and what is said about those that cannot be read."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -92,8 +93,33 @@ def test_damaged_files_get_a_sentence(tmp_path: Path, pixels: np.ndarray) -> Non
         read_rgb(tmp_path / "text.tif")
     with pytest.raises(UnreadableImageError, match=r"missing.png does not exist"):
         read_rgb(tmp_path / "missing.png")
-    with pytest.raises(UnreadableImageError, match="cannot be decoded"):
+    with pytest.raises(UnreadableImageError, match="cannot be read \\(Is a directory\\)"):
         read_rgb(tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["a.tif", "a.png", "a.jpg"])
+def test_whatever_bytes_are_wrong_there_is_a_sentence(tmp_path: Path, name: str, pixels: np.ndarray) -> None:
+    """Every byte of the head, and some behind it, set to something else: the image, or a sentence, never a crash."""
+    path = tmp_path / name
+    Image.fromarray(pixels).save(path)
+    good = path.read_bytes()
+    generator = np.random.default_rng(0)
+    for place in [*range(60), *generator.integers(60, len(good), 140)]:
+        bad = bytearray(good)
+        bad[place % len(good)] = generator.integers(256)
+        path.write_bytes(bytes(bad))
+        with suppress(UnreadableImageError):
+            read_rgb(path)
+
+
+def test_numbers_that_are_no_labels_and_no_colours_are_refused(tmp_path: Path) -> None:
+    Image.fromarray(np.full((3, 3), -1, np.int32)).save(tmp_path / "ignore.tif")
+    with pytest.raises(UnreadableImageError, match=r"ignore.tif is no label map: object numbers are whole, 0 or above"):
+        read_labels(tmp_path / "ignore.tif")
+    Image.fromarray(np.full((3, 3), 0.5, np.float32)).save(tmp_path / "float.tif")
+    with pytest.raises(UnreadableImageError, match=r"float.tif holds floating-point numbers"):
+        read_rgb(tmp_path / "float.tif")
 
 
 def test_huge_images_are_slides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pixels: np.ndarray) -> None:

@@ -7,7 +7,7 @@ In: the folder with `mitoses_image_data_part_*/CASE/FIELD.tif` and `mitoses_grou
 from pathlib import Path
 
 from rotopath.data.collection import Collection, Finding, Picture
-from rotopath.data.folders import IMAGE_SUFFIXES, files_in, listed, read_splits
+from rotopath.data.folders import IMAGE_SUFFIXES, files_in, left_out, listed, read_splits
 from rotopath.data.splits import amida13_split
 
 SPACING_UM_PX = 0.25
@@ -24,39 +24,43 @@ def is_amida13(root: Path) -> bool:
 
 def open_amida13(root: Path) -> Collection:
     """Every field of every case that has a split; a field without a CSV has no mitoses."""
-    splits, findings = read_splits(root, "case")
+    images = [path for part in sorted(root.glob("mitoses_image_data*")) for path in files_in(part, IMAGE_SUFFIXES)]
+    truths = {_field(path): path for path in files_in(root / "mitoses_ground_truth", {".csv"})}
+    cases = {case for case, _ in map(_field, images)}
+    table, findings = read_splits(root, "case", cases, _case)
+    if table is None:
+        splits = {case: amida13_split(int(case)) for case in cases if case.isdecimal() and 1 <= int(case) <= 23}
+        if beyond := sorted(cases - splits.keys()):  # of TUPAC16
+            findings.append(left_out(beyond, "case"))
+    else:
+        splits = {case: row["split"] for case, row in table.items()}
+
     pictures: dict[tuple[str, str], Picture] = {}
-    beyond: set[str] = set()  # cases of TUPAC16 that AMIDA13 does not have
-    for path in sorted(p for part in root.glob("mitoses_image_data*") for p in files_in(part, IMAGE_SUFFIXES)):
-        name, case = path.relative_to(root).as_posix(), path.parent.name
-        if splits is None and not case.isdecimal():
-            findings.append(Finding(name, f"its folder {case!r} is no number of a case (01 to 23); it is left out."))
-        elif (split := _split_of(case, splits)) is None:
-            beyond.add(case)
-        elif (twin := pictures.get((case, path.stem))) is not None:
+    for path in images:
+        name, (case, field) = path.relative_to(root).as_posix(), _field(path)
+        if (twin := pictures.get((case, field))) is not None:
             findings.append(Finding(name, f"case {case} has this field already, as {twin.name}; it is left out."))
-        else:
-            truth = root / "mitoses_ground_truth" / case / f"{path.stem}.csv"
-            annotations = (truth,) if truth.is_file() else ()
-            pictures[case, path.stem] = Picture(path, name, case, split, SPACING_UM_PX, annotations=annotations)
+        elif case in splits:
+            annotations = (truths[case, field],) if (case, field) in truths else ()
+            pictures[case, field] = Picture(path, name, case, splits[case], SPACING_UM_PX, annotations=annotations)
 
-    for path in files_in(root / "mitoses_ground_truth", {".csv"}):
-        case = path.parent.name
-        if (case, path.stem) not in pictures and case not in beyond:
-            findings.append(Finding(path.relative_to(root).as_posix(), "there is no image of this field."))
-    if bare := [picture.name for picture in pictures.values() if not picture.annotations]:
-        findings.append(
-            Finding("mitoses_ground_truth", f"no CSV, so no mitoses, in {listed(bare, 'field')}.", is_problem=False)
-        )
-    if beyond:
-        wish = "a split.csv (case,split) gives them a place"
-        sentence = f"{listed(sorted(beyond), 'case')} without a split: left out; {wish}."
-        findings.append(Finding("", sentence, is_problem=False))
-    return Collection("mitosis", "AMIDA13", root, tuple(pictures.values()), tuple(findings), PUBLISHED)
+    for place in sorted(truths.keys() - set(map(_field, images))):
+        findings.append(Finding(truths[place].relative_to(root).as_posix(), "there is no image of this field."))
+    if pictures and not truths:
+        sentence = "there is no CSV at all, and without the places of mitoses there is nothing to learn."
+        findings.append(Finding("mitoses_ground_truth", sentence))
+    elif bare := [picture.name for picture in pictures.values() if not picture.annotations]:
+        sentence = f"no CSV, so no mitoses, in {listed(bare, 'field')}."
+        findings.append(Finding("mitoses_ground_truth", sentence, is_problem=False))
+    published = PUBLISHED if table is None else {}
+    return Collection("mitosis", "AMIDA13", root, tuple(pictures.values()), tuple(findings), published)
 
 
-def _split_of(case: str, splits: dict[str, dict[str, str]] | None) -> str | None:
-    if splits is not None:
-        row = splits.get(case) or splits.get(case.lstrip("0"))  # spreadsheets strip zeros
-        return row["split"] if row else None
-    return amida13_split(int(case)) if 1 <= int(case) <= 23 else None
+def _field(path: Path) -> tuple[str, str]:
+    """The case and the field that a file belongs to."""
+    return _case(path.parent.name), path.stem
+
+
+def _case(name: str) -> str:
+    """Cases have two digits; spreadsheets strip zeros."""
+    return name.zfill(2) if name.isdecimal() else name

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from rotopath.data.aperio import AnnotationError, paint_labels, read_annotations
+from rotopath.data.aperio import AnnotationError, paint_labels, read_outlines
 from rotopath.data.collection import Picture, scale
 from rotopath.images.files import image_size_px, read_labels
 
@@ -63,7 +63,7 @@ def parse_nuclei(picture: Picture, annotation: Path) -> tuple[NDArray[np.int32],
     """The label map at the picture's own spacing, and a sentence for each outline that was left out."""
     height, width = image_size_px(picture.path)
     if annotation.suffix.lower() == ".xml":
-        return paint_labels(read_annotations(annotation).outlines, height, width)
+        return paint_labels(read_outlines(annotation), height, width)
     labels = read_labels(annotation)
     if labels.shape != (height, width):
         raise AnnotationError(
@@ -79,5 +79,7 @@ def _csv_lines(path: Path) -> list[list[str]]:
             return list(csv.reader(file))
     except FileNotFoundError:
         raise AnnotationError(path, "does not exist.") from None
+    except OSError as error:
+        raise AnnotationError(path, f"cannot be read ({error.strerror}).") from None
     except (UnicodeDecodeError, csv.Error):
         raise AnnotationError(path, "is no text, where lines of `row,column` are expected.") from None

@@ -1,6 +1,6 @@
 """Aperio ImageScope annotations, as Kumar et al. and MoNuSeg publish them: outlines of nuclei in XML.
 
-In: an XML file. Out: polygons in pixels, the spacing, and a label map painted from them; problems in sentences.
+In: an XML file. Out: its spacing, polygons in pixels, and a label map painted from them; problems in sentences.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from skimage.draw import polygon2mask
 
-from rotopath.images.files import UnreadableFileError
+from rotopath.images.files import UnreadableFileError, is_plausible
 
 
 class AnnotationError(UnreadableFileError):
@@ -24,13 +24,7 @@ class Outline:
     vertices: NDArray[np.float64]  # (k, 2): x to the right and y downwards, in pixels, whole numbers at their centres
 
 
-@dataclass(frozen=True)
-class Annotations:
-    outlines: tuple[Outline, ...]
-    spacing_um_px: float | None
-
-
-def read_annotations(path: Path) -> Annotations:
+def read_outlines(path: Path) -> tuple[Outline, ...]:
     """All outlines of the file, in its order; regions that ImageScope marks as holes are left out."""
     import defusedxml.ElementTree
     from defusedxml import DefusedXmlException
@@ -45,12 +39,15 @@ def read_annotations(path: Path) -> Annotations:
         raise AnnotationError(
             path, f"holds XML entities ({type(error).__name__}), which annotations have no use for; it is not read."
         ) from None
+    except OSError as error:
+        raise AnnotationError(path, f"cannot be read ({error.strerror}).") from None
+    except (ValueError, LookupError) as error:
+        raise AnnotationError(path, f"is in an encoding that XML cannot have ({error}); save it as UTF-8.") from None
     if root is None or root.tag != "Annotations":
         found = "nothing" if root is None else f"<{root.tag}>"
         raise AnnotationError(path, f"is no Aperio annotation: it begins with {found}, not with <Annotations>.")
     regions = [region for region in root.iter("Region") if region.get("NegativeROA", "0") == "0"]
-    spacing = _number(root, "MicronsPerPixel", path) if root.get("MicronsPerPixel") else 0.0
-    return Annotations(tuple(_outline(region, path) for region in regions), spacing if spacing > 0 else None)
+    return tuple(_outline(region, path) for region in regions)
 
 
 def read_spacing_um_px(path: Path) -> float | None:
@@ -60,8 +57,9 @@ def read_spacing_um_px(path: Path) -> float | None:
 
     try:
         for _, root in defusedxml.ElementTree.iterparse(str(path), events=("start",)):
-            return _number(root, "MicronsPerPixel", path) or None
-    except (OSError, ParseError, DefusedXmlException, AnnotationError):
+            spacing = _number(root, "MicronsPerPixel", path)
+            return spacing if is_plausible(spacing) else None
+    except (OSError, ParseError, DefusedXmlException, ValueError, LookupError):
         pass
     return None
 

@@ -1,9 +1,10 @@
 """Batches: sampled, cut out, and augmented on the device.
 
-In: pictures of one split, and what the model wants. Out: for any step its batch, the same bytes on every machine and
-with any number of workers; an epoch is a range of steps, and one that was interrupted goes on with those that are left.
+In: pictures of one split, and what the model wants. Out: for any step its batch, the same bytes from any cache and with
+any number of workers; an epoch is a range of steps, and one that was interrupted goes on with those that are left.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,9 +16,10 @@ from torch.utils.data import DataLoader, Dataset
 from rotopath import group
 from rotopath.data.annotations import read_points
 from rotopath.data.augmentation import NO_AUGMENTATION, Augmentation, Changes, augment
-from rotopath.data.collection import MODEL_SPACING_UM_PX, Picture, Task
-from rotopath.data.pixels import Cache, DevicePixels, Pixels, Reader, open_pixels
+from rotopath.data.collection import MODEL_SPACING_UM_PX, DataError, Picture, Task
+from rotopath.data.pixels import Cache, Pixels, Reader, open_pixels
 from rotopath.data.sampling import Ints, MiddleWindows, MitosisWindows, NucleiWindows, Sampler, TumorWindows
+from rotopath.images.files import UnreadableFileError
 from rotopath.nn import center_crop
 
 BATCH: Mapping[Task, int] = {"mitosis": 64, "nuclei": 16, "tumor": 64}  # as in the paper
@@ -50,6 +52,7 @@ class Batches(Dataset[Batch]):
         self._cut_px = group.covering_size(window_px) if augmentation.free_rotation else window_px
 
     def __getitem__(self, step: int) -> Batch:
+        """The batch of a step."""
         places = self.sampler.places(step)
         margin = (self._cut_px - self._window_px) // 2
         places = places._replace(tops=places.tops - margin, lefts=places.lefts - margin)
@@ -61,12 +64,20 @@ class Batches(Dataset[Batch]):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Images (B, 3, s, s) from 0 to 1 and their targets, for the steps in their order, augmented on the device.
 
-        Targets are labels (B,), or for nuclei maps of classes (B, t, t). Workers read ahead where pixels are not on
-        the device already.
+        Targets are labels (B,), or for nuclei maps of classes (B, t, t). Workers read ahead where pixels are in files.
         """
-        workers = 0 if isinstance(self.pixels, DevicePixels) else workers
-        pinned = device.type == "cuda" and not isinstance(self.pixels, DevicePixels)
-        for batch in DataLoader(self, batch_size=None, sampler=steps, num_workers=workers, pin_memory=pinned):
+        in_files, on_device = self.pixels.in_files, self.pixels.on_device
+        loader = DataLoader(
+            _CarryingErrors(self),
+            batch_size=None,
+            sampler=steps,
+            num_workers=min(workers, _cores()) if in_files else 0,
+            pin_memory=device.type == "cuda" and not on_device,
+            generator=torch.Generator(),  # its own, so that reading data leaves the model's random numbers alone
+        )
+        for batch in loader:
+            if isinstance(batch, UnreadableFileError):
+                raise batch
             yield self.finish(batch, device)
 
     def finish(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -77,6 +88,23 @@ class Batches(Dataset[Batch]):
             return images, batch.labels.to(device, non_blocking=True)
         target_px = self._target_px or self._window_px
         return images, center_crop(classes, target_px, target_px)
+
+
+class _CarryingErrors(Dataset[Batch | UnreadableFileError]):
+    """Hands an unreadable file over as it is; a worker that raised it would wrap the sentence into a traceback."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def __getitem__(self, step: int) -> Batch | UnreadableFileError:
+        try:
+            return self._batches[step]
+        except UnreadableFileError as error:
+            return error
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def sampled_batches(
@@ -96,8 +124,13 @@ def sampled_batches(
     `mined` adds examples that a model found hard: indices of patches (tumor), or (image, row, column) of places that
     are no mitoses.
     """
+    batch = BATCH[task] if batch is None else batch
+    if batch < 1 or seed < 0:
+        raise DataError(f"A batch has 1 or more windows, and a seed is 0 or more; got {batch} and {seed}.")
+    if mined is not None and len(mined) and not 0 <= mined.reshape(len(mined), -1)[:, 0].max() < len(pictures):
+        raise DataError(f"The mined examples name images that are not among the {len(pictures)} of the training set.")
     pixels = open_pixels(pictures, reader_of(task), cache, device)
-    sizes, batch = pixels.sizes_px, batch or BATCH[task]
+    sizes = pixels.sizes_px
     sampler: Sampler
     if task == "tumor":
         sampler = TumorWindows(_labels(pictures), sizes, window_px, batch, seed, mined)

@@ -13,12 +13,13 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from scipy import ndimage
 
 from rotopath.data.annotations import parse_nuclei, parse_points
 from rotopath.data.aperio import AnnotationError
 from rotopath.data.collection import Collection, Finding, Picture, read_run, runs
 from rotopath.data.pcam import CLASSES
-from rotopath.data.splits import SPLITS, leaks
+from rotopath.data.splits import SPLITS
 from rotopath.evaluation.overlap import aggregated_jaccard
 from rotopath.images.files import UnreadableFileError
 
@@ -59,12 +60,16 @@ def check(collection: Collection, progress: Callable[[int], object] = lambda _: 
             findings += contents.findings
             agreement |= contents.agreement
             progress(len(run))
-    findings += [Finding("", sentence) for sentence in _leaks(collection)]
+    findings += _emptiness(collection)
     return Check(collection, counts, tuple(findings), agreement)
 
 
-def _leaks(collection: Collection) -> list[str]:
-    return leaks((picture.case, picture.split) for picture in collection.pictures if picture.case)
+def _emptiness(collection: Collection) -> list[Finding]:
+    """That there is nothing, or nothing in some split."""
+    if not collection.pictures:
+        return [Finding("", "there is not a single image that can be used.")]
+    present = {picture.split for picture in collection.pictures}
+    return [Finding("", f"no image is in the split {s!r}.", is_problem=False) for s in SPLITS if s not in present]
 
 
 def _read(collection: Collection, run: list[Picture]) -> _Contents:
@@ -106,6 +111,10 @@ def _read_nuclei(picture: Picture, root: Path, contents: _Contents) -> None:
         left_out = [Finding.of(AnnotationError(annotation, fault), root) for fault in faults]
         contents.findings += [replace(finding, is_problem=False) for finding in left_out]
         if annotation == picture.annotations[0]:
-            contents.objects["nuclei"] += len(np.unique(labels[labels > 0]))
+            numbers = np.unique(labels[labels > 0])
+            contents.objects["nuclei"] += len(numbers)
+            if len(numbers) == 1 and (parts := int(ndimage.label(labels)[1])) > 1:
+                fault = f"gives all of its {parts} objects one number, so they count as one; number them."
+                contents.findings.append(Finding.of(AnnotationError(annotation, fault), root))
     if len(maps) == 2:
         contents.agreement[picture.name] = aggregated_jaccard(*maps)

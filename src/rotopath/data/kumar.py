@@ -6,10 +6,11 @@ In: the folder with `Tissue Images`, and `Annotations` (Aperio XML) or `Label Ma
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from rotopath.data.aperio import read_spacing_um_px
 from rotopath.data.collection import Collection, Finding, Picture
-from rotopath.data.folders import IMAGE_SUFFIXES, files_in, listed, read_splits
+from rotopath.data.folders import IMAGE_SUFFIXES, by_stem, files_in, left_out, read_splits
 from rotopath.data.splits import KUMAR_FIELDS, split_strata
 from rotopath.images.files import UnreadableFileError, spacing_um_px
 
@@ -34,23 +35,22 @@ def is_kumar(root: Path) -> bool:
 
 def open_kumar(root: Path) -> Collection:
     """Every field that has a split and nuclei."""
-    images = {path.stem: path for path in files_in(_folder(root, "tissue images"), IMAGE_SUFFIXES)}
-    maps = {path.stem: path for path in files_in(_folder(root, "label maps"), IMAGE_SUFFIXES)}
-    outlines = {path.stem: path for path in files_in(_folder(root, "annotations"), {".xml"})}
-    splits, findings = _splits(root, images)
+    images, findings = by_stem(root, files_in(_folder(root, "tissue images"), IMAGE_SUFFIXES))
+    maps, twin_maps = by_stem(root, files_in(_folder(root, "label maps"), IMAGE_SUFFIXES))
+    outlines, twin_outlines = by_stem(root, files_in(_folder(root, "annotations"), {".xml"}))
+    splits, findings_of_splits = _splits(root, images)
+    findings += [*twin_maps, *twin_outlines, *findings_of_splits]
 
     pictures = []
-    for stem, path in images.items():
+    for stem, split in splits.items():
+        path = images[stem]
         name = path.relative_to(root).as_posix()
         annotations = tuple(found[stem] for found in (maps, outlines) if stem in found)
-        if stem not in splits:
-            continue
         if not annotations:
             findings.append(Finding(name, "there is neither a label map nor an XML of its nuclei; it is left out."))
             continue
-        split, organ = splits[stem]
-        spacing = _spacing(path, outlines.get(stem))
-        pictures.append(Picture(path, name, patient(stem), split, spacing, annotations=annotations, stratum=organ))
+        spacing, organ = _spacing(path, outlines.get(stem)), split.organ
+        pictures.append(Picture(path, name, patient(stem), split.name, spacing, annotations=annotations, stratum=organ))
 
     for stem in sorted((maps.keys() | outlines.keys()) - images.keys()):
         path = maps.get(stem) or outlines[stem]
@@ -69,28 +69,30 @@ def patient(stem: str) -> str:
     return found[0] if found else stem
 
 
-def _splits(root: Path, images: dict[str, Path]) -> tuple[dict[str, tuple[str, str]], list[Finding]]:
-    """(split, organ) of each image that takes part: by split.csv, else so many of each organ, by a fixed seed."""
-    table, findings = read_splits(root, "image")
-    if table is None:
-        organ_of = {code: organ for organ, codes in ORGANS.items() for code in codes}
-        organs = {stem: organ for stem in images if (organ := organ_of.get(patient(stem).removeprefix("TCGA-")))}
-        try:
-            splits = split_strata(organs, KUMAR_FIELDS, SPLIT_SEED)
-        except ValueError as error:
-            findings.append(Finding("", f"{error} It goes into split.csv (image,split,organ)."))
-            return {}, findings
-        found = {stem: (split, organs[stem]) for stem, split in splits.items()}
-    else:
-        keys = {key: Path(key).stem if Path(key).suffix.lower() in IMAGE_SUFFIXES else key for key in table}
-        found = {keys[key]: (row["split"], row.get("organ", "")) for key, row in table.items()}
-        for stem in sorted(found.keys() - images.keys()):
-            findings.append(Finding("split.csv", f"it lists {stem!r}, but there is no such image."))
-    if unused := sorted(images.keys() - found.keys()):
-        hint = "list them in split.csv (image,split,organ) to use them"
-        sentence = f"{listed(unused, 'image')} without a split: left out; {hint}."
-        findings.append(Finding("", sentence, is_problem=bool(not found)))
-    return found, findings
+class _Split(NamedTuple):
+    name: str
+    organ: str
+
+
+def _splits(root: Path, images: dict[str, Path]) -> tuple[dict[str, _Split], list[Finding]]:
+    """The split and organ of each image that takes part: by split.csv, else so many of each organ, by a fixed seed."""
+    organ_of = {code: organ for organ, codes in ORGANS.items() for code in codes}
+    organs = {stem: organ_of.get(patient(stem).removeprefix("TCGA-"), "") for stem in images}
+    table, findings = read_splits(root, "image", images, _stem)
+    if table is not None:
+        return {s: _Split(row["split"], row.get("organ") or organs[s]) for s, row in sorted(table.items())}, findings
+    known = {stem: organ for stem, organ in organs.items() if organ}
+    try:
+        splits = split_strata(known, KUMAR_FIELDS, SPLIT_SEED)
+    except ValueError as error:
+        return {}, [Finding("", f"{error} It goes into a split.csv (image,split,organ).")]
+    if unknown := sorted(images.keys() - known.keys()):
+        findings.append(left_out(unknown, "image"))
+    return {stem: _Split(splits[stem], known[stem]) for stem in sorted(splits)}, findings
+
+
+def _stem(name: str) -> str:
+    return Path(name).stem if Path(name).suffix.lower() in IMAGE_SUFFIXES else name
 
 
 def _spacing(image: Path, outlines: Path | None) -> float:

@@ -1,21 +1,21 @@
 """Images of one's own, listed in a CSV manifest.
 
-In: a file with the columns `image`, `label` or `annotation`, and perhaps `group`, `split` and `spacing` (µm/px); paths
-are relative to it. Out: a collection. Labels 0 and 1 make a tumor task, CSV annotations a mitosis task, label maps or
-XML a nuclei task.
+In: a file with the columns `image`, `label` or `annotation`, and perhaps `group`, `split`, `spacing` (µm/px) and
+`organ`; paths are relative to it. Out: a collection. Labels 0 and 1 make a tumor task, CSV annotations a mitosis task,
+label maps or XML a nuclei task.
 """
 
+import os
 from collections import Counter, defaultdict
 from pathlib import Path
 
 from rotopath.data.collection import Collection, DataError, Finding, Picture, Task
 from rotopath.data.splits import SPLITS, split_fractions
-from rotopath.data.tables import read_table
-from rotopath.images.files import UnreadableFileError, spacing_um_px
+from rotopath.data.tables import Row, read_table
+from rotopath.images.files import PLAUSIBLE_UM_PX, UnreadableFileError, is_plausible, spacing_um_px
 
 FRACTIONS = {"train": 0.6, "valid": 0.2, "test": 0.2}  # of the groups, where the manifest has no splits
 SPLIT_SEED = 0
-Row = dict[str, str]
 
 
 def open_manifest(path: Path) -> Collection:
@@ -30,9 +30,8 @@ def open_manifest(path: Path) -> Collection:
     seen: dict[str, int] = {}
     for line, row in table:
         try:
-            if row["image"] in seen:
-                raise DataError(f"{row['image']!r} is listed already, in line {seen[row['image']]}.")
-            seen[row["image"]] = line
+            if (first := seen.setdefault(_key(row), line)) != line:
+                raise DataError(f"{row['image']!r} is listed already, in line {first}.")
             pictures.append(_picture(path.parent, row, task, splits[line]))
         except (DataError, UnreadableFileError) as error:
             findings.append(Finding(path.name, f"line {line}: {error}"))
@@ -72,7 +71,12 @@ def _splits(table: list[tuple[int, Row]]) -> dict[int, str]:
 
 
 def _group(row: Row) -> str:
-    return row.get("group") or row["image"]
+    return row.get("group") or _key(row)
+
+
+def _key(row: Row) -> str:
+    """The image, however its path is spelled."""
+    return os.path.normpath(row["image"])
 
 
 def _picture(folder: Path, row: Row, task: Task, split: str) -> Picture:
@@ -93,7 +97,8 @@ def _picture(folder: Path, row: Row, task: Task, split: str) -> Picture:
             raise DataError(f"the annotation {row['annotation']!r} does not exist.")
     elif task == "nuclei":
         raise DataError("the annotation is missing; an image without nuclei needs an empty label map.")
-    return Picture(path, row["image"], _group(row), split, _spacing(path, row), label=label, annotations=annotations)
+    spacing, organ = _spacing(path, row), row.get("organ", "")
+    return Picture(path, row["image"], _group(row), split, spacing, None, label, annotations, organ)
 
 
 def _spacing(path: Path, row: Row) -> float:
@@ -106,6 +111,7 @@ def _spacing(path: Path, row: Row) -> float:
         spacing = float(text)
     except ValueError:
         spacing = 0.0
-    if not 0 < spacing < float("inf"):
-        raise DataError(f"the spacing is {text!r}; a number above 0 is expected, in µm/px.")
+    if not is_plausible(spacing):
+        low, high = PLAUSIBLE_UM_PX
+        raise DataError(f"the spacing is {text!r}; a number from {low:g} to {high:g} is expected, in µm/px.")
     return spacing

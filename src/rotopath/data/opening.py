@@ -4,13 +4,15 @@ In: the path that a person points at. Out: a collection, or one sentence about w
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from rotopath.data.amida13 import is_amida13, open_amida13
-from rotopath.data.collection import Collection, DataError, Task
+from rotopath.data.collection import Collection, DataError, Finding, Task
 from rotopath.data.kumar import is_kumar, open_kumar
 from rotopath.data.manifest import open_manifest
 from rotopath.data.pcam import is_kaggle, is_pcam, open_kaggle, open_pcam
+from rotopath.data.splits import leaks
 
 LAYOUTS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Collection]], ...] = (
     (lambda root: (root / "manifest.csv").is_file(), lambda root: open_manifest(root / "manifest.csv")),
@@ -20,24 +22,25 @@ LAYOUTS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Collection]], ...]
     (is_kaggle, open_kaggle),
 )
 EXPECTED = (
-    "expected are the folders of AMIDA13 (mitoses_image_data_part_1, mitoses_ground_truth), of Kumar or MoNuSeg "
-    "(Tissue Images, Annotations), of PCam (camelyonpatch_level_2_split_train_x.h5, or train and train_labels.csv), or "
-    "a manifest.csv"
+    "expected are the unpacked folders of AMIDA13 (mitoses_image_data_part_1, mitoses_ground_truth), of Kumar or "
+    "MoNuSeg (Tissue Images, Annotations), of PCam (camelyonpatch_level_2_split_train_x.h5, or train and "
+    "train_labels.csv), or a manifest.csv"
 )
 
 
-def open_data(path: Path, task: Task | None = None) -> Collection:
+def open_data(path: Path | str, task: Task | None = None) -> Collection:
     """The collection that lies at a path: a folder of a benchmark, also one level above it, or a manifest.
 
     With a task given, data of another task is refused.
     """
-    collection = _open(path)
+    collection = _open(Path(path))
     if task is not None and collection.task != task:
         raise DataError(
             f"{path} holds {collection.source} data for the task {collection.task}, but {task} is asked for; "
             f"choose another folder or the other task."
         )
-    return collection
+    shared = leaks((picture.case, picture.split) for picture in collection.pictures if picture.case)
+    return replace(collection, findings=(*collection.findings, *(Finding("", sentence) for sentence in shared)))
 
 
 def _open(path: Path) -> Collection:
@@ -47,15 +50,21 @@ def _open(path: Path) -> Collection:
         if path.suffix.lower() != ".csv":
             raise DataError(f"{path} is a file, but no CSV manifest; give a folder or a manifest.")
         return open_manifest(path)
-    inside = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    if (here := _layout(path)) is not None:
+        return here(path)
     # An archive often unpacks into a folder of its own, one level further down.
-    found = [(open_layout, root) for root in (path, *inside) for is_layout, open_layout in LAYOUTS if is_layout(root)]
-    here = [(open_layout, root) for open_layout, root in found if root == path]
-    if len(here or found) > 1:
-        places = ", ".join(sorted({str(root) for _, root in found}))
+    inside = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    found = [(root, layout) for root in inside if (layout := _layout(root)) is not None]
+    if len(found) > 1:
+        places = ", ".join(str(root) for root, _ in found)
         raise DataError(f"{path} holds more than one data set ({places}); give the folder of one.")
     if not found:
         what = "is empty" if not any(path.iterdir()) else "is no data set that is known here"
         raise DataError(f"{path} {what}; {EXPECTED}.")
-    open_layout, root = found[0]
-    return open_layout(root)
+    root, layout = found[0]
+    return layout(root)
+
+
+def _layout(root: Path) -> Callable[[Path], Collection] | None:
+    """The reader of a folder; a manifest goes before what it may lie in."""
+    return next((open_layout for is_layout, open_layout in LAYOUTS if is_layout(root)), None)

@@ -10,7 +10,7 @@ import numpy as np
 
 from rotopath.data import hdf5
 from rotopath.data.collection import Collection, Finding, Picture
-from rotopath.data.folders import IMAGE_SUFFIXES, files_in, listed, read_splits
+from rotopath.data.folders import IMAGE_SUFFIXES, by_stem, files_in, listed, read_splits
 from rotopath.data.hdf5 import UnreadableHdf5Error
 from rotopath.data.splits import SPLITS, split_fractions
 from rotopath.data.tables import TableError, read_table
@@ -36,8 +36,8 @@ def open_pcam(root: Path) -> Collection:
             pictures += _patches(root, split)
         except UnreadableFileError as error:
             findings.append(Finding.of(error, root))
-    if pictures and not any(picture.case for picture in pictures):
-        sentence = "without *_meta.csv files the slides are not known, and no leak between splits can be seen."
+    if not all(picture.case for picture in pictures):
+        sentence = "without all *_meta.csv files the slides are not known, and no leak between splits can be seen."
         findings.append(Finding("", sentence, is_problem=False))
     return Collection("tumor", "PCam", root, tuple(pictures), tuple(findings), PUBLISHED)
 
@@ -48,14 +48,15 @@ def is_kaggle(root: Path) -> bool:
 
 def open_kaggle(root: Path) -> Collection:
     """The labelled patches in Kaggle's form: split by `split.csv` (id,split), else at random within each class."""
-    table, findings = read_splits(root, "id")
-    images = {path.stem: path for path in files_in(root / "train", IMAGE_SUFFIXES)}
+    images, findings = by_stem(root, files_in(root / "train", IMAGE_SUFFIXES))
     labels: dict[str, int] = {}
+    absent: list[str] = []
     for line, row in read_table(root / "train_labels.csv", ("id", "label")):
         identity, label = row["id"], row["label"]
         if identity not in images:
-            sentence = f"line {line} has {identity!r}, but there is no train/{identity}.tif."
-        elif label not in ("0", "1"):
+            absent.append(identity)
+            continue
+        if label not in ("0", "1"):
             sentence = f"line {line} has the label {label!r}; 0 (normal) or 1 (tumor) is expected."
         elif identity in labels:
             sentence = f"line {line} lists {identity!r} a second time."
@@ -63,8 +64,12 @@ def open_kaggle(root: Path) -> Collection:
             labels[identity] = int(label)
             continue
         findings.append(Finding("train_labels.csv", sentence))
+    if absent:
+        findings.append(Finding("train_labels.csv", f"there is no image in train for {listed(absent, 'label')}."))
     if bare := sorted(images.keys() - labels.keys()):
         findings.append(Finding("train", f"no label for {listed(bare, 'image')}; left out.", is_problem=False))
+    table, findings_of_splits = read_splits(root, "id", labels)
+    findings += findings_of_splits
     if table is None:
         splits = split_fractions({identity: str(label) for identity, label in labels.items()}, KAGGLE_SPLIT, SPLIT_SEED)
         sentence = (
@@ -73,12 +78,12 @@ def open_kaggle(root: Path) -> Collection:
         )
         findings.append(Finding("", sentence, is_problem=False))
     else:
-        splits = {identity: row["split"] for identity, row in table.items() if identity in labels}
+        splits = {identity: row["split"] for identity, row in table.items()}
     pictures = [
-        Picture(images[i], f"train/{images[i].name}", "", splits[i], SPACING_UM_PX, label=labels[i])
+        Picture(images[i], images[i].relative_to(root).as_posix(), "", splits[i], SPACING_UM_PX, label=labels[i])
         for i in sorted(splits)
     ]
-    return Collection("tumor", "PCam in Kaggle's form", root, tuple(pictures), tuple(findings), PUBLISHED)
+    return Collection("tumor", "PCam in Kaggle's form", root, tuple(pictures), tuple(findings))
 
 
 def _patches(root: Path, split: str) -> list[Picture]:
@@ -89,7 +94,7 @@ def _patches(root: Path, split: str) -> list[Picture]:
     shape, label_shape = hdf5.shape_of(images, "x"), hdf5.shape_of(labels, "y")
     if len(shape) != 4 or shape[3] != 3:
         raise UnreadableHdf5Error(images, f"holds an array of shape {shape}; (n, 96, 96, 3) is expected.")
-    if label_shape[0] != shape[0] or int(np.prod(label_shape)) != shape[0]:
+    if label_shape[:1] != shape[:1] or int(np.prod(label_shape)) != shape[0]:
         raise UnreadableHdf5Error(images, f"has {shape[0]} patches, but {labels.name} labels of shape {label_shape}.")
     values = hdf5.read_rows(labels, "y", 0, shape[0]).reshape(-1)
     if (wrong := np.flatnonzero(values > 1)).size:

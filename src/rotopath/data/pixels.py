@@ -5,9 +5,12 @@ Windows that reach beyond an image see it mirrored at its edge.
 """
 
 import os
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
 from typing import Literal, Protocol, get_args
 
 import numpy as np
@@ -28,13 +31,16 @@ Cache = Literal["auto", "device", "memory", "none"]
 Bytes = NDArray[np.uint8]
 FREE_SHARE = 0.5  # of the memory that is free, pixels may take so much
 KEPT_BYTES = 2**29  # of decoded images, in each process, where they live in files
-IMAGES_AT_ONCE = 512  # copied to the device
+COPIED_PIXELS = 2**24  # to the device at once
+UNKNOWN_FREE_BYTES = 4 * 2**30
 
 
 class Pixels(Protocol):
     """Images from which windows are cut."""
 
     sizes_px: Ints  # (n, 2)
+    in_files: bool  # so that it pays to read ahead
+    on_device: bool
 
     def windows(self, places: Places, size_px: int) -> Tensor: ...
 
@@ -74,6 +80,7 @@ class HostPixels:
 
     def __init__(self, images: "Sequence[Bytes] | DecodedOnDemand", sizes_px: Ints) -> None:
         self._images, self.sizes_px = images, sizes_px
+        self.in_files, self.on_device = isinstance(images, DecodedOnDemand), False
 
     def windows(self, places: Places, size_px: int) -> Tensor:
         cut = [
@@ -104,14 +111,15 @@ class DevicePixels:
     """Images side by side in one tensor of a device, from which one read fetches all windows of a batch."""
 
     def __init__(self, images: Sequence[Bytes], device: torch.device) -> None:
+        self.in_files, self.on_device = False, True
         self.sizes_px = np.array([image.shape[:2] for image in images], np.int64)
         starts = np.concatenate([[0], np.cumsum(self.sizes_px.prod(axis=1))])
         self._flat = torch.empty((int(starts[-1]), images[0].shape[2]), dtype=torch.uint8, device=device)
-        for first in range(0, len(images), IMAGES_AT_ONCE):
-            block = np.concatenate(
-                [image.reshape(-1, image.shape[2]) for image in images[first : first + IMAGES_AT_ONCE]]
-            )
-            self._flat[starts[first] : starts[first] + len(block)] = torch.from_numpy(block)
+        # Small images are copied many at a time, large ones without a second copy of all of them.
+        for _, block in groupby(range(len(images)), lambda i: int(starts[i]) // COPIED_PIXELS):
+            chosen = list(block)
+            pixels = np.concatenate([images[i].reshape(-1, images[i].shape[2]) for i in chosen])
+            self._flat[starts[chosen[0]] : starts[chosen[0]] + len(pixels)] = torch.from_numpy(pixels)
         self._starts, self._sides = (torch.from_numpy(each).to(device) for each in (starts[:-1], self.sizes_px))
 
     def windows(self, places: Places, size_px: int) -> Tensor:
@@ -128,6 +136,8 @@ class DevicePixels:
 
 def open_pixels(pictures: Sequence[Picture], reader: Reader, cache: Cache, device: torch.device) -> Pixels:
     """The pictures' pixels where `cache` says; with "auto", on the device or in memory if they fit, else in files."""
+    if not pictures:
+        raise DataError("There are no images to take windows from.")
     if cache not in get_args(Cache):
         raise DataError(f"There is no cache {cache!r}; choose from {', '.join(get_args(Cache))}.")
     if cache in ("auto", "none"):
@@ -146,8 +156,17 @@ def choose_cache(size_bytes: int, device: torch.device) -> Cache:
     """The fastest place that so many bytes fit into without crowding out the model."""
     if device.type == "cuda" and size_bytes <= FREE_SHARE * torch.cuda.mem_get_info(device)[0]:
         return "device"
-    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return "memory" if size_bytes <= FREE_SHARE * free_bytes else "none"
+    return "memory" if size_bytes <= FREE_SHARE * _free_bytes() else "none"
+
+
+def _free_bytes() -> int:
+    """Memory that programs can have without swapping; a modest guess where the system does not tell."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return UNKNOWN_FREE_BYTES
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else UNKNOWN_FREE_BYTES
 
 
 def load(pictures: Sequence[Picture], reader: Reader) -> list[Bytes]:

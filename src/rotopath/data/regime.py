@@ -15,13 +15,15 @@ AMOUNTS = {"mitosis": "a number of cases", "nuclei": "a number of fields of each
 
 def take_regime(task: Task, pictures: Sequence[Picture], amount: float, seed: int) -> tuple[Picture, ...]:
     """The pictures of so many cases (mitosis), so many fields of each organ (nuclei), or a fraction of each class."""
-    if task in AMOUNTS and amount != int(amount):
+    if task in AMOUNTS and not float(amount).is_integer():
         raise DataError(f"A regime of the task {task} is {AMOUNTS[task]}, a whole one; got {amount:g}.")
     try:
         if task == "mitosis":
             cases = set(take_cases((picture.case for picture in pictures), int(amount), seed))
             return tuple(picture for picture in pictures if picture.case in cases)
         if task == "nuclei":
+            if bare := [picture.name for picture in pictures if not picture.stratum]:
+                raise DataError(f"A regime takes fields of each organ, but that of {bare[0]} is not known; list it.")
             names = set(take_of_each({picture.name: picture.stratum for picture in pictures}, int(amount), seed))
             return tuple(picture for picture in pictures if picture.name in names)
         labels = np.array([picture.label for picture in pictures], np.int64)

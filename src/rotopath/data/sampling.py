@@ -103,7 +103,7 @@ class MitosisWindows:
         if not len(self._mitoses):
             raise DataError("The training fields have no mitoses; there is nothing to learn from.")
         self._mined = np.empty((0, 3)) if mined is None else mined
-        hard = batch // 4 if len(self._mined) else 0
+        hard = -(-batch // 4) if len(self._mined) else 0
         self._shares = (batch // 2, hard, batch // 2 - hard)
         self._positives = Rounds(len(self._mitoses), (seed, 0))
         self._hard = Rounds(len(self._mined), (seed, 1))
@@ -187,7 +187,7 @@ class _Pool:
 
     def __init__(self, members: Ints, hard: Ints, share: int, seed: tuple[int, int]) -> None:
         self._members, self._hard = members, hard
-        self._of_hard = share // 2 if len(hard) else 0
+        self._of_hard = -(-share // 2) if len(hard) else 0
         self._of_members = share - self._of_hard
         self._rounds = Rounds(len(members), (*seed, 0))
         self._hard_rounds = Rounds(len(hard), (*seed, 1))

@@ -9,32 +9,41 @@ from pathlib import Path
 
 from rotopath.images.files import UnreadableFileError
 
+Row = dict[str, str]
+HEAD_CHARACTERS = 10_000
+
 
 class TableError(UnreadableFileError):
     """A file that is no table, or lacks columns that it should have."""
 
 
-def read_table(path: Path, required: Collection[str]) -> list[tuple[int, dict[str, str]]]:
+def read_table(path: Path, required: Collection[str]) -> list[tuple[int, Row]]:
     """(line, row) of each row that is not empty; names of columns in lower case, cells without spaces around them."""
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file)
-            header = [name.strip().lower() for name in next(reader, [])]
+            start = file.read(HEAD_CHARACTERS)
+            file.seek(0)
+            reader = csv.reader(file, delimiter=_delimiter(start))
             rows = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader]
     except FileNotFoundError:
         raise TableError(path, "does not exist.") from None
     except (UnicodeDecodeError, csv.Error):
-        raise TableError(path, "is no text table; a CSV file with a header is expected.") from None
+        raise TableError(path, "is no text that can be read; save it as a CSV file in UTF-8.") from None
+    except OSError as error:
+        raise TableError(path, f"cannot be read ({error.strerror}).") from None
+    rows = [(line, cells) for line, cells in rows if any(cells)]
+    header = [name.lower() for name in rows[0][1]] if rows else []
     if missing := [name for name in required if name not in header]:
-        raise TableError(
-            path,
-            f"has no column {missing[0]!r}; its first line must name {' and '.join(required)}.",
-        )
+        raise TableError(path, f"has no column {missing[0]!r}; its first line must name {' and '.join(required)}.")
     table = []
-    for line, cells in rows:
-        if not any(cells):
-            continue
-        if len(cells) > len(header):
+    for line, cells in rows[1:]:
+        if any(cells[len(header) :]):
             raise TableError(path, f"has {len(cells)} cells in line {line}, but {len(header)} columns.")
-        table.append((line, dict(zip(header, cells + [""] * (len(header) - len(cells)), strict=True))))
+        table.append((line, dict(zip(header, cells + [""] * len(header), strict=False))))
     return table
+
+
+def _delimiter(text: str) -> str:
+    """What separates the columns: spreadsheets of many countries write semicolons."""
+    header = next((line for line in text.splitlines() if line.strip(",;\t ")), "")
+    return max(",;\t", key=header.count)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 
-PLAUSIBLE_UM_PX = (0.02, 20.0)  # outside of it a resolution tag speaks of print or screen, not of a microscope
+PLAUSIBLE_UM_PX = (0.05, 5.0)  # outside of it a resolution speaks of print or screen, not of a microscope
 UM_PER_INCH = 25_400.0
 _FILTERING = Lock()
 NUMBER = r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)"
@@ -38,6 +38,8 @@ class UnreadableImageError(UnreadableFileError):
 def read_rgb(path: Path) -> NDArray[np.uint8]:
     """The image as (H, W, 3) bytes: transparency lies on white, 16 bits are reduced to 8, grey becomes RGB."""
     with _opened(path) as image:
+        if image.mode == "F":
+            raise UnreadableImageError(path, "holds floating-point numbers; save it with 8 bits for each colour.")
         if image.mode.startswith("I"):
             grey = np.array(image).clip(0, 65_535) >> 8
             return np.repeat(grey.astype(np.uint8)[:, :, None], 3, axis=2)
@@ -56,7 +58,10 @@ def read_labels(path: Path) -> NDArray[np.int32]:
                 f"is no label map: it has mode {image.mode}, but object numbers need one grey channel "
                 f"of 8, 16 or 32 bits.",
             )
-        return np.array(image).astype(np.int32)
+        labels = np.array(image)
+    if labels.min() < 0 or labels.max() > np.iinfo(np.int32).max:
+        raise UnreadableImageError(path, "is no label map: object numbers are whole, 0 or above.")
+    return labels.astype(np.int32)
 
 
 def image_size_px(path: Path) -> tuple[int, int]:
@@ -80,7 +85,12 @@ def spacing_um_px(path: Path) -> float | None:
         spacing = UM_PER_INCH / float(density[0])
     else:
         return None
-    return spacing if PLAUSIBLE_UM_PX[0] <= spacing <= PLAUSIBLE_UM_PX[1] else None
+    return spacing if is_plausible(spacing) else None
+
+
+def is_plausible(spacing: float) -> bool:
+    """Whether a microscope could have so many micrometres in a pixel."""
+    return PLAUSIBLE_UM_PX[0] <= spacing <= PLAUSIBLE_UM_PX[1]
 
 
 def resample(image: NDArray[np.uint8], scale: float) -> NDArray[np.uint8]:
@@ -102,7 +112,11 @@ def _opened(path: Path) -> Iterator[Image.Image]:
         raise UnreadableImageError(path, "is not an image that can be read (TIFF, PNG, JPEG, ...).") from None
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
         raise UnreadableImageError(path, "is too large to be read at once; treat it as a slide.") from None
-    except (OSError, SyntaxError, EOFError, UserWarning) as error:
+    except UnreadableFileError:
+        raise
+    except (PermissionError, IsADirectoryError) as error:
+        raise UnreadableImageError(path, f"cannot be read ({error.strerror}).") from None
+    except Exception as error:  # decoders meet damaged bytes with whatever they stumble over
         raise UnreadableImageError(
             path, f"is damaged and cannot be decoded ({error}); download or export it anew."
         ) from None

@@ -85,7 +85,7 @@ def _draw_tile(axes: Axes, collection: Collection, picture: Picture, spacing_um_
         axes.add_patch(Rectangle((x, y), CENTRE_PX, CENTRE_PX, fill=False, color=MARK, linewidth=1.0))
     axes.set(xlim=(left - 0.5, left + size - 0.5), ylim=(top + size - 0.5, top - 0.5), xticks=[], yticks=[])
     axes.set_frame_on(False)
-    axes.set_xlabel(_caption(picture), size=6, color=GREY, labelpad=2)
+    axes.set_xlabel(_caption(picture), size=6, color=GREY, labelpad=2, parse_math=False)
 
 
 def _tile(shape: tuple[int, ...], middle: NDArray[np.float64], size: int) -> tuple[int, int, int]:

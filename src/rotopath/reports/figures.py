@@ -1,5 +1,6 @@
 """What all figures share: their colours, and how they reach the disk."""
 
+import warnings
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -12,7 +13,9 @@ def save_figure(figure: Figure, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}")
     try:
-        figure.savefig(unfinished, format=path.suffix.removeprefix("."))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a name in another script: boxes will do
+            figure.savefig(unfinished, format=path.suffix.removeprefix("."))
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

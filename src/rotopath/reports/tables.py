@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rotopath.data.check import Check
+from rotopath.data.collection import MODEL_SPACING_UM_PX, Collection, problems, scale
 from rotopath.models import Architecture
 
 
@@ -73,8 +74,10 @@ def data_table(check: Check) -> Group:
     table.add_section()
     table.add_row("all", *[_count(total) for total in totals], style="bold")
     parts: list[Text | Table] = [Text(f"{collection.source}, task {collection.task}: {collection.root}", "bold"), table]
+    parts.append(Text(_spacing_sentence(collection), "dim"))
     if collection.published:
-        parts.append(Text("In parentheses: as published.\n", "dim"))
+        parts.append(Text("In parentheses: as published.", "dim"))
+    parts.append(Text())
     if check.agreement:
         worst = min(check.agreement, key=check.agreement.__getitem__)
         mean = sum(check.agreement.values()) / len(check.agreement)
@@ -83,16 +86,31 @@ def data_table(check: Check) -> Group:
             f"AJI of {mean:.3f} on average, the least ({check.agreement[worst]:.3f}) in {worst}.\n"
         )
         parts.append(Text(sentence, "dim"))
-    problems = [finding for finding in check.findings if finding.is_problem]
+    wrong = problems(check.findings)
     notes = [finding for finding in check.findings if not finding.is_problem]
-    for title, found in (("problem", problems), ("note", notes)):
+    for title, found in (("problem", wrong), ("note", notes)):
         if found:
             parts.append(Text(f"{len(found)} {title}{'s' if len(found) > 1 else ''}", "bold"))
             parts += [Text(f"- {finding}") for finding in found]
             parts.append(Text())
-    if not problems:
+    if not wrong:
         parts.append(Text("No problems.", "green"))
     return Group(*parts)
+
+
+def _spacing_sentence(collection: Collection) -> str:
+    wanted = MODEL_SPACING_UM_PX[collection.task]
+    spacings = [picture.spacing_um_px for picture in collection.pictures]
+    if not spacings:
+        return "No images."
+    spread = (
+        f"{min(spacings):g} µm/px"
+        if min(spacings) == max(spacings)
+        else f"{min(spacings):g} to {max(spacings):g} µm/px"
+    )
+    resampled = sum(scale(picture, wanted) != 1 for picture in collection.pictures)
+    change = f"{resampled} of {len(spacings)} are resampled to {wanted:g} µm/px" if resampled else "none is resampled"
+    return f"Spacing of the images: {spread}; {change}."
 
 
 def _count(count: int, published: int | None = None) -> str:

@@ -89,7 +89,8 @@ def pcam_name(split: str, key: str) -> str:
 
 def write_hdf5(path: Path, key: str, values: np.ndarray) -> None:
     with h5py.File(path, "w") as file:
-        file.create_dataset(key, data=values, chunks=(1, *values.shape[1:]), compression="gzip")
+        storage = {"chunks": (1, *values.shape[1:]), "compression": "gzip"} if values.ndim else {}
+        file.create_dataset(key, data=values, **storage)
 
 
 def truncate(path: Path, keep: float = 0.5) -> Path:

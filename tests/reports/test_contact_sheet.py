@@ -1,0 +1,36 @@
+"""The contact sheet: annotations are drawn where they belong, and captions survive any name."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from layouts import amida13, kumar, pixels, write_csv, write_image
+from matplotlib.figure import Figure
+from matplotlib.patches import Circle
+
+from rotopath.data.opening import open_data
+from rotopath.reports.contact_sheet import _draw_tile, draw_contact_sheet
+
+
+def test_circles_lie_on_mitoses(tmp_path: Path) -> None:
+    """Mitoses at rows 10 and 30, columns 20 and 40; x is the column."""
+    collection = open_data(amida13(tmp_path, cases=[1]))
+    axes = Figure().add_axes((0, 0, 1, 1))
+    _draw_tile(axes, collection, collection.pictures[0], 0.25)
+    assert [patch.center for patch in axes.patches if isinstance(patch, Circle)] == [(20, 10), (40, 30)]
+
+
+def test_outlines_lie_on_nuclei(tmp_path: Path) -> None:
+    """Nuclei on rows 5 to 10, columns 8 to 13, and on rows 20 to 25, columns 22 to 27."""
+    collection = open_data(kumar(tmp_path, ["a", "b", "c"]))
+    axes = Figure().add_axes((0, 0, 1, 1))
+    _draw_tile(axes, collection, collection.pictures[0], 0.25)
+    boxes = [np.concatenate([path.vertices for path in drawn.get_paths()]) for drawn in axes.collections]
+    assert [(*box.min(axis=0), *box.max(axis=0)) for box in boxes] == [(7.5, 4.5, 13.5, 10.5), (21.5, 19.5, 27.5, 25.5)]
+
+
+@pytest.mark.parametrize("name", ["a$^$b", "名前", "a [k]", "x" * 80])
+def test_any_name_makes_a_caption(tmp_path: Path, name: str) -> None:
+    write_image(tmp_path / f"{name}.png", pixels(20, 20))
+    write_csv(tmp_path / "manifest.csv", [("image", "label", "split", "spacing"), (f"{name}.png", 1, "train", 1)])
+    assert draw_contact_sheet(open_data(tmp_path), tmp_path / "sheet.png").stat().st_size > 1000
