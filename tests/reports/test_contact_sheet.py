@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from layouts import amida13, kumar, pixels, write_csv, write_image
+from layouts import amida13, pixels, write_csv, write_image
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle
 
@@ -21,12 +21,20 @@ def test_circles_lie_on_mitoses(tmp_path: Path) -> None:
 
 
 def test_outlines_lie_on_nuclei(tmp_path: Path) -> None:
-    """Nuclei on rows 5 to 10, columns 8 to 13, and on rows 20 to 25, columns 22 to 27."""
-    collection = open_data(kumar(tmp_path, ["a", "b", "c"]))
+    """A nucleus on rows 20 to 25 and columns 100 to 105 of a wide image, of which the middle is shown."""
+    labels = np.zeros((60, 240), np.uint16)
+    labels[20:26, 100:106] = 3
+    write_image(tmp_path / "a.png", pixels(60, 240))
+    write_image(tmp_path / "map.png", labels)
+    write_csv(
+        tmp_path / "manifest.csv", [("image", "annotation", "split", "spacing"), ("a.png", "map.png", "train", 0.25)]
+    )
+    collection = open_data(tmp_path)
     axes = Figure().add_axes((0, 0, 1, 1))
     _draw_tile(axes, collection, collection.pictures[0], 0.25)
-    boxes = [np.concatenate([path.vertices for path in drawn.get_paths()]) for drawn in axes.collections]
-    assert [(*box.min(axis=0), *box.max(axis=0)) for box in boxes] == [(7.5, 4.5, 13.5, 10.5), (21.5, 19.5, 27.5, 25.5)]
+    (outline,) = (np.concatenate([path.vertices for path in drawn.get_paths()]) for drawn in axes.collections)
+    assert (*outline.min(axis=0), *outline.max(axis=0)) == (99.5, 19.5, 105.5, 25.5)
+    assert axes.get_xlim() == (89.5, 149.5)
 
 
 @pytest.mark.parametrize("name", ["a$^$b", "名前", "a [k]", "x" * 80])
