@@ -34,7 +34,7 @@ def test_outlines_lie_on_nuclei(tmp_path: Path) -> None:
     _draw_tile(axes, collection, collection.pictures[0], 0.25)
     (outline,) = (np.concatenate([path.vertices for path in drawn.get_paths()]) for drawn in axes.collections)
     assert (*outline.min(axis=0), *outline.max(axis=0)) == (99.5, 19.5, 105.5, 25.5)
-    assert axes.get_xlim() == (89.5, 149.5)
+    assert axes.get_xlim() == (88.5, 148.5)
 
 
 @pytest.mark.parametrize("name", ["a$^$b", "名前", "a [k]", "x" * 80])
