@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rotopath.data.aperio import paint_labels, read_annotations
+from rotopath.data.aperio import paint_labels, read_outlines, read_spacing_um_px
 from rotopath.data.synthetic import make_mitosis, make_nuclei, make_tumor
 from rotopath.data.synthetic.mitosis import render_field as render_mitosis
-from rotopath.data.synthetic.nodes import collect_patches
-from rotopath.data.synthetic.noise import draw_directions, smooth_noise, thin_out
+from rotopath.data.synthetic.nodes import collect_patches, cut_slide
+from rotopath.data.synthetic.noise import draw_directions, keep_away, smooth_noise, thin_out
 from rotopath.data.synthetic.organs import render_field as render_organ
+from rotopath.data.synthetic.slides import render_slide
 from rotopath.images.files import read_labels, read_rgb, spacing_um_px
 
-SMALL_PX = 128
+SMALL_PX = 192
 FEW_PATCHES = {"train": 24, "valid": 12, "test": 13}
 
 MAKERS: dict[str, Callable[[Path, int], None]] = {
@@ -133,12 +134,12 @@ def test_nuclei_have_the_layout_of_kumar(made: Path) -> None:
 
 def test_outlines_paint_the_label_map_without_problems(made: Path) -> None:
     for xml in sorted((made / "nuclei/Annotations").iterdir()):
-        annotations = read_annotations(xml)
-        labels, problems = paint_labels(annotations.outlines, SMALL_PX, SMALL_PX)
+        outlines = read_outlines(xml)
+        labels, problems = paint_labels(outlines, SMALL_PX, SMALL_PX)
         assert problems == []
         np.testing.assert_array_equal(labels, read_labels(made / "nuclei/Label Maps" / f"{xml.stem}.png"))
-        assert labels.max() == len(annotations.outlines) >= 1
-        assert annotations.spacing_um_px == 0.25
+        assert labels.max() == len(outlines) >= 1
+        assert read_spacing_um_px(xml) == 0.25
 
 
 def test_label_maps_are_darker_inside_than_outside(made: Path) -> None:
@@ -184,6 +185,17 @@ def test_tumor_has_the_layout_of_pcam_balanced_and_without_shared_slides(made: P
     assert not slides["train"] & slides["valid"] | slides["train"] & slides["test"] | slides["valid"] & slides["test"]
 
 
+def test_a_centre_with_a_tenth_of_tumor_is_tumor_and_one_with_less_is_left_out() -> None:
+    shares: dict[bool, list[float]] = {True: [], False: []}
+    for slide in (1, 2, 3):
+        _, tumor = render_slide(np.random.default_rng([0, 3, 0, slide]))
+        for label, patches in cut_slide(0, 0, slide).items():
+            for row, column in (patch.corner for patch in patches):
+                shares[label].append(float(tumor[row + 32 : row + 64, column + 32 : column + 64].mean()))
+    assert 0.1 <= min(shares[True]) < 0.4  # there are edges to learn from
+    assert set(shares[False]) == {0.0}
+
+
 @pytest.mark.parametrize(
     "name", ["mitosis/mitoses_image_data_part_1/01/01.tif", "nuclei/Tissue Images/SYNTH-LI-03.tif"]
 )
@@ -205,6 +217,12 @@ def test_directions_favour_none() -> None:
     np.testing.assert_allclose(np.abs(directions), 1, rtol=1e-5)
     for harmonic in (1, 2, 4, 8):  # no preference for the pixel grid either
         assert abs((directions**harmonic).mean()) < 0.03
+
+
+def test_points_keep_away_from_others() -> None:
+    points = np.array([0, 3, 6 + 1j], np.complex64)
+    np.testing.assert_array_equal(keep_away(points, np.array([4j, 7], np.complex64), 4), [0, 3])
+    np.testing.assert_array_equal(keep_away(points, points[:0], 4), points)
 
 
 def test_thinned_points_keep_their_distance() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from rotopath.data.synthetic.canvas import Canvas, Window, ramp
 from rotopath.data.synthetic.noise import Field, Points, draw_directions, smooth_noise
-from rotopath.data.synthetic.tissue import Canvas, Window, ramp
 
 WINDOW_UM = 30.0
 Shape = tuple[Field, Field]  # depth below the surface in µm: of the chromatin, and of the cell around it
@@ -29,13 +29,16 @@ def add_mitosis(rng: np.random.Generator, canvas: Canvas, centre: complex) -> No
     cell = cell + np.float32(0.8) * smooth_noise(rng, shape, 4 * um)
     body = ramp(cell * np.float32(0.6) + np.float32(0.5))
     clearness = rng.uniform(0.0, 0.6)
-    _shade(window, canvas, body, hematoxylin=1 - clearness, eosin=1 - 0.7 * clearness)
+    window.shade(canvas, body, hematoxylin=1 - clearness, eosin=1 - 0.7 * clearness)
     membrane = np.exp(-((cell / np.float32(0.5)) ** 2)) * np.float32(rng.uniform(0, 0.25))
     window.view(canvas.eosin)[:] += membrane
-    focus = np.float32(rng.choice([0.35, 0.55, 1.0], p=[0.5, 0.35, 0.15]))
+    focus = np.float32(rng.choice([0.28, 0.5, 1.1], p=[0.55, 0.33, 0.12]))
     mask = ramp(chromatin / (2 * focus) + np.float32(0.5))
-    darkness = np.float32(rng.uniform(2.0, 3.2)) * (1 + np.float32(0.22) * smooth_noise(rng, shape, 0.6 * um))
-    _shade(window, canvas, mask, hematoxylin=0.1, eosin=0.7)
+    paleness = np.float32(0.65 if focus > 1 else 1.0)  # light from above and below mixes in
+    darkness = (
+        paleness * np.float32(rng.uniform(2.0, 3.2)) * (1 + np.float32(0.22) * smooth_noise(rng, shape, 0.6 * um))
+    )
+    window.shade(canvas, mask, hematoxylin=0.1, eosin=0.7)
     window.view(canvas.hematoxylin)[:] += mask * darkness
 
 
@@ -56,15 +59,16 @@ def add_lookalike(rng: np.random.Generator, canvas: Canvas, centre: complex) -> 
         balls = [np.float32(r) - np.abs(place - s) for s, r in zip(spots, radii, strict=True)]
         chromatin = np.max(balls, axis=0)
     cell = np.float32(rng.uniform(3.2, 5.2)) - np.abs(place + np.float32(0.6) * _displacement(rng, shape, 3 * um))
-    halo = ramp((cell + np.float32(rng.uniform(0.5, 2.0))) * 2) * np.float32(
-        rng.choice([0.0, 0.5, 0.9], p=[0.5, 0.3, 0.2])
-    )
-    _shade(window, canvas, halo, hematoxylin=0.05, eosin=0.05)
+    # Shrinkage tears the cell off on one side more than on the other, and seldom all around.
+    side = (place * draw_directions(rng, 1)[0]).real / 5 + 0.5 * smooth_noise(rng, shape, 2.5 * um)
+    gap_um = np.float32(rng.uniform(0.4, 1.8)) * (side + np.float32(rng.uniform(-0.3, 0.5))).clip(0)
+    halo = ramp((cell + gap_um) * np.float32(1.6)) * np.float32(rng.choice([0.0, 0.5, 0.8], p=[0.4, 0.35, 0.25]))
+    window.shade(canvas, halo, hematoxylin=0.15, eosin=0.15)
     body = ramp(cell)
-    _shade(window, canvas, body, hematoxylin=0.4, eosin=0.5)
+    window.shade(canvas, body, hematoxylin=0.4, eosin=0.5)
     window.view(canvas.eosin)[:] += body * np.float32(rng.uniform(0.2, 0.8))
     mask = ramp(chromatin / np.float32(rng.choice([0.45, 0.7, 1.4])) + np.float32(0.5))
-    _shade(window, canvas, mask, hematoxylin=0.1, eosin=0.8)
+    window.shade(canvas, mask, hematoxylin=0.1, eosin=0.8)
     window.view(canvas.hematoxylin)[:] += mask * np.float32(rng.uniform(1.6, 2.9))
 
 
@@ -139,9 +143,3 @@ def _local(rng: np.random.Generator, window: Window, canvas: Canvas) -> Points:
     """Places in µm around the centre, in the figure's own direction."""
     turned: Points = window.offset * np.float32(canvas.spacing_um_px) * draw_directions(rng, 1)[0]
     return turned
-
-
-def _shade(window: Window, canvas: Canvas, mask: Field, hematoxylin: float, eosin: float) -> None:
-    """Under the mask, leave so much of the stains that are there."""
-    window.view(canvas.hematoxylin)[:] *= 1 - mask * np.float32(1 - hematoxylin)
-    window.view(canvas.eosin)[:] *= 1 - mask * np.float32(1 - eosin)

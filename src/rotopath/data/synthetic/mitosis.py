@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from rotopath.data.synthetic.blood import add_vessels
 from rotopath.data.synthetic.figures import add_lookalike, add_mitosis
 from rotopath.data.synthetic.layout import finished_folder, write_tiff
 from rotopath.data.synthetic.look import AT_40X, Look, develop, draw_look
-from rotopath.data.synthetic.noise import Points, look_up, scatter, smooth_noise, thin_out
-from rotopath.data.synthetic.nuclei import FIBROBLAST, LYMPHOCYTE, Kind, draw_nuclei, join, stamp
+from rotopath.data.synthetic.noise import Points, keep_away, look_up, scatter, smooth_noise, thin_out
+from rotopath.data.synthetic.nuclei import LYMPHOCYTE, Kind, draw_fibroblasts, draw_nuclei, join, stamp
 from rotopath.data.synthetic.tissue import Manner, lay_tissue
 
 SPACING_UM_PX = 0.25
@@ -73,22 +74,22 @@ def render_field(seed: int, case: int, field: int, size_px: int) -> tuple[NDArra
     mitoses = marked[: min(count, len(marked))]
     others = marked[len(mitoses) : len(mitoses) + int(rng.poisson(LOOKALIKES_A_FIELD * area))]
 
-    tumor_cells = cells[in_nest]
-    taken = np.concatenate([mitoses, others])
-    if len(taken):
-        apart = np.abs(tumor_cells[:, None] - taken).min(axis=1)
-        tumor_cells = tumor_cells[apart > 7.5 * um]
+    tumor_cells = keep_away(cells[in_nest], np.concatenate([mitoses, others]), 7.5 * um)
     stroma = scatter(rng, shape, 9 * um, jitter=0.35)
-    stroma = stroma[(look_up(depth_um, stroma) < -2) & (rng.random(len(stroma)) < 0.6)]
+    stroma = stroma[(look_up(depth_um, stroma) < -2) & (rng.random(len(stroma)) < 0.45)]
     stroma = stroma[thin_out(stroma, 6 * um)]
     immune = scatter(rng, shape, 7.5 * um, jitter=0.3)
     crowd = look_up(smooth_noise(rng, shape, 20 * um), immune) - 0.03 * look_up(depth_um, immune).clip(-10, 25)
     immune = immune[crowd > 1.7]
     dying, smudged = others[::2], others[1::2]
+    hollow = stroma[thin_out(stroma, 45 * um)][: round(3 * area)]  # vessels
+    stroma = keep_away(stroma, hollow, 7 * um)
+    lining, course = add_vessels(rng, canvas, hollow, look_up(fibre, hollow))
+    stroma, course = np.concatenate([stroma, lining]), np.concatenate([look_up(fibre, stroma), course])
     groups = join(
         [
             draw_nuclei(rng, tumor, tumor_cells, SPACING_UM_PX),
-            draw_nuclei(rng, FIBROBLAST, stroma, SPACING_UM_PX, look_up(fibre, stroma)),
+            draw_fibroblasts(rng, stroma, SPACING_UM_PX, course),
             draw_nuclei(rng, LYMPHOCYTE, immune, SPACING_UM_PX),
             draw_nuclei(rng, SMUDGED, smudged, SPACING_UM_PX),
         ]
@@ -98,31 +99,33 @@ def render_field(seed: int, case: int, field: int, size_px: int) -> tuple[NDArra
         add_lookalike(rng, canvas, complex(centre))
     for centre in mitoses:
         add_mitosis(rng, canvas, complex(centre))
-    image = develop(rng, canvas.hematoxylin, canvas.eosin, look)
+    image = develop(rng, canvas, look)
     return image, [(round(float(z.imag)), round(float(z.real))) for z in mitoses]
 
 
 def _draw_case(rng: np.random.Generator) -> tuple[Look, Manner, Kind]:
     look = draw_look(rng, AT_40X)
     manner = Manner(
-        cytoplasm=rng.uniform(0.45, 0.8),
-        basophilia=0.06 + 0.45 * rng.random() ** 2,
-        granularity=rng.uniform(0.12, 0.28),
-        foam=rng.uniform(0, 0.9) ** 2,
-        borders=rng.uniform(0.1, 0.4),
+        cytoplasm=rng.uniform(0.55, 0.85),
+        basophilia=0.1 + 0.45 * rng.random() ** 2,
+        granularity=rng.uniform(0.2, 0.38),
+        foam=rng.uniform(0, 0.85),
+        borders=rng.uniform(0.15, 0.6),
         cracks_um=rng.uniform(0, 1.0),
         retraction_um=rng.uniform(0, 2),
         collagen=rng.uniform(0.5, 0.85),
-        slits=rng.uniform(0.1, 0.5),
+        slits=rng.uniform(0.2, 0.7),
+        looseness=rng.uniform(0, 0.5),
     )
+    pallor = rng.uniform(0.15, 0.75)
     tumor = replace(
         TUMOR,
         radius_um=rng.uniform(3.7, 5.0),
         spread=rng.uniform(0.1, 0.26),
-        darkness=rng.uniform(0.7, 1.15),
-        rim=rng.uniform(0.3, 0.9),
-        clumps=rng.uniform(0.25, 0.55),
-        pallor=rng.uniform(0.1, 0.65),
+        darkness=rng.uniform(0.6, 1.1),
+        rim=rng.uniform(0.1, 0.4) + 0.6 * pallor,
+        clumps=rng.uniform(0.2, 0.5),
+        pallor=pallor,
         nucleoli=rng.uniform(0.2, 1.6),
     )
     return look, manner, tumor

@@ -37,30 +37,13 @@ def smooth_noise(rng: np.random.Generator, shape: tuple[int, int], scale_px: flo
 
 
 def fibres(rng: np.random.Generator, across_px: Field, along_px: Field, thickness_px: float, length_px: float) -> Field:
-    """Noise of mean 0 and deviation 1, drawn out along the lines of equal `across_px`.
-
-    Where these lines lie far apart or close together the noise is read at another octave, and two octaves are blended:
-    so fibres are equally thick everywhere.
-    """
+    """Noise of mean 0 and deviation 1, drawn out along the lines of equal `across_px`."""
     tile = rng.standard_normal((FIBRE_TILE_PX, FIBRE_TILE_PX), np.float32)
     tile = ndimage.gaussian_filter(tile, (1.0, 1.5), mode="wrap")
     tile /= tile.std()
-    octave = -np.log2(np.abs(gradient(across_px)).clip(0.25, 4))
-    lower = np.floor(octave)
-    share = octave - lower
-    column = along_px * 1.5 / length_px
-    drawn: list[Field] = [
-        ndimage.map_coordinates(
-            tile,
-            np.stack([across_px * np.exp2(k) / thickness_px, column]),
-            order=1,
-            mode="grid-wrap",
-            output=np.float32,
-        )
-        for k in (lower, lower + 1)
-    ]
-    blended: Field = (drawn[0] * (1 - share) + drawn[1] * share) / np.sqrt(share**2 + (1 - share) ** 2)
-    return blended
+    places = np.stack([across_px / np.float32(thickness_px), along_px * np.float32(1.5 / length_px)])
+    drawn: Field = ndimage.map_coordinates(tile, places, order=1, mode="grid-wrap", output=np.float32)
+    return drawn
 
 
 def draw_directions(rng: np.random.Generator, count: int) -> Points:
@@ -105,6 +88,14 @@ def scatter(rng: np.random.Generator, shape: tuple[int, int], spacing_px: float,
         np.abs(points.imag - height / 2) < height / 2 + margin
     )
     kept: Points = points[inside]
+    return kept
+
+
+def keep_away(points: Points, others: Points, apart_px: float) -> Points:
+    """The points that are at least so far from all others."""
+    if not len(others):
+        return points
+    kept: Points = points[np.abs(points[:, None] - others).min(axis=1) >= apart_px]
     return kept
 
 

@@ -16,7 +16,8 @@ HARMONICS = 5  # of the outline: 2 (oval) to 6 (wrinkled)
 OUTLINE_VERTICES = 40
 WINDOWS_PX = (8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 160)  # nuclei of like size are painted together
 STAMPED_AT_ONCE = 1 << 20  # pixels, to bound memory
-SHINE_THROUGH = 0.5  # of the stain of a nucleus behind another
+MEMBRANE_UM = np.float32(0.35)  # as wide as it looks in focus
+SHINE_THROUGH = 0.3  # of the stain of a nucleus behind another
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Kind:
     elongation: float = 1.25  # long over short axis, on average
     wrinkles: float = 0.05  # how far the outline leaves the ellipse
     bend: float = 0.1
+    wave: float = 0.0  # bent one way at one end, the other way at the other
     darkness: float = 0.8
     darkness_spread: float = 0.15
     rim: float = 0.5  # extra stain at the membrane
@@ -37,10 +39,35 @@ class Kind:
     blurred: float = 0.06  # share that lies out of focus
 
 
-FIBROBLAST = Kind(
-    2.3, spread=0.22, elongation=4.2, bend=0.06, darkness=1.0, darkness_spread=0.25, rim=0.25, clumps=0.25
+NEEDLE = Kind(  # a fibroblast at rest
+    1.9,
+    spread=0.28,
+    elongation=4.5,
+    wrinkles=0.06,
+    bend=0.09,
+    wave=0.004,
+    darkness=1.3,
+    darkness_spread=0.3,
+    rim=0.15,
+    clumps=0.2,
+    blurred=0.15,
 )
-LYMPHOCYTE = Kind(2.95, spread=0.1, elongation=1.12, wrinkles=0.03, darkness=1.5, rim=0.2, clumps=0.25)
+PLUMP = Kind(  # and an active one
+    2.7,
+    spread=0.22,
+    elongation=2.4,
+    wrinkles=0.07,
+    bend=0.08,
+    wave=0.003,
+    darkness=0.85,
+    darkness_spread=0.25,
+    rim=0.45,
+    clumps=0.3,
+    pallor=0.45,
+    nucleoli=0.6,
+    blurred=0.12,
+)
+LYMPHOCYTE = Kind(2.8, spread=0.14, elongation=1.2, wrinkles=0.06, darkness=1.6, rim=0.1, clumps=0.45)
 
 
 @dataclass(frozen=True)
@@ -50,6 +77,7 @@ class Nuclei:
     long_px: Numbers  # half axes
     short_px: Numbers
     bend: Numbers
+    wave: Numbers
     harmonics: NDArray[np.complexfloating]  # (n, HARMONICS)
     darkness: Numbers
     rim: Numbers
@@ -77,7 +105,7 @@ def draw_nuclei(
     """Nuclei of a kind at these places, lying in the given directions or in any."""
     n = len(centres)
     radius = kind.radius_um / spacing_um_px * rng.lognormal(0, kind.spread, n)
-    stretch = np.sqrt(1 + (kind.elongation - 1) * rng.gamma(4, 0.25, n))
+    stretch = np.sqrt(1 + (kind.elongation - 1) * rng.gamma(3, 1 / 3, n))
     order = np.arange(2, 2 + HARMONICS)
     harmonics = rng.standard_normal((n, HARMONICS)) + 1j * rng.standard_normal((n, HARMONICS))
     blurred = rng.random(n) < kind.blurred
@@ -91,13 +119,28 @@ def draw_nuclei(
         long_px=_float32(radius * stretch),
         short_px=_float32(radius / stretch),
         bend=_float32(rng.normal(0, kind.bend, n) / radius),
+        wave=_float32(rng.normal(0, kind.wave, n) / radius**2),
         harmonics=np.asarray(harmonics * (kind.wrinkles * 2.0 / order**1.2), np.complex64),
         darkness=_float32(shade),
         rim=_float32(kind.rim * rng.uniform(0.6, 1.4, n)),
         clumps=_float32(kind.clumps * rng.uniform(0.5, 1.5, n) * np.where(blurred, 0.4, 1)),
-        pallor=_float32((kind.pallor * rng.uniform(0.4, 1.5, n)).clip(0, 0.9)),
-        softness_px=_float32(softness.clip(0.5)),
+        pallor=_float32((kind.pallor * rng.uniform(0.4, 1.5, n) * np.where(blurred, 0.4, 1)).clip(0, 0.9)),
+        softness_px=_float32(softness.clip(1.0)),
         nucleoli=np.asarray(places, np.complex64),
+    )
+
+
+def draw_fibroblasts(
+    rng: np.random.Generator, centres: Points, spacing_um_px: float, directions: Points, active: float = 0.4
+) -> Nuclei:
+    """Spindle nuclei along these directions, roughly: needles, and this share of plump ones."""
+    tilted = directions * np.exp(1j * rng.normal(0, 0.16, len(directions)))
+    plump = rng.random(len(centres)) < active
+    return join(
+        [
+            draw_nuclei(rng, kind, centres[chosen], spacing_um_px, tilted[chosen])
+            for kind, chosen in ((NEEDLE, ~plump), (PLUMP, plump))
+        ]
     )
 
 
@@ -106,7 +149,7 @@ def outlines(nuclei: Nuclei) -> NDArray[np.complexfloating]:
     around = np.fft.fft(np.eye(1, OUTLINE_VERTICES, 1)[0])  # the roots of unity, once around
     scaled = around * _modulation(nuclei.harmonics[:, :, None], around[None])
     x = nuclei.long_px[:, None] * scaled.real
-    y = nuclei.short_px[:, None] * scaled.imag - nuclei.bend[:, None] * x**2 / 2
+    y = nuclei.short_px[:, None] * scaled.imag - nuclei.bend[:, None] * x**2 / 2 - nuclei.wave[:, None] * x**3
     return np.asarray(nuclei.centre[:, None] + (x + 1j * y) * nuclei.direction[:, None], np.complex64)
 
 
@@ -114,7 +157,9 @@ def stamp(rng: np.random.Generator, nuclei: Nuclei, hematoxylin: Field, eosin: F
     """Put the nuclei into the tissue, the first ones in front; those behind shine through a little."""
     shape = hematoxylin.shape
     front, strongest, cover = (np.zeros(hematoxylin.size, np.float32) for _ in range(3))
-    grain = 0.75 * smooth_noise(rng, shape, 0.45 / spacing_um_px) + 0.65 * smooth_noise(rng, shape, 0.9 / spacing_um_px)
+    um = 1 / spacing_um_px
+    clods = np.tanh(2.2 * smooth_noise(rng, shape, 0.42 * um) - np.float32(0.7)) + np.float32(0.4)  # small and sharp
+    grain = 0.5 * smooth_noise(rng, shape, 0.22 * um) + 0.5 * clods + 0.3 * smooth_noise(rng, shape, 1.0 * um)
     bulge = 1 + np.abs(nuclei.harmonics).sum(axis=1)  # no outline leaves the ellipse by more
     reach = 2 * (nuclei.long_px * bulge + nuclei.softness_px + 1)
     window = np.array(WINDOWS_PX)[np.searchsorted(WINDOWS_PX, reach).clip(max=len(WINDOWS_PX) - 1)]
@@ -150,7 +195,7 @@ def _paint(
     down = rows.astype(np.float32) - nuclei.centre.imag[:, one, one]
     offset = (across + np.complex64(1j) * down) * nuclei.direction.conj()[:, one, one]
     x = offset.real
-    y = offset.imag + nuclei.bend[:, one, one] * x**2 / 2
+    y = offset.imag + nuclei.bend[:, one, one] * x**2 / 2 + nuclei.wave[:, one, one] * x**3
     long, short = nuclei.long_px[:, one, one], nuclei.short_px[:, one, one]
     unit: Points = x / long + np.complex64(1j) * (y / short)
     distance = np.abs(unit) + np.float32(1e-3)
@@ -164,21 +209,22 @@ def _paint(
 
     shift = rng.integers(0, min(height, width), (2, n, 1, 1))  # so that neighbours do not share their chromatin
     chromatin = grain[(rows + shift[0]) % height, (columns + shift[1]) % width]
-    rim_um = np.float32(0.35) + soft_um / 2
+    rim_um = np.float32(0.2) + np.float32(0.4) * soft_um
     rim = (
         nuclei.rim[:, one, one]
-        * (1 + np.float32(0.6) * chromatin).clip(0.2)
+        * (MEMBRANE_UM / rim_um)  # no more stain where it is blurred
+        * (np.float32(0.75) + np.float32(0.6) * chromatin).clip(0.1)
         * np.exp(-((depth_um / rim_um - np.float32(0.6)) ** 2))
     )
-    middle = (1 - level**2).clip(0)
-    inside = 1 - nuclei.pallor[:, one, one] * middle**0.5 + nuclei.clumps[:, one, one] * chromatin
+    middle = (depth_um / (np.float32(0.5) + soft_um)).clip(0, 1)  # vesicular: evenly pale, up to the membrane
+    inside = 1 - nuclei.pallor[:, one, one] * middle + nuclei.clumps[:, one, one] * chromatin
     for k in range(nuclei.nucleoli.shape[1]):
         spot = nuclei.nucleoli[:, k]
-        if (np.abs(spot) > 1).all():
-            continue
-        size = (np.float32(0.75) / np.float32(spacing_um_px)) ** 2
-        away = (x - long * spot.real[:, one, one]) ** 2 + (y - short * spot.imag[:, one, one]) ** 2
-        inside += np.float32(0.7) * np.exp(-away / size)
+        held = np.flatnonzero(np.abs(spot) < 1)
+        size = np.float32((0.85 - 0.17 * k) / spacing_um_px) ** 2  # the first one is the largest
+        away = (x[held] - (nuclei.long_px * spot.real)[held, one, one]) ** 2
+        away += (y[held] - (nuclei.short_px * spot.imag)[held, one, one]) ** 2
+        inside[held] += np.float32(1.1) * np.exp(-((away / size) ** 2))
     stain = nuclei.darkness[:, one, one] * mask * (inside.clip(0.12) + rim)
 
     seen = np.broadcast_to((rows >= 0) & (rows < height) & (columns >= 0) & (columns < width), mask.shape) & (mask > 0)
