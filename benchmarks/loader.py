@@ -104,7 +104,7 @@ def measure(
     rows: list[dict[str, object]] = []
     step_s: float | None = None
     caches: list[tuple[Cache, int]]
-    caches = [("device", 0), ("memory", 0), ("memory", workers), ("none", 0), ("none", workers)]
+    caches = [("device", 0), ("memory", 0), ("none", 0), ("none", workers)]
     for cache, at_work in caches:
         batches = sampled_batches(
             "tumor", pictures, WINDOW_PX, batch=BATCH, augmentation=Augmentation(), cache=cache, device=device

@@ -66,19 +66,24 @@ class Batches(Dataset[Batch]):
 
         Targets are labels (B,), or for nuclei maps of classes (B, t, t). Workers read ahead where pixels are in files.
         """
-        in_files, on_device = self.pixels.in_files, self.pixels.on_device
+        read_ahead = workers > 0 and self.pixels.in_files
+        batches = self._read_ahead(steps, device, workers) if read_ahead else (self[step] for step in steps)
+        for batch in batches:
+            yield self.finish(batch, device)
+
+    def _read_ahead(self, steps: Iterable[int], device: torch.device, workers: int) -> Iterator[Batch]:
         loader = DataLoader(
             _CarryingErrors(self),
             batch_size=None,
             sampler=steps,
-            num_workers=min(workers, _cores()) if in_files else 0,
-            pin_memory=device.type == "cuda" and not on_device,
+            num_workers=min(workers, _cores()),
+            pin_memory=device.type == "cuda",
             generator=torch.Generator(),  # its own, so that reading data leaves the model's random numbers alone
         )
         for batch in loader:
             if isinstance(batch, UnreadableFileError):
                 raise batch
-            yield self.finish(batch, device)
+            yield batch
 
     def finish(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
         """A batch moved to the device and augmented there."""

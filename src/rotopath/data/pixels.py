@@ -40,7 +40,6 @@ class Pixels(Protocol):
 
     sizes_px: Ints  # (n, 2)
     in_files: bool  # so that it pays to read ahead
-    on_device: bool
 
     def windows(self, places: Places, size_px: int) -> Tensor: ...
 
@@ -80,7 +79,7 @@ class HostPixels:
 
     def __init__(self, images: "Sequence[Bytes] | DecodedOnDemand", sizes_px: Ints) -> None:
         self._images, self.sizes_px = images, sizes_px
-        self.in_files, self.on_device = isinstance(images, DecodedOnDemand), False
+        self.in_files = isinstance(images, DecodedOnDemand)
 
     def windows(self, places: Places, size_px: int) -> Tensor:
         cut = [
@@ -111,7 +110,7 @@ class DevicePixels:
     """Images side by side in one tensor of a device, from which one read fetches all windows of a batch."""
 
     def __init__(self, images: Sequence[Bytes], device: torch.device) -> None:
-        self.in_files, self.on_device = False, True
+        self.in_files = False
         self.sizes_px = np.array([image.shape[:2] for image in images], np.int64)
         starts = np.concatenate([[0], np.cumsum(self.sizes_px.prod(axis=1))])
         self._flat = torch.empty((int(starts[-1]), images[0].shape[2]), dtype=torch.uint8, device=device)
@@ -120,18 +119,26 @@ class DevicePixels:
             chosen = list(block)
             pixels = np.concatenate([images[i].reshape(-1, images[i].shape[2]) for i in chosen])
             self._flat[starts[chosen[0]] : starts[chosen[0]] + len(pixels)] = torch.from_numpy(pixels)
-        self._starts, self._sides = (torch.from_numpy(each).to(device) for each in (starts[:-1], self.sizes_px))
+        self._starts = starts[:-1]
 
     def windows(self, places: Places, size_px: int) -> Tensor:
-        device = self._flat.device
-        packed = torch.from_numpy(np.stack(places[:3])).to(device, non_blocking=True)  # (3, B)
-        images, corners = packed[0], packed[1:]
-        steps = torch.arange(size_px, device=device)
-        sides = self._sides[images]  # (B, 2)
-        rows = mirror(corners[0][:, None] + steps, sides[:, :1])  # (B, s)
-        columns = mirror(corners[1][:, None] + steps, sides[:, 1:])
-        first = self._starts[images][:, None] + rows * sides[:, 1:]
-        return self._flat[first[:, :, None] + columns[:, None, :]].permute(0, 3, 1, 2)  # (B, C, s, s), channels last
+        """Few and small steps on the device: what a batch costs is mostly the launching of them."""
+        sizes, corners = self.sizes_px[places.images], np.stack([places.tops, places.lefts], axis=1)  # (B, 2)
+        first, widths = self._starts[places.images], sizes[:, 1]
+        steps = torch.arange(size_px, device=self._flat.device)
+        if ((corners >= 0) & (corners + size_px <= sizes)).all():
+            first = first + corners[:, 0] * widths + corners[:, 1]
+            first_there, widths_there = self._copied(np.stack([first, widths]))[:, :, None]  # (B, 1) each
+            rows, columns = first_there + steps * widths_there, steps  # (B, s), (s,)
+        else:
+            copied = self._copied(np.stack([first, widths, *corners.T, sizes[:, 0]]))[:, :, None]
+            first_there, widths_there, tops, lefts, heights_there = copied
+            rows = first_there + mirror(tops + steps, heights_there) * widths_there
+            columns = mirror(lefts + steps, widths_there)[:, None, :]
+        return self._flat[rows[:, :, None] + columns].permute(0, 3, 1, 2)  # (B, C, s, s), channels last
+
+    def _copied(self, numbers: Ints) -> Tensor:
+        return torch.from_numpy(numbers).to(self._flat.device, non_blocking=True)
 
 
 def open_pixels(pictures: Sequence[Picture], reader: Reader, cache: Cache, device: torch.device) -> Pixels:

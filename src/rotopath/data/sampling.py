@@ -39,8 +39,12 @@ class Rounds:
 
     def take(self, start: int, number: int) -> Ints:
         """`number` members of the sequence, from any place in it."""
-        rounds, positions = np.divmod(np.arange(start, start + number), self._count)
-        return np.array([self._order(int(r))[p] for r, p in zip(rounds, positions, strict=True)], np.int64)
+        taken = []
+        while number > 0:
+            which, position = divmod(start, self._count)
+            taken.append(self._order(which)[position : position + number])
+            start, number = start + len(taken[-1]), number - len(taken[-1])
+        return np.concatenate(taken) if taken else np.empty(0, np.int64)
 
     def _order(self, which: int) -> Ints:
         if which not in self._orders:
