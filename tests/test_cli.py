@@ -143,7 +143,7 @@ def test_data_show_draws_a_contact_sheet(tmp_path: Path) -> None:
         (("check", "{}", "--task", "nuclei"), "for the task tumor, but nuclei is asked for"),
         (("check", "{}", "--task", "kidney"), "There is no task 'kidney'; choose from mitosis, nuclei, tumor."),
         (("show", "{}/empty"), "empty is empty; expected are"),
-        (("show", "{}", "--out", "{}/sheet.txt"), "choose one that ends in .png, .pdf or .svg."),
+        (("show", "{}", "--out", "{}/sheet.txt"), "choose one that ends in .png, .jpg, .pdf or .svg."),
         (("show", "{}", "--out", "{}/taken/sheet.png"), "cannot be read or written"),
         (("make", "--task", "kidney", "--out", "{}/new"), "There is no task 'kidney'"),
         (("make", "--task", "tumor", "--out", "{}"), "is not an empty folder"),

@@ -117,14 +117,14 @@ def data_check(
 @data_app.command("show")
 def data_show(
     path: Annotated[Path, typer.Argument(help="A folder of AMIDA13, Kumar/MoNuSeg or PCam, or a manifest.")],
-    out: Annotated[Path, typer.Option(help="The picture to write, PNG or PDF.")] = Path("contact-sheet.png"),
+    out: Annotated[Path, typer.Option(help="The picture to write: PNG, JPEG, PDF or SVG.")] = Path("contact-sheet.png"),
     seed: Annotated[int, typer.Option(min=0, help="Another number shows other images.")] = 0,
 ) -> None:
     """Draw a contact sheet: some images of each split, with their annotations."""
     from rotopath.data import open_data
 
-    if out.suffix.lower() not in (".png", ".pdf", ".svg"):
-        _refuse(f"{out} is no name for a picture; choose one that ends in .png, .pdf or .svg.")
+    if out.suffix.lower() not in (".png", ".jpg", ".pdf", ".svg"):
+        _refuse(f"{out} is no name for a picture; choose one that ends in .png, .jpg, .pdf or .svg.")
     with _mistakes_in_one_sentence():
         from rotopath.reports.contact_sheet import draw_contact_sheet
 
