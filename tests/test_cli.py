@@ -1,5 +1,6 @@
 """The command line as a newcomer meets it."""
 
+import json
 import subprocess
 import sys
 from functools import partial
@@ -184,3 +185,50 @@ def test_what_data_make_makes_data_check_finds_good(
     assert "No problems." in checked.stdout
     assert objects in checked.stdout
     assert run("data", "show", str(out), "--out", str(tmp_path / "sheet.png")).exit_code == 0
+
+
+SMALL = ("orientations=1", "steps=3", "epochs=1", "batch=4", "accelerator=cpu")
+
+
+def small_run(tmp_path: Path) -> tuple[str, ...]:
+    (tmp_path / "tumor.toml").write_text(f'task = "tumor"\ndata = "{pcam(tmp_path / "data", (16, 8, 8))}"\n')
+    settings = [word for setting in SMALL for word in ("--set", setting)]
+    return ("train", str(tmp_path / "tumor.toml"), *settings, "--out", str(tmp_path / "run"))
+
+
+def test_train_and_evaluate(tmp_path: Path) -> None:
+    command = small_run(tmp_path)
+    trained = run(*command)
+    assert trained.exit_code == 0, trained.stderr
+    assert "training, epoch 1 of at most 1: loss" in trained.stdout
+    assert "accuracy" in trained.stdout
+    evaluated = run("evaluate", str(tmp_path / "run"))
+    assert evaluated.exit_code == 0, evaluated.stderr
+    again = json.loads((tmp_path / "run/evaluation-test.json").read_text())["test"]
+    before = json.loads((tmp_path / "run/metrics.json").read_text())["test"]
+    assert {name: again[name] for name in before} == before, "every score is computed again"
+    turned = run("evaluate", str(tmp_path / "run"), "--tta", "4", "--split", "valid", "--data", str(tmp_path / "data"))
+    assert turned.exit_code == 0, turned.stderr
+    assert json.loads((tmp_path / "run/evaluation-valid-tta4.json").read_text())["valid"]["rotations"] == 4
+    finished = run(*command)
+    assert finished.exit_code == 2
+    assert "holds a finished run; evaluate it, or choose another folder." in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("train", "{}/none.toml"), "none.toml does not exist."),
+        (("train", "{}/r.toml", "--set", "orientation=4"), "did you mean 'orientations'?"),
+        (("train", "{}/r.toml"), "nowhere does not exist."),
+        (("evaluate", "{}/none"), "none is no run folder: there is no such folder."),
+        (("evaluate", "{}"), "holds no run."),
+    ],
+)
+def test_mistakes_in_training_get_one_sentence(tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:
+    (tmp_path / "r.toml").write_text(f'task = "tumor"\ndata = "{tmp_path}/nowhere"\n')
+    result = run(*[word.format(tmp_path) for word in arguments])
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "runs").exists()

@@ -7,13 +7,28 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rotopath import data, evaluation, group, images, models, nn
+    from rotopath import data, evaluation, group, images, inference, models, nn, recipe, runs, tasks, training
     from rotopath.evaluation import equivariance_error
+    from rotopath.runs import load
 
 __version__ = "0.1.0"
-__all__ = ["data", "equivariance_error", "evaluation", "group", "images", "models", "nn"]
+__all__ = [
+    "data",
+    "equivariance_error",
+    "evaluation",
+    "group",
+    "images",
+    "inference",
+    "load",
+    "models",
+    "nn",
+    "recipe",
+    "runs",
+    "tasks",
+    "training",
+]
 
-_HOMES = {"equivariance_error": "rotopath.evaluation"}
+_HOMES = {"equivariance_error": "rotopath.evaluation", "load": "rotopath.runs"}
 
 
 def __getattr__(name: str) -> Any:

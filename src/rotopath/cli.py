@@ -92,6 +92,49 @@ def demo(
     _print_place("How the layers work", picture)
 
 
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A TOML file, such as those in recipes/.")],
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value to change in the recipe; may be given several times.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The run folder; named after the recipe when left out.")] = None,
+) -> None:
+    """Train a network by a recipe. The same command goes on with a training that was interrupted."""
+    with _mistakes_in_one_sentence():
+        from rotopath.recipe import read_recipe
+        from rotopath.reports.progress import TrainingProgress
+        from rotopath.training import train as train_run
+
+        chosen = read_recipe(recipe, changes or [])
+        folder = out or Path("runs") / f"{recipe.stem}-N{chosen.orientations}-seed{chosen.seed}"
+        try:
+            with TrainingProgress(chosen, console) as progress:
+                train_run(chosen, folder, progress.show)
+        except KeyboardInterrupt:
+            Console(stderr=True).print(f"rotopath: stopped; the same command goes on with {folder}.", highlight=False)
+            raise typer.Exit(130) from None
+    _print_scores(folder)
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    data: Annotated[Path | None, typer.Option(help="Other data than the run was trained on.")] = None,
+    split: Annotated[str, typer.Option(help="train, valid or test.")] = "test",
+    tta: Annotated[int, typer.Option(min=1, help="Mean prediction over so many turns of each image.")] = 1,
+    out: Annotated[
+        Path | None, typer.Option(help="A JSON file for all scores; in the run folder when left out.")
+    ] = None,
+) -> None:
+    """Compute every score of a run again, on its own data or on other."""
+    with _mistakes_in_one_sentence():
+        from rotopath.assessment import evaluate as evaluate_run
+
+        written = evaluate_run(run, data, split, tta, out)
+    _print_scores(run, written)
+
+
 @data_app.command("check")
 def data_check(
     path: Annotated[Path, typer.Argument(help="A folder of AMIDA13, Kumar/MoNuSeg or PCam, or a manifest.")],
@@ -161,12 +204,14 @@ def _mistakes_in_one_sentence() -> Iterator[None]:
     """What a user can mend ends in a sentence, not in a traceback."""
     from rotopath.data import DataError
     from rotopath.images import UnreadableFileError
+    from rotopath.recipe import RecipeError
+    from rotopath.runs import RunError
 
     try:
         yield
     except ModuleNotFoundError as missing:
         _refuse(f"This needs {str(missing.name).partition('.')[0]}: pip install 'rotopath[train]'.")
-    except (DataError, UnreadableFileError) as error:
+    except (DataError, UnreadableFileError, RecipeError, RunError) as error:
         _refuse(str(error))
     except OSError as error:
         system = f"{error.filename} cannot be read or written ({error.strerror}); choose another place."
@@ -181,6 +226,18 @@ def _print_architecture(name: str, orientations: list[int]) -> None:
     across = max(1, (console.width - 32) // 11)
     for start in range(0, len(orientations), across):
         console.print(architecture_table(ARCHITECTURES[name], orientations[start : start + across]))
+
+
+def _print_scores(folder: Path, written: Path | None = None) -> None:
+    """The scores of a run, as they stand in its files."""
+    import json
+
+    from rotopath.reports.tables import score_table
+    from rotopath.runs import METRICS
+
+    place = written or folder / METRICS
+    console.print(score_table(str(folder), json.loads(place.read_text(encoding="utf-8"))))
+    _print_place("All scores", place)
 
 
 def _print_place(what: str, path: Path) -> None:

@@ -98,6 +98,29 @@ def data_table(check: Check) -> Group:
     return Group(*parts)
 
 
+def score_table(title: str, metrics: Mapping[str, Mapping[str, object]]) -> Group:
+    """The single numbers among the scores of each split, with their intervals."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("")
+    for split in metrics:
+        table.add_column(split, justify="right")
+    for name in dict.fromkeys(name for scores in metrics.values() for name in scores):
+        values = [_score(scores.get(name), scores.get(f"{name}_interval")) for scores in metrics.values()]
+        if any(values) and not name.endswith("_interval"):
+            table.add_row(name.replace("_", " "), *values)
+    return Group(Text(title, "bold"), table, Text("In brackets: 95 % intervals, redrawing patients.\n", "dim"))
+
+
+def _score(value: object, interval: object) -> str:
+    if isinstance(value, str | int):
+        return str(value)
+    if not isinstance(value, float):
+        return ""
+    if isinstance(interval, list):
+        return f"{value:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]"
+    return f"{value:.3f}"
+
+
 def _spacing_sentence(collection: Collection) -> str:
     wanted = MODEL_SPACING_UM_PX[collection.task]
     spacings = [picture.spacing_um_px for picture in collection.pictures]

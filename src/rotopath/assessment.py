@@ -1,0 +1,100 @@
+"""A network assessed on annotated pictures.
+
+In: a network, pictures of one split, and how often each is to be turned. Out: evidence, from which a task's operating
+point and scores follow.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rotopath import runs
+from rotopath.data import DataError, Picture, Task, middle_batches, open_data
+from rotopath.data.batches import reader_of
+from rotopath.data.pixels import Cache
+from rotopath.data.splits import SPLITS
+from rotopath.group import covering_size
+from rotopath.inference import predict, predict_patches
+from rotopath.models import Network
+from rotopath.tasks import TASKS
+
+Evidence = Any  # of one picture; each task has its own kind
+
+
+def gather(
+    task: Task,
+    network: Network,
+    pictures: Sequence[Picture],
+    device: torch.device,
+    rotations: int = 1,
+    cache: Cache = "auto",
+    seen: Callable[[int], object] = lambda _: None,
+) -> list[Evidence]:
+    """What the network says about each picture, beside its annotations; `seen` is told how many were just done."""
+    network = network.to(device).eval()
+    if task == "tumor":
+        return _gather_patches(network, pictures, device, rotations, cache, seen)
+    reader = replace(reader_of(task), with_nuclei=False)
+    evidence = []
+    for picture in pictures:
+        prediction = predict(network, reader.planes(picture), device, rotations)
+        evidence.append(TASKS[task].examine(prediction, picture, reader.spacing_um_px))
+        seen(1)
+    return evidence
+
+
+def _gather_patches(
+    network: Network,
+    pictures: Sequence[Picture],
+    device: torch.device,
+    rotations: int,
+    cache: Cache,
+    seen: Callable[[int], object],
+) -> list[Evidence]:
+    """Patches are many and small, so they go through the network in batches."""
+    window_px = network.receptive_field
+    cut_px = covering_size(window_px) if rotations > 4 else window_px  # corners of turned windows lie further out
+    batches, steps = middle_batches(pictures, cut_px, cache=cache, device=device)
+    spacing_um_px = reader_of("tumor").spacing_um_px
+    evidence: list[Evidence] = []
+    for images, _ in batches.load(steps, device):
+        probabilities = predict_patches(network, images, rotations)
+        for picture, probability in zip(pictures[len(evidence) :], probabilities.tolist(), strict=False):
+            evidence.append(TASKS["tumor"].examine(probability, picture, spacing_um_px))
+        seen(len(images))
+    return evidence
+
+
+def choose_point(task: Task, evidence: Sequence[Evidence]) -> dict[str, float]:
+    """The operating point that maximises the task's score on a validation set."""
+    point: dict[str, float] = TASKS[task].choose_point(evidence)
+    return point
+
+
+def score(task: Task, evidence: Sequence[Evidence], point: Mapping[str, float], **options: str) -> dict[str, object]:
+    """The task's scores at an operating point."""
+    scores: dict[str, object] = TASKS[task].score(evidence, point, **options)
+    return scores
+
+
+def evaluate(
+    folder: Path, data: Path | None = None, split: str = "test", rotations: int = 1, out: Path | None = None
+) -> Path:
+    """Score a finished run on a split of its data, or of other data, at its operating point; gives the file written."""
+    run = runs.load(folder)
+    if split not in SPLITS:
+        raise DataError(f"There is no split {split!r}; choose from {', '.join(SPLITS)}.")
+    task = run.recipe.task
+    collection = open_data(data or Path(run.recipe.data), task)
+    device = torch.device("cuda" if torch.cuda.is_available() and run.recipe.accelerator != "cpu" else "cpu")
+    evidence = gather(task, run.network, collection.split(split), device, rotations)
+    point = run.point
+    if rotations > 1:  # a mean over turns has other probabilities, and so another operating point
+        point = choose_point(task, gather(task, run.network, collection.split("valid"), device, rotations))
+    scores = score(task, evidence, point) | {"rotations": rotations, "data": str(collection.root)}
+    written = out or folder / f"evaluation-{split}{f'-tta{rotations}' if rotations > 1 else ''}.json"
+    runs.write_json(written, {split: scores})
+    return written

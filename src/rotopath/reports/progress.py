@@ -1,0 +1,52 @@
+"""Progress of a training in the terminal: a bar with loss, pace and time left, and a line for each epoch."""
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from rotopath.recipe import Recipe
+
+
+class TrainingProgress:
+    """Shows the rows of a training's log as they come."""
+
+    def __init__(self, recipe: Recipe, console: Console) -> None:
+        self._recipe, self._console = recipe, console
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[loss]}  {task.fields[pace]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task("starting", total=recipe.epochs * recipe.steps, loss="", pace="")
+
+    def __enter__(self) -> "TrainingProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, stage: str, row: dict[str, float]) -> None:
+        """One row of a stage's log; one with a validation loss ends an epoch."""
+        epochs = self._recipe.epochs
+        if stage == "baseline" and self._recipe.mining is not None:
+            epochs = self._recipe.mining.epochs
+        epoch = f"{stage}, epoch {row['epoch'] + 1:g} of at most {epochs}"
+        self._bar.update(
+            self._task,
+            total=epochs * self._recipe.steps,
+            completed=row["step"],
+            description=epoch,
+            loss=f"loss {row['loss']:.4f}",
+            pace=f"{row['images_per_second']:,.0f} images/s",
+        )
+        if "validation_loss" in row:
+            line = f"{epoch}: loss {row['loss']:.4f}, validation loss {row['validation_loss']:.4f}"
+            self._console.print(f"{line}, {row['images_per_second']:,.0f} images/s", highlight=False, soft_wrap=True)

@@ -1,0 +1,172 @@
+"""The run folder: everything about one training, each file whole or not there at all.
+
+In: a folder. Out: its recipe, its trained network and its operating point; and what it is made of: versions, data,
+hardware, time. Weights are safetensors, and nothing that a user hands over is unpickled.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+import rotopath
+from rotopath import models
+from rotopath.data.collection import Collection
+from rotopath.models import Network
+from rotopath.recipe import Recipe, RecipeError, read_recipe
+
+RECIPE, WEIGHTS, POINT, METRICS = "recipe.toml", "weights.safetensors", "operating_point.json", "metrics.json"
+LOG, PROVENANCE, RESUME, BEST = "log.csv", "provenance.json", "resume.ckpt", "best.safetensors"
+PACKAGES = ("torch", "numpy", "scipy", "scikit-image", "lightning", "safetensors")
+
+
+class RunError(ValueError):
+    """A run that cannot be used, or cannot go on, said in one sentence."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trained network with what belongs to it."""
+
+    folder: Path
+    recipe: Recipe
+    network: Network  # in evaluation mode
+    point: Mapping[str, float]  # thresholds, chosen on the validation set
+
+
+def load(folder: Path | str) -> Run:
+    """A finished run, ready to predict."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise RunError(f"{folder} is no run folder: there is no such folder.")
+    if not (folder / WEIGHTS).exists():
+        state = "is not finished; run the same command again" if (folder / RECIPE).exists() else "holds no run"
+        raise RunError(f"{folder} {state}.")
+    try:
+        recipe = read_recipe(folder / RECIPE)
+        point = json.loads((folder / POINT).read_text(encoding="utf-8"))
+    except (RecipeError, OSError, json.JSONDecodeError) as error:
+        raise RunError(f"{folder} is damaged: {error}") from None
+    network = build(recipe)
+    load_weights(network, folder / WEIGHTS)
+    return Run(folder, recipe, network.eval(), point)
+
+
+def build(recipe: Recipe) -> Network:
+    """The network of a recipe, with the weights that its seed draws."""
+    networks = {"mitosis": models.mitosis, "nuclei": models.nuclei, "tumor": models.tumor}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        return networks[recipe.task](recipe.orientations)
+
+
+def save_weights(network: Network, path: Path) -> None:
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in network.state_dict().items()}
+    with replaced(path) as unfinished:
+        unfinished.write_bytes(save(tensors))
+
+
+def load_weights(network: Network, path: Path) -> None:
+    try:
+        network.load_state_dict(load_file(path))
+    except (SafetensorError, OSError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise RunError(f"{path} does not hold the weights of this network ({reason}).") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    with replaced(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, content: object) -> None:
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A name to write to, which takes the place of `path` once it is written and on the disk."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        yield unfinished
+        with unfinished.open("rb+") as file:
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def fingerprint(collection: Collection) -> str:
+    """A short text that changes when images, annotations, labels or splits do; files are known by name and size."""
+    digest = hashlib.sha256(collection.task.encode())
+    sizes: dict[Path, int] = {}
+    for picture in collection.pictures:
+        for path in (picture.path, *picture.annotations):
+            if path not in sizes:
+                sizes[path] = path.stat().st_size
+        known = [sizes[path] for path in (picture.path, *picture.annotations)]
+        about = (picture.name, picture.case, picture.split, picture.row, picture.label, picture.spacing_um_px, known)
+        digest.update(repr(about).encode())
+    return digest.hexdigest()[:16]
+
+
+def describe(recipe: Recipe, collection: Collection) -> dict[str, object]:
+    """Where a run comes from: versions, commit, seed, data."""
+    return {
+        "begun": now(),
+        "rotopath": rotopath.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "seed": recipe.seed,
+        "data": {
+            "source": collection.source,
+            "path": str(collection.root),
+            "fingerprint": fingerprint(collection),
+            "images": len(collection.pictures),
+        },
+    }
+
+
+def describe_machine(device: torch.device) -> dict[str, object]:
+    """What a run was computed on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {"device": name, "threads": torch.get_num_threads()}
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the source that runs, marked where it was changed; none for an installed package."""
+    if not _git("ls-files", Path(__file__).name):
+        return None  # whatever repository an environment lies in, this file is not of it
+    return _git("describe", "--always", "--dirty", "--abbrev=12")
+
+
+def _git(*arguments: str) -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,84 @@
+"""Tumor: patches with or without tumor in their middle.
+
+In: the probability of tumor of each patch, and its label. Out: the threshold with the highest accuracy, and accuracy,
+AUC and calibration.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rotopath.data.collection import DataError, Picture
+from rotopath.evaluation.classification import accuracy, auc, best_threshold, calibration, calibration_error
+from rotopath.tasks.binary import binary_cross_entropy
+from rotopath.tasks.cases import find_interval, sum_by_case
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """One patch: its class, and the probability of tumor."""
+
+    name: str
+    case: str  # its slide; empty where that is not known
+    label: int
+    probability: float
+
+
+def loss(logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) -> Tensor:
+    """Binary cross-entropy of logits (B, 1, 1, 1) and labels (B,)."""
+    return binary_cross_entropy(logits, targets, class_weights)
+
+
+def decode(prediction: float, point: Mapping[str, float]) -> int:
+    """The class: 1 with tumor, 0 without."""
+    return int(prediction >= point["threshold"])
+
+
+def examine(prediction: float, picture: Picture, spacing_um_px: float) -> Evidence:
+    """The probability of a patch beside its label."""
+    del spacing_um_px  # a label holds at any
+    if picture.label is None:
+        raise DataError(f"{picture.name} has no label; 0 (normal) or 1 (tumor) is expected.")
+    return Evidence(picture.name, picture.case, picture.label, float(prediction))
+
+
+def choose_point(evidence: Sequence[Evidence]) -> dict[str, float]:
+    """The threshold with the highest accuracy."""
+    labels, probabilities = _columns(evidence)
+    return {"threshold": best_threshold(labels, probabilities)}
+
+
+def score(evidence: Sequence[Evidence], point: Mapping[str, float]) -> dict[str, object]:
+    """Accuracy and its interval over slides, or over patches where a slide is not known; AUC; calibration."""
+    labels, probabilities = _columns(evidence)
+    right = (probabilities >= point["threshold"]) == (labels == 1)
+    by_slide = all(one.case for one in evidence)
+    units = [one.case for one in evidence] if by_slide else [str(i) for i in range(len(evidence))]
+    names, sums = sum_by_case(units, np.stack([right, np.ones(len(right))], axis=1))
+    ranking = auc(labels, probabilities)
+    return {
+        "threshold": point["threshold"],
+        "images": len(evidence),
+        "tumor_images": int((labels == 1).sum()),
+        "accuracy": accuracy(labels, probabilities, point["threshold"]),
+        "accuracy_interval": find_interval(lambda total: float(total[0] / total[1]), sums),
+        "interval_over": "slides" if by_slide else "patches",
+        "slides": len(names) if by_slide else None,
+        "auc": None if math.isnan(ranking) else ranking,
+        "calibration_error": calibration_error(labels, probabilities),
+        "reliability": [
+            {"predicted": float(predicted), "observed": float(observed), "count": int(number)}
+            for predicted, observed, number in zip(*calibration(labels, probabilities), strict=True)
+        ],
+    }
+
+
+def _columns(evidence: Sequence[Evidence]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    if not evidence:
+        raise ValueError("There are no patches to score.")
+    labels = np.array([one.label for one in evidence], np.int64)
+    return labels, np.array([one.probability for one in evidence], np.float64)

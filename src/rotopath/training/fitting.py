@@ -1,0 +1,241 @@
+"""Fitting a network: Lightning runs the loop, and a keeper sees to it that nothing is lost.
+
+In: a recipe, a network, batches. Out: files in the run folder: the best weights, a log of every step, and a checkpoint
+from which the same command goes on, to the same weights as if nothing had happened.
+"""
+
+import csv
+import io
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from rotopath import runs
+from rotopath.data.batches import BATCH, Batches
+from rotopath.models import Network
+from rotopath.recipe import Recipe
+from rotopath.runs import RunError
+from rotopath.training.optimisation import make_optimiser, make_schedule
+
+LOOK_EVERY_STEPS = 25  # how often losses are fetched from the device
+COLUMNS = ("step", "epoch", "loss", "learning_rate", "images_per_second", "validation_loss")
+Loss = Callable[[Tensor, Tensor], Tensor]
+Row = dict[str, float]
+
+
+class Steps:
+    """The batches of some steps, asked for anew in every epoch; Lightning takes them for a data loader."""
+
+    def __init__(
+        self, batches: Batches, steps: Callable[[], range], count: int, device: torch.device, workers: int
+    ) -> None:
+        self._batches, self._steps, self._count = batches, steps, count
+        self._device, self._workers = device, workers
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self._batches.load(self._steps(), self._device, self._workers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: where to go on follows from the step. That it is here tells Lightning that we can go on."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class Fitting(LightningModule):
+    """What Lightning needs to know about a network, its loss and its optimiser."""
+
+    def __init__(self, recipe: Recipe, network: Network, loss: Loss) -> None:
+        super().__init__()
+        self.recipe, self.network, self.loss = recipe, network, loss
+        self._validation: list[tuple[Tensor, int]] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+        images, targets = batch
+        return self.loss(self.network(images), targets)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
+        images, targets = batch
+        self._validation.append((self.loss(self.network(images), targets), len(images)))
+
+    def on_validation_epoch_end(self) -> None:
+        total = sum(count for _, count in self._validation)
+        mean = torch.stack([loss.double() * count for loss, count in self._validation]).sum() / total
+        self._validation.clear()
+        self.log("validation_loss", mean.float(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimiser = make_optimiser(self.network, self.recipe)
+        schedule = {"scheduler": make_schedule(optimiser, self.recipe), "interval": "step"}
+        return {"optimizer": optimiser, "lr_scheduler": schedule}
+
+
+class Keeper(Callback):
+    """Keeps the log, the best weights and the checkpoint, and stops when the validation loss has converged."""
+
+    def __init__(self, folder: Path, recipe: Recipe, seen: Callable[[Row], None]) -> None:
+        self._folder, self._recipe, self._seen = folder, recipe, seen
+        self.best, self.worse_epochs = math.inf, 0
+        self.rows: list[Row] = []
+        self._pending: list[tuple[int, float, Tensor]] = []  # step, learning rate, and a loss still on the device
+        self._rate, self._since = recipe.learning_rate, time.perf_counter()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "worse_epochs": self.worse_epochs, "rows": self.rows}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best, self.worse_epochs = state_dict["best"], state_dict["worse_epochs"]
+        self.rows = list(state_dict["rows"])
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        trainer.should_stop = self._has_converged()  # before it was interrupted
+        self._since = time.perf_counter()
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self._rate = trainer.optimizers[0].param_groups[0]["lr"]
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:  # noqa: ARG002
+        step = trainer.global_step
+        self._pending.append((step, self._rate, outputs["loss"].detach()))
+        if step % LOOK_EVERY_STEPS == 0:
+            self._look(trainer)
+        ends_epoch = step % self._recipe.steps == 0  # its checkpoint follows its validation
+        if step % self._recipe.checkpoint_steps == 0 and not ends_epoch:
+            self._keep(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._look(trainer)
+        loss = float(trainer.callback_metrics["validation_loss"])
+        _check_finite(loss, trainer.global_step, "validation loss")
+        self.rows[-1]["validation_loss"] = loss
+        self._seen(dict(self.rows[-1]))
+        if loss < self.best:
+            self.best, self.worse_epochs = loss, 0
+            if trainer.is_global_zero:
+                assert isinstance(pl_module, Fitting)
+                runs.save_weights(pl_module.network, self._folder / runs.BEST)
+        else:
+            self.worse_epochs += 1
+        self._since = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        trainer.should_stop = self._has_converged()
+        self._keep(trainer)
+
+    def _has_converged(self) -> bool:
+        return self.worse_epochs >= self._recipe.patience
+
+    def _look(self, trainer: Trainer) -> None:
+        """Fetch the losses of the last steps, and write them down."""
+        if not self._pending:
+            return
+        losses = torch.stack([loss for _, _, loss in self._pending]).tolist()
+        batch = self._recipe.batch or BATCH[self._recipe.task]
+        pace = batch * len(losses) / (time.perf_counter() - self._since)
+        for (step, rate, _), loss in zip(self._pending, losses, strict=True):
+            _check_finite(loss, step, "loss")
+            epoch = (step - 1) // self._recipe.steps
+            row = dict(zip(COLUMNS, (step, epoch, loss, rate, round(pace, 1)), strict=False))
+            self.rows.append(row)
+        for logger in trainer.loggers:
+            logger.log_metrics({"loss": losses[-1], "learning_rate": self._rate}, self._pending[-1][0])
+        self._seen(dict(self.rows[-1]))
+        self._pending.clear()
+        self._since = time.perf_counter()
+
+    def _keep(self, trainer: Trainer) -> None:
+        """A point from which the same command goes on."""
+        self._look(trainer)
+        with runs.replaced(self._folder / runs.RESUME) as unfinished:
+            trainer.save_checkpoint(unfinished)  # all processes take part, the first one writes
+        if trainer.is_global_zero:
+            text = io.StringIO()
+            writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows)
+            runs.write_text(self._folder / runs.LOG, text.getvalue())
+
+
+def fit(
+    recipe: Recipe,
+    network: Network,
+    loss: Loss,
+    batches: Callable[[torch.device], tuple[Batches, Batches, int]],
+    folder: Path,
+    seen: Callable[[Row], None] = lambda _: None,
+) -> torch.device:
+    """Train until the validation loss has converged, or epochs are over; the network then has the best weights.
+
+    `batches` gives those of training and of validation, and how many of the latter there are, once the device is known;
+    that is returned.
+    """
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    trainer = Trainer(
+        max_epochs=recipe.epochs,
+        accelerator=recipe.accelerator,
+        devices=recipe.devices,
+        num_nodes=recipe.nodes,
+        precision="32-true" if recipe.precision == "32" else "bf16-mixed",
+        callbacks=[Keeper(folder, recipe, seen)],
+        logger=_tensorboard(folder),
+        log_every_n_steps=min(LOOK_EVERY_STEPS, recipe.steps),
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,  # the keeper does it
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    device = trainer.strategy.root_device
+    training, validation, validation_steps = batches(device)
+
+    def left_in_epoch() -> range:
+        done = trainer.global_step
+        return range(done, (done // recipe.steps + 1) * recipe.steps)
+
+    resume = folder / runs.RESUME
+    with warnings.catch_warnings(), _interrupts():
+        warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)  # between Lightning and torch
+        trainer.fit(
+            Fitting(recipe, network, loss),
+            Steps(training, left_in_epoch, recipe.steps, device, recipe.workers),
+            Steps(validation, lambda: range(validation_steps), validation_steps, device, recipe.workers),
+            ckpt_path=resume if resume.exists() else None,
+            weights_only=True,
+        )
+    runs.load_weights(network, folder / runs.BEST)
+    return device
+
+
+@contextmanager
+def _interrupts() -> Iterator[None]:
+    """Lightning turns Ctrl-C into the end of the program; here it is turned back, for the caller to say a word."""
+    try:
+        yield
+    except SystemExit:
+        raise KeyboardInterrupt from None
+
+
+def _tensorboard(folder: Path) -> Any:
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    return TensorBoardLogger(folder, name="", version="tensorboard")
+
+
+def _check_finite(loss: float, step: int, name: str) -> None:
+    if not math.isfinite(loss):
+        raise RunError(
+            f"The {name} became {loss} at step {step}; a lower learning_rate may help. The run can be resumed from its "
+            f"last checkpoint, with the same command."
+        )

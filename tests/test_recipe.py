@@ -1,0 +1,112 @@
+"""Recipes: what is written is read, changes apply, and every wrong key is named."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rotopath.data import Augmentation
+from rotopath.recipe import Mining, Recipe, RecipeError, make_recipe, read_recipe, write_recipe
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "r.toml"
+    path.write_text(text)
+    return path
+
+
+MINIMAL = 'task = "tumor"\ndata = "pcam"\n'
+
+
+def test_defaults_are_the_papers(tmp_path: Path) -> None:
+    recipe = read_recipe(written(tmp_path, MINIMAL))
+    assert recipe == Recipe("tumor", "pcam")
+    assert (recipe.optimiser, recipe.learning_rate, recipe.momentum, recipe.weight_decay) == ("sgd", 0.01, 0.9, 5e-4)
+    assert recipe.schedule == "halve"
+    assert recipe.augmentation == Augmentation()
+
+
+def test_changes_apply_and_words_need_no_quotes(tmp_path: Path) -> None:
+    path = written(tmp_path, MINIMAL + "[augmentation]\nstain = 0.2\n")
+    changes = ["orientations=4", "augmentation.brightness=0.05", "task=mitosis", "data=a b/c=d", "mining.epochs=2"]
+    recipe = read_recipe(path, [*changes, "regime=3", "precision=32", "augmentation.free_rotation=true"])
+    assert recipe == Recipe(
+        "mitosis",
+        "a b/c=d",
+        orientations=4,
+        regime=3.0,
+        augmentation=Augmentation(stain=0.2, brightness=0.05, free_rotation=True),
+        mining=Mining(epochs=2),
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "sentence"),
+    [
+        (MINIMAL, ["orientation=4"], "there is no key 'orientation'; did you mean 'orientations'?"),
+        (MINIMAL, ["augmentation.stains=0.1"], "there is no key 'augmentation.stains'; did you mean"),
+        (MINIMAL, ["colour=red"], "there is no key 'colour'; keys are task, data, orientations"),
+        ('data = "x"', [], "the key 'task' is missing."),
+        (MINIMAL, ["task=kidney"], "the key 'task' is 'kidney', where one of mitosis, nuclei, tumor is expected."),
+        (MINIMAL, ["epochs=many"], "the key 'epochs' is 'many', where a whole number is expected."),
+        (MINIMAL, ["epochs=1.5"], "the key 'epochs' is 1.5, where a whole number is expected."),
+        (MINIMAL, ["epochs=true"], "the key 'epochs' is True, where a whole number is expected."),
+        (MINIMAL, ["epochs=0"], "the key 'epochs' is 0, where 1 or more is expected."),
+        (MINIMAL, ["learning_rate=0"], "the key 'learning_rate' is 0.0, where a number above 0 is expected."),
+        (MINIMAL, ["seed=-1"], "the key 'seed' is -1, where 0 or more is expected."),
+        (MINIMAL, ["orientations=0"], "orientations must be a whole number, 1 or more"),
+        (MINIMAL, ["augmentation.stain=2"], "The augmentation 'stain' is a fraction from 0 to below 1; got 2.0."),
+        (MINIMAL, ["augmentation=none"], "the key 'augmentation' is 'none', where a table is expected."),
+        (MINIMAL, ["regime=all"], "the key 'regime' is 'all', where a number or nothing is expected."),
+        (MINIMAL, ["data.path=x"], "The key 'data' is no table"),
+        (MINIMAL, ["task=nuclei", "mining.epochs=2"], "leave 'mining' out for nuclei"),
+        (MINIMAL, ["epochs"], "A change is written key=value; got 'epochs'."),
+        ("task = ", [], "is no TOML file"),
+    ],
+)
+def test_wrong_keys_are_named(tmp_path: Path, text: str, changes: list[str], sentence: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        read_recipe(written(tmp_path, text), changes)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"none.toml does not exist"):
+        read_recipe(tmp_path / "none.toml")
+
+
+texts = st.text(st.characters(blacklist_categories=("Cs", "Cc")), max_size=12)
+
+
+@given(
+    st.builds(
+        Recipe,
+        task=st.sampled_from(["mitosis", "tumor"]),
+        data=texts,
+        orientations=st.integers(1, 32),
+        regime=st.none() | st.floats(0.1, 100),
+        learning_rate=st.floats(1e-9, 10),
+        augmentation=st.builds(Augmentation, stain=st.floats(0, 0.9), transpose=st.booleans()),
+        mining=st.none() | st.builds(Mining, epochs=st.integers(1, 9)),
+    )
+)
+def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, recipe: Recipe) -> None:
+    path = tmp_path_factory.mktemp("recipe") / "r.toml"
+    path.write_text(write_recipe(recipe), encoding="utf-8")
+    assert read_recipe(path) == recipe
+
+
+def test_values_may_be_plain() -> None:
+    assert make_recipe({"task": "tumor", "data": "x", "learning_rate": 1}).learning_rate == 1.0
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parent.parent / "recipes").glob("*.toml")), ids=lambda p: p.stem
+)
+def test_the_published_recipes_are_good(path: Path) -> None:
+    recipe = read_recipe(path)
+    assert recipe.task == path.stem
+    assert f"rotopath train recipes/{path.name}" in path.read_text(), "the command is at its top"
+    assert (recipe.mining is None) == (recipe.task == "nuclei")
