@@ -7,8 +7,9 @@ point and scores follow.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 import torch
 
 from rotopath import runs
@@ -16,12 +17,16 @@ from rotopath.data import DataError, Picture, Task, middle_batches, open_data
 from rotopath.data.batches import reader_of
 from rotopath.data.pixels import Cache
 from rotopath.data.splits import SPLITS
+from rotopath.evaluation.detection import Rule
+from rotopath.evaluation.overlap import HitRule
 from rotopath.group import covering_size
 from rotopath.inference import predict, predict_patches
 from rotopath.models import Network
+from rotopath.rotation import summarise, turn_inputs
 from rotopath.tasks import TASKS
 
 Evidence = Any  # of one picture; each task has its own kind
+RULES: Mapping[Task, tuple[str, ...]] = {"mitosis": get_args(Rule), "nuclei": get_args(HitRule)}
 
 
 def gather(
@@ -68,9 +73,9 @@ def _gather_patches(
     return evidence
 
 
-def choose_point(task: Task, evidence: Sequence[Evidence]) -> dict[str, float]:
+def choose_point(task: Task, evidence: Sequence[Evidence], **options: str) -> dict[str, float]:
     """The operating point that maximises the task's score on a validation set."""
-    point: dict[str, float] = TASKS[task].choose_point(evidence)
+    point: dict[str, float] = TASKS[task].choose_point(evidence, **options)
     return point
 
 
@@ -81,9 +86,18 @@ def score(task: Task, evidence: Sequence[Evidence], point: Mapping[str, float], 
 
 
 def evaluate(
-    folder: Path, data: Path | None = None, split: str = "test", rotations: int = 1, out: Path | None = None
+    folder: Path,
+    data: Path | None = None,
+    split: str = "test",
+    rotations: int = 1,
+    robustness: bool = False,
+    out: Path | None = None,
+    rule: str | None = None,
 ) -> Path:
-    """Score a finished run on a split of its data, or of other data, at its operating point; gives the file written."""
+    """Score a finished run on a split of its data, or of other data, at its operating point; gives the file written.
+
+    With `robustness` the answers to turned inputs are measured too, and kept beside that file.
+    """
     run = runs.load(folder)
     if split not in SPLITS:
         raise DataError(f"There is no split {split!r}; choose from {', '.join(SPLITS)}.")
@@ -92,9 +106,28 @@ def evaluate(
     device = torch.device("cuda" if torch.cuda.is_available() and run.recipe.accelerator != "cpu" else "cpu")
     evidence = gather(task, run.network, collection.split(split), device, rotations)
     point = run.point
-    if rotations > 1:  # a mean over turns has other probabilities, and so another operating point
-        point = choose_point(task, gather(task, run.network, collection.split("valid"), device, rotations))
-    scores = score(task, evidence, point) | {"rotations": rotations, "data": str(collection.root)}
+    if rotations > 1 or rule is not None:  # other probabilities, or another score, have another operating point
+        validation = gather(task, run.network, collection.split("valid"), device, rotations)
+        point = choose_point(task, validation, **_options(task, rule))
+    scores = score(task, evidence, point, **_options(task, rule)) | {
+        "rotations": rotations,
+        "data": str(collection.root),
+    }
     written = out or folder / f"evaluation-{split}{f'-tta{rotations}' if rotations > 1 else ''}.json"
+    if robustness:
+        turned = turn_inputs(task, run.network, collection.split(split), device)
+        scores["rotation"] = summarise(task, turned, run.point)
+        with runs.replaced(written.with_suffix(".npz")) as unfinished, unfinished.open("wb") as file:
+            np.savez_compressed(file, **vars(turned))
     runs.write_json(written, {split: scores})
     return written
+
+
+def _options(task: Task, rule: str | None) -> dict[str, str]:
+    """The rule by which hits are counted, if it is one of the task's."""
+    if rule is None:
+        return {}
+    known = RULES.get(task, ())
+    if rule not in known:
+        raise DataError(f"The task {task} has no rule {rule!r}; choose from {', '.join(known) or 'none'}.")
+    return {"rule": rule}

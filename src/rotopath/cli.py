@@ -123,6 +123,10 @@ def evaluate(
     data: Annotated[Path | None, typer.Option(help="Other data than the run was trained on.")] = None,
     split: Annotated[str, typer.Option(help="train, valid or test.")] = "test",
     tta: Annotated[int, typer.Option(min=1, help="Mean prediction over so many turns of each image.")] = 1,
+    rule: Annotated[
+        str | None, typer.Option(help="How hits are counted: amida13 or one-to-one (mitosis), iou or area (nuclei).")
+    ] = None,
+    robustness: Annotated[bool, typer.Option(help="Measure how answers change when inputs turn, too.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="A JSON file for all scores; in the run folder when left out.")
     ] = None,
@@ -131,7 +135,7 @@ def evaluate(
     with _mistakes_in_one_sentence():
         from rotopath.assessment import evaluate as evaluate_run
 
-        written = evaluate_run(run, data, split, tta, out)
+        written = evaluate_run(run, data, split, tta, robustness, out, rule)
     _print_scores(run, written)
 
 

@@ -1,0 +1,90 @@
+"""How a network's answers change when its inputs turn, on annotated pictures.
+
+In: a network, pictures and its operating point. Out: how far predictions scatter over angles and how many decisions
+change, at angles that are all resampled alike and at the paper's; and the predictions themselves, for polar plots.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rotopath.data import Picture, Task, middle_batches, sampled_batches
+from rotopath.data.batches import reader_of
+from rotopath.data.nuclei import BACKGROUND
+from rotopath.evaluation.robustness import list_angles, measure_robustness
+from rotopath.group import covering_size
+from rotopath.inference import SPLINE_REACH, predict_realigned, predict_turned
+from rotopath.models import Network
+
+WINDOWS = 512  # of mitosis, half of them with one; and patches at most
+SAMPLING_SEED = 1_000_003
+FIELD_PX = 200  # the middle of each field of nuclei
+FOREGROUND = 0.5  # above it, a pixel is said to be of a nucleus
+
+
+@dataclass(frozen=True)
+class Turned:
+    """Answers at every angle: probabilities (angles, inputs), or of nuclei (angles, fields, height, width)."""
+
+    fair_degrees: list[float]
+    fair: NDArray[np.float32]
+    plain_degrees: list[float]
+    plain: NDArray[np.float32]
+    labels: NDArray[np.int64]  # (inputs,); none for nuclei
+
+
+def turn_inputs(task: Task, network: Network, pictures: Sequence[Picture], device: torch.device) -> Turned:
+    """What the network says about single windows, or about the middle of fields, at all angles."""
+    network = network.to(device).eval()
+    fair, plain = list_angles(), list_angles(fair=False)
+    if task == "nuclei":
+        fields = [_foreground(network, picture, device, [*fair, *plain]) for picture in pictures]
+        answers = np.stack(fields, axis=1)  # (angles, fields, height, width)
+        return Turned(fair, answers[: len(fair)], plain, answers[len(fair) :], np.empty(0, np.int64))
+    images, labels = _windows(task, network, pictures, device)
+    answers = predict_turned(network, images, [*fair, *plain])
+    return Turned(fair, answers[: len(fair)], plain, answers[len(fair) :], labels.cpu().numpy())
+
+
+def summarise(task: Task, turned: Turned, point: Mapping[str, float]) -> dict[str, object]:
+    """Two numbers, at fair and at plain angles."""
+    threshold = FOREGROUND if task == "nuclei" else point["threshold"]
+    return {
+        "inputs": "pixels of fields" if task == "nuclei" else "windows",
+        "count": int(np.prod(turned.fair.shape[1:])),
+        "fair": asdict(measure_robustness(turned.fair, threshold)),
+        "plain": asdict(measure_robustness(turned.plain, threshold)),
+    }
+
+
+def _windows(task: Task, network: Network, pictures: Sequence[Picture], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Windows with their surroundings, from which the corners of turned ones come; patches are mirrored for them."""
+    cut_px = covering_size(network.receptive_field) + 2 * SPLINE_REACH
+    if task == "tumor":
+        batches, steps = middle_batches(pictures[:WINDOWS], cut_px, device=device)
+    else:
+        batches = sampled_batches("mitosis", pictures, cut_px, seed=SAMPLING_SEED, device=device)
+        steps = range(-(-WINDOWS // 64))
+    images, labels = (torch.cat(parts) for parts in zip(*batches.load(steps, device), strict=True))
+    return images[:WINDOWS], labels[:WINDOWS]
+
+
+def _foreground(
+    network: Network, picture: Picture, device: torch.device, degrees: Sequence[float]
+) -> NDArray[np.float32]:
+    """The probability (angles, height, width) that a pixel is of a nucleus, each map turned back."""
+    image = replace(reader_of("nuclei"), with_nuclei=False).planes(picture)
+    # With more around the middle than is looked at, turned corners are real pixels where the field is large enough.
+    wide = covering_size(FIELD_PX + network.receptive_field)
+    top, left = (max(0, (side - wide) // 2) for side in image.shape[:2])
+    maps = predict_realigned(network, image[top : top + wide, left : left + wide], device, degrees)
+    nuclei = 1 - np.stack([one[BACKGROUND] for one in maps])
+    top, left = ((side - FIELD_PX) // 2 for side in nuclei.shape[1:])
+    if min(top, left) < 0:
+        return nuclei
+    middle: NDArray[np.float32] = nuclei[:, top : top + FIELD_PX, left : left + FIELD_PX]
+    return middle
