@@ -7,6 +7,7 @@ Every run is a `rotopath train` and a `rotopath evaluate --robustness`; an inter
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,9 @@ SEEDS = (0, 1, 2)
 
 
 def call(*words: str) -> None:
-    subprocess.run([sys.executable, "-m", "rotopath", *words], check=True, stdout=subprocess.DEVNULL)
+    threads = {"OMP_NUM_THREADS": "2"}  # several runs share the cores
+    command = [sys.executable, "-m", "rotopath", *words]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | threads)
 
 
 def scores(options: argparse.Namespace, job: tuple[str, int, int]) -> dict[str, object]:
@@ -35,8 +38,10 @@ def scores(options: argparse.Namespace, job: tuple[str, int, int]) -> dict[str, 
         changes = {"orientations": orientations, "seed": seed, "steps": options.steps, "epochs": options.epochs}
         words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
         call("train", str(recipe), *words, "--set", f"accelerator={accelerator}", "--out", str(run))
-    call("evaluate", str(run), "--robustness")
-    found: dict[str, object] = json.loads((run / "evaluation-test.json").read_text())["test"]
+    written = run / "evaluation-test.json"
+    if not written.exists():
+        call("evaluate", str(run), "--robustness")
+    found: dict[str, object] = json.loads(written.read_text())["test"]
     return found
 
 
