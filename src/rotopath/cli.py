@@ -114,6 +114,13 @@ def train(
         except KeyboardInterrupt:
             Console(stderr=True).print(f"rotopath: stopped; the same command goes on with {folder}.", highlight=False)
             raise typer.Exit(130) from None
+        if chosen.mining is not None:
+            from rotopath.data import open_data
+            from rotopath.reports.contact_sheet import draw_examples
+            from rotopath.training.mining import MINED, read_examples
+
+            examples = read_examples(folder / MINED)
+            _print_place("Hard examples", draw_examples(open_data(chosen.data), examples, folder / "mined.png"))
     _print_scores(folder)
 
 

@@ -93,3 +93,14 @@ def test_loss_is_that_of_one_logit() -> None:
     loss.backward()
     assert logits.grad is not None
     assert torch.allclose(logits.grad.flatten(), (logits.detach().flatten().sigmoid() - labels) / 6)
+
+
+def test_the_interval_of_auc_redraws_slides() -> None:
+    """Slides that are each perfectly ranked within themselves, but not between each other."""
+    rows = [("a", 0, 0.1), ("a", 1, 0.2), ("b", 0, 0.7), ("b", 1, 0.8), ("c", 0, 0.4), ("c", 1, 0.5)]
+    evidence = [tumor.Evidence(f"p{i}", case, label, p) for i, (case, label, p) in enumerate(rows)]
+    found = tumor.score(evidence, {"threshold": 0.5})
+    low, high = found["auc_interval"]  # type: ignore[misc]
+    assert low <= found["auc"] < high == 1, "one slide alone, drawn three times, is perfect"
+    one = tumor.score(evidence[:2], {"threshold": 0.5})
+    assert one["auc_interval"] is None

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rotopath.data.collection import DataError, Picture
+from rotopath.evaluation.bootstrap import confidence_interval
 from rotopath.evaluation.classification import accuracy, auc, best_threshold, calibration, calibration_error
 from rotopath.tasks.binary import binary_cross_entropy
 from rotopath.tasks.cases import find_interval, sum_by_case
@@ -69,12 +70,33 @@ def score(evidence: Sequence[Evidence], point: Mapping[str, float]) -> dict[str,
         "interval_over": "slides" if by_slide else "patches",
         "slides": len(names) if by_slide else None,
         "auc": None if math.isnan(ranking) else ranking,
+        "auc_interval": _auc_interval(labels, probabilities, _members(units)),
         "calibration_error": calibration_error(labels, probabilities),
         "reliability": [
             {"predicted": float(predicted), "observed": float(observed), "count": int(number)}
             for predicted, observed, number in zip(*calibration(labels, probabilities), strict=True)
         ],
     }
+
+
+def _members(units: Sequence[str]) -> list[NDArray[np.int64]]:
+    """The patches of each slide, by their numbers."""
+    _, which = np.unique(np.array(units), return_inverse=True)
+    order = np.argsort(which, kind="stable")
+    return np.split(order, np.cumsum(np.bincount(which))[:-1])
+
+
+def _auc_interval(
+    labels: NDArray[np.int64], probabilities: NDArray[np.float64], members: list[NDArray[np.int64]]
+) -> list[float] | None:
+    if len(members) < 2 or len(set(labels.tolist())) < 2:
+        return None
+
+    def redrawn(drawn: NDArray[np.int64]) -> float:
+        chosen = np.concatenate([members[i] for i in drawn])
+        return auc(labels[chosen], probabilities[chosen])
+
+    return list(confidence_interval(redrawn, len(members)))
 
 
 def _columns(evidence: Sequence[Evidence]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

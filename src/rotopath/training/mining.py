@@ -60,13 +60,19 @@ def write_examples(path: Path, examples: Sequence[Example]) -> None:
     runs.write_text(path, text.getvalue())
 
 
-def read_examples(path: Path, task: Task, pictures: Sequence[Picture]) -> Ints:
+def read_examples(path: Path) -> list[Example]:
+    """Examples as they were written, the worst first."""
+    return [
+        Example(row["image"], int(row["row"]), int(row["column"]), float(row["score"]))
+        for _, row in read_table(path, COLUMNS)
+    ]
+
+
+def number_examples(examples: Sequence[Example], task: Task, pictures: Sequence[Picture]) -> Ints:
     """Examples as sampling takes them: numbers of patches (k,), or (image, row, column) of places (k, 3)."""
     number_of = {picture.name: i for i, picture in enumerate(pictures)}
-    places = []
-    for line, row in read_table(path, COLUMNS):
-        if row["image"] not in number_of:
-            raise DataError(f"{path}, line {line}: {row['image']!r} is not among the training images.")
-        places.append((number_of[row["image"]], int(row["row"]), int(row["column"])))
+    if unknown := [one.image for one in examples if one.image not in number_of]:
+        raise DataError(f"The hard example {unknown[0]!r} is not among the training images.")
+    places = [(number_of[one.image], one.row, one.column) for one in examples]
     found = np.array(places, np.int64).reshape(-1, 3)
     return found if task == "mitosis" else found[:, 0]

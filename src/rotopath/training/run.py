@@ -34,7 +34,7 @@ from rotopath.recipe import Recipe, read_recipe, write_recipe
 from rotopath.runs import RunError
 from rotopath.tasks import TASKS
 from rotopath.training.fitting import Loss, Row, fit
-from rotopath.training.mining import MINED, mine, read_examples, write_examples
+from rotopath.training.mining import MINED, mine, number_examples, read_examples, write_examples
 
 BASELINE, TRAINING = "baseline", "training"  # the stages; the first one, which finds hard examples, has a folder
 Seen = Callable[[str, Row], None]  # told the stage, and a row of its log
@@ -51,7 +51,7 @@ def train(recipe: Recipe, folder: Path, seen: Seen = lambda _stage, _row: None) 
     mined = None
     if recipe.mining is not None:
         _mine_examples(recipe, pictures, collection, folder, seen)
-        mined = read_examples(folder / MINED, recipe.task, pictures)
+        mined = number_examples(read_examples(folder / MINED), recipe.task, pictures)
     network, device = _fitted(recipe, pictures, collection, folder, partial(seen, TRAINING), mined)
     _assess(recipe, network, collection, folder, device)
     about = json.loads((folder / runs.PROVENANCE).read_text(encoding="utf-8"))
