@@ -52,20 +52,27 @@ def test_mistakes_get_one_sentence_and_exit_code_2(arguments: tuple[str, ...], s
     assert result.stdout == ""
 
 
-def test_demo_measures_and_draws(tmp_path: Path) -> None:
+def test_demo_trains_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "new" / "folder"
-    result = run("demo", "--out", str(out))
-    assert result.exit_code == 0
-    assert "rotation error" in result.stdout
-    assert (out / "layers.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in out.iterdir()] == ["layers.png"]
+    monkeypatch.setattr("rotopath.demo.WINDOWS", 32)
+    result = run("demo", "--out", str(out), "--steps", "1", "--size", "320")
+    assert result.exit_code == 0, result.stderr
+    report = (out / "report.html").read_text()
+    assert report.count("data:image/png;base64,") == 3
+    for name in ("N=1", "N=8"):
+        assert f"<td>{name}</td>" in report
+        assert f"Training {name}." in result.stdout
+        assert (out / name / "weights.safetensors").exists()
+    again = run("demo", "--out", str(out), "--steps", "1", "--size", "320")
+    assert again.exit_code == 0
+    assert "Training" not in again.stdout, "what is there is kept"
 
 
 def test_demo_refuses_a_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     result = run("demo", "--out", str(tmp_path / "taken"))
     assert result.exit_code == 2
-    assert "is a file, but the picture needs a folder" in result.stderr
+    assert "is a file, but the demonstration needs a folder" in result.stderr
     assert (tmp_path / "taken").read_text() == "a file"
 
 
@@ -73,7 +80,7 @@ def test_demo_refuses_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     result = run("demo", "--out", str(tmp_path / "taken" / "below"))
     assert result.exit_code == 2
-    assert "could not be written" in result.stderr
+    assert "cannot be read or written" in result.stderr
 
 
 @pytest.mark.parametrize("columns", ["46", "60", "80", "200"])

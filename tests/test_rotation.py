@@ -28,12 +28,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_quarter_turns_change_nothing_for_n_4_and_something_for_n_1(
     data: dict[str, Path], task: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rotopath.rotation.WINDOWS", 8)
     monkeypatch.setattr("rotopath.rotation.FIELD_PX", 20)
     pictures = rp.data.open_data(data[task]).split("test")
     spreads = {}
     for n in (1, 4):
-        turned = turn_inputs(task, getattr(rp.models, task)(n), pictures, CPU)  # type: ignore[arg-type]
+        turned = turn_inputs(task, getattr(rp.models, task)(n), pictures, CPU, most=8)  # type: ignore[arg-type]
         assert turned.plain_degrees[::4] == [0, 90, 180, 270]
         assert turned.fair.shape == turned.plain.shape
         assert len(turned.fair) == 16
@@ -42,8 +41,7 @@ def test_quarter_turns_change_nothing_for_n_4_and_something_for_n_1(
     assert spreads[1] > 100 * spreads[4]
 
 
-def test_two_numbers_and_where_they_come_from(data: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rotopath.rotation.WINDOWS", 8)
+def test_two_numbers_and_where_they_come_from(data: dict[str, Path]) -> None:
     pictures = rp.data.open_data(data["tumor"]).split("test")
     turned = turn_inputs("tumor", rp.models.tumor(1), pictures, CPU)
     middle = float(np.median(turned.fair))

@@ -1,10 +1,9 @@
 """The command line: parses, calls, prints. Modules are imported only when a command needs them."""
 
+import webbrowser
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated, NoReturn, cast
 
 import typer
@@ -64,32 +63,20 @@ def models(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the picture; made if need be.")] = Path("demo"),
+    out: Annotated[Path, typer.Option(help="Folder for all that is made; what is there is kept.")] = Path("demo"),
+    steps: Annotated[int, typer.Option(min=1, help="Training steps in each of three epochs.")] = 130,
+    size: Annotated[int, typer.Option(min=160, help="Side of the synthetic fields, in pixels.")] = 512,
 ) -> None:
-    """Print the networks, measure how exactly they turn with their input, and draw how the layers work."""
-    from rotopath.evaluation import smooth_images, untrained_errors
-    from rotopath.models import ARCHITECTURES, mitosis
-    from rotopath.reports.tables import rotation_error_table
-
-    try:
-        from rotopath.reports.layers import draw_layers
-    except ModuleNotFoundError as missing:
-        _refuse(f"The picture needs {str(missing.name).partition('.')[0]}: pip install 'rotopath[train]'.")
+    """Train N=1 and N=8 on synthetic tissue, and write a report: scores, detections, predictions as images turn."""
     if out.exists() and not out.is_dir():
-        _refuse(f"{out} is a file, but the picture needs a folder; choose another one with --out.")
-    try:
-        picture = draw_layers(out / "layers.png")
-    except OSError as error:
-        _refuse(f"The picture could not be written to {out} ({error.strerror}); choose another folder with --out.")
-    for name in ARCHITECTURES:
-        _print_architecture(name, PUBLISHED)
-    images = smooth_images(count=16, size=mitosis().receptive_field)
-    errors = {
-        f"N={n}": {angle: median(untrained_errors(partial(mitosis, n), images, angle)) for angle in (90, 45, 22.5)}
-        for n in PUBLISHED
-    }
-    console.print(rotation_error_table("rotation error: mitosis network, untrained (median of nine), float32", errors))
-    _print_place("How the layers work", picture)
+        _refuse(f"{out} is a file, but the demonstration needs a folder; choose another one with --out.")
+    with _mistakes_in_one_sentence():
+        from rotopath.demo import run_demo
+
+        report = run_demo(out, console, steps, size)
+    _print_place("Report", report)
+    if console.is_terminal:
+        webbrowser.open(report.resolve().as_uri())
 
 
 @app.command()

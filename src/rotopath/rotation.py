@@ -37,15 +37,17 @@ class Turned:
     labels: NDArray[np.int64]  # (inputs,); none for nuclei
 
 
-def turn_inputs(task: Task, network: Network, pictures: Sequence[Picture], device: torch.device) -> Turned:
-    """What the network says about single windows, or about the middle of fields, at all angles."""
+def turn_inputs(
+    task: Task, network: Network, pictures: Sequence[Picture], device: torch.device, most: int = WINDOWS
+) -> Turned:
+    """What the network says at all angles about single windows, `most` at most, or about the middle of fields."""
     network = network.to(device).eval()
     fair, plain = list_angles(), list_angles(fair=False)
     if task == "nuclei":
         fields = [_foreground(network, picture, device, [*fair, *plain]) for picture in pictures]
         answers = np.stack(fields, axis=1)  # (angles, fields, height, width)
         return Turned(fair, answers[: len(fair)], plain, answers[len(fair) :], np.empty(0, np.int64))
-    images, labels = _windows(task, network, pictures, device)
+    images, labels = _windows(task, network, pictures, device, most)
     answers = predict_turned(network, images, [*fair, *plain])
     return Turned(fair, answers[: len(fair)], plain, answers[len(fair) :], labels.cpu().numpy())
 
@@ -61,16 +63,18 @@ def summarise(task: Task, turned: Turned, point: Mapping[str, float]) -> dict[st
     }
 
 
-def _windows(task: Task, network: Network, pictures: Sequence[Picture], device: torch.device) -> tuple[Tensor, Tensor]:
+def _windows(
+    task: Task, network: Network, pictures: Sequence[Picture], device: torch.device, most: int
+) -> tuple[Tensor, Tensor]:
     """Windows with their surroundings, from which the corners of turned ones come; patches are mirrored for them."""
     cut_px = covering_size(network.receptive_field) + 2 * SPLINE_REACH
     if task == "tumor":
-        batches, steps = middle_batches(pictures[:WINDOWS], cut_px, device=device)
+        batches, steps = middle_batches(pictures[:most], cut_px, device=device)
     else:
-        batches = sampled_batches("mitosis", pictures, cut_px, seed=SAMPLING_SEED, device=device)
-        steps = range(-(-WINDOWS // 64))
+        batches = sampled_batches("mitosis", pictures, cut_px, batch=32, seed=SAMPLING_SEED, device=device)
+        steps = range(-(-most // 32))
     images, labels = (torch.cat(parts) for parts in zip(*batches.load(steps, device), strict=True))
-    return images[:WINDOWS], labels[:WINDOWS]
+    return images[:most], labels[:most]
 
 
 def _foreground(
