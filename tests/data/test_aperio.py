@@ -1,5 +1,6 @@
 """ImageScope annotations: known outlines, and every way in which such a file can be bad."""
 
+import gc
 from pathlib import Path
 
 import numpy as np
@@ -129,6 +130,12 @@ def test_bad_files_get_a_sentence_with_their_name(tmp_path: Path, text: str, sen
     (tmp_path / "bad.xml").write_text(text)
     with pytest.raises(AnnotationError, match=rf"bad.xml ({sentence})"):
         read_outlines(tmp_path / "bad.xml")
+
+
+def test_the_file_is_closed_though_only_its_head_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.xml").write_text(xml(*[square(i, 0, 3) for i in range(3000)]))
+    assert read_spacing_um_px(tmp_path / "a.xml") == 0.252
+    gc.collect()  # a file that is still open is a warning here, and warnings are errors
 
 
 @pytest.mark.parametrize("spacing", ["fine", "-0.25", "0", "nan", "50", ""])

@@ -56,9 +56,10 @@ def read_spacing_um_px(path: Path) -> float | None:
     from defusedxml import DefusedXmlException
 
     try:
-        for _, root in defusedxml.ElementTree.iterparse(str(path), events=("start",)):
-            spacing = _number(root, "MicronsPerPixel", path)
-            return spacing if is_plausible(spacing) else None
+        with path.open("rb") as file:
+            for _, root in defusedxml.ElementTree.iterparse(file, events=("start",)):
+                spacing = _number(root, "MicronsPerPixel", path)
+                return spacing if is_plausible(spacing) else None
     except (OSError, ParseError, DefusedXmlException, ValueError, LookupError):
         pass
     return None
