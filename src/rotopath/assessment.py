@@ -4,7 +4,7 @@ In: a network, pictures of one split, and how often each is to be turned. Out: e
 point and scores follow.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +15,6 @@ import torch
 from rotopath import runs
 from rotopath.data import DataError, Picture, Task, middle_batches, open_data
 from rotopath.data.batches import reader_of
-from rotopath.data.pixels import Cache
 from rotopath.data.splits import SPLITS
 from rotopath.evaluation.detection import Rule
 from rotopath.evaluation.overlap import HitRule
@@ -35,19 +34,16 @@ def gather(
     pictures: Sequence[Picture],
     device: torch.device,
     rotations: int = 1,
-    cache: Cache = "auto",
-    seen: Callable[[int], object] = lambda _: None,
 ) -> list[Evidence]:
-    """What the network says about each picture, beside its annotations; `seen` is told how many were just done."""
+    """What the network says about each picture, beside its annotations."""
     network = network.to(device).eval()
     if task == "tumor":
-        return _gather_patches(network, pictures, device, rotations, cache, seen)
+        return _gather_patches(network, pictures, device, rotations)
     reader = replace(reader_of(task), with_nuclei=False)
     evidence = []
     for picture in pictures:
         prediction = predict(network, reader.planes(picture), device, rotations)
         evidence.append(TASKS[task].examine(prediction, picture, reader.spacing_um_px))
-        seen(1)
     return evidence
 
 
@@ -56,20 +52,17 @@ def _gather_patches(
     pictures: Sequence[Picture],
     device: torch.device,
     rotations: int,
-    cache: Cache,
-    seen: Callable[[int], object],
 ) -> list[Evidence]:
     """Patches are many and small, so they go through the network in batches."""
     window_px = network.receptive_field
     cut_px = covering_size(window_px) if rotations > 4 else window_px  # corners of turned windows lie further out
-    batches, steps = middle_batches(pictures, cut_px, cache=cache, device=device)
+    batches, steps = middle_batches(pictures, cut_px, device=device)
     spacing_um_px = reader_of("tumor").spacing_um_px
     evidence: list[Evidence] = []
     for images, _ in batches.load(steps, device):
         probabilities = predict_patches(network, images, rotations)
         for picture, probability in zip(pictures[len(evidence) :], probabilities.tolist(), strict=False):
             evidence.append(TASKS["tumor"].examine(probability, picture, spacing_um_px))
-        seen(len(images))
     return evidence
 
 

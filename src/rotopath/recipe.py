@@ -53,8 +53,6 @@ class Recipe:
     checkpoint_steps: int = 200  # between two points from which an interrupted run goes on
     precision: Literal["32", "bf16"] = "32"
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
-    devices: int = 1
-    nodes: int = 1
     cache: Cache = "auto"
     workers: int = 0
     augmentation: Augmentation = field(default_factory=Augmentation)
@@ -62,7 +60,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_orientations(self.orientations)
-        for name in ("epochs", "steps", "patience", "validation_steps", "checkpoint_steps", "devices", "nodes"):
+        for name in ("epochs", "steps", "patience", "validation_steps", "checkpoint_steps"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         for name in ("seed", "workers", "momentum", "weight_decay"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")

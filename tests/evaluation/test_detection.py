@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rotopath.evaluation.detection import Counts, Matches, best_threshold, count, froc, match, pool
+from rotopath.evaluation.detection import Counts, Matches, best_threshold, count, match, pool
 
 NONE = np.empty((0, 2))
 TRUTH = np.array([[100.0, 100.0], [100.0, 140.0], [300.0, 300.0]])
@@ -108,10 +108,3 @@ def test_every_threshold_agrees_with_matching_what_is_left_above_it(
         threshold = order[kept - 1] if kept else 2.0
         hits, false = slow_match(truth, detected[:kept], 20, rule)
         assert count(found, threshold) == Counts(hits, false, len(truth) - hits)
-
-
-def test_froc_rises_from_nothing_to_everything() -> None:
-    matches = Matches(np.array([0.9, 0.5, -np.inf]), np.array([0.7, 0.3]))
-    false, sensitivity = froc(matches, images=2)
-    assert false.tolist() == [0, 0, 0.5, 0.5, 1]
-    assert sensitivity.tolist() == pytest.approx([0, 1 / 3, 1 / 3, 2 / 3, 2 / 3])

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from layouts import pixels, write_image, write_text
 
 from rotopath.data.collection import Picture
+from rotopath.evaluation.detection import Matches
 from rotopath.tasks import Prediction, mitosis
 from rotopath.tasks.mitosis import Detections, Evidence
 
@@ -203,3 +204,11 @@ def test_loss_is_the_cross_entropy() -> None:
     assert weighted == pytest.approx(-(torch.tensor([3.0, 1.0, 1.0]) * right.log()).sum() / 5)
     with pytest.raises(ValueError, match="one logit"):
         mitosis.loss(torch.zeros(3, 1, 2, 2), labels)
+
+
+def test_the_froc_of_a_few_matches_by_hand() -> None:
+    """Found at 0.9 and 0.5, one never; false ones at 0.7 and 0.3, in two images."""
+    points = mitosis._froc(Matches(np.array([0.9, 0.5, -np.inf]), np.array([0.7, 0.3])), images=2)
+    assert [point["threshold"] for point in points] == [0.9, 0.5, 0.3]
+    assert [point["false_per_image"] for point in points] == [0, 0.5, 1]
+    assert [point["sensitivity"] for point in points] == pytest.approx([1 / 3, 2 / 3, 2 / 3])

@@ -185,8 +185,10 @@ def test_a_full_disk_leaves_a_run_that_can_be_resumed(
 def test_folders_that_cannot_be_used_are_refused(data: dict[str, Path], tmp_path: Path) -> None:
     chosen = recipe(data, epochs=1)
     killed(chosen, tmp_path / "run", 3)
-    with pytest.raises(RunError, match=r"begun with another recipe \('orientations = 1', now 'orientations = 4'\)"):
+    with pytest.raises(RunError, match="was begun with orientations = 1, and now it is 4; choose another folder"):
         train(replace(chosen, orientations=4), tmp_path / "run")
+    with pytest.raises(RunError, match=r"was begun with mining = None, and now it is Mining"):
+        train(replace(chosen, mining=Mining()), tmp_path / "run")
     with pytest.raises(RunError, match="is not finished; run the same command again"):
         runs.load(tmp_path / "run")
     train(chosen, tmp_path / "run")

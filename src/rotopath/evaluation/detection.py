@@ -1,7 +1,7 @@
 """Detection of small objects: which detections hit, and what that is worth at any threshold.
 
 In: true places, detected places and their scores. Out: matches from which F1, precision and recall at every threshold,
-the best threshold, and the FROC curve follow.
+and the best threshold follow.
 """
 
 from collections.abc import Sequence
@@ -95,13 +95,6 @@ def best_threshold(matches: Matches) -> float:
     false = len(matches.false) - np.searchsorted(np.sort(matches.false), candidates)
     f1 = 2 * hits / np.maximum(hits + false + len(matches.found_at), 1)
     return float(candidates[f1 == f1.max()][-1])
-
-
-def froc(matches: Matches, images: int) -> tuple[Floats, Floats]:
-    """False detections an image, rising, and the share of objects that are found at so many."""
-    counts = [count(matches, threshold) for threshold in cuts(_scores(matches))[::-1]]
-    false = np.array([0.0, *(one.false / images for one in counts)])
-    return false, np.array([0.0, *(one.recall for one in counts)])
 
 
 def _scores(matches: Matches) -> Floats:

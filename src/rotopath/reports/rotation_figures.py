@@ -37,6 +37,8 @@ def draw_detections(
         )
         for (row, column), hit in zip(places, near.any(axis=1), strict=True):
             axes.plot(column, row, "+", color=HIT if hit else FALSE, markersize=13, markeredgewidth=2.4)
+        # Marks would move the limits, and the same field would be drawn at two scales.
+        axes.set(xlim=(-0.5, image.shape[1] - 0.5), ylim=(image.shape[0] - 0.5, -0.5))
         axes.set_axis_off()
         axes.set_title(f"{name}: {int(near.any(axis=0).sum())} of {len(truth)} found", size=12, color=INK)
     return save_figure(figure, path)

@@ -108,7 +108,7 @@ def score_table(title: str, metrics: Mapping[str, Mapping[str, object]]) -> Grou
         values = [_score(scores.get(name), scores.get(f"{name}_interval")) for scores in metrics.values()]
         if any(values) and not name.endswith("_interval"):
             table.add_row(name.replace("_", " "), *values)
-        if isinstance(fair := next(iter(metrics.values()))[name], dict) and name == "rotation":
+        if isinstance(fair := next(iter(metrics.values())).get(name), dict) and name == "rotation":
             for number, value in fair["fair"].items():
                 table.add_row(f"rotation, {number}", f"{value:.4f}")
     return Group(Text(title, "bold"), table, Text("In brackets: 95 % intervals, redrawing patients.\n", "dim"))

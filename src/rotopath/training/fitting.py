@@ -185,8 +185,7 @@ def fit(
     trainer = Trainer(
         max_epochs=recipe.epochs,
         accelerator=recipe.accelerator,
-        devices=recipe.devices,
-        num_nodes=recipe.nodes,
+        devices=1,
         precision="32-true" if recipe.precision == "32" else "bf16-mixed",
         callbacks=[Keeper(folder, recipe, seen)],
         logger=_tensorboard(folder),

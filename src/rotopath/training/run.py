@@ -5,7 +5,7 @@ In: a recipe and a folder. Out: the folder, finished once it holds the weights.
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -164,8 +164,6 @@ def make_batches(
 
 
 def _compare(before: Recipe, now: Recipe, folder: Path) -> None:
-    for line_before, line in zip(write_recipe(before).splitlines(), write_recipe(now).splitlines(), strict=False):
-        if line_before != line:
-            raise RunError(
-                f"{folder} was begun with another recipe ({line_before!r}, now {line!r}); choose another folder."
-            )
+    for key in (field.name for field in fields(Recipe)):
+        if (old := getattr(before, key)) != (new := getattr(now, key)):
+            raise RunError(f"{folder} was begun with {key} = {old!r}, and now it is {new!r}; choose another folder.")
