@@ -4,8 +4,9 @@ In: a network, pictures of one split, and how often each is to be turned. Out: e
 point and scores follow.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,6 +26,7 @@ from rotopath.rotation import summarise, turn_inputs
 from rotopath.tasks import TASKS
 
 Evidence = Any  # of one picture; each task has its own kind
+Seen = Callable[[int, int], None]  # told how many pictures are done, and how many there are
 RULES: Mapping[Task, tuple[str, ...]] = {"mitosis": get_args(Rule), "nuclei": get_args(HitRule)}
 
 
@@ -34,16 +36,18 @@ def gather(
     pictures: Sequence[Picture],
     device: torch.device,
     rotations: int = 1,
+    seen: Seen = lambda _done, _all: None,
 ) -> list[Evidence]:
-    """What the network says about each picture, beside its annotations."""
+    """What the network says about each picture, beside its annotations; `seen` is told how many are done."""
     network = network.to(device).eval()
     if task == "tumor":
-        return _gather_patches(network, pictures, device, rotations)
+        return _gather_patches(network, pictures, device, rotations, seen)
     reader = replace(reader_of(task), with_nuclei=False)
     evidence = []
     for picture in pictures:
         prediction = predict(network, reader.planes(picture), device, rotations)
         evidence.append(TASKS[task].examine(prediction, picture, reader.spacing_um_px))
+        seen(len(evidence), len(pictures))
     return evidence
 
 
@@ -52,6 +56,7 @@ def _gather_patches(
     pictures: Sequence[Picture],
     device: torch.device,
     rotations: int,
+    seen: Seen,
 ) -> list[Evidence]:
     """Patches are many and small, so they go through the network in batches."""
     window_px = network.receptive_field
@@ -63,6 +68,7 @@ def _gather_patches(
         probabilities = predict_patches(network, images, rotations)
         for picture, probability in zip(pictures[len(evidence) :], probabilities.tolist(), strict=False):
             evidence.append(TASKS["tumor"].examine(probability, picture, spacing_um_px))
+        seen(len(evidence), len(pictures))
     return evidence
 
 
@@ -86,6 +92,7 @@ def evaluate(
     robustness: bool = False,
     out: Path | None = None,
     rule: str | None = None,
+    seen: Callable[[str, int, int], None] = lambda _what, _done, _all: None,
 ) -> Path:
     """Score a finished run on a split of its data, or of other data, at its operating point; gives the file written.
 
@@ -97,10 +104,10 @@ def evaluate(
     task = run.recipe.task
     collection = open_data(data or Path(run.recipe.data), task)
     device = torch.device("cuda" if torch.cuda.is_available() and run.recipe.accelerator != "cpu" else "cpu")
-    evidence = gather(task, run.network, collection.split(split), device, rotations)
+    evidence = gather(task, run.network, collection.split(split), device, rotations, partial(seen, split))
     point = run.point
     if rotations > 1 or rule is not None:  # other probabilities, or another score, have another operating point
-        validation = gather(task, run.network, collection.split("valid"), device, rotations)
+        validation = gather(task, run.network, collection.split("valid"), device, rotations, partial(seen, "valid"))
         point = choose_point(task, validation, **_options(task, rule))
     scores = score(task, evidence, point, **_options(task, rule)) | {
         "rotations": rotations,

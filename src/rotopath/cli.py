@@ -91,16 +91,19 @@ def train(
     with _mistakes_in_one_sentence():
         from rotopath.recipe import read_recipe
         from rotopath.reports.progress import TrainingProgress
+        from rotopath.training import is_first
         from rotopath.training import train as train_run
 
         chosen = read_recipe(recipe, changes or [])
         folder = out or Path("runs") / f"{recipe.stem}-N{chosen.orientations}-seed{chosen.seed}"
         try:
-            with TrainingProgress(chosen, console) as progress:
+            with TrainingProgress(chosen, console if is_first() else Console(quiet=True)) as progress:
                 train_run(chosen, folder, progress.show)
         except KeyboardInterrupt:
             Console(stderr=True).print(f"rotopath: stopped; the same command goes on with {folder}.", highlight=False)
             raise typer.Exit(130) from None
+        if not is_first():
+            raise typer.Exit  # the first of several processes prints
         if chosen.mining is not None:
             from rotopath.data import open_data
             from rotopath.reports.contact_sheet import draw_examples
@@ -126,10 +129,18 @@ def evaluate(
     ] = None,
 ) -> None:
     """Compute every score of a run again, on its own data or on other."""
+    from rich.progress import Progress
+
     with _mistakes_in_one_sentence():
         from rotopath.assessment import evaluate as evaluate_run
 
-        written = evaluate_run(run, data, split, tta, robustness, out, rule)
+        shown = Console(stderr=True)
+        with Progress(console=shown, transient=True, disable=not shown.is_terminal) as bar:
+            reading = bar.add_task("reading")
+            written = evaluate_run(
+                *(run, data, split, tta, robustness, out, rule),
+                seen=lambda what, done, count: bar.update(reading, description=what, completed=done, total=count),
+            )
     _print_scores(run, written)
 
 

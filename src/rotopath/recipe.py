@@ -13,6 +13,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from rotopath.data.augmentation import Augmentation
+from rotopath.data.batches import BATCH
 from rotopath.data.collection import Task
 from rotopath.data.pixels import Cache
 from rotopath.group import check_orientations
@@ -53,6 +54,8 @@ class Recipe:
     checkpoint_steps: int = 200  # between two points from which an interrupted run goes on
     precision: Literal["32", "bf16"] = "32"
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
+    devices: int = 1  # on each node; every batch is divided among all of them
+    nodes: int = 1
     cache: Cache = "auto"
     workers: int = 0
     augmentation: Augmentation = field(default_factory=Augmentation)
@@ -60,14 +63,24 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_orientations(self.orientations)
-        for name in ("epochs", "steps", "patience", "validation_steps", "checkpoint_steps"):
+        for name in ("epochs", "steps", "patience", "validation_steps", "checkpoint_steps", "devices", "nodes"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         for name in ("seed", "workers", "momentum", "weight_decay"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "a number above 0")
         _require(self.batch is None or self.batch >= 1, "batch", self.batch, "1 or more")
+        if self.windows % (self.devices * self.nodes):
+            raise RecipeError(
+                f"a batch of {self.windows} cannot be divided among {self.devices * self.nodes} devices; "
+                f"change 'batch' or 'devices'."
+            )
         if self.task == "nuclei" and self.mining is not None:
             raise RecipeError("hard examples are mined for mitosis and tumor; leave 'mining' out for nuclei.")
+
+    @property
+    def windows(self) -> int:
+        """In a batch, over all devices."""
+        return BATCH[self.task] if self.batch is None else self.batch
 
 
 def read_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:

@@ -155,7 +155,7 @@ def test_middle_windows_bring_every_patch_once() -> None:
         (lambda: tumor(batch=7), "is even; got 7"),
         (lambda: mitosis(batch=7), "is even; got 7"),
         (lambda: tumor(labels=np.ones(60, int)), "have none of class 0"),
-        (lambda: mitosis(points=[np.empty((0, 2))] * 3), "have no mitoses"),
+        (lambda: mitosis(points=[np.empty((0, 2))] * 3), "None of the 3 fields of a split has a mitosis"),
         (
             lambda: mitosis(points=[np.array([[20.0, 20.0]])], sizes_px=sizes(1, 40, 40)).places(0),
             "next to no place over 30 px away from every mitosis",

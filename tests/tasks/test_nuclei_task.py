@@ -204,4 +204,4 @@ def test_loss_weighs_classes() -> None:
     right = logits.log_softmax(dim=1)[0, [0, 1], 0, [0, 1]]
     assert nuclei.loss(logits, targets) == pytest.approx(-right.mean())
     weighted = nuclei.loss(logits, targets, torch.tensor([1.0, 3.0, 1.0], dtype=torch.float64))
-    assert weighted == pytest.approx(-(right[0] + 3 * right[1]) / 4)
+    assert weighted == pytest.approx(-(right[0] + 3 * right[1]) / 2)

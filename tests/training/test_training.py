@@ -19,7 +19,7 @@ from rotopath.data import DataError
 from rotopath.recipe import Mining, Recipe, read_recipe
 from rotopath.runs import RunError
 from rotopath.training import train
-from rotopath.training.fitting import Keeper
+from rotopath.training.fitting import Fitting, Keeper
 
 pytestmark = pytest.mark.filterwarnings("ignore:stain normalisation left an image unchanged")
 
@@ -122,14 +122,23 @@ def test_a_run_folder_holds_everything(data: dict[str, Path], tmp_path: Path, ta
     assert run.point == json.loads((folder / runs.POINT).read_text())
 
 
-def test_the_best_weights_are_kept_and_training_stops_when_converged(data: dict[str, Path], tmp_path: Path) -> None:
-    """With a learning rate that ruins everything, some epoch is worse than one before, and patience ends the run."""
-    chosen = recipe(data, epochs=9, learning_rate=0.5, schedule="constant", patience=1)
+def test_the_best_weights_are_kept_and_training_stops_when_converged(
+    data: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Validation losses as if the third epoch were the best, and two more no better."""
+    pretended = [3.0, 4.0, 1.0, 2.0, 1.0, 0.5]
+
+    def log_pretended(self: Fitting) -> None:
+        self._validation.clear()
+        self.log("validation_loss", torch.tensor(pretended[self.current_epoch]))
+        self.log("validation_accuracy", torch.tensor(0.5))
+
+    monkeypatch.setattr(Fitting, "on_validation_epoch_end", log_pretended)
+    chosen = recipe(data, epochs=6, patience=2)
     train(chosen, tmp_path / "run")
     losses = [float(row["validation_loss"]) for row in log(tmp_path / "run") if row["validation_loss"]]
-    best = int(np.argmin(losses))
-    assert len(losses) == best + 2 < 9
-    train(replace(chosen, epochs=best + 1), tmp_path / "short")
+    assert losses == pretended[:5]
+    train(replace(chosen, epochs=3), tmp_path / "short")
     assert weights(tmp_path / "run") == weights(tmp_path / "short")
 
 

@@ -6,6 +6,7 @@ any number of workers; an epoch is a range of steps, and one that was interrupte
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +51,13 @@ class Batches(Dataset[Batch]):
         self._window_px, self._target_px, self._seed = window_px, target_px, seed
         # The corners of a window that is turned freely come from around it.
         self._cut_px = group.covering_size(window_px) if augmentation.free_rotation else window_px
+        self._rank, self._shares = 0, 1
+
+    def share(self, rank: int, count: int) -> "Batches":
+        """The same batches, but only every `count`-th window of each, for one of several processes."""
+        part = copy(self)
+        part._rank, part._shares = rank, count
+        return part
 
     def __getitem__(self, step: int) -> Batch:
         """The batch of a step."""
@@ -57,6 +65,7 @@ class Batches(Dataset[Batch]):
         margin = (self._cut_px - self._window_px) // 2
         places = places._replace(tops=places.tops - margin, lefts=places.lefts - margin)
         changes = self.augmentation.draw(len(places.images), np.random.default_rng([self._seed, 3, step]))
+        places, changes = places.share(self._rank, self._shares), changes.share(self._rank, self._shares)
         return Batch(self.pixels.windows(places, self._cut_px), torch.from_numpy(places.labels), changes)
 
     def load(

@@ -28,11 +28,10 @@ def class_map(labels: NDArray[np.integer], border_px: int = BORDER_PX) -> NDArra
 
 
 def class_weights(maps: Iterable[NDArray[np.uint8]]) -> NDArray[np.float32]:
-    """Weights (3,) with which every class has the same share of the loss: inverse frequencies, 1 on average."""
+    """Weights (3,) with which every class has the same share of the loss: inverse frequencies, 1 for the mean pixel."""
     counts = np.zeros(len(CLASSES))
     for one in maps:
         counts += np.bincount(one.ravel(), minlength=len(CLASSES))
     if missing := [name for name, count in zip(CLASSES, counts, strict=True) if count == 0]:
         raise ValueError(f"Class weights need pixels of every class, but the images have none of {missing[0]!r}.")
-    weights = counts.sum() / (len(CLASSES) * counts)
-    return np.asarray(weights / weights.mean(), np.float32)
+    return np.asarray(counts.sum() / (len(CLASSES) * counts), np.float32)

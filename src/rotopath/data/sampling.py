@@ -25,6 +25,10 @@ class Places(NamedTuple):
     lefts: Ints  # (B,)
     labels: Ints  # (B,); zeros where the target is a map
 
+    def share(self, rank: int, count: int) -> "Places":
+        """Every `count`-th window, from that of number `rank`."""
+        return Places(*(column[rank::count] for column in self))
+
 
 class Sampler(Protocol):
     def places(self, step: int) -> Places: ...
@@ -105,7 +109,7 @@ class MitosisWindows:
         self._seed, self._jitter = seed, jitter_px
         self._mitoses = np.concatenate([_with_image(i, found) for i, found in enumerate(points)])
         if not len(self._mitoses):
-            raise DataError("The training fields have no mitoses; there is nothing to learn from.")
+            raise DataError(f"None of the {len(points)} fields of a split has a mitosis, but each split needs some.")
         self._mined = np.empty((0, 3)) if mined is None else mined
         hard = -(-batch // 4) if len(self._mined) else 0
         self._shares = (batch // 2, hard, batch // 2 - hard)

@@ -16,13 +16,13 @@ class TrainingProgress:
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
-            TextColumn("{task.fields[loss]}  {task.fields[pace]}"),
+            TextColumn("{task.fields[loss]}{task.fields[score]}  {task.fields[pace]}"),
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
         )
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("starting", total=recipe.epochs * recipe.steps, loss="", pace="")
+        self._task = self._bar.add_task("starting", total=recipe.epochs * recipe.steps, loss="", score="", pace="")
 
     def __enter__(self) -> "TrainingProgress":
         self._bar.start()
@@ -34,7 +34,11 @@ class TrainingProgress:
         self._bar.stop()
 
     def show(self, stage: str, row: dict[str, float]) -> None:
-        """One row of a stage's log; one with a validation loss ends an epoch."""
+        """One row of a stage's log, or how many pictures are scored; a row with a validation loss ends an epoch."""
+        if "pictures" in row:
+            scored = f"{stage}, {row['done']:g} of {row['pictures']:g} images"
+            self._bar.update(self._task, description=scored, completed=row["done"], total=row["pictures"])
+            return
         epochs = self._recipe.epochs
         if stage == "baseline" and self._recipe.mining is not None:
             epochs = self._recipe.mining.epochs
@@ -48,5 +52,7 @@ class TrainingProgress:
             pace=f"{row['images_per_second']:,.0f} images/s",
         )
         if "validation_loss" in row:
-            line = f"{epoch}: loss {row['loss']:.4f}, validation loss {row['validation_loss']:.4f}"
+            accuracy = f"{row['validation_accuracy']:.3f}"
+            self._bar.update(self._task, score=f"  validation accuracy {accuracy}")
+            line = f"{epoch}: loss {row['loss']:.4f}, validation loss {row['validation_loss']:.4f}, accuracy {accuracy}"
             self._console.print(f"{line}, {row['images_per_second']:,.0f} images/s", highlight=False, soft_wrap=True)

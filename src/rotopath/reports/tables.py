@@ -111,7 +111,8 @@ def score_table(title: str, metrics: Mapping[str, Mapping[str, object]]) -> Grou
         if isinstance(fair := next(iter(metrics.values())).get(name), dict) and name == "rotation":
             for number, value in fair["fair"].items():
                 table.add_row(f"rotation, {number}", f"{value:.4f}")
-    return Group(Text(title, "bold"), table, Text("In brackets: 95 % intervals, redrawing patients.\n", "dim"))
+    redrawn = next(iter(metrics.values())).get("interval_over", "patients")
+    return Group(Text(title, "bold"), table, Text(f"In brackets: 95 % intervals, redrawing {redrawn}.\n", "dim"))
 
 
 def _score(value: object, interval: object) -> str:

@@ -4,15 +4,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def binary_cross_entropy(logits: Tensor, labels: Tensor, class_weights: Tensor | None = None) -> Tensor:
-    """The mean over windows of logits (B, 1, 1, 1) and labels (B,), weighted by the weights (2,) of their classes."""
+def binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean over windows of logits (B, 1, 1, 1) and labels (B,)."""
     if logits.numel() != len(labels):
         raise ValueError(
             f"Each of the {len(labels)} labels needs one logit, but there are logits of shape {tuple(logits.shape)}; "
             f"train on windows of the size of the receptive field."
         )
-    losses = F.binary_cross_entropy_with_logits(logits.flatten(), labels.to(logits.dtype), reduction="none")
-    if class_weights is None:
-        return losses.mean()
-    weights = class_weights.to(losses)[labels]
-    return (weights * losses).sum() / weights.sum()
+    return F.binary_cross_entropy_with_logits(logits.flatten(), labels.to(logits.dtype))

@@ -47,9 +47,9 @@ class Evidence:
     radius_px: float  # within which a detection is a hit
 
 
-def loss(logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) -> Tensor:
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Binary cross-entropy of logits (B, 1, 1, 1) and labels (B,)."""
-    return binary_cross_entropy(logits, targets, class_weights)
+    return binary_cross_entropy(logits, targets)
 
 
 def decode(prediction: Prediction, point: Mapping[str, float] | None = None) -> Detections:

@@ -48,8 +48,12 @@ class Evidence:
 
 
 def loss(logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) -> Tensor:
-    """Cross-entropy of logits (B, 3, h, w) and classes (B, h, w), weighted by the weights (3,) of the classes."""
-    return F.cross_entropy(logits, targets, None if class_weights is None else class_weights.to(logits))
+    """Cross-entropy of logits (B, 3, h, w) and classes (B, h, w), each pixel weighted by the weight (3,) of its class.
+
+    It is the mean over pixels, and not over weights, so that the losses of the parts of a batch make up that of it.
+    """
+    weights = None if class_weights is None else class_weights.to(logits)
+    return F.cross_entropy(logits, targets, weights, reduction="none").mean()
 
 
 def decode(prediction: Prediction, point: Mapping[str, float]) -> NDArray[np.int32]:

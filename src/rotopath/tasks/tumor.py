@@ -29,9 +29,9 @@ class Evidence:
     probability: float
 
 
-def loss(logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) -> Tensor:
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Binary cross-entropy of logits (B, 1, 1, 1) and labels (B,)."""
-    return binary_cross_entropy(logits, targets, class_weights)
+    return binary_cross_entropy(logits, targets)
 
 
 def decode(prediction: float, point: Mapping[str, float]) -> int:

@@ -11,41 +11,47 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from rotopath import runs
-from rotopath.data.batches import BATCH, Batches
+from rotopath.data import Batches
 from rotopath.models import Network
 from rotopath.recipe import Recipe
 from rotopath.runs import RunError
 from rotopath.training.optimisation import make_optimiser, make_schedule
+from rotopath.training.processes import share_statistics
 
 LOOK_EVERY_STEPS = 25  # how often losses are fetched from the device
-COLUMNS = ("step", "epoch", "loss", "learning_rate", "images_per_second", "validation_loss")
+PATIENCE_WITH_OTHERS = timedelta(hours=12)  # while the first process mines examples
+COLUMNS = ("step", "epoch", "loss", "learning_rate", "images_per_second", "validation_loss", "validation_accuracy")
 Loss = Callable[[Tensor, Tensor], Tensor]
 Row = dict[str, float]
 
 
 class Steps:
-    """The batches of some steps, asked for anew in every epoch; Lightning takes them for a data loader."""
+    """One process's share of some batches, asked for anew in every epoch; Lightning takes it for a data loader."""
 
     def __init__(
-        self, batches: Batches, steps: Callable[[], range], count: int, device: torch.device, workers: int
+        self, batches: Batches, steps: Callable[[], range], count: int, trainer: Trainer, workers: int
     ) -> None:
         self._batches, self._steps, self._count = batches, steps, count
-        self._device, self._workers = device, workers
+        self._trainer, self._workers = trainer, workers
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return self._batches.load(self._steps(), self._device, self._workers)
+        share = self._batches.share(self._trainer.global_rank, self._trainer.world_size)
+        return share.load(self._steps(), self._trainer.strategy.root_device, self._workers)
 
     def state_dict(self) -> dict[str, Any]:
         """Nothing: where to go on follows from the step. That it is here tells Lightning that we can go on."""
@@ -60,7 +66,7 @@ class Fitting(LightningModule):
     def __init__(self, recipe: Recipe, network: Network, loss: Loss) -> None:
         super().__init__()
         self.recipe, self.network, self.loss = recipe, network, loss
-        self._validation: list[tuple[Tensor, int]] = []
+        self._validation: list[Tensor] = []  # of each batch its loss, its accuracy and 1, times its windows
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
         images, targets = batch
@@ -68,18 +74,29 @@ class Fitting(LightningModule):
 
     def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
         images, targets = batch
-        self._validation.append((self.loss(self.network(images), targets), len(images)))
+        if len(images):  # the last batch may be too small for every process to have a share
+            logits = self.network(images)
+            found = torch.stack([self.loss(logits, targets), share_right(logits, targets), targets.new_ones(())])
+            self._validation.append(found.double() * len(images))
 
     def on_validation_epoch_end(self) -> None:
-        total = sum(count for _, count in self._validation)
-        mean = torch.stack([loss.double() * count for loss, count in self._validation]).sum() / total
+        own = torch.stack(self._validation).sum(dim=0) if self._validation else torch.zeros(3, device=self.device)
         self._validation.clear()
-        self.log("validation_loss", mean.float(), sync_dist=True)
+        *totals, windows = self.trainer.strategy.reduce(own.double(), reduce_op="sum")
+        for name, total in zip(("validation_loss", "validation_accuracy"), totals, strict=True):
+            self.log(name, (total / windows).float(), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
         optimiser = make_optimiser(self.network, self.recipe)
         schedule = {"scheduler": make_schedule(optimiser, self.recipe), "interval": "step"}
         return {"optimizer": optimiser, "lr_scheduler": schedule}
+
+
+def share_right(logits: Tensor, targets: Tensor) -> Tensor:
+    """The share of right answers: the likelier class of every window, or pixel."""
+    if logits.shape[1] == 1:
+        return ((logits.flatten() > 0) == (targets == 1)).double().mean()
+    return (logits.argmax(dim=1) == targets).double().mean()
 
 
 class Keeper(Callback):
@@ -117,9 +134,9 @@ class Keeper(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._look(trainer)
-        loss = float(trainer.callback_metrics["validation_loss"])
+        loss, accuracy = (float(trainer.callback_metrics[name]) for name in COLUMNS[-2:])
         _check_finite(loss, trainer.global_step, "validation loss")
-        self.rows[-1]["validation_loss"] = loss
+        self.rows[-1] |= {"validation_loss": loss, "validation_accuracy": accuracy}
         self._seen(dict(self.rows[-1]))
         if loss < self.best:
             self.best, self.worse_epochs = loss, 0
@@ -141,9 +158,9 @@ class Keeper(Callback):
         """Fetch the losses of the last steps, and write them down."""
         if not self._pending:
             return
-        losses = torch.stack([loss for _, _, loss in self._pending]).tolist()
-        batch = self._recipe.batch or BATCH[self._recipe.task]
-        pace = batch * len(losses) / (time.perf_counter() - self._since)
+        shares = torch.stack([loss for _, _, loss in self._pending])
+        losses = trainer.strategy.reduce(shares, reduce_op="mean").tolist()
+        pace = self._recipe.windows * len(losses) / (time.perf_counter() - self._since)
         for (step, rate, _), loss in zip(self._pending, losses, strict=True):
             _check_finite(loss, step, "loss")
             epoch = (step - 1) // self._recipe.steps
@@ -158,7 +175,8 @@ class Keeper(Callback):
     def _keep(self, trainer: Trainer) -> None:
         """A point from which the same command goes on."""
         self._look(trainer)
-        with runs.replaced(self._folder / runs.RESUME) as unfinished:
+        resume = self._folder / runs.RESUME
+        with runs.replaced(resume) if trainer.is_global_zero else nullcontext(resume) as unfinished:
             trainer.save_checkpoint(unfinished)  # all processes take part, the first one writes
         if trainer.is_global_zero:
             text = io.StringIO()
@@ -181,21 +199,9 @@ def fit(
     `batches` gives those of training and of validation, and how many of the latter there are, once the device is known;
     that is returned.
     """
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    trainer = Trainer(
-        max_epochs=recipe.epochs,
-        accelerator=recipe.accelerator,
-        devices=1,
-        precision="32-true" if recipe.precision == "32" else "bf16-mixed",
-        callbacks=[Keeper(folder, recipe, seen)],
-        logger=_tensorboard(folder),
-        log_every_n_steps=min(LOOK_EVERY_STEPS, recipe.steps),
-        num_sanity_val_steps=0,
-        enable_checkpointing=False,  # the keeper does it
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+    trainer = _make_trainer(recipe, folder, seen)
+    if recipe.devices * recipe.nodes > 1:
+        share_statistics(network)
     device = trainer.strategy.root_device
     training, validation, validation_steps = batches(device)
 
@@ -208,13 +214,38 @@ def fit(
         warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)  # between Lightning and torch
         trainer.fit(
             Fitting(recipe, network, loss),
-            Steps(training, left_in_epoch, recipe.steps, device, recipe.workers),
-            Steps(validation, lambda: range(validation_steps), validation_steps, device, recipe.workers),
+            Steps(training, left_in_epoch, recipe.steps, trainer, recipe.workers),
+            Steps(validation, lambda: range(validation_steps), validation_steps, trainer, recipe.workers),
             ckpt_path=resume if resume.exists() else None,
             weights_only=True,
         )
     runs.load_weights(network, folder / runs.BEST)
     return device
+
+
+def _make_trainer(recipe: Recipe, folder: Path, seen: Callable[[Row], None]) -> Trainer:
+    for talkative in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(talkative).setLevel(logging.WARNING)
+    several = recipe.devices * recipe.nodes > 1
+    try:
+        return Trainer(
+            max_epochs=recipe.epochs,
+            accelerator=recipe.accelerator,
+            devices=recipe.devices,
+            num_nodes=recipe.nodes,
+            strategy=DDPStrategy(timeout=PATIENCE_WITH_OTHERS) if several else "auto",
+            precision="32-true" if recipe.precision == "32" else "bf16-mixed",
+            callbacks=[Keeper(folder, recipe, seen)],
+            logger=_tensorboard(folder),
+            log_every_n_steps=min(LOOK_EVERY_STEPS, recipe.steps),
+            num_sanity_val_steps=0,
+            enable_checkpointing=False,  # the keeper does it
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+    except (MisconfigurationException, ValueError, RuntimeError) as error:
+        raise RunError(f"The devices that the recipe asks for cannot be had: {error}") from None
 
 
 @contextmanager

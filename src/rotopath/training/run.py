@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rotopath import runs
-from rotopath.assessment import choose_point, gather, score
+from rotopath.assessment import Evidence, choose_point, gather, score
 from rotopath.data import (
     Batches,
     Collection,
@@ -35,16 +35,21 @@ from rotopath.runs import RunError
 from rotopath.tasks import TASKS
 from rotopath.training.fitting import Loss, Row, fit
 from rotopath.training.mining import MINED, mine, number_examples, read_examples, write_examples
+from rotopath.training.processes import expect_processes, first_alone, is_first
 
-BASELINE, TRAINING = "baseline", "training"  # the stages; the first one, which finds hard examples, has a folder
-Seen = Callable[[str, Row], None]  # told the stage, and a row of its log
+# The stages; the first one, which finds hard examples, has a folder.
+BASELINE, TRAINING, SCORING = "baseline", "training", "scoring"
+Seen = Callable[[str, Row], None]  # told the stage, and a row of its log; or how many pictures are done
 VALIDATION_SEED = 1_000_003  # windows of validation are the same in every run
+HARDWARE = ("accelerator", "devices", "nodes", "cache", "workers")  # a run may go on with other than it was begun with
 
 
 def train(recipe: Recipe, folder: Path, seen: Seen = lambda _stage, _row: None) -> None:
     """Train a network by the recipe, or go on with a training that was interrupted; `seen` is told how it goes."""
+    expect_processes(recipe.devices * recipe.nodes)
     collection = open_training_data(recipe)
-    prepare(folder, recipe, collection)
+    if is_first():
+        prepare(folder, recipe, collection)
     pictures = collection.split("train")
     if recipe.regime is not None:
         pictures = take_regime(recipe.task, pictures, recipe.regime, recipe.seed)
@@ -53,9 +58,12 @@ def train(recipe: Recipe, folder: Path, seen: Seen = lambda _stage, _row: None) 
         _mine_examples(recipe, pictures, collection, folder, seen)
         mined = number_examples(read_examples(folder / MINED), recipe.task, pictures)
     network, device = _fitted(recipe, pictures, collection, folder, partial(seen, TRAINING), mined)
-    _assess(recipe, network, collection, folder, device)
+    if not is_first():
+        return
+    _assess(recipe, network, collection, folder, device, seen)
     about = json.loads((folder / runs.PROVENANCE).read_text(encoding="utf-8"))
     about |= {"finished": runs.now(), "hardware": runs.describe_machine(device)}
+    about["hardware"]["processes"] = recipe.devices * recipe.nodes
     runs.write_json(folder / runs.PROVENANCE, about)
     runs.save_weights(network, folder / runs.WEIGHTS)  # the last file: with it the run is finished
     for leftover in (runs.RESUME, runs.BEST):
@@ -69,9 +77,12 @@ def _mine_examples(
     if (folder / MINED).exists() or recipe.mining is None:
         return
     first = replace(recipe, mining=None, epochs=recipe.mining.epochs)
-    (folder / BASELINE).mkdir(exist_ok=True)
+    if is_first():
+        (folder / BASELINE).mkdir(exist_ok=True)
     network, device = _fitted(first, pictures, collection, folder / BASELINE, partial(seen, BASELINE), None)
-    write_examples(folder / MINED, mine(recipe.task, network, pictures, recipe.mining.examples, device))
+    most = recipe.mining.examples
+    write = partial(write_examples, folder / MINED)
+    first_alone(lambda: write(mine(recipe.task, network, pictures, most, device)))
     (folder / BASELINE / runs.RESUME).unlink(missing_ok=True)
 
 
@@ -89,13 +100,22 @@ def _fitted(
     return network, device
 
 
-def _assess(recipe: Recipe, network: Network, collection: Collection, folder: Path, device: torch.device) -> None:
+def _assess(
+    recipe: Recipe, network: Network, collection: Collection, folder: Path, device: torch.device, seen: Seen
+) -> None:
     """The operating point of the validation set, and the scores of it and of the test set, if there is one."""
-    evidence = gather(recipe.task, network, collection.split("valid"), device)
+
+    def look_at(split: str) -> list[Evidence]:
+        def told(done: int, pictures: int) -> None:
+            seen(SCORING, {"done": done, "pictures": pictures})
+
+        return gather(recipe.task, network, collection.split(split), device, seen=told)
+
+    evidence = look_at("valid")
     point = choose_point(recipe.task, evidence)
     metrics = {"valid": score(recipe.task, evidence, point)}
     if any(picture.split == "test" for picture in collection.pictures):
-        metrics["test"] = score(recipe.task, gather(recipe.task, network, collection.split("test"), device), point)
+        metrics["test"] = score(recipe.task, look_at("test"), point)
     runs.write_json(folder / runs.POINT, point)
     runs.write_json(folder / runs.METRICS, metrics)
 
@@ -164,6 +184,6 @@ def make_batches(
 
 
 def _compare(before: Recipe, now: Recipe, folder: Path) -> None:
-    for key in (field.name for field in fields(Recipe)):
+    for key in (field.name for field in fields(Recipe) if field.name not in HARDWARE):
         if (old := getattr(before, key)) != (new := getattr(now, key)):
             raise RunError(f"{folder} was begun with {key} = {old!r}, and now it is {new!r}; choose another folder.")
