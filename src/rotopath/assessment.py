@@ -22,7 +22,7 @@ from rotopath.evaluation.overlap import HitRule
 from rotopath.group import covering_size
 from rotopath.inference import predict, predict_patches
 from rotopath.models import Network
-from rotopath.rotation import summarise, turn_inputs
+from rotopath.rotation import pack, summarise, turn_inputs
 from rotopath.tasks import TASKS
 
 Evidence = Any  # of one picture; each task has its own kind
@@ -118,7 +118,7 @@ def evaluate(
         turned = turn_inputs(task, run.network, collection.split(split), device)
         scores["rotation"] = summarise(task, turned, run.point)
         with runs.replaced(written.with_suffix(".npz")) as unfinished, unfinished.open("wb") as file:
-            np.savez_compressed(file, **vars(turned))
+            np.savez_compressed(file, **pack(turned))  # type: ignore[arg-type]
     runs.write_json(written, {split: scores})
     return written
 

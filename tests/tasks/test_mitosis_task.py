@@ -118,6 +118,7 @@ def test_scores_counted_by_hand() -> None:
     assert isinstance(cases, dict)
     assert cases["1"]["f1"] == pytest.approx(2 / 5)
     assert cases["2"] == {"f1": 0, "precision": 0, "recall": 0, "hits": 0, "false": 1, "missed": 0}
+    assert mitosis.tally(scores) == {"1": (2, 5), "2": (0, 1)}
     one_to_one = mitosis.score(evidence, {"threshold": 0.5}, rule="one-to-one")
     assert [one_to_one[key] for key in ("rule", "hits", "false", "missed")] == ["one-to-one", 1, 3, 2]
     low, high = scores["f1_interval"]  # type: ignore[misc]

@@ -127,7 +127,8 @@ def test_scores_counted_by_hand() -> None:
     predicted = np.maximum(disc(20, 20, 1), disc(60, 60, 2))
     evidence = [field(truth, predicted, "1"), field(disc(40, 40), disc(40, 40), "2")]
     scores = nuclei.score(evidence, POINT)
-    assert [scores[key] for key in ("rule", "hits", "false", "missed", "cases")] == ["iou", 2, 1, 1, 2]
+    assert [scores[key] for key in ("rule", "hits", "false", "missed")] == ["iou", 2, 1, 1]
+    assert nuclei.tally(scores) == {"1": (2, 4), "2": (2, 2)}
     assert scores["f1"] == pytest.approx(2 / 3)
     images = scores["images"]
     assert isinstance(images, dict)

@@ -40,11 +40,13 @@ def test_slides_are_drawn_where_they_are_known() -> None:
     """All of one slide is right and all of the other wrong: either may be drawn twice."""
     evidence = patches((1,) * 40, (0.9,) * 20 + (0.1,) * 20, "a" * 20 + "b" * 20)
     by_slide = tumor.score(evidence, {"threshold": 0.5})
-    assert (by_slide["interval_over"], by_slide["slides"]) == ("slides", 2)
+    assert by_slide["interval_over"] == "slides"
+    assert tumor.tally(by_slide) == {"a": (20, 20), "b": (0, 20)}
     assert by_slide["accuracy_interval"] == [0, 1]
     unknown = [Evidence(one.name, "", one.label, one.probability) for one in evidence]
     by_patch = tumor.score(unknown, {"threshold": 0.5})
     assert (by_patch["interval_over"], by_patch["slides"]) == ("patches", None)
+    assert list(tumor.tally(by_patch).values()) == [(1, 1)] * 20 + [(0, 1)] * 20
     low, high = by_patch["accuracy_interval"]  # type: ignore[misc]
     assert 0.3 < low < 0.5 < high < 0.7
 

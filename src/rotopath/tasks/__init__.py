@@ -1,4 +1,4 @@
-"""The three tasks, one file each with the same few functions: loss, decode, examine, choose_point, score.
+"""The three tasks, one file each with the same functions: loss, decode, examine, choose_point, score, tally.
 
 In: what a network answered about annotated pictures. Out: objects, the operating point that the validation set prefers,
 and scores that can be written as JSON.

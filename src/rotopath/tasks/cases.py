@@ -1,11 +1,11 @@
 """What tasks share when they score: counts put together by patient, and intervals from redrawn patients.
 
 In: what was counted in each picture. Out: the sums of each case, and the middle 95 % of a score of redrawn sums, or
-nothing where a single case cannot tell.
+nothing where a single case cannot tell. A task's main score is a ratio of sums over cases, which `tally` gives.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,13 @@ def sum_by_case(cases: Sequence[str], counts: Numbers) -> tuple[list[str], Numbe
     sums = np.zeros((len(names), counts.shape[1]))
     np.add.at(sums, which, counts)
     return names.tolist(), sums
+
+
+def tally_objects(counts: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[float, float]]:
+    """Hits, false and missed of each case as the two numbers whose sums over cases have F1 as their ratio."""
+    return {
+        case: (2 * one["hits"], 2 * one["hits"] + one["false"] + one["missed"]) for case, one in sorted(counts.items())
+    }
 
 
 def find_interval(score: Callable[[Numbers], float], sums: Numbers) -> list[float] | None:

@@ -6,6 +6,7 @@ scores of AMIDA13: a detection within 7.5 µm of a mitosis is a hit.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +19,10 @@ from rotopath.data.annotations import read_points
 from rotopath.data.collection import Picture
 from rotopath.evaluation.detection import Counts, Matches, Rule, best_threshold, count, match, pool
 from rotopath.tasks.binary import binary_cross_entropy
-from rotopath.tasks.cases import Numbers, find_interval, sum_by_case
+from rotopath.tasks.cases import Numbers, find_interval, sum_by_case, tally_objects
 from rotopath.tasks.prediction import Prediction
 
+SCORE = "f1"  # the main one
 HIT_UM = 7.5  # 30 px at 0.25 µm/px
 SMOOTH_PX = 6.0  # deviation of the Gaussian, a little less than the stride of the network
 MERGE_PX = 30.0  # two peaks closer than this are one figure, such as the two halves of one that separates
@@ -97,6 +99,11 @@ def score(evidence: Sequence[Evidence], point: Mapping[str, float], rule: Rule =
         "cases": {case: _describe(total) for case, total in zip(cases, sums, strict=True)},
         "froc": _froc(pooled, len(evidence)),
     }
+
+
+def tally(scores: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """For each case the two numbers whose sums over cases have F1 as their ratio."""
+    return tally_objects(scores["cases"])
 
 
 def _match(evidence: Evidence, rule: Rule) -> Matches:

@@ -7,6 +7,7 @@ highest F1 over objects, and scores. A field's evidence is large and looked at o
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch.nn.functional as F
@@ -27,9 +28,10 @@ from rotopath.evaluation.overlap import (
     match_objects,
     overlaps,
 )
-from rotopath.tasks.cases import Numbers, find_interval, sum_by_case
+from rotopath.tasks.cases import Numbers, find_interval, sum_by_case, tally_objects
 from rotopath.tasks.prediction import Prediction
 
+SCORE = "f1"  # the main one
 LEAST_SEED_PX = 20  # smaller ones are specks inside of a nucleus that has a seed already
 LEAST_NUCLEUS_PX = 45  # at 0.25 µm/px a disc of about 2 µm across
 INSIDE_TRIED = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -127,9 +129,14 @@ def score(evidence: Iterable[Evidence], point: Mapping[str, float], rule: HitRul
         "aji_interval": find_interval(lambda drawn: float(drawn[4] / drawn[7]), sums),
         "aji_plus": float(aji_plus),
         "dice": float(overlap),
-        "cases": len(names),
+        "cases": {name: _describe(_matches(one)) for name, one in zip(names, sums, strict=True)},
         "images": images,
     }
+
+
+def tally(scores: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """For each case the two numbers whose sums over cases have F1 as their ratio."""
+    return tally_objects(scores["cases"])
 
 
 def _match(truth: NDArray[np.int32], labels: NDArray[np.int32], rule: HitRule) -> ObjectMatches:

@@ -7,6 +7,7 @@ AUC and calibration.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,8 @@ from rotopath.evaluation.bootstrap import confidence_interval
 from rotopath.evaluation.classification import accuracy, auc, best_threshold, calibration, calibration_error
 from rotopath.tasks.binary import binary_cross_entropy
 from rotopath.tasks.cases import find_interval, sum_by_case
+
+SCORE = "accuracy"  # the main one
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +71,8 @@ def score(evidence: Sequence[Evidence], point: Mapping[str, float]) -> dict[str,
         "accuracy": accuracy(labels, probabilities, point["threshold"]),
         "accuracy_interval": find_interval(lambda total: float(total[0] / total[1]), sums),
         "interval_over": "slides" if by_slide else "patches",
-        "slides": len(names) if by_slide else None,
+        "slides": dict(zip(names, sums.tolist(), strict=True)) if by_slide else None,  # patches: right ones, and all
+        "wrong": None if by_slide else np.flatnonzero(~right).tolist(),  # by their numbers
         "auc": None if math.isnan(ranking) else ranking,
         "auc_interval": _auc_interval(labels, probabilities, _members(units)),
         "calibration_error": calibration_error(labels, probabilities),
@@ -77,6 +81,14 @@ def score(evidence: Sequence[Evidence], point: Mapping[str, float]) -> dict[str,
             for predicted, observed, number in zip(*calibration(labels, probabilities), strict=True)
         ],
     }
+
+
+def tally(scores: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """For each slide, or patch where slides are not known, the two numbers whose sums have accuracy as their ratio."""
+    if scores["slides"] is not None:
+        return {slide: (right, patches) for slide, (right, patches) in scores["slides"].items()}
+    wrong = set(scores["wrong"])
+    return {str(i): (float(i not in wrong), 1.0) for i in range(scores["images"])}
 
 
 def _members(units: Sequence[str]) -> list[NDArray[np.int64]]:
