@@ -84,6 +84,12 @@ def score(task: Task, evidence: Sequence[Evidence], point: Mapping[str, float], 
     return scores
 
 
+def evaluation_file(folder: Path, split: str, rotations: int = 1) -> Path:
+    """Where the scores of a run are written."""
+    turned = f"-tta{rotations}" if rotations > 1 else ""
+    return folder / f"evaluation-{split}{turned}.json"
+
+
 def evaluate(
     folder: Path,
     data: Path | None = None,
@@ -113,7 +119,7 @@ def evaluate(
         "rotations": rotations,
         "data": str(collection.root),
     }
-    written = out or folder / f"evaluation-{split}{f'-tta{rotations}' if rotations > 1 else ''}.json"
+    written = out or evaluation_file(folder, split, rotations)
     if robustness:
         turned = turn_inputs(task, run.network, collection.split(split), device)
         scores["rotation"] = summarise(task, turned, run.point)

@@ -18,6 +18,8 @@ from rotopath.data.collection import Task
 from rotopath.data.pixels import Cache
 from rotopath.group import check_orientations
 
+HARDWARE = ("accelerator", "devices", "nodes", "cache", "workers")  # keys of where a run is computed, and not of what
+
 
 class RecipeError(ValueError):
     """A recipe that cannot be followed, said in one sentence."""
@@ -85,6 +87,15 @@ class Recipe:
 
 def read_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
     """The recipe of a TOML file, with changes such as `orientations=4` or `augmentation.stain=0.1` applied to it."""
+    values = read_values(path, changes)
+    try:
+        return make_recipe(values)
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from None
+
+
+def read_values(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
+    """What a TOML file says, with changes applied to it."""
     try:
         with path.open("rb") as file:
             values = tomllib.load(file)
@@ -96,16 +107,19 @@ def read_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"{path} is no TOML file ({error}).") from None
     for change in changes:
         _apply(values, change)
-    try:
-        return make_recipe(values)
-    except RecipeError as error:
-        raise RecipeError(f"{path}: {error}") from None
+    return values
 
 
 def make_recipe(values: Mapping[str, Any]) -> Recipe:
     """A recipe from the values of its keys; a key that no recipe has is an error."""
     recipe: Recipe = _made(Recipe, values, "")
     return recipe
+
+
+def changed_key(before: Recipe, now: Recipe) -> str | None:
+    """The first key that is not the same, of those that decide how a run turns out."""
+    names = (each.name for each in dataclasses.fields(Recipe) if each.name not in HARDWARE)
+    return next((name for name in names if getattr(before, name) != getattr(now, name)), None)
 
 
 def write_recipe(recipe: Recipe) -> str:

@@ -85,7 +85,7 @@ class Batches(Dataset[Batch]):
             _CarryingErrors(self),
             batch_size=None,
             sampler=steps,
-            num_workers=min(workers, _cores()),
+            num_workers=min(workers, count_cores()),
             pin_memory=device.type == "cuda",
             generator=torch.Generator(),  # its own, so that reading data leaves the model's random numbers alone
         )
@@ -117,7 +117,8 @@ class _CarryingErrors(Dataset[Batch | UnreadableFileError]):
             return error
 
 
-def _cores() -> int:
+def count_cores() -> int:
+    """Those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -18,6 +18,7 @@ from rotopath.images.files import UnreadableFileError, read_rgb, resample
 
 Task = Literal["mitosis", "nuclei", "tumor"]
 MODEL_SPACING_UM_PX: Mapping[Task, float] = {"mitosis": 0.25, "nuclei": 0.25, "tumor": 1.0}
+SYNTHETIC = "SYNTHETIC.txt"  # a file that tells made tissue from a benchmark in the same layout
 ROWS_AT_ONCE = 1024  # of an HDF5 file
 SAME_SPACING = 0.05  # scanners of one magnification differ by less; resampling by so little only blurs
 

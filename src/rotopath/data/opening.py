@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rotopath.data.amida13 import is_amida13, open_amida13
-from rotopath.data.collection import Collection, DataError, Finding, Task
+from rotopath.data.collection import SYNTHETIC, Collection, DataError, Finding, Task
 from rotopath.data.kumar import is_kumar, open_kumar
 from rotopath.data.manifest import open_manifest
 from rotopath.data.pcam import is_kaggle, is_pcam, open_kaggle, open_pcam
@@ -34,6 +34,8 @@ def open_data(path: Path | str, task: Task | None = None) -> Collection:
     With a task given, data of another task is refused.
     """
     collection = _open(Path(path))
+    if (collection.root / SYNTHETIC).exists():
+        collection = replace(collection, source=f"{collection.source} (synthetic)")
     if task is not None and collection.task != task:
         raise DataError(
             f"{path} holds {collection.source} data for the task {collection.task}, but {task} is asked for; "

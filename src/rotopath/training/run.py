@@ -5,7 +5,7 @@ In: a recipe and a folder. Out: the folder, finished once it holds the weights.
 
 import json
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from rotopath.data.collection import MODEL_SPACING_UM_PX
 from rotopath.data.nuclei import class_map, class_weights
 from rotopath.data.sampling import Ints
 from rotopath.models import Network
-from rotopath.recipe import Recipe, read_recipe, write_recipe
+from rotopath.recipe import Recipe, changed_key, read_recipe, write_recipe
 from rotopath.runs import RunError
 from rotopath.tasks import TASKS
 from rotopath.training.fitting import Loss, Row, fit
@@ -41,7 +41,6 @@ from rotopath.training.processes import expect_processes, first_alone, is_first
 BASELINE, TRAINING, SCORING = "baseline", "training", "scoring"
 Seen = Callable[[str, Row], None]  # told the stage, and a row of its log; or how many pictures are done
 VALIDATION_SEED = 1_000_003  # windows of validation are the same in every run
-HARDWARE = ("accelerator", "devices", "nodes", "cache", "workers")  # a run may go on with other than it was begun with
 
 
 def train(recipe: Recipe, folder: Path, seen: Seen = lambda _stage, _row: None) -> None:
@@ -134,7 +133,10 @@ def prepare(folder: Path, recipe: Recipe, collection: Collection) -> None:
     if (folder / runs.RECIPE).exists():
         if (folder / runs.WEIGHTS).exists():
             raise RunError(f"{folder} holds a finished run; evaluate it, or choose another folder.")
-        _compare(read_recipe(folder / runs.RECIPE), recipe, folder)
+        begun = read_recipe(folder / runs.RECIPE)
+        if key := changed_key(begun, recipe):
+            old, new = (getattr(one, key) for one in (begun, recipe))
+            raise RunError(f"{folder} was begun with {key} = {old!r}, and now it is {new!r}; choose another folder.")
         before = json.loads((folder / runs.PROVENANCE).read_text(encoding="utf-8"))["data"]["fingerprint"]
         if runs.fingerprint(collection) != before:
             raise RunError(f"{recipe.data} has changed since {folder} was begun; restore it, or choose another folder.")
@@ -181,9 +183,3 @@ def make_batches(
         middle, steps = middle_batches(validation, window_px, cache=recipe.cache, device=device)
         return training, middle, len(steps)
     return training, sampled(validation, seed=VALIDATION_SEED), recipe.validation_steps
-
-
-def _compare(before: Recipe, now: Recipe, folder: Path) -> None:
-    for key in (field.name for field in fields(Recipe) if field.name not in HARDWARE):
-        if (old := getattr(before, key)) != (new := getattr(now, key)):
-            raise RunError(f"{folder} was begun with {key} = {old!r}, and now it is {new!r}; choose another folder.")

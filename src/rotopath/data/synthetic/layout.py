@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from rotopath.data.collection import SYNTHETIC
 from rotopath.images.files import UM_PER_INCH
 
 
@@ -25,6 +26,7 @@ def finished_folder(out: Path) -> Iterator[Path]:
     unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         yield unfinished
+        (unfinished / SYNTHETIC).write_text("Tissue of no patient, made by rotopath.\n", encoding="utf-8")
         unfinished.chmod(0o755)  # mkdtemp keeps others out; a data set is for sharing
         if out.exists():
             out.rmdir()

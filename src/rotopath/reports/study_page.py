@@ -1,0 +1,283 @@
+"""The report of a study: tables and figures from result files alone, as one page, CSV, PNG and PDF.
+
+In: the folder of a study. Out: `report.html`, `results.csv` (a row an evaluation), `summary.csv` (a row a network and
+training set) and figures, in a folder of their own.
+"""
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import rotopath
+from rotopath import runs
+from rotopath.data.collection import Task
+from rotopath.recipe import write_recipe
+from rotopath.reports.page import Section, write_page
+from rotopath.reports.study_figures import PATCHES, SCORES, draw_curves, draw_maps, draw_polar, draw_scores
+from rotopath.study.results import Estimate, Result, Summary, read_results, summarise
+from rotopath.tasks import TASKS
+
+# Lafarge et al. (2020), with all of the training data: mean and deviation of three seeds.
+PUBLISHED: Mapping[Task, Mapping[int, str]] = {
+    "mitosis": {1: "0.556 ± 0.016", 8: "0.626 ± 0.015"},
+    "nuclei": {1: "0.754 ± 0.006", 8: "0.771 ± 0.006"},
+    "tumor": {1: "0.863 ± 0.003", 8: "0.892 ± 0.004"},
+}
+CLASSES: Mapping[Task, Sequence[str]] = {"mitosis": ("no mitosis", "mitosis"), "tumor": ("normal", "tumor")}
+REGIMES: Mapping[Task, str] = {"mitosis": "{:g} cases", "nuclei": "{:g} fields an organ", "tumor": "{:.0%}"}
+
+
+def write_report(study: Path, out: Path) -> Path:
+    """Write everything about a study; gives the path of the page."""
+    results = read_results(study)
+    summaries = summarise(results)
+    out.mkdir(parents=True, exist_ok=True)
+    _write_csv(out / "results.csv", [_result_row(one) for one in results])
+    _write_csv(out / "summary.csv", [_summary_row(one) for one in summaries])
+    sections: list[Section] = []
+    for part in dict.fromkeys(one.part for one in results):
+        sections += _part_sections(
+            part,
+            [one for one in results if one.part == part],
+            [one for one in summaries if one.group.part == part],
+            out,
+        )
+    sections.append(_cost(results))
+    lead = (
+        "Networks that look in N orientations at once, against an ordinary one (N=1) of about as many weights, trained "
+        "on the same windows. Scores are those of the test set, at the operating point of the validation set."
+    )
+    done = len({one.folder for one in results})
+    footer = f"{done} runs, {len(results)} evaluations. Written by rotopath {rotopath.__version__}."
+    return write_page(out / "report.html", f"rotopath: the study {study.name}", lead, sections, footer)
+
+
+def _part_sections(part: str, results: list[Result], summaries: list[Summary], out: Path) -> list[Section]:
+    task, score = results[0].recipe.task, TASKS[results[0].recipe.task].SCORE
+    regimes = {one.recipe.regime: _regime(task, one.recipe.regime) for one in results}
+    fullest = next(iter(regimes))
+    full = [one for one in results if one.recipe.regime == fullest and one.rotations == 1]
+    first = [one for one in full if one.recipe.seed == full[0].recipe.seed]
+    figures = out / "figures"
+    sections = [
+        Section(
+            f"{part}: scores",
+            f"{SCORES[score]} by training data. Boxes reach from one standard deviation over seeds below the mean to "
+            f"one above; dots are seeds. {_data(results[0])}",
+            picture=draw_scores(summaries, score, regimes, figures / f"{part}-scores.png"),
+        ),
+        Section(
+            "",
+            "Mean and standard deviation over seeds. In brackets: 95 % intervals of the mean, and of its difference to "
+            "N=1 of the same seeds as it is and with the mean prediction over turned inputs; patients (patches where "
+            "slides are not known) and seeds are redrawn. Scatter is the standard deviation of predictions when inputs "
+            "turn; decisions change if they depend on the angle.",
+            [_head(score), *_rows(summaries, regimes)],
+        ),
+        _published(task, summaries, fullest),
+    ]
+    if polar := draw_polar(first, CLASSES.get(task, ()), figures / f"{part}-polar.png"):
+        sections.append(
+            Section(
+                f"{part}: predictions as windows turn",
+                "Radius: the probability, from 0 in the middle to 1 at the rim; a network that does not care draws a "
+                f"circle. The {PATCHES} windows on which N={first[0].recipe.orientations} scatters most, first "
+                "seed, all of the training data.",
+                picture=polar,
+            )
+        )
+    if maps := draw_maps(first, figures / f"{part}-maps.png"):
+        sections.append(
+            Section(
+                f"{part}: borders as fields turn",
+                "Borders of nuclei that networks see in fields turned by sixteen angles, turned back: their mean in "
+                "grey, and their standard deviation from white to red. First seed, all of the training data.",
+                picture=maps,
+            )
+        )
+    sections.append(
+        Section(
+            f"{part}: learning curves",
+            "The loss on validation windows after every epoch, all of the training data, every seed.",
+            picture=draw_curves(full, figures / f"{part}-curves.png"),
+        )
+    )
+    sections.append(
+        Section(
+            f"{part}: settings",
+            "One recipe; runs differ in orientations, regime and seed alone. "
+            f"{_versions(results)} Each run folder holds its own recipe, log, weights and provenance.",
+            details=write_recipe(first[-1].recipe),
+        )
+    )
+    return sections
+
+
+def _data(result: Result) -> str:
+    about = result.provenance["data"]
+    return f"Data: {about['source']}, {about['images']:,} images (fingerprint {about['fingerprint']})."
+
+
+def _published(task: Task, summaries: Sequence[Summary], fullest: float | None) -> Section:
+    """The paper's numbers beside ours, or a plain word why they are no measure of them."""
+    ours = {
+        one.group.orientations: _spread(one)
+        for one in summaries
+        if one.group.regime == fullest and one.group.rotations == 1
+    }
+    rows = [[f"N={n}", paper, ours.get(n, "–")] for n, paper in PUBLISHED[task].items()]
+    reason = incomparable(task, summaries[0].results[0])
+    text = "The same data and the same protocol." if reason is None else f"Not comparable: {reason}"
+    return Section("", f"Beside the paper's. {text}", [["", "Lafarge et al. (2020)", "here"], *rows])
+
+
+def incomparable(task: Task, result: Result) -> str | None:
+    """Why a score says nothing about the paper's, if it does not: it is of other test data."""
+    source, scores = result.provenance["data"]["source"], result.scores
+    if "synthetic" in source:
+        return "this tissue is synthetic."
+    if task == "tumor" and scores["images"] != 32768:
+        return f"the paper tests on the 32,768 patches of PCam's test set, and here there are {scores['images']:,}."
+    if task == "mitosis" and scores["hits"] + scores["missed"] != 533:
+        mitoses = scores["hits"] + scores["missed"]
+        return f"the paper tests on 533 mitoses in whole high-power fields of 11 cases, and here there are {mitoses}."
+    if task == "nuclei" and len(scores["images"]) != 8:
+        return f"the paper tests on 8 fields, and here there are {len(scores['images'])}."
+    return None
+
+
+def _head(score: str) -> list[str]:
+    return ["data", "network", SCORES[score], "interval", "minus N=1", "minus N=1, turned", "scatter", "changed"]
+
+
+def _rows(summaries: Sequence[Summary], regimes: Mapping[float | None, str]) -> list[list[str]]:
+    """A row for each summary; what training data it is about is said once."""
+    rows = []
+    for before, one in zip([None, *summaries], summaries, strict=False):
+        same = before is not None and before.group.regime == one.group.regime
+        rows.append(
+            [
+                "" if same else regimes[one.group.regime],
+                one.group.label,
+                _spread(one),
+                f"[{one.mean.low:.3f}, {one.mean.high:.3f}]",
+                _signed(one.over_plain),
+                _signed(one.over_turned),
+                "–" if one.scatter is None else f"{one.scatter:.4f}",
+                "–" if one.changed is None else f"{one.changed:.1%}",
+            ]
+        )
+    return rows
+
+
+def _spread(one: Summary) -> str:
+    """The mean, and the deviation over seeds where there are several."""
+    return f"{one.mean.value:.3f}" + (f" ± {one.deviation:.3f}" if len(one.results) > 1 else "")
+
+
+def _signed(difference: Estimate | None) -> str:
+    if difference is None:
+        return "–"
+    return f"{difference.value:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}]"
+
+
+def _cost(results: Sequence[Result]) -> Section:
+    """Weights, arithmetic and time of every network."""
+    rows = []
+    seen: dict[tuple[Task, int], list[Result]] = {}
+    for one in results:
+        if one.rotations == 1:
+            seen.setdefault((one.recipe.task, one.recipe.orientations), []).append(one)
+    for (task, n), members in sorted(seen.items()):
+        network = runs.build(members[0].recipe)
+        weights = sum(parameter.numel() for parameter in network.parameters())
+        minutes = [_minutes(one) for one in members]
+        rows.append(
+            [
+                task,
+                f"N={n}",
+                f"{weights:,}",
+                f"{_operations(members[0]) / 1e9:.2f}",
+                f"{sum(minutes) / len(minutes):.1f}",
+            ]
+        )
+    return Section(
+        "Cost",
+        "Weights; floating-point operations for one window of the smallest size, in billions; and the mean duration of "
+        "a run in minutes, of training and scoring, with whatever ran beside it or interrupted it. "
+        f"Hardware: {', '.join(sorted({one.provenance['hardware']['device'] for one in results}))}.",
+        [["task", "network", "weights", "GFLOP a window", "minutes a run"], *rows],
+    )
+
+
+def _operations(result: Result) -> int:
+    with torch.device("meta"):
+        network = runs.build(result.recipe).eval()
+        side = network.receptive_field if network.fits(network.receptive_field) else network.architecture.input_px
+        with FlopCounterMode(display=False) as counter:
+            network(torch.empty(1, 3, side, side))
+    return int(counter.get_total_flops())
+
+
+def _minutes(result: Result) -> float:
+    begun, finished = (datetime.fromisoformat(result.provenance[key]) for key in ("begun", "finished"))
+    return (finished - begun).total_seconds() / 60
+
+
+def _versions(results: Sequence[Result]) -> str:
+    about = [one.provenance for one in results]
+    commits = sorted({str(one["commit"]) for one in about})
+    torches = sorted({one["packages"]["torch"] for one in about})
+    return f"rotopath {about[0]['rotopath']} (commit {', '.join(commits)}), torch {', '.join(torches)}."
+
+
+def _regime(task: Task, regime: float | None) -> str:
+    return "all" if regime is None else REGIMES[task].format(regime)
+
+
+def _result_row(one: Result) -> dict[str, object]:
+    turned = one.scores.get("rotation", {}).get("fair", {})
+    return {
+        "part": one.part,
+        "task": one.recipe.task,
+        "N": one.recipe.orientations,
+        "regime": "all" if one.recipe.regime is None else f"{one.recipe.regime:g}",
+        "seed": one.recipe.seed,
+        "rotations": one.rotations,
+        "score": TASKS[one.recipe.task].SCORE,
+        "test": f"{one.score:.4f}",
+        "scatter": f"{turned['deviation']:.5f}" if turned else "",
+        "changed": f"{turned['changed']:.4f}" if turned else "",
+    }
+
+
+def _summary_row(one: Summary) -> dict[str, object]:
+    task = one.results[0].recipe.task
+    return {
+        "part": one.group.part,
+        "task": task,
+        "N": one.group.orientations,
+        "regime": "all" if one.group.regime is None else f"{one.group.regime:g}",
+        "rotations": one.group.rotations,
+        "seeds": len(one.results),
+        "score": TASKS[task].SCORE,
+        "mean ± deviation": _spread(one),
+        "interval": f"[{one.mean.low:.3f}, {one.mean.high:.3f}]",
+        "minus N=1": _signed(one.over_plain),
+        "minus N=1 turned": _signed(one.over_turned),
+        "scatter": "" if one.scatter is None else f"{one.scatter:.4f}",
+        "changed": "" if one.changed is None else f"{one.changed:.3f}",
+    }
+
+
+def _write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    runs.write_text(path, text.getvalue())

@@ -1,0 +1,127 @@
+"""One run of a study, in a process of its own: `python -m rotopath.study RECIPE.toml ROTATIONS`.
+
+In: a recipe, which lies beside the run folder of the same name. Out: the run folder, trained and evaluated, a file that
+says how far it is, and one that says why it failed, if it did. Nothing is done twice, and no two processes do it; one
+ends when its parent does, or when a file says stop.
+"""
+
+import _thread
+import fcntl
+import json
+import os
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rotopath import runs
+from rotopath.assessment import evaluate, evaluation_file
+from rotopath.recipe import read_recipe
+from rotopath.runs import write_text
+from rotopath.study.plan import PLAIN
+
+SPLIT = "test"
+TELL_EVERY_S = 1.0
+WAIT_FOR_LOCK_S = 20.0  # an orphan ends itself sooner than that
+
+
+def place(out: Path, name: str, kind: str) -> Path:
+    """A file of a job beside its run folder: its recipe (toml), progress, log, stop, or the reason why it failed."""
+    return out / f"{name}.{kind}"
+
+
+def needed(folder: Path, orientations: int, rotations: int) -> list[Path]:
+    """The files that a job ends with."""
+    evaluations = [evaluation_file(folder, SPLIT)]
+    if orientations == PLAIN and rotations > 1:
+        evaluations.append(evaluation_file(folder, SPLIT, rotations))
+    return [folder / runs.WEIGHTS, *evaluations]
+
+
+def run(path: Path, rotations: int) -> None:
+    """Whatever is left to do of a job."""
+    from rotopath.training import train
+
+    recipe, folder = read_recipe(path), path.with_suffix("")
+    teller = _Teller(path.with_suffix(".progress"), recipe.epochs * recipe.steps)
+    weights, plain, *turned = needed(folder, recipe.orientations, rotations)
+    if not weights.exists():
+        train(recipe, folder, teller.tell)
+    if not plain.exists():
+        teller.say("evaluating")
+        evaluate(folder, split=SPLIT, robustness=True)
+    if turned and not turned[0].exists():
+        teller.say(f"evaluating {rotations} rotations")
+        evaluate(folder, split=SPLIT, rotations=rotations)
+
+
+class _Teller:
+    """Writes down how far a job is, for whoever watches, once in a while."""
+
+    def __init__(self, path: Path, steps: int) -> None:
+        self._path, self._steps, self._last = path, steps, 0.0
+
+    def tell(self, stage: str, row: dict[str, float]) -> None:
+        if time.monotonic() - self._last >= TELL_EVERY_S:
+            self.say(stage, **row)
+
+    def say(self, stage: str, **numbers: float) -> None:
+        self._last = time.monotonic()
+        write_text(self._path, json.dumps({"stage": stage, "steps": self._steps, **numbers}))
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Hold a lock, which the system frees when the process ends, however it does."""
+    with path.open("w") as file:
+        deadline = time.monotonic() + WAIT_FOR_LOCK_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise runs.RunError("another process works on this run; wait for it, or stop it.") from None
+                time.sleep(0.2)
+        yield
+
+
+def _end_in_time(stop: Path) -> None:
+    """A job whose parent was killed ends too, since another one will be sent to do it; one that is to stop, stops."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.3)
+            if stop.exists():
+                stop.unlink()
+                _thread.interrupt_main()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(path: Path, rotations: int) -> int:
+    from rotopath.data import DataError
+    from rotopath.images import UnreadableFileError
+    from rotopath.recipe import RecipeError
+
+    _end_in_time(path.with_suffix(".stop"))
+    failed = path.with_suffix(".failed")
+    try:
+        with _alone(path.with_name(f".{path.stem}.lock")):
+            failed.unlink(missing_ok=True)
+            run(path, rotations)
+            path.with_suffix(".progress").unlink(missing_ok=True)
+    except KeyboardInterrupt:
+        return 130
+    except (DataError, UnreadableFileError, RecipeError, runs.RunError) as error:
+        write_text(failed, f"{error}\n")
+        return 2
+    except Exception as error:
+        traceback.print_exc()
+        write_text(failed, f"{type(error).__name__}: {error}\n")
+        return 1
+    return 0

@@ -1,0 +1,184 @@
+"""What came of a study, read from the files of its runs.
+
+In: the folder of a study. Out: a result for each evaluation, and summaries over seeds, with intervals from redrawn
+patients and seeds, and differences to an ordinary network that saw the same data.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rotopath import runs
+from rotopath.assessment import evaluation_file
+from rotopath.recipe import Recipe, read_recipe
+from rotopath.runs import RunError
+from rotopath.study.job import SPLIT
+from rotopath.study.plan import PLAIN
+from rotopath.tasks import TASKS
+
+REDRAWS, AT_ONCE = 2000, 100
+MIDDLE = (0.025, 0.975)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One evaluation of one run."""
+
+    part: str
+    folder: Path
+    recipe: Recipe
+    rotations: int  # of the test images; over 1 is test-time augmentation
+    scores: Mapping[str, Any]
+
+    @property
+    def score(self) -> float:
+        """The main one of the task."""
+        return float(self.scores[TASKS[self.recipe.task].SCORE])
+
+    @cached_property
+    def tally(self) -> dict[str, tuple[float, float]]:
+        """What each case adds to the two sums of which the score is the ratio."""
+        found: dict[str, tuple[float, float]] = TASKS[self.recipe.task].tally(self.scores)
+        return found
+
+    @cached_property
+    def provenance(self) -> Mapping[str, Any]:
+        about: Mapping[str, Any] = json.loads((self.folder / runs.PROVENANCE).read_text(encoding="utf-8"))
+        return about
+
+
+class Group(NamedTuple):
+    """Results that differ in their seeds alone."""
+
+    part: str
+    regime: float | None
+    orientations: int
+    rotations: int
+
+    @property
+    def label(self) -> str:
+        return f"N={self.orientations}" + (f" + {self.rotations} rotations" if self.rotations > 1 else "")
+
+
+class Estimate(NamedTuple):
+    """A mean over seeds, and the middle 95 % of it when patients and seeds are redrawn."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The results of a group, and how much better they are than those of ordinary networks."""
+
+    group: Group
+    results: tuple[Result, ...]  # by seed
+    mean: Estimate
+    deviation: float  # over seeds
+    over_plain: Estimate | None  # the score minus that of N = 1, of the same seeds
+    over_turned: Estimate | None  # minus that of N = 1 with test-time augmentation
+    scatter: float | None  # of predictions over angles
+    changed: float | None  # the share of decisions that depend on the angle
+
+
+def read_results(out: Path) -> list[Result]:
+    """Every finished evaluation below the folder of a study, by part, training data, network and seed."""
+    if not out.is_dir():
+        raise RunError(f"{out} is no folder of a study: there is no such folder.")
+    found = []
+    for written in sorted(out.glob(f"*/*/evaluation-{SPLIT}*.json")):
+        folder = written.parent
+        scores = json.loads(written.read_text(encoding="utf-8"))[SPLIT]
+        if written == evaluation_file(folder, SPLIT, scores["rotations"]):
+            recipe = read_recipe(folder / runs.RECIPE)
+            found.append(Result(folder.parent.name, folder, recipe, scores["rotations"], scores))
+    if not found:
+        raise RunError(f"{out} has no finished runs; run `rotopath study run` first.")
+    return sorted(
+        found, key=lambda one: (*_group(one)[:1], -(one.recipe.regime or np.inf), *_group(one)[2:], _seed(one))
+    )
+
+
+def summarise(results: Sequence[Result]) -> list[Summary]:
+    """A summary for every group, in the order of the results."""
+    groups: dict[Group, list[Result]] = {}
+    for one in results:
+        groups.setdefault(_group(one), []).append(one)
+    summaries = []
+    for group, members in groups.items():
+        plain = groups.get(group._replace(orientations=PLAIN, rotations=1), [])
+        turned = [
+            one
+            for other, found in groups.items()
+            if other[:3] == (group.part, group.regime, PLAIN) and other.rotations > 1
+            for one in found
+        ]
+        at_angles = [one.scores["rotation"]["fair"] for one in members if "rotation" in one.scores]
+        values = [one.score for one in members]
+        summaries.append(
+            Summary(
+                group,
+                tuple(members),
+                estimate(members),
+                float(np.std(values, ddof=1)) if len(values) > 1 else float("nan"),
+                _difference(members, plain),
+                _difference(members, turned),
+                float(np.mean([one["deviation"] for one in at_angles])) if at_angles else None,
+                float(np.mean([one["changed"] for one in at_angles])) if at_angles else None,
+            )
+        )
+    return summaries
+
+
+def estimate(results: Sequence[Result], minus: Sequence[Result] = ()) -> Estimate:
+    """The mean score over seeds, or how much higher it is than that of other results of the same seeds and cases.
+
+    Patients are redrawn, the same for all, and pairs of seeds; so an interval holds for other patients and seeds.
+    """
+    cases = sorted(set.intersection(*(set(one.tally) for one in (*results, *minus))))
+    ours, others = (np.array([[one.tally[case] for case in cases] for one in some]) for some in (results, minus))
+    generator = np.random.default_rng(0)
+    redrawn = []
+    for _ in range(0, REDRAWS, AT_ONCE):
+        times = generator.multinomial(len(cases), np.full(len(cases), 1 / len(cases)), AT_ONCE).astype(np.float64)
+        values = _ratios(ours, times)  # (draws, seeds)
+        if len(minus):
+            values = values - _ratios(others, times)
+        seeds = generator.integers(len(results), size=values.shape)
+        redrawn.append(np.take_along_axis(values, seeds, axis=1).mean(axis=1))
+    once = np.ones((1, len(cases)))
+    value = _ratios(ours, once).mean() - (_ratios(others, once).mean() if len(minus) else 0)
+    low, high = np.nanquantile(np.concatenate(redrawn), MIDDLE)
+    return Estimate(float(value), float(low), float(high))
+
+
+def _ratios(tallies: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The scores (draws, seeds) of cases that are drawn so many times (draws, cases), for tallies (seeds, cases, 2)."""
+    sums = np.einsum("dc,sck->dsk", times, tallies)
+    with np.errstate(invalid="ignore"):
+        found: NDArray[np.float64] = sums[..., 0] / sums[..., 1]
+    return found
+
+
+def _difference(ours: Sequence[Result], others: Sequence[Result]) -> Estimate | None:
+    by_seed = {_seed(one): one for one in others}
+    pairs = [(one, by_seed[_seed(one)]) for one in ours if _seed(one) in by_seed]
+    if not pairs or any(one is other for one, other in pairs):
+        return None
+    mine, theirs = zip(*pairs, strict=True)
+    return estimate(mine, theirs)
+
+
+def _group(result: Result) -> Group:
+    return Group(result.part, result.recipe.regime, result.recipe.orientations, result.rotations)
+
+
+def _seed(result: Result) -> int:
+    return result.recipe.seed

@@ -1,0 +1,222 @@
+"""Studies that are run: skipped, resumed, failed, killed, here and on a cluster; and reports on them."""
+
+import fcntl
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from layouts import pcam
+from typer.testing import CliRunner
+
+from rotopath.cli import app
+from rotopath.reports.study_page import write_report
+from rotopath.runs import WEIGHTS, RunError
+from rotopath.study import read_study, run_study
+from rotopath.study.job import place
+from rotopath.study.running import Future
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}  # the same rounding everywhere
+ROTOPATH = (sys.executable, "-m", "rotopath", "study")
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that test processes share, held by one of them at a time."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "study"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _make_study(folder)
+    return folder
+
+
+def _make_study(folder: Path) -> None:
+    """Two runs, N=1, also with test-time augmentation, and N=4; and the study of them, finished."""
+    if (folder / "finished").exists():
+        return
+    data = pcam(folder / "data", (16, 8, 8))
+    keys = f'task = "tumor"\ndata = "{data}"\nepochs = 2\nsteps = 12\nbatch = 4\ncheckpoint_steps = 3\n'
+    (folder / "r.toml").write_text(keys + 'accelerator = "cpu"\n')
+    (folder / "s.toml").write_text(
+        '[plain]\nrecipe = "r.toml"\norientations = [1]\nseed = [0]\ntta = 4\n'
+        '[turning]\nrecipe = "r.toml"\norientations = [4]\nseed = [0]\n'
+    )
+    done = call("run", str(folder / "s.toml"), "--out", str(folder / "finished"), "--at-once", "2")
+    assert done.returncode == 0, done.stderr
+    assert "2 of 2 done, 0 running, 0 failed" in done.stdout
+
+
+@pytest.fixture
+def study(shared: Path) -> Path:
+    return shared / "s.toml"
+
+
+@pytest.fixture
+def finished(shared: Path) -> Path:
+    return shared / "finished"
+
+
+def call(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*ROTOPATH, *words], capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+
+
+def tables(out: Path) -> list[str]:
+    write_report(out, report := out.parent / f"{out.name}-report-{os.getpid()}")
+    return [(report / f"{name}.csv").read_text() for name in ("results", "summary")]
+
+
+def wait_for(seen: Path, within_s: float = 60) -> None:
+    deadline = time.monotonic() + within_s
+    while not seen.exists():
+        assert time.monotonic() < deadline, f"{seen} did not appear"
+        time.sleep(0.05)
+
+
+def test_a_study_leaves_runs_and_nothing_else(finished: Path) -> None:
+    for part, name in (("plain", "N1-seed0"), ("turning", "N4-seed0")):
+        files = {path.name for path in (finished / part).iterdir() if not path.name.startswith(".")}
+        assert files == {name, f"{name}.toml"}
+    run = {path.name for path in (finished / "plain/N1-seed0").iterdir()}
+    assert {WEIGHTS, "evaluation-test.json", "evaluation-test.npz", "evaluation-test-tta4.json"} <= run
+
+
+def test_the_same_command_does_nothing_twice(study: Path, finished: Path) -> None:
+    def never(recipe: str, rotations: int) -> Future:
+        raise AssertionError(f"{recipe} {rotations}")
+
+    states = run_study(read_study(study), finished, never)
+    assert {one.state for one in states.values()} == {"done"}
+
+
+def test_a_folder_of_another_study_is_refused(study: Path, finished: Path) -> None:
+    with pytest.raises(RunError, match="has another 'steps' than this study; choose another folder, or delete that"):
+        run_study(read_study(study, ["plain.set.steps=13"]), finished, lambda *_: pytest.fail("begun"))
+
+
+def test_a_study_that_is_killed_twice_ends_in_the_same_tables(study: Path, finished: Path) -> None:
+    """The whole of it at once, as when a machine goes down: at random times, and with a run under way."""
+    out = study.parent / "killed"
+    command = [*ROTOPATH, "run", str(study), "--out", str(out), "--at-once", "2"]
+    for number in range(2):
+        process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+        if number == 0:
+            wait_for(place(out, "turning/N4-seed0", "progress"))
+        time.sleep(random.uniform(0, 4))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    done = call("run", str(study), "--out", str(out), "--at-once", "2")
+    assert done.returncode == 0, done.stderr
+    assert tables(out) == tables(finished)
+
+
+def test_ctrl_c_stops_all_runs_and_says_how_to_go_on(study: Path) -> None:
+    out = study.parent / "stopped"
+    command = [*ROTOPATH, "run", str(study), "--out", str(out), "--at-once", "1", "--set", "plain.set.steps=4000"]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    wait_for(place(out, "plain/N1-seed0", "progress"))
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"stopped; the same command goes on with {out}" in said.replace("\n", "")
+    assert (out / "plain/N1-seed0/resume.ckpt").exists(), "it can go on"
+    assert not place(out, "plain/N1-seed0", "stop").exists()
+
+
+def test_a_run_that_fails_does_not_stop_the_others(study: Path, finished: Path) -> None:
+    out = study.parent / "failing"
+    changes = ("--set", "plain.set.data=nowhere")
+    failed = call("run", str(study), *changes, "--out", str(out), "--at-once", "1")
+    assert failed.returncode == 1
+    assert "plain/N1-seed0 failed: nowhere does not exist." in failed.stderr
+    assert (out / "turning/N4-seed0" / WEIGHTS).read_bytes() == (finished / "turning/N4-seed0" / WEIGHTS).read_bytes()
+    assert "plain" not in "".join(tables(out))
+
+
+def test_no_study_and_no_cluster_are_said(study: Path, tmp_path: Path) -> None:
+    for words, sentence in (
+        (("report", str(tmp_path)), "has no finished runs; run `rotopath study run` first."),
+        (("report", str(tmp_path / "gone")), "there is no such folder."),
+        (("run", str(study), "--out", str(tmp_path / "x"), "--cluster", "moon"), "There is no cluster 'moon'"),
+    ):
+        done = CliRunner().invoke(app, ["study", *words])
+        assert done.exit_code == 2
+        assert sentence in done.stderr
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[tuple[str, list["subprocess.Popen[bytes]"]]]:
+    """A scheduler and two workers, each a process of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}"
+    dask = [sys.executable, "-m", "dask"]
+    scheduler = [*dask, "scheduler", "--host", "127.0.0.1", "--port", str(port), "--no-dashboard"]
+    worker = [*dask, "worker", address, "--nthreads", "1", "--no-nanny", "--no-dashboard", "--resources", "GPU=1"]
+    with (tmp_path / "dask.log").open("wb") as log:
+        processes = [
+            subprocess.Popen(words, env=ENVIRONMENT, stdout=log, stderr=log, cwd=tmp_path)
+            for words in (scheduler, worker, worker)
+        ]
+        yield address, processes[1:]
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_a_study_survives_the_death_of_a_worker(
+    study: Path, finished: Path, cluster: tuple[str, list["subprocess.Popen[bytes]"]]
+) -> None:
+    address, workers = cluster
+    out = study.parent / "cluster"
+    command = [*ROTOPATH, "run", str(study), "--out", str(out), "--cluster", address, "--at-once", "1"]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for(place(out, "turning/N4-seed0", "progress"))
+    wait_for(place(out, "plain/N1-seed0", "progress"))
+    workers[0].kill()  # each worker has one run under way
+    said, complaints = process.communicate(timeout=200)
+    assert process.returncode == 0, complaints
+    assert "2 of 2 done, 0 running, 0 failed" in said
+    assert tables(out) == tables(finished)
+
+
+def test_the_report(finished: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["study", "report", str(finished), "--out", str(tmp_path / "report")])
+    assert done.exit_code == 0, done.stderr
+    page = (tmp_path / "report/report.html").read_text()
+    assert "the paper tests on the 32,768 patches of PCam&#x27;s test set, and here there are 8." in page
+    for text in ("N=1 + 4 rotations", "0.863 ± 0.003", "89,425", "orientations = 4"):
+        assert text in page
+    assert "http://" not in page
+    assert "https://" not in page
+    figures = {path.name for path in (tmp_path / "report/figures").iterdir()}
+    expected = {
+        f"{part}-{what}.{kind}"
+        for part in ("plain", "turning")
+        for what in ("scores", "polar", "curves")
+        for kind in ("png", "pdf")
+    }
+    assert figures == expected
+    scores = json.loads((finished / "turning/N4-seed0/evaluation-test.json").read_text())["test"]
+    row = next(
+        line for line in (tmp_path / "report/results.csv").read_text().splitlines() if line.startswith("turning")
+    )
+    assert row.split(",")[7] == f"{scores['accuracy']:.4f}"
+
+
+def test_a_run_of_another_recipe_is_found_before_any_begins(study: Path, tmp_path: Path) -> None:
+    run_folder = tmp_path / "plain/N1-seed0"
+    run_folder.mkdir(parents=True)
+    data = read_study(study).jobs[0].recipe.data
+    (run_folder / "recipe.toml").write_text(f'task = "tumor"\ndata = "{data}"\norientations = 1\nepochs = 9\n')
+    with pytest.raises(RunError, match="has another 'epochs' than this study"):
+        run_study(read_study(study), tmp_path, lambda *_: pytest.fail("begun"))
