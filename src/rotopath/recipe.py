@@ -51,6 +51,7 @@ class Recipe:
     momentum: float = 0.9
     weight_decay: float = 5e-4  # decoupled: a fraction of the weights, times the learning rate, at every step
     schedule: Literal["halve", "cosine", "constant"] = "halve"  # halved from epoch to epoch, or down to 0 at the end
+    keep: Literal["best", "last"] = "best"  # weights: those with the lowest validation loss, or the last
     patience: int = 3  # epochs without a better validation loss, after which training has converged
     validation_steps: int = 32  # batches of windows on which the validation loss is computed
     checkpoint_steps: int = 200  # between two points from which an interrupted run goes on

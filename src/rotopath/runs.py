@@ -27,7 +27,7 @@ from rotopath.models import Network
 from rotopath.recipe import Recipe, RecipeError, read_recipe
 
 RECIPE, WEIGHTS, POINT, METRICS = "recipe.toml", "weights.safetensors", "operating_point.json", "metrics.json"
-LOG, PROVENANCE, RESUME, BEST = "log.csv", "provenance.json", "resume.ckpt", "best.safetensors"
+LOG, PROVENANCE, RESUME, KEPT = "log.csv", "provenance.json", "resume.ckpt", "kept.safetensors"
 PACKAGES = ("torch", "numpy", "scipy", "scikit-image", "lightning", "safetensors")
 
 

@@ -140,6 +140,10 @@ def test_the_best_weights_are_kept_and_training_stops_when_converged(
     assert losses == pretended[:5]
     train(replace(chosen, epochs=3), tmp_path / "short")
     assert weights(tmp_path / "run") == weights(tmp_path / "short")
+    train(replace(chosen, keep="last", epochs=5), tmp_path / "last")
+    pretended[4] = 0.1  # then it is the best as well
+    train(replace(chosen, epochs=5), tmp_path / "best")
+    assert weights(tmp_path / "last") == weights(tmp_path / "best") != weights(tmp_path / "run")
 
 
 def test_the_seed_decides(data: dict[str, Path], tmp_path: Path) -> None:

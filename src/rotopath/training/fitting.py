@@ -138,13 +138,11 @@ class Keeper(Callback):
         _check_finite(loss, trainer.global_step, "validation loss")
         self.rows[-1] |= {"validation_loss": loss, "validation_accuracy": accuracy}
         self._seen(dict(self.rows[-1]))
-        if loss < self.best:
-            self.best, self.worse_epochs = loss, 0
-            if trainer.is_global_zero:
-                assert isinstance(pl_module, Fitting)
-                runs.save_weights(pl_module.network, self._folder / runs.BEST)
-        else:
-            self.worse_epochs += 1
+        better = loss < self.best
+        self.best, self.worse_epochs = (loss, 0) if better else (self.best, self.worse_epochs + 1)
+        if (better or self._recipe.keep == "last") and trainer.is_global_zero:
+            assert isinstance(pl_module, Fitting)
+            runs.save_weights(pl_module.network, self._folder / runs.KEPT)
         self._since = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
@@ -194,7 +192,7 @@ def fit(
     folder: Path,
     seen: Callable[[Row], None] = lambda _: None,
 ) -> torch.device:
-    """Train until the validation loss has converged, or epochs are over; the network then has the best weights.
+    """Train until the validation loss has converged, or epochs are over; the network then has the weights to keep.
 
     `batches` gives those of training and of validation, and how many of the latter there are, once the device is known;
     that is returned.
@@ -219,7 +217,7 @@ def fit(
             ckpt_path=resume if resume.exists() else None,
             weights_only=True,
         )
-    runs.load_weights(network, folder / runs.BEST)
+    runs.load_weights(network, folder / runs.KEPT)
     return device
 
 

@@ -65,7 +65,7 @@ def train(recipe: Recipe, folder: Path, seen: Seen = lambda _stage, _row: None) 
     about["hardware"]["processes"] = recipe.devices * recipe.nodes
     runs.write_json(folder / runs.PROVENANCE, about)
     runs.save_weights(network, folder / runs.WEIGHTS)  # the last file: with it the run is finished
-    for leftover in (runs.RESUME, runs.BEST):
+    for leftover in (runs.RESUME, runs.KEPT):
         (folder / leftover).unlink(missing_ok=True)
 
 
