@@ -1,9 +1,16 @@
 """For tests and for the examples in docstrings, which may use `torch` and `rp` without importing them."""
 
+import os
+from importlib.util import find_spec
+
 import pytest
 import torch
 
 import rotopath
+
+collect_ignore = [] if find_spec("triton") else ["src/rotopath/nn/kernels.py"]
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels then run on the CPU, slowly; read when they are imported
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from rotopath.nn import (
     concatenate,
     expect,
 )
+from rotopath.nn.fused import can_fuse, norm_relu_pool
 
 
 class Network(nn.Module):
@@ -67,10 +68,15 @@ class Network(nn.Module):
             if stage.skip is not None:
                 x = self.up(x)
                 x = concatenate([x, center_crop(skips.pop(stage.skip), *x.shape[-2:])])
-            x = layers(x)
+            x = layers.get_submodule("conv")(x)
+            norm, relu = (layers.get_submodule(name) for name in ("norm", "relu"))
+            fused = can_fuse(x, norm)
+            pooled = fused and i not in read_later
+            x = norm_relu_pool(x, norm, stage.pool if pooled else 1) if fused else relu(norm(x))
             if i in read_later:
                 skips[i] = x
-            x = pool(x)
+            if not pooled:
+                x = pool(x)
         logits: Tensor = self.head(self.project(x))  # (B, K, H', W')
         return logits
 

@@ -27,6 +27,7 @@ from rotopath.data import Batches
 from rotopath.models import Network
 from rotopath.recipe import Recipe
 from rotopath.runs import RunError
+from rotopath.training import replay
 from rotopath.training.optimisation import make_optimiser, make_schedule
 from rotopath.training.processes import share_statistics
 
@@ -66,11 +67,18 @@ class Fitting(LightningModule):
     def __init__(self, recipe: Recipe, network: Network, loss: Loss) -> None:
         super().__init__()
         self.recipe, self.network, self.loss = recipe, network, loss
+        self._recorded = False
         self._validation: list[Tensor] = []  # of each batch its loss, its accuracy and 1, times its windows
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
         images, targets = batch
+        if not self._recorded and images.is_cuda and self.trainer.world_size == 1:
+            replay.record(self.network, images)
+            self._recorded = True
         return self.loss(self.network(images), targets)
+
+    def on_train_end(self) -> None:
+        replay.forget(self.network)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
         images, targets = batch
@@ -210,6 +218,7 @@ def fit(
     resume = folder / runs.RESUME
     with warnings.catch_warnings(), _interrupts():
         warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)  # between Lightning and torch
+        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")  # graphs are recorded on one of their own
         trainer.fit(
             Fitting(recipe, network, loss),
             Steps(training, left_in_epoch, recipe.steps, trainer, recipe.workers),

@@ -1,0 +1,274 @@
+"""Batch norm, ReLU and max pooling in one pass each way, in Triton.
+
+In: features as rows (pixels) by columns (channels by orientations), which is how they lie in memory. Out: what the
+three layers give one after another. Forward, features are read twice and the answer is written once; backward, they are
+read twice and their gradient is written once; nothing between the layers ever reaches memory.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COLUMNS, ROWS = 128, 32  # of a tile
+PROGRAMS = 1024  # at most, that sum up columns; each writes what it has found
+SUMMED_ROWS, SUMMED_WARPS = 128, 8  # of a tile that is only read
+
+
+@triton.jit
+def _sum_columns(x, pivot, sums, squares, rows, columns, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums and sums of squares of the columns, less a pivot, which keeps digits where means are large."""
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    origin = tl.load(pivot + column, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
+    total_of_squares = tl.zeros([COLUMNS], tl.float32)
+    for step in range(steps):
+        row = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
+        seen = (row < rows)[:, None] & inside[None, :]
+        place = row.to(tl.int64)[:, None] * columns + column[None, :]
+        value = tl.load(x + place, mask=seen, other=0.0).to(tl.float32) - origin[None, :]
+        value = tl.where(seen, value, 0.0)
+        total += tl.sum(value, axis=0)
+        total_of_squares += tl.sum(value * value, axis=0)
+    place = tl.program_id(0) * columns + column
+    tl.store(sums + place, total, mask=inside)
+    tl.store(squares + place, total_of_squares, mask=inside)
+
+
+@triton.jit
+def _find_statistics(
+    pivot, sums, squares, mean, inverse, running_mean, running_variance, programs, rows, momentum, eps,
+    TRACK: tl.constexpr, N: tl.constexpr, N_BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Mean and inverse deviation of one channel, over all its columns; running statistics move along."""
+    channel = tl.program_id(0)
+    columns = tl.num_programs(0) * N
+    orientation = tl.arange(0, N_BLOCK)
+    column = channel * N + orientation
+    program = tl.arange(0, PROGRAMS)
+    seen = (program < programs)[:, None] & (orientation < N)[None, :]
+    place = program[:, None] * columns + column[None, :]
+    total = tl.sum(tl.load(sums + place, mask=seen, other=0.0), axis=0)
+    total_of_squares = tl.sum(tl.load(squares + place, mask=seen, other=0.0), axis=0)
+    origin = tl.load(pivot + column, mask=orientation < N, other=0.0).to(tl.float32)
+    means = tl.where(orientation < N, origin + total / rows, 0.0)
+    average = tl.sum(means, axis=0) / N
+    apart = tl.where(orientation < N, means - average, 0.0)
+    scattered = tl.sum(total_of_squares - total * total / rows + apart * apart * rows, axis=0)
+    count = rows * N
+    variance = tl.maximum(scattered, 0.0) / count
+    tl.store(mean + channel, average)
+    tl.store(inverse + channel, 1.0 / tl.sqrt(variance + eps))
+    if TRACK:
+        old = tl.load(running_mean + channel).to(tl.float32)
+        tl.store(running_mean + channel, old + momentum * (average - old))
+        old = tl.load(running_variance + channel).to(tl.float32)
+        tl.store(running_variance + channel, old + momentum * (variance * count / (count - 1) - old))
+
+
+@triton.jit
+def _place_window(output, height, width, S: tl.constexpr):
+    """The first row of the features under each output of the pool, which has S × S windows."""
+    out_width = width // S
+    out_height = height // S
+    across = output % out_width
+    rest = output // out_width
+    down = rest % out_height
+    image = rest // out_height
+    return (image.to(tl.int64) * height + down * S) * width + across * S
+
+
+@triton.jit
+def _load_scale(mean, inverse, weight, bias, channel, inside):
+    """The line that batch norm is: a factor, and what it adds."""
+    factor = tl.load(inverse + channel, mask=inside, other=0.0) * tl.load(weight + channel, mask=inside, other=0.0)
+    shift = tl.load(bias + channel, mask=inside, other=0.0) - tl.load(mean + channel, mask=inside, other=0.0) * factor
+    return factor, shift
+
+
+@triton.jit
+def _forward(
+    x, y, mean, inverse, weight, bias, outputs, columns, height, width,
+    N: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    factor, shift = _load_scale(mean, inverse, weight, bias, column // N, inside)
+    output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    seen = (output < outputs)[:, None] & inside[None, :]
+    first = _place_window(output, height, width, S)
+    highest = tl.zeros([ROWS, COLUMNS], tl.float32)  # ReLU lets nothing below pass
+    for i in tl.static_range(S):
+        for j in tl.static_range(S):
+            place = (first + i * width + j)[:, None] * columns + column[None, :]
+            value = tl.load(x + place, mask=seen, other=0.0).to(tl.float32)
+            highest = tl.maximum(highest, value * factor[None, :] + shift[None, :])
+    tl.store(y + output.to(tl.int64)[:, None] * columns + column[None, :], highest, mask=seen)
+
+
+@triton.jit
+def _sum_gradients(
+    x, dy, mean, inverse, weight, bias, sums, products, outputs, columns, height, width, steps,
+    N: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sums over columns of the gradient behind batch norm, and of its products with the normalised features."""
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    factor, shift = _load_scale(mean, inverse, weight, bias, column // N, inside)
+    middle = tl.load(mean + column // N, mask=inside, other=0.0)
+    scale = tl.load(inverse + column // N, mask=inside, other=0.0)
+    total = tl.zeros([COLUMNS], tl.float32)
+    total_of_products = tl.zeros([COLUMNS], tl.float32)
+    for step in range(steps):
+        output = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
+        seen = (output < outputs)[:, None] & inside[None, :]
+        first = _place_window(output, height, width, S)
+        highest = tl.zeros([ROWS, COLUMNS], tl.float32)
+        chosen = tl.zeros([ROWS, COLUMNS], tl.float32)  # the feature that was the highest, if it passed
+        passed = tl.zeros([ROWS, COLUMNS], tl.int1)
+        for i in tl.static_range(S):
+            for j in tl.static_range(S):
+                place = (first + i * width + j)[:, None] * columns + column[None, :]
+                value = tl.load(x + place, mask=seen, other=0.0).to(tl.float32)
+                here = value * factor[None, :] + shift[None, :]
+                higher = here > highest
+                highest = tl.where(higher, here, highest)
+                chosen = tl.where(higher, value, chosen)
+                passed = passed | higher
+        gradient = tl.load(dy + output.to(tl.int64)[:, None] * columns + column[None, :], mask=seen, other=0.0)
+        gradient = tl.where(passed & seen, gradient.to(tl.float32), 0.0)
+        total += tl.sum(gradient, axis=0)
+        total_of_products += tl.sum(gradient * (chosen - middle[None, :]) * scale[None, :], axis=0)
+    place = tl.program_id(0) * columns + column
+    tl.store(sums + place, total, mask=inside)
+    tl.store(products + place, total_of_products, mask=inside)
+
+
+@triton.jit
+def _find_gradients(
+    sums, products, d_weight, d_bias, programs,
+    N: tl.constexpr, N_BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of one channel's weight and bias, over all its columns."""
+    channel = tl.program_id(0)
+    columns = tl.num_programs(0) * N
+    orientation = tl.arange(0, N_BLOCK)
+    program = tl.arange(0, PROGRAMS)
+    seen = (program < programs)[:, None] & (orientation < N)[None, :]
+    place = program[:, None] * columns + (channel * N + orientation)[None, :]
+    tl.store(d_bias + channel, tl.sum(tl.load(sums + place, mask=seen, other=0.0)))
+    tl.store(d_weight + channel, tl.sum(tl.load(products + place, mask=seen, other=0.0)))
+
+
+@triton.jit
+def _backward(
+    x, dy, dx, mean, inverse, weight, bias, d_weight, d_bias, outputs, columns, height, width, count,
+    N: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    channel = column // N
+    factor, shift = _load_scale(mean, inverse, weight, bias, channel, inside)
+    middle = tl.load(mean + channel, mask=inside, other=0.0)
+    scale = tl.load(inverse + channel, mask=inside, other=0.0)
+    level = tl.load(d_bias + channel, mask=inside, other=0.0) / count
+    slope = tl.load(d_weight + channel, mask=inside, other=0.0) / count * scale
+    output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    seen = (output < outputs)[:, None] & inside[None, :]
+    first = _place_window(output, height, width, S)
+    highest = tl.zeros([ROWS, COLUMNS], tl.float32)
+    winner = tl.full([ROWS, COLUMNS], -1, tl.int32)
+    for i in tl.static_range(S):
+        for j in tl.static_range(S):
+            place = (first + i * width + j)[:, None] * columns + column[None, :]
+            here = tl.load(x + place, mask=seen, other=0.0).to(tl.float32) * factor[None, :] + shift[None, :]
+            higher = here > highest
+            highest = tl.where(higher, here, highest)
+            winner = tl.where(higher, i * S + j, winner)
+    gradient = tl.load(dy + output.to(tl.int64)[:, None] * columns + column[None, :], mask=seen, other=0.0)
+    gradient = gradient.to(tl.float32)
+    for i in tl.static_range(S):
+        for j in tl.static_range(S):
+            place = (first + i * width + j)[:, None] * columns + column[None, :]
+            value = tl.load(x + place, mask=seen, other=0.0).to(tl.float32) - middle[None, :]  # from the cache
+            here = tl.where(winner == i * S + j, gradient, 0.0)
+            tl.store(dx + place, factor[None, :] * (here - level[None, :] - value * slope[None, :]), mask=seen)
+
+
+class NormReluPool(torch.autograd.Function):
+    """Batch norm by the statistics of the batch, ReLU, and max pooling of features (B, H, W, C, N)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        running_mean: Tensor | None,
+        running_variance: Tensor | None,
+        momentum: float,
+        eps: float,
+        pool: int,
+    ) -> Tensor:
+        batch, height, width, channels, n = x.shape
+        rows, columns = batch * height * width, channels * n
+        programs, steps = _divide(rows, SUMMED_ROWS)
+        partial = torch.empty(2, programs, columns, device=x.device, dtype=torch.float32)
+        statistics = torch.empty(2, channels, device=x.device, dtype=torch.float32)
+        across = triton.cdiv(columns, COLUMNS)
+        _sum_columns[programs, across](
+            *(x, x, *partial, rows, columns, steps, SUMMED_ROWS, COLUMNS), num_warps=SUMMED_WARPS
+        )
+        tracked = running_mean is not None
+        _find_statistics[channels,](
+            *(x, *partial, *statistics, running_mean, running_variance, programs, rows, momentum, eps),
+            *(tracked, n, triton.next_power_of_2(n), triton.next_power_of_2(programs)),
+        )
+        y = _apply(x, statistics, weight, bias, pool)
+        ctx.save_for_backward(x, statistics, weight, bias)
+        ctx.pool = pool
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, statistics, weight, bias = ctx.saved_tensors
+        dy, pool = gradients[0].contiguous(), ctx.pool
+        batch, height, width, channels, n = x.shape
+        outputs, columns = batch * (height // pool) * (width // pool), channels * n
+        programs, steps = _divide(outputs, ROWS)
+        partial = torch.empty(2, programs, columns, device=x.device, dtype=torch.float32)
+        d_line = torch.empty(2, channels, device=x.device, dtype=torch.float32)  # of weight and bias
+        across = triton.cdiv(columns, COLUMNS)
+        shape = (outputs, columns, height, width)
+        _sum_gradients[programs, across](
+            *(x, dy, *statistics, weight, bias, *partial, *shape, steps, n, pool, ROWS, COLUMNS)
+        )
+        blocks = (triton.next_power_of_2(n), triton.next_power_of_2(programs))
+        _find_gradients[channels,](*partial, *d_line, programs, n, *blocks)
+        dx = torch.empty_like(x)
+        _backward[triton.cdiv(outputs, ROWS), across](
+            *(x, dy, dx, *statistics, weight, bias, *d_line, *shape, batch * height * width * n),
+            *(n, pool, ROWS, COLUMNS),
+        )
+        return dx, d_line[0].to(weight.dtype), d_line[1].to(bias.dtype), None, None, None, None, None
+
+
+def _apply(x: Tensor, statistics: Tensor, weight: Tensor, bias: Tensor, pool: int) -> Tensor:
+    """The line that batch norm is, ReLU and max pooling, for mean and inverse deviation (2, C) of each channel."""
+    batch, height, width, channels, n = x.shape
+    y = torch.empty(batch, height // pool, width // pool, channels, n, device=x.device, dtype=x.dtype)
+    outputs, columns = batch * (height // pool) * (width // pool), channels * n
+    _forward[triton.cdiv(outputs, ROWS), triton.cdiv(columns, COLUMNS)](
+        *(x, y, *statistics, weight, bias, outputs, columns, height, width, n, pool, ROWS, COLUMNS)
+    )
+    return y
+
+
+def _divide(rows: int, of_a_tile: int) -> tuple[int, int]:
+    """How many programs, and how many tiles each of them sums up."""
+    tiles = triton.cdiv(rows, of_a_tile)
+    steps = triton.cdiv(tiles, PROGRAMS)
+    return triton.cdiv(tiles, steps), steps

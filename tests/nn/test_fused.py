@@ -1,0 +1,108 @@
+"""Batch norm, ReLU and pooling in one pass, against the layers: Triton's kernels, interpreted where there is no GPU."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import rotopath as rp
+from rotopath.models import network as network_module
+from rotopath.nn.fused import can_fuse, norm_relu_pool
+
+pytest.importorskip("triton")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def features(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
+    """(B, C, N, H, W) as they lie in memory behind a convolution, with means far from 0."""
+    batch, channels, n, height, width = shape
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, height, width, channels, n, generator=generator) * 2
+    x = x + 10 * torch.rand(channels, n, generator=generator)
+    return x.to(DEVICE, dtype).permute(0, 3, 4, 1, 2)
+
+
+def norm_of(channels: int, dtype: torch.dtype = torch.float32) -> rp.nn.GroupBatchNorm2d:
+    norm = rp.nn.GroupBatchNorm2d(channels, momentum=0.3).to(DEVICE, dtype)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(-1, 1.5, channels))  # also one that turns features upside down
+        norm.bias.copy_(torch.linspace(0.5, -0.5, channels))
+    return norm
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    batch=st.integers(1, 3),
+    channels=st.integers(1, 20),
+    n=st.sampled_from([1, 2, 3, 8]),
+    outputs=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    pool=st.integers(1, 3),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    seed=st.integers(0, 10**6),
+)
+def test_one_pass_gives_what_the_layers_give(
+    batch: int, channels: int, n: int, outputs: tuple[int, int], pool: int, dtype: torch.dtype, seed: int
+) -> None:
+    shape = (batch, channels, n, outputs[0] * pool, outputs[1] * pool)
+    if batch * n * shape[3] * shape[4] < 4:
+        return  # too few values for a variance that rounding leaves alone
+    x = features(shape, seed, dtype).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    norm, reference = norm_of(channels), norm_of(channels, torch.float64)
+    y = norm_relu_pool(x, norm, pool)
+    expected = rp.nn.GroupMaxPool2d(pool)(reference(exact).relu())
+    assert y.shape == expected.shape
+    assert y.dtype == dtype
+    assert y.permute(0, 3, 4, 1, 2).is_contiguous()
+    tolerance = {"atol": TOLERANCE[dtype] * 2, "rtol": TOLERANCE[dtype]}
+    torch.testing.assert_close(y.double(), expected, **tolerance)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    (y.float() * weights).sum().backward()
+    (expected * weights.to(dtype).double()).sum().backward()
+    many = {"atol": TOLERANCE[dtype] * 30, "rtol": TOLERANCE[dtype] * 5}  # sums of many terms
+    torch.testing.assert_close(norm.weight.grad.double(), reference.weight.grad, **many)
+    torch.testing.assert_close(norm.bias.grad.double(), reference.bias.grad, **many)
+    deviation = exact.detach().var(dim=(0, 2, 3, 4), unbiased=False).sqrt().clamp(max=1).view(1, -1, 1, 1, 1)
+    torch.testing.assert_close(x.grad.double() * deviation, exact.grad * deviation, **tolerance)
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        got, value = getattr(norm, name).double(), getattr(reference, name).double()
+        torch.testing.assert_close(got, value, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("build", [rp.models.mitosis, rp.models.nuclei, rp.models.tumor])
+def test_networks_learn_the_same_either_way(build: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    def gradients(fuse: bool) -> list[Tensor]:
+        monkeypatch.setattr(network_module, "can_fuse", lambda *_: fuse)
+        torch.manual_seed(0)
+        net = build(orientations=2).to(DEVICE)
+        y = net(torch.rand(2, 3, net.architecture.input_px, net.architecture.input_px, device=DEVICE))
+        (y * torch.randn(y.shape, device=DEVICE)).sum().backward()
+        return [y, *(parameter.grad for parameter in net.parameters()), *net.buffers()]
+
+    for got, expected in zip(gradients(fuse=True), gradients(fuse=False), strict=True):
+        scale = expected.abs().max().clamp(min=1e-3)
+        torch.testing.assert_close(got / scale, expected / scale, atol=1e-3, rtol=0)
+
+
+def test_large_means_keep_their_digits() -> None:
+    x = torch.randn(2, 6, 6, 3, 4, device=DEVICE).mul(0.01).add(100).permute(0, 3, 4, 1, 2)
+    norm, reference = norm_of(3), norm_of(3, torch.float64)
+    got = norm_relu_pool(x, norm)
+    torch.testing.assert_close(got.double(), reference(x.double()).relu(), atol=5e-3, rtol=0)
+
+
+def test_what_cannot_be_fused_goes_through_the_layers() -> None:
+    x = features((2, 3, 4, 6, 6), 0, torch.float32)
+    norm = norm_of(3)
+    assert can_fuse(x, norm) is (DEVICE.type == "cuda")
+    for other, layer in (
+        (x.double(), norm),
+        (x.contiguous(), norm),
+        (x, norm_of(3).eval()),
+        (x, rp.nn.GroupNorm2d(1, 3)),
+        (x, rp.nn.GroupBatchNorm2d(3, affine=False)),
+        (x, rp.nn.GroupBatchNorm2d(3, momentum=None)),
+    ):
+        assert not can_fuse(other, layer)
