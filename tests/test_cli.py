@@ -217,6 +217,11 @@ def test_train_and_evaluate(tmp_path: Path) -> None:
     turned = run("evaluate", str(tmp_path / "run"), "--tta", "4", "--split", "valid", "--data", str(tmp_path / "data"))
     assert turned.exit_code == 0, turned.stderr
     assert json.loads((tmp_path / "run/evaluation-valid-tta4.json").read_text())["valid"]["rotations"] == 4
+    own = (tmp_path / "run/evaluation-test.json").read_text()
+    elsewhere = pcam(tmp_path / "elsewhere", (4, 4, 4))
+    assert run("evaluate", str(tmp_path / "run"), "--data", str(elsewhere)).exit_code == 0
+    assert (tmp_path / "run/evaluation-test-on-elsewhere.json").exists()
+    assert (tmp_path / "run/evaluation-test.json").read_text() == own, "other data does not replace a run's own scores"
     finished = run(*command)
     assert finished.exit_code == 2
     assert "holds a finished run; evaluate it, or choose another folder." in finished.stderr

@@ -4,6 +4,7 @@ In: a network, pictures of one split, and how often each is to be turned. Out: e
 point and scores follow.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -60,7 +61,7 @@ def _gather_patches(
 ) -> list[Evidence]:
     """Patches are many and small, so they go through the network in batches."""
     window_px = network.receptive_field
-    cut_px = covering_size(window_px) if rotations > 4 else window_px  # corners of turned windows lie further out
+    cut_px = covering_size(window_px) if 4 % rotations else window_px  # corners of turned windows lie further out
     batches, steps = middle_batches(pictures, cut_px, device=device)
     spacing_um_px = reader_of("tumor").spacing_um_px
     evidence: list[Evidence] = []
@@ -84,10 +85,14 @@ def score(task: Task, evidence: Sequence[Evidence], point: Mapping[str, float], 
     return scores
 
 
-def evaluation_file(folder: Path, split: str, rotations: int = 1) -> Path:
-    """Where the scores of a run are written."""
+def evaluation_file(
+    folder: Path, split: str, rotations: int = 1, rule: str | None = None, data: Path | None = None
+) -> Path:
+    """Where the scores of a run are written: those by another rule or on other data do not replace its own."""
     turned = f"-tta{rotations}" if rotations > 1 else ""
-    return folder / f"evaluation-{split}{turned}.json"
+    by = f"-{rule}" if rule else ""
+    on = f"-on-{data.resolve().name}" if data else ""
+    return folder / f"evaluation-{split}{turned}{by}{on}.json"
 
 
 def evaluate(
@@ -119,12 +124,16 @@ def evaluate(
         "rotations": rotations,
         "data": str(collection.root),
     }
-    written = out or evaluation_file(folder, split, rotations)
+    other = data if data is not None and data.resolve() != Path(run.recipe.data).resolve() else None
+    written = out or evaluation_file(folder, split, rotations, rule, other)
     if robustness:
         turned = turn_inputs(task, run.network, collection.split(split), device)
         scores["rotation"] = summarise(task, turned, run.point)
         with runs.replaced(written.with_suffix(".npz")) as unfinished, unfinished.open("wb") as file:
             np.savez_compressed(file, **pack(turned))  # type: ignore[arg-type]
+    elif written.exists():  # what was measured before about turned inputs still holds
+        before = json.loads(written.read_text(encoding="utf-8"))
+        scores |= {"rotation": before[split]["rotation"]} if "rotation" in before.get(split, {}) else {}
     runs.write_json(written, {split: scores})
     return written
 

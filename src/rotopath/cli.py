@@ -278,7 +278,9 @@ def _mistakes_in_one_sentence() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as missing:
-        _refuse(f"This needs {str(missing.name).partition('.')[0]}: pip install 'rotopath[train]'.")
+        package = str(missing.name).partition(".")[0]
+        extra = "cluster" if package in ("dask", "distributed", "dask_jobqueue") else "train"
+        _refuse(f"This needs {package}: pip install 'rotopath[{extra}]'.")
     except (DataError, UnreadableFileError, RecipeError, RunError) as error:
         _refuse(str(error))
     except OSError as error:

@@ -77,6 +77,12 @@ class Recipe:
                 f"a batch of {self.windows} cannot be divided among {self.devices * self.nodes} devices; "
                 f"change 'batch' or 'devices'."
             )
+        if self.regime is not None and self.task == "tumor":
+            _require(0 < self.regime <= 1, "regime", self.regime, "a fraction of each class, over 0 and up to 1,")
+        elif self.regime is not None:
+            whole = self.regime >= 1 and float(self.regime).is_integer()
+            what = "cases" if self.task == "mitosis" else "fields of each organ"
+            _require(whole, "regime", self.regime, f"a whole number of {what}")
         if self.task == "nuclei" and self.mining is not None:
             raise RecipeError("hard examples are mined for mitosis and tumor; leave 'mining' out for nuclei.")
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import rotopath as rp
 from rotopath.models import network as network_module
-from rotopath.nn.fused import can_fuse, norm_relu_pool
+from rotopath.nn.fused import _fits, can_fuse, norm_relu_pool
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -97,6 +97,7 @@ def test_what_cannot_be_fused_goes_through_the_layers() -> None:
     x = features((2, 3, 4, 6, 6), 0, torch.float32)
     norm = norm_of(3)
     assert can_fuse(x, norm) is (DEVICE.type == "cuda")
+    assert _fits(x, norm)
     for other, layer in (
         (x.double(), norm),
         (x.contiguous(), norm),
@@ -105,4 +106,14 @@ def test_what_cannot_be_fused_goes_through_the_layers() -> None:
         (x, rp.nn.GroupBatchNorm2d(3, affine=False)),
         (x, rp.nn.GroupBatchNorm2d(3, momentum=None)),
     ):
-        assert not can_fuse(other, layer)
+        assert not _fits(other, layer)
+    with pytest.raises(ValueError, match="Windows of 4 do not cover features of 6 × 6 px evenly"):
+        norm_relu_pool(x, norm, 4)
+
+
+def test_what_is_no_number_is_not_hidden() -> None:
+    x = features((1, 2, 4, 4, 4), 0, torch.float32)
+    x[0, 0, 0, 0, 0] = torch.nan
+    y = norm_relu_pool(x, norm_of(2), 2)
+    assert y[:, 0].isnan().all()
+    assert y[:, 1].isfinite().all()

@@ -90,8 +90,8 @@ def test_a_study_leaves_runs_and_nothing_else(finished: Path) -> None:
 
 
 def test_the_same_command_does_nothing_twice(study: Path, finished: Path) -> None:
-    def never(recipe: str, rotations: int) -> Future:
-        raise AssertionError(f"{recipe} {rotations}")
+    def never(*job: object) -> Future:
+        raise AssertionError(job)
 
     states = run_study(read_study(study), finished, never)
     assert {one.state for one in states.values()} == {"done"}
@@ -116,6 +116,18 @@ def test_a_study_that_is_killed_twice_ends_in_the_same_tables(study: Path, finis
     done = call("run", str(study), "--out", str(out), "--at-once", "2")
     assert done.returncode == 0, done.stderr
     assert tables(out) == tables(finished)
+
+
+def test_a_job_ends_with_a_parent_that_died_before_it_began(study: Path, tmp_path: Path) -> None:
+    """As when a scheduler is killed while its job still imports: 'true' has ended long before that."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    recipe = tmp_path / "N4-seed0.toml"
+    recipe.write_text((study.parent / "r.toml").read_text().replace("steps = 12", "steps = 100000"))
+    job = [sys.executable, "-m", "rotopath.study", str(recipe), "1", str(gone.pid)]
+    done = subprocess.run(job, env=ENVIRONMENT, timeout=60, check=False)
+    assert done.returncode == 1
+    assert not (tmp_path / "N4-seed0" / WEIGHTS).exists()
 
 
 def test_ctrl_c_stops_all_runs_and_says_how_to_go_on(study: Path) -> None:

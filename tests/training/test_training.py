@@ -248,3 +248,11 @@ def test_damaged_weights_are_refused(data: dict[str, Path], tmp_path: Path) -> N
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(RunError, match="does not hold the weights of this network"):
         runs.load(tmp_path / "run")
+
+
+def test_a_folder_that_was_being_made_when_all_went_dark(data: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / runs.PROVENANCE).write_text("{}")
+    (tmp_path / "run" / f".{runs.RECIPE}.unfinished").write_text("task =")
+    train(recipe(data, epochs=1), tmp_path / "run")
+    assert (tmp_path / "run" / runs.WEIGHTS).exists()

@@ -1,6 +1,6 @@
 """Layers that follow each other, computed in one pass where that is faster: batch norm, ReLU and max pooling.
 
-In: SE(2) features on a GPU, in training or without gradients. Out: what the layers give one after another, to rounding.
+In: SE(2) features on a GPU, in training. Out: what the layers give one after another, to rounding.
 Everywhere else (CPU, compile, export, other dtypes and layouts) the layers themselves are the way.
 """
 
@@ -17,10 +17,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def can_fuse(x: Tensor, norm: torch.nn.Module) -> bool:
     """Whether `norm_relu_pool` takes these features (B, C, N, H, W) and this batch norm."""
+    return x.is_cuda and _has_triton() and _fits(x, norm) and not torch.compiler.is_compiling()
+
+
+def _fits(x: Tensor, norm: torch.nn.Module) -> bool:
     return (
-        x.is_cuda
-        and _has_triton()
-        and type(norm) is GroupBatchNorm2d
+        type(norm) is GroupBatchNorm2d
         and norm.affine
         and norm.training
         and norm.momentum is not None
@@ -28,7 +30,6 @@ def can_fuse(x: Tensor, norm: torch.nn.Module) -> bool:
         and norm.weight.dtype == torch.float32
         and x.numel() > norm.num_features  # of a single value there is no variance, and torch says so
         and x.permute(0, 3, 4, 1, 2).is_contiguous()
-        and not torch.compiler.is_compiling()
     )
 
 
@@ -37,6 +38,8 @@ def norm_relu_pool(x: Tensor, norm: torch.nn.Module, pool: int = 1) -> Tensor:
     from rotopath.nn.kernels import NormReluPool
 
     assert isinstance(norm, GroupBatchNorm2d)
+    if x.shape[-2] % pool or x.shape[-1] % pool:
+        raise ValueError(f"Windows of {pool} do not cover features of {x.shape[-2]} × {x.shape[-1]} px evenly.")
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
     rows = x.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N), as it lies in memory

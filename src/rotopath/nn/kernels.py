@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 COLUMNS, ROWS = 128, 32  # of a tile
 PROGRAMS = 1024  # at most, that sum up columns; each writes what it has found
@@ -105,7 +106,8 @@ def _forward(
         for j in tl.static_range(S):
             place = (first + i * width + j)[:, None] * columns + column[None, :]
             value = tl.load(x + place, mask=seen, other=0.0).to(tl.float32)
-            highest = tl.maximum(highest, value * factor[None, :] + shift[None, :])
+            here = value * factor[None, :] + shift[None, :]
+            highest = tl.maximum(highest, here, propagate_nan=tl.PropagateNan.ALL)
     tl.store(y + output.to(tl.int64)[:, None] * columns + column[None, :], highest, mask=seen)
 
 
@@ -233,6 +235,7 @@ class NormReluPool(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, statistics, weight, bias = ctx.saved_tensors
         dy, pool = gradients[0].contiguous(), ctx.pool

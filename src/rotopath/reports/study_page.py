@@ -74,12 +74,12 @@ def _part_sections(part: str, results: list[Result], summaries: list[Summary], o
         Section(
             "",
             "Mean and standard deviation over seeds. In brackets: 95 % intervals of the mean, and of its difference to "
-            "N=1 of the same seeds as it is and with the mean prediction over turned inputs; patients (patches where "
-            "slides are not known) and seeds are redrawn. Scatter is the standard deviation of predictions when inputs "
-            "turn; decisions change if they depend on the angle.",
+            "N=1 of the same seeds, as it is and with the mean prediction over turned inputs; for other patients "
+            "(patches where slides are not known) and other seeds, if there are several. Scatter is the standard "
+            "deviation of predictions when inputs turn; decisions change if they depend on the angle.",
             [_head(score), *_rows(summaries, regimes)],
         ),
-        _published(task, summaries, fullest),
+        _published(task, summaries, fullest, regimes[fullest]),
     ]
     if polar := draw_polar(first, CLASSES.get(task, ()), figures / f"{part}-polar.png"):
         sections.append(
@@ -87,7 +87,7 @@ def _part_sections(part: str, results: list[Result], summaries: list[Summary], o
                 f"{part}: predictions as windows turn",
                 "Radius: the probability, from 0 in the middle to 1 at the rim; a network that does not care draws a "
                 f"circle. The {PATCHES} windows on which N={first[0].recipe.orientations} scatters most, first "
-                "seed, all of the training data.",
+                f"seed, training data: {regimes[fullest]}.",
                 picture=polar,
             )
         )
@@ -96,14 +96,14 @@ def _part_sections(part: str, results: list[Result], summaries: list[Summary], o
             Section(
                 f"{part}: borders as fields turn",
                 "Borders of nuclei that networks see in fields turned by sixteen angles, turned back: their mean in "
-                "grey, and their standard deviation from white to red. First seed, all of the training data.",
+                f"grey, and their standard deviation from white to red. First seed, training data: {regimes[fullest]}.",
                 picture=maps,
             )
         )
     sections.append(
         Section(
             f"{part}: learning curves",
-            "The loss on validation windows after every epoch, all of the training data, every seed.",
+            f"The loss on validation windows after every epoch, every seed, training data: {regimes[fullest]}.",
             picture=draw_curves(full, figures / f"{part}-curves.png"),
         )
     )
@@ -123,7 +123,7 @@ def _data(result: Result) -> str:
     return f"Data: {about['source']}, {about['images']:,} images (fingerprint {about['fingerprint']})."
 
 
-def _published(task: Task, summaries: Sequence[Summary], fullest: float | None) -> Section:
+def _published(task: Task, summaries: Sequence[Summary], fullest: float | None, regime: str) -> Section:
     """The paper's numbers beside ours, or a plain word why they are no measure of them."""
     ours = {
         one.group.orientations: _spread(one)
@@ -132,7 +132,11 @@ def _published(task: Task, summaries: Sequence[Summary], fullest: float | None) 
     }
     rows = [[f"N={n}", paper, ours.get(n, "–")] for n, paper in PUBLISHED[task].items()]
     reason = incomparable(task, summaries[0].results[0])
-    text = "The same data and the same protocol." if reason is None else f"Not comparable: {reason}"
+    text = (
+        f"The test set has as many cases as the paper's; training data: {regime}, and settings as below."
+        if reason is None
+        else f"Not comparable: {reason}"
+    )
     return Section("", f"Beside the paper's. {text}", [["", "Lafarge et al. (2020)", "here"], *rows])
 
 

@@ -49,7 +49,7 @@ class StudyProgress:
             elif progress.state == "done" and job in self._started:
                 self._seconds.setdefault(job, now - self._started[job])
         if self._live is not None:
-            self._live.update(Group(self._table(states), Text(self._summary(states), "bold")))
+            self._live.update(Group(Text(self._summary(states), "bold"), self._table(states)))
         else:
             self._print_ended(states)
 
@@ -57,27 +57,32 @@ class StudyProgress:
         ended = [job for job, one in states.items() if one.state in ("done", "failed") and job not in self._told]
         for job in ended:
             reason = f": {states[job].reason}" if states[job].reason else ""
-            self._console.print(f"{job.name} {states[job].state}{reason}", highlight=False, soft_wrap=True)
+            line = f"{job.name} {states[job].state}{reason}"
+            self._console.print(line, highlight=False, soft_wrap=True, markup=False)
         if ended:
             self._told.update(ended)
             self._console.print(self._summary(states), highlight=False, soft_wrap=True)
 
     def _table(self, states: Mapping[Job, Progress]) -> Table:
-        """A row for each network and training set of a part, a column for each seed."""
+        """A row for each network and training set of a part, a column for each seed; if too long, those at work."""
         seeds = sorted({job.recipe.seed for job in states})
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
         for name in ("part", "N", "regime"):
             table.add_column(name)
         for seed in seeds:
             table.add_column(f"seed {seed}", min_width=12)
+        rows: list[tuple[bool, tuple[str | Text, ...]]] = []
         for part in self._study.parts:
             for n in sorted(part.orientations):
                 for regime in part.regimes:
-                    marks = []
-                    for seed in seeds:
-                        job = part.job(n, regime, seed)
-                        marks.append(_mark(states[job]) if job in states else Text())
-                    table.add_row(part.name, str(n), "all" if regime is None else f"{regime:g}", *marks)
+                    jobs = [part.job(n, regime, seed) for seed in seeds]
+                    marks = [_mark(states[job]) if job in states else Text() for job in jobs]
+                    busy = any(job in states and states[job].state in ("running", "failed") for job in jobs)
+                    rows.append((busy, (part.name, str(n), "all" if regime is None else f"{regime:g}", *marks)))
+        room = self._console.height - 4
+        for busy, row in rows:
+            if busy or len(rows) <= room:
+                table.add_row(*row)
         return table
 
     def _summary(self, states: Mapping[Job, Progress]) -> str:
@@ -88,7 +93,7 @@ class StudyProgress:
 
     def _seconds_left(self, states: Mapping[Job, Progress]) -> float | None:
         """By what runs of the same network took, or else of any; and as many at once as there are."""
-        if not self._seconds:
+        if not self._seconds or all(one.state in ("done", "failed") for one in states.values()):
             return None
         total, at_once = 0.0, 0
         for job, progress in states.items():

@@ -34,20 +34,24 @@ def here(at_once: int) -> Iterator[Submit]:
     for slot in range(at_once):
         slots.put(slot)
 
-    def run(recipe: str, rotations: int) -> None:
+    mine = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name] or list(
+        map(str, range(gpus))
+    )
+
+    def run(recipe: str, rotations: int, cwd: str) -> str:
         slot = slots.get()
         share = str(max(1, count_cores() // at_once))
         environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", share)}
         if gpus > 1:
-            environment["CUDA_VISIBLE_DEVICES"] = str(slot % gpus)
+            environment["CUDA_VISIBLE_DEVICES"] = mine[slot % gpus]
         try:
-            run_process(recipe, rotations, environment)
+            return run_process(recipe, rotations, cwd, environment)
         finally:
             slots.put(slot)
 
     pool = ThreadPoolExecutor(at_once)
     try:
-        yield lambda recipe, rotations: pool.submit(run, recipe, rotations)
+        yield lambda *job: pool.submit(run, *job)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -64,12 +68,12 @@ def on_cluster(cluster: str, at_once: int) -> Iterator[Submit]:
         client.wait_for_workers(1, JOIN_WITHIN_S)
         workers = client.scheduler_info()["workers"].values()
         gpus = any(worker["resources"].get("GPU") for worker in workers)
-        resources = {"GPU": 1 / at_once} if gpus else None
+        resources = {"GPU": 1 / at_once - 1e-6} if gpus else None  # so that rounded shares add up to one
 
-        def submit(recipe: str, rotations: int) -> Future:
+        def submit(*job: object) -> Future:
             # A new key each time: a job that failed is to run again, and not to be looked up.
             future: Future = _Cancellable(
-                client.submit(run_process, recipe, rotations, pure=False, retries=TRIES, resources=resources)
+                client.submit(run_process, *job, pure=False, retries=TRIES, resources=resources)
             )
             return future
 
@@ -103,7 +107,12 @@ def _cluster(cluster: str, at_once: int) -> Iterator[Any]:
     elif cluster == "slurm":
         from dask_jobqueue import SLURMCluster
 
-        with SLURMCluster() as slurm:  # its settings are in Dask's jobqueue.yaml
+        try:
+            jobs = SLURMCluster()  # its settings are in Dask's jobqueue.yaml
+        except ValueError as error:
+            reason = " ".join(str(error).split())
+            raise RunError(f"Dask's jobqueue.yaml does not describe SLURM jobs yet: {reason}") from None
+        with jobs as slurm:
             slurm.scale(jobs=at_once)
             yield slurm
     elif "://" in cluster:

@@ -1,4 +1,4 @@
-"""One run of a study, in a process of its own: `python -m rotopath.study RECIPE.toml ROTATIONS`.
+"""One run of a study, in a process of its own: `python -m rotopath.study RECIPE.toml ROTATIONS PARENT`.
 
 In: a recipe, which lies beside the run folder of the same name. Out: the run folder, trained and evaluated, a file that
 says how far it is, and one that says why it failed, if it did. Nothing is done twice, and no two processes do it; one
@@ -25,6 +25,11 @@ from rotopath.study.plan import PLAIN
 SPLIT = "test"
 TELL_EVERY_S = 1.0
 WAIT_FOR_LOCK_S = 20.0  # an orphan ends itself sooner than that
+BUSY = 75  # exit code, as the system's: try again later
+
+
+class BusyError(Exception):
+    """Another process has the lock of the job."""
 
 
 def place(out: Path, name: str, kind: str) -> Path:
@@ -75,7 +80,7 @@ class _Teller:
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Hold a lock, which the system frees when the process ends, however it does."""
-    with path.open("w") as file:
+    with path.open("a+") as file:
         deadline = time.monotonic() + WAIT_FOR_LOCK_S
         while True:
             try:
@@ -83,14 +88,16 @@ def _alone(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise runs.RunError("another process works on this run; wait for it, or stop it.") from None
+                    raise BusyError(path.read_text(encoding="utf-8")) from None
                 time.sleep(0.2)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
         yield
 
 
-def _end_in_time(stop: Path) -> None:
+def _end_in_time(parent: int, stop: Path) -> None:
     """A job whose parent was killed ends too, since another one will be sent to do it; one that is to stop, stops."""
-    parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -103,12 +110,13 @@ def _end_in_time(stop: Path) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def main(path: Path, rotations: int) -> int:
+def main(path: Path, rotations: int, parent: int) -> int:
+    """The exit code: 0 if all is done, or written why not; BUSY if that is for another process to say."""
     from rotopath.data import DataError
     from rotopath.images import UnreadableFileError
     from rotopath.recipe import RecipeError
 
-    _end_in_time(path.with_suffix(".stop"))
+    _end_in_time(parent, path.with_suffix(".stop"))
     failed = path.with_suffix(".failed")
     try:
         with _alone(path.with_name(f".{path.stem}.lock")):
@@ -117,11 +125,11 @@ def main(path: Path, rotations: int) -> int:
             path.with_suffix(".progress").unlink(missing_ok=True)
     except KeyboardInterrupt:
         return 130
+    except BusyError:
+        return BUSY
     except (DataError, UnreadableFileError, RecipeError, runs.RunError) as error:
         write_text(failed, f"{error}\n")
-        return 2
     except Exception as error:
         traceback.print_exc()
         write_text(failed, f"{type(error).__name__}: {error}\n")
-        return 1
     return 0

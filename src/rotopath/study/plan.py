@@ -26,7 +26,7 @@ class Job:
     @property
     def name(self) -> str:
         """Of its files, below the folder of the study."""
-        regime = "" if self.recipe.regime is None else f"-regime{self.recipe.regime:g}"
+        regime = "" if self.recipe.regime is None else f"-regime{self.recipe.regime!r}".removesuffix(".0")
         return f"{self.part}/N{self.recipe.orientations}{regime}-seed{self.recipe.seed}"
 
 
@@ -84,10 +84,16 @@ def _part(name: str, table: Any, folder: Path) -> Part:
         raise RecipeError(f"the part {name!r} has no key {unknown[0]!r}; keys are {', '.join(KEYS)}.")
     if not isinstance(table.get("recipe"), str):
         raise RecipeError(f"the part {name!r} has to name a file with its key 'recipe'.")
+    if not isinstance(table.get("set", {}), dict):
+        raise RecipeError(
+            f"the key '{name}.set' is {table['set']!r}, where a table of changes to the recipe is expected."
+        )
     values = _merged(read_values(folder / table["recipe"]), table.get("set", {}))
     if crossed := [key for key in ("orientations", "regime", "seed") if key in table.get("set", {})]:
         raise RecipeError(f"the key {crossed[0]!r} is one that runs differ in; list it in the part {name!r} itself.")
     recipe = make_recipe({key: value for key, value in values.items() if key != "regime"})
+    if recipe.devices * recipe.nodes > 1:
+        raise RecipeError(f"the part {name!r} asks for several devices a run; a study gives each run one of them.")
     rotations = table.get("tta", 1)
     if type(rotations) is not int or rotations < 1:
         raise RecipeError(f"the key '{name}.tta' is {rotations!r}, where a whole number of rotations is expected.")
@@ -102,7 +108,8 @@ def _part(name: str, table: Any, folder: Path) -> Part:
     try:
         for orientations in part.orientations:
             for seed in part.seeds:
-                part.job(orientations, part.regimes[0], seed)  # a recipe checks its own keys
+                for regime in part.regimes:
+                    part.job(orientations, regime, seed)  # a recipe checks its own keys
     except ValueError as error:
         raise RecipeError(str(error)) from None
     return part
@@ -111,7 +118,7 @@ def _part(name: str, table: Any, folder: Path) -> Part:
 def _listed(part: str, table: Mapping[str, Any], key: str, kind: Any) -> list[Any]:
     values = table.get(key, [])
     right = isinstance(values, list) and all(isinstance(one, kind) and not isinstance(one, bool) for one in values)
-    if not right or len(set(values)) < len(values):
+    if not right or len(set(values)) < len(values) or (key in table and not values):
         raise RecipeError(f"the key '{part}.{key}' is {values!r}, where a list of different numbers is expected.")
     return list(values)
 

@@ -1,7 +1,7 @@
 """What came of a study, read from the files of its runs.
 
-In: the folder of a study. Out: a result for each evaluation, and summaries over seeds, with intervals from redrawn
-patients and seeds, and differences to an ordinary network that saw the same data.
+In: the folder of a study. Out: a result for each evaluation, and summaries over seeds, with intervals over patients and
+seeds, and differences to an ordinary network that saw the same data.
 """
 
 import json
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import t
 
 from rotopath import runs
 from rotopath.assessment import evaluation_file
@@ -67,7 +68,7 @@ class Group(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds, and the middle 95 % of it when patients and seeds are redrawn."""
+    """A mean over seeds, and the interval in which that of other patients and other seeds lies, at 95 %."""
 
     value: float
     low: float
@@ -95,7 +96,10 @@ def read_results(out: Path) -> list[Result]:
     found = []
     for written in sorted(out.glob(f"*/*/evaluation-{SPLIT}*.json")):
         folder = written.parent
-        scores = json.loads(written.read_text(encoding="utf-8"))[SPLIT]
+        try:
+            scores = json.loads(written.read_text(encoding="utf-8"))[SPLIT]
+        except (json.JSONDecodeError, KeyError):
+            raise RunError(f"{written} is damaged; delete it, and run the study again.") from None
         if written == evaluation_file(folder, SPLIT, scores["rotations"]):
             recipe = read_recipe(folder / runs.RECIPE)
             found.append(Result(folder.parent.name, folder, recipe, scores["rotations"], scores))
@@ -114,12 +118,8 @@ def summarise(results: Sequence[Result]) -> list[Summary]:
     summaries = []
     for group, members in groups.items():
         plain = groups.get(group._replace(orientations=PLAIN, rotations=1), [])
-        turned = [
-            one
-            for other, found in groups.items()
-            if other[:3] == (group.part, group.regime, PLAIN) and other.rotations > 1
-            for one in found
-        ]
+        most = max((other.rotations for other in groups if other[:3] == (group.part, group.regime, PLAIN)), default=1)
+        turned = groups.get(group._replace(orientations=PLAIN, rotations=most), []) if most > 1 else []
         at_angles = [one.scores["rotation"]["fair"] for one in members if "rotation" in one.scores]
         values = [one.score for one in members]
         summaries.append(
@@ -140,23 +140,33 @@ def summarise(results: Sequence[Result]) -> list[Summary]:
 def estimate(results: Sequence[Result], minus: Sequence[Result] = ()) -> Estimate:
     """The mean score over seeds, or how much higher it is than that of other results of the same seeds and cases.
 
-    Patients are redrawn, the same for all, and pairs of seeds; so an interval holds for other patients and seeds.
+    What other patients would change is found by redrawing them, the same for all; what other seeds would, by Student's
+    t, since of three of them redrawing tells too little. One seed alone says nothing about others.
     """
-    cases = sorted(set.intersection(*(set(one.tally) for one in (*results, *minus))))
+    cases = list(results[0].tally)
+    if odd := [one for one in (*results, *minus) if one.tally.keys() != results[0].tally.keys()]:
+        raise RunError(f"{odd[0].folder} was tested on other cases than {results[0].folder}; evaluate them alike.")
     ours, others = (np.array([[one.tally[case] for case in cases] for one in some]) for some in (results, minus))
     generator = np.random.default_rng(0)
     redrawn = []
     for _ in range(0, REDRAWS, AT_ONCE):
         times = generator.multinomial(len(cases), np.full(len(cases), 1 / len(cases)), AT_ONCE).astype(np.float64)
-        values = _ratios(ours, times)  # (draws, seeds)
-        if len(minus):
-            values = values - _ratios(others, times)
-        seeds = generator.integers(len(results), size=values.shape)
-        redrawn.append(np.take_along_axis(values, seeds, axis=1).mean(axis=1))
-    once = np.ones((1, len(cases)))
-    value = _ratios(ours, once).mean() - (_ratios(others, once).mean() if len(minus) else 0)
-    low, high = np.nanquantile(np.concatenate(redrawn), MIDDLE)
-    return Estimate(float(value), float(low), float(high))
+        redrawn.append(_values(ours, others, times).mean(axis=1))
+    values = _values(ours, others, np.ones((1, len(cases))))[0]  # (seeds,)
+    low, high = np.nanquantile(np.concatenate(redrawn), MIDDLE) - values.mean()  # by patients
+    spread = 0.0
+    if len(values) > 1:
+        spread = float(t.ppf(MIDDLE[1], len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values)))
+    most, least = 1.0, -1.0 if len(minus) else 0.0
+    value = float(values.mean())
+    return Estimate(
+        value, max(least, value - float(np.hypot(low, spread))), min(most, value + float(np.hypot(high, spread)))
+    )
+
+
+def _values(ours: NDArray[np.float64], others: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Scores (draws, seeds), or differences between pairs of them."""
+    return _ratios(ours, times) - (_ratios(others, times) if len(others) else 0)
 
 
 def _ratios(tallies: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -6,6 +6,7 @@ done is skipped, what was cut off goes on, and a job that fails does not stop th
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from typing import Literal, Protocol
 from rotopath import runs
 from rotopath.recipe import changed_key, read_recipe, write_recipe
 from rotopath.runs import RunError
-from rotopath.study.job import needed, place
+from rotopath.study.job import BUSY, needed, place
 from rotopath.study.plan import Job, Study
 
 LOOK_EVERY_S = 0.5
@@ -41,7 +42,7 @@ class Future(Protocol):
     def result(self) -> object: ...
 
 
-Submit = Callable[[str, int], Future]  # told a job's recipe and its rotations
+Submit = Callable[[str, int, str], Future]  # told a job's recipe, its rotations, and where relative paths begin
 Watch = Callable[[Mapping[Job, Progress]], None]
 
 
@@ -55,7 +56,7 @@ def run_study(study: Study, out: Path, submit: Submit, watch: Watch = lambda _: 
         for job in jobs:
             if states[job].state != "done":
                 place(out, job.name, "failed").unlink(missing_ok=True)
-                futures[job] = submit(str(place(out, job.name, "toml").resolve()), job.rotations)
+                futures[job] = submit(str(place(out, job.name, "toml").resolve()), job.rotations, str(Path.cwd()))
         while futures:
             for job, future in list(futures.items()):
                 if future.done():
@@ -90,8 +91,7 @@ def _end(job: Job, future: Future, out: Path) -> Progress:
     """The state of a job whose process has ended."""
     place(out, job.name, "progress").unlink(missing_ok=True)
     try:
-        future.result()
-        reason = f"it ended without a word; see {place(out, job.name, 'log')}."
+        reason = str(future.result() or "it ended without a word.")
     except Exception as error:  # such as a cluster's, which has lost its workers
         reason = f"{error}"
     found = look_at(job, out)
@@ -114,14 +114,20 @@ def _prepare(jobs: Sequence[Job], out: Path) -> None:
             place(out, job.name, leftover).unlink(missing_ok=True)
 
 
-def run_process(recipe: str, rotations: int, environment: Mapping[str, str] | None = None) -> None:
-    """Run a job in a process of its own, again if it was killed; what came of it is in its files."""
+def run_process(recipe: str, rotations: int, cwd: str, environment: Mapping[str, str] | None = None) -> str:
+    """Run a job in a process of its own, again if it was killed; what came of it is in its files.
+
+    Gives a reason where it ended and those do not say why.
+    """
     path = Path(recipe)
-    command = [sys.executable, "-m", "rotopath.study", recipe, str(rotations)]
+    command = [sys.executable, "-m", "rotopath.study", recipe, str(rotations), str(os.getpid())]
     for _ in range(TRIES):
         with (said := path.with_suffix(".log")).open("ab") as log:
-            code = subprocess.call(command, stdout=log, stderr=log, env=os.environ | dict(environment or {}))
+            code = subprocess.call(command, stdout=log, stderr=log, cwd=cwd, env=os.environ | dict(environment or {}))
         if not said.stat().st_size:
             said.unlink()
-        if code >= 0:
-            return
+        if code == BUSY:
+            return f"another process works on it ({said.with_name(f'.{path.stem}.lock').read_text()}); wait for it."
+        if code >= 0 or code == -signal.SIGINT:
+            return f"it ended with exit code {code}; see {said}." if said.exists() else ""
+    return f"its process was killed {TRIES} times, last by signal {-code}; perhaps there was too little memory."

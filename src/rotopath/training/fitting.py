@@ -158,7 +158,7 @@ class Keeper(Callback):
         self._keep(trainer)
 
     def _has_converged(self) -> bool:
-        return self.worse_epochs >= self._recipe.patience
+        return self._recipe.keep == "best" and self.worse_epochs >= self._recipe.patience
 
     def _look(self, trainer: Trainer) -> None:
         """Fetch the losses of the last steps, and write them down."""

@@ -141,7 +141,9 @@ def prepare(folder: Path, recipe: Recipe, collection: Collection) -> None:
         if runs.fingerprint(collection) != before:
             raise RunError(f"{recipe.data} has changed since {folder} was begun; restore it, or choose another folder.")
         return
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    # One that was killed while it made the folder may have left these.
+    harmless = {runs.PROVENANCE, *(f".{name}.unfinished" for name in (runs.PROVENANCE, runs.RECIPE))}
+    if folder.exists() and not (folder.is_dir() and harmless.issuperset(path.name for path in folder.iterdir())):
         raise RunError(f"{folder} exists and is no run of rotopath; choose another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     runs.write_json(folder / runs.PROVENANCE, runs.describe(recipe, collection))

@@ -1,0 +1,33 @@
+"""Training steps as CUDA graphs, where there is a GPU: nothing changes but the time."""
+
+import pytest
+import torch
+
+import rotopath as rp
+from rotopath.training import replay
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+
+
+def test_a_recorded_network_learns_and_answers_the_same() -> None:
+    torch.manual_seed(0)
+    net = rp.models.mitosis(4).cuda()
+    x = torch.rand(4, 3, 68, 68, device="cuda")
+
+    def outcome() -> list[torch.Tensor]:
+        net.zero_grad()
+        y = net.train()(x)
+        y.square().sum().backward()
+        return [y.detach().clone(), *(p.grad.clone() for p in net.parameters())]
+
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    plain = outcome()
+    net.load_state_dict(before)
+    replay.record(net, x)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    for got, expected in zip(outcome(), plain, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-2)
+    net.eval()
+    assert net(torch.rand(1, 3, 76, 84, device="cuda")).shape == (1, 1, 2, 3), "other sizes, in evaluation"
+    replay.forget(net)
+    assert "forward" not in vars(net)
