@@ -27,7 +27,8 @@ def features(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
 def norm_of(channels: int, dtype: torch.dtype = torch.float32) -> rp.nn.GroupBatchNorm2d:
     norm = rp.nn.GroupBatchNorm2d(channels, momentum=0.3).to(DEVICE, dtype)
     with torch.no_grad():
-        norm.weight.copy_(torch.linspace(-1, 1.5, channels))  # also one that turns features upside down
+        norm.weight.copy_(torch.linspace(0.5, 1.5, channels))
+        norm.weight[1::2] *= -1  # turns features upside down; near 0 the highest would be a matter of rounding
         norm.bias.copy_(torch.linspace(0.5, -0.5, channels))
     return norm
 
