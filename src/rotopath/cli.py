@@ -102,8 +102,7 @@ def train(
             with TrainingProgress(chosen, console if is_first() else Console(quiet=True)) as progress:
                 train_run(chosen, folder, progress.show)
         except KeyboardInterrupt:
-            Console(stderr=True).print(f"rotopath: stopped; the same command goes on with {folder}.", highlight=False)
-            raise typer.Exit(130) from None
+            _stop(folder)
         if not is_first():
             raise typer.Exit  # the first of several processes prints
         if chosen.mining is not None:
@@ -234,8 +233,7 @@ def study_run(
             ):
                 states = run_study(chosen, folder, submit, progress.show)
         except KeyboardInterrupt:
-            Console(stderr=True).print(f"rotopath: stopped; the same command goes on with {folder}.", highlight=False)
-            raise typer.Exit(130) from None
+            _stop(folder)
     failed = {job.name: one.reason for job, one in states.items() if one.state == "failed"}
     for name, reason in failed.items():
         Console(stderr=True).print(f"rotopath: {name} failed: {reason}", highlight=False, soft_wrap=True, markup=False)
@@ -312,6 +310,12 @@ def _print_scores(folder: Path, written: Path | None = None) -> None:
 
 def _print_place(what: str, path: Path) -> None:
     console.print(f"{what}: [bold]{escape(str(path))}[/bold]", highlight=False, soft_wrap=True)
+
+
+def _stop(folder: Path) -> NoReturn:
+    """Ctrl-C: nothing is lost."""
+    Console(stderr=True).print(f"rotopath: stopped; the same command goes on with {folder}.", highlight=False)
+    raise typer.Exit(130)
 
 
 def _refuse(sentence: str) -> NoReturn:

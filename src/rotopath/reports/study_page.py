@@ -222,7 +222,7 @@ def _cost(results: Sequence[Result]) -> Section:
 def _operations(result: Result) -> int:
     with torch.device("meta"):
         network = runs.build(result.recipe).eval()
-        side = network.receptive_field if network.fits(network.receptive_field) else network.architecture.input_px
+        side = network.architecture.input_px
         with FlopCounterMode(display=False) as counter:
             network(torch.empty(1, 3, side, side))
     return int(counter.get_total_flops())

@@ -25,7 +25,6 @@ class StudyProgress:
     def __init__(self, study: Study, console: Console) -> None:
         self._study, self._console = study, console
         self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
-        self._begun = time.monotonic()
         self._started: dict[Job, float] = {}
         self._seconds: dict[Job, float] = {}  # that runs took, of those that ended while we watched
         self._told: set[Job] = set()

@@ -16,7 +16,7 @@ from rotopath.data.batches import count_cores
 from rotopath.runs import RunError
 from rotopath.study.running import TRIES, Future, Submit, run_process
 
-ON_A_GPU = 6  # small trainings leave most of a GPU idle; see docs/study.md
+ON_A_GPU = 6  # small trainings leave most of a GPU idle
 JOIN_WITHIN_S = 600  # the first worker of a cluster
 
 
