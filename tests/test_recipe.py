@@ -19,6 +19,16 @@ def written(tmp_path: Path, text: str) -> Path:
 MINIMAL = 'task = "tumor"\ndata = "pcam"\n'
 
 
+def test_false_takes_a_key_back(tmp_path: Path) -> None:
+    path = written(tmp_path, MINIMAL + "regime = 0.5\n[mining]\nepochs = 2\n")
+    assert read_recipe(path).mining == Mining(epochs=2)
+    recipe = read_recipe(path, ["mining=false", "regime=false"])
+    assert recipe.mining is None
+    assert recipe.regime is None
+    with pytest.raises(RecipeError, match="'epochs' is False"):
+        read_recipe(path, ["epochs=false"])
+
+
 def test_defaults_are_the_papers(tmp_path: Path) -> None:
     recipe = read_recipe(written(tmp_path, MINIMAL))
     assert recipe == Recipe("tumor", "pcam")

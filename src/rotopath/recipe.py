@@ -176,8 +176,10 @@ def _made(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
-    """The value, if it is of the kind that the key wants; whole numbers do for others."""
+    """The value, if it is of the kind that the key wants; whole numbers do for others, and false for nothing."""
     options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if value is False and NoneType in options:
+        return None  # TOML has no word for nothing, and a change may have to take a key back
     for option in options:
         if dataclasses.is_dataclass(option) and isinstance(value, dict):
             return _made(option, value, f"{name}.")  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from rotopath.data.synthetic import organs
 from rotopath.tasks import Prediction, nuclei
 from rotopath.tasks.nuclei import Evidence
 
-POINT = {"inside": 0.5, "background": 0.5}
+POINT = {"inside": 0.5, "background": 0.5, "least_px": 45}
 
 
 def disc(row: float, column: float, number: int = 1, radius: float = 10, size: int = 80) -> np.ndarray:
@@ -89,12 +89,21 @@ def test_nothing_gives_nothing() -> None:
 def test_thresholds_mean_what_they_say() -> None:
     truth = disc(40, 40, 1, radius=15)
     prediction = seen(truth, blur_px=2)
-    areas = [(nuclei.decode(prediction, {"inside": 0.5, "background": t}) > 0).sum() for t in (0.2, 0.5, 0.8)]
+    areas = [(nuclei.decode(prediction, POINT | {"background": t}) > 0).sum() for t in (0.2, 0.5, 0.8)]
     assert areas[0] < areas[1] < areas[2], "the surer the background has to be, the larger is the nucleus"
-    assert nuclei.decode(prediction, {"inside": 0.5, "background": 0.0}).max() == 0
+    assert nuclei.decode(prediction, POINT | {"background": 0.0}).max() == 0
     pair = seen(np.maximum(disc(30, 30, 1), disc(30, 50, 2)))
-    counts = [nuclei.decode(pair, {"inside": t, "background": 0.5}).max() for t in (0.0, 0.5)]
+    counts = [nuclei.decode(pair, POINT | {"inside": t}).max() for t in (0.0, 0.5)]
     assert counts == [1, 2], "seeds that take in the border merge what it divides"
+
+
+def test_debris_is_what_is_smaller_than_the_nuclei_of_the_validation_set() -> None:
+    """A hundred pixels too many everywhere: where nuclei are large it is dropped, where they are as small it stays."""
+    speck, nucleus = disc(15, 15, 2, radius=6), disc(50, 50, 1, radius=14)
+    dropped = nuclei.choose_point([field(nucleus, np.maximum(nucleus, speck))])
+    assert dropped["least_px"] > 100
+    kept = nuclei.choose_point([field(np.maximum(nucleus, speck), np.maximum(nucleus, speck))])
+    assert kept["least_px"] < 100
 
 
 def test_slender_nuclei_are_all_border_and_found_nevertheless() -> None:
@@ -161,8 +170,9 @@ def test_the_chosen_point_is_the_best_of_all() -> None:
             row, column = np.array(place) + generator.integers(-3, 4, 2)
             truth = np.maximum(truth, disc(row, column, number, radius=generator.uniform(7, 13), size=160))
         evidence.append(Evidence(case, case, truth, seen(truth, blur_px=2.0, noise=1.2, seed=int(case))))
-    points = [{"inside": a, "background": b} for a, b in product(nuclei.INSIDE_TRIED, nuclei.BACKGROUND_TRIED)]
-    grid = [nuclei.score(evidence, point)["f1"] for point in points[::3]]
+    tried = product(nuclei.INSIDE_TRIED, nuclei.BACKGROUND_TRIED, nuclei.LEAST_PX_TRIED)
+    points = [dict(zip(("inside", "background", "least_px"), one, strict=True)) for one in tried]
+    grid = [nuclei.score(evidence, point)["f1"] for point in points[::13]]
     best = nuclei.score(iter(evidence), nuclei.choose_point(iter(evidence)))["f1"]
     assert best >= max(grid)  # type: ignore[type-var,operator]
     assert best > min(grid), "the points differ"  # type: ignore[type-var,operator]

@@ -33,9 +33,9 @@ from rotopath.tasks.prediction import Prediction
 
 SCORE = "f1"  # the main one
 LEAST_SEED_PX = 20  # smaller ones are specks inside of a nucleus that has a seed already
-LEAST_NUCLEUS_PX = 45  # at 0.25 µm/px a disc of about 2 µm across
 INSIDE_TRIED = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 BACKGROUND_TRIED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
+LEAST_PX_TRIED = (45, 80, 110, 140, 170)  # at 0.25 µm/px discs of about 2 to 4 µm across
 NOTHING = ObjectMatches(0, 0, 0, 0.0)
 
 
@@ -61,18 +61,23 @@ def loss(logits: Tensor, targets: Tensor, class_weights: Tensor | None = None) -
 def decode(prediction: Prediction, point: Mapping[str, float]) -> NDArray[np.int32]:
     """A label map: seeds are surely inside, nuclei are what is not surely background, and borders are where they meet.
 
-    The point's "inside" is the least probability of a seed, its "background" the least of what is no nucleus.
+    The point's "inside" is the least probability of a seed, its "background" the least of what is no nucleus, and its
+    "least_px" the area below which an object is debris.
     """
+    return _drop_small(_grow(prediction, point["inside"], point["background"]), point["least_px"])
+
+
+def _grow(prediction: Prediction, least_inside: float, least_background: float) -> NDArray[np.int32]:
     inside, border, background = (prediction.probabilities[i] for i in (INSIDE, BORDER, BACKGROUND))
-    regions, count = ndimage.label(background < point["background"])
-    labels, _ = ndimage.label((regions > 0) & (inside >= point["inside"]))
+    regions, count = ndimage.label(background < least_background)
+    labels, _ = ndimage.label((regions > 0) & (inside >= least_inside))
     seeds = _drop_small(labels, LEAST_SEED_PX)
     # Slender nuclei are all border: a region without any seed is a nucleus of its own.
     seeded = np.bincount(regions[seeds > 0], minlength=count + 1) > 0
     alone = np.where(seeded, 0, np.arange(count + 1))[regions]
     seeds = np.where(alone > 0, alone + seeds.max(), seeds)
-    grown = watershed(border, seeds, mask=regions > 0)  # type: ignore[no-untyped-call]
-    return _drop_small(grown, LEAST_NUCLEUS_PX)
+    grown: NDArray[np.int32] = watershed(border, seeds, mask=regions > 0)  # type: ignore[no-untyped-call]
+    return grown
 
 
 def examine(prediction: Prediction, picture: Picture, spacing_um_px: float) -> Evidence:
@@ -88,15 +93,16 @@ def examine(prediction: Prediction, picture: Picture, spacing_um_px: float) -> E
 
 def choose_point(evidence: Iterable[Evidence], rule: HitRule = "iou") -> dict[str, float]:
     """Of a grid of thresholds those with the highest F1 over the objects of all fields; of equals nearest to ½."""
-    tried = product(INSIDE_TRIED, BACKGROUND_TRIED)
-    points = [{"inside": inside, "background": background} for inside, background in tried]
-    points.sort(key=lambda point: sum(abs(threshold - 0.5) for threshold in point.values()))
-    matches = [NOTHING] * len(points)
+    tried = sorted(product(INSIDE_TRIED, BACKGROUND_TRIED), key=lambda pair: sum(abs(one - 0.5) for one in pair))
+    points = [(*pair, least_px) for pair in tried for least_px in LEAST_PX_TRIED]
+    matches = dict.fromkeys(points, NOTHING)
     for one in evidence:
-        for i, point in enumerate(points):
-            matches[i] += _match(one.truth, decode(one.prediction, point), rule)
-    best = max(range(len(points)), key=lambda i: matches[i].f1)  # the first of equals
-    return points[best]
+        for pair in tried:
+            grown = _grow(one.prediction, *pair)
+            for least_px in LEAST_PX_TRIED:
+                matches[*pair, least_px] += _match(one.truth, _drop_small(grown, least_px), rule)
+    best = max(points, key=lambda point: matches[point].f1)  # the first of equals
+    return dict(zip(("inside", "background", "least_px"), best, strict=True))
 
 
 def score(evidence: Iterable[Evidence], point: Mapping[str, float], rule: HitRule = "iou") -> dict[str, object]:
@@ -159,7 +165,7 @@ def _describe(found: ObjectMatches) -> dict[str, float]:
     }
 
 
-def _drop_small(labels: NDArray[np.int32], least_px: int) -> NDArray[np.int32]:
+def _drop_small(labels: NDArray[np.int32], least_px: float) -> NDArray[np.int32]:
     """Without the objects that have fewer pixels, and those that are left numbered from 1."""
     large = np.bincount(labels.ravel()) >= least_px
     large[0] = False
