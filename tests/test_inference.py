@@ -11,7 +11,7 @@ from torch.nn import functional
 import rotopath as rp
 from rotopath import group
 from rotopath.evaluation import smooth_images
-from rotopath.inference import predict, predict_patches, predict_realigned, predict_turned
+from rotopath.inference import predict, predict_alike, predict_patches, predict_realigned, predict_turned
 from rotopath.models.architecture import MITOSIS, NUCLEI, TUMOR, Architecture
 from rotopath.models.network import Network
 from rotopath.nn import center_crop
@@ -207,16 +207,28 @@ def test_no_turned_window_lacks_pixels(height: int, width: int) -> None:
     """A white image stays white all over, however it is turned; one dark pixel in a window would show."""
     white = np.full((height, width, 3), 255, np.uint8)
     for architecture in (MITOSIS, NUCLEI):
-        for maps in predict_realigned(Pessimist(architecture), white, CPU, (0, 10, 45, 80, 135, 200)):
-            assert maps[0].min() > 0.99
+        for maps in predict_realigned(Pessimist(architecture), white[None], CPU, (0, 10, 45, 80, 135, 200)):
+            assert maps[0, 0].min() > 0.99
     for size in (88, 96, 160):
         patches = torch.full((2, 3, size, size), 255, dtype=torch.uint8)
         assert predict_turned(Pessimist(TUMOR), patches, (0, 10, 45, 80, 135, 200)).min() > 0.99
 
 
+def test_images_that_go_together_are_told_apart() -> None:
+    network = rp.models.mitosis(4).eval()
+    images = np.random.default_rng(0).integers(0, 256, (3, 75, 90, 3), np.uint8)
+    for rotations in (1, 8):
+        together = predict_alike(network, images, CPU, rotations)
+        for image, one in zip(images, together, strict=True):
+            alone = predict(network, image, CPU, rotations)
+            assert one.first_px == alone.first_px
+            np.testing.assert_allclose(one.probabilities, alone.probabilities, atol=1e-6)
+    assert not np.allclose(together[0].probabilities, together[1].probabilities, atol=1e-4)
+
+
 def test_the_mean_is_taken_over_the_turns() -> None:
     network, image = untrained("mitosis", 1), textured(72, 90)
-    maps = list(predict_realigned(network, image, CPU, group.angles(8)))
+    maps = [one[0] for one in predict_realigned(network, image[None], CPU, group.angles(8))]
     assert len(maps) == 8
     assert np.allclose(predict(network, image, CPU, 8).probabilities, np.mean(maps, axis=0), atol=1e-6)
     assert np.abs(maps[1] - maps[0]).max() > 1e-4
@@ -229,7 +241,7 @@ def test_an_equivariant_network_varies_less_between_pixels_as_well() -> None:
     spread = {}
     for orientations in (1, 8):
         network = untrained("nuclei", orientations)
-        upright, turned = predict_realigned(network, image, CPU, (0, 45))
+        upright, turned = predict_realigned(network, image[None], CPU, (0, 45))
         spread[orientations] = np.abs(upright - turned).mean() / upright.std()
     assert spread[8] < 0.5 * spread[1]
 

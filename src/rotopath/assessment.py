@@ -5,7 +5,7 @@ point and scores follow.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,21 +13,24 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rotopath import runs
 from rotopath.data import DataError, Picture, Task, middle_batches, open_data
 from rotopath.data.batches import reader_of
+from rotopath.data.pixels import Reader
 from rotopath.data.splits import SPLITS
 from rotopath.evaluation.detection import Rule
 from rotopath.evaluation.overlap import HitRule
 from rotopath.group import covering_size
-from rotopath.inference import predict, predict_patches
+from rotopath.inference import predict_alike, predict_patches
 from rotopath.models import Network
 from rotopath.rotation import pack, summarise, turn_inputs
 from rotopath.tasks import TASKS
 
 Evidence = Any  # of one picture; each task has its own kind
 Seen = Callable[[int, int], None]  # told how many pictures are done, and how many there are
+TOGETHER_PX = 2**18  # pixels of small pictures go through a network at once; turned, they take several times as many
 RULES: Mapping[Task, tuple[str, ...]] = {"mitosis": get_args(Rule), "nuclei": get_args(HitRule)}
 
 
@@ -44,12 +47,24 @@ def gather(
     if task == "tumor":
         return _gather_patches(network, pictures, device, rotations, seen)
     reader = replace(reader_of(task), with_nuclei=False)
-    evidence = []
-    for picture in pictures:
-        prediction = predict(network, reader.planes(picture), device, rotations)
-        evidence.append(TASKS[task].examine(prediction, picture, reader.spacing_um_px))
+    evidence: list[Evidence] = []
+    for images in _read_alike(pictures, reader):
+        for prediction in predict_alike(network, images, device, rotations):
+            evidence.append(TASKS[task].examine(prediction, pictures[len(evidence)], reader.spacing_um_px))
         seen(len(evidence), len(pictures))
     return evidence
+
+
+def _read_alike(pictures: Sequence[Picture], reader: Reader) -> Iterator[NDArray[np.uint8]]:
+    """All pictures in their order, put together while they are of one size and small."""
+    together: list[NDArray[np.uint8]] = []
+    for image in map(reader.planes, pictures):
+        if together and (image.shape != together[0].shape or (len(together) + 1) * image[..., 0].size > TOGETHER_PX):
+            yield np.stack(together)
+            together = []
+        together.append(image)
+    if together:
+        yield np.stack(together)
 
 
 def _gather_patches(

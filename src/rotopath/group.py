@@ -244,7 +244,8 @@ def _as_conv2d_weight(kernels: Tensor) -> Tensor:
 def _resample_turned(x: Tensor, radians: float) -> Tensor:
     """Cubic spline interpolation: close enough on smooth images not to pass for an error of the model."""
     height, width = x.shape[-2:]
-    right, up = _offsets(width).repeat(height), -_offsets(height).repeat_interleave(width)
+    device = x.device if x.is_cuda else torch.device("cpu")  # positions need float64, which not every device has
+    right, up = _offsets(width).repeat(height).to(device), -_offsets(height).repeat_interleave(width).to(device)
     # Each target pixel reads at the inverse rotation.
     columns = math.cos(radians) * right + math.sin(radians) * up + (width - 1) / 2
     rows = math.sin(radians) * right - math.cos(radians) * up + (height - 1) / 2
@@ -268,11 +269,13 @@ def _spline_taps(positions: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
     return [(mirror(first + i, size), weight / 6) for i, weight in enumerate(weights)]
 
 
+@lru_cache(maxsize=8)  # an image is turned by many angles, and the inverse of a large matrix takes its time
 def _spline_filter(size: int) -> Tensor:
     """The matrix that turns samples into the coefficients of the cubic spline through them."""
-    samples = torch.zeros(size, size, dtype=torch.float64, device="cpu")
-    here = torch.arange(size, device="cpu")
-    for step, weight in ((-1, 1 / 6), (0, 4 / 6), (1, 1 / 6)):
-        samples[here, mirror(here + step, size)] += weight
-    coefficients: Tensor = torch.linalg.inv(samples)
-    return coefficients
+    with torch.inference_mode(False):  # others may need it for gradients later
+        samples = torch.zeros(size, size, dtype=torch.float64, device="cpu")
+        here = torch.arange(size, device="cpu")
+        for step, weight in ((-1, 1 / 6), (0, 4 / 6), (1, 1 / 6)):
+            samples[here, mirror(here + step, size)] += weight
+        coefficients: Tensor = torch.linalg.inv(samples)
+        return coefficients

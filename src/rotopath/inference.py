@@ -33,30 +33,39 @@ def predict(
     The network has to be on the device. The image is mirrored beyond its edges, so that outputs cover it: a network of
     stride 1 answers for every pixel, any other for places of which every pixel has one within half a stride.
     """
-    maps = predict_realigned(network, image, device, group.angles(rotations), tile_px)
+    return predict_alike(network, image[None], device, rotations, tile_px)[0]
+
+
+def predict_alike(
+    network: Network, images: NDArray[np.uint8], device: torch.device, rotations: int = 1, tile_px: int | None = None
+) -> list[Prediction]:
+    """What `predict` says about each of several images (B, H, W, 3), which go through the network together."""
+    maps = predict_realigned(network, images, device, group.angles(rotations), tile_px)
     total = next(maps)
     for probabilities in maps:
         total = total + probabilities
-    rows, columns = (_lay_out(network, size) for size in image.shape[:2])
-    return Prediction(total / np.float32(rotations), network.stride, (rows.first_px, columns.first_px))
+    rows, columns = (_lay_out(network, size) for size in images.shape[1:3])
+    return [
+        Prediction(mean, network.stride, (rows.first_px, columns.first_px)) for mean in total / np.float32(rotations)
+    ]
 
 
 def predict_realigned(
     network: Network,
-    image: NDArray[np.uint8],
+    images: NDArray[np.uint8],
     device: torch.device,
     degrees: Sequence[float],
     tile_px: int | None = None,
 ) -> Iterator[NDArray[np.float32]]:
-    """The maps (K, h, w) that `predict` takes the mean of: for each angle that of the turned image, turned back.
+    """The maps (B, K, h, w) that `predict` takes the mean of: for each angle those of turned images, turned back.
 
     Multiples of 90° are exact. For others the image is mirrored further, so that no turned window lacks pixels.
     """
     _expect_eval(network)
-    if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or 0 in image.shape:
-        raise ValueError(f"predict takes images (H, W, 3) of bytes; got shape {image.shape} of {image.dtype}.")
-    rows, columns = (_lay_out(network, size) for size in image.shape[:2])
-    pixels = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)
+    if images.ndim != 4 or images.shape[3] != 3 or images.dtype != np.uint8 or 0 in images.shape:
+        raise ValueError(f"predict takes images (H, W, 3) of bytes; got shape {images.shape[1:]} of {images.dtype}.")
+    rows, columns = (_lay_out(network, size) for size in images.shape[1:3])
+    pixels = torch.from_numpy(np.ascontiguousarray(images)).permute(0, 3, 1, 2)
     frames: dict[float, Tensor] = {}  # turned by less than 90°, and used four times in a full turn
     for angle in degrees:
         rest = angle % 90
@@ -64,7 +73,7 @@ def predict_realigned(
             frames[rest] = _turn_frame(network, pixels.to(device), rows, columns, rest)
         maps = _predict_frame(network, group.rotate(frames[rest], angle - rest), tile_px)
         maps = group.rotate(group.rotate(maps, rest - angle), -rest)
-        maps = center_crop(maps, rows.outputs, columns.outputs)[:, rows.kept, columns.kept]
+        maps = center_crop(maps, rows.outputs, columns.outputs)[..., rows.kept, columns.kept]
         yield maps.clamp(0, 1).cpu().numpy()  # splines swing over
 
 
@@ -162,17 +171,17 @@ def _turn_frame(network: Network, pixels: Tensor, rows: _Layout, columns: _Layou
 
 
 def _predict_frame(network: Network, frame: Tensor, tile_px: int | None) -> Tensor:
-    """Probabilities (K, h, w) of a frame (3, H, W) on the pooling grid, put together from tiles."""
+    """Probabilities (B, K, h, w) of a frame (B, 3, H, W) on the pooling grid, put together from tiles."""
     tile_px = TILE_PX if tile_px is None else tile_px
     if tile_px < network.receptive_field:
         raise ValueError(f"Tiles have at least the {network.receptive_field} px that an answer needs; got {tile_px}.")
     lost, stride = _lost_px(network), network.stride
     height, width = (network.output_size(size) for size in frame.shape[-2:])
-    maps = torch.empty(network.architecture.outputs, height, width, device=frame.device)
+    maps = torch.empty(len(frame), network.architecture.outputs, height, width, device=frame.device)
     for top, bottom in _divide(network, height, tile_px):
         for left, right in _divide(network, width, tile_px):
-            tile = frame[:, top * stride : bottom * stride + lost, left * stride : right * stride + lost]
-            maps[:, top:bottom, left:right] = _probabilities(network, tile[None])[0]
+            tile = frame[..., top * stride : bottom * stride + lost, left * stride : right * stride + lost]
+            maps[..., top:bottom, left:right] = _probabilities(network, tile)
     return maps
 
 

@@ -112,7 +112,7 @@ def _turn_field(
     wide = covering_size(FIELD_PX + network.receptive_field)
     top, left = (max(0, (side - wide) // 2) for side in image.shape[:2])
     seen = image[top : top + wide, left : left + wide]
-    maps = np.stack(list(predict_realigned(network, seen, device, degrees)))  # (angles, classes, height, width)
+    maps = np.concatenate(list(predict_realigned(network, seen[None], device, degrees)))  # (angles, K, height, width)
     rows, columns = (slice(max(0, (side - FIELD_PX) // 2), (side + FIELD_PX) // 2) for side in seen.shape[:2])
     maps = maps[..., rows, columns]
     return seen[rows, columns], 1 - maps[:, BACKGROUND], maps[:, BORDER]

@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import sparse
 from scipy.optimize import linear_sum_assignment
 
 HitRule = Literal["iou", "area"]
@@ -28,24 +29,40 @@ class Overlaps:
         union = self.truth_areas[self.truth] + self.predicted_areas[self.predicted] - self.shared
         return self.shared / union
 
+    def without_small(self, least_px: float) -> "Overlaps":
+        """As if predicted objects of fewer pixels were not there."""
+        large = self.predicted_areas >= least_px
+        kept = large[self.predicted]
+        place = np.cumsum(large) - 1
+        return Overlaps(
+            self.truth_areas,
+            self.predicted_areas[large],
+            self.truth[kept],
+            place[self.predicted[kept]],
+            self.shared[kept],
+        )
+
 
 def overlaps(truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> Overlaps:
-    """All pairs of objects that overlap; any numbers may name the objects."""
+    """All pairs of objects that overlap; any numbers from 1 may name the objects."""
     if truth.shape != predicted.shape:
         raise ValueError(f"Two label maps of one image must have one size; got {truth.shape} and {predicted.shape}.")
-    truth_numbers, truth_index, truth_areas = np.unique(truth, return_inverse=True, return_counts=True)
-    numbers, index, areas = np.unique(predicted, return_inverse=True, return_counts=True)
-    pairs, shared = np.unique(truth_index.ravel() * len(numbers) + index.ravel(), return_counts=True)
-    rows, columns = np.divmod(pairs, len(numbers))
-    objects = (truth_numbers[rows] != 0) & (numbers[columns] != 0)
-    # Background sorts among the numbers, at 0; the numbering of objects closes the gap that it leaves.
-    truth_place, place = np.cumsum(truth_numbers != 0) - 1, np.cumsum(numbers != 0) - 1
+    shape = (int(truth.max(initial=0)) + 1, int(predicted.max(initial=0)) + 1)
+    pixels = np.ones(truth.size, np.int64)
+    table = sparse.coo_array((pixels, (truth.ravel(), predicted.ravel())), shape).tocsr()  # which adds up equal pairs
+    truth_areas, areas = table.sum(axis=1), table.sum(axis=0)
+    truth_areas[0] = areas[0] = 0  # background is no object
+    # Numbers that no pixel has leave gaps, which the numbering of objects closes.
+    truth_place, place = np.cumsum(truth_areas > 0) - 1, np.cumsum(areas > 0) - 1
+    pairs = table.tocoo()
+    rows, columns = pairs.coords
+    objects = (rows > 0) & (columns > 0)
     return Overlaps(
-        truth_areas[truth_numbers != 0],
-        areas[numbers != 0],
+        truth_areas[truth_areas > 0],
+        areas[areas > 0],
         truth_place[rows[objects]],
         place[columns[objects]],
-        shared[objects],
+        pairs.data[objects],
     )
 
 

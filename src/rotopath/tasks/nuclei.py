@@ -22,6 +22,7 @@ from rotopath.data.nuclei import BACKGROUND, BORDER, INSIDE
 from rotopath.evaluation.overlap import (
     HitRule,
     ObjectMatches,
+    Overlaps,
     aggregated_jaccard,
     aggregated_jaccard_plus,
     dice,
@@ -98,9 +99,9 @@ def choose_point(evidence: Iterable[Evidence], rule: HitRule = "iou") -> dict[st
     matches = dict.fromkeys(points, NOTHING)
     for one in evidence:
         for pair in tried:
-            grown = _grow(one.prediction, *pair)
+            found = _overlaps(one.truth, _grow(one.prediction, *pair))
             for least_px in LEAST_PX_TRIED:
-                matches[*pair, least_px] += _match(one.truth, _drop_small(grown, least_px), rule)
+                matches[*pair, least_px] += match_objects(found.without_small(least_px), rule)
     best = max(points, key=lambda point: matches[point].f1)  # the first of equals
     return dict(zip(("inside", "background", "least_px"), best, strict=True))
 
@@ -112,7 +113,7 @@ def score(evidence: Iterable[Evidence], point: Mapping[str, float], rule: HitRul
     rows: list[tuple[float, ...]] = []
     for one in evidence:
         labels = decode(one.prediction, point)
-        found = _match(one.truth, labels, rule)
+        found = match_objects(_overlaps(one.truth, labels), rule)
         images[one.name] = _describe(found) | {
             "aji": aggregated_jaccard(one.truth, labels),
             "aji_plus": aggregated_jaccard_plus(one.truth, labels),
@@ -145,9 +146,9 @@ def tally(scores: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
     return tally_objects(scores["cases"])
 
 
-def _match(truth: NDArray[np.int32], labels: NDArray[np.int32], rule: HitRule) -> ObjectMatches:
+def _overlaps(truth: NDArray[np.int32], labels: NDArray[np.int32]) -> Overlaps:
     objects = (truth > 0) | (labels > 0)  # the rest counts for nothing, and costs most
-    return match_objects(overlaps(truth[objects], labels[objects]), rule)
+    return overlaps(truth[objects], labels[objects])
 
 
 def _matches(total: Numbers) -> ObjectMatches:
