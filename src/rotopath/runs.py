@@ -6,11 +6,9 @@ hardware, time. Weights are safetensors, and nothing that a user hands over is u
 
 import hashlib
 import json
-import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -25,6 +23,7 @@ from rotopath import models
 from rotopath.data.collection import Collection
 from rotopath.models import Network
 from rotopath.recipe import Recipe, RecipeError, read_recipe
+from rotopath.writing import replaced as replaced  # other rooms know it as runs.replaced
 
 RECIPE, WEIGHTS, POINT, METRICS = "recipe.toml", "weights.safetensors", "operating_point.json", "metrics.json"
 LOG, PROVENANCE, RESUME, KEPT = "log.csv", "provenance.json", "resume.ckpt", "kept.safetensors"
@@ -92,19 +91,6 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, content: object) -> None:
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
-
-
-@contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """A name to write to, which takes the place of `path` once it is written and on the disk."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        yield unfinished
-        with unfinished.open("rb+") as file:
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def fingerprint(collection: Collection) -> str:

@@ -1,4 +1,4 @@
-"""Pixels: reading images with their resolution, and taming their stain."""
+"""Pixels: images and slides read at a resolution, their tissue and stain, and what is drawn onto them."""
 
 from rotopath.images.files import (
     UnreadableFileError,
@@ -8,12 +8,15 @@ from rotopath.images.files import (
     resample,
     spacing_um_px,
 )
+from rotopath.images.slides import Slide, open_slide
 from rotopath.images.stain import macenko
 
 __all__ = [
+    "Slide",
     "UnreadableFileError",
     "UnreadableImageError",
     "macenko",
+    "open_slide",
     "read_labels",
     "read_rgb",
     "resample",

@@ -72,20 +72,41 @@ def image_size_px(path: Path) -> tuple[int, int]:
 
 def spacing_um_px(path: Path) -> float | None:
     """Micrometres per pixel from the file's own words (Aperio, OME, TIFF or PNG resolution); None where it has none."""
+    size = pixel_size_um(path)
+    return None if size is None else size[1]
+
+
+def pixel_size_um(path: Path) -> tuple[float, float] | None:
+    """Height and width of a pixel from the file's own words; None where it has none, or none of a microscope."""
     with _opened(path) as image:
         tags = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else {}
         description = str(tags.get(TiffImagePlugin.IMAGEDESCRIPTION, ""))
         density = image.info.get("dpi")  # Pillow has brought resolutions in inches and centimetres to this
-    if aperio := re.search(rf"\bMPP\s*=\s*{NUMBER}", description):
-        spacing = float(aperio[1])
-    elif ome := re.search(rf'\bPhysicalSizeX="{NUMBER}"', description):
-        unit = re.search(r'\bPhysicalSizeXUnit="([^"]+)"', description)
-        spacing = float(ome[1]) * {"nm": 1e-3, "mm": 1e3}.get(unit[1] if unit else "µm", 1.0)
-    elif density and density[0] > 0:
-        spacing = UM_PER_INCH / float(density[0])
-    else:
+    if described := described_pixel_size_um(description):
+        return described
+    if not density or min(density) <= 0:
         return None
-    return spacing if is_plausible(spacing) else None
+    return _plausible(UM_PER_INCH / float(density[1]), UM_PER_INCH / float(density[0]))
+
+
+def described_pixel_size_um(description: str) -> tuple[float, float] | None:
+    """Height and width of a pixel from what Aperio or OME write into the description of a TIFF."""
+    if aperio := re.search(rf"\bMPP\s*=\s*{NUMBER}", description):
+        return _plausible(float(aperio[1]), float(aperio[1]))
+    if not (width := _physical_size_um(description, "X")):
+        return None
+    return _plausible(_physical_size_um(description, "Y") or width, width)
+
+
+def _physical_size_um(description: str, axis: str) -> float | None:
+    size = re.search(rf'\bPhysicalSize{axis}="{NUMBER}"', description)
+    unit = re.search(rf'\bPhysicalSize{axis}Unit="([^"]+)"', description)
+    scale = {"nm": 1e-3, "mm": 1e3, "cm": 1e4, "pixel": 0.0}.get(unit[1] if unit else "µm", 1.0)
+    return float(size[1]) * scale if size else None
+
+
+def _plausible(height_um: float, width_um: float) -> tuple[float, float] | None:
+    return (height_um, width_um) if is_plausible(height_um) and is_plausible(width_um) else None
 
 
 def is_plausible(spacing: float) -> bool:
@@ -111,7 +132,9 @@ def _opened(path: Path) -> Iterator[Image.Image]:
     except UnidentifiedImageError:
         raise UnreadableImageError(path, "is not an image that can be read (TIFF, PNG, JPEG, ...).") from None
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
-        raise UnreadableImageError(path, "is too large to be read at once; treat it as a slide.") from None
+        raise UnreadableImageError(
+            path, "is too large to be read at once; save it as a tiled TIFF, which is read in parts."
+        ) from None
     except UnreadableFileError:
         raise
     except (PermissionError, IsADirectoryError) as error:

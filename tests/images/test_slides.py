@@ -1,0 +1,324 @@
+"""Slides: marks lie where they were drawn, tiles fit together, and files that cannot be used get a sentence."""
+
+import math
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+from drawn_slides import GLASS, MARK, STROMA, DrawnSlide, draw_slide
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from layouts import truncate
+from PIL import Image
+from scipy import ndimage
+
+from rotopath.images import UnreadableImageError, open_slide
+from rotopath.images import readers as readers_module
+from rotopath.images import slides as slides_module
+from rotopath.images.slides import Slide
+
+SPACINGS = (0.25, 0.3, 0.5, 0.972, 1.0, 1.01, 2.0, 4.0)
+EVEN, ODD = (1536, 2048), (1539, 2051)  # with odd sizes, downsamples are not whole numbers
+
+
+def write_ome(path: Path, image: np.ndarray, spacing_um_px: float = 0.25, **options: object) -> Path:
+    """Half and quarter resolution lie below the first page, where OpenSlide does not look."""
+    size = {f"PhysicalSize{axis}{unit}": "µm" if unit else spacing_um_px for axis in "XY" for unit in ("", "Unit")}
+    storage = {"tile": (128, 128), "compression": "adobe_deflate", "photometric": "rgb", **options}
+    with tifffile.TiffWriter(path, ome=True) as tiff:
+        tiff.write(image, subifds=2, metadata={"axes": "YXS", **size}, **storage)
+        for step in (2, 4):
+            rows, columns = (side // step for side in image.shape[:2])
+            parts = image[: rows * step, : columns * step].reshape(rows, step, columns, step, -1)
+            tiff.write(parts.mean(axis=(1, 3)).astype(image.dtype), subfiletype=1, **storage)
+    return path
+
+
+@pytest.fixture(scope="module", params=["even", "odd", "ome", "image"])
+def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DrawnSlide:
+    """The same slide as a pyramid that OpenSlide opens, as one with odd sizes, as an OME-TIFF, and as a PNG."""
+    if request.param != "image":
+        pytest.importorskip("openslide")
+    folder = tmp_path_factory.mktemp("slides")
+    slide = draw_slide(folder / "slide.tif", ODD if request.param == "odd" else EVEN)
+    base = tifffile.imread(slide.path, key=0)
+    if request.param == "ome":
+        slide = DrawnSlide(write_ome(folder / "slide.ome.tif", base), *list(vars(slide).values())[1:])
+    if request.param == "image":
+        Image.fromarray(base).save(folder / "slide.png", dpi=(101_600, 101_600), compress_level=1)
+        slide = DrawnSlide(folder / "slide.png", *list(vars(slide).values())[1:])
+    return slide
+
+
+@pytest.fixture(scope="module")
+def slide(drawn: DrawnSlide) -> Iterator[Slide]:
+    with open_slide(drawn.path) as opened:
+        yield opened
+
+
+def test_a_slide_knows_its_size_and_spacing(slide: Slide, drawn: DrawnSlide) -> None:
+    assert slide.size_px == drawn.size_px
+    assert slide.spacing_um_px == pytest.approx(0.25, rel=1e-4)
+    assert slide.origin_px == (0, 0)
+    downsamples = {".tif": [1, 4, 16], ".png": [1]}[drawn.path.suffix]
+    if drawn.path.name.endswith("ome.tif"):
+        downsamples = [1, 2, 4]
+    assert [level.downsample for level in slide.levels] == downsamples
+
+
+def test_level_0_comes_back_bit_by_bit(slide: Slide, drawn: DrawnSlide) -> None:
+    if drawn.path.suffix == ".png":
+        base = np.asarray(Image.open(drawn.path))
+    else:
+        base = tifffile.imread(drawn.path, key=0)
+    spacing = slide.spacing_um_px
+    assert np.array_equal(slide.read(250, 240, 300, 310, spacing), base[250:550, 240:550])
+    assert np.array_equal(slide.read(250, 240, 300, 310), base[250:550, 240:550])
+
+
+@pytest.mark.parametrize("spacing", SPACINGS)
+def test_marks_lie_where_they_were_drawn(slide: Slide, drawn: DrawnSlide, spacing: float) -> None:
+    """To half a pixel of level 0, or a sixteenth of the pixels asked for, whatever level they are read from."""
+    scale = spacing / slide.spacing_um_px
+    reach = 16 + scale / 2
+    for row, column in drawn.marks:
+        top, left = math.floor((row - reach) / scale), math.floor((column - reach) / scale)
+        side = math.ceil(2 * reach / scale) + 1
+        mark = STROMA[1] - slide.read(top, left, side, side, spacing)[..., 1].astype(float)
+        centre = np.array(ndimage.center_of_mass(mark)) + 0.5 + (top, left)
+        assert np.abs(centre * scale - (row, column)).max() < max(0.5, scale / 16)
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_pieces_equal_the_whole(slide: Slide, data: st.DataObject) -> None:
+    spacing = data.draw(st.sampled_from(SPACINGS) | st.floats(0.2, 6.0), label="spacing")
+    rows, columns = slide.size_at(spacing)
+    top = data.draw(st.integers(-20, rows), label="top")
+    left = data.draw(st.integers(-20, columns), label="left")
+    height, width = data.draw(st.integers(2, 90), label="height"), data.draw(st.integers(2, 90), label="width")
+    cut_row, cut_column = data.draw(st.integers(1, height - 1)), data.draw(st.integers(1, width - 1))
+    whole = slide.read(top, left, height, width, spacing).astype(int)
+    for rows_cut in ((0, cut_row), (cut_row, height)):
+        for columns_cut in ((0, cut_column), (cut_column, width)):
+            size = (rows_cut[1] - rows_cut[0], columns_cut[1] - columns_cut[0])
+            piece = slide.read(top + rows_cut[0], left + columns_cut[0], *size, spacing)
+            part = whole[slice(*rows_cut), slice(*columns_cut)]
+            assert np.abs(piece - part).max() <= 1
+
+
+def test_large_reads_are_put_together_from_pieces(slide: Slide, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once = slide.read(-5, -7, 420, 530, 0.972)
+    monkeypatch.setattr(slides_module, "PIECE_PX", 97)
+    assert np.abs(slide.read(-5, -7, 420, 530, 0.972).astype(int) - at_once).max() <= 1
+
+
+def test_a_level_is_used_when_it_is_fine_enough(drawn: DrawnSlide) -> None:
+    """4.0 is a level of the pyramid; 0.99 of it is within 2 %, 0.97 is not."""
+    if drawn.path.suffixes != [".tif"]:
+        pytest.skip("has other levels")
+    with open_slide(drawn.path) as slide:
+        chosen = [slide._choose_level(spacing)[0] for spacing in (0.1, 0.25, 0.97, 0.99, 1.0, 3.9, 4.0, 16.0)]
+    assert chosen == [0, 0, 0, 1, 1, 1, 2, 2]
+
+
+def test_reductions_are_means_and_not_samples(tmp_path: Path) -> None:
+    stripes = np.zeros((256, 256, 3), np.uint8)
+    stripes[:, ::2] = 255
+    Image.fromarray(stripes).save(tmp_path / "stripes.png")
+    with open_slide(tmp_path / "stripes.png", 0.25) as slide:
+        assert np.abs(slide.read(10, 10, 40, 40, 0.75).astype(int) - 127).max() < 25
+        assert np.abs(slide.read(2, 2, 28, 28, 2.0).astype(int) - 127).max() < 3
+
+
+def test_off_the_slide_it_is_white(slide: Slide) -> None:
+    rows, columns = slide.size_at(0.5)
+    assert (slide.read(-40, -40, 40, 40, 0.5) == 255).all()
+    assert (slide.read(rows, 0, 30, 30, 0.5) == 255).all()
+    assert (slide.read(10**6, 10**6, 5, 5, 0.5) == 255).all()
+    corner = slide.read(rows - 10, columns - 10, 20, 20, 0.5)
+    assert np.abs(corner[:10, :10].astype(int) - GLASS).max() <= 1
+    assert (corner[10:] == 255).all()
+    assert (corner[:, 10:] == 255).all()
+    assert slide.read(0, 0, 0, 7, 0.5).shape == (0, 7, 3)
+
+
+def test_threads_read_the_same(slide: Slide) -> None:
+    places = [(top, left) for top in range(0, 300, 60) for left in range(0, 400, 80)] * 3
+    alone = [slide.read(top, left, 64, 64, 0.972) for top, left in places]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda place: slide.read(*place, 64, 64, 0.972), places))
+    assert all(np.array_equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def test_alpha_grey_and_16_bits(tmp_path: Path) -> None:
+    rgba = np.zeros((8, 8, 4), np.uint8)
+    rgba[:4] = (10, 20, 30, 255)
+    Image.fromarray(rgba).save(tmp_path / "alpha.png")
+    Image.fromarray(np.full((8, 8), 77, np.uint8)).save(tmp_path / "grey.png")
+    Image.fromarray(np.full((8, 8), 77 * 256 + 9, np.uint16)).save(tmp_path / "deep.png")
+    with open_slide(tmp_path / "alpha.png", 0.5) as slide:
+        assert slide.read(0, 0, 8, 8)[[0, 7], 0].tolist() == [[10, 20, 30], [255, 255, 255]]
+    for name in ("grey.png", "deep.png"):
+        with open_slide(tmp_path / name, 0.5) as slide:
+            assert (slide.read(0, 0, 8, 8) == 77).all()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_pyramids_of_other_kinds_of_pixels(tmp_path: Path, dtype: type) -> None:
+    pytest.importorskip("tiffslide")
+    unit = np.iinfo(dtype).max // 255
+    rgba = np.zeros((512, 512, 4), dtype)
+    rgba[:256] = np.array([10, 20, 30, 255]) * unit
+    storage = {"extrasamples": ["unassalpha"]} if dtype == np.uint8 else {}
+    image = rgba if dtype == np.uint8 else np.ascontiguousarray(rgba[..., :3])
+    with open_slide(write_ome(tmp_path / "a.ome.tif", image, **storage)) as slide:
+        assert slide.read(0, 0, 2, 2)[0, 0].tolist() == [10, 20, 30]
+        assert slide.read(0, 0, 2, 2, 1.0)[0, 0].tolist() == [10, 20, 30]
+        assert slide.read(400, 400, 2, 2)[0, 0].tolist() == ([255] * 3 if dtype == np.uint8 else [0] * 3)
+
+
+def test_a_pyramid_of_numbers_is_no_slide(tmp_path: Path) -> None:
+    pytest.importorskip("tiffslide")
+    with tifffile.TiffWriter(tmp_path / "map.ome.tif", ome=True) as tiff:
+        tiff.write(np.zeros((256, 256), np.float32), subifds=1, tile=(128, 128))
+        tiff.write(np.zeros((128, 128), np.float32), tile=(128, 128), subfiletype=1)
+    with pytest.raises(UnreadableImageError, match=r"holds float32 numbers along the axes YX; expected are colours"):
+        open_slide(tmp_path / "map.ome.tif")
+
+
+def test_a_file_without_spacing_asks_for_it(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    with pytest.raises(UnreadableImageError, match=r"a.png does not tell how large its pixels are; .*--spacing-um-px"):
+        open_slide(tmp_path / "a.png")
+    with open_slide(tmp_path / "a.png", 0.5) as slide:
+        assert slide.spacing_um_px == 0.5
+    with pytest.raises(ValueError, match=r"A spacing of 250 µm/px is given .* microscopes have 0.05 to 5"):
+        open_slide(tmp_path / "a.png", 250)
+
+
+def test_a_given_spacing_goes_before_the_files(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png", dpi=(101_600, 101_600))
+    with open_slide(tmp_path / "a.png") as slide:
+        assert slide.spacing_um_px == pytest.approx(0.25, rel=1e-4)
+    with open_slide(tmp_path / "a.png", 0.5) as slide:
+        assert slide.spacing_um_px == 0.5
+
+
+def test_oblong_pixels_are_refused_unless_nearly_square(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "near.tif", dpi=(101_600, 101_000))
+    with open_slide(tmp_path / "near.tif") as slide:
+        assert slide.spacing_um_px == pytest.approx((0.25 + 25_400 / 101_000) / 2, rel=1e-4)
+    Image.new("RGB", (8, 8)).save(tmp_path / "far.tif", dpi=(101_600, 50_800))
+    with pytest.raises(UnreadableImageError, match=r"has pixels 0.5 µm high and 0.25 µm wide, but they have to be"):
+        open_slide(tmp_path / "far.tif")
+
+
+@pytest.mark.parametrize("keep", [0.02, 0.3, 0.6, 0.95])
+@pytest.mark.parametrize("kind", ["pyramid", "ome", "png"])
+def test_truncated_files_get_a_sentence(tmp_path: Path, kind: str, keep: float) -> None:
+    pytest.importorskip("openslide")
+    image = np.random.default_rng(0).integers(0, 256, (512, 512, 3), dtype=np.uint8)
+    if kind == "pyramid":
+        path = draw_slide(tmp_path / "slide.tif", (512, 512), ((0, 0, 512),)).path
+    elif kind == "ome":
+        path = write_ome(tmp_path / "slide.ome.tif", image)
+    else:
+        path = tmp_path / "slide.png"
+        Image.fromarray(image).save(path)
+
+    def read_all() -> None:
+        with open_slide(path, 0.25) as slide:
+            for spacing in (0.25, 0.5, 1.0, 4.0):
+                slide.read(0, 0, *slide.size_at(spacing), spacing)
+
+    read_all()
+    truncate(path, keep)
+    with pytest.raises(UnreadableImageError, match=rf"{path.name} (is damaged|is not an image)") as caught:
+        read_all()
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_picture_gets_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "text.svs").write_text("not a slide")
+    with pytest.raises(UnreadableImageError, match=r"text.svs is"):
+        open_slide(tmp_path / "text.svs")
+    with pytest.raises(UnreadableImageError, match=r"missing.svs does not exist"):
+        open_slide(tmp_path / "missing.svs")
+    with pytest.raises(UnreadableImageError, match=r"cannot be read \(Is a directory\)"):
+        open_slide(tmp_path)
+
+
+def test_rectangles_and_spacings_that_make_no_sense(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    with open_slide(tmp_path / "a.png", 0.5) as slide:
+        with pytest.raises(ValueError, match="A rectangle of -1 × 5 px was asked for"):
+            slide.read(0, 0, -1, 5, 0.5)
+        for spacing in (0, -1, float("nan"), float("inf")):
+            with pytest.raises(ValueError, match="it has to be above 0"):
+                slide.read(0, 0, 1, 1, spacing)
+
+
+def test_without_the_extra_images_open_and_slides_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = np.full((256, 256, 3), 200, np.uint8)
+    Image.fromarray(image).save(tmp_path / "plain.tif")
+    pyramid = write_ome(tmp_path / "slide.ome.tif", image)
+    (tmp_path / "slide.svs").write_bytes(pyramid.read_bytes())
+    monkeypatch.setitem(sys.modules, "openslide", None)
+    with open_slide(tmp_path / "plain.tif", 0.5) as slide:
+        assert (slide.read(0, 0, 9, 9) == 200).all()
+    for name in ("slide.ome.tif", "slide.svs"):
+        with pytest.raises(UnreadableImageError, match=r"needs OpenSlide: pip install 'rotopath\[slides\]'"):
+            open_slide(tmp_path / name)
+
+
+class _ScannedInTheMiddle:
+    """What OpenSlide says of a MIRAX slide: a large stage, and a region on it that was scanned."""
+
+    level_dimensions = ((4000, 3000), (1000, 750))
+    level_downsamples = (1.0, 4.0)
+    properties = {
+        "openslide.mpp-x": "0.25",
+        "openslide.mpp-y": "0.2501",
+        "openslide.bounds-x": "1200",
+        "openslide.bounds-y": "700",
+    }
+
+    @staticmethod
+    def detect_format(_: Path) -> str:
+        return "mirax"
+
+    def __init__(self, _: Path) -> None:
+        pass
+
+    def read_region(self, place: tuple[int, int], level: int, size: tuple[int, int]) -> Image.Image:
+        pixels = np.zeros((size[1], size[0], 4), np.uint8)
+        pixels[:, max(0, (1200 - place[0]) // 4**level) :] = (*MARK, 255)
+        return Image.fromarray(pixels)
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_scanned_region_has_an_origin_and_the_stage_is_white(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openslide = pytest.importorskip("openslide")
+    monkeypatch.setattr(openslide, "OpenSlide", _ScannedInTheMiddle)
+    (tmp_path / "a.mrxs").touch()
+    with open_slide(tmp_path / "a.mrxs") as slide:
+        assert slide.origin_px == (700, 1200)
+        assert slide.size_px == (3000, 4000)
+        assert slide.spacing_um_px == pytest.approx(0.25005)
+        assert slide.read(800, 1190, 1, 20)[0, :, 0].tolist() == [255] * 10 + [MARK[0]] * 10
+
+
+def test_levels_with_rounded_sizes_have_whole_downsamples() -> None:
+    sizes = [(32_914, 46_000), (8_228, 11_500), (2_057, 2_875)]
+    levels = readers_module._levels(sizes, (1.0, 4.000121536217793, 16.00048614487117))
+    assert [level.downsample for level in levels] == [1, 4, 16]
+    assert readers_module._levels([(1000, 1000), (469, 469)], (1.0, 2.1322))[1].downsample == 2.1322
