@@ -80,7 +80,7 @@ class _ImageReader:
         self._pixels = read_rgb(path)
         self.pixel_size_um = pixel_size_um(path)
         height, width = self._pixels.shape[:2]
-        self.levels = (Level((height, width), 1.0),)
+        self.levels: tuple[Level, ...] = (Level((height, width), 1.0),)
 
     def read(self, level: int, top: int, left: int, height: int, width: int) -> NDArray[np.uint8]:
         assert level == 0
@@ -158,18 +158,16 @@ class _TiffSlideReader:
                 path, f"holds {base.dtype} numbers along the axes {base.axes}; expected are colours of 8 or 16 bits."
             )
         self.levels = _levels(sizes, self._slide.level_downsamples)
-        size_um = about.get("tiffslide.mpp-y"), about.get("tiffslide.mpp-x")
-        told = (float(size_um[0]), float(size_um[1])) if all(size_um) else None
+        height_um, width_um = about.get("tiffslide.mpp-y"), about.get("tiffslide.mpp-x")
+        told = (float(height_um), float(width_um)) if height_um and width_um else None
         self.pixel_size_um = described_pixel_size_um(base.keyframe.description) or told
 
     def read(self, level: int, top: int, left: int, height: int, width: int) -> NDArray[np.uint8]:
         # Rounded up, since tiffslide rounds down on its way back to the pixels of the level.
         x, y = (math.ceil(place * self._slide.level_downsamples[level] - 1e-6) for place in (left, top))
         with _damage_in_one_sentence(self._path):
-            pixels = np.asarray(self._slide.read_region((x, y), level, (width, height), as_array=True))
-        if pixels.dtype == np.uint16:
-            pixels = (pixels >> 8).astype(np.uint8)
-        return _lay_on_white(pixels)
+            pixels = self._slide.read_region((x, y), level, (width, height), as_array=True)
+        return _lay_on_white((pixels if pixels.dtype == np.uint8 else pixels >> 8).astype(np.uint8))
 
     def close(self) -> None:
         self._slide.close()

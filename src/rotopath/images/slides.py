@@ -100,7 +100,7 @@ class Slide:
             for (first, last), (start, _) in zip((rows, columns), spans, strict=True)
         )
         size = (columns[1] - columns[0], rows[1] - rows[0])
-        return np.asarray(image.resize(size, Image.Resampling.LANCZOS, box=(left, top, right, bottom)))
+        return np.array(image.resize(size, Image.Resampling.LANCZOS, box=(left, top, right, bottom)), np.uint8)
 
     def _read_level(self, level: int, rows: tuple[int, int], columns: tuple[int, int]) -> NDArray[np.uint8]:
         """Pixels of a level; those beyond its edges repeat the last ones on it, so that filters find no edge there."""
@@ -111,7 +111,8 @@ class Slide:
         pixels = self._reader.read(level, top, left, int(down[-1]) + 1 - top, int(across[-1]) + 1 - left)
         if pixels.shape[:2] == (len(down), len(across)):
             return pixels
-        return pixels[np.ix_(down - top, across - left)]
+        repeated: NDArray[np.uint8] = pixels[np.ix_(down - top, across - left)]
+        return repeated
 
     def _expect_scale(self, spacing_um_px: float) -> float:
         if not (math.isfinite(spacing_um_px) and spacing_um_px > 0):
