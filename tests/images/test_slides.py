@@ -80,7 +80,9 @@ def test_level_0_comes_back_bit_by_bit(slide: Slide, drawn: DrawnSlide) -> None:
 
 @pytest.mark.parametrize("spacing", SPACINGS)
 def test_marks_lie_where_they_were_drawn(slide: Slide, drawn: DrawnSlide, spacing: float) -> None:
-    """To half a pixel of level 0, whatever level they are read from; where a pixel is as large as a mark, on average."""
+    """To half a pixel of level 0, whatever level they are read from; where a pixel is as large as a mark, on
+    average.
+    """
     scale = spacing / slide.spacing_um_px
     reach = 16 + scale / 2
     errors = []
@@ -110,6 +112,20 @@ def test_pieces_equal_the_whole(slide: Slide, data: st.DataObject) -> None:
             piece = slide.read(top + rows_cut[0], left + columns_cut[0], *size, spacing)
             part = whole[slice(*rows_cut), slice(*columns_cut)]
             assert np.abs(piece - part).max() <= 1
+
+
+@pytest.mark.parametrize("spacing", [0.25, 0.972, 2.0])
+def test_tall_and_flat_pieces_of_noise_equal_the_whole(tmp_path: Path, spacing: float) -> None:
+    """Whichever axis a resampler takes first, and however far it swings over black and white."""
+    noise = np.random.default_rng(0).choice(np.array([0, 255], np.uint8), (300, 300, 3))
+    Image.fromarray(noise).save(tmp_path / "noise.png")
+    with open_slide(tmp_path / "noise.png", 0.499) as slide:
+        rows, columns = slide.size_at(spacing)
+        whole = slide.read(0, 0, rows, columns, spacing).astype(int)
+        tall = [slide.read(0, left, rows, min(7, columns - left), spacing) for left in range(0, columns, 7)]
+        flat = [slide.read(top, 0, min(5, rows - top), columns, spacing) for top in range(0, rows, 5)]
+    assert np.abs(np.concatenate(tall, axis=1) - whole).max() <= 1
+    assert np.abs(np.concatenate(flat, axis=0) - whole).max() <= 1
 
 
 def test_large_reads_are_put_together_from_pieces(slide: Slide, monkeypatch: pytest.MonkeyPatch) -> None:

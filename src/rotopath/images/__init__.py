@@ -10,11 +10,14 @@ from rotopath.images.files import (
 )
 from rotopath.images.slides import Slide, open_slide
 from rotopath.images.stain import macenko
+from rotopath.images.tissue import Tissue, find_tissue
 
 __all__ = [
     "Slide",
+    "Tissue",
     "UnreadableFileError",
     "UnreadableImageError",
+    "find_tissue",
     "macenko",
     "open_slide",
     "read_labels",

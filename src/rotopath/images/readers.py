@@ -66,9 +66,11 @@ def open_reader(path: Path) -> Reader:
         if slide is not None:
             slide.close()
         return _TiffSlideReader(path)
-    if vendor is None:
-        return _ImageReader(path)
-    return _OpenSlideReader(path)
+    if vendor is not None:
+        return _OpenSlideReader(path)
+    if path.suffix.lower() in SLIDE_SUFFIXES:
+        raise UnreadableImageError(path, "is damaged, or no slide that OpenSlide knows; download or export it anew.")
+    return _ImageReader(path)
 
 
 class _ImageReader:

@@ -94,13 +94,19 @@ class Slide:
         spans = [
             (math.floor(first * scale) - reach, math.ceil(last * scale) + reach) for first, last in (rows, columns)
         ]
-        image = Image.fromarray(self._read_level(level, *spans))
         (top, bottom), (left, right) = (
             (first * scale - start, last * scale - start)
             for (first, last), (start, _) in zip((rows, columns), spans, strict=True)
         )
-        size = (columns[1] - columns[0], rows[1] - rows[0])
-        return np.array(image.resize(size, Image.Resampling.LANCZOS, box=(left, top, right, bottom)), np.uint8)
+        # Pillow resamples bytes along one axis, rounds and clips them, and goes on with those: which axis is the first
+        # depends on the shape of the piece, and seams would show. Floats are rounded once, in the end.
+        pixels = self._read_level(level, *spans).astype(np.float32)
+        size, box = (columns[1] - columns[0], rows[1] - rows[0]), (left, top, right, bottom)
+        channels = [
+            np.asarray(Image.fromarray(pixels[..., k]).resize(size, Image.Resampling.LANCZOS, box=box))
+            for k in range(3)
+        ]
+        return np.stack(channels, axis=2).round().clip(0, WHITE).astype(np.uint8)
 
     def _read_level(self, level: int, rows: tuple[int, int], columns: tuple[int, int]) -> NDArray[np.uint8]:
         """Pixels of a level; those beyond its edges repeat the last ones on it, so that filters find no edge there."""

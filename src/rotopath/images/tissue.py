@@ -1,0 +1,93 @@
+"""Tissue: where on a slide there is any, so that the glass around it need not be looked at.
+
+In: a slide, read at a low resolution. Out: a mask, its area, and whether a rectangle touches it. Tissue swallows light,
+and glass does not; pen and the black around a scan swallow light as well, and are known by their colour.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import ndimage
+from skimage.filters import threshold_otsu
+
+from rotopath.images.slides import Slide
+
+SPACING_UM_PX = 8.0
+DENSITY_BOUNDS = (0.06, 0.14)  # glass is below, the palest fat and mucus about the upper one
+GLASS_BOUNDS = (200, 255)  # how bright glass can be; a picture without any has a darker brightest part
+GLASS_PERCENTILE = 95
+BLACKEST = 50  # of the brightest channel: no stain gets as dark over a few cells
+COLD_INK = 0.24  # by which blue and green ink swallow red more than green, in optical density
+WARM_INK = 1.6  # of green and of blue, which red ink swallows alike, and more than blood does
+SMOOTH_UM = 12.0
+LEAST_MM2 = 0.002  # a speck that is smaller is dust, or a few lost cells
+LARGEST_HOLE_MM2 = 0.05  # vessels, ducts and fat within tissue are filled
+
+
+@dataclass(frozen=True)
+class Tissue:
+    """A mask (rows, columns) of where tissue is, from the upper left corner of the slide."""
+
+    mask: NDArray[np.bool_]
+    spacing_um_px: float
+
+    @property
+    def area_mm2(self) -> float:
+        return float(self.mask.sum()) * self.spacing_um_px**2 / 1e6
+
+    def touches(self, top_um: float, left_um: float, height_um: float, width_um: float) -> bool:
+        """Whether there is tissue anywhere in a rectangle."""
+        first = [max(0, math.floor(start / self.spacing_um_px)) for start in (top_um, left_um)]
+        last = [math.ceil(end / self.spacing_um_px) for end in (top_um + height_um, left_um + width_um)]
+        return bool(self.mask[first[0] : max(last[0], 0), first[1] : max(last[1], 0)].any())
+
+
+def find_tissue(slide: Slide, spacing_um_px: float = SPACING_UM_PX) -> Tissue:
+    """Where the slide has tissue; all of it where it is a picture of nothing else, nothing where it is blank."""
+    image = slide.read(0, 0, *slide.size_at(spacing_um_px), spacing_um_px)
+    return Tissue(mask_tissue(image, spacing_um_px), spacing_um_px)
+
+
+def mask_tissue(image: NDArray[np.uint8], spacing_um_px: float) -> NDArray[np.bool_]:
+    """The tissue (H, W) in a picture (H, W, 3) of few pixels."""
+    brightest = image.max(axis=2)
+    black = brightest <= BLACKEST
+    if black.all():
+        return np.zeros(black.shape, bool)
+    glass = float(np.percentile(brightest[~black], GLASS_PERCENTILE).clip(*GLASS_BOUNDS))
+    density = np.log(glass / image.clip(1).astype(np.float32))
+    ink = black | _is_ink(density)
+    # Old mounting medium is yellow, and swallows blue only; tissue swallows red or green at least.
+    swallowed = np.where(ink, 0, density[..., :2].max(axis=2)).clip(0)
+    swallowed = ndimage.gaussian_filter(swallowed, SMOOTH_UM / spacing_um_px / 2)
+    # Otsu parts any picture in two, also one of glass or of tissue alone: hence the bounds.
+    least = np.clip(_otsu(swallowed[~ink]), *DENSITY_BOUNDS)
+    pixel_mm2 = spacing_um_px**2 / 1e6
+    tissue = _drop_specks((swallowed > least) & ~ink, LEAST_MM2 / pixel_mm2)
+    return ~_drop_specks(~tissue, LARGEST_HOLE_MM2 / pixel_mm2)  # holes are specks of glass
+
+
+def _is_ink(density: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Blue, green or red pen. Stains swallow green about as much as red or more, and eosin and blood spare blue."""
+    red, green, blue = density[..., 0], density[..., 1], density[..., 2]
+    cold = red - green > COLD_INK
+    warm = (np.minimum(green, blue) > WARM_INK) & (red < WARM_INK / 4) & (np.abs(green - blue) < WARM_INK / 4)
+    ink: NDArray[np.bool_] = cold | warm
+    return ink
+
+
+def _otsu(values: NDArray[np.float32]) -> float:
+    return float(threshold_otsu(values)) if len(values) else 0.0  # type: ignore[no-untyped-call]
+
+
+def _drop_specks(mask: NDArray[np.bool_], least_px: float) -> NDArray[np.bool_]:
+    """Without small parts, save those that the edge of the picture cuts: nobody knows how large they are."""
+    parts, count = ndimage.label(mask, np.ones((3, 3)))
+    kept = np.bincount(parts.ravel(), minlength=count + 1) >= least_px
+    for edge in (parts[0], parts[-1], parts[:, 0], parts[:, -1]):
+        kept[edge] = True
+    kept[0] = False
+    remaining: NDArray[np.bool_] = kept[parts]
+    return remaining

@@ -1,0 +1,122 @@
+"""Pyramids: what is written comes back at every level, and nothing half-written stays."""
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rotopath.images import open_slide
+from rotopath.images import pyramid as pyramid_module
+from rotopath.images.pyramid import write_pyramid
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pyramid_module, "TILE_PX", 32)
+
+
+def _halve(image: np.ndarray) -> np.ndarray:
+    """Slowly: the mean of what there is in each square of two by two."""
+    rows, columns = -(-image.shape[0] // 2), -(-image.shape[1] // 2)
+    squares = [[image[2 * r : 2 * r + 2, 2 * c : 2 * c + 2] for c in range(columns)] for r in range(rows)]
+    return np.array([[square.mean(axis=(0, 1)) for square in row] for row in squares])
+
+
+def _draw(size: tuple[int, int], kind: str) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    if kind == "picture":
+        return rng.integers(0, 256, (*size, 3), dtype=np.uint8)
+    return rng.integers(0, 256, size, dtype=np.uint8) if kind == "bytes" else rng.random(size, dtype=np.float32)
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    size=st.tuples(st.integers(1, 150), st.integers(1, 150)),
+    kind=st.sampled_from(["map", "bytes", "picture"]),
+    height=st.integers(1, 70),
+)
+def test_every_level_comes_back(tmp_path: Path, size: tuple[int, int], kind: str, height: int) -> None:
+    image = _draw(size, kind)
+    write_pyramid(tmp_path / "a.ome.tif", (image[top : top + height] for top in range(0, size[0], height)), size, 0.25)
+    with tifffile.TiffFile(tmp_path / "a.ome.tif") as tiff:
+        (series,) = tiff.series
+        assert tiff.is_ome
+        assert np.array_equal(series.asarray(), image)
+        levels = [level.asarray() for level in series.levels]
+        assert series.axes == ("YXS" if kind == "picture" else "YX")
+    assert max(levels[-1].shape[:2]) <= 32
+    for larger, smaller in pairwise(levels):
+        assert np.abs(_halve(larger.astype(float)) - smaller).max() <= (1e-6 if kind == "map" else 0.5)
+
+
+def test_it_says_what_qupath_and_bioformats_look_for(tmp_path: Path) -> None:
+    write_pyramid(tmp_path / "a.ome.tif", [_draw((100, 130), "map")], (100, 130), 0.5, name="probability of tumor")
+    with tifffile.TiffFile(tmp_path / "a.ome.tif") as tiff:
+        about = tiff.ome_metadata
+        assert len(tiff.pages) == 1  # the others are below it
+        page = tiff.pages[0]
+        assert len(page.subifds) == 3
+        assert page.tile == (32, 32)
+        assert [level.keyframe.subfiletype for level in tiff.series[0].levels[1:]] == [1, 1, 1]
+        assert page.get_resolution("MICROMETER") == pytest.approx((2, 2))
+    for words in ('PhysicalSizeX="0.5"', 'PhysicalSizeYUnit="µm"', 'Name="probability of tumor"', 'Type="float"'):
+        assert words in about
+    assert re.search(r'SizeX="130" SizeY="100" SizeC="1"', about)
+
+
+def test_a_picture_opens_as_a_slide_with_its_levels(tmp_path: Path) -> None:
+    pytest.importorskip("tiffslide")
+    image = _draw((100, 130), "picture")
+    write_pyramid(tmp_path / "a.ome.tif", [image], (100, 130), 0.25)
+    with open_slide(tmp_path / "a.ome.tif") as slide:
+        assert slide.spacing_um_px == 0.25
+        assert [level.downsample for level in slide.levels] == [1, 2, 4, 8]
+        assert np.array_equal(slide.read(0, 0, 100, 130), image)
+        assert np.abs(slide.read(0, 0, 50, 65, 0.5) - _halve(image.astype(float))).max() <= 0.5
+
+
+def test_a_large_file_is_a_bigtiff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pyramid_module, "MOST_CLASSIC_BYTES", 1000)
+    write_pyramid(tmp_path / "a.ome.tif", [_draw((50, 50), "map")], (50, 50), 0.25)
+    with tifffile.TiffFile(tmp_path / "a.ome.tif") as tiff:
+        assert tiff.is_bigtiff
+
+
+def test_one_row_of_tiles_is_asked_for_at_a_time(tmp_path: Path) -> None:
+    """Some tiles are compressed ahead, but not a large map as a whole."""
+    written: list[int] = []
+
+    def bands() -> Iterator[np.ndarray]:
+        for top in range(0, 3200, 32):
+            held = sorted(tmp_path.iterdir())
+            written.append(held[0].stat().st_size if held else 0)
+            yield np.full((32, 3200), top, np.float32)
+
+    write_pyramid(tmp_path / "a.ome.tif", bands(), (3200, 3200), 0.25)
+    assert len(set(written)) > 3
+
+
+@pytest.mark.parametrize(
+    ("bands", "sentence"),
+    [
+        ([], "was given no pixels"),
+        ([np.zeros((10, 8), np.float64)], r"of float32 or uint8; got \(10, 8\) of float64"),
+        ([np.zeros((10, 8, 4), np.uint8)], r"got \(10, 8, 4\) of uint8"),
+        ([np.zeros((10, 7), np.uint8)], "below row 0, which does not fit"),
+        ([np.zeros((6, 8), np.uint8), np.zeros((6, 8), np.uint8)], "below row 6, which does not fit"),
+        ([np.zeros((6, 8), np.uint8), np.zeros((4, 8), np.float32)], "below row 6, which does not fit"),
+        ([np.zeros((6, 8), np.uint8)], "of 10 rows got 6 only"),
+    ],
+)
+def test_bands_that_do_not_fit_leave_nothing(tmp_path: Path, bands: list[np.ndarray], sentence: str) -> None:
+    (tmp_path / "a.ome.tif").write_text("what was there before")
+    with pytest.raises(ValueError, match=sentence):
+        write_pyramid(tmp_path / "a.ome.tif", iter(bands), (10, 8), 0.25)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ome.tif"]
+    assert (tmp_path / "a.ome.tif").read_text() == "what was there before"

@@ -1,0 +1,135 @@
+"""Tissue: found whatever else lies on the glass, and in pictures that are all tissue or all glass."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drawn_slides import draw_slide
+from PIL import Image
+from scipy import ndimage
+
+from rotopath.data.synthetic.mitosis import render_field
+from rotopath.data.synthetic.slides import render_slide
+from rotopath.images import find_tissue, open_slide
+from rotopath.images.tissue import Tissue, mask_tissue
+
+EOSIN, HEMATOXYLIN, PALE, DAB = (224, 150, 190), (110, 80, 150), (238, 214, 230), (150, 105, 80)
+SIZE = (200, 240)
+DISC = np.hypot(*np.ogrid[-100:100, -90:150]) < 55  # a piece of tissue, 0.6 mm²
+
+
+def draw(tissue: tuple[int, int, int] = EOSIN, glass: tuple[int, int, int] = (243, 243, 243)) -> np.ndarray:
+    image = np.where(DISC[..., None], np.array(tissue), np.array(glass)).astype(float)
+    image += np.random.default_rng(0).normal(0, 3, (*SIZE, 1))
+    return image.clip(0, 255).astype(np.uint8)
+
+
+def agreement(mask: np.ndarray, truth: np.ndarray = DISC) -> float:
+    return float((mask & truth).sum() / max((mask | truth).sum(), 1))
+
+
+@pytest.mark.parametrize("tissue", [EOSIN, HEMATOXYLIN, PALE, DAB, (150, 160, 200), (150, 150, 150)])
+@pytest.mark.parametrize("glass", [(243, 243, 243), (255, 255, 255), (216, 216, 216), (240, 236, 214)])
+def test_tissue_of_any_stain_on_any_glass(tissue: tuple[int, int, int], glass: tuple[int, int, int]) -> None:
+    if tissue == PALE and glass[0] == 216:
+        pytest.skip("is darker than the tissue")
+    assert agreement(mask_tissue(draw(tissue, glass), 8.0)) > 0.9
+
+
+@pytest.mark.parametrize("glass", [255, 243, 216])
+def test_glass_alone_has_no_tissue(glass: int) -> None:
+    noise = np.random.default_rng(0).normal(0, 3, (*SIZE, 3))
+    assert not mask_tissue((glass + noise).clip(0, 255).astype(np.uint8), 8.0).any()
+    assert not mask_tissue(np.full((*SIZE, 3), glass, np.uint8), 8.0).any()
+    assert not mask_tissue(np.zeros((*SIZE, 3), np.uint8), 8.0).any()
+
+
+@pytest.mark.parametrize("case", [1, 4, 9])
+def test_a_field_of_tissue_is_all_tissue(tmp_path: Path, case: int) -> None:
+    image, _ = render_field(0, case, 0, 512)
+    Image.fromarray(image).save(tmp_path / "field.png")
+    with open_slide(tmp_path / "field.png", 0.25) as slide:
+        tissue = find_tissue(slide)
+        assert tissue.mask.shape == (16, 16)
+        assert tissue.mask.mean() > 0.95
+        assert find_tissue(slide, 2.0).mask.mean() > 0.9
+
+
+def test_both_stains_are_found_beside_each_other() -> None:
+    """Otsu alone parts the dark from the pale, and loses the pale."""
+    image = draw(PALE)
+    image[60:140, 60:100] = HEMATOXYLIN
+    assert agreement(mask_tissue(image, 8.0)) > 0.9
+
+
+@pytest.mark.parametrize(
+    "pen", [(30, 60, 170), (90, 120, 200), (40, 140, 80), (210, 30, 40), (255, 0, 0), (25, 25, 30)]
+)
+def test_pen_is_no_tissue_and_hides_none(pen: tuple[int, int, int]) -> None:
+    image = draw(PALE)
+    image[:, 180:225] = pen
+    image[180:190] = pen
+    mask = mask_tissue(image, 8.0)
+    assert agreement(mask) > 0.9
+    assert mask[:, 185:220].mean() < 0.02
+
+
+def test_black_borders_are_no_tissue() -> None:
+    image = draw()
+    image[:20] = image[-10:] = image[:, :15] = 0
+    mask = mask_tissue(image, 8.0)
+    assert agreement(mask) > 0.9
+    assert not mask[:19].any()
+
+
+def test_specks_are_dropped_and_holes_are_filled() -> None:
+    image = draw()
+    image[5:8, 200:203] = HEMATOXYLIN  # dust
+    image[90:100, 80:90] = 243  # a vessel
+    image[70:75, 70:75] = 0  # a fold
+    mask = mask_tissue(image, 8.0)
+    assert ndimage.label(mask)[1] == 1
+    assert ndimage.label(~mask)[1] == 1
+    image = draw()
+    image[75:125, 65:115] = 243  # 0.16 mm² of glass in the middle
+    assert not mask_tissue(image, 8.0)[90:110, 80:100].any()
+
+
+def test_parts_of_slides_with_glass_and_fat_are_mostly_right() -> None:
+    """What the eye would say of synthetic lymph nodes: tissue where it is not as bright as glass."""
+    for seed in range(3):
+        image, _ = render_slide(np.random.default_rng(seed))
+        small = np.asarray(Image.fromarray(image).resize((48, 48), Image.Resampling.BOX))
+        mask = mask_tissue(small, 8.0)
+        dark = small.min(axis=2) < 190
+        assert mask[dark].mean() > 0.97
+
+
+def test_area_and_rectangles(tmp_path: Path) -> None:
+    pytest.importorskip("openslide")
+    drawn = draw_slide(tmp_path / "slide.tif", (4096, 6144), ((512, 1024, 1024),))
+    with open_slide(drawn.path) as slide:
+        tissue = find_tissue(slide)
+    assert tissue.mask.shape == (128, 192)
+    assert tissue.area_mm2 == pytest.approx((1024 * 0.25e-3) ** 2, rel=0.1)
+    assert tissue.touches(130, 260, 10, 10)
+    assert tissue.touches(100, 200, 100, 100)  # its upper left corner
+    assert not tissue.touches(0, 0, 100, 1500)
+    assert not tissue.touches(420, 0, 600, 1500)
+    assert not tissue.touches(-50, -50, 40, 40)
+    assert tissue.touches(-1e3, -1e3, 1e4, 1e4)
+    assert not tissue.touches(1e4, 1e4, 10, 10)
+
+
+def test_a_rectangle_touches_by_the_smallest_overlap() -> None:
+    tissue = Tissue(np.array([[False, True], [False, False]]), 8.0)
+    assert tissue.touches(7.9, 7.9, 0.2, 0.2)
+    assert not tissue.touches(8.0, 8.0, 8, 8)
+    assert not tissue.touches(0, 0, 8, 8)
+    assert tissue.area_mm2 == pytest.approx(64e-6)
+
+
+@pytest.mark.parametrize("side", [1, 2, 5])
+def test_pictures_of_a_few_pixels(side: int) -> None:
+    assert mask_tissue(np.full((side, side, 3), EOSIN, np.uint8), 8.0).all()
+    assert not mask_tissue(np.full((side, side, 3), 250, np.uint8), 8.0).any()
