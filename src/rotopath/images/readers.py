@@ -7,7 +7,7 @@ Pillow for ordinary images. What the libraries stumble over becomes a sentence a
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -19,6 +19,7 @@ from rotopath.images.files import UnreadableImageError, described_pixel_size_um,
 
 SLIDE_SUFFIXES = {".svs", ".ndpi", ".ndpis", ".mrxs", ".scn", ".svslide", ".bif", ".vms", ".vmu", ".czi", ".dcm"}
 INSTALL = "pip install 'rotopath[slides]'"
+DEPTHS = ("uint8", "uint16")
 BLOCK_PX = 512  # see _OpenSlideReader.read
 BLOCKS_KEPT = 64  # 48 MB
 WHITE = 255
@@ -50,25 +51,26 @@ def open_reader(path: Path) -> Reader:
         raise UnreadableImageError(path, "does not exist.")
     if path.is_dir():
         raise UnreadableImageError(path, "cannot be read (Is a directory).")
+    is_slide = path.suffix.lower() in SLIDE_SUFFIXES
     try:
         import openslide
     except ModuleNotFoundError:  # also where there is no library behind the bindings
-        if path.suffix.lower() in SLIDE_SUFFIXES or _count_tiff_levels(path) > 1:
-            raise UnreadableImageError(path, f"is a whole slide, and reading it needs OpenSlide: {INSTALL}.") from None
+        if is_slide or _examine_tiff(path)[0] > 1:
+            raise _missing(path, "OpenSlide") from None
         return _ImageReader(path)
     with _damage_in_one_sentence(path):
         vendor = openslide.OpenSlide.detect_format(path)
-    if vendor in (None, "generic-tiff") and (levels := _count_tiff_levels(path)) > 1:
-        # OpenSlide looks for levels among the main pages of a TIFF, and OME-TIFF keeps them below the first one.
-        slide = None if vendor is None else _OpenSlideReader(path)
-        if slide is not None and len(slide.levels) >= levels:
-            return slide
-        if slide is not None:
-            slide.close()
-        return _TiffSlideReader(path)
-    if vendor is not None:
+    if vendor not in (None, "generic-tiff"):
         return _OpenSlideReader(path)
-    if path.suffix.lower() in SLIDE_SUFFIXES:
+    levels, numbers = _examine_tiff(path)
+    with suppress(UnreadableImageError):  # others may read it
+        slide = _OpenSlideReader(path)
+        if len(slide.levels) >= levels and numbers in DEPTHS:
+            return slide
+        slide.close()  # OME-TIFF keeps levels below the first page of a file, where OpenSlide does not look
+    if levels > 1:
+        return _TiffSlideReader(path)
+    if is_slide:
         raise UnreadableImageError(path, "is damaged, or no slide that OpenSlide knows; download or export it anew.")
     return _ImageReader(path)
 
@@ -146,15 +148,17 @@ class _TiffSlideReader:
     origin_px = (0, 0)
 
     def __init__(self, path: Path) -> None:
-        from tiffslide import TiffSlide
-
+        try:
+            from tiffslide import TiffSlide
+        except ModuleNotFoundError:
+            raise _missing(path, "tiffslide") from None
         self._path = path
         with _damage_in_one_sentence(path):
             self._slide = TiffSlide(path)
             sizes = [(height, width) for width, height in self._slide.level_dimensions]
             about = self._slide.properties
             base = self._slide.ts_tifffile.series[about["tiffslide.series-index"]]
-        if base.axes not in ("YX", "YXS") or base.dtype not in (np.uint8, np.uint16):
+        if base.axes not in ("YX", "YXS") or str(base.dtype) not in DEPTHS:
             self.close()
             raise UnreadableImageError(
                 path, f"holds {base.dtype} numbers along the axes {base.axes}; expected are colours of 8 or 16 bits."
@@ -173,6 +177,10 @@ class _TiffSlideReader:
 
     def close(self) -> None:
         self._slide.close()
+
+
+def _missing(path: Path, package: str) -> UnreadableImageError:
+    return UnreadableImageError(path, f"is a whole slide, and reading it needs {package}: {INSTALL}.")
 
 
 def _levels(sizes: list[tuple[int, int]], downsamples: tuple[float, ...]) -> tuple[Level, ...]:
@@ -206,8 +214,8 @@ def _overlap(start: int, size: int, other_start: int, other_size: int) -> tuple[
     return slice(first - start, last - start), slice(first - other_start, last - other_start)
 
 
-def _count_tiff_levels(path: Path) -> int:
-    """Levels of the first image of a TIFF; 0 where it is none, or too damaged to tell."""
+def _examine_tiff(path: Path) -> tuple[int, str]:
+    """How many levels the first image of a TIFF has, and of what numbers; 0 where it is none, or too damaged."""
     from tifffile import TiffFile
 
     log = logging.getLogger("tifffile")
@@ -215,9 +223,9 @@ def _count_tiff_levels(path: Path) -> int:
     log.disabled = True  # what is wrong with a file is told by whoever reads it
     try:
         with TiffFile(path) as tiff:
-            return len(tiff.series[0].levels)
+            return len(tiff.series[0].levels), str(tiff.series[0].dtype)
     except Exception:  # damaged bytes, met with whatever tifffile stumbles over
-        return 0
+        return 0, ""
     finally:
         log.disabled = silent
 
