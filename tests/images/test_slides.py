@@ -45,7 +45,7 @@ def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param != "image":
         pytest.importorskip("openslide")
     folder = tmp_path_factory.mktemp("slides")
-    slide = draw_slide(folder / "slide.tif", ODD if request.param == "odd" else EVEN)
+    slide = draw_slide(folder / "slide.tif", EVEN if request.param == "even" else ODD)
     base = tifffile.imread(slide.path, key=0)
     if request.param == "ome":
         slide = DrawnSlide(write_ome(folder / "slide.ome.tif", base), *list(vars(slide).values())[1:])
@@ -150,6 +150,18 @@ def test_reductions_are_means_and_not_samples(tmp_path: Path) -> None:
     with open_slide(tmp_path / "stripes.png", 0.25) as slide:
         assert np.abs(slide.read(10, 10, 40, 40, 0.75).astype(int) - 127).max() < 25
         assert np.abs(slide.read(2, 2, 28, 28, 2.0).astype(int) - 127).max() < 3
+
+
+def test_the_size_counts_pixels_with_their_centres_on_the_slide(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (10, 11, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(tmp_path / "a.png")
+    with open_slide(tmp_path / "a.png", 0.5) as slide:
+        assert slide.size_at(0.5) == (10, 11)
+        assert slide.size_at(2.0) == (2, 3)  # 2.5 and 2.75 pixels
+        assert slide.size_at(1.0) == (5, 5)
+        assert slide.size_at(50) == (1, 1)
+        assert np.array_equal(slide.read(0, 0, 10, 11), noise)
+        assert (slide.read(2, 0, 1, 3, 2.0) == 255).all()
 
 
 def test_off_the_slide_it_is_white(slide: Slide) -> None:

@@ -44,6 +44,12 @@ def test_glass_alone_has_no_tissue(glass: int) -> None:
     assert not mask_tissue(np.zeros((*SIZE, 3), np.uint8), 8.0).any()
 
 
+@pytest.mark.parametrize("tissue", [EOSIN, HEMATOXYLIN, PALE, (150, 150, 150)])
+def test_tissue_alone_is_all_tissue(tissue: tuple[int, int, int]) -> None:
+    noise = np.random.default_rng(0).normal(0, 3, (*SIZE, 1))
+    assert mask_tissue((np.array(tissue) + noise).clip(0, 255).astype(np.uint8), 8.0).all()
+
+
 @pytest.mark.parametrize("case", [1, 4, 9])
 def test_a_field_of_tissue_is_all_tissue(tmp_path: Path, case: int) -> None:
     image, _ = render_field(0, case, 0, 512)
@@ -131,5 +137,6 @@ def test_a_rectangle_touches_by_the_smallest_overlap() -> None:
 
 @pytest.mark.parametrize("side", [1, 2, 5])
 def test_pictures_of_a_few_pixels(side: int) -> None:
-    assert mask_tissue(np.full((side, side, 3), EOSIN, np.uint8), 8.0).all()
+    for tissue in (EOSIN, PALE, (150, 150, 150)):
+        assert mask_tissue(np.full((side, side, 3), tissue, np.uint8), 8.0).all()
     assert not mask_tissue(np.full((side, side, 3), 250, np.uint8), 8.0).any()

@@ -4,6 +4,7 @@ In: object numbers (H, W). Out: for each object its parts, each an outer ring an
 rows and columns at the corners of pixels, as QuPath counts: pixel (0, 0) lies between (0, 0) and (1, 1).
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from skimage.measure import label
 
 Ring = NDArray[np.float64]  # (k, 2) rows and columns; the last vertex is joined to the first one
 EAST, SOUTH, WEST, NORTH = range(4)
-STEPS = np.array([(0, 1), (1, 0), (0, -1), (-1, 0)])  # (row, column), a quarter turn to the right each
+STEPS = np.array([(0, 1), (1, 0), (0, -1), (-1, 0)])  # (row, column)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +91,11 @@ def _rings(parts: NDArray[np.int64]) -> Iterator[tuple[int, Ring]]:
     owners, ways, starts = _edges(parts)
     width = parts.shape[1] + 1
     ends = starts + (STEPS @ (width, 1))[ways]
-    following = _follow(owners, ways, starts, ends)
+    # As many edges of a part end at a corner as start there: the first one there goes on as the first one from there.
+    # Two do where pixels meet at a corner only, and however they go on, the ring is split there.
+    owned = owners * (math.prod(parts.shape) + sum(parts.shape) + 1)
+    following = np.empty_like(starts)
+    following[np.argsort(owned + ends, kind="stable")] = np.argsort(owned + starts, kind="stable")
     next_of, way_of, start_of, owner_of = (values.tolist() for values in (following, ways, starts, owners))
     met = bytearray(len(next_of))
     for first in range(len(next_of)):
@@ -128,24 +133,6 @@ def _edges(parts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int6
         ways.append(np.full(len(rows), way))
         starts.append(rows * width + columns + shift)
     return np.concatenate(owners), np.concatenate(ways), np.concatenate(starts)
-
-
-def _follow(
-    owners: NDArray[np.int64], ways: NDArray[np.int64], starts: NDArray[np.int64], ends: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """For each edge the one after it: of the same part, from the corner where it ends.
-
-    Where pixels of a part meet at a corner only, there are two; the one to the right stays with the pixel.
-    """
-    corners = int(starts.max(initial=0)) + 1
-    key, wanted = owners * corners + starts, owners * corners + ends
-    order = np.lexsort((ways, key))
-    place = np.searchsorted(key[order], wanted)
-    found = order[place]
-    second = order[np.minimum(place + 1, len(order) - 1)]
-    right = (ways + 1) % 4
-    takes_second = (key[second] == wanted) & (ways[second] == right)
-    return np.where(takes_second, second, found)
 
 
 def _split(ring: list[int]) -> Iterator[list[int]]:

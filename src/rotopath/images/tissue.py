@@ -62,8 +62,7 @@ def mask_tissue(image: NDArray[np.uint8], spacing_um_px: float) -> NDArray[np.bo
     # Old mounting medium is yellow, and swallows blue only; tissue swallows red or green at least.
     swallowed = np.where(ink, 0, density[..., :2].max(axis=2)).clip(0)
     swallowed = ndimage.gaussian_filter(swallowed, SMOOTH_UM / spacing_um_px / 2)
-    # Otsu parts any picture in two, also one of glass or of tissue alone: hence the bounds.
-    least = np.clip(_otsu(swallowed[~ink]), *DENSITY_BOUNDS)
+    least = _part_glass(swallowed[~ink])
     pixel_mm2 = spacing_um_px**2 / 1e6
     tissue = _drop_specks((swallowed > least) & ~ink, LEAST_MM2 / pixel_mm2)
     return ~_drop_specks(~tissue, LARGEST_HOLE_MM2 / pixel_mm2)  # holes are specks of glass
@@ -78,8 +77,14 @@ def _is_ink(density: NDArray[np.float32]) -> NDArray[np.bool_]:
     return ink
 
 
-def _otsu(values: NDArray[np.float32]) -> float:
-    return float(threshold_otsu(values)) if len(values) else 0.0  # type: ignore[no-untyped-call]
+def _part_glass(density: NDArray[np.float32]) -> float:
+    """The least density of tissue: Otsu's, within bounds, since it parts a picture of glass or of tissue alone as well."""
+    palest, darkest = DENSITY_BOUNDS
+    if not len(density):
+        return palest
+    parting = float(threshold_otsu(density))  # type: ignore[no-untyped-call]
+    no_glass = density[density <= parting].mean() > palest
+    return palest if no_glass else min(max(parting, palest), darkest)
 
 
 def _drop_specks(mask: NDArray[np.bool_], least_px: float) -> NDArray[np.bool_]:
