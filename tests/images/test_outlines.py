@@ -88,7 +88,7 @@ def test_rings_are_simple_and_turn_by_the_right_hand_rule(labels: np.ndarray) ->
 @settings(deadline=None, max_examples=100, derandomize=True)
 @given(st.lists(st.tuples(st.floats(-3, 23), st.floats(-3, 23)), min_size=3, max_size=7))
 def test_any_polygon_is_filled_by_the_even_odd_rule(corners: list[tuple[float, float]]) -> None:
-    ring = np.round(np.array(corners), 2) + (0.003, 0.0071)  # so that no centre of a pixel lies on an edge
+    ring = np.round(np.array(corners), 2) + np.array([0.003, 0.0071])  # so that no centre of a pixel lies on an edge
     filled = fill_outline([Polygon(ring)], (20, 20))
     assert np.array_equal(filled, polygon2mask((20, 20), ring - 0.5))
 

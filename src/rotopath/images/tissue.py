@@ -78,7 +78,7 @@ def _is_ink(density: NDArray[np.float32]) -> NDArray[np.bool_]:
 
 
 def _part_glass(density: NDArray[np.float32]) -> float:
-    """The least density of tissue: Otsu's, within bounds, since it parts a picture of glass or of tissue alone as well."""
+    """The least density of tissue: Otsu's, within bounds, since it also parts pictures of glass or of tissue alone."""
     palest, darkest = DENSITY_BOUNDS
     if not len(density):
         return palest
