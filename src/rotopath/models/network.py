@@ -62,6 +62,10 @@ class Network(nn.Module):
         expect.image(x, self, IMAGE_CHANNELS)
         for size in x.shape[-2:]:
             self.architecture.output_size(size)
+        return self.compute_logits(x)
+
+    def compute_logits(self, x: Tensor) -> Tensor:
+        """The layers one after another, for floats of a size on the grid; `freeze` follows this method."""
         read_later = {stage.skip for stage in self.architecture.stages}
         skips: dict[int, Tensor] = {}
         for i, (stage, layers, pool) in enumerate(zip(self.architecture.stages, self.stages, self.pools, strict=True)):

@@ -17,7 +17,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def can_fuse(x: Tensor, norm: torch.nn.Module) -> bool:
     """Whether `norm_relu_pool` takes these features (B, C, N, H, W) and this batch norm."""
-    return x.is_cuda and _has_triton() and _fits(x, norm) and not torch.compiler.is_compiling()
+    # In evaluation the features are not looked at: `freeze` follows the network with none.
+    return norm.training and x.is_cuda and _has_triton() and _fits(x, norm) and not torch.compiler.is_compiling()
 
 
 def _fits(x: Tensor, norm: torch.nn.Module) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 
 def center_crop(x: Tensor, height: int, width: int) -> Tensor:
@@ -12,6 +13,9 @@ def center_crop(x: Tensor, height: int, width: int) -> Tensor:
     >>> rp.nn.center_crop(torch.zeros(1, 8, 4, 24, 24), 16, 16).shape
     torch.Size([1, 8, 4, 16, 16])
     """
+    if has_torch_function((x,)):  # as torch's own functions do: what follows a program, as torch.fx, meets this one whole
+        cropped: Tensor = handle_torch_function(center_crop, (x,), x, height, width)
+        return cropped
     margins = x.shape[-2] - height, x.shape[-1] - width
     if any(margin < 0 or margin % 2 for margin in margins):
         raise ValueError(
@@ -28,6 +32,9 @@ def concatenate(features: Sequence[Tensor]) -> Tensor:
     >>> rp.nn.concatenate([torch.zeros(1, 8, 4, 16, 16), torch.zeros(1, 2, 4, 16, 16)]).shape
     torch.Size([1, 10, 4, 16, 16])
     """
+    if has_torch_function(features):
+        whole: Tensor = handle_torch_function(concatenate, features, features)
+        return whole
     first = features[0]
     if any(x.ndim != 5 or x.shape[2:] != first.shape[2:] for x in features):
         shapes = ", ".join([str(tuple(x.shape)) for x in features])

@@ -1,0 +1,53 @@
+"""What a module does, written down by `torch.fx` as a graph in which every layer is one step.
+
+In: a module in evaluation mode. Out: its graph; or one sentence about what cannot be followed.
+"""
+
+import operator
+from collections.abc import Iterator
+
+from torch import fx, nn
+
+from rotopath.models.network import Network
+
+
+class Value(fx.Proxy):
+    """What stands for a tensor, or for something that was asked of it."""
+
+    def __len__(self) -> int:
+        """Of `x.shape[-2:]` the length is known whatever x is, and so it can be handed on as `*x.shape[-2:]`."""
+        target, args = self.node.target, self.node.args
+        index = args[1] if target is operator.getitem else None
+        if isinstance(index, slice) and isinstance(index.start, int) and index.start < 0 and index.stop is None:
+            return -index.start
+        raise TypeError("the number of axes of a tensor is not known here; write x.shape[-2:]")
+
+
+class Follower(fx.Tracer):
+    """Takes the layers of torch and of rotopath, and whole networks, for single steps, and looks into all others."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002
+        # A subclass that leaves forward as it is, such as a parametrised layer, is the layer that it inherits from.
+        is_layer = type(m).forward.__module__.startswith(("torch.nn", "rotopath.nn"))
+        return isinstance(m, Network) or (is_layer and not isinstance(m, nn.Sequential))
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return Value(node, self)
+
+    def iter(self, obj: fx.Proxy) -> Iterator[fx.Proxy]:
+        return iter([obj[i] for i in range(len(obj))])
+
+
+def follow(module: nn.Module) -> fx.Graph:
+    """The graph of a module's forward, or of the part of a network's that comes behind its checks."""
+    follower = Follower()
+    if isinstance(module, Network):
+        follower.traced_func_name = "compute_logits"
+    try:
+        return follower.trace(module)
+    except (fx.proxy.TraceError, ValueError, TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"freeze cannot follow the forward of {type(module).__name__} ({reason}); it may use layers and functions, "
+            f"but no decisions that hang on a tensor."
+        ) from error

@@ -1,0 +1,80 @@
+"""What a frozen network needs and torch has no module for: four layers on ordinary tensors (B, C, H, W).
+
+Features of N orientations are (B, C·N, H, W) here, the orientations of a channel side by side. All of them can be
+scripted, traced and exported with any batch, height and width.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rotopath.nn import center_crop
+
+
+def is_recorded() -> bool:
+    """Whether the call that runs is written down, for any size, rather than answered."""
+    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+
+
+class OrientationPool2d(nn.Module):
+    """Maximum or mean over the N orientations of each channel. (B, C·N, H, W) → (B, C, H, W)."""
+
+    def __init__(self, orientations: int, mode: str) -> None:
+        super().__init__()
+        self.orientations = orientations
+        self.mode = mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        by_orientation = x.unflatten(1, [-1, self.orientations])  # (B, C, N, H, W), a view
+        if self.mode == "max":
+            return by_orientation.amax(dim=2)
+        return by_orientation.mean(dim=2)
+
+    def extra_repr(self) -> str:
+        return f"{self.orientations}, {self.mode!r}"
+
+
+class Scale2d(nn.Module):
+    """A line for each channel, y = factor · x + shift: a batch norm that no convolution could take in."""
+
+    factor: Tensor
+    shift: Tensor
+
+    def __init__(self, factor: Tensor, shift: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("factor", factor.view(-1, 1, 1))
+        self.register_buffer("shift", shift.view(-1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addcmul(self.shift, x, self.factor)
+
+    def extra_repr(self) -> str:
+        return str(self.factor.shape[0])
+
+
+class ChannelNorm2d(nn.Module):
+    """A layer norm of the channels at each position, with a scale and a shift of each channel."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(bias)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.permute(0, 2, 3, 1)  # (B, H, W, C), as it lies in memory
+        return F.layer_norm(rows, self.weight.shape, self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class CenterCrop2d(nn.Module):
+    """The middle height × width pixels of maps (..., H, W); what has no middle is refused, unless a graph is made."""
+
+    def forward(self, x: Tensor, height: int, width: int) -> Tensor:
+        if not torch.jit.is_scripting():  # on a line of its own, since the compiler of scripts leaves out such blocks only
+            if not is_recorded():
+                return center_crop(x, height, width)
+        top, left = (x.size(-2) - height) // 2, (x.size(-1) - width) // 2
+        return x[..., top : top + height, left : left + width]

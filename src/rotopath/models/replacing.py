@@ -1,0 +1,174 @@
+"""For each layer the plain one that computes the same on (B, C·N, H, W), in evaluation.
+
+In: a layer, and the number of orientations of what it reads (none for images). Out: torch's own layer, or one of
+`plain`, and the number of orientations of what that gives.
+"""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from rotopath.models.plain import ChannelNorm2d, OrientationPool2d, Scale2d
+from rotopath.nn import (
+    GroupAvgPool2d,
+    GroupBatchNorm2d,
+    GroupConv2d,
+    GroupDropout2d,
+    GroupLayerNorm2d,
+    GroupMaxPool2d,
+    GroupNorm2d,
+    GroupUpsample2d,
+    LiftConv2d,
+    Project,
+)
+
+GROUP_LAYERS = (
+    GroupAvgPool2d,
+    GroupBatchNorm2d,
+    GroupConv2d,
+    GroupDropout2d,
+    GroupLayerNorm2d,
+    GroupMaxPool2d,
+    GroupNorm2d,
+    GroupUpsample2d,
+    Project,
+)
+POINTWISE = (
+    nn.CELU,
+    nn.ELU,
+    nn.GELU,
+    nn.Hardshrink,
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.Hardtanh,
+    nn.LeakyReLU,
+    nn.LogSigmoid,
+    nn.Mish,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.SELU,
+    nn.SiLU,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Softshrink,
+    nn.Softsign,
+    nn.Tanh,
+    nn.Tanhshrink,
+    nn.Threshold,
+)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+Line = tuple[Tensor, Tensor]  # factor and shift of each channel
+
+
+def replace_image_layer(layer: nn.Module) -> tuple[nn.Module, int | None]:
+    """What stands for a layer that reads images."""
+    match layer:
+        case LiftConv2d():
+            return _plain_conv(layer, layer.in_channels), layer.orientations
+        case nn.BatchNorm2d():
+            return Scale2d(*_line(layer)), None
+        case nn.Conv2d():
+            return _keep(layer).to(memory_format=torch.channels_last), None
+        case _ if isinstance(layer, DROPOUTS):
+            return nn.Identity(), None
+        case _ if isinstance(layer, GROUP_LAYERS):
+            raise ValueError(f"{_name(layer)} reads SE(2) features, but is given images")
+    return _keep(layer), None
+
+
+def replace_group_layer(layer: nn.Module, orientations: int) -> tuple[nn.Module, int | None]:
+    """What stands for a layer that reads SE(2) features."""
+    n = orientations
+    match layer:
+        case GroupConv2d():
+            if layer.orientations != n:
+                raise ValueError(f"{_name(layer)} has {layer.orientations} orientations, but is given {n}")
+            return _plain_conv(layer, layer.in_channels * n), n
+        case GroupBatchNorm2d():
+            return Scale2d(*(each.repeat_interleave(n) for each in _line(layer))), n
+        case GroupNorm2d():
+            return _plain_group_norm(layer, n), n
+        case GroupLayerNorm2d():
+            weight, bias = (each.detach().repeat_interleave(n) for each in (layer.weight, layer.bias))
+            return ChannelNorm2d(weight, bias, layer.eps), n
+        case GroupMaxPool2d():
+            return nn.MaxPool2d(layer.size, layer.stride, layer.padding), n
+        case GroupAvgPool2d():
+            return nn.AvgPool2d(layer.size, layer.stride, layer.padding), n
+        case GroupUpsample2d():
+            return nn.Upsample(scale_factor=float(layer.scale), mode=layer.mode), n
+        case Project():
+            return OrientationPool2d(n, layer.mode) if n > 1 else nn.Identity(), None
+        case nn.PReLU():
+            each = 1 if layer.num_parameters == 1 else n
+            wide = nn.PReLU(layer.num_parameters * each)
+            wide.weight = nn.Parameter(layer.weight.detach().repeat_interleave(each))
+            return wide, n
+        case nn.Identity():
+            return nn.Identity(), n
+        case _ if isinstance(layer, DROPOUTS):
+            return nn.Identity(), n
+        case _ if isinstance(layer, POINTWISE):
+            return _keep(layer), n
+    raise ValueError(f"{_name(layer)} is given SE(2) features, and is neither a layer of rp.nn nor point-wise")
+
+
+def fold(conv: nn.Conv2d, scale: Scale2d) -> nn.Conv2d:
+    """The convolution that computes both."""
+    factor, shift = (each.flatten().double().cpu() for each in (scale.factor, scale.shift))
+    folded = copy.deepcopy(conv)
+    weight = conv.weight.double().cpu() * factor[:, None, None, None]
+    bias = shift if conv.bias is None else conv.bias.double().cpu() * factor + shift
+    folded.weight = nn.Parameter(weight.to(conv.weight).contiguous(memory_format=torch.channels_last))
+    folded.bias = nn.Parameter(bias.to(conv.weight))
+    return folded
+
+
+def _plain_conv(layer: LiftConv2d | GroupConv2d, in_channels: int) -> nn.Conv2d:
+    kernels = layer.kernels().detach()
+    conv = nn.Conv2d(
+        in_channels,
+        layer.out_channels * layer.orientations,
+        layer.kernel_size,
+        layer.stride,
+        layer.padding,
+        layer.dilation,
+        layer.groups,
+        bias=layer.bias is not None,
+        padding_mode=layer.padding_mode,
+        device="meta",
+    )
+    conv.weight = nn.Parameter(kernels.contiguous(memory_format=torch.channels_last))
+    if layer.bias is not None:
+        conv.bias = nn.Parameter(layer.bias.detach().repeat_interleave(layer.orientations))
+    return conv
+
+
+def _plain_group_norm(layer: GroupNorm2d, orientations: int) -> nn.GroupNorm:
+    norm = nn.GroupNorm(layer.num_groups, layer.num_channels * orientations, layer.eps, layer.affine, device="meta")
+    if layer.affine:
+        norm.weight = nn.Parameter(layer.weight.detach().repeat_interleave(orientations))
+        norm.bias = nn.Parameter(layer.bias.detach().repeat_interleave(orientations))
+    return norm
+
+
+def _line(norm: nn.BatchNorm2d | nn.BatchNorm3d) -> Line:
+    """What batch norm does in evaluation, computed in float64 and rounded once."""
+    if norm.running_mean is None or norm.running_var is None:
+        raise ValueError(f"{_name(norm)} keeps no running statistics, and normalises by what it sees")
+    mean, variance = norm.running_mean.double().cpu(), norm.running_var.double().cpu()
+    factor = (variance + norm.eps).rsqrt()
+    shift = -mean * factor
+    if norm.affine:
+        weight, bias = (each.detach().double().cpu() for each in (norm.weight, norm.bias))
+        factor, shift = factor * weight, shift * weight + bias
+    return factor.to(norm.running_mean), shift.to(norm.running_mean)
+
+
+def _keep(layer: nn.Module) -> nn.Module:
+    return copy.deepcopy(layer)
+
+
+def _name(layer: nn.Module) -> str:
+    return type(layer).__name__
