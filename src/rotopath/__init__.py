@@ -7,8 +7,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rotopath import data, evaluation, group, images, inference, models, nn, recipe, runs, tasks, training
+    from rotopath import (
+        data,
+        evaluation,
+        exporting,
+        group,
+        images,
+        inference,
+        models,
+        nn,
+        recipe,
+        runs,
+        tasks,
+        training,
+    )
     from rotopath.evaluation import equivariance_error
+    from rotopath.models import freeze
     from rotopath.runs import load
 
 __version__ = "0.1.0"
@@ -16,6 +30,8 @@ __all__ = [
     "data",
     "equivariance_error",
     "evaluation",
+    "exporting",
+    "freeze",
     "group",
     "images",
     "inference",
@@ -28,7 +44,7 @@ __all__ = [
     "training",
 ]
 
-_HOMES = {"equivariance_error": "rotopath.evaluation", "load": "rotopath.runs"}
+_HOMES = {"equivariance_error": "rotopath.evaluation", "freeze": "rotopath.models", "load": "rotopath.runs"}
 
 
 def __getattr__(name: str) -> Any:

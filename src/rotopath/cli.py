@@ -145,6 +145,22 @@ def evaluate(
     _print_scores(run, written)
 
 
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    to: Annotated[
+        str, typer.Option(help="torchscript, which WSInfer and QuPath read; onnx; or torch, a program of torch.export.")
+    ] = "torchscript",
+    out: Annotated[Path | None, typer.Option(help="A folder for the model; in the run folder when left out.")] = None,
+) -> None:
+    """Write the network of a run for other software: as a plain CNN, with what it expects and where it comes from."""
+    with _mistakes_in_one_sentence():
+        from rotopath.exporting import export as export_run
+
+        place = export_run(run, to, out)
+    _print_place("Exported", place)
+
+
 @data_app.command("check")
 def data_check(
     path: Annotated[Path, typer.Argument(help="A folder of AMIDA13, Kumar/MoNuSeg or PCam, or a manifest.")],
@@ -277,7 +293,9 @@ def _mistakes_in_one_sentence() -> Iterator[None]:
         yield
     except ModuleNotFoundError as missing:
         package = str(missing.name).partition(".")[0]
-        extra = "cluster" if package in ("dask", "distributed", "dask_jobqueue") else "train"
+        extras = dict.fromkeys(("dask", "distributed", "dask_jobqueue"), "cluster")
+        extras |= dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), "onnx")
+        extra = extras.get(package, "train")
         _refuse(f"This needs {package}: pip install 'rotopath[{extra}]'.")
     except (DataError, UnreadableFileError, RecipeError, RunError) as error:
         _refuse(str(error))

@@ -8,7 +8,7 @@ import hashlib
 import json
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -111,10 +111,7 @@ def describe(recipe: Recipe, collection: Collection) -> dict[str, object]:
     """Where a run comes from: versions, commit, seed, data."""
     return {
         "begun": now(),
-        "rotopath": rotopath.__version__,
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        **describe_software(),
         "seed": recipe.seed,
         "data": {
             "source": collection.source,
@@ -122,6 +119,16 @@ def describe(recipe: Recipe, collection: Collection) -> dict[str, object]:
             "fingerprint": fingerprint(collection),
             "images": len(collection.pictures),
         },
+    }
+
+
+def describe_software(packages: Sequence[str] = PACKAGES) -> dict[str, object]:
+    """Versions of what computes, and its commit."""
+    return {
+        "rotopath": rotopath.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "packages": {name: found for name in packages if (found := _version(name))},
     }
 
 

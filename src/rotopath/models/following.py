@@ -4,7 +4,7 @@ In: a module in evaluation mode. Out: its graph; or one sentence about what cann
 """
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import fx, nn
 
@@ -22,20 +22,40 @@ class Value(fx.Proxy):
             return -index.start
         raise TypeError("the number of axes of a tensor is not known here; write x.shape[-2:]")
 
+    def __iadd__(self, other: object) -> fx.Proxy:
+        return self._change(operator.iadd, other)
+
+    def __isub__(self, other: object) -> fx.Proxy:
+        return self._change(operator.isub, other)
+
+    def __imul__(self, other: object) -> fx.Proxy:
+        return self._change(operator.imul, other)
+
+    def __itruediv__(self, other: object) -> fx.Proxy:
+        return self._change(operator.itruediv, other)
+
+    def _change(self, how: Callable[..., object], other: object) -> fx.Proxy:
+        """In place, as tensors do it: torch.fx itself takes x += y for x + y, and other names of x keep the old one."""
+        return self.tracer.create_proxy("call_function", how, (self, other), {})
+
 
 class Follower(fx.Tracer):
     """Takes the layers of torch and of rotopath, and whole networks, for single steps, and looks into all others."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002
-        # A subclass that leaves forward as it is, such as a parametrised layer, is the layer that it inherits from.
-        is_layer = type(m).forward.__module__.startswith(("torch.nn", "rotopath.nn"))
-        return isinstance(m, Network) or (is_layer and not isinstance(m, nn.Sequential))
+        return isinstance(m, Network) or is_layer(m)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return Value(node, self)
 
     def iter(self, obj: fx.Proxy) -> Iterator[fx.Proxy]:
-        return iter([obj[i] for i in range(len(obj))])
+        return iter([obj[i] for i in range(len(obj))])  # type: ignore[index]
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Whether torch or rotopath wrote its forward; a subclass that leaves that as it is, such as a parametrised one."""
+    home = type(module).forward.__module__
+    return home.startswith(("torch.nn.", "rotopath.nn.")) and not isinstance(module, nn.Sequential)
 
 
 def follow(module: nn.Module) -> fx.Graph:
@@ -45,7 +65,7 @@ def follow(module: nn.Module) -> fx.Graph:
         follower.traced_func_name = "compute_logits"
     try:
         return follower.trace(module)
-    except (fx.proxy.TraceError, ValueError, TypeError, RuntimeError, AttributeError, NotImplementedError) as error:
+    except Exception as error:  # of any kind: it is the user's code that runs, on values it was not written for
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
             f"freeze cannot follow the forward of {type(module).__name__} ({reason}); it may use layers and functions, "

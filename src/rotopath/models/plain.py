@@ -7,13 +7,14 @@ scripted, traced and exported with any batch, height and width.
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.jit import is_scripting, is_tracing  # type: ignore[attr-defined]
 
 from rotopath.nn import center_crop
 
 
 def is_recorded() -> bool:
     """Whether the call that runs is written down, for any size, rather than answered."""
-    return torch.jit.is_tracing() or torch.compiler.is_exporting()
+    return bool(is_tracing()) or torch.compiler.is_exporting()  # type: ignore[no-untyped-call]
 
 
 class OrientationPool2d(nn.Module):
@@ -25,10 +26,8 @@ class OrientationPool2d(nn.Module):
         self.mode = mode
 
     def forward(self, x: Tensor) -> Tensor:
-        by_orientation = x.unflatten(1, [-1, self.orientations])  # (B, C, N, H, W), a view
-        if self.mode == "max":
-            return by_orientation.amax(dim=2)
-        return by_orientation.mean(dim=2)
+        by_orientation = torch.unflatten(x, 1, [-1, self.orientations])  # (B, C, N, H, W), a view
+        return by_orientation.amax(dim=2) if self.mode == "max" else by_orientation.mean(dim=2)
 
     def extra_repr(self) -> str:
         return f"{self.orientations}, {self.mode!r}"
@@ -73,7 +72,7 @@ class CenterCrop2d(nn.Module):
     """The middle height × width pixels of maps (..., H, W); what has no middle is refused, unless a graph is made."""
 
     def forward(self, x: Tensor, height: int, width: int) -> Tensor:
-        if not torch.jit.is_scripting():  # on a line of its own, since the compiler of scripts leaves out such blocks only
+        if not is_scripting():  # noqa: SIM102  # alone: only then a script leaves out what is below
             if not is_recorded():
                 return center_crop(x, height, width)
         top, left = (x.size(-2) - height) // 2, (x.size(-1) - width) // 2

@@ -69,7 +69,7 @@ def replace_image_layer(layer: nn.Module) -> tuple[nn.Module, int | None]:
         case nn.BatchNorm2d():
             return Scale2d(*_line(layer)), None
         case nn.Conv2d():
-            return _keep(layer).to(memory_format=torch.channels_last), None
+            return _keep(layer).to(memory_format=torch.channels_last), None  # type: ignore[call-overload]
         case _ if isinstance(layer, DROPOUTS):
             return nn.Identity(), None
         case _ if isinstance(layer, GROUP_LAYERS):
@@ -99,7 +99,7 @@ def replace_group_layer(layer: nn.Module, orientations: int) -> tuple[nn.Module,
         case GroupUpsample2d():
             return nn.Upsample(scale_factor=float(layer.scale), mode=layer.mode), n
         case Project():
-            return OrientationPool2d(n, layer.mode) if n > 1 else nn.Identity(), None
+            return OrientationPool2d(n, layer.mode), None
         case nn.PReLU():
             each = 1 if layer.num_parameters == 1 else n
             wide = nn.PReLU(layer.num_parameters * each)
@@ -136,7 +136,7 @@ def _plain_conv(layer: LiftConv2d | GroupConv2d, in_channels: int) -> nn.Conv2d:
         layer.dilation,
         layer.groups,
         bias=layer.bias is not None,
-        padding_mode=layer.padding_mode,
+        padding_mode=layer.padding_mode,  # type: ignore[arg-type]
         device="meta",
     )
     conv.weight = nn.Parameter(kernels.contiguous(memory_format=torch.channels_last))

@@ -21,10 +21,13 @@ def simplify(module: fx.GraphModule) -> None:
     for node in reversed(module.graph.nodes):
         if not node.users and node.target in ("size", operator.floordiv):
             module.graph.erase_node(node)  # sizes that nobody asked for
-    for node in list(module.graph.nodes):
+    steps: list[fx.Node] = list(module.graph.nodes)
+    for node in steps:
         layer = _layer(module, node)
         if isinstance(layer, Scale2d):
             _fold_into_conv(module, node, layer)
+        elif isinstance(layer, OrientationPool2d) and layer.orientations == 1 and _reads_alone(node):
+            _erase(module, node)  # a copy that nobody can tell from what it copies
     for node in list(module.graph.nodes):
         if isinstance(_layer(module, node), nn.ReLU):
             _sink(module, node)
@@ -40,17 +43,21 @@ def _fold_into_conv(module: fx.GraphModule, node: fx.Node, scale: Scale2d) -> No
     before = node.args[0]
     assert isinstance(before, fx.Node)
     conv = _layer(module, before)
-    if type(conv) is nn.Conv2d and _only_user(before) is node:
+    if type(conv) is nn.Conv2d and _reads_alone(node):
         setattr(module, str(before.target), fold(conv, scale))
-        node.replace_all_uses_with(before)
-        module.graph.erase_node(node)
+        _erase(module, node)
+
+
+def _erase(module: fx.GraphModule, node: fx.Node) -> None:
+    node.replace_all_uses_with(node.all_input_nodes[0])
+    module.graph.erase_node(node)
 
 
 def _sink(module: fx.GraphModule, relu: fx.Node) -> None:
     """Swap ReLU with the maxima that follow it. Both are read by one step only, so nobody sees the difference."""
     before = relu.args[0]
     assert isinstance(before, fx.Node)
-    while (after := _only_user(relu)) and _only_user(before) is relu and _is_maximum(_layer(module, after)):
+    while (after := _only_user(relu)) and _reads_alone(relu) and _is_maximum(_layer(module, after)):
         after.replace_input_with(relu, before)
         after.replace_all_uses_with(relu)
         relu.replace_input_with(before, after)
@@ -70,6 +77,10 @@ def _is_fresh(module: fx.GraphModule, node: object) -> bool:
 
 def _only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def _reads_alone(node: fx.Node) -> bool:
+    return _only_user(node.all_input_nodes[0]) is node
 
 
 def _layer(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:

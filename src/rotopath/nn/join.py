@@ -13,7 +13,9 @@ def center_crop(x: Tensor, height: int, width: int) -> Tensor:
     >>> rp.nn.center_crop(torch.zeros(1, 8, 4, 24, 24), 16, 16).shape
     torch.Size([1, 8, 4, 16, 16])
     """
-    if has_torch_function((x,)):  # as torch's own functions do: what follows a program, as torch.fx, meets this one whole
+    if has_torch_function(
+        (x,)
+    ):  # as torch's own functions do: what follows a program, as torch.fx, meets this one whole
         cropped: Tensor = handle_torch_function(center_crop, (x,), x, height, width)
         return cropped
     margins = x.shape[-2] - height, x.shape[-1] - width

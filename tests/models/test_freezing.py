@@ -1,0 +1,484 @@
+"""Frozen networks: plain layers, the same answers, and a sentence for what has no plain counterpart."""
+
+import copy
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrizations, prune
+
+import rotopath as rp
+from rotopath.inference import predict, predict_patches
+from rotopath.models import FrozenNetwork
+from rotopath.models.plain import CenterCrop2d, ChannelNorm2d, OrientationPool2d, Scale2d
+
+BUILDERS = {"mitosis": rp.models.mitosis, "nuclei": rp.models.nuclei, "tumor": rp.models.tumor}
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+OWN = (FrozenNetwork, CenterCrop2d, ChannelNorm2d, OrientationPool2d, Scale2d)
+DTYPES = (torch.float32, torch.float64)
+CPU = torch.device("cpu")
+Model = TypeVar("Model", bound=nn.Module)
+
+every_network = pytest.mark.parametrize("name", BUILDERS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
+
+
+def settle(model: Model) -> Model:
+    """Statistics and lines of batch norm, and biases, that a mistake would show in."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
+            module.running_mean.normal_(std=0.5)
+            module.running_var.uniform_(0.5, 2)
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 1:
+                nn.init.uniform_(parameter, *((0.5, 1.5) if name == "weight" else (-0.5, 0.5)))
+    return model.eval()
+
+
+def difference(frozen: nn.Module, model: nn.Module, *inputs: Tensor) -> float:
+    """The largest one, relative to the answers where those are large."""
+    with torch.no_grad():
+        given, wanted = frozen(*[x.clone() for x in inputs]), model(*[x.clone() for x in inputs])
+    assert given.shape == wanted.shape
+    assert given.dtype == wanted.dtype
+    return float((given - wanted).abs().max() / wanted.abs().max().clamp(min=1))
+
+
+def kinds(model: nn.Module) -> set[type]:
+    return {type(module) for module in model.modules() if not isinstance(module, fx.GraphModule)}
+
+
+def is_plain(model: nn.Module) -> bool:
+    return all(kind in OWN or kind.__module__.startswith("torch.nn.") for kind in kinds(model))
+
+
+@every_network
+@pytest.mark.parametrize("orientations", [1, 4, 8])
+@every_dtype
+def test_frozen_networks_give_the_same_logits(name: str, orientations: int, dtype: torch.dtype) -> None:
+    net = settle(BUILDERS[name](orientations).to(dtype))
+    frozen = rp.freeze(net)
+    field, step = net.receptive_field, net.architecture.size_step
+    for batch, rows, columns in ((1, 0, 0), (2, 1, 3)):
+        x = torch.rand(batch, 3, field + rows * step, field + columns * step, dtype=dtype)
+        assert difference(frozen, net, x) < TOLERANCE[dtype]
+    assert is_plain(frozen)
+    assert not kinds(frozen) & {nn.BatchNorm2d, Scale2d}, "batch norm is in the convolutions"
+    assert isinstance(frozen, FrozenNetwork)
+    assert not frozen.training
+    assert not any(parameter.requires_grad for parameter in frozen.parameters())
+
+
+def test_the_plain_cnn_has_the_layers_one_expects() -> None:
+    layers = rp.freeze(rp.models.mitosis(8)).layers
+    assert isinstance(layers, nn.Sequential)
+    stage = [nn.Conv2d, nn.MaxPool2d, nn.ReLU]  # the maximum first: ReLU then has a quarter to do
+    head = [nn.Conv2d, nn.ReLU, nn.Conv2d, OrientationPool2d, nn.ReLU, nn.Conv2d]
+    assert [type(layer) for layer in layers] == [*stage * 3, *head]
+    assert all(layer.inplace for layer in layers if isinstance(layer, nn.ReLU))
+    widths = [layer.out_channels for layer in layers if isinstance(layer, nn.Conv2d)]
+    assert widths == [64, 64, 64, 64, 128, 1]
+    assert all(
+        layer.weight.is_contiguous(memory_format=torch.channels_last) for layer in layers if hasattr(layer, "weight")
+    )
+    assert OrientationPool2d not in kinds(rp.freeze(rp.models.mitosis(1))), "one orientation needs no maximum"
+
+
+def test_features_stay_channels_last() -> None:
+    for name, build in BUILDERS.items():
+        frozen = rp.freeze(build(4))
+        seen: list[Tensor] = []
+        for layer in frozen.layers.children():
+            layer.register_forward_hook(lambda _layer, _x, y, seen=seen: seen.append(y))
+        frozen(torch.rand(2, 3, *[frozen.receptive_field + 2 * frozen.architecture.size_step] * 2))
+        maps = [y for y in seen if y.shape[1] > 1]
+        assert all(y.permute(0, 2, 3, 1).flatten(2).stride(-1) == 1 for y in maps), name
+
+
+@every_network
+def test_frozen_networks_turn_exactly_by_90_degrees(name: str) -> None:
+    frozen = rp.freeze(settle(BUILDERS[name](8)).double())
+    x = torch.rand(2, 3, frozen.receptive_field, frozen.receptive_field, dtype=torch.float64)
+    assert rp.equivariance_error(frozen, x) < 1e-10
+    ordinary = rp.freeze(settle(BUILDERS[name](1)).double())
+    assert rp.equivariance_error(ordinary, x) > 0.01, "and a network of one orientation does not"
+
+
+@every_network
+def test_the_original_is_not_changed_and_shares_nothing(name: str) -> None:
+    net = settle(BUILDERS[name](4)).train()
+    before = copy.deepcopy(net.state_dict())
+    frozen = rp.freeze(net)
+    assert net.training
+    for parameter in frozen.parameters():
+        nn.init.zeros_(parameter)
+    assert all(torch.equal(before[key], value) for key, value in net.state_dict().items())
+    assert all(parameter.requires_grad for parameter in net.parameters())
+
+
+def test_training_mode_is_frozen_by_its_running_statistics() -> None:
+    net = settle(nn.Sequential(rp.models.tumor(4), nn.Dropout(0.5)))
+    x = torch.rand(2, 3, 88, 88)
+    assert difference(rp.freeze(copy.deepcopy(net).train()), net, x) < 1e-5
+
+
+def test_bytes_are_scaled_by_the_network_itself() -> None:
+    for dtype in DTYPES:
+        net = settle(rp.models.mitosis(4).to(dtype))
+        images = torch.randint(0, 256, (2, 3, 68, 76), dtype=torch.uint8)
+        assert difference(rp.freeze(net), net, images) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.zeros(1, 3, 65, 68),
+        torch.zeros(1, 3, 68, 110),
+        torch.zeros(1, 3, 68, 110, dtype=torch.uint8),
+        torch.zeros(1, 4, 68, 68),
+        torch.zeros(3, 68, 68),
+        torch.zeros(1, 3, 68, 68, dtype=torch.int64),
+        [1, 2],
+    ],
+    ids=["small", "off the grid", "bytes off the grid", "channels", "no batch", "int64", "list"],
+)
+def test_wrong_images_get_the_same_sentence(x: Tensor) -> None:
+    net = rp.models.mitosis(4)
+    with pytest.raises(ValueError) as original:  # noqa: PT011
+        net(x)
+    with pytest.raises(ValueError) as frozen:  # noqa: PT011
+        rp.freeze(net)(x)
+    assert str(frozen.value) == str(original.value)
+
+
+@every_network
+def test_predict_takes_a_frozen_network(name: str) -> None:
+    net = settle(BUILDERS[name](4))
+    frozen = rp.freeze(net)
+    image = np.random.default_rng(0).integers(0, 256, (70, 51, 3), dtype=np.uint8)
+    given, wanted = (predict(each, image, CPU, rotations=2, tile_px=100) for each in (frozen, net))
+    np.testing.assert_allclose(given.probabilities, wanted.probabilities, atol=1e-5)
+    assert (given.stride_px, given.first_px) == (wanted.stride_px, wanted.first_px)
+    if name != "nuclei":
+        windows = torch.randint(0, 256, (3, 3, 100, 100), dtype=torch.uint8)
+        np.testing.assert_allclose(predict_patches(frozen, windows, 4), predict_patches(net, windows, 4), atol=1e-5)
+    assert repr(frozen).startswith(f"{name}(\n  orientations=4")
+    assert (frozen.stride, frozen.receptive_field) == (net.stride, net.receptive_field)
+    assert frozen.nearest_sizes(200) == net.nearest_sizes(200)
+
+
+def test_freezing_twice_is_freezing_once() -> None:
+    frozen = rp.freeze(settle(rp.models.mitosis(4)))
+    again = rp.freeze(frozen)
+    assert again is not frozen
+    assert difference(again, frozen, torch.rand(1, 3, 68, 68)) == 0
+
+
+# Modules of one's own.
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int, orientations: int, in_place: bool = False) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            rp.nn.GroupConv2d(channels, channels, 3, orientations, padding="same", bias=False),
+            rp.nn.GroupBatchNorm2d(channels),
+            nn.ReLU(in_place),
+            rp.nn.GroupConv2d(channels, channels, 3, orientations, padding=1, padding_mode="circular"),
+            rp.nn.GroupBatchNorm2d(channels, affine=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        y += x
+        return F.relu(y)
+
+
+class UNet(nn.Module):
+    def __init__(self, orientations: int = 4) -> None:
+        super().__init__()
+        n = orientations
+        self.lift = rp.nn.LiftConv2d(3, 4, 3, n, padding=1, padding_mode="reflect")
+        self.norm = rp.nn.GroupBatchNorm2d(4)
+        self.down = rp.nn.GroupMaxPool2d(2)
+        self.body = nn.Sequential(Residual(4, n, in_place=True), rp.nn.GroupDropout2d(0.5), rp.nn.GroupLayerNorm2d(4))
+        self.up = rp.nn.GroupUpsample2d(2, mode="bilinear")
+        self.join = rp.nn.GroupConv2d(8, 6, 5, n, dilation=2, groups=2)
+        self.act = nn.PReLU(6)
+        self.project = rp.nn.Project("max")
+        self.head = nn.Sequential(nn.Conv2d(6, 5, 1), nn.BatchNorm2d(5), nn.ReLU(), nn.Dropout2d(), nn.Conv2d(5, 2, 1))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        first = torch.relu(self.norm(self.lift(x)))
+        x = self.up(self.body(self.down(first)))
+        _, channels, n, height, width = x.shape
+        x = rp.nn.concatenate([x, rp.nn.center_crop(first, *x.shape[-2:])]) * (channels / n)
+        features = self.act(self.join(x))
+        maps = self.head(self.project(features))
+        return {"maps": maps, "features": rp.nn.center_crop(features, height - 10, width=width - 10) * 2.0}
+
+
+@every_dtype
+@pytest.mark.parametrize("orientations", [1, 3, 8])
+def test_a_u_net_with_skips_and_several_answers(orientations: int, dtype: torch.dtype) -> None:
+    model = settle(UNet(orientations).to(dtype))
+    frozen = rp.freeze(model)
+    x = torch.rand(2, 3, 16, 20, dtype=dtype)
+    with torch.no_grad():
+        given, wanted = frozen(x), model(x)
+    assert given.keys() == wanted.keys()
+    for key, value in wanted.items():
+        torch.testing.assert_close(given[key], value, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert is_plain(frozen)
+
+
+def test_blocks_from_features_to_features_keep_their_five_axes() -> None:
+    model = settle(Residual(4, 6))
+    frozen = rp.freeze(model)
+    assert difference(frozen, model, torch.randn(2, 4, 6, 7, 9)) < 1e-5
+    layer = rp.nn.GroupConv2d(4, 2, 3, 6, stride=2, padding=1)
+    assert difference(rp.freeze(layer), layer, torch.randn(2, 4, 6, 7, 9)) < 1e-5
+    lift = rp.nn.LiftConv2d(3, 2, 5, 8)
+    assert difference(rp.freeze(lift), lift, torch.randn(2, 3, 7, 9)) < 1e-5
+    assert type(next(rp.freeze(lift).children())) is nn.Conv2d
+
+
+class Shared(nn.Module):
+    """One convolution used twice, and features that others still read when ReLU has changed them in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = rp.nn.LiftConv2d(3, 4, 3, 4)
+        self.conv = rp.nn.GroupConv2d(4, 4, 3, 4, padding=1)
+        self.norms = nn.ModuleList(rp.nn.GroupBatchNorm2d(4) for _ in range(2))
+        self.relu = nn.ReLU(inplace=True)
+        self.pool = rp.nn.GroupMaxPool2d(2)
+        self.project = rp.nn.Project("mean")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lift(x)
+        for norm in self.norms:
+            x = norm(self.conv(x))
+        kept = x
+        y = self.pool(self.relu(x))
+        return self.project(y) + self.project(self.pool(kept - 1)) + self.project(self.pool(self.norms[0](kept)))
+
+
+def test_layers_used_twice_and_changes_in_place() -> None:
+    model = settle(Shared())
+    assert difference(rp.freeze(model), model, torch.randn(2, 3, 10, 12)) < 1e-5
+
+
+class Reused(nn.Module):
+    """A projection of one orientation is a copy, and stays one when it is changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.project = rp.nn.LiftConv2d(3, 2, 3, 1), rp.nn.Project("max")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lift(x)
+        y = self.project(x)
+        y.relu_()
+        return y + self.project(x)
+
+
+def test_a_copy_stays_a_copy() -> None:
+    model = Reused()
+    assert difference(rp.freeze(model), model, torch.randn(2, 3, 8, 8)) < 1e-6
+
+
+class Ensemble(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.members = nn.ModuleList([rp.models.mitosis(n) for n in (1, 4)])
+        self.weight = nn.Parameter(torch.tensor([0.25, 0.75]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        answers = torch.stack([torch.sigmoid(member(x)) for member in self.members], dim=-1)
+        return (answers * self.weight).sum(dim=-1)
+
+
+def test_networks_inside_of_modules() -> None:
+    model = settle(Ensemble())
+    frozen = rp.freeze(model)
+    x = torch.rand(2, 3, 68, 76)
+    assert difference(frozen, model, x) < 1e-5
+    assert is_plain(frozen)
+    with pytest.raises(ValueError, match="mitosis pools on a grid that 70 px does not lie on"):
+        frozen(x[..., :70])
+
+
+def test_parametrised_layers_are_frozen_as_they_are() -> None:
+    model = settle(nn.Sequential(rp.nn.LiftConv2d(3, 4, 3, 4), nn.ReLU(), rp.nn.Project()))
+    parametrizations.spectral_norm(model[0])
+    x = torch.rand(1, 3, 8, 8)
+    assert difference(rp.freeze(model), model.eval(), x) < 1e-5
+
+
+BLOCKS = ("conv", "grouped", "dilated", "strided", "relu", "gelu", "prelu", "batch", "group", "layer", "max", "average")
+BLOCKS += ("up", "smooth", "drop", "residual", "skip", "crop")
+
+
+class Chance(nn.Module):
+    """Layers in any order, with residuals and skips between them."""
+
+    def __init__(self, blocks: list[str], orientations: int, projection: str) -> None:
+        super().__init__()
+        n, c = orientations, 4
+        layers: dict[str, Callable[[], nn.Module]] = {
+            "conv": lambda: rp.nn.GroupConv2d(c, c, 3, n, padding="same"),
+            "grouped": lambda: rp.nn.GroupConv2d(c, c, 3, n, padding=1, groups=2, bias=False, padding_mode="replicate"),
+            "dilated": lambda: rp.nn.GroupConv2d(c, c, 3, n, padding=2, dilation=2),
+            "strided": lambda: rp.nn.GroupConv2d(c, c, 3, n, stride=2, padding=1),
+            "relu": lambda: nn.ReLU(inplace=True),
+            "gelu": nn.GELU,
+            "prelu": lambda: nn.PReLU(c),
+            "batch": lambda: rp.nn.GroupBatchNorm2d(c),
+            "group": lambda: rp.nn.GroupNorm2d(2, c),
+            "layer": lambda: rp.nn.GroupLayerNorm2d(c),
+            "max": lambda: rp.nn.GroupMaxPool2d(3, stride=2, padding=1),
+            "average": lambda: rp.nn.GroupAvgPool2d(3, stride=1, padding=1),
+            "up": lambda: rp.nn.GroupUpsample2d(2),
+            "smooth": lambda: rp.nn.GroupUpsample2d(2, mode="bilinear"),
+            "drop": lambda: rp.nn.GroupDropout2d(0.3),
+            "residual": lambda: Residual(c, n),
+            "skip": lambda: rp.nn.GroupConv2d(2 * c, c, 1, n),
+            "crop": nn.Identity,
+        }
+        self.blocks = blocks
+        self.lift = rp.nn.LiftConv2d(3, c, 3, n, padding=1)
+        self.layers = nn.ModuleList(layers[block]() for block in blocks)
+        self.project = rp.nn.Project(projection)
+        self.head = nn.Conv2d(c, 2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lift(x)
+        for block, layer in zip(self.blocks, self.layers, strict=True):
+            if block == "crop":
+                x = rp.nn.center_crop(x, x.shape[-2] - 2, x.size(-1) - 2)
+            elif block == "skip":
+                x = layer(rp.nn.concatenate((x, x * 0.5)))
+            else:
+                x = layer(x)
+        return self.head(self.project(x))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    blocks=st.lists(st.sampled_from(BLOCKS), max_size=6),
+    orientations=st.integers(1, 5),
+    projection=st.sampled_from(["max", "mean"]),
+    seed=st.integers(0, 1000),
+)
+def test_modules_of_chance(blocks: list[str], orientations: int, projection: str, seed: int) -> None:
+    torch.manual_seed(seed)
+    model = settle(Chance(blocks, orientations, projection).double())
+    x = torch.rand(2, 3, 17, 9, dtype=torch.float64)
+    try:
+        model(x)
+    except ValueError:  # a size that two layers in this order cannot both have
+        return
+    frozen = rp.freeze(model)
+    assert difference(frozen, model, x) < 1e-12
+    assert is_plain(frozen)
+
+
+# What cannot be frozen.
+
+
+class Calls(nn.Module):
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.lift, self.project, self.act = rp.nn.LiftConv2d(3, 2, 3, 4), rp.nn.Project(), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(self.act(self.lift(x)))
+
+
+class Decides(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (Calls(lambda x: x.softmax(dim=2)), r"cannot carry over 'softmax'.* SE\(2\) features is not known; use layers"),
+        (Calls(lambda x: F.interpolate(x, scale_factor=2.0)), "cannot carry over 'interpolate'"),
+        (Calls(lambda x: torch.cat([x, x], dim=2)), "joined along their channels, axis 1, and not along axis 2"),
+        (Calls(lambda x: x[:, 1:]), r"rows and columns may be cut, as by x\[..., top:bottom, left:right\]"),
+        (Calls(lambda x: x + x.mean()), "'mean'"),
+        (Calls(nn.Softmax(dim=1)), r"'act' in act: Softmax is given SE\(2\) features, and is neither a layer of rp.nn"),
+        (Calls(rp.nn.GroupConv2d(2, 2, 3, 8)), "GroupConv2d has 8 orientations, but is given 4"),
+        (nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), rp.nn.GroupMaxPool2d(2)), "cannot be told from layers with none"),
+        (nn.Sequential(rp.models.tumor(4), rp.nn.GroupMaxPool2d(2)), "GroupMaxPool2d reads .* but is given images"),
+        (nn.Sequential(rp.nn.LiftConv2d(3, 2, 3, 4), rp.models.tumor(4)), "a network reads images, but is given SE"),
+        (
+            nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, track_running_stats=False)),
+            "keeps no running statistics",
+        ),
+        (Decides(), "cannot follow the forward of Decides .* no decisions that hang on a tensor"),
+        (
+            nn.Sequential(prune.random_unstructured(rp.nn.LiftConv2d(3, 2, 3, 4), "weight", 0.5)),
+            "not hooks, but 0 has some; remove them first .*prune.remove",
+        ),
+    ],
+)
+def test_what_cannot_be_frozen_is_named_in_one_sentence(model: nn.Module, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence) as error:
+        rp.freeze(model)
+    assert "\n" not in str(error.value)
+    assert str(error.value).endswith(".")
+
+
+# Graphs of it.
+
+
+@pytest.fixture(scope="module", params=BUILDERS)
+def pair(request: pytest.FixtureRequest) -> tuple[rp.models.Network, nn.Module]:
+    torch.manual_seed(0)
+    net = settle(BUILDERS[request.param](4))
+    return net, rp.freeze(net)
+
+
+def images_of_several_sizes(net: rp.models.Network) -> list[Tensor]:
+    field, step = net.receptive_field, net.architecture.size_step
+    return [torch.rand(b, 3, field + i * step, field + j * step) for b, i, j in ((1, 0, 0), (3, 2, 1))]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_torchscript_takes_any_size(pair: tuple[rp.models.Network, nn.Module], how: str) -> None:
+    net, frozen = pair
+    images = images_of_several_sizes(net)
+    made = torch.jit.script(frozen) if how == "script" else torch.jit.trace(frozen, images[-1])
+    for x in images:
+        assert difference(made, net, x) < 1e-5
+    if how == "script":
+        x = (images[0] * 255).byte()
+        assert difference(made, net, x) < 1e-5
+
+
+def test_torch_compile_takes_it_as_one_graph() -> None:
+    net = settle(rp.models.mitosis(4))
+    compiled = torch.compile(rp.freeze(net), fullgraph=True, backend="eager")
+    assert difference(compiled, net, images_of_several_sizes(net)[0]) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The TorchScript type system:UserWarning")  # torch.fx's own graph modules
+def test_modules_of_ones_own_can_be_scripted_and_copied() -> None:
+    model = settle(
+        nn.Sequential(rp.nn.LiftConv2d(3, 4, 3, 4), Residual(4, 4), rp.nn.GroupNorm2d(2, 4), rp.nn.Project())
+    )
+    frozen = rp.freeze(model)
+    for made in (torch.jit.script(frozen), copy.deepcopy(frozen)):
+        for size in (8, 11):
+            assert difference(made, model, torch.rand(2, 3, size, size)) < 1e-5
