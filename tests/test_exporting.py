@@ -1,0 +1,259 @@
+"""Exports: what other software reads gives the network's answers, and a folder is whole or not there."""
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from typer.testing import CliRunner, Result
+
+import rotopath as rp
+from rotopath import exporting, runs
+from rotopath.cli import app
+from rotopath.exporting import MODELS, check_answers, export
+from rotopath.recipe import make_recipe, write_recipe
+from rotopath.runs import RunError
+
+POINT = {"threshold": 0.375}
+
+
+def make_run(folder: Path, task: str, orientations: int = 4) -> Path:
+    """A finished run that was never trained, with batch norm that does something."""
+    folder.mkdir(parents=True)
+    recipe = make_recipe({"task": task, "data": "nowhere", "orientations": orientations})
+    network = runs.build(recipe)
+    generator = torch.Generator().manual_seed(0)
+    for module in network.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.running_mean.normal_(std=0.2, generator=generator)
+            module.running_var.uniform_(0.5, 2, generator=generator)
+    runs.write_text(folder / runs.RECIPE, write_recipe(recipe))
+    runs.write_json(folder / runs.POINT, POINT)
+    runs.write_json(folder / runs.PROVENANCE, {"seed": 0})
+    runs.save_weights(network, folder / runs.WEIGHTS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("runs")
+    made: dict[str, Path] = {}
+
+    def give(task: str) -> Path:
+        if task not in made:
+            made[task] = make_run(root / f"{task}-run", task)
+        return made[task]
+
+    return give
+
+
+def load_script(folder: Path) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of TorchScript itself, which WSInfer and QuPath still read
+        return torch.jit.load(str(folder / "torchscript_model.pt"))
+
+
+def read(path: Path) -> dict[str, object]:
+    content: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
+    return content
+
+
+@pytest.mark.parametrize(("task", "found"), [("mitosis", "Mitosis"), ("tumor", "Tumor")])
+def test_wsinfer_finds_what_it_asks_for(trained: Callable[[str], Path], tmp_path: Path, task: str, found: str) -> None:
+    place = export(trained(task), "torchscript", tmp_path / "model")
+    files = {"torchscript_model.pt", "config.json", "model.safetensors", "provenance.json", "README.md"}
+    assert {path.name for path in place.iterdir()} == files
+    config = read(place / "config.json")
+    side = {"mitosis": 68, "tumor": 88}[task]
+    expected = {
+        "spec_version": "1.0",
+        "name": f"{task}-run",
+        "architecture": f"rotopath-{task}-N4",
+        "num_classes": 2,
+        "class_names": ["Other", found],
+        "patch_size_pixels": side,
+        "spacing_um_px": {"mitosis": 0.25, "tumor": 1.0}[task],
+        "transform": [{"name": "Resize", "arguments": {"size": side}}, {"name": "ToTensor"}],
+        "operating_point": POINT,
+    }
+    assert {key: config[key] for key in expected} == expected
+    # As WSInfer and QuPath apply it: patches of floats, softmax.
+    model = load_script(place)
+    network = rp.load(trained(task)).network
+    patches = torch.rand(5, 3, side, side)
+    with torch.no_grad():
+        probabilities = model(patches).softmax(dim=1)
+        wanted = network(patches).sigmoid().flatten()
+    torch.testing.assert_close(probabilities[:, 1], wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(probabilities.sum(dim=1), torch.ones(5))
+
+
+def test_a_segmentation_model_does_not_pass_for_a_classifier(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    place = export(trained("nuclei"), "torchscript", tmp_path / "model")
+    config = read(place / "config.json")
+    assert "spec_version" not in config, "WSInfer requires it, and refuses what has none"
+    assert config["class_names"] == ["inside", "border", "background"]
+    assert config["output"] == "logits (B, 3, H', W') of a map"
+    assert config["stain"] == "macenko"
+    assert "not a class for a patch" in (place / "README.md").read_text()
+    model, network = load_script(place), rp.load(trained("nuclei")).network
+    for images in (torch.rand(1, 3, 44, 60), (torch.rand(2, 3, 60, 60) * 255).byte()):
+        with torch.no_grad():
+            torch.testing.assert_close(model(images), network(images), atol=1e-5, rtol=1e-5)
+
+
+def test_onnx_takes_any_batch_and_size(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    place = export(trained("nuclei"), "onnx", tmp_path / "model")
+    session = onnxruntime.InferenceSession(str(place / "model.onnx"), providers=["CPUExecutionProvider"])
+    network = rp.load(trained("nuclei")).network
+    field, step = network.receptive_field, network.architecture.size_step
+    for batch, rows, columns in ((1, 0, 0), (2, 3, 1), (5, 0, 2)):
+        images = torch.rand(batch, 3, field + rows * step, field + columns * step)
+        (logits,) = session.run(["logits"], {"image": images.numpy()})
+        with torch.no_grad():
+            torch.testing.assert_close(torch.from_numpy(logits), network(images), atol=1e-4, rtol=1e-4)
+    assert [path.name for path in place.glob("*.onnx*")] == ["model.onnx"], "weights are inside"
+
+
+def test_a_program_of_torch_export(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    place = export(trained("tumor"), "torch", tmp_path / "model")
+    model = torch.export.load(place / "model.pt2").module(check_guards=False)
+    network = rp.load(trained("tumor")).network
+    for size in ((1, 3, 88, 88), (3, 3, 100, 124)):
+        images = torch.rand(size)
+        torch.testing.assert_close(model(images), network(images).detach(), atol=1e-5, rtol=1e-5)
+    assert read(place / "config.json")["class_names"] == ["Tumor"]
+    assert "check_guards=False" in (place / "README.md").read_text()
+
+
+def test_weights_and_provenance_lie_beside_the_model(trained: Callable[[str], Path]) -> None:
+    place = export(trained("mitosis"), "torchscript")
+    assert place == trained("mitosis") / "export-torchscript"
+    classifier = exporting.PatchClassifier(rp.freeze(rp.models.mitosis(4)))
+    classifier.load_state_dict(load_file(place / "model.safetensors"))
+    patches = torch.rand(2, 3, 68, 68)
+    model = load_script(place)
+    torch.testing.assert_close(model(patches), classifier.eval()(patches))
+    origin = read(place / "provenance.json")
+    assert origin["rotopath"] == rp.__version__
+    assert origin["run"] == str(trained("mitosis"))
+    assert origin["operating_point"] == POINT
+    assert origin["trained"] == {"seed": 0}
+    assert origin["recipe"]["orientations"] == 4
+    assert "commit" in origin
+    assert rp.load(trained("mitosis")).point == POINT, "the run is still one"
+
+
+def test_a_model_that_answers_otherwise_is_not_put_in_place(
+    trained: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = export(trained("tumor"), "torchscript", tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def write_wrong(model: nn.Module, network: rp.models.Network, path: Path) -> Callable[[Tensor], Tensor]:
+        del network
+        path.write_bytes(b"half a model")
+        return lambda images: model(images) + 2e-4
+
+    monkeypatch.setattr(exporting, "WRITERS", {"torchscript": write_wrong})
+    with pytest.raises(RunError, match="does not give the network's answers to images of"):
+        export(trained("tumor"), "torchscript", out)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing half-written is left"
+
+
+def test_answers_are_checked_at_several_sizes() -> None:
+    network = rp.models.mitosis(1).eval()
+    check_answers(network, network, network)
+    for wrong in (lambda x: network(x[:1]), lambda x: network(x) * (1 + 1e-3 * (len(x) > 1)) + 1e-3):
+        with pytest.raises(RunError):
+            check_answers(wrong, network, network)
+
+
+def test_an_export_is_replaced_as_a_whole(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    out = tmp_path / "new" / "model"
+    export(trained("tumor"), "torchscript", out)
+    (out / "leftover.txt").write_text("of the old one")
+    export(trained("mitosis"), "torchscript", out)
+    assert not (out / "leftover.txt").exists()
+    assert read(out / "config.json")["patch_size_pixels"] == 68
+    assert [path.name for path in out.parent.iterdir()] == ["model"]
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(exporting, "_explain", stop)
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_an_interrupted_export_leaves_nothing(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        export(trained("tumor"), "torchscript", tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+# The command.
+
+
+def command(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["export", *map(str, arguments)], env={"COLUMNS": "80"})
+
+
+def test_the_command_writes_a_folder_and_says_where(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    result = command(trained("tumor"), "--out", tmp_path / "model")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.replace("\n", "").startswith("Exported: ")
+    assert set(MODELS.values()) & {path.name for path in (tmp_path / "model").iterdir()} == {"torchscript_model.pt"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("{}/none",), "none is no run folder: there is no such folder."),
+        (("{}/taken",), "holds no run."),
+        (("{run}", "--to", "keras"), "There is no format 'keras' to export to; choose from torchscript, onnx, torch."),
+        (
+            ("{run}", "--out", "{}/taken"),
+            "taken exists and is no export of rotopath; choose another folder with --out.",
+        ),
+        (("{run}", "--out", "{}/file"), "file exists and is no export of rotopath"),
+        (("{run}", "--out", "{}/file/below"), "cannot be read or written"),
+        (("{run}", "--out", "{run}"), "exists and is no export of rotopath"),
+    ],
+)
+def test_mistakes_get_one_sentence_and_exit_code_2(
+    trained: Callable[[str], Path], tmp_path: Path, arguments: tuple[str, ...], sentence: str
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.txt").write_text("dear to somebody")
+    (tmp_path / "file").write_text("a file")
+    run = trained("tumor")
+    before = sorted([*tmp_path.rglob("*"), *run.rglob("*")])
+    result = command(*[word.format(tmp_path, run=run) for word in arguments])
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+    assert sorted([*tmp_path.rglob("*"), *run.rglob("*")]) == before
+
+
+@pytest.mark.parametrize("package", ["onnxruntime", "onnxscript"])
+def test_a_missing_extra_is_named(
+    trained: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    result = command(trained("tumor"), "--to", "onnx", "--out", tmp_path / "model")
+    assert result.exit_code == 2
+    assert result.stderr == f"rotopath: This needs {package}: pip install 'rotopath[onnx]'.\n"
+    assert list(tmp_path.iterdir()) == []
