@@ -54,7 +54,7 @@ class Follower(fx.Tracer):
 
 def is_layer(module: nn.Module) -> bool:
     """Whether torch or rotopath wrote its forward; a subclass that leaves that as it is, such as a parametrised one."""
-    home = type(module).forward.__module__
+    home = type(module).forward.__module__ or ""  # none for what an interpreter was handed as text
     return home.startswith(("torch.nn.", "rotopath.nn.")) and not isinstance(module, nn.Sequential)
 
 

@@ -26,8 +26,10 @@ class OrientationPool2d(nn.Module):
         self.mode = mode
 
     def forward(self, x: Tensor) -> Tensor:
-        by_orientation = torch.unflatten(x, 1, [-1, self.orientations])  # (B, C, N, H, W), a view
-        return by_orientation.amax(dim=2) if self.mode == "max" else by_orientation.mean(dim=2)
+        # Over the last axis of memory, which is fast and leaves the answer channels-last; over dim 2 it would not be.
+        rows = torch.unflatten(x.permute(0, 2, 3, 1), 3, [-1, self.orientations])  # (B, H, W, C, N), a view
+        pooled = rows.amax(dim=4) if self.mode == "max" else rows.mean(dim=4)
+        return pooled.permute(0, 3, 1, 2)
 
     def extra_repr(self) -> str:
         return f"{self.orientations}, {self.mode!r}"
