@@ -137,15 +137,18 @@ def _write_onnx(model: nn.Module, network: Network, path: Path) -> Answer:
     import onnxruntime
 
     example, shapes = _example(network)
-    torch.onnx.export(
-        *(model, (example,), str(path)),
+    program = torch.onnx.export(
+        *(model, (example,)),
         dynamo=True,
         dynamic_shapes=(shapes,),
         input_names=["image"],
         output_names=["logits"],
-        external_data=False,
         verbose=False,
     )
+    assert program is not None
+    for node in program.model.graph:
+        node.metadata_props.clear()  # among them the paths of this machine
+    program.save(str(path), external_data=False)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(["logits"], {"image": images.numpy()})[0])
 

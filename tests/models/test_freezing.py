@@ -1,6 +1,7 @@
 """Frozen networks: plain layers, the same answers, and a sentence for what has no plain counterpart."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -276,6 +277,44 @@ def test_layers_used_twice_and_changes_in_place() -> None:
     assert difference(rp.freeze(model), model, torch.randn(2, 3, 10, 12)) < 1e-5
 
 
+class Aliased(nn.Module):
+    """Two names of one tensor, which += changes for both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.norm, self.project = rp.nn.LiftConv2d(3, 2, 3, 4), rp.nn.GroupBatchNorm2d(2), rp.nn.Project()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lift(x)
+        other = x
+        x += 1
+        x *= x.shape[-1]
+        return self.project(self.norm(other)) - self.project(x)
+
+
+def test_other_names_see_what_is_changed_in_place() -> None:
+    model = settle(Aliased())
+    assert difference(rp.freeze(model), model, torch.randn(2, 3, 8, 8)) < 1e-5
+
+
+class Reader(nn.Module):
+    """Features that are read again behind a ReLU that leaves them as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.relu, self.project = rp.nn.LiftConv2d(3, 2, 3, 4), nn.ReLU(), rp.nn.Project()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lift(x)
+        y = self.relu(x)
+        return self.project(y) - self.project(-x)
+
+
+def test_relu_works_in_place_only_where_nobody_reads_on() -> None:
+    model = Reader()
+    assert difference(rp.freeze(model), model, torch.randn(2, 3, 8, 8)) < 1e-6
+
+
 class Reused(nn.Module):
     """A projection of one orientation is a copy, and stays one when it is changed in place."""
 
@@ -480,6 +519,6 @@ def test_modules_of_ones_own_can_be_scripted_and_copied() -> None:
         nn.Sequential(rp.nn.LiftConv2d(3, 4, 3, 4), Residual(4, 4), rp.nn.GroupNorm2d(2, 4), rp.nn.Project())
     )
     frozen = rp.freeze(model)
-    for made in (torch.jit.script(frozen), copy.deepcopy(frozen)):
+    for made in (torch.jit.script(frozen), copy.deepcopy(frozen), pickle.loads(pickle.dumps(frozen))):
         for size in (8, 11):
             assert difference(made, model, torch.rand(2, 3, size, size)) < 1e-5

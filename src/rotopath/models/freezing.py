@@ -6,6 +6,7 @@ batch norm folded into the convolutions, that give the same answers.
 
 import copy
 from collections import OrderedDict
+from typing import overload
 
 import torch
 from torch import Tensor, fx, nn
@@ -56,6 +57,10 @@ class FrozenNetwork(Network):
         return x
 
 
+@overload
+def freeze(model: Network) -> FrozenNetwork: ...
+@overload
+def freeze(model: nn.Module) -> nn.Module: ...
 def freeze(model: nn.Module) -> nn.Module:
     """The model as a plain CNN: kernels turned once, batch norm folded, torch's own layers, the same answers.
 
