@@ -315,6 +315,32 @@ def test_relu_works_in_place_only_where_nobody_reads_on() -> None:
     assert difference(rp.freeze(model), model, torch.randn(2, 3, 8, 8)) < 1e-6
 
 
+class Window(nn.Module):
+    """ReLU in place on the middle of features, the whole of which is read afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.pool, self.relu = rp.nn.LiftConv2d(3, 2, 3, 4), rp.nn.GroupMaxPool2d(2), nn.ReLU(inplace=True)
+        self.project = rp.nn.Project("mean")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lift(x)
+        middle = self.pool(self.relu(x[..., 2:-2, 2:-2]))
+        return self.project(rp.nn.center_crop(x, 2, 2)) + self.project(middle)
+
+
+def test_a_part_that_is_changed_in_place() -> None:
+    model = Window()
+    assert difference(rp.freeze(model), model, torch.randn(2, 3, 10, 10)) < 1e-6
+
+
+def test_a_pool_that_tells_where_its_maxima_are_stays_behind_relu() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2, return_indices=True))
+    x = torch.randn(1, 3, 10, 10)
+    for given, wanted in zip(rp.freeze(model)(x), model(x), strict=True):
+        torch.testing.assert_close(given, wanted)
+
+
 class Reused(nn.Module):
     """A projection of one orientation is a copy, and stays one when it is changed in place."""
 

@@ -55,8 +55,11 @@ def _erase(module: fx.GraphModule, node: fx.Node) -> None:
 
 def _sink(module: fx.GraphModule, relu: fx.Node) -> None:
     """Swap ReLU with the maxima that follow it. Both are read by one step only, so nobody sees the difference."""
-    before = relu.args[0]
+    before, layer = relu.args[0], _layer(module, relu)
     assert isinstance(before, fx.Node)
+    assert isinstance(layer, nn.ReLU)
+    if layer.inplace and not _is_fresh(module, before):
+        return  # it may change a part of what others read
     while (after := _only_user(relu)) and _reads_alone(relu) and _is_maximum(_layer(module, after)):
         after.replace_input_with(relu, before)
         after.replace_all_uses_with(relu)
@@ -66,7 +69,9 @@ def _sink(module: fx.GraphModule, relu: fx.Node) -> None:
 
 
 def _is_maximum(layer: nn.Module | None) -> bool:
-    return isinstance(layer, nn.MaxPool2d) or (isinstance(layer, OrientationPool2d) and layer.mode == "max")
+    if isinstance(layer, nn.MaxPool2d):
+        return not layer.return_indices
+    return isinstance(layer, OrientationPool2d) and layer.mode == "max"
 
 
 def _is_fresh(module: fx.GraphModule, node: object) -> bool:
