@@ -337,8 +337,8 @@ def test_a_part_that_is_changed_in_place() -> None:
 def test_a_pool_that_tells_where_its_maxima_are_stays_behind_relu() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2, return_indices=True))
     x = torch.randn(1, 3, 10, 10)
-    for given, wanted in zip(rp.freeze(model)(x), model(x), strict=True):
-        torch.testing.assert_close(given, wanted)
+    for got, wanted in zip(rp.freeze(model)(x), model(x), strict=True):
+        torch.testing.assert_close(got, wanted)
 
 
 class Reused(nn.Module):
