@@ -4,13 +4,19 @@ In: a number of orientations or an image size. Out: channels and weights of ever
 stride, and the image sizes that lie on the pooling grid. No tensors here; `network` builds from the same rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import log, prod, sqrt
 
 from rotopath import group
 
 IMAGE_CHANNELS = 3
+POOLINGS = ("max", "max-blur", "rms-blur")
+UPSAMPLINGS = ("nearest", "bilinear")
+PRESETS = {  # the paper's choices, and those that turn with the image off the pixel grid as well
+    "paper": {"kernel": "bilinear", "pooling": "max", "upsampling": "nearest"},
+    "faithful": {"kernel": "harmonic", "pooling": "rms-blur", "upsampling": "bilinear"},
+}
 UP = 2  # a stage with a skip first enlarges its input by this factor
 TOLERANCE = 0.05  # how far the weights at an unpublished N may lie from those at N = 1
 
@@ -35,6 +41,21 @@ class Architecture:
     head_norm: bool  # batch norm on the logits instead of a bias
     input_px: int  # the image size of the paper's table
     published: dict[int, tuple[int, int]]  # N to the channels of (body, wide)
+    kernel: str = "bilinear"
+    pooling: str = "max"
+    upsampling: str = "nearest"
+
+    def __post_init__(self) -> None:
+        for name, options in (("kernel", group.KERNELS), ("pooling", POOLINGS), ("upsampling", UPSAMPLINGS)):
+            if getattr(self, name) not in options:
+                known = " or ".join(map(repr, options))
+                raise ValueError(f"{self.name} knows {name} {known}; got {getattr(self, name)!r}.")
+
+    def choose(self, preset: str = "paper", **choices: str) -> "Architecture":
+        """The same table with the kernels, pooling and up-sampling of a preset, or with single ones of them."""
+        if preset not in PRESETS:
+            raise ValueError(f"{self.name} knows preset {' or '.join(map(repr, PRESETS))}; got {preset!r}.")
+        return replace(self, **(PRESETS[preset] | choices))  # type: ignore[arg-type]
 
     def channels(self, orientations: int) -> tuple[int, ...]:
         """Output channels of each stage."""
@@ -85,6 +106,30 @@ class Architecture:
             size = group.windows(before_pool[-1], stage.pool, stage.pool)
             sizes.append(size)
         return tuple(sizes)
+
+    def blur(self, stage: Stage) -> int:
+        """Taps of the filter behind the pool of a stage: as wide for its stride, whatever that is."""
+        return 1 if self.pooling == "max" else 2 * stage.pool - 1
+
+    @property
+    def rim(self) -> int:
+        """How many outputs along an edge of the image are not what they would be if the image went on beyond it.
+
+        Filters behind pools, and up-sampling between pixels, read what lies next to a window, or do without at an edge.
+        """
+        before_pool: list[tuple[int, float]] = []  # pixels along the edge, and where the first lies in the image
+        rim, first, step = 0, 0.0, 1.0
+        for stage in self.stages:
+            if stage.skip is not None:
+                rim = UP * rim + (self.upsampling == "bilinear")
+                first, step = first - step * (UP - 1) / (2 * UP), step / UP
+                skip_rim, skip_first = before_pool[stage.skip]
+                rim = max(rim, skip_rim - round((first - skip_first) / step))
+            first += step * (stage.kernel - 1) / 2
+            before_pool.append((rim, first))
+            rim = -(-(rim + self.blur(stage) // 2) // stage.pool)
+            first, step = first + step * (stage.pool - 1) / 2, step * stage.pool
+        return rim
 
     def fits(self, size: int) -> bool:
         """Whether an image of that side lies exactly on the pooling grid."""

@@ -1,12 +1,14 @@
 """The module that any of the tables in `architecture` describes: images in, logits out."""
 
 from collections import OrderedDict
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from rotopath.models.architecture import IMAGE_CHANNELS, MITOSIS, NUCLEI, TUMOR, UP, Architecture
+from rotopath.models.architecture import IMAGE_CHANNELS, MITOSIS, NUCLEI, TUMOR, UP, Architecture, Stage
 from rotopath.nn import (
+    GroupAvgPool2d,
     GroupBatchNorm2d,
     GroupConv2d,
     GroupMaxPool2d,
@@ -18,6 +20,14 @@ from rotopath.nn import (
     expect,
 )
 from rotopath.nn.fused import can_fuse, norm_relu_pool
+
+
+class Choices(TypedDict, total=False):
+    """What a network may have instead of the choices of its preset."""
+
+    kernel: str
+    pooling: str
+    upsampling: str
 
 
 class Network(nn.Module):
@@ -43,13 +53,15 @@ class Network(nn.Module):
             convolution = GroupConv2d if i else LiftConv2d
             read = architecture.in_channels(i, channels)
             layers: OrderedDict[str, nn.Module] = OrderedDict()
-            layers["conv"] = convolution(read, channels[i], stage.kernel, orientations, bias=False)
+            layers["conv"] = convolution(
+                read, channels[i], stage.kernel, orientations, bias=False, kernel=architecture.kernel
+            )
             layers["norm"] = GroupBatchNorm2d(channels[i])
             layers["relu"] = nn.ReLU(inplace=True)
             self.stages.append(nn.Sequential(layers))
-        self.pools = nn.ModuleList(GroupMaxPool2d(s.pool) if s.pool > 1 else nn.Identity() for s in architecture.stages)
+        self.pools = nn.ModuleList(_build_pool(architecture, stage) for stage in architecture.stages)
         if any(stage.skip is not None for stage in architecture.stages):
-            self.up = GroupUpsample2d(UP)
+            self.up = GroupUpsample2d(UP, architecture.upsampling)
         self.project = Project(architecture.projection)
         self.head = nn.Sequential()
         self.head.add_module("conv", nn.Conv2d(channels[-1], architecture.outputs, 1, bias=not architecture.head_norm))
@@ -75,7 +87,7 @@ class Network(nn.Module):
             x = layers.get_submodule("conv")(x)
             norm, relu = (layers.get_submodule(name) for name in ("norm", "relu"))
             fused = can_fuse(x, norm)
-            pooled = fused and i not in read_later
+            pooled = fused and i not in read_later and self.architecture.pooling == "max"
             x = norm_relu_pool(x, norm, stage.pool if pooled else 1) if fused else relu(norm(x))
             if i in read_later:
                 skips[i] = x
@@ -113,16 +125,24 @@ class Network(nn.Module):
         return self.architecture.name  # what messages and repr call the network
 
 
-def mitosis(orientations: int = 8) -> Network:
+def _build_pool(architecture: Architecture, stage: Stage) -> nn.Module:
+    if stage.pool == 1:
+        return nn.Identity()
+    if architecture.pooling == "rms-blur":
+        return GroupAvgPool2d(stage.pool, blur=architecture.blur(stage), power=2)
+    return GroupMaxPool2d(stage.pool, blur=architecture.blur(stage))
+
+
+def mitosis(orientations: int = 8, preset: str = "paper", **choices: Unpack[Choices]) -> Network:
     """Mitosis detector: the logit of a mitotic figure at the centre of each window of 68 px, every 8 px."""
-    return Network(MITOSIS, orientations)
+    return Network(MITOSIS.choose(preset, **choices), orientations)
 
 
-def nuclei(orientations: int = 8) -> Network:
+def nuclei(orientations: int = 8, preset: str = "paper", **choices: Unpack[Choices]) -> Network:
     """Nuclei segmentation U-Net: logits of inside, border and background for each pixel but a margin of 20 px."""
-    return Network(NUCLEI, orientations)
+    return Network(NUCLEI.choose(preset, **choices), orientations)
 
 
-def tumor(orientations: int = 8) -> Network:
+def tumor(orientations: int = 8, preset: str = "paper", **choices: Unpack[Choices]) -> Network:
     """Tumor classifier: the logit of tumor for each window of 88 px, every 12 px."""
-    return Network(TUMOR, orientations)
+    return Network(TUMOR.choose(preset, **choices), orientations)

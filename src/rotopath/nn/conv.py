@@ -35,6 +35,7 @@ class _RotatedConv2d(nn.Module):
         groups: int = 1,
         bias: bool = True,
         padding_mode: str = "zeros",
+        kernel: str = "bilinear",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -42,6 +43,7 @@ class _RotatedConv2d(nn.Module):
         expect.whole(self, in_channels=in_channels, out_channels=out_channels, kernel_size=kernel_size)
         expect.whole(self, stride=stride, dilation=dilation, groups=groups)
         expect.choice(self, PADDING_MODES, padding_mode=padding_mode)
+        expect.choice(self, group.KERNELS, kernel=kernel)
         if in_channels % groups or out_channels % groups:
             raise ValueError(
                 f"{type(self).__name__} needs channels that groups divides; "
@@ -56,6 +58,7 @@ class _RotatedConv2d(nn.Module):
         self.dilation = dilation
         self.groups = groups
         self.padding_mode = padding_mode
+        self.kernel = kernel
 
         taps = int(group.disc(kernel_size).sum())
         group.check_orientations(orientations)
@@ -73,7 +76,7 @@ class _RotatedConv2d(nn.Module):
 
     def reset_parameters(self) -> None:
         """He's rule with the fan-in that the layer really has: channels of a group, orientations, and the disc."""
-        taps = group.effective_taps(self.kernel_size, self.orientations, LOCAL_CORRELATION)
+        taps = group.effective_taps(self.kernel_size, self.orientations, LOCAL_CORRELATION, self.kernel)
         fan_in = math.prod(self.weight.shape[1:-1]) * taps
         nn.init.normal_(self.weight, std=math.sqrt(2 / fan_in))
         if self.bias is not None:
@@ -82,7 +85,7 @@ class _RotatedConv2d(nn.Module):
     def extra_repr(self) -> str:
         parts = [f"{self.in_channels}, {self.out_channels}", f"kernel_size={self.kernel_size}"]
         parts.append(f"orientations={self.orientations}")
-        defaults = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "padding_mode": "zeros"}
+        defaults = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "padding_mode": "zeros", "kernel": "bilinear"}
         parts += [f"{name}={getattr(self, name)!r}" for name, usual in defaults.items() if getattr(self, name) != usual]
         return ", ".join(parts if self.bias is not None else [*parts, "bias=False"])
 
@@ -113,7 +116,7 @@ class _RotatedConv2d(nn.Module):
         return torch.unflatten(y, 1, (self.out_channels, self.orientations))
 
     def _full_precision_kernels(self, x: Tensor) -> Tensor:
-        """Kernels untouched by autocast: they are interpolated as they are, and cast once, by the convolution."""
+        """Kernels untouched by autocast: they are turned as they are, and cast once, by the convolution."""
         if x.is_meta:  # the one device that has no autocast to switch off
             return self.kernels()
         with torch.autocast(x.device.type, enabled=False):
@@ -121,7 +124,7 @@ class _RotatedConv2d(nn.Module):
 
     def _derive_rotation(self) -> Tensor:
         """The map on the device and in the dtype of the weights, from scratch: a cast one would keep its rounding."""
-        return group.rotation_map(self.kernel_size, self.orientations).to(next(self.parameters()))
+        return group.rotation_map(self.kernel_size, self.orientations, self.kernel).to(next(self.parameters()))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -136,7 +139,7 @@ class _RotatedConv2d(nn.Module):
 class LiftConv2d(_RotatedConv2d):
     """Correlates an image with a kernel turned to N orientations: the way into SE(2).
 
-    Arguments are those of `torch.nn.Conv2d`, each a single number, and `orientations`, N.
+    Arguments are those of `torch.nn.Conv2d`, each a single number, `orientations`, N, and the family of its `kernel`.
     (k ⋆ f)(x, θ) = Σ_c Σ_x' k_c(R_θ⁻¹(x' - x)) f_c(x'), with (B, C, H, W) → (B, C', N, H', W').
 
     >>> lift = rp.nn.LiftConv2d(3, 8, kernel_size=5, orientations=4)
@@ -154,7 +157,7 @@ class LiftConv2d(_RotatedConv2d):
 class GroupConv2d(_RotatedConv2d):
     """Correlates SE(2) features with a kernel that is turned and shifted along θ.
 
-    Arguments are those of `torch.nn.Conv2d`, each a single number, and `orientations`, N.
+    Arguments are those of `torch.nn.Conv2d`, each a single number, `orientations`, N, and the family of its `kernel`.
     (K ⋆ F)(x, θ) = Σ_c Σ_x' Σ_θ' K_c(R_θ⁻¹(x' - x), θ' - θ) F_c(x', θ'), with (B, C, N, H, W) → (B, C', N, H', W').
 
     >>> conv = rp.nn.GroupConv2d(8, 16, kernel_size=5, orientations=4)

@@ -65,7 +65,7 @@ def whole(layer: nn.Module, least: int = 1, **arguments: object) -> None:
             raise ValueError(f"{_name(layer)} needs {name} as one whole number, {least} or more{alike}; got {value!r}.")
 
 
-def choice(layer: nn.Module, options: tuple[str, ...], **argument: object) -> None:
+def choice(layer: nn.Module, options: tuple[object, ...], **argument: object) -> None:
     for name, value in argument.items():
         if value not in options:
             raise ValueError(f"{_name(layer)} knows {name} {' or '.join(map(repr, options))}; got {value!r}.")

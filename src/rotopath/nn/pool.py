@@ -1,4 +1,10 @@
-"""Spatial pooling of SE(2) features. Sizes that a window grid does not cover evenly are refused, never cropped."""
+"""Spatial pooling of SE(2) features. Sizes that a window grid does not cover evenly are refused, never cropped.
+
+A window that moves on by its own size sees half of what it should to turn with the image off the pixel grid. With
+`blur`, windows lie at every pixel, and are smoothed by a binomial filter of so many taps before any are left out.
+"""
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -6,32 +12,59 @@ from torch import Tensor, nn
 
 from rotopath.nn import expect
 
+FAINT = 1e-6  # a mean square below which its root is made a parabola, so that it has a slope at 0
+
 
 class _GroupPool2d(nn.Module):
-    def __init__(self, size: int, stride: int | None = None, padding: int = 0) -> None:
+    def __init__(self, size: int, stride: int | None = None, padding: int = 0, blur: int = 1) -> None:
         super().__init__()
         stride = size if stride is None else stride
-        expect.whole(self, size=size, stride=stride)
+        expect.whole(self, size=size, stride=stride, blur=blur)
         expect.whole(self, least=0, padding=padding)
         if padding > size // 2:
             raise ValueError(
                 f"{type(self).__name__} pads by at most half its window; got {padding} for a window of {size}."
             )
+        if blur % 2 == 0:
+            raise ValueError(f"{type(self).__name__} needs an odd number of taps to blur about a pixel; got {blur}.")
         self.size = size
         self.stride = stride
         self.padding = padding
+        self.blur = blur
 
     def _fold(self, x: Tensor) -> Tensor:
         expect.features(x, self)
         expect.on_grid(x, self, self.size, self.stride, self.padding)
         return x.flatten(1, 2)  # (B, C·N, H, W)
 
+    @property
+    def _window_stride(self) -> int:
+        return self.stride if self.blur == 1 else 1
+
+    def _thin_out(self, pooled: Tensor) -> Tensor:
+        """Blur what was pooled at every pixel, and keep one in `stride`."""
+        if self.blur == 1:
+            return pooled
+        taps = torch.tensor([math.comb(self.blur - 1, i) for i in range(self.blur)]).to(pooled) / 2 ** (self.blur - 1)
+        channels, height, width = pooled.shape[1:]
+        filters = (taps[:, None] * taps).expand(channels, 1, -1, -1)
+        blurred = F.conv2d(pooled, filters, stride=self.stride, padding=self.blur // 2, groups=channels)
+        # At the rim some taps find nothing; the others count for them.
+        rows, columns = (
+            F.conv1d(pooled.new_ones(1, 1, side), taps.view(1, 1, -1), stride=self.stride, padding=self.blur // 2)
+            for side in (height, width)
+        )
+        return blurred / (rows.mT * columns).to(blurred)
+
     def extra_repr(self) -> str:
-        return f"{self.size}, stride={self.stride}, padding={self.padding}"
+        blur = "" if self.blur == 1 else f", blur={self.blur}"
+        return f"{self.size}, stride={self.stride}, padding={self.padding}{blur}"
 
 
 class GroupMaxPool2d(_GroupPool2d):
     """Maximum over windows of each orientation's map. (B, C, N, H, W) → (B, C, N, H/s, W/s).
+
+    With `blur`, the maxima at every pixel are blurred by that many taps before one in s is kept.
 
     >>> pool = rp.nn.GroupMaxPool2d(2)
     >>> pool(torch.zeros(1, 8, 4, 64, 64)).shape
@@ -39,18 +72,34 @@ class GroupMaxPool2d(_GroupPool2d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        pooled = F.max_pool2d(self._fold(x), self.size, self.stride, self.padding)
-        return torch.unflatten(pooled, 1, x.shape[1:3])
+        pooled = F.max_pool2d(self._fold(x), self.size, self._window_stride, self.padding)
+        return torch.unflatten(self._thin_out(pooled), 1, x.shape[1:3])
 
 
 class GroupAvgPool2d(_GroupPool2d):
     """Mean over windows of each orientation's map. (B, C, N, H, W) → (B, C, N, H/s, W/s).
 
-    >>> pool = rp.nn.GroupAvgPool2d(3, stride=2, padding=1)
-    >>> pool(torch.zeros(1, 8, 4, 65, 65)).shape
-    torch.Size([1, 8, 4, 33, 33])
+    With `power=2` it is the root of the mean square, which favours high values as a maximum does, but smoothly. With
+    `blur`, the means at every pixel are blurred by that many taps before one in s is kept.
+
+    >>> pool = rp.nn.GroupAvgPool2d(2, blur=3, power=2)
+    >>> pool(torch.zeros(1, 8, 4, 64, 64)).shape
+    torch.Size([1, 8, 4, 32, 32])
     """
 
+    def __init__(self, size: int, stride: int | None = None, padding: int = 0, blur: int = 1, power: int = 1) -> None:
+        super().__init__(size, stride, padding, blur)
+        expect.choice(self, (1, 2), power=power)
+        self.power = power
+
     def forward(self, x: Tensor) -> Tensor:
-        pooled = F.avg_pool2d(self._fold(x), self.size, self.stride, self.padding)
+        folded = self._fold(x)
+        if self.power == 2:
+            folded = folded.square()
+        pooled = self._thin_out(F.avg_pool2d(folded, self.size, self._window_stride, self.padding))
+        if self.power == 2:
+            pooled = torch.sqrt(pooled + FAINT) - math.sqrt(FAINT)
         return torch.unflatten(pooled, 1, x.shape[1:3])
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ("" if self.power == 1 else f", power={self.power}")

@@ -1,0 +1,118 @@
+"""Images and features turned: quarter turns exactly, other angles by interpolation.
+
+Angles run counter-clockwise as seen on screen.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rotopath.group.grid import mirror, offsets
+
+
+def rotate(x: Tensor, angle: float) -> Tensor:
+    """Turn images (..., H, W) about their centre by an angle in degrees, counter-clockwise.
+
+    Multiples of 90° are exact and swap H and W where they must; other angles keep the frame, interpolate with cubic
+    splines, and take what lies outside of the frame as zero.
+    """
+    if angle % 90 == 0:
+        return torch.rot90(x, int(angle // 90) % 4, (-2, -1))
+    return _resample_turned(x, math.radians(angle))
+
+
+def rotate_features(x: Tensor, angle: float) -> Tensor:
+    """Turn SE(2) features (B, C, N, H, W): rotate each map, and shift the orientation axis along."""
+    orientations = x.shape[2]
+    steps = angle * orientations / 360
+    if abs(steps - round(steps)) > 1e-9:
+        raise ValueError(
+            f"Features with {orientations} orientations turn in steps of {360 / orientations:g}°, and {angle:g}° lies "
+            f"between two of them; use a multiple of the step, or measure a whole network, images to images."
+        )
+    return rotate(x, angle).roll(round(steps), dims=2)
+
+
+def apply_symmetries(x: Tensor, symmetries: Tensor) -> Tensor:
+    """Turn and transpose square images (B, C, H, H), each by its own of the eight symmetries of the square.
+
+    Symmetry s turns by 90° · (s mod 4), after a transposition if s ≥ 4.
+    """
+    size = x.shape[-1]
+    if x.shape[-2] != size:
+        raise ValueError(f"Only squares have all eight symmetries; got images of {x.shape[-2]} × {size} px.")
+    reads = _symmetry_reads(size, x.device)[symmetries]  # (B, H·H)
+    # One read for all channels: they lie beside each other in memory, which convolutions like as well.
+    pixels = x.permute(0, 2, 3, 1).reshape(x.shape[0], size * size, -1)  # (B, H·H, C)
+    turned = pixels.gather(1, reads[:, :, None].expand_as(pixels))
+    return turned.reshape(x.shape[0], size, size, -1).permute(0, 3, 1, 2)
+
+
+def rotate_each(x: Tensor, degrees: Tensor, nearest: bool = False) -> Tensor:
+    """Turn images (B, C, H, W), each by its own angle, counter-clockwise; the frame is mirrored where it ends.
+
+    Interpolation is bilinear, as augmentation has it; `nearest` is for maps of classes.
+    """
+    angles = torch.deg2rad(degrees.to(torch.float32))
+    cosine, sine, none = angles.cos(), angles.sin(), torch.zeros_like(angles)
+    height, width = x.shape[-2:]
+    # Reading positions in coordinates that run from -1 to 1 along either side, x before y, y downwards.
+    rows = ((cosine, -sine * height / width, none), (sine * width / height, cosine, none))
+    theta = torch.stack([torch.stack(row, dim=1) for row in rows], dim=1)  # (B, 2, 3)
+    grid = functional.affine_grid(theta, list(x.shape), align_corners=False)
+    values = x if x.is_floating_point() else x.to(torch.float32)
+    mode = "nearest" if nearest else "bilinear"
+    turned = functional.grid_sample(values, grid, mode=mode, padding_mode="reflection", align_corners=False)
+    return turned if x.is_floating_point() else turned.round().to(x.dtype)
+
+
+@lru_cache(maxsize=8)
+def _symmetry_reads(size: int, device: torch.device) -> Tensor:
+    """For each symmetry of the square, (8, size²): which pixel each pixel reads."""
+    grid = torch.arange(size * size, device=device).view(size, size)
+    turns = [torch.rot90(square, quarters, (0, 1)) for square in (grid, grid.T) for quarters in range(4)]
+    return torch.stack(turns).flatten(1)
+
+
+def _resample_turned(x: Tensor, radians: float) -> Tensor:
+    """Cubic spline interpolation: close enough on smooth images not to pass for an error of the model."""
+    height, width = x.shape[-2:]
+    device = x.device if x.is_cuda else torch.device("cpu")  # positions need float64, which not every device has
+    right, up = offsets(width).repeat(height).to(device), -offsets(height).repeat_interleave(width).to(device)
+    # Each target pixel reads at the inverse rotation.
+    columns = math.cos(radians) * right + math.sin(radians) * up + (width - 1) / 2
+    rows = math.sin(radians) * right - math.cos(radians) * up + (height - 1) / 2
+    inside = (rows >= -0.5) & (rows <= height - 0.5) & (columns >= -0.5) & (columns <= width - 0.5)
+
+    maps = x.reshape(-1, height, width).to(torch.promote_types(x.dtype, torch.float32))
+    coefficients = _spline_filter(height).to(maps) @ maps @ _spline_filter(width).T.to(maps)
+    turned = torch.zeros_like(maps).flatten(1)  # (maps, H·W)
+    column_taps = _spline_taps(columns, width)
+    for row, row_weight in _spline_taps(rows, height):
+        for column, column_weight in column_taps:
+            read = coefficients.flatten(1)[:, (row * width + column).to(x.device)]
+            turned += read * (row_weight * column_weight * inside).to(maps)
+    return turned.reshape(x.shape).to(x.dtype)
+
+
+def _spline_taps(positions: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
+    """The four coefficients that a cubic spline reads at each position, as indices and weights."""
+    t = positions - positions.floor()
+    weights = ((1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, 1 + 3 * t * (1 + t - t**2), t**3)
+    first = positions.floor().long() - 1
+    return [(mirror(first + i, size), weight / 6) for i, weight in enumerate(weights)]
+
+
+@lru_cache(maxsize=8)  # an image is turned by many angles, and the inverse of a large matrix takes its time
+def _spline_filter(size: int) -> Tensor:
+    """The matrix that turns samples into the coefficients of the cubic spline through them."""
+    with torch.inference_mode(False):  # others may need it for gradients later
+        samples = torch.zeros(size, size, dtype=torch.float64, device="cpu")
+        here = torch.arange(size, device="cpu")
+        for step, weight in ((-1, 1 / 6), (0, 4 / 6), (1, 1 / 6)):
+            samples[here, mirror(here + step, size)] += weight
+        coefficients: Tensor = torch.linalg.inv(samples)
+        return coefficients
