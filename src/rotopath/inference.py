@@ -112,13 +112,16 @@ def predict_turned(network: Network, images: Tensor, degrees: Sequence[float]) -
 
 
 class _Span(NamedTuple):
-    """Pixels along one side, of which some lie outside of the image."""
+    """Pixels along one side, of which some may lie outside of the image; or outputs."""
 
     start: int
     stop: int
 
     def widened(self, by: int) -> "_Span":
         return _Span(self.start - by, self.stop + by)
+
+    def scaled(self, by: int) -> "_Span":
+        return _Span(self.start * by, self.stop * by)
 
     @property
     def size(self) -> int:
@@ -178,21 +181,31 @@ def _predict_frame(network: Network, frame: Tensor, tile_px: int | None) -> Tens
     lost, stride = _lost_px(network), network.stride
     height, width = (network.output_size(size) for size in frame.shape[-2:])
     maps = torch.empty(len(frame), network.architecture.outputs, height, width, device=frame.device)
-    for top, bottom in _divide(network, height, tile_px):
-        for left, right in _divide(network, width, tile_px):
-            tile = frame[..., top * stride : bottom * stride + lost, left * stride : right * stride + lost]
-            maps[..., top:bottom, left:right] = _probabilities(network, tile)
+    for rows, seen_rows in _divide(network, height, tile_px):
+        for columns, seen_columns in _divide(network, width, tile_px):
+            read = (slice(seen.start * stride, seen.stop * stride + lost) for seen in (seen_rows, seen_columns))
+            seen = _probabilities(network, frame[..., *read])
+            kept = (
+                slice(part.start - whole.start, part.stop - whole.start)
+                for part, whole in ((rows, seen_rows), (columns, seen_columns))
+            )
+            maps[..., rows.start : rows.stop, columns.start : columns.stop] = seen[..., *kept]
     return maps
 
 
-def _divide(network: Network, outputs: int, tile_px: int) -> list[tuple[int, int]]:
-    """Where tiles begin and end along a side, in outputs: as few as will do, of like size, on the pooling grid."""
+def _divide(network: Network, outputs: int, tile_px: int) -> list[tuple[_Span, _Span]]:
+    """Where tiles lie along a side, in outputs: as few as will do, of like size, on the pooling grid.
+
+    The second span of each is what the network has to see for it: further, where outputs feel the edge of a tile.
+    """
     block = network.output_size(network.receptive_field)  # outputs come in blocks, one a step of the grid
-    most = network.output_size(network.nearest_sizes(tile_px)[0]) // block
+    rim = -(-network.architecture.rim // block)
+    most = max(1, network.output_size(network.nearest_sizes(tile_px)[0]) // block - 2 * rim)
     blocks = outputs // block
     tiles = -(-blocks // most)
-    edges = [i * blocks // tiles * block for i in range(tiles + 1)]
-    return list(pairwise(edges))
+    parts = [_Span(*edges) for edges in pairwise([i * blocks // tiles for i in range(tiles + 1)])]
+    seen = [_Span(max(0, part.start - rim), min(blocks, part.stop + rim)) for part in parts]
+    return [(part.scaled(block), whole.scaled(block)) for part, whole in zip(parts, seen, strict=True)]
 
 
 @torch.no_grad()

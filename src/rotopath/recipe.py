@@ -40,6 +40,9 @@ class Recipe:
     task: Task
     data: str  # a folder or a manifest
     orientations: int = 8
+    kernel: Literal["bilinear", "gaussian", "harmonic"] = "bilinear"
+    pooling: Literal["max", "max-blur", "rms-blur"] = "max"
+    upsampling: Literal["nearest", "bilinear"] = "nearest"
     regime: float | None = None  # of the training data: cases, fields of an organ, or a fraction; all when left out
     seed: int = 0
     epochs: int = 20  # at most

@@ -67,7 +67,12 @@ def build(recipe: Recipe) -> Network:
     networks = {"mitosis": models.mitosis, "nuclei": models.nuclei, "tumor": models.tumor}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        return networks[recipe.task](recipe.orientations)
+        choices: models.Choices = {
+            "kernel": recipe.kernel,
+            "pooling": recipe.pooling,
+            "upsampling": recipe.upsampling,
+        }
+        return networks[recipe.task](recipe.orientations, **choices)
 
 
 def save_weights(network: Network, path: Path) -> None:

@@ -54,6 +54,16 @@ def test_weights_are_the_papers_in_every_layer_and_in_total(name: str) -> None:
         assert list(net.architecture.weights(orientations)) == layers
 
 
+@every_network
+def test_faithful_networks_have_the_papers_weights_and_sizes(name: str) -> None:
+    for (orientations, layers), total in zip(PAPER[name].items(), TOTALS[name], strict=True):
+        net = BUILDERS[name](orientations, preset="faithful")
+        assert [count(module) for module in (*net.stages, net.head)] == layers
+        assert count(net) == total
+    side = net.architecture.input_px
+    assert net(torch.rand(2, 3, side, side)).shape == BUILDERS[name](1)(torch.rand(2, 3, side, side)).shape
+
+
 @every_architecture
 @pytest.mark.parametrize("orientations", [2, 3, 5, 6, 7, 9, 10, 12, 20, 24, 32])
 def test_other_orientations_keep_the_number_of_weights(architecture: Architecture, orientations: int) -> None:
@@ -218,6 +228,75 @@ def test_networks_turn_exactly_by_90_degrees(name: str, orientations: int, train
     assert rp.equivariance_error(net, rp.evaluation.smooth_images(16, field)) < 1e-5
     x = torch.rand(2, 3, field + step, field + 2 * step, dtype=torch.float64)
     assert rp.equivariance_error(net.double(), x) < 1e-10
+
+
+CHOICES = [
+    {"preset": "faithful"},
+    {"kernel": "gaussian"},
+    {"kernel": "harmonic", "upsampling": "bilinear"},
+    {"pooling": "max-blur"},
+    {"preset": "faithful", "pooling": "max"},
+]
+
+
+@every_network
+@pytest.mark.parametrize("choices", CHOICES, ids=str)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_networks_of_any_choice_turn_exactly(name: str, choices: dict[str, str], training: bool) -> None:
+    net = BUILDERS[name](4, **choices).train(training)
+    x = rp.evaluation.smooth_images(8, net.receptive_field)
+    assert rp.equivariance_error(net, x) < 1e-5
+    wide = torch.rand(2, 3, net.receptive_field, net.receptive_field + net.architecture.size_step)
+    assert rp.equivariance_error(net.double(), wide.double()) < 1e-10
+
+
+def test_choices_reach_the_layers() -> None:
+    net = rp.models.nuclei(4, preset="faithful")
+    assert {stage.conv.kernel for stage in net.stages} == {"harmonic"}
+    assert repr(net.pools[0]) == "GroupAvgPool2d(2, stride=2, padding=0, blur=5, power=2)"
+    assert net.up.mode == "bilinear"
+    assert repr(rp.models.tumor(4, pooling="max-blur").pools[2]) == "GroupMaxPool2d(3, stride=3, padding=0, blur=7)"
+    paper = rp.models.nuclei(4)
+    assert {stage.conv.kernel for stage in paper.stages} == {"bilinear"}
+    assert repr(paper.pools[0]) == "GroupMaxPool2d(2, stride=2, padding=0)"
+    assert paper.up.mode == "nearest"
+    assert rp.models.nuclei(4, preset="faithful", kernel="bilinear").stages[0].conv.kernel == "bilinear"
+
+
+@pytest.mark.parametrize(
+    ("choices", "sentence"),
+    [
+        ({"preset": "exact"}, "tumor knows preset 'paper' or 'faithful'; got 'exact'"),
+        ({"kernel": "cubic"}, "tumor knows kernel 'bilinear' or 'gaussian' or 'harmonic'; got 'cubic'"),
+        ({"pooling": "min"}, "tumor knows pooling 'max' or 'max-blur' or 'rms-blur'; got 'min'"),
+        ({"upsampling": "cubic"}, "tumor knows upsampling 'nearest' or 'bilinear'; got 'cubic'"),
+    ],
+)
+def test_unknown_choices_get_a_sentence(choices: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        rp.models.tumor(**choices)
+
+
+@every_network
+@pytest.mark.parametrize("choices", [{}, {"pooling": "max-blur"}, {"preset": "faithful"}], ids=str)
+def test_only_the_rim_feels_the_edge_of_the_image(name: str, choices: dict[str, str]) -> None:
+    """A crop on the pooling grid says the same as the image it is from, but for `rim` outputs along its edges."""
+    net = BUILDERS[name](2, **choices).double().eval()
+    rim, step = net.architecture.rim, net.architecture.size_step
+    around = step * 4  # farther than any filter reaches
+    side = net.receptive_field + step * (4 if net.stride > 1 else 6)
+    image = torch.rand(1, 3, side + 2 * around, side + 2 * around, dtype=torch.float64)
+    with torch.no_grad():
+        inside = net(image[..., around:-around, around:-around])
+        whole = net(image)
+    outputs, skipped = inside.shape[-1], around // net.stride
+    difference = (inside - whole[..., skipped : skipped + outputs, skipped : skipped + outputs]).abs().amax((0, 1))
+    assert 2 * rim < outputs
+    assert difference[rim : outputs - rim, rim : outputs - rim].max() < 1e-12
+    if rim:
+        assert difference[rim - 1, outputs // 2] > 1e-9, "a smaller rim would do"
+    else:
+        assert not choices
 
 
 @every_network

@@ -99,6 +99,8 @@ def test_features_stay_channels_last_so_that_folding_is_free() -> None:
         rp.nn.GroupLayerNorm2d(4),
         rp.nn.GroupAvgPool2d(2),
         rp.nn.GroupDropout2d(0.5),
+        rp.nn.GroupMaxPool2d(2, blur=3),
+        rp.nn.GroupAvgPool2d(2, blur=3, power=2),
     )
     x = torch.randn(2, 3, 24, 24)
     for layer in stack:
@@ -120,13 +122,13 @@ def expected_gain(layer: nn.Module, x: Tensor) -> float:
     return 0.5 * terms * weight_variance * float(reads / x.square().mean())
 
 
-def variance_through_twenty_layers(size: int, orientations: int) -> list[float]:
+def variance_through_twenty_layers(size: int, orientations: int, kernel: str = "bilinear") -> list[float]:
     """The expected mean square behind each layer, averaged over orientations, for images of unit mean square."""
     x = rp.evaluation.smooth_images(count=2, size=12)
     expected = [1.0]
     for i in range(20):
         convolution = rp.nn.GroupConv2d if i else rp.nn.LiftConv2d
-        layer = convolution(x.shape[1], 24, size, orientations, padding="same", padding_mode="circular")
+        layer = convolution(x.shape[1], 24, size, orientations, padding="same", padding_mode="circular", kernel=kernel)
         expected.append(expected[-1] * expected_gain(layer, x))
         with torch.no_grad():
             x = layer(x).relu()
@@ -138,6 +140,12 @@ def variance_through_twenty_layers(size: int, orientations: int) -> list[float]:
 def test_activations_keep_their_variance_through_twenty_layers(size: int, orientations: int) -> None:
     for variance in variance_through_twenty_layers(size, orientations):
         assert 0.75 < variance < 1.33
+
+
+@pytest.mark.parametrize("kernel", ["gaussian", "harmonic"])
+def test_smooth_kernels_keep_the_variance_as_well(kernel: str) -> None:
+    for variance in variance_through_twenty_layers(5, 8, kernel):
+        assert 0.6 < variance < 1.7
 
 
 def test_the_expected_gain_is_that_of_many_draws() -> None:
@@ -167,10 +175,12 @@ def test_initialisation_counts_the_channels_of_a_group(groups: int) -> None:
 
 def test_repr_tells_what_is_unusual() -> None:
     assert repr(rp.nn.LiftConv2d(3, 8, 5, 8)) == "LiftConv2d(3, 8, kernel_size=5, orientations=8)"
-    unusual = rp.nn.GroupConv2d(8, 8, 3, 4, stride=2, padding=1, groups=8, bias=False, padding_mode="reflect")
+    unusual = rp.nn.GroupConv2d(
+        8, 8, 3, 4, stride=2, padding=1, groups=8, bias=False, padding_mode="reflect", kernel="harmonic"
+    )
     assert repr(unusual) == (
         "GroupConv2d(8, 8, kernel_size=3, orientations=4, stride=2, padding=1, groups=8, "
-        "padding_mode='reflect', bias=False)"
+        "padding_mode='reflect', kernel='harmonic', bias=False)"
     )
 
 
@@ -188,6 +198,7 @@ def test_repr_tells_what_is_unusual() -> None:
         ({"padding": -1}, r"padding as one whole number, 0 or more"),
         ({"padding": "full"}, r"knows padding 'same' or 'valid'; got 'full'"),
         ({"padding": "same", "stride": 2}, r"pads 'same' at stride 1 only; got stride 2"),
+        ({"kernel": "cubic"}, r"knows kernel 'bilinear' or 'gaussian' or 'harmonic'; got 'cubic'"),
         ({"padding_mode": "mirror"}, r"knows padding_mode 'zeros' or .* got 'mirror'"),
         ({"groups": 3}, r"needs channels that groups divides; got 4 in, 8 out, 3 groups"),
         ({"in_channels": 0}, r"in_channels as one whole number, 1 or more"),

@@ -1,6 +1,7 @@
 """Every layer and option turns exactly with its input; what is wrong on purpose does not."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -48,7 +49,12 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "max pool": lambda: rp.nn.GroupMaxPool2d(2),
     "overlapping max pool": lambda: rp.nn.GroupMaxPool2d(2, stride=1),
     "padded max pool": lambda: rp.nn.GroupMaxPool2d(4, stride=2, padding=1),
+    "blurred max pool": lambda: rp.nn.GroupMaxPool2d(2, blur=3),
+    "padded, blurred max pool": lambda: rp.nn.GroupMaxPool2d(4, stride=2, padding=1, blur=5),
     "avg pool": lambda: rp.nn.GroupAvgPool2d(2),
+    "blurred avg pool": lambda: rp.nn.GroupAvgPool2d(4, blur=7),
+    "root mean square pool": lambda: rp.nn.GroupAvgPool2d(2, power=2),
+    "blurred root mean square pool": lambda: rp.nn.GroupAvgPool2d(2, blur=3, power=2),
     "padded avg pool": lambda: rp.nn.GroupAvgPool2d(4, stride=2, padding=2),
     "nearest": lambda: rp.nn.GroupUpsample2d(2),
     "bilinear": lambda: rp.nn.GroupUpsample2d(3, mode="bilinear"),
@@ -63,10 +69,11 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("orientations", "angle"), CASES)
 @pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+@pytest.mark.parametrize("kernel", group.KERNELS)
 def test_convolutions_turn_with_their_input(
-    options: dict[str, object], orientations: int, angle: float, dtype: torch.dtype
+    kernel: str, options: dict[str, object], orientations: int, angle: float, dtype: torch.dtype
 ) -> None:
-    settings = {"kernel_size": 5, "orientations": orientations, **options}
+    settings = {"kernel_size": 5, "orientations": orientations, "kernel": kernel, **options}
     size = settings.pop("size", 12)
     lift = rp.nn.LiftConv2d(4, 8, **settings, dtype=dtype)
     conv = rp.nn.GroupConv2d(4, 8, **settings, dtype=dtype)
@@ -99,11 +106,12 @@ def test_layers_turn_with_their_input(
     dilation=st.integers(1, 2),
     groups=st.sampled_from([1, 2, 4]),
     padding_mode=st.sampled_from(["zeros", "reflect", "replicate", "circular"]),
+    kernel=st.sampled_from(group.KERNELS),
     height=st.integers(5, 16),
     width=st.integers(5, 16),
 )
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])
-def test_whatever_a_convolution_accepts_is_exact(height: int, width: int, **options: int) -> None:
+def test_whatever_a_convolution_accepts_is_exact(height: int, width: int, **options: object) -> None:
     conv = rp.nn.GroupConv2d(4, 4, **options, dtype=torch.float64)
     x = torch.randn(1, 4, options["orientations"], height, width, dtype=torch.float64)
     try:
@@ -114,8 +122,9 @@ def test_whatever_a_convolution_accepts_is_exact(height: int, width: int, **opti
 
 
 @given(
-    build=st.sampled_from([rp.nn.GroupMaxPool2d, rp.nn.GroupAvgPool2d]),
+    build=st.sampled_from([rp.nn.GroupMaxPool2d, rp.nn.GroupAvgPool2d, partial(rp.nn.GroupAvgPool2d, power=2)]),
     kernel_size=st.integers(1, 4),
+    blur=st.sampled_from([1, 3, 5, 7]),
     stride=st.integers(1, 4),
     padding=st.integers(0, 2),
     height=st.integers(4, 14),
@@ -123,10 +132,10 @@ def test_whatever_a_convolution_accepts_is_exact(height: int, width: int, **opti
 )
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])
 def test_whatever_a_pool_accepts_is_exact(
-    build: type[nn.Module], kernel_size: int, stride: int, padding: int, height: int, width: int
+    build: Callable[..., nn.Module], kernel_size: int, stride: int, padding: int, blur: int, height: int, width: int
 ) -> None:
     assume(padding <= kernel_size // 2)
-    pool = build(kernel_size, stride, padding)
+    pool = build(kernel_size, stride, padding, blur=blur)
     x = torch.randn(1, 2, 4, height, width, dtype=torch.float64)
     try:
         pool(x)
@@ -168,7 +177,7 @@ def test_a_single_orientation_fails() -> None:
 
 def test_a_group_convolution_without_shift_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     conv = rp.nn.GroupConv2d(4, 4, 5, 8, dtype=torch.float64)
-    monkeypatch.setattr(group, "orientation_shift", lambda n, _: torch.arange(n).expand(n, n))
+    monkeypatch.setattr(group.kernels, "orientation_shift", lambda n, _: torch.arange(n).expand(n, n))
     assert rp.equivariance_error(conv, features(8)) > 0.1
 
 
@@ -176,14 +185,15 @@ def test_a_shift_in_the_wrong_direction_fails(monkeypatch: pytest.MonkeyPatch) -
     """Slices that move against the rotation: (j + i) for (j - i)."""
     conv = rp.nn.GroupConv2d(4, 4, 5, 8, dtype=torch.float64)
     right = group.orientation_shift
-    monkeypatch.setattr(group, "orientation_shift", lambda n, device: right(n, device).flip(0).roll(1, 0))
+    monkeypatch.setattr(group.kernels, "orientation_shift", lambda n, device: right(n, device).flip(0).roll(1, 0))
     assert rp.equivariance_error(conv, features(8)) > 0.1
 
 
-def test_kernels_turned_in_the_wrong_direction_fail() -> None:
+@pytest.mark.parametrize("kernel", group.KERNELS)
+def test_kernels_turned_in_the_wrong_direction_fail(kernel: str) -> None:
     for layer, x in (
-        (rp.nn.LiftConv2d(4, 4, 5, 8, dtype=torch.float64), images()),
-        (rp.nn.GroupConv2d(4, 4, 5, 8, dtype=torch.float64), features(8)),
+        (rp.nn.LiftConv2d(4, 4, 5, 8, kernel=kernel, dtype=torch.float64), images()),
+        (rp.nn.GroupConv2d(4, 4, 5, 8, kernel=kernel, dtype=torch.float64), features(8)),
     ):
         layer.rotation = layer.rotation[[0, 7, 6, 5, 4, 3, 2, 1]]
         assert rp.equivariance_error(layer, x) > 0.1

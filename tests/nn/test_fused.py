@@ -87,6 +87,23 @@ def test_networks_learn_the_same_either_way(build: type[nn.Module], monkeypatch:
         torch.testing.assert_close(got / scale, expected / scale, atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize("pooling", ["max", "max-blur", "rms-blur"])
+def test_only_a_plain_maximum_is_fused(pooling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = []
+
+    def in_one_pass(x: Tensor, norm: nn.Module, pool: int = 1) -> Tensor:
+        pools.append(pool)
+        return rp.nn.GroupMaxPool2d(pool)(norm(x).relu())
+
+    net = rp.models.tumor(2, pooling=pooling)
+    x = torch.rand(2, 3, 88, 88)
+    expected = net(x)
+    monkeypatch.setattr(network_module, "can_fuse", lambda *_: True)
+    monkeypatch.setattr(network_module, "norm_relu_pool", in_one_pass)
+    torch.testing.assert_close(net(x), expected)
+    assert pools == ([2, 2, 3, 1, 1] if pooling == "max" else [1] * 5)
+
+
 def test_large_means_keep_their_digits() -> None:
     x = torch.randn(2, 6, 6, 3, 4, device=DEVICE).mul(0.01).add(100).permute(0, 3, 4, 1, 2)
     norm, reference = norm_of(3), norm_of(3, torch.float64)

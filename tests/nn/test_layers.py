@@ -62,6 +62,61 @@ def test_pools_refuse_more_padding_than_half_a_window() -> None:
         rp.nn.GroupMaxPool2d(2, padding=2)
 
 
+def test_a_blur_is_a_binomial_filter_between_windows_and_stride() -> None:
+    x = torch.randn(1, 2, 3, 8, 8, dtype=torch.float64)
+    taps = torch.tensor([1.0, 2.0, 1.0], dtype=torch.float64) / 4
+    for pool, windows in (
+        (rp.nn.GroupMaxPool2d(2, blur=3), nn.functional.max_pool2d(x.flatten(0, 1), 2, 1)),
+        (rp.nn.GroupAvgPool2d(2, blur=3), nn.functional.avg_pool2d(x.flatten(0, 1), 2, 1)),
+    ):
+        windows = windows.view(1, 2, 3, 7, 7)
+        expected = torch.zeros(1, 2, 3, 4, 4, dtype=torch.float64)
+        for row in range(4):
+            for column in range(4):
+                total = 0.0
+                for i in range(3):
+                    for j in range(3):
+                        r, c = 2 * row + i - 1, 2 * column + j - 1
+                        if 0 <= r < 7 and 0 <= c < 7:  # what is not there has no weight
+                            total += float(taps[i] * taps[j])
+                            expected[..., row, column] += taps[i] * taps[j] * windows[..., r, c]
+                expected[..., row, column] /= total
+        torch.testing.assert_close(pool(x), expected)
+
+
+def test_blurred_pools_keep_constants_and_sizes() -> None:
+    for size in (2, 3):
+        for blur in (3, 5, 7):
+            for pool in (rp.nn.GroupMaxPool2d(size, blur=blur), rp.nn.GroupAvgPool2d(size, blur=blur)):
+                y = pool(torch.full((1, 1, 4, 6 * size, size), 3.0))
+                torch.testing.assert_close(y, torch.full((1, 1, 4, 6, 1), 3.0))
+
+
+def test_a_root_mean_square_has_a_slope_everywhere() -> None:
+    pool = rp.nn.GroupAvgPool2d(2, power=2)
+    x = torch.tensor([[0.0, 0.0, 3.0, 4.0], [0.0, 0.0, 0.0, -5.0]]).view(1, 1, 1, 2, 4).requires_grad_()
+    y = pool(x)
+    torch.testing.assert_close(y.flatten(), torch.tensor([0.0, 12.5**0.5]), atol=2e-3, rtol=0)
+    y.sum().backward()
+    assert x.grad.isfinite().all()
+    assert not x.grad[..., :2].any()
+
+
+def test_wrong_blurs_and_powers_get_a_sentence() -> None:
+    with pytest.raises(ValueError, match="GroupMaxPool2d needs an odd number of taps to blur about a pixel; got 4"):
+        rp.nn.GroupMaxPool2d(2, blur=4)
+    with pytest.raises(ValueError, match="blur as one whole number, 1 or more; got 0"):
+        rp.nn.GroupAvgPool2d(2, blur=0)
+    with pytest.raises(ValueError, match="knows power 1 or 2; got 3"):
+        rp.nn.GroupAvgPool2d(2, power=3)
+
+
+def test_pools_tell_what_is_unusual() -> None:
+    assert repr(rp.nn.GroupMaxPool2d(2)) == "GroupMaxPool2d(2, stride=2, padding=0)"
+    unusual = "GroupAvgPool2d(2, stride=2, padding=0, blur=3, power=2)"
+    assert repr(rp.nn.GroupAvgPool2d(2, blur=3, power=2)) == unusual
+
+
 def test_upsampling_is_torchs_on_every_map() -> None:
     x = torch.randn(2, 3, 4, 5, 6)
     for mode in ("nearest", "bilinear"):

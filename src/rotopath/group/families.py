@@ -34,7 +34,7 @@ def read_gaussian(size: int, radians: float) -> Tensor:
         squared = (x[:, None] - centre_x) ** 2 + (y[:, None] - centre_y) ** 2  # (size², P)
         return torch.exp(-squared / (2 * GAUSSIAN_PX**2)) * mask[:, None]
 
-    return read(radians) * math.sqrt(len(centre_x)) / read(0.0).norm()
+    return read(radians) * (math.sqrt(len(centre_x)) / float(read(0.0).norm()))
 
 
 def read_harmonic(size: int, radians: float) -> Tensor:

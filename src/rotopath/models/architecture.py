@@ -108,8 +108,8 @@ class Architecture:
         return tuple(sizes)
 
     def blur(self, stage: Stage) -> int:
-        """Taps of the filter behind the pool of a stage: as wide for its stride, whatever that is."""
-        return 1 if self.pooling == "max" else 2 * stage.pool - 1
+        """Taps of the filter behind the pool of a stage, in proportion to its stride."""
+        return 1 if self.pooling == "max" or stage.pool == 1 else 2 * stage.pool + 1
 
     @property
     def rim(self) -> int:

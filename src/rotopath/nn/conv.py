@@ -85,7 +85,14 @@ class _RotatedConv2d(nn.Module):
     def extra_repr(self) -> str:
         parts = [f"{self.in_channels}, {self.out_channels}", f"kernel_size={self.kernel_size}"]
         parts.append(f"orientations={self.orientations}")
-        defaults = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1, "padding_mode": "zeros", "kernel": "bilinear"}
+        defaults = {
+            "stride": 1,
+            "padding": 0,
+            "dilation": 1,
+            "groups": 1,
+            "padding_mode": "zeros",
+            "kernel": "bilinear",
+        }
         parts += [f"{name}={getattr(self, name)!r}" for name, usual in defaults.items() if getattr(self, name) != usual]
         return ", ".join(parts if self.bias is not None else [*parts, "bias=False"])
 

@@ -1,0 +1,183 @@
+"""How faithfully kernels, pools and networks turn between multiples of 90°: errors, conditioning, frequency response.
+
+    .venv/bin/python benchmarks/fidelity.py [cuda]
+
+Smooth random images, untrained weights, the median of nine draws. Two layers are a lifting and a group convolution;
+a pool comes between them, behind a ReLU. escnn, where it is installed, is measured in the same run on the same images.
+"""
+
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from statistics import median
+
+import torch
+from record import record
+from torch import Tensor, nn
+
+import rotopath as rp
+from rotopath import group
+from rotopath.evaluation import smooth_images, untrained_errors
+from rotopath.group.harmonics import harmonics
+
+CHANNELS = 4
+PLACES = ((3, 8, 45.0), (5, 8, 45.0), (5, 12, 30.0), (5, 16, 45.0), (5, 16, 22.5), (7, 8, 45.0), (9, 8, 45.0))
+BETWEEN: dict[str, Callable[[], nn.Module]] = {
+    "nothing": nn.Identity,
+    "GroupMaxPool2d(2)": lambda: rp.nn.GroupMaxPool2d(2),
+    "GroupMaxPool2d(2, blur=3)": lambda: rp.nn.GroupMaxPool2d(2, blur=3),
+    "GroupMaxPool2d(2, blur=5)": lambda: rp.nn.GroupMaxPool2d(2, blur=5),
+    "GroupAvgPool2d(2)": lambda: rp.nn.GroupAvgPool2d(2),
+    "GroupAvgPool2d(2, blur=3)": lambda: rp.nn.GroupAvgPool2d(2, blur=3),
+    "GroupAvgPool2d(2, power=2)": lambda: rp.nn.GroupAvgPool2d(2, power=2),
+    "GroupAvgPool2d(2, blur=3, power=2)": lambda: rp.nn.GroupAvgPool2d(2, blur=3, power=2),
+    "GroupAvgPool2d(2, blur=5, power=2)": lambda: rp.nn.GroupAvgPool2d(2, blur=5, power=2),
+    "GroupMaxPool2d(3)": lambda: rp.nn.GroupMaxPool2d(3),
+    "GroupMaxPool2d(3, blur=7)": lambda: rp.nn.GroupMaxPool2d(3, blur=7),
+    "GroupAvgPool2d(3, blur=7, power=2)": lambda: rp.nn.GroupAvgPool2d(3, blur=7, power=2),
+    "GroupUpsample2d(2)": lambda: rp.nn.GroupUpsample2d(2),
+    "GroupUpsample2d(2, mode='bilinear')": lambda: rp.nn.GroupUpsample2d(2, mode="bilinear"),
+}
+ESCNN_BETWEEN = {"nothing": "", "PointwiseMaxPool(2)": "max", "PointwiseMaxPoolAntialiased(2)": "smooth max"}
+FREQUENCIES = (0.0, 0.125, 0.25, 0.375, 0.5)  # in cycles a pixel; the last is the highest that pixels can carry
+NETWORKS = {
+    "paper": {},
+    "kernel='harmonic'": {"kernel": "harmonic"},
+    "pooling='rms-blur'": {"pooling": "rms-blur"},
+    "preset='faithful'": {"preset": "faithful"},
+}
+
+
+def two_layers(kernel: str, size: int, orientations: int, between: Callable[[], nn.Module] | None = None) -> nn.Module:
+    options = {"bias": False, "kernel": kernel}
+    lift = rp.nn.LiftConv2d(3, CHANNELS, size, orientations, **options)  # type: ignore[arg-type]
+    conv = rp.nn.GroupConv2d(CHANNELS, CHANNELS, size, orientations, **options)  # type: ignore[arg-type]
+    return nn.Sequential(lift, *([] if between is None else [nn.ReLU(), between()]), conv)
+
+
+class Escnn(nn.Module):
+    """The same two layers by escnn, with fields of the regular representation, and features as (B, C, N, H, W)."""
+
+    def __init__(self, size: int, orientations: int, between: str | None = None) -> None:
+        from escnn import gspaces
+        from escnn import nn as escnn
+
+        super().__init__()
+        space = gspaces.rot2dOnR2(orientations)
+        self.images = escnn.FieldType(space, 3 * [space.trivial_repr])
+        fields = escnn.FieldType(space, CHANNELS * [space.regular_repr])
+        layers = [escnn.R2Conv(self.images, fields, size, bias=False)]
+        if between is not None:
+            layers.append(escnn.ReLU(fields))
+        if between == "max":
+            layers.append(escnn.PointwiseMaxPool(fields, 2))
+        if between == "smooth max":
+            layers.append(escnn.PointwiseMaxPoolAntialiased(fields, 2, 2))
+        layers.append(escnn.R2Conv(fields, fields, size, bias=False))
+        self.layers = escnn.SequentialModule(*layers)
+        self.wrap = escnn.GeometricTensor
+        self.weights = layers[0].weights.numel() // (3 * CHANNELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(self.wrap(x, self.images)).tensor
+        return torch.unflatten(y, 1, (CHANNELS, -1))
+
+
+def error(build: Callable[[], nn.Module], x: Tensor, angle: float, draws: int = 9) -> str:
+    return f"{median(untrained_errors(build, x, angle, draws)):.4f}"
+
+
+def measure_kernels(x: Tensor) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for size, orientations, angle in PLACES:
+        where = {"size": f"{size}×{size}", "N": orientations, "angle": f"{angle:g}°"}
+        for kernel in group.KERNELS:
+            rotation = group.rotation_map(size, orientations, kernel)
+            gains = rotation.square().sum(dim=(1, 2)) / rotation.square().sum(dim=(1, 2)).mean()
+            spectrum = torch.linalg.svdvals(rotation.flatten(0, 1))
+            errors = {
+                "two layers": error(partial(two_layers, kernel, size, orientations), x, angle),
+                "with ReLU": error(partial(two_layers, kernel, size, orientations, nn.Identity), x, angle),
+            }
+            shape = {
+                "gain": f"{float(gains.min()):.2f}–{float(gains.max()):.2f}",
+                "condition": f"{float(spectrum[0] / spectrum[-1]):.1f}",
+            }
+            rows.append({"kernel": kernel, **where, "weights": rotation.shape[2], **shape, **errors})
+        if find_spec("escnn"):
+            errors = {
+                "two layers": error(partial(Escnn, size, orientations), x, angle),
+                "with ReLU": error(partial(Escnn, size, orientations, ""), x, angle),
+            }
+            weights = Escnn(size, orientations).weights
+            rows.append({"kernel": "escnn", **where, "weights": weights, "gain": "", "condition": "", **errors})
+    return rows
+
+
+def measure_layers_between(x: Tensor) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for name, between in BETWEEN.items():
+        errors = {kernel: error(partial(two_layers, kernel, 5, 8, between), x, 45.0) for kernel in group.KERNELS}
+        rows.append({"between": name, **errors, "escnn": ""})
+    if find_spec("escnn"):
+        for name, between_escnn in ESCNN_BETWEEN.items():
+            found = error(partial(Escnn, 5, 8, between_escnn), x, 45.0)
+            rows.append({"between": f"escnn: {name}", **dict.fromkeys(group.KERNELS, ""), "escnn": found})
+    return rows
+
+
+def measure_response(size: int = 5, orientations: int = 16) -> list[dict[str, object]]:
+    """The power that white base weights have at each frequency along the kernel's own axis, in parts of that at 0."""
+    rows: list[dict[str, object]] = []
+    offsets = torch.arange(size, dtype=torch.float64) - size // 2
+    for kernel in group.KERNELS:
+        rotation = group.rotation_map(size, orientations, kernel).to(torch.complex128)
+        for i in range(3):
+            angle = 2 * math.pi * i / orientations
+            along = (math.cos(angle) * offsets[None, :] - math.sin(angle) * offsets[:, None]).flatten()
+            waves = torch.exp(2j * math.pi * torch.tensor(FREQUENCIES, dtype=torch.float64)[:, None] * along)
+            power = (waves @ rotation[i]).abs().square().sum(dim=1)
+            found = {f"{f:g}": f"{float(p / power[0]):.3f}" for f, p in zip(FREQUENCIES, power, strict=True)}
+            rows.append({"kernel": kernel, "angle": f"{math.degrees(angle):g}°", **found})
+    return rows
+
+
+def describe_harmonics() -> list[dict[str, object]]:
+    """How loud each harmonic of a kernel is beside its loudest."""
+    rows: list[dict[str, object]] = []
+    for size in (3, 5, 7, 9):
+        kernels, frequencies = harmonics(size)
+        gains = kernels.norm(dim=0) / kernels.norm(dim=0).max()
+        for m in sorted({int(frequency) for frequency in frequencies}):
+            listed = ", ".join(f"{float(gain):.2f}" for gain in gains[frequencies == m])
+            rows.append({"size": f"{size}×{size}", "m": m, "gains": listed})
+    return rows
+
+
+def measure_networks(device: str) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for network in (rp.models.mitosis, rp.models.nuclei, rp.models.tumor):
+        for name, choices in NETWORKS.items():
+            build: Callable[[], nn.Module] = partial(network, 8, **choices)
+            x = smooth_images(count=16, size=network(8).receptive_field).to(device)
+            errors = {f"{angle:g}°": error(build, x, angle, draws=7) for angle in (45.0, 22.5)}
+            rows.append({"network": network.__name__, "choices": name, **errors})
+    return rows
+
+
+def main(device: str = "cpu") -> None:
+    warnings.simplefilter("ignore")  # escnn's
+    torch.backends.cudnn.allow_tf32 = False
+    x = smooth_images(count=2, size=64).to(device)
+    record("fidelity-kernels", measure_kernels(x), device)
+    record("fidelity-between", measure_layers_between(x), device)
+    record("fidelity-response", measure_response(), device)
+    record("fidelity-harmonics", describe_harmonics(), device)
+    record("fidelity-networks", measure_networks(device), device)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
