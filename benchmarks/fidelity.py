@@ -90,6 +90,12 @@ def error(build: Callable[[], nn.Module], x: Tensor, angle: float, draws: int = 
     return f"{median(untrained_errors(build, x, angle, draws)):.4f}"
 
 
+def condition(matrix: Tensor) -> str:
+    """How much louder the loudest combination of base weights is than the quietest."""
+    values = torch.linalg.svdvals(matrix)
+    return f"{float(values[0] / values[-1]):.1f}" if values[-1] > 1e-9 else "inf"
+
+
 def measure_kernels(x: Tensor) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for size, orientations, angle in PLACES:
@@ -97,14 +103,14 @@ def measure_kernels(x: Tensor) -> list[dict[str, object]]:
         for kernel in group.KERNELS:
             rotation = group.rotation_map(size, orientations, kernel)
             gains = rotation.square().sum(dim=(1, 2)) / rotation.square().sum(dim=(1, 2)).mean()
-            spectrum = torch.linalg.svdvals(rotation.flatten(0, 1))
             errors = {
                 "two layers": error(partial(two_layers, kernel, size, orientations), x, angle),
                 "with ReLU": error(partial(two_layers, kernel, size, orientations, nn.Identity), x, angle),
             }
             shape = {
                 "gain": f"{float(gains.min()):.2f}–{float(gains.max()):.2f}",
-                "condition": f"{float(spectrum[0] / spectrum[-1]):.1f}",
+                "condition": condition(rotation.flatten(0, 1)),
+                "at the worst angle": max([condition(turned) for turned in rotation], key=float),
             }
             rows.append({"kernel": kernel, **where, "weights": rotation.shape[2], **shape, **errors})
         if find_spec("escnn"):
@@ -113,7 +119,8 @@ def measure_kernels(x: Tensor) -> list[dict[str, object]]:
                 "with ReLU": error(partial(Escnn, size, orientations, ""), x, angle),
             }
             weights = Escnn(size, orientations).weights
-            rows.append({"kernel": "escnn", **where, "weights": weights, "gain": "", "condition": "", **errors})
+            unknown = dict.fromkeys(shape, "")
+            rows.append({"kernel": "escnn", **where, "weights": weights, **unknown, **errors})
     return rows
 
 

@@ -45,7 +45,7 @@ def harmonics(size: int) -> tuple[Tensor, Tensor]:
             chosen.append(mode)
             left -= needed
     chosen.sort(key=lambda mode: mode.frequency)  # within a frequency the best stays first
-    frequencies = torch.tensor([float(mode.frequency) for mode in chosen], dtype=torch.float64)
+    frequencies = torch.tensor([float(mode.frequency) for mode in chosen], dtype=torch.float64, device="cpu")
     kernels = torch.stack([mode.kernel * mode.energy**LOUDNESS for mode in chosen], dim=1)
     energy = (kernels.abs().square() * (1 + (frequencies > 0))).sum()
     return kernels * torch.sqrt(taps / energy), frequencies

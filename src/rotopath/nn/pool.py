@@ -1,7 +1,7 @@
 """Spatial pooling of SE(2) features. Sizes that a window grid does not cover evenly are refused, never cropped.
 
-A window that moves on by its own size sees half of what it should to turn with the image off the pixel grid. With
-`blur`, windows lie at every pixel, and are smoothed by a binomial filter of so many taps before any are left out.
+What one pixel in two keeps depends on where it lies, which turns with the image by multiples of 90° only. With `blur`,
+windows lie at every pixel, and are smoothed by a binomial filter of that many taps before any are left out.
 """
 
 import math
@@ -16,6 +16,8 @@ FAINT = 1e-6  # a mean square below which its root is made a parabola, so that i
 
 
 class _GroupPool2d(nn.Module):
+    taps: Tensor
+
     def __init__(self, size: int, stride: int | None = None, padding: int = 0, blur: int = 1) -> None:
         super().__init__()
         stride = size if stride is None else stride
@@ -31,6 +33,9 @@ class _GroupPool2d(nn.Module):
         self.stride = stride
         self.padding = padding
         self.blur = blur
+        if blur > 1:
+            binomial = torch.tensor([float(math.comb(blur - 1, i)) for i in range(blur)])
+            self.register_buffer("taps", binomial / 2 ** (blur - 1), persistent=False)
 
     def _fold(self, x: Tensor) -> Tensor:
         expect.features(x, self)
@@ -45,7 +50,7 @@ class _GroupPool2d(nn.Module):
         """Blur what was pooled at every pixel, and keep one in `stride`."""
         if self.blur == 1:
             return pooled
-        taps = torch.tensor([math.comb(self.blur - 1, i) for i in range(self.blur)]).to(pooled) / 2 ** (self.blur - 1)
+        taps = self.taps.to(pooled)
         channels, height, width = pooled.shape[1:]
         filters = (taps[:, None] * taps).expand(channels, 1, -1, -1)
         blurred = F.conv2d(pooled, filters, stride=self.stride, padding=self.blur // 2, groups=channels)
