@@ -1,13 +1,18 @@
 """Recipes: what is written is read, changes apply, and every wrong key is named."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rotopath import group
 from rotopath.data import Augmentation
+from rotopath.models.architecture import NUCLEI, POOLINGS, PRESETS, UPSAMPLINGS
 from rotopath.recipe import Mining, Recipe, RecipeError, make_recipe, read_recipe, write_recipe
+from rotopath.runs import build
 
 
 def written(tmp_path: Path, text: str) -> Path:
@@ -120,3 +125,14 @@ def test_the_published_recipes_are_good(path: Path) -> None:
     assert recipe.task == path.stem
     assert f"rotopath train recipes/{path.name}" in path.read_text(), "the command is at its top"
     assert (recipe.mining is None) == (recipe.task == "nuclei")
+
+
+def test_a_recipe_knows_the_kernels_pools_and_upsampling_that_networks_know() -> None:
+    hints = get_type_hints(Recipe)
+    for key, options in (("kernel", group.KERNELS), ("pooling", POOLINGS), ("upsampling", UPSAMPLINGS)):
+        assert get_args(hints[key]) == options
+    paper = Recipe("nuclei", "d")
+    assert {key: getattr(paper, key) for key in PRESETS["paper"]} == PRESETS["paper"]
+    built = build(replace(paper, **PRESETS["faithful"])).architecture
+    assert built == NUCLEI.choose("faithful")
+    assert build(paper).architecture == NUCLEI

@@ -18,7 +18,7 @@ from rotopath.group.grid import disc, positions
 # little white noise, for all that does not turn along, such as the kinks that a ReLU leaves between pixels.
 BLOBS_PX = (1.0, 2.0, 4.0, 8.0)
 NOISE = 1e-4
-LOUDNESS = 1 / 8  # of a harmonic grows as this power of the energy that it sees: the smoother, the louder
+LOUDNESS = 1 / 12  # of a harmonic grows as this power of the energy that it sees: the smoother, the louder
 TURNS = 16  # in a quarter of a circle, over which frequencies are told apart
 
 
@@ -34,7 +34,7 @@ def harmonics(size: int) -> tuple[Tensor, Tensor]:
     """The best harmonics for as many base weights as lie on the disc: (size², K) complex, and their frequencies (K,).
 
     Those of m = 0 are real and take one weight, all others two. All together are as loud as bilinear kernels
-    at 0°, and the smoother ones louder than others.
+    at 0°; single ones are the louder the more faithful and the smoother they are.
     """
     modes = [mode for frequency in range(2 * size - 1) for mode in _find_modes(size, frequency)]
     taps = left = int(disc(size).sum())
@@ -46,7 +46,7 @@ def harmonics(size: int) -> tuple[Tensor, Tensor]:
             left -= needed
     chosen.sort(key=lambda mode: mode.frequency)  # within a frequency the best stays first
     frequencies = torch.tensor([float(mode.frequency) for mode in chosen], dtype=torch.float64, device="cpu")
-    kernels = torch.stack([mode.kernel * mode.energy**LOUDNESS for mode in chosen], dim=1)
+    kernels = torch.stack([mode.kernel * mode.share * mode.energy**LOUDNESS for mode in chosen], dim=1)
     energy = (kernels.abs().square() * (1 + (frequencies > 0))).sum()
     return kernels * torch.sqrt(taps / energy), frequencies
 
