@@ -27,6 +27,7 @@ from rotopath.inference import predict_alike, predict_patches
 from rotopath.models import Network
 from rotopath.rotation import pack, summarise, turn_inputs
 from rotopath.tasks import TASKS
+from rotopath.writing import replaced
 
 Evidence = Any  # of one picture; each task has its own kind
 Seen = Callable[[int, int], None]  # told how many pictures are done, and how many there are
@@ -144,7 +145,7 @@ def evaluate(
     if robustness:
         turned = turn_inputs(task, run.network, collection.split(split), device)
         scores["rotation"] = summarise(task, turned, run.point)
-        with runs.replaced(written.with_suffix(".npz")) as unfinished, unfinished.open("wb") as file:
+        with replaced(written.with_suffix(".npz")) as unfinished, unfinished.open("wb") as file:
             np.savez_compressed(file, **pack(turned))  # type: ignore[arg-type]
     elif written.exists():  # what was measured before about turned inputs still holds
         before = json.loads(written.read_text(encoding="utf-8"))

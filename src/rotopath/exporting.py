@@ -23,6 +23,7 @@ from rotopath.data.nuclei import CLASSES
 from rotopath.models import Network, freeze
 from rotopath.models.architecture import IMAGE_CHANNELS
 from rotopath.runs import Run, RunError
+from rotopath.writing import replaced_folder
 
 CONFIG, README, WEIGHTS = "config.json", "README.md", "model.safetensors"
 MODELS = {"torchscript": "torchscript_model.pt", "onnx": "model.onnx", "torch": "model.pt2"}
@@ -61,7 +62,7 @@ def export(folder: Path, to: str, out: Path | None = None) -> Path:
     if place.exists() and not (place.is_dir() and (_is_export(place) or not any(place.iterdir()))):
         raise RunError(f"{place} exists and is no export of rotopath; choose another folder with --out.")
     model = _make_model(run.network, to)
-    with runs.replaced_folder(place) as unfinished:
+    with replaced_folder(place) as unfinished:
         with _quiet():
             answer = WRITERS[to](model, run.network, unfinished / MODELS[to])
             check_answers(answer, _make_model(run.network, to, frozen=False), run.network)

@@ -183,13 +183,13 @@ def _predict_frame(network: Network, frame: Tensor, tile_px: int | None) -> Tens
     maps = torch.empty(len(frame), network.architecture.outputs, height, width, device=frame.device)
     for rows, seen_rows in _divide(network, height, tile_px):
         for columns, seen_columns in _divide(network, width, tile_px):
-            read = (slice(seen.start * stride, seen.stop * stride + lost) for seen in (seen_rows, seen_columns))
-            seen = _probabilities(network, frame[..., *read])
-            kept = (
-                slice(part.start - whole.start, part.stop - whole.start)
-                for part, whole in ((rows, seen_rows), (columns, seen_columns))
+            top, left = (slice(seen.start * stride, seen.stop * stride + lost) for seen in (seen_rows, seen_columns))
+            answers = _probabilities(network, frame[..., top, left])
+            kept_rows, kept_columns = (
+                slice(part.start - seen.start, part.stop - seen.start)
+                for part, seen in ((rows, seen_rows), (columns, seen_columns))
             )
-            maps[..., rows.start : rows.stop, columns.start : columns.stop] = seen[..., *kept]
+            maps[..., rows.start : rows.stop, columns.start : columns.stop] = answers[..., kept_rows, kept_columns]
     return maps
 
 

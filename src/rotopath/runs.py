@@ -23,7 +23,7 @@ from rotopath import models
 from rotopath.data.collection import Collection
 from rotopath.models import Network
 from rotopath.recipe import Recipe, RecipeError, read_recipe
-from rotopath.writing import replaced as replaced  # other rooms know it as runs.replaced
+from rotopath.writing import replaced
 
 RECIPE, WEIGHTS, POINT, METRICS = "recipe.toml", "weights.safetensors", "operating_point.json", "metrics.json"
 LOG, PROVENANCE, RESUME, KEPT = "log.csv", "provenance.json", "resume.ckpt", "kept.safetensors"

@@ -17,11 +17,11 @@ from torch.nn.utils import parametrizations, prune
 import rotopath as rp
 from rotopath.inference import predict, predict_patches
 from rotopath.models import FrozenNetwork
-from rotopath.models.plain import CenterCrop2d, ChannelNorm2d, OrientationPool2d, Scale2d
+from rotopath.models.plain import BlurredPool2d, CenterCrop2d, ChannelNorm2d, OrientationPool2d, Scale2d
 
 BUILDERS = {"mitosis": rp.models.mitosis, "nuclei": rp.models.nuclei, "tumor": rp.models.tumor}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
-OWN = (FrozenNetwork, CenterCrop2d, ChannelNorm2d, OrientationPool2d, Scale2d)
+OWN = (FrozenNetwork, BlurredPool2d, CenterCrop2d, ChannelNorm2d, OrientationPool2d, Scale2d)
 DTYPES = (torch.float32, torch.float64)
 CPU = torch.device("cpu")
 Model = TypeVar("Model", bound=nn.Module)
@@ -74,6 +74,18 @@ def test_frozen_networks_give_the_same_logits(name: str, orientations: int, dtyp
     assert isinstance(frozen, FrozenNetwork)
     assert not frozen.training
     assert not any(parameter.requires_grad for parameter in frozen.parameters())
+
+
+@every_network
+@every_dtype
+def test_faithful_networks_are_frozen_as_well(name: str, dtype: torch.dtype) -> None:
+    net = settle(BUILDERS[name](4, preset="faithful").to(dtype))
+    frozen = rp.freeze(net)
+    field, step = net.receptive_field, net.architecture.size_step
+    x = torch.rand(2, 3, field + step, field + 2 * step, dtype=dtype)
+    assert difference(frozen, net, x) < TOLERANCE[dtype]
+    assert is_plain(frozen)
+    assert frozen.architecture.rim == net.architecture.rim > 0
 
 
 def test_the_plain_cnn_has_the_layers_one_expects() -> None:
@@ -389,7 +401,7 @@ def test_parametrised_layers_are_frozen_as_they_are() -> None:
 
 
 BLOCKS = ("conv", "grouped", "dilated", "strided", "relu", "gelu", "prelu", "batch", "group", "layer", "max", "average")
-BLOCKS += ("up", "smooth", "drop", "residual", "skip", "crop")
+BLOCKS += ("blurred", "rms", "blurred rms", "up", "smooth", "drop", "residual", "skip", "crop")
 
 
 class Chance(nn.Module):
@@ -411,6 +423,9 @@ class Chance(nn.Module):
             "layer": lambda: rp.nn.GroupLayerNorm2d(c),
             "max": lambda: rp.nn.GroupMaxPool2d(3, stride=2, padding=1),
             "average": lambda: rp.nn.GroupAvgPool2d(3, stride=1, padding=1),
+            "blurred": lambda: rp.nn.GroupMaxPool2d(3, stride=2, padding=1, blur=3),
+            "rms": lambda: rp.nn.GroupAvgPool2d(3, stride=2, padding=1, power=2),
+            "blurred rms": lambda: rp.nn.GroupAvgPool2d(1, stride=2, blur=5, power=2),
             "up": lambda: rp.nn.GroupUpsample2d(2),
             "smooth": lambda: rp.nn.GroupUpsample2d(2, mode="bilinear"),
             "drop": lambda: rp.nn.GroupDropout2d(0.3),
@@ -507,10 +522,11 @@ def test_what_cannot_be_frozen_is_named_in_one_sentence(model: nn.Module, senten
 # Graphs of it.
 
 
-@pytest.fixture(scope="module", params=BUILDERS)
+@pytest.fixture(scope="module", params=[*((name, "paper") for name in BUILDERS), ("nuclei", "faithful")])
 def pair(request: pytest.FixtureRequest) -> tuple[rp.models.Network, nn.Module]:
     torch.manual_seed(0)
-    net = settle(BUILDERS[request.param](4))
+    name, preset = request.param
+    net = settle(BUILDERS[name](4, preset=preset))
     return net, rp.freeze(net)
 
 

@@ -80,10 +80,15 @@ def fill_outline(
     return inside
 
 
+def _ahead(ring: Ring) -> Ring:
+    """For each vertex the next one, and the first for the last."""
+    return np.concatenate([ring[1:], ring[:1]])
+
+
 def signed_area(ring: Ring) -> float:
     """In pixels; above 0 where the ring turns as x does towards y."""
     rows, columns = (ring - ring[0]).T
-    return float(columns @ np.roll(rows, -1) - rows @ np.roll(columns, -1)) / 2
+    return float(columns @ _ahead(rows) - rows @ _ahead(columns)) / 2
 
 
 def _rings(parts: NDArray[np.int64]) -> Iterator[tuple[int, Ring]]:
@@ -157,7 +162,7 @@ def _split(ring: list[int]) -> Iterator[list[int]]:
 def _count_crossings(crossings: NDArray[np.int64], ring: Ring) -> None:
     """Add 1 in each row to the first pixel whose centre lies beyond an edge of the ring."""
     height, last = crossings.shape[0], crossings.shape[1] - 1
-    ahead = np.roll(ring, -1, axis=0)
+    ahead = _ahead(ring)
     first = np.ceil(np.minimum(ring[:, 0], ahead[:, 0]) - 0.5).clip(0, height).astype(np.int64)
     stop = np.ceil(np.maximum(ring[:, 0], ahead[:, 0]) - 0.5).clip(0, height).astype(np.int64)
     counts = stop - first

@@ -1,4 +1,4 @@
-"""What a frozen network needs and torch has no module for: four layers on ordinary tensors (B, C, H, W).
+"""What a frozen network needs and torch has no module for: five layers on ordinary tensors (B, C, H, W).
 
 Features of N orientations are (B, C·N, H, W) here, the orientations of a channel side by side. All of them can be
 scripted, traced and exported with any batch, height and width.
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.jit import is_scripting, is_tracing  # type: ignore[attr-defined]
 
 from rotopath.nn import center_crop
+from rotopath.nn.pool import root, thin_out
 
 
 def is_recorded() -> bool:
@@ -33,6 +34,31 @@ class OrientationPool2d(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.orientations}, {self.mode!r}"
+
+
+class BlurredPool2d(nn.Module):
+    """Maxima, means or root mean squares of windows at every pixel, blurred before one in `stride` is kept."""
+
+    taps: Tensor
+
+    def __init__(self, size: int, stride: int, padding: int, mode: str, taps: Tensor | None) -> None:
+        super().__init__()
+        self.size, self.stride, self.padding, self.mode = size, stride, padding, mode
+        self.window_stride = stride if taps is None else 1
+        self.register_buffer("taps", torch.ones(1) if taps is None else taps.clone(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mode == "max":
+            pooled = F.max_pool2d(x, self.size, self.window_stride, self.padding)
+        else:
+            values = x.square() if self.mode == "rms" else x
+            pooled = F.avg_pool2d(values, self.size, self.window_stride, self.padding)
+        if self.window_stride < self.stride:
+            pooled = thin_out(pooled, self.taps, self.stride)
+        return root(pooled) if self.mode == "rms" else pooled
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, stride={self.stride}, padding={self.padding}, {self.mode!r}, taps={len(self.taps)}"
 
 
 class Scale2d(nn.Module):

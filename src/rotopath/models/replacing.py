@@ -9,7 +9,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from rotopath.models.plain import ChannelNorm2d, OrientationPool2d, Scale2d
+from rotopath.models.plain import BlurredPool2d, ChannelNorm2d, OrientationPool2d, Scale2d
 from rotopath.nn import (
     GroupAvgPool2d,
     GroupBatchNorm2d,
@@ -92,10 +92,8 @@ def replace_group_layer(layer: nn.Module, orientations: int) -> tuple[nn.Module,
         case GroupLayerNorm2d():
             weight, bias = (each.detach().repeat_interleave(n) for each in (layer.weight, layer.bias))
             return ChannelNorm2d(weight, bias, layer.eps), n
-        case GroupMaxPool2d():
-            return nn.MaxPool2d(layer.size, layer.stride, layer.padding), n
-        case GroupAvgPool2d():
-            return nn.AvgPool2d(layer.size, layer.stride, layer.padding), n
+        case GroupMaxPool2d() | GroupAvgPool2d():
+            return _plain_pool(layer), n
         case GroupUpsample2d():
             return nn.Upsample(scale_factor=float(layer.scale), mode=layer.mode), n
         case Project():
@@ -143,6 +141,14 @@ def _plain_conv(layer: LiftConv2d | GroupConv2d, in_channels: int) -> nn.Conv2d:
     if layer.bias is not None:
         conv.bias = nn.Parameter(layer.bias.detach().repeat_interleave(layer.orientations))
     return conv
+
+
+def _plain_pool(layer: GroupMaxPool2d | GroupAvgPool2d) -> nn.Module:
+    where = (layer.size, layer.stride, layer.padding)
+    mode = "max" if isinstance(layer, GroupMaxPool2d) else "mean" if layer.power == 1 else "rms"
+    if layer.blur == 1 and mode != "rms":
+        return nn.MaxPool2d(*where) if mode == "max" else nn.AvgPool2d(*where)
+    return BlurredPool2d(*where, mode, layer.taps if layer.blur > 1 else None)
 
 
 def _plain_group_norm(layer: GroupNorm2d, orientations: int) -> nn.GroupNorm:

@@ -15,6 +15,25 @@ from rotopath.nn import expect
 FAINT = 1e-6  # a mean square below which its root is made a parabola, so that it has a slope at 0
 
 
+def thin_out(pooled: Tensor, taps: Tensor, stride: int) -> Tensor:
+    """Blur what was pooled at every pixel of maps (B, C, H, W), and keep one in `stride`."""
+    taps = taps.to(pooled)
+    channels, reach = pooled.shape[1], taps.shape[0] // 2
+    filters = (taps[:, None] * taps).expand(channels, 1, -1, -1)
+    blurred = F.conv2d(pooled, filters, stride=stride, padding=reach, groups=channels)
+    # At the rim some taps find nothing; the others count for them.
+    line = taps.view(1, 1, -1)
+    rows = F.conv1d(torch.ones_like(pooled[:1, :1, :, 0]), line, stride=stride, padding=reach)
+    columns = F.conv1d(torch.ones_like(pooled[:1, :1, 0]), line, stride=stride, padding=reach)
+    return blurred / (rows[..., None] * columns[:, :, None]).to(blurred)
+
+
+def root(mean_square: Tensor, faint: float = FAINT) -> Tensor:
+    """The square root, with a slope at 0."""
+    found: Tensor = torch.sqrt(mean_square + faint) - math.sqrt(faint)
+    return found
+
+
 class _GroupPool2d(nn.Module):
     taps: Tensor
 
@@ -47,19 +66,7 @@ class _GroupPool2d(nn.Module):
         return self.stride if self.blur == 1 else 1
 
     def _thin_out(self, pooled: Tensor) -> Tensor:
-        """Blur what was pooled at every pixel, and keep one in `stride`."""
-        if self.blur == 1:
-            return pooled
-        taps = self.taps.to(pooled)
-        channels, height, width = pooled.shape[1:]
-        filters = (taps[:, None] * taps).expand(channels, 1, -1, -1)
-        blurred = F.conv2d(pooled, filters, stride=self.stride, padding=self.blur // 2, groups=channels)
-        # At the rim some taps find nothing; the others count for them.
-        rows, columns = (
-            F.conv1d(pooled.new_ones(1, 1, side), taps.view(1, 1, -1), stride=self.stride, padding=self.blur // 2)
-            for side in (height, width)
-        )
-        return blurred / (rows.mT * columns).to(blurred)
+        return pooled if self.blur == 1 else thin_out(pooled, self.taps, self.stride)
 
     def extra_repr(self) -> str:
         blur = "" if self.blur == 1 else f", blur={self.blur}"
@@ -103,7 +110,7 @@ class GroupAvgPool2d(_GroupPool2d):
             folded = folded.square()
         pooled = self._thin_out(F.avg_pool2d(folded, self.size, self._window_stride, self.padding))
         if self.power == 2:
-            pooled = torch.sqrt(pooled + FAINT) - math.sqrt(FAINT)
+            pooled = root(pooled)
         return torch.unflatten(pooled, 1, x.shape[1:3])
 
     def extra_repr(self) -> str:

@@ -30,6 +30,7 @@ from rotopath.runs import RunError
 from rotopath.training import replay
 from rotopath.training.optimisation import make_optimiser, make_schedule
 from rotopath.training.processes import share_statistics
+from rotopath.writing import replaced
 
 LOOK_EVERY_STEPS = 25  # how often losses are fetched from the device
 PATIENCE_WITH_OTHERS = timedelta(hours=12)  # while the first process mines examples
@@ -182,7 +183,7 @@ class Keeper(Callback):
         """A point from which the same command goes on."""
         self._look(trainer)
         resume = self._folder / runs.RESUME
-        with runs.replaced(resume) if trainer.is_global_zero else nullcontext(resume) as unfinished:
+        with replaced(resume) if trainer.is_global_zero else nullcontext(resume) as unfinished:
             trainer.save_checkpoint(unfinished)  # all processes take part, the first one writes
         if trainer.is_global_zero:
             text = io.StringIO()
