@@ -17,7 +17,8 @@ from rotopath.data.batches import reader_of
 from rotopath.data.nuclei import BACKGROUND, BORDER
 from rotopath.evaluation.robustness import list_angles, measure_robustness
 from rotopath.group import covering_size
-from rotopath.inference import SPLINE_REACH, predict_realigned, predict_turned
+from rotopath.inference import predict_realigned, predict_turned
+from rotopath.inference.dense import SPLINE_REACH
 from rotopath.models import Network
 from rotopath.nn import center_crop
 

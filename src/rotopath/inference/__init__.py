@@ -1,0 +1,9 @@
+"""A trained network applied: to images and single windows, and to whole slides tile by tile.
+
+In: a network in eval mode, and pixels at its spacing. Out: probabilities and where they lie; objects; results.
+"""
+
+from rotopath.inference.dense import predict, predict_alike, predict_realigned
+from rotopath.inference.windows import predict_patches, predict_turned
+
+__all__ = ["predict", "predict_alike", "predict_patches", "predict_realigned", "predict_turned"]

@@ -1,0 +1,93 @@
+"""How a network's outputs come to lie on an image of any size, and how an image is divided into tiles.
+
+In: a network and a size. Out: spans of pixels that the network has to see, on its pooling grid, and spans of outputs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from rotopath.models import Network
+
+
+class Span(NamedTuple):
+    """A stretch along one side, in pixels or outputs, of which some may lie outside of the image."""
+
+    start: int
+    stop: int
+
+    def widened(self, by: int) -> "Span":
+        return Span(self.start - by, self.stop + by)
+
+    def moved(self, by: int) -> "Span":
+        return Span(self.start + by, self.stop + by)
+
+    def within(self, whole: "Span") -> slice:
+        """Where it lies in a longer one."""
+        return slice(self.start - whole.start, self.stop - whole.start)
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How outputs come to lie along one side of an image."""
+
+    frame_px: Span  # that the network sees, on the pooling grid and about the middle of the image
+    outputs: int  # in that frame
+    kept: Span  # those outputs that lie on the image
+    first_px: float  # of the first one that is kept
+
+    def seen_px(self, network: Network, outputs: Span) -> Span:
+        """The pixels that the network sees for some outputs, whole blocks of them."""
+        stride = network.stride
+        return Span(outputs.start * stride, outputs.stop * stride + lost_px(network)).moved(self.frame_px.start)
+
+
+def lay_out(network: Network, size_px: int) -> Layout:
+    framed = network.nearest_sizes(size_px + lost_px(network))[-1]
+    # As much on either side, so that a turned image gets a turned frame: exactly, where an even number is added.
+    before = (framed - size_px) // 2
+    outputs, stride = network.output_size(framed), network.stride
+    first = (framed - 1 - (outputs - 1) * stride) / 2 - before
+    places = first + stride * np.arange(outputs)
+    on_image = np.flatnonzero((places >= -0.5) & (places <= size_px - 0.5))
+    kept = Span(int(on_image[0]), int(on_image[-1]) + 1)
+    return Layout(Span(-before, framed - before), outputs, kept, float(places[kept.start]))
+
+
+def lost_px(network: Network) -> int:
+    """By how much the pixels that outputs stand for are fewer than those that the network sees, along a side."""
+    return network.receptive_field - network.output_size(network.receptive_field) * network.stride
+
+
+def divide(
+    network: Network, wanted: Span, outputs: int, tile_px: int, multiple: int = 1
+) -> Iterator[tuple[Span, Span]]:
+    """Where tiles lie along a side, in outputs: as few as will do, all alike in size but for the last.
+
+    The second span of each is what the network has to answer for it: blocks of outputs on the pooling grid, and
+    further, where outputs feel the edge of a tile. Tiles begin at multiples of `multiple` from the first output.
+    """
+    if tile_px < network.receptive_field:
+        raise ValueError(f"Tiles have at least the {network.receptive_field} px that an answer needs; got {tile_px}.")
+    block = block_size(network)
+    rim = -(-network.architecture.rim // block) * block
+    uneven = 0 if wanted.start % block == multiple % block == 0 else 2 * (block - 1)
+    most = max(multiple, (network.output_size(network.nearest_sizes(tile_px)[0]) - 2 * rim - uneven))
+    most -= most % multiple
+    step = -(-wanted.size // -(-wanted.size // most))
+    step += -step % multiple
+    for start in range(wanted.start, wanted.stop, step):
+        tile = Span(start, min(start + step, wanted.stop))
+        first, last = tile.start // block * block, -(-tile.stop // block) * block
+        yield tile, Span(max(0, first - rim), min(outputs, last + rim))
+
+
+def block_size(network: Network) -> int:
+    """Outputs come in blocks of so many along a side, one a step of the pooling grid."""
+    return network.output_size(network.receptive_field)
