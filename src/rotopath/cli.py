@@ -146,6 +146,55 @@ def evaluate(
 
 
 @app.command()
+def predict(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    images: Annotated[list[Path], typer.Argument(help="Slides, images, or folders of them.")],
+    out: Annotated[Path, typer.Option(help="A folder for the results, with one in it for each slide.")],
+    spacing_um_px: Annotated[
+        float | None, typer.Option("--spacing-um-px", help="The side of a pixel, for files that do not tell it.")
+    ] = None,
+    rotations: Annotated[
+        int, typer.Option(min=1, help="Turns of every tile: the mean is used, and their deviation is written too.")
+    ] = 1,
+    everywhere: Annotated[
+        bool, typer.Option("--everywhere", help="Look also where there seems to be no tissue.")
+    ] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU when left out, if there is one.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Spread slides over a Dask cluster: its scheduler's address, local, or slurm.")
+    ] = None,
+    at_once: Annotated[int, typer.Option(min=1, help="Workers of a local or a SLURM cluster.")] = 2,
+) -> None:
+    """Find what a model was trained for in images and whole slides. What is done already is skipped."""
+    with _mistakes_in_one_sentence():
+        from rotopath.inference.slides import Options
+        from rotopath.predicting import list_slides, predict_slides
+        from rotopath.reports.progress import SlideProgress
+        from rotopath.runs import load
+
+        model, slides, options = load(run), list_slides(images), Options(rotations, everywhere=everywhere)
+        if spacing_um_px is not None and not 0.05 <= spacing_um_px <= 5:
+            _refuse(f"--spacing-um-px is {spacing_um_px:g}, but microscopes have 0.05 to 5 µm/px.")
+        states: list[str] = []
+        with SlideProgress(len(slides), console) as progress:
+            try:
+                if cluster is None:
+                    outcomes = predict_slides(model, slides, out, options, spacing_um_px, device, progress.show)
+                else:
+                    from rotopath.study.slides import predict_on_cluster
+
+                    outcomes = predict_on_cluster(run, slides, out, options, spacing_um_px, device, cluster, at_once)
+                for outcome in outcomes:
+                    progress.tell(outcome)
+                    states.append(outcome.state)
+            except KeyboardInterrupt:
+                _stop(out)
+    _print_place("Results", out)
+    if "failed" in states:
+        raise typer.Exit(2 if len(states) == states.count("failed") else 1)
+
+
+@app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     to: Annotated[

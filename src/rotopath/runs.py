@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -24,6 +25,14 @@ from rotopath.data.collection import Collection
 from rotopath.models import Network
 from rotopath.recipe import Recipe, RecipeError, read_recipe
 from rotopath.writing import replaced
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from rotopath.images import Slide
+    from rotopath.inference.result import Result
+    from rotopath.inference.slides import Model
 
 RECIPE, WEIGHTS, POINT, METRICS = "recipe.toml", "weights.safetensors", "operating_point.json", "metrics.json"
 LOG, PROVENANCE, RESUME, KEPT = "log.csv", "provenance.json", "resume.ckpt", "kept.safetensors"
@@ -42,6 +51,33 @@ class Run:
     recipe: Recipe
     network: Network  # in evaluation mode
     point: Mapping[str, float]  # thresholds, chosen on the validation set
+
+    def predict(
+        self,
+        image: "NDArray[np.uint8] | Path | str | Slide",
+        spacing_um_px: float | None = None,
+        rotations: int = 1,
+        everywhere: bool = False,
+        device: torch.device | str | None = None,
+    ) -> "Result":
+        """What the model finds in an image (H, W, 3), a file or an open slide; pixels have `spacing_um_px` µm a side.
+
+        With several `rotations` of every tile, probabilities are their mean, and the deviation is told too. Places
+        without tissue are left out, unless they are asked for.
+        """
+        from rotopath.images.slides import as_slide
+        from rotopath.inference.result import predict_slide
+        from rotopath.inference.slides import Options
+
+        with as_slide(image, spacing_um_px) as slide:
+            return predict_slide(self.ready(device), slide, Options(rotations, everywhere=everywhere))
+
+    def ready(self, device: torch.device | str | None = None) -> "Model":
+        """The model frozen to a plain CNN, on a device; by default on a GPU, if there is one."""
+        from rotopath.inference.slides import Model
+
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return Model(self.recipe.task, models.freeze(self.network).to(chosen), self.point, chosen)
 
 
 def load(folder: Path | str) -> Run:

@@ -57,7 +57,7 @@ def open_reader(path: Path) -> Reader:
     except ModuleNotFoundError:  # also where there is no library behind the bindings
         if is_slide or _examine_tiff(path)[0] > 1:
             raise _missing(path, "OpenSlide") from None
-        return _ImageReader(path)
+        return ImageReader(read_rgb(path), pixel_size_um(path))
     with _damage_in_one_sentence(path):
         vendor = openslide.OpenSlide.detect_format(path)
     if vendor not in (None, "generic-tiff"):
@@ -72,18 +72,18 @@ def open_reader(path: Path) -> Reader:
         return _TiffSlideReader(path)
     if is_slide:
         raise UnreadableImageError(path, "is damaged, or no slide that OpenSlide knows; download or export it anew.")
-    return _ImageReader(path)
+    return ImageReader(read_rgb(path), pixel_size_um(path))
 
 
-class _ImageReader:
-    """An ordinary image, held in memory: one level."""
+class ImageReader:
+    """An ordinary image, in memory: one level."""
 
     origin_px = (0, 0)
 
-    def __init__(self, path: Path) -> None:
-        self._pixels = read_rgb(path)
-        self.pixel_size_um = pixel_size_um(path)
-        height, width = self._pixels.shape[:2]
+    def __init__(self, pixels: NDArray[np.uint8], pixel_size_um: tuple[float, float] | None = None) -> None:
+        self._pixels = pixels
+        self.pixel_size_um = pixel_size_um
+        height, width = pixels.shape[:2]
         self.levels: tuple[Level, ...] = (Level((height, width), 1.0),)
 
     def read(self, level: int, top: int, left: int, height: int, width: int) -> NDArray[np.uint8]:

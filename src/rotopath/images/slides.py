@@ -5,6 +5,8 @@ spacing that is asked for, (h, w, 3) bytes. Tiles fit together: a pixel is the s
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from rotopath.images.files import UnreadableImageError, is_plausible
-from rotopath.images.readers import WHITE, Level, Reader, open_reader
+from rotopath.images.readers import WHITE, ImageReader, Level, Reader, open_reader
 
 MOST_COARSE = 1.02  # a level this much coarser than what is asked for will do
 MOST_OBLONG = 1.01  # pixels whose sides differ by less are taken as square
@@ -138,6 +140,23 @@ def open_slide(path: Path | str, spacing_um_px: float | None = None) -> Slide:
         reader.close()
         raise
     return Slide(path, reader, spacing)
+
+
+@contextmanager
+def as_slide(picture: NDArray[np.uint8] | Path | str | Slide, spacing_um_px: float | None = None) -> Iterator[Slide]:
+    """A slide that is open, or a file or pixels (H, W, 3) opened as one."""
+    if isinstance(picture, Slide):
+        yield picture
+    elif isinstance(picture, Path | str):
+        with open_slide(picture, spacing_um_px) as slide:
+            yield slide
+    else:
+        pixels = np.asarray(picture)
+        if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8 or 0 in pixels.shape:
+            raise ValueError(f"An image is (H, W, 3) bytes; got shape {pixels.shape} of {pixels.dtype}.")
+        if spacing_um_px is None:
+            raise ValueError("An array does not tell how large its pixels are; give it as spacing_um_px.")
+        yield Slide(Path("image"), ImageReader(pixels), spacing_um_px)
 
 
 def _spacing(path: Path, size_um: tuple[float, float] | None) -> float:

@@ -4,6 +4,7 @@ In and out: RGB images, (H, W, 3) bytes. After Macenko et al. (2009), with the c
 """
 
 import warnings
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,24 +24,44 @@ def optical_density(image: NDArray[np.uint8]) -> NDArray[np.float64]:
     return density
 
 
+@dataclass(frozen=True)
+class Stains:
+    """What was measured of a stain: unit densities of hematoxylin and eosin, and how strong they get."""
+
+    densities: NDArray[np.float64]  # (rgb, 2)
+    strongest: NDArray[np.float64]  # (2,) concentrations
+
+    def normalise(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The image with these stains replaced by the reference's, and their strength scaled to the reference's."""
+        concentrations = optical_density(image).reshape(-1, 3) @ np.linalg.pinv(self.densities).T  # (pixels, 2)
+        concentrations *= REFERENCE_CONCENTRATIONS / self.strongest
+        normalised: NDArray[np.float64] = WHITE * np.exp(-concentrations @ REFERENCE_STAINS.T)
+        return normalised.clip(0, 255).astype(np.uint8).reshape(image.shape)
+
+
+def measure_stains(image: NDArray[np.uint8]) -> Stains | None:
+    """The stains of an image, or of pixels (..., 3) from all over a slide; none where there are no two of them."""
+    density = optical_density(image).reshape(-1, 3)
+    densities = estimate_stains(density)
+    if densities is None:
+        return None
+    strongest = np.percentile(density @ np.linalg.pinv(densities).T, STRONGEST_PERCENTILE, axis=0)
+    return Stains(densities, strongest) if (strongest > 0).all() else None
+
+
 def macenko(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The image with its two stains replaced by the reference's, and their strength scaled to the reference's.
 
     An image with too little tissue to tell two stains apart comes back as it is, with a warning.
     """
-    density = optical_density(image).reshape(-1, 3)
-    stains = estimate_stains(density)
+    stains = measure_stains(image)
     if stains is None:
-        warnings.warn("stain normalisation left an image unchanged: too little stained tissue in it.", stacklevel=2)
+        warnings.warn(
+            "stain normalisation left an image unchanged: too little stained tissue in it, or one stain only.",
+            stacklevel=2,
+        )
         return image
-    concentrations = density @ np.linalg.pinv(stains).T  # (pixels, 2)
-    strongest = np.percentile(concentrations, STRONGEST_PERCENTILE, axis=0)
-    if (strongest <= 0).any():
-        warnings.warn("stain normalisation left an image unchanged: it shows one stain only.", stacklevel=2)
-        return image
-    concentrations *= REFERENCE_CONCENTRATIONS / strongest
-    normalised: NDArray[np.float64] = WHITE * np.exp(-concentrations @ REFERENCE_STAINS.T)
-    return normalised.clip(0, 255).astype(np.uint8).reshape(image.shape)
+    return stains.normalise(image)
 
 
 def estimate_stains(density: NDArray[np.float64]) -> NDArray[np.float64] | None:

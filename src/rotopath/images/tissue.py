@@ -43,6 +43,22 @@ class Tissue:
         last = [math.ceil(end / self.spacing_um_px) for end in (top_um + height_um, left_um + width_um)]
         return bool(self.mask[first[0] : max(last[0], 0), first[1] : max(last[1], 0)].any())
 
+    def at(self, rows_um: NDArray[np.float64], columns_um: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Whether there is tissue at each of some rows in each of some columns."""
+        down, across = (
+            np.floor(places / self.spacing_um_px).astype(int).clip(0, size - 1)
+            for places, size in zip((rows_um, columns_um), self.mask.shape, strict=True)
+        )
+        found: NDArray[np.bool_] = self.mask[np.ix_(down, across)]
+        return found
+
+    def widened(self, by_um: float) -> "Tissue":
+        """With a margin all around."""
+        if self.mask.all() or not self.mask.any():
+            return self
+        near = ndimage.distance_transform_edt(~self.mask) * self.spacing_um_px <= by_um
+        return Tissue(near, self.spacing_um_px)
+
 
 def find_tissue(slide: Slide, spacing_um_px: float = SPACING_UM_PX) -> Tissue:
     """Where the slide has tissue; all of it where it is a picture of nothing else, nothing where it is blank."""

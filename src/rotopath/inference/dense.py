@@ -20,7 +20,6 @@ from rotopath.tasks.prediction import Prediction
 
 TILE_PX = 1024  # a side; a network with 8 orientations takes about 1.5 GB of memory for it
 SPLINE_REACH = 4  # pixels around a place that interpolation reads there, to about one percent
-FINER = 4  # maps of a coarse stride are computed so many times finer where they are to be turned between their places
 Look = Callable[[Span, Span], Tensor]  # at rows and columns in pixels: (B, 3, h, w), mirrored beyond edges
 
 
@@ -98,13 +97,10 @@ def predict_frame(
     if rest == 0:
         turned = group.rotate(look(*frame), angle)
         return group.rotate(_answer_finely(network, turned, finer, tile_px), -angle).clamp(0, 1)
-    # A map of a coarse stride cannot be turned by interpolation: mitoses are peaks of a place or two.
-    fine = math.lcm(finer, math.gcd(FINER, network.stride))
     wide = tuple(_widened(network, frame))
-    maps = _answer_finely(network, group.rotate(_turned(network, look, wide, rest), angle - rest), fine, tile_px)
+    maps = _answer_finely(network, group.rotate(_turned(network, look, wide, rest), angle - rest), finer, tile_px)
     maps = group.rotate(group.rotate(maps, rest - angle), -rest).clamp(0, 1)  # splines swing over
-    sizes = ((network.output_size(span.size) - 1) * fine + 1 for span in frame)
-    return center_crop(maps, *sizes)[..., :: fine // finer, :: fine // finer]
+    return center_crop(maps, *((network.output_size(span.size) - 1) * finer + 1 for span in frame))
 
 
 def reach_px(network: Network, frame: tuple[Span, ...], degrees: Sequence[float]) -> tuple[Span, ...]:

@@ -84,8 +84,15 @@ def divide(
     step += -step % multiple
     for start in range(wanted.start, wanted.stop, step):
         tile = Span(start, min(start + step, wanted.stop))
-        first, last = tile.start // block * block, -(-tile.stop // block) * block
-        yield tile, Span(max(0, first - rim), min(outputs, last + rim))
+        yield tile, cover(network, tile, outputs)
+
+
+def cover(network: Network, wanted: Span, outputs: int) -> Span:
+    """What the network has to answer, of all outputs, for some that are wanted to be as they are in the whole image."""
+    block = block_size(network)
+    rim = -(-network.architecture.rim // block) * block
+    first, last = wanted.start // block * block, -(-wanted.stop // block) * block
+    return Span(max(0, first - rim), min(outputs, last + rim))
 
 
 def block_size(network: Network) -> int:

@@ -1,10 +1,14 @@
-"""Progress of a training in the terminal: a bar with loss, pace and time left, and a line for each epoch."""
+"""Progress in the terminal: of a training, a bar with loss, pace and time left, and a line for each epoch; of slides, a
+bar for the one that is looked at, one for all of them, and a line for each that is over.
+"""
 
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from rotopath.predicting import Outcome, read_summary
 from rotopath.recipe import Recipe
 
 
@@ -56,3 +60,50 @@ class TrainingProgress:
             self._bar.update(self._task, score=f"  validation accuracy {accuracy}")
             line = f"{epoch}: loss {row['loss']:.4f}, validation loss {row['validation_loss']:.4f}, accuracy {accuracy}"
             self._console.print(f"{line}, {row['images_per_second']:,.0f} images/s", highlight=False, soft_wrap=True)
+
+
+class SlideProgress:
+    """Shows how far a batch of slides is."""
+
+    def __init__(self, slides: int, console: Console) -> None:
+        self._console = console
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:g} of {task.total:g} {task.fields[what]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._all = self._bar.add_task("all", total=slides, what="slides")
+        self._one = self._bar.add_task("", total=1, what="tiles", visible=False)
+        self._at: Path | None = None
+
+    def __enter__(self) -> "SlideProgress":
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, slide: Path, done: int, tiles: int) -> None:
+        """How many tiles of a slide are done."""
+        if slide != self._at:
+            self._at = slide
+            self._bar.reset(self._one, total=tiles, visible=True, description=slide.name)
+        self._bar.update(self._one, completed=done)
+
+    def tell(self, outcome: Outcome) -> None:
+        """A slide that is over."""
+        self._bar.advance(self._all)
+        self._bar.update(self._one, visible=False)
+        if outcome.state == "failed":
+            line = f"{outcome.path.name} failed: {outcome.reason}"
+        elif outcome.state == "skipped":
+            line = f"{outcome.path.name}: done before, skipped"
+        else:
+            line = f"{outcome.path.name}: {read_summary(outcome.folder)}"
+        self._console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -62,13 +62,7 @@ def on_cluster(cluster: str, at_once: int) -> Iterator[Submit]:
 
     Where workers declare GPUs (`--resources GPU=1`), each of them takes `at_once` jobs a GPU if an address is given.
     """
-    from distributed import Client
-
-    with _cluster(cluster, at_once) as address, Client(address, timeout=30) as client:
-        client.wait_for_workers(1, JOIN_WITHIN_S)
-        workers = client.scheduler_info()["workers"].values()
-        gpus = any(worker["resources"].get("GPU") for worker in workers)
-        resources = {"GPU": 1 / at_once - 1e-6} if gpus else None  # so that rounded shares add up to one
+    with connected(cluster, at_once) as (client, resources):
 
         def submit(*job: object) -> Future:
             # A new key each time: a job that failed is to run again, and not to be looked up.
@@ -78,6 +72,18 @@ def on_cluster(cluster: str, at_once: int) -> Iterator[Submit]:
             return future
 
         yield submit
+
+
+@contextmanager
+def connected(cluster: str, at_once: int) -> Iterator[tuple[Any, dict[str, float] | None]]:
+    """A client of a cluster that has workers, and what a job takes of a worker's GPUs, if they have some."""
+    from distributed import Client
+
+    with _cluster(cluster, at_once) as address, Client(address, timeout=30) as client:
+        client.wait_for_workers(1, JOIN_WITHIN_S)
+        workers = client.scheduler_info()["workers"].values()
+        gpus = any(worker["resources"].get("GPU") for worker in workers)
+        yield client, {"GPU": 1 / at_once - 1e-6} if gpus else None  # so that rounded shares add up to one
 
 
 class _Cancellable:

@@ -27,6 +27,7 @@ HIT_UM = 7.5  # 30 px at 0.25 µm/px
 SMOOTH_PX = 6.0  # deviation of the Gaussian, a little less than the stride of the network
 MERGE_PX = 30.0  # two peaks closer than this are one figure, such as the two halves of one that separates
 LEAST_SCORE = 0.01  # of a candidate: no operating point lies lower, and there would be thousands in a field
+PEAK_REACH = 8  # places: what the Gaussian reads of a map at a stride of 8 px, and plateaus of a few places
 FROC_POINTS = 200
 
 
@@ -56,6 +57,11 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 def decode(prediction: Prediction, point: Mapping[str, float] | None = None) -> Detections:
     """The peaks of the smoothed map that reach the point's threshold; without a point, all that are worth keeping."""
+    return merge(find_peaks(prediction, point))
+
+
+def find_peaks(prediction: Prediction, point: Mapping[str, float] | None = None) -> Detections:
+    """All peaks, also those that belong to one figure. Each depends on the map within `PEAK_REACH` places of it."""
     sigma = SMOOTH_PX / prediction.stride_px
     smooth = ndimage.gaussian_filter(prediction.probabilities[0].astype(np.float64), sigma, mode="nearest")
     threshold = LEAST_SCORE if point is None else max(LEAST_SCORE, point["threshold"])
@@ -65,9 +71,22 @@ def decode(prediction: Prediction, point: Mapping[str, float] | None = None) -> 
     indices = np.array(ndimage.center_of_mass(plateaus > 0, plateaus, range(1, number + 1))).reshape(-1, 2)
     scores = np.asarray(ndimage.maximum(smooth, plateaus, range(1, number + 1)), np.float64).reshape(-1)
     high = scores >= threshold
-    places = prediction.places(indices[high] + _offsets(smooth, indices[high]))
-    kept = _merge(places, scores[high])
-    return Detections(places[kept], scores[high][kept])
+    return Detections(prediction.places(indices[high] + _offsets(smooth, indices[high])), scores[high])
+
+
+def merge(found: Detections) -> Detections:
+    """The highest first, and of several that are close together that one only."""
+    order = np.argsort(-found.scores, kind="stable")
+    if not len(order):
+        return found
+    nearby = cKDTree(found.places).query_ball_point(found.places, np.nextafter(MERGE_PX, 0))
+    free = np.ones(len(order), bool)
+    kept = []
+    for candidate in order:
+        if free[candidate]:
+            kept.append(candidate)
+            free[nearby[candidate]] = False
+    return Detections(found.places[kept], found.scores[kept])
 
 
 def examine(prediction: Prediction, picture: Picture, spacing_um_px: float) -> Evidence:
@@ -159,18 +178,3 @@ def _offsets(values: NDArray[np.float64], peaks: NDArray[np.float64]) -> NDArray
         top[sharp] = (after - before)[sharp] / (2 * bend[sharp])
         offsets[inner, axis] = top.clip(-0.5, 0.5)
     return offsets
-
-
-def _merge(places: NDArray[np.float64], scores: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Which candidates stay, the highest first: those that have no higher one nearby that stays."""
-    order = np.argsort(-scores, kind="stable")
-    if not len(order):
-        return order
-    nearby = cKDTree(places).query_ball_point(places, np.nextafter(MERGE_PX, 0))
-    free = np.ones(len(places), bool)
-    kept = []
-    for candidate in order:
-        if free[candidate]:
-            kept.append(candidate)
-            free[nearby[candidate]] = False
-    return np.array(kept, np.int64)

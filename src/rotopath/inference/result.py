@@ -1,0 +1,67 @@
+"""What a model found in an image or on a slide, in memory: for notebooks and scripts.
+
+In: a pass over a slide. Out: its objects, its heat map and a summary, which can be shown and handed to QuPath.
+"""
+
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from rotopath.data.collection import Task
+from rotopath.images import Slide
+from rotopath.images.geojson import SlideObject, write_geojson
+from rotopath.images.overlay import draw_overlay
+from rotopath.inference.finding import COLORS
+from rotopath.inference.slides import Model, Options, SlidePass, heat_frame, summarise
+
+
+@dataclass(frozen=True)
+class Result:
+    """Objects lie in pixels of level 0; the map has one pixel for every `map_um` µm."""
+
+    task: Task
+    objects: list[SlideObject]
+    map: NDArray[np.float32]  # (h, w): the probability of what the model looks for
+    deviation: NDArray[np.float32] | None  # of it over rotations, if several were asked for
+    map_um: float
+    summary: Mapping[str, float]
+    origin_px: tuple[int, int]  # where QuPath begins to count
+    overlay: Image.Image
+
+    def to_geojson(self, path: Path | str) -> None:
+        """Write the objects as QuPath reads them."""
+        write_geojson(Path(path), self.objects, self.origin_px)
+
+    def show(self) -> Image.Image:
+        """The slide with what was found on it; a notebook displays it."""
+        return self.overlay
+
+    def __repr__(self) -> str:
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in self.summary.items())
+        return f"Result({self.task}: {numbers})"
+
+
+def predict_slide(model: Model, slide: Slide, options: Options) -> Result:
+    """Everything about a slide at once."""
+    with tempfile.TemporaryDirectory(prefix="rotopath-") as folder:
+        one = SlidePass(model, slide, Path(folder), options)
+        objects = list(one.objects())
+        heat, deviation = one.heat.read(), None if one.deviation is None else one.deviation.read()
+        overlay = draw_overlay(slide, heat, heat_frame(one), COLORS[model.task], objects)
+        summary = summarise(model.task, count(objects), one.tissue.area_mm2)
+        one.close()
+    return Result(model.task, objects, heat, deviation, one.cell_um, summary, slide.origin_px, overlay)
+
+
+def count(objects: Iterable[SlideObject]) -> dict[str, float]:
+    """How many there are, and their area."""
+    total = {"objects": 0.0, "area_mm2": 0.0}
+    for one in objects:
+        total["objects"] += 1
+        total["area_mm2"] += one.measurements.get("area_mm2", 0.0)
+    return total

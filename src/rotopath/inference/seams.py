@@ -1,0 +1,124 @@
+"""Regions that the seams between tiles cut through, put together again.
+
+In: tiles, row by row, with the regions that they see and the pixels of those that touch a seam. Out: whole regions,
+once all tiles are there. Pixels wait in files; memory knows which regions are one, and no more.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import ndimage
+
+from rotopath.inference.layout import Span
+
+LARGEST_PX = 2**24  # of a rectangle around a region; what is larger than a square millimetre is not one nucleus
+Part = tuple[int, int]  # the number of a tile, and of a region in it
+
+
+class Region(NamedTuple):
+    """A rectangle, and the values (k, h, w) of one region in it; others are what they are where there is nothing."""
+
+    top: int
+    left: int
+    values: NDArray[np.float32]
+
+
+class Seams:
+    """`size` are the rows and columns of everything; `nothing` the values (k,) of a pixel that is in no region."""
+
+    def __init__(self, size: tuple[int, ...], nothing: Sequence[float], folder: Path) -> None:
+        self._size, self._folder = size, folder
+        self._nothing = np.asarray(nothing, np.float32)
+        self._parents: dict[Part, Part] = {}
+        self._tiles: list[tuple[Span, Span]] = []
+        self._below: dict[tuple[int, int], tuple[int, NDArray[np.int32]]] = {}  # by the tile's last row, first column
+        self._beside: dict[tuple[int, int], tuple[int, NDArray[np.int32]]] = {}  # by its last column, first row
+        self._read = lru_cache(maxsize=16)(self._read_from_file)
+
+    def take(
+        self, rows: Span, columns: Span, mask: NDArray[np.bool_], values: NDArray[np.float32]
+    ) -> NDArray[np.bool_]:
+        """Keep what touches a seam of the tile for later; gives where the regions are that are whole already."""
+        regions, _ = ndimage.label(mask)
+        number = len(self._tiles)
+        self._tiles.append((rows, columns))
+        edges = {
+            "above": (rows.start > 0, regions[0]),
+            "below": (rows.stop < self._size[0], regions[-1]),
+            "left": (columns.start > 0, regions[:, 0]),
+            "right": (columns.stop < self._size[1], regions[:, -1]),
+        }
+        cut = np.unique(np.concatenate([edge for is_seam, edge in edges.values() if is_seam] or [regions[:0, 0]]))
+        cut = cut[cut > 0]
+        self._parents |= {(number, int(region)): (number, int(region)) for region in cut}
+        self._join(number, regions[0], self._below.pop((rows.start, columns.start), None))
+        self._join(number, regions[:, 0], self._beside.pop((columns.start, rows.start), None))
+        self._below[rows.stop, columns.start] = (number, regions[-1])
+        self._beside[columns.stop, rows.start] = (number, regions[:, -1])
+        is_cut = np.isin(regions, cut)
+        places = np.flatnonzero(is_cut)
+        np.savez(
+            self._folder / f"{number}.npz",
+            places=places,
+            regions=regions.ravel()[places],
+            values=values.reshape(len(values), -1)[:, places],
+        )
+        return mask & ~is_cut
+
+    def finish(self) -> Iterator[Region]:
+        """All regions that were cut, each once and whole."""
+        groups: defaultdict[Part, list[Part]] = defaultdict(list)
+        for part in self._parents:
+            groups[self._root(part)].append(part)
+        for parts in groups.values():
+            pieces = [self._piece(part) for part in parts]
+            top, left = (min(int(places[axis].min()) for places, _ in pieces) for axis in (0, 1))
+            bottom, right = (max(int(places[axis].max()) + 1 for places, _ in pieces) for axis in (0, 1))
+            if math.prod((bottom - top, right - left)) <= LARGEST_PX:
+                yield self._region(pieces)
+            else:
+                yield from (self._region([piece]) for piece in pieces)
+
+    def _region(self, pieces: list[tuple[NDArray[np.int64], NDArray[np.float32]]]) -> Region:
+        places = np.concatenate([one for one, _ in pieces], axis=1)  # (2, pixels)
+        values = np.concatenate([one for _, one in pieces], axis=1)  # (k, pixels)
+        top, left = places.min(axis=1)
+        height, width = places.max(axis=1) + 1 - (top, left)
+        whole = np.empty((len(values), height, width), np.float32)
+        whole[:] = self._nothing[:, None, None]
+        whole[:, places[0] - top, places[1] - left] = values
+        return Region(int(top), int(left), whole)
+
+    def _piece(self, part: Part) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Rows and columns (2, pixels), and values (k, pixels), of a region in a tile."""
+        number, region = part
+        places, regions, values = self._read(number)
+        here = regions == region
+        rows, columns = self._tiles[number]
+        down, across = np.divmod(places[here], columns.size)
+        return np.stack([down + rows.start, across + columns.start]), values[:, here]
+
+    def _read_from_file(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
+        with np.load(self._folder / f"{number}.npz") as kept:
+            return kept["places"], kept["regions"], kept["values"]
+
+    def _join(self, number: int, edge: NDArray[np.int32], neighbour: tuple[int, NDArray[np.int32]] | None) -> None:
+        """Regions on both sides of a seam are one where their pixels are beside each other."""
+        if neighbour is None:
+            return
+        other, other_edge = neighbour
+        both = (edge > 0) & (other_edge > 0)
+        for mine, its in np.unique(np.stack([edge[both], other_edge[both]]), axis=1).T.tolist():
+            self._parents[self._root((number, mine))] = self._root((other, its))
+
+    def _root(self, part: Part) -> Part:
+        while self._parents[part] != part:
+            self._parents[part] = self._parents[self._parents[part]]
+            part = self._parents[part]
+        return part

@@ -1,0 +1,57 @@
+"""Slides spread over the workers of a Dask cluster, each in a process of its own.
+
+In: a run, slides and a cluster. Out: an outcome for every slide, as they come; results lie in the same places.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rotopath.inference.slides import Options
+from rotopath.predicting import SUMMARY, Outcome, place_results
+from rotopath.study.engines import connected
+from rotopath.study.running import TRIES
+
+
+def predict_on_cluster(
+    run: Path,
+    slides: Sequence[Path],
+    out: Path,
+    options: Options,
+    spacing_um_px: float | None,
+    device: str | None,
+    cluster: str,
+    at_once: int,
+) -> Iterator[Outcome]:
+    """As `predict_slides`; workers see the same folders, and a slide whose worker dies is given to another one."""
+    from distributed import as_completed
+
+    with connected(cluster, at_once) as (client, resources):
+        futures = {}
+        for path, folder in place_results(slides, out).items():
+            words = ["predict", str(run.resolve()), str(path.resolve()), "--out", str(folder.parent.resolve())]
+            words += ["--rotations", str(options.rotations)]
+            words += ["--everywhere"] if options.everywhere else []
+            words += ["--spacing-um-px", str(spacing_um_px)] if spacing_um_px is not None else []
+            words += ["--device", device] if device is not None else []
+            future = client.submit(_predict, words, pure=False, retries=TRIES, resources=resources)
+            futures[future] = (path, folder)
+        for future in as_completed(futures):
+            path, folder = futures[future]
+            try:
+                reason = future.result()
+            except Exception as error:  # such as a cluster's, which has lost its workers
+                reason = f"{error}"
+            done = not reason and (folder / SUMMARY).exists()
+            yield Outcome(path, folder, "done" if done else "failed", reason or "it ended without a word.")
+
+
+def _predict(words: list[str]) -> str:
+    """In a worker: nothing if all went well, else the reason."""
+    command = [sys.executable, "-m", "rotopath", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode < 0:
+        raise RuntimeError(f"killed by signal {-ended.returncode}; perhaps there was too little memory.")
+    said = (ended.stderr.strip() or ended.stdout.strip()).splitlines()
+    return "" if ended.returncode == 0 else " ".join(said[:1]) or f"it ended with exit code {ended.returncode}."
