@@ -109,8 +109,11 @@ def _predict_one(
     seen: Callable[[int, int], None],
 ) -> None:
     begun = time.monotonic()
-    with replaced_folder(folder) as unfinished, tempfile.TemporaryDirectory(prefix="rotopath-") as files:
-        one = SlidePass(model, slide, Path(files), options)
+    with (
+        replaced_folder(folder) as unfinished,
+        tempfile.TemporaryDirectory(prefix="rotopath-") as files,
+        SlidePass(model, slide, Path(files), options) as one,
+    ):
         drawn: list[SlideObject] = []
         with (unfinished / TABLE).open("w", newline="", encoding="utf-8") as table:
             told = _Told(one.objects(seen), table, drawn, slide.origin_px)
@@ -140,7 +143,6 @@ def _predict_one(
                 "hardware": runs.describe_machine(model.device),
             },
         )
-        one.close()
 
 
 class _Told:

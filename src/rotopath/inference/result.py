@@ -48,13 +48,14 @@ class Result:
 
 def predict_slide(model: Model, slide: Slide, options: Options) -> Result:
     """Everything about a slide at once."""
-    with tempfile.TemporaryDirectory(prefix="rotopath-") as folder:
-        one = SlidePass(model, slide, Path(folder), options)
+    with (
+        tempfile.TemporaryDirectory(prefix="rotopath-") as folder,
+        SlidePass(model, slide, Path(folder), options) as one,
+    ):
         objects = list(one.objects())
         heat, deviation = one.heat.read(), None if one.deviation is None else one.deviation.read()
         overlay = draw_overlay(slide, heat, heat_frame(one), COLORS[model.task], objects)
         summary = summarise(model.task, count(objects), one.tissue.area_mm2)
-        one.close()
     return Result(model.task, objects, heat, deviation, one.cell_um, summary, slide.origin_px, overlay)
 
 

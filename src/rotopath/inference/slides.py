@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -102,7 +103,10 @@ class SlidePass:
             seen(done, len(wanted))
         yield from self._finder.finish()
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.heat.close()
         if self.deviation is not None:
             self.deviation.close()

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from eyes import Eye, Pessimist
+from torch import Tensor
 
 import rotopath as rp
 from rotopath import group
@@ -22,43 +22,6 @@ BUILD: dict[str, Callable[[int], Network]] = {
     "nuclei": rp.models.nuclei,
     "tumor": rp.models.tumor,
 }
-
-
-class Eye(Network):
-    """Has the sizes of a network, but answers with the brightness in the middle of each window, as a probability."""
-
-    def __init__(self, architecture: Architecture) -> None:
-        nn.Module.__init__(self)
-        self.architecture, self.orientations = architecture, 1
-        self.seen: list[tuple[int, int]] = []
-        self.eval()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == torch.uint8:
-            x = x.float() / 255
-        height, width = x.shape[-2:]
-        self.seen.append((height, width))
-        rows, columns = self.output_size(height), self.output_size(width)
-        bright = x.mean(dim=1, keepdim=True)
-        if self.architecture.outputs > 1:  # one output for each pixel of the middle
-            bright = center_crop(bright, rows, columns)
-            return torch.cat([bright, 1 - bright, torch.ones_like(bright)], dim=1).clamp(min=1e-6).log()
-        middle = self.receptive_field // 2
-        pairs = (bright[..., :-1, :] + bright[..., 1:, :]) / 2
-        pairs = (pairs[..., :-1] + pairs[..., 1:]) / 2  # an even window's middle lies between pixels
-        return pairs[..., middle - 1 :: self.stride, middle - 1 :: self.stride][..., :rows, :columns].logit(eps=1e-6)
-
-
-class Pessimist(Eye):
-    """Answers with the darkest pixel of each window."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        bright = x.float().mean(dim=1, keepdim=True) / (255 if x.dtype == torch.uint8 else 1)
-        window = self.receptive_field - self.output_size(self.receptive_field) + 1
-        darkest = -functional.max_pool2d(-bright, window, self.stride)
-        if self.architecture.outputs > 1:
-            return torch.cat([darkest, 1 - darkest, 1 - darkest], dim=1).clamp(min=1e-6).log()
-        return darkest.logit(eps=1e-6)
 
 
 def textured(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -166,6 +129,38 @@ def test_tiles_give_the_same_where_filters_reach_beyond_them(name: str, tile_px:
     image = np.random.default_rng(0).integers(0, 256, (150, 120, 3), dtype=np.uint8)
     whole, tiled = (predict(network, image, CPU, tile_px=side) for side in (None, tile_px))
     assert np.abs(whole.probabilities - tiled.probabilities).max() < 1e-5
+
+
+def test_full_maps_have_an_answer_for_every_pixel() -> None:
+    """Those of a coarse map are among them, and others are what the coarse map of a shifted image has."""
+    network, image = untrained("mitosis", 1), textured(116, 124)
+    stride = network.stride
+    coarse, full = (predict(network, image, CPU, full=full) for full in (False, True))
+    assert (full.stride_px, full.first_px) == (1, coarse.first_px)
+    assert np.abs(full.probabilities[:, ::stride, ::stride] - coarse.probabilities).max() < 1e-5
+    tiled = predict(network, image, CPU, full=True, tile_px=100)
+    assert np.abs(full.probabilities - tiled.probabilities).max() < 1e-5
+    for row, column in ((5, 0), (0, 3), (7, 2)):
+        shifted = predict(network, image[row:, column:], CPU)
+        inside = [  # away from edges, which are mirrored
+            (i, j)
+            for i, j in np.ndindex(*shifted.probabilities.shape[1:])
+            if all(
+                network.receptive_field / 2 + 8 < place < size - network.receptive_field / 2 - 8
+                for place, size in zip(
+                    shifted.places(np.array([[i, j]]))[0], shifted_size(image, row, column), strict=True
+                )
+            )
+        ]
+        assert inside
+        for i, j in inside:
+            at = shifted.places(np.array([[i, j]]))[0] + (row, column) - full.first_px
+            seen = full.probabilities[0, round(at[0]), round(at[1])]
+            assert seen == pytest.approx(shifted.probabilities[0, i, j], abs=1e-5)
+
+
+def shifted_size(image: np.ndarray, row: int, column: int) -> tuple[int, int]:
+    return image.shape[0] - row, image.shape[1] - column
 
 
 @pytest.mark.parametrize(("name", "tile_px"), [("mitosis", 84), ("mitosis", 150), ("nuclei", 60), ("nuclei", 101)])
