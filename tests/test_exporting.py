@@ -221,7 +221,7 @@ def test_the_command_writes_a_folder_and_says_where(trained: Callable[[str], Pat
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("{}/none",), "none is no run folder: there is no such folder."),
+        (("{}/none",), "none is neither a run folder nor one of the pretrained models, "),
         (("{}/taken",), "holds no run."),
         (("{run}", "--to", "keras"), "There is no format 'keras' to export to; choose from torchscript, onnx, torch."),
         (

@@ -123,12 +123,15 @@ def evaluate(
 ) -> Path:
     """Score a finished run on a split of its data, or of other data, at its operating point; gives the file written.
 
-    With `robustness` the answers to turned inputs are measured too, and kept beside that file.
+    A pretrained model is named instead of a folder, and needs data; its scores go to `runs/`. With `robustness` the
+    answers to turned inputs are measured too, and kept beside that file.
     """
     run = runs.load(folder)
     if split not in SPLITS:
         raise DataError(f"There is no split {split!r}; choose from {', '.join(SPLITS)}.")
     task = run.recipe.task
+    if data is None and run.is_pretrained:
+        raise DataError(f"{run.name} comes without the data that it was trained on; name some for {task} with --data.")
     collection = open_data(data or Path(run.recipe.data), task)
     device = torch.device("cuda" if torch.cuda.is_available() and run.recipe.accelerator != "cpu" else "cpu")
     evidence = gather(task, run.network, collection.split(split), device, rotations, partial(seen, split))
@@ -140,8 +143,10 @@ def evaluate(
         "rotations": rotations,
         "data": str(collection.root),
     }
-    other = data if data is not None and data.resolve() != Path(run.recipe.data).resolve() else None
-    written = out or evaluation_file(folder, split, rotations, rule, other)
+    own = data is None or (not run.is_pretrained and data.resolve() == Path(run.recipe.data).resolve())
+    written = out or evaluation_file(run.out, split, rotations, rule, None if own else data)
+    if run.is_pretrained:
+        written.parent.mkdir(parents=True, exist_ok=True)
     if robustness:
         turned = turn_inputs(task, run.network, collection.split(split), device)
         scores["rotation"] = summarise(task, turned, run.point)

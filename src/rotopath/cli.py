@@ -13,6 +13,8 @@ from rich.markup import escape
 import rotopath
 
 if TYPE_CHECKING:
+    from rich.console import Group
+
     from rotopath.data import Task
 
 app = typer.Typer(
@@ -28,6 +30,7 @@ app.add_typer(study_app, name="study")
 console = Console()
 
 PUBLISHED = [1, 4, 8, 16]
+CARD_WIDTH = 100  # longer lines are hard to read
 
 
 def _print_version(asked: bool) -> None:
@@ -46,21 +49,33 @@ def main(
 
 @app.command()
 def models(
-    name: Annotated[str | None, typer.Argument(help="mitosis, nuclei or tumor; all of them when left out.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="A pretrained model, or mitosis, nuclei or tumor; all of them when left out.")
+    ] = None,
     orientations: Annotated[
         list[int], typer.Option("--orientations", "-n", help="A number of orientations; may be given several times.")
     ] = PUBLISHED,
 ) -> None:
-    """Print the networks: layers, sizes, channels and weights."""
+    """List pretrained models, and the networks with all layers, sizes and weights; or show the card of a model."""
+    from rotopath import pretrained
     from rotopath.models import ARCHITECTURES
 
+    names = pretrained.list_names()
+    if name in names:
+        _print_card(pretrained.HOME / name / pretrained.CARD)
+        raise typer.Exit
     if name is not None and name not in ARCHITECTURES:
-        _refuse(f"There is no model {name!r}; choose from {', '.join(ARCHITECTURES)}.")
+        _refuse(f"There is no model {name!r}; choose from {', '.join([*names, *ARCHITECTURES])}.")
     try:
-        for each in [name] if name else ARCHITECTURES:
-            _print_architecture(each, orientations)
+        tables = [table for each in ([name] if name else ARCHITECTURES) for table in _draw_network(each, orientations)]
     except ValueError as error:
         _refuse(str(error))
+    if name is None:
+        from rotopath.reports.tables import pretrained_table
+
+        console.print(pretrained_table([pretrained.HOME / each for each in names]))
+    for table in tables:
+        console.print(table)
 
 
 @app.command()
@@ -117,7 +132,7 @@ def train(
 
 @app.command()
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    run: Annotated[Path, typer.Argument(help="A run folder, or a pretrained model.")],
     data: Annotated[Path | None, typer.Option(help="Other data than the run was trained on.")] = None,
     split: Annotated[str, typer.Option(help="train, valid or test.")] = "test",
     tta: Annotated[int, typer.Option(min=1, help="Mean prediction over so many turns of each image.")] = 1,
@@ -196,7 +211,7 @@ def predict(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    run: Annotated[Path, typer.Argument(help="A run folder, or a pretrained model.")],
     to: Annotated[
         str, typer.Option(help="torchscript, which WSInfer and QuPath read; onnx; or torch, a program of torch.export.")
     ] = "torchscript",
@@ -334,6 +349,7 @@ def _task(name: str) -> "Task":
 def _mistakes_in_one_sentence() -> Iterator[None]:
     """What a user can mend ends in a sentence, not in a traceback."""
     from rotopath.data import DataError
+    from rotopath.extras import extra_of, install
     from rotopath.images import UnreadableFileError
     from rotopath.recipe import RecipeError
     from rotopath.runs import RunError
@@ -342,10 +358,7 @@ def _mistakes_in_one_sentence() -> Iterator[None]:
         yield
     except ModuleNotFoundError as missing:
         package = str(missing.name).partition(".")[0]
-        extras = dict.fromkeys(("dask", "distributed", "dask_jobqueue"), "cluster")
-        extras |= dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), "onnx")
-        extra = extras.get(package, "train")
-        _refuse(f"This needs {package}: pip install 'rotopath[{extra}]'.")
+        _refuse(f"This needs {package}: {install(extra_of(package))}.")
     except (DataError, UnreadableFileError, RecipeError, RunError) as error:
         _refuse(str(error))
     except OSError as error:
@@ -353,14 +366,20 @@ def _mistakes_in_one_sentence() -> Iterator[None]:
         _refuse(str(error) if error.errno is None else system)
 
 
-def _print_architecture(name: str, orientations: list[int]) -> None:
+def _print_card(path: Path) -> None:
+    from rich.markdown import Markdown
+
+    console.print(Markdown(path.read_text(encoding="utf-8")), width=min(console.width, CARD_WIDTH))
+
+
+def _draw_network(name: str, orientations: list[int]) -> "list[Group]":
     """As many numbers of orientations side by side as the terminal is wide, the others below."""
     from rotopath.models import ARCHITECTURES
     from rotopath.reports.tables import architecture_table
 
     across = max(1, (console.width - 32) // 11)
-    for start in range(0, len(orientations), across):
-        console.print(architecture_table(ARCHITECTURES[name], orientations[start : start + across]))
+    starts = range(0, len(orientations), across)
+    return [architecture_table(ARCHITECTURES[name], orientations[start : start + across]) for start in starts]
 
 
 def _print_scores(folder: Path, written: Path | None = None) -> None:

@@ -1,12 +1,13 @@
 """A trained network for other software: a folder with a plain model, what it expects, and where it comes from.
 
-In: a run folder. Out: a folder with the frozen network as TorchScript (for WSInfer and QuPath), ONNX or a program of
+In: a run. Out: a folder with the frozen network as TorchScript (for WSInfer and QuPath), ONNX or a program of
 `torch.export`. A model is in its place only once it was read back and gave the network's own answers.
 """
 
 import dataclasses
 import json
 import logging
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from rotopath.data.batches import reader_of
 from rotopath.data.nuclei import CLASSES
 from rotopath.models import Network, freeze
 from rotopath.models.architecture import IMAGE_CHANNELS
+from rotopath.pretrained import CARD
 from rotopath.runs import Run, RunError
 from rotopath.writing import replaced_folder
 
@@ -58,7 +60,7 @@ def export(folder: Path, to: str, out: Path | None = None) -> Path:
         import onnxruntime  # noqa: F401  # with what writes it, onnx and onnxscript: named here if missing, before work
         import onnxscript  # noqa: F401
     run = runs.load(folder)
-    place = out or folder / f"export-{to}"
+    place = out or run.out / f"export-{to}"
     if place.exists() and not (place.is_dir() and (_is_export(place) or not any(place.iterdir()))):
         raise RunError(f"{place} exists and is no export of rotopath; choose another folder with --out.")
     model = _make_model(run.network, to)
@@ -72,6 +74,8 @@ def export(folder: Path, to: str, out: Path | None = None) -> Path:
         runs.write_json(unfinished / CONFIG, config)
         runs.write_json(unfinished / runs.PROVENANCE, _describe_origin(run, to))
         runs.write_text(unfinished / README, _explain(config, to))
+        if (run.folder / CARD).exists():  # terms go with the weights
+            shutil.copy(run.folder / CARD, unfinished / CARD)
     return place
 
 
@@ -183,7 +187,7 @@ def _describe_origin(run: Run, to: str) -> dict[str, object]:
         "exported": runs.now(),
         "format": to,
         **runs.describe_software((*runs.PACKAGES, "onnx", "onnxruntime", "onnxscript")),
-        "run": str(run.folder),
+        "run": run.name,
         "recipe": dataclasses.asdict(run.recipe),
         "operating_point": run.point,
         "trained": json.loads(trained.read_text(encoding="utf-8")) if trained.exists() else None,

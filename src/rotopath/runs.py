@@ -4,6 +4,7 @@ In: a folder. Out: its recipe, its trained network and its operating point; and 
 hardware, time. Weights are safetensors, and nothing that a user hands over is unpickled.
 """
 
+import difflib
 import hashlib
 import json
 import platform
@@ -20,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 import rotopath
-from rotopath import models
+from rotopath import models, pretrained
 from rotopath.data.collection import Collection
 from rotopath.models import Network
 from rotopath.recipe import Recipe, RecipeError, read_recipe
@@ -52,6 +53,11 @@ class Run:
     network: Network  # in evaluation mode
     point: Mapping[str, float]  # thresholds, chosen on the validation set
 
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether it is part of the package, where its data is not, and nothing is to be written."""
+        return self.folder.parent == pretrained.HOME
+
     def predict(
         self,
         image: "NDArray[np.uint8] | Path | str | Slide",
@@ -80,11 +86,24 @@ class Run:
         return Model(self.recipe.task, models.freeze(self.network).to(chosen), self.point, chosen)
 
 
-def load(folder: Path | str) -> Run:
-    """A finished run, ready to predict."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise RunError(f"{folder} is no run folder: there is no such folder.")
+    @property
+    def name(self) -> str:
+        """What a user calls it."""
+        return self.folder.name if self.is_pretrained else str(self.folder)
+
+    @property
+    def out(self) -> Path:
+        """Where that goes which is made of it."""
+        return Path("runs") / self.name if self.is_pretrained else self.folder
+
+
+def load(run: Path | str) -> Run:
+    """A finished run, or a pretrained model, by its name, ready to predict.
+
+    >>> rp.load("tumor-pcam-n8").network.orientations
+    8
+    """
+    folder = _find(run)
     if not (folder / WEIGHTS).exists():
         state = "is not finished; run the same command again" if (folder / RECIPE).exists() else "holds no run"
         raise RunError(f"{folder} {state}.")
@@ -96,6 +115,18 @@ def load(folder: Path | str) -> Run:
     network = build(recipe)
     load_weights(network, folder / WEIGHTS)
     return Run(folder, recipe, network.eval(), point)
+
+
+def _find(run: Path | str) -> Path:
+    """The folder of a run; where there is none, that of the pretrained model of that name."""
+    if (folder := Path(run)).is_dir():
+        return folder
+    if found := pretrained.find(str(run)):
+        return found
+    names = pretrained.list_names()
+    near = difflib.get_close_matches(folder.name.lower(), names, n=1)
+    hint = f"did you mean {near[0]}?" if near else "name one of these, or a folder."
+    raise RunError(f"{run} is neither a run folder nor one of the pretrained models, {', '.join(names)}; {hint}")
 
 
 def build(recipe: Recipe) -> Network:

@@ -15,10 +15,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rotopath.extras import install
 from rotopath.images.files import UnreadableImageError, described_pixel_size_um, pixel_size_um, read_rgb
 
 SLIDE_SUFFIXES = {".svs", ".ndpi", ".ndpis", ".mrxs", ".scn", ".svslide", ".bif", ".vms", ".vmu", ".czi", ".dcm"}
-INSTALL = "pip install 'rotopath[slides]'"
 DEPTHS = ("uint8", "uint16")
 BLOCK_PX = 512  # see _OpenSlideReader.read
 BLOCKS_KEPT = 64  # 48 MB
@@ -180,7 +180,7 @@ class _TiffSlideReader:
 
 
 def _missing(path: Path, package: str) -> UnreadableImageError:
-    return UnreadableImageError(path, f"is a whole slide, and reading it needs {package}: {INSTALL}.")
+    return UnreadableImageError(path, f"is a whole slide, and reading it needs {package}: {install('slides')}.")
 
 
 def _levels(sizes: list[tuple[int, int]], downsamples: tuple[float, ...]) -> tuple[Level, ...]:

@@ -1,6 +1,9 @@
-"""Tables for the terminal: architectures, how far networks are from turning with their input, what data sets hold."""
+"""Tables for the terminal: models, how far networks are from turning with their input, what data sets hold."""
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Group
@@ -10,6 +13,34 @@ from rich.text import Text
 from rotopath.data.check import Check
 from rotopath.data.collection import MODEL_SPACING_UM_PX, Collection, problems, scale
 from rotopath.models import Architecture
+from rotopath.recipe import read_recipe
+from rotopath.runs import METRICS, PROVENANCE, RECIPE, WEIGHTS
+from rotopath.tasks import TASKS
+
+
+def pretrained_table(folders: Sequence[Path]) -> Group:
+    """Pretrained models, from their files: what each is for, how well it does, and who may use it."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for title in ("name", "task", "µm/px", "test score", "size", "use"):
+        table.add_column(title, justify="right" if title in ("µm/px", "size") else "left", no_wrap=True)
+    for folder in folders:
+        recipe, test = read_recipe(folder / RECIPE), _read(folder / METRICS)["test"]
+        score = TASKS[recipe.task].SCORE
+        table.add_row(
+            Text(folder.name, "bold"),
+            recipe.task,
+            f"{MODEL_SPACING_UM_PX[recipe.task]:g}",
+            f"{score.replace('f1', 'F1')} {test[score]:.3f}",
+            f"{(folder / WEIGHTS).stat().st_size // 1000} kB",
+            "any" if _read(folder / PROVENANCE)["data"]["commercial"] else "not commercial",
+        )
+    legend = (
+        "Part of the package, no download; trained on small samples of real data.\n"
+        "None is for clinical use. Not commercial: a limit of the data, which the weights\n"
+        'inherit. In Python: rp.load("NAME"). In a shell: rotopath evaluate NAME, export\n'
+        "NAME; and rotopath models NAME for its card: data, terms, scores, limits.\n"
+    )
+    return Group(Text("Pretrained models", style="bold"), table, Text(legend, style="dim"))
 
 
 def architecture_table(architecture: Architecture, orientations: Sequence[int]) -> Group:
@@ -113,6 +144,11 @@ def score_table(title: str, metrics: Mapping[str, Mapping[str, object]]) -> Grou
                 table.add_row(f"rotation, {number}", f"{value:.4f}")
     redrawn = next(iter(metrics.values())).get("interval_over", "patients")
     return Group(Text(title, "bold"), table, Text(f"In brackets: 95 % intervals, redrawing {redrawn}.\n", "dim"))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return content
 
 
 def _score(value: object, interval: object) -> str:

@@ -1,0 +1,18 @@
+"""Pretrained models, which are part of the package: a folder each, with the files of a run and a card.
+
+In: a name. Out: its folder. `tools/publish.py` makes them from the runs of a study.
+"""
+
+from pathlib import Path
+
+HOME = Path(__file__).parent
+CARD = "card.md"
+
+
+def list_names() -> list[str]:
+    return sorted(card.parent.name for card in HOME.glob(f"*/{CARD}"))
+
+
+def find(name: str) -> Path | None:
+    """The folder of the model, if there is one of that name."""
+    return HOME / name if name in list_names() else None
