@@ -225,6 +225,33 @@ def export(
     _print_place("Exported", place)
 
 
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, to go with a bug report.")] = False,
+) -> None:
+    """Show what is installed and what is missing, and test that it works. Exit code 1 if something does not."""
+    from rotopath.doctor import examine, run_self_tests
+    from rotopath.reports import health
+
+    found = examine()
+    if not as_json:
+        console.print(health.findings(found), health.self_test_title(), highlight=False)
+    outcomes = []
+    for outcome in run_self_tests():
+        outcomes.append(outcome)
+        if not as_json:
+            console.print(health.outcome(outcome))
+    if as_json:
+        import json
+        from dataclasses import asdict
+
+        typer.echo(json.dumps(found | {"self_tests": [asdict(one) for one in outcomes]}, indent=1, ensure_ascii=False))
+    else:
+        console.print(health.verdict(outcomes))
+    if any(one.state == "fails" for one in outcomes):
+        raise typer.Exit(1)
+
+
 @data_app.command("check")
 def data_check(
     path: Annotated[Path, typer.Argument(help="A folder of AMIDA13, Kumar/MoNuSeg or PCam, or a manifest.")],
