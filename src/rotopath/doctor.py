@@ -119,7 +119,7 @@ def _test_bf16(device: torch.device) -> str:
     images = _draw_patch().to(device)
     with torch.no_grad():
         full = network(images).sigmoid()
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16):
             half = network(images).float().sigmoid()
     error = float((half - full).abs().max())
     _expect(error < BF16_ROUNDING, f"probabilities change by {error:.1e} in bf16")
@@ -222,34 +222,16 @@ def _describe_readers(missing: list[str]) -> list[dict[str, Any]]:
     """What reads which files; a reader that is installed and cannot be loaded has a reason instead of a version."""
     slides = ", ".join(sorted(suffix[1:].upper() for suffix in SLIDE_SUFFIXES))
     readers: list[dict[str, Any]] = []
-    for name, package, load, reads in (
-        ("Pillow", "pillow", _version_of_pillow, "PNG, JPEG, TIFF and other images"),
-        ("OpenSlide", "openslide-python", _version_of_openslide, f"whole slides: {slides}, pyramidal TIFF"),
-        ("tiffslide", "tiffslide", _version_of_tiffslide, "pyramids in OME-TIFF"),
+    for name, package, (module, version), reads in (
+        ("Pillow", "pillow", ("PIL", "__version__"), "PNG, JPEG, TIFF and other images"),
+        ("OpenSlide", "openslide-python", ("openslide", "__library_version__"), f"slides: {slides}, pyramidal TIFF"),
+        ("tiffslide", "tiffslide", ("tiffslide", "__version__"), "pyramids in OME-TIFF"),
     ):
         reader = {"reader": name, "reads": reads, "installed": package not in missing}
         if reader["installed"]:
             try:
-                reader["version"] = load()
+                reader["version"] = getattr(import_module(module), version)
             except Exception as error:  # a library that is not there, or not of this system
                 reader["reason"] = str(error).splitlines()[0]
         readers.append(reader)
     return readers
-
-
-def _version_of_pillow() -> str:
-    import PIL
-
-    return PIL.__version__
-
-
-def _version_of_openslide() -> str:
-    import openslide
-
-    return openslide.__library_version__
-
-
-def _version_of_tiffslide() -> str:
-    import tiffslide
-
-    return tiffslide.__version__

@@ -1,0 +1,227 @@
+"""Pretrained models: whole, small, of no machine, with honest cards; and chosen by validation, never by test."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from publish import MOST_BYTES, publish
+from safetensors.torch import load_file
+from typer.testing import CliRunner, Result
+
+import rotopath as rp
+from rotopath import pretrained, runs
+from rotopath.cli import app
+from rotopath.inference import predict
+from rotopath.recipe import make_recipe, write_recipe
+from rotopath.runs import RunError
+
+ROOT = Path(__file__).parent.parent
+FILES = {runs.RECIPE, runs.WEIGHTS, runs.POINT, runs.METRICS, runs.PROVENANCE, pretrained.CARD}
+SECTIONS = ["Use", "Data and its terms", "Recipe", "Scores", "Limits"]
+A_PATH = re.compile(r"(?<![\w/.])(?:/\w+/|~/|[A-Za-z]:[\\/])|\b(?:runs|data|home)/")
+each_model = pytest.mark.parametrize("name", pretrained.list_names())
+
+
+def command(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "80"})
+
+
+def list_files() -> list[Path]:
+    """Of the pretrained models, as they are in the package."""
+    return sorted(path for name in pretrained.list_names() for path in (pretrained.HOME / name).iterdir())
+
+
+def test_there_is_one_for_tumor_and_one_for_mitosis() -> None:
+    assert {"tumor-pcam-n8", "mitosis-amida13-n8"} <= set(pretrained.list_names())
+
+
+@each_model
+def test_it_loads_from_anywhere_and_predicts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = rp.load(name)
+    assert (run.network.orientations, run.network.training) == (8, False)
+    assert name == f"{run.recipe.task}-{name.split('-')[1]}-n8"
+    image = np.random.default_rng(0).integers(0, 256, (124, 124, 3), np.uint8)
+    upright = predict(run.network, image, torch.device("cpu")).probabilities
+    turned = predict(run.network, np.rot90(image).copy(), torch.device("cpu")).probabilities
+    assert np.isfinite(upright).all()
+    assert 0 <= upright.min() < upright.max() <= 1
+    np.testing.assert_allclose(np.rot90(upright, axes=(1, 2)), turned, atol=1e-5)
+    assert list(tmp_path.iterdir()) == []
+
+
+@each_model
+def test_it_is_small_and_says_nothing_of_a_machine(name: str) -> None:
+    folder = pretrained.HOME / name
+    assert {path.name for path in folder.iterdir()} == FILES
+    assert (folder / runs.WEIGHTS).stat().st_size <= MOST_BYTES
+    for written in FILES - {runs.WEIGHTS}:
+        assert not A_PATH.search((folder / written).read_text(encoding="utf-8")), written
+    assert "path" not in json.loads((folder / runs.PROVENANCE).read_text())["data"]
+
+
+def test_paths_of_machines_would_be_seen() -> None:
+    for path in ('"path": "/home/a"', 'data = "data/sample"', "~/x", 'C:\\x"', "in /tmp/a"):
+        assert A_PATH.search(path), path
+    assert not A_PATH.search('data = "Kumar/MoNuSeg", 0.25 µm/px')
+
+
+@each_model
+def test_its_card_is_complete_and_agrees_with_its_files(name: str) -> None:
+    folder = pretrained.HOME / name
+    card = (folder / pretrained.CARD).read_text(encoding="utf-8")
+    data = json.loads((folder / runs.PROVENANCE).read_text())["data"]
+    run = rp.load(name)
+    assert card.startswith(f"# {name}\n")
+    assert re.findall(r"^## (.+)$", card, flags=re.MULTILINE) == SECTIONS
+    assert "not for clinical use" in card
+    assert f"Terms: {data['terms']}." in card
+    assert ("inherit the limits of the data" in card) == (not data["commercial"])
+    assert f"| spacing | {rp.data.MODEL_SPACING_UM_PX[run.recipe.task]:g} µm/px |" in card
+    score = rp.tasks.TASKS[run.recipe.task].SCORE
+    assert f" | {json.loads((folder / runs.METRICS).read_text())['test'][score]:.3f} (95 % interval " in card
+    assert not re.search(r"[{}]|\bnan\b|None", card)
+    weights = sum(tensor.numel() for key, tensor in load_file(folder / runs.WEIGHTS).items() if key.endswith("weight"))
+    assert weights > 10_000
+
+
+@each_model
+def test_it_has_the_best_validation_score_of_its_seeds(name: str) -> None:
+    about = json.loads((pretrained.HOME / name / runs.PROVENANCE).read_text())
+    best = max(about["chosen"]["seeds"], key=lambda one: one["valid"])
+    assert best["seed"] == about["seed"] == rp.load(name).recipe.seed
+
+
+def test_the_wheel_holds_all_of_them() -> None:
+    builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
+    packed = {file.distribution_path for file in builder.recurse_included_files()}
+    for name in pretrained.list_names():
+        assert {f"rotopath/pretrained/{name}/{file}" for file in FILES} <= packed
+    assert not [path for path in packed if not path.startswith("rotopath/")]
+
+
+# Names.
+
+
+def test_a_folder_goes_before_a_pretrained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tumor-pcam-n8").mkdir()
+    with pytest.raises(RunError, match="tumor-pcam-n8 holds no run"):
+        rp.load("tumor-pcam-n8")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("tumor-pcam", "did you mean tumor-pcam-n8?"), ("Tumor-PCam-N8", "did you mean"), ("zebra", "name one of these")],
+)
+def test_unknown_names_hear_what_there_is(name: str, hint: str) -> None:
+    with pytest.raises(RunError) as refused:
+        rp.load(name)
+    assert ", ".join(pretrained.list_names()) in str(refused.value)
+    assert hint in str(refused.value)
+
+
+def test_models_lists_them_before_the_networks() -> None:
+    shown = command("models").stdout
+    lines = [shown.index(name) for name in pretrained.list_names()]
+    assert max(lines) < shown.index("detects mitotic figures")
+    assert "not commercial" in shown
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "pcam" not in command("models", "tumor").stdout
+
+
+@each_model
+def test_models_shows_a_card(name: str) -> None:
+    shown = command("models", name)
+    assert shown.exit_code == 0
+    assert all(section in shown.stdout for section in SECTIONS)
+    assert "Receptive field" not in shown.stdout
+
+
+def test_evaluate_asks_for_data_and_export_leaves_the_package_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from layouts import pcam
+
+    monkeypatch.chdir(tmp_path)
+    before = list_files()
+    refused = command("evaluate", "tumor-pcam-n8")
+    assert refused.exit_code == 2
+    assert "comes without the data that it was trained on; name some for tumor with --data." in refused.stderr
+    evaluated = command("evaluate", "tumor-pcam-n8", "--data", str(pcam(tmp_path / "mine", (4, 4, 4))))
+    assert evaluated.exit_code == 0, evaluated.stderr
+    assert Path("runs/tumor-pcam-n8/evaluation-test-on-mine.json").exists()
+    exported = command("export", "mitosis-amida13-n8", "--to", "torch")
+    assert exported.exit_code == 0, exported.stderr
+    place = Path("runs/mitosis-amida13-n8/export-torch")
+    assert "not commercially" in (place / pretrained.CARD).read_text(encoding="utf-8"), "terms go with the weights"
+    assert json.loads((place / runs.PROVENANCE).read_text())["run"] == "mitosis-amida13-n8"
+    assert list_files() == before
+
+
+# Publishing.
+
+
+def make_run(part: Path, seed: int, valid: float, test: float, images: int = 1329, **keys: object) -> Path:
+    recipe = make_recipe({"task": "mitosis", "data": "/home/somebody/data", "seed": seed, "workers": 7, **keys})
+    regime = "" if recipe.regime is None else f"-regime{recipe.regime:g}"
+    folder = part / f"N{recipe.orientations}{regime}-seed{seed}"
+    folder.mkdir(parents=True)
+    scores = {"threshold": 0.5, "precision": 0.5}
+    metrics = {
+        "valid": {"f1": valid, "images": 126, **scores},
+        "test": {"f1": test, "images": 608, "f1_interval": [test - 0.1, test + 0.1], **scores},
+    }
+    runs.write_text(folder / runs.RECIPE, write_recipe(recipe))
+    runs.write_json(folder / runs.POINT, {"threshold": 0.5})
+    runs.write_json(folder / runs.METRICS, metrics)
+    about = {"source": "AMIDA13", "path": "/home/somebody/data", "images": images, "fingerprint": "f"}
+    runs.write_json(folder / runs.PROVENANCE, {"seed": seed, "data": about})
+    runs.save_weights(runs.build(recipe), folder / runs.WEIGHTS)
+    return folder
+
+
+def test_publishing_chooses_by_validation_and_never_by_test(tmp_path: Path) -> None:
+    make_run(tmp_path / "part", seed=0, valid=0.70, test=0.99)
+    best = make_run(tmp_path / "part", seed=1, valid=0.90, test=0.60)
+    make_run(tmp_path / "part", seed=2, valid=0.80, test=0.75)
+    (tmp_path / "part" / "N8-seed3").mkdir()  # not finished
+    make_run(tmp_path / "part", seed=0, valid=0.99, test=0.99, orientations=4)
+    make_run(tmp_path / "part", seed=0, valid=0.99, test=0.99, regime=4)
+    place = publish(tmp_path / "part", tmp_path / "home")
+    assert place == tmp_path / "home" / "mitosis-amida13-n8"
+    assert {path.name for path in place.iterdir()} == FILES
+    assert (place / runs.WEIGHTS).read_bytes() == (best / runs.WEIGHTS).read_bytes()
+    card = (place / pretrained.CARD).read_text(encoding="utf-8")
+    assert "| test F1 | 0.600 (95 % interval 0.500 to 0.700) |" in card
+    assert "| test F1 over seeds | 0.780 ± 0.197 (mean and standard deviation of 3 seeds) |" in card
+    assert "| 1 (this model) | 0.900 | 0.600 |" in card
+    assert "595 fields for training,\n126 for validation, 608 for testing" in card
+    written = "".join((place / name).read_text(encoding="utf-8") for name in FILES - {runs.WEIGHTS})
+    assert not A_PATH.search(written)
+    assert rp.load(place).recipe.workers == 0
+
+
+def test_publishing_takes_the_runs_with_most_training_data(tmp_path: Path) -> None:
+    make_run(tmp_path, seed=0, valid=0.99, test=0.99, regime=2)
+    best = make_run(tmp_path, seed=0, valid=0.7, test=0.7, regime=8)
+    place = publish(tmp_path, tmp_path / "home")
+    assert (place / runs.WEIGHTS).read_bytes() == (best / runs.WEIGHTS).read_bytes()
+    assert "0.700 (a single seed)" in (place / pretrained.CARD).read_text(encoding="utf-8")
+
+
+def test_publishing_refuses_what_it_cannot_vouch_for(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="has no finished run with 8 orientations and all training data"):
+        publish(tmp_path, tmp_path / "home")
+    make_run(tmp_path / "other", seed=0, valid=0.7, test=0.7, images=99)
+    with pytest.raises(SystemExit, match="says nothing about AMIDA13 with 99 images"):
+        publish(tmp_path / "other", tmp_path / "home")
+    make_run(tmp_path / "mixed", seed=0, valid=0.7, test=0.7)
+    make_run(tmp_path / "mixed", seed=1, valid=0.7, test=0.7, steps=7)
+    with pytest.raises(SystemExit, match="differ in more than their seed"):
+        publish(tmp_path / "mixed", tmp_path / "home")
+    assert not (tmp_path / "home").exists()
