@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from rotopath import doctor, extras, pretrained
 from rotopath.cli import app
-from rotopath.doctor import Outcome
+from rotopath.doctor import FailedError, Outcome
 
 ROOT = Path(__file__).parent.parent
 
@@ -83,13 +83,18 @@ def test_a_failing_self_test_is_exit_code_1_and_the_others_go_on(monkeypatch: py
     assert run("--json").exit_code == 1
 
 
+def test_what_is_found_is_told_without_the_jargon_of_programmers() -> None:
+    outcome = doctor._attempt("a", lambda: str(doctor._expect(False, "it is 2 and not 1")))
+    assert (outcome.state, outcome.detail) == ("fails", "it is 2 and not 1")
+
+
 def test_networks_that_do_not_turn_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     mitosis = doctor.models.mitosis
     monkeypatch.setattr(doctor.models, "mitosis", lambda _orientations: mitosis(1))
-    with pytest.raises(RuntimeError, match=r"errs by .* not by rounding"):
+    with pytest.raises(FailedError, match=r"errs by .* not by rounding"):
         doctor._test_exactness(doctor.CPU)
     monkeypatch.setattr(doctor.models, "mitosis", lambda _orientations: mitosis(8))
-    with pytest.raises(RuntimeError, match="so nothing was measured"):
+    with pytest.raises(FailedError, match="so nothing was measured"):
         doctor._test_exactness(doctor.CPU)
 
 
@@ -98,7 +103,7 @@ def test_pretrained_weights_that_are_not_numbers_are_found_out(monkeypatch: pyte
     with torch.no_grad():
         sick.network.head.conv.bias.fill_(torch.nan)
     monkeypatch.setattr(doctor.runs, "load", lambda _name: sick)
-    with pytest.raises(RuntimeError, match="not finite"):
+    with pytest.raises(FailedError, match="not finite"):
         doctor._test_prediction("tumor-pcam-n8")
 
 
@@ -124,7 +129,7 @@ def test_fused_kernels_are_compared_with_plain_layers(monkeypatch: pytest.Monkey
     assert doctor._test_fused(device).startswith("the same as plain layers")
     right = doctor.norm_relu_pool
     monkeypatch.setattr(doctor, "norm_relu_pool", lambda x, norm, pool: right(x, norm, pool) * 1.01)
-    with pytest.raises(RuntimeError, match="they differ by"):
+    with pytest.raises(FailedError, match="they differ by"):
         doctor._test_fused(device)
 
 

@@ -89,6 +89,13 @@ def test_its_card_is_complete_and_agrees_with_its_files(name: str) -> None:
 
 
 @each_model
+def test_the_docs_lead_to_its_card(name: str) -> None:
+    page = (ROOT / "docs" / "pretrained.md").read_text(encoding="utf-8")
+    assert f"| `{name}` |" in page
+    assert f"pretrained/{name}/{pretrained.CARD}" in page
+
+
+@each_model
 def test_it_has_the_best_validation_score_of_its_seeds(name: str) -> None:
     about = json.loads((pretrained.HOME / name / runs.PROVENANCE).read_text())
     best = max(about["chosen"]["seeds"], key=lambda one: one["valid"])

@@ -52,6 +52,10 @@ class NotTestedError(Exception):
     """There is nothing to test here, and why."""
 
 
+class FailedError(Exception):
+    """What was found instead of what is right."""
+
+
 def examine() -> dict[str, Any]:
     """What is installed, and on what it runs."""
     missing = {extra: list_missing(extra) for extra in EXTRAS}
@@ -74,8 +78,9 @@ def run_self_tests() -> Iterator[Outcome]:
     for name in pretrained.list_names():
         yield _attempt(name, partial(_test_prediction, name))
     for gpu in gpus:
-        yield _attempt(f"bf16, {_name(gpu)}", partial(_test_bf16, gpu))
-        yield _attempt(f"fused kernels, {_name(gpu)}", partial(_test_fused, gpu))
+        with torch.cuda.device(gpu):  # on which Triton computes
+            yield _attempt(f"bf16, {_name(gpu)}", partial(_test_bf16, gpu))
+            yield _attempt(f"fused kernels, {_name(gpu)}", partial(_test_fused, gpu))
     yield _attempt("reads a slide", _test_slide)
 
 
@@ -86,6 +91,8 @@ def _attempt(what: str, test: Callable[[], str]) -> Outcome:
         detail = test()
     except NotTestedError as reason:
         state, detail = "not tested", str(reason)
+    except FailedError as found:
+        state, detail = "fails", str(found)
     except Exception as error:  # whatever it is, the other tests go on
         state, detail = "fails", f"{type(error).__name__}: {(str(error).splitlines() or ['no reason given'])[0]}"
     return Outcome(what, state, detail, round(time.perf_counter() - begun, 2))
@@ -167,7 +174,7 @@ def _test_slide() -> str:
 
 def _expect(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise RuntimeError(otherwise)
+        raise FailedError(otherwise)
 
 
 def _draw_patch() -> Tensor:
