@@ -174,7 +174,7 @@ def test_evaluate_asks_for_data_and_export_leaves_the_package_alone(
 
 
 def make_run(part: Path, seed: int, valid: float, test: float, images: int = 1329, **keys: object) -> Path:
-    recipe = make_recipe({"task": "mitosis", "data": "/home/somebody/data", "seed": seed, "workers": 7, **keys})
+    recipe = make_recipe({"task": "mitosis"} | {"data": "/home/somebody/data", "seed": seed, "workers": 7, **keys})
     regime = "" if recipe.regime is None else f"-regime{recipe.regime:g}"
     folder = part / f"N{recipe.orientations}{regime}-seed{seed}"
     folder.mkdir(parents=True)
@@ -211,6 +211,23 @@ def test_publishing_chooses_by_validation_and_never_by_test(tmp_path: Path) -> N
     written = "".join((place / name).read_text(encoding="utf-8") for name in FILES - {runs.WEIGHTS})
     assert not A_PATH.search(written)
     assert rp.load(place).recipe.workers == 0
+
+
+def test_publishing_knows_nuclei_too(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "part", seed=0, valid=0.7, test=0.8, task="nuclei", regime=3)
+    metrics = json.loads((folder / runs.METRICS).read_text())
+    for split, fields in (("valid", 4), ("test", 8)):
+        metrics[split] |= {"images": {f"field {i}": {"f1": 0.5} for i in range(fields)}, "aji_plus": 0.5}
+    runs.write_json(folder / runs.METRICS, metrics)
+    about = {"source": "Kumar/MoNuSeg", "path": "/home/somebody/data", "images": 24, "fingerprint": "f"}
+    runs.write_json(folder / runs.PROVENANCE, {"seed": 0, "data": about})
+    place = publish(tmp_path / "part", tmp_path / "home")
+    assert place.name == "nuclei-kumar-n8"
+    card = (place / pretrained.CARD).read_text(encoding="utf-8")
+    assert "12 fields\nfor training, 4 for validation, 8 for testing" in card
+    assert "Terms: CC BY-NC-SA 4.0. **The weights inherit the limits of the data" in card
+    assert "AJI+ 0.500" in card
+    assert "stain normalised by Macenko's method" in card
 
 
 def test_publishing_takes_the_runs_with_most_training_data(tmp_path: Path) -> None:

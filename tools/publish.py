@@ -119,7 +119,7 @@ def write_card(name: str, chosen: Trained, seeds: Sequence[Trained], dataset: Da
     recipe, test = chosen.recipe, chosen.metrics["test"]
     network, key = ARCHITECTURES[recipe.task], TASKS[recipe.task].SCORE
     low, high = test[f"{key}_interval"]
-    held_out = {split: chosen.metrics[split]["images"] for split in ("valid", "test")}
+    held_out = {split: _count(chosen.metrics[split]["images"]) for split in ("valid", "test")}
     counts = held_out | {"train": dataset.images - sum(held_out.values())}
     rows = [(f"{one.recipe.seed}{' (this model)' if one is chosen else ''}", one) for one in seeds]
     return TEMPLATE.read_text(encoding="utf-8").format(
@@ -180,7 +180,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _spell(name: str) -> str:
     """The name of a score, as people write it."""
-    return name.upper() if len(name) < 4 else name.replace("_", " ")
+    return name.upper() if len(name) < 4 else name.replace("aji_plus", "AJI+").replace("_", " ")
+
+
+def _count(images: int | dict[str, Any]) -> int:
+    """Nuclei have scores of each image."""
+    return images if isinstance(images, int) else len(images)
 
 
 def _amount(recipe: Recipe) -> float:
