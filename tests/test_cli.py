@@ -85,7 +85,7 @@ def test_demo_refuses_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("columns", ["46", "60", "80", "200"])
 def test_tables_fit_the_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rotopath.cli.console", Console(width=int(columns)))
+    monkeypatch.setattr("rotopath.cli.door.console", Console(width=int(columns)))
     result = run("models", "nuclei", *[word for n in range(1, 13) for word in ("-n", str(n))])
     assert result.exit_code == 0
     assert "…" not in result.stdout

@@ -185,7 +185,7 @@ def _describe(run: Run, path: Path, options: Options, spacing_um_px: float | Non
     """What decides the results: the weights, the operating point, the file, and how it is looked at."""
     weights = hashlib.sha256((run.folder / runs.WEIGHTS).read_bytes()).hexdigest()[:16]
     return {
-        "model": run.folder.name,
+        "model": run.folder.resolve().name,
         "task": run.recipe.task,
         "orientations": run.recipe.orientations,
         "weights": weights,

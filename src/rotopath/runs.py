@@ -85,7 +85,6 @@ class Run:
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         return Model(self.recipe.task, models.freeze(self.network).to(chosen), self.point, chosen)
 
-
     @property
     def name(self) -> str:
         """What a user calls it."""

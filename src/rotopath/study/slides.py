@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rotopath import pretrained
 from rotopath.inference.slides import Options
 from rotopath.predicting import SUMMARY, Outcome, place_results
 from rotopath.study.engines import connected
@@ -15,7 +16,7 @@ from rotopath.study.running import TRIES
 
 
 def predict_on_cluster(
-    run: Path,
+    run: str,
     slides: Sequence[Path],
     out: Path,
     options: Options,
@@ -30,7 +31,13 @@ def predict_on_cluster(
     with connected(cluster, at_once) as (client, resources):
         futures = {}
         for path, folder in place_results(slides, out).items():
-            words = ["predict", str(run.resolve()), str(path.resolve()), "--out", str(folder.parent.resolve())]
+            words = [
+                "predict",
+                run if pretrained.find(run) else str(Path(run).resolve()),
+                str(path.resolve()),
+                "--out",
+                str(folder.parent.resolve()),
+            ]
             words += ["--rotations", str(options.rotations)]
             words += ["--everywhere"] if options.everywhere else []
             words += ["--spacing-um-px", str(spacing_um_px)] if spacing_um_px is not None else []

@@ -1,0 +1,78 @@
+"""Commands about data sets."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+from rich.console import Console
+
+from rotopath.cli import door
+from rotopath.cli.door import data_app, mistakes_in_one_sentence, print_place, refuse
+
+if TYPE_CHECKING:
+    from rotopath.data import Task
+
+
+@data_app.command("check")
+def data_check(
+    path: Annotated[Path, typer.Argument(help="A folder of AMIDA13, Kumar/MoNuSeg or PCam, or a manifest.")],
+    task: Annotated[str | None, typer.Option(help="Refuse data of another task: mitosis, nuclei, tumor.")] = None,
+) -> None:
+    """Find out what a folder holds, read all of it, count, and list every problem. Exit code 1 if there are any."""
+    from rich.progress import Progress
+
+    from rotopath.data import check, open_data, problems
+    from rotopath.reports.tables import data_table
+
+    with mistakes_in_one_sentence():
+        collection = open_data(path, None if task is None else _task(task))
+        shown = Console(stderr=True)
+        with Progress(console=shown, transient=True, disable=not shown.is_terminal) as bar:
+            reading = bar.add_task("reading", total=len(collection.pictures))
+            found = check(collection, progress=lambda count: bar.advance(reading, count))
+    door.console.print(data_table(found), highlight=False, soft_wrap=True)
+    if problems(found.findings):
+        raise typer.Exit(1)
+
+
+@data_app.command("show")
+def data_show(
+    path: Annotated[Path, typer.Argument(help="A folder of AMIDA13, Kumar/MoNuSeg or PCam, or a manifest.")],
+    out: Annotated[Path, typer.Option(help="The picture to write: PNG, JPEG, PDF or SVG.")] = Path("contact-sheet.png"),
+    seed: Annotated[int, typer.Option(min=0, help="Another number shows other images.")] = 0,
+) -> None:
+    """Draw a contact sheet: some images of each split, with their annotations."""
+    from rotopath.data import open_data
+
+    if out.suffix.lower() not in (".png", ".jpg", ".pdf", ".svg"):
+        refuse(f"{out} is no name for a picture; choose one that ends in .png, .jpg, .pdf or .svg.")
+    with mistakes_in_one_sentence():
+        from rotopath.reports.contact_sheet import draw_contact_sheet
+
+        collection = open_data(path)
+        print_place("Contact sheet", draw_contact_sheet(collection, out, seed))
+
+
+@data_app.command("make")
+def data_make(
+    task: Annotated[str, typer.Option(help="mitosis, nuclei or tumor.")],
+    out: Annotated[Path, typer.Option(help="A folder that is new or empty.")],
+    seed: Annotated[int, typer.Option(min=0, help="The same number makes the same bytes.")] = 0,
+) -> None:
+    """Make synthetic tissue with annotations, in the layout of the task's benchmark."""
+    from rotopath.data.synthetic import make_mitosis, make_nuclei, make_tumor
+
+    makers: dict[Task, Callable[[Path, int], None]]
+    makers = {"mitosis": make_mitosis, "nuclei": make_nuclei, "tumor": make_tumor}
+    with mistakes_in_one_sentence():
+        makers[_task(task)](out, seed)
+    print_place("Synthetic tissue", out)
+
+
+def _task(name: str) -> "Task":
+    from rotopath.data import MODEL_SPACING_UM_PX
+
+    if name not in MODEL_SPACING_UM_PX:
+        refuse(f"There is no task {name!r}; choose from {', '.join(MODEL_SPACING_UM_PX)}.")
+    return cast("Task", name)

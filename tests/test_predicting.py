@@ -1,0 +1,169 @@
+"""Prediction of files: a folder for each, complete or not there; what is done is skipped, what is bad stops nobody."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tifffile
+from layouts import write_image
+from PIL import Image
+from typer.testing import CliRunner, Result
+
+from rotopath import predicting
+from rotopath.cli import app
+from rotopath.evaluation import smooth_images
+from rotopath.images.geojson import read_geojson
+from rotopath.runs import RunError
+
+MODEL = "tumor-pcam-n8"
+FILES = {"heatmap.ome.tif", "objects.csv", "objects.geojson", "overlay.png", "summary.json"}
+
+
+def tissue(height: int, width: int, seed: int = 0) -> np.ndarray:
+    """Pink and purple clouds."""
+    smooth = smooth_images(1, max(height, width), blur_px=4, seed=seed)[0, :1, :height, :width]
+    clouds = np.asarray(smooth.permute(1, 2, 0)).clip(-2, 2) / 2
+    return (np.array([190, 110, 170]) + clouds * np.array([40, 60, 30])).astype(np.uint8)
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(app, ["predict", *map(str, words)])
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    write_image(tmp_path / "images" / "a.png", tissue(130, 150))
+    write_image(tmp_path / "images" / "b.tif", tissue(40, 50, 1))  # smaller than what one answer sees
+    (tmp_path / "images" / "notes.txt").write_text("no image")
+    return tmp_path / "images"
+
+
+def test_a_folder_of_images(images: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = call(MODEL, images, "--out", out, "--spacing-um-px", 1.0)
+    assert result.exit_code == 0, result.output
+    assert "a.png: tumor in" in result.output
+    assert sorted(path.name for path in out.iterdir()) == ["a.png", "b.tif"]
+    for folder in out.iterdir():
+        assert {path.name for path in folder.iterdir()} == FILES
+        summary = json.loads((folder / "summary.json").read_text())
+        objects = read_geojson(folder / "objects.geojson")
+        with (folder / "objects.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert len(objects) == len(rows) == summary["objects"]
+        assert summary["tumor_share"] <= 1
+        assert {str(one.id) for one in objects} == {row["id"] for row in rows}
+        assert summary["about"]["model"] == MODEL
+    with tifffile.TiffFile(out / "a.png" / "heatmap.ome.tif") as heat:
+        assert heat.is_ome
+        assert heat.pages[0].shape == (11, 13)
+    with Image.open(out / "a.png" / "overlay.png") as overlay:
+        assert overlay.size == (150, 130)
+
+
+def test_what_is_done_is_skipped_unless_it_was_asked_for_otherwise(images: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = (MODEL, images / "a.png", "--out", out, "--spacing-um-px", 1.0)
+    call(*first)
+    written = (out / "a.png" / "summary.json").stat().st_mtime_ns
+    assert "done before, skipped" in call(*first).output
+    assert (out / "a.png" / "summary.json").stat().st_mtime_ns == written
+    again = call(*first, "--rotations", 4)
+    assert "done before" not in again.output
+    assert (out / "a.png" / "deviation.ome.tif").exists()
+
+
+def test_a_slide_that_was_cut_off_is_done_again(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(predicting, "write_pyramid", fail)
+        assert call(MODEL, images / "a.png", "--out", out, "--spacing-um-px", 1.0).exit_code == 130
+    assert not (out / "a.png").exists(), "nothing is half there"
+    (out / ".a.png.unfinished").mkdir()  # as one that was killed leaves it
+    assert call(MODEL, images / "a.png", "--out", out, "--spacing-um-px", 1.0).exit_code == 0
+    assert [path.name for path in out.iterdir()] == ["a.png"]
+
+
+def test_a_bad_slide_stops_nobody(images: Path, tmp_path: Path) -> None:
+    whole = (images / "a.png").read_bytes()
+    (images / "cut.png").write_bytes(whole[: len(whole) // 2])
+    result = call(MODEL, images, "--out", tmp_path / "out", "--spacing-um-px", 1.0)
+    assert result.exit_code == 1
+    assert "cut.png failed:" in result.output
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.png", "b.tif"]
+    alone = call(MODEL, images / "cut.png", "--out", tmp_path / "out", "--spacing-um-px", 1.0)
+    assert alone.exit_code == 2
+
+
+def test_unusual_images_are_taken_or_named(tmp_path: Path) -> None:
+    plain = tissue(100, 100)
+    alpha = np.dstack([plain, np.full(plain.shape[:2], 255, np.uint8)])
+    Image.fromarray(alpha).save(tmp_path / "alpha.png")
+    Image.fromarray(plain[..., 1]).save(tmp_path / "grey.png")
+    Image.fromarray(plain[..., 1].astype(np.uint16) * 257).save(tmp_path / "deep.png")
+    for name in ("alpha", "grey", "deep"):
+        result = call(MODEL, tmp_path / f"{name}.png", "--out", tmp_path / "out", "--spacing-um-px", 1.0)
+        assert result.exit_code in (0, 2)
+        assert result.exit_code == 0 or f"{name}.png" in result.output
+        assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((MODEL, "a.png", "--out", "out"), "--spacing-um-px"),
+        ((MODEL, "a.png", "--out", "out", "--spacing-um-px", 40), "0.05 to 5"),
+        ((MODEL, "none.svs", "--out", "out"), "does not exist"),
+        ((MODEL, "empty", "--out", "out"), "has no slides"),
+        (("no-such-model", "a.png", "--out", "out"), "no-such-model"),
+        ((MODEL, "a.png", "--out", "a.png", "--spacing-um-px", 1), "a.png"),
+        ((MODEL, "a.png", "other/a.png", "--out", "out"), "several slides named a.png"),
+    ],
+)
+def test_mistakes_get_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[object, ...], sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_image(tmp_path / "a.png", tissue(100, 100))
+    write_image(tmp_path / "other" / "a.png", tissue(100, 100))
+    (tmp_path / "empty").mkdir()
+    result = call(*words)
+    assert result.exit_code == 2, result.output
+    assert sentence in result.output
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+def test_other_things_in_a_folder_are_not_replaced(images: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "out" / "a.png" / "thesis.txt"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("years of work")
+    result = call(MODEL, images / "a.png", "--out", tmp_path / "out", "--spacing-um-px", 1.0)
+    assert result.exit_code == 2
+    assert "holds something else" in result.output
+    assert precious.read_text() == "years of work"
+
+
+def test_slides_are_listed_once(images: Path) -> None:
+    assert predicting.list_slides([images, images / "a.png"]) == [images / "a.png", images / "b.tif"]
+    with pytest.raises(RunError, match="does not exist"):
+        predicting.list_slides([images / "c.png"])
+
+
+def test_a_cluster_gives_the_same(images: Path, tmp_path: Path) -> None:
+    pytest.importorskip("distributed")
+    (images / "cut.png").write_bytes(b"\x89PNG")
+    (images / "b.tif").unlink()
+    here = call(MODEL, images, "--out", tmp_path / "here", "--spacing-um-px", 1.0, "--device", "cpu")
+    there = call(
+        MODEL, images, "--out", tmp_path / "there", "--spacing-um-px", 1.0, "--device", "cpu", "--cluster", "local"
+    )
+    assert here.exit_code == there.exit_code == 1, there.output
+    assert "cut.png failed" in there.output
+    one, other = (read_geojson(tmp_path / place / "a.png" / "objects.geojson") for place in ("here", "there"))
+    assert {each.id for each in one} == {each.id for each in other}
