@@ -1,0 +1,75 @@
+"""Memory and time of whole slides: 20,000 × 20,000 px and four times as many, mostly glass, with islands of tissue.
+
+.venv/bin/python benchmarks/slide.py [cuda] [--model NAME]... [--side 20000]
+
+Each prediction is a `rotopath predict` in a process of its own; its peak memory is compared with that of loading the
+model. Marks at known places are drawn into the slides, and the tissue that is found is compared with what was drawn.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from record import record
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from drawn_slides import draw_slide  # type: ignore[import-not-found]
+
+ISLAND_PX = 3000
+
+
+def peak_mib(*command: str) -> tuple[float, float]:
+    """The peak memory of a process, and its seconds."""
+    watch = (
+        "import resource, subprocess, sys, time; begun = time.monotonic(); code = subprocess.call(sys.argv[1:]); "
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024, time.monotonic() - begun); sys.exit(code)"
+    )
+    told = subprocess.run([sys.executable, "-c", watch, *command], check=True, capture_output=True, text=True).stdout
+    peak, seconds = told.splitlines()[-1].split()
+    return float(peak), float(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("device", nargs="?", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--model", action="append")
+    parser.add_argument("--side", type=int, default=20_000)
+    options = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.model or ["tumor-pcam-n8", "mitosis-amida13-n8"]:
+            load = f"import rotopath as rp; rp.load({name!r}).ready({options.device!r})"
+            alone, _ = peak_mib(sys.executable, "-c", load)
+            for side in (options.side, 2 * options.side):
+                # As many islands for the area: four times the slide has four times the tissue.
+                islands = tuple(
+                    (top + 1000, left + 1000, ISLAND_PX)
+                    for top in range(0, side, options.side)
+                    for left in range(0, side, options.side)
+                )
+                slide = Path(folder) / f"{side}.tif"
+                drawn = draw_slide(slide, (side, side), islands, levels=4)
+                out = Path(folder) / f"{name}-{side}"
+                words = ["predict", name, str(slide), "--out", str(out), "--device", options.device]
+                peak, seconds = peak_mib(sys.executable, "-m", "rotopath", *words)
+                summary = json.loads((out / slide.name / "summary.json").read_text())
+                true_mm2 = len(drawn.islands) * (ISLAND_PX * 0.25e-3) ** 2
+                rows.append(
+                    {
+                        "model": name,
+                        "slide": f"{side} × {side} px",
+                        "memory of the model, MiB": round(alone),
+                        "peak above it, MiB": round(peak - alone),
+                        "tissue found / drawn": round(summary["tissue_mm2"] / true_mm2, 3),
+                        "seconds": round(seconds),
+                    }
+                )
+                slide.unlink()
+    record("slide", rows, options.device)
+
+
+if __name__ == "__main__":
+    main()
