@@ -140,3 +140,23 @@ def test_pictures_of_a_few_pixels(side: int) -> None:
     for tissue in (EOSIN, PALE, (150, 150, 150)):
         assert mask_tissue(np.full((side, side, 3), tissue, np.uint8), 8.0).all()
     assert not mask_tissue(np.full((side, side, 3), 250, np.uint8), 8.0).any()
+
+
+def test_the_last_half_of_a_pixel_is_like_the_one_before_it() -> None:
+    """A slide of 41.75 µm has five pixels of 8 µm, which end at 40."""
+    tissue = Tissue(np.ones((5, 5), bool), 8.0)
+    assert tissue.touches(40, 0, 2, 8)
+    assert tissue.touches(0, 40, 8, 2)
+    assert not tissue.touches(44, 0, 2, 8), "there the slide has ended"
+    assert tissue.at(np.array([39.0, 41.0]), np.array([41.0])).all()
+
+
+def test_a_margin_reaches_as_far_as_it_says() -> None:
+    mask = np.zeros((9, 9), bool)
+    mask[4, 4] = True
+    wide = Tissue(mask, 8.0).widened(16)
+    assert wide.mask[4, 2:7].all()
+    assert not wide.mask[4, :2].any()
+    assert wide.mask[3, 3]
+    assert not wide.mask[2, 2]
+    assert not Tissue(np.zeros((3, 3), bool), 8.0).widened(16).mask.any()

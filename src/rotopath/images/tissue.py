@@ -38,10 +38,17 @@ class Tissue:
         return float(self.mask.sum()) * self.spacing_um_px**2 / 1e6
 
     def touches(self, top_um: float, left_um: float, height_um: float, width_um: float) -> bool:
-        """Whether there is tissue anywhere in a rectangle."""
-        first = [max(0, math.floor(start / self.spacing_um_px)) for start in (top_um, left_um)]
-        last = [math.ceil(end / self.spacing_um_px) for end in (top_um + height_um, left_um + width_um)]
-        return bool(self.mask[first[0] : max(last[0], 0), first[1] : max(last[1], 0)].any())
+        """Whether there is tissue anywhere in a rectangle that overlaps with the slide.
+
+        Up to half a pixel of the slide lies beyond the mask, and is like what is next to it.
+        """
+        spans = []
+        for start, length, size in ((top_um, height_um, self.mask.shape[0]), (left_um, width_um, self.mask.shape[1])):
+            end = math.ceil((start + length) / self.spacing_um_px)
+            first = max(0, math.floor(start / self.spacing_um_px))
+            is_beyond = start < (size + 0.5) * self.spacing_um_px and first == size
+            spans.append(slice(first - is_beyond, max(end, 0)))
+        return bool(self.mask[tuple(spans)].any())
 
     def at(self, rows_um: NDArray[np.float64], columns_um: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Whether there is tissue at each of some rows in each of some columns."""

@@ -68,7 +68,7 @@ def lost_px(network: Network) -> int:
 def divide(
     network: Network, wanted: Span, outputs: int, tile_px: int, multiple: int = 1
 ) -> Iterator[tuple[Span, Span]]:
-    """Where tiles lie along a side, in outputs: as few as will do, all alike in size but for the last.
+    """Where tiles lie along a side, in outputs: all of one size but for the last, however many there are.
 
     The second span of each is what the network has to answer for it: blocks of outputs on the pooling grid, and
     further, where outputs feel the edge of a tile. Tiles begin at multiples of `multiple` from the first output.
@@ -78,11 +78,8 @@ def divide(
     block = block_size(network)
     rim = -(-network.architecture.rim // block) * block
     uneven = 0 if wanted.start % block == multiple % block == 0 else 2 * (block - 1)
-    most = max(multiple, (network.output_size(network.nearest_sizes(tile_px)[0]) - 2 * rim - uneven))
-    most -= most % multiple
-    step = -(-wanted.size // -(-wanted.size // most))
-    step += -step % multiple
-    for start in range(wanted.start, wanted.stop, step):
+    most = max(multiple, network.output_size(network.nearest_sizes(tile_px)[0]) - 2 * rim - uneven)
+    for start in range(wanted.start, wanted.stop, step := most - most % multiple):
         tile = Span(start, min(start + step, wanted.stop))
         yield tile, cover(network, tile, outputs)
 
