@@ -22,13 +22,14 @@ if TYPE_CHECKING:
         training,
     )
     from rotopath.evaluation import equivariance_error
-    from rotopath.models import freeze
+    from rotopath.models import equivariant, freeze
     from rotopath.runs import load
 
 __version__ = "0.1.0"
 __all__ = [
     "data",
     "equivariance_error",
+    "equivariant",
     "evaluation",
     "exporting",
     "freeze",
@@ -44,7 +45,12 @@ __all__ = [
     "training",
 ]
 
-_HOMES = {"equivariance_error": "rotopath.evaluation", "freeze": "rotopath.models", "load": "rotopath.runs"}
+_HOMES = {
+    "equivariance_error": "rotopath.evaluation",
+    "equivariant": "rotopath.models",
+    "freeze": "rotopath.models",
+    "load": "rotopath.runs",
+}
 
 
 def __getattr__(name: str) -> Any:

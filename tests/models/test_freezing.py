@@ -564,3 +564,24 @@ def test_modules_of_ones_own_can_be_scripted_and_copied() -> None:
     for made in (torch.jit.script(frozen), copy.deepcopy(frozen), pickle.loads(pickle.dumps(frozen))):
         for size in (8, 11):
             assert difference(made, model, torch.rand(2, 3, size, size)) < 1e-5
+
+
+class Gated(nn.Module):
+    """One channel of features that weighs all others, and a number that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.gate = rp.nn.LiftConv2d(3, 5, 3, 4), rp.nn.GroupConv2d(5, 1, 3, 4, padding="same")
+        self.strength = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lift(x)
+        y = x * torch.sigmoid(self.gate(x))
+        y *= self.gate(x)
+        return x + self.strength * y
+
+
+@every_dtype
+def test_single_channels_and_numbers_go_with_all_others(dtype: torch.dtype) -> None:
+    model = settle(Gated().to(dtype))
+    assert difference(rp.freeze(model), model, torch.rand(2, 3, 9, 11, dtype=dtype)) < TOLERANCE[dtype]

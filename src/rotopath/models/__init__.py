@@ -1,6 +1,7 @@
-"""Networks: the paper's mitosis, nuclei and tumor models for any number of orientations, and plain CNNs of them."""
+"""Networks: the paper's mitosis, nuclei and tumor models for any N, and the ways from plain CNNs to SE(2) and back."""
 
 from rotopath.models.architecture import ARCHITECTURES, PRESETS, Architecture, Stage
+from rotopath.models.converting import equivariant
 from rotopath.models.freezing import FrozenNetwork, freeze
 from rotopath.models.network import Choices, Network, mitosis, nuclei, tumor
 
@@ -12,6 +13,7 @@ __all__ = [
     "FrozenNetwork",
     "Network",
     "Stage",
+    "equivariant",
     "freeze",
     "mitosis",
     "nuclei",

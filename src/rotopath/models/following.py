@@ -58,7 +58,7 @@ def is_layer(module: nn.Module) -> bool:
     return home.startswith(("torch.nn.", "rotopath.nn.")) and not isinstance(module, nn.Sequential)
 
 
-def follow(module: nn.Module) -> fx.Graph:
+def follow(module: nn.Module, who: str = "freeze") -> fx.Graph:
     """The graph of a module's forward, or of the part of a network's that comes behind its checks."""
     follower = Follower()
     if isinstance(module, Network):
@@ -68,6 +68,15 @@ def follow(module: nn.Module) -> fx.Graph:
     except Exception as error:  # of any kind: it is the user's code that runs, on values it was not written for
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise ValueError(
-            f"freeze cannot follow the forward of {type(module).__name__} ({reason}); it may use layers and functions, "
+            f"{who} cannot follow the forward of {type(module).__name__} ({reason}); it may use layers and functions, "
             f"but no decisions that hang on a tensor."
         ) from error
+
+
+def expect_no_hooks(model: nn.Module, who: str = "freeze") -> None:
+    for name, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks:
+            raise ValueError(
+                f"{who} carries over layers, and not hooks, but {name or type(model).__name__} has some; remove them "
+                f"first (those of pruning by torch.nn.utils.prune.remove)."
+            )

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.jit import is_scripting  # type: ignore[attr-defined]  # in a script such a comment would be read as a type
 
 from rotopath.models.architecture import IMAGE_CHANNELS
-from rotopath.models.following import is_layer
+from rotopath.models.following import expect_no_hooks, is_layer
 from rotopath.models.network import Network
 from rotopath.models.plain import is_recorded
 from rotopath.models.simplifying import simplify
@@ -75,7 +75,7 @@ def freeze(model: nn.Module) -> nn.Module:
     """
     if isinstance(model, FrozenNetwork):
         return copy.deepcopy(model)
-    _expect_no_hooks(model)
+    expect_no_hooks(model)
     with torch.no_grad():
         model = copy.deepcopy(model).eval()  # of which no branch for training is followed
         if is_layer(model):
@@ -84,15 +84,6 @@ def freeze(model: nn.Module) -> nn.Module:
         simplify(plain)
     layers = _as_sequential(plain).requires_grad_(False).eval()
     return FrozenNetwork(model, layers).eval() if isinstance(model, Network) else layers
-
-
-def _expect_no_hooks(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks:
-            raise ValueError(
-                f"freeze carries over layers, and not hooks, but {name or type(model).__name__} has some; remove them "
-                f"first (those of pruning by torch.nn.utils.prune.remove)."
-            )
 
 
 def _as_sequential(module: fx.GraphModule) -> nn.Module:

@@ -96,6 +96,10 @@ def replace_group_layer(layer: nn.Module, orientations: int) -> tuple[nn.Module,
             return _plain_pool(layer), n
         case GroupUpsample2d():
             return nn.Upsample(scale_factor=float(layer.scale), mode=layer.mode), n
+        case nn.AdaptiveAvgPool3d(output_size=(None, *size)):
+            return nn.AdaptiveAvgPool2d(tuple(size)), n
+        case nn.AdaptiveMaxPool3d(output_size=(None, *size)):
+            return nn.AdaptiveMaxPool2d(tuple(size)), n
         case Project():
             return OrientationPool2d(n, layer.mode), None
         case nn.PReLU():

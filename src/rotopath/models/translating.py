@@ -17,6 +17,8 @@ from rotopath.models.network import Network
 from rotopath.models.plain import CenterCrop2d
 from rotopath.models.replacing import GROUP_LAYERS, replace_group_layer, replace_image_layer
 from rotopath.nn import GroupConv2d, LiftConv2d, center_crop, concatenate
+from rotopath.nn.join import pad_evenly
+from rotopath.nn.upsample import resize
 
 # What acts on every number by itself, so that (B, C, N, H, W) and (B, C·N, H, W) are alike to it.
 POINTWISE = {
@@ -31,6 +33,7 @@ POINTWISE_METHODS = {
     *("add", "sub", "mul", "div", "neg", "abs", "exp", "square", "sqrt", "sigmoid", "tanh", "clamp", "maximum"),
     *("add_", "sub_", "mul_", "div_", "neg_", "sigmoid_", "tanh_", "clamp_", "minimum", "clone", "detach"),
 }
+UNCHECKED: dict[object, Callable[..., Any]] = {resize: F.interpolate, pad_evenly: F.pad}
 RELUS = {torch.relu: False, F.relu: False, torch.relu_: True, F.relu_: True, "relu": False, "relu_": True}  # in place?
 
 
@@ -84,7 +87,7 @@ class Translator:
                         f"the number of orientations it has cannot be told from layers with {known or 'none'}"
                     )
                 return int(known.pop())
-            if not _is_size(reader):
+            if not is_size(reader):
                 readers += [user for user in sorted(reader.users) if user not in readers]
         return None
 
@@ -124,6 +127,9 @@ class Translator:
         if node.target is center_crop:
             self._keep(node, orientations)
             return self._call(CenterCrop2d(), node)
+        if node.target in UNCHECKED:
+            self._keep(node, orientations)
+            return self.graph.call_function(UNCHECKED[node.target], self._new(node.args), self._new(node.kwargs))
         if node.target in RELUS:
             in_place = RELUS[node.target] or node.kwargs.get("inplace", False) or True in node.args[1:]
             return self._relu(node, orientations, bool(in_place))
@@ -189,7 +195,24 @@ class Translator:
     def _act_on_each(self, node: fx.Node, orientations: int) -> fx.Node:
         self._expect_alike(node)
         self._keep(node, orientations)
-        return self.graph.node_copy(node, self._new)
+        if len({self._is_single(each) for each in node.all_input_nodes if each in self.turned}) == 1:
+            return self.graph.node_copy(node, self._new)
+        # A single channel goes with every other one, orientation by orientation: (B, C, N, H, W) for a moment.
+        unfolded = {
+            each: self.graph.call_method("unflatten", (self._new(each), 1, [-1, orientations]))
+            for each in node.all_input_nodes
+            if each in self.turned
+        }
+        joined = self.graph.node_copy(node, lambda each: unfolded.get(each, self._new(each)))
+        return self.graph.call_method("flatten", (joined, 1, 2))
+
+    def _is_single(self, node: fx.Node) -> bool:
+        """Whether features have one channel only."""
+        layer = self.model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(layer, LiftConv2d | GroupConv2d):
+            return layer.out_channels == 1
+        read = [each for each in node.all_input_nodes if each in self.turned]
+        return bool(read) and node.target not in (concatenate, torch.cat) and all(map(self._is_single, read))
 
     def _shape(self, node: fx.Node) -> tuple[Any, ...]:
         """The sizes (B, C, N, H, W), from those of (B, C·N, H, W)."""
@@ -214,20 +237,25 @@ class Translator:
             self.turned[node] = orientations
 
     def _expect_alike(self, node: fx.Node) -> None:
-        read = {self.turned.get(each) for each in node.all_input_nodes if not _is_size(each)}
+        read = {
+            self.turned.get(each) for each in node.all_input_nodes if not is_size(each) and not self._is_number(each)
+        }
         if len(read) > 1:
             raise ValueError("it mixes SE(2) features with images, other tensors, or features of other orientations")
+
+    def _is_number(self, node: fx.Node) -> bool:
+        return node.op == "get_attr" and bool(self.layers.get_buffer(str(self.values[node].target)).numel() == 1)
 
     def _new(self, old: Any) -> Any:
         return fx.map_arg(old, lambda node: self.values[node])
 
 
-def _is_size(node: fx.Node) -> bool:
+def is_size(node: fx.Node) -> bool:
     """Whether a step gives sizes of tensors, or numbers computed from those alone."""
     if node.target == "size" or (node.target is getattr and node.args[1] == "shape"):
         return True
     read = node.all_input_nodes
-    return getattr(node.target, "__module__", "") == "_operator" and bool(read) and all(map(_is_size, read))
+    return getattr(node.target, "__module__", "") == "_operator" and bool(read) and all(map(is_size, read))
 
 
 def _free(name: str) -> str:

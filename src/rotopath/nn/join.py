@@ -1,8 +1,9 @@
-"""Joining features of two branches, as in a U-Net: crop to the centre, concatenate channels."""
+"""Joining features of two branches, as in a U-Net: crop to the centre, or pad, and concatenate channels."""
 
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
@@ -26,6 +27,24 @@ def center_crop(x: Tensor, height: int, width: int) -> Tensor:
         )
     top, left = margins[0] // 2, margins[1] // 2
     return x[..., top : top + height, left : left + width]
+
+
+def pad_evenly(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    """Maps (..., H, W) with `pad` = (left, right, top, bottom) pixels around them, the same number at both ends.
+
+    >>> rp.nn.join.pad_evenly(torch.zeros(1, 8, 4, 14, 14), (1, 1, 0, 0)).shape
+    torch.Size([1, 8, 4, 14, 16])
+    """
+    if has_torch_function((x,)):
+        padded: Tensor = handle_torch_function(pad_evenly, (x,), x, pad, mode, value)
+        return padded
+    left, right, top, bottom = pad
+    if left != right or top != bottom:
+        raise ValueError(
+            f"pad_evenly puts as many pixels at both ends, but got {left} and {right} px to the left and right, {top} "
+            f"and {bottom} px above and below; use sizes that leave an even number over."
+        )
+    return F.pad(x, (left, right, top, bottom), mode, value)
 
 
 def concatenate(features: Sequence[Tensor]) -> Tensor:
