@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from statistics import median
+from typing import Any
 
 import torch
 from record import record
@@ -43,7 +44,7 @@ BETWEEN: dict[str, Callable[[], nn.Module]] = {
 }
 ESCNN_BETWEEN = {"nothing": "", "PointwiseMaxPool(2)": "max", "PointwiseMaxPoolAntialiased(2)": "smooth max"}
 FREQUENCIES = (0.0, 0.125, 0.25, 0.375, 0.5)  # in cycles a pixel; the last is the highest that pixels can carry
-NETWORKS = {
+NETWORKS: dict[str, dict[str, Any]] = {
     "paper": {},
     "kernel='harmonic'": {"kernel": "harmonic"},
     "pooling='rms-blur'": {"pooling": "rms-blur"},

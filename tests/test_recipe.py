@@ -136,3 +136,15 @@ def test_a_recipe_knows_the_kernels_pools_and_upsampling_that_networks_know() ->
     built = build(replace(paper, **PRESETS["faithful"])).architecture
     assert built == NUCLEI.choose("faithful")
     assert build(paper).architecture == NUCLEI
+
+
+def test_reflections_are_a_key(tmp_path: Path) -> None:
+    path = written(tmp_path, MINIMAL)
+    assert not build(read_recipe(path)).architecture.reflections
+    recipe = read_recipe(path, ["reflections=true", "orientations=4"])
+    assert recipe.reflections
+    network = build(recipe)
+    assert network.architecture.reflections
+    assert network.architecture.channels(4) == build(read_recipe(path)).architecture.channels(8)
+    with pytest.raises(RecipeError, match="'reflections' is 'mirror', where true or false is expected"):
+        read_recipe(path, ["reflections=mirror"])

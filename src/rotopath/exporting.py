@@ -91,7 +91,7 @@ def describe_model(run: Run, to: str) -> dict[str, object]:
     resize = {"name": "Resize", "arguments": {"size": table.input_px}}
     return ({"spec_version": "1.0"} if patches else {}) | {
         "name": run.folder.resolve().name,
-        "architecture": f"rotopath-{table.name}-N{network.orientations}",
+        "architecture": f"rotopath-{table.name}-N{network.orientations}{'-reflections' * table.reflections}",
         "num_classes": len(class_names),
         "class_names": class_names,
         "patch_size_pixels": table.input_px,

@@ -43,6 +43,7 @@ class Recipe:
     kernel: Literal["bilinear", "gaussian", "harmonic"] = "bilinear"
     pooling: Literal["max", "max-blur", "rms-blur"] = "max"
     upsampling: Literal["nearest", "bilinear"] = "nearest"
+    reflections: bool = False  # besides orientations, in kernels
     regime: float | None = None  # of the training data: cases, fields of an organ, or a fraction; all when left out
     seed: int = 0
     epochs: int = 20  # at most

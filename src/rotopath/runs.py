@@ -137,6 +137,7 @@ def build(recipe: Recipe) -> Network:
             "kernel": recipe.kernel,
             "pooling": recipe.pooling,
             "upsampling": recipe.upsampling,
+            "reflections": recipe.reflections,
         }
         return networks[recipe.task](recipe.orientations, **choices)
 

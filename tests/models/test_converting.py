@@ -360,6 +360,7 @@ class Decides(nn.Module):
         (small(nn.Upsample(scale_factor=(1, 2))), r"'1': \(1.0, 2.0\) would not survive"),
         (small(nn.InstanceNorm2d(8, track_running_stats=True)), "'1': it keeps running statistics"),
         (small(parametrizations.weight_norm(nn.Conv2d(8, 8, 3))), "'1': its weights are parametrised"),
+        (small(nn.LayerNorm((8, 9, 9))), r"'1': it normalises other axes .* use GroupNorm\(1, 8\)"),
         (small(rp.nn.Project()), "'1': it is a layer of rotopath already"),
         (nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(3, 8, 3)), "'0': it pools images"),
         (nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU()), "found no convolution larger than 1×1"),
@@ -449,3 +450,16 @@ def test_a_width_may_be_tied_to_itself() -> None:
 def test_blocks_alone_are_modules_too() -> None:
     block = nn.Sequential(nn.Conv2d(3, 8, 3), BasicBlock(8, 16))
     assert rp.equivariance_error(rp.equivariant(block.double(), 4), images(9)) < 1e-10
+
+
+@every_network
+def test_reflections_are_exact_too(name: str) -> None:
+    build, size = NETWORKS[name]
+    plain = build().double()
+    net = rp.equivariant(plain, 4, reflections=True)
+    x = images(size)
+    assert abs(weights(net) / weights(plain) - 1) < 0.03
+    for training in (True, False):
+        net.train(training)
+        assert max(rp.equivariance_error(net, x, angle, flip=True) for angle in (0, 90)) < 1e-10
+    torch.testing.assert_close(rp.freeze(net)(x), net(x))

@@ -363,3 +363,35 @@ def test_networks_scale_bytes_themselves() -> None:
 
 def test_repr_names_the_network() -> None:
     assert repr(rp.models.mitosis()).startswith("mitosis(\n  orientations=8")
+
+
+# Reflections.
+
+
+@every_network
+@pytest.mark.parametrize("preset", ["paper", "faithful"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_networks_with_reflections_flip_and_turn_exactly(name: str, preset: str, training: bool) -> None:
+    net = BUILDERS[name](4, preset=preset, reflections=True).double().train(training)
+    x = torch.rand(1, 3, net.receptive_field, net.receptive_field, dtype=torch.float64)
+    for angle, flip in ((0, True), (90, True), (90, False)):
+        assert rp.equivariance_error(net, x, angle, flip) < 1e-10
+    assert rp.equivariance_error(BUILDERS[name](4).double().train(training), x, 0, flip=True) > 1e-3
+
+
+@every_network
+def test_reflections_keep_the_number_of_weights(name: str) -> None:
+    plain = ARCHITECTURES[name]
+    for orientations in (1, 2, 4, 6, 8):
+        net = BUILDERS[name](orientations, reflections=True)
+        assert count(net) == sum(net.architecture.weights(orientations)) == sum(plain.weights(2 * orientations))
+        if 2 * orientations not in plain.published:
+            assert abs(count(net) / sum(plain.weights(1)) - 1) <= 0.05
+    assert repr(net).startswith(f"{name}(\n  orientations=8, reflections=True")
+
+
+@every_network
+def test_networks_with_reflections_are_frozen(name: str) -> None:
+    net = BUILDERS[name](4, reflections=True).double().eval()
+    x = torch.rand(1, 3, net.receptive_field, net.receptive_field, dtype=torch.float64)
+    torch.testing.assert_close(rp.freeze(net)(x), net(x))

@@ -177,7 +177,7 @@ def test_a_single_orientation_fails() -> None:
 
 def test_a_group_convolution_without_shift_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     conv = rp.nn.GroupConv2d(4, 4, 5, 8, dtype=torch.float64)
-    monkeypatch.setattr(group.kernels, "orientation_shift", lambda n, _: torch.arange(n).expand(n, n))
+    monkeypatch.setattr(group.kernels, "orientation_shift", lambda n, *_: torch.arange(n).expand(n, n))
     assert rp.equivariance_error(conv, features(8)) > 0.1
 
 
@@ -185,7 +185,7 @@ def test_a_shift_in_the_wrong_direction_fails(monkeypatch: pytest.MonkeyPatch) -
     """Slices that move against the rotation: (j + i) for (j - i)."""
     conv = rp.nn.GroupConv2d(4, 4, 5, 8, dtype=torch.float64)
     right = group.orientation_shift
-    monkeypatch.setattr(group.kernels, "orientation_shift", lambda n, device: right(n, device).flip(0).roll(1, 0))
+    monkeypatch.setattr(group.kernels, "orientation_shift", lambda n, *_: right(n).flip(0).roll(1, 0))
     assert rp.equivariance_error(conv, features(8)) > 0.1
 
 

@@ -5,6 +5,7 @@ In: any callable from images or SE(2) features to images or features, an input, 
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,18 @@ from rotopath import group
 FADE_FROM = 0.7  # of the inscribed radius: where inputs begin to fade when they are turned off the pixel grid
 
 
-def equivariance_error(model: Callable[[Tensor], Tensor], x: Tensor, angle: float = 90.0) -> float:
+def equivariance_error(
+    model: Callable[[Tensor], Tensor],
+    x: Tensor,
+    angle: float = 90.0,
+    flip: bool = False,
+    reflections: bool | None = None,
+) -> float:
     """‖model(turned x) - turned model(x)‖ / ‖turned model(x)‖ for a turn by `angle` degrees; 0 is perfect.
 
-    Tensors with four axes are images (B, C, H, W), those with five SE(2) features (B, C, N, H, W), whose
-    orientation axis shifts along. Outputs without positions, (B, K), should not change at all.
+    With `flip`, to turn is to mirror left and right first. Tensors with four axes are images (B, C, H, W), those with
+    five SE(2) features (B, C, N, H, W), whose orientation axis shifts along; whether half of it is mirrored, its layers
+    know, unless `reflections` says so. Outputs without positions, (B, K), should not change at all.
 
     Multiples of 90° permute pixels, and an exact model errs by rounding only. Other angles resample: x is then faded
     to zero towards the rim of its inscribed disc, so that turning it loses nothing, and outputs are compared on
@@ -32,13 +40,16 @@ def equivariance_error(model: Callable[[Tensor], Tensor], x: Tensor, angle: floa
     True
     """
     _expect_positions(x)
+    if reflections is None:
+        reflections = isinstance(model, nn.Module) and any(getattr(m, "reflections", False) for m in model.modules())
+    turn = Turn(angle, flip, reflections)
     on_grid = angle % 90 == 0
     if not on_grid:
         height, width = x.shape[-2:]
         x = x * group.inscribed_disc(height, width, inner=FADE_FROM).to(x)
     with torch.no_grad():
-        expected = _turn(_call(model, x), angle).cpu().double()
-        actual = _call(model, _turn(x, angle)).cpu().double()
+        expected = turn(_call(model, x)).cpu().double()
+        actual = _call(model, turn(x)).cpu().double()
     if actual.shape != expected.shape:
         raise ValueError(
             f"equivariance_error compares equal shapes, but the model gave {tuple(actual.shape)} for the turned input "
@@ -85,11 +96,23 @@ def _call(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return output
 
 
-def _turn(x: Tensor, angle: float) -> Tensor:
-    if isinstance(x, Tensor) and x.ndim < 3:
-        return x
-    _expect_positions(x)
-    return group.rotate_features(x, angle) if x.ndim == 5 else group.rotate(x, angle)
+@dataclass(frozen=True)
+class Turn:
+    """What is done to images, features and answers: perhaps a flip, then a rotation."""
+
+    angle: float
+    flip: bool
+    reflections: bool  # in features
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if isinstance(x, Tensor) and x.ndim < 3:
+            return x
+        _expect_positions(x)
+        if x.ndim == 4:
+            return group.rotate(group.flip(x) if self.flip else x, self.angle)
+        if self.flip and not self.reflections:
+            raise ValueError("features without reflections cannot be mirrored; use layers with reflections=True.")
+        return group.rotate_features(group.flip_features(x) if self.flip else x, self.angle, self.reflections)
 
 
 def _expect_positions(x: object) -> None:

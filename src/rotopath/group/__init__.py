@@ -1,14 +1,15 @@
-"""SE(2,N), the group of translations and N rotations: the single home of geometry.
+"""SE(2,N), the group of translations, N rotations and perhaps reflections: the single home of geometry.
 
 In: a kernel size, a number of orientations, base weights. Out: rotated kernels, turned images and features,
 and the sizes on which pixel grids survive a rotation. Angles run counter-clockwise as seen on screen (rows
 grow downwards), which is the direction of `torch.rot90(x, 1, (-2, -1))`.
 """
 
+from rotopath.group.elements import inverses, order, orientation_shift, products
 from rotopath.group.families import KERNELS
 from rotopath.group.grid import angles, check_orientations, covering_size, disc, inscribed_disc, mirror, windows
-from rotopath.group.kernels import effective_taps, group_kernels, lift_kernels, orientation_shift, rotation_map
-from rotopath.group.turning import apply_symmetries, rotate, rotate_each, rotate_features
+from rotopath.group.kernels import effective_taps, group_kernels, lift_kernels, rotation_map
+from rotopath.group.turning import apply_symmetries, flip, flip_features, rotate, rotate_each, rotate_features
 
 __all__ = [
     "KERNELS",
@@ -18,11 +19,16 @@ __all__ = [
     "covering_size",
     "disc",
     "effective_taps",
+    "flip",
+    "flip_features",
     "group_kernels",
     "inscribed_disc",
+    "inverses",
     "lift_kernels",
     "mirror",
+    "order",
     "orientation_shift",
+    "products",
     "rotate",
     "rotate_each",
     "rotate_features",

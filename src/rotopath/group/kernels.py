@@ -5,15 +5,17 @@ import math
 import torch
 from torch import Tensor
 
+from rotopath.group.elements import orientation_shift
 from rotopath.group.families import FAMILIES
 from rotopath.group.grid import check_orientations
 
 
-def rotation_map(size: int, orientations: int, kernel: str = "bilinear") -> Tensor:
-    """The linear map from base weights to rotated kernels, (N, size², P), in float64.
+def rotation_map(size: int, orientations: int, kernel: str = "bilinear", reflections: bool = False) -> Tensor:
+    """The linear map from base weights to rotated kernels, (N, size², P), in float64; with reflections (2N, size², P).
 
     Row r of slice i holds what entry r of the kernel turned by θᵢ reads from the P base weights, by one of the families
-    of KERNELS. A turn by 90° permutes the rows of the map, so it is exact wherever N allows it.
+    of KERNELS. A turn by 90° permutes the rows of the map, so it is exact wherever N allows it; and so does a
+    reflection, whatever N is: mirrored, then turned by θᵢ, is turned by -θᵢ, then mirrored.
     """
     check_orientations(orientations)
     if kernel not in FAMILIES:
@@ -24,6 +26,9 @@ def rotation_map(size: int, orientations: int, kernel: str = "bilinear") -> Tens
         quarters, rest = divmod(4 * i, orientations)
         reads = FAMILIES[kernel](size, math.pi / 2 * rest / orientations)  # (size², P)
         slices.append(torch.rot90(reads.view(size, size, -1), quarters, (0, 1)).flatten(0, 1))
+    if reflections:
+        mirrored = [slices[-i % orientations].view(size, size, -1).flip(1) for i in range(orientations)]
+        slices += [each.flatten(0, 1) for each in mirrored]
     return torch.stack(slices)
 
 
@@ -40,21 +45,19 @@ def effective_taps(size: int, orientations: int, correlation: float, kernel: str
     return float(correlation * constant + (1 - correlation) * uncorrelated)
 
 
-def orientation_shift(orientations: int, device: torch.device | None = None) -> Tensor:
-    """The θ part of the shift-twist, (N, N): output orientation i reads input j with kernel slice (j - i) mod N."""
-    steps = torch.arange(orientations, device=device)
-    return (steps[None, :] - steps[:, None]) % orientations
-
-
 def lift_kernels(weight: Tensor, rotation: Tensor) -> Tensor:
     """Base weights (O, C, P) of a lifting layer to the weights (O·N, C, n, n) of an ordinary convolution."""
     kernels = torch.einsum("ocp,irp->oirc", weight, rotation)
     return _as_conv2d_weight(kernels)
 
 
-def group_kernels(weight: Tensor, rotation: Tensor) -> Tensor:
-    """Base weights (O, C, N, P) of a group convolution to the weights (O·N, C·N, n, n) of an ordinary one."""
-    shift = orientation_shift(weight.shape[2], weight.device)
+def group_kernels(weight: Tensor, rotation: Tensor, reflections: bool = False) -> Tensor:
+    """Base weights (O, C, N, P) of a group convolution to the weights (O·N, C·N, n, n) of an ordinary one.
+
+    With reflections, N here counts all entries of the orientation axis.
+    """
+    orientations = weight.shape[2] // 2 if reflections else weight.shape[2]
+    shift = orientation_shift(orientations, weight.device, reflections)
     twisted = weight[:, :, shift]  # (O, C, N, N, P), the two N for output and input orientation
     kernels = torch.einsum("ocijp,irp->oircj", twisted, rotation).flatten(3)  # (O, N, n², C·N)
     return _as_conv2d_weight(kernels)

@@ -24,16 +24,44 @@ def rotate(x: Tensor, angle: float) -> Tensor:
     return _resample_turned(x, math.radians(angle))
 
 
-def rotate_features(x: Tensor, angle: float) -> Tensor:
-    """Turn SE(2) features (B, C, N, H, W): rotate each map, and shift the orientation axis along."""
-    orientations = x.shape[2]
+def rotate_features(x: Tensor, angle: float, reflections: bool = False) -> Tensor:
+    """Turn SE(2) features (B, C, N, H, W): rotate each map, and shift the orientation axis along.
+
+    With reflections the axis has 2N entries, and both halves of it shift alike.
+    """
+    halves = _halves(x, reflections)  # (B, C, 1 or 2, N, H, W)
+    orientations = halves.shape[3]
     steps = angle * orientations / 360
     if abs(steps - round(steps)) > 1e-9:
         raise ValueError(
             f"Features with {orientations} orientations turn in steps of {360 / orientations:g}°, and {angle:g}° lies "
             f"between two of them; use a multiple of the step, or measure a whole network, images to images."
         )
-    return rotate(x, angle).roll(round(steps), dims=2)
+    return rotate(halves, angle).roll(round(steps), dims=3).flatten(2, 3)
+
+
+def flip(x: Tensor) -> Tensor:
+    """Mirror images (..., H, W) left and right."""
+    return x.flip(-1)
+
+
+def flip_features(x: Tensor) -> Tensor:
+    """Mirror features with reflections (B, C, 2N, H, W) left and right: each map, and the orientation axis along.
+
+    What turned one way now turns the other way, and is mirrored if it was not.
+    """
+    halves = _halves(flip(x), reflections=True)
+    turned_back = halves.flip(3).roll(1, dims=3)  # entry i is what -i was
+    return turned_back.flip(2).flatten(2, 3)
+
+
+def _halves(x: Tensor, reflections: bool) -> Tensor:
+    """(B, C, 1 or 2, N, H, W): the turns, and with reflections the mirrored ones."""
+    if reflections and x.shape[2] % 2:
+        raise ValueError(
+            f"Features with reflections have an even number of entries along their orientation axis; got {x.shape[2]}."
+        )
+    return torch.unflatten(x, 2, (2 if reflections else 1, -1))
 
 
 def apply_symmetries(x: Tensor, symmetries: Tensor) -> Tensor:

@@ -44,26 +44,32 @@ class Architecture:
     kernel: str = "bilinear"
     pooling: str = "max"
     upsampling: str = "nearest"
+    reflections: bool = False  # channels are then those of 2N orientations, which have as many weights
 
     def __post_init__(self) -> None:
-        for name, options in (("kernel", group.KERNELS), ("pooling", POOLINGS), ("upsampling", UPSAMPLINGS)):
+        for name, options in (
+            ("kernel", group.KERNELS),
+            ("pooling", POOLINGS),
+            ("upsampling", UPSAMPLINGS),
+            ("reflections", (False, True)),
+        ):
             if getattr(self, name) not in options:
                 known = " or ".join(map(repr, options))
                 raise ValueError(f"{self.name} knows {name} {known}; got {getattr(self, name)!r}.")
 
-    def choose(self, preset: str = "paper", **choices: str) -> "Architecture":
-        """The same table with the kernels, pooling and up-sampling of a preset, or with single ones of them."""
+    def choose(self, preset: str = "paper", **choices: str | bool) -> "Architecture":
+        """The same table with the kernels, pooling and up-sampling of a preset, or with single choices."""
         if preset not in PRESETS:
             raise ValueError(f"{self.name} knows preset {' or '.join(map(repr, PRESETS))}; got {preset!r}.")
         return replace(self, **(PRESETS[preset] | choices))  # type: ignore[arg-type]
 
     def channels(self, orientations: int) -> tuple[int, ...]:
         """Output channels of each stage."""
-        return self._channels(*self._widths(orientations))
+        return self._channels(*self._widths(group.order(orientations, self.reflections)))
 
     def weights(self, orientations: int) -> tuple[int, ...]:
         """Learned weights of each stage, batch norm counted in, and last those of the head."""
-        return self._weights(orientations, self.channels(orientations))
+        return self._weights(group.order(orientations, self.reflections), self.channels(orientations))
 
     def in_channels(self, stage: int, channels: tuple[int, ...]) -> int:
         """Channels that a stage reads: those of the stage before, and of its skip."""
@@ -160,10 +166,9 @@ class Architecture:
 
     def _widths(self, orientations: int) -> tuple[int, int]:
         """Channels of (body, wide): the paper's, or for another N those that keep its number of weights at N = 1."""
-        group.check_orientations(orientations)
         if orientations in self.published:
             return self.published[orientations]
-        target = sum(self.weights(1))
+        target = sum(self._weights(1, self._channels(*self.published[1])))
 
         def distance(widths: tuple[int, int]) -> float:
             return abs(sum(self._weights(orientations, self._channels(*widths))) / target - 1)

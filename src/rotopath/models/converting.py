@@ -31,12 +31,14 @@ def equivariant(
     kernel: str = "bilinear",
     projection: str = "max",
     strides: str = "keep",
+    reflections: bool = False,
 ) -> fx.GraphModule:
     """The module as an SE(2,N) network, with fresh weights: turned images give turned, or the same, answers.
 
     `keep` says what stays as it is: the number of "weights", for which channels C become about C/√N; the "channels" of
     every layer, each now with N orientations; or the number of "maps", C·N, and with it memory and time. With
-    `strides="pool"`, strides that cannot lie evenly on even sizes become a mean over windows behind the layer.
+    `strides="pool"`, strides that cannot lie evenly on even sizes become a mean over windows behind the layer. With
+    `reflections`, kernels are mirrored too, and N counts twice.
 
     >>> plain = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.ReLU(), torch.nn.Conv2d(32, 2, 1))
     >>> net = rp.equivariant(plain, orientations=4, keep="channels")
@@ -51,7 +53,7 @@ def equivariant(
     _expect_choice("projection", projection, ("max", "mean"))
     _expect_choice("strides", strides, ("keep", "pool"))
     wrapped = nn.Sequential(module) if is_layer(module) else module
-    converter = Converter(wrapped, Options(orientations, kernel, projection, strides))
+    converter = Converter(wrapped, Options(orientations, kernel, projection, strides, reflections))
     chosen = converter.choose_widths(keep)
     net = converter.write(chosen, f"Equivariant{type(module).__name__}")
     return net.train(module.training)
@@ -84,7 +86,7 @@ class Converter:
                 self.channels[node] = self._follow_channels(node, step)
 
     def choose_widths(self, keep: str) -> dict[Width, int]:
-        n = self.options.orientations
+        n = self.options.order
         found = list(
             dict.fromkeys(w for call in self.calls.values() for w in widths.expand(call.inputs + call.outputs))
         )
@@ -192,7 +194,7 @@ def _follow_layer(layer: nn.Module, channels: Channels | None, reads: Kind, give
         case nn.GroupNorm():
             return _expect_channels(channels, layer.num_channels), ()
         case nn.LayerNorm():
-            return _expect_channels(channels, math.prod(layer.normalized_shape)), ()
+            return _expect_channels(channels, math.prod(layer.normalized_shape), "LayerNorm"), ()
         case nn.PReLU() if layer.num_parameters > 1:
             return _expect_channels(channels, layer.num_parameters), ()
     return (), ()
@@ -207,6 +209,10 @@ def _expect_channels(channels: Channels | None, size: int, kind: str = "") -> Ch
         raise ValueError(
             f"it reads {size} numbers, which are {found} channels at {size // found} positions, and positions change "
             f"when the image turns; put AdaptiveAvgPool2d(1) before it, and let it read {found}"
+        )
+    if kind == "LayerNorm":
+        raise ValueError(
+            f"it normalises other axes than the {found} channels of answers; for maps use GroupNorm(1, {found})"
         )
     raise ValueError(f"it reads {size} channels, but is given {found}")
 

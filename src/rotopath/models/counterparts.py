@@ -34,6 +34,12 @@ class Options:
     kernel: str
     projection: str
     strides: str
+    reflections: bool = False
+
+    @property
+    def order(self) -> int:
+        """Entries of the orientation axis."""
+        return group.order(self.orientations, self.reflections)
 
 
 def build(layer: nn.Module, reads: Kind, gives: Kind, inputs: int, outputs: int, options: Options) -> nn.Module:
@@ -67,7 +73,7 @@ def count(layer: nn.Module, reads: Kind, gives: Kind, inputs: int, outputs: int,
             taps, axes = prod(layer.kernel_size), 1
             if gives is Kind.FEATURES:
                 taps = _taps(_kernel_size(layer))
-                axes = options.orientations if reads is Kind.FEATURES else 1
+                axes = options.order if reads is Kind.FEATURES else 1
             return outputs * (inputs // _groups(layer, inputs) * axes * taps + bias)
         case nn.Linear():
             return outputs * (inputs + bias)
@@ -94,6 +100,7 @@ def _build_conv(
     kind = GroupConv2d if reads is Kind.FEATURES else LiftConv2d
     settings = {"orientations": options.orientations, "kernel": options.kernel, "bias": bias, **_place(layer)}
     settings |= {"groups": _groups(layer, inputs), "padding_mode": layer.padding_mode}
+    settings["reflections"] = options.reflections
     size = _kernel_size(layer)
     if isinstance(layer, nn.ConvTranspose2d):
         up = _enlarges(layer)
@@ -131,9 +138,7 @@ def _build_plain(layer: nn.Module, inputs: int, outputs: int) -> nn.Module:
     """A layer of its own on what has no orientations, or one that does not mind them."""
     match layer:
         case nn.MaxPool2d() | nn.AvgPool2d():
-            raise ValueError(
-                "it pools images, and not features; put it behind the first convolution, or use 'adaptive'"
-            )
+            raise ValueError("it pools images, and not features; put a convolution before it")
         case nn.AdaptiveAvgPool2d() | nn.AdaptiveMaxPool2d():
             _one(layer.output_size, "output_size")
         case nn.BatchNorm2d() | nn.BatchNorm1d():

@@ -28,6 +28,7 @@ class Choices(TypedDict, total=False):
     kernel: str
     pooling: str
     upsampling: str
+    reflections: bool
 
 
 class Network(nn.Module):
@@ -54,7 +55,10 @@ class Network(nn.Module):
             read = architecture.in_channels(i, channels)
             layers: OrderedDict[str, nn.Module] = OrderedDict()
             layers["conv"] = convolution(
-                read, channels[i], stage.kernel, orientations, bias=False, kernel=architecture.kernel
+                *(read, channels[i], stage.kernel, orientations),
+                bias=False,
+                kernel=architecture.kernel,
+                reflections=architecture.reflections,
             )
             layers["norm"] = GroupBatchNorm2d(channels[i])
             layers["relu"] = nn.ReLU(inplace=True)
@@ -119,7 +123,8 @@ class Network(nn.Module):
         return self.architecture.output_size(size)
 
     def extra_repr(self) -> str:
-        return f"orientations={self.orientations}"
+        mirrored = ", reflections=True" if self.architecture.reflections else ""
+        return f"orientations={self.orientations}{mirrored}"
 
     def _get_name(self) -> str:
         return self.architecture.name  # what messages and repr call the network

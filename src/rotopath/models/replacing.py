@@ -65,7 +65,7 @@ def replace_image_layer(layer: nn.Module) -> tuple[nn.Module, int | None]:
     """What stands for a layer that reads images."""
     match layer:
         case LiftConv2d():
-            return _plain_conv(layer, layer.in_channels), layer.orientations
+            return _plain_conv(layer, layer.in_channels), layer.order
         case nn.BatchNorm2d():
             return Scale2d(*_line(layer)), None
         case nn.Conv2d():
@@ -82,8 +82,8 @@ def replace_group_layer(layer: nn.Module, orientations: int) -> tuple[nn.Module,
     n = orientations
     match layer:
         case GroupConv2d():
-            if layer.orientations != n:
-                raise ValueError(f"{_name(layer)} has {layer.orientations} orientations, but is given {n}")
+            if layer.order != n:
+                raise ValueError(f"{_name(layer)} has {layer.order} orientations, but is given {n}")
             return _plain_conv(layer, layer.in_channels * n), n
         case GroupBatchNorm2d():
             return Scale2d(*(each.repeat_interleave(n) for each in _line(layer))), n
@@ -131,7 +131,7 @@ def _plain_conv(layer: LiftConv2d | GroupConv2d, in_channels: int) -> nn.Conv2d:
     kernels = layer.kernels().detach()
     conv = nn.Conv2d(
         in_channels,
-        layer.out_channels * layer.orientations,
+        layer.out_channels * layer.order,
         layer.kernel_size,
         layer.stride,
         layer.padding,
@@ -143,7 +143,7 @@ def _plain_conv(layer: LiftConv2d | GroupConv2d, in_channels: int) -> nn.Conv2d:
     )
     conv.weight = nn.Parameter(kernels.contiguous(memory_format=torch.channels_last))
     if layer.bias is not None:
-        conv.bias = nn.Parameter(layer.bias.detach().repeat_interleave(layer.orientations))
+        conv.bias = nn.Parameter(layer.bias.detach().repeat_interleave(layer.order))
     return conv
 
 

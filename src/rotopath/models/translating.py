@@ -81,7 +81,7 @@ class Translator:
             if isinstance(layer, LiftConv2d | Network):
                 return None
             if isinstance(layer, GROUP_LAYERS) or reader.target is concatenate:
-                known = {m.orientations for m in self.model.modules() if isinstance(m, LiftConv2d | GroupConv2d)}
+                known = {m.order for m in self.model.modules() if isinstance(m, LiftConv2d | GroupConv2d)}
                 if len(known) != 1:
                     raise ValueError(
                         f"the number of orientations it has cannot be told from layers with {known or 'none'}"

@@ -36,6 +36,7 @@ class _RotatedConv2d(nn.Module):
         bias: bool = True,
         padding_mode: str = "zeros",
         kernel: str = "bilinear",
+        reflections: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -44,6 +45,7 @@ class _RotatedConv2d(nn.Module):
         expect.whole(self, stride=stride, dilation=dilation, groups=groups)
         expect.choice(self, PADDING_MODES, padding_mode=padding_mode)
         expect.choice(self, group.KERNELS, kernel=kernel)
+        expect.choice(self, (False, True), reflections=reflections)
         if in_channels % groups or out_channels % groups:
             raise ValueError(
                 f"{type(self).__name__} needs channels that groups divides; "
@@ -59,10 +61,11 @@ class _RotatedConv2d(nn.Module):
         self.groups = groups
         self.padding_mode = padding_mode
         self.kernel = kernel
+        self.reflections = reflections
+        self.order = group.order(orientations, reflections)  # entries of the orientation axis
 
         taps = int(group.disc(kernel_size).sum())
-        group.check_orientations(orientations)
-        axes = (orientations,) if self._reads_orientations else ()
+        axes = (self.order,) if self._reads_orientations else ()
         shape = (out_channels, in_channels // groups, *axes, taps)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype)) if bias else None
@@ -71,8 +74,10 @@ class _RotatedConv2d(nn.Module):
 
     def kernels(self) -> Tensor:
         """The rotated kernels, as the weight of the equivalent `torch.nn.Conv2d` on (B, C, H, W) or (B, C·N, H, W)."""
-        expand = group.group_kernels if self._reads_orientations else group.lift_kernels
-        return expand(self.weight, self.rotation.to(self.weight))
+        rotation = self.rotation.to(self.weight)
+        if self._reads_orientations:
+            return group.group_kernels(self.weight, rotation, self.reflections)
+        return group.lift_kernels(self.weight, rotation)
 
     def reset_parameters(self) -> None:
         """He's rule with the fan-in that the layer really has: channels of a group, orientations, and the disc."""
@@ -92,6 +97,7 @@ class _RotatedConv2d(nn.Module):
             "groups": 1,
             "padding_mode": "zeros",
             "kernel": "bilinear",
+            "reflections": False,
         }
         parts += [f"{name}={getattr(self, name)!r}" for name, usual in defaults.items() if getattr(self, name) != usual]
         return ", ".join(parts if self.bias is not None else [*parts, "bias=False"])
@@ -112,7 +118,7 @@ class _RotatedConv2d(nn.Module):
         """(B, C', H, W) to (B, C, N, H, W), where C' are channels, or channels by orientations."""
         expect.on_grid(x, self, self.kernel_size, self.stride, self.padding, self.dilation)
         kernels = self._full_precision_kernels(x)
-        bias = self.bias if self.bias is None else self.bias.repeat_interleave(self.orientations)
+        bias = self.bias if self.bias is None else self.bias.repeat_interleave(self.order)
         padding = self.padding
         if self.padding_mode != "zeros" and padding:
             expect.paddable(x, self, padding, self.padding_mode)
@@ -120,7 +126,7 @@ class _RotatedConv2d(nn.Module):
             padding = 0
         # The kernels lie channels-last in memory, and so will the answer: (C, N) unfolds for free, and folds again.
         y = F.conv2d(x, kernels, bias, self.stride, padding, self.dilation, self.groups)  # (B, C·N, H, W)
-        return torch.unflatten(y, 1, (self.out_channels, self.orientations))
+        return torch.unflatten(y, 1, (self.out_channels, self.order))
 
     def _full_precision_kernels(self, x: Tensor) -> Tensor:
         """Kernels untouched by autocast: they are turned as they are, and cast once, by the convolution."""
@@ -131,7 +137,8 @@ class _RotatedConv2d(nn.Module):
 
     def _derive_rotation(self) -> Tensor:
         """The map on the device and in the dtype of the weights, from scratch: a cast one would keep its rounding."""
-        return group.rotation_map(self.kernel_size, self.orientations, self.kernel).to(next(self.parameters()))
+        rotation = group.rotation_map(self.kernel_size, self.orientations, self.kernel, self.reflections)
+        return rotation.to(next(self.parameters()))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -147,6 +154,7 @@ class LiftConv2d(_RotatedConv2d):
     """Correlates an image with a kernel turned to N orientations: the way into SE(2).
 
     Arguments are those of `torch.nn.Conv2d`, each a single number, `orientations`, N, and the family of its `kernel`.
+    With `reflections` the kernel is mirrored too: 2N entries in place of N, the N mirrored ones last.
     (k ⋆ f)(x, θ) = Σ_c Σ_x' k_c(R_θ⁻¹(x' - x)) f_c(x'), with (B, C, H, W) → (B, C', N, H', W').
 
     >>> lift = rp.nn.LiftConv2d(3, 8, kernel_size=5, orientations=4)
@@ -165,6 +173,7 @@ class GroupConv2d(_RotatedConv2d):
     """Correlates SE(2) features with a kernel that is turned and shifted along θ.
 
     Arguments are those of `torch.nn.Conv2d`, each a single number, `orientations`, N, and the family of its `kernel`.
+    With `reflections` the kernel is mirrored too: 2N entries in place of N, the N mirrored ones last.
     (K ⋆ F)(x, θ) = Σ_c Σ_x' Σ_θ' K_c(R_θ⁻¹(x' - x), θ' - θ) F_c(x', θ'), with (B, C, N, H, W) → (B, C', N, H', W').
 
     >>> conv = rp.nn.GroupConv2d(8, 16, kernel_size=5, orientations=4)
@@ -175,5 +184,5 @@ class GroupConv2d(_RotatedConv2d):
     _reads_orientations = True
 
     def forward(self, x: Tensor) -> Tensor:
-        expect.features(x, self, self.in_channels, self.orientations)
+        expect.features(x, self, self.in_channels, self.order)
         return self._convolve(x.flatten(1, 2))

@@ -33,8 +33,9 @@ def features(x: Tensor, layer: nn.Module, channels: int | None = None, orientati
     if channels is not None:
         _channels(x, layer, channels)
     if orientations is not None and x.shape[2] != orientations:
+        mirrored = " (reflections counted in)" if getattr(layer, "reflections", False) else ""
         raise ValueError(
-            f"{_name(layer)} was built for {orientations} orientations, but got {x.shape[2]} in {_shape(x)}."
+            f"{_name(layer)} was built for {orientations} orientations{mirrored}, but got {x.shape[2]} in {_shape(x)}."
         )
 
 
