@@ -260,6 +260,23 @@ def test_a_layer_that_is_called_twice_is_shared() -> None:
     assert abs(weights(net) / weights(Twice()) - 1) < 0.2  # nine channels are few to choose from
 
 
+def test_vectors_are_joined_along_their_last_axis_and_maps_are_not() -> None:
+    class Pools(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm, self.fc = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=False), nn.Linear(16, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(self.norm(self.conv(x)).relu())
+            return self.fc(torch.cat([x.mean((2, 3)), torch.flatten(F.adaptive_max_pool2d(x, 1), 1)], -1))
+
+    net = rp.equivariant(Pools().double(), 4)
+    assert rp.equivariance_error(net, images(9)) < 1e-10
+    assert calls(net)[:3] == ["conv", "norm", "norm"]
+    with pytest.raises(ValueError, match="'cat': it joins along axis -1"):
+        rp.equivariant(Function(lambda x: torch.cat([x.softmax(1), x], -1)))
+
+
 # Strides.
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from rotopath import group
@@ -136,16 +137,17 @@ class Converter:
         gives = self.kinds[node]
         reads = reads if gives is Kind.FEATURES else Kind.PLAIN
         path = str(node.target) if node.op == "call_module" else f"{node.name}_layer"
+        inputs, outputs = _follow_layer(layer, channels, reads, gives)
+        learns = bool(inputs) or any(True for _ in layer.parameters())
         if path in self.calls and (self.calls[path].reads, self.calls[path].gives) != (reads, gives):
-            if any(True for _ in layer.parameters()):
+            if learns:
                 raise ValueError("it is used on features and on images, which are different layers; use two of them")
             path = f"{path}_{reads.value}"
-        inputs, outputs = _follow_layer(layer, channels, reads, gives)
         # Raises for a kernel that cannot be.
         count(layer, reads, gives, widths.plain_size(inputs), widths.plain_size(outputs), self.options)
         if path not in self.calls:
             self.calls[path] = Call(layer, reads, gives, inputs, outputs)
-        elif any(True for _ in layer.parameters()):
+        elif learns:
             widths.tie(self.calls[path].inputs, inputs)
             outputs = self.calls[path].outputs
         self.paths[node] = path
@@ -153,7 +155,7 @@ class Converter:
 
     def _join(self, node: fx.Node, read: list[fx.Node]) -> Channels | None:
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
-        if dim not in ((1, -3) if self.kinds[node] is not Kind.PLAIN else (1, -1, -3)):
+        if dim not in ((1, -1) if any(map(self._is_flat, read)) else (1, -3)):
             raise ValueError(f"it joins along axis {dim}; join along the channels, axis 1")
         parts = node.args[0] if node.args else next(iter(node.kwargs.values()))
         assert isinstance(parts, list | tuple)
@@ -163,6 +165,12 @@ class Converter:
                 _fix(self.channels[each])
             return None
         return tuple(width for channels in known if channels for width in channels)
+
+    def _is_flat(self, node: fx.Node) -> bool:
+        """Whether a value is (B, K), without positions."""
+        if self.steps[node].role in ("flatten", "linear") or (node.target in ("mean", "amax", torch.mean, torch.amax)):
+            return self.steps[node].role != "adaptive"
+        return self.kinds[node] is Kind.PLAIN and any(map(self._is_flat, node.all_input_nodes))
 
     def _tie(self, read: list[fx.Node]) -> None:
         """What is added or multiplied is equally wide, but for single maps, which go with every channel."""

@@ -222,5 +222,6 @@ def _taps(size: int) -> int:
 
 
 def _place(layer: nn.Module) -> Mapping[str, Any]:
-    weight = next(layer.parameters(), None)
+    numbers = (*layer.parameters(), *layer.buffers())  # statistics, where a norm has nothing else
+    weight = next((each for each in numbers if each.is_floating_point()), None)
     return {} if weight is None else {"device": weight.device, "dtype": weight.dtype}

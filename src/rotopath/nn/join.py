@@ -20,10 +20,10 @@ def center_crop(x: Tensor, height: int, width: int) -> Tensor:
         cropped: Tensor = handle_torch_function(center_crop, (x,), x, height, width)
         return cropped
     margins = x.shape[-2] - height, x.shape[-1] - width
-    if any(margin < 0 or margin % 2 for margin in margins):
+    if any(margin < 0 or margin % 2 for margin in margins) or min(height, width) < 1:
         raise ValueError(
             f"center_crop takes the same number of pixels off both ends, so it cannot cut "
-            f"{x.shape[-2]} × {x.shape[-1]} px to {height} × {width} px; leave an even number over."
+            f"{x.shape[-2]} × {x.shape[-1]} px to {height} × {width} px; leave an even number over, and keep one."
         )
     top, left = margins[0] // 2, margins[1] // 2
     return x[..., top : top + height, left : left + width]
