@@ -8,9 +8,12 @@ from torch import Tensor, nn
 
 import rotopath as rp
 from rotopath.models import network as network_module
-from rotopath.nn.fused import _fits, can_fuse, norm_relu_pool
+from rotopath.nn import fused
+from rotopath.nn.fused import _fits
 
 pytest.importorskip("triton")
+from rotopath.nn.kernels import norm_relu_pool
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -76,6 +79,7 @@ def test_one_pass_gives_what_the_layers_give(
 def test_networks_learn_the_same_either_way(build: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     def gradients(fuse: bool) -> list[Tensor]:
         monkeypatch.setattr(network_module, "can_fuse", lambda *_: fuse)
+        monkeypatch.setattr(network_module, "norm_relu_pool", norm_relu_pool)
         torch.manual_seed(0)
         net = build(orientations=2).to(DEVICE)
         y = net(torch.rand(2, 3, net.architecture.input_px, net.architecture.input_px, device=DEVICE))
@@ -114,7 +118,6 @@ def test_large_means_keep_their_digits() -> None:
 def test_what_cannot_be_fused_goes_through_the_layers() -> None:
     x = features((2, 3, 4, 6, 6), 0, torch.float32)
     norm = norm_of(3)
-    assert can_fuse(x, norm) is (DEVICE.type == "cuda")
     assert _fits(x, norm)
     for other, layer in (
         (x.double(), norm),
@@ -126,7 +129,7 @@ def test_what_cannot_be_fused_goes_through_the_layers() -> None:
     ):
         assert not _fits(other, layer)
     with pytest.raises(ValueError, match="Windows of 4 do not cover features of 6 × 6 px evenly"):
-        norm_relu_pool(x, norm, 4)
+        fused.norm_relu_pool(x, norm, 4)
 
 
 def test_what_is_no_number_is_not_hidden() -> None:

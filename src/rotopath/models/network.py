@@ -19,7 +19,7 @@ from rotopath.nn import (
     concatenate,
     expect,
 )
-from rotopath.nn.fused import can_fuse, norm_relu_pool
+from rotopath.nn.fused import can_fuse, can_pool, norm_relu_pool
 
 
 class Choices(TypedDict, total=False):
@@ -90,8 +90,8 @@ class Network(nn.Module):
                 x = concatenate([x, center_crop(skips.pop(stage.skip), *x.shape[-2:])])
             x = layers.get_submodule("conv")(x)
             norm, relu = (layers.get_submodule(name) for name in ("norm", "relu"))
-            fused = can_fuse(x, norm)
-            pooled = fused and i not in read_later and self.architecture.pooling == "max"
+            fused = can_fuse(x, norm, relu)
+            pooled = fused and i not in read_later and can_pool(pool)
             x = norm_relu_pool(x, norm, stage.pool if pooled else 1) if fused else relu(norm(x))
             if i in read_later:
                 skips[i] = x

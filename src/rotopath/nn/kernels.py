@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 COLUMNS, ROWS = 128, 32  # of a tile
@@ -198,6 +198,16 @@ def _backward(
             value = tl.load(x + place, mask=seen, other=0.0).to(tl.float32) - middle[None, :]  # from the cache
             here = tl.where(winner == i * S + j, gradient, 0.0)
             tl.store(dx + place, factor[None, :] * (here - level[None, :] - value * slope[None, :]), mask=seen)
+
+
+def norm_relu_pool(x: Tensor, norm: nn.BatchNorm3d, pool: int = 1) -> Tensor:
+    """Batch norm by the statistics of the batch, ReLU, and the maximum over windows, of features (B, C, N, H, W)."""
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+    rows = x.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N), as it lies in memory
+    statistics = (norm.running_mean, norm.running_var)
+    y: Tensor = NormReluPool.apply(rows, norm.weight, norm.bias, *statistics, norm.momentum, norm.eps, pool)
+    return y.permute(0, 3, 4, 1, 2)
 
 
 class NormReluPool(torch.autograd.Function):

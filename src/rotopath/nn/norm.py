@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rotopath.nn import expect
+from rotopath.nn import cpu, expect
 
 
 class GroupBatchNorm2d(nn.BatchNorm3d):
@@ -31,6 +31,8 @@ class GroupBatchNorm2d(nn.BatchNorm3d):
 
     def forward(self, input: Tensor) -> Tensor:
         expect.features(input, self, self.num_features)
+        if cpu.can_normalise(input, self):
+            return cpu.norm_relu_pool(input, self, relu=False)
         if input.is_cuda:
             return super().forward(input)
         # On the CPU torch is fastest on contiguous memory, and this is a view of it in channels-last features: every
