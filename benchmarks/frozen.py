@@ -12,48 +12,17 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
+from contenders import PlainCNN
 from record import record
-from torch import Tensor, nn
+from torch import Tensor
 
 import rotopath as rp
-from rotopath.models import ARCHITECTURES, Architecture, Network
-from rotopath.models.architecture import IMAGE_CHANNELS, UP
+from rotopath.models import ARCHITECTURES, Network
+from rotopath.models.architecture import IMAGE_CHANNELS
 
 BUILDERS = {"mitosis": rp.models.mitosis, "nuclei": rp.models.nuclei, "tumor": rp.models.tumor}
 IMAGES = {"cpu": ((16, 0), (1, 256)), "cuda": ((256, 0), (4, 1024))}  # batch, and side in pixels; 0 for the smallest
 CALLS = {"cpu": 1, "cuda": 10}  # in one measurement
-
-
-class PlainCNN(nn.Module):
-    """The stages of a table with ordinary convolutions, as wide as the channels and orientations of a network."""
-
-    def __init__(self, architecture: Architecture, orientations: int) -> None:
-        super().__init__()
-        self.table = architecture
-        channels = architecture.channels(orientations)
-        wide = tuple(c * orientations for c in channels)
-        self.convs = nn.ModuleList(
-            nn.Conv2d(IMAGE_CHANNELS if i == 0 else architecture.in_channels(i, wide), wide[i], stage.kernel)
-            for i, stage in enumerate(architecture.stages)
-        )
-        self.pools = nn.ModuleList(nn.MaxPool2d(s.pool) if s.pool > 1 else nn.Identity() for s in architecture.stages)
-        self.relu = nn.ReLU(inplace=True)
-        self.up = nn.Upsample(scale_factor=UP)
-        self.head = nn.Conv2d(wide[-1], architecture.outputs, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        before_pools: list[Tensor] = []
-        for stage, conv, pool in zip(self.table.stages, self.convs, self.pools, strict=True):
-            if stage.skip is not None:
-                x = self.up(x)
-                skip = before_pools[stage.skip]
-                margin = (skip.shape[-1] - x.shape[-1]) // 2
-                x = torch.cat([x, skip[..., margin:-margin, margin:-margin]], dim=1)
-            x = self.relu(conv(x))
-            before_pools.append(x)
-            x = pool(x)
-        logits: Tensor = self.head(x)
-        return logits
 
 
 @torch.no_grad()
@@ -71,12 +40,8 @@ def measure(answer: Callable[[Tensor], Tensor], images: Tensor) -> float:
 
 
 def compare(network: Network, images: Tensor, rounds: int) -> dict[str, object]:
-    plain = PlainCNN(network.architecture, network.orientations).to(images.device).eval()
-    models = {
-        "network": network,
-        "frozen": rp.freeze(network),
-        "plain CNN": plain.to(memory_format=torch.channels_last),  # type: ignore[call-overload]
-    }
+    plain = PlainCNN(network.architecture, network.orientations, norm=False).to(images.device).eval()
+    models = {"network": network, "frozen": rp.freeze(network), "plain CNN": plain}
     for model in models.values():
         measure(model, images)
     found: dict[str, list[float]] = {name: [] for name in models}

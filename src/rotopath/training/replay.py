@@ -5,12 +5,10 @@ in training are recorded once and then replayed; in evaluation it runs as ever.
 """
 
 import torch
-from torch import Tensor
-
-from rotopath.models import Network
+from torch import Tensor, nn
 
 
-def record(network: Network, images: Tensor) -> None:
+def record(network: nn.Module, images: Tensor) -> None:
     """Record the passes of a training step; weights, statistics and random numbers stay as they are."""
     before = [buffer.clone() for buffer in network.buffers()]
     # The precision is the caller's, but casts of weights must not be kept from one replay for the next.
@@ -22,6 +20,6 @@ def record(network: Network, images: Tensor) -> None:
             buffer.copy_(value)  # recording takes a few steps to warm up
 
 
-def forget(network: Network) -> None:
+def forget(network: nn.Module) -> None:
     """Run the network as ever again."""
     vars(network).pop("forward", None)

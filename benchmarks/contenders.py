@@ -1,0 +1,173 @@
+"""What rotopath is measured against: networks of the same stages and channels, images (B, 3, H, W) to logits.
+
+A plain CNN as wide as channels times orientations; SE(2,N) written straightforwardly; and the same by escnn, e2cnn and
+se2cnn, wherever they can be imported.
+"""
+
+import math
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rotopath import group
+from rotopath.models import Architecture
+from rotopath.models.architecture import IMAGE_CHANNELS, UP
+
+
+class PlainCNN(nn.Module):
+    """The stages of a table with ordinary convolutions, channels last, as one would write it without rotopath.
+
+    With batch norm for training; without, convolutions have a bias, as they have once batch norm is folded into them.
+    """
+
+    def __init__(self, table: Architecture, orientations: int, norm: bool = True) -> None:
+        super().__init__()
+        self.table = table
+        wide = tuple(c * orientations for c in table.channels(orientations))
+        read = [IMAGE_CHANNELS if i == 0 else table.in_channels(i, wide) for i in range(len(wide))]
+        self.stages = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(read[i], wide[i], stage.kernel, bias=not norm),
+                nn.BatchNorm2d(wide[i]) if norm else nn.Identity(),
+                nn.ReLU(inplace=True),
+            )
+            for i, stage in enumerate(table.stages)
+        )
+        self.pools = nn.ModuleList(nn.MaxPool2d(s.pool) if s.pool > 1 else nn.Identity() for s in table.stages)
+        self.up = nn.Upsample(scale_factor=UP)
+        self.head = nn.Conv2d(wide[-1], table.outputs, 1)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor) -> Tensor:
+        before_pools: list[Tensor] = []
+        for stage, layers, pool in zip(self.table.stages, self.stages, self.pools, strict=True):
+            if stage.skip is not None:
+                x = self.up(x)
+                skip = before_pools[stage.skip]
+                margin = (skip.shape[-1] - x.shape[-1]) // 2
+                x = torch.cat([x, skip[..., margin:-margin, margin:-margin]], dim=1)
+            x = layers(x)
+            before_pools.append(x)
+            x = pool(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class TurningConv2d(nn.Module):
+    """A lifting or group convolution as it is written first: at every step all kernels are turned by `grid_sample`."""
+
+    grid: Tensor
+    disc: Tensor
+
+    def __init__(self, read: int, channels: int, size: int, orientations: int, lifts: bool) -> None:
+        super().__init__()
+        self.n, self.lifts = orientations, lifts
+        fan_in = read * (1 if lifts else orientations) * size**2
+        shape = (channels, read, *(() if lifts else (orientations,)), size, size)
+        self.weight = nn.Parameter(torch.randn(shape) * math.sqrt(2 / fan_in))
+        radians = [math.radians(angle) for angle in group.angles(orientations)]
+        turns = torch.tensor([[[math.cos(a), -math.sin(a), 0], [math.sin(a), math.cos(a), 0]] for a in radians])
+        self.register_buffer("grid", F.affine_grid(turns, [orientations, 1, size, size], align_corners=True))
+        self.register_buffer("disc", group.disc(size).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = (self.weight * self.disc).flatten(0, -3)  # (O·C, k, k), or (O·C·N, k, k)
+        turned = F.grid_sample(flat.expand(self.n, *flat.shape), self.grid, align_corners=True)
+        turned = turned.view(self.n, *self.weight.shape)  # (N, O, C, …, k, k)
+        if not self.lifts:
+            turned = torch.stack([kernel.roll(i, dims=2) for i, kernel in enumerate(turned)])
+            x = x.flatten(1, 2)
+        kernels = turned.transpose(0, 1).flatten(0, 1)  # (O·N, C, …, k, k)
+        y = F.conv2d(x, kernels if self.lifts else kernels.flatten(1, 2))
+        return torch.unflatten(y, 1, (-1, self.n))
+
+
+def straightforward(table: Architecture, orientations: int) -> nn.Module:
+    """Features (B, C, N, H, W) as they are written, layer by layer, with torch's layers for volumes."""
+
+    def convolve(read: int, channels: int, size: int, first: bool) -> nn.Module:
+        return TurningConv2d(read, channels, size, orientations, lifts=first)
+
+    return _in_volumes(table, orientations, convolve)
+
+
+def by_se2cnn(table: Architecture, orientations: int) -> nn.Module:
+    """With se2cnn's convolutions (its port to PyTorch), and torch's layers for volumes between them."""
+    layers = import_module("se2cnn.nn")
+
+    def convolve(read: int, channels: int, size: int, first: bool) -> nn.Module:
+        kind = layers.R2ToSE2Conv if first else layers.SE2ToSE2Conv
+        made: nn.Module = kind(read, channels, orientations, size, bias=False)
+        return made
+
+    return _in_volumes(table, orientations, convolve)
+
+
+class _MeanOfOrientations(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(dim=2)
+
+
+def _in_volumes(
+    table: Architecture, orientations: int, convolve: Callable[[int, int, int, bool], nn.Module]
+) -> nn.Module:
+    layers: list[nn.Module] = []
+    channels = table.channels(orientations)
+    for i, stage in enumerate(table.stages):
+        read = table.in_channels(i, channels)
+        layers += [
+            convolve(read, channels[i], stage.kernel, i == 0),
+            nn.BatchNorm3d(channels[i]),
+            nn.ReLU(inplace=True),
+        ]
+        if stage.pool > 1:
+            layers.append(nn.MaxPool3d((1, stage.pool, stage.pool)))
+    return nn.Sequential(*layers, _MeanOfOrientations(), nn.Conv2d(channels[-1], table.outputs, 1))
+
+
+class Steerable(nn.Module):
+    """The same by escnn or e2cnn: regular fields, their usual basis, and a maximum over orientations at the end."""
+
+    def __init__(self, library: str, table: Architecture, orientations: int) -> None:
+        super().__init__()
+        spaces, layers = import_module(f"{library}.gspaces"), import_module(f"{library}.nn")
+        space = (spaces.rot2dOnR2 if library == "escnn" else spaces.Rot2dOnR2)(orientations)
+        self.wrap = layers.GeometricTensor
+        self.images = fields = layers.FieldType(space, IMAGE_CHANNELS * [space.trivial_repr])
+        steps: list[Any] = []
+        for stage, channels in zip(table.stages, table.channels(orientations), strict=True):
+            read, fields = fields, layers.FieldType(space, channels * [space.regular_repr])
+            steps += [layers.R2Conv(read, fields, stage.kernel, bias=False), layers.InnerBatchNorm(fields)]
+            steps.append(layers.ReLU(fields, inplace=True))
+            if stage.pool > 1:
+                steps.append(layers.PointwiseMaxPool(fields, stage.pool))
+        self.steps = layers.SequentialModule(*steps, layers.GroupPooling(fields))
+        self.head = nn.Conv2d(channels, table.outputs, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.steps(self.wrap(x, self.images)).tensor)
+        return logits
+
+    def export(self) -> nn.Module:
+        """The plain layers that the library itself makes of the network for evaluation, channels last."""
+        exported = nn.Sequential(self.eval().steps.export(), self.head).eval()
+        return exported.to(memory_format=torch.channels_last)  # type: ignore[no-any-return, call-overload]
+
+
+def peers() -> dict[str, Callable[[Architecture, int], nn.Module]]:
+    """Those that are installed; for the others, a word."""
+    builders: dict[str, Callable[[Architecture, int], nn.Module]] = {
+        "escnn": lambda table, n: Steerable("escnn", table, n),
+        "e2cnn": lambda table, n: Steerable("e2cnn", table, n),
+        "se2cnn": by_se2cnn,
+    }
+    for name in list(builders):
+        if find_spec(name) is None:
+            print(f"{name} is not installed, and left out (docs/speed.md says how to).")
+            del builders[name]
+    return builders

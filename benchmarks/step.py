@@ -1,0 +1,182 @@
+"""How long a training step of the tumor network takes, and how much memory: rotopath, a plain CNN as wide, and peers.
+
+    .venv/bin/python benchmarks/step.py [cuda] [--batch 512 64] [--rounds 15]
+
+A step is forward, loss, backward and SGD with momentum; in bfloat16 (autocast) on a GPU, in float32 on the CPU. All
+take turns on the same batch. Errors are those of the first logits and gradients, all together, against float64; where
+one is more than twice as large as with torch's own layers in the same precision, the run ends and says so.
+"""
+
+import argparse
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from contenders import PlainCNN, peers, straightforward
+from record import record
+from timing import build, describe, forget_peak, measure
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+import rotopath as rp
+from rotopath.models import ARCHITECTURES, Network
+from rotopath.training import replay
+
+TUMOR = ARCHITECTURES["tumor"]
+BATCHES = {"cpu": [16], "cuda": [512, 64]}
+AT_ONCE = {"cpu": 1, "cuda": 10}
+YARDSTICK = "rotopath with torch's batch norm"
+ROUNDING = 1e-4  # errors below it are not compared
+
+
+class Training:
+    """A network, its optimiser and the batch that it sees at every step."""
+
+    def __init__(self, model: nn.Module, images: Tensor, labels: Tensor) -> None:
+        self.model = model.to(images.device).train()
+        self.images, self.labels = images, labels
+        self.optimiser = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+
+    def autocast(self) -> torch.autocast:
+        mixed = self.images.is_cuda and self.images.dtype == torch.float32  # and not float64
+        return torch.autocast(self.images.device.type, torch.bfloat16, enabled=mixed)
+
+    def find_gradients(self) -> Tensor:
+        """The logits, of which the weights have their gradients."""
+        self.optimiser.zero_grad(set_to_none=True)
+        with self.autocast():
+            logits: Tensor = self.model(self.images)
+        loss = binary_cross_entropy_with_logits(logits.flatten().to(self.labels), self.labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return logits.detach()
+
+    def step(self) -> None:
+        self.find_gradients()
+        self.optimiser.step()
+
+    def answers(self) -> list[Tensor]:
+        """Logits, and all gradients in one vector, in float64."""
+        logits = self.find_gradients()
+        gradients = torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
+        return [logits.double(), gradients.double()]
+
+
+def with_torchs_layers(network: Network) -> Network:
+    """The same weights and convolutions, with torch's batch norm, which nothing is fused with."""
+    network = copy.deepcopy(network)
+    for stage in network.stages:
+        ours = stage.get_submodule("norm")
+        stage.norm = nn.BatchNorm3d(ours.num_features).to(ours.weight)  # type: ignore[arg-type]
+        stage.norm.load_state_dict(ours.state_dict())
+    return network
+
+
+def replayed(model: nn.Module, images: Tensor) -> nn.Module:
+    """As `rotopath train` runs it on a GPU: recorded as CUDA graphs."""
+    model = model.to(images.device).train()
+    with torch.autocast("cuda", torch.bfloat16):
+        replay.record(model, images)
+    return model
+
+
+def compiled(model: nn.Module, images: Tensor) -> nn.Module:
+    made: nn.Module = torch.compile(model.to(images.device).train())  # type: ignore[assignment]
+    return made
+
+
+def models(network: Network, images: Tensor) -> dict[str, Callable[[], nn.Module]]:
+    """Every one with weights of its own; those of rotopath start from the same."""
+    n = network.orientations
+
+    def plain() -> nn.Module:
+        return PlainCNN(network.architecture, n)
+
+    def ours() -> Network:
+        return copy.deepcopy(network)
+
+    found: dict[str, Callable[[], nn.Module]] = {"plain CNN": plain, "rotopath": ours}
+    if images.is_cuda:
+        found |= {
+            "plain CNN, compiled": lambda: compiled(plain(), images),
+            "plain CNN, replayed": lambda: replayed(plain(), images),
+            "rotopath, replayed": lambda: replayed(ours(), images),
+            "rotopath, compiled": lambda: compiled(ours(), images),
+        }
+    found[YARDSTICK] = lambda: with_torchs_layers(network)
+    found["straightforward"] = lambda: straightforward(network.architecture, n)
+    found |= {name: partial(make, network.architecture, n) for name, make in peers().items()}
+    return found
+
+
+def reference(network: Network, images: Tensor, labels: Tensor) -> list[Tensor]:
+    """What the first step should find, in float64 by torch's own layers."""
+    return Training(with_torchs_layers(network).double(), images.double(), labels.double()).answers()
+
+
+def compare(network: Network, batch: int, device: str, rounds: int) -> list[dict[str, object]]:
+    generator = torch.Generator().manual_seed(0)
+    side = network.architecture.input_px
+    images = torch.rand(batch, 3, side, side, generator=generator).to(device)
+    labels = torch.randint(2, (batch,), generator=generator).float().to(device)
+    expected = reference(network, images, labels)
+    trainings: dict[str, Training] = {}
+    columns: dict[str, dict[str, str]] = {}
+
+    for name, make in models(network, images).items():
+
+        def start(name: str = name, make: Callable[[], nn.Module] = make) -> tuple[Training, list[Tensor]]:
+            training = Training(make(), images, labels)
+            answers = training.answers() if "rotopath" in name else []
+            for _ in range(3):
+                training.step()
+            forget_peak(name, device)
+            training.step()
+            return training, answers
+
+        if (built := build(f"{name}, batch of {batch}", start, device)) is not None:
+            (trainings[name], answers), peak = built
+            errors = {"logits": "", "gradients": ""}
+            if answers:
+                pairs = zip(errors, answers, expected, strict=True)
+                errors = {what: f"{float((got - wanted).norm() / wanted.norm()):.1e}" for what, got, wanted in pairs}
+            columns[name] = {"peak MiB": peak} | {f"error of {what}": error for what, error in errors.items()}
+    steps: dict[str, Callable[[], object]] = {name: training.step for name, training in trainings.items()}
+    times = measure(steps, device, rounds, AT_ONCE[device])
+    precision = "bfloat16" if device == "cuda" else "float32"
+    about = {"batch": batch, "precision": precision}
+    rows: list[dict[str, object]] = []
+    for name in trainings:
+        rows.append({"what": name, **about, **describe(times[name], times["plain CNN"]), **columns[name]})
+    return rows
+
+
+def check(rows: list[dict[str, object]]) -> None:
+    yardsticks = {row["batch"]: row for row in rows if row["what"] == YARDSTICK}
+    for row in rows:
+        for what in ("error of logits", "error of gradients"):
+            allowed = max(2 * float(str(yardsticks[row["batch"]][what])), ROUNDING)
+            if row[what] and not float(str(row[what])) <= allowed:
+                raise SystemExit(f"{row['what']}, batch of {row['batch']}: {what} is {row[what]}, not {allowed:.1e}.")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("device", nargs="?", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--batch", type=int, nargs="+")
+    parser.add_argument("--orientations", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    network = rp.models.tumor(options.orientations)
+    rows = [
+        row
+        for batch in options.batch or BATCHES[options.device]
+        for row in compare(network.to(options.device), batch, options.device, options.rounds)
+    ]
+    record("step", rows, options.device)
+    check(rows)
+
+
+if __name__ == "__main__":
+    main()
