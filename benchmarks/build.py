@@ -1,21 +1,24 @@
-"""How long it takes to build layers and networks.
+"""How long it takes to build layers and networks, and the tumor network (N = 8) by peers.
 
 .venv/bin/python benchmarks/build.py
 """
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
+from contenders import PlainCNN, peers, straightforward
 from record import record
 
 import rotopath as rp
+from rotopath.models import ARCHITECTURES
 
 
-def seconds(build: Callable[[], object]) -> float:
+def seconds(build: Callable[[], object], times: int = 9) -> float:
     build()
     durations = []
-    for _ in range(9):
+    for _ in range(times):
         start = time.perf_counter()
         build()
         durations.append(time.perf_counter() - start)
@@ -38,6 +41,15 @@ def main() -> None:
         "all twelve networks": twelve_networks,
     }
     record("build", [{"what": name, "seconds": f"{seconds(build):.4f}"} for name, build in builds.items()])
+    tumor = ARCHITECTURES["tumor"]
+    networks: dict[str, Callable[[], object]] = {
+        "rotopath": partial(rp.models.tumor, 8),
+        "plain CNN": partial(PlainCNN, tumor, 8),
+        "straightforward": partial(straightforward, tumor, 8),
+        **{name: partial(build, tumor, 8) for name, build in peers().items()},
+    }
+    rows = [{"what": name, "seconds": f"{seconds(build, times=5):.4f}"} for name, build in networks.items()]
+    record("build-peers", rows)
 
 
 if __name__ == "__main__":

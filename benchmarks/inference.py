@@ -25,7 +25,7 @@ from rotopath.models.architecture import IMAGE_CHANNELS
 SIDES = {"cpu": 500, "cuda": 2000}
 PRECISIONS = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float32)}
 AT_ONCE = {"cpu": 1, "cuda": 10}
-TOLERANCES = {torch.bfloat16: 0.05, torch.float32: 5e-3}  # the latter for a GPU, which rounds to TF32 in between
+TOLERANCES = {torch.bfloat16: 0.2, torch.float32: 5e-3}  # of logits near 0; a GPU rounds float32 to TF32 in between
 Answer = Callable[[], Tensor]
 
 
@@ -109,10 +109,7 @@ def compare(network: Network, image: Tensor, rounds: int) -> list[dict[str, obje
             columns[name] = {"peak MiB": peak, "error": f"{error:.1e}" if "rotopath" in name else ""}
     times = measure(answers, device, rounds, AT_ONCE[device])
     about = {"image": f"{image.shape[-2]} × {image.shape[-1]} px", "precision": str(dtype).removeprefix("torch.")}
-    rows: list[dict[str, object]] = []
-    for name in answers:
-        rows.append({"what": name, **about, **describe(times[name], times["plain CNN"]), **columns[name]})
-    return rows
+    return [{"what": name, **about, **describe(times[name], times["plain CNN"]), **columns[name]} for name in answers]
 
 
 def main() -> None:

@@ -25,8 +25,8 @@ from rotopath.models.freezing import freeze
 TUMOR = ARCHITECTURES["tumor"]
 ORIENTATIONS = (1, 2, 4, 8, 12, 16)
 BATCHES = {"cpu": (1, 4, 16), "cuda": (16, 64, 256, 512, 1024)}
-SIDES = {"cpu": (88, 256, 500), "cuda": (256, 500, 1000, 2000, 4000)}
-USUAL = {"cpu": (8, 256), "cuda": (512, 1000)}  # batch and side where neither grows
+SIDES = {"cpu": (88, 196, 400), "cuda": (256, 500, 1000, 2000, 4000)}
+USUAL = {"cpu": (4, 196), "cuda": (512, 1000)}  # batch and side where neither grows
 
 
 def cases(device: str) -> Iterator[tuple[str, Architecture, int, int, int]]:

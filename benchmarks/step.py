@@ -4,7 +4,7 @@
 
 A step is forward, loss, backward and SGD with momentum; in bfloat16 (autocast) on a GPU, in float32 on the CPU. All
 take turns on the same batch. Errors are those of the first logits and gradients, all together, against float64; where
-one is more than twice as large as with torch's own layers in the same precision, the run ends and says so.
+one is large, and more than twice that of torch's own layers in the same precision, the run ends with a sentence.
 """
 
 import argparse
@@ -27,7 +27,8 @@ TUMOR = ARCHITECTURES["tumor"]
 BATCHES = {"cpu": [16], "cuda": [512, 64]}
 AT_ONCE = {"cpu": 1, "cuda": 10}
 YARDSTICK = "rotopath with torch's batch norm"
-ROUNDING = 1e-4  # errors below it are not compared
+# Errors below these are not compared: where a ReLU is given 0 to rounding, either answer is right, and its gradient.
+ROUNDING = {"error of logits": 1e-3, "error of gradients": 0.2}
 
 
 class Training:
@@ -145,17 +146,14 @@ def compare(network: Network, batch: int, device: str, rounds: int) -> list[dict
     times = measure(steps, device, rounds, AT_ONCE[device])
     precision = "bfloat16" if device == "cuda" else "float32"
     about = {"batch": batch, "precision": precision}
-    rows: list[dict[str, object]] = []
-    for name in trainings:
-        rows.append({"what": name, **about, **describe(times[name], times["plain CNN"]), **columns[name]})
-    return rows
+    return [{"what": name, **about, **describe(times[name], times["plain CNN"]), **columns[name]} for name in trainings]
 
 
 def check(rows: list[dict[str, object]]) -> None:
     yardsticks = {row["batch"]: row for row in rows if row["what"] == YARDSTICK}
     for row in rows:
-        for what in ("error of logits", "error of gradients"):
-            allowed = max(2 * float(str(yardsticks[row["batch"]][what])), ROUNDING)
+        for what, rounding in ROUNDING.items():
+            allowed = max(2 * float(str(yardsticks[row["batch"]][what])), rounding)
             if row[what] and not float(str(row[what])) <= allowed:
                 raise SystemExit(f"{row['what']}, batch of {row['batch']}: {what} is {row[what]}, not {allowed:.1e}.")
 
