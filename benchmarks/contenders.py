@@ -6,6 +6,7 @@ se2cnn, wherever they can be imported.
 
 import math
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -159,6 +160,7 @@ class Steerable(nn.Module):
         return exported.to(memory_format=torch.channels_last)  # type: ignore[no-any-return, call-overload]
 
 
+@cache
 def peers() -> dict[str, Callable[[Architecture, int], nn.Module]]:
     """Those that are installed; for the others, a word."""
     builders: dict[str, Callable[[Architecture, int], nn.Module]] = {

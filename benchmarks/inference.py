@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from contenders import PlainCNN, Steerable, peers, straightforward
 from record import record
-from timing import build, describe, forget_peak, measure
+from timing import build, describe, forget_compiled, forget_peak, measure
 from torch import Tensor, nn
 
 import rotopath as rp
@@ -35,7 +35,7 @@ def prepared(model: nn.Module, image: Tensor) -> nn.Module:
 
 
 def compiled(model: nn.Module, image: Tensor) -> nn.Module:
-    made: nn.Module = torch.compile(prepared(model, image))  # type: ignore[assignment]
+    made: nn.Module = torch.compile(prepared(model, image), dynamic=False)  # type: ignore[assignment]
     return made
 
 
@@ -92,6 +92,7 @@ def models(network: Network, image: Tensor) -> dict[str, Callable[[], Answer]]:
 @torch.no_grad()
 def compare(network: Network, image: Tensor, rounds: int) -> list[dict[str, object]]:
     device, dtype = image.device.type, image.dtype
+    forget_compiled(device)
     expected = copy.deepcopy(network).double()(image.double())
     answers: dict[str, Callable[[], object]] = {}
     columns: dict[str, dict[str, str]] = {}

@@ -10,13 +10,14 @@ replayed as CUDA graphs, and the plain CNN is compiled for them. Inference is by
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import inference
 import step
 import torch
 from contenders import PlainCNN
 from record import record
-from timing import build, describe, measure
+from timing import build, describe, forget_compiled, measure
 
 from rotopath.models import ARCHITECTURES, Architecture, Network
 from rotopath.models.architecture import IMAGE_CHANNELS
@@ -24,7 +25,7 @@ from rotopath.models.freezing import freeze
 
 TUMOR = ARCHITECTURES["tumor"]
 ORIENTATIONS = (1, 2, 4, 8, 12, 16)
-BATCHES = {"cpu": (1, 4, 16), "cuda": (16, 64, 256, 512, 1024)}
+BATCHES = {"cpu": (2, 4, 16), "cuda": (16, 64, 256, 512, 1024)}
 SIDES = {"cpu": (88, 196, 400), "cuda": (256, 500, 1000, 2000, 4000)}
 USUAL = {"cpu": (4, 196), "cuda": (512, 1000)}  # batch and side where neither grows
 
@@ -64,8 +65,16 @@ def answers(network: Network, side: int, device: str) -> dict[str, Callable[[], 
     return {"plain CNN": lambda: lambda: plain(image), "rotopath": lambda: lambda: frozen(image)}
 
 
+def started(make: Callable[[], Callable[[], object]]) -> Callable[[], object]:
+    """Called once, so that what does not work, or does not fit into memory, is found before the clock runs."""
+    call = make()
+    call()
+    return call
+
+
 def compare(makes: dict[str, Callable[[], Callable[[], object]]], device: str, rounds: int) -> dict[str, str]:
-    built = {name: build(name, make, device) for name, make in makes.items()}
+    forget_compiled(device)
+    built = {name: build(name, partial(started, make), device) for name, make in makes.items()}
     calls = {name: made[0] for name, made in built.items() if made is not None}
     if len(calls) < len(makes):
         return {}

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from contenders import PlainCNN, peers, straightforward
 from record import record
-from timing import build, describe, forget_peak, measure
+from timing import build, describe, forget_compiled, forget_peak, measure
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -82,7 +82,7 @@ def replayed(model: nn.Module, images: Tensor) -> nn.Module:
 
 
 def compiled(model: nn.Module, images: Tensor) -> nn.Module:
-    made: nn.Module = torch.compile(model.to(images.device).train())  # type: ignore[assignment]
+    made: nn.Module = torch.compile(model.to(images.device).train(), dynamic=False)  # type: ignore[assignment]
     return made
 
 
@@ -116,6 +116,7 @@ def reference(network: Network, images: Tensor, labels: Tensor) -> list[Tensor]:
 
 
 def compare(network: Network, batch: int, device: str, rounds: int) -> list[dict[str, object]]:
+    forget_compiled(device)
     generator = torch.Generator().manual_seed(0)
     side = network.architecture.input_px
     images = torch.rand(batch, 3, side, side, generator=generator).to(device)

@@ -35,6 +35,12 @@ def build(name: str, make: Callable[[], Built], device: str) -> tuple[Built, str
     return made, f"{(torch.cuda.max_memory_allocated() - before) / MIB:.0f}"
 
 
+def forget_compiled(device: str) -> None:
+    """After a few networks or sizes of the same code torch would compile for any size, or no more."""
+    if device == "cuda":
+        torch.compiler.reset()
+
+
 def forget_peak(name: str, device: str) -> None:
     """What compiling took does not count; but what is replayed lies in memory that was taken when it was recorded."""
     if device == "cuda" and "replayed" not in name:

@@ -258,3 +258,13 @@ def test_arrays_and_bytes_get_a_sentence(layer: nn.Module, shape: tuple[int, ...
         layer(np.zeros(shape))
     with pytest.raises(ValueError, match=r"takes floating point numbers, but got torch.uint8; .* x.float\(\) / 255"):
         layer(torch.zeros(shape, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("orientations", [1, 2, 8])
+@pytest.mark.parametrize("kernel_size", [1, 5])
+def test_features_lie_channels_last_whatever_n(orientations: int, kernel_size: int) -> None:
+    lift = rp.nn.LiftConv2d(3, 6, kernel_size, orientations, bias=False)
+    conv = rp.nn.GroupConv2d(6, 6, kernel_size, orientations, bias=False)
+    features = lift(torch.rand(2, 3, 12, 12))
+    for y in (features, conv(features)):
+        assert y.permute(0, 3, 4, 1, 2).is_contiguous()

@@ -67,4 +67,5 @@ def _as_conv2d_weight(kernels: Tensor) -> Tensor:
     """(O, N, n², C) to (O·N, C, n, n), channels last in memory."""
     size = math.isqrt(kernels.shape[2])
     outputs, orientations, _, inputs = kernels.shape
-    return kernels.reshape(outputs * orientations, size, size, inputs).permute(0, 3, 1, 2)
+    # Where there is one orientation only, reshaping alone would leave them as einsum did.
+    return kernels.reshape(outputs * orientations, size, size, inputs).contiguous().permute(0, 3, 1, 2)
