@@ -138,7 +138,7 @@ def _test_fused(device: torch.device) -> str:
     norms = [nn.GroupBatchNorm2d(8).to(device).train() for _ in range(2)]
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(4, 24, 24, 8, 8, generator=generator).to(device).permute(0, 3, 4, 1, 2)
-    if not can_fuse(features, norms[0]):
+    if not can_fuse(features, norms[0], torch.nn.ReLU()):
         raise NotTestedError("Triton is not installed; training uses plain layers, which are slower")
     inputs = [features.clone(memory_format=torch.preserve_format).requires_grad_() for _ in norms]
     fused = norm_relu_pool(inputs[0], norms[0], 2)
