@@ -123,9 +123,11 @@ def test_a_slide_library_that_is_broken_is_a_failure(monkeypatch: pytest.MonkeyP
 
 def test_fused_kernels_are_compared_with_plain_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    assert doctor._attempt("fused", lambda: doctor._test_fused(doctor.CPU)).state == "not tested"
+    with monkeypatch.context() as without:
+        without.setattr(doctor, "can_fuse", lambda _features, _norm, _relu: False)
+        assert doctor._attempt("fused", lambda: doctor._test_fused(doctor.CPU)).state == "not tested"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # there the kernels are interpreted
-    monkeypatch.setattr(doctor, "can_fuse", lambda _features, _norm: True)
+    monkeypatch.setattr(doctor, "can_fuse", lambda _features, _norm, _relu: True)
     assert doctor._test_fused(device).startswith("the same as plain layers")
     right = doctor.norm_relu_pool
     monkeypatch.setattr(doctor, "norm_relu_pool", lambda x, norm, pool: right(x, norm, pool) * 1.01)

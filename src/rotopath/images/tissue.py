@@ -15,6 +15,7 @@ from skimage.filters import threshold_otsu
 from rotopath.images.slides import Slide
 
 SPACING_UM_PX = 8.0
+MOST_PX = 2**20  # of a mask: that of a larger slide is coarser, so that it takes no more memory
 DENSITY_BOUNDS = (0.06, 0.14)  # glass is below, the palest fat and mucus about the upper one
 GLASS_BOUNDS = (200, 255)  # how bright glass can be; a picture without any has a darker brightest part
 GLASS_PERCENTILE = 95
@@ -67,8 +68,15 @@ class Tissue:
         return Tissue(near, self.spacing_um_px)
 
 
-def find_tissue(slide: Slide, spacing_um_px: float = SPACING_UM_PX) -> Tissue:
-    """Where the slide has tissue; all of it where it is a picture of nothing else, nothing where it is blank."""
+def find_tissue(slide: Slide, spacing_um_px: float | None = None) -> Tissue:
+    """Where the slide has tissue; all of it where it is a picture of nothing else, nothing where it is blank.
+
+    The mask has a pixel for every 8 µm, or for 16, 32 … on large slides, unless another spacing is asked for.
+    """
+    if spacing_um_px is None:
+        spacing_um_px = SPACING_UM_PX
+        while math.prod(slide.size_at(spacing_um_px)) > MOST_PX:
+            spacing_um_px *= 2
     image = slide.read(0, 0, *slide.size_at(spacing_um_px), spacing_um_px)
     return Tissue(mask_tissue(image, spacing_um_px), spacing_um_px)
 

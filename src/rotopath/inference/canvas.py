@@ -19,7 +19,7 @@ from rotopath.inference.layout import Span
 
 MEASURED_PX = 2**21  # of a picture up to that size all pixels tell its stains, of a larger one as many from all over it
 SAMPLE_PX = 256  # the side of each sample
-BLOCK_PX, KEPT_BLOCKS = 512, 64  # of pixels that are read together; neighbouring tiles share some, 50 MB in all
+BLOCK_PX, KEPT_BLOCKS = 512, 32  # of pixels that are read together; neighbouring tiles share some, 25 MB in all
 
 
 class Canvas:
