@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rotopath import models, nn, pretrained, runs
+from rotopath import group, models, nn, pretrained, runs
 from rotopath.evaluation.equivariance import smooth_images, untrained_errors
 from rotopath.extras import EXTRAS, PURPOSE, install, list_missing
 from rotopath.images import open_slide
@@ -111,10 +111,11 @@ def _test_exactness(device: torch.device) -> str:
 def _test_prediction(name: str) -> str:
     """A pretrained model loads, and what it says about a patch turns with the patch."""
     network = runs.load(name).network
-    image = _draw_patch()[0].permute(1, 2, 0).numpy()
-    upright, turned = (predict(network, pixels, CPU).probabilities for pixels in (image, np.rot90(image)))
-    _expect(bool(np.isfinite(upright).all()), "its probabilities are not finite")
-    error = float(np.abs(np.rot90(upright, axes=(1, 2)) - turned).max())
+    patch = _draw_patch()[0]
+    images = (image.permute(1, 2, 0).numpy() for image in (patch, group.rotate(patch, 90)))
+    upright, turned = (torch.from_numpy(predict(network, image, CPU).probabilities) for image in images)
+    _expect(bool(upright.isfinite().all()), "its probabilities are not finite")
+    error = float((group.rotate(upright, 90) - turned).abs().max())
     _expect(error < ROUNDING, f"its probabilities change by {error:.1e} when the patch is turned by 90°")
     return f"the same answer after a quarter turn, to {error:.0e}"
 

@@ -211,7 +211,7 @@ def test_folders_that_cannot_be_used_are_refused(data: dict[str, Path], tmp_path
     (tmp_path / "mine/thesis.txt").write_text("x")
     with pytest.raises(RunError, match="exists and is no run of rotopath"):
         train(chosen, tmp_path / "mine")
-    with pytest.raises(RunError, match="there is no such folder"):
+    with pytest.raises(RunError, match="neither a run folder nor one of the pretrained models"):
         runs.load(tmp_path / "nowhere")
     with pytest.raises(RunError, match="holds no run"):
         runs.load(tmp_path / "mine")
