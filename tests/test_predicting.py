@@ -124,6 +124,8 @@ def test_unusual_images_are_taken_or_named(tmp_path: Path) -> None:
         (("no-such-model", "a.png", "--out", "out"), "no-such-model"),
         ((MODEL, "a.png", "--out", "a.png", "--spacing-um-px", 1), "a.png"),
         ((MODEL, "a.png", "other/a.png", "--out", "out"), "several slides named a.png"),
+        ((MODEL, "a.png", "--out", "out", "--spacing-um-px", 1, "--device", "abacus"), "choose cpu or cuda"),
+        ((MODEL, "a.png", "--out", "out", "--spacing-um-px", 1, "--device", "cuda:99"), "is not there"),
     ],
 )
 def test_mistakes_get_one_sentence(
@@ -147,6 +149,15 @@ def test_other_things_in_a_folder_are_not_replaced(images: Path, tmp_path: Path)
     assert result.exit_code == 2
     assert "holds something else" in result.output
     assert precious.read_text() == "years of work"
+
+
+def test_blank_slides_have_results_too(tmp_path: Path) -> None:
+    write_image(tmp_path / "white.png", np.full((200, 200, 3), 250, np.uint8))
+    result = call(MODEL, tmp_path / "white.png", "--out", tmp_path / "out", "--spacing-um-px", 1.0)
+    assert result.exit_code == 0, result.output
+    assert "0.00 mm² of tissue" in result.output
+    assert {path.name for path in (tmp_path / "out" / "white.png").iterdir()} == FILES
+    assert read_geojson(tmp_path / "out" / "white.png" / "objects.geojson") == []
 
 
 def test_slides_are_listed_once(images: Path) -> None:

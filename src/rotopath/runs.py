@@ -82,7 +82,7 @@ class Run:
         """The model frozen to a plain CNN, on a device; by default on a GPU, if there is one."""
         from rotopath.inference.slides import Model
 
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        chosen = _find_device(device)
         return Model(self.recipe.task, models.freeze(self.network).to(chosen), self.point, chosen)
 
     @property
@@ -126,6 +126,18 @@ def _find(run: Path | str) -> Path:
     near = difflib.get_close_matches(folder.name.lower(), names, n=1)
     hint = f"did you mean {near[0]}?" if near else "name one of these, or a folder."
     raise RunError(f"{run} is neither a run folder nor one of the pretrained models, {', '.join(names)}; {hint}")
+
+
+def _find_device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise RunError(f"There is no device {device!r}; choose cpu or cuda.") from None
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise RunError(f"The device {device!r} is not there; `rotopath doctor` shows what is.")
+    return found
 
 
 def build(recipe: Recipe) -> Network:

@@ -96,13 +96,14 @@ def predict(
 ) -> None:
     """Find what a model was trained for in images and whole slides. What is done already is skipped."""
     with mistakes_in_one_sentence():
+        from rotopath.images.files import is_plausible
         from rotopath.inference.slides import Options
         from rotopath.predicting import list_slides, predict_slides
         from rotopath.reports.progress import SlideProgress
         from rotopath.runs import load
 
         model, slides, options = load(run), list_slides(images), Options(rotations, everywhere=everywhere)
-        if spacing_um_px is not None and not 0.05 <= spacing_um_px <= 5:
+        if spacing_um_px is not None and not is_plausible(spacing_um_px):
             refuse(f"--spacing-um-px is {spacing_um_px:g}, but microscopes have 0.05 to 5 µm/px.")
         states: list[str] = []
         with SlideProgress(len(slides), door.console) as progress:

@@ -3,39 +3,39 @@ bar for the one that is looked at, one for all of them, and a line for each that
 """
 
 from pathlib import Path
-from types import TracebackType
+from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from rotopath.predicting import Outcome, read_summary
 from rotopath.recipe import Recipe
 
 
-class TrainingProgress:
-    """Shows the rows of a training's log as they come."""
+class _Shown:
+    """A bar on a console, while the block runs that it is opened for."""
 
-    def __init__(self, recipe: Recipe, console: Console) -> None:
-        self._recipe, self._console = recipe, console
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[loss]}{task.fields[score]}  {task.fields[pace]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("starting", total=recipe.epochs * recipe.steps, loss="", score="", pace="")
+    def __init__(self, console: Console, *columns: ProgressColumn) -> None:
+        self._console = console
+        timed = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        self._bar = Progress(*columns, *timed, console=console, transient=True, disable=not console.is_terminal)
 
-    def __enter__(self) -> "TrainingProgress":
+    def __enter__(self) -> Self:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._bar.stop()
+
+
+class TrainingProgress(_Shown):
+    """Shows the rows of a training's log as they come."""
+
+    def __init__(self, recipe: Recipe, console: Console) -> None:
+        loss = TextColumn("{task.fields[loss]}{task.fields[score]}  {task.fields[pace]}")
+        super().__init__(console, TextColumn("{task.description}"), BarColumn(), loss)
+        self._recipe = recipe
+        self._task = self._bar.add_task("starting", total=recipe.epochs * recipe.steps, loss="", score="", pace="")
 
     def show(self, stage: str, row: dict[str, float]) -> None:
         """One row of a stage's log, or how many pictures are scored; a row with a validation loss ends an epoch."""
@@ -62,32 +62,15 @@ class TrainingProgress:
             self._console.print(f"{line}, {row['images_per_second']:,.0f} images/s", highlight=False, soft_wrap=True)
 
 
-class SlideProgress:
+class SlideProgress(_Shown):
     """Shows how far a batch of slides is."""
 
     def __init__(self, slides: int, console: Console) -> None:
-        self._console = console
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed:g} of {task.total:g} {task.fields[what]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-        )
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        count = TextColumn("{task.completed:g} of {task.total:g} {task.fields[what]}")
+        super().__init__(console, TextColumn("{task.description}"), BarColumn(), count)
         self._all = self._bar.add_task("all", total=slides, what="slides")
         self._one = self._bar.add_task("", total=1, what="tiles", visible=False)
         self._at: Path | None = None
-
-    def __enter__(self) -> "SlideProgress":
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._bar.stop()
 
     def show(self, slide: Path, done: int, tiles: int) -> None:
         """How many tiles of a slide are done."""
