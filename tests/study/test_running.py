@@ -143,6 +143,26 @@ def test_ctrl_c_stops_all_runs_and_says_how_to_go_on(study: Path) -> None:
     assert not place(out, "plain/N1-seed0", "stop").exists()
 
 
+def test_an_interrupt_that_is_lost_comes_again(tmp_path: Path) -> None:
+    stop = tmp_path / "run.stop"
+    stop.touch()
+    program = f"""
+import os, time
+from pathlib import Path
+from rotopath.study import job
+
+job.INTERRUPT_AGAIN_S = 0.2
+job._end_in_time(os.getppid(), Path({str(stop)!r}))
+for _ in range(2):
+    try:
+        time.sleep(30)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+    said = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert said.stdout.split() == ["interrupted", "interrupted"]
+
+
 def test_a_run_that_fails_does_not_stop_the_others(study: Path, finished: Path) -> None:
     out = study.parent / "failing"
     changes = ("--set", "plain.set.data=nowhere")

@@ -25,6 +25,7 @@ from rotopath.study.plan import PLAIN
 SPLIT = "test"
 TELL_EVERY_S = 1.0
 WAIT_FOR_LOCK_S = 20.0  # an orphan ends itself sooner than that
+INTERRUPT_AGAIN_S = 5.0  # one that hits where exceptions are ignored, such as in a destructor, is lost
 BUSY = 75  # exit code, as the system's: try again later
 
 
@@ -103,8 +104,8 @@ def _end_in_time(parent: int, stop: Path) -> None:
         while os.getppid() == parent:
             time.sleep(0.3)
             if stop.exists():
-                stop.unlink()
                 _thread.interrupt_main()
+                time.sleep(INTERRUPT_AGAIN_S)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -124,6 +125,7 @@ def main(path: Path, rotations: int, parent: int) -> int:
             run(path, rotations)
             path.with_suffix(".progress").unlink(missing_ok=True)
     except KeyboardInterrupt:
+        path.with_suffix(".stop").unlink(missing_ok=True)
         return 130
     except BusyError:
         return BUSY
