@@ -155,7 +155,8 @@ job.INTERRUPT_AGAIN_S = 0.2
 job._end_in_time(os.getppid(), Path({str(stop)!r}))
 for _ in range(2):
     try:
-        time.sleep(30)
+        while True:
+            time.sleep(0.05)
     except KeyboardInterrupt:
         print("interrupted")
 """
