@@ -9,6 +9,7 @@ import _thread
 import fcntl
 import json
 import os
+import signal
 import threading
 import time
 import traceback
@@ -117,6 +118,7 @@ def main(path: Path, rotations: int, parent: int) -> int:
     from rotopath.images import UnreadableFileError
     from rotopath.recipe import RecipeError
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a study in the background inherits that it is ignored
     _end_in_time(parent, path.with_suffix(".stop"))
     failed = path.with_suffix(".failed")
     try:
