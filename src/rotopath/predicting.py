@@ -26,7 +26,7 @@ from rotopath.images.overlay import DRAWN, draw_overlay
 from rotopath.images.pyramid import write_pyramid
 from rotopath.images.readers import SLIDE_SUFFIXES
 from rotopath.inference.finding import COLORS
-from rotopath.inference.slides import Model, Options, SlidePass, heat_frame, summarise
+from rotopath.inference.slides import Model, Options, SlidePass, heat_frame
 from rotopath.runs import Run, RunError
 from rotopath.writing import replaced_folder
 
@@ -116,19 +116,18 @@ def _predict_one(
     ):
         drawn: list[SlideObject] = []
         with (unfinished / TABLE).open("w", newline="", encoding="utf-8") as table:
-            told = _Told(one.objects(seen), table, drawn, slide.origin_px)
-            write_geojson(unfinished / GEOJSON, told, slide.origin_px)
+            objects = _write_down(one.objects(seen), table, drawn, slide.origin_px)
+            write_geojson(unfinished / GEOJSON, objects, slide.origin_px)
         write_pyramid(unfinished / HEAT, one.heat.bands(), one.heat.size, one.cell_um, "probability")
         if one.deviation is not None:
             write_pyramid(unfinished / DEVIATION, one.deviation.bands(), one.heat.size, one.cell_um, "deviation")
         (corner, side), thin = heat_frame(one), -(-max(one.heat.size) // LONGEST_HEAT)
         heat = np.concatenate([band[::thin, ::thin] for band in one.heat.bands(512 * thin)])
         draw_overlay(slide, heat, (corner, side * thin), COLORS[model.task], drawn).save(unfinished / OVERLAY)
-        summary = summarise(model.task, told.totals, one.tissue.area_mm2)
         runs.write_json(
             unfinished / SUMMARY,
             {
-                **{name: round(value, 6) for name, value in summary.items()},
+                **{name: round(value, 6) for name, value in one.summary().items()},
                 "slide": {
                     "size_px": slide.size_px,
                     "spacing_um_px": slide.spacing_um_px,
@@ -145,30 +144,24 @@ def _predict_one(
         )
 
 
-class _Told:
-    """Objects as they go by: each is written down as a row of a table, counted, and some are kept for drawing."""
-
-    def __init__(
-        self, objects: Iterator[SlideObject], table: io.TextIOBase, drawn: list[SlideObject], origin_px: tuple[int, int]
-    ) -> None:
-        self._objects, self._drawn, self._origin = objects, drawn, origin_px
-        self._table = csv.writer(table, lineterminator="\n")
-        self.totals = {"objects": 0.0, "area_mm2": 0.0}
-
-    def __iter__(self) -> Iterator[SlideObject]:
-        for one in self._objects:
-            if not self.totals["objects"]:
-                self._table.writerow(["id", "class", "x_px", "y_px", *one.measurements])
-            x, y = _middle(one, self._origin)
-            measured = [f"{value:.6g}" for value in one.measurements.values()]
-            self._table.writerow([one.id, one.class_name, f"{x:.2f}", f"{y:.2f}", *measured])
-            self.totals["objects"] += 1
-            self.totals["area_mm2"] += one.measurements.get("area_mm2", 0.0)
-            if len(self._drawn) < DRAWN:
-                self._drawn.append(one)
-            yield one
-        if not self.totals["objects"]:
-            self._table.writerow(["id", "class", "x_px", "y_px"])
+def _write_down(
+    objects: Iterator[SlideObject], table: io.TextIOBase, drawn: list[SlideObject], origin_px: tuple[int, int]
+) -> Iterator[SlideObject]:
+    """Objects as they go by: each becomes a row of a table, and some are kept for drawing."""
+    rows, columns = csv.writer(table, lineterminator="\n"), ["id", "class", "x_px", "y_px"]
+    is_empty = True
+    for one in objects:
+        if is_empty:
+            rows.writerow([*columns, *one.measurements])
+            is_empty = False
+        x, y = _middle(one, origin_px)
+        measured = [f"{value:.6g}" for value in one.measurements.values()]
+        rows.writerow([one.id, one.class_name, f"{x:.2f}", f"{y:.2f}", *measured])
+        if len(drawn) < DRAWN:
+            drawn.append(one)
+        yield one
+    if is_empty:
+        rows.writerow(columns)
 
 
 def _middle(one: SlideObject, origin_px: tuple[int, int]) -> tuple[float, float]:

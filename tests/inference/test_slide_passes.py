@@ -165,6 +165,27 @@ def test_glass_is_left_out(tmp_path: Path) -> None:
         assert 0 < len(eye.seen) < len(one.grid.tiles) / 2
 
 
+@pytest.mark.filterwarnings("ignore:stain normalisation left")
+@pytest.mark.parametrize("task", ["mitosis", "nuclei", "tumor"])
+def test_the_summary_tells_of_all_objects(task: str, tmp_path: Path) -> None:
+    network, image = untrained(task), textured(180, 230, 2)
+    model = Model(task, network, middling_point(task, network, image), CPU)  # type: ignore[arg-type]
+    chosen = Options(everywhere=True, tile_px=100)
+    with as_slide(image, SPACING[task]) as slide, SlidePass(model, slide, tmp_path, chosen) as one:
+        objects = list(one.objects())
+        told = one.summary()
+    assert told["objects"] == len(objects) > 1
+    assert told["tissue_mm2"] == one.tissue.area_mm2 > 0
+    if task == "tumor":
+        area_mm2 = sum(found.measurements["area_mm2"] for found in objects)
+        assert told["tumor_mm2"] == pytest.approx(area_mm2)
+        assert told["tumor_share"] == pytest.approx(area_mm2 / told["tissue_mm2"])
+        assert 0 < told["tumor_share"] < 1
+    else:
+        name = {"mitosis": "mitoses", "nuclei": "nuclei"}[task]
+        assert told[f"{name}_per_mm2"] == pytest.approx(len(objects) / told["tissue_mm2"])
+
+
 def test_python_in_three_lines(tmp_path: Path) -> None:
     image = textured(100, 120, 5)
     run = rp.runs.Run(tmp_path, rp.recipe.Recipe("tumor", "x"), rp.models.tumor(4).eval(), {"threshold": 0.5})

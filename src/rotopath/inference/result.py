@@ -4,7 +4,7 @@ In: a pass over a slide. Out: its objects, its heat map and a summary, which can
 """
 
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from rotopath.images import Slide
 from rotopath.images.geojson import SlideObject, write_geojson
 from rotopath.images.overlay import draw_overlay
 from rotopath.inference.finding import COLORS
-from rotopath.inference.slides import Model, Options, SlidePass, heat_frame, summarise
+from rotopath.inference.slides import Model, Options, SlidePass, heat_frame
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,4 @@ def predict_slide(model: Model, slide: Slide, options: Options) -> Result:
         objects = list(one.objects())
         heat, deviation = one.heat.read(), None if one.deviation is None else one.deviation.read()
         overlay = draw_overlay(slide, heat, heat_frame(one), COLORS[model.task], objects)
-        summary = summarise(model.task, count(objects), one.tissue.area_mm2)
-    return Result(model.task, objects, heat, deviation, one.cell_um, summary, slide.origin_px, overlay)
-
-
-def count(objects: Iterable[SlideObject]) -> dict[str, float]:
-    """How many there are, and their area."""
-    total = {"objects": 0.0, "area_mm2": 0.0}
-    for one in objects:
-        total["objects"] += 1
-        total["area_mm2"] += one.measurements.get("area_mm2", 0.0)
-    return total
+    return Result(model.task, objects, heat, deviation, one.cell_um, one.summary(), slide.origin_px, overlay)

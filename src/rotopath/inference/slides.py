@@ -89,9 +89,26 @@ class SlidePass:
         self.heat = MapFile(folder / "heat", (rows, columns))
         self.deviation = MapFile(folder / "deviation", (rows, columns)) if options.rotations > 1 else None
         self.cell_um = cell * self.grid.stride_px * self.canvas.spacing_um_px  # the side of a heat map's pixel
+        self._count, self._area_mm2 = 0, 0.0
 
     def objects(self, seen: Seen = lambda _done, _all: None) -> Iterator[SlideObject]:
         """Everything that is found, as it is found."""
+        for one in self._find(seen):
+            self._count += 1
+            self._area_mm2 += one.measurements.get("area_mm2", 0.0)
+            yield one
+
+    def summary(self) -> dict[str, float]:
+        """What is told about the slide in a few numbers; densities are per area of tissue."""
+        tissue_mm2 = self.tissue.area_mm2
+        told: dict[str, float] = {"tissue_mm2": tissue_mm2, "objects": self._count}
+        if self.model.task == "tumor":
+            share = self._area_mm2 / tissue_mm2 if tissue_mm2 else 0.0
+            return told | {"tumor_mm2": self._area_mm2, "tumor_share": min(1.0, share)}
+        name = {"mitosis": "mitoses", "nuclei": "nuclei"}[self.model.task]
+        return told | {f"{name}_per_mm2": self._count / tissue_mm2 if tissue_mm2 else 0.0}
+
+    def _find(self, seen: Seen) -> Iterator[SlideObject]:
         wanted = [tile for tile in self.grid.tiles if self._is_wanted(*tile)]
         cell = CELLS[self.model.task]
         tiles = predict_tiles(self.grid, wanted, self.model.device, self.options.rotations)
@@ -133,13 +150,3 @@ def heat_frame(one: SlidePass) -> tuple[tuple[float, float], float]:
 
 def _all_of(slide: Slide) -> Tissue:
     return Tissue(np.ones(slide.size_at(SPACING_UM_PX), bool), SPACING_UM_PX)
-
-
-def summarise(task: Task, counts: Mapping[str, float], tissue_mm2: float) -> dict[str, float]:
-    """What is told about a slide in a few numbers; densities are per area of tissue."""
-    summary: dict[str, float] = {"tissue_mm2": tissue_mm2, "objects": counts["objects"]}
-    if task == "tumor":
-        share = counts["area_mm2"] / tissue_mm2 if tissue_mm2 else 0.0
-        return summary | {"tumor_mm2": counts["area_mm2"], "tumor_share": min(1.0, share)}
-    name = {"mitosis": "mitoses", "nuclei": "nuclei"}[task]
-    return summary | {f"{name}_per_mm2": counts["objects"] / tissue_mm2 if tissue_mm2 else 0.0}
