@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import ndimage
@@ -67,3 +68,18 @@ def test_a_tile_that_is_left_out_ends_what_touches_it(tmp_path: Path) -> None:
     assert not whole.any(), "it might go on"
     (region,) = seams.finish()
     assert (region.top, region.left, region.values.shape) == (1, 2, (2, 1, 2))
+
+
+def test_what_is_too_large_stays_in_its_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar of 2 × 12 px over three tiles, and a short one of 2 × 2 over two of them."""
+    mask = np.zeros((7, 12), bool)
+    mask[1:3], mask[4:6, 3:5] = True, True
+    values = np.stack([mask, ~mask]).astype(np.float32)
+    monkeypatch.setattr("rotopath.inference.seams.LARGEST_PX", 23)
+    seams = Seams(mask.shape, NOTHING, tmp_path)
+    for columns in cut(12, 4):
+        seams.take(Span(0, 7), columns, mask[:, slice(*columns)], values[:, :, slice(*columns)])
+    places = [(one.top, one.left, *one.values.shape[1:]) for one in seams.finish()]
+    assert sorted(places) == [(1, 0, 2, 4), (1, 4, 2, 4), (1, 8, 2, 4), (4, 3, 2, 2)]
+    monkeypatch.setattr("rotopath.inference.seams.LARGEST_PX", 24)
+    assert sorted((one.left, one.values.shape) for one in seams.finish()) == [(0, (2, 2, 12)), (3, (2, 2, 2))]

@@ -30,8 +30,7 @@ class Canvas:
         self.spacing_um_px = MODEL_SPACING_UM_PX[task]
         self.size_px = slide.size_at(self.spacing_um_px)
         self.level0_px = self.spacing_um_px / slide.spacing_um_px  # the side of a pixel here, in pixels of level 0
-        self.is_normalised = reader_of(task).normalise_stain
-        self.stains = self._measure_stains(tissue) if self.is_normalised else None
+        self.stains = self._measure_stains(tissue) if reader_of(task).normalise_stain else None
         self._block = lru_cache(KEPT_BLOCKS)(self._read_block)
 
     def read(self, rows: Span, columns: Span) -> NDArray[np.uint8]:

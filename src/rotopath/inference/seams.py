@@ -4,7 +4,6 @@ In: tiles, row by row, with the regions that they see and the pixels of those th
 once all tiles are there. Pixels wait in files; memory knows which regions are one, and no more.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -48,13 +47,17 @@ class Seams:
         regions, _ = ndimage.label(mask)
         number = len(self._tiles)
         self._tiles.append((rows, columns))
-        edges = {
-            "above": (rows.start > 0, regions[0]),
-            "below": (rows.stop < self._size[0], regions[-1]),
-            "left": (columns.start > 0, regions[:, 0]),
-            "right": (columns.stop < self._size[1], regions[:, -1]),
-        }
-        cut = np.unique(np.concatenate([edge for is_seam, edge in edges.values() if is_seam] or [regions[:0, 0]]))
+        edges = [
+            edge
+            for edge, is_seam in (
+                (regions[0], rows.start > 0),
+                (regions[-1], rows.stop < self._size[0]),
+                (regions[:, 0], columns.start > 0),
+                (regions[:, -1], columns.stop < self._size[1]),
+            )
+            if is_seam
+        ]
+        cut = np.unique(np.concatenate(edges or [regions[:0, 0]]))
         cut = cut[cut > 0]
         self._parents |= {(number, int(region)): (number, int(region)) for region in cut}
         self._join(number, regions[0], self._below.pop((rows.start, columns.start), None))
@@ -77,23 +80,22 @@ class Seams:
         for part in self._parents:
             groups[self._root(part)].append(part)
         for parts in groups.values():
-            pieces = [self._piece(part) for part in parts]
-            top, left = (min(int(places[axis].min()) for places, _ in pieces) for axis in (0, 1))
-            bottom, right = (max(int(places[axis].max()) + 1 for places, _ in pieces) for axis in (0, 1))
-            if math.prod((bottom - top, right - left)) <= LARGEST_PX:
-                yield self._region(pieces)
-            else:
-                yield from (self._region([piece]) for piece in pieces)
+            yield from self._put_together([self._piece(part) for part in parts])
 
-    def _region(self, pieces: list[tuple[NDArray[np.int64], NDArray[np.float32]]]) -> Region:
+    def _put_together(self, pieces: list[tuple[NDArray[np.int64], NDArray[np.float32]]]) -> Iterator[Region]:
+        """One region; if that would be too large, each piece by itself."""
         places = np.concatenate([one for one, _ in pieces], axis=1)  # (2, pixels)
-        values = np.concatenate([one for _, one in pieces], axis=1)  # (k, pixels)
         top, left = places.min(axis=1)
         height, width = places.max(axis=1) + 1 - (top, left)
+        if height * width > LARGEST_PX and len(pieces) > 1:
+            for piece in pieces:
+                yield from self._put_together([piece])
+            return
+        values = np.concatenate([one for _, one in pieces], axis=1)  # (k, pixels)
         whole = np.empty((len(values), height, width), np.float32)
         whole[:] = self._nothing[:, None, None]
         whole[:, places[0] - top, places[1] - left] = values
-        return Region(int(top), int(left), whole)
+        yield Region(int(top), int(left), whole)
 
     def _piece(self, part: Part) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Rows and columns (2, pixels), and values (k, pixels), of a region in a tile."""
