@@ -2,6 +2,8 @@
 
 import csv
 import json
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from layouts import write_image
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from rotopath import predicting
+from rotopath import predicting, pretrained
 from rotopath.cli import app
 from rotopath.evaluation import smooth_images
 from rotopath.images.geojson import read_geojson
@@ -166,15 +168,26 @@ def test_slides_are_listed_once(images: Path) -> None:
         predicting.list_slides([images / "c.png"])
 
 
-def test_a_cluster_gives_the_same(images: Path, tmp_path: Path) -> None:
+def test_a_cluster_gives_the_same(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a run in a folder that is named as a pretrained model, which comes first."""
     pytest.importorskip("distributed")
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(pretrained.HOME / MODEL, tmp_path / MODEL)
+    (tmp_path / MODEL / "operating_point.json").write_text('{"threshold": 0.5}')
     (images / "cut.png").write_bytes(b"\x89PNG")
     (images / "b.tif").unlink()
+    (images / "a.png").rename(tmp_path / "scan-1.png")
+    (images / "a.png").symlink_to(tmp_path / "scan-1.png")
     here = call(MODEL, images, "--out", tmp_path / "here", "--spacing-um-px", 1.0, "--device", "cpu")
     there = call(
         MODEL, images, "--out", tmp_path / "there", "--spacing-um-px", 1.0, "--device", "cpu", "--cluster", "local"
     )
     assert here.exit_code == there.exit_code == 1, there.output
-    assert "cut.png failed" in there.output
+    failures = [re.findall("cut.png failed.*", said.output) for said in (here, there)]
+    assert failures[0] == failures[1] != []
     one, other = (read_geojson(tmp_path / place / "a.png" / "objects.geojson") for place in ("here", "there"))
     assert {each.id for each in one} == {each.id for each in other}
+    abouts = [
+        json.loads((tmp_path / place / "a.png" / "summary.json").read_text())["about"] for place in ("here", "there")
+    ]
+    assert abouts[0] == abouts[1]

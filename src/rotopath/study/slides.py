@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rotopath import pretrained
 from rotopath.inference.slides import Options
 from rotopath.predicting import SUMMARY, Outcome, place_results
 from rotopath.study.engines import connected
@@ -33,8 +32,8 @@ def predict_on_cluster(
         for path, folder in place_results(slides, out).items():
             words = [
                 "predict",
-                run if pretrained.find(run) else str(Path(run).resolve()),
-                str(path.resolve()),
+                str(Path(run).resolve()) if Path(run).is_dir() else run,  # the name of a pretrained model
+                str(path.absolute()),  # a link keeps its name, after which the results are named
                 "--out",
                 str(folder.parent.resolve()),
             ]
@@ -42,7 +41,7 @@ def predict_on_cluster(
             words += ["--everywhere"] if options.everywhere else []
             words += ["--spacing-um-px", str(spacing_um_px)] if spacing_um_px is not None else []
             words += ["--device", device] if device is not None else []
-            future = client.submit(_predict, words, pure=False, retries=TRIES, resources=resources)
+            future = client.submit(_predict, words, path.name, pure=False, retries=TRIES, resources=resources)
             futures[future] = (path, folder)
         for future in as_completed(futures):
             path, folder = futures[future]
@@ -54,11 +53,15 @@ def predict_on_cluster(
             yield Outcome(path, folder, "done" if done else "failed", reason or "it ended without a word.")
 
 
-def _predict(words: list[str]) -> str:
-    """In a worker: nothing if all went well, else the reason."""
+def _predict(words: list[str], name: str) -> str:
+    """In a worker: nothing if all went well, else the reason, without the name that it is told with."""
     command = [sys.executable, "-m", "rotopath", *words]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if ended.returncode < 0:
         raise RuntimeError(f"killed by signal {-ended.returncode}; perhaps there was too little memory.")
-    said = (ended.stderr.strip() or ended.stdout.strip()).splitlines()
-    return "" if ended.returncode == 0 else " ".join(said[:1]) or f"it ended with exit code {ended.returncode}."
+    if ended.returncode == 0:
+        return ""
+    begin = f"{name} failed: "
+    failures = [line.removeprefix(begin) for line in ended.stdout.splitlines() if line.startswith(begin)]
+    said = failures or (ended.stderr.strip() or ended.stdout.strip()).splitlines()
+    return said[0] if said else f"it ended with exit code {ended.returncode}."
