@@ -28,7 +28,6 @@ class Width:
 
 
 Channels = tuple[Width, ...]
-Widths = Callable[[Channels], int]
 
 
 def expand(channels: Iterable[Width]) -> Channels:

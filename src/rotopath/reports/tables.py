@@ -1,4 +1,4 @@
-"""Tables for the terminal: models, how far networks are from turning with their input, what data sets hold."""
+"""Tables for the terminal: models, what data sets hold, scores."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -71,22 +71,6 @@ def architecture_table(architecture: Architecture, orientations: Sequence[int]) 
     if any(stage.skip is not None for stage in a.stages):
         legend = f"Up 2, join k: enlarged twofold, and joined with the output of layer k before its pool.\n{legend}"
     return Group(Text(f"{a.name}: {a.task}", style="bold"), table, Text(legend, style="dim"))
-
-
-def rotation_error_table(title: str, errors: Mapping[str, Mapping[float, float]]) -> Group:
-    """Equivariance errors by row name and angle."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("")
-    for angle in next(iter(errors.values())):
-        table.add_column(f"{angle:g}°", justify="right")
-    for name, row in errors.items():
-        table.add_row(name, *[f"{error:.1e}" if error < 1e-3 else f"{error:.2f}" for error in row.values()])
-    legend = (
-        "‖f(turned x) - turned f(x)‖ / ‖turned f(x)‖: 0 is perfect, 1e-06 is rounding.\n"
-        "Between the quarter turns kernels and pools are interpolated; random weights on\n"
-        "noise are the hardest case for that: docs/exactness.md.\n"
-    )
-    return Group(Text(title, style="bold"), table, Text(legend, style="dim"))
 
 
 def data_table(check: Check) -> Group:
