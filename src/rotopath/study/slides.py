@@ -30,17 +30,7 @@ def predict_on_cluster(
     with connected(cluster, at_once) as (client, resources):
         futures = {}
         for path, folder in place_results(slides, out).items():
-            words = [
-                "predict",
-                str(Path(run).resolve()) if Path(run).is_dir() else run,  # the name of a pretrained model
-                str(path.absolute()),  # a link keeps its name, after which the results are named
-                "--out",
-                str(folder.parent.resolve()),
-            ]
-            words += ["--rotations", str(options.rotations)]
-            words += ["--everywhere"] if options.everywhere else []
-            words += ["--spacing-um-px", str(spacing_um_px)] if spacing_um_px is not None else []
-            words += ["--device", device] if device is not None else []
+            words = _command(run, path, folder.parent, options, spacing_um_px, device)
             future = client.submit(_predict, words, path.name, pure=False, retries=TRIES, resources=resources)
             futures[future] = (path, folder)
         for future in as_completed(futures):
@@ -51,6 +41,19 @@ def predict_on_cluster(
                 reason = f"{error}"
             done = not reason and (folder / SUMMARY).exists()
             yield Outcome(path, folder, "done" if done else "failed", reason or "it ended without a word.")
+
+
+def _command(
+    run: str, path: Path, out: Path, options: Options, spacing_um_px: float | None, device: str | None
+) -> list[str]:
+    """The words of `rotopath predict` for a slide; they mean the same in whatever folder a worker runs."""
+    words = ["predict", str(Path(run).resolve()) if Path(run).is_dir() else run]  # else it is a pretrained model's name
+    words += [str(path.absolute())]  # a link keeps its name, after which the results are named
+    words += ["--out", str(out.resolve()), "--rotations", str(options.rotations)]
+    words += ["--everywhere"] if options.everywhere else []
+    words += ["--spacing-um-px", str(spacing_um_px)] if spacing_um_px is not None else []
+    words += ["--device", device] if device is not None else []
+    return words
 
 
 def _predict(words: list[str], name: str) -> str:
