@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from layer_options import OPTIONS
 from torch import Tensor, nn
 
 import rotopath as rp
@@ -101,14 +102,9 @@ def test_layers_turn_with_their_input(
 @given(
     orientations=st.sampled_from([4, 8, 12]),
     kernel_size=st.sampled_from([1, 3, 5, 7]),
-    stride=st.integers(1, 3),
-    padding=st.integers(0, 3),
-    dilation=st.integers(1, 2),
-    groups=st.sampled_from([1, 2, 4]),
-    padding_mode=st.sampled_from(["zeros", "reflect", "replicate", "circular"]),
-    kernel=st.sampled_from(group.KERNELS),
     height=st.integers(5, 16),
     width=st.integers(5, 16),
+    **OPTIONS,
 )
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])
 def test_whatever_a_convolution_accepts_is_exact(height: int, width: int, **options: object) -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from layer_options import OPTIONS
 from test_exactness import CONVOLUTIONS, LAYERS, TOLERANCE, images
 from torch import Tensor, nn
 
@@ -61,14 +62,9 @@ def test_layers_flip_and_turn_with_their_input(
 @given(
     orientations=st.sampled_from([1, 2, 4, 8]),
     kernel_size=st.sampled_from([1, 3, 5]),
-    stride=st.integers(1, 3),
-    padding=st.integers(0, 3),
-    dilation=st.integers(1, 2),
-    groups=st.sampled_from([1, 2, 4]),
-    padding_mode=st.sampled_from(["zeros", "reflect", "replicate", "circular"]),
-    kernel=st.sampled_from(group.KERNELS),
     height=st.integers(5, 14),
     width=st.integers(5, 14),
+    **OPTIONS,
 )
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])
 def test_whatever_a_convolution_accepts_is_exact(height: int, width: int, **options: object) -> None:
