@@ -23,7 +23,7 @@ format: $(READY)
 	$(BIN)/ruff format
 
 $(READY): pyproject.toml constraints.txt
-	@echo "Setting up $(VENV): this takes a few minutes and about 2.5 GB, once."
+	@echo "Setting up $(VENV): this takes a few minutes and about 3 GB, once."
 	$(PYTHON) -m venv $(VENV)
 	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@
