@@ -22,7 +22,7 @@ PURPOSE: Mapping[str, str] = {
     "train": "training, the demonstration, PCam and Aperio files, figures",
     "slides": "whole slides",
     "onnx": "export to ONNX",
-    "cluster": "studies on a Dask cluster",
+    "cluster": "studies and slides on a Dask cluster",
 }
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @data_app.command("check")
 def data_check(
-    path: Annotated[Path, typer.Argument(help="A folder of AMIDA13, Kumar/MoNuSeg or PCam, or a manifest.")],
+    path: Annotated[Path, typer.Argument(help="A folder of AMIDA13/TUPAC16, Kumar/MoNuSeg or PCam, or a manifest.")],
     task: Annotated[str | None, typer.Option(help="Refuse data of another task: mitosis, nuclei, tumor.")] = None,
 ) -> None:
     """Find out what a folder holds, read all of it, count, and list every problem. Exit code 1 if there are any."""
@@ -38,7 +38,7 @@ def data_check(
 
 @data_app.command("show")
 def data_show(
-    path: Annotated[Path, typer.Argument(help="A folder of AMIDA13, Kumar/MoNuSeg or PCam, or a manifest.")],
+    path: Annotated[Path, typer.Argument(help="A folder of AMIDA13/TUPAC16, Kumar/MoNuSeg or PCam, or a manifest.")],
     out: Annotated[Path, typer.Option(help="The picture to write: PNG, JPEG, PDF or SVG.")] = Path("contact-sheet.png"),
     seed: Annotated[int, typer.Option(min=0, help="Another number shows other images.")] = 0,
 ) -> None:

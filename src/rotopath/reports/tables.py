@@ -37,8 +37,8 @@ def pretrained_table(folders: Sequence[Path]) -> Group:
     legend = (
         "Part of the package, no download; trained on small samples of real data.\n"
         "None is for clinical use. Not commercial: a limit of the data, which the weights\n"
-        'inherit. In Python: rp.load("NAME"). In a shell: rotopath evaluate NAME, export\n'
-        "NAME; and rotopath models NAME for its card: data, terms, scores, limits.\n"
+        'inherit. In Python: rp.load("NAME"). In a shell: rotopath predict NAME, evaluate\n'
+        "NAME, export NAME; rotopath models NAME for its card: data, terms, scores, limits.\n"
     )
     return Group(Text("Pretrained models", style="bold"), table, Text(legend, style="dim"))
 
