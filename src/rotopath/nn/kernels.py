@@ -83,7 +83,7 @@ def _place_window(output, height, width, S: tl.constexpr):
 
 
 @triton.jit
-def _load_scale(mean, inverse, weight, bias, channel, inside):
+def load_line(mean, inverse, weight, bias, channel, inside):
     """The line that batch norm is: a factor, and what it adds."""
     factor = tl.load(inverse + channel, mask=inside, other=0.0) * tl.load(weight + channel, mask=inside, other=0.0)
     shift = tl.load(bias + channel, mask=inside, other=0.0) - tl.load(mean + channel, mask=inside, other=0.0) * factor
@@ -97,7 +97,7 @@ def _forward(
 ):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
-    factor, shift = _load_scale(mean, inverse, weight, bias, column // N, inside)
+    factor, shift = load_line(mean, inverse, weight, bias, column // N, inside)
     output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     seen = (output < outputs)[:, None] & inside[None, :]
     first = _place_window(output, height, width, S)
@@ -119,7 +119,7 @@ def _sum_gradients(
     """Sums over columns of the gradient behind batch norm, and of its products with the normalised features."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
-    factor, shift = _load_scale(mean, inverse, weight, bias, column // N, inside)
+    factor, shift = load_line(mean, inverse, weight, bias, column // N, inside)
     middle = tl.load(mean + column // N, mask=inside, other=0.0)
     scale = tl.load(inverse + column // N, mask=inside, other=0.0)
     total = tl.zeros([COLUMNS], tl.float32)
@@ -173,7 +173,7 @@ def _backward(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
     channel = column // N
-    factor, shift = _load_scale(mean, inverse, weight, bias, channel, inside)
+    factor, shift = load_line(mean, inverse, weight, bias, channel, inside)
     middle = tl.load(mean + channel, mask=inside, other=0.0)
     scale = tl.load(inverse + channel, mask=inside, other=0.0)
     level = tl.load(d_bias + channel, mask=inside, other=0.0) / count
@@ -225,20 +225,7 @@ class NormReluPool(torch.autograd.Function):
         eps: float,
         pool: int,
     ) -> Tensor:
-        batch, height, width, channels, n = x.shape
-        rows, columns = batch * height * width, channels * n
-        programs, steps = _divide(rows, SUMMED_ROWS)
-        partial = torch.empty(2, programs, columns, device=x.device, dtype=torch.float32)
-        statistics = torch.empty(2, channels, device=x.device, dtype=torch.float32)
-        across = triton.cdiv(columns, COLUMNS)
-        _sum_columns[programs, across](
-            *(x, x, *partial, rows, columns, steps, SUMMED_ROWS, COLUMNS), num_warps=SUMMED_WARPS
-        )
-        tracked = running_mean is not None
-        _find_statistics[channels,](
-            *(x, *partial, *statistics, running_mean, running_variance, programs, rows, momentum, eps),
-            *(tracked, n, triton.next_power_of_2(n), triton.next_power_of_2(programs)),
-        )
+        statistics = find_statistics(x, running_mean, running_variance, momentum, eps)
         y = _apply(x, statistics, weight, bias, pool)
         ctx.save_for_backward(x, statistics, weight, bias)
         ctx.pool = pool
@@ -251,16 +238,14 @@ class NormReluPool(torch.autograd.Function):
         dy, pool = gradients[0].contiguous(), ctx.pool
         batch, height, width, channels, n = x.shape
         outputs, columns = batch * (height // pool) * (width // pool), channels * n
-        programs, steps = _divide(outputs, ROWS)
+        programs, steps = divide(outputs, ROWS)
         partial = torch.empty(2, programs, columns, device=x.device, dtype=torch.float32)
-        d_line = torch.empty(2, channels, device=x.device, dtype=torch.float32)  # of weight and bias
         across = triton.cdiv(columns, COLUMNS)
         shape = (outputs, columns, height, width)
         _sum_gradients[programs, across](
             *(x, dy, *statistics, weight, bias, *partial, *shape, steps, n, pool, ROWS, COLUMNS)
         )
-        blocks = (triton.next_power_of_2(n), triton.next_power_of_2(programs))
-        _find_gradients[channels,](*partial, *d_line, programs, n, *blocks)
+        d_line = find_gradients(partial, channels)
         dx = torch.empty_like(x)
         _backward[triton.cdiv(outputs, ROWS), across](
             *(x, dy, dx, *statistics, weight, bias, *d_line, *shape, batch * height * width * n),
@@ -280,7 +265,34 @@ def _apply(x: Tensor, statistics: Tensor, weight: Tensor, bias: Tensor, pool: in
     return y
 
 
-def _divide(rows: int, of_a_tile: int) -> tuple[int, int]:
+def find_statistics(
+    x: Tensor, running_mean: Tensor | None, running_variance: Tensor | None, momentum: float, eps: float
+) -> Tensor:
+    """Mean and inverse deviation (2, C) of the channels of features (B, H, W, C, N); running statistics move along."""
+    batch, height, width, channels, n = x.shape
+    rows, columns = batch * height * width, channels * n
+    programs, steps = divide(rows, SUMMED_ROWS)
+    partial = torch.empty(2, programs, columns, device=x.device, dtype=torch.float32)
+    statistics = torch.empty(2, channels, device=x.device, dtype=torch.float32)
+    _sum_columns[programs, triton.cdiv(columns, COLUMNS)](
+        *(x, x, *partial, rows, columns, steps, SUMMED_ROWS, COLUMNS), num_warps=SUMMED_WARPS
+    )
+    _find_statistics[channels,](
+        *(x, *partial, *statistics, running_mean, running_variance, programs, rows, momentum, eps),
+        *(running_mean is not None, n, triton.next_power_of_2(n), triton.next_power_of_2(programs)),
+    )
+    return statistics
+
+
+def find_gradients(partial: Tensor, channels: int) -> Tensor:
+    """Gradients (2, C) of weight and bias, from the sums and products that each program found (2, programs, C·N)."""
+    programs, n = partial.shape[1], partial.shape[2] // channels
+    d_line = partial.new_empty(2, channels)
+    _find_gradients[channels,](*partial, *d_line, programs, n, *map(triton.next_power_of_2, (n, programs)))
+    return d_line
+
+
+def divide(rows: int, of_a_tile: int) -> tuple[int, int]:
     """How many programs, and how many tiles each of them sums up."""
     tiles = triton.cdiv(rows, of_a_tile)
     steps = triton.cdiv(tiles, PROGRAMS)
