@@ -29,7 +29,7 @@ from rotopath.images import open_slide
 from rotopath.images.pyramid import write_pyramid
 from rotopath.images.readers import SLIDE_SUFFIXES
 from rotopath.inference import predict
-from rotopath.nn.fused import can_fuse, norm_relu_pool
+from rotopath.nn.fused import can_fuse, can_pool, norm_relu_pool
 
 PACKAGES = ("torch", "numpy", "scipy", "scikit-image", "pillow", "tifffile", "safetensors", "typer", "rich")
 ROUNDING, BF16_ROUNDING = 1e-4, 5e-2  # errors below are those of the numbers, not of the software
@@ -136,22 +136,27 @@ def _test_bf16(device: torch.device) -> str:
 
 def _test_fused(device: torch.device) -> str:
     """Fused kernels give what layers give one after another, forward and backward."""
-    norms = [nn.GroupBatchNorm2d(8).to(device).train() for _ in range(2)]
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(4, 24, 24, 8, 8, generator=generator).to(device).permute(0, 3, 4, 1, 2)
-    if not can_fuse(features, norms[0], torch.nn.ReLU()):
+    if not can_fuse(features, nn.GroupBatchNorm2d(8).to(device), torch.nn.ReLU()):
         raise NotTestedError("Triton is not installed; training uses plain layers, which are slower")
+    pools = (nn.GroupMaxPool2d(2), nn.GroupAvgPool2d(2, blur=5, power=2).to(device))
+    error = max(_compare_fused(features, pool) for pool in pools if can_pool(features, pool))
+    _expect(error < ROUNDING, f"they differ by {error:.1e} from plain layers")
+    return f"the same as plain layers, to {error:.0e}"
+
+
+def _compare_fused(features: Tensor, pool: torch.nn.Module) -> float:
+    """How far what is computed in one pass, and its gradient, is from what layers give."""
+    norms = [nn.GroupBatchNorm2d(features.shape[1]).to(features.device).train() for _ in range(2)]
     inputs = [features.clone(memory_format=torch.preserve_format).requires_grad_() for _ in norms]
-    fused = norm_relu_pool(inputs[0], norms[0], 2)
-    plain = nn.GroupMaxPool2d(2)(F.relu(norms[1](inputs[1])))
+    fused, plain = norm_relu_pool(inputs[0], norms[0], pool), pool(F.relu(norms[1](inputs[1])))
     for answer in (fused, plain):
         answer.square().sum().backward()
     pairs = ((fused, plain), (inputs[0].grad, inputs[1].grad))
-    error = max(
+    return max(
         float((one - other).detach().abs().max()) for one, other in pairs if one is not None and other is not None
     )
-    _expect(error < ROUNDING, f"they differ by {error:.1e} from plain layers")
-    return f"the same as plain layers, to {error:.0e}"
 
 
 def _test_slide() -> str:

@@ -210,8 +210,9 @@ def test_layers_that_were_replaced_are_used() -> None:
     stage, pool = net.stages[0], net.pools[0]
     x = stage.conv(torch.rand(2, 3, 88, 88))
     assert can_fuse(x, stage.norm, stage.relu)
-    assert can_pool(pool)
+    assert can_pool(x, pool)
     assert not can_fuse(x, stage.norm, nn.GELU())
     assert not can_fuse(x, rp.nn.GroupNorm2d(1, x.shape[1]), stage.relu)
     others = (nn.Identity(), rp.nn.GroupAvgPool2d(2), rp.nn.GroupMaxPool2d(2, blur=3), rp.nn.GroupMaxPool2d(3, 2, 1))
-    assert not any(can_pool(other) for other in others)
+    assert not any(can_pool(x, other) for other in others)
+    assert not can_pool(x, rp.nn.GroupAvgPool2d(2, blur=5, power=2))  # on a GPU only

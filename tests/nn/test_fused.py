@@ -77,9 +77,12 @@ def test_one_pass_gives_what_the_layers_give(
 
 @pytest.mark.parametrize("build", [rp.models.mitosis, rp.models.nuclei])  # as tumor is but for its widths
 def test_networks_learn_the_same_either_way(build: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_one_pass(x: Tensor, norm: nn.Module, pool: rp.nn.GroupMaxPool2d | None) -> Tensor:
+        return norm_relu_pool(x, norm, 1 if pool is None else pool.size)
+
     def gradients(fuse: bool) -> list[Tensor]:
         monkeypatch.setattr(network_module, "can_fuse", lambda *_: fuse)
-        monkeypatch.setattr(network_module, "norm_relu_pool", norm_relu_pool)
+        monkeypatch.setattr(network_module, "norm_relu_pool", in_one_pass)
         torch.manual_seed(0)
         net = build(orientations=2).to(DEVICE)
         y = net(torch.rand(2, 3, net.architecture.input_px, net.architecture.input_px, device=DEVICE))
@@ -92,12 +95,12 @@ def test_networks_learn_the_same_either_way(build: type[nn.Module], monkeypatch:
 
 
 @pytest.mark.parametrize("pooling", ["max", "max-blur", "rms-blur"])
-def test_only_a_plain_maximum_is_fused(pooling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_the_cpu_only_a_plain_maximum_is_fused(pooling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pools = []
 
-    def in_one_pass(x: Tensor, norm: nn.Module, pool: int = 1) -> Tensor:
-        pools.append(pool)
-        return rp.nn.GroupMaxPool2d(pool)(norm(x).relu())
+    def in_one_pass(x: Tensor, norm: nn.Module, pool: rp.nn.GroupMaxPool2d | None) -> Tensor:
+        pools.append(1 if pool is None else pool.size)
+        return norm(x).relu() if pool is None else pool(norm(x).relu())
 
     net = rp.models.tumor(2, pooling=pooling)
     x = torch.rand(2, 3, 88, 88)
@@ -129,7 +132,7 @@ def test_what_cannot_be_fused_goes_through_the_layers() -> None:
     ):
         assert not _fits(other, layer)
     with pytest.raises(ValueError, match="Windows of 4 do not cover features of 6 × 6 px evenly"):
-        fused.norm_relu_pool(x, norm, 4)
+        fused.norm_relu_pool(x, norm, rp.nn.GroupMaxPool2d(4))
 
 
 def test_what_is_no_number_is_not_hidden() -> None:

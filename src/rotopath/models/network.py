@@ -19,7 +19,7 @@ from rotopath.nn import (
     concatenate,
     expect,
 )
-from rotopath.nn.fused import can_fuse, can_pool, norm_relu_pool
+from rotopath.nn.fused import can_fuse, can_pool, norm_relu_pool, pool_alone
 
 
 class Choices(TypedDict, total=False):
@@ -91,12 +91,12 @@ class Network(nn.Module):
             x = layers.get_submodule("conv")(x)
             norm, relu = (layers.get_submodule(name) for name in ("norm", "relu"))
             fused = can_fuse(x, norm, relu)
-            pooled = fused and i not in read_later and can_pool(pool)
-            x = norm_relu_pool(x, norm, stage.pool if pooled else 1) if fused else relu(norm(x))
+            pooled = fused and i not in read_later and can_pool(x, pool)
+            x = norm_relu_pool(x, norm, pool if pooled else None) if fused else relu(norm(x))
             if i in read_later:
                 skips[i] = x
             if not pooled:
-                x = pool(x)
+                x = pool_alone(x, pool)
         logits: Tensor = self.head(self.project(x))  # (B, K, H', W')
         return logits
 

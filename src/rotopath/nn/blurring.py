@@ -1,4 +1,4 @@
-"""Batch norm, ReLU and the blurred root of mean squares in one pass each way, in Triton.
+"""Root mean squares over blurred windows, behind batch norm and ReLU or alone, in one pass each way, in Triton.
 
 In: features as in `kernels`. Out: what the layers give one after another. Means over windows, smoothed and thinned out,
 are one filter along each axis: an output weighs the block of S × S pixels at its place and the eight about it. Programs
@@ -19,59 +19,83 @@ from torch.autograd.function import once_differentiable
 from rotopath.nn.kernels import COLUMNS, divide, find_gradients, find_statistics, load_line
 from rotopath.nn.pool import FAINT, GroupAvgPool2d
 
-TILE = 2048  # numbers side by side, in a row of pixels and its columns
+FORWARD_TILE, BACKWARD_TILE = 512, 1024  # numbers side by side: strips of an image, and their columns
 BLOCKS = 16  # at most, that a program walks down
 WARPS = 4
 FLAT = 4096  # numbers of a tile that has no neighbours
 
 
 @triton.jit
-def _find_blocks(item, blocks, chunks, chunk):
-    """Where a program starts to walk down, and where it stops."""
-    start = item % chunks * chunk
-    return start, tl.minimum(start + chunk, blocks)
+def _find_place(item, strips, wide, down, chunks, chunk, ROWS: tl.constexpr):
+    """The strips of a tile, those of them that there are, image and place in it; where to walk from, and to."""
+    strip = item // chunks * ROWS + tl.arange(0, ROWS)
+    there = strip < strips
+    strip = tl.minimum(strip, strips - 1)  # others do again what the last does
+    start = (item % chunks * chunk).to(tl.int64)
+    return there, (strip // wide).to(tl.int64), strip % wide, start, tl.minimum(start + chunk, down)
 
 
 @triton.jit
 def _forward(
     x, y, mean, inverse, weight, bias, weights_down, weights_across,
     faint, strips, columns, down, across, chunks, chunk,
-    N: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    NORM: tl.constexpr, N: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Strips are columns of outputs; there are down × across of these in an image."""
+    """Strips are two outputs wide, which share pixels. There are down × across outputs in an image."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < columns
-    factor, shift = load_line(mean, inverse, weight, bias, column // N, inside)
-    start, stop = _find_blocks(tl.program_id(0), down, chunks, chunk)
-    strip = tl.program_id(0) // chunks * ROWS + tl.arange(0, ROWS)
-    seen = (strip < strips)[:, None] & inside[None, :]
-    image, place = (strip // across).to(tl.int64), strip % across
-    answers = y + (image * down * across + place)[:, None] * columns + column[None, :]
-    above = tl.zeros([ROWS, COLUMNS], tl.float32)  # sums of the outputs in the row above the block, and at its place
-    here = tl.zeros([ROWS, COLUMNS], tl.float32)
+    inside = (column < columns)[None, :]
+    if NORM:
+        factor, shift = load_line(mean, inverse, weight, bias, column // N, column < columns)
+    there, image, left, start, stop = _find_place(
+        tl.program_id(0), strips, (across + 1) // 2, down, chunks, chunk, ROWS
+    )
+    left *= 2
+    seen = there[:, None] & inside
+    both = (there & (left + 1 < across))[:, None] & inside
+    features = x + (image * down * S * across * S)[:, None] * columns + column[None, :]
+    answers = y + (image * down * across + left)[:, None] * columns + column[None, :]
+    left_above = tl.zeros([ROWS, COLUMNS], tl.float32)  # sums of the outputs above a row of blocks, and at its height
+    right_above = tl.zeros([ROWS, COLUMNS], tl.float32)
+    left_here = tl.zeros([ROWS, COLUMNS], tl.float32)
+    right_here = tl.zeros([ROWS, COLUMNS], tl.float32)
     for block in range(tl.maximum(start - 1, 0), tl.minimum(stop + 1, down)):
-        below = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for i in tl.static_range(S):
-            row = ((image * down + block) * S + i) * across * S
-            line = tl.zeros([ROWS, COLUMNS], tl.float32)
-            for j in tl.static_range(3 * S):
+        left_below = tl.zeros([ROWS, COLUMNS], tl.float32)
+        right_below = tl.zeros([ROWS, COLUMNS], tl.float32)
+        for i in range(S):
+            left_sum = tl.zeros([ROWS, COLUMNS], tl.float32)
+            right_sum = tl.zeros([ROWS, COLUMNS], tl.float32)
+            for j in tl.static_range(4 * S):
                 # Beyond the rim a pixel counts nothing; that at the rim is read in its place.
-                pixel = tl.minimum(tl.maximum((place - 1) * S + j, 0), across * S - 1)
-                value = tl.load(x + (row + pixel)[:, None] * columns + column[None, :], mask=seen, other=0.0)
-                value = value.to(tl.float32) * factor[None, :] + shift[None, :]
-                value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
-                line += tl.load(weights_across + (place + 1) * 3 * S + j)[:, None] * value * value
-            above += tl.load(weights_down + (block * 3 + 2) * S + i) * line
-            here += tl.load(weights_down + ((block + 1) * 3 + 1) * S + i) * line
-            below += tl.load(weights_down + (block + 2) * 3 * S + i) * line
+                pixel = tl.minimum(tl.maximum((left - 1) * S + j, 0), across * S - 1)
+                place = features + (pixel * columns)[:, None] + (block * S + i) * across * S * columns
+                value = tl.load(place, mask=inside).to(tl.float32)
+                if NORM:
+                    value = value * factor[None, :] + shift[None, :]
+                    value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
+                square = value * value
+                if j < 3 * S:
+                    left_sum += tl.load(weights_across + (left + 1) * 3 * S + j)[:, None] * square
+                if j >= S:
+                    right_sum += tl.load(weights_across + (left + 2) * 3 * S + j - S)[:, None] * square
+            to_above = tl.load(weights_down + (block * 3 + 2) * S + i)
+            to_here = tl.load(weights_down + ((block + 1) * 3 + 1) * S + i)
+            to_below = tl.load(weights_down + (block + 2) * 3 * S + i)
+            left_above += to_above * left_sum
+            left_here += to_here * left_sum
+            left_below += to_below * left_sum
+            right_above += to_above * right_sum
+            right_here += to_here * right_sum
+            right_below += to_below * right_sum
         if block > start:
-            found = tl.sqrt(above + faint) - tl.sqrt(faint)
-            tl.store(answers + (block - 1) * across * columns, found, mask=seen)
-        above = here
-        here = below
+            place = answers + (block - 1) * across * columns
+            tl.store(place, tl.sqrt(left_above + faint) - tl.sqrt(faint), mask=seen)
+            tl.store(place + columns, tl.sqrt(right_above + faint) - tl.sqrt(faint), mask=both)
+        left_above, right_above = left_here, right_here
+        left_here, right_here = left_below, right_below
     if stop == down:
-        found = tl.sqrt(above + faint) - tl.sqrt(faint)
-        tl.store(answers + (down - 1) * across * columns, found, mask=seen)
+        place = answers + (stop - 1) * across * columns
+        tl.store(place, tl.sqrt(left_above + faint) - tl.sqrt(faint), mask=seen)
+        tl.store(place + columns, tl.sqrt(right_above + faint) - tl.sqrt(faint), mask=both)
 
 
 @triton.jit
@@ -84,61 +108,69 @@ def _divide_by_root(dy, y, halved, count, root, FLAT: tl.constexpr):
 
 
 @triton.jit
-def _spread(halved, weights_across, output_row, pixel, column, seen, columns, across, S: tl.constexpr):
-    """What a row of outputs gives to pixels, but for the weights of rows."""
-    total = tl.zeros(seen.shape, tl.float32)
-    for k in tl.static_range(3):  # an output sees a pixel in the first, second or third of its blocks
-        output = pixel // S + 1 - k
-        weight = tl.load(weights_across + ((output + 1) * 3 + k) * S + pixel % S)
-        output = tl.minimum(tl.maximum(output, 0), across - 1)  # beyond the rim, weights are 0
-        place = (output_row * across + output)[:, None] * columns + column[None, :]
-        total += weight[:, None] * tl.load(halved + place, mask=seen, other=0.0).to(tl.float32)
-    return total
+def _spread(before, at, behind, weight_before, weight_at, weight_behind, row, inside):
+    """What a row of outputs gives to pixels, but for the weights of rows: the outputs next to and at each."""
+    total = weight_before[:, None] * tl.load(before + row, mask=inside).to(tl.float32)
+    total += weight_at[:, None] * tl.load(at + row, mask=inside).to(tl.float32)
+    return total + weight_behind[:, None] * tl.load(behind + row, mask=inside).to(tl.float32)
 
 
 @triton.jit
 def _backward(
     x, halved, dx, mean, inverse, weight, bias, d_weight, d_bias, sums, products, weights_down, weights_across,
     strips, columns, down, across, chunks, chunk, steps, count,
-    WRITE: tl.constexpr, N: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    NORM: tl.constexpr, WRITE: tl.constexpr,
+    N: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Strips are columns of pixels. At first only the sums are found that the gradient of each feature takes."""
+    """Strips are one pixel wide. Of batch norm, the sums that gradients take are found first."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < columns
-    channel = column // N
-    factor, shift = load_line(mean, inverse, weight, bias, channel, inside)
-    middle = tl.load(mean + channel, mask=inside, other=0.0)
-    scale = tl.load(inverse + channel, mask=inside, other=0.0)
-    if WRITE:
-        level = tl.load(d_bias + channel, mask=inside, other=0.0) / count
-        slope = tl.load(d_weight + channel, mask=inside, other=0.0) / count * scale
-    else:
+    inside = (column < columns)[None, :]
+    if NORM:
+        factor, shift = load_line(mean, inverse, weight, bias, column // N, column < columns)
+        middle = tl.load(mean + column // N, mask=column < columns, other=0.0)
+        scale = tl.load(inverse + column // N, mask=column < columns, other=0.0)
+        if WRITE:
+            level = tl.load(d_bias + column // N, mask=column < columns, other=0.0) / count
+            slope = tl.load(d_weight + column // N, mask=column < columns, other=0.0) / count * scale
+    if not WRITE:
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         total_of_products = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in range(steps):
         item = tl.program_id(0) * steps + step
-        start, stop = _find_blocks(item, down, chunks, chunk)
-        strip = item // chunks * ROWS + tl.arange(0, ROWS)
-        seen = (strip < strips)[:, None] & inside[None, :]
-        image, pixel = (strip // (across * S)).to(tl.int64), strip % (across * S)
-        row = image * down + tl.maximum(start - 1, 0)
-        above = _spread(halved, weights_across, row, pixel, column, seen, columns, across, S)
-        here = _spread(halved, weights_across, image * down + start, pixel, column, seen, columns, across, S)
+        there, image, pixel, start, stop = _find_place(item, strips, across * S, down, chunks, chunk, ROWS)
+        seen = there[:, None] & inside
+        features = (image * down * S * across * S + pixel)[:, None] * columns + column[None, :]
+        output = pixel // S
+        outputs = halved + (image * down * across)[:, None] * columns + column[None, :]
+        before = outputs + (tl.maximum(output - 1, 0) * columns)[:, None]  # of which beyond the rim there is no share
+        at = outputs + (output * columns)[:, None]
+        behind = outputs + (tl.minimum(output + 1, across - 1) * columns)[:, None]
+        share = weights_across + pixel % S
+        weight_before = tl.load(share + (output * 3 + 2) * S, mask=there, other=0.0)
+        weight_at = tl.load(share + ((output + 1) * 3 + 1) * S, mask=there, other=0.0)
+        weight_behind = tl.load(share + (output + 2) * 3 * S, mask=there, other=0.0)
+        wide = across * columns
+        row = tl.maximum(start - 1, 0) * wide
+        above = _spread(before, at, behind, weight_before, weight_at, weight_behind, row, inside)
+        here = _spread(before, at, behind, weight_before, weight_at, weight_behind, start * wide, inside)
         for block in range(start, stop):
-            row = image * down + tl.minimum(block + 1, down - 1)
-            below = _spread(halved, weights_across, row, pixel, column, seen, columns, across, S)
+            row = tl.minimum(block + 1, down - 1) * wide
+            below = _spread(before, at, behind, weight_before, weight_at, weight_behind, row, inside)
             for i in tl.static_range(S):
-                row = (image * down + block) * S + i
-                place = (row * across * S + pixel)[:, None] * columns + column[None, :]
-                value = tl.load(x + place, mask=seen, other=0.0).to(tl.float32)
+                place = features + (block * S + i) * wide * S
+                value = tl.load(x + place, mask=inside).to(tl.float32)
                 gradient = tl.load(weights_down + (block * 3 + 2) * S + i) * above
                 gradient += tl.load(weights_down + ((block + 1) * 3 + 1) * S + i) * here
                 gradient += tl.load(weights_down + (block + 2) * 3 * S + i) * below
-                gradient *= tl.maximum(value * factor[None, :] + shift[None, :], 0.0)
-                value -= middle[None, :]
+                if NORM:
+                    gradient *= tl.maximum(value * factor[None, :] + shift[None, :], 0.0)
+                    value -= middle[None, :]
+                else:
+                    gradient *= value
                 if WRITE:
-                    found = factor[None, :] * (gradient - level[None, :] - value * slope[None, :])
-                    tl.store(dx + place, found, mask=seen)
+                    if NORM:
+                        gradient = factor[None, :] * (gradient - level[None, :] - value * slope[None, :])
+                    tl.store(dx + place, gradient, mask=seen)
                 else:
                     total += gradient
                     total_of_products += gradient * value
@@ -146,88 +178,92 @@ def _backward(
             here = below
     if not WRITE:
         place = tl.program_id(0) * columns + column
-        tl.store(sums + place, tl.sum(total, axis=0), mask=inside)
-        tl.store(products + place, tl.sum(total_of_products, axis=0) * scale, mask=inside)
+        tl.store(sums + place, tl.sum(total, axis=0), mask=column < columns)
+        tl.store(products + place, tl.sum(total_of_products, axis=0) * scale, mask=column < columns)
 
 
-def norm_relu_blur(x: Tensor, norm: nn.BatchNorm3d, size: int, blur: int) -> Tensor:
-    """Batch norm by the statistics of the batch, ReLU, and root mean squares over windows, of features (B, C, N, H, W).
-
-    Windows at every pixel are smoothed by at most 2 · size + 1 taps before one in `size` is kept.
-    """
+def norm_relu_blur(x: Tensor, norm: nn.BatchNorm3d, pool: GroupAvgPool2d) -> Tensor:
+    """Batch norm by the statistics of the batch, ReLU, and a pool of power 2, of features (B, C, N, H, W)."""
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
+    tracked = (norm.running_mean, norm.running_var, norm.momentum, norm.eps)
     rows = x.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N), as it lies in memory
-    statistics = (norm.running_mean, norm.running_var)
-    y: Tensor = NormReluBlur.apply(rows, norm.weight, norm.bias, *statistics, norm.momentum, norm.eps, size, blur)
+    y: Tensor = NormReluBlur.apply(rows, pool.size, pool.blur, norm.weight, norm.bias, *tracked)
+    return y.permute(0, 3, 4, 1, 2)
+
+
+def blur(x: Tensor, pool: GroupAvgPool2d) -> Tensor:
+    """The same pool alone."""
+    y: Tensor = NormReluBlur.apply(x.permute(0, 3, 4, 1, 2), pool.size, pool.blur)
     return y.permute(0, 3, 4, 1, 2)
 
 
 class NormReluBlur(torch.autograd.Function):
-    """Batch norm by the statistics of the batch, ReLU, and blurred root mean squares of features (B, H, W, C, N)."""
+    """Blurred root mean squares of features (B, H, W, C, N), behind batch norm and ReLU if there are weights."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        running_mean: Tensor | None,
-        running_variance: Tensor | None,
-        momentum: float,
-        eps: float,
         size: int,
         blur: int,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        *tracked: Any,
     ) -> Tensor:
-        statistics = find_statistics(x, running_mean, running_variance, momentum, eps)
         batch, height, width, channels, n = x.shape
         down, across, columns = height // size, width // size, channels * n
+        statistics = (None, None) if weight is None else find_statistics(x, *tracked)
         weights = (_find_weights(down, size, blur, x.device), _find_weights(across, size, blur, x.device))
-        y = torch.empty(batch, down, across, channels, n, device=x.device, dtype=x.dtype)
-        tiles, chunks, chunk, tile = _cut(batch * across, down, columns)
+        y = x.new_empty(batch, down, across, channels, n)
+        strips = batch * triton.cdiv(across, 2)
+        tiles, chunks, chunk, tile = _cut(FORWARD_TILE, strips, down, columns)
         _forward[tiles * chunks, triton.cdiv(columns, tile[1])](
-            *(x, y, *statistics, weight, bias, *weights, FAINT, batch * across, columns, down, across, chunks, chunk),
-            *(n, size, *tile),
+            *(x, y, *statistics, weight, bias, *weights, FAINT, strips, columns, down, across, chunks, chunk),
+            *(weight is not None, n, size, *tile),
             num_warps=WARPS,
         )
-        ctx.save_for_backward(x, y, statistics, weight, bias, *weights)
-        ctx.size = size
+        ctx.size, ctx.given = size, 3 + (0 if weight is None else 2 + len(tracked))
+        ctx.save_for_backward(x, y, weight, bias, *statistics, *weights)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, y, statistics, weight, bias, *weights = ctx.saved_tensors
+        x, y, weight, bias, *statistics, weights_down, weights_across = ctx.saved_tensors
         size, dy = ctx.size, gradients[0].contiguous()
-        # Of y, rounding takes no more digits than it has: the root is greater. Halves of 16 bits would overflow.
-        exact = torch.bfloat16 if dy.dtype == torch.bfloat16 else torch.float32
-        halved = torch.empty_like(dy, dtype=exact)
+        # As y has it, rounded, the root is as exact as y. Its inverse may be 1000, which is much for float16.
+        halved = torch.empty_like(dy, dtype=torch.bfloat16 if dy.dtype == torch.bfloat16 else torch.float32)
         _divide_by_root[triton.cdiv(dy.numel(), FLAT),](dy, y, halved, dy.numel(), math.sqrt(FAINT), FLAT)
         batch, height, width, channels, n = x.shape
         down, across, columns = height // size, width // size, channels * n
-        tiles, chunks, chunk, tile = _cut(batch * width, down, columns)
+        tiles, chunks, chunk, tile = _cut(BACKWARD_TILE, batch * width, down, columns)
         shape = (batch * width, columns, down, across, chunks, chunk)
-        programs, steps = divide(tiles * chunks, 1)
-        partial = torch.empty(2, programs, columns, device=x.device, dtype=torch.float32)
         dx = torch.empty_like(x)
 
-        def walk(programs: int, steps: int, d_line: Tensor, write: bool) -> None:
+        def walk(programs: int, steps: int, d_line: Any, partial: Any) -> None:
             _backward[programs, triton.cdiv(columns, tile[1])](
-                *(x, halved, dx, *statistics, weight, bias, *d_line, *partial, *weights, *shape, steps),
-                *(batch * height * width * n, write, n, size, *tile),
+                *(x, halved, dx, *statistics, weight, bias, *d_line, *partial, weights_down, weights_across, *shape),
+                *(steps, batch * height * width * n, weight is not None, partial[0] is None, n, size, *tile),
                 num_warps=WARPS,
             )
 
-        walk(programs, steps, statistics, write=False)  # in the place of gradients, which are not known yet
+        if weight is None:
+            walk(tiles * chunks, 1, (None, None), (None, None))
+            return (dx, *[None] * (ctx.given - 1))
+        programs, steps = divide(tiles * chunks, 1)
+        partial = torch.empty(2, programs, columns, device=x.device, dtype=torch.float32)
+        walk(programs, steps, (None, None), partial)
         d_line = find_gradients(partial, channels)
-        walk(tiles * chunks, 1, d_line, write=True)
-        return dx, d_line[0].to(weight.dtype), d_line[1].to(bias.dtype), None, None, None, None, None, None
+        walk(tiles * chunks, 1, d_line, (None, None))
+        found = (dx, None, None, d_line[0].to(weight.dtype), d_line[1].to(bias.dtype))
+        return found + (None,) * (ctx.given - len(found))
 
 
-def _cut(strips: int, down: int, columns: int) -> tuple[int, int, int, tuple[int, int]]:
+def _cut(numbers: int, strips: int, down: int, columns: int) -> tuple[int, int, int, tuple[int, int]]:
     """Tiles side by side, chunks that each strip is cut into, blocks of a chunk, and rows and columns of a tile."""
     across = min(triton.next_power_of_2(columns), COLUMNS)
-    rows = TILE // across
+    rows = numbers // across
     chunks = triton.cdiv(down, BLOCKS)
     return triton.cdiv(strips, rows), chunks, triton.cdiv(down, chunks), (rows, across)
 
