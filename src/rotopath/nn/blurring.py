@@ -256,8 +256,8 @@ class NormReluBlur(torch.autograd.Function):
         walk(programs, steps, (None, None), partial)
         d_line = find_gradients(partial, channels)
         walk(tiles * chunks, 1, d_line, (None, None))
-        found = (dx, None, None, d_line[0].to(weight.dtype), d_line[1].to(bias.dtype))
-        return found + (None,) * (ctx.given - len(found))
+        found = (d_line[0].to(weight.dtype), d_line[1].to(bias.dtype))
+        return (dx, None, None, *found, *[None] * (ctx.given - 5))
 
 
 def _cut(numbers: int, strips: int, down: int, columns: int) -> tuple[int, int, int, tuple[int, int]]:
