@@ -8,7 +8,9 @@ import torch
 
 import rotopath
 
-collect_ignore = [] if find_spec("triton") else [f"src/rotopath/nn/{name}.py" for name in ("blurring", "kernels")]
+collect_ignore = (
+    [] if find_spec("triton") else [f"src/rotopath/nn/{name}.py" for name in ("blurring", "kernels", "lifting")]
+)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels then run on the CPU, slowly; read when they are imported
 

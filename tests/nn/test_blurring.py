@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import rotopath as rp
-from rotopath.models import network as network_module
 from rotopath.nn import fused
 
 pytest.importorskip("triton")
@@ -156,7 +155,7 @@ def test_faithful_networks_learn_the_same_either_way(build: type[nn.Module], mon
         use_tiles(monkeypatch, numbers=2**14, blocks=64)
     taken = []
 
-    def in_one_pass(x: Tensor, norm: nn.Module, pool: rp.nn.GroupAvgPool2d | None) -> Tensor:
+    def in_one_pass(x: Tensor, norm: nn.Module, pool: rp.nn.GroupAvgPool2d | None = None) -> Tensor:
         taken.append(pool)
         return norm(x).relu() if pool is None else blurring.norm_relu_blur(x, norm, pool)
 
@@ -166,11 +165,11 @@ def test_faithful_networks_learn_the_same_either_way(build: type[nn.Module], mon
 
     def learn(fuse: bool) -> list[Tensor]:
         with monkeypatch.context() as fused_or_not:
-            fused_or_not.setattr(network_module, "can_fuse", lambda *_: fuse)
+            fused_or_not.setattr(fused, "can_fuse", lambda *_: fuse)
             if fuse:
-                fused_or_not.setattr(network_module, "can_pool", lambda _, pool: not isinstance(pool, nn.Identity))
-                fused_or_not.setattr(network_module, "norm_relu_pool", in_one_pass)
-                fused_or_not.setattr(network_module, "pool_alone", alone)
+                fused_or_not.setattr(fused, "can_pool", lambda _, pool: not isinstance(pool, nn.Identity))
+                fused_or_not.setattr(fused, "norm_relu_pool", in_one_pass)
+                fused_or_not.setattr(fused, "pool_alone", alone)
             torch.manual_seed(0)
             net = build(orientations=2, preset="faithful").to(DEVICE)
             y = net(torch.rand(2, 3, net.receptive_field, net.receptive_field, device=DEVICE))

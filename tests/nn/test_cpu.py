@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import rotopath as rp
-from rotopath.models import network as network_module
+from rotopath.nn import fused
 from rotopath.nn.cpu import can_normalise, norm_relu_pool
 from rotopath.nn.fused import can_fuse, can_pool
 
@@ -182,7 +182,7 @@ def test_what_torch_does_to_functions_it_can_do_to_the_layer(transform: str) -> 
 def test_networks_learn_the_same_either_way(build: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     def gradients(fuse: bool) -> list[Tensor]:
         if not fuse:
-            monkeypatch.setattr(network_module, "can_fuse", lambda *_: False)
+            monkeypatch.setattr(fused, "can_fuse", lambda *_: False)
             monkeypatch.setattr("rotopath.nn.cpu.can_normalise", lambda *_: False)
         torch.manual_seed(0)
         net = build(orientations=4).double()

@@ -7,9 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import rotopath as rp
-from rotopath.models import network as network_module
-from rotopath.nn import fused
-from rotopath.nn.fused import _fits
+from rotopath.nn import fused, gpu
 
 pytest.importorskip("triton")
 from rotopath.nn.kernels import norm_relu_pool
@@ -77,12 +75,12 @@ def test_one_pass_gives_what_the_layers_give(
 
 @pytest.mark.parametrize("build", [rp.models.mitosis, rp.models.nuclei])  # as tumor is but for its widths
 def test_networks_learn_the_same_either_way(build: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_one_pass(x: Tensor, norm: nn.Module, pool: rp.nn.GroupMaxPool2d | None) -> Tensor:
+    def in_one_pass(x: Tensor, norm: nn.Module, pool: rp.nn.GroupMaxPool2d | None = None) -> Tensor:
         return norm_relu_pool(x, norm, 1 if pool is None else pool.size)
 
     def gradients(fuse: bool) -> list[Tensor]:
-        monkeypatch.setattr(network_module, "can_fuse", lambda *_: fuse)
-        monkeypatch.setattr(network_module, "norm_relu_pool", in_one_pass)
+        monkeypatch.setattr(fused, "can_fuse", lambda *_: fuse)
+        monkeypatch.setattr(fused, "norm_relu_pool", in_one_pass)
         torch.manual_seed(0)
         net = build(orientations=2).to(DEVICE)
         y = net(torch.rand(2, 3, net.architecture.input_px, net.architecture.input_px, device=DEVICE))
@@ -98,15 +96,15 @@ def test_networks_learn_the_same_either_way(build: type[nn.Module], monkeypatch:
 def test_on_the_cpu_only_a_plain_maximum_is_fused(pooling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pools = []
 
-    def in_one_pass(x: Tensor, norm: nn.Module, pool: rp.nn.GroupMaxPool2d | None) -> Tensor:
+    def in_one_pass(x: Tensor, norm: nn.Module, pool: rp.nn.GroupMaxPool2d | None = None) -> Tensor:
         pools.append(1 if pool is None else pool.size)
         return norm(x).relu() if pool is None else pool(norm(x).relu())
 
     net = rp.models.tumor(2, pooling=pooling)
     x = torch.rand(2, 3, 88, 88)
     expected = net(x)
-    monkeypatch.setattr(network_module, "can_fuse", lambda *_: True)
-    monkeypatch.setattr(network_module, "norm_relu_pool", in_one_pass)
+    monkeypatch.setattr(fused, "can_fuse", lambda *_: True)
+    monkeypatch.setattr(fused, "norm_relu_pool", in_one_pass)
     torch.testing.assert_close(net(x), expected)
     assert pools == ([2, 2, 3, 1, 1] if pooling == "max" else [1] * 5)
 
@@ -121,16 +119,15 @@ def test_large_means_keep_their_digits() -> None:
 def test_what_cannot_be_fused_goes_through_the_layers() -> None:
     x = features((2, 3, 4, 6, 6), 0, torch.float32)
     norm = norm_of(3)
-    assert _fits(x, norm)
+    assert gpu.can_normalise(x, norm)
     for other, layer in (
         (x.double(), norm),
         (x.contiguous(), norm),
         (x, norm_of(3).eval()),
-        (x, rp.nn.GroupNorm2d(1, 3)),
         (x, rp.nn.GroupBatchNorm2d(3, affine=False)),
         (x, rp.nn.GroupBatchNorm2d(3, momentum=None)),
     ):
-        assert not _fits(other, layer)
+        assert not gpu.can_normalise(other, layer)
     with pytest.raises(ValueError, match="Windows of 4 do not cover features of 6 × 6 px evenly"):
         fused.norm_relu_pool(x, norm, rp.nn.GroupMaxPool2d(4))
 

@@ -18,8 +18,8 @@ from rotopath.nn import (
     center_crop,
     concatenate,
     expect,
+    fused,
 )
-from rotopath.nn.fused import can_fuse, can_pool, norm_relu_pool, pool_alone
 
 
 class Choices(TypedDict, total=False):
@@ -88,15 +88,12 @@ class Network(nn.Module):
             if stage.skip is not None:
                 x = self.up(x)
                 x = concatenate([x, center_crop(skips.pop(stage.skip), *x.shape[-2:])])
-            x = layers.get_submodule("conv")(x)
-            norm, relu = (layers.get_submodule(name) for name in ("norm", "relu"))
-            fused = can_fuse(x, norm, relu)
-            pooled = fused and i not in read_later and can_pool(x, pool)
-            x = norm_relu_pool(x, norm, pool if pooled else None) if fused else relu(norm(x))
+            conv, norm, relu = (layers.get_submodule(name) for name in ("conv", "norm", "relu"))
             if i in read_later:
-                skips[i] = x
-            if not pooled:
-                x = pool_alone(x, pool)
+                skips[i] = fused.run_stage(x, conv, norm, relu)
+                x = fused.pool_alone(skips[i], pool)
+            else:
+                x = fused.run_stage(x, conv, norm, relu, pool)
         logits: Tensor = self.head(self.project(x))  # (B, K, H', W')
         return logits
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rotopath.nn.kernels import COLUMNS, divide, find_gradients, find_statistics, load_line
+from rotopath.nn.kernels import COLUMNS, divide, find_gradients, find_statistics, load_line, norm_relu_pool
 from rotopath.nn.pool import FAINT, GroupAvgPool2d
 
 FORWARD_TILE, BACKWARD_TILE = 512, 1024  # numbers side by side: strips of an image, and their columns
@@ -183,7 +183,9 @@ def _backward(
 
 
 def norm_relu_blur(x: Tensor, norm: nn.BatchNorm3d, pool: GroupAvgPool2d) -> Tensor:
-    """Batch norm by the statistics of the batch, ReLU, and a pool of power 2, of features (B, C, N, H, W)."""
+    """Batch norm, ReLU, and a pool of power 2, of features (B, C, N, H, W); without gradients in evaluation."""
+    if not norm.training:
+        return blur(norm_relu_pool(x, norm), pool)
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
     tracked = (norm.running_mean, norm.running_var, norm.momentum, norm.eps)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rotopath import group
-from rotopath.nn import expect
+from rotopath.nn import expect, gpu
 
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 LOCAL_CORRELATION = 0.95  # of what lies under a kernel: benchmarks/initialisation.py measures it, through depth
@@ -117,7 +117,7 @@ class _RotatedConv2d(nn.Module):
     def _convolve(self, x: Tensor) -> Tensor:
         """(B, C', H, W) to (B, C, N, H, W), where C' are channels, or channels by orientations."""
         expect.on_grid(x, self, self.kernel_size, self.stride, self.padding, self.dilation)
-        kernels = self._full_precision_kernels(x)
+        kernels = self.full_precision_kernels(x)
         bias = self.bias if self.bias is None else self.bias.repeat_interleave(self.order)
         padding = self.padding
         if self.padding_mode != "zeros" and padding:
@@ -128,7 +128,7 @@ class _RotatedConv2d(nn.Module):
         y = F.conv2d(x, kernels, bias, self.stride, padding, self.dilation, self.groups)  # (B, C·N, H, W)
         return torch.unflatten(y, 1, (self.out_channels, self.order))
 
-    def _full_precision_kernels(self, x: Tensor) -> Tensor:
+    def full_precision_kernels(self, x: Tensor) -> Tensor:
         """Kernels untouched by autocast: they are turned as they are, and cast once, by the convolution."""
         if x.is_meta:  # the one device that has no autocast to switch off
             return self.kernels()
@@ -166,6 +166,11 @@ class LiftConv2d(_RotatedConv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         expect.image(x, self, self.in_channels)
+        if gpu.takes(x) and gpu.can_lift(x, self):
+            from rotopath.nn import lifting
+
+            expect.on_grid(x, self, self.kernel_size, self.stride, self.padding)
+            return lifting.lift(x.to(gpu.precision(x)), self.full_precision_kernels(x), self.order)
         return self._convolve(x)
 
 

@@ -1,50 +1,74 @@
-"""Layers that follow each other, computed in one pass where that is faster: batch norm, ReLU and pooling.
+"""Layers that follow each other, computed in fewer passes where that is faster: convolution, batch norm, ReLU, pooling.
 
-In: SE(2) features in training, on a GPU for Triton's kernels, on the CPU for torch's. Out: what the layers give one
-after another, to rounding. Everywhere else (compile, export, other dtypes and layouts) the layers are the way.
+In: images or SE(2) features, on a GPU for Triton's kernels, on the CPU for torch's. Out: what the layers give one after
+another, to rounding. Everywhere else (compile, export, other dtypes and layouts) the layers are the way.
 """
 
-from functools import cache
-from importlib.util import find_spec
-
-import torch
 from torch import Tensor, nn
 
-from rotopath.nn import cpu
+from rotopath.nn import cpu, expect, gpu
+from rotopath.nn.conv import LiftConv2d
 from rotopath.nn.norm import GroupBatchNorm2d
 from rotopath.nn.pool import GroupAvgPool2d, GroupMaxPool2d
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+def run_stage(x: Tensor, conv: nn.Module, norm: nn.Module, relu: nn.Module, pool: nn.Module | None = None) -> Tensor:
+    """A convolution, batch norm, ReLU and a pool, in as few passes as they can be done in."""
+    if can_lift(x, conv, norm, relu) and (pool is None or type(pool) is nn.Identity or _is_plain_maximum(pool)):
+        return lift_norm_relu_pool(x, conv, norm, pool)
+    x = conv(x)
+    if not can_fuse(x, norm, relu):
+        x = relu(norm(x))
+    elif pool is not None and can_pool(x, pool):
+        return norm_relu_pool(x, norm, pool)
+    else:
+        x = norm_relu_pool(x, norm)
+    return x if pool is None else pool_alone(x, pool)
+
+
+def can_lift(x: Tensor, lift: nn.Module, norm: nn.Module, relu: nn.Module) -> bool:
+    """Whether `lift_norm_relu_pool` does for these images (B, C', H, W) what these layers do."""
+    if type(lift) is not LiftConv2d or not _are_ours(norm, relu) or _hooked(lift) or not gpu.takes(x):
+        return False
+    assert isinstance(norm, GroupBatchNorm2d)
+    can_normalise = norm.momentum is not None if norm.training else gpu.can_evaluate(norm)
+    return gpu.can_lift(x, lift) and norm.affine and can_normalise and min(x.shape[-2:]) > lift.kernel_size
 
 
 def can_fuse(x: Tensor, norm: nn.Module, relu: nn.Module) -> bool:
     """Whether `norm_relu_pool` does for these features (B, C, N, H, W) what these two layers do."""
-    # In evaluation the features are not looked at: `freeze` follows the network with none.
-    if not norm.training or type(norm) is not GroupBatchNorm2d or type(relu) is not nn.ReLU or _hooked(norm, relu):
+    if not _are_ours(norm, relu):
         return False
-    return cpu.can_normalise(x, norm) or (
-        x.is_cuda and _has_triton() and _fits(x, norm) and not torch.compiler.is_compiling()
-    )
+    assert isinstance(norm, GroupBatchNorm2d)
+    # In evaluation features may be no tensor: `freeze` follows the network with none.
+    on_cpu = norm.training and cpu.can_normalise(x, norm)
+    return on_cpu or (gpu.takes(x) and gpu.can_normalise(x, norm))
 
 
 def can_pool(x: Tensor, pool: nn.Module) -> bool:
-    """Whether `norm_relu_pool` takes this pool along: a plain maximum or, on a GPU, the root of a mean square."""
-    if not isinstance(pool, GroupMaxPool2d | GroupAvgPool2d) or _hooked(pool):
-        return False
-    if (pool.stride, pool.padding) != (pool.size, 0):
-        return False
-    if type(pool) is GroupMaxPool2d:
-        return pool.blur == 1
-    return type(pool) is GroupAvgPool2d and x.is_cuda and pool.power == 2 and pool.blur <= 2 * pool.size + 1
+    """Whether `norm_relu_pool` takes this pool along: a plain maximum or, on a GPU, a blurred root mean square."""
+    return _is_plain_maximum(pool) or (x.is_cuda and _is_blurred_root(pool))
+
+
+def lift_norm_relu_pool(x: Tensor, lift: nn.Module, norm: nn.Module, pool: nn.Module | None = None) -> Tensor:
+    """Lifting, batch norm, ReLU, and a plain maximum if there is one."""
+    assert isinstance(lift, LiftConv2d)
+    assert isinstance(norm, GroupBatchNorm2d)
+    from rotopath.nn import lifting
+
+    expect.image(x, lift, lift.in_channels)
+    expect.on_grid(x, lift, lift.kernel_size, 1, 0)
+    size = pool.size if isinstance(pool, GroupMaxPool2d) else 1
+    _expect_windows(size, *(side - lift.kernel_size + 1 for side in x.shape[-2:]))
+    return lifting.lift_norm_relu_pool(x.to(gpu.precision(x)), lift.full_precision_kernels(x), norm, size)
 
 
 def norm_relu_pool(x: Tensor, norm: nn.Module, pool: nn.Module | None = None) -> Tensor:
-    """Batch norm by the statistics of the batch, ReLU, and a pool if there is one that can be taken along."""
+    """Batch norm, ReLU, and a pool if there is one that can be taken along."""
     assert isinstance(norm, GroupBatchNorm2d)
     assert pool is None or isinstance(pool, GroupMaxPool2d | GroupAvgPool2d)
     size = 1 if pool is None else pool.size
-    if x.shape[-2] % size or x.shape[-1] % size:
-        raise ValueError(f"Windows of {size} do not cover features of {x.shape[-2]} × {x.shape[-1]} px evenly.")
+    _expect_windows(size, *x.shape[-2:])
     if not x.is_cuda:
         return cpu.norm_relu_pool(x, norm, pool=size)
     from rotopath.nn import blurring, kernels
@@ -55,38 +79,41 @@ def norm_relu_pool(x: Tensor, norm: nn.Module, pool: nn.Module | None = None) ->
 
 
 def pool_alone(x: Tensor, pool: nn.Module) -> Tensor:
-    """What the pool gives, in training and on a GPU in one pass where several would be slow."""
-    if (
-        pool.training
-        and isinstance(pool, GroupAvgPool2d)
-        and x.is_cuda
-        and can_pool(x, pool)
-        and _lies_well(x)
-        and not (x.shape[-2] % pool.size or x.shape[-1] % pool.size)
-        and _has_triton()
-        and not torch.compiler.is_compiling()
-    ):
+    """What the pool gives, on a GPU in one pass where several would be slow."""
+    if gpu.takes(x) and gpu.lies_well(x) and _is_blurred_root(pool):
         from rotopath.nn import blurring
 
+        assert isinstance(pool, GroupAvgPool2d)
+        _expect_windows(pool.size, *x.shape[-2:])
         return blurring.blur(x, pool)
     pooled: Tensor = pool(x)
     return pooled
 
 
-def _fits(x: Tensor, norm: nn.Module) -> bool:
+def _are_ours(norm: nn.Module, relu: nn.Module) -> bool:
+    return type(norm) is GroupBatchNorm2d and type(relu) is nn.ReLU and not _hooked(norm, relu)
+
+
+def _is_plain_maximum(pool: nn.Module) -> bool:
     return (
-        type(norm) is GroupBatchNorm2d
-        and norm.affine
-        and norm.training
-        and norm.momentum is not None
-        and norm.weight.dtype == torch.float32
-        and x.numel() > norm.num_features  # of a single value there is no variance, and torch says so
-        and _lies_well(x)
+        type(pool) is GroupMaxPool2d
+        and (pool.stride, pool.padding, pool.blur) == (pool.size, 0, 1)
+        and not _hooked(pool)
     )
 
 
-def _lies_well(x: Tensor) -> bool:
-    return x.dtype in DTYPES and x.permute(0, 3, 4, 1, 2).is_contiguous()
+def _is_blurred_root(pool: nn.Module) -> bool:
+    return (
+        type(pool) is GroupAvgPool2d
+        and (pool.stride, pool.padding, pool.power) == (pool.size, 0, 2)
+        and pool.blur <= 2 * pool.size + 1
+        and not _hooked(pool)
+    )
+
+
+def _expect_windows(size: int, height: int, width: int) -> None:
+    if height % size or width % size:
+        raise ValueError(f"Windows of {size} do not cover features of {height} × {width} px evenly.")
 
 
 def _hooked(*layers: nn.Module) -> bool:
@@ -95,8 +122,3 @@ def _hooked(*layers: nn.Module) -> bool:
         layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
         for layer in layers
     )
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 COLUMNS, ROWS = 128, 32  # of a tile
 PROGRAMS = 1024  # at most, that sum up columns; each writes what it has found
-SUMMED_ROWS, SUMMED_WARPS = 128, 8  # of a tile that is only read
+SUMMED_ROWS, SUMMED_WARPS = 32, 4  # of a tile that is only read
 
 
 @triton.jit
@@ -24,19 +24,19 @@ def _sum_columns(x, pivot, sums, squares, rows, columns, steps, ROWS: tl.constex
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
     origin = tl.load(pivot + column, mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros([COLUMNS], tl.float32)
-    total_of_squares = tl.zeros([COLUMNS], tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)  # rows are added up at the end, since it takes all threads to do it
+    total_of_squares = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in range(steps):
         row = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
         seen = (row < rows)[:, None] & inside[None, :]
         place = row.to(tl.int64)[:, None] * columns + column[None, :]
         value = tl.load(x + place, mask=seen, other=0.0).to(tl.float32) - origin[None, :]
         value = tl.where(seen, value, 0.0)
-        total += tl.sum(value, axis=0)
-        total_of_squares += tl.sum(value * value, axis=0)
+        total += value
+        total_of_squares += value * value
     place = tl.program_id(0) * columns + column
-    tl.store(sums + place, total, mask=inside)
-    tl.store(squares + place, total_of_squares, mask=inside)
+    tl.store(sums + place, tl.sum(total, axis=0), mask=inside)
+    tl.store(squares + place, tl.sum(total_of_squares, axis=0), mask=inside)
 
 
 @triton.jit
@@ -122,8 +122,8 @@ def _sum_gradients(
     factor, shift = load_line(mean, inverse, weight, bias, column // N, inside)
     middle = tl.load(mean + column // N, mask=inside, other=0.0)
     scale = tl.load(inverse + column // N, mask=inside, other=0.0)
-    total = tl.zeros([COLUMNS], tl.float32)
-    total_of_products = tl.zeros([COLUMNS], tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    total_of_products = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in range(steps):
         output = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
         seen = (output < outputs)[:, None] & inside[None, :]
@@ -142,11 +142,11 @@ def _sum_gradients(
                 passed = passed | higher
         gradient = tl.load(dy + output.to(tl.int64)[:, None] * columns + column[None, :], mask=seen, other=0.0)
         gradient = tl.where(passed & seen, gradient.to(tl.float32), 0.0)
-        total += tl.sum(gradient, axis=0)
-        total_of_products += tl.sum(gradient * (chosen - middle[None, :]) * scale[None, :], axis=0)
+        total += gradient
+        total_of_products += gradient * (chosen - middle[None, :])
     place = tl.program_id(0) * columns + column
-    tl.store(sums + place, total, mask=inside)
-    tl.store(products + place, total_of_products, mask=inside)
+    tl.store(sums + place, tl.sum(total, axis=0), mask=inside)
+    tl.store(products + place, tl.sum(total_of_products, axis=0) * scale, mask=inside)
 
 
 @triton.jit
@@ -201,12 +201,18 @@ def _backward(
 
 
 def norm_relu_pool(x: Tensor, norm: nn.BatchNorm3d, pool: int = 1) -> Tensor:
-    """Batch norm by the statistics of the batch, ReLU, and the maximum over windows, of features (B, C, N, H, W)."""
-    if norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
+    """Batch norm, ReLU, and the maximum over windows, of features (B, C, N, H, W); without gradients in evaluation."""
     rows = x.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N), as it lies in memory
-    statistics = (norm.running_mean, norm.running_var)
-    y: Tensor = NormReluPool.apply(rows, norm.weight, norm.bias, *statistics, norm.momentum, norm.eps, pool)
+    if norm.training:
+        if norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.add_(1)
+        tracked = (norm.running_mean, norm.running_var, norm.momentum, norm.eps)
+        y: Tensor = NormReluPool.apply(rows, norm.weight, norm.bias, *tracked, pool)
+    else:
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        statistics = torch.stack([norm.running_mean, (norm.running_var + norm.eps).rsqrt()]).float()
+        y = _apply(rows, statistics, norm.weight, norm.bias, pool)
     return y.permute(0, 3, 4, 1, 2)
 
 

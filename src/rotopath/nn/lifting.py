@@ -1,0 +1,308 @@
+"""Lifting, batch norm, ReLU and max pooling in one pass each way, in Triton.
+
+In: images, and kernels turned to all orientations. Out: what the four layers give one after another. What lifting gives
+is large and never reaches memory: each pass computes it again from the image. Its statistics, and the part of its
+gradient that batch norm adds, follow from the second moments of the image's patches, since lifting is linear.
+"""
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+COLUMNS = 128  # of a tile: channels by orientations
+OUTPUTS, PATCHES = 64, 128  # of a tile, behind the pool; and of one whose moments are summed up
+WARPS, FORWARD_WARPS = 4, 8  # that work on a tile
+PROGRAMS, SUMMING = 1056, 528  # at most; those that sum up each write what they found
+
+
+@triton.jit
+def _load_patches(
+    x, first, seen, by_row, by_column, by_channel,
+    SIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """What lies under the kernels that begin at each of these places, one row for each, and a last tap that is 1."""
+    tap = tl.arange(0, TAPS)
+    down, across, channel = tap // (SIDE * CHANNELS), (tap // CHANNELS) % SIDE, tap % CHANNELS
+    offset = down * by_row + across * by_column + channel * by_channel
+    used: tl.constexpr = SIDE * SIDE * CHANNELS
+    value = tl.load(x + first[:, None] + offset[None, :], mask=seen[:, None] & (tap < used)[None, :], other=0.0)
+    return tl.where(seen[:, None] & (tap == used)[None, :], 1.0, value).to(x.dtype.element_ty)
+
+
+@triton.jit
+def _place_patch(output, height, width, by_image, by_row, by_column, S: tl.constexpr):
+    """Where the first patch begins that each output of a pool of S × S windows looks at."""
+    across = output % width
+    rest = output // width
+    down = rest % height
+    return (rest // height) * by_image + down * S * by_row + across * S * by_column
+
+
+@triton.jit
+def _sum_moments(
+    x, moments, patches, height, width, by_image, by_row, by_column, by_channel, steps,
+    SIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Sums of the products of any two taps; those with the last one are sums of the taps themselves."""
+    total = tl.zeros([TAPS, TAPS], tl.float32)
+    for step in range(steps):
+        patch = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
+        first = _place_patch(patch, height, width, by_image, by_row, by_column, 1)
+        rows = _load_patches(x, first, patch < patches, by_row, by_column, by_channel, SIDE, CHANNELS, TAPS)
+        total = tl.dot(tl.trans(rows), rows, total, input_precision="ieee")
+    tap = tl.arange(0, TAPS)
+    tl.store(moments + tl.program_id(0) * TAPS * TAPS + tap[:, None] * TAPS + tap[None, :], total)
+
+
+@triton.jit
+def _load_kernels(kernels, column, columns, taps, TAPS: tl.constexpr):
+    tap = tl.arange(0, TAPS)
+    inside = (tap < taps)[:, None] & (column < columns)[None, :]
+    return tl.load(kernels + column[None, :] * taps + tap[:, None], mask=inside, other=0.0)
+
+
+@triton.jit
+def _forward(
+    x, kernels, y, winners, factor, shift,
+    outputs, columns, height, width, by_image, by_row, by_column, by_channel, steps,
+    NORM: tl.constexpr, SIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
+    S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Lifts; with batch norm, ReLU and pooling also tells which of a window was the highest, or -1 if none passed."""
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    turned = _load_kernels(kernels, column, columns, SIDE * SIDE * CHANNELS, TAPS)
+    if NORM:
+        slope = tl.load(factor + column, mask=inside, other=0.0)[None, :]
+        level = tl.load(shift + column, mask=inside, other=0.0)[None, :]
+    for step in range(steps):
+        output = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
+        seen = output < outputs
+        first = _place_patch(output, height, width, by_image, by_row, by_column, S)
+        place = output.to(tl.int64)[:, None] * columns + column[None, :]
+        both = seen[:, None] & inside[None, :]
+        if NORM:
+            highest = tl.zeros([ROWS, COLUMNS], tl.float32)  # ReLU lets nothing below pass
+            winner = tl.full([ROWS, COLUMNS], -1, tl.int32)
+            for i in tl.static_range(S):
+                for j in tl.static_range(S):
+                    patch = first + i * by_row + j * by_column
+                    rows = _load_patches(x, patch, seen, by_row, by_column, by_channel, SIDE, CHANNELS, TAPS)
+                    here = tl.dot(rows, turned, input_precision="ieee") * slope + level
+                    winner = tl.where(here > highest, i * S + j, winner)
+                    highest = tl.maximum(highest, here, propagate_nan=tl.PropagateNan.ALL)
+            tl.store(y + place, highest, mask=both)
+            if winners is not None:
+                tl.store(winners + place, winner.to(tl.int8), mask=both)
+        else:
+            rows = _load_patches(x, first, seen, by_row, by_column, by_channel, SIDE, CHANNELS, TAPS)
+            tl.store(y + place, tl.dot(rows, turned, input_precision="ieee"), mask=both)
+
+
+@triton.jit
+def _sum_products(
+    x, dy, winners, sums, outputs, columns, height, width, by_image, by_row, by_column, by_channel, steps,
+    SIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
+    S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sums of the products of taps with the gradient in front of the pool; those with the last one are its sums."""
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < columns
+    total = tl.zeros([TAPS, COLUMNS], tl.float32)
+    for step in range(steps):
+        output = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
+        seen = output < outputs
+        first = _place_patch(output, height, width, by_image, by_row, by_column, S)
+        place = output.to(tl.int64)[:, None] * columns + column[None, :]
+        both = seen[:, None] & inside[None, :]
+        gradient = tl.load(dy + place, mask=both, other=0.0)
+        if winners is None:
+            rows = _load_patches(x, first, seen, by_row, by_column, by_channel, SIDE, CHANNELS, TAPS)
+            total = tl.dot(tl.trans(rows), gradient, total, input_precision="ieee")
+        else:
+            winner = tl.load(winners + place, mask=both, other=-1).to(tl.int32)
+            for i in tl.static_range(S):
+                for j in tl.static_range(S):
+                    patch = first + i * by_row + j * by_column
+                    rows = _load_patches(x, patch, seen, by_row, by_column, by_channel, SIDE, CHANNELS, TAPS)
+                    here = tl.where(winner == i * S + j, gradient, 0.0).to(x.dtype.element_ty)
+                    total = tl.dot(tl.trans(rows), here, total, input_precision="ieee")
+    tap = tl.arange(0, TAPS)
+    place = (tl.program_id(0) * TAPS + tap)[:, None] * columns + column[None, :]
+    tl.store(sums + place, total, mask=(tap < TAPS)[:, None] & inside[None, :])
+
+
+def lift(x: Tensor, kernels: Tensor, orientations: int) -> Tensor:
+    """Images (B, C', H, W) and kernels (C·N, C', k, k) to features (B, C, N, H, W), in the precision of the images."""
+    y: Tensor = Lift.apply(x, kernels)
+    return torch.unflatten(y, -1, (-1, orientations)).permute(0, 3, 4, 1, 2)
+
+
+def lift_norm_relu_pool(x: Tensor, kernels: Tensor, norm: nn.BatchNorm3d, pool: int = 1) -> Tensor:
+    """The same, with batch norm, ReLU, and the maximum over windows."""
+    n = kernels.shape[0] // norm.num_features
+    if norm.training:
+        if norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.add_(1)
+        tracked = (norm.running_mean, norm.running_var, norm.momentum, norm.eps)
+        y: Tensor = LiftNormReluPool.apply(x, kernels, norm.weight, norm.bias, *tracked, pool)
+    else:
+        assert norm.running_mean is not None
+        assert norm.running_var is not None
+        line = _find_line(norm.weight, norm.bias, norm.running_mean, (norm.running_var + norm.eps).rsqrt(), n)
+        y = _apply(x, _flatten(kernels, x), line, pool)
+    return torch.unflatten(y, -1, (-1, n)).permute(0, 3, 4, 1, 2)
+
+
+class Lift(torch.autograd.Function):
+    """Correlation of images (B, C', H, W) with kernels (C·N, C', k, k): features (B, H, W, C·N)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kernels: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.like = kernels.new_empty(0, *kernels.shape[1:])
+        return _apply(x, _flatten(kernels, x))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        products = _find_products(x, gradients[0], ctx.like.shape[-1])
+        return None, _unflatten(products[:, :-1], ctx.like)
+
+
+class LiftNormReluPool(torch.autograd.Function):
+    """The same, with batch norm by the statistics of the batch, ReLU and max pooling."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        kernels: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        running_mean: Tensor | None,
+        running_variance: Tensor | None,
+        momentum: float,
+        eps: float,
+        pool: int,
+    ) -> Tensor:
+        flat = _flatten(kernels, x)
+        sums, squares, count = _find_moments(x, kernels.shape[-1])
+        lines = flat.double().unflatten(0, (weight.shape[0], -1))  # (C, N, taps)
+        means = lines @ (sums / count)  # of each orientation
+        mean = means.mean(1)
+        spread = squares / count - torch.outer(sums, sums) / count**2
+        variance = ((lines @ spread) * lines).sum(2).clamp(min=0).add((means - mean[:, None]).square()).mean(1)
+        inverse = (variance + eps).rsqrt()
+        if running_mean is not None and running_variance is not None:
+            seen = count * lines.shape[1]
+            running_mean.lerp_(mean.to(running_mean), momentum)
+            running_variance.lerp_((variance * seen / (seen - 1)).to(running_variance), momentum)
+        winners = torch.empty(0, device=x.device, dtype=torch.int8)
+        y = _apply(x, flat, _find_line(weight, bias, mean, inverse, lines.shape[1]), pool, winners)
+        ctx.save_for_backward(x, winners, lines, weight, mean, inverse, sums, squares)
+        ctx.like, ctx.pool, ctx.count = kernels.new_empty(0, *kernels.shape[1:]), pool, count
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, winners, lines, weight, mean, inverse, sums, squares = ctx.saved_tensors
+        products = _find_products(x, gradients[0], ctx.like.shape[-1], ctx.pool, winners)
+        products = products.unflatten(0, lines.shape[:2])
+        products, totals = products[..., :-1], products[..., -1]
+        d_bias = totals.sum(1)
+        d_weight = inverse * ((products * lines).sum((1, 2)) - mean * d_bias)
+        # What batch norm takes from each gradient: its mean, and what goes along with the normalised feature.
+        count = ctx.count * lines.shape[1]
+        level, slope = (d_bias / count)[:, None, None], (d_weight / count * inverse)[:, None, None]
+        d_lines = products - level * sums - slope * (lines @ squares - mean[:, None, None] * sums)
+        d_kernels = _unflatten(((weight * inverse)[:, None, None] * d_lines).flatten(0, 1), ctx.like)
+        return None, d_kernels, d_weight.to(weight), d_bias.to(weight), None, None, None, None, None
+
+
+def _apply(x: Tensor, flat: Tensor, line: Tensor | None = None, pool: int = 1, winners: Tensor | None = None) -> Tensor:
+    """Lifting by kernels (C·N, taps); with a factor and a shift for each of them, also batch norm, ReLU and pooling."""
+    columns, taps = flat.shape
+    side = math.isqrt(taps // x.shape[1])
+    height, width = ((size - side + 1) // pool for size in x.shape[-2:])
+    y = x.new_empty(x.shape[0], height, width, columns)
+    if winners is not None:
+        winners.resize_(y.shape)
+    factor, shift = (None, None) if line is None else line
+    outputs = y[..., 0].numel()
+    programs, steps = _divide(outputs, OUTPUTS, PROGRAMS)
+    _forward[programs, triton.cdiv(columns, COLUMNS)](
+        *(x, flat, y, winners, factor, shift, outputs, columns, height, width, *_strides(x), steps),
+        *(line is not None, side, x.shape[1], _tile(taps), pool, OUTPUTS, COLUMNS),
+        num_warps=FORWARD_WARPS,
+    )
+    return y
+
+
+def _find_products(x: Tensor, dy: Tensor, side: int, pool: int = 1, winners: Tensor | None = None) -> Tensor:
+    """Sums over patches of each tap times each gradient in front of the pool, (C·N, taps + 1); the last tap is 1."""
+    dy = dy.contiguous()
+    _, height, width, columns = dy.shape
+    outputs, taps = dy[..., 0].numel(), side * side * x.shape[1]
+    programs, steps = _divide(outputs, OUTPUTS, SUMMING)
+    partial = torch.empty(programs, _tile(taps), columns, device=x.device, dtype=torch.float32)
+    _sum_products[programs, triton.cdiv(columns, COLUMNS)](
+        *(x, dy, winners, partial, outputs, columns, height, width, *_strides(x), steps),
+        *(side, x.shape[1], _tile(taps), pool, OUTPUTS, COLUMNS),
+        num_warps=WARPS,
+    )
+    return partial.sum(0, dtype=torch.float64).t()[:, : taps + 1]
+
+
+def _find_line(weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, orientations: int) -> Tensor:
+    """The line that batch norm is: a factor and what it adds, for each channel and orientation (2, C·N)."""
+    factor = weight * inverse
+    return torch.stack([factor, bias - mean * factor]).float().repeat_interleave(orientations, 1)
+
+
+def _find_moments(x: Tensor, side: int) -> tuple[Tensor, Tensor, int]:
+    """Sums of the taps of all patches, and of their products, in float64: (taps,) and (taps, taps). And how many."""
+    height, width = (size - side + 1 for size in x.shape[-2:])
+    taps, patches = side * side * x.shape[1], x.shape[0] * height * width
+    tile = _tile(taps)
+    programs, steps = _divide(patches, PATCHES, SUMMING)
+    partial = torch.empty(programs, tile, tile, device=x.device, dtype=torch.float32)
+    _sum_moments[programs,](
+        *(x, partial, patches, height, width, *_strides(x), steps, side, x.shape[1], tile, PATCHES), num_warps=WARPS
+    )
+    moments = partial.sum(0, dtype=torch.float64)
+    return moments[taps, :taps], moments[:taps, :taps], patches
+
+
+def _flatten(kernels: Tensor, x: Tensor) -> Tensor:
+    """Kernels (C·N, C', k, k) as taps (C·N, k·k·C') in the precision of the images."""
+    return kernels.permute(0, 2, 3, 1).flatten(1).to(x.dtype).contiguous()
+
+
+def _unflatten(flat: Tensor, like: Tensor) -> Tensor:
+    channels, side, _ = like.shape[1:]
+    return torch.unflatten(flat, 1, (side, side, channels)).permute(0, 3, 1, 2).to(like.dtype)
+
+
+def _strides(x: Tensor) -> tuple[int, int, int, int]:
+    """Of images, rows, columns and channels."""
+    image, channel, row, column = x.stride()
+    return image, row, column, channel
+
+
+def _tile(taps: int) -> int:
+    return int(triton.next_power_of_2(taps + 1))
+
+
+def _divide(rows: int, of_a_tile: int, among: int) -> tuple[int, int]:
+    """How many programs, and how many tiles each of them works on."""
+    tiles = triton.cdiv(rows, of_a_tile)
+    steps = triton.cdiv(tiles, among)
+    return triton.cdiv(tiles, steps), steps

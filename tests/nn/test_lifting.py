@@ -1,0 +1,179 @@
+"""Lifting, batch norm, ReLU and pooling in one pass, against the layers; interpreted where there is no GPU."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import rotopath as rp
+from rotopath.nn import fused, gpu
+
+pytest.importorskip("triton")
+from rotopath.nn import lifting
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
+if DEVICE.type == "cuda":  # Triton's interpreter multiplies no matrices of them
+    TOLERANCE[torch.bfloat16] = 3e-2
+
+
+def images(shape: tuple[int, ...], seed: int, dtype: torch.dtype, channels_last: bool = False) -> Tensor:
+    x = torch.rand(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+    return x.to(memory_format=torch.channels_last) if channels_last else x
+
+
+def kernels_of(columns: int, channels: int, side: int, seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """In float32, and in float64 what they are in a lesser precision."""
+    kernels = torch.randn(columns, channels, side, side, generator=torch.Generator().manual_seed(seed)) / side
+    kernels = kernels.to(DEVICE)
+    return kernels.requires_grad_(), kernels.detach().to(dtype).double().requires_grad_()
+
+
+def norm_of(channels: int, dtype: torch.dtype = torch.float32) -> rp.nn.GroupBatchNorm2d:
+    norm = rp.nn.GroupBatchNorm2d(channels, momentum=0.3).to(DEVICE, dtype)
+    with torch.no_grad():
+        norm.weight.copy_(torch.linspace(0.5, 1.5, channels))
+        norm.weight[1::2] *= -1  # turns features upside down
+        norm.bias.copy_(torch.linspace(0.5, -0.5, channels))
+    return norm
+
+
+def one_after_another(x: Tensor, kernels: Tensor, norm: nn.Module, pool: int) -> Tensor:
+    lifted = nn.functional.conv2d(x.double(), kernels).unflatten(1, (norm.num_features, -1))
+    return rp.nn.GroupMaxPool2d(pool)(norm(lifted).relu())
+
+
+def assert_close(got: Tensor, expected: Tensor, tolerance: float) -> None:
+    scale = expected.abs().max().clamp(min=1e-3)
+    torch.testing.assert_close(got.double() / scale, expected / scale, atol=tolerance, rtol=0)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    batch=st.integers(1, 3),
+    read=st.integers(1, 4),
+    channels=st.integers(1, 20),
+    n=st.sampled_from([1, 2, 3, 8]),
+    side=st.sampled_from([1, 3, 5]),
+    outputs=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    pool=st.integers(1, 3),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    channels_last=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_one_pass_gives_what_the_layers_give(
+    batch: int,
+    read: int,
+    channels: int,
+    n: int,
+    side: int,
+    outputs: tuple[int, int],
+    pool: int,
+    dtype: torch.dtype,
+    channels_last: bool,
+    seed: int,
+) -> None:
+    height, width = (size * pool + side - 1 for size in outputs)
+    if batch * n * outputs[0] * outputs[1] * pool**2 < 8:
+        return  # too few values for a variance that rounding leaves alone
+    x = images((batch, read, height, width), seed, dtype, channels_last)
+    kernels, exact = kernels_of(channels * n, read, side, seed, dtype)
+    norm, reference = norm_of(channels), norm_of(channels, torch.float64)
+    y, expected = lifting.lift_norm_relu_pool(x, kernels, norm, pool), one_after_another(x, exact, reference, pool)
+    assert y.shape == expected.shape
+    assert y.dtype == dtype
+    assert y.permute(0, 3, 4, 1, 2).is_contiguous()
+    torch.testing.assert_close(y.double(), expected, atol=2 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(y)
+    y.backward(dy)
+    expected.backward(dy.double())
+    deviation = reference.running_var.sqrt().clamp(max=1).repeat_interleave(n).view(-1, 1, 1, 1)
+    assert_close(kernels.grad * deviation, exact.grad * deviation, 1e-3)
+    assert_close(norm.weight.grad, reference.weight.grad, 1e-3)
+    assert_close(norm.bias.grad, reference.bias.grad, 1e-3)
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        got, value = getattr(norm, name).double(), getattr(reference, name).double()
+        torch.testing.assert_close(got, value, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_tiles_go_on_where_others_end(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several programs, of several tiles each, the last of which are empty."""
+    monkeypatch.setattr(lifting, "PROGRAMS", 3)
+    monkeypatch.setattr(lifting, "SUMMING", 3)
+    monkeypatch.setattr(lifting, "OUTPUTS", 16)
+    monkeypatch.setattr(lifting, "PATCHES", 16)
+    x = images((2, 3, 18, 22), 0, dtype)
+    kernels, exact = kernels_of(17 * 8, 3, 5, 0, dtype)
+    norm, reference = norm_of(17), norm_of(17, torch.float64)
+    y, expected = lifting.lift_norm_relu_pool(x, kernels, norm, 2), one_after_another(x, exact, reference, 2)
+    torch.testing.assert_close(y.double(), expected, atol=2 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    y.backward(dy := torch.randn_like(y))
+    expected.backward(dy.double())
+    assert_close(kernels.grad, exact.grad, 1e-3)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_lifting_alone_is_a_convolution(dtype: torch.dtype) -> None:
+    x = images((2, 3, 9, 12), 0, dtype)
+    kernels, exact = kernels_of(40, 3, 5, 0, dtype)
+    y, expected = lifting.lift(x, kernels, 8), nn.functional.conv2d(x.double(), exact).unflatten(1, (5, 8))
+    torch.testing.assert_close(y.double(), expected, atol=2 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    y.backward(dy := torch.randn_like(y))
+    expected.backward(dy.double())
+    assert_close(kernels.grad, exact.grad, 1e-3)
+
+
+def test_in_evaluation_running_statistics_count() -> None:
+    x = images((2, 3, 10, 12), 0, torch.float32)
+    kernels, exact = kernels_of(24, 3, 3, 0, torch.float32)
+    norm, reference = norm_of(3).eval(), norm_of(3, torch.float64).eval()
+    for layer in (norm, reference):
+        layer.running_mean.copy_(torch.tensor([0.1, -0.2, 0.3]))
+        layer.running_var.copy_(torch.tensor([0.5, 1.0, 2.0]))
+    with torch.no_grad():
+        got, expected = lifting.lift_norm_relu_pool(x, kernels, norm, 2), one_after_another(x, exact, reference, 2)
+    torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("build", [rp.models.nuclei, rp.models.tumor])
+@pytest.mark.parametrize("training", [True, False])
+def test_networks_give_the_same_either_way(
+    build: type[nn.Module], training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answers(fuse: bool) -> list[Tensor]:
+        monkeypatch.setattr(fused, "can_lift", lambda x, *_: fuse and x.ndim == 4)
+        torch.manual_seed(0)
+        net = build(orientations=2).to(DEVICE).train(training)
+        y = net(torch.rand(2, 3, net.architecture.input_px, net.architecture.input_px, device=DEVICE))
+        if not training:
+            return [y.detach()]
+        (y * torch.randn(y.shape, device=DEVICE)).sum().backward()
+        return [y, *(parameter.grad for parameter in net.parameters()), *net.buffers()]
+
+    for got, expected in zip(answers(fuse=True), answers(fuse=False), strict=True):
+        assert_close(got, expected.double(), 1e-3)
+
+
+def test_what_is_no_number_is_not_hidden() -> None:
+    x = images((2, 3, 8, 8), 0, torch.float32)
+    x[0, 0, 0, 0] = torch.nan
+    kernels, _ = kernels_of(8, 3, 3, 0, torch.float32)
+    assert lifting.lift_norm_relu_pool(x, kernels, norm_of(2), 2).isnan().all()
+
+
+def test_what_cannot_be_lifted_goes_through_the_layer() -> None:
+    x = images((1, 3, 12, 12), 0, torch.bfloat16)
+    assert gpu.can_lift(x, rp.nn.LiftConv2d(3, 4, 5, 8, bias=False))
+    assert not gpu.can_lift(x.float(), rp.nn.LiftConv2d(3, 4, 5, 8, bias=False))
+    assert not gpu.can_lift(x.clone().requires_grad_(), rp.nn.LiftConv2d(3, 4, 5, 8, bias=False))
+    for other in (
+        rp.nn.LiftConv2d(3, 4, 5, 8),
+        rp.nn.LiftConv2d(3, 4, 5, 8, bias=False, padding=2),
+        rp.nn.LiftConv2d(3, 4, 5, 8, bias=False, dilation=2),
+        rp.nn.LiftConv2d(3, 4, 7, 8, bias=False),  # 147 numbers under it
+        rp.nn.LiftConv2d(3, 6, 5, 8, bias=False, groups=3),
+    ):
+        assert not gpu.can_lift(x, other)
+    assert not fused.can_lift(x.cpu(), rp.nn.LiftConv2d(3, 4, 5, 8, bias=False), rp.nn.GroupBatchNorm2d(4), nn.ReLU())
