@@ -22,16 +22,18 @@ from rotopath.runs import RunError
 POINT = {"threshold": 0.375}
 
 
-def make_run(folder: Path, task: str, orientations: int = 4) -> Path:
+def make_run(folder: Path, task: str, orientations: int = 4, **choices: object) -> Path:
     """A finished run that was never trained, with batch norm that does something."""
     folder.mkdir(parents=True)
-    recipe = make_recipe({"task": task, "data": "nowhere", "orientations": orientations})
+    recipe = make_recipe({"task": task, "data": "nowhere", "orientations": orientations, **choices})
     network = runs.build(recipe)
     generator = torch.Generator().manual_seed(0)
     for module in network.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.running_mean.normal_(std=0.2, generator=generator)
             module.running_var.uniform_(0.5, 2, generator=generator)
+    for parameter in network.project.parameters():
+        nn.init.uniform_(parameter, 0.5, 1.5, generator=generator)
     runs.write_text(folder / runs.RECIPE, write_recipe(recipe))
     runs.write_json(folder / runs.POINT, POINT)
     runs.write_json(folder / runs.PROVENANCE, {"seed": 0})
@@ -107,6 +109,18 @@ def test_a_segmentation_model_does_not_pass_for_a_classifier(trained: Callable[[
     for images in (torch.rand(1, 3, 44, 60), (torch.rand(2, 3, 60, 60) * 255).byte()):
         with torch.no_grad():
             torch.testing.assert_close(model(images), network(images), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("to", ["onnx", "torchscript", "torch"])
+@pytest.mark.parametrize("projection", ["attention", "fourier"])
+def test_learned_projections_are_exported(tmp_path: Path, projection: str, to: str) -> None:
+    """Exports check themselves against the network."""
+    if to == "onnx":
+        pytest.importorskip("onnxruntime")
+    run = make_run(tmp_path / "run", "nuclei", projection=projection, reflections=to == "onnx")
+    assert rp.load(run).network.project.mode == projection
+    place = export(run, to, tmp_path / "model")
+    assert (place / MODELS[to]).exists()
 
 
 def test_onnx_takes_any_batch_and_size(trained: Callable[[str], Path], tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from rotopath import group
 from rotopath.data import Augmentation
 from rotopath.models.architecture import NUCLEI, POOLINGS, PRESETS, UPSAMPLINGS
-from rotopath.recipe import Mining, Recipe, RecipeError, make_recipe, read_recipe, write_recipe
+from rotopath.nn.project import PROJECTIONS
+from rotopath.recipe import Mining, Recipe, RecipeError, changed_key, make_recipe, read_recipe, write_recipe
 from rotopath.runs import build
 
 
@@ -136,6 +137,28 @@ def test_a_recipe_knows_the_kernels_pools_and_upsampling_that_networks_know() ->
     built = build(replace(paper, **PRESETS["faithful"])).architecture
     assert built == NUCLEI.choose("faithful")
     assert build(paper).architecture == NUCLEI
+
+
+def test_a_projection_is_a_key_that_may_be_left_out(tmp_path: Path) -> None:
+    assert get_args(get_args(get_type_hints(Recipe)["projection"])[0]) == PROJECTIONS
+    path = written(tmp_path, MINIMAL)
+    recipe = read_recipe(path)
+    assert recipe.projection is None
+    assert "projection" not in write_recipe(recipe)
+    assert [build(replace(recipe, task=task)).project.mode for task in ("mitosis", "nuclei", "tumor")] == [
+        "max",
+        "max",
+        "mean",
+    ]
+    chosen = read_recipe(path, ["projection=fourier"])
+    assert build(chosen).project.mode == "fourier"
+    assert 'projection = "fourier"' in write_recipe(chosen)
+    assert changed_key(recipe, chosen) == "projection"
+    path.write_text(write_recipe(chosen))
+    assert read_recipe(path) == chosen
+    assert read_recipe(path, ["projection=false"]) == recipe
+    with pytest.raises(RecipeError, match="'projection' is 'median', where one of max, mean, attention, fourier or no"):
+        read_recipe(path, ["projection=median"])
 
 
 def test_reflections_are_a_key(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rotopath.data.augmentation import Augmentation
 from rotopath.data.batches import BATCH
@@ -43,6 +43,7 @@ class Recipe:
     kernel: Literal["bilinear", "gaussian", "harmonic"] = "bilinear"
     pooling: Literal["max", "max-blur", "rms-blur"] = "max"
     upsampling: Literal["nearest", "bilinear"] = "nearest"
+    projection: Literal["max", "mean", "attention", "fourier"] | None = None  # the paper's when left out
     reflections: bool = False  # besides orientations, in kernels
     regime: float | None = None  # of the training data: cases, fields of an organ, or a fraction; all when left out
     seed: int = 0
@@ -181,7 +182,7 @@ def _made(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
     """The value, if it is of the kind that the key wants; whole numbers do for others, and false for nothing."""
-    options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if value is False and NoneType in options:
         return None  # TOML has no word for nothing, and a change may have to take a key back
     for option in options:

@@ -151,6 +151,8 @@ def build(recipe: Recipe) -> Network:
             "upsampling": recipe.upsampling,
             "reflections": recipe.reflections,
         }
+        if recipe.projection is not None:
+            choices["projection"] = recipe.projection
         return networks[recipe.task](recipe.orientations, **choices)
 
 

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations
 import rotopath as rp
 from rotopath.models import widths
 from rotopath.models.widths import Width
+from rotopath.nn.project import PROJECTIONS
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "resnet": (lambda: ResNet18((24, 48, 48)), 33),
@@ -65,6 +66,47 @@ def test_networks_are_frozen_to_plain_ones(name: str) -> None:
     assert not any(type(module).__module__.startswith("rotopath.nn") for module in frozen.modules())
 
 
+@every_network
+@pytest.mark.parametrize("reflections", [False, True])
+@pytest.mark.parametrize("projection", ["attention", "fourier"])
+def test_networks_with_learned_projections(name: str, projection: str, reflections: bool) -> None:
+    build, size = NETWORKS[name]
+    plain = build().double()
+    net = rp.equivariant(plain, 4, projection=projection, reflections=reflections)
+    assert abs(weights(net) / weights(plain) - 1) < 0.04
+    projections = [module for module in net.modules() if isinstance(module, rp.nn.Project)]
+    assert {module.mode for module in projections} == {projection}
+    for parameter in nn.ModuleList(projections).parameters():
+        assert parameter.dtype == torch.float64
+        nn.init.normal_(parameter)
+    x = images(size)
+    assert rp.equivariance_error(net.train(), x) < 1e-10
+    if reflections:
+        assert rp.equivariance_error(net, x, 0, flip=True) < 1e-10
+    net.eval()
+    torch.testing.assert_close(rp.freeze(net)(x), net(x))
+
+
+class Outputs(nn.Module):
+    """Features of two widths, both of which are answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.project, self.second = nn.Conv2d(3, 6, 3), nn.Conv2d(6, 6, 1), nn.Conv2d(6, 10, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.project(self.first(x).relu())
+        return x, self.second(x)
+
+
+def test_each_value_has_a_projection_of_its_own() -> None:
+    net = rp.equivariant(Outputs(), 4, "channels", projection="attention")
+    assert calls(net) == ["first", "project", "project_layer", "second", "project_layer_2"]
+    found = [module.channels for module in net.modules() if isinstance(module, rp.nn.Project)]
+    assert found == [6, 10]
+    assert [y.shape[1] for y in net(torch.rand(1, 3, 12, 12))] == [6, 10]
+
+
 def test_a_whole_resnet_18_keeps_its_weights() -> None:
     plain = ResNet18()
     net = rp.equivariant(plain, 8)
@@ -104,10 +146,11 @@ def test_weights_are_counted_without_building() -> None:
     from rotopath.models.counterparts import Options
 
     for module in (DenseNet(), UNet(), ResNet18((8, 16)), Tricks()):
-        converter = Converter(module, Options(4, "bilinear", "max", "keep"))
-        chosen = converter.choose_widths("maps")
-        net = converter.write(chosen, "Net")
-        assert converter._count(chosen) == sum(weight.numel() for weight in net.parameters() if weight.ndim)
+        for projection in PROJECTIONS:
+            converter = Converter(module, Options(4, "bilinear", projection, "keep"))
+            chosen = converter.choose_widths("maps")
+            net = converter.write(chosen, "Net")
+            assert converter._count(chosen) == sum(weight.numel() for weight in net.parameters() if weight.ndim)
 
 
 # Where the projection goes.

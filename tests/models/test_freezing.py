@@ -18,6 +18,7 @@ import rotopath as rp
 from rotopath.inference import predict, predict_patches
 from rotopath.models import FrozenNetwork
 from rotopath.models.plain import BlurredPool2d, CenterCrop2d, ChannelNorm2d, OrientationPool2d, Scale2d
+from rotopath.nn.project import PROJECTIONS
 
 BUILDERS = {"mitosis": rp.models.mitosis, "nuclei": rp.models.nuclei, "tumor": rp.models.tumor}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -39,6 +40,8 @@ def settle(model: Model) -> Model:
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim == 1:
                 nn.init.uniform_(parameter, *((0.5, 1.5) if name == "weight" else (-0.5, 0.5)))
+            elif isinstance(module, rp.nn.Project):
+                nn.init.uniform_(parameter, 0.5, 1.5)
     return model.eval()
 
 
@@ -74,6 +77,29 @@ def test_frozen_networks_give_the_same_logits(name: str, orientations: int, dtyp
     assert isinstance(frozen, FrozenNetwork)
     assert not frozen.training
     assert not any(parameter.requires_grad for parameter in frozen.parameters())
+
+
+@every_network
+@pytest.mark.parametrize("reflections", [False, True])
+@pytest.mark.parametrize("projection", ["attention", "fourier"])
+def test_learned_projections_are_frozen(name: str, reflections: bool, projection: str) -> None:
+    for orientations in (1, 4):
+        net = settle(BUILDERS[name](orientations, projection=projection, reflections=reflections).double())
+        frozen = rp.freeze(net)
+        x = torch.rand(2, 3, net.receptive_field, net.receptive_field, dtype=torch.float64)
+        assert difference(frozen, net, x) < 1e-12
+        assert is_plain(frozen)
+        if orientations == 4:
+            nn.init.zeros_(next(net.project.parameters()))
+            assert difference(frozen, net, x) > 1e-6, "the weights of the projection count"
+
+
+def test_a_projection_of_other_orientations_is_not_frozen() -> None:
+    model = nn.Sequential(rp.nn.LiftConv2d(3, 2, 3, 4), rp.nn.Project("fourier", 2, 8))
+    with pytest.raises(
+        ValueError, match=r"freeze cannot carry over '_?1'.*: Project has 8 orientations, but is given 4"
+    ):
+        rp.freeze(model)
 
 
 @every_network
@@ -436,7 +462,7 @@ class Chance(nn.Module):
         self.blocks = blocks
         self.lift = rp.nn.LiftConv2d(3, c, 3, n, padding=1)
         self.layers = nn.ModuleList(layers[block]() for block in blocks)
-        self.project = rp.nn.Project(projection)
+        self.project = rp.nn.Project(projection, c, n)
         self.head = nn.Conv2d(c, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -455,7 +481,7 @@ class Chance(nn.Module):
 @given(
     blocks=st.lists(st.sampled_from(BLOCKS), max_size=6),
     orientations=st.integers(1, 5),
-    projection=st.sampled_from(["max", "mean"]),
+    projection=st.sampled_from(PROJECTIONS),
     seed=st.integers(0, 1000),
 )
 def test_modules_of_chance(blocks: list[str], orientations: int, projection: str, seed: int) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import rotopath as rp
 from rotopath.models import ARCHITECTURES, Architecture, Network
@@ -236,6 +236,8 @@ CHOICES = [
     {"kernel": "harmonic", "upsampling": "bilinear"},
     {"pooling": "max-blur"},
     {"preset": "faithful", "pooling": "max"},
+    {"projection": "attention"},
+    {"projection": "fourier", "preset": "faithful"},
 ]
 
 
@@ -244,6 +246,8 @@ CHOICES = [
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 def test_networks_of_any_choice_turn_exactly(name: str, choices: dict[str, str], training: bool) -> None:
     net = BUILDERS[name](4, **choices).train(training)
+    for parameter in net.project.parameters():
+        nn.init.normal_(parameter)
     x = rp.evaluation.smooth_images(8, net.receptive_field)
     assert rp.equivariance_error(net, x) < 1e-5
     wide = torch.rand(2, 3, net.receptive_field, net.receptive_field + net.architecture.size_step)
@@ -261,6 +265,24 @@ def test_choices_reach_the_layers() -> None:
     assert repr(paper.pools[0]) == "GroupMaxPool2d(2, stride=2, padding=0)"
     assert paper.up.mode == "nearest"
     assert rp.models.nuclei(4, preset="faithful", kernel="bilinear").stages[0].conv.kernel == "bilinear"
+    assert repr(rp.models.nuclei(4, projection="fourier").project) == "Project('fourier', 16, orientations=4)"
+    assert [build(4).project.mode for build in BUILDERS.values()] == ["max", "max", "mean"]
+
+
+@every_network
+@pytest.mark.parametrize("reflections", [False, True])
+@pytest.mark.parametrize(("projection", "more"), [("attention", 16), ("fourier", 64)])
+def test_projections_add_few_weights_and_change_no_others(
+    name: str, reflections: bool, projection: str, more: int
+) -> None:
+    """At the start they all are the mean over the same features."""
+    torch.manual_seed(0)
+    plain = BUILDERS[name](8, projection="mean", reflections=reflections)
+    torch.manual_seed(0)
+    net = BUILDERS[name](8, projection=projection, reflections=reflections)
+    assert count(net) == count(plain) + more == sum(net.architecture.weights(8))
+    x = torch.rand(1, 3, net.receptive_field, net.receptive_field)
+    torch.testing.assert_close(net.eval()(x), plain.eval()(x))
 
 
 @pytest.mark.parametrize(
@@ -269,6 +291,7 @@ def test_choices_reach_the_layers() -> None:
         ({"preset": "exact"}, "tumor knows preset 'paper' or 'faithful'; got 'exact'"),
         ({"kernel": "cubic"}, "tumor knows kernel 'bilinear' or 'gaussian' or 'harmonic'; got 'cubic'"),
         ({"pooling": "min"}, "tumor knows pooling 'max' or 'max-blur' or 'rms-blur'; got 'min'"),
+        ({"projection": "min"}, "tumor knows projection 'max' or 'mean' or 'attention' or 'fourier'; got 'min'"),
         ({"upsampling": "cubic"}, "tumor knows upsampling 'nearest' or 'bilinear'; got 'cubic'"),
     ],
 )

@@ -64,6 +64,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "gelu": nn.GELU,
     "max": lambda: rp.nn.Project("max"),
     "mean": lambda: rp.nn.Project("mean"),
+    "attention": lambda: rp.nn.Project("attention", 4),
 }
 
 

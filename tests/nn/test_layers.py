@@ -139,7 +139,7 @@ def test_projection_takes_the_maximum_or_the_mean_over_orientations() -> None:
     x = torch.randn(2, 3, 8, 4, 4)
     assert torch.equal(rp.nn.Project("max")(x), x.max(dim=2).values)
     torch.testing.assert_close(rp.nn.Project("mean")(x), x.mean(dim=2))
-    with pytest.raises(ValueError, match="knows mode 'max' or 'mean'; got 'median'"):
+    with pytest.raises(ValueError, match="knows mode 'max' or 'mean' or 'attention' or 'fourier'; got 'median'"):
         rp.nn.Project("median")
 
 

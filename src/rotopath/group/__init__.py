@@ -5,6 +5,7 @@ and the sizes on which pixel grids survive a rotation. Angles run counter-clockw
 grow downwards), which is the direction of `torch.rot90(x, 1, (-2, -1))`.
 """
 
+from rotopath.group.circle import amplitude_map, find_peak
 from rotopath.group.elements import inverses, order, orientation_shift, products
 from rotopath.group.families import KERNELS
 from rotopath.group.grid import angles, check_orientations, covering_size, disc, inscribed_disc, mirror, windows
@@ -13,12 +14,14 @@ from rotopath.group.turning import apply_symmetries, flip, flip_features, rotate
 
 __all__ = [
     "KERNELS",
+    "amplitude_map",
     "angles",
     "apply_symmetries",
     "check_orientations",
     "covering_size",
     "disc",
     "effective_taps",
+    "find_peak",
     "flip",
     "flip_features",
     "group_kernels",

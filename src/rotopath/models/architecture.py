@@ -9,6 +9,7 @@ from functools import cache
 from math import log, prod, sqrt
 
 from rotopath import group
+from rotopath.nn.project import PROJECTIONS, learned_weights
 
 IMAGE_CHANNELS = 3
 POOLINGS = ("max", "max-blur", "rms-blur")
@@ -51,6 +52,7 @@ class Architecture:
             ("kernel", group.KERNELS),
             ("pooling", POOLINGS),
             ("upsampling", UPSAMPLINGS),
+            ("projection", PROJECTIONS),
             ("reflections", (False, True)),
         ):
             if getattr(self, name) not in options:
@@ -68,8 +70,10 @@ class Architecture:
         return self._channels(*self._widths(group.order(orientations, self.reflections)))
 
     def weights(self, orientations: int) -> tuple[int, ...]:
-        """Learned weights of each stage, batch norm counted in, and last those of the head."""
-        return self._weights(group.order(orientations, self.reflections), self.channels(orientations))
+        """Learned weights of each stage, batch norm counted in, and last those of projection and head."""
+        channels = self.channels(orientations)  # the same for all projections
+        *stages, head = self._weights(group.order(orientations, self.reflections), channels)
+        return *stages, channels[-1] * learned_weights(self.projection, orientations) + head
 
     def in_channels(self, stage: int, channels: tuple[int, ...]) -> int:
         """Channels that a stage reads: those of the stage before, and of its skip."""

@@ -16,13 +16,13 @@ from torch import fx, nn
 
 from rotopath import group
 from rotopath.models import widths
-from rotopath.models.counterparts import Options, build, count
+from rotopath.models.counterparts import Options, build, build_projection, count
 from rotopath.models.following import expect_no_hooks, follow, is_layer
 from rotopath.models.placing import Kind, place
 from rotopath.models.rewriting import Rewriter
 from rotopath.models.steps import Step, read_step
 from rotopath.models.widths import Channels, Width
-from rotopath.nn import Project
+from rotopath.nn.project import PROJECTIONS, learned_weights
 
 
 def equivariant(
@@ -51,7 +51,7 @@ def equivariant(
     group.check_orientations(orientations)
     _expect_choice("keep", keep, ("weights", "channels", "maps"))
     _expect_choice("kernel", kernel, group.KERNELS)
-    _expect_choice("projection", projection, ("max", "mean"))
+    _expect_choice("projection", projection, PROJECTIONS)
     _expect_choice("strides", strides, ("keep", "pool"))
     wrapped = nn.Sequential(module) if is_layer(module) else module
     converter = Converter(wrapped, Options(orientations, kernel, projection, strides, reflections))
@@ -105,13 +105,27 @@ class Converter:
             inputs, outputs = (_total(channels, chosen) for channels in (call.inputs, call.outputs))
             with _named(next(node for node, other in self.paths.items() if other == path)):
                 layers[path] = build(call.layer, call.reads, call.gives, inputs, outputs, self.options)
-        return Rewriter(self.steps, self.kinds, self.paths, layers, Project(self.options.projection)).write(name)
+        projections = {
+            node: build_projection(_total(channels, chosen), self.module, self.options)
+            for node, channels in self._projected().items()
+        }
+        return Rewriter(self.steps, self.kinds, self.paths, layers, projections).write(name)
 
     def _count(self, chosen: dict[Width, int]) -> int:
-        return sum(
+        layers = sum(
             count(c.layer, c.reads, c.gives, _total(c.inputs, chosen), _total(c.outputs, chosen), self.options)
             for c in self.calls.values()
         )
+        each = learned_weights(self.options.projection, self.options.orientations)
+        return layers + each * sum(_total(channels, chosen) for channels in self._projected().values())
+
+    def _projected(self) -> dict[fx.Node, Channels]:
+        """Features that plain steps read."""
+        return {
+            node: self.channels[node] or ()
+            for node, kind in self.kinds.items()
+            if kind is Kind.FEATURES and any(self.kinds[user] is Kind.PLAIN for user in node.users)
+        }
 
     def _follow_channels(self, node: fx.Node, step: Step) -> Channels | None:
         read = [each for each in node.all_input_nodes if self.kinds[each] is not Kind.NUMBER]

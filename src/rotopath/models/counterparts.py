@@ -25,6 +25,7 @@ from rotopath.nn import (
     GroupNorm2d,
     GroupUpsample2d,
     LiftConv2d,
+    Project,
 )
 
 
@@ -63,6 +64,11 @@ def build(layer: nn.Module, reads: Kind, gives: Kind, inputs: int, outputs: int,
         case nn.Dropout2d():
             return GroupDropout2d(layer.p, layer.inplace)
     return _build_plain(layer, inputs, outputs)
+
+
+def build_projection(channels: int, module: nn.Module, options: Options) -> Project:
+    """The way out, with weights where those of the module are."""
+    return Project(options.projection, channels or None, options.orientations, options.reflections, **_place(module))
 
 
 def count(layer: nn.Module, reads: Kind, gives: Kind, inputs: int, outputs: int, options: Options) -> int:

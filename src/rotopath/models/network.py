@@ -28,6 +28,7 @@ class Choices(TypedDict, total=False):
     kernel: str
     pooling: str
     upsampling: str
+    projection: str
     reflections: bool
 
 
@@ -66,7 +67,7 @@ class Network(nn.Module):
         self.pools = nn.ModuleList(_build_pool(architecture, stage) for stage in architecture.stages)
         if any(stage.skip is not None for stage in architecture.stages):
             self.up = GroupUpsample2d(UP, architecture.upsampling)
-        self.project = Project(architecture.projection)
+        self.project = Project(architecture.projection, channels[-1], orientations, architecture.reflections)
         self.head = nn.Sequential()
         self.head.add_module("conv", nn.Conv2d(channels[-1], architecture.outputs, 1, bias=not architecture.head_norm))
         if architecture.head_norm:

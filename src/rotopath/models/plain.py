@@ -11,6 +11,7 @@ from torch.jit import is_scripting, is_tracing  # type: ignore[attr-defined]
 
 from rotopath.nn import center_crop
 from rotopath.nn.pool import root, thin_out
+from rotopath.nn.project import add_amplitudes, attend
 
 
 def is_recorded() -> bool:
@@ -19,21 +20,39 @@ def is_recorded() -> bool:
 
 
 class OrientationPool2d(nn.Module):
-    """Maximum or mean over the N orientations of each channel. (B, C·N, H, W) → (B, C, H, W)."""
+    """Projects the N orientations of each channel, as `rp.nn.Project` does. (B, C·N, H, W) → (B, C, H, W)."""
 
-    def __init__(self, orientations: int, mode: str) -> None:
+    learned: Tensor
+    waves: Tensor
+
+    def __init__(
+        self, orientations: int, mode: str, learned: Tensor | None = None, waves: Tensor | None = None
+    ) -> None:
         super().__init__()
         self.orientations = orientations
         self.mode = mode
+        self.register_buffer("learned", _copy(learned), persistent=learned is not None)
+        self.register_buffer("waves", _copy(waves), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         # Over the last axis of memory, which is fast and leaves the answer channels-last; over dim 2 it would not be.
         rows = torch.unflatten(x.permute(0, 2, 3, 1), 3, [-1, self.orientations])  # (B, H, W, C, N), a view
-        pooled = rows.amax(dim=4) if self.mode == "max" else rows.mean(dim=4)
+        if self.mode == "max":
+            pooled = rows.amax(dim=4)
+        elif self.mode == "attention":
+            pooled = attend(rows, self.learned)
+        elif self.mode == "fourier":
+            pooled = add_amplitudes(rows, self.waves, self.learned)
+        else:
+            pooled = rows.mean(dim=4)
         return pooled.permute(0, 3, 1, 2)
 
     def extra_repr(self) -> str:
         return f"{self.orientations}, {self.mode!r}"
+
+
+def _copy(values: Tensor | None) -> Tensor:
+    return torch.ones(1) if values is None else values.clone()  # scripts want a tensor in any case
 
 
 class BlurredPool2d(nn.Module):
@@ -45,7 +64,7 @@ class BlurredPool2d(nn.Module):
         super().__init__()
         self.size, self.stride, self.padding, self.mode = size, stride, padding, mode
         self.window_stride = stride if taps is None else 1
-        self.register_buffer("taps", torch.ones(1) if taps is None else taps.clone(), persistent=False)
+        self.register_buffer("taps", _copy(taps), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.mode == "max":

@@ -101,7 +101,7 @@ def replace_group_layer(layer: nn.Module, orientations: int) -> tuple[nn.Module,
         case nn.AdaptiveMaxPool3d(output_size=(None, *size)):
             return nn.AdaptiveMaxPool2d(tuple(size)), n
         case Project():
-            return OrientationPool2d(n, layer.mode), None
+            return _plain_projection(layer, n), None
         case nn.PReLU():
             each = 1 if layer.num_parameters == 1 else n
             wide = nn.PReLU(layer.num_parameters * each)
@@ -153,6 +153,16 @@ def _plain_pool(layer: GroupMaxPool2d | GroupAvgPool2d) -> nn.Module:
     if layer.blur == 1 and mode != "rms":
         return nn.MaxPool2d(*where) if mode == "max" else nn.AvgPool2d(*where)
     return BlurredPool2d(*where, mode, layer.taps if layer.blur > 1 else None)
+
+
+def _plain_projection(layer: Project, orientations: int) -> OrientationPool2d:
+    if layer.order not in (None, orientations):
+        raise ValueError(f"{_name(layer)} has {layer.order} orientations, but is given {orientations}")
+    if layer.mode == "attention":
+        return OrientationPool2d(orientations, layer.mode, layer.sharpness.detach())
+    if layer.mode == "fourier" and layer.weight.numel():
+        return OrientationPool2d(orientations, layer.mode, layer.weight.detach(), layer.waves)
+    return OrientationPool2d(orientations, "max" if layer.mode == "max" else "mean")  # of one orientation all are alike
 
 
 def _plain_group_norm(layer: GroupNorm2d, orientations: int) -> nn.GroupNorm:

@@ -3,6 +3,7 @@
 In: the steps of the plain network, what kind of value each gives, and the layers to call. Out: a graph module.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -26,14 +27,16 @@ class Rewriter:
         kinds: dict[fx.Node, Kind],
         paths: dict[fx.Node, str],
         layers: dict[str, nn.Module],
-        project: Project,
+        projections: dict[fx.Node, Project],
     ) -> None:
         self.steps = steps
         self.kinds = kinds
         self.paths = paths
         taken = {path.partition(".")[0] for path in layers}
-        self.project = next(name for name in ("project", "project_layer", "_project") if name not in taken)
-        self.layers: dict[str, Any] = {**layers, self.project: project}
+        name = next(name for name in ("project", "project_layer", "_project") if name not in taken)
+        names = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(2)))
+        self.projections = dict(zip(projections, (each for each in names if each not in taken), strict=False))
+        self.layers: dict[str, Any] = {**layers, **{self.projections[node]: projections[node] for node in projections}}
         self.graph = fx.Graph()
         self.values: dict[fx.Node, Any] = {}
         self.projected: dict[fx.Node, fx.Node] = {}
@@ -41,8 +44,8 @@ class Rewriter:
     def write(self, name: str) -> fx.GraphModule:
         for node, step in self.steps.items():
             self.values[node] = self._write(node, step)
-            if self.kinds[node] is Kind.FEATURES and any(self.kinds[user] is Kind.PLAIN for user in node.users):
-                self.projected[node] = self.graph.call_module(self.project, (self.values[node],))
+            if node in self.projections:
+                self.projected[node] = self.graph.call_module(self.projections[node], (self.values[node],))
         for new in reversed(self.graph.nodes):
             if new.target == "size" and not new.users:
                 self.graph.erase_node(new)  # nobody asked for it

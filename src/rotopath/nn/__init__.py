@@ -8,7 +8,7 @@ from rotopath.nn.dropout import GroupDropout2d
 from rotopath.nn.join import center_crop, concatenate
 from rotopath.nn.norm import GroupBatchNorm2d, GroupLayerNorm2d, GroupNorm2d
 from rotopath.nn.pool import GroupAvgPool2d, GroupMaxPool2d
-from rotopath.nn.project import Project
+from rotopath.nn.project import Project, orientation_field
 from rotopath.nn.upsample import GroupUpsample2d
 
 __all__ = [
@@ -24,4 +24,5 @@ __all__ = [
     "Project",
     "center_crop",
     "concatenate",
+    "orientation_field",
 ]

@@ -22,7 +22,7 @@ def image(x: Tensor, layer: nn.Module, channels: int) -> None:
     _channels(x, layer, channels, " It seems to be (B, H, W, C): x.permute(0, 3, 1, 2)." if seems_channels_last else "")
 
 
-def features(x: Tensor, layer: nn.Module, channels: int | None = None, orientations: int | None = None) -> None:
+def features(x: Tensor, layer: nn.Module | str, channels: int | None = None, orientations: int | None = None) -> None:
     """SE(2) features (B, C, N, H, W); channels and orientations are checked where the layer fixes them."""
     _tensor(x, layer)
     if x.ndim != 5:
@@ -72,7 +72,7 @@ def choice(layer: nn.Module, options: tuple[object, ...], **argument: object) ->
             raise ValueError(f"{_name(layer)} knows {name} {' or '.join(map(repr, options))}; got {value!r}.")
 
 
-def _tensor(x: object, layer: nn.Module) -> None:
+def _tensor(x: object, layer: nn.Module | str) -> None:
     if not isinstance(x, Tensor):
         raise ValueError(f"{_name(layer)} takes a torch.Tensor, but got {type(x).__name__}; convert it first.")
     if not x.is_floating_point():
@@ -81,14 +81,16 @@ def _tensor(x: object, layer: nn.Module) -> None:
         )
 
 
-def _channels(x: Tensor, layer: nn.Module, channels: int, hint: str = "") -> None:
+def _channels(x: Tensor, layer: nn.Module | str, channels: int, hint: str = "") -> None:
     if x.shape[1] != channels:
         raise ValueError(
             f"{_name(layer)} was built for {channels} input channels, but got {x.shape[1]} in {_shape(x)}.{hint}"
         )
 
 
-def _name(layer: nn.Module) -> str:
+def _name(layer: nn.Module | str) -> str:
+    if isinstance(layer, str):
+        return layer
     name: str = layer._get_name()  # type: ignore[no-untyped-call]
     return name
 
