@@ -40,7 +40,16 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "ReLU": nn.ReLU,
     "Project max": lambda: rp.nn.Project("max"),
     "Project mean": lambda: rp.nn.Project("mean"),
+    "Project attention": lambda: _learned(rp.nn.Project("attention", 4)),
+    "Project fourier": lambda: _learned(rp.nn.Project("fourier", 4, N)),
 }
+
+
+def _learned(project: nn.Module) -> nn.Module:
+    """With weights as if it had been trained: at the start it is the mean."""
+    for parameter in project.parameters():
+        nn.init.normal_(parameter)
+    return project
 
 
 def measure(name: str, build: Callable[[], nn.Module], x: Tensor) -> dict[str, str]:

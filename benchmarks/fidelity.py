@@ -3,7 +3,8 @@
     .venv/bin/python benchmarks/fidelity.py [cuda]
 
 Smooth random images, untrained weights, the median of nine draws. Two layers are a lifting and a group convolution;
-a pool comes between them, behind a ReLU. escnn, where it is installed, is measured in the same run on the same images.
+a pool comes between them, behind a ReLU, and a projection behind them, behind another. escnn, where it is installed, is
+measured in the same run on the same images.
 """
 
 import math
@@ -43,6 +44,15 @@ BETWEEN: dict[str, Callable[[], nn.Module]] = {
     "GroupUpsample2d(2, mode='bilinear')": lambda: rp.nn.GroupUpsample2d(2, mode="bilinear"),
 }
 ESCNN_BETWEEN = {"nothing": "", "PointwiseMaxPool(2)": "max", "PointwiseMaxPoolAntialiased(2)": "smooth max"}
+LEARNED: dict[str, tuple[str, float]] = {  # projections, and weights that training might have given them
+    "max": ("max", 0.0),
+    "mean": ("mean", 0.0),
+    "attention, sharpness 1": ("attention", 1.0),
+    "attention, sharpness 4": ("attention", 4.0),
+    "attention, sharpness 16": ("attention", 16.0),
+    "fourier, weights 0.5": ("fourier", 0.5),
+    "fourier, weights 2": ("fourier", 2.0),
+}
 FREQUENCIES = (0.0, 0.125, 0.25, 0.375, 0.5)  # in cycles a pixel; the last is the highest that pixels can carry
 NETWORKS: dict[str, dict[str, Any]] = {
     "paper": {},
@@ -57,6 +67,30 @@ def two_layers(kernel: str, size: int, orientations: int, between: Callable[[], 
     lift = rp.nn.LiftConv2d(3, CHANNELS, size, orientations, **options)  # type: ignore[arg-type]
     conv = rp.nn.GroupConv2d(CHANNELS, CHANNELS, size, orientations, **options)  # type: ignore[arg-type]
     return nn.Sequential(lift, *([] if between is None else [nn.ReLU(), between()]), conv)
+
+
+def two_layers_projected(kernel: str, orientations: int, project: Callable[[], nn.Module]) -> nn.Module:
+    layers = two_layers(kernel, 5, orientations, nn.Identity)
+    return nn.Sequential(*layers.children(), nn.ReLU(), project())
+
+
+def learned_projection(mode: str, learned: float) -> nn.Module:
+    project = rp.nn.Project(mode, CHANNELS, 8)
+    for parameter in project.parameters():
+        nn.init.constant_(parameter, learned)
+    return project
+
+
+class Amplitude(nn.Module):
+    """Of a single frequency along θ, of which a projection weighs the slower ones."""
+
+    def __init__(self, frequency: int) -> None:
+        super().__init__()
+        self.frequency = frequency
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves: Tensor = torch.fft.rfft(x, dim=2)
+        return waves[:, :, self.frequency].abs()
 
 
 class Escnn(nn.Module):
@@ -137,6 +171,23 @@ def measure_layers_between(x: Tensor) -> list[dict[str, object]]:
     return rows
 
 
+def off_grid(orientations: int, project: Callable[[], nn.Module], x: Tensor) -> dict[str, str]:
+    return {
+        f"{kernel}, {angle:g}°": error(partial(two_layers_projected, kernel, orientations, project), x, angle)
+        for kernel in ("bilinear", "harmonic")
+        for angle in (45.0, 22.5, 11.25)
+    }
+
+
+def measure_projections(x: Tensor) -> list[dict[str, object]]:
+    return [{"projection": name, **off_grid(8, partial(learned_projection, *how), x)} for name, how in LEARNED.items()]
+
+
+def measure_frequencies(x: Tensor) -> list[dict[str, object]]:
+    places = [(n, k) for n in (8, 16) for k in range(1, n // 2 + 1)]
+    return [{"N": n, "k": k, **off_grid(n, partial(Amplitude, k), x)} for n, k in places]
+
+
 def measure_response(size: int = 5, orientations: int = 16) -> list[dict[str, object]]:
     """The power that white base weights have at each frequency along the kernel's own axis, in parts of that at 0."""
     rows: list[dict[str, object]] = []
@@ -182,6 +233,8 @@ def main(device: str = "cpu") -> None:
     x = smooth_images(count=2, size=64).to(device)
     record("fidelity-kernels", measure_kernels(x), device)
     record("fidelity-between", measure_layers_between(x), device)
+    record("fidelity-projections", measure_projections(x), device)
+    record("fidelity-frequencies", measure_frequencies(x), device)
     record("fidelity-response", measure_response(), device)
     record("fidelity-harmonics", describe_harmonics(), device)
     record("fidelity-networks", measure_networks(device), device)

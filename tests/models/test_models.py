@@ -271,7 +271,7 @@ def test_choices_reach_the_layers() -> None:
 
 @every_network
 @pytest.mark.parametrize("reflections", [False, True])
-@pytest.mark.parametrize(("projection", "more"), [("attention", 16), ("fourier", 64)])
+@pytest.mark.parametrize(("projection", "more"), [("attention", 16), ("fourier", 32)])
 def test_projections_add_few_weights_and_change_no_others(
     name: str, reflections: bool, projection: str, more: int
 ) -> None:

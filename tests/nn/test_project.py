@@ -102,10 +102,10 @@ def test_attention_weighs_by_a_softmax() -> None:
     assert attend(values, torch.full((1,), 2.0)).item() == pytest.approx(0.9 * math.log(3))
 
 
-@pytest.mark.parametrize(("orientations", "frequency"), [(8, 1), (8, 2), (8, 3), (5, 1), (5, 2), (16, 7)])
+@pytest.mark.parametrize(("orientations", "frequency"), [(8, 1), (8, 2), (5, 1), (4, 1), (12, 3), (16, 4)])
 def test_fourier_of_a_wave_is_its_mean_and_its_amplitude(orientations: int, frequency: int) -> None:
     project = rp.nn.Project("fourier", 1, orientations, dtype=torch.float64)
-    weights = torch.arange(1.0, orientations // 2 + 1)
+    weights = torch.arange(1.0, orientations // 4 + 1)
     project.weight.data[:] = weights
     for phase in (0.0, 0.4, 2.0):
         y = project(wave(orientations, frequency, amplitude=5.0, phase=phase, mean=-3.0))
@@ -113,16 +113,19 @@ def test_fourier_of_a_wave_is_its_mean_and_its_amplitude(orientations: int, freq
         assert y.item() == pytest.approx(-3 + float(weights[frequency - 1]) * 5, abs=0.002 * float(weights.sum()))
 
 
-def test_the_fastest_wave_counts_as_it_is() -> None:
-    project = rp.nn.Project("fourier", 1, 4, dtype=torch.float64)
-    project.weight.data[:] = torch.tensor([0.0, 1.0])
-    x = torch.tensor([5.0, 1.0, 5.0, 1.0], dtype=torch.float64).view(1, 1, 4, 1, 1)
-    assert project(x).item() == pytest.approx(3 + 2, abs=0.002)
+def test_fast_waves_do_not_count() -> None:
+    """Between two orientations their samples tell little of them."""
+    project = rp.nn.Project("fourier", 1, 8, dtype=torch.float64)
+    nn.init.ones_(project.weight)
+    for frequency in (3, 4):
+        assert project(wave(8, frequency, 5.0, 0.0, mean=2.0)).item() == pytest.approx(2, abs=1e-9)
+    for orientations in (1, 2, 3):
+        assert rp.nn.Project("fourier", 1, orientations).weight.numel() == 0
 
 
 def test_both_halves_of_reflections_count_alike() -> None:
     project = rp.nn.Project("fourier", 1, 8, reflections=True, dtype=torch.float64)
-    project.weight.data[:] = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    project.weight.data[:] = torch.tensor([1.0, 0.0])
     turns, mirrored = wave(8, 1, 3.0, 0.2, mean=1.0), wave(8, 1, 4.0, 1.9, mean=-2.0)
     for halves in ((turns, mirrored), (mirrored, turns)):
         assert project(torch.cat(halves, dim=2)).item() == pytest.approx(-0.5 + math.sqrt((9 + 16) / 2), abs=0.002)
@@ -147,7 +150,7 @@ def test_gradients_pass_gradcheck(mode: str) -> None:
     assert torch.autograd.gradcheck(project, (x,))
 
 
-@pytest.mark.parametrize(("mode", "expected"), [("max", 0), ("mean", 0), ("attention", 4), ("fourier", 16)])
+@pytest.mark.parametrize(("mode", "expected"), [("max", 0), ("mean", 0), ("attention", 4), ("fourier", 8)])
 def test_weights_are_few(mode: str, expected: int) -> None:
     for reflections in (False, True):
         project = rp.nn.Project(mode, 4, 8, reflections)
@@ -229,6 +232,7 @@ def test_mistakes_get_a_sentence() -> None:
     mean=st.floats(-5, 5),
     amplitude=st.floats(0.1, 10),
 )
+@settings(deadline=None)
 def test_the_angle_of_a_wave_is_exact(orientations: int, phase: float, mean: float, amplitude: float) -> None:
     x = wave(orientations, 1, amplitude, phase, mean)
     strength, angle = rp.nn.orientation_field(x)

@@ -5,7 +5,7 @@ and the sizes on which pixel grids survive a rotation. Angles run counter-clockw
 grow downwards), which is the direction of `torch.rot90(x, 1, (-2, -1))`.
 """
 
-from rotopath.group.circle import amplitude_map, find_peak
+from rotopath.group.circle import amplitude_map, find_peak, frequencies, line_angle
 from rotopath.group.elements import inverses, order, orientation_shift, products
 from rotopath.group.families import KERNELS
 from rotopath.group.grid import angles, check_orientations, covering_size, disc, inscribed_disc, mirror, windows
@@ -24,10 +24,12 @@ __all__ = [
     "find_peak",
     "flip",
     "flip_features",
+    "frequencies",
     "group_kernels",
     "inscribed_disc",
     "inverses",
     "lift_kernels",
+    "line_angle",
     "mirror",
     "order",
     "orientation_shift",

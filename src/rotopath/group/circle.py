@@ -1,19 +1,29 @@
 """Values at N angles around a circle: the waves that they consist of, and where they are largest.
 
 In: features whose last axis is that of orientations, mirrored ones perhaps behind the others. Out: what stays the same
-when the axis shifts, and an angle that shifts along.
+when the axis shifts, and an angle that shifts along; and the angle at which a kernel itself lies.
 """
 
 import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from rotopath.group.elements import order
+from rotopath.group.grid import check_orientations
+
+
+def frequencies(orientations: int) -> int:
+    """How many waves along θ are told apart: those that N orientations sample four times or more, k = 1 … ⌊N/4⌋.
+
+    Faster ones, up to N/2, are as exact at steps of the group, but change their amplitudes in between.
+    """
+    check_orientations(orientations)
+    return orientations // 4
 
 
 def amplitude_map(orientations: int, reflections: bool = False) -> Tensor:
-    """The map from G entries to parts of the waves of K = ⌊N/2⌋ frequencies, (G, P, K): cosines and sines.
+    """The map from G entries to parts of the waves of K frequencies along θ, (G, P, K): cosines and sines.
 
     Squares, summed over P, are squared amplitudes: a² for a cos(kθ - φ), whatever φ. A shift of the axis turns cosines
     and sines into each other, and leaves the sum. With reflections it is the mean over both halves, which a flip swaps.
@@ -21,20 +31,17 @@ def amplitude_map(orientations: int, reflections: bool = False) -> Tensor:
     >>> values = 3 * torch.cos(2 * torch.pi / 8 * torch.arange(8) - 0.7)
     >>> parts = torch.einsum("g,gpk->pk", values.double(), rp.group.amplitude_map(8))
     >>> [round(float(amplitude), 4) for amplitude in parts.square().sum(0).sqrt()]
-    [3.0, 0.0, 0.0, 0.0]
+    [3.0, 0.0]
     """
-    entries = order(orientations, reflections)
     turns = torch.arange(orientations, device="cpu")
-    frequencies = torch.arange(1, orientations // 2 + 1, device="cpu")
+    waves = torch.arange(1, frequencies(orientations) + 1, device="cpu")
     # Reduced to one turn first, so that equal angles are equal numbers.
-    angles = 2 * math.pi / orientations * (turns[:, None] * frequencies % orientations).double()  # (N, K)
-    waves = torch.stack([angles.cos(), angles.sin()], dim=1) * (2 / orientations)  # (N, 2, K)
-    if orientations % 2 == 0:
-        waves[..., -1] /= 2  # the fastest wave has no sine, and its cosine counts fully at every angle
+    angles = 2 * math.pi / orientations * (turns[:, None] * waves % orientations).double()  # (N, K)
+    parts = torch.stack([angles.cos(), angles.sin()], dim=1) * (2 / orientations)  # (N, 2, K)
     if not reflections:
-        return waves
-    mapped = waves.new_zeros(entries, 2, 2, orientations // 2)  # of which half, cosine and sine
-    mapped[:orientations, 0] = mapped[orientations:, 1] = waves / math.sqrt(2)
+        return parts
+    mapped = parts.new_zeros(2 * orientations, 2, 2, len(waves))  # of which half, cosine and sine
+    mapped[:orientations, 0] = mapped[orientations:, 1] = parts / math.sqrt(2)
     return mapped.flatten(1, 2)
 
 
@@ -63,3 +70,19 @@ def find_peak(values: Tensor, reflections: bool = False) -> tuple[Tensor, Tensor
     angle = angles.gather(-2, higher)[..., 0, 0] % (2 * math.pi)
     largest = values.amax(dim=-1)  # shares the gradient among equal ones
     return largest, torch.where(largest > values.amin(dim=-1), angle, torch.zeros_like(angle))
+
+
+def line_angle(kernel: Tensor) -> Tensor:
+    """How far the lines and edges that a kernel (..., C, S, S) looks for are turned from upright, in radians (...).
+
+    Half the angle of Σ (∂ₓk + i ∂ᵧk)², over channels and positions: from -π/2 to π/2, as lines have no direction.
+
+    >>> bar = torch.tensor([[[0.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]])
+    >>> [round(float(rp.group.line_angle(turned).rad2deg())) for turned in (bar, bar.mT, torch.eye(3)[None])]
+    [0, 90, 45]
+    """
+    around = functional.pad(kernel, (1, 1, 1, 1))
+    rightwards = around.roll(-1, -1) - around.roll(1, -1)
+    upwards = around.roll(1, -2) - around.roll(-1, -2)
+    along, between = rightwards.square() - upwards.square(), 2 * rightwards * upwards
+    return torch.atan2(between.sum((-3, -2, -1)), along.sum((-3, -2, -1))) / 2

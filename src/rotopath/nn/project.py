@@ -19,7 +19,7 @@ class Project(nn.Module):
     - "max" and "mean" over θ.
     - "attention": Σ_θ w_θ x_θ with w = softmax_θ(s_c x_θ). Each channel learns a sharpness s_c: 0, which is the mean,
       at the start; towards ∞ it is the maximum.
-    - "fourier": the mean + Σ_k u_ck a_k, with a_k the amplitude of frequency k = 1 … ⌊N/2⌋ along θ. Each channel learns
+    - "fourier": the mean + Σ_k u_ck a_k, with a_k the amplitude of frequency k = 1 … ⌊N/4⌋ along θ. Each channel learns
       a weight u_ck for each of them: 0, which is the mean, at the start.
 
     What learns has to know `channels`, and "fourier" also `orientations` and `reflections`; the others check what they
@@ -27,7 +27,7 @@ class Project(nn.Module):
 
     >>> project = rp.nn.Project("fourier", channels=16, orientations=8)
     >>> project(torch.zeros(2, 16, 8, 20, 20)).shape, project.weight.shape
-    (torch.Size([2, 16, 20, 20]), torch.Size([16, 4]))
+    (torch.Size([2, 16, 20, 20]), torch.Size([16, 2]))
     """
 
     sharpness: nn.Parameter  # of attention
@@ -111,7 +111,7 @@ class Project(nn.Module):
 
 def learned_weights(mode: str, orientations: int) -> int:
     """How many weights a projection has for each channel; reflections do not count."""
-    return {"attention": 1, "fourier": orientations // 2}.get(mode, 0)
+    return {"attention": 1, "fourier": group.frequencies(orientations)}.get(mode, 0)
 
 
 def attend(rows: Tensor, sharpness: Tensor) -> Tensor:
