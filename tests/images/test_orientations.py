@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rotopath.images import draw_orientations
-from rotopath.images.orientations import SCALE
+from rotopath.images.orientations import SCALE, draw_orientations
 
 GREY = np.full((12, 12, 3), 128, dtype=np.uint8)
 

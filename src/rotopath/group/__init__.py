@@ -5,7 +5,7 @@ and the sizes on which pixel grids survive a rotation. Angles run counter-clockw
 grow downwards), which is the direction of `torch.rot90(x, 1, (-2, -1))`.
 """
 
-from rotopath.group.circle import amplitude_map, find_peak, frequencies, line_angle
+from rotopath.group.circle import amplitude_map, describe_line, find_peak, frequencies, line_angle
 from rotopath.group.elements import inverses, order, orientation_shift, products
 from rotopath.group.families import KERNELS
 from rotopath.group.grid import angles, check_orientations, covering_size, disc, inscribed_disc, mirror, windows
@@ -19,6 +19,7 @@ __all__ = [
     "apply_symmetries",
     "check_orientations",
     "covering_size",
+    "describe_line",
     "disc",
     "effective_taps",
     "find_peak",

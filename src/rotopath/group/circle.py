@@ -86,3 +86,13 @@ def line_angle(kernel: Tensor) -> Tensor:
     upwards = around.roll(1, -2) - around.roll(-1, -2)
     along, between = rightwards.square() - upwards.square(), 2 * rightwards * upwards
     return torch.atan2(between.sum((-3, -2, -1)), along.sum((-3, -2, -1))) / 2
+
+
+def describe_line(angle: float) -> tuple[float, float, float]:
+    """Of a line turned by so many radians from upright: the part of half a turn, and how far it leans right and up.
+
+    >>> [round(each, 3) for each in rp.group.describe_line(1.25 * torch.pi)]
+    [0.25, -0.707, 0.707]
+    """
+    turn = angle % math.pi
+    return turn / math.pi, -math.sin(turn), math.cos(turn)

@@ -8,7 +8,6 @@ from rotopath.images.files import (
     resample,
     spacing_um_px,
 )
-from rotopath.images.orientations import draw_orientations
 from rotopath.images.slides import Slide, open_slide
 from rotopath.images.stain import macenko
 from rotopath.images.tissue import Tissue, find_tissue
@@ -18,7 +17,6 @@ __all__ = [
     "Tissue",
     "UnreadableFileError",
     "UnreadableImageError",
-    "draw_orientations",
     "find_tissue",
     "macenko",
     "open_slide",

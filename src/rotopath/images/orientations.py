@@ -4,11 +4,12 @@ In: an image, and the strength and angle of each of its pixels, or of those in i
 """
 
 import colorsys
-import math
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageEnhance
+
+from rotopath import group
 
 SCALE = 4  # pixels of the picture for one of the image
 FINENESS = 2  # strokes are drawn larger by this, and made smaller again, for smooth lines
@@ -39,11 +40,11 @@ def draw_orientations(
         length = min(strength[row, column] / largest, 1.0) if largest > 0 else 0.0
         if length < FAINTEST:
             continue
-        turn = (float(angle[row, column]) + own_angle) % math.pi
+        part, right, up = group.describe_line(float(angle[row, column]) + own_angle)
         reach = length * every_px * scale / 2
         x, y = (left + column + 0.5) * scale, (top + row + 0.5) * scale
-        across, up = -math.sin(turn) * reach, math.cos(turn) * reach
-        pen.line((x - across, y + up, x + across, y - up), fill=_colour(turn), width=max(2, round(0.7 * scale)))
+        ends = (x - reach * right, y + reach * up, x + reach * right, y - reach * up)
+        pen.line(ends, fill=_colour(part), width=max(2, round(0.7 * scale)))
     return picture.resize((image.shape[1] * SCALE, image.shape[0] * SCALE), Image.Resampling.BOX)
 
 
@@ -58,9 +59,9 @@ def _strongest(strength: NDArray[np.floating], every_px: int) -> list[tuple[int,
     return found
 
 
-def _colour(turn: float) -> tuple[int, int, int]:
+def _colour(part: float) -> tuple[int, int, int]:
     """Half a turn goes once around the colours."""
-    red, green, blue = colorsys.hsv_to_rgb(turn / math.pi, 0.95, 0.85)
+    red, green, blue = colorsys.hsv_to_rgb(part, 0.95, 0.85)
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
