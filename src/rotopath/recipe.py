@@ -45,6 +45,7 @@ class Recipe:
     upsampling: Literal["nearest", "bilinear"] = "nearest"
     projection: Literal["max", "mean", "attention", "fourier"] | None = None  # the paper's when left out
     reflections: bool = False  # besides orientations, in kernels
+    widths_of: int | None = None  # channels as with so many orientations; as many weights as N = 1 when left out
     regime: float | None = None  # of the training data: cases, fields of an organ, or a fraction; all when left out
     seed: int = 0
     epochs: int = 20  # at most
@@ -71,6 +72,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_orientations(self.orientations)
+        if self.widths_of is not None:
+            check_orientations(self.widths_of)
         for name in ("epochs", "steps", "patience", "validation_steps", "checkpoint_steps", "devices", "nodes"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         for name in ("seed", "workers", "momentum", "weight_decay"):

@@ -150,6 +150,7 @@ def build(recipe: Recipe) -> Network:
             "pooling": recipe.pooling,
             "upsampling": recipe.upsampling,
             "reflections": recipe.reflections,
+            "widths_of": recipe.widths_of,
         }
         if recipe.projection is not None:
             choices["projection"] = recipe.projection

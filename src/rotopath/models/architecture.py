@@ -46,6 +46,7 @@ class Architecture:
     pooling: str = "max"
     upsampling: str = "nearest"
     reflections: bool = False  # channels are then those of 2N orientations, which have as many weights
+    widths_of: int | None = None  # orientations that have these channels at equal weights, if not its own
 
     def __post_init__(self) -> None:
         for name, options in (
@@ -58,8 +59,10 @@ class Architecture:
             if getattr(self, name) not in options:
                 known = " or ".join(map(repr, options))
                 raise ValueError(f"{self.name} knows {name} {known}; got {getattr(self, name)!r}.")
+        if self.widths_of is not None:
+            group.check_orientations(self.widths_of)
 
-    def choose(self, preset: str = "paper", **choices: str | bool) -> "Architecture":
+    def choose(self, preset: str = "paper", **choices: str | bool | int | None) -> "Architecture":
         """The same table with the kernels, pooling and up-sampling of a preset, or with single choices."""
         if preset not in PRESETS:
             raise ValueError(f"{self.name} knows preset {' or '.join(map(repr, PRESETS))}; got {preset!r}.")
@@ -67,7 +70,7 @@ class Architecture:
 
     def channels(self, orientations: int) -> tuple[int, ...]:
         """Output channels of each stage."""
-        return self._channels(*self._widths(group.order(orientations, self.reflections)))
+        return self._channels(*self._widths(group.order(self.widths_of or orientations, self.reflections)))
 
     def weights(self, orientations: int) -> tuple[int, ...]:
         """Learned weights of each stage, batch norm counted in, and last those of projection and head."""

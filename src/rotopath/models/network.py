@@ -30,6 +30,7 @@ class Choices(TypedDict, total=False):
     upsampling: str
     projection: str
     reflections: bool
+    widths_of: int | None
 
 
 class Network(nn.Module):
