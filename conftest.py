@@ -8,9 +8,7 @@ import torch
 
 import rotopath
 
-collect_ignore = (
-    [] if find_spec("triton") else [f"src/rotopath/nn/{name}.py" for name in ("blurring", "kernels", "lifting")]
-)
+collect_ignore_glob = [] if find_spec("triton") else ["src/rotopath/nn/kernels/*.py"]
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels then run on the CPU, slowly; read when they are imported
 

@@ -1,6 +1,6 @@
 """How long dense inference by the tumor network takes: frozen, as it is, a plain CNN as wide, and peers.
 
-    .venv/bin/python benchmarks/inference.py [cuda] [--side 2000] [--rounds 15]
+    .venv/bin/python benchmarks/inference.py [cuda] [--side 2000] [--rounds 15] [--without compiled]
 
 One image of the size on the network's grid that is nearest to the side; in bfloat16 and float32 on a GPU, in float32 on
 the CPU. The plain CNN has its batch norm folded into its convolutions, as a frozen network has; escnn and e2cnn are
@@ -9,7 +9,7 @@ measured as they export themselves. Errors are those of all logits together agai
 
 import argparse
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -82,6 +82,7 @@ def models(network: Network, image: Tensor) -> dict[str, Callable[[], Answer]]:
             "plain CNN, replayed": lambda: replayed(plain(), image),
             "rotopath, frozen and compiled": of(compiled, frozen),
             "rotopath, frozen and replayed": lambda: replayed(frozen(), image),
+            "rotopath, replayed": lambda: replayed(copy.deepcopy(network), image),
         }
     found["rotopath"] = of(prepared, lambda: copy.deepcopy(network))
     for name, builder in ({"straightforward": straightforward} | peers()).items():
@@ -90,13 +91,15 @@ def models(network: Network, image: Tensor) -> dict[str, Callable[[], Answer]]:
 
 
 @torch.no_grad()
-def compare(network: Network, image: Tensor, rounds: int) -> list[dict[str, object]]:
+def compare(network: Network, image: Tensor, rounds: int, without: Sequence[str] = ()) -> list[dict[str, object]]:
     device, dtype = image.device.type, image.dtype
     forget_compiled(device)
     expected = copy.deepcopy(network).double()(image.double())
     answers: dict[str, Callable[[], object]] = {}
     columns: dict[str, dict[str, str]] = {}
     for name, make in models(network, image).items():
+        if any(word in name for word in without):
+            continue
 
         def start(name: str = name, make: Callable[[], Answer] = make) -> tuple[Answer, Tensor]:
             answer = make()
@@ -119,6 +122,7 @@ def main() -> None:
     parser.add_argument("--side", type=int)
     parser.add_argument("--orientations", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--without", nargs="+", default=[], help="words in the names of what is left out")
     options = parser.parse_args()
     torch.manual_seed(0)
     network = rp.models.tumor(options.orientations).to(options.device)
@@ -129,7 +133,7 @@ def main() -> None:
     rows = [
         row
         for dtype in PRECISIONS[options.device]
-        for row in compare(network, image.to(dtype, memory_format=torch.channels_last), options.rounds)
+        for row in compare(network, image.to(dtype, memory_format=torch.channels_last), options.rounds, options.without)
     ]
     record("inference", rows, options.device)
     for row in rows:

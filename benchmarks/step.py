@@ -1,6 +1,6 @@
 """How long a training step of the tumor network takes, and how much memory: rotopath, a plain CNN as wide, and peers.
 
-    .venv/bin/python benchmarks/step.py [cuda] [--batch 512 64] [--rounds 15]
+    .venv/bin/python benchmarks/step.py [cuda] [--batch 512 64] [--rounds 15] [--without compiled]
 
 A step is forward, loss, backward and SGD with momentum; in bfloat16 (autocast) on a GPU, in float32 on the CPU. All
 take turns on the same batch. Errors are those of the first logits and gradients, all together, against float64; where
@@ -9,7 +9,7 @@ one is large, and more than twice that of torch's own layers in the same precisi
 
 import argparse
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -115,7 +115,9 @@ def reference(network: Network, images: Tensor, labels: Tensor) -> list[Tensor]:
     return Training(with_torchs_layers(network).double(), images.double(), labels.double()).answers()
 
 
-def compare(network: Network, batch: int, device: str, rounds: int) -> list[dict[str, object]]:
+def compare(
+    network: Network, batch: int, device: str, rounds: int, without: Sequence[str] = ()
+) -> list[dict[str, object]]:
     forget_compiled(device)
     generator = torch.Generator().manual_seed(0)
     side = network.architecture.input_px
@@ -126,6 +128,8 @@ def compare(network: Network, batch: int, device: str, rounds: int) -> list[dict
     columns: dict[str, dict[str, str]] = {}
 
     for name, make in models(network, images).items():
+        if any(word in name for word in without):
+            continue
 
         def start(name: str = name, make: Callable[[], nn.Module] = make) -> tuple[Training, list[Tensor]]:
             training = Training(make(), images, labels)
@@ -165,13 +169,14 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+")
     parser.add_argument("--orientations", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--without", nargs="+", default=[], help="words in the names of what is left out")
     options = parser.parse_args()
     torch.manual_seed(0)
     network = rp.models.tumor(options.orientations)
     rows = [
         row
         for batch in options.batch or BATCHES[options.device]
-        for row in compare(network.to(options.device), batch, options.device, options.rounds)
+        for row in compare(network.to(options.device), batch, options.device, options.rounds, options.without)
     ]
     record("step", rows, options.device)
     check(rows)

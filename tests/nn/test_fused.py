@@ -10,7 +10,7 @@ import rotopath as rp
 from rotopath.nn import fused, gpu
 
 pytest.importorskip("triton")
-from rotopath.nn.kernels import norm_relu_pool
+from rotopath.nn.kernels.normalising import norm_relu_pool
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -10,7 +10,7 @@ import rotopath as rp
 from rotopath.nn import fused, gpu
 
 pytest.importorskip("triton")
-from rotopath.nn import lifting
+from rotopath.nn.kernels import lifting, patches
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
@@ -100,10 +100,10 @@ def test_one_pass_gives_what_the_layers_give(
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_tiles_go_on_where_others_end(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs, of several tiles each, the last of which are empty."""
-    monkeypatch.setattr(lifting, "PROGRAMS", 3)
-    monkeypatch.setattr(lifting, "SUMMING", 3)
-    monkeypatch.setattr(lifting, "OUTPUTS", 16)
-    monkeypatch.setattr(lifting, "PATCHES", 16)
+    monkeypatch.setattr(patches, "PROGRAMS", 3)
+    monkeypatch.setattr(patches, "SUMMING", 3)
+    monkeypatch.setattr(patches, "OUTPUTS", 16)
+    monkeypatch.setattr(patches, "PATCHES", 16)
     x = images((2, 3, 18, 22), 0, dtype)
     kernels, exact = kernels_of(17 * 8, 3, 5, 0, dtype)
     norm, reference = norm_of(17), norm_of(17, torch.float64)
@@ -177,3 +177,27 @@ def test_what_cannot_be_lifted_goes_through_the_layer() -> None:
     ):
         assert not gpu.can_lift(x, other)
     assert not fused.can_lift(x.cpu(), rp.nn.LiftConv2d(3, 4, 5, 8, bias=False), rp.nn.GroupBatchNorm2d(4), nn.ReLU())
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_blurred_roots_are_taken_along(dtype: torch.dtype, training: bool) -> None:
+    x = images((2, 3, 14, 16), 0, dtype)
+    kernels, exact = kernels_of(3 * 8, 3, 5, 0, dtype)
+    norm, reference = norm_of(3).train(training), norm_of(3, torch.float64).train(training)
+    pool = rp.nn.GroupAvgPool2d(2, blur=5, power=2).to(DEVICE, torch.float64)
+    with torch.set_grad_enabled(training):
+        y = lifting.lift_norm_relu_pool(x, kernels, norm, pool=2, blur=5)
+        lifted = nn.functional.conv2d(x.double(), exact).unflatten(1, (3, 8))
+        expected = pool(reference(lifted).relu())
+    torch.testing.assert_close(y.double(), expected, atol=2 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    if training:
+        y.backward(dy := torch.randn_like(y))
+        expected.backward(dy.double())
+        for got, value in (
+            (kernels.grad, exact.grad),
+            (norm.weight.grad, reference.weight.grad),
+            (norm.bias.grad, reference.bias.grad),
+            (norm.running_var, reference.running_var),
+        ):
+            assert_close(got, value, max(1e-3, TOLERANCE[dtype]))

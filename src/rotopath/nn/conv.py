@@ -167,7 +167,7 @@ class LiftConv2d(_RotatedConv2d):
     def forward(self, x: Tensor) -> Tensor:
         expect.image(x, self, self.in_channels)
         if gpu.takes(x) and gpu.can_lift(x, self):
-            from rotopath.nn import lifting
+            from rotopath.nn.kernels import lifting
 
             expect.on_grid(x, self, self.kernel_size, self.stride, self.padding)
             return lifting.lift(x.to(gpu.precision(x)), self.full_precision_kernels(x), self.order)

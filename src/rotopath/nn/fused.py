@@ -14,8 +14,10 @@ from rotopath.nn.pool import GroupAvgPool2d, GroupMaxPool2d
 
 def run_stage(x: Tensor, conv: nn.Module, norm: nn.Module, relu: nn.Module, pool: nn.Module | None = None) -> Tensor:
     """A convolution, batch norm, ReLU and a pool, in as few passes as they can be done in."""
-    if can_lift(x, conv, norm, relu) and (pool is None or type(pool) is nn.Identity or _is_plain_maximum(pool)):
-        return lift_norm_relu_pool(x, conv, norm, pool)
+    if can_lift(x, conv, norm, relu):
+        taken = pool if pool is not None and can_pool(x, pool) else None
+        x = lift_norm_relu_pool(x, conv, norm, taken)
+        return x if pool is None or taken is not None else pool_alone(x, pool)
     x = conv(x)
     if not can_fuse(x, norm, relu):
         x = relu(norm(x))
@@ -51,16 +53,18 @@ def can_pool(x: Tensor, pool: nn.Module) -> bool:
 
 
 def lift_norm_relu_pool(x: Tensor, lift: nn.Module, norm: nn.Module, pool: nn.Module | None = None) -> Tensor:
-    """Lifting, batch norm, ReLU, and a plain maximum if there is one."""
+    """Lifting, batch norm, ReLU, and a pool if there is one that can be taken along."""
     assert isinstance(lift, LiftConv2d)
     assert isinstance(norm, GroupBatchNorm2d)
-    from rotopath.nn import lifting
+    from rotopath.nn.kernels import lifting
 
     expect.image(x, lift, lift.in_channels)
     expect.on_grid(x, lift, lift.kernel_size, 1, 0)
-    size = pool.size if isinstance(pool, GroupMaxPool2d) else 1
+    assert pool is None or isinstance(pool, GroupMaxPool2d | GroupAvgPool2d)
+    size = 1 if pool is None else pool.size
     _expect_windows(size, *(side - lift.kernel_size + 1 for side in x.shape[-2:]))
-    return lifting.lift_norm_relu_pool(x.to(gpu.precision(x)), lift.full_precision_kernels(x), norm, size)
+    blur = pool.blur if isinstance(pool, GroupAvgPool2d) else 0
+    return lifting.lift_norm_relu_pool(x.to(gpu.precision(x)), lift.full_precision_kernels(x), norm, size, blur)
 
 
 def norm_relu_pool(x: Tensor, norm: nn.Module, pool: nn.Module | None = None) -> Tensor:
@@ -71,17 +75,17 @@ def norm_relu_pool(x: Tensor, norm: nn.Module, pool: nn.Module | None = None) ->
     _expect_windows(size, *x.shape[-2:])
     if not x.is_cuda:
         return cpu.norm_relu_pool(x, norm, pool=size)
-    from rotopath.nn import blurring, kernels
+    from rotopath.nn.kernels import blurring, normalising
 
     if isinstance(pool, GroupAvgPool2d):
         return blurring.norm_relu_blur(x, norm, pool)
-    return kernels.norm_relu_pool(x, norm, size)
+    return normalising.norm_relu_pool(x, norm, size)
 
 
 def pool_alone(x: Tensor, pool: nn.Module) -> Tensor:
     """What the pool gives, on a GPU in one pass where several would be slow."""
     if gpu.takes(x) and gpu.lies_well(x) and _is_blurred_root(pool):
-        from rotopath.nn import blurring
+        from rotopath.nn.kernels import blurring
 
         assert isinstance(pool, GroupAvgPool2d)
         _expect_windows(pool.size, *x.shape[-2:])

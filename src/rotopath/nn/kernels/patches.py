@@ -1,18 +1,15 @@
-"""Lifting, batch norm, ReLU and max pooling in one pass each way, in Triton.
+"""Patches of images times turned kernels, in Triton: lifting, and the sums that its gradients are made of.
 
-In: images, and kernels turned to all orientations. Out: what the four layers give one after another. What lifting gives
-is large and never reaches memory: each pass computes it again from the image. Its statistics, and the part of its
-gradient that batch norm adds, follow from the second moments of the image's patches, since lifting is linear.
+In: images, and kernels as rows of taps. Out: features as pixels by columns (channels by orientations). What lifting
+gives is large; with batch norm, ReLU and max pooling behind it in the same pass, it never reaches memory.
 """
 
 import math
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
 COLUMNS = 128  # of a tile: channels by orientations
 OUTPUTS, PATCHES = 64, 128  # of a tile, behind the pool; and of one whose moments are summed up
@@ -114,120 +111,25 @@ def _sum_products(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
     total = tl.zeros([TAPS, COLUMNS], tl.float32)
-    for step in range(steps):
-        output = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
+    for step in range(steps * S * S):  # gradients come from the cache for all but the first of a window
+        output = (tl.program_id(0) * steps + step // (S * S)) * ROWS + tl.arange(0, ROWS)
         seen = output < outputs
-        first = _place_patch(output, height, width, by_image, by_row, by_column, S)
         place = output.to(tl.int64)[:, None] * columns + column[None, :]
         both = seen[:, None] & inside[None, :]
         gradient = tl.load(dy + place, mask=both, other=0.0)
-        if winners is None:
-            rows = _load_patches(x, first, seen, by_row, by_column, by_channel, SIDE, CHANNELS, TAPS)
-            total = tl.dot(tl.trans(rows), gradient, total, input_precision="ieee")
-        else:
-            winner = tl.load(winners + place, mask=both, other=-1).to(tl.int32)
-            for i in tl.static_range(S):
-                for j in tl.static_range(S):
-                    patch = first + i * by_row + j * by_column
-                    rows = _load_patches(x, patch, seen, by_row, by_column, by_channel, SIDE, CHANNELS, TAPS)
-                    here = tl.where(winner == i * S + j, gradient, 0.0).to(x.dtype.element_ty)
-                    total = tl.dot(tl.trans(rows), here, total, input_precision="ieee")
+        if winners is not None:
+            winner = tl.load(winners + place, mask=both, other=-1)
+            gradient = tl.where(winner == step % (S * S), gradient, 0.0).to(x.dtype.element_ty)
+        first = _place_patch(output, height, width, by_image, by_row, by_column, S)
+        first += step % (S * S) // S * by_row + step % S * by_column
+        rows = _load_patches(x, first, seen, by_row, by_column, by_channel, SIDE, CHANNELS, TAPS)
+        total = tl.dot(tl.trans(rows), gradient, total, input_precision="ieee")
     tap = tl.arange(0, TAPS)
     place = (tl.program_id(0) * TAPS + tap)[:, None] * columns + column[None, :]
     tl.store(sums + place, total, mask=(tap < TAPS)[:, None] & inside[None, :])
 
 
-def lift(x: Tensor, kernels: Tensor, orientations: int) -> Tensor:
-    """Images (B, C', H, W) and kernels (C·N, C', k, k) to features (B, C, N, H, W), in the precision of the images."""
-    y: Tensor = Lift.apply(x, kernels)
-    return torch.unflatten(y, -1, (-1, orientations)).permute(0, 3, 4, 1, 2)
-
-
-def lift_norm_relu_pool(x: Tensor, kernels: Tensor, norm: nn.BatchNorm3d, pool: int = 1) -> Tensor:
-    """The same, with batch norm, ReLU, and the maximum over windows."""
-    n = kernels.shape[0] // norm.num_features
-    if norm.training:
-        if norm.num_batches_tracked is not None:
-            norm.num_batches_tracked.add_(1)
-        tracked = (norm.running_mean, norm.running_var, norm.momentum, norm.eps)
-        y: Tensor = LiftNormReluPool.apply(x, kernels, norm.weight, norm.bias, *tracked, pool)
-    else:
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
-        line = _find_line(norm.weight, norm.bias, norm.running_mean, (norm.running_var + norm.eps).rsqrt(), n)
-        y = _apply(x, _flatten(kernels, x), line, pool)
-    return torch.unflatten(y, -1, (-1, n)).permute(0, 3, 4, 1, 2)
-
-
-class Lift(torch.autograd.Function):
-    """Correlation of images (B, C', H, W) with kernels (C·N, C', k, k): features (B, H, W, C·N)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, kernels: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.like = kernels.new_empty(0, *kernels.shape[1:])
-        return _apply(x, _flatten(kernels, x))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        products = _find_products(x, gradients[0], ctx.like.shape[-1])
-        return None, _unflatten(products[:, :-1], ctx.like)
-
-
-class LiftNormReluPool(torch.autograd.Function):
-    """The same, with batch norm by the statistics of the batch, ReLU and max pooling."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        kernels: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        running_mean: Tensor | None,
-        running_variance: Tensor | None,
-        momentum: float,
-        eps: float,
-        pool: int,
-    ) -> Tensor:
-        flat = _flatten(kernels, x)
-        sums, squares, count = _find_moments(x, kernels.shape[-1])
-        lines = flat.double().unflatten(0, (weight.shape[0], -1))  # (C, N, taps)
-        means = lines @ (sums / count)  # of each orientation
-        mean = means.mean(1)
-        spread = squares / count - torch.outer(sums, sums) / count**2
-        variance = ((lines @ spread) * lines).sum(2).clamp(min=0).add((means - mean[:, None]).square()).mean(1)
-        inverse = (variance + eps).rsqrt()
-        if running_mean is not None and running_variance is not None:
-            seen = count * lines.shape[1]
-            running_mean.lerp_(mean.to(running_mean), momentum)
-            running_variance.lerp_((variance * seen / (seen - 1)).to(running_variance), momentum)
-        winners = torch.empty(0, device=x.device, dtype=torch.int8)
-        y = _apply(x, flat, _find_line(weight, bias, mean, inverse, lines.shape[1]), pool, winners)
-        ctx.save_for_backward(x, winners, lines, weight, mean, inverse, sums, squares)
-        ctx.like, ctx.pool, ctx.count = kernels.new_empty(0, *kernels.shape[1:]), pool, count
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, winners, lines, weight, mean, inverse, sums, squares = ctx.saved_tensors
-        products = _find_products(x, gradients[0], ctx.like.shape[-1], ctx.pool, winners)
-        products = products.unflatten(0, lines.shape[:2])
-        products, totals = products[..., :-1], products[..., -1]
-        d_bias = totals.sum(1)
-        d_weight = inverse * ((products * lines).sum((1, 2)) - mean * d_bias)
-        # What batch norm takes from each gradient: its mean, and what goes along with the normalised feature.
-        count = ctx.count * lines.shape[1]
-        level, slope = (d_bias / count)[:, None, None], (d_weight / count * inverse)[:, None, None]
-        d_lines = products - level * sums - slope * (lines @ squares - mean[:, None, None] * sums)
-        d_kernels = _unflatten(((weight * inverse)[:, None, None] * d_lines).flatten(0, 1), ctx.like)
-        return None, d_kernels, d_weight.to(weight), d_bias.to(weight), None, None, None, None, None
-
-
-def _apply(x: Tensor, flat: Tensor, line: Tensor | None = None, pool: int = 1, winners: Tensor | None = None) -> Tensor:
+def lift(x: Tensor, flat: Tensor, line: Tensor | None = None, pool: int = 1, winners: Tensor | None = None) -> Tensor:
     """Lifting by kernels (C·N, taps); with a factor and a shift for each of them, also batch norm, ReLU and pooling."""
     columns, taps = flat.shape
     side = math.isqrt(taps // x.shape[1])
@@ -246,7 +148,7 @@ def _apply(x: Tensor, flat: Tensor, line: Tensor | None = None, pool: int = 1, w
     return y
 
 
-def _find_products(x: Tensor, dy: Tensor, side: int, pool: int = 1, winners: Tensor | None = None) -> Tensor:
+def find_products(x: Tensor, dy: Tensor, side: int, pool: int = 1, winners: Tensor | None = None) -> Tensor:
     """Sums over patches of each tap times each gradient in front of the pool, (C·N, taps + 1); the last tap is 1."""
     dy = dy.contiguous()
     _, height, width, columns = dy.shape
@@ -261,13 +163,7 @@ def _find_products(x: Tensor, dy: Tensor, side: int, pool: int = 1, winners: Ten
     return partial.sum(0, dtype=torch.float64).t()[:, : taps + 1]
 
 
-def _find_line(weight: Tensor, bias: Tensor, mean: Tensor, inverse: Tensor, orientations: int) -> Tensor:
-    """The line that batch norm is: a factor and what it adds, for each channel and orientation (2, C·N)."""
-    factor = weight * inverse
-    return torch.stack([factor, bias - mean * factor]).float().repeat_interleave(orientations, 1)
-
-
-def _find_moments(x: Tensor, side: int) -> tuple[Tensor, Tensor, int]:
+def find_moments(x: Tensor, side: int) -> tuple[Tensor, Tensor, int]:
     """Sums of the taps of all patches, and of their products, in float64: (taps,) and (taps, taps). And how many."""
     height, width = (size - side + 1 for size in x.shape[-2:])
     taps, patches = side * side * x.shape[1], x.shape[0] * height * width
@@ -279,16 +175,6 @@ def _find_moments(x: Tensor, side: int) -> tuple[Tensor, Tensor, int]:
     )
     moments = partial.sum(0, dtype=torch.float64)
     return moments[taps, :taps], moments[:taps, :taps], patches
-
-
-def _flatten(kernels: Tensor, x: Tensor) -> Tensor:
-    """Kernels (C·N, C', k, k) as taps (C·N, k·k·C') in the precision of the images."""
-    return kernels.permute(0, 2, 3, 1).flatten(1).to(x.dtype).contiguous()
-
-
-def _unflatten(flat: Tensor, like: Tensor) -> Tensor:
-    channels, side, _ = like.shape[1:]
-    return torch.unflatten(flat, 1, (side, side, channels)).permute(0, 3, 1, 2).to(like.dtype)
 
 
 def _strides(x: Tensor) -> tuple[int, int, int, int]:

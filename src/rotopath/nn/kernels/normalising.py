@@ -13,61 +13,9 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-COLUMNS, ROWS = 128, 32  # of a tile
-PROGRAMS = 1024  # at most, that sum up columns; each writes what it has found
-SUMMED_ROWS, SUMMED_WARPS = 32, 4  # of a tile that is only read
+from rotopath.nn.kernels.statistics import COLUMNS, divide, find_gradients, find_statistics
 
-
-@triton.jit
-def _sum_columns(x, pivot, sums, squares, rows, columns, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums and sums of squares of the columns, less a pivot, which keeps digits where means are large."""
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < columns
-    origin = tl.load(pivot + column, mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)  # rows are added up at the end, since it takes all threads to do it
-    total_of_squares = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for step in range(steps):
-        row = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
-        seen = (row < rows)[:, None] & inside[None, :]
-        place = row.to(tl.int64)[:, None] * columns + column[None, :]
-        value = tl.load(x + place, mask=seen, other=0.0).to(tl.float32) - origin[None, :]
-        value = tl.where(seen, value, 0.0)
-        total += value
-        total_of_squares += value * value
-    place = tl.program_id(0) * columns + column
-    tl.store(sums + place, tl.sum(total, axis=0), mask=inside)
-    tl.store(squares + place, tl.sum(total_of_squares, axis=0), mask=inside)
-
-
-@triton.jit
-def _find_statistics(
-    pivot, sums, squares, mean, inverse, running_mean, running_variance, programs, rows, momentum, eps,
-    TRACK: tl.constexpr, N: tl.constexpr, N_BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """Mean and inverse deviation of one channel, over all its columns; running statistics move along."""
-    channel = tl.program_id(0)
-    columns = tl.num_programs(0) * N
-    orientation = tl.arange(0, N_BLOCK)
-    column = channel * N + orientation
-    program = tl.arange(0, PROGRAMS)
-    seen = (program < programs)[:, None] & (orientation < N)[None, :]
-    place = program[:, None] * columns + column[None, :]
-    total = tl.sum(tl.load(sums + place, mask=seen, other=0.0), axis=0)
-    total_of_squares = tl.sum(tl.load(squares + place, mask=seen, other=0.0), axis=0)
-    origin = tl.load(pivot + column, mask=orientation < N, other=0.0).to(tl.float32)
-    means = tl.where(orientation < N, origin + total / rows, 0.0)
-    average = tl.sum(means, axis=0) / N
-    apart = tl.where(orientation < N, means - average, 0.0)
-    scattered = tl.sum(total_of_squares - total * total / rows + apart * apart * rows, axis=0)
-    count = rows * N
-    variance = tl.maximum(scattered, 0.0) / count
-    tl.store(mean + channel, average)
-    tl.store(inverse + channel, 1.0 / tl.sqrt(variance + eps))
-    if TRACK:
-        old = tl.load(running_mean + channel).to(tl.float32)
-        tl.store(running_mean + channel, old + momentum * (average - old))
-        old = tl.load(running_variance + channel).to(tl.float32)
-        tl.store(running_variance + channel, old + momentum * (variance * count / (count - 1) - old))
+ROWS = 32  # of a tile
 
 
 @triton.jit
@@ -147,22 +95,6 @@ def _sum_gradients(
     place = tl.program_id(0) * columns + column
     tl.store(sums + place, tl.sum(total, axis=0), mask=inside)
     tl.store(products + place, tl.sum(total_of_products, axis=0) * scale, mask=inside)
-
-
-@triton.jit
-def _find_gradients(
-    sums, products, d_weight, d_bias, programs,
-    N: tl.constexpr, N_BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """The gradients of one channel's weight and bias, over all its columns."""
-    channel = tl.program_id(0)
-    columns = tl.num_programs(0) * N
-    orientation = tl.arange(0, N_BLOCK)
-    program = tl.arange(0, PROGRAMS)
-    seen = (program < programs)[:, None] & (orientation < N)[None, :]
-    place = program[:, None] * columns + (channel * N + orientation)[None, :]
-    tl.store(d_bias + channel, tl.sum(tl.load(sums + place, mask=seen, other=0.0)))
-    tl.store(d_weight + channel, tl.sum(tl.load(products + place, mask=seen, other=0.0)))
 
 
 @triton.jit
@@ -269,37 +201,3 @@ def _apply(x: Tensor, statistics: Tensor, weight: Tensor, bias: Tensor, pool: in
         *(x, y, *statistics, weight, bias, outputs, columns, height, width, n, pool, ROWS, COLUMNS)
     )
     return y
-
-
-def find_statistics(
-    x: Tensor, running_mean: Tensor | None, running_variance: Tensor | None, momentum: float, eps: float
-) -> Tensor:
-    """Mean and inverse deviation (2, C) of the channels of features (B, H, W, C, N); running statistics move along."""
-    batch, height, width, channels, n = x.shape
-    rows, columns = batch * height * width, channels * n
-    programs, steps = divide(rows, SUMMED_ROWS)
-    partial = torch.empty(2, programs, columns, device=x.device, dtype=torch.float32)
-    statistics = torch.empty(2, channels, device=x.device, dtype=torch.float32)
-    _sum_columns[programs, triton.cdiv(columns, COLUMNS)](
-        *(x, x, *partial, rows, columns, steps, SUMMED_ROWS, COLUMNS), num_warps=SUMMED_WARPS
-    )
-    _find_statistics[channels,](
-        *(x, *partial, *statistics, running_mean, running_variance, programs, rows, momentum, eps),
-        *(running_mean is not None, n, triton.next_power_of_2(n), triton.next_power_of_2(programs)),
-    )
-    return statistics
-
-
-def find_gradients(partial: Tensor, channels: int) -> Tensor:
-    """Gradients (2, C) of weight and bias, from the sums and products that each program found (2, programs, C·N)."""
-    programs, n = partial.shape[1], partial.shape[2] // channels
-    d_line = partial.new_empty(2, channels)
-    _find_gradients[channels,](*partial, *d_line, programs, n, *map(triton.next_power_of_2, (n, programs)))
-    return d_line
-
-
-def divide(rows: int, of_a_tile: int) -> tuple[int, int]:
-    """How many programs, and how many tiles each of them sums up."""
-    tiles = triton.cdiv(rows, of_a_tile)
-    steps = triton.cdiv(tiles, PROGRAMS)
-    return triton.cdiv(tiles, steps), steps

@@ -1,4 +1,4 @@
-"""Root mean squares over blurred windows, behind batch norm and ReLU or alone, in one pass each way, in Triton.
+"""Root mean squares over blurred windows, behind a line and ReLU or alone, in one pass each way, in Triton.
 
 In: features as in `kernels`. Out: what the layers give one after another. Means over windows, smoothed and thinned out,
 are one filter along each axis: an output weighs the block of S × S pixels at its place and the eight about it. Programs
@@ -6,17 +6,17 @@ walk down an image and keep sums of three rows of outputs, so that every row of 
 """
 
 import math
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
-from rotopath.nn.kernels import COLUMNS, divide, find_gradients, find_statistics, load_line, norm_relu_pool
+from rotopath.nn.kernels.normalising import load_line
+from rotopath.nn.kernels.statistics import COLUMNS, divide
 from rotopath.nn.pool import FAINT, GroupAvgPool2d
 
 FORWARD_TILE, BACKWARD_TILE = 512, 1024  # numbers side by side: strips of an image, and their columns
@@ -39,9 +39,11 @@ def _find_place(item, strips, wide, down, chunks, chunk, ROWS: tl.constexpr):
 def _forward(
     x, y, mean, inverse, weight, bias, weights_down, weights_across,
     faint, strips, columns, down, across, chunks, chunk,
-    NORM: tl.constexpr, N: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    NORM: tl.constexpr, N: tl.constexpr, S: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Strips are two outputs wide, which share pixels. There are down × across outputs in an image."""
+    columns = columns // UNIT * UNIT  # so that the compiler knows how many numbers can be read at once
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (column < columns)[None, :]
     if NORM:
@@ -120,16 +122,17 @@ def _backward(
     x, halved, dx, mean, inverse, weight, bias, d_weight, d_bias, sums, products, weights_down, weights_across,
     strips, columns, down, across, chunks, chunk, steps, count,
     NORM: tl.constexpr, WRITE: tl.constexpr,
-    N: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    N: tl.constexpr, S: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Strips are one pixel wide. Of batch norm, the sums that gradients take are found first."""
+    columns = columns // UNIT * UNIT  # so that the compiler knows how many numbers can be read at once
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (column < columns)[None, :]
     if NORM:
         factor, shift = load_line(mean, inverse, weight, bias, column // N, column < columns)
         middle = tl.load(mean + column // N, mask=column < columns, other=0.0)
         scale = tl.load(inverse + column // N, mask=column < columns, other=0.0)
-        if WRITE:
+        if d_bias is not None:
             level = tl.load(d_bias + column // N, mask=column < columns, other=0.0) / count
             slope = tl.load(d_weight + column // N, mask=column < columns, other=0.0) / count * scale
     if not WRITE:
@@ -168,7 +171,7 @@ def _backward(
                 else:
                     gradient *= value
                 if WRITE:
-                    if NORM:
+                    if d_bias is not None:
                         gradient = factor[None, :] * (gradient - level[None, :] - value * slope[None, :])
                     tl.store(dx + place, gradient, mask=seen)
                 else:
@@ -182,92 +185,78 @@ def _backward(
         tl.store(products + place, tl.sum(total_of_products, axis=0) * scale, mask=column < columns)
 
 
-def norm_relu_blur(x: Tensor, norm: nn.BatchNorm3d, pool: GroupAvgPool2d) -> Tensor:
-    """Batch norm, ReLU, and a pool of power 2, of features (B, C, N, H, W); without gradients in evaluation."""
-    if not norm.training:
-        return blur(norm_relu_pool(x, norm), pool)
-    if norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
-    tracked = (norm.running_mean, norm.running_var, norm.momentum, norm.eps)
-    rows = x.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N), as it lies in memory
-    y: Tensor = NormReluBlur.apply(rows, pool.size, pool.blur, norm.weight, norm.bias, *tracked)
-    return y.permute(0, 3, 4, 1, 2)
+def apply(x: Tensor, size: int, blur: int, line: Sequence[Tensor] = ()) -> Tensor:
+    """The pool, behind ReLU and batch norm by a line: mean, inverse deviation, weight and bias of each channel."""
+    batch, height, width, channels, n = x.shape
+    down, across, columns = height // size, width // size, channels * n
+    y = x.new_empty(batch, down, across, channels, n)
+    strips = batch * triton.cdiv(across, 2)
+    tiles, chunks, chunk, tile = _cut(FORWARD_TILE, strips, down, columns)
+    _forward[tiles * chunks, triton.cdiv(columns, tile[-1])](
+        *(x, y, *(line or 4 * (None,)), *_find_both_weights(x, size, blur)),
+        *(FAINT, strips, columns, down, across, chunks, chunk),
+        *(bool(line), n, size, *tile),
+        num_warps=WARPS,
+    )
+    return y
 
 
-def blur(x: Tensor, pool: GroupAvgPool2d) -> Tensor:
-    """The same pool alone."""
-    y: Tensor = NormReluBlur.apply(x.permute(0, 3, 4, 1, 2), pool.size, pool.blur)
-    return y.permute(0, 3, 4, 1, 2)
+def halve(dy: Tensor, y: Tensor) -> Tensor:
+    """The gradient of half the mean square, from that of the answer."""
+    # As y has it, rounded, the root is as exact as y. Its inverse may be 1000, which is much for float16.
+    halved = torch.empty_like(y, dtype=torch.bfloat16 if dy.dtype == torch.bfloat16 else torch.float32)
+    _divide_by_root[triton.cdiv(y.numel(), FLAT),](dy.contiguous(), y, halved, y.numel(), math.sqrt(FAINT), FLAT)
+    return halved
 
 
-class NormReluBlur(torch.autograd.Function):
-    """Blurred root mean squares of features (B, H, W, C, N), behind batch norm and ReLU if there are weights."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        size: int,
-        blur: int,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        *tracked: Any,
-    ) -> Tensor:
-        batch, height, width, channels, n = x.shape
-        down, across, columns = height // size, width // size, channels * n
-        statistics = (None, None) if weight is None else find_statistics(x, *tracked)
-        weights = (_find_weights(down, size, blur, x.device), _find_weights(across, size, blur, x.device))
-        y = x.new_empty(batch, down, across, channels, n)
-        strips = batch * triton.cdiv(across, 2)
-        tiles, chunks, chunk, tile = _cut(FORWARD_TILE, strips, down, columns)
-        _forward[tiles * chunks, triton.cdiv(columns, tile[1])](
-            *(x, y, *statistics, weight, bias, *weights, FAINT, strips, columns, down, across, chunks, chunk),
-            *(weight is not None, n, size, *tile),
-            num_warps=WARPS,
-        )
-        ctx.size, ctx.given = size, 3 + (0 if weight is None else 2 + len(tracked))
-        ctx.save_for_backward(x, y, weight, bias, *statistics, *weights)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, y, weight, bias, *statistics, weights_down, weights_across = ctx.saved_tensors
-        size, dy = ctx.size, gradients[0].contiguous()
-        # As y has it, rounded, the root is as exact as y. Its inverse may be 1000, which is much for float16.
-        halved = torch.empty_like(dy, dtype=torch.bfloat16 if dy.dtype == torch.bfloat16 else torch.float32)
-        _divide_by_root[triton.cdiv(dy.numel(), FLAT),](dy, y, halved, dy.numel(), math.sqrt(FAINT), FLAT)
-        batch, height, width, channels, n = x.shape
-        down, across, columns = height // size, width // size, channels * n
-        tiles, chunks, chunk, tile = _cut(BACKWARD_TILE, batch * width, down, columns)
-        shape = (batch * width, columns, down, across, chunks, chunk)
-        dx = torch.empty_like(x)
-
-        def walk(programs: int, steps: int, d_line: Any, partial: Any) -> None:
-            _backward[programs, triton.cdiv(columns, tile[1])](
-                *(x, halved, dx, *statistics, weight, bias, *d_line, *partial, weights_down, weights_across, *shape),
-                *(steps, batch * height * width * n, weight is not None, partial[0] is None, n, size, *tile),
-                num_warps=WARPS,
-            )
-
-        if weight is None:
-            walk(tiles * chunks, 1, (None, None), (None, None))
-            return (dx, *[None] * (ctx.given - 1))
-        programs, steps = divide(tiles * chunks, 1)
-        partial = torch.empty(2, programs, columns, device=x.device, dtype=torch.float32)
-        walk(programs, steps, (None, None), partial)
-        d_line = find_gradients(partial, channels)
-        walk(tiles * chunks, 1, d_line, (None, None))
-        found = (d_line[0].to(weight.dtype), d_line[1].to(bias.dtype))
-        return (dx, None, None, *found, *[None] * (ctx.given - 5))
+def find_sums(x: Tensor, halved: Tensor, size: int, blur: int, line: Sequence[Tensor]) -> Tensor:
+    """Sums by parts of the gradient behind the line, and of its products with normalised features, (2, parts, C·N)."""
+    tiles, shape, tile = _cut_back(x, size)
+    programs, steps = divide(tiles, 1)
+    sums = torch.empty(2, programs, x.shape[3] * x.shape[4], device=x.device, dtype=torch.float32)
+    _backward[programs, triton.cdiv(sums.shape[2], tile[-1])](
+        *(x, halved, None, *line, None, None, *sums, *_find_both_weights(x, size, blur), *shape, steps, 0),
+        *(True, False, x.shape[4], size, *tile),
+        num_warps=WARPS,
+    )
+    return sums
 
 
-def _cut(numbers: int, strips: int, down: int, columns: int) -> tuple[int, int, int, tuple[int, int]]:
-    """Tiles side by side, chunks that each strip is cut into, blocks of a chunk, and rows and columns of a tile."""
+def find_gradient(
+    x: Tensor, halved: Tensor, size: int, blur: int, line: Sequence[Tensor] = (), d_line: Sequence[Tensor] = ()
+) -> Tensor:
+    """That of the features, for gradients of weight and bias; without them that behind the line, if there is one."""
+    tiles, shape, tile = _cut_back(x, size)
+    gradient = torch.empty_like(x)
+    count = x.numel() // x.shape[3]
+    given = (*(line or 4 * (None,)), *(d_line or 2 * (None,)), None, None)
+    _backward[tiles, triton.cdiv(x.shape[3] * x.shape[4], tile[-1])](
+        *(x, halved, gradient, *given, *_find_both_weights(x, size, blur), *shape, 1, count),
+        *(bool(line), True, x.shape[4], size, *tile),
+        num_warps=WARPS,
+    )
+    return gradient
+
+
+def _cut_back(x: Tensor, size: int) -> tuple[int, tuple[int, ...], tuple[int, int, int]]:
+    """Tiles of features whose gradients are looked for; what they are cut from, and how; unit, rows and columns."""
+    batch, height, width, channels, n = x.shape
+    tiles, chunks, chunk, tile = _cut(BACKWARD_TILE, batch * width, height // size, channels * n)
+    return tiles * chunks, (batch * width, channels * n, height // size, width // size, chunks, chunk), tile
+
+
+def _cut(numbers: int, strips: int, down: int, columns: int) -> tuple[int, int, int, tuple[int, int, int]]:
+    """Tiles side by side, chunks that each strip is cut into, blocks of a chunk; unit, rows and columns of a tile."""
     across = min(triton.next_power_of_2(columns), COLUMNS)
     rows = numbers // across
     chunks = triton.cdiv(down, BLOCKS)
-    return triton.cdiv(strips, rows), chunks, triton.cdiv(down, chunks), (rows, across)
+    return triton.cdiv(strips, rows), chunks, triton.cdiv(down, chunks), (min(columns & -columns, 16), rows, across)
+
+
+def _find_both_weights(x: Tensor, size: int, blur: int) -> tuple[Tensor, Tensor]:
+    """Those of rows and of columns."""
+    down, across = (_find_weights(pixels // size, size, blur, x.device) for pixels in x.shape[1:3])
+    return down, across
 
 
 @cache
