@@ -35,7 +35,7 @@ def list_files() -> list[Path]:
 
 
 def test_there_is_one_for_tumor_and_one_for_mitosis() -> None:
-    assert {"tumor-pcam-n8", "mitosis-amida13-n8"} <= set(pretrained.list_names())
+    assert {"tumor-pcam-n8", "mitosis-amida13-n8", "nuclei-kumar-n8"} == set(pretrained.list_names())
 
 
 @each_model

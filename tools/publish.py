@@ -1,6 +1,6 @@
 """Makes pretrained models of the package from the runs of a study: of each part, the best seed on the validation set.
 
-.venv/bin/python tools/publish.py runs/samples/mitosis runs/samples/tumor
+.venv/bin/python tools/publish.py runs/samples/mitosis runs/samples/tumor runs/samples/nuclei
 
 Looks at the finished runs with 8 orientations and all training data. What data that is, and under which terms, stands
 in tools/datasets.toml; everything else in a card (tools/card.md) comes from the files of the runs.

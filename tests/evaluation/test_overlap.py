@@ -1,6 +1,7 @@
 """Scores of label maps: known answers, degenerate cases, and slow implementations from the definitions."""
 
 from itertools import permutations
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from rotopath.evaluation.overlap import (
+    HitRule,
     ObjectMatches,
     aggregated_jaccard,
     aggregated_jaccard_plus,
@@ -81,6 +83,19 @@ def test_shifted_discs_hit_until_they_are_too_far() -> None:
         assert (found.hits, found.false, found.missed) == (hits, 1 - hits, 1 - hits), shift
     area = match_objects(overlaps(truth, disc(20, 27, 7)), "area")
     assert area.hits == 1, "over half of its area is covered at a shift of 7"
+
+
+@pytest.mark.parametrize(
+    ("radius", "hits"), [(4, {"own-area": 1}), (10, {"iou": 1, "area": 1, "own-area": 1}), (20, {"area": 1})]
+)
+def test_rules_differ_in_whose_half_it_is(radius: float, hits: dict[HitRule, int]) -> None:
+    """About the same centre: a small object lies within the nucleus, and a large one holds it."""
+    found = overlaps(disc(30, 30, 1), disc(30, 30, 1, radius))
+    assert {rule: match_objects(found, rule).hits for rule in get_args(HitRule)} == {
+        "iou": 0,
+        "area": 0,
+        "own-area": 0,
+    } | hits
 
 
 def test_one_large_object_hits_one_nucleus_only() -> None:

@@ -51,7 +51,8 @@ def evaluate(
     split: Annotated[str, typer.Option(help="train, valid or test.")] = "test",
     tta: Annotated[int, typer.Option(min=1, help="Mean prediction over so many turns of each image.")] = 1,
     rule: Annotated[
-        str | None, typer.Option(help="How hits are counted: amida13 or one-to-one (mitosis), iou or area (nuclei).")
+        str | None,
+        typer.Option(help="How hits are counted: amida13 or one-to-one (mitosis), iou, area or own-area (nuclei)."),
     ] = None,
     robustness: Annotated[bool, typer.Option(help="Measure how answers change when inputs turn, too.")] = False,
     out: Annotated[

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy import sparse
 from scipy.optimize import linear_sum_assignment
 
-HitRule = Literal["iou", "area"]
+HitRule = Literal["iou", "area", "own-area"]
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,13 @@ class ObjectMatches:
 
 
 def match_objects(found: Overlaps, rule: HitRule = "iou") -> ObjectMatches:
-    """Match objects of which at least half overlaps: of their union ("iou"), or of the true one's area ("area")."""
-    share = found.iou if rule == "iou" else found.shared / found.truth_areas[found.truth]
+    """Match objects of which at least half overlaps: of their union ("iou"), or of the area of the true one ("area")
+    or of the found one ("own-area"). One matches one other, those first that overlap most."""
+    share = {
+        "iou": found.iou,
+        "area": found.shared / found.truth_areas[found.truth],
+        "own-area": found.shared / found.predicted_areas[found.predicted],
+    }[rule]
     truth_free, predicted_free = np.ones(len(found.truth_areas), bool), np.ones(len(found.predicted_areas), bool)
     hits, iou_sum = 0, 0.0
     for pair in np.argsort(-share, kind="stable"):
