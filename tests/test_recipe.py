@@ -161,6 +161,15 @@ def test_a_projection_is_a_key_that_may_be_left_out(tmp_path: Path) -> None:
         read_recipe(path, ["projection=median"])
 
 
+def test_channels_may_be_those_of_other_orientations(tmp_path: Path) -> None:
+    path = written(tmp_path, MINIMAL)
+    network = build(read_recipe(path, ["orientations=16", "widths_of=8"]))
+    assert network.architecture.channels(16) == build(read_recipe(path, ["orientations=8"])).architecture.channels(8)
+    assert sum(weight.numel() for weight in network.parameters()) == sum(network.architecture.weights(16))
+    with pytest.raises(RecipeError, match="orientations"):
+        read_recipe(path, ["widths_of=0"])
+
+
 def test_reflections_are_a_key(tmp_path: Path) -> None:
     path = written(tmp_path, MINIMAL)
     assert not build(read_recipe(path)).architecture.reflections

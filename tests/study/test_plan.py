@@ -34,7 +34,9 @@ def test_a_grid_expands_to_jobs_a_seed_at_a_time(tmp_path: Path) -> None:
     assert (jobs[4].recipe.data, jobs[4].recipe.epochs, jobs[4].recipe.regime) == ("d", 2, None)
 
 
-@pytest.mark.parametrize(("name", "count"), [("paper", 3 * 4 * 3 * 4), ("synthetic", 3 * 4 * 3 * 2)])
+@pytest.mark.parametrize(
+    ("name", "count"), [("paper", 3 * 4 * 3 * 4), ("synthetic", 3 * 4 * 3 * 2), ("samples", 96), ("beyond", 28)]
+)
 def test_the_studies_that_come_along(name: str, count: int) -> None:
     jobs = read_study(STUDIES / f"{name}.toml").jobs
     assert len({job.name for job in jobs}) == len(jobs) == count

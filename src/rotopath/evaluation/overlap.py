@@ -122,8 +122,7 @@ class ObjectMatches:
 
 
 def match_objects(found: Overlaps, rule: HitRule = "iou") -> ObjectMatches:
-    """Match objects of which at least half overlaps: of their union ("iou"), or of the area of the true one ("area")
-    or of the found one ("own-area"). One matches one other, those first that overlap most."""
+    """Match objects that share half of their union, of the true one's area ("area") or the found one's ("own-area")."""
     share = {
         "iou": found.iou,
         "area": found.shared / found.truth_areas[found.truth],
