@@ -28,7 +28,7 @@ def _load_patches(
     offset = down * by_row + across * by_column + channel * by_channel
     used: tl.constexpr = SIDE * SIDE * CHANNELS
     value = tl.load(x + first[:, None] + offset[None, :], mask=seen[:, None] & (tap < used)[None, :], other=0.0)
-    return tl.where(seen[:, None] & (tap == used)[None, :], 1.0, value).to(x.dtype.element_ty)
+    return tl.where((tap == used)[None, :], 1.0, value).to(x.dtype.element_ty)
 
 
 @triton.jit
