@@ -2,6 +2,7 @@
 
 import csv
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 import rotopath as rp
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = ROOT / "results" / "RESULTS.md"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", RESULTS, *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -44,3 +46,11 @@ def test_every_result_file_stands_in_the_docs_as_it_is() -> None:
             with path.open(newline="") as file:
                 for row in csv.reader(file):
                     assert "| " + " | ".join(row) + " |" in docs, f"{path.name}: {row} is not in the docs"
+
+
+@pytest.mark.parametrize(("table", "columns"), [("summary.csv", [2, 3, 4, *range(7, 13)]), ("rules.csv", range(4))])
+def test_the_page_of_results_says_what_the_study_found(table: str, columns: Sequence[int]) -> None:
+    page = RESULTS.read_text()
+    with (RESULTS.parent / "samples" / table).open(newline="") as file:
+        for row in list(csv.reader(file))[1:]:
+            assert "| " + " | ".join(row[i] for i in columns) + " |" in page, f"{table}: {row} is not on the page"

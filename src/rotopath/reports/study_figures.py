@@ -39,7 +39,8 @@ def colour(orientations: int, rotations: int = 1) -> str:
 def draw_scores(summaries: Sequence[Summary], score: str, regimes: Mapping[float | None, str], path: Path) -> Path:
     """Scores by training data: a box from a deviation below the mean to one above, and every seed as a dot."""
     labels = list(dict.fromkeys(one.group.label for one in summaries))
-    figure = Figure(figsize=(max(5.0, 1.2 + 0.42 * len(labels) * len(regimes)), 4.0), dpi=150, layout="constrained")
+    wide = max(1.3 * len(labels), 1.2 + 0.42 * len(labels) * len(regimes))  # for the legend, and for the boxes
+    figure = Figure(figsize=(wide, 4.0), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     width = 0.8 / len(labels)
     for one in summaries:
