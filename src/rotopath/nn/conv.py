@@ -170,7 +170,8 @@ class LiftConv2d(_RotatedConv2d):
             from rotopath.nn.kernels import lifting
 
             expect.on_grid(x, self, self.kernel_size, self.stride, self.padding)
-            return lifting.lift(x.to(gpu.precision(x)), self.full_precision_kernels(x), self.order)
+            with gpu.at(x):
+                return lifting.lift(x.to(gpu.precision(x)), self.full_precision_kernels(x), self.order)
         return self._convolve(x)
 
 

@@ -64,7 +64,8 @@ def lift_norm_relu_pool(x: Tensor, lift: nn.Module, norm: nn.Module, pool: nn.Mo
     size = 1 if pool is None else pool.size
     _expect_windows(size, *(side - lift.kernel_size + 1 for side in x.shape[-2:]))
     blur = pool.blur if isinstance(pool, GroupAvgPool2d) else 0
-    return lifting.lift_norm_relu_pool(x.to(gpu.precision(x)), lift.full_precision_kernels(x), norm, size, blur)
+    with gpu.at(x):
+        return lifting.lift_norm_relu_pool(x.to(gpu.precision(x)), lift.full_precision_kernels(x), norm, size, blur)
 
 
 def norm_relu_pool(x: Tensor, norm: nn.Module, pool: nn.Module | None = None) -> Tensor:
@@ -77,9 +78,10 @@ def norm_relu_pool(x: Tensor, norm: nn.Module, pool: nn.Module | None = None) ->
         return cpu.norm_relu_pool(x, norm, pool=size)
     from rotopath.nn.kernels import blurring, normalising
 
-    if isinstance(pool, GroupAvgPool2d):
-        return blurring.norm_relu_blur(x, norm, pool)
-    return normalising.norm_relu_pool(x, norm, size)
+    with gpu.at(x):
+        if isinstance(pool, GroupAvgPool2d):
+            return blurring.norm_relu_blur(x, norm, pool)
+        return normalising.norm_relu_pool(x, norm, size)
 
 
 def pool_alone(x: Tensor, pool: nn.Module) -> Tensor:
@@ -89,7 +91,8 @@ def pool_alone(x: Tensor, pool: nn.Module) -> Tensor:
 
         assert isinstance(pool, GroupAvgPool2d)
         _expect_windows(pool.size, *x.shape[-2:])
-        return blurring.blur(x, pool)
+        with gpu.at(x):
+            return blurring.blur(x, pool)
     pooled: Tensor = pool(x)
     return pooled
 

@@ -1,5 +1,6 @@
 """Which layers Triton's kernels do the work of on a GPU, and for which tensors; for all others torch does it."""
 
+from contextlib import AbstractContextManager
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -24,6 +25,12 @@ def takes(x: Tensor) -> bool:
         and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         and not torch._C._are_functorch_transforms_active()
     )
+
+
+def at(x: Tensor) -> AbstractContextManager[None]:
+    """Launches kernels on the GPU where a tensor lies; of several, it need not be the current one."""
+    place: AbstractContextManager[None] = torch.cuda.device_of(x)  # type: ignore[no-untyped-call]
+    return place
 
 
 def can_normalise(x: Tensor, norm: nn.BatchNorm3d) -> bool:
