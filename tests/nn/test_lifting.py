@@ -1,8 +1,10 @@
 """Lifting, batch norm, ReLU and pooling in one pass, against the layers; interpreted where there is no GPU."""
 
+import copy
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -10,7 +12,7 @@ import rotopath as rp
 from rotopath.nn import fused, gpu
 
 pytest.importorskip("triton")
-from rotopath.nn.kernels import lifting, patches
+from rotopath.nn.kernels import lifting, patches, statistics
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
@@ -75,8 +77,7 @@ def test_one_pass_gives_what_the_layers_give(
     seed: int,
 ) -> None:
     height, width = (size * pool + side - 1 for size in outputs)
-    if batch * n * outputs[0] * outputs[1] * pool**2 < 8:
-        return  # too few values for a variance that rounding leaves alone
+    assume(batch * n * outputs[0] * outputs[1] * pool**2 >= 8)  # of fewer values rounding changes the variance
     x = images((batch, read, height, width), seed, dtype, channels_last)
     kernels, exact = kernels_of(channels * n, read, side, seed, dtype)
     norm, reference = norm_of(channels), norm_of(channels, torch.float64)
@@ -100,7 +101,7 @@ def test_one_pass_gives_what_the_layers_give(
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_tiles_go_on_where_others_end(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs, of several tiles each, the last of which are empty."""
-    monkeypatch.setattr(patches, "PROGRAMS", 3)
+    monkeypatch.setattr(statistics, "PROGRAMS", 3)
     monkeypatch.setattr(patches, "SUMMING", 3)
     monkeypatch.setattr(patches, "OUTPUTS", 16)
     monkeypatch.setattr(patches, "PATCHES", 16)
@@ -125,13 +126,16 @@ def test_lifting_alone_is_a_convolution(dtype: torch.dtype) -> None:
     assert_close(kernels.grad, exact.grad, 1e-3)
 
 
-def test_in_evaluation_running_statistics_count() -> None:
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_in_evaluation_running_statistics_count(precision: torch.dtype) -> None:
+    """Also those of a network that was cast: they are as few digits have them, and what follows from them is not."""
     x = images((2, 3, 10, 12), 0, torch.float32)
     kernels, exact = kernels_of(24, 3, 3, 0, torch.float32)
-    norm, reference = norm_of(3).eval(), norm_of(3, torch.float64).eval()
-    for layer in (norm, reference):
-        layer.running_mean.copy_(torch.tensor([0.1, -0.2, 0.3]))
-        layer.running_var.copy_(torch.tensor([0.5, 1.0, 2.0]))
+    norm = norm_of(3).eval()
+    norm.running_mean.copy_(torch.tensor([0.1, -0.2, 3.3]))
+    norm.running_var.copy_(torch.tensor([0.5, 1.0, 0.01]))
+    norm.to(precision)
+    reference = copy.deepcopy(norm).double()
     with torch.no_grad():
         got, expected = lifting.lift_norm_relu_pool(x, kernels, norm, 2), one_after_another(x, exact, reference, 2)
     torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
@@ -164,19 +168,44 @@ def test_what_is_no_number_is_not_hidden() -> None:
 
 
 def test_what_cannot_be_lifted_goes_through_the_layer() -> None:
+    def lift(*args: int, **options: object) -> rp.nn.LiftConv2d:
+        return rp.nn.LiftConv2d(*args, **{"bias": False} | options).to(DEVICE, torch.bfloat16)
+
     x = images((1, 3, 12, 12), 0, torch.bfloat16)
-    assert gpu.can_lift(x, rp.nn.LiftConv2d(3, 4, 5, 8, bias=False))
-    assert not gpu.can_lift(x.float(), rp.nn.LiftConv2d(3, 4, 5, 8, bias=False))
-    assert not gpu.can_lift(x.clone().requires_grad_(), rp.nn.LiftConv2d(3, 4, 5, 8, bias=False))
+    assert gpu.can_lift(x, lift(3, 4, 5, 8))
+    for others in (x.float(), x.clone().requires_grad_(), x[:0]):
+        assert not gpu.can_lift(others, lift(3, 4, 5, 8))
+    for by_channel, can in ((2**29, True), (2**30, False)):  # windows of a large image: places are far apart
+        far = torch.empty_strided(x.shape, (0, by_channel, 12, 1), dtype=x.dtype, device="meta")
+        assert gpu.can_lift(far, lift(3, 4, 5, 8).to("meta")) == can
+    assert not gpu.can_lift(x, lift(3, 4, 5, 8).float()), "torch has a sentence for that"
     for other in (
-        rp.nn.LiftConv2d(3, 4, 5, 8),
-        rp.nn.LiftConv2d(3, 4, 5, 8, bias=False, padding=2),
-        rp.nn.LiftConv2d(3, 4, 5, 8, bias=False, dilation=2),
-        rp.nn.LiftConv2d(3, 4, 7, 8, bias=False),  # 147 numbers under it
-        rp.nn.LiftConv2d(3, 6, 5, 8, bias=False, groups=3),
+        lift(3, 4, 5, 8, bias=True),
+        lift(3, 4, 5, 8, padding=2),
+        lift(3, 4, 5, 8, dilation=2),
+        lift(3, 4, 7, 8),  # 147 numbers under it
+        lift(3, 6, 5, 8, groups=3),
     ):
         assert not gpu.can_lift(x, other)
-    assert not fused.can_lift(x.cpu(), rp.nn.LiftConv2d(3, 4, 5, 8, bias=False), rp.nn.GroupBatchNorm2d(4), nn.ReLU())
+    assert not fused.can_lift(x.cpu(), lift(3, 4, 5, 8).cpu(), rp.nn.GroupBatchNorm2d(4), nn.ReLU())
+
+
+def test_batch_norm_that_the_kernels_do_not_know_goes_through_the_layer() -> None:
+    norm = rp.nn.GroupBatchNorm2d(4)
+    assert gpu.can_use(norm, 2)
+    assert not gpu.can_use(norm, 1), "which torch has a sentence for"
+    assert not gpu.can_use(norm.eval(), 2), "gradients are asked for"
+    with torch.no_grad():
+        assert gpu.can_use(norm, 1)
+        assert not gpu.can_use(rp.nn.GroupBatchNorm2d(4, track_running_stats=False).eval(), 2)
+    assert gpu.can_use(rp.nn.GroupBatchNorm2d(4, track_running_stats=False), 2)
+    norm.train().track_running_stats = False  # buffers are there, and are to be left alone
+    assert not gpu.can_use(norm, 2)
+
+
+def test_patches_are_wide_enough_for_products_of_matrices() -> None:
+    """On a GPU they have 16 terms at least, which Triton's interpreter does not ask for."""
+    assert [patches._tile(taps) for taps in (3, 15, 16, 75, gpu.LARGEST_PATCH)] == [16, 16, 32, 128, 128]
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -92,7 +92,8 @@ class SlidePass:
         self._count, self._area_mm2 = 0, 0.0
 
     def objects(self, seen: Seen = lambda _done, _all: None) -> Iterator[SlideObject]:
-        """Everything that is found, as it is found."""
+        """Everything that is found, as it is found; the summary is of what was read."""
+        self._count, self._area_mm2 = 0, 0.0
         for one in self._find(seen):
             self._count += 1
             self._area_mm2 += one.measurements.get("area_mm2", 0.0)

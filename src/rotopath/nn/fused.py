@@ -11,6 +11,8 @@ from rotopath.nn.conv import LiftConv2d
 from rotopath.nn.norm import GroupBatchNorm2d
 from rotopath.nn.pool import GroupAvgPool2d, GroupMaxPool2d
 
+WIDEST = 11  # windows whose places a byte can tell
+
 
 def run_stage(x: Tensor, conv: nn.Module, norm: nn.Module, relu: nn.Module, pool: nn.Module | None = None) -> Tensor:
     """A convolution, batch norm, ReLU and a pool, in as few passes as they can be done in."""
@@ -33,8 +35,8 @@ def can_lift(x: Tensor, lift: nn.Module, norm: nn.Module, relu: nn.Module) -> bo
     if type(lift) is not LiftConv2d or not _are_ours(norm, relu) or _hooked(lift) or not gpu.takes(x):
         return False
     assert isinstance(norm, GroupBatchNorm2d)
-    can_normalise = norm.momentum is not None if norm.training else gpu.can_evaluate(norm)
-    return gpu.can_lift(x, lift) and norm.affine and can_normalise and min(x.shape[-2:]) > lift.kernel_size
+    height, width = (size - lift.kernel_size + 1 for size in x.shape[-2:])
+    return gpu.can_lift(x, lift) and gpu.can_use(norm, x.shape[0] * lift.order * height * width)
 
 
 def can_fuse(x: Tensor, norm: nn.Module, relu: nn.Module) -> bool:
@@ -105,6 +107,7 @@ def _is_plain_maximum(pool: nn.Module) -> bool:
     return (
         type(pool) is GroupMaxPool2d
         and (pool.stride, pool.padding, pool.blur) == (pool.size, 0, 1)
+        and pool.size <= WIDEST
         and not _hooked(pool)
     )
 

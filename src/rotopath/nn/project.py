@@ -123,8 +123,10 @@ def attend(rows: Tensor, sharpness: Tensor) -> Tensor:
 def add_amplitudes(rows: Tensor, waves: Tensor, weight: Tensor) -> Tensor:
     """Mean over the last axis of (..., C, G), and the amplitudes along it by `group.amplitude_map`, weighted."""
     parts = torch.unflatten(rows @ waves.flatten(1), -1, [waves.shape[1], waves.shape[2]])  # (..., C, P, K)
+    if parts.dtype == torch.float16:
+        parts = parts.float()  # whose squares are soon more than halves can tell
     amplitudes = root(parts.square().sum(dim=-2))
-    return rows.mean(dim=-1) + (amplitudes * weight).sum(dim=-1)
+    return rows.mean(dim=-1) + (amplitudes * weight).sum(dim=-1).to(rows.dtype)
 
 
 def orientation_field(features: Tensor, reflections: bool = False) -> tuple[Tensor, Tensor]:

@@ -10,20 +10,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rotopath.nn.kernels import strips
-from rotopath.nn.kernels.normalising import norm_relu_pool
-from rotopath.nn.kernels.statistics import find_gradients, find_statistics
+from rotopath.nn.kernels.statistics import find_gradients, find_statistics, recall, track
 from rotopath.nn.pool import GroupAvgPool2d
 
 
 def norm_relu_blur(x: Tensor, norm: nn.BatchNorm3d, pool: GroupAvgPool2d) -> Tensor:
     """Batch norm, ReLU, and a pool of power 2, of features (B, C, N, H, W); without gradients in evaluation."""
-    if not norm.training:
-        return blur(norm_relu_pool(x, norm), pool)
-    if norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
-    tracked = (norm.running_mean, norm.running_var, norm.momentum, norm.eps)
     rows = x.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N), as it lies in memory
-    y: Tensor = NormReluBlur.apply(rows, pool.size, pool.blur, norm.weight, norm.bias, *tracked)
+    if norm.training:
+        y: Tensor = NormReluBlur.apply(rows, pool.size, pool.blur, norm.weight, norm.bias, *track(norm))
+    else:
+        y = strips.apply(rows, pool.size, pool.blur, recall(norm))
     return y.permute(0, 3, 4, 1, 2)
 
 

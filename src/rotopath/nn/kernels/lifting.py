@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rotopath.nn.kernels import patches, strips
+from rotopath.nn.kernels.statistics import recall, track
 
 
 def lift(x: Tensor, kernels: Tensor, orientations: int) -> Tensor:
@@ -23,15 +24,9 @@ def lift_norm_relu_pool(x: Tensor, kernels: Tensor, norm: nn.BatchNorm3d, pool: 
     """The same, with batch norm, ReLU, and the maximum over windows or, if it is to be blurred, a root mean square."""
     n = kernels.shape[0] // norm.num_features
     if norm.training:
-        if norm.num_batches_tracked is not None:
-            norm.num_batches_tracked.add_(1)
-        tracked = (norm.running_mean, norm.running_var, norm.momentum, norm.eps)
-        y: Tensor = LiftNormReluPool.apply(x, kernels, norm.weight, norm.bias, *tracked, pool, blur)
+        y: Tensor = LiftNormReluPool.apply(x, kernels, norm.weight, norm.bias, *track(norm), pool, blur)
     else:
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
-        line = (norm.running_mean, (norm.running_var + norm.eps).rsqrt(), norm.weight, norm.bias)
-        y, *_ = _apply(x, _flatten(kernels, x), line, pool, blur)
+        y, *_ = _apply(x, _flatten(kernels, x), recall(norm), pool, blur)
     return torch.unflatten(y, -1, (-1, n)).permute(0, 3, 4, 1, 2)
 
 
@@ -81,7 +76,7 @@ class LiftNormReluPool(torch.autograd.Function):
             seen = count * lines.shape[1]
             running_mean.lerp_(mean.to(running_mean), momentum)
             running_variance.lerp_((variance * seen / (seen - 1)).to(running_variance), momentum)
-        y, *kept = _apply(x, flat, (mean, inverse, weight, bias), pool, blur)
+        y, *kept = _apply(x, flat, (mean, inverse, weight, bias), pool, blur, remember=True)
         ctx.save_for_backward(x, lines, mean, inverse, weight, bias, sums, squares, *kept)
         ctx.like, ctx.pool, ctx.blur, ctx.count = kernels.new_empty(0, *kernels.shape[1:]), pool, blur, count
         return y
@@ -111,7 +106,7 @@ class LiftNormReluPool(torch.autograd.Function):
 
 
 def _apply(
-    x: Tensor, flat: Tensor, line: tuple[Tensor, Tensor, Tensor, Tensor], pool: int, blur: int
+    x: Tensor, flat: Tensor, line: tuple[Tensor, Tensor, Tensor, Tensor], pool: int, blur: int, remember: bool = False
 ) -> tuple[Tensor, ...]:
     """Features (B, H, W, C·N) for mean, inverse deviation, weight and bias of batch norm, and what gradients need."""
     mean, inverse, weight, bias = line
@@ -121,8 +116,8 @@ def _apply(
         return y.flatten(-2), lifted, y
     factor = weight * inverse
     by_column = torch.stack([factor, bias - mean * factor]).float().repeat_interleave(len(flat) // len(weight), 1)
-    winners = torch.empty(0, device=x.device, dtype=torch.int8)
-    return patches.lift(x, flat, by_column, pool, winners), winners
+    y, winners = patches.lift_and_pool(x, flat, by_column, pool, remember)
+    return (y,) if winners is None else (y, winners)
 
 
 def _flatten(kernels: Tensor, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rotopath.nn.kernels.statistics import COLUMNS, divide, find_gradients, find_statistics
+from rotopath.nn.kernels.statistics import COLUMNS, divide, find_gradients, find_statistics, recall, track
 
 ROWS = 32  # of a tile
 
@@ -136,15 +136,10 @@ def norm_relu_pool(x: Tensor, norm: nn.BatchNorm3d, pool: int = 1) -> Tensor:
     """Batch norm, ReLU, and the maximum over windows, of features (B, C, N, H, W); without gradients in evaluation."""
     rows = x.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N), as it lies in memory
     if norm.training:
-        if norm.num_batches_tracked is not None:
-            norm.num_batches_tracked.add_(1)
-        tracked = (norm.running_mean, norm.running_var, norm.momentum, norm.eps)
-        y: Tensor = NormReluPool.apply(rows, norm.weight, norm.bias, *tracked, pool)
+        y: Tensor = NormReluPool.apply(rows, norm.weight, norm.bias, *track(norm), pool)
     else:
-        assert norm.running_mean is not None
-        assert norm.running_var is not None
-        statistics = torch.stack([norm.running_mean, (norm.running_var + norm.eps).rsqrt()]).float()
-        y = _apply(rows, statistics, norm.weight, norm.bias, pool)
+        mean, inverse, weight, bias = recall(norm)
+        y = _apply(rows, torch.stack([mean, inverse]), weight, bias, pool)
     return y.permute(0, 3, 4, 1, 2)
 
 

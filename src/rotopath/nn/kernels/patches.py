@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLUMNS = 128  # of a tile: channels by orientations
+from rotopath.nn.kernels.statistics import COLUMNS, divide
+
 OUTPUTS, PATCHES = 64, 128  # of a tile, behind the pool; and of one whose moments are summed up
 WARPS, FORWARD_WARPS = 4, 8  # that work on a tile
-PROGRAMS, SUMMING = 1056, 528  # at most; those that sum up each write what they found
+SUMMING = 528  # programs at most that sum up, four on each multiprocessor of a large GPU; each writes what it found
 
 
 @triton.jit
@@ -126,26 +127,36 @@ def _sum_products(
         total = tl.dot(tl.trans(rows), gradient, total, input_precision="ieee")
     tap = tl.arange(0, TAPS)
     place = (tl.program_id(0) * TAPS + tap)[:, None] * columns + column[None, :]
-    tl.store(sums + place, total, mask=(tap < TAPS)[:, None] & inside[None, :])
+    tl.store(sums + place, total, mask=inside[None, :])
 
 
-def lift(x: Tensor, flat: Tensor, line: Tensor | None = None, pool: int = 1, winners: Tensor | None = None) -> Tensor:
-    """Lifting by kernels (C·N, taps); with a factor and a shift for each of them, also batch norm, ReLU and pooling."""
+def lift(x: Tensor, flat: Tensor) -> Tensor:
+    """Images (B, C', H, W) and kernels (C·N, taps) to features (B, H, W, C·N)."""
+    return _launch(x, flat, None, 1, remember=False)[0]
+
+
+def lift_and_pool(
+    x: Tensor, flat: Tensor, line: Tensor, pool: int, remember: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The same behind a factor and a shift of each column, ReLU and max pooling; and what won in each window."""
+    return _launch(x, flat, line, pool, remember)
+
+
+def _launch(x: Tensor, flat: Tensor, line: Tensor | None, pool: int, remember: bool) -> tuple[Tensor, Tensor | None]:
     columns, taps = flat.shape
     side = math.isqrt(taps // x.shape[1])
     height, width = ((size - side + 1) // pool for size in x.shape[-2:])
     y = x.new_empty(x.shape[0], height, width, columns)
-    if winners is not None:
-        winners.resize_(y.shape)
+    winners = torch.empty_like(y, dtype=torch.int8) if remember else None
     factor, shift = (None, None) if line is None else line
     outputs = y[..., 0].numel()
-    programs, steps = _divide(outputs, OUTPUTS, PROGRAMS)
+    programs, steps = divide(outputs, OUTPUTS)
     _forward[programs, triton.cdiv(columns, COLUMNS)](
         *(x, flat, y, winners, factor, shift, outputs, columns, height, width, *_strides(x), steps),
         *(line is not None, side, x.shape[1], _tile(taps), pool, OUTPUTS, COLUMNS),
         num_warps=FORWARD_WARPS,
     )
-    return y
+    return y, winners
 
 
 def find_products(x: Tensor, dy: Tensor, side: int, pool: int = 1, winners: Tensor | None = None) -> Tensor:
@@ -153,7 +164,7 @@ def find_products(x: Tensor, dy: Tensor, side: int, pool: int = 1, winners: Tens
     dy = dy.contiguous()
     _, height, width, columns = dy.shape
     outputs, taps = dy[..., 0].numel(), side * side * x.shape[1]
-    programs, steps = _divide(outputs, OUTPUTS, SUMMING)
+    programs, steps = divide(outputs, OUTPUTS, SUMMING)
     partial = torch.empty(programs, _tile(taps), columns, device=x.device, dtype=torch.float32)
     _sum_products[programs, triton.cdiv(columns, COLUMNS)](
         *(x, dy, winners, partial, outputs, columns, height, width, *_strides(x), steps),
@@ -168,7 +179,7 @@ def find_moments(x: Tensor, side: int) -> tuple[Tensor, Tensor, int]:
     height, width = (size - side + 1 for size in x.shape[-2:])
     taps, patches = side * side * x.shape[1], x.shape[0] * height * width
     tile = _tile(taps)
-    programs, steps = _divide(patches, PATCHES, SUMMING)
+    programs, steps = divide(patches, PATCHES, SUMMING)
     partial = torch.empty(programs, tile, tile, device=x.device, dtype=torch.float32)
     _sum_moments[programs,](
         *(x, partial, patches, height, width, *_strides(x), steps, side, x.shape[1], tile, PATCHES), num_warps=WARPS
@@ -184,11 +195,4 @@ def _strides(x: Tensor) -> tuple[int, int, int, int]:
 
 
 def _tile(taps: int) -> int:
-    return int(triton.next_power_of_2(taps + 1))
-
-
-def _divide(rows: int, of_a_tile: int, among: int) -> tuple[int, int]:
-    """How many programs, and how many tiles each of them works on."""
-    tiles = triton.cdiv(rows, of_a_tile)
-    steps = triton.cdiv(tiles, among)
-    return triton.cdiv(tiles, steps), steps
+    return max(16, int(triton.next_power_of_2(taps + 1)))  # products of matrices have 16 terms at least

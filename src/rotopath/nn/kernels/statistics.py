@@ -7,7 +7,7 @@ norm needs of each channel. Many programs each sum up a part, and a last one for
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
 
 COLUMNS = 128  # of a tile
 PROGRAMS = 1024  # at most, that sum up columns; each writes what it has found
@@ -101,6 +101,21 @@ def find_statistics(
     return statistics
 
 
+def track(norm: nn.BatchNorm3d) -> tuple[Tensor | None, Tensor | None, float | None, float]:
+    """Counts a batch; the running statistics of a batch norm, which are to move along, by how much, and its eps."""
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+    return norm.running_mean, norm.running_var, norm.momentum, norm.eps
+
+
+def recall(norm: nn.BatchNorm3d) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mean and inverse deviation by the running statistics, weight and bias, in float32."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    inverse = (norm.running_var.float() + norm.eps).rsqrt()
+    return norm.running_mean.float(), inverse, norm.weight.float(), norm.bias.float()
+
+
 def find_gradients(partial: Tensor, channels: int) -> Tensor:
     """Gradients (2, C) of weight and bias, from the sums and products that each program found (2, programs, C·N)."""
     programs, n = partial.shape[1], partial.shape[2] // channels
@@ -109,8 +124,8 @@ def find_gradients(partial: Tensor, channels: int) -> Tensor:
     return d_line
 
 
-def divide(rows: int, of_a_tile: int) -> tuple[int, int]:
+def divide(rows: int, of_a_tile: int, among: int | None = None) -> tuple[int, int]:
     """How many programs, and how many tiles each of them sums up."""
     tiles = triton.cdiv(rows, of_a_tile)
-    steps = triton.cdiv(tiles, PROGRAMS)
+    steps = triton.cdiv(tiles, PROGRAMS if among is None else among)
     return triton.cdiv(tiles, steps), steps

@@ -1,8 +1,8 @@
 """Root mean squares over blurred windows, behind a line and ReLU or alone, in one pass each way, in Triton.
 
-In: features as in `kernels`. Out: what the layers give one after another. Means over windows, smoothed and thinned out,
-are one filter along each axis: an output weighs the block of S × S pixels at its place and the eight about it. Programs
-walk down an image and keep sums of three rows of outputs, so that every row of features is taken once.
+In: features as in `statistics`. Out: what the layers give one after another. Means over windows, smoothed and thinned
+out, are one filter along each axis: an output weighs the block of S × S pixels at its place and the eight about it.
+Programs walk down an image and keep sums of three rows of outputs, so that every row of features is taken once.
 """
 
 import math
@@ -262,9 +262,11 @@ def _find_both_weights(x: Tensor, size: int, blur: int) -> tuple[Tensor, Tensor]
 @cache
 def _find_weights(outputs: int, size: int, blur: int, device: torch.device) -> Tensor:
     """What each output along an axis takes of the pixels in three blocks, (outputs + 2, 3 · size); 0 beyond the rim."""
-    pixels = outputs * size
+    few = min(outputs, 5)  # of more, all in the middle are alike
+    pixels = few * size
     single = torch.eye(pixels, dtype=torch.float64).view(pixels, 1, 1, pixels, 1).expand(-1, -1, -1, -1, size)
-    seen = GroupAvgPool2d(size, blur=blur).double()(single).view(pixels, outputs)
+    seen = GroupAvgPool2d(size, blur=blur).double()(single).view(pixels, few)
     windows = F.pad(seen, (0, 0, size, size)).unfold(0, 3 * size, size)  # (blocks, outputs, 3 · size)
     weights = windows.diagonal(dim1=0, dim2=1).T  # (outputs, 3 · size)
+    weights = torch.cat([weights[: few // 2], weights[few // 2].expand(outputs - few + 1, -1), weights[few // 2 + 1 :]])
     return F.pad(weights, (0, 0, 1, 1)).to(device, torch.float32).contiguous()
