@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from contenders import PlainCNN, Steerable, peers, straightforward
 from record import record
-from timing import build, describe, forget_compiled, forget_peak, measure
+from timing import build, describe, forget_compiled, forget_peak, leave_out, measure
 from torch import Tensor, nn
 
 import rotopath as rp
@@ -97,9 +97,7 @@ def compare(network: Network, image: Tensor, rounds: int, without: Sequence[str]
     expected = copy.deepcopy(network).double()(image.double())
     answers: dict[str, Callable[[], object]] = {}
     columns: dict[str, dict[str, str]] = {}
-    for name, make in models(network, image).items():
-        if any(word in name for word in without):
-            continue
+    for name, make in leave_out(models(network, image), without, kept=("plain CNN",)).items():
 
         def start(name: str = name, make: Callable[[], Answer] = make) -> tuple[Answer, Tensor]:
             answer = make()
@@ -122,7 +120,7 @@ def main() -> None:
     parser.add_argument("--side", type=int)
     parser.add_argument("--orientations", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--without", nargs="+", default=[], help="words in the names of what is left out")
+    parser.add_argument("--without", nargs="+", default=[], help="words in names to leave out; then no file is written")
     options = parser.parse_args()
     torch.manual_seed(0)
     network = rp.models.tumor(options.orientations).to(options.device)
@@ -135,7 +133,7 @@ def main() -> None:
         for dtype in PRECISIONS[options.device]
         for row in compare(network, image.to(dtype, memory_format=torch.channels_last), options.rounds, options.without)
     ]
-    record("inference", rows, options.device)
+    record("inference", rows, options.device, write=not options.without)
     for row in rows:
         allowed = TOLERANCES[getattr(torch, str(row["precision"]))]
         if row["error"] and not float(str(row["error"])) < allowed:

@@ -21,8 +21,14 @@ def hardware(device: str = "cpu") -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def record(name: str, rows: Sequence[Mapping[str, object]], device: str = "cpu") -> Path:
-    """Write rows to results/NAME-HARDWARE-torchVERSION.csv, and print them as a Markdown table."""
+def record(name: str, rows: Sequence[Mapping[str, object]], device: str = "cpu", write: bool = True) -> None:
+    """Print rows as a Markdown table, and write them to results/NAME-HARDWARE-torchVERSION.csv."""
+    print("| " + " | ".join(rows[0]) + " |")
+    print("|" + "---|" * len(rows[0]))
+    for row in rows:
+        print("| " + " | ".join(str(value) for value in row.values()) + " |")
+    if not write:
+        return
     version = torch.__version__.partition("+")[0]
     path = RESULTS / f"{name}-{hardware(device)}-torch{version}.csv"
     path.parent.mkdir(exist_ok=True)
@@ -32,9 +38,4 @@ def record(name: str, rows: Sequence[Mapping[str, object]], device: str = "cpu")
         writer.writeheader()
         writer.writerows(rows)
     unfinished.replace(path)
-    print("| " + " | ".join(rows[0]) + " |")
-    print("|" + "---|" * len(rows[0]))
-    for row in rows:
-        print("| " + " | ".join(str(value) for value in row.values()) + " |")
     print(f"\n{path.relative_to(RESULTS.parent)}\n")
-    return path

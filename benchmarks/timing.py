@@ -6,7 +6,7 @@ clock, and the processor's part is in it wherever the GPU has to wait for it.
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median, quantiles
 from typing import TypeVar
 
@@ -14,6 +14,11 @@ import torch
 
 MIB = 2**20
 Built = TypeVar("Built")
+
+
+def leave_out(all_: dict[str, Built], without: Sequence[str], kept: Sequence[str]) -> dict[str, Built]:
+    """Those without any of the words in their names; and what the others are measured by."""
+    return {name: one for name, one in all_.items() if name in kept or not any(word in name for word in without)}
 
 
 def build(name: str, make: Callable[[], Built], device: str) -> tuple[Built, str] | None:
