@@ -1,8 +1,9 @@
-"""N = 1 against N = 8 at equal weights: the three tasks on synthetic tissue, three seeds, by the command line.
+"""N = 1 against N = 8 at equal weights, by the paper's design and the faithful one: three tasks on synthetic tissue.
 
 .venv/bin/python benchmarks/compare.py [cuda] [--steps 300] [--epochs 8] [--at-once 1] [--out FOLDER]
 
-Every run is a `rotopath train` and a `rotopath evaluate --robustness`; an interrupted comparison goes on.
+Every run is a `rotopath train` and a `rotopath evaluate --robustness`, with three seeds, on a GPU in bfloat16; an
+interrupted comparison goes on.
 """
 
 import argparse
@@ -17,8 +18,10 @@ from statistics import mean, stdev
 
 from record import record
 
+from rotopath.models.architecture import PRESETS
+
 TASKS = {"mitosis": "f1", "nuclei": "f1", "tumor": "accuracy"}
-ORIENTATIONS = (1, 8)
+NETWORKS = ((1, "paper"), (8, "paper"), (8, "faithful"))
 SEEDS = (0, 1, 2)
 
 
@@ -28,14 +31,15 @@ def call(*words: str) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | threads)
 
 
-def scores(options: argparse.Namespace, job: tuple[str, int, int]) -> dict[str, object]:
+def scores(options: argparse.Namespace, job: tuple[str, int, str, int]) -> dict[str, object]:
     """Those of the test split, of one run."""
-    task, orientations, seed = job
-    run = options.out / f"{task}-N{orientations}-seed{seed}"
+    task, orientations, preset, seed = job
+    run = options.out / f"{task}-N{orientations}-{preset}-seed{seed}"
     recipe = options.out / f"{task}.toml"
     if not (run / "weights.safetensors").exists():
         accelerator = "gpu" if options.device == "cuda" else "cpu"
         changes = {"orientations": orientations, "seed": seed, "steps": options.steps, "epochs": options.epochs}
+        changes |= PRESETS[preset]
         words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
         call("train", str(recipe), *words, "--set", f"accelerator={accelerator}", "--out", str(run))
     written = run / "evaluation-test.json"
@@ -63,19 +67,22 @@ def main() -> None:
         if not tissue.exists():
             call("data", "make", "--task", task, "--out", str(tissue))
         # Along a cosine, since so few steps at a rate that is halved every epoch leave both networks half trained.
-        (options.out / f"{task}.toml").write_text(f'task = "{task}"\ndata = "{tissue}"\nschedule = "cosine"\n')
-    jobs = [(task, n, seed) for task in TASKS for n in ORIENTATIONS for seed in SEEDS]
+        precision = "bf16" if options.device == "cuda" else "32"
+        settings = {"task": task, "data": tissue, "schedule": "cosine", "precision": precision}
+        (options.out / f"{task}.toml").write_text("".join(f'{key} = "{value}"\n' for key, value in settings.items()))
+    jobs = [(task, *network, seed) for task in TASKS for network in NETWORKS for seed in SEEDS]
     with ThreadPoolExecutor(options.at_once) as pool:
         found = dict(zip(jobs, pool.map(partial(scores, options), jobs), strict=True))
     rows = []
     for task, score in TASKS.items():
-        for n in ORIENTATIONS:
-            runs = [found[task, n, seed] for seed in SEEDS]
+        for n, preset in NETWORKS:
+            runs = [found[task, n, preset, seed] for seed in SEEDS]
             turned = [run["rotation"]["fair"] for run in runs]  # type: ignore[index]
             rows.append(
                 {
                     "task": task,
                     "N": n,
+                    "design": preset,
                     "score": score,
                     "test": spread([run[score] for run in runs], 3),  # type: ignore[misc]
                     "deviation over angles": spread([one["deviation"] for one in turned], 4),
