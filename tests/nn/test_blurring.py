@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from for_kernels import DEVICE, TOLERANCE, features, norm_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -12,26 +13,7 @@ from rotopath.nn import fused
 pytest.importorskip("triton")
 from rotopath.nn.kernels import blurring, strips
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BEND = 1e-3  # of slopes of a root near 0, where the last digit that batch norm rounds counts a thousand times
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-def features(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
-    """(B, C, N, H, W) as they lie in memory behind a convolution, with means far from 0."""
-    batch, channels, n, height, width = shape
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(batch, height, width, channels, n, generator=generator) * 2
-    x = x + 10 * torch.rand(channels, n, generator=generator)
-    return x.to(DEVICE, dtype).permute(0, 3, 4, 1, 2)
-
-
-def norm_of(channels: int, dtype: torch.dtype = torch.float32) -> rp.nn.GroupBatchNorm2d:
-    norm = rp.nn.GroupBatchNorm2d(channels, momentum=0.3).to(DEVICE, dtype)
-    with torch.no_grad():
-        norm.weight.copy_(torch.linspace(-1.5, 1.5, channels))
-        norm.bias.copy_(torch.linspace(0.5, -0.5, channels))
-    return norm
 
 
 def pool_of(size: int, blur: int, dtype: torch.dtype = torch.float32) -> rp.nn.GroupAvgPool2d:

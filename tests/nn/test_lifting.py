@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from for_kernels import DEVICE, norm_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from rotopath.nn import fused, gpu
 pytest.importorskip("triton")
 from rotopath.nn.kernels import lifting, patches, statistics
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 if DEVICE.type == "cuda":  # Triton's interpreter multiplies no matrices of them
     TOLERANCE[torch.bfloat16] = 3e-2
@@ -30,15 +30,6 @@ def kernels_of(columns: int, channels: int, side: int, seed: int, dtype: torch.d
     kernels = torch.randn(columns, channels, side, side, generator=torch.Generator().manual_seed(seed)) / side
     kernels = kernels.to(DEVICE)
     return kernels.requires_grad_(), kernels.detach().to(dtype).double().requires_grad_()
-
-
-def norm_of(channels: int, dtype: torch.dtype = torch.float32) -> rp.nn.GroupBatchNorm2d:
-    norm = rp.nn.GroupBatchNorm2d(channels, momentum=0.3).to(DEVICE, dtype)
-    with torch.no_grad():
-        norm.weight.copy_(torch.linspace(0.5, 1.5, channels))
-        norm.weight[1::2] *= -1  # turns features upside down
-        norm.bias.copy_(torch.linspace(0.5, -0.5, channels))
-    return norm
 
 
 def one_after_another(x: Tensor, kernels: Tensor, norm: nn.Module, pool: int) -> Tensor:
