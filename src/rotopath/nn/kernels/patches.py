@@ -28,7 +28,7 @@ def _load_patches(
     down, across, channel = tap // (SIDE * CHANNELS), (tap // CHANNELS) % SIDE, tap % CHANNELS
     offset = down * by_row + across * by_column + channel * by_channel
     used: tl.constexpr = SIDE * SIDE * CHANNELS
-    value = tl.load(x + first[:, None] + offset[None, :], mask=seen[:, None] & (tap < used)[None, :], other=0.0)
+    value = tl.load(x + (first[:, None] + offset[None, :]), mask=seen[:, None] & (tap < used)[None, :], other=0.0)
     return tl.where((tap == used)[None, :], 1.0, value).to(x.dtype.element_ty)
 
 
@@ -87,13 +87,12 @@ def _forward(
         if NORM:
             highest = tl.zeros([ROWS, COLUMNS], tl.float32)  # ReLU lets nothing below pass
             winner = tl.full([ROWS, COLUMNS], -1, tl.int32)
-            for i in tl.static_range(S):
-                for j in tl.static_range(S):
-                    patch = first + i * by_row + j * by_column
-                    rows = _load_patches(x, patch, seen, by_row, by_column, by_channel, SIDE, CHANNELS, TAPS)
-                    here = tl.dot(rows, turned, input_precision="ieee") * slope + level
-                    winner = tl.where(here > highest, i * S + j, winner)
-                    highest = tl.maximum(highest, here, propagate_nan=tl.PropagateNan.ALL)
+            for of_window in range(S * S):
+                patch = first + of_window // S * by_row + of_window % S * by_column
+                rows = _load_patches(x, patch, seen, by_row, by_column, by_channel, SIDE, CHANNELS, TAPS)
+                here = tl.dot(rows, turned, input_precision="ieee") * slope + level
+                winner = tl.where(here > highest, of_window, winner)
+                highest = tl.maximum(highest, here, propagate_nan=tl.PropagateNan.ALL)
             tl.store(y + place, highest, mask=both)
             if winners is not None:
                 tl.store(winners + place, winner.to(tl.int8), mask=both)
