@@ -203,6 +203,11 @@ def test_networks_hide_nothing_from_those_who_look() -> None:
         layer.register_forward_hook(lambda layer, *_: seen.append(layer))
     net(x)
     assert seen == list(layers)
+    seen.clear()
+    handle = nn.modules.module.register_module_forward_hook(lambda layer, *_: seen.append(layer))
+    net(x)
+    handle.remove()
+    assert {*layers, net.stages[0].relu, net.pools[0]} <= set(seen), "also of those who look at all layers"
 
 
 def test_layers_that_were_replaced_are_used() -> None:

@@ -5,6 +5,7 @@ another, to rounding. Everywhere else (compile, export, other dtypes and layouts
 """
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from rotopath.nn import cpu, expect, gpu
 from rotopath.nn.conv import LiftConv2d
@@ -128,7 +129,7 @@ def _expect_windows(size: int, height: int, width: int) -> None:
 
 def _hooked(*layers: nn.Module) -> bool:
     """Whether someone looks at what goes into a layer or comes out of it."""
-    return any(
+    return bool(_has_any_global_hook()) or any(  # type: ignore[no-untyped-call]
         layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
         for layer in layers
     )
