@@ -34,7 +34,7 @@ WINDOWS, SHOWN_WINDOWS = 64, 6  # that are turned, and of which the answers are 
 CPU = torch.device("cpu")
 
 
-def run_demo(out: Path, console: Console, steps: int = 130, size_px: int = 512) -> Path:
+def run_demo(out: Path, console: Console, steps: int, size_px: int) -> Path:
     """Make tissue, train N=1 and N=8 on it, and write the report; gives its path. `steps` are those of an epoch."""
     tissue = out / "tissue"
     if not tissue.exists():

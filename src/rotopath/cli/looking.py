@@ -65,7 +65,7 @@ def models(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for all that is made; what is there is kept.")] = Path("demo"),
-    steps: Annotated[int, typer.Option(min=1, help="Training steps in each of three epochs.")] = 130,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps in each of three epochs.")] = 220,
     size: Annotated[int, typer.Option(min=160, help="Side of the synthetic fields, in pixels.")] = 512,
 ) -> None:
     """Train N=1 and N=8 on synthetic tissue, and write a report: scores, detections, predictions as images turn."""
