@@ -115,7 +115,7 @@ def draw_maps(results: Sequence[Result], path: Path) -> Path | None:
     if not kept or any(found is None or "borders_mean" not in found for _, found in kept):
         return None
     rows = 2 * FIELDS
-    figure = Figure(figsize=(2.0 * (len(kept) + 1), 2.0 * rows + 0.3), dpi=150, layout="constrained", facecolor="white")
+    figure = Figure(figsize=(2.0 * (len(kept) + 1), 2.0 * rows + 0.3), dpi=100, layout="constrained", facecolor="white")
     grid = figure.subplots(rows, len(kept) + 1, squeeze=False)
     for axes in grid.flat:
         axes.set_axis_off()
