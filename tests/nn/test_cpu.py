@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
@@ -28,7 +28,7 @@ def norm_of(channels: int, kind: type[nn.BatchNorm3d] = rp.nn.GroupBatchNorm2d) 
     with torch.no_grad():
         norm.weight.copy_(torch.linspace(0.5, 1.5, channels))
         norm.weight[1::2] *= -1  # turns features upside down
-        norm.bias.copy_(torch.linspace(0.5, -0.5, channels))
+        norm.bias.copy_(torch.linspace(0.55, -0.45, channels))  # never 0: at a mean ReLU would be given 0 to rounding
     return norm
 
 
@@ -38,6 +38,7 @@ def one_after_another(x: Tensor, norm: nn.BatchNorm3d, relu: bool, pool: int) ->
 
 
 @settings(deadline=None, max_examples=40)
+@example(shape=(1, 5, 8), outputs=(1, 2), pool=1, relu=True, ties=True, dtype=torch.float64, seed=1)  # one is the mean
 @given(
     shape=st.tuples(st.integers(1, 3), st.integers(1, 6), st.sampled_from([1, 2, 3, 8])),
     outputs=st.tuples(st.integers(1, 5), st.integers(1, 5)),
