@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/scaling.py [cuda] [--rounds 9]
 
 Equal weights: channels become fewer as N grows, as in the paper. Equal channels: those of N = 8 at every N. Each is
-measured beside a plain CNN as wide as channels times orientations, in turns. On a GPU numbers are bfloat16, steps are
-replayed as CUDA graphs, and the plain CNN is compiled for them. Inference is by the frozen network.
+measured beside a plain CNN as wide as channels times orientations, in turns. On a GPU numbers are bfloat16, and steps of
+both are replayed as CUDA graphs. Inference is by the frozen network.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import step
 import torch
 from contenders import PlainCNN
 from record import record
-from timing import build, describe, forget_compiled, measure
+from timing import build, describe, measure
 
 from rotopath.models import ARCHITECTURES, Architecture, Network
 from rotopath.models.architecture import IMAGE_CHANNELS
@@ -48,7 +48,7 @@ def steps(network: Network, batch: int, device: str) -> dict[str, Callable[[], C
     images = torch.rand(batch, IMAGE_CHANNELS, side, side, device=device)
     labels = torch.randint(2, (batch,), device=device).float()
     kinds = step.models(network, images)
-    plain, ours = ("plain CNN, compiled", "rotopath, replayed") if device == "cuda" else ("plain CNN", "rotopath")
+    plain, ours = ("plain CNN, replayed", "rotopath, replayed") if device == "cuda" else ("plain CNN", "rotopath")
     return {
         "plain CNN": lambda: step.Training(kinds[plain](), images, labels).step,
         "rotopath": lambda: step.Training(kinds[ours](), images, labels).step,
@@ -73,7 +73,6 @@ def started(make: Callable[[], Callable[[], object]]) -> Callable[[], object]:
 
 
 def compare(makes: dict[str, Callable[[], Callable[[], object]]], device: str, rounds: int) -> dict[str, str]:
-    forget_compiled(device)
     built = {name: build(name, partial(started, make), device) for name, make in makes.items()}
     calls = {name: made[0] for name, made in built.items() if made is not None}
     if len(calls) < len(makes):
