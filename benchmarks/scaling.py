@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/scaling.py [cuda] [--rounds 9]
 
 Equal weights: channels become fewer as N grows, as in the paper. Equal channels: those of N = 8 at every N. Each is
-measured beside a plain CNN as wide as channels times orientations, in turns. On a GPU numbers are bfloat16, and steps of
-both are replayed as CUDA graphs. Inference is by the frozen network.
+measured beside a plain CNN as wide as channels times orientations, in turns. On a GPU numbers are bfloat16, and steps
+of both are replayed as CUDA graphs. Inference is by the frozen network.
 """
 
 import argparse

@@ -117,7 +117,7 @@ class _RotatedConv2d(nn.Module):
     def _convolve(self, x: Tensor) -> Tensor:
         """(B, C', H, W) to (B, C, N, H, W), where C' are channels, or channels by orientations."""
         expect.on_grid(x, self, self.kernel_size, self.stride, self.padding, self.dilation)
-        kernels = self.full_precision_kernels(x)
+        kernels = self.kernels_for(x)
         bias = self.bias if self.bias is None else self.bias.repeat_interleave(self.order)
         padding = self.padding
         if self.padding_mode != "zeros" and padding:
@@ -128,8 +128,19 @@ class _RotatedConv2d(nn.Module):
         y = F.conv2d(x, kernels, bias, self.stride, padding, self.dilation, self.groups)  # (B, C·N, H, W)
         return torch.unflatten(y, 1, (self.out_channels, self.order))
 
-    def full_precision_kernels(self, x: Tensor) -> Tensor:
-        """Kernels untouched by autocast: they are turned as they are, and cast once, by the convolution."""
+    def kernels_for(self, x: Tensor) -> Tensor:
+        """Kernels untouched by autocast: they are turned as they are, and cast once, here or by the convolution."""
+        if (
+            gpu.takes(x)
+            and gpu.can_turn(self.weight, self.kernel_size)
+            and type(self).kernels is _RotatedConv2d.kernels
+        ):
+            from rotopath.nn.kernels import turning
+
+            with gpu.at(x):
+                return turning.turn(
+                    self.weight, self.rotation.to(self.weight), self.reflections, gpu.precision(x, self.weight)
+                )
         if x.is_meta:  # the one device that has no autocast to switch off
             return self.kernels()
         with torch.autocast(x.device.type, enabled=False):
@@ -171,7 +182,7 @@ class LiftConv2d(_RotatedConv2d):
 
             expect.on_grid(x, self, self.kernel_size, self.stride, self.padding)
             with gpu.at(x):
-                return lifting.lift(x.to(gpu.precision(x)), self.full_precision_kernels(x), self.order)
+                return lifting.lift(x.to(gpu.precision(x)), self.kernels_for(x), self.order)
         return self._convolve(x)
 
 

@@ -68,7 +68,7 @@ def lift_norm_relu_pool(x: Tensor, lift: nn.Module, norm: nn.Module, pool: nn.Mo
     _expect_windows(size, *(side - lift.kernel_size + 1 for side in x.shape[-2:]))
     blur = pool.blur if isinstance(pool, GroupAvgPool2d) else 0
     with gpu.at(x):
-        return lifting.lift_norm_relu_pool(x.to(gpu.precision(x)), lift.full_precision_kernels(x), norm, size, blur)
+        return lifting.lift_norm_relu_pool(x.to(gpu.precision(x)), lift.kernels_for(x), norm, size, blur)
 
 
 def norm_relu_pool(x: Tensor, norm: nn.Module, pool: nn.Module | None = None) -> Tensor:

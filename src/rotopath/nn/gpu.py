@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_PATCH = 127  # numbers under a kernel: with one that counts, as many as a tile of patches has columns
+LARGEST_KERNEL = 7  # pixels a side, whose map is a tile
 LIFTS = (8, 0)  # the generation of GPUs (Ampere) from which on the tiles of lifting fit into a multiprocessor
 
 
@@ -80,10 +81,22 @@ def can_lift(x: Tensor, lift: "LiftConv2d") -> bool:
     )
 
 
-def precision(x: Tensor) -> torch.dtype:
-    """What a convolution computes in."""
+def can_turn(weight: Tensor, kernel_size: int) -> bool:
+    """Whether `turning` can turn these base weights."""
+    return (
+        type(weight) in (Tensor, nn.Parameter)
+        and weight.is_cuda
+        and weight.dtype in DTYPES
+        and weight.is_contiguous()
+        and kernel_size <= LARGEST_KERNEL
+        and unpack_dual(weight).tangent is None  # type: ignore[no-untyped-call]
+    )
+
+
+def precision(x: Tensor, weight: Tensor | None = None) -> torch.dtype:
+    """What a convolution computes in; without autocast it takes images and weights as they are."""
     casts = torch.is_autocast_enabled("cuda") and x.dtype != torch.float64
-    return torch.get_autocast_dtype("cuda") if casts else x.dtype
+    return torch.get_autocast_dtype("cuda") if casts else (x if weight is None else weight).dtype
 
 
 @cache

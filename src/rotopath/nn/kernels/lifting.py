@@ -4,13 +4,14 @@ In: images, and kernels turned to all orientations. Out: what the layers give on
 statistics, and the part of its gradient that batch norm adds, follow from the second moments of the image's patches.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rotopath.nn.kernels import patches, strips
+from rotopath.nn.kernels import moments, patches, strips
 from rotopath.nn.kernels.statistics import recall, track
 
 
@@ -24,9 +25,11 @@ def lift_norm_relu_pool(x: Tensor, kernels: Tensor, norm: nn.BatchNorm3d, pool: 
     """The same, with batch norm, ReLU, and the maximum over windows or, if it is to be blurred, a root mean square."""
     n = kernels.shape[0] // norm.num_features
     if norm.training:
-        y: Tensor = LiftNormReluPool.apply(x, kernels, norm.weight, norm.bias, *track(norm), pool, blur)
+        y: Tensor = LiftNormReluPool.apply(x, kernels, norm.weight, norm.bias, pool, blur, *track(norm))
     else:
-        y, *_ = _apply(x, _flatten(kernels, x), recall(norm), pool, blur)
+        mean, inverse, weight, bias = recall(norm)
+        line = torch.stack([weight * inverse, bias - mean * weight * inverse]).repeat_interleave(n, 1)
+        y, *_ = _apply(x, _flatten(kernels, x), (mean, inverse, weight, bias), line, pool, blur)
     return torch.unflatten(y, -1, (-1, n)).permute(0, 3, 4, 1, 2)
 
 
@@ -44,7 +47,7 @@ class Lift(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         products = patches.find_products(x, gradients[0], ctx.like.shape[-1])
-        return None, _unflatten(products[:, :-1], ctx.like)
+        return None, _unflatten(products[: math.prod(ctx.like.shape[1:])].t(), ctx.like)
 
 
 class LiftNormReluPool(torch.autograd.Function):
@@ -52,71 +55,48 @@ class LiftNormReluPool(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        kernels: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        running_mean: Tensor | None,
-        running_variance: Tensor | None,
-        momentum: float,
-        eps: float,
-        pool: int,
-        blur: int,
+        ctx: Any, x: Tensor, kernels: Tensor, weight: Tensor, bias: Tensor, pool: int, blur: int, *tracked: Any
     ) -> Tensor:
         flat = _flatten(kernels, x)
-        sums, squares, count = patches.find_moments(x, kernels.shape[-1])
-        lines = flat.double().unflatten(0, (weight.shape[0], -1))  # (C, N, taps)
-        means = lines @ (sums / count)  # of each orientation
-        mean = means.mean(1)
-        spread = squares / count - torch.outer(sums, sums) / count**2
-        variance = ((lines @ spread) * lines).sum(2).clamp(min=0).add((means - mean[:, None]).square()).mean(1)
-        inverse = (variance + eps).rsqrt()
-        if running_mean is not None and running_variance is not None:
-            seen = count * lines.shape[1]
-            running_mean.lerp_(mean.to(running_mean), momentum)
-            running_variance.lerp_((variance * seen / (seen - 1)).to(running_variance), momentum)
-        y, *kept = _apply(x, flat, (mean, inverse, weight, bias), pool, blur, remember=True)
-        ctx.save_for_backward(x, lines, mean, inverse, weight, bias, sums, squares, *kept)
-        ctx.like, ctx.pool, ctx.blur, ctx.count = kernels.new_empty(0, *kernels.shape[1:]), pool, blur, count
+        sums, count = patches.find_moments(x, kernels.shape[-1])
+        statistics, line, products = moments.find_line(sums, count, flat, weight, bias, *tracked)
+        mean, inverse = statistics.float() if blur else statistics
+        y, *kept = _apply(x, flat, (mean, inverse, weight, bias), line, pool, blur, remember=True)
+        ctx.save_for_backward(x, flat, weight, bias, sums, statistics, products, *kept)
+        ctx.like, ctx.count, ctx.pool, ctx.blur = kernels.new_empty(0, *kernels.shape[1:]), count, pool, blur
+        ctx.given = 6 + len(tracked)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, lines, mean, inverse, weight, bias, sums, squares, *kept = ctx.saved_tensors
+        x, flat, weight, bias, sums, statistics, products, *kept = ctx.saved_tensors
         gradient, side = gradients[0].contiguous(), ctx.like.shape[-1]
         if ctx.blur:
-            line = (mean.float(), inverse.float(), weight, bias)
             lifted, y = kept
+            line = (*statistics.float(), weight, bias)
             gradient = strips.find_gradient(lifted, strips.halve(gradient, y), ctx.pool, ctx.blur, line)
-            products = patches.find_products(x, gradient.flatten(-2), side)
+            found = patches.find_products(x, gradient.flatten(-2), side)
         else:
-            products = patches.find_products(x, gradient, side, ctx.pool, *kept)
-        products = products.unflatten(0, lines.shape[:2])
-        products, totals = products[..., :-1], products[..., -1]
-        d_bias = totals.sum(1)
-        d_weight = inverse * ((products * lines).sum((1, 2)) - mean * d_bias)
-        # What batch norm takes from each gradient: its mean, and what goes along with the normalised feature.
-        count = ctx.count * lines.shape[1]
-        level, slope = (d_bias / count)[:, None, None], (d_weight / count * inverse)[:, None, None]
-        d_lines = products - level * sums - slope * (lines @ squares - mean[:, None, None] * sums)
-        d_kernels = _unflatten(((weight * inverse)[:, None, None] * d_lines).flatten(0, 1), ctx.like)
-        return None, d_kernels, d_weight.to(weight), d_bias.to(weight), *[None] * 6
+            found = patches.find_products(x, gradient, side, ctx.pool, *kept)
+        d_flat, d_weight, d_bias = moments.find_gradients(
+            found, sums, ctx.count, flat, weight, statistics, products, ctx.like.dtype
+        )
+        return None, _unflatten(d_flat, ctx.like), d_weight, d_bias, *[None] * (ctx.given - 4)
 
 
 def _apply(
-    x: Tensor, flat: Tensor, line: tuple[Tensor, Tensor, Tensor, Tensor], pool: int, blur: int, remember: bool = False
+    x: Tensor, flat: Tensor, norm: tuple[Tensor, ...], line: Tensor, pool: int, blur: int, remember: bool = False
 ) -> tuple[Tensor, ...]:
-    """Features (B, H, W, C·N) for mean, inverse deviation, weight and bias of batch norm, and what gradients need."""
-    mean, inverse, weight, bias = line
+    """Features (B, H, W, C·N), and what gradients need, for mean, inverse deviation, weight and bias of batch norm.
+
+    The line is what they come to for each column.
+    """
     if blur:
-        lifted = patches.lift(x, flat).unflatten(-1, (len(weight), -1))
-        y = strips.apply(lifted, pool, blur, (mean.float(), inverse.float(), weight, bias))
+        lifted = patches.lift(x, flat).unflatten(-1, (len(norm[0]), -1))
+        y = strips.apply(lifted, pool, blur, norm)
         return y.flatten(-2), lifted, y
-    factor = weight * inverse
-    by_column = torch.stack([factor, bias - mean * factor]).float().repeat_interleave(len(flat) // len(weight), 1)
-    y, winners = patches.lift_and_pool(x, flat, by_column, pool, remember)
+    y, winners = patches.lift_and_pool(x, flat, line, pool, remember)
     return (y,) if winners is None else (y, winners)
 
 

@@ -136,7 +136,7 @@ def norm_relu_pool(x: Tensor, norm: nn.BatchNorm3d, pool: int = 1) -> Tensor:
     """Batch norm, ReLU, and the maximum over windows, of features (B, C, N, H, W); without gradients in evaluation."""
     rows = x.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N), as it lies in memory
     if norm.training:
-        y: Tensor = NormReluPool.apply(rows, norm.weight, norm.bias, *track(norm), pool)
+        y: Tensor = NormReluPool.apply(rows, norm.weight, norm.bias, pool, *track(norm))
     else:
         mean, inverse, weight, bias = recall(norm)
         y = _apply(rows, torch.stack([mean, inverse]), weight, bias, pool)
@@ -147,21 +147,11 @@ class NormReluPool(torch.autograd.Function):
     """Batch norm by the statistics of the batch, ReLU, and max pooling of features (B, H, W, C, N)."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        running_mean: Tensor | None,
-        running_variance: Tensor | None,
-        momentum: float,
-        eps: float,
-        pool: int,
-    ) -> Tensor:
-        statistics = find_statistics(x, running_mean, running_variance, momentum, eps)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, pool: int, *tracked: Any) -> Tensor:
+        statistics = find_statistics(x, *tracked)
         y = _apply(x, statistics, weight, bias, pool)
         ctx.save_for_backward(x, statistics, weight, bias)
-        ctx.pool = pool
+        ctx.pool, ctx.tracked = pool, len(tracked)
         return y
 
     @staticmethod
@@ -184,7 +174,7 @@ class NormReluPool(torch.autograd.Function):
             *(x, dy, dx, *statistics, weight, bias, *d_line, *shape, batch * height * width * n),
             *(n, pool, ROWS, COLUMNS),
         )
-        return dx, d_line[0].to(weight.dtype), d_line[1].to(bias.dtype), None, None, None, None, None
+        return dx, d_line[0].to(weight.dtype), d_line[1].to(bias.dtype), *[None] * (1 + ctx.tracked)
 
 
 def _apply(x: Tensor, statistics: Tensor, weight: Tensor, bias: Tensor, pool: int) -> Tensor:

@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rotopath.nn.kernels.moments import add_up
 from rotopath.nn.kernels.statistics import COLUMNS, divide
 
 OUTPUTS, PATCHES = 64, 128  # of a tile, behind the pool; and of one whose moments are summed up
-WARPS, FORWARD_WARPS = 4, 8  # that work on a tile
-SUMMING = 528  # programs at most that sum up, four on each multiprocessor of a large GPU; each writes what it found
+WARPS, WINDOW_WARPS = 4, 8  # that work on a tile, and on one of windows
+SUMMING = 264  # programs at most that sum up, two on each multiprocessor of a large GPU; each writes what it found
 
 
 @triton.jit
@@ -153,13 +154,16 @@ def _launch(x: Tensor, flat: Tensor, line: Tensor | None, pool: int, remember: b
     _forward[programs, triton.cdiv(columns, COLUMNS)](
         *(x, flat, y, winners, factor, shift, outputs, columns, height, width, *_strides(x), steps),
         *(line is not None, side, x.shape[1], _tile(taps), pool, OUTPUTS, COLUMNS),
-        num_warps=FORWARD_WARPS,
+        num_warps=WARPS if line is None else WINDOW_WARPS,
     )
     return y, winners
 
 
 def find_products(x: Tensor, dy: Tensor, side: int, pool: int = 1, winners: Tensor | None = None) -> Tensor:
-    """Sums over patches of each tap times each gradient in front of the pool, (C·N, taps + 1); the last tap is 1."""
+    """Sums over patches of each tap times each gradient in front of the pool, (taps + 1 and more, C·N), in float64.
+
+    The last tap is 1; what is behind it is 0.
+    """
     dy = dy.contiguous()
     _, height, width, columns = dy.shape
     outputs, taps = dy[..., 0].numel(), side * side * x.shape[1]
@@ -170,11 +174,14 @@ def find_products(x: Tensor, dy: Tensor, side: int, pool: int = 1, winners: Tens
         *(side, x.shape[1], _tile(taps), pool, OUTPUTS, COLUMNS),
         num_warps=WARPS,
     )
-    return partial.sum(0, dtype=torch.float64).t()[:, : taps + 1]
+    return add_up(partial)
 
 
-def find_moments(x: Tensor, side: int) -> tuple[Tensor, Tensor, int]:
-    """Sums of the taps of all patches, and of their products, in float64: (taps,) and (taps, taps). And how many."""
+def find_moments(x: Tensor, side: int) -> tuple[Tensor, int]:
+    """Sums over patches of any tap times any other (taps + 1 and more, as many), in float64; and how many patches.
+
+    The last tap is 1, so that with it there are sums of the taps themselves; what is behind it is 0.
+    """
     height, width = (size - side + 1 for size in x.shape[-2:])
     taps, patches = side * side * x.shape[1], x.shape[0] * height * width
     tile = _tile(taps)
@@ -183,8 +190,7 @@ def find_moments(x: Tensor, side: int) -> tuple[Tensor, Tensor, int]:
     _sum_moments[programs,](
         *(x, partial, patches, height, width, *_strides(x), steps, side, x.shape[1], tile, PATCHES), num_warps=WARPS
     )
-    moments = partial.sum(0, dtype=torch.float64)
-    return moments[taps, :taps], moments[:taps, :taps], patches
+    return add_up(partial), patches
 
 
 def _strides(x: Tensor) -> tuple[int, int, int, int]:

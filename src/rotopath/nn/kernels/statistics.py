@@ -37,8 +37,8 @@ def _sum_columns(x, pivot, sums, squares, rows, columns, steps, ROWS: tl.constex
 
 @triton.jit
 def _find_statistics(
-    pivot, sums, squares, mean, inverse, running_mean, running_variance, programs, rows, momentum, eps,
-    TRACK: tl.constexpr, N: tl.constexpr, N_BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+    pivot, sums, squares, mean, inverse, batches, running_mean, running_variance, programs, rows, momentum, eps,
+    N: tl.constexpr, N_BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Mean and inverse deviation of one channel, over all its columns; running statistics move along."""
     channel = tl.program_id(0)
@@ -59,11 +59,13 @@ def _find_statistics(
     variance = tl.maximum(scattered, 0.0) / count
     tl.store(mean + channel, average)
     tl.store(inverse + channel, 1.0 / tl.sqrt(variance + eps))
-    if TRACK:
+    if running_mean is not None:
         old = tl.load(running_mean + channel).to(tl.float32)
         tl.store(running_mean + channel, old + momentum * (average - old))
         old = tl.load(running_variance + channel).to(tl.float32)
         tl.store(running_variance + channel, old + momentum * (variance * count / (count - 1) - old))
+    if batches is not None and channel == 0:
+        tl.store(batches, tl.load(batches) + 1)
 
 
 @triton.jit
@@ -83,7 +85,12 @@ def _find_gradients(
 
 
 def find_statistics(
-    x: Tensor, running_mean: Tensor | None, running_variance: Tensor | None, momentum: float, eps: float
+    x: Tensor,
+    batches: Tensor | None,
+    running_mean: Tensor | None,
+    running_variance: Tensor | None,
+    momentum: float,
+    eps: float,
 ) -> Tensor:
     """Mean and inverse deviation (2, C) of the channels of features (B, H, W, C, N); running statistics move along."""
     batch, height, width, channels, n = x.shape
@@ -95,17 +102,15 @@ def find_statistics(
         *(x, x, *partial, rows, columns, steps, ROWS, COLUMNS), num_warps=WARPS
     )
     _find_statistics[channels,](
-        *(x, *partial, *statistics, running_mean, running_variance, programs, rows, momentum, eps),
-        *(running_mean is not None, n, triton.next_power_of_2(n), triton.next_power_of_2(programs)),
+        *(x, *partial, *statistics, batches, running_mean, running_variance, programs, rows, momentum, eps),
+        *(n, triton.next_power_of_2(n), triton.next_power_of_2(programs)),
     )
     return statistics
 
 
-def track(norm: nn.BatchNorm3d) -> tuple[Tensor | None, Tensor | None, float | None, float]:
-    """Counts a batch; the running statistics of a batch norm, which are to move along, by how much, and its eps."""
-    if norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
-    return norm.running_mean, norm.running_var, norm.momentum, norm.eps
+def track(norm: nn.BatchNorm3d) -> tuple[Tensor | None, Tensor | None, Tensor | None, float | None, float]:
+    """The count of batches and the running statistics of a batch norm, which move along, by how much, and its eps."""
+    return norm.num_batches_tracked, norm.running_mean, norm.running_var, norm.momentum, norm.eps
 
 
 def recall(norm: nn.BatchNorm3d) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -20,7 +20,7 @@ from rotopath.nn.kernels.statistics import COLUMNS, divide
 from rotopath.nn.pool import FAINT, GroupAvgPool2d
 
 FORWARD_TILE, BACKWARD_TILE = 512, 1024  # numbers side by side: strips of an image, and their columns
-BLOCKS = 16  # at most, that a program walks down
+BLOCKS = 64  # at most, that a program walks down
 WARPS = 4
 FLAT = 4096  # numbers of a tile that has no neighbours
 

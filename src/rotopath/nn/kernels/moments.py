@@ -1,0 +1,165 @@
+"""What the moments of the patches of images tell about their lifting: batch norm's line, and gradients, in Triton.
+
+In: sums over patches, by parts, and kernels as rows of taps. Out: the statistics of what lifting gives, which is never
+looked at itself; and the gradients of kernels and of batch norm. In float64, since means are taken from squares.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+FEW, NUMBERS = 32, 128  # parts that are added up at once, and numbers side by side
+AT_ONCE = 64  # orientations by rows of moments that are looked at at once
+WARPS = 8
+
+
+@triton.jit
+def _add_up(partial, total, parts, numbers, FEW: tl.constexpr, NUMBERS: tl.constexpr):
+    number = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
+    inside = (number < numbers)[None, :]
+    sums = tl.zeros([FEW, NUMBERS], tl.float64)
+    for first in range(0, parts, FEW):
+        part = first + tl.arange(0, FEW)
+        place = part.to(tl.int64)[:, None] * numbers + number[None, :]
+        sums += tl.load(partial + place, mask=(part < parts)[:, None] & inside, other=0.0).to(tl.float64)
+    tl.store(total + number, tl.sum(sums, axis=0), mask=number < numbers)
+
+
+@triton.jit
+def _load_lines(flat, column, taps, tap, n, N: tl.constexpr):
+    inside = (n < N)[:, None] & (tap < taps)[None, :]
+    return tl.load(flat + column[:, None] * taps + tap[None, :], mask=inside, other=0.0).to(tl.float64)
+
+
+@triton.jit
+def _find_line(
+    moments, flat, weight, bias, mean, inverse, factor, shift, products,
+    batches, running_mean, running_variance, taps, patches, momentum, eps,
+    N: tl.constexpr, N_BLOCK: tl.constexpr, TAPS: tl.constexpr, SOME: tl.constexpr,
+):  # fmt: skip
+    """Of one channel: statistics over all its orientations, the line for each, and its kernels times the moments."""
+    channel = tl.program_id(0)
+    n, tap = tl.arange(0, N_BLOCK), tl.arange(0, TAPS)
+    column = channel * N + n
+    lines = _load_lines(flat, column, taps, tap, n, N)
+    sums = tl.load(moments + taps * TAPS + tap, mask=tap < taps, other=0.0)
+    means = tl.sum(lines * sums[None, :], axis=1) / patches
+    scattered = tl.zeros([N_BLOCK], tl.float64)
+    for first in range(0, taps, SOME):
+        row = first + tl.arange(0, SOME)
+        place = row[:, None] * TAPS + tap[None, :]
+        squares = tl.load(moments + place, mask=(row < taps)[:, None] & (tap < taps)[None, :], other=0.0)
+        product = tl.sum(lines[:, None, :] * squares[None, :, :], axis=2)  # (N, SOME)
+        here = tl.load(moments + taps * TAPS + row, mask=row < taps, other=0.0)
+        apart = product - means[:, None] * here[None, :]
+        scattered += tl.sum(_load_lines(flat, column, taps, row, n, N) * apart, axis=1)
+        tl.store(
+            products + column[:, None] * TAPS + row[None, :], product, mask=(n < N)[:, None] & (row < taps)[None, :]
+        )
+    average = tl.sum(means, axis=0) / N
+    apart = tl.where(n < N, means - average, 0.0)
+    variances = tl.maximum(scattered / patches, 0.0, propagate_nan=tl.PropagateNan.ALL) + apart * apart
+    variance = tl.sum(variances, axis=0) / N
+    scale = 1.0 / tl.sqrt(variance + eps)
+    tl.store(mean + channel, average)
+    tl.store(inverse + channel, scale)
+    slope = tl.load(weight + channel).to(tl.float64) * scale
+    level = tl.load(bias + channel).to(tl.float64) - average * slope
+    tl.store(factor + column, slope + tl.zeros([N_BLOCK], tl.float64), mask=n < N)
+    tl.store(shift + column, level + tl.zeros([N_BLOCK], tl.float64), mask=n < N)
+    if running_mean is not None:
+        values = patches * (N * 1.0)
+        old = tl.load(running_mean + channel).to(tl.float64)
+        tl.store(running_mean + channel, old + momentum * (average - old))
+        old = tl.load(running_variance + channel).to(tl.float64)
+        tl.store(running_variance + channel, old + momentum * (variance * values / (values - 1.0) - old))
+    if batches is not None and channel == 0:
+        tl.store(batches, tl.load(batches) + 1)
+
+
+@triton.jit
+def _find_gradients(
+    sums_of_products, moments, flat, weight, mean, inverse, products, d_flat, d_weight, d_bias, columns, taps, patches,
+    N: tl.constexpr, N_BLOCK: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """Of one channel, from the sums of taps times the gradient behind batch norm."""
+    channel = tl.program_id(0)
+    n, tap = tl.arange(0, N_BLOCK), tl.arange(0, TAPS)
+    column = channel * N + n
+    inside = (n < N)[:, None] & (tap < taps)[None, :]
+    lines = _load_lines(flat, column, taps, tap, n, N)
+    gradients = tl.load(sums_of_products + tap[None, :] * columns + column[:, None], mask=inside, other=0.0)
+    middle, scale = tl.load(mean + channel), tl.load(inverse + channel)
+    level = tl.sum(tl.load(sums_of_products + taps * columns + column, mask=n < N, other=0.0), axis=0)
+    slope = scale * (tl.sum(tl.sum(gradients * lines, axis=1), axis=0) - middle * level)
+    tl.store(d_bias + channel, level)
+    tl.store(d_weight + channel, slope)
+    # What batch norm takes from each gradient: its mean, and what goes along with the normalised feature.
+    values = patches * (N * 1.0)
+    sums = tl.load(moments + taps * TAPS + tap, mask=tap < taps, other=0.0)[None, :]
+    along = tl.load(products + column[:, None] * TAPS + tap[None, :], mask=inside, other=0.0) - middle * sums
+    gradients -= level / values * sums + slope / values * scale * along
+    gradients *= tl.load(weight + channel).to(tl.float64) * scale
+    tl.store(d_flat + column[:, None] * taps + tap[None, :], gradients, mask=inside)
+
+
+def add_up(partial: Tensor) -> Tensor:
+    """The sum over the first axis, in float64."""
+    total = torch.empty(partial.shape[1:], device=partial.device, dtype=torch.float64)
+    _add_up[triton.cdiv(total.numel(), NUMBERS),](partial, total, len(partial), total.numel(), FEW, NUMBERS)
+    return total
+
+
+def find_line(
+    moments: Tensor,
+    patches: int,
+    flat: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    batches: Tensor | None,
+    running_mean: Tensor | None,
+    running_variance: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and inverse deviation (2, C), factor and shift of each column (2, C·N), and kernels times moments.
+
+    Of the lifting by kernels (C·N, taps), from the moments of so many patches; running statistics move along.
+    """
+    columns, taps = flat.shape
+    n = columns // len(weight)
+    statistics = torch.empty(2, len(weight), device=flat.device, dtype=torch.float64)
+    line = torch.empty(2, columns, device=flat.device, dtype=torch.float32)
+    products = torch.empty(columns, len(moments), device=flat.device, dtype=torch.float64)
+    block = int(triton.next_power_of_2(n))
+    _find_line[len(weight),](
+        *(moments, flat, weight, bias, *statistics, *line, products),
+        *(batches, running_mean, running_variance, taps, float(patches), momentum, eps),
+        *(n, block, len(moments), max(1, AT_ONCE // block)),
+        num_warps=WARPS,
+    )
+    return statistics, line, products
+
+
+def find_gradients(
+    sums: Tensor,
+    moments: Tensor,
+    patches: int,
+    flat: Tensor,
+    weight: Tensor,
+    statistics: Tensor,
+    products: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of kernels (C·N, taps), and of batch norm's weight and bias, from sums (taps, C·N) behind batch norm."""
+    columns, taps = flat.shape
+    n = columns // len(weight)
+    d_flat = torch.empty_like(flat, dtype=dtype)
+    d_weight, d_bias = torch.empty_like(weight), torch.empty_like(weight)
+    _find_gradients[len(weight),](
+        *(sums, moments, flat, weight, *statistics, products, d_flat, d_weight, d_bias, columns, taps, float(patches)),
+        *(n, int(triton.next_power_of_2(n)), len(moments)),
+        num_warps=WARPS,
+    )
+    return d_flat, d_weight, d_bias
