@@ -12,7 +12,7 @@ from rotopath.reports.study_page import incomparable
 from rotopath.reports.study_progress import StudyProgress
 from rotopath.runs import RunError
 from rotopath.study.plan import Part, Study
-from rotopath.study.results import Result, estimate, read_results, summarise
+from rotopath.study.results import Result, estimate, margin, read_results, summarise
 from rotopath.study.running import Progress
 
 
@@ -44,6 +44,11 @@ def test_intervals_hold_for_other_patients_and_seeds() -> None:
         found = estimate([result(wrong, 2000, seed=seed) for seed, wrong in enumerate(runs)])
         held += found.low <= 0.8 <= found.high
     assert held >= 26
+
+
+def test_the_margin_of_seeds_is_students() -> None:
+    assert margin(np.array([0.1, 0.2, 0.3])) == pytest.approx(4.302653 * 0.1 / np.sqrt(3), rel=1e-6)
+    assert margin(np.array([0.7])) == 0, "one seed says nothing about others"
 
 
 def test_other_cases_are_refused() -> None:
