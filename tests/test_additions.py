@@ -1,0 +1,102 @@
+"""The table of additions to the paper's design: paired by seed, in order, of runs by the same recipe alone."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from additions import compare, main, read_networks, tabulate
+
+from rotopath import runs
+from rotopath.recipe import make_recipe, write_recipe
+from rotopath.runs import RunError
+from rotopath.study.results import read_results
+
+
+def make_run(part: Path, seed: int, auc: float, wrong: int = 4, turned: bool = True, **keys: object) -> None:
+    recipe = make_recipe({"task": "tumor", "data": "d", "seed": seed, **keys})
+    regime = "" if recipe.regime is None else f"-regime{recipe.regime:g}"
+    folder = part / f"N{recipe.orientations}{regime}-seed{seed}"
+    folder.mkdir(parents=True)
+    scores = {"accuracy": 1 - wrong / 40, "auc": auc, "slides": None, "wrong": list(range(wrong)), "images": 40}
+    at_angles = {"rotation": {"fair": {"deviation": auc / 10, "changed": auc / 5}}} if turned else {}
+    (folder / "evaluation-test.json").write_text(json.dumps({"test": scores | at_angles | {"rotations": 1}}))
+    losses = [9.0] * 100 + [0.25] * 250 + [0.75] * 250  # the first ones do not count
+    lines = "".join(f"{step},{loss}\n" for step, loss in enumerate(losses))
+    (folder / runs.LOG).write_text(f"step,loss\n{lines}")
+    runs.write_text(folder / runs.RECIPE, write_recipe(recipe))
+    runs.write_json(folder / runs.POINT, {"threshold": 0.5})
+    runs.save_weights(runs.build(recipe), folder / runs.WEIGHTS)
+
+
+def make_study(folder: Path) -> Path:
+    """Seeds that differ a lot, and an addition that brings 0.01, 0.02 and 0.03 of AUC."""
+    for seed, auc in enumerate((0.90, 0.80, 0.70, 0.10)):  # the last one has no pair
+        make_run(folder / "paper", seed, auc)
+    for seed, auc in enumerate((0.91, 0.82, 0.73)):
+        make_run(folder / "faithful", seed, auc, wrong=2, kernel="harmonic", pooling="rms-blur")
+    make_run(folder / "attention", 1, 0.79, projection="attention")
+    return folder
+
+
+def test_rows_of_known_scores(tmp_path: Path) -> None:
+    paper, faithful, attention = tabulate(read_networks(make_study(tmp_path / "study")))
+    assert [row["part"] for row in (paper, faithful, attention)] == ["paper", "faithful", "attention"], "paper first"
+    assert (paper["weights"], paper["seeds"], paper["AUC"]) == ("86727", "4", "0.6250 ± 0.3594")
+    assert {paper[name] for name in paper if "minus" in name} == {"–"}
+    assert (faithful["N"], faithful["accuracy"]) == ("8", "0.9500 ± 0.0000")
+    assert faithful["deviation over angles"] == "0.0820 ± 0.0090"
+    assert faithful["changed decisions, %"] == "16.4 ± 1.8"
+    assert faithful["training loss"] == "0.500 ± 0.000"
+    assert faithful["accuracy minus paper"] == "+0.0500 [+0.0500, +0.0500]"
+    assert faithful["with other patches"] != "[+0.0500, +0.0500]", "other patches would not be all alike"
+    assert faithful["AUC minus paper"] == "+0.0200 [-0.0048, +0.0448]", "Student's t of the pairs: 4.303 · 0.01 / √3"
+    assert faithful["deviation minus paper"] == "+0.0020 [-0.0005, +0.0045]"
+    assert faithful["changed minus paper"] == "+0.4 [-0.1, +0.9]"
+    assert attention["AUC minus paper"] == "-0.0100", "one pair has no interval"
+    assert attention["accuracy minus paper"] == "+0.0000"
+
+
+def test_without_a_common_seed_there_is_no_difference(tmp_path: Path) -> None:
+    make_run(tmp_path / "paper", 0, 0.9)
+    (one,) = read_results(tmp_path)
+    assert set(compare([one], {7: one}).values()) == {"–"}
+
+
+def test_runs_of_another_study_by_the_same_recipe_stand_beside(tmp_path: Path) -> None:
+    study, part = make_study(tmp_path / "study"), tmp_path / "samples" / "tumor"
+    make_run(study / "channels", 0, 0.9, orientations=16, widths_of=8)
+    make_run(part, 0, 0.95, orientations=16, regime=1.0)
+    make_run(part, 0, 0.5, orientations=16, regime=0.5)  # of less data
+    make_run(part, 0, 0.5, orientations=4, regime=1.0)  # no network of the study has as many
+    make_run(part.with_name("nuclei"), 0, 0.5, orientations=16)
+    *_, wide, beside = tabulate(read_networks(study, part))
+    assert [wide["part"], wide["N"], wide["weights"]] == ["channels", "16", "172423"]
+    assert [beside[name] for name in ("part", "N", "weights", "seeds")] == ["equal weights", "16", "82411", "1"]
+    assert beside["AUC minus paper"] == "+0.0500"
+    make_run(part, 1, 0.95, orientations=8, learning_rate=0.5)
+    with pytest.raises(RunError, match="another 'learning_rate' than"):
+        read_networks(study, part)
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study, out = tmp_path / "study", tmp_path / "table.csv"
+    make_run(study / "faithful", 0, 0.9)
+    monkeypatch.setattr("sys.argv", ["additions.py", str(study), str(out)])
+    with pytest.raises(SystemExit, match="has 0 networks in 'paper'"):
+        main()
+    make_run(study / "paper", 0, 0.9, turned=False)
+    with pytest.raises(SystemExit, match=r"evaluated without turned inputs; run `rotopath evaluate .* --robustness`"):
+        main()
+    monkeypatch.setattr("sys.argv", ["additions.py", str(study)])
+    with pytest.raises(SystemExit, match="Name the folder of a study"):
+        main()
+    assert not out.exists()
+
+
+def test_the_table_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "table.csv"
+    monkeypatch.setattr("sys.argv", ["additions.py", str(make_study(tmp_path / "study")), str(out)])
+    main()
+    with out.open(newline="") as file:
+        assert [row["part"] for row in csv.DictReader(file)] == ["paper", "faithful", "attention"]
