@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tifffile
+import torch
 from layouts import write_image
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from rotopath import predicting, pretrained
+from rotopath import predicting, pretrained, runs
 from rotopath.cli import app
 from rotopath.evaluation import smooth_images
 from rotopath.images.geojson import read_geojson
@@ -58,6 +59,7 @@ def test_a_folder_of_images(images: Path, tmp_path: Path) -> None:
         assert summary["tumor_share"] <= 1
         assert {str(one.id) for one in objects} == {row["id"] for row in rows}
         assert summary["about"]["model"] == MODEL
+        assert summary["about"]["precision"] == ("16" if torch.cuda.is_available() else "32")
     with tifffile.TiffFile(out / "a.png" / "heatmap.ome.tif") as heat:
         assert heat.is_ome
         assert heat.pages[0].shape == (11, 13)
@@ -75,6 +77,26 @@ def test_what_is_done_is_skipped_unless_it_was_asked_for_otherwise(images: Path,
     again = call(*first, "--rotations", 4)
     assert "done before" not in again.output
     assert (out / "a.png" / "deviation.ome.tif").exists()
+
+
+def test_any_precision_is_done_unless_another_one_is_asked_for(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a slide may have been predicted on a GPU, or before precisions were told."""
+    words = (MODEL, images / "a.png", "--out", tmp_path / "out", "--spacing-um-px", 1.0, "--device", "cpu")
+    place = tmp_path / "out" / "a.png" / "summary.json"
+    with monkeypatch.context() as patched:  # halves are not for CPUs, but can be had
+        patched.setattr(runs, "_choose_dtype", lambda _device, _precision: torch.bfloat16)
+        assert call(*words).exit_code == 0
+    assert json.loads(place.read_text())["about"]["precision"] == "16"
+    assert "done before, skipped" in call(*words).output
+    assert "done before" not in call(*words, "--precision", 32).output
+    summary = json.loads(place.read_text())
+    assert summary["about"].pop("precision") == "32"
+    assert "done before, skipped" in call(*words, "--precision", 32).output
+    place.write_text(json.dumps(summary))
+    assert "done before, skipped" in call(*words).output
+    assert "done before" not in call(*words, "--precision", 32).output
 
 
 def test_a_slide_that_was_cut_off_is_done_again(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +150,8 @@ def test_unusual_images_are_taken_or_named(tmp_path: Path) -> None:
         ((MODEL, "a.png", "other/a.png", "--out", "out"), "several slides named a.png"),
         ((MODEL, "a.png", "--out", "out", "--spacing-um-px", 1, "--device", "abacus"), "choose cpu or cuda"),
         ((MODEL, "a.png", "--out", "out", "--spacing-um-px", 1, "--device", "cuda:99"), "is not there"),
+        ((MODEL, "a.png", "--out", "out", "--spacing-um-px", 1, "--device", "cpu", "--precision", 16), "for GPUs"),
+        ((MODEL, "a.png", "--out", "out", "--spacing-um-px", 1, "--precision", "bf16"), "choose '16' or '32'"),
     ],
 )
 def test_mistakes_get_one_sentence(

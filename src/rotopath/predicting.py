@@ -79,14 +79,15 @@ def predict_slides(
     options: Options,
     spacing_um_px: float | None = None,
     device: str | None = None,
+    precision: str | None = None,
     seen: Seen = lambda _slide, _done, _all: None,
 ) -> Iterator[Outcome]:
     """One slide after another; each is told of when it is over."""
-    model = run.ready(device)
+    model = run.ready(device, precision)
     out.mkdir(parents=True, exist_ok=True)
     for path, folder in place_results(slides, out).items():
-        about = _describe(run, path, options, spacing_um_px)
-        if _is_done(folder, about):
+        about = _describe(run, path, options, spacing_um_px) | {"precision": model.precision}
+        if _is_done(folder, about, precision):
             yield Outcome(path, folder, "skipped")
             continue
         try:
@@ -190,9 +191,11 @@ def _describe(run: Run, path: Path, options: Options, spacing_um_px: float | Non
     }
 
 
-def _is_done(folder: Path, about: dict[str, object]) -> bool:
+def _is_done(folder: Path, about: dict[str, object], precision: str | None) -> bool:
+    """Whether results are there that were made so, in any precision unless one was asked for: devices may change."""
     try:
-        return bool(loads((folder / SUMMARY).read_text(encoding="utf-8"))["about"] == about)
+        told = loads((folder / SUMMARY).read_text(encoding="utf-8"))["about"]
+        return bool((told if precision else told | {"precision": about["precision"]}) == about)
     except (OSError, JSONDecodeError, KeyError, TypeError):
         return False
 

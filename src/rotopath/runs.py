@@ -65,25 +65,31 @@ class Run:
         rotations: int = 1,
         everywhere: bool = False,
         device: torch.device | str | None = None,
+        precision: str | None = None,
     ) -> "Result":
         """What the model finds in an image (H, W, 3), a file or an open slide; pixels have `spacing_um_px` µm a side.
 
         With several `rotations` of every tile, probabilities are their mean, and the deviation is told too. Places
-        without tissue are left out, unless they are asked for.
+        without tissue are left out, unless they are asked for. Device and precision are those of `ready`.
         """
         from rotopath.images.slides import as_slide
         from rotopath.inference.result import predict_slide
         from rotopath.inference.slides import Options
 
         with as_slide(image, spacing_um_px) as slide:
-            return predict_slide(self.ready(device), slide, Options(rotations, everywhere=everywhere))
+            return predict_slide(self.ready(device, precision), slide, Options(rotations, everywhere=everywhere))
 
-    def ready(self, device: torch.device | str | None = None) -> "Model":
-        """The model frozen to a plain CNN, on a device; by default on a GPU, if there is one."""
+    def ready(self, device: torch.device | str | None = None, precision: str | None = None) -> "Model":
+        """The model on a device; by default on a GPU, if there is one, in precision "16", and else on the CPU in "32".
+
+        It is a copy in the form that is fast there: as it is, for Triton's kernels, or frozen to a plain CNN.
+        """
+        from rotopath.inference.preparing import prepare
         from rotopath.inference.slides import Model
 
         chosen = _find_device(device)
-        return Model(self.recipe.task, models.freeze(self.network).to(chosen), self.point, chosen)
+        dtype = _choose_dtype(chosen, precision)
+        return Model(self.recipe.task, prepare(self.network, chosen, dtype), self.point, chosen)
 
     @property
     def name(self) -> str:
@@ -138,6 +144,15 @@ def _find_device(device: torch.device | str | None) -> torch.device:
     if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
         raise RunError(f"The device {device!r} is not there; `rotopath doctor` shows what is.")
     return found
+
+
+def _choose_dtype(device: torch.device, precision: str | None) -> torch.dtype:
+    """What a device computes with: halves on a GPU unless asked otherwise, which keep the bits that TF32 keeps."""
+    if precision not in (None, "16", "32"):
+        raise RunError(f"There is no precision {precision!r}; choose '16' or '32'.")
+    if precision == "16" and device.type != "cuda":
+        raise RunError(f"Precision '16' is for GPUs, but the device is {device.type}; choose '32', or leave it out.")
+    return torch.float16 if device.type == "cuda" and precision != "32" else torch.float32
 
 
 def build(recipe: Recipe) -> Network:

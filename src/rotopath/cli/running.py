@@ -90,6 +90,9 @@ def predict(
         bool, typer.Option("--everywhere", help="Look also where there seems to be no tissue.")
     ] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; a GPU when left out, if there is one.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="16 or 32 bits; 16 on a GPU and 32 elsewhere when left out.")
+    ] = None,
     cluster: Annotated[
         str | None, typer.Option(help="Spread slides over a Dask cluster: its scheduler's address, local, or slurm.")
     ] = None,
@@ -110,12 +113,14 @@ def predict(
         with SlideProgress(len(slides), door.console) as progress:
             try:
                 if cluster is None:
-                    outcomes = predict_slides(model, slides, out, options, spacing_um_px, device, progress.show)
+                    outcomes = predict_slides(
+                        model, slides, out, options, spacing_um_px, device, precision, progress.show
+                    )
                 else:
                     from rotopath.study.slides import predict_on_cluster
 
                     outcomes = predict_on_cluster(
-                        str(run), slides, out, options, spacing_um_px, device, cluster, at_once
+                        str(run), slides, out, options, spacing_um_px, device, precision, cluster, at_once
                     )
                 for outcome in outcomes:
                     progress.tell(outcome)

@@ -21,6 +21,7 @@ from rotopath.images.tissue import SPACING_UM_PX
 from rotopath.inference.canvas import Canvas
 from rotopath.inference.finding import CELLS, FINDERS, HALOS, blank, deviation, foreground, heat, output_frame
 from rotopath.inference.layout import Span
+from rotopath.inference.preparing import MixedNetwork
 from rotopath.inference.tiles import Grid, Tile, predict_tiles
 from rotopath.models import Network
 
@@ -63,6 +64,11 @@ class Model:
     network: Network
     point: Mapping[str, float]
     device: torch.device
+
+    @property
+    def precision(self) -> str:
+        """Of how many bits the numbers are that it computes with."""
+        return "16" if isinstance(self.network, MixedNetwork) else "32"
 
 
 @dataclass(frozen=True)

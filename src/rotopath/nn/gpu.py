@@ -31,6 +31,11 @@ def takes(x: Tensor) -> bool:
     )
 
 
+def serves(device: torch.device) -> bool:
+    """Whether a device is one on which all kernels can be launched, so that a network is fastest as it is."""
+    return device.type == "cuda" and _has_triton() and torch.cuda.get_device_capability(device) >= LIFTS
+
+
 def at(x: Tensor) -> AbstractContextManager[None]:
     """Launches kernels on the GPU where a tensor lies; of several, it need not be the current one."""
     place: AbstractContextManager[None] = torch.cuda.device_of(x)  # type: ignore[no-untyped-call]

@@ -21,6 +21,7 @@ def predict_on_cluster(
     options: Options,
     spacing_um_px: float | None,
     device: str | None,
+    precision: str | None,
     cluster: str,
     at_once: int,
 ) -> Iterator[Outcome]:
@@ -30,7 +31,7 @@ def predict_on_cluster(
     with connected(cluster, at_once) as (client, resources):
         futures = {}
         for path, folder in place_results(slides, out).items():
-            words = _command(run, path, folder.parent, options, spacing_um_px, device)
+            words = _command(run, path, folder.parent, options, spacing_um_px, device, precision)
             future = client.submit(_predict, words, path.name, pure=False, retries=TRIES, resources=resources)
             futures[future] = (path, folder)
         for future in as_completed(futures):
@@ -44,7 +45,13 @@ def predict_on_cluster(
 
 
 def _command(
-    run: str, path: Path, out: Path, options: Options, spacing_um_px: float | None, device: str | None
+    run: str,
+    path: Path,
+    out: Path,
+    options: Options,
+    spacing_um_px: float | None,
+    device: str | None,
+    precision: str | None,
 ) -> list[str]:
     """The words of `rotopath predict` for a slide; they mean the same in whatever folder a worker runs."""
     words = ["predict", str(Path(run).resolve()) if Path(run).is_dir() else run]  # else it is a pretrained model's name
@@ -53,6 +60,7 @@ def _command(
     words += ["--everywhere"] if options.everywhere else []
     words += ["--spacing-um-px", str(spacing_um_px)] if spacing_um_px is not None else []
     words += ["--device", device] if device is not None else []
+    words += ["--precision", precision] if precision is not None else []
     return words
 
 
