@@ -1,5 +1,6 @@
 """The doctor: what is missing is named with its cure, what fails is a failure, and the rest goes on."""
 
+import copy
 import json
 import tomllib
 from importlib.util import find_spec
@@ -13,6 +14,8 @@ from typer.testing import CliRunner, Result
 from rotopath import doctor, extras, pretrained
 from rotopath.cli import app
 from rotopath.doctor import FailedError, Outcome
+from rotopath.inference import preparing
+from rotopath.models import Network
 
 ROOT = Path(__file__).parent.parent
 
@@ -133,6 +136,20 @@ def test_fused_kernels_are_compared_with_plain_layers(monkeypatch: pytest.Monkey
     monkeypatch.setattr(doctor, "norm_relu_pool", lambda x, norm, pool: right(x, norm, pool) * 1.01)
     with pytest.raises(FailedError, match="they differ by"):
         doctor._test_fused(device)
+
+
+def test_what_predicts_is_compared_with_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._test_ready(doctor.CPU).startswith("as a plain CNN in precision 32, the same as the CPU")
+    biases = iter([3.0, 0.0])  # there, and here
+
+    def prepare(network: Network, _device: torch.device, _dtype: torch.dtype) -> Network:
+        network = copy.deepcopy(network)
+        torch.nn.init.constant_(network.head.conv.bias, next(biases))
+        return network
+
+    monkeypatch.setattr(preparing, "prepare", prepare)
+    with pytest.raises(FailedError, match="from those of the CPU"):
+        doctor._test_ready(doctor.CPU)
 
 
 def test_bf16_is_compared_with_float32(monkeypatch: pytest.MonkeyPatch) -> None:

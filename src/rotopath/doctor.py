@@ -30,9 +30,10 @@ from rotopath.images.pyramid import write_pyramid
 from rotopath.images.readers import SLIDE_SUFFIXES
 from rotopath.inference import predict
 from rotopath.nn.fused import can_fuse, can_pool, norm_relu_pool
+from rotopath.nn.gpu import serves
 
 PACKAGES = ("torch", "numpy", "scipy", "scikit-image", "pillow", "tifffile", "safetensors", "typer", "rich")
-ROUNDING, BF16_ROUNDING = 1e-4, 5e-2  # errors below are those of the numbers, not of the software
+ROUNDING, HALF_ROUNDING, BF16_ROUNDING = 1e-4, 1e-2, 5e-2  # errors below are those of the numbers, not of the software
 PATCH_PX = 124  # on the grid of all networks
 CPU = torch.device("cpu")
 State = Literal["works", "fails", "not tested"]
@@ -79,6 +80,7 @@ def run_self_tests() -> Iterator[Outcome]:
         yield _attempt(name, partial(_test_prediction, name))
     for gpu in gpus:
         with torch.cuda.device(gpu):  # on which Triton computes
+            yield _attempt(f"predicts, {_name(gpu)}", partial(_test_ready, gpu))
             yield _attempt(f"bf16, {_name(gpu)}", partial(_test_bf16, gpu))
             yield _attempt(f"fused kernels, {_name(gpu)}", partial(_test_fused, gpu))
     yield _attempt("reads a slide", _test_slide)
@@ -118,6 +120,17 @@ def _test_prediction(name: str) -> str:
     error = float((group.rotate(upright, 90) - turned).abs().max())
     _expect(error < ROUNDING, f"its probabilities change by {error:.1e} when the patch is turned by 90°")
     return f"the same answer after a quarter turn, to {error:.0e}"
+
+
+def _test_ready(device: torch.device) -> str:
+    """What `rotopath predict` runs on a device answers as the CPU does."""
+    run, patch = runs.load(pretrained.list_names()[0]), _draw_patch()[0].permute(1, 2, 0).numpy()
+    model = run.ready(device)
+    there, here = (predict(one.network, patch, one.device).probabilities for one in (model, run.ready(CPU)))
+    error = float(np.abs(there - here).max())
+    _expect(error < HALF_ROUNDING, f"its probabilities differ by {error:.1e} from those of the CPU")
+    form = "by Triton's kernels" if serves(device) else "as a plain CNN"
+    return f"{form} in precision {model.precision}, the same as the CPU, to {error:.0e}"
 
 
 def _test_bf16(device: torch.device) -> str:
