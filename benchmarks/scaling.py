@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/scaling.py [cuda] [--rounds 9]
 
 Equal weights: channels become fewer as N grows, as in the paper. Equal channels: those of N = 8 at every N. Each is
-measured beside a plain CNN as wide as channels times orientations, in turns. On a GPU numbers are bfloat16, and steps
-of both are replayed as CUDA graphs. Inference is by the frozen network.
+measured beside a plain CNN as wide as channels times orientations, in turns. On a GPU steps are in bfloat16 and
+replayed as CUDA graphs, and inference is in float16, by the network as it is; on the CPU, by the frozen one.
 """
 
 import argparse
@@ -61,8 +61,9 @@ def answers(network: Network, side: int, device: str) -> dict[str, Callable[[], 
     image = torch.rand(1, IMAGE_CHANNELS, size, size, device=device)
     image = image.to(dtype, memory_format=torch.channels_last)
     plain = inference.prepared(PlainCNN(network.architecture, network.orientations, norm=False), image)
-    frozen = inference.prepared(freeze(network), image)
-    return {"plain CNN": lambda: lambda: plain(image), "rotopath": lambda: lambda: frozen(image)}
+    # As `rotopath predict` runs it.
+    ours = inference.mixed(network, image) if image.is_cuda else inference.prepared(freeze(network), image)
+    return {"plain CNN": lambda: lambda: plain(image), "rotopath": lambda: lambda: ours(image)}
 
 
 def started(make: Callable[[], Callable[[], object]]) -> Callable[[], object]:
