@@ -2,10 +2,10 @@
 
     .venv/bin/python benchmarks/inference.py [cuda] [--side 2000] [--rounds 15] [--without compiled]
 
-One image of the size on the network's grid that is nearest to the side; in bfloat16, float16 and float32 on a GPU, where
-"rotopath" is as `rotopath predict` runs it, with weights in float32; in float32 on the CPU. The plain CNN has its batch
-norm folded into its convolutions, as a frozen network has; escnn and e2cnn are measured as they export themselves.
-Errors are those of all logits together against the network in float64.
+One image of the size on the network's grid that is nearest to the side; in bfloat16, float16 and float32 on a GPU,
+where "rotopath" is as `rotopath predict` runs it, with weights in float32; in float32 on the CPU. The plain CNN has its
+batch norm folded into its convolutions, as a frozen network has; escnn and e2cnn are measured as they export
+themselves. Errors are those of all logits together against the network in float64.
 """
 
 import argparse
