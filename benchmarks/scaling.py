@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/scaling.py [cuda] [--rounds 9]
 
 Equal weights: channels become fewer as N grows, as in the paper. Equal channels: those of N = 8 at every N. Each is
-measured beside a plain CNN as wide as channels times orientations, in turns. All is in bfloat16 on a GPU:
-steps replayed as CUDA graphs, and inference by the network as `rotopath predict` runs it; on the CPU, by the frozen one.
+measured beside a plain CNN as wide as channels times orientations, in turns. All is in bfloat16 on a GPU: steps are
+replayed as CUDA graphs, inference is by the network as `rotopath predict` runs it; on the CPU, by the frozen one.
 """
 
 import argparse
