@@ -3,8 +3,8 @@
     .venv/bin/python benchmarks/scaling.py [cuda] [--rounds 9]
 
 Equal weights: channels become fewer as N grows, as in the paper. Equal channels: those of N = 8 at every N. Each is
-measured beside a plain CNN as wide as channels times orientations, in turns. All is in bfloat16 on a GPU: steps are
-replayed as CUDA graphs, inference is by the network as `rotopath predict` runs it; on the CPU, by the frozen one.
+measured beside a plain CNN as wide as channels times orientations, in turns. All is in bfloat16 on a GPU: whole steps
+are replayed as CUDA graphs, inference is by the network as `rotopath predict` runs it; on the CPU, by the frozen one.
 """
 
 import argparse
@@ -18,12 +18,15 @@ import torch
 from contenders import PlainCNN
 from record import record
 from timing import build, describe, measure
+from torch import nn
 
 from rotopath.models import ARCHITECTURES, Architecture, Network
 from rotopath.models.architecture import IMAGE_CHANNELS
 from rotopath.models.freezing import freeze
+from rotopath.training import replay
 
 TUMOR = ARCHITECTURES["tumor"]
+COMPARED = ("plain CNN", "rotopath")
 ORIENTATIONS = (1, 2, 4, 8, 12, 16)
 BATCHES = {"cpu": (2, 4, 16), "cuda": (16, 64, 256, 512, 1024)}
 SIDES = {"cpu": (88, 196, 400), "cuda": (256, 500, 1000, 2000, 4000)}
@@ -47,12 +50,12 @@ def steps(network: Network, batch: int, device: str) -> dict[str, Callable[[], C
     side = network.architecture.input_px
     images = torch.rand(batch, IMAGE_CHANNELS, side, side, device=device)
     labels = torch.randint(2, (batch,), device=device).float()
-    kinds = step.models(network, images)
-    plain, ours = ("plain CNN, replayed", "rotopath, replayed") if device == "cuda" else ("plain CNN", "rotopath")
-    return {
-        "plain CNN": lambda: step.Training(kinds[plain](), images, labels).step,
-        "rotopath": lambda: step.Training(kinds[ours](), images, labels).step,
-    }
+
+    def start(make: Callable[[], nn.Module]) -> Callable[[], object]:
+        taken = step.Training(make(), images, labels).step
+        return replay.record_step(taken) if device == "cuda" else taken
+
+    return {name: partial(start, make) for name, make in step.models(network, images).items() if name in COMPARED}
 
 
 def answers(network: Network, side: int, device: str) -> dict[str, Callable[[], Callable[[], object]]]:

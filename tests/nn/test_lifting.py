@@ -196,7 +196,10 @@ def test_batch_norm_that_the_kernels_do_not_know_goes_through_the_layer() -> Non
 
 def test_patches_are_wide_enough_for_products_of_matrices() -> None:
     """On a GPU they have 16 terms at least, which Triton's interpreter does not ask for."""
-    assert [patches._tile(taps) for taps in (3, 15, 16, 75, gpu.LARGEST_PATCH)] == [16, 16, 32, 128, 128]
+    cuts = {3: (16, 0), 15: (16, 0), 16: (32, 0), 27: (32, 0), 36: (32, 16), 75: (64, 16), 100: (128, 0)}
+    assert {taps: patches._cut(taps) for taps in cuts} == cuts
+    for taps in range(1, gpu.LARGEST_PATCH + 1):
+        assert taps < sum(patches._cut(taps)) <= max(16, 2 * taps)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -31,3 +31,24 @@ def test_a_recorded_network_learns_and_answers_the_same() -> None:
     assert net(torch.rand(1, 3, 76, 84, device="cuda")).shape == (1, 1, 2, 3), "other sizes, in evaluation"
     replay.forget(net)
     assert "forward" not in vars(net)
+
+
+def test_a_recorded_step_learns_what_the_step_learns() -> None:
+    def trained(record: bool, steps: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = rp.models.mitosis(4).cuda().train()
+        optimiser = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+        x = torch.rand(4, 3, 68, 68, device="cuda")
+
+        def step() -> None:
+            optimiser.zero_grad(set_to_none=True)
+            net(x).square().sum().backward()
+            optimiser.step()
+
+        taken = replay.record_step(step) if record else step
+        for _ in range(steps):
+            taken()
+        return [value.clone() for value in net.state_dict().values()]
+
+    for got, expected in zip(trained(True, 2), trained(False, 2 + replay.WARM_UP), strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-2)

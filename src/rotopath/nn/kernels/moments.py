@@ -36,26 +36,26 @@ def _load_lines(flat, column, taps, tap, n, N: tl.constexpr):
 def _find_line(
     moments, flat, weight, bias, mean, inverse, factor, shift, products,
     batches, running_mean, running_variance, taps, patches, momentum, eps,
-    N: tl.constexpr, N_BLOCK: tl.constexpr, TAPS: tl.constexpr, SOME: tl.constexpr,
+    WIDE: tl.constexpr, N: tl.constexpr, N_BLOCK: tl.constexpr, TAPS: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """Of one channel: statistics over all its orientations, the line for each, and its kernels times the moments."""
     channel = tl.program_id(0)
     n, tap = tl.arange(0, N_BLOCK), tl.arange(0, TAPS)
     column = channel * N + n
     lines = _load_lines(flat, column, taps, tap, n, N)
-    sums = tl.load(moments + taps * TAPS + tap, mask=tap < taps, other=0.0)
+    sums = tl.load(moments + taps * WIDE + tap, mask=tap < taps, other=0.0)
     means = tl.sum(lines * sums[None, :], axis=1) / patches
     scattered = tl.zeros([N_BLOCK], tl.float64)
     for first in range(0, taps, SOME):
         row = first + tl.arange(0, SOME)
-        place = row[:, None] * TAPS + tap[None, :]
+        place = row[:, None] * WIDE + tap[None, :]
         squares = tl.load(moments + place, mask=(row < taps)[:, None] & (tap < taps)[None, :], other=0.0)
         product = tl.sum(lines[:, None, :] * squares[None, :, :], axis=2)  # (N, SOME)
-        here = tl.load(moments + taps * TAPS + row, mask=row < taps, other=0.0)
+        here = tl.load(moments + taps * WIDE + row, mask=row < taps, other=0.0)
         apart = product - means[:, None] * here[None, :]
         scattered += tl.sum(_load_lines(flat, column, taps, row, n, N) * apart, axis=1)
         tl.store(
-            products + column[:, None] * TAPS + row[None, :], product, mask=(n < N)[:, None] & (row < taps)[None, :]
+            products + column[:, None] * WIDE + row[None, :], product, mask=(n < N)[:, None] & (row < taps)[None, :]
         )
     average = tl.sum(means, axis=0) / N
     apart = tl.where(n < N, means - average, 0.0)
@@ -81,7 +81,7 @@ def _find_line(
 @triton.jit
 def _find_gradients(
     sums_of_products, moments, flat, weight, mean, inverse, products, d_flat, d_weight, d_bias, columns, taps, patches,
-    N: tl.constexpr, N_BLOCK: tl.constexpr, TAPS: tl.constexpr,
+    WIDE: tl.constexpr, N: tl.constexpr, N_BLOCK: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
     """Of one channel, from the sums of taps times the gradient behind batch norm."""
     channel = tl.program_id(0)
@@ -97,8 +97,8 @@ def _find_gradients(
     tl.store(d_weight + channel, slope)
     # What batch norm takes from each gradient: its mean, and what goes along with the normalised feature.
     values = patches * (N * 1.0)
-    sums = tl.load(moments + taps * TAPS + tap, mask=tap < taps, other=0.0)[None, :]
-    along = tl.load(products + column[:, None] * TAPS + tap[None, :], mask=inside, other=0.0) - middle * sums
+    sums = tl.load(moments + taps * WIDE + tap, mask=tap < taps, other=0.0)[None, :]
+    along = tl.load(products + column[:, None] * WIDE + tap[None, :], mask=inside, other=0.0) - middle * sums
     gradients -= level / values * sums + slope / values * scale * along
     gradients *= tl.load(weight + channel).to(tl.float64) * scale
     tl.store(d_flat + column[:, None] * taps + tap[None, :], gradients, mask=inside)
@@ -136,7 +136,7 @@ def find_line(
     _find_line[len(weight),](
         *(moments, flat, weight, bias, *statistics, *line, products),
         *(batches, running_mean, running_variance, taps, float(patches), momentum, eps),
-        *(n, block, len(moments), max(1, AT_ONCE // block)),
+        *(len(moments), n, block, int(triton.next_power_of_2(taps)), max(1, AT_ONCE // block)),
         num_warps=WARPS,
     )
     return statistics, line, products
@@ -159,7 +159,7 @@ def find_gradients(
     d_weight, d_bias = torch.empty_like(weight), torch.empty_like(weight)
     _find_gradients[len(weight),](
         *(sums, moments, flat, weight, *statistics, products, d_flat, d_weight, d_bias, columns, taps, float(patches)),
-        *(n, int(triton.next_power_of_2(n)), len(moments)),
+        *(len(moments), n, *(int(triton.next_power_of_2(number)) for number in (n, taps))),
         num_warps=WARPS,
     )
     return d_flat, d_weight, d_bias

@@ -22,10 +22,10 @@ SUMMING = 264  # programs at most that sum up, two on each multiprocessor of a l
 @triton.jit
 def _load_patches(
     x, first, seen, by_row, by_column, by_channel,
-    SIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
+    SIDE: tl.constexpr, CHANNELS: tl.constexpr, FROM: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """What lies under the kernels that begin at each of these places, one row for each, and a last tap that is 1."""
-    tap = tl.arange(0, TAPS)
+    """Some of what lies under kernels that begin at each of these places, one row for each; behind all taps is a 1."""
+    tap = FROM + tl.arange(0, TAPS)
     down, across, channel = tap // (SIDE * CHANNELS), (tap // CHANNELS) % SIDE, tap % CHANNELS
     offset = down * by_row + across * by_column + channel * by_channel
     used: tl.constexpr = SIDE * SIDE * CHANNELS
@@ -45,37 +45,68 @@ def _place_patch(output, height, width, by_image, by_row, by_column, S: tl.const
 @triton.jit
 def _sum_moments(
     x, moments, patches, height, width, by_image, by_row, by_column, by_channel, steps,
-    SIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr,
+    SIDE: tl.constexpr, CHANNELS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Sums of the products of any two taps; those with the last one are sums of the taps themselves."""
-    total = tl.zeros([TAPS, TAPS], tl.float32)
+    total = tl.zeros([MAIN, MAIN], tl.float32)
+    if REST:
+        total_across = tl.zeros([MAIN, REST], tl.float32)
+        total_of_rest = tl.zeros([REST, REST], tl.float32)
     for step in range(steps):
         patch = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
         first = _place_patch(patch, height, width, by_image, by_row, by_column, 1)
-        rows = _load_patches(x, first, patch < patches, by_row, by_column, by_channel, SIDE, CHANNELS, TAPS)
+        seen = patch < patches
+        rows = _load_patches(x, first, seen, by_row, by_column, by_channel, SIDE, CHANNELS, 0, MAIN)
         total = tl.dot(tl.trans(rows), rows, total, input_precision="ieee")
-    tap = tl.arange(0, TAPS)
-    tl.store(moments + tl.program_id(0) * TAPS * TAPS + tap[:, None] * TAPS + tap[None, :], total)
+        if REST:
+            rest = _load_patches(x, first, seen, by_row, by_column, by_channel, SIDE, CHANNELS, MAIN, REST)
+            total_across = tl.dot(tl.trans(rows), rest, total_across, input_precision="ieee")
+            total_of_rest = tl.dot(tl.trans(rest), rest, total_of_rest, input_precision="ieee")
+    wide: tl.constexpr = MAIN + REST
+    moments += tl.program_id(0) * wide * wide
+    tap = tl.arange(0, MAIN)
+    tl.store(moments + tap[:, None] * wide + tap[None, :], total)
+    if REST:
+        other = MAIN + tl.arange(0, REST)
+        tl.store(moments + tap[:, None] * wide + other[None, :], total_across)
+        tl.store(moments + other[None, :] * wide + tap[:, None], total_across)
+        tl.store(moments + other[:, None] * wide + other[None, :], total_of_rest)
 
 
 @triton.jit
-def _load_kernels(kernels, column, columns, taps, TAPS: tl.constexpr):
-    tap = tl.arange(0, TAPS)
+def _load_kernels(kernels, column, columns, taps, FROM: tl.constexpr, TAPS: tl.constexpr):
+    tap = FROM + tl.arange(0, TAPS)
     inside = (tap < taps)[:, None] & (column < columns)[None, :]
     return tl.load(kernels + column[None, :] * taps + tap[:, None], mask=inside, other=0.0)
+
+
+@triton.jit
+def _correlate(
+    x, patch, seen, by_row, by_column, by_channel, turned, rest,
+    SIDE: tl.constexpr, CHANNELS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    rows = _load_patches(x, patch, seen, by_row, by_column, by_channel, SIDE, CHANNELS, 0, MAIN)
+    lifted = tl.dot(rows, turned, input_precision="ieee")
+    if REST:
+        rows = _load_patches(x, patch, seen, by_row, by_column, by_channel, SIDE, CHANNELS, MAIN, REST)
+        lifted = tl.dot(rows, rest, lifted, input_precision="ieee")
+    return lifted
 
 
 @triton.jit
 def _forward(
     x, kernels, y, winners, factor, shift,
     outputs, columns, height, width, by_image, by_row, by_column, by_channel, steps,
-    NORM: tl.constexpr, SIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
+    NORM: tl.constexpr, SIDE: tl.constexpr, CHANNELS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Lifts; with batch norm, ReLU and pooling also tells which of a window was the highest, or -1 if none passed."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
-    turned = _load_kernels(kernels, column, columns, SIDE * SIDE * CHANNELS, TAPS)
+    turned = _load_kernels(kernels, column, columns, SIDE * SIDE * CHANNELS, 0, MAIN)
+    rest = turned
+    if REST:
+        rest = _load_kernels(kernels, column, columns, SIDE * SIDE * CHANNELS, MAIN, REST)
     if NORM:
         slope = tl.load(factor + column, mask=inside, other=0.0)[None, :]
         level = tl.load(shift + column, mask=inside, other=0.0)[None, :]
@@ -90,28 +121,32 @@ def _forward(
             winner = tl.full([ROWS, COLUMNS], -1, tl.int32)
             for of_window in range(S * S):
                 patch = first + of_window // S * by_row + of_window % S * by_column
-                rows = _load_patches(x, patch, seen, by_row, by_column, by_channel, SIDE, CHANNELS, TAPS)
-                here = tl.dot(rows, turned, input_precision="ieee") * slope + level
+                here = _correlate(
+                    x, patch, seen, by_row, by_column, by_channel, turned, rest, SIDE, CHANNELS, MAIN, REST
+                )
+                here = here * slope + level
                 winner = tl.where(here > highest, of_window, winner)
                 highest = tl.maximum(highest, here, propagate_nan=tl.PropagateNan.ALL)
             tl.store(y + place, highest, mask=both)
             if winners is not None:
                 tl.store(winners + place, winner.to(tl.int8), mask=both)
         else:
-            rows = _load_patches(x, first, seen, by_row, by_column, by_channel, SIDE, CHANNELS, TAPS)
-            tl.store(y + place, tl.dot(rows, turned, input_precision="ieee"), mask=both)
+            here = _correlate(x, first, seen, by_row, by_column, by_channel, turned, rest, SIDE, CHANNELS, MAIN, REST)
+            tl.store(y + place, here, mask=both)
 
 
 @triton.jit
 def _sum_products(
     x, dy, winners, sums, outputs, columns, height, width, by_image, by_row, by_column, by_channel, steps,
-    SIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
+    SIDE: tl.constexpr, CHANNELS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sums of the products of taps with the gradient in front of the pool; those with the last one are its sums."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
-    total = tl.zeros([TAPS, COLUMNS], tl.float32)
+    total = tl.zeros([MAIN, COLUMNS], tl.float32)
+    if REST:
+        total_of_rest = tl.zeros([REST, COLUMNS], tl.float32)
     for step in range(steps * S * S):  # gradients come from the cache for all but the first of a window
         output = (tl.program_id(0) * steps + step // (S * S)) * ROWS + tl.arange(0, ROWS)
         seen = output < outputs
@@ -123,11 +158,16 @@ def _sum_products(
             gradient = tl.where(winner == step % (S * S), gradient, 0.0).to(x.dtype.element_ty)
         first = _place_patch(output, height, width, by_image, by_row, by_column, S)
         first += step % (S * S) // S * by_row + step % S * by_column
-        rows = _load_patches(x, first, seen, by_row, by_column, by_channel, SIDE, CHANNELS, TAPS)
+        rows = _load_patches(x, first, seen, by_row, by_column, by_channel, SIDE, CHANNELS, 0, MAIN)
         total = tl.dot(tl.trans(rows), gradient, total, input_precision="ieee")
-    tap = tl.arange(0, TAPS)
-    place = (tl.program_id(0) * TAPS + tap)[:, None] * columns + column[None, :]
-    tl.store(sums + place, total, mask=inside[None, :])
+        if REST:
+            rows = _load_patches(x, first, seen, by_row, by_column, by_channel, SIDE, CHANNELS, MAIN, REST)
+            total_of_rest = tl.dot(tl.trans(rows), gradient, total_of_rest, input_precision="ieee")
+    tap = tl.program_id(0) * (MAIN + REST) + tl.arange(0, MAIN)
+    tl.store(sums + tap[:, None] * columns + column[None, :], total, mask=inside[None, :])
+    if REST:
+        tap = tl.program_id(0) * (MAIN + REST) + MAIN + tl.arange(0, REST)
+        tl.store(sums + tap[:, None] * columns + column[None, :], total_of_rest, mask=inside[None, :])
 
 
 def lift(x: Tensor, flat: Tensor) -> Tensor:
@@ -153,7 +193,7 @@ def _launch(x: Tensor, flat: Tensor, line: Tensor | None, pool: int, remember: b
     programs, steps = divide(outputs, OUTPUTS)
     _forward[programs, triton.cdiv(columns, COLUMNS)](
         *(x, flat, y, winners, factor, shift, outputs, columns, height, width, *_strides(x), steps),
-        *(line is not None, side, x.shape[1], _tile(taps), pool, OUTPUTS, COLUMNS),
+        *(line is not None, side, x.shape[1], *_cut(taps), pool, OUTPUTS, COLUMNS),
         num_warps=WARPS if line is None else WINDOW_WARPS,
     )
     return y, winners
@@ -168,10 +208,10 @@ def find_products(x: Tensor, dy: Tensor, side: int, pool: int = 1, winners: Tens
     _, height, width, columns = dy.shape
     outputs, taps = dy[..., 0].numel(), side * side * x.shape[1]
     programs, steps = divide(outputs, OUTPUTS, SUMMING)
-    partial = torch.empty(programs, _tile(taps), columns, device=x.device, dtype=torch.float32)
+    partial = torch.empty(programs, sum(_cut(taps)), columns, device=x.device, dtype=torch.float32)
     _sum_products[programs, triton.cdiv(columns, COLUMNS)](
         *(x, dy, winners, partial, outputs, columns, height, width, *_strides(x), steps),
-        *(side, x.shape[1], _tile(taps), pool, OUTPUTS, COLUMNS),
+        *(side, x.shape[1], *_cut(taps), pool, OUTPUTS, COLUMNS),
         num_warps=WARPS,
     )
     return add_up(partial)
@@ -184,11 +224,12 @@ def find_moments(x: Tensor, side: int) -> tuple[Tensor, int]:
     """
     height, width = (size - side + 1 for size in x.shape[-2:])
     taps, patches = side * side * x.shape[1], x.shape[0] * height * width
-    tile = _tile(taps)
     programs, steps = divide(patches, PATCHES, SUMMING)
-    partial = torch.empty(programs, tile, tile, device=x.device, dtype=torch.float32)
+    wide = sum(_cut(taps))
+    partial = torch.empty(programs, wide, wide, device=x.device, dtype=torch.float32)
     _sum_moments[programs,](
-        *(x, partial, patches, height, width, *_strides(x), steps, side, x.shape[1], tile, PATCHES), num_warps=WARPS
+        *(x, partial, patches, height, width, *_strides(x), steps, side, x.shape[1], *_cut(taps), PATCHES),
+        num_warps=WARPS,
     )
     return add_up(partial), patches
 
@@ -199,5 +240,9 @@ def _strides(x: Tensor) -> tuple[int, int, int, int]:
     return image, row, column, channel
 
 
-def _tile(taps: int) -> int:
-    return max(16, int(triton.next_power_of_2(taps + 1)))  # products of matrices have 16 terms at least
+def _cut(taps: int) -> tuple[int, int]:
+    """Taps, and one more, as powers of 2, which tiles are: two of them often come closer than a single one."""
+    whole = max(16, int(triton.next_power_of_2(taps + 1)))  # products of matrices have 16 terms at least
+    main = whole // 2
+    rest = max(16, int(triton.next_power_of_2(taps + 1 - main)))
+    return (main, rest) if main >= 16 and main + rest < whole else (whole, 0)
