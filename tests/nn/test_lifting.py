@@ -95,6 +95,7 @@ def test_tiles_go_on_where_others_end(dtype: torch.dtype, monkeypatch: pytest.Mo
     monkeypatch.setattr(statistics, "PROGRAMS", 3)
     monkeypatch.setattr(patches, "SUMMING", 3)
     monkeypatch.setattr(patches, "OUTPUTS", 16)
+    monkeypatch.setattr(patches, "WINDOWS", 16)
     monkeypatch.setattr(patches, "PATCHES", 16)
     x = images((2, 3, 18, 22), 0, dtype)
     kernels, exact = kernels_of(17 * 8, 3, 5, 0, dtype)

@@ -14,8 +14,7 @@ from torch import Tensor
 from rotopath.nn.kernels.moments import add_up
 from rotopath.nn.kernels.statistics import COLUMNS, divide
 
-OUTPUTS, PATCHES = 64, 128  # of a tile, behind the pool; and of one whose moments are summed up
-WARPS, WINDOW_WARPS = 4, 8  # that work on a tile, and on one of windows
+OUTPUTS, WINDOWS, PATCHES = 64, 32, 128  # of a tile; of one that is pooled; and of one whose moments are summed up
 SUMMING = 264  # programs at most that sum up, two on each multiprocessor of a large GPU; each writes what it found
 
 
@@ -138,15 +137,13 @@ def _forward(
 @triton.jit
 def _sum_products(
     x, dy, winners, sums, outputs, columns, height, width, by_image, by_row, by_column, by_channel, steps,
-    SIDE: tl.constexpr, CHANNELS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+    SIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
     S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sums of the products of taps with the gradient in front of the pool; those with the last one are its sums."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < columns
-    total = tl.zeros([MAIN, COLUMNS], tl.float32)
-    if REST:
-        total_of_rest = tl.zeros([REST, COLUMNS], tl.float32)
+    total = tl.zeros([TAPS, COLUMNS], tl.float32)
     for step in range(steps * S * S):  # gradients come from the cache for all but the first of a window
         output = (tl.program_id(0) * steps + step // (S * S)) * ROWS + tl.arange(0, ROWS)
         seen = output < outputs
@@ -158,16 +155,10 @@ def _sum_products(
             gradient = tl.where(winner == step % (S * S), gradient, 0.0).to(x.dtype.element_ty)
         first = _place_patch(output, height, width, by_image, by_row, by_column, S)
         first += step % (S * S) // S * by_row + step % S * by_column
-        rows = _load_patches(x, first, seen, by_row, by_column, by_channel, SIDE, CHANNELS, 0, MAIN)
+        rows = _load_patches(x, first, seen, by_row, by_column, by_channel, SIDE, CHANNELS, 0, TAPS)
         total = tl.dot(tl.trans(rows), gradient, total, input_precision="ieee")
-        if REST:
-            rows = _load_patches(x, first, seen, by_row, by_column, by_channel, SIDE, CHANNELS, MAIN, REST)
-            total_of_rest = tl.dot(tl.trans(rows), gradient, total_of_rest, input_precision="ieee")
-    tap = tl.program_id(0) * (MAIN + REST) + tl.arange(0, MAIN)
+    tap = tl.program_id(0) * TAPS + tl.arange(0, TAPS)
     tl.store(sums + tap[:, None] * columns + column[None, :], total, mask=inside[None, :])
-    if REST:
-        tap = tl.program_id(0) * (MAIN + REST) + MAIN + tl.arange(0, REST)
-        tl.store(sums + tap[:, None] * columns + column[None, :], total_of_rest, mask=inside[None, :])
 
 
 def lift(x: Tensor, flat: Tensor) -> Tensor:
@@ -190,11 +181,11 @@ def _launch(x: Tensor, flat: Tensor, line: Tensor | None, pool: int, remember: b
     winners = torch.empty_like(y, dtype=torch.int8) if remember else None
     factor, shift = (None, None) if line is None else line
     outputs = y[..., 0].numel()
-    programs, steps = divide(outputs, OUTPUTS)
+    rows = OUTPUTS if line is None else WINDOWS
+    programs, steps = divide(outputs, rows)
     _forward[programs, triton.cdiv(columns, COLUMNS)](
         *(x, flat, y, winners, factor, shift, outputs, columns, height, width, *_strides(x), steps),
-        *(line is not None, side, x.shape[1], *_cut(taps), pool, OUTPUTS, COLUMNS),
-        num_warps=WARPS if line is None else WINDOW_WARPS,
+        *(line is not None, side, x.shape[1], *_cut(taps), pool, rows, COLUMNS),
     )
     return y, winners
 
@@ -208,11 +199,10 @@ def find_products(x: Tensor, dy: Tensor, side: int, pool: int = 1, winners: Tens
     _, height, width, columns = dy.shape
     outputs, taps = dy[..., 0].numel(), side * side * x.shape[1]
     programs, steps = divide(outputs, OUTPUTS, SUMMING)
-    partial = torch.empty(programs, sum(_cut(taps)), columns, device=x.device, dtype=torch.float32)
+    partial = torch.empty(programs, _tile(taps), columns, device=x.device, dtype=torch.float32)
     _sum_products[programs, triton.cdiv(columns, COLUMNS)](
         *(x, dy, winners, partial, outputs, columns, height, width, *_strides(x), steps),
-        *(side, x.shape[1], *_cut(taps), pool, OUTPUTS, COLUMNS),
-        num_warps=WARPS,
+        *(side, x.shape[1], _tile(taps), pool, OUTPUTS, COLUMNS),
     )
     return add_up(partial)
 
@@ -228,8 +218,7 @@ def find_moments(x: Tensor, side: int) -> tuple[Tensor, int]:
     wide = sum(_cut(taps))
     partial = torch.empty(programs, wide, wide, device=x.device, dtype=torch.float32)
     _sum_moments[programs,](
-        *(x, partial, patches, height, width, *_strides(x), steps, side, x.shape[1], *_cut(taps), PATCHES),
-        num_warps=WARPS,
+        *(x, partial, patches, height, width, *_strides(x), steps, side, x.shape[1], *_cut(taps), PATCHES)
     )
     return add_up(partial), patches
 
@@ -240,9 +229,13 @@ def _strides(x: Tensor) -> tuple[int, int, int, int]:
     return image, row, column, channel
 
 
+def _tile(taps: int) -> int:
+    """A power of 2, for taps and one more; products of matrices have 16 terms at least."""
+    return max(16, int(triton.next_power_of_2(taps + 1)))
+
+
 def _cut(taps: int) -> tuple[int, int]:
-    """Taps, and one more, as powers of 2, which tiles are: two of them often come closer than a single one."""
-    whole = max(16, int(triton.next_power_of_2(taps + 1)))  # products of matrices have 16 terms at least
-    main = whole // 2
-    rest = max(16, int(triton.next_power_of_2(taps + 1 - main)))
-    return (main, rest) if main >= 16 and main + rest < whole else (whole, 0)
+    """Two such tiles in place of one, where less of them lies idle; the second may be 0."""
+    main = _tile(taps) // 2
+    rest = _tile(taps - main)
+    return (main, rest) if main >= 16 and main + rest < _tile(taps) else (_tile(taps), 0)
