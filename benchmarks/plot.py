@@ -1,6 +1,8 @@
-"""Draws docs/speed-HARDWARE.png from what step.py, inference.py and scaling.py have recorded on this machine.
+"""Draws docs/speed-HARDWARE.png from what step.py, inference.py and scaling.py have recorded on some machine.
 
-.venv/bin/python benchmarks/plot.py [cuda]
+.venv/bin/python benchmarks/plot.py [nvidia-h200-torch2.11.0]
+
+The machine is named as in results/; by default it is this one's CPU.
 """
 
 import csv
@@ -17,10 +19,12 @@ OURS, OTHERS = "#c0392b", "#95a5a6"
 Rows = list[dict[str, str]]
 
 
-def read(name: str, device: str) -> Rows:
-    path = RESULTS / f"{name}-{hardware(device)}-torch{torch.__version__.partition('+')[0]}.csv"
+def read(name: str, machine: str) -> Rows:
+    """Nothing, with a word, where nothing has been recorded."""
+    path = RESULTS / f"{name}-{machine}.csv"
     if not path.exists():
-        raise SystemExit(f"{path.name} is not there: run benchmarks/{name}.py first.")
+        print(f"{path.name} is not there, and left out: benchmarks/{name}.py writes it.")
+        return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -49,15 +53,22 @@ def draw_orientations(axes: Any, rows: Rows) -> None:
     axes.legend(frameon=False)
 
 
-def main(device: str = "cpu") -> None:
-    step, inference, scaling = (read(name, device) for name in ("step", "inference", "scaling"))
-    figure, axes = plt.subplots(1, 3, figsize=(16, 4), layout="constrained")
-    draw_bars(axes[0], step, f"step, batch of {step[0]['batch']}, {step[0]['precision']}")
-    draw_bars(axes[1], inference, f"inference, {inference[0]['image']}, {inference[0]['precision']}")
-    draw_orientations(axes[2], scaling)
-    for each in axes:
+def main(machine: str = f"{hardware()}-torch{torch.__version__.partition('+')[0]}") -> None:
+    step, inference, scaling = found = [read(name, machine) for name in ("step", "inference", "scaling")]
+    count = sum(map(bool, found))
+    if not count:
+        raise SystemExit(f"Nothing has been recorded on {machine}: run the benchmarks first, or name another machine.")
+    figure, grid = plt.subplots(1, count, figsize=(16 / 3 * count + 1, 4.5), layout="constrained", squeeze=False)
+    axes = iter(grid[0])
+    if step:
+        draw_bars(next(axes), step, f"step, batch of {step[0]['batch']}, {step[0]['precision']}")
+    if inference:
+        draw_bars(next(axes), inference, f"inference, {inference[0]['image']}, {inference[0]['precision']}")
+    if scaling:
+        draw_orientations(next(axes), scaling)
+    for each in grid[0]:
         each.spines[["top", "right"]].set_visible(False)
-    path: Path = DOCS / f"speed-{hardware(device)}.png"
+    path: Path = DOCS / f"speed-{machine.partition('-torch')[0]}.png"
     figure.savefig(path, dpi=100)
     print(path.relative_to(DOCS.parent))
 
