@@ -68,7 +68,7 @@ def main() -> None:
             call("data", "make", "--task", task, "--out", str(tissue))
         # Along a cosine, since so few steps at a rate that is halved every epoch leave both networks half trained.
         precision = "bf16" if options.device == "cuda" else "32"
-        settings = {"task": task, "data": tissue, "schedule": "cosine", "precision": precision}
+        settings = {"task": task, "data": tissue, "schedule": "cosine", "keep": "last", "precision": precision}
         (options.out / f"{task}.toml").write_text("".join(f'{key} = "{value}"\n' for key, value in settings.items()))
     jobs = [(task, *network, seed) for task in TASKS for network in NETWORKS for seed in SEEDS]
     with ThreadPoolExecutor(options.at_once) as pool:

@@ -144,6 +144,10 @@ def test_the_best_weights_are_kept_and_training_stops_when_converged(
     pretended[4] = 0.1  # then it is the best as well
     train(replace(chosen, epochs=5), tmp_path / "best")
     assert weights(tmp_path / "last") == weights(tmp_path / "best") != weights(tmp_path / "run")
+    pretended[4] = 1.0
+    train(replace(chosen, schedule="cosine"), tmp_path / "cosine")
+    losses = [float(row["validation_loss"]) for row in log(tmp_path / "cosine") if row["validation_loss"]]
+    assert losses == pretended, "a cosine is followed to its end"
 
 
 def test_the_seed_decides(data: dict[str, Path], tmp_path: Path) -> None:

@@ -159,7 +159,9 @@ class Keeper(Callback):
         self._keep(trainer)
 
     def _has_converged(self) -> bool:
-        return self._recipe.keep == "best" and self.worse_epochs >= self._recipe.patience
+        # Along a cosine the rate is high until late, and so is the validation loss: its end is what it is for.
+        stops = self._recipe.keep == "best" and self._recipe.schedule != "cosine"
+        return stops and self.worse_epochs >= self._recipe.patience
 
     def _look(self, trainer: Trainer) -> None:
         """Fetch the losses of the last steps, and write them down."""
