@@ -27,7 +27,7 @@ from rotopath.models.architecture import IMAGE_CHANNELS
 SIDES = {"cpu": 500, "cuda": 2000}
 PRECISIONS = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
 AT_ONCE = {"cpu": 1, "cuda": 10}
-TOLERANCES = {torch.bfloat16: 0.2, torch.float16: 2e-2, torch.float32: 1e-2}  # of logits near 0; float32 is TF32 there
+TOLERANCES = {torch.bfloat16: 0.2, torch.float16: 2e-2, torch.float32: 5e-3}  # of logits near 0; float32 is TF32 there
 Answer = Callable[[], Tensor]
 
 

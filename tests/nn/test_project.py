@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import rotopath as rp
 from rotopath import group
+from rotopath.nn import gpu
 from rotopath.nn.project import PROJECTIONS, attend
 
 LEARNED = ("attention", "fourier")
@@ -285,3 +286,19 @@ def test_where_nothing_stands_out_the_angle_is_0() -> None:
         assert rp.nn.orientation_field(x)[1].item() == pytest.approx(expected)
     with pytest.raises(ValueError, match=r"orientation_field takes SE\(2\) features .* lift it first"):
         rp.nn.orientation_field(torch.zeros(1, 3, 8, 8))
+
+
+def test_a_pool_finds_the_highest_as_amax_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where nobody asks for gradients."""
+    x = torch.randn(2, 3, 8, 5, 7).to(memory_format=torch.channels_last_3d)
+    x[0, 0, 0, 0, 0] = torch.nan
+    expected, nothing = rp.nn.Project("max")(x), rp.nn.Project("max")(x[:0])
+    pools = []
+    real = torch.nn.functional.max_pool2d
+    monkeypatch.setattr(torch.nn.functional, "max_pool2d", lambda *given: pools.append(given) or real(*given))
+    monkeypatch.setattr(gpu, "takes", lambda _: True)
+    torch.testing.assert_close(rp.nn.Project("max")(x), expected, atol=0, rtol=0, equal_nan=True)
+    assert len(pools) == 1
+    assert rp.nn.Project("max")(x[:0]).shape == nothing.shape
+    rp.nn.Project("max")(x.requires_grad_()).sum().backward()
+    assert len(pools) == 1, "its gradient would go to the first of equals"

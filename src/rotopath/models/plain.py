@@ -11,7 +11,7 @@ from torch.jit import is_scripting, is_tracing  # type: ignore[attr-defined]
 
 from rotopath.nn import center_crop
 from rotopath.nn.pool import root, thin_out
-from rotopath.nn.project import add_amplitudes, attend
+from rotopath.nn.project import add_amplitudes, attend, highest
 
 
 def is_recorded() -> bool:
@@ -37,11 +37,8 @@ class OrientationPool2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # Over the last axis of memory, which is fast and leaves the answer channels-last; over dim 2 it would not be.
         rows = torch.unflatten(x.permute(0, 2, 3, 1), 3, [-1, self.orientations])  # (B, H, W, C, N), a view
-        if self.mode == "max" and x.is_cuda and x.numel() < 2**31:  # a pool is the faster way there
-            flat = rows.reshape(1, 1, -1, x.shape[1])
-            pooled = F.max_pool2d(flat, (1, self.orientations)).reshape(rows.shape[:4])
-        elif self.mode == "max":
-            pooled = rows.amax(dim=4)
+        if self.mode == "max":
+            pooled = highest(rows)
         elif self.mode == "attention":
             pooled = attend(rows, self.learned)
         elif self.mode == "fourier":

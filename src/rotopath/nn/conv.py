@@ -130,21 +130,20 @@ class _RotatedConv2d(nn.Module):
 
     def kernels_for(self, x: Tensor) -> Tensor:
         """Kernels untouched by autocast: they are turned as they are, and cast once, here or by the convolution."""
-        if (
-            gpu.takes(x)
-            and gpu.can_turn(self.weight, self.kernel_size)
-            and type(self).kernels is _RotatedConv2d.kernels
-        ):
+        if gpu.takes(x) and gpu.can_turn(x, self.weight, self.kernel_size) and not self._has_other_kernels():
             from rotopath.nn.kernels import turning
 
+            dtype = gpu.precision(x, self.weight)
             with gpu.at(x):
-                return turning.turn(
-                    self.weight, self.rotation.to(self.weight), self.reflections, gpu.precision(x, self.weight)
-                )
+                return turning.turn(self.weight, self.rotation.to(self.weight), self.reflections, dtype)
         if x.is_meta:  # the one device that has no autocast to switch off
             return self.kernels()
         with torch.autocast(x.device.type, enabled=False):
             return self.kernels()
+
+    def _has_other_kernels(self) -> bool:
+        """Whether someone makes something else of the weights."""
+        return type(self).kernels is not _RotatedConv2d.kernels or "kernels" in vars(self)
 
     def _derive_rotation(self) -> Tensor:
         """The map on the device and in the dtype of the weights, from scratch: a cast one would keep its rounding."""

@@ -32,7 +32,7 @@ def takes(x: Tensor) -> bool:
 
 
 def serves(device: torch.device) -> bool:
-    """Whether a device is one on which all kernels can be launched, so that a network is fastest as it is."""
+    """Whether all kernels can be launched on a device; for large images they are the faster way."""
     return device.type == "cuda" and _has_triton() and torch.cuda.get_device_capability(device) >= LIFTS
 
 
@@ -86,13 +86,12 @@ def can_lift(x: Tensor, lift: "LiftConv2d") -> bool:
     )
 
 
-def can_turn(weight: Tensor, kernel_size: int) -> bool:
-    """Whether `turning` can turn these base weights."""
+def can_turn(x: Tensor, weight: Tensor, kernel_size: int) -> bool:
+    """Whether `turning` can turn these base weights, for a convolution of x."""
     return (
         type(weight) in (Tensor, nn.Parameter)
-        and weight.is_cuda
+        and weight.device == x.device
         and weight.dtype in DTYPES
-        and weight.is_contiguous()
         and kernel_size <= LARGEST_KERNEL
         and unpack_dual(weight).tangent is None  # type: ignore[no-untyped-call]
     )

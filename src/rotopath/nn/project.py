@@ -4,10 +4,12 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from rotopath import group
-from rotopath.nn import expect
+from rotopath.nn import expect, gpu
 from rotopath.nn.pool import root
 
 PROJECTIONS = ("max", "mean", "attention", "fourier")
@@ -70,8 +72,7 @@ class Project(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         expect.features(x, self, self.channels, self.order)
         if self.mode == "max":
-            # amax shares the gradient among equal maxima; max would pick the first, which no rotation respects.
-            return x.amax(dim=2)
+            return highest(x.permute(0, 3, 4, 1, 2)).permute(0, 3, 1, 2)
         if self.mode == "mean":
             return x.mean(dim=2)
         rows = x.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N), as convolutions lay it out in memory
@@ -112,6 +113,17 @@ class Project(nn.Module):
 def learned_weights(mode: str, orientations: int) -> int:
     """How many weights a projection has for each channel; reflections do not count."""
     return {"attention": 1, "fourier": group.frequencies(orientations)}.get(mode, 0)
+
+
+def highest(rows: Tensor) -> Tensor:
+    """Maximum over the last axis of (..., C, N)."""
+    if not is_scripting():  # noqa: SIM102  # alone: only then a script leaves out what is below
+        # On a GPU a pool takes a quarter of the time that amax takes for so few numbers.
+        if gpu.takes(rows) and not rows.requires_grad and 0 < rows.numel() < 2**31:
+            flat = rows.reshape(1, 1, -1, rows.shape[-2] * rows.shape[-1])
+            return F.max_pool2d(flat, (1, rows.shape[-1])).reshape(rows.shape[:-1])
+    # amax shares the gradient among equal maxima; max would pick the first, which no rotation respects.
+    return rows.amax(dim=-1)
 
 
 def attend(rows: Tensor, sharpness: Tensor) -> Tensor:

@@ -44,7 +44,8 @@ def _find_line(
     column = channel * N + n
     lines = _load_lines(flat, column, taps, tap, n, N)
     sums = tl.load(moments + taps * WIDE + tap, mask=tap < taps, other=0.0)
-    means = tl.sum(lines * sums[None, :], axis=1) / patches
+    count = tl.zeros([], tl.float64) + patches
+    means = tl.sum(lines * sums[None, :], axis=1) / count
     scattered = tl.zeros([N_BLOCK], tl.float64)
     for first in range(0, taps, SOME):
         row = first + tl.arange(0, SOME)
@@ -59,7 +60,7 @@ def _find_line(
         )
     average = tl.sum(means, axis=0) / N
     apart = tl.where(n < N, means - average, 0.0)
-    variances = tl.maximum(scattered / patches, 0.0, propagate_nan=tl.PropagateNan.ALL) + apart * apart
+    variances = tl.maximum(scattered / count, 0.0, propagate_nan=tl.PropagateNan.ALL) + apart * apart
     variance = tl.sum(variances, axis=0) / N
     scale = 1.0 / tl.sqrt(variance + eps)
     tl.store(mean + channel, average)
@@ -69,7 +70,7 @@ def _find_line(
     tl.store(factor + column, slope + tl.zeros([N_BLOCK], tl.float64), mask=n < N)
     tl.store(shift + column, level + tl.zeros([N_BLOCK], tl.float64), mask=n < N)
     if running_mean is not None:
-        values = patches * (N * 1.0)
+        values = count * N
         old = tl.load(running_mean + channel).to(tl.float64)
         tl.store(running_mean + channel, old + momentum * (average - old))
         old = tl.load(running_variance + channel).to(tl.float64)
@@ -96,7 +97,7 @@ def _find_gradients(
     tl.store(d_bias + channel, level)
     tl.store(d_weight + channel, slope)
     # What batch norm takes from each gradient: its mean, and what goes along with the normalised feature.
-    values = patches * (N * 1.0)
+    values = (tl.zeros([], tl.float64) + patches) * N
     sums = tl.load(moments + taps * WIDE + tap, mask=tap < taps, other=0.0)[None, :]
     along = tl.load(products + column[:, None] * WIDE + tap[None, :], mask=inside, other=0.0) - middle * sums
     gradients -= level / values * sums + slope / values * scale * along
@@ -135,7 +136,7 @@ def find_line(
     block = int(triton.next_power_of_2(n))
     _find_line[len(weight),](
         *(moments, flat, weight, bias, *statistics, *line, products),
-        *(batches, running_mean, running_variance, taps, float(patches), momentum, eps),
+        *(batches, running_mean, running_variance, taps, patches, momentum, eps),
         *(len(moments), n, block, int(triton.next_power_of_2(taps)), max(1, AT_ONCE // block)),
         num_warps=WARPS,
     )
@@ -158,7 +159,7 @@ def find_gradients(
     d_flat = torch.empty_like(flat, dtype=dtype)
     d_weight, d_bias = torch.empty_like(weight), torch.empty_like(weight)
     _find_gradients[len(weight),](
-        *(sums, moments, flat, weight, *statistics, products, d_flat, d_weight, d_bias, columns, taps, float(patches)),
+        *(sums, moments, flat, weight, *statistics, products, d_flat, d_weight, d_bias, columns, taps, patches),
         *(len(moments), n, *(int(triton.next_power_of_2(number)) for number in (n, taps))),
         num_warps=WARPS,
     )

@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rotopath.group import orientation_shift
 
@@ -80,34 +79,58 @@ class Turn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rotation: Tensor, reflections: bool, dtype: torch.dtype) -> Tensor:
-        order, entries, taps = rotation.shape
-        columns, side = math.prod(weight.shape[1:-1]), math.isqrt(entries)
-        read = order if weight.ndim == 4 else 1  # entries of the orientation axis that a kernel reads
-        ctx.tables = _find_tables(order, read, reflections, weight.device)
-        ctx.shape = (columns, taps, entries, order, read, _tile(taps), _tile(entries), COLUMNS)
+        ctx.save_for_backward(rotation)
+        ctx.reflections, ctx.shape, ctx.dtype = reflections, weight.shape, weight.dtype
+        order, entries, _ = rotation.shape
+        (slices, _), sizes = _prepare(weight.shape, rotation, reflections)
+        columns, side = sizes[0], math.isqrt(entries)
         kernels = torch.empty(len(weight) * order, side, side, columns, device=weight.device, dtype=dtype)
-        _turn[len(kernels), triton.cdiv(columns, COLUMNS)](weight, rotation, ctx.tables[0], kernels, *ctx.shape)
-        ctx.save_for_backward(weight, rotation)
+        _turn[len(kernels), triton.cdiv(columns, COLUMNS)](weight.contiguous(), rotation, slices, kernels, *sizes)
         return kernels
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        weight, rotation = ctx.saved_tensors
-        d_weight = torch.empty_like(weight)
-        _turn_back[len(weight), triton.cdiv(ctx.shape[0], COLUMNS)](
-            gradients[0].contiguous(), rotation, ctx.tables[1], d_weight, *ctx.shape
-        )
+        d_weight = TurnBack.apply(gradients[0], *ctx.saved_tensors, ctx.reflections, ctx.shape, ctx.dtype)
         return d_weight, None, None, None
+
+
+class TurnBack(torch.autograd.Function):
+    """The gradients of base weights, from those of kernels: the same map the other way, of which it is the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, d_kernels: Tensor, rotation: Tensor, reflections: bool, shape: torch.Size, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(rotation)
+        ctx.reflections, ctx.dtype = reflections, d_kernels.dtype
+        (_, places), sizes = _prepare(shape, rotation, reflections)
+        d_weight = torch.empty(shape, device=d_kernels.device, dtype=dtype)
+        _turn_back[len(d_weight), triton.cdiv(sizes[0], COLUMNS)](
+            d_kernels.contiguous(), rotation, places, d_weight, *sizes
+        )
+        return d_weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return Turn.apply(gradients[0], *ctx.saved_tensors, ctx.reflections, ctx.dtype), None, None, None, None
+
+
+def _prepare(shape: torch.Size, rotation: Tensor, reflections: bool) -> tuple[tuple[Tensor, Tensor], tuple[int, ...]]:
+    """Tables for base weights of a shape; and sizes: columns, taps, entries, orientations, those read, and tiles."""
+    order, entries, taps = rotation.shape
+    read = order if len(shape) == 4 else 1
+    sizes = (math.prod(shape[1:-1]), taps, entries, order, read, _tile(taps), _tile(entries), COLUMNS)
+    return _find_tables(order, read, reflections, rotation.device), sizes
 
 
 @cache
 def _find_tables(order: int, read: int, reflections: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """Which slice of the base weights each orientation reads its inputs with; and with which input it reads each."""
     with torch.inference_mode(False):
-        shift = orientation_shift(order // 2 if reflections else order, device, reflections)
-        slices = shift[:, :read] % read
-        return slices.int().contiguous(), slices.argsort(dim=1).int().contiguous()
+        # On the CPU first: inside a graph that is being recorded they would be numbers only once it is replayed.
+        shift = orientation_shift(order // 2 if reflections else order, torch.device("cpu"), reflections)
+        slices = (shift[:, :read] % read).int()
+        return slices.to(device), slices.argsort(dim=1).int().to(device)
 
 
 def _tile(numbers: int) -> int:
