@@ -82,7 +82,7 @@ class Run:
     def ready(self, device: torch.device | str | None = None, precision: str | None = None) -> "Model":
         """The model on a device; by default on a GPU, if there is one, in precision "16", and else on the CPU in "32".
 
-        It is a copy in the form that is fast there: as it is, for Triton's kernels, or frozen to a plain CNN.
+        It is a copy in the form that suits it: as it is, for Triton's kernels, or frozen to a plain CNN.
         """
         from rotopath.inference.preparing import prepare
         from rotopath.inference.slides import Model

@@ -15,6 +15,7 @@ from rotopath.inference import predict
 from rotopath.inference.canvas import Canvas
 from rotopath.inference.dense import answer
 from rotopath.inference.preparing import MixedNetwork, prepare
+from rotopath.inference.slides import Model
 from rotopath.inference.tiles import Grid, predict_tiles
 from rotopath.models import FrozenNetwork, Network
 from rotopath.models.architecture import ARCHITECTURES, MITOSIS, NUCLEI, TUMOR, Architecture
@@ -84,6 +85,31 @@ def test_probabilities_near_1_are_not_coarse() -> None:
 
     probabilities = answer(MixedNetwork(Sure(MITOSIS), HALF), torch.zeros(1, 3, 68, 68))
     assert float(probabilities) == pytest.approx(0.999447, abs=1e-6), "in halves it would be 1"
+
+
+def test_answers_that_are_no_numbers_end_in_a_sentence() -> None:
+    """Products of numbers that float32 can hold may be too large for halves."""
+    network = untrained(MITOSIS)
+    with torch.no_grad():
+        network.stages[1].conv.weight *= 1e6
+    with as_slide(pixels(150, 150), 0.25) as slide:
+        everywhere = Tissue(np.ones(slide.size_at(SPACING_UM_PX), bool), SPACING_UM_PX)
+        canvas = Canvas(slide, "mitosis", everywhere)
+        half, full = (Grid(made, canvas) for made in (MixedNetwork(network, torch.float16), network))
+        with pytest.raises(ValueError, match=r"no finite numbers.*--precision 32"):
+            list(predict_tiles(half, half.tiles, CPU))
+        assert all(np.isfinite(tile.probabilities).all() for tile in predict_tiles(full, full.tiles, CPU))
+
+
+def test_tiles_for_a_gpu_are_larger_in_half_precision() -> None:
+    network = untrained(MITOSIS)
+    sides = {
+        (device.type, dtype): Model("mitosis", made, {}, device).tile_px
+        for device in (CPU, CUDA)
+        for dtype, made in ((HALF, MixedNetwork(network, HALF)), (torch.float32, network))
+    }
+    assert sides.pop(("cuda", HALF)) == 2048
+    assert set(sides.values()) == {1024}
 
 
 def test_on_the_cpu_networks_are_frozen() -> None:

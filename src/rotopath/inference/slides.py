@@ -19,6 +19,7 @@ from rotopath.images import Slide, Tissue, find_tissue
 from rotopath.images.geojson import SlideObject
 from rotopath.images.tissue import SPACING_UM_PX
 from rotopath.inference.canvas import Canvas
+from rotopath.inference.dense import TILE_PX
 from rotopath.inference.finding import CELLS, FINDERS, HALOS, blank, deviation, foreground, heat, output_frame
 from rotopath.inference.layout import Span
 from rotopath.inference.preparing import MixedNetwork
@@ -26,6 +27,7 @@ from rotopath.inference.tiles import Grid, Tile, predict_tiles
 from rotopath.models import Network
 
 MARGIN_UM = 32  # around tissue, so that no object at its edge is cut
+TILE_PX_OF_GPUS = 2 * TILE_PX  # of smaller ones a GPU would wait for Python, which launches kernels one by one
 Seen = Callable[[int, int], None]  # told how many tiles are done, and how many there are
 
 
@@ -70,6 +72,11 @@ class Model:
         """Of how many bits the numbers are that it computes with."""
         return "16" if isinstance(self.network, MixedNetwork) else "32"
 
+    @property
+    def tile_px(self) -> int:
+        """The side of a tile that keeps its device busy."""
+        return TILE_PX_OF_GPUS if self.device.type == "cuda" and self.precision == "16" else TILE_PX
+
 
 @dataclass(frozen=True)
 class Options:
@@ -89,7 +96,7 @@ class SlidePass:
         self._near = self.tissue.widened(MARGIN_UM)
         self.canvas = Canvas(slide, model.task, self.tissue)
         cell = CELLS[model.task]
-        self.grid = Grid(model.network, self.canvas, options.tile_px, HALOS[model.task], cell)
+        self.grid = Grid(model.network, self.canvas, options.tile_px or model.tile_px, HALOS[model.task], cell)
         self._finder = FINDERS[model.task](self.grid, model.point, folder)
         rows, columns = (-(-size // cell) for size in self.grid.size)
         self.heat = MapFile(folder / "heat", (rows, columns))

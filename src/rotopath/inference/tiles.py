@@ -44,6 +44,7 @@ class Grid:
         self, network: Network, canvas: Canvas, tile_px: int | None = None, halo: int = 0, multiple: int = 1
     ) -> None:
         self.network, self.canvas, self.halo = network, canvas, halo
+        self.tile_px = tile_px or TILE_PX
         self.layouts = [lay_out(network, size) for size in canvas.size_px]
         self.size = tuple(layout.kept.size for layout in self.layouts)  # outputs on the canvas
         self.stride_px = network.stride
@@ -51,7 +52,7 @@ class Grid:
         self._rows, self._columns = (
             [
                 tile.moved(-side.kept.start)
-                for tile, _ in divide(network, side.kept, side.outputs, tile_px or TILE_PX, multiple)
+                for tile, _ in divide(network, side.kept, side.outputs, self.tile_px, multiple)
             ]
             for side in self.layouts
         )
@@ -121,6 +122,12 @@ def _answer(grid: Grid, tile: tuple[Span, Span], pixels: Tensor, degrees: list[f
         return pixels[..., rows_px.within(seen[0]), columns_px.within(seen[1])]
 
     rows, columns = (span.within(whole) for span, whole in zip(around, answered, strict=True))
-    maps = torch.stack([predict_frame(grid.network, look, frames, angle)[0, :, rows, columns] for angle in degrees])
+    turned = (predict_frame(grid.network, look, frames, angle, tile_px=grid.tile_px) for angle in degrees)
+    maps = torch.stack([each[0, :, rows, columns] for each in turned])
+    if not maps.isfinite().all():
+        raise ValueError(
+            "Answers of the network are no finite numbers: in half precision, as on a GPU, they may be too large; "
+            "try --precision 32 (or precision='32')."
+        )
     deviations = maps.std(dim=0, correction=0).cpu().numpy() if len(degrees) > 1 else None
     return Tile(*tile, around, maps.mean(dim=0).cpu().numpy(), deviations)
