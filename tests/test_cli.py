@@ -54,8 +54,8 @@ def test_mistakes_get_one_sentence_and_exit_code_2(arguments: tuple[str, ...], s
 
 def test_demo_trains_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "new" / "folder"
-    monkeypatch.setattr("rotopath.demo.WINDOWS", 32)
-    result = run("demo", "--out", str(out), "--steps", "1", "--size", "320")
+    monkeypatch.setattr("rotopath.demo.WINDOWS", 8)
+    result = run("demo", "--out", str(out), "--steps", "1", "--size", "256")
     assert result.exit_code == 0, result.stderr
     report = (out / "report.html").read_text()
     assert report.count("data:image/png;base64,") == 3
@@ -63,7 +63,7 @@ def test_demo_trains_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert f"<td>{name}</td>" in report
         assert f"Training {name}." in result.stdout
         assert (out / name / "weights.safetensors").exists()
-    again = run("demo", "--out", str(out), "--steps", "1", "--size", "320")
+    again = run("demo", "--out", str(out), "--steps", "1", "--size", "256")
     assert again.exit_code == 0
     assert "Training" not in again.stdout, "what is there is kept"
 

@@ -42,7 +42,7 @@ def assert_close(got: Tensor, expected: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(got.double() / scale, expected / scale, atol=tolerance, rtol=0)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=14)
 @given(
     batch=st.integers(1, 3),
     read=st.integers(1, 4),
@@ -142,7 +142,7 @@ def test_networks_give_the_same_either_way(
         monkeypatch.setattr(fused, "can_lift", lambda x, *_: fuse and x.ndim == 4)
         torch.manual_seed(0)
         net = build(orientations=2).to(DEVICE).train(training)
-        y = net(torch.rand(2, 3, net.architecture.input_px, net.architecture.input_px, device=DEVICE))
+        y = net(torch.rand(1, 3, net.architecture.input_px, net.architecture.input_px, device=DEVICE))
         if not training:
             return [y.detach()]
         (y * torch.randn(y.shape, device=DEVICE)).sum().backward()

@@ -23,7 +23,7 @@ def turned_by(layer: rp.nn.LiftConv2d | rp.nn.GroupConv2d, dtype: torch.dtype) -
     return turning.turn(layer.weight, layer.rotation, layer.reflections, dtype)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(
     reads=st.booleans(),
     read=st.integers(1, 5),
