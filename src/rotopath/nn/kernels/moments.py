@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rotopath.nn.kernels.statistics import move_along
+
 FEW, NUMBERS = 32, 128  # parts that are added up at once, and numbers side by side
 AT_ONCE = 64  # orientations by rows of moments that are looked at at once
 WARPS = 8
@@ -69,14 +71,8 @@ def _find_line(
     level = tl.load(bias + channel).to(tl.float64) - average * slope
     tl.store(factor + column, slope + tl.zeros([N_BLOCK], tl.float64), mask=n < N)
     tl.store(shift + column, level + tl.zeros([N_BLOCK], tl.float64), mask=n < N)
-    if running_mean is not None:
-        values = count * N
-        old = tl.load(running_mean + channel).to(tl.float64)
-        tl.store(running_mean + channel, old + momentum * (average - old))
-        old = tl.load(running_variance + channel).to(tl.float64)
-        tl.store(running_variance + channel, old + momentum * (variance * values / (values - 1.0) - old))
-    if batches is not None and channel == 0:
-        tl.store(batches, tl.load(batches) + 1)
+    values = count * N
+    move_along(batches, running_mean, running_variance, channel, average, variance * values / (values - 1), momentum)
 
 
 @triton.jit

@@ -36,6 +36,18 @@ def _sum_columns(x, pivot, sums, squares, rows, columns, steps, ROWS: tl.constex
 
 
 @triton.jit
+def move_along(batches, running_mean, running_variance, channel, mean, variance, momentum):
+    """Running statistics, by those of a batch; and the count of batches."""
+    if running_mean is not None:
+        old = tl.load(running_mean + channel).to(mean.dtype)
+        tl.store(running_mean + channel, old + momentum * (mean - old))
+        old = tl.load(running_variance + channel).to(variance.dtype)
+        tl.store(running_variance + channel, old + momentum * (variance - old))
+    if batches is not None and channel == 0:
+        tl.store(batches, tl.load(batches) + 1)
+
+
+@triton.jit
 def _find_statistics(
     pivot, sums, squares, mean, inverse, batches, running_mean, running_variance, programs, rows, momentum, eps,
     N: tl.constexpr, N_BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -59,13 +71,7 @@ def _find_statistics(
     variance = tl.maximum(scattered, 0.0) / count
     tl.store(mean + channel, average)
     tl.store(inverse + channel, 1.0 / tl.sqrt(variance + eps))
-    if running_mean is not None:
-        old = tl.load(running_mean + channel).to(tl.float32)
-        tl.store(running_mean + channel, old + momentum * (average - old))
-        old = tl.load(running_variance + channel).to(tl.float32)
-        tl.store(running_variance + channel, old + momentum * (variance * count / (count - 1) - old))
-    if batches is not None and channel == 0:
-        tl.store(batches, tl.load(batches) + 1)
+    move_along(batches, running_mean, running_variance, channel, average, variance * count / (count - 1), momentum)
 
 
 @triton.jit
