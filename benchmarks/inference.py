@@ -84,7 +84,7 @@ def models(network: Network, image: Tensor) -> dict[str, Callable[[], Answer]]:
         return model.export() if isinstance(model, Steerable) else model
 
     found = {"plain CNN": of(prepared, plain), "rotopath, frozen": of(prepared, frozen)}
-    if image.dtype == torch.bfloat16:  # compiling takes its time, and gains the same in all precisions
+    if image.dtype == torch.bfloat16:  # alone: compiling takes its time
         found |= {"plain CNN, compiled": of(compiled, plain), "rotopath, frozen and compiled": of(compiled, frozen)}
     if image.is_cuda:
         found |= {
