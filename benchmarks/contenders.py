@@ -24,37 +24,43 @@ class PlainCNN(nn.Module):
     """The stages of a table with ordinary convolutions, channels last, as one would write it without rotopath.
 
     With batch norm for training; without, convolutions have a bias, as they have once batch norm is folded into them.
+    With `relu_last`, ReLU comes behind maxima, where it has less to do, unless a skip reads what is between.
     """
 
-    def __init__(self, table: Architecture, orientations: int, norm: bool = True) -> None:
+    def __init__(self, table: Architecture, orientations: int, norm: bool = True, relu_last: bool = False) -> None:
         super().__init__()
         self.table = table
+        skips = {stage.skip for stage in table.stages}
+        self.relu_last = [relu_last and stage not in skips for stage in range(len(table.stages))]
         wide = tuple(c * orientations for c in table.channels(orientations))
         read = [IMAGE_CHANNELS if i == 0 else table.in_channels(i, wide) for i in range(len(wide))]
         self.stages = nn.ModuleList(
             nn.Sequential(
                 nn.Conv2d(read[i], wide[i], stage.kernel, bias=not norm),
                 nn.BatchNorm2d(wide[i]) if norm else nn.Identity(),
-                nn.ReLU(inplace=True),
             )
             for i, stage in enumerate(table.stages)
         )
         self.pools = nn.ModuleList(nn.MaxPool2d(s.pool) if s.pool > 1 else nn.Identity() for s in table.stages)
+        self.relu = nn.ReLU(inplace=True)
         self.up = nn.Upsample(scale_factor=UP)
         self.head = nn.Conv2d(wide[-1], table.outputs, 1)
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, x: Tensor) -> Tensor:
         before_pools: list[Tensor] = []
-        for stage, layers, pool in zip(self.table.stages, self.stages, self.pools, strict=True):
+        steps = zip(self.table.stages, self.stages, self.pools, self.relu_last, strict=True)
+        for stage, layers, pool, relu_last in steps:
             if stage.skip is not None:
                 x = self.up(x)
                 skip = before_pools[stage.skip]
                 margin = (skip.shape[-1] - x.shape[-1]) // 2
                 x = torch.cat([x, skip[..., margin:-margin, margin:-margin]], dim=1)
             x = layers(x)
+            x = x if relu_last else self.relu(x)
             before_pools.append(x)
             x = pool(x)
+            x = self.relu(x) if relu_last else x
         logits: Tensor = self.head(x)
         return logits
 

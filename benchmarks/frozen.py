@@ -2,8 +2,9 @@
 
 .venv/bin/python benchmarks/frozen.py [cuda] [--orientations 8] [--rounds 15]
 
-The plain CNN is what one would write without rotopath: convolutions with a bias, ReLU in place, max pooling, channels
-last. In every round each of the three answers in turn, in another order every time; medians over rounds.
+The plain CNN does the same work without rotopath: convolutions with a bias, channels last, maxima, and ReLU in place
+behind them, as freezing puts it. In every round each of the three answers in turn, in another order every time;
+medians over rounds.
 """
 
 import argparse
@@ -40,7 +41,7 @@ def measure(answer: Callable[[Tensor], Tensor], images: Tensor) -> float:
 
 
 def compare(network: Network, images: Tensor, rounds: int) -> dict[str, object]:
-    plain = PlainCNN(network.architecture, network.orientations, norm=False).to(images.device).eval()
+    plain = PlainCNN(network.architecture, network.orientations, norm=False, relu_last=True).to(images.device).eval()
     models = {"network": network, "frozen": rp.freeze(network), "plain CNN": plain}
     for model in models.values():
         measure(model, images)
