@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import rotopath as rp
 from rotopath import group
-from rotopath.nn import gpu
+from rotopath.nn import gpu, project
 from rotopath.nn.project import PROJECTIONS, attend
 
 LEARNED = ("attention", "fourier")
@@ -297,6 +297,9 @@ def test_a_pool_finds_the_highest_as_amax_does(monkeypatch: pytest.MonkeyPatch) 
     real = torch.nn.functional.max_pool2d
     monkeypatch.setattr(torch.nn.functional, "max_pool2d", lambda *given: pools.append(given) or real(*given))
     monkeypatch.setattr(gpu, "takes", lambda _: True)
+    rp.nn.Project("max")(x)
+    assert not pools, "of few numbers amax finds it sooner"
+    monkeypatch.setattr(project, "MANY", 0)
     torch.testing.assert_close(rp.nn.Project("max")(x), expected, atol=0, rtol=0, equal_nan=True)
     assert len(pools) == 1
     assert rp.nn.Project("max")(x[:0]).shape == nothing.shape

@@ -157,19 +157,23 @@ class Architecture:
 
     def output_size(self, size: int) -> int:
         """Side of the output for an image of that side; off the grid, a ValueError that names the nearest sizes."""
-        if not self.fits(size):
-            grid = f"{self.receptive_field} + {self.size_step}·k px"
-            if size < self.receptive_field:
-                raise ValueError(
-                    f"{self.name} sees windows of {self.receptive_field} px, but got {size} px; "
-                    f"give it larger images or pad them ({grid})."
-                )
-            nearest = " or ".join([str(s) for s in self.nearest_sizes(size)])
-            raise ValueError(
-                f"{self.name} pools on a grid that {size} px does not lie on, and would lose exact rotations; "
-                f"crop or pad to {nearest} px ({grid})."
-            )
+        self.expect_size(size)
         return self.sizes(size)[-1]
+
+    def expect_size(self, size: int) -> None:
+        if self.fits(size):
+            return
+        grid = f"{self.receptive_field} + {self.size_step}·k px"
+        if size < self.receptive_field:
+            raise ValueError(
+                f"{self.name} sees windows of {self.receptive_field} px, but got {size} px; "
+                f"give it larger images or pad them ({grid})."
+            )
+        nearest = " or ".join([str(s) for s in self.nearest_sizes(size)])
+        raise ValueError(
+            f"{self.name} pools on a grid that {size} px does not lie on, and would lose exact rotations; "
+            f"crop or pad to {nearest} px ({grid})."
+        )
 
     def _widths(self, orientations: int) -> tuple[int, int]:
         """Channels of (body, wide): the paper's, or for another N those that keep its number of weights at N = 1."""

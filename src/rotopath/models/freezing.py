@@ -53,7 +53,7 @@ class FrozenNetwork(Network):
             x = x / self.white
         expect.image(x, self, IMAGE_CHANNELS)
         for size in x.shape[-2:]:
-            self.architecture.output_size(size)
+            self.architecture.expect_size(size)
         return x
 
 

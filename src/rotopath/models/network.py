@@ -79,7 +79,7 @@ class Network(nn.Module):
             x = x.to(next(self.parameters()).dtype) / 255
         expect.image(x, self, IMAGE_CHANNELS)
         for size in x.shape[-2:]:
-            self.architecture.output_size(size)
+            self.architecture.expect_size(size)
         return self.compute_logits(x)
 
     def compute_logits(self, x: Tensor) -> Tensor:
