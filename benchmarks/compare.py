@@ -1,6 +1,6 @@
 """N = 1 against N = 8 at equal weights, by the paper's design and the faithful one: three tasks on synthetic tissue.
 
-.venv/bin/python benchmarks/compare.py [cuda] [--steps 300] [--epochs 8] [--at-once 1] [--out FOLDER]
+.venv/bin/python benchmarks/compare.py [cuda] [--steps 300] [--epochs 16] [--at-once 1] [--out FOLDER]
 
 Every run is a `rotopath train` and a `rotopath evaluate --robustness`, with three seeds, on a GPU in bfloat16; an
 interrupted comparison goes on.
@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("device", nargs="?", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=16)
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runs/compare"))
     options = parser.parse_args()

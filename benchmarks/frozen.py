@@ -8,13 +8,14 @@ medians over rounds.
 """
 
 import argparse
-import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
 from contenders import PlainCNN
 from record import record
+from timing import measure
 from torch import Tensor
 
 import rotopath as rp
@@ -27,33 +28,15 @@ CALLS = {"cpu": 1, "cuda": 10}  # in one measurement
 
 
 @torch.no_grad()
-def measure(answer: Callable[[Tensor], Tensor], images: Tensor) -> float:
-    """Milliseconds a call."""
-    calls = CALLS[images.device.type]
-    if images.is_cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        answer(images)
-    if images.is_cuda:
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / calls * 1000
-
-
 def compare(network: Network, images: Tensor, rounds: int) -> dict[str, object]:
     plain = PlainCNN(network.architecture, network.orientations, norm=False, relu_last=True).to(images.device).eval()
     models = {"network": network, "frozen": rp.freeze(network), "plain CNN": plain}
-    for model in models.values():
-        measure(model, images)
-    found: dict[str, list[float]] = {name: [] for name in models}
-    names = list(models)
-    for _ in range(rounds):
-        for name in names:
-            found[name].append(measure(models[name], images))
-        names = [*names[1:], names[0]]
-    middle = {name: median(times) for name, times in found.items()}
+    calls: dict[str, Callable[[], object]] = {name: partial(model, images) for name, model in models.items()}
+    device = images.device.type
+    found = measure(calls, device, rounds, CALLS[device])
     ratio = median(a / b for a, b in zip(found["frozen"], found["plain CNN"], strict=True))
-    return {**{f"{name}, ms": f"{value:.2f}" for name, value in middle.items()}, "frozen / plain": f"{ratio:.3f}"}
+    middle = {f"{name}, ms": f"{median(times):.2f}" for name, times in found.items()}
+    return {**middle, "frozen / plain": f"{ratio:.3f}"}
 
 
 def main() -> None:

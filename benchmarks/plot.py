@@ -49,7 +49,8 @@ def draw_orientations(axes: Any, rows: Rows) -> None:
             label = f"{name}{what.removeprefix('N')}"
             milliseconds = [float(row[f"step, {name} ms"]) for row in found]
             axes.plot([int(row["N"]) for row in found], milliseconds, style, color=colour, marker="o", label=label)
-    axes.set(title="step, by orientations", xlabel="N", ylabel="ms", ylim=(0, None))
+    orientations = sorted({int(row["N"]) for row in rows})
+    axes.set(title="step, by orientations", xlabel="N", ylabel="ms", ylim=(0, None), xticks=orientations)
     axes.legend(frameon=False)
 
 

@@ -5,6 +5,7 @@ clock, and the processor's part is in it wherever the GPU has to wait for it.
 """
 
 import gc
+import random
 import time
 from collections.abc import Callable, Sequence
 from statistics import median, quantiles
@@ -56,12 +57,12 @@ def measure(calls: dict[str, Callable[[], object]], device: str, rounds: int, at
     """Milliseconds a call in every round; a round takes the mean of calls that follow each other."""
     names = list(calls)
     found: dict[str, list[float]] = {name: [] for name in names}
+    order = random.Random(0)
     for name in names:
         calls[name]()
     for _ in range(rounds):
-        for name in names:
+        for name in order.sample(names, len(names)):  # so that none always comes behind the same one
             found[name].append(_measure_once(calls[name], device, at_once))
-        names = [*names[1:], names[0]]
     return found
 
 

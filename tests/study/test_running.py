@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from layouts import pcam
 from typer.testing import CliRunner
 
 from rotopath.cli import app
 from rotopath.reports.study_page import write_report
 from rotopath.runs import WEIGHTS, RunError
-from rotopath.study import read_study, run_study
+from rotopath.study import engines, read_study, run_study
 from rotopath.study.job import place
 from rotopath.study.running import Future
 
@@ -262,3 +263,12 @@ def test_a_run_of_another_recipe_is_found_before_any_begins(study: Path, tmp_pat
     (run_folder / "recipe.toml").write_text(f'task = "tumor"\ndata = "{data}"\norientations = 1\nepochs = 9\n')
     with pytest.raises(RunError, match="has another 'epochs' than this study"):
         run_study(read_study(study), tmp_path, lambda *_: pytest.fail("begun"))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "jobs"), [(1, 16, 12), (1, 64, 12), (4, 64, 48), (1, 4, 3), (1, 1, 1), (0, 16, 4), (0, 2, 1)]
+)
+def test_jobs_at_once_suit_the_machine(monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int, jobs: int) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(engines, "count_cores", lambda: cores)
+    assert engines.count_at_once() == jobs

@@ -16,14 +16,14 @@ from rotopath.data.batches import count_cores
 from rotopath.runs import RunError
 from rotopath.study.running import TRIES, Future, Submit, run_process
 
-ON_A_GPU = 6  # small trainings leave most of a GPU idle
+ON_A_GPU = 12  # small trainings leave most of a GPU idle, and wait for Python; benchmarks/together.py was no further
 JOIN_WITHIN_S = 600  # the first worker of a cluster
 
 
 def count_at_once() -> int:
     """How many jobs run side by side on this machine if nobody says so."""
     gpus = torch.cuda.device_count()
-    return max(1, min(gpus * ON_A_GPU, count_cores() // 2)) if gpus else max(1, count_cores() // 4)
+    return max(1, min(gpus * ON_A_GPU, count_cores() * 3 // 4)) if gpus else max(1, count_cores() // 4)
 
 
 @contextmanager
