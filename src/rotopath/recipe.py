@@ -41,7 +41,7 @@ class Recipe:
     data: str  # a folder or a manifest
     orientations: int = 8
     kernel: Literal["bilinear", "gaussian", "harmonic"] = "bilinear"
-    pooling: Literal["max", "max-blur", "rms-blur"] = "max"
+    pooling: Literal["max", "max-blur", "rms-blur", "rms-inside"] = "max"
     upsampling: Literal["nearest", "bilinear"] = "nearest"
     projection: Literal["max", "mean", "attention", "fourier"] | None = None  # the paper's when left out
     reflections: bool = False  # besides orientations, in kernels

@@ -11,13 +11,14 @@ import rotopath as rp
 from rotopath.nn import fused
 
 pytest.importorskip("triton")
-from rotopath.nn.kernels import blurring, strips
+from rotopath.nn.kernels import blurring, filters, strips
+from rotopath.nn.kernels.filters import Filter
 
 BEND = 1e-3  # of slopes of a root near 0, where the last digit that batch norm rounds counts a thousand times
 
 
-def pool_of(size: int, blur: int, dtype: torch.dtype = torch.float32) -> rp.nn.GroupAvgPool2d:
-    return rp.nn.GroupAvgPool2d(size, blur=blur, power=2).to(DEVICE, dtype)
+def pool_of(size: int, blur: int, inside: bool = False, dtype: torch.dtype = torch.float32) -> rp.nn.GroupAvgPool2d:
+    return rp.nn.GroupAvgPool2d(size, blur=blur, power=2, inside=inside).to(DEVICE, dtype)
 
 
 def assert_alike(x: Tensor, exact: Tensor, y: Tensor, expected: Tensor, seed: int, bend: float = 0.0) -> None:
@@ -42,7 +43,8 @@ def use_tiles(patch: pytest.MonkeyPatch, numbers: int, blocks: int) -> None:
     patch.setattr(strips, "BLOCKS", blocks)
 
 
-pools = st.sampled_from([(size, blur) for size in (1, 2, 3) for blur in range(1, 2 * size + 2, 2)])
+SIZES = [(size, blur) for size in (1, 2, 3) for blur in range(1, 2 * size + 2, 2)]
+pools = st.sampled_from([Filter(*each) for each in SIZES] + [Filter(s, b, True) for s, b in SIZES if (b - 1) % s == 0])
 
 
 @settings(deadline=None, max_examples=14)
@@ -61,12 +63,12 @@ def test_one_pass_gives_what_the_layers_give(
     channels: int,
     n: int,
     outputs: tuple[int, int],
-    pool: tuple[int, int],
+    pool: Filter,
     dtype: torch.dtype,
     small: bool,
     seed: int,
 ) -> None:
-    shape = (batch, channels, n, outputs[0] * pool[0], outputs[1] * pool[0])
+    shape = (batch, channels, n, *((count + pool.blocks - 1) * pool.size for count in outputs))
     if batch * n * shape[3] * shape[4] < 4:
         return  # too few values for a variance that rounding leaves alone
     x = features(shape, seed, dtype).requires_grad_()
@@ -75,7 +77,7 @@ def test_one_pass_gives_what_the_layers_give(
     with pytest.MonkeyPatch.context() as cut:
         use_tiles(cut, numbers=512 if small else 2**12, blocks=2 if small else 16)
         y = blurring.norm_relu_blur(x, norm, pool_of(*pool))
-        expected = pool_of(*pool, torch.float64)(reference(exact).relu())
+        expected = pool_of(*pool, dtype=torch.float64)(reference(exact).relu())
         assert_alike(x, exact, y, expected, seed, BEND)
     many = {"atol": TOLERANCE[dtype] * 30, "rtol": TOLERANCE[dtype] * 5}  # sums of many terms
     torch.testing.assert_close(norm.weight.grad.double(), reference.weight.grad, **many)
@@ -94,11 +96,12 @@ def test_one_pass_gives_what_the_layers_give(
     seed=st.integers(0, 10**6),
 )
 def test_a_pool_alone_gives_what_the_layer_gives(
-    channels: int, outputs: tuple[int, int], pool: tuple[int, int], dtype: torch.dtype, seed: int
+    channels: int, outputs: tuple[int, int], pool: Filter, dtype: torch.dtype, seed: int
 ) -> None:
-    x = features((2, channels, 3, outputs[0] * pool[0], outputs[1] * pool[0]), seed, dtype).requires_grad_()
+    sides = ((count + pool.blocks - 1) * pool.size for count in outputs)
+    x = features((2, channels, 3, *sides), seed, dtype).requires_grad_()
     exact = x.detach().double().requires_grad_()
-    assert_alike(x, exact, blurring.blur(x, pool_of(*pool)), pool_of(*pool, torch.float64)(exact), seed)
+    assert_alike(x, exact, blurring.blur(x, pool_of(*pool)), pool_of(*pool, dtype=torch.float64)(exact), seed)
 
 
 def test_many_tiles_are_summed_by_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +110,7 @@ def test_many_tiles_are_summed_by_few_programs(monkeypatch: pytest.MonkeyPatch) 
     x = features((3, 3, 3, 6, 10), 0, torch.float32).requires_grad_()
     exact = x.detach().double().requires_grad_()
     norm, reference = norm_of(3), norm_of(3, torch.float64)
-    expected = pool_of(2, 5, torch.float64)(reference(exact).relu())
+    expected = pool_of(2, 5, dtype=torch.float64)(reference(exact).relu())
     assert_alike(x, exact, blurring.norm_relu_blur(x, norm, pool_of(2, 5)), expected, 0)
     torch.testing.assert_close(norm.weight.grad.double(), reference.weight.grad, atol=1e-4, rtol=1e-4)
 
@@ -118,7 +121,7 @@ def test_faint_features_keep_the_slope_of_their_root(dtype: torch.dtype) -> None
     strengths = torch.tensor([0.0, 1e-4, 1e-3, 3e-3, 1e-2]).view(1, -1, 1, 1, 1)
     x = (features((2, 5, 2, 4, 4), 0, torch.float32) * strengths.to(DEVICE)).to(dtype).requires_grad_()
     exact = x.detach().double().requires_grad_()
-    y, expected = blurring.blur(x, pool_of(2, 5)), pool_of(2, 5, torch.float64)(exact)
+    y, expected = blurring.blur(x, pool_of(2, 5)), pool_of(2, 5, dtype=torch.float64)(exact)
     slopes = [torch.autograd.grad(answer.sum() * 2.0**8, leaf)[0] for answer, leaf in ((y, x), (expected, exact))]
     scale = slopes[1].abs().amax(dim=(0, 2, 3, 4), keepdim=True).clamp(min=1e-9)
     torch.testing.assert_close(slopes[0].double() / scale, slopes[1] / scale, atol=TOLERANCE[dtype], rtol=0)
@@ -126,11 +129,18 @@ def test_faint_features_keep_the_slope_of_their_root(dtype: torch.dtype) -> None
 
 def test_weights_are_the_known_ones() -> None:
     # Windows of 2, blurred by 1 4 6 4 1: five times the sum of two neighbours.
-    weights = strips._find_weights(5, 2, 5, torch.device("cpu"))
+    weights = filters._find_weights(5, Filter(2, 5), torch.device("cpu"))
     torch.testing.assert_close(weights[3], torch.tensor([1.0, 5, 10, 10, 5, 1]) / 32)
     # At the rim 6 4 1 are left of the taps, which count for 11.
     torch.testing.assert_close(weights[1], torch.tensor([0.0, 0, 6, 10, 5, 1]) / 22)
     torch.testing.assert_close(weights.sum(dim=1), torch.tensor([0.0, 1, 1, 1, 1, 1, 0]))
+    # Inside, outputs of three blocks lie at the second; those of two blocks, blurred by 1 2 1, at the first.
+    weights = filters._find_weights(6, Filter(2, 5, True), torch.device("cpu"))
+    torch.testing.assert_close(weights[2], torch.tensor([1.0, 5, 10, 10, 5, 1]) / 32)
+    torch.testing.assert_close(weights.sum(dim=1), torch.tensor([0.0, 0, 1, 1, 1, 1, 0, 0]))
+    weights = filters._find_weights(6, Filter(2, 3, True), torch.device("cpu"))
+    torch.testing.assert_close(weights[1], torch.tensor([0.0, 0, 1, 3, 3, 1]) / 8)
+    torch.testing.assert_close(weights.sum(dim=1), torch.tensor([0.0, 1, 1, 1, 1, 1, 0, 0]))
 
 
 @pytest.mark.parametrize("build", [rp.models.mitosis, rp.models.nuclei])  # as tumor is but for its widths
@@ -176,6 +186,7 @@ def test_pools_that_the_kernels_know_are_taken_along() -> None:
     architectures = [build(2, preset="faithful") for build in (rp.models.mitosis, rp.models.nuclei, rp.models.tumor)]
     known = [pool for net in architectures for pool in net.pools if not isinstance(pool, nn.Identity)]
     assert len(known) == 8
+    known += [rp.models.tumor(2, pooling="rms-inside").pools[i] for i in range(3)]
     assert all(fused.can_pool(OnGpu(), pool) for pool in known)
     hooked = pool_of(2, 5)
     hooked.register_forward_hook(lambda *_: None)
@@ -185,6 +196,7 @@ def test_pools_that_the_kernels_know_are_taken_along() -> None:
         rp.nn.GroupAvgPool2d(2, 1, power=2),
         rp.nn.GroupAvgPool2d(3, 2, 1, power=2),
         pool_of(2, 7),
+        pool_of(3, 5, inside=True),
         hooked,
         nn.Identity(),
     ):

@@ -12,7 +12,7 @@ from rotopath import group
 from rotopath.nn.project import PROJECTIONS, learned_weights
 
 IMAGE_CHANNELS = 3
-POOLINGS = ("max", "max-blur", "rms-blur")
+POOLINGS = ("max", "max-blur", "rms-blur", "rms-inside")
 UPSAMPLINGS = ("nearest", "bilinear")
 PRESETS = {  # the paper's choices, and those that turn with the image off the pixel grid as well
     "paper": {"kernel": "bilinear", "pooling": "max", "upsampling": "nearest"},
@@ -29,7 +29,27 @@ class Stage:
     channels: str | int  # "body" or "wide" vary with N
     kernel: int = 5
     pool: int = 1
+    inside: tuple[int, int] | None = None  # stride and taps in place of it, of a filter that stays inside the map
     skip: int | None = None  # the stage whose output, before its pool, is cropped and concatenated
+
+
+@dataclass(frozen=True)
+class Pooling:
+    """Windows of `stride` px at every pixel, blurred by so many taps, of which one in `stride` is kept."""
+
+    stride: int
+    blur: int
+    inside: bool
+
+    @property
+    def reach(self) -> int:
+        """Pixels along an axis that an output takes, or would if the map did not end."""
+        return self.stride + self.blur - 1
+
+    @property
+    def window(self) -> int:
+        """Those that there have to be."""
+        return self.reach if self.inside else self.stride
 
 
 @dataclass(frozen=True)
@@ -90,7 +110,8 @@ class Architecture:
         """Side of the window, in pixels, that one output pixel sees; also the smallest image."""
         side = 1
         for stage in reversed(self.stages):
-            side = side * stage.pool + stage.kernel - 1
+            pool = self.pool(stage)
+            side = (side - 1) * pool.stride + pool.window + stage.kernel - 1
             if stage.skip is not None:
                 side = (side + UP - 2) // UP + 1  # what a window of that side reads, wherever it lies
         return side
@@ -104,7 +125,7 @@ class Architecture:
     @property
     def size_step(self) -> int:
         """Pixels between two neighbouring image sizes on the pooling grid."""
-        return prod([stage.pool for stage in self.stages])
+        return prod([self.pool(stage).stride for stage in self.stages])
 
     def sizes(self, size: int) -> tuple[int, ...]:
         """Side of each stage's output, behind its pool, for an image of that side. Raises off the grid."""
@@ -116,13 +137,17 @@ class Architecture:
                 if before_pool[stage.skip] < size or (before_pool[stage.skip] - size) % 2:
                     raise ValueError(f"a skip of {before_pool[stage.skip]} px has no centre of {size} px.")
             before_pool.append(group.windows(size, stage.kernel))
-            size = group.windows(before_pool[-1], stage.pool, stage.pool)
+            pool = self.pool(stage)
+            size = group.windows(before_pool[-1], pool.window, pool.stride)
             sizes.append(size)
         return tuple(sizes)
 
-    def blur(self, stage: Stage) -> int:
-        """Taps of the filter behind the pool of a stage, in proportion to its stride."""
-        return 1 if self.pooling == "max" or stage.pool == 1 else 2 * stage.pool + 1
+    def pool(self, stage: Stage) -> Pooling:
+        """What follows a stage; taps are in proportion to the stride, unless the table says which."""
+        if self.pooling == "rms-inside" and stage.inside is not None:
+            return Pooling(*stage.inside, inside=True)
+        plain = self.pooling == "max" or stage.pool == 1
+        return Pooling(stage.pool, 1 if plain else 2 * stage.pool + 1, inside=False)
 
     @property
     def rim(self) -> int:
@@ -140,8 +165,9 @@ class Architecture:
                 rim = max(rim, skip_rim - round((first - skip_first) / step))
             first += step * (stage.kernel - 1) / 2
             before_pool.append((rim, first))
-            rim = -(-(rim + self.blur(stage) // 2) // stage.pool)
-            first, step = first + step * (stage.pool - 1) / 2, step * stage.pool
+            pool = self.pool(stage)
+            rim = -(-(rim + (pool.reach - pool.window) // 2) // pool.stride)
+            first, step = first + step * (pool.window - 1) / 2, step * pool.stride
         return rim
 
     def fits(self, size: int) -> bool:
@@ -220,9 +246,9 @@ MITOSIS = Architecture(
     name="mitosis",
     task="detects mitotic figures",
     stages=(
-        Stage("body", pool=2),
-        Stage("body", pool=2),
-        Stage("body", pool=2),
+        Stage("body", pool=2, inside=(2, 5)),
+        Stage("body", pool=2, inside=(2, 5)),
+        Stage("body", pool=2, inside=(1, 3)),
         Stage("wide"),
         Stage(16, kernel=1),
     ),
@@ -255,9 +281,9 @@ TUMOR = Architecture(
     name="tumor",
     task="tells tumor from other tissue",
     stages=(
-        Stage("body", pool=2),
-        Stage("body", pool=2),
-        Stage("body", pool=3),
+        Stage("body", pool=2, inside=(2, 5)),
+        Stage("body", pool=2, inside=(2, 5)),
+        Stage("body", pool=3, inside=(2, 3)),
         Stage("wide"),
         Stage(16, kernel=1),
     ),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rotopath.nn.kernels import strips
+from rotopath.nn.kernels.filters import Filter
 from rotopath.nn.kernels.statistics import find_gradients, find_statistics, recall, track
 from rotopath.nn.pool import GroupAvgPool2d
 
@@ -18,16 +19,20 @@ def norm_relu_blur(x: Tensor, norm: nn.BatchNorm3d, pool: GroupAvgPool2d) -> Ten
     """Batch norm, ReLU, and a pool of power 2, of features (B, C, N, H, W); without gradients in evaluation."""
     rows = x.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N), as it lies in memory
     if norm.training:
-        y: Tensor = NormReluBlur.apply(rows, pool.size, pool.blur, norm.weight, norm.bias, *track(norm))
+        y: Tensor = NormReluBlur.apply(rows, filter_of(pool), norm.weight, norm.bias, *track(norm))
     else:
-        y = strips.apply(rows, pool.size, pool.blur, recall(norm))
+        y = strips.apply(rows, filter_of(pool), recall(norm))
     return y.permute(0, 3, 4, 1, 2)
 
 
 def blur(x: Tensor, pool: GroupAvgPool2d) -> Tensor:
     """The same pool alone."""
-    y: Tensor = NormReluBlur.apply(x.permute(0, 3, 4, 1, 2), pool.size, pool.blur)
+    y: Tensor = NormReluBlur.apply(x.permute(0, 3, 4, 1, 2), filter_of(pool))
     return y.permute(0, 3, 4, 1, 2)
+
+
+def filter_of(pool: GroupAvgPool2d) -> Filter:
+    return Filter(pool.size, pool.blur, pool.inside)
 
 
 class NormReluBlur(torch.autograd.Function):
@@ -37,15 +42,14 @@ class NormReluBlur(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        size: int,
-        blur: int,
+        pool: Filter,
         weight: Tensor | None = None,
         bias: Tensor | None = None,
         *tracked: Any,
     ) -> Tensor:
         line = () if weight is None else (*find_statistics(x, *tracked), weight, bias)
-        y = strips.apply(x, size, blur, line)
-        ctx.size, ctx.blur, ctx.given = size, blur, 3 + (0 if weight is None else 2 + len(tracked))
+        y = strips.apply(x, pool, line)
+        ctx.pool, ctx.given = pool, 2 + (0 if weight is None else 2 + len(tracked))
         ctx.save_for_backward(x, y, *line)
         return y
 
@@ -53,9 +57,9 @@ class NormReluBlur(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, y, *line = ctx.saved_tensors
-        given = (x, strips.halve(gradients[0], y), ctx.size, ctx.blur, line)
+        given = (x, strips.halve(gradients[0], y), ctx.pool, line)
         if not line:
             return (strips.find_gradient(*given), *[None] * (ctx.given - 1))
         d_weight, d_bias = find_gradients(strips.find_sums(*given), x.shape[3])
         dx = strips.find_gradient(*given, (d_weight, d_bias))
-        return (dx, None, None, d_weight.to(line[2]), d_bias.to(line[2]), *[None] * (ctx.given - 5))
+        return (dx, None, d_weight.to(line[2]), d_bias.to(line[2]), *[None] * (ctx.given - 4))

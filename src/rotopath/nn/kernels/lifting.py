@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rotopath.nn.kernels import moments, patches, strips
+from rotopath.nn.kernels.filters import Filter
 from rotopath.nn.kernels.statistics import recall, track
 
 
@@ -21,15 +22,18 @@ def lift(x: Tensor, kernels: Tensor, orientations: int) -> Tensor:
     return torch.unflatten(y, -1, (-1, orientations)).permute(0, 3, 4, 1, 2)
 
 
-def lift_norm_relu_pool(x: Tensor, kernels: Tensor, norm: nn.BatchNorm3d, pool: int = 1, blur: int = 0) -> Tensor:
-    """The same, with batch norm, ReLU, and the maximum over windows or, if it is to be blurred, a root mean square."""
+Pool = int | Filter  # maxima over windows of that size, or root mean squares by a filter
+
+
+def lift_norm_relu_pool(x: Tensor, kernels: Tensor, norm: nn.BatchNorm3d, pool: Pool = 1) -> Tensor:
+    """The same, with batch norm, ReLU and a pool."""
     n = kernels.shape[0] // norm.num_features
     if norm.training:
-        y: Tensor = LiftNormReluPool.apply(x, kernels, norm.weight, norm.bias, pool, blur, *track(norm))
+        y: Tensor = LiftNormReluPool.apply(x, kernels, norm.weight, norm.bias, pool, *track(norm))
     else:
         mean, inverse, weight, bias = recall(norm)
         line = torch.stack([weight * inverse, bias - mean * weight * inverse]).repeat_interleave(n, 1)
-        y, *_ = _apply(x, _flatten(kernels, x), (mean, inverse, weight, bias), line, pool, blur)
+        y, *_ = _apply(x, _flatten(kernels, x), (mean, inverse, weight, bias), line, pool)
     return torch.unflatten(y, -1, (-1, n)).permute(0, 3, 4, 1, 2)
 
 
@@ -55,16 +59,16 @@ class LiftNormReluPool(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, kernels: Tensor, weight: Tensor, bias: Tensor, pool: int, blur: int, *tracked: Any
+        ctx: Any, x: Tensor, kernels: Tensor, weight: Tensor, bias: Tensor, pool: Pool, *tracked: Any
     ) -> Tensor:
         flat = _flatten(kernels, x)
         sums, count = patches.find_moments(x, kernels.shape[-1])
         statistics, line, products = moments.find_line(sums, count, flat, weight, bias, *tracked)
-        mean, inverse = statistics.float() if blur else statistics
-        y, *kept = _apply(x, flat, (mean, inverse, weight, bias), line, pool, blur, remember=True)
+        mean, inverse = statistics.float() if isinstance(pool, Filter) else statistics
+        y, *kept = _apply(x, flat, (mean, inverse, weight, bias), line, pool, remember=True)
         ctx.save_for_backward(x, flat, weight, bias, sums, statistics, products, *kept)
-        ctx.like, ctx.count, ctx.pool, ctx.blur = kernels.new_empty(0, *kernels.shape[1:]), count, pool, blur
-        ctx.given = 6 + len(tracked)
+        ctx.like, ctx.count, ctx.pool = kernels.new_empty(0, *kernels.shape[1:]), count, pool
+        ctx.given = 5 + len(tracked)
         return y
 
     @staticmethod
@@ -72,10 +76,10 @@ class LiftNormReluPool(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, flat, weight, bias, sums, statistics, products, *kept = ctx.saved_tensors
         gradient, side = gradients[0].contiguous(), ctx.like.shape[-1]
-        if ctx.blur:
+        if isinstance(ctx.pool, Filter):
             lifted, y = kept
             line = (*statistics.float(), weight, bias)
-            gradient = strips.find_gradient(lifted, strips.halve(gradient, y), ctx.pool, ctx.blur, line)
+            gradient = strips.find_gradient(lifted, strips.halve(gradient, y), ctx.pool, line)
             found = patches.find_products(x, gradient.flatten(-2), side)
         else:
             found = patches.find_products(x, gradient, side, ctx.pool, *kept)
@@ -86,15 +90,15 @@ class LiftNormReluPool(torch.autograd.Function):
 
 
 def _apply(
-    x: Tensor, flat: Tensor, norm: tuple[Tensor, ...], line: Tensor, pool: int, blur: int, remember: bool = False
+    x: Tensor, flat: Tensor, norm: tuple[Tensor, ...], line: Tensor, pool: Pool, remember: bool = False
 ) -> tuple[Tensor, ...]:
     """Features (B, H, W, C·N), and what gradients need, for mean, inverse deviation, weight and bias of batch norm.
 
     The line is what they come to for each column.
     """
-    if blur:
+    if isinstance(pool, Filter):
         lifted = patches.lift(x, flat).unflatten(-1, (len(norm[0]), -1))
-        y = strips.apply(lifted, pool, blur, norm)
+        y = strips.apply(lifted, pool, norm)
         return y.flatten(-2), lifted, y
     y, winners = patches.lift_and_pool(x, flat, line, pool, remember)
     return (y,) if winners is None else (y, winners)

@@ -7,17 +7,16 @@ Programs walk down an image and keep sums of three rows of outputs, so that ever
 
 import math
 from collections.abc import Sequence
-from functools import cache
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from rotopath.nn.kernels.filters import Filter, find_both_weights
 from rotopath.nn.kernels.normalising import load_line
 from rotopath.nn.kernels.statistics import COLUMNS, divide
-from rotopath.nn.pool import FAINT, GroupAvgPool2d
+from rotopath.nn.pool import FAINT
 
 FORWARD_TILE, BACKWARD_TILE = 512, 1024  # numbers side by side: strips of an image, and their columns
 BLOCKS = 64  # at most, that a program walks down
@@ -38,11 +37,13 @@ def _find_place(item, strips, wide, down, chunks, chunk, ROWS: tl.constexpr):
 @triton.jit
 def _forward(
     x, y, mean, inverse, weight, bias, weights_down, weights_across,
-    faint, strips, columns, down, across, chunks, chunk,
-    NORM: tl.constexpr, N: tl.constexpr, S: tl.constexpr,
+    faint, strips, columns, down, across, high, wide, chunks, chunk,
+    NORM: tl.constexpr, N: tl.constexpr, S: tl.constexpr, LEAD: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Strips are two outputs wide, which share pixels. There are down × across outputs in an image."""
+    """Strips are two blocks wide, which share pixels. There are down × across blocks in an image, at most of which,
+    high × wide of them from LEAD on, outputs lie.
+    """
     columns = columns // UNIT * UNIT  # so that the compiler knows how many numbers can be read at once
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (column < columns)[None, :]
@@ -52,10 +53,10 @@ def _forward(
         tl.program_id(0), strips, (across + 1) // 2, down, chunks, chunk, ROWS
     )
     left *= 2
-    seen = there[:, None] & inside
-    both = (there & (left + 1 < across))[:, None] & inside
+    seen = (there & (left >= LEAD) & (left - LEAD < wide))[:, None] & inside
+    both = (there & (left + 1 - LEAD < wide))[:, None] & inside
     features = x + (image * down * S * across * S)[:, None] * columns + column[None, :]
-    answers = y + (image * down * across + left)[:, None] * columns + column[None, :]
+    answers = y + (image * high * wide + left - LEAD)[:, None] * columns + column[None, :]
     left_above = tl.zeros([ROWS, COLUMNS], tl.float32)  # sums of the outputs above a row of blocks, and at its height
     right_above = tl.zeros([ROWS, COLUMNS], tl.float32)
     left_here = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -88,14 +89,15 @@ def _forward(
             right_above += to_above * right_sum
             right_here += to_here * right_sum
             right_below += to_below * right_sum
-        if block > start:
-            place = answers + (block - 1) * across * columns
+        row = block - 1 - LEAD
+        if (block > start) & (row >= 0) & (row < high):
+            place = answers + row * wide * columns
             tl.store(place, tl.sqrt(left_above + faint) - tl.sqrt(faint), mask=seen)
             tl.store(place + columns, tl.sqrt(right_above + faint) - tl.sqrt(faint), mask=both)
         left_above, right_above = left_here, right_here
         left_here, right_here = left_below, right_below
-    if stop == down:
-        place = answers + (stop - 1) * across * columns
+    if (stop == down) & (stop - 1 - LEAD < high):
+        place = answers + (stop - 1 - LEAD) * wide * columns
         tl.store(place, tl.sqrt(left_above + faint) - tl.sqrt(faint), mask=seen)
         tl.store(place + columns, tl.sqrt(right_above + faint) - tl.sqrt(faint), mask=both)
 
@@ -110,6 +112,12 @@ def _divide_by_root(dy, y, halved, count, root, FLAT: tl.constexpr):
 
 
 @triton.jit
+def _hold(place, count):
+    """The nearest place that there is."""
+    return tl.minimum(tl.maximum(place, 0), count - 1)
+
+
+@triton.jit
 def _spread(before, at, behind, weight_before, weight_at, weight_behind, row, inside):
     """What a row of outputs gives to pixels, but for the weights of rows: the outputs next to and at each."""
     total = weight_before[:, None] * tl.load(before + row, mask=inside).to(tl.float32)
@@ -120,9 +128,10 @@ def _spread(before, at, behind, weight_before, weight_at, weight_behind, row, in
 @triton.jit
 def _backward(
     x, halved, dx, mean, inverse, weight, bias, d_weight, d_bias, sums, products, weights_down, weights_across,
-    strips, columns, down, across, chunks, chunk, steps, count,
+    strips, columns, down, across, high, wide, chunks, chunk, steps, count,
     NORM: tl.constexpr, WRITE: tl.constexpr,
-    N: tl.constexpr, S: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    N: tl.constexpr, S: tl.constexpr, LEAD: tl.constexpr,
+    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Strips are one pixel wide. Of batch norm, the sums that gradients take are found first."""
     columns = columns // UNIT * UNIT  # so that the compiler knows how many numbers can be read at once
@@ -144,23 +153,24 @@ def _backward(
         seen = there[:, None] & inside
         features = (image * down * S * across * S + pixel)[:, None] * columns + column[None, :]
         output = pixel // S
-        outputs = halved + (image * down * across)[:, None] * columns + column[None, :]
-        before = outputs + (tl.maximum(output - 1, 0) * columns)[:, None]  # of which beyond the rim there is no share
-        at = outputs + (output * columns)[:, None]
-        behind = outputs + (tl.minimum(output + 1, across - 1) * columns)[:, None]
+        outputs = halved + (image * high * wide)[:, None] * columns + column[None, :]
+        # Where there is no output there is no share of it; one that there is is read in its place.
+        before = outputs + (_hold(output - 1 - LEAD, wide) * columns)[:, None]
+        at = outputs + (_hold(output - LEAD, wide) * columns)[:, None]
+        behind = outputs + (_hold(output + 1 - LEAD, wide) * columns)[:, None]
         share = weights_across + pixel % S
         weight_before = tl.load(share + (output * 3 + 2) * S, mask=there, other=0.0)
         weight_at = tl.load(share + ((output + 1) * 3 + 1) * S, mask=there, other=0.0)
         weight_behind = tl.load(share + (output + 2) * 3 * S, mask=there, other=0.0)
-        wide = across * columns
-        row = tl.maximum(start - 1, 0) * wide
+        row = _hold(start - 1 - LEAD, high) * wide * columns
         above = _spread(before, at, behind, weight_before, weight_at, weight_behind, row, inside)
-        here = _spread(before, at, behind, weight_before, weight_at, weight_behind, start * wide, inside)
+        row = _hold(start - LEAD, high) * wide * columns
+        here = _spread(before, at, behind, weight_before, weight_at, weight_behind, row, inside)
         for block in range(start, stop):
-            row = tl.minimum(block + 1, down - 1) * wide
+            row = _hold(block + 1 - LEAD, high) * wide * columns
             below = _spread(before, at, behind, weight_before, weight_at, weight_behind, row, inside)
             for i in tl.static_range(S):
-                place = features + (block * S + i) * wide * S
+                place = features + (block * S + i) * across * S * columns
                 value = tl.load(x + place, mask=inside).to(tl.float32)
                 gradient = tl.load(weights_down + (block * 3 + 2) * S + i) * above
                 gradient += tl.load(weights_down + ((block + 1) * 3 + 1) * S + i) * here
@@ -185,17 +195,17 @@ def _backward(
         tl.store(products + place, tl.sum(total_of_products, axis=0) * scale, mask=column < columns)
 
 
-def apply(x: Tensor, size: int, blur: int, line: Sequence[Tensor] = ()) -> Tensor:
+def apply(x: Tensor, pool: Filter, line: Sequence[Tensor] = ()) -> Tensor:
     """The pool, behind ReLU and batch norm by a line: mean, inverse deviation, weight and bias of each channel."""
     batch, height, width, channels, n = x.shape
-    down, across, columns = height // size, width // size, channels * n
-    y = x.new_empty(batch, down, across, channels, n)
+    down, across, columns = height // pool.size, width // pool.size, channels * n
+    y = x.new_empty(batch, pool.count_outputs(height), pool.count_outputs(width), channels, n)
     strips = batch * triton.cdiv(across, 2)
     tiles, chunks, chunk, tile = _cut(FORWARD_TILE, strips, down, columns)
     _forward[tiles * chunks, triton.cdiv(columns, tile[-1])](
-        *(x, y, *(line or 4 * (None,)), *_find_both_weights(x, size, blur)),
-        *(FAINT, strips, columns, down, across, chunks, chunk),
-        *(bool(line), n, size, *tile),
+        *(x, y, *(line or 4 * (None,)), *find_both_weights(x, pool)),
+        *(FAINT, strips, columns, down, across, *y.shape[1:3], chunks, chunk),
+        *(bool(line), n, pool.size, pool.lead, *tile),
         num_warps=WARPS,
     )
     return y
@@ -209,40 +219,41 @@ def halve(dy: Tensor, y: Tensor) -> Tensor:
     return halved
 
 
-def find_sums(x: Tensor, halved: Tensor, size: int, blur: int, line: Sequence[Tensor]) -> Tensor:
+def find_sums(x: Tensor, halved: Tensor, pool: Filter, line: Sequence[Tensor]) -> Tensor:
     """Sums by parts of the gradient behind the line, and of its products with normalised features, (2, parts, C·N)."""
-    tiles, shape, tile = _cut_back(x, size)
+    tiles, shape, tile = _cut_back(x, halved, pool.size)
     programs, steps = divide(tiles, 1)
     sums = torch.empty(2, programs, x.shape[3] * x.shape[4], device=x.device, dtype=torch.float32)
     _backward[programs, triton.cdiv(sums.shape[2], tile[-1])](
-        *(x, halved, None, *line, None, None, *sums, *_find_both_weights(x, size, blur), *shape, steps, 0),
-        *(True, False, x.shape[4], size, *tile),
+        *(x, halved, None, *line, None, None, *sums, *find_both_weights(x, pool), *shape, steps, 0),
+        *(True, False, x.shape[4], pool.size, pool.lead, *tile),
         num_warps=WARPS,
     )
     return sums
 
 
 def find_gradient(
-    x: Tensor, halved: Tensor, size: int, blur: int, line: Sequence[Tensor] = (), d_line: Sequence[Tensor] = ()
+    x: Tensor, halved: Tensor, pool: Filter, line: Sequence[Tensor] = (), d_line: Sequence[Tensor] = ()
 ) -> Tensor:
     """That of the features, for gradients of weight and bias; without them that behind the line, if there is one."""
-    tiles, shape, tile = _cut_back(x, size)
+    tiles, shape, tile = _cut_back(x, halved, pool.size)
     gradient = torch.empty_like(x)
     count = x.numel() // x.shape[3]
     given = (*(line or 4 * (None,)), *(d_line or 2 * (None,)), None, None)
     _backward[tiles, triton.cdiv(x.shape[3] * x.shape[4], tile[-1])](
-        *(x, halved, gradient, *given, *_find_both_weights(x, size, blur), *shape, 1, count),
-        *(bool(line), True, x.shape[4], size, *tile),
+        *(x, halved, gradient, *given, *find_both_weights(x, pool), *shape, 1, count),
+        *(bool(line), True, x.shape[4], pool.size, pool.lead, *tile),
         num_warps=WARPS,
     )
     return gradient
 
 
-def _cut_back(x: Tensor, size: int) -> tuple[int, tuple[int, ...], tuple[int, int, int]]:
+def _cut_back(x: Tensor, halved: Tensor, size: int) -> tuple[int, tuple[int, ...], tuple[int, int, int]]:
     """Tiles of features whose gradients are looked for; what they are cut from, and how; unit, rows and columns."""
     batch, height, width, channels, n = x.shape
     tiles, chunks, chunk, tile = _cut(BACKWARD_TILE, batch * width, height // size, channels * n)
-    return tiles * chunks, (batch * width, channels * n, height // size, width // size, chunks, chunk), tile
+    shape = (batch * width, channels * n, height // size, width // size, *halved.shape[1:3], chunks, chunk)
+    return tiles * chunks, shape, tile
 
 
 def _cut(numbers: int, strips: int, down: int, columns: int) -> tuple[int, int, int, tuple[int, int, int]]:
@@ -251,22 +262,3 @@ def _cut(numbers: int, strips: int, down: int, columns: int) -> tuple[int, int, 
     rows = numbers // across
     chunks = triton.cdiv(down, BLOCKS)
     return triton.cdiv(strips, rows), chunks, triton.cdiv(down, chunks), (min(columns & -columns, 16), rows, across)
-
-
-def _find_both_weights(x: Tensor, size: int, blur: int) -> tuple[Tensor, Tensor]:
-    """Those of rows and of columns."""
-    down, across = (_find_weights(pixels // size, size, blur, x.device) for pixels in x.shape[1:3])
-    return down, across
-
-
-@cache
-def _find_weights(outputs: int, size: int, blur: int, device: torch.device) -> Tensor:
-    """What each output along an axis takes of the pixels in three blocks, (outputs + 2, 3 · size); 0 beyond the rim."""
-    few = min(outputs, 5)  # of more, all in the middle are alike
-    pixels = few * size
-    single = torch.eye(pixels, dtype=torch.float64).view(pixels, 1, 1, pixels, 1).expand(-1, -1, -1, -1, size)
-    seen = GroupAvgPool2d(size, blur=blur).double()(single).view(pixels, few)
-    windows = F.pad(seen, (0, 0, size, size)).unfold(0, 3 * size, size)  # (blocks, outputs, 3 · size)
-    weights = windows.diagonal(dim1=0, dim2=1).T  # (outputs, 3 · size)
-    weights = torch.cat([weights[: few // 2], weights[few // 2].expand(outputs - few + 1, -1), weights[few // 2 + 1 :]])
-    return F.pad(weights, (0, 0, 1, 1)).to(device, torch.float32).contiguous()
