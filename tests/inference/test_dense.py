@@ -36,9 +36,9 @@ def spot(height: int, width: int, row: float, column: float, radius: float = 6) 
     return np.repeat(bright[..., None], 3, axis=2).astype(np.uint8)
 
 
-def untrained(name: str, orientations: int) -> Network:
+def untrained(name: str, orientations: int, **choices: str) -> Network:
     torch.manual_seed(1)
-    network = BUILD[name](orientations).eval()
+    network = BUILD[name](orientations, **choices).eval()
     with torch.no_grad():  # logits that vary, so that a mistake shows
         network.head[0].weight.mul_(5)
     return network
@@ -104,10 +104,10 @@ def test_outputs_cover_the_image(height: int, width: int) -> None:
         assert places[-1] <= size - 0.5
 
 
-@pytest.mark.parametrize("name", ["mitosis", "nuclei"])
-def test_real_outputs_lie_in_the_middle_of_what_changes_them(name: str) -> None:
+@pytest.mark.parametrize(("name", "pooling"), [("mitosis", "max"), ("mitosis", "rms-inside"), ("nuclei", "max")])
+def test_real_outputs_lie_in_the_middle_of_what_changes_them(name: str, pooling: str) -> None:
     """The stub above says where outputs ought to lie; here a pixel is changed and the real network's outputs move."""
-    network = untrained(name, 1).double()
+    network = untrained(name, 1, pooling=pooling).double()
     image = textured(120, 136)
     before = predict(network, image, CPU)
     block = network.output_size(network.receptive_field)  # outputs that share their window
@@ -123,9 +123,10 @@ def test_real_outputs_lie_in_the_middle_of_what_changes_them(name: str) -> None:
     assert np.abs(np.mean(offsets, axis=0)).max() <= before.stride_px / 2
 
 
+@pytest.mark.parametrize("pooling", ["rms-blur", "rms-inside"])
 @pytest.mark.parametrize(("name", "tile_px"), [("mitosis", 84), ("nuclei", 60), ("nuclei", 101)])
-def test_tiles_give_the_same_where_filters_reach_beyond_them(name: str, tile_px: int) -> None:
-    network = BUILD[name](2, preset="faithful").eval()
+def test_tiles_give_the_same_where_filters_reach_beyond_them(name: str, tile_px: int, pooling: str) -> None:
+    network = BUILD[name](2, preset="faithful", pooling=pooling).eval()
     image = np.random.default_rng(0).integers(0, 256, (100, 80, 3), dtype=np.uint8)
     whole, tiled = (predict(network, image, CPU, tile_px=side) for side in (None, tile_px))
     assert np.abs(whole.probabilities - tiled.probabilities).max() < 1e-5
