@@ -187,6 +187,7 @@ class Architecture:
         return self.sizes(size)[-1]
 
     def expect_size(self, size: int) -> None:
+        """Refuse an image of a side off the grid with a sentence."""
         if self.fits(size):
             return
         grid = f"{self.receptive_field} + {self.size_step}·k px"

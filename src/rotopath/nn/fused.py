@@ -117,7 +117,7 @@ def _is_blurred_root(pool: nn.Module) -> bool:
         type(pool) is GroupAvgPool2d
         and (pool.stride, pool.padding, pool.power) == (pool.size, 0, 2)
         and pool.blur <= 2 * pool.size + 1
-        and not (pool.inside and (pool.blur - 1) % pool.size)  # outputs are then whole blocks of pixels apart
+        and not (pool.inside and (pool.blur - 1) % pool.size)  # kernels take whole blocks of pixels
         and not _hooked(pool)
     )
 

@@ -41,8 +41,8 @@ def _forward(
     NORM: tl.constexpr, N: tl.constexpr, S: tl.constexpr, LEAD: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Strips are two blocks wide, which share pixels. There are down × across blocks in an image, at most of which,
-    high × wide of them from LEAD on, outputs lie.
+    """Strips are two blocks wide, whose outputs share pixels. Of the down × across blocks of an image, high × wide have
+    an output, from block LEAD on.
     """
     columns = columns // UNIT * UNIT  # so that the compiler knows how many numbers can be read at once
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
