@@ -4,7 +4,7 @@ In: a number of orientations or an image size. Out: channels and weights of ever
 stride, and the image sizes that lie on the pooling grid. No tensors here; `network` builds from the same rows.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import log, prod, sqrt
 
@@ -67,6 +67,10 @@ class Architecture:
     upsampling: str = "nearest"
     reflections: bool = False  # channels are then those of 2N orientations, which have as many weights
     widths_of: int | None = None  # orientations that have these channels at equal weights, if not its own
+    # Found once, as every call of a network looks at them: the side of the window, in pixels, that one output sees,
+    # which is also the smallest image; and the pixels between two neighbouring image sizes on the pooling grid.
+    receptive_field: int = field(init=False, repr=False, compare=False)
+    size_step: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, options in (
@@ -81,6 +85,8 @@ class Architecture:
                 raise ValueError(f"{self.name} knows {name} {known}; got {getattr(self, name)!r}.")
         if self.widths_of is not None:
             group.check_orientations(self.widths_of)
+        object.__setattr__(self, "receptive_field", self._find_receptive_field())
+        object.__setattr__(self, "size_step", prod([self.pool(stage).stride for stage in self.stages]))
 
     def choose(self, preset: str = "paper", **choices: str | bool | int | None) -> "Architecture":
         """The same table with the kernels, pooling and up-sampling of a preset, or with single choices."""
@@ -105,9 +111,7 @@ class Architecture:
         skip = self.stages[stage].skip
         return channels[stage - 1] + (0 if skip is None else channels[skip])
 
-    @property
-    def receptive_field(self) -> int:
-        """Side of the window, in pixels, that one output pixel sees; also the smallest image."""
+    def _find_receptive_field(self) -> int:
         side = 1
         for stage in reversed(self.stages):
             pool = self.pool(stage)
@@ -121,11 +125,6 @@ class Architecture:
         """Pixels between two neighbouring outputs."""
         ups = [UP for stage in self.stages if stage.skip is not None]
         return self.size_step // prod(ups)
-
-    @property
-    def size_step(self) -> int:
-        """Pixels between two neighbouring image sizes on the pooling grid."""
-        return prod([self.pool(stage).stride for stage in self.stages])
 
     def sizes(self, size: int) -> tuple[int, ...]:
         """Side of each stage's output, behind its pool, for an image of that side. Raises off the grid."""
