@@ -77,7 +77,10 @@ def main() -> None:
     for task, score in TASKS.items():
         for n, preset in NETWORKS:
             runs = [found[task, n, preset, seed] for seed in SEEDS]
-            turned = [run["rotation"]["fair"] for run in runs]  # type: ignore[index]
+            plain = [found[task, *NETWORKS[0], seed] for seed in SEEDS]
+            turned, turned_plain = ([run["rotation"]["fair"] for run in some] for some in (runs, plain))  # type: ignore[index]
+            better = [run[score] > other[score] for run, other in zip(runs, plain, strict=True)]  # type: ignore[operator]
+            scatter, scatter_plain = (mean(one["deviation"] for one in some) for some in (turned, turned_plain))
             rows.append(
                 {
                     "task": task,
@@ -86,7 +89,9 @@ def main() -> None:
                     "score": score,
                     "test": spread([run[score] for run in runs], 3),  # type: ignore[misc]
                     "deviation over angles": spread([one["deviation"] for one in turned], 4),
+                    "N=1 over it": f"{scatter_plain / scatter:.2f}",
                     "decisions that change": spread([one["changed"] for one in turned], 3),
+                    "seeds above N=1": "" if n == 1 else f"{sum(better)} of {len(SEEDS)}",
                     "steps": options.steps * options.epochs,
                 }
             )

@@ -123,10 +123,9 @@ def _is_blurred_root(pool: nn.Module) -> bool:
 
 
 def _expect_windows(pool: GroupMaxPool2d | GroupAvgPool2d | None, height: int, width: int) -> None:
-    size = 1 if pool is None else pool.size
-    least = size + pool.blur - 1 if pool is not None and pool.inside else size
-    if height % size or width % size or min(height, width) < least:
-        raise ValueError(f"Windows of {size} do not cover features of {height} × {width} px evenly.")
+    size, window = (1, 1) if pool is None else (pool.size, pool.window)
+    if height % size or width % size or min(height, width) < window:
+        raise ValueError(f"Windows of {window} do not cover features of {height} × {width} px evenly.")
 
 
 def _hooked(*layers: nn.Module) -> bool:

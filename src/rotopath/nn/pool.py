@@ -62,9 +62,14 @@ class _GroupPool2d(nn.Module):
             binomial = torch.tensor([float(math.comb(blur - 1, i)) for i in range(blur)])
             self.register_buffer("taps", binomial / 2 ** (blur - 1), persistent=False)
 
+    @property
+    def window(self) -> int:
+        """Pixels along an axis that there have to be for an output."""
+        return self.size + self.blur - 1 if self.inside else self.size
+
     def _fold(self, x: Tensor) -> Tensor:
         expect.features(x, self)
-        expect.on_grid(x, self, self.size + (self.blur - 1 if self.inside else 0), self.stride, self.padding)
+        expect.on_grid(x, self, self.window, self.stride, self.padding)
         return x.flatten(1, 2)  # (B, C·N, H, W)
 
     @property

@@ -16,7 +16,7 @@ from rotopath.data.batches import count_cores
 from rotopath.runs import RunError
 from rotopath.study.running import TRIES, Future, Submit, run_process
 
-ON_A_GPU = 12  # small trainings leave most of a GPU idle, and wait for Python; benchmarks/together.py was no further
+ON_A_GPU = 12  # small trainings leave most of a GPU idle; more were not tried (benchmarks/together.py)
 JOIN_WITHIN_S = 600  # the first worker of a cluster
 
 
