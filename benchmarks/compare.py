@@ -18,8 +18,6 @@ from statistics import mean, stdev
 
 from record import record
 
-from rotopath.models.architecture import PRESETS
-
 TASKS = {"mitosis": "f1", "nuclei": "f1", "tumor": "accuracy"}
 NETWORKS = ((1, "paper"), (8, "paper"), (8, "faithful"))
 SEEDS = (0, 1, 2)
@@ -38,8 +36,8 @@ def scores(options: argparse.Namespace, job: tuple[str, int, str, int]) -> dict[
     recipe = options.out / f"{task}.toml"
     if not (run / "weights.safetensors").exists():
         accelerator = "gpu" if options.device == "cuda" else "cpu"
-        changes = {"orientations": orientations, "seed": seed, "steps": options.steps, "epochs": options.epochs}
-        changes |= PRESETS[preset]
+        changes = {"orientations": orientations, "preset": preset, "seed": seed}
+        changes |= {"steps": options.steps, "epochs": options.epochs}
         words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
         call("train", str(recipe), *words, "--set", f"accelerator={accelerator}", "--out", str(run))
     written = run / "evaluation-test.json"

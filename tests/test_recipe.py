@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from rotopath import group
 from rotopath.data import Augmentation
-from rotopath.models.architecture import NUCLEI, POOLINGS, PRESETS, UPSAMPLINGS
+from rotopath.models.architecture import POOLINGS, UPSAMPLINGS
+from rotopath.models.tables import ARCHITECTURES
 from rotopath.nn.project import PROJECTIONS
 from rotopath.recipe import Mining, Recipe, RecipeError, changed_key, make_recipe, read_recipe, write_recipe
 from rotopath.runs import build
@@ -132,11 +133,23 @@ def test_a_recipe_knows_the_kernels_pools_and_upsampling_that_networks_know() ->
     hints = get_type_hints(Recipe)
     for key, options in (("kernel", group.KERNELS), ("pooling", POOLINGS), ("upsampling", UPSAMPLINGS)):
         assert get_args(hints[key]) == options
-    paper = Recipe("nuclei", "d")
-    assert {key: getattr(paper, key) for key in PRESETS["paper"]} == PRESETS["paper"]
-    built = build(replace(paper, **PRESETS["faithful"])).architecture
-    assert built == NUCLEI.choose("faithful")
-    assert build(paper).architecture == NUCLEI
+
+
+@pytest.mark.parametrize("task", ARCHITECTURES)
+def test_a_preset_stands_for_the_keys_that_it_chooses(tmp_path: Path, task: str) -> None:
+    values = {"task": task, "data": "d"}
+    network = ARCHITECTURES[task]
+    assert build(make_recipe(values)).architecture == network
+    assert make_recipe(values | {"preset": "paper"}) == make_recipe(values)
+    recipe = make_recipe(values | {"preset": "faithful"})
+    assert build(recipe).architecture == network.choose("faithful")
+    path = written(tmp_path, write_recipe(recipe))
+    assert "preset" not in path.read_text(), "another version may understand it differently"
+    assert read_recipe(path) == recipe
+    assert make_recipe(values | {"preset": "faithful", "kernel": "gaussian"}) == replace(recipe, kernel="gaussian")
+    for wrong in ("exact", ["faithful"]):
+        with pytest.raises(RecipeError, match=r"'preset' is .*, where one of paper, faithful is expected"):
+            make_recipe(values | {"preset": wrong})
 
 
 def test_a_projection_is_a_key_that_may_be_left_out(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from rotopath.data.batches import BATCH
 from rotopath.data.collection import Task
 from rotopath.data.pixels import Cache
 from rotopath.group import check_orientations
+from rotopath.models.tables import ARCHITECTURES
 
 HARDWARE = ("accelerator", "devices", "nodes", "cache", "workers")  # keys of where a run is computed, and not of what
 
@@ -43,6 +44,7 @@ class Recipe:
     kernel: Literal["bilinear", "gaussian", "harmonic"] = "bilinear"
     pooling: Literal["max", "max-blur", "rms-blur", "rms-inside"] = "max"
     upsampling: Literal["nearest", "bilinear"] = "nearest"
+    smoothing: bool = False  # of images, before they are lifted
     projection: Literal["max", "mean", "attention", "fourier"] | None = None  # the paper's when left out
     reflections: bool = False  # besides orientations, in kernels
     widths_of: int | None = None  # channels as with so many orientations; as many weights as N = 1 when left out
@@ -126,8 +128,18 @@ def read_values(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def make_recipe(values: Mapping[str, Any]) -> Recipe:
-    """A recipe from the values of its keys; a key that no recipe has is an error."""
-    recipe: Recipe = _made(Recipe, values, "")
+    """A recipe from the values of its keys; a key that no recipe has is an error.
+
+    Besides there is `preset`, for the keys that a preset of the network chooses. It is not kept: a run has to mean the
+    same after a preset has become a better one.
+    """
+    own = {name: value for name, value in values.items() if name != "preset"}
+    preset = values.get("preset", "paper")
+    for network in ARCHITECTURES.values():
+        if network.name == values.get("task"):
+            _require(preset in list(network.presets), "preset", preset, f"one of {', '.join(network.presets)}")
+            own = network.presets[preset] | own
+    recipe: Recipe = _made(Recipe, own, "")
     return recipe
 
 

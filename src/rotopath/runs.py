@@ -164,6 +164,7 @@ def build(recipe: Recipe) -> Network:
             "kernel": recipe.kernel,
             "pooling": recipe.pooling,
             "upsampling": recipe.upsampling,
+            "smoothing": recipe.smoothing,
             "reflections": recipe.reflections,
             "widths_of": recipe.widths_of,
         }

@@ -12,8 +12,9 @@ import rotopath as rp
 from rotopath import group
 from rotopath.evaluation import smooth_images
 from rotopath.inference import predict, predict_alike, predict_patches, predict_realigned, predict_turned
-from rotopath.models.architecture import MITOSIS, NUCLEI, TUMOR, Architecture
+from rotopath.models.architecture import Architecture
 from rotopath.models.network import Network
+from rotopath.models.tables import MITOSIS, NUCLEI, TUMOR
 from rotopath.nn import center_crop
 
 CPU = torch.device("cpu")

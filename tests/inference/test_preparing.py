@@ -18,7 +18,8 @@ from rotopath.inference.preparing import MixedNetwork, prepare
 from rotopath.inference.slides import Model
 from rotopath.inference.tiles import Grid, predict_tiles
 from rotopath.models import FrozenNetwork, Network
-from rotopath.models.architecture import ARCHITECTURES, MITOSIS, NUCLEI, TUMOR, Architecture
+from rotopath.models.architecture import Architecture
+from rotopath.models.tables import ARCHITECTURES, MITOSIS, NUCLEI, TUMOR
 from rotopath.nn import gpu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -19,8 +19,8 @@ from rotopath.images.outlines import fill_outline
 from rotopath.images.slides import Slide, as_slide, open_slide
 from rotopath.inference import predict
 from rotopath.inference.slides import Model, Options, SlidePass
-from rotopath.models.architecture import ARCHITECTURES, MITOSIS, NUCLEI
 from rotopath.models.network import Network
+from rotopath.models.tables import ARCHITECTURES, MITOSIS, NUCLEI
 from rotopath.tasks import TASKS
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from rotopath.nn.project import PROJECTIONS
 
 BUILDERS = {"mitosis": rp.models.mitosis, "nuclei": rp.models.nuclei, "tumor": rp.models.tumor}
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
-OWN = (FrozenNetwork, BlurredPool2d, CenterCrop2d, ChannelNorm2d, OrientationPool2d, Scale2d)
+OWN = (FrozenNetwork, rp.nn.Smooth2d, BlurredPool2d, CenterCrop2d, ChannelNorm2d, OrientationPool2d, Scale2d)
 DTYPES = (torch.float32, torch.float64)
 CPU = torch.device("cpu")
 Model = TypeVar("Model", bound=nn.Module)

@@ -235,7 +235,7 @@ CHOICES = [
     {"kernel": "gaussian"},
     {"kernel": "harmonic", "upsampling": "bilinear"},
     {"pooling": "max-blur"},
-    {"pooling": "rms-inside"},
+    {"pooling": "rms-inside", "smoothing": True},
     {"preset": "faithful", "pooling": "max"},
     {"projection": "attention"},
     {"projection": "fourier", "preset": "faithful"},
@@ -262,8 +262,11 @@ def test_choices_reach_the_layers() -> None:
     assert net.up.mode == "bilinear"
     assert repr(rp.models.tumor(4, pooling="max-blur").pools[2]) == "GroupMaxPool2d(3, stride=3, padding=0, blur=7)"
     inside = rp.models.tumor(4, pooling="rms-inside")
-    assert repr(inside.pools[2]) == "GroupAvgPool2d(2, stride=2, padding=0, blur=3, inside=True, power=2)"
-    assert (inside.receptive_field, inside.stride, inside.architecture.rim) == (88, 8, 0)
+    assert repr(inside.pools[2]) == "GroupAvgPool2d(2, stride=2, padding=0, blur=5, inside=True, power=2)"
+    assert (inside.receptive_field, inside.stride, inside.architecture.rim) == (88, 8, 1)
+    faithful = rp.models.tumor(4, preset="faithful")
+    assert repr(faithful.pools) == repr(inside.pools)
+    assert [type(net.smooth) for net in (net, inside, faithful)] == [nn.Identity, nn.Identity, rp.nn.Smooth2d]
     assert repr(rp.models.mitosis(4, pooling="rms-inside").pools) != repr(
         rp.models.mitosis(4, pooling="rms-blur").pools
     )
@@ -275,6 +278,7 @@ def test_choices_reach_the_layers() -> None:
     assert rp.models.nuclei(4, preset="faithful", kernel="bilinear").stages[0].conv.kernel == "bilinear"
     assert repr(rp.models.nuclei(4, projection="fourier").project) == "Project('fourier', 16, orientations=4)"
     assert [build(4).project.mode for build in BUILDERS.values()] == ["max", "max", "mean"]
+    assert {build(4, preset="faithful").project.mode for build in BUILDERS.values()} == {"mean"}
 
 
 @every_network
@@ -301,6 +305,7 @@ def test_projections_add_few_weights_and_change_no_others(
         ({"pooling": "min"}, "tumor knows pooling 'max' or 'max-blur' or 'rms-blur' or 'rms-inside'; got 'min'"),
         ({"projection": "min"}, "tumor knows projection 'max' or 'mean' or 'attention' or 'fourier'; got 'min'"),
         ({"upsampling": "cubic"}, "tumor knows upsampling 'nearest' or 'bilinear'; got 'cubic'"),
+        ({"smoothing": "much"}, "tumor knows smoothing False or True; got 'much'"),
     ],
 )
 def test_unknown_choices_get_a_sentence(choices: dict[str, str], sentence: str) -> None:
@@ -329,7 +334,7 @@ def test_only_the_rim_feels_the_edge_of_the_image(name: str, choices: dict[str, 
     if rim:
         assert difference[rim - 1, outputs // 2] > 1e-9, "a smaller rim would do"
     else:
-        assert not choices or (choices["pooling"] == "rms-inside" and name != "nuclei")
+        assert not choices or (choices["pooling"] == "rms-inside" and name == "mitosis")
 
 
 @every_network

@@ -1,4 +1,4 @@
-"""The paper's three networks as tables: stages, channels, weights, and what follows from them about sizes.
+"""Networks as tables: stages, channels, weights, and what follows from them about sizes.
 
 In: a number of orientations or an image size. Out: channels and weights of every layer, receptive field,
 stride, and the image sizes that lie on the pooling grid. No tensors here; `network` builds from the same rows.
@@ -10,14 +10,11 @@ from math import log, prod, sqrt
 
 from rotopath import group
 from rotopath.nn.project import PROJECTIONS, learned_weights
+from rotopath.nn.smooth import Smooth2d
 
 IMAGE_CHANNELS = 3
 POOLINGS = ("max", "max-blur", "rms-blur", "rms-inside")
 UPSAMPLINGS = ("nearest", "bilinear")
-PRESETS = {  # the paper's choices, and those that turn with the image off the pixel grid as well
-    "paper": {"kernel": "bilinear", "pooling": "max", "upsampling": "nearest"},
-    "faithful": {"kernel": "harmonic", "pooling": "rms-blur", "upsampling": "bilinear"},
-}
 UP = 2  # a stage with a skip first enlarges its input by this factor
 TOLERANCE = 0.05  # how far the weights at an unpublished N may lie from those at N = 1
 
@@ -62,9 +59,11 @@ class Architecture:
     head_norm: bool  # batch norm on the logits instead of a bias
     input_px: int  # the image size of the paper's table
     published: dict[int, tuple[int, int]]  # N to the channels of (body, wide)
+    faithful: dict[str, str | bool]  # what turns with the image off the pixel grid as well, for the paper's choices
     kernel: str = "bilinear"
     pooling: str = "max"
     upsampling: str = "nearest"
+    smoothing: bool = False  # of the image, before it is lifted
     reflections: bool = False  # channels are then those of 2N orientations, which have as many weights
     widths_of: int | None = None  # orientations that have these channels at equal weights, if not its own
     # Found once, as every call of a network looks at them: the side of the window, in pixels, that one output sees,
@@ -78,6 +77,7 @@ class Architecture:
             ("pooling", POOLINGS),
             ("upsampling", UPSAMPLINGS),
             ("projection", PROJECTIONS),
+            ("smoothing", (False, True)),
             ("reflections", (False, True)),
         ):
             if getattr(self, name) not in options:
@@ -89,10 +89,15 @@ class Architecture:
         object.__setattr__(self, "size_step", prod([self.pool(stage).stride for stage in self.stages]))
 
     def choose(self, preset: str = "paper", **choices: str | bool | int | None) -> "Architecture":
-        """The same table with the kernels, pooling and up-sampling of a preset, or with single choices."""
-        if preset not in PRESETS:
-            raise ValueError(f"{self.name} knows preset {' or '.join(map(repr, PRESETS))}; got {preset!r}.")
-        return replace(self, **(PRESETS[preset] | choices))  # type: ignore[arg-type]
+        """The same table with the choices of a preset, or with single ones in their place."""
+        if preset not in self.presets:
+            raise ValueError(f"{self.name} knows preset {' or '.join(map(repr, self.presets))}; got {preset!r}.")
+        return replace(self, **(self.presets[preset] | choices))  # type: ignore[arg-type]
+
+    @property
+    def presets(self) -> dict[str, dict[str, str | bool]]:
+        """What they choose in place of the table's own choices, which are the paper's."""
+        return {"paper": {}, "faithful": self.faithful}
 
     def channels(self, orientations: int) -> tuple[int, ...]:
         """Output channels of each stage."""
@@ -152,10 +157,11 @@ class Architecture:
     def rim(self) -> int:
         """How many outputs along an edge of the image are not what they would be if the image went on beyond it.
 
-        Filters behind pools, and up-sampling between pixels, read what lies next to a window, or do without at an edge.
+        Filters of images and behind pools, and up-sampling between pixels, read what lies next to a window, or do
+        without at an edge.
         """
         before_pool: list[tuple[int, float]] = []  # pixels along the edge, and where the first lies in the image
-        rim, first, step = 0, 0.0, 1.0
+        rim, first, step = Smooth2d.REACH if self.smoothing else 0, 0.0, 1.0
         for stage in self.stages:
             if stage.skip is not None:
                 rim = UP * rim + (self.upsampling == "bilinear")
@@ -240,58 +246,3 @@ class Architecture:
 @cache
 def _taps(kernel: int) -> int:
     return int(group.disc(kernel).sum())
-
-
-MITOSIS = Architecture(
-    name="mitosis",
-    task="detects mitotic figures",
-    stages=(
-        Stage("body", pool=2, inside=(2, 5)),
-        Stage("body", pool=2, inside=(2, 5)),
-        Stage("body", pool=2, inside=(1, 3)),
-        Stage("wide"),
-        Stage(16, kernel=1),
-    ),
-    projection="max",
-    outputs=1,
-    head_norm=False,
-    input_px=68,
-    published={1: (16, 64), 4: (10, 16), 8: (8, 8), 16: (6, 4)},
-)
-
-NUCLEI = Architecture(
-    name="nuclei",
-    task="segments nuclei (inside, border, background)",
-    stages=(
-        Stage("body", pool=2),
-        Stage("body", pool=2),
-        Stage("body"),
-        Stage("body", skip=1),
-        Stage("wide", skip=0),
-        Stage(16, kernel=1),
-    ),
-    projection="max",
-    outputs=3,
-    head_norm=True,
-    input_px=60,
-    published={1: (16, 64), 4: (10, 16), 8: (8, 8), 16: (6, 4)},
-)
-
-TUMOR = Architecture(
-    name="tumor",
-    task="tells tumor from other tissue",
-    stages=(
-        Stage("body", pool=2, inside=(2, 5)),
-        Stage("body", pool=2, inside=(2, 5)),
-        Stage("body", pool=3, inside=(2, 3)),
-        Stage("wide"),
-        Stage(16, kernel=1),
-    ),
-    projection="mean",
-    outputs=1,
-    head_norm=False,
-    input_px=88,
-    published={1: (32, 64), 4: (19, 16), 8: (14, 8), 16: (10, 4)},
-)
-
-ARCHITECTURES = {architecture.name: architecture for architecture in (MITOSIS, NUCLEI, TUMOR)}

@@ -6,7 +6,8 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from rotopath.models.architecture import IMAGE_CHANNELS, MITOSIS, NUCLEI, TUMOR, UP, Architecture, Stage
+from rotopath.models.architecture import IMAGE_CHANNELS, UP, Architecture, Stage
+from rotopath.models.tables import MITOSIS, NUCLEI, TUMOR
 from rotopath.nn import (
     GroupAvgPool2d,
     GroupBatchNorm2d,
@@ -15,6 +16,7 @@ from rotopath.nn import (
     GroupUpsample2d,
     LiftConv2d,
     Project,
+    Smooth2d,
     center_crop,
     concatenate,
     expect,
@@ -28,6 +30,7 @@ class Choices(TypedDict, total=False):
     kernel: str
     pooling: str
     upsampling: str
+    smoothing: bool
     projection: str
     reflections: bool
     widths_of: int | None
@@ -65,6 +68,7 @@ class Network(nn.Module):
             layers["norm"] = GroupBatchNorm2d(channels[i])
             layers["relu"] = nn.ReLU(inplace=True)
             self.stages.append(nn.Sequential(layers))
+        self.smooth = Smooth2d() if architecture.smoothing else nn.Identity()
         self.pools = nn.ModuleList(_build_pool(architecture, stage) for stage in architecture.stages)
         if any(stage.skip is not None for stage in architecture.stages):
             self.up = GroupUpsample2d(UP, architecture.upsampling)
@@ -86,6 +90,7 @@ class Network(nn.Module):
         """The layers one after another, for floats of a size on the grid; `freeze` follows this method."""
         read_later = {stage.skip for stage in self.architecture.stages}
         skips: dict[int, Tensor] = {}
+        x = self.smooth(x)
         for i, (stage, layers, pool) in enumerate(zip(self.architecture.stages, self.stages, self.pools, strict=True)):
             if stage.skip is not None:
                 x = self.up(x)

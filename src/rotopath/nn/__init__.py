@@ -9,6 +9,7 @@ from rotopath.nn.join import center_crop, concatenate
 from rotopath.nn.norm import GroupBatchNorm2d, GroupLayerNorm2d, GroupNorm2d
 from rotopath.nn.pool import GroupAvgPool2d, GroupMaxPool2d
 from rotopath.nn.project import Project, orientation_field
+from rotopath.nn.smooth import Smooth2d
 from rotopath.nn.upsample import GroupUpsample2d
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "GroupUpsample2d",
     "LiftConv2d",
     "Project",
+    "Smooth2d",
     "center_crop",
     "concatenate",
     "orientation_field",
