@@ -315,7 +315,9 @@ def test_unknown_choices_get_a_sentence(choices: dict[str, str], sentence: str) 
 
 @every_network
 @pytest.mark.parametrize(
-    "choices", [{}, {"pooling": "max-blur"}, {"pooling": "rms-inside"}, {"preset": "faithful"}], ids=str
+    "choices",
+    [{}, {"smoothing": True}, {"pooling": "max-blur"}, {"pooling": "rms-inside"}, {"preset": "faithful"}],
+    ids=str,
 )
 def test_only_the_rim_feels_the_edge_of_the_image(name: str, choices: dict[str, str]) -> None:
     """A crop on the pooling grid says the same as the image it is from, but for `rim` outputs along its edges."""
