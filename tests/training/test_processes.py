@@ -56,13 +56,27 @@ def run_worker(rank: int, rendezvous: str, results: str) -> None:
     net = norms()
     share_statistics(net)
     start, stop = ((0, 2), (2, 6))[rank]  # shares need not be equal
-    torch.save(outcome(net, batch()[start:stop].clone()), Path(results) / f"{rank}.pt")
+    torch.save(outcome(net, batch()[start:stop].clone()), Path(results) / f"norms-{rank}.pt")
+    torch.manual_seed(0)
+    network = rp.models.nuclei(orientations=4).double()
+    share_statistics(network)
+    gradients = nuclei_gradients(DistributedDataParallel(network), slice(rank, None, 2))
+    torch.save(gradients, Path(results) / f"nuclei-{rank}.pt")
     dist.destroy_process_group()
 
 
-def test_shared_batch_norms_see_the_whole_batch(tmp_path: Path) -> None:
+def test_two_processes_see_the_whole_batch_and_learn_from_it(tmp_path: Path) -> None:
+    """Batch norms, and nuclei: pixels of unlike weights, and a batch norm behind the projection."""
     mp.spawn(run_worker, args=(str(tmp_path / "rendezvous"), str(tmp_path)), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    check_norms(*(torch.load(tmp_path / f"norms-{rank}.pt", weights_only=True) for rank in range(2)))
+    torch.manual_seed(0)
+    expected = nuclei_gradients(rp.models.nuclei(orientations=4).double(), slice(None))
+    for rank in range(2):
+        for got, value in zip(torch.load(tmp_path / f"nuclei-{rank}.pt", weights_only=True), expected, strict=True):
+            torch.testing.assert_close(got, value)
+
+
+def check_norms(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
     expected = outcome(norms(), batch())
     assert first.keys() == expected.keys()
     for name, value in expected.items():
@@ -82,26 +96,6 @@ def nuclei_gradients(net: nn.Module, shared: slice) -> list[Tensor]:
     classes = torch.randint(0, 3, (6, 20, 20), generator=generator)[shared]
     TASKS["nuclei"].loss(net(images), classes, torch.tensor([0.5, 4.0, 1.0])).backward()
     return [parameter.grad for parameter in net.parameters()]
-
-
-def run_network(rank: int, rendezvous: str, results: str) -> None:
-    torch.manual_seed(0)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    net = rp.models.nuclei(orientations=4).double()
-    share_statistics(net)
-    gradients = nuclei_gradients(DistributedDataParallel(net), slice(rank, None, 2))
-    torch.save(gradients, Path(results) / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-def test_the_gradients_are_those_of_the_whole_batch(tmp_path: Path) -> None:
-    """Nuclei: pixels of unlike weights, and a batch norm behind the projection."""
-    mp.spawn(run_network, args=(str(tmp_path / "rendezvous"), str(tmp_path)), nprocs=2)
-    torch.manual_seed(0)
-    expected = nuclei_gradients(rp.models.nuclei(orientations=4).double(), slice(None))
-    for rank in range(2):
-        for got, value in zip(torch.load(tmp_path / f"{rank}.pt", weights_only=True), expected, strict=True):
-            torch.testing.assert_close(got, value)
 
 
 def test_shared_batch_norms_keep_names_and_weights() -> None:
