@@ -9,6 +9,7 @@ import h5py
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from sharing import make_once
 
 from rotopath.data.aperio import paint_labels, read_outlines, read_spacing_um_px
 from rotopath.data.synthetic import make_mitosis, make_nuclei, make_tumor
@@ -32,10 +33,12 @@ MAKERS: dict[str, Callable[[Path, int], None]] = {
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All three sets, small, from seed 0."""
-    folder = tmp_path_factory.mktemp("synthetic")
-    for task, make in MAKERS.items():
-        make(folder / task, 0)
-    return folder
+
+    def make_all(folder: Path) -> None:
+        for task, make in MAKERS.items():
+            make(folder / task, 0)
+
+    return make_once(tmp_path_factory, "synthetic", make_all)
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """Studies that are run: skipped, resumed, failed, killed, here and on a cluster; and reports on them."""
 
-import fcntl
 import json
 import os
 import random
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from layouts import pcam
+from sharing import make_once
 from typer.testing import CliRunner
 
 from rotopath.cli import app
@@ -30,22 +30,13 @@ ROTOPATH = (sys.executable, "-m", "rotopath", "study")
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that test processes share, held by one of them at a time."""
-    own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "study"
-    folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        _make_study(folder)
-    return folder
+    return make_once(tmp_path_factory, "study", _make_study)
 
 
 def _make_study(folder: Path) -> None:
     """Two runs, N=1, also with test-time augmentation, and N=4; and the study of them, finished."""
-    if (folder / "finished").exists():
-        return
     data = pcam(folder / "data", (16, 8, 8))
-    keys = f'task = "tumor"\ndata = "{data}"\nepochs = 2\nsteps = 12\nbatch = 4\ncheckpoint_steps = 3\n'
+    keys = f'task = "tumor"\ndata = "{data}"\nepochs = 2\nsteps = 8\nbatch = 4\ncheckpoint_steps = 3\n'
     (folder / "r.toml").write_text(keys + 'accelerator = "cpu"\n')
     (folder / "s.toml").write_text(
         '[plain]\nrecipe = "r.toml"\norientations = [1]\nseed = [0]\ntta = 4\n'
@@ -124,7 +115,7 @@ def test_a_job_ends_with_a_parent_that_died_before_it_began(study: Path, tmp_pat
     gone = subprocess.Popen(["true"])
     gone.wait()
     recipe = tmp_path / "N4-seed0.toml"
-    recipe.write_text((study.parent / "r.toml").read_text().replace("steps = 12", "steps = 100000"))
+    recipe.write_text((study.parent / "r.toml").read_text().replace("steps = 8", "steps = 100000"))
     job = [sys.executable, "-m", "rotopath.study", str(recipe), "1", str(gone.pid)]
     done = subprocess.run(job, env=ENVIRONMENT, timeout=60, check=False)
     assert done.returncode == 1
