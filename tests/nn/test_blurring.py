@@ -47,7 +47,7 @@ SIZES = [(size, blur) for size in (1, 2, 3) for blur in range(1, 2 * size + 2, 2
 pools = st.sampled_from([Filter(*each) for each in SIZES] + [Filter(s, b, True) for s, b in SIZES if (b - 1) % s == 0])
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=14)
 @given(
     batch=st.integers(1, 3),
     channels=st.sampled_from([1, 2, 5, 17]),

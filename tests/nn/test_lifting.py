@@ -43,7 +43,7 @@ def assert_close(got: Tensor, expected: Tensor, tolerance: float) -> None:
     torch.testing.assert_close(got.double() / scale, expected / scale, atol=tolerance, rtol=0)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=14)
 @given(
     batch=st.integers(1, 3),
     read=st.integers(1, 4),

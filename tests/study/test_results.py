@@ -38,12 +38,12 @@ def test_intervals_hold_for_other_patients_and_seeds() -> None:
     """Seeds that scatter by 0.02 about 0.8, and 2000 patients: the interval of three has to hold 0.8, mostly."""
     generator = np.random.default_rng(0)
     held = 0
-    for _ in range(20):
+    for _ in range(30):
         chances = 0.8 + 0.02 * generator.standard_normal(3)
         runs = [np.flatnonzero(generator.random(2000) > chance).tolist() for chance in chances]
         found = estimate([result(wrong, 2000, seed=seed) for seed, wrong in enumerate(runs)])
         held += found.low <= 0.8 <= found.high
-    assert held >= 17
+    assert held >= 26
 
 
 def test_the_margin_of_seeds_is_students() -> None:

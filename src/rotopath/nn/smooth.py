@@ -6,12 +6,11 @@ from torch import Tensor, nn
 
 
 class Smooth2d(nn.Module):
-    """Takes out the finest detail of images, which pixels hold along their axes only. (B, C, H, W) → (B, C, H, W).
+    """Takes out the finest detail of images, which pixels hold in some directions only. (B, C, H, W) → (B, C, H, W).
 
     A wave of four pixels is left three quarters of its height in any direction, one of two pixels along an axis
-    nothing: what is merely quietened, kernels learn to amplify again. For waves of v and w radians a pixel along the
-    axes, with s = sin²(v/2) and t = sin²(w/2), it is 1 - (s + t)² + st(2s + 2t - st). Images go on beyond their edges
-    as they end.
+    nothing, which kernels could learn to amplify again. For waves of v and w radians a pixel along the axes, with
+    s = sin²(v/2) and t = sin²(w/2), it is 1 - (s + t)² + st(2s + 2t - st). Images go on beyond their edges as they end.
 
     >>> stripes = torch.tensor([0.0, 1.0]).repeat(4).expand(1, 1, 8, 8)
     >>> rp.nn.Smooth2d()(stripes)[0, 0, 4]
