@@ -35,7 +35,8 @@ def test_a_grid_expands_to_jobs_a_seed_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [("paper", 3 * 4 * 3 * 4), ("synthetic", 3 * 4 * 3 * 2), ("samples", 96), ("beyond", 33)]
+    ("name", "count"),
+    [("paper", 3 * 4 * 3 * 4), ("synthetic", 3 * 4 * 3 * 2), ("samples", 96), ("beyond", 33), ("faithful", 10)],
 )
 def test_the_studies_that_come_along(name: str, count: int) -> None:
     jobs = read_study(STUDIES / f"{name}.toml").jobs
