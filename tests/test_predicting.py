@@ -12,6 +12,7 @@ import tifffile
 import torch
 from layouts import write_image
 from PIL import Image
+from scanner_files import write_mirax
 from typer.testing import CliRunner, Result
 
 from rotopath import predicting, pretrained, runs
@@ -65,6 +66,23 @@ def test_a_folder_of_images(images: Path, tmp_path: Path) -> None:
         assert heat.pages[0].shape == (11, 13)
     with Image.open(out / "a.png" / "overlay.png") as overlay:
         assert overlay.size == (150, 130)
+
+
+def test_places_on_a_stage_are_counted_from_where_its_scan_begins(tmp_path: Path) -> None:
+    """As QuPath counts them, which shows the scanned region alone."""
+    pytest.importorskip("openslide")
+    scan = write_mirax(tmp_path / "a.mrxs", tissue(256, 256), (8, 12), first_tile=(4, 8), spacing_um_px=0.972)
+    assert call(MODEL, scan, "--out", tmp_path / "out").exit_code == 0
+    found = tmp_path / "out" / "a.mrxs"
+    assert json.loads((found / "summary.json").read_text())["slide"]["origin_px"] == [4 * 256, 8 * 256]
+    with (found / "objects.csv").open() as file:
+        places = [float(row[name]) for row in csv.DictReader(file) for name in ("x_px", "y_px")]
+    for one in read_geojson(found / "objects.geojson"):
+        assert isinstance(one.shape, tuple)
+        places.extend(np.concatenate([polygon.outer for polygon in one.shape]).ravel().tolist())
+    assert places
+    assert min(places) > -44, "a window reaches half of its side beyond"
+    assert max(places) < 300
 
 
 def test_what_is_done_is_skipped_unless_it_was_asked_for_otherwise(images: Path, tmp_path: Path) -> None:

@@ -5,16 +5,16 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import pytest
 import tifffile
-from drawn_slides import GLASS, MARK, STROMA, DrawnSlide, draw_slide
+from drawn_slides import GLASS, STROMA, DrawnSlide, draw_slide
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layouts import truncate
 from PIL import Image
+from scanner_files import write_mirax, write_ndpi
 from scipy import ndimage
 
 from rotopath.images import UnreadableImageError, open_slide, read_rgb
@@ -37,6 +37,20 @@ def write_ome(path: Path, image: np.ndarray, spacing_um_px: float = 0.25, **opti
             parts = image[: rows * step, : columns * step].reshape(rows, step, columns, step, -1)
             tiff.write(parts.mean(axis=(1, 3)).astype(image.dtype), subfiletype=1, **storage)
     return path
+
+
+def mark_errors(slide: Slide, drawn: DrawnSlide, spacing: float) -> list[np.ndarray]:
+    """How far each mark, read at a spacing, is from its place, in pixels of level 0."""
+    scale = spacing / slide.spacing_um_px
+    reach = 16 + scale / 2
+    errors = []
+    for row, column in drawn.marks:
+        top, left = math.floor((row - reach) / scale), math.floor((column - reach) / scale)
+        side = math.ceil(2 * reach / scale) + 1
+        mark = STROMA[1] - slide.read(top, left, side, side, spacing)[..., 1].astype(float)
+        centre = np.array(ndimage.center_of_mass(mark)) + 0.5 + (top, left)
+        errors.append(centre * scale - (row, column))
+    return errors
 
 
 @pytest.fixture(scope="module", params=["even", "odd", "ome", "image"])
@@ -83,17 +97,9 @@ def test_marks_lie_where_they_were_drawn(slide: Slide, drawn: DrawnSlide, spacin
     """To half a pixel of level 0, whatever level they are read from; where a pixel is as large as a mark, on
     average.
     """
-    scale = spacing / slide.spacing_um_px
-    reach = 16 + scale / 2
-    errors = []
-    for row, column in drawn.marks:
-        top, left = math.floor((row - reach) / scale), math.floor((column - reach) / scale)
-        side = math.ceil(2 * reach / scale) + 1
-        mark = STROMA[1] - slide.read(top, left, side, side, spacing)[..., 1].astype(float)
-        centre = np.array(ndimage.center_of_mass(mark)) + 0.5 + (top, left)
-        errors.append(centre * scale - (row, column))
+    errors = mark_errors(slide, drawn, spacing)
     assert np.abs(np.mean(errors, axis=0)).max() < 0.5
-    assert np.abs(errors).max() < max(0.5, scale / 8)
+    assert np.abs(errors).max() < max(0.5, spacing / slide.spacing_um_px / 8)
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -326,45 +332,36 @@ def test_tiled_images_without_levels(tmp_path: Path, dtype: type) -> None:
         assert (slide.read(0, 0, 256, 256) == 77).all()
 
 
-class _ScannedInTheMiddle:
-    """What OpenSlide says of a MIRAX slide: a large stage, and a region on it that was scanned."""
-
-    level_dimensions = ((4000, 3000), (1000, 750))
-    level_downsamples = (1.0, 4.0)
-    properties: ClassVar = {
-        "openslide.mpp-x": "0.25",
-        "openslide.mpp-y": "0.2501",
-        "openslide.bounds-x": "1200",
-        "openslide.bounds-y": "700",
-    }
-
-    @staticmethod
-    def detect_format(_: Path) -> str:
-        return "mirax"
-
-    def __init__(self, _: Path) -> None:
-        pass
-
-    def read_region(self, place: tuple[int, int], level: int, size: tuple[int, int]) -> Image.Image:
-        pixels = np.zeros((size[1], size[0], 4), np.uint8)
-        pixels[:, max(0, (1200 - place[0]) // 4**level) :] = (*MARK, 255)
-        return Image.fromarray(pixels)
-
-    def close(self) -> None:
-        pass
+@pytest.fixture(scope="module", params=["ndpi", "mirax"])
+def scanned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[DrawnSlide, int]:
+    """The drawn slide as two scanners write it, and how many pixels of a stage lie before it along both axes."""
+    pytest.importorskip("openslide")
+    folder = tmp_path_factory.mktemp("scanned")
+    slide = draw_slide(folder / "slide.tif", EVEN)
+    base = tifffile.imread(slide.path, key=0)
+    if request.param == "ndpi":
+        return DrawnSlide(write_ndpi(folder / "a.ndpi", base), *list(vars(slide).values())[1:]), 0
+    path = write_mirax(folder / "a.mrxs", base, stage_tiles=(16, 20), first_tile=(4, 4))
+    marks = tuple((row + 1024, column + 1024) for row, column in slide.marks)
+    return DrawnSlide(path, (16 * 256, 20 * 256), 0.25, (), marks), 1024
 
 
-def test_the_scanned_region_has_an_origin_and_the_stage_is_white(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    openslide = pytest.importorskip("openslide")
-    monkeypatch.setattr(openslide, "OpenSlide", _ScannedInTheMiddle)
-    (tmp_path / "a.mrxs").touch()
-    with open_slide(tmp_path / "a.mrxs") as slide:
-        assert slide.origin_px == (700, 1200)
-        assert slide.size_px == (3000, 4000)
-        assert slide.spacing_um_px == pytest.approx(0.25005)
-        assert slide.read(800, 1190, 1, 20)[0, :, 0].tolist() == [255] * 10 + [MARK[0]] * 10
+@pytest.mark.parametrize("spacing", [0.25, 0.5, 0.972, 2.0])
+def test_marks_lie_where_a_scanner_saw_them(scanned: tuple[DrawnSlide, int], spacing: float) -> None:
+    drawn, _ = scanned
+    with open_slide(drawn.path) as slide:
+        assert np.abs(mark_errors(slide, drawn, spacing)).max() < 0.5
+
+
+def test_the_scanned_region_has_an_origin_and_the_stage_is_white(scanned: tuple[DrawnSlide, int]) -> None:
+    drawn, before = scanned
+    with open_slide(drawn.path) as slide:
+        assert (slide.size_px, slide.origin_px) == (drawn.size_px, (before, before))
+        assert slide.spacing_um_px == pytest.approx(0.25)
+        assert len(slide.levels) > 1
+        edge = slide.read(before + 100, before - 8, 8, 16)
+        assert (edge[:, :8] == 255).all()
+        assert np.abs(edge[:, 8:].astype(int) - GLASS).max() < 4, "compressed, but not lost"
 
 
 def test_levels_with_rounded_sizes_have_whole_downsamples() -> None:
