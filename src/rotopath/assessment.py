@@ -23,7 +23,7 @@ from rotopath.data.splits import SPLITS
 from rotopath.evaluation.detection import Rule
 from rotopath.evaluation.overlap import HitRule
 from rotopath.group import covering_size
-from rotopath.inference import predict_alike, predict_patches
+from rotopath.inference import predict_alike, predict_patches, surrounded_px
 from rotopath.models import Network
 from rotopath.rotation import pack, summarise, turn_inputs
 from rotopath.tasks import TASKS
@@ -76,7 +76,7 @@ def _gather_patches(
     seen: Seen,
 ) -> list[Evidence]:
     """Patches are many and small, so they go through the network in batches."""
-    window_px = network.receptive_field
+    window_px = surrounded_px(network)
     cut_px = covering_size(window_px) if 4 % rotations else window_px  # corners of turned windows lie further out
     batches, steps = middle_batches(pictures, cut_px, device=device)
     spacing_um_px = reader_of("tumor").spacing_um_px

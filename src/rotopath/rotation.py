@@ -17,7 +17,7 @@ from rotopath.data.batches import reader_of
 from rotopath.data.nuclei import BACKGROUND, BORDER
 from rotopath.evaluation.robustness import list_angles, measure_robustness
 from rotopath.group import covering_size
-from rotopath.inference import predict_realigned, predict_turned
+from rotopath.inference import predict_realigned, predict_turned, surrounded_px
 from rotopath.inference.dense import SPLINE_REACH
 from rotopath.models import Network
 from rotopath.nn import center_crop
@@ -92,7 +92,7 @@ def _windows(
     task: Task, network: Network, pictures: Sequence[Picture], device: torch.device, most: int
 ) -> tuple[Tensor, Tensor]:
     """Windows with their surroundings, from which the corners of turned ones come; patches are mirrored for them."""
-    cut_px = covering_size(network.receptive_field) + 2 * SPLINE_REACH
+    cut_px = covering_size(surrounded_px(network)) + 2 * SPLINE_REACH
     if task == "tumor":
         batches, steps = middle_batches(pictures[:most], cut_px, device=device)
     else:

@@ -11,7 +11,14 @@ from torch import Tensor
 import rotopath as rp
 from rotopath import group
 from rotopath.evaluation import smooth_images
-from rotopath.inference import predict, predict_alike, predict_patches, predict_realigned, predict_turned
+from rotopath.inference import (
+    predict,
+    predict_alike,
+    predict_patches,
+    predict_realigned,
+    predict_turned,
+    surrounded_px,
+)
 from rotopath.models.architecture import Architecture
 from rotopath.models.network import Network
 from rotopath.models.tables import MITOSIS, NUCLEI, TUMOR
@@ -282,6 +289,23 @@ def test_patches_are_turned_about_their_middle() -> None:
     assert np.abs(angles[0] - angles[1]).max() < 1e-5
     plain = predict_turned(untrained("tumor", 1), patches, [0, 90])
     assert np.abs(plain[0] - plain[1]).max() > 1e-4, "a plain network sees the difference"
+
+
+@pytest.mark.parametrize("name", ["mitosis", "tumor"])
+def test_a_window_is_answered_as_the_same_place_in_an_image(name: str) -> None:
+    """Also where filters read beyond the receptive field, which by itself is answered otherwise."""
+    torch.manual_seed(0)
+    network = getattr(rp.models, name)(4, kernel="harmonic", pooling="rms-blur", smoothing=True).eval()
+    side = surrounded_px(network)
+    image = textured(side + 2 * network.stride, side + 4 * network.stride)
+    logits = network(torch.from_numpy(image).permute(2, 0, 1)[None])
+    rim = network.architecture.rim
+    assert logits.shape[-2:] == (2 * rim + 3, 2 * rim + 5)
+    window = torch.from_numpy(image[network.stride :][:side, network.stride :][:, :side].copy()).permute(2, 0, 1)[None]
+    there = logits[0, 0, rim + 1, rim + 1].sigmoid().item()
+    assert predict_patches(network, window)[0] == pytest.approx(there, abs=1e-6)
+    alone = center_crop(window, network.receptive_field, network.receptive_field)
+    assert abs(network(alone).sigmoid().item() - there) > 1e-4
 
 
 def test_turned_windows_see_what_surrounds_them() -> None:

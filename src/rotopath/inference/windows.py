@@ -19,6 +19,11 @@ from rotopath.nn import center_crop
 WINDOWS_AT_ONCE = 256
 
 
+def surrounded_px(network: Network) -> int:
+    """Side of the window that decides on an answer: the receptive field, with what its filters read around it."""
+    return network.receptive_field + 2 * network.architecture.rim * network.stride
+
+
 def predict_patches(network: Network, windows: Tensor, rotations: int = 1) -> NDArray[np.float32]:
     """The probability (B,) of the middle of each patch (B, 3, S, S): the mean over `rotations` turns of it."""
     answers: NDArray[np.float32] = predict_turned(network, windows, group.angles(rotations)).mean(axis=0)
@@ -28,14 +33,14 @@ def predict_patches(network: Network, windows: Tensor, rotations: int = 1) -> ND
 def predict_turned(network: Network, images: Tensor, degrees: Sequence[float]) -> NDArray[np.float32]:
     """The probabilities (angles, B) of the middle of images (B, 3, S, S) turned by each angle, wherever those are.
 
-    The window is cut out after turning, so larger images lend their surroundings to its corners; smaller ones are
-    mirrored beyond their edges.
+    Windows are cut out after turning, `surrounded_px` wide, so that an answer is that of the same place in a slide;
+    images that are smaller than their corners need are mirrored beyond their edges.
     """
     expect_eval(network)
-    window_px = network.receptive_field
-    if images.ndim != 4 or images.shape[-1] != images.shape[-2] or images.shape[-1] < window_px:
+    field_px, window_px = network.receptive_field, surrounded_px(network)
+    if images.ndim != 4 or images.shape[-1] != images.shape[-2] or images.shape[-1] < field_px:
         raise ValueError(
-            f"Windows of {window_px} px are cut out of square images (B, 3, S, S) that have at least as many; "
+            f"Windows of {field_px} px are cut out of square images (B, 3, S, S) that have at least as many; "
             f"got shape {tuple(images.shape)}."
         )
     if network.architecture.outputs != 1:
@@ -48,16 +53,18 @@ def predict_turned(network: Network, images: Tensor, degrees: Sequence[float]) -
             rest = angle % 90
             if rest not in turned:
                 turned[rest] = center_crop(_turn_windows(part, window_px, rest), window_px, window_px)
-            found = answer(network, group.rotate(turned[rest], angle - rest))
+            found = center_crop(answer(network, group.rotate(turned[rest], angle - rest)), 1, 1)
             answers[i, start : start + len(part)] = found.flatten().cpu().numpy()
     return answers
 
 
 def _turn_windows(images: Tensor, window_px: int, angle: float) -> Tensor:
-    """The middle of images turned by less than 90°, somewhat larger than the window."""
-    if angle == 0:
-        return images
-    values = images if images.is_floating_point() else images.to(torch.float32) / 255
-    missing = group.covering_size(window_px) + 2 * SPLINE_REACH - images.shape[-1]  # negative where there is more
+    """The middle of images turned by less than 90°, no smaller than the window."""
+    needed_px = group.covering_size(window_px) + 2 * SPLINE_REACH if angle else window_px
+    missing = needed_px - images.shape[-1]  # negative where there is more
     span = Span(0, images.shape[-1]).widened(-(-missing // 2))
-    return group.rotate(mirror_around(values, span, span), angle).clamp(0, 1)
+    surrounded = mirror_around(images, span, span)
+    if angle == 0:
+        return surrounded
+    values = surrounded if surrounded.is_floating_point() else surrounded.to(torch.float32) / 255
+    return group.rotate(values, angle).clamp(0, 1)
