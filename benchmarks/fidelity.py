@@ -17,7 +17,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from record import record
 from torch import Tensor, nn
 
@@ -25,6 +24,8 @@ import rotopath as rp
 from rotopath import group
 from rotopath.evaluation import smooth_images, untrained_errors
 from rotopath.group.harmonics import harmonics
+from rotopath.inference import surrounded_px
+from rotopath.nn import center_crop
 
 CHANNELS = 4
 PLACES = ((3, 8, 45.0), (5, 8, 45.0), (5, 12, 30.0), (5, 16, 45.0), (5, 16, 22.5), (7, 8, 45.0), (9, 8, 45.0))
@@ -58,8 +59,7 @@ LEARNED: dict[str, tuple[str, float]] = {  # projections, and weights that train
 SMOOTHING: dict[str, Callable[[], nn.Module]] = {
     "nothing": nn.Identity,
     "Smooth2d": rp.nn.Smooth2d,
-    "-1 4 10 4 -1 along each axis": lambda: AlongEachAxis(-1, 4, 10, 4, -1),
-    "1 2 1 along each axis": lambda: AlongEachAxis(1, 2, 1),
+    "1 2 1 along both axes": lambda: nn.Sequential(nn.AvgPool2d(2, 1), nn.AvgPool2d(2, 1, padding=1)),
 }
 FREQUENCIES = (0.0, 0.125, 0.25, 0.375, 0.5)  # in cycles a pixel; the last is the highest that pixels can carry
 NETWORKS: dict[str, dict[str, Any]] = {
@@ -103,19 +103,16 @@ class Amplitude(nn.Module):
         return waves[:, :, self.frequency].abs()
 
 
-class AlongEachAxis(nn.Module):
-    """A filter of images along one axis and then along the other, which go on beyond their edges as they end."""
+class InTheMiddle(nn.Module):
+    """Those of a network's outputs that do not feel the edges of an image."""
 
-    def __init__(self, *taps: float) -> None:
+    def __init__(self, build: Callable[[], rp.models.Network]) -> None:
         super().__init__()
-        line = torch.tensor(taps) / sum(taps)
-        self.register_buffer("taps", line[:, None] * line)
-        self.taps: Tensor
+        self.network = build()
 
     def forward(self, x: Tensor) -> Tensor:
-        reach = self.taps.shape[0] // 2
-        around = F.pad(x.flatten(0, 1)[:, None], (reach,) * 4, mode="replicate")
-        return F.conv2d(around, self.taps[None, None].to(x)).view_as(x)
+        outputs: Tensor = self.network(x)
+        return center_crop(outputs, *(side - 2 * self.network.architecture.rim for side in outputs.shape[-2:]))
 
 
 class Escnn(nn.Module):
@@ -266,11 +263,13 @@ def describe_harmonics() -> list[dict[str, object]]:
 
 def measure_networks(device: str) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
+    images = smooth_images(count=16, size=140).to(device)
     for network in (rp.models.mitosis, rp.models.nuclei, rp.models.tumor):
         for name, choices in NETWORKS.items():
-            build: Callable[[], nn.Module] = partial(network, 8, **choices)
-            x = smooth_images(count=16, size=network(8).receptive_field).to(device)
-            errors = {f"{angle:g}°": error(build, x, angle, draws=7) for angle in (45.0, 22.5)}
+            build: Callable[[], rp.models.Network] = partial(network, 8, **choices)
+            side = build().nearest_sizes(surrounded_px(build()))[-1]
+            x = center_crop(images, side, side)
+            errors = {f"{a:g}°": error(partial(InTheMiddle, build), x, a, draws=7) for a in (45.0, 22.5)}
             rows.append({"network": network.__name__, "choices": name, **errors})
     return rows
 
