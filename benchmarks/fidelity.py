@@ -67,7 +67,6 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "kernel='harmonic'": {"kernel": "harmonic"},
     "pooling='rms-blur'": {"pooling": "rms-blur"},
     "kernel='harmonic', pooling='rms-blur'": {"kernel": "harmonic", "pooling": "rms-blur"},
-    "kernel='harmonic', pooling='rms-inside'": {"kernel": "harmonic", "pooling": "rms-inside"},
     "preset='faithful'": {"preset": "faithful"},
 }
 

@@ -42,7 +42,7 @@ class Recipe:
     data: str  # a folder or a manifest
     orientations: int = 8
     kernel: Literal["bilinear", "gaussian", "harmonic"] = "bilinear"
-    pooling: Literal["max", "max-blur", "rms-blur", "rms-inside"] = "max"
+    pooling: Literal["max", "max-blur", "rms-blur"] = "max"
     upsampling: Literal["nearest", "bilinear"] = "nearest"
     smoothing: bool = False  # of images, before they are lifted
     projection: Literal["max", "mean", "attention", "fourier"] | None = None  # the paper's when left out

@@ -235,7 +235,7 @@ CHOICES = [
     {"kernel": "gaussian"},
     {"kernel": "harmonic", "upsampling": "bilinear"},
     {"pooling": "max-blur"},
-    {"pooling": "rms-inside", "smoothing": True},
+    {"smoothing": True},
     {"preset": "faithful", "pooling": "max"},
     {"projection": "attention"},
     {"projection": "fourier", "preset": "faithful"},
@@ -261,16 +261,9 @@ def test_choices_reach_the_layers() -> None:
     assert repr(net.pools[0]) == "GroupAvgPool2d(2, stride=2, padding=0, blur=5, power=2)"
     assert net.up.mode == "bilinear"
     assert repr(rp.models.tumor(4, pooling="max-blur").pools[2]) == "GroupMaxPool2d(3, stride=3, padding=0, blur=7)"
-    inside = rp.models.tumor(4, pooling="rms-inside")
-    assert repr(inside.pools[2]) == "GroupAvgPool2d(2, stride=2, padding=0, blur=5, inside=True, power=2)"
-    assert (inside.receptive_field, inside.stride, inside.architecture.rim) == (88, 8, 1)
     faithful = rp.models.tumor(4, preset="faithful")
-    assert repr(faithful.pools) == repr(rp.models.tumor(4, pooling="rms-blur").pools)
-    assert [type(net.smooth) for net in (net, inside, faithful)] == [nn.Identity, nn.Identity, rp.nn.Smooth2d]
-    assert repr(rp.models.mitosis(4, pooling="rms-inside").pools) != repr(
-        rp.models.mitosis(4, pooling="rms-blur").pools
-    )
-    assert repr(rp.models.nuclei(4, pooling="rms-inside").pools) == repr(rp.models.nuclei(4, pooling="rms-blur").pools)
+    assert repr(faithful.pools[2]) == "GroupAvgPool2d(3, stride=3, padding=0, blur=7, power=2)"
+    assert [type(one.smooth) for one in (net, faithful)] == [nn.Identity, rp.nn.Smooth2d]
     paper = rp.models.nuclei(4)
     assert {stage.conv.kernel for stage in paper.stages} == {"bilinear"}
     assert repr(paper.pools[0]) == "GroupMaxPool2d(2, stride=2, padding=0)"
@@ -302,7 +295,7 @@ def test_projections_add_few_weights_and_change_no_others(
     [
         ({"preset": "exact"}, "tumor knows preset 'paper' or 'faithful'; got 'exact'"),
         ({"kernel": "cubic"}, "tumor knows kernel 'bilinear' or 'gaussian' or 'harmonic'; got 'cubic'"),
-        ({"pooling": "min"}, "tumor knows pooling 'max' or 'max-blur' or 'rms-blur' or 'rms-inside'; got 'min'"),
+        ({"pooling": "min"}, "tumor knows pooling 'max' or 'max-blur' or 'rms-blur'; got 'min'"),
         ({"projection": "min"}, "tumor knows projection 'max' or 'mean' or 'attention' or 'fourier'; got 'min'"),
         ({"upsampling": "cubic"}, "tumor knows upsampling 'nearest' or 'bilinear'; got 'cubic'"),
         ({"smoothing": "much"}, "tumor knows smoothing False or True; got 'much'"),
@@ -314,11 +307,7 @@ def test_unknown_choices_get_a_sentence(choices: dict[str, str], sentence: str) 
 
 
 @every_network
-@pytest.mark.parametrize(
-    "choices",
-    [{}, {"smoothing": True}, {"pooling": "max-blur"}, {"pooling": "rms-inside"}, {"preset": "faithful"}],
-    ids=str,
-)
+@pytest.mark.parametrize("choices", [{}, {"smoothing": True}, {"pooling": "max-blur"}, {"preset": "faithful"}], ids=str)
 def test_only_the_rim_feels_the_edge_of_the_image(name: str, choices: dict[str, str]) -> None:
     """A crop on the pooling grid says the same as the image it is from, but for `rim` outputs along its edges."""
     net = BUILDERS[name](2, **choices).double().eval()
@@ -336,7 +325,7 @@ def test_only_the_rim_feels_the_edge_of_the_image(name: str, choices: dict[str, 
     if rim:
         assert difference[rim - 1, outputs // 2] > 1e-9, "a smaller rim would do"
     else:
-        assert not choices or (choices["pooling"] == "rms-inside" and name == "mitosis")
+        assert not choices
 
 
 @every_network

@@ -186,7 +186,7 @@ def test_pools_that_the_kernels_know_are_taken_along() -> None:
     architectures = [build(2, preset="faithful") for build in (rp.models.mitosis, rp.models.nuclei, rp.models.tumor)]
     known = [pool for net in architectures for pool in net.pools if not isinstance(pool, nn.Identity)]
     assert len(known) == 8
-    known += [rp.models.tumor(2, pooling="rms-inside").pools[i] for i in range(3)]
+    known.append(pool_of(2, 5, inside=True))
     assert all(fused.can_pool(OnGpu(), pool) for pool in known)
     hooked = pool_of(2, 5)
     hooked.register_forward_hook(lambda *_: None)

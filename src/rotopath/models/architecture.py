@@ -13,7 +13,7 @@ from rotopath.nn.project import PROJECTIONS, learned_weights
 from rotopath.nn.smooth import Smooth2d
 
 IMAGE_CHANNELS = 3
-POOLINGS = ("max", "max-blur", "rms-blur", "rms-inside")
+POOLINGS = ("max", "max-blur", "rms-blur")
 UPSAMPLINGS = ("nearest", "bilinear")
 UP = 2  # a stage with a skip first enlarges its input by this factor
 TOLERANCE = 0.05  # how far the weights at an unpublished N may lie from those at N = 1
@@ -26,27 +26,7 @@ class Stage:
     channels: str | int  # "body" or "wide" vary with N
     kernel: int = 5
     pool: int = 1
-    inside: tuple[int, int] | None = None  # stride and taps in place of it, of a filter that stays inside the map
     skip: int | None = None  # the stage whose output, before its pool, is cropped and concatenated
-
-
-@dataclass(frozen=True)
-class Pooling:
-    """Windows of `stride` px at every pixel, blurred by so many taps, of which one in `stride` is kept."""
-
-    stride: int
-    blur: int
-    inside: bool
-
-    @property
-    def reach(self) -> int:
-        """Pixels along an axis that an output takes, or would if the map did not end."""
-        return self.stride + self.blur - 1
-
-    @property
-    def window(self) -> int:
-        """Those that there have to be."""
-        return self.reach if self.inside else self.stride
 
 
 @dataclass(frozen=True)
@@ -86,7 +66,7 @@ class Architecture:
         if self.widths_of is not None:
             group.check_orientations(self.widths_of)
         object.__setattr__(self, "receptive_field", self._find_receptive_field())
-        object.__setattr__(self, "size_step", prod([self.pool(stage).stride for stage in self.stages]))
+        object.__setattr__(self, "size_step", prod([stage.pool for stage in self.stages]))
 
     def choose(self, preset: str = "paper", **choices: str | bool | int | None) -> "Architecture":
         """The same table with the choices of a preset, or with single ones in their place."""
@@ -119,8 +99,7 @@ class Architecture:
     def _find_receptive_field(self) -> int:
         side = 1
         for stage in reversed(self.stages):
-            pool = self.pool(stage)
-            side = (side - 1) * pool.stride + pool.window + stage.kernel - 1
+            side = side * stage.pool + stage.kernel - 1
             if stage.skip is not None:
                 side = (side + UP - 2) // UP + 1  # what a window of that side reads, wherever it lies
         return side
@@ -141,17 +120,13 @@ class Architecture:
                 if before_pool[stage.skip] < size or (before_pool[stage.skip] - size) % 2:
                     raise ValueError(f"a skip of {before_pool[stage.skip]} px has no centre of {size} px.")
             before_pool.append(group.windows(size, stage.kernel))
-            pool = self.pool(stage)
-            size = group.windows(before_pool[-1], pool.window, pool.stride)
+            size = group.windows(before_pool[-1], stage.pool, stage.pool)
             sizes.append(size)
         return tuple(sizes)
 
-    def pool(self, stage: Stage) -> Pooling:
-        """What follows a stage; taps are in proportion to the stride, unless the table says which."""
-        if self.pooling == "rms-inside" and stage.inside is not None:
-            return Pooling(*stage.inside, inside=True)
-        plain = self.pooling == "max" or stage.pool == 1
-        return Pooling(stage.pool, 1 if plain else 2 * stage.pool + 1, inside=False)
+    def blur(self, stage: Stage) -> int:
+        """Taps of the filter behind the pool of a stage, in proportion to its stride."""
+        return 1 if self.pooling == "max" or stage.pool == 1 else 2 * stage.pool + 1
 
     @property
     def rim(self) -> int:
@@ -170,9 +145,8 @@ class Architecture:
                 rim = max(rim, skip_rim - round((first - skip_first) / step))
             first += step * (stage.kernel - 1) / 2
             before_pool.append((rim, first))
-            pool = self.pool(stage)
-            rim = -(-(rim + (pool.reach - pool.window) // 2) // pool.stride)
-            first, step = first + step * (pool.window - 1) / 2, step * pool.stride
+            rim = -(-(rim + self.blur(stage) // 2) // stage.pool)
+            first, step = first + step * (stage.pool - 1) / 2, step * stage.pool
         return rim
 
     def fits(self, size: int) -> bool:

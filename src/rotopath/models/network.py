@@ -135,12 +135,11 @@ class Network(nn.Module):
 
 
 def _build_pool(architecture: Architecture, stage: Stage) -> nn.Module:
-    pool = architecture.pool(stage)
-    if pool.reach == 1:
+    if stage.pool == 1:
         return nn.Identity()
-    if architecture.pooling.startswith("rms"):
-        return GroupAvgPool2d(pool.stride, blur=pool.blur, power=2, inside=pool.inside)
-    return GroupMaxPool2d(pool.stride, blur=pool.blur)
+    if architecture.pooling == "rms-blur":
+        return GroupAvgPool2d(stage.pool, blur=architecture.blur(stage), power=2)
+    return GroupMaxPool2d(stage.pool, blur=architecture.blur(stage))
 
 
 def mitosis(orientations: int = 8, preset: str = "paper", **choices: Unpack[Choices]) -> Network:

@@ -169,6 +169,5 @@ def _stage_name(architecture: Architecture, i: int) -> str:
     stage = architecture.stages[i]
     before = "" if stage.skip is None else f"Up 2, join {stage.skip + 1}, "
     kind = "GConv" if i else "Lift"
-    pool = architecture.pool(stage)
-    behind = f", Pool {pool.stride}" if pool.reach > 1 else ""
+    behind = f", Pool {stage.pool}" if stage.pool > 1 else ""
     return f"{i + 1}  {before}{kind} {stage.kernel}×{stage.kernel}{behind}"
