@@ -103,15 +103,15 @@ class Amplitude(nn.Module):
 
 
 class InTheMiddle(nn.Module):
-    """Those of a network's outputs that do not feel the edges of an image."""
+    """A network's outputs but for so many along the edges of an image."""
 
-    def __init__(self, build: Callable[[], rp.models.Network]) -> None:
+    def __init__(self, build: Callable[[], rp.models.Network], rim: int) -> None:
         super().__init__()
-        self.network = build()
+        self.network, self.rim = build(), rim
 
     def forward(self, x: Tensor) -> Tensor:
         outputs: Tensor = self.network(x)
-        return center_crop(outputs, *(side - 2 * self.network.architecture.rim for side in outputs.shape[-2:]))
+        return center_crop(outputs, *(side - 2 * self.rim for side in outputs.shape[-2:]))
 
 
 class Escnn(nn.Module):
@@ -262,13 +262,12 @@ def describe_harmonics() -> list[dict[str, object]]:
 
 def measure_networks(device: str) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    images = smooth_images(count=16, size=140).to(device)
     for network in (rp.models.mitosis, rp.models.nuclei, rp.models.tumor):
+        widest = max((network(8, **choices) for choices in NETWORKS.values()), key=surrounded_px)
+        x = smooth_images(count=16, size=widest.nearest_sizes(surrounded_px(widest))[-1]).to(device)
         for name, choices in NETWORKS.items():
-            build: Callable[[], rp.models.Network] = partial(network, 8, **choices)
-            side = build().nearest_sizes(surrounded_px(build()))[-1]
-            x = center_crop(images, side, side)
-            errors = {f"{a:g}°": error(partial(InTheMiddle, build), x, a, draws=7) for a in (45.0, 22.5)}
+            build = partial(InTheMiddle, partial(network, 8, **choices), widest.architecture.rim)
+            errors = {f"{angle:g}°": error(build, x, angle, draws=7) for angle in (45.0, 22.5)}
             rows.append({"network": network.__name__, "choices": name, **errors})
     return rows
 

@@ -16,7 +16,7 @@ from rotopath.inference.layout import Span
 from rotopath.models import Network
 from rotopath.nn import center_crop
 
-WINDOWS_AT_ONCE = 256
+PIXELS_AT_ONCE = 2**20  # 135 windows of 88 px; a network with 8 orientations takes about 2 GB of memory for them
 
 
 def surrounded_px(network: Network) -> int:
@@ -38,16 +38,18 @@ def predict_turned(network: Network, images: Tensor, degrees: Sequence[float]) -
     """
     expect_eval(network)
     field_px, window_px = network.receptive_field, surrounded_px(network)
-    if images.ndim != 4 or images.shape[-1] != images.shape[-2] or images.shape[-1] < field_px:
+    spare_px = images.shape[-1] - field_px
+    if images.ndim != 4 or images.shape[-1] != images.shape[-2] or spare_px < 0 or spare_px % 2:
         raise ValueError(
-            f"Windows of {field_px} px are cut out of square images (B, 3, S, S) that have at least as many; "
-            f"got shape {tuple(images.shape)}."
+            f"Windows of {field_px} px are cut out of the middle of square images (B, 3, S, S) that have as many, or "
+            f"an even number more; got shape {tuple(images.shape)}."
         )
     if network.architecture.outputs != 1:
         raise ValueError(f"Single windows have one answer, but {network.architecture.name} gives a map of classes.")
     answers = np.empty((len(degrees), len(images)), np.float32)
-    for start in range(0, len(images), WINDOWS_AT_ONCE):
-        part = images[start : start + WINDOWS_AT_ONCE]
+    at_once = max(1, PIXELS_AT_ONCE // window_px**2)
+    for start in range(0, len(images), at_once):
+        part = images[start : start + at_once]
         turned: dict[float, Tensor] = {}  # by less than 90°
         for i, angle in enumerate(degrees):
             rest = angle % 90
