@@ -1,4 +1,4 @@
-"""Slides in the formats of two scanners, as small as they may be: Hamamatsu's NDPI, and MIRAX with a stage around."""
+"""Slides in the formats of three scanners, as small as they may be: Aperio, Hamamatsu, and MIRAX on a stage."""
 
 import io
 import struct
@@ -10,6 +10,21 @@ from PIL import Image
 
 TILE_PX = 256
 SLIDE_ID = "0123456789ABCDEF"
+
+
+def write_svs(path: Path, image: np.ndarray, spacing_um_px: float = 0.25) -> Path:
+    """Tiled pages, of which the description tells the scanner and the spacing."""
+    with tifffile.TiffWriter(path) as tiff:
+        for step in (1, 4, 16):
+            tiff.write(
+                _shrink(image, step),
+                photometric="rgb",
+                tile=(TILE_PX, TILE_PX),
+                compression="adobe_deflate",
+                description=f"Aperio Image Library v11.2.1\r\n|AppMag = 40|MPP = {spacing_um_px}",
+                metadata=None,
+            )
+    return path
 
 
 def write_ndpi(path: Path, image: np.ndarray, spacing_um_px: float = 0.25) -> Path:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layouts import truncate
 from PIL import Image
-from scanner_files import write_mirax, write_ndpi
+from scanner_files import write_mirax, write_ndpi, write_svs
 from scipy import ndimage
 
 from rotopath.images import UnreadableImageError, open_slide, read_rgb
@@ -332,15 +332,16 @@ def test_tiled_images_without_levels(tmp_path: Path, dtype: type) -> None:
         assert (slide.read(0, 0, 256, 256) == 77).all()
 
 
-@pytest.fixture(scope="module", params=["ndpi", "mirax"])
+@pytest.fixture(scope="module", params=["svs", "ndpi", "mirax"])
 def scanned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[DrawnSlide, int]:
-    """The drawn slide as two scanners write it, and how many pixels of a stage lie before it along both axes."""
+    """The drawn slide as three scanners write it, and how many pixels of a stage lie before it along both axes."""
     pytest.importorskip("openslide")
     folder = tmp_path_factory.mktemp("scanned")
     slide = draw_slide(folder / "slide.tif", EVEN)
     base = tifffile.imread(slide.path, key=0)
-    if request.param == "ndpi":
-        return DrawnSlide(write_ndpi(folder / "a.ndpi", base), *list(vars(slide).values())[1:]), 0
+    if request.param != "mirax":
+        write = {"svs": write_svs, "ndpi": write_ndpi}[request.param]
+        return DrawnSlide(write(folder / f"a.{request.param}", base), *list(vars(slide).values())[1:]), 0
     path = write_mirax(folder / "a.mrxs", base, stage_tiles=(16, 20), first_tile=(4, 4))
     marks = tuple((row + 1024, column + 1024) for row, column in slide.marks)
     return DrawnSlide(path, (16 * 256, 20 * 256), 0.25, (), marks), 1024
@@ -354,7 +355,10 @@ def test_marks_lie_where_a_scanner_saw_them(scanned: tuple[DrawnSlide, int], spa
 
 
 def test_the_scanned_region_has_an_origin_and_the_stage_is_white(scanned: tuple[DrawnSlide, int]) -> None:
+    openslide = pytest.importorskip("openslide")
     drawn, before = scanned
+    vendors = {".svs": "aperio", ".ndpi": "hamamatsu", ".mrxs": "mirax"}
+    assert openslide.OpenSlide.detect_format(drawn.path) == vendors[drawn.path.suffix]
     with open_slide(drawn.path) as slide:
         assert (slide.size_px, slide.origin_px) == (drawn.size_px, (before, before))
         assert slide.spacing_um_px == pytest.approx(0.25)
