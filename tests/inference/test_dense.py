@@ -44,9 +44,9 @@ def spot(height: int, width: int, row: float, column: float, radius: float = 6) 
     return np.repeat(bright[..., None], 3, axis=2).astype(np.uint8)
 
 
-def untrained(name: str, orientations: int, **choices: str) -> Network:
+def untrained(name: str, orientations: int) -> Network:
     torch.manual_seed(1)
-    network = BUILD[name](orientations, **choices).eval()
+    network = BUILD[name](orientations).eval()
     with torch.no_grad():  # logits that vary, so that a mistake shows
         network.head[0].weight.mul_(5)
     return network
