@@ -81,6 +81,23 @@ def test_double_is_as_precise_as_a_layer_built_in_double() -> None:
     assert not torch.equal(single.rotation, single.rotation.float().double()), "the map was rounded on the way"
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [rp.nn.LiftConv2d(3, 2, 5, 8), rp.nn.GroupConv2d(2, 2, 5, 8, kernel="harmonic"), rp.nn.Project("fourier", 2, 8)],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_maps_stay_where_they_lie_until_weights_change_their_kind(layer: nn.Module) -> None:
+    """A step that was recorded on a GPU reads them there, also when its network is moved to where it is."""
+    maps = list(layer.buffers())  # held, so that no others can take their places
+    values = [each.clone() for each in maps]
+    layer.to("cpu", torch.float32).load_state_dict({name: w.clone() for name, w in layer.state_dict().items()})
+    layer.to_empty(device="cpu")
+    assert maps, "there are some"
+    assert [each.data_ptr() for each in layer.buffers()] == [each.data_ptr() for each in maps]
+    for each, value in zip(layer.double().float().buffers(), values, strict=True):
+        assert torch.equal(each, value)
+
+
 def test_dtypes_and_devices_reach_every_tensor() -> None:
     net = small_network()
     for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.float32):

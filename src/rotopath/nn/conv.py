@@ -1,8 +1,8 @@
 """Lifting and group convolutions: rotated copies of learned base weights, applied as one ordinary convolution."""
 
 import math
-from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from rotopath import group
 from rotopath.nn import expect, gpu
+from rotopath.nn.maps import MappedModule
 
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 LOCAL_CORRELATION = 0.95  # of what lies under a kernel: benchmarks/initialisation.py measures it, through depth
 
 
-class _RotatedConv2d(nn.Module):
+class _RotatedConv2d(MappedModule):
     """What both convolutions share: arguments, initialisation, and the ordinary convolution underneath."""
 
     _reads_orientations: ClassVar[bool]
@@ -69,7 +70,7 @@ class _RotatedConv2d(nn.Module):
         shape = (out_channels, in_channels // groups, *axes, taps)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype)) if bias else None
-        self.register_buffer("rotation", self._derive_rotation(), persistent=False)
+        self.register_map("rotation", partial(group.rotation_map, kernel_size, orientations, kernel, reflections))
         self.reset_parameters()
 
     def kernels(self) -> Tensor:
@@ -144,20 +145,6 @@ class _RotatedConv2d(nn.Module):
     def _has_other_kernels(self) -> bool:
         """Whether someone makes something else of the weights."""
         return type(self).kernels is not _RotatedConv2d.kernels or "kernels" in vars(self)
-
-    def _derive_rotation(self) -> Tensor:
-        """The map on the device and in the dtype of the weights, from scratch: a cast one would keep its rounding."""
-        rotation = group.rotation_map(self.kernel_size, self.orientations, self.kernel, self.reflections)
-        return rotation.to(next(self.parameters()))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.rotation = self._derive_rotation()
-        return self
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)  # may assign weights on another device or of another dtype
-        self.rotation = self._derive_rotation()
 
 
 class LiftConv2d(_RotatedConv2d):

@@ -1,7 +1,6 @@
 """The way out of SE(2): from features over positions and orientations to maps over positions."""
 
-from collections.abc import Callable
-from typing import Any, Self
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -10,13 +9,14 @@ from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from rotopath import group
 from rotopath.nn import expect, gpu
+from rotopath.nn.maps import MappedModule
 from rotopath.nn.pool import root
 
 PROJECTIONS = ("max", "mean", "attention", "fourier")
 MANY = 2**22  # numbers, above which it counts how fast a maximum is found, and not how soon
 
 
-class Project(nn.Module):
+class Project(MappedModule):
     """Forgets orientations, and turns with the input and no more. (B, C, N, H, W) → (B, C, H, W).
 
     - "max" and "mean" over θ.
@@ -68,7 +68,7 @@ class Project(nn.Module):
             assert orientations is not None
             each = learned_weights(mode, orientations)
             self.weight = nn.Parameter(torch.zeros(channels, each, device=device, dtype=dtype))
-            self.register_buffer("waves", self._derive_waves(), persistent=False)
+            self.register_map("waves", partial(group.amplitude_map, orientations, reflections))
 
     def forward(self, x: Tensor) -> Tensor:
         expect.features(x, self, self.channels, self.order)
@@ -93,22 +93,6 @@ class Project(nn.Module):
         if self.mode == "fourier":
             parts.append(f"orientations={self.orientations}" + (", reflections=True" if self.reflections else ""))
         return ", ".join(parts)
-
-    def _derive_waves(self) -> Tensor:
-        """On the device and in the dtype of the weights, from scratch: a cast map would keep its rounding."""
-        assert self.orientations is not None
-        return group.amplitude_map(self.orientations, self.reflections).to(self.weight)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.mode == "fourier":
-            self.waves = self._derive_waves()
-        return self
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)  # may assign weights on another device or of another dtype
-        if self.mode == "fourier":
-            self.waves = self._derive_waves()
 
 
 def learned_weights(mode: str, orientations: int) -> int:
