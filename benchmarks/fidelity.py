@@ -39,7 +39,6 @@ BETWEEN: dict[str, Callable[[], nn.Module]] = {
     "GroupAvgPool2d(2, power=2)": lambda: rp.nn.GroupAvgPool2d(2, power=2),
     "GroupAvgPool2d(2, blur=3, power=2)": lambda: rp.nn.GroupAvgPool2d(2, blur=3, power=2),
     "GroupAvgPool2d(2, blur=5, power=2)": lambda: rp.nn.GroupAvgPool2d(2, blur=5, power=2),
-    "GroupAvgPool2d(2, blur=5, power=2, inside=True)": lambda: rp.nn.GroupAvgPool2d(2, blur=5, power=2, inside=True),
     "GroupMaxPool2d(3)": lambda: rp.nn.GroupMaxPool2d(3),
     "GroupMaxPool2d(3, blur=7)": lambda: rp.nn.GroupMaxPool2d(3, blur=7),
     "GroupAvgPool2d(3, blur=7, power=2)": lambda: rp.nn.GroupAvgPool2d(3, blur=7, power=2),

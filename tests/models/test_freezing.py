@@ -427,7 +427,7 @@ def test_parametrised_layers_are_frozen_as_they_are() -> None:
 
 
 BLOCKS = ("conv", "grouped", "dilated", "strided", "relu", "gelu", "prelu", "batch", "group", "layer", "max", "average")
-BLOCKS += ("blurred", "rms", "blurred rms", "inside", "up", "smooth", "drop", "residual", "skip", "crop")
+BLOCKS += ("blurred", "rms", "blurred rms", "smoothed rms", "up", "smooth", "drop", "residual", "skip", "crop")
 
 
 class Chance(nn.Module):
@@ -452,7 +452,7 @@ class Chance(nn.Module):
             "blurred": lambda: rp.nn.GroupMaxPool2d(3, stride=2, padding=1, blur=3),
             "rms": lambda: rp.nn.GroupAvgPool2d(3, stride=2, padding=1, power=2),
             "blurred rms": lambda: rp.nn.GroupAvgPool2d(1, stride=2, blur=5, power=2),
-            "inside": lambda: rp.nn.GroupAvgPool2d(1, blur=3, power=2, inside=True),
+            "smoothed rms": lambda: rp.nn.GroupAvgPool2d(1, blur=3, power=2),
             "up": lambda: rp.nn.GroupUpsample2d(2),
             "smooth": lambda: rp.nn.GroupUpsample2d(2, mode="bilinear"),
             "drop": lambda: rp.nn.GroupDropout2d(0.3),

@@ -126,7 +126,6 @@ def test_whatever_a_convolution_accepts_is_exact(height: int, width: int, **opti
     padding=st.integers(0, 2),
     height=st.integers(4, 14),
     width=st.integers(4, 14),
-    inside=st.booleans(),
 )
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])
 def test_whatever_a_pool_accepts_is_exact(
@@ -137,10 +136,9 @@ def test_whatever_a_pool_accepts_is_exact(
     blur: int,
     height: int,
     width: int,
-    inside: bool,
 ) -> None:
     assume(padding <= kernel_size // 2)
-    pool = build(kernel_size, stride, padding, blur=blur, inside=inside)
+    pool = build(kernel_size, stride, padding, blur=blur)
     x = torch.randn(1, 2, 4, height, width, dtype=torch.float64)
     try:
         pool(x)

@@ -1,7 +1,5 @@
 """Norms, pools, up-sampling, dropout, projection and joins against known answers."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
@@ -86,19 +84,6 @@ def test_a_blur_is_a_binomial_filter_between_windows_and_stride() -> None:
         torch.testing.assert_close(pool(x), expected)
 
 
-def test_inside_a_pool_gives_what_it_gives_where_a_map_goes_on() -> None:
-    x = torch.randn(1, 2, 3, 16, 12, dtype=torch.float64)
-    for build in (rp.nn.GroupMaxPool2d, rp.nn.GroupAvgPool2d, partial(rp.nn.GroupAvgPool2d, power=2)):
-        pool = build(2, blur=5, inside=True)
-        torch.testing.assert_close(pool(x), build(2, blur=5)(x)[..., 1:-1, 1:-1])
-        assert pool(x[..., 5:11, 3:9]).shape[-2:] == (1, 1), "two pixels, and two more on either side"
-        torch.testing.assert_close(build(2, inside=True)(x), build(2)(x))
-    with pytest.raises(ValueError, match="GroupAvgPool2d"):
-        rp.nn.GroupAvgPool2d(2, blur=5, inside=True)(x[..., :9])
-    with pytest.raises(ValueError, match="GroupAvgPool2d"):
-        rp.nn.GroupAvgPool2d(2, blur=5, inside=True)(x[..., :4])
-
-
 def test_blurred_pools_keep_constants_and_sizes() -> None:
     for size in (2, 3):
         for blur in (3, 5, 7):
@@ -130,8 +115,6 @@ def test_pools_tell_what_is_unusual() -> None:
     assert repr(rp.nn.GroupMaxPool2d(2)) == "GroupMaxPool2d(2, stride=2, padding=0)"
     unusual = "GroupAvgPool2d(2, stride=2, padding=0, blur=3, power=2)"
     assert repr(rp.nn.GroupAvgPool2d(2, blur=3, power=2)) == unusual
-    unusual = "GroupMaxPool2d(2, stride=2, padding=0, blur=3, inside=True)"
-    assert repr(rp.nn.GroupMaxPool2d(2, blur=3, inside=True)) == unusual
 
 
 def test_upsampling_is_torchs_on_every_map() -> None:

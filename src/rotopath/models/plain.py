@@ -60,11 +60,9 @@ class BlurredPool2d(nn.Module):
 
     taps: Tensor
 
-    def __init__(
-        self, size: int, stride: int, padding: int, mode: str, taps: Tensor | None, inside: bool = False
-    ) -> None:
+    def __init__(self, size: int, stride: int, padding: int, mode: str, taps: Tensor | None) -> None:
         super().__init__()
-        self.size, self.stride, self.padding, self.mode, self.inside = size, stride, padding, mode, inside
+        self.size, self.stride, self.padding, self.mode = size, stride, padding, mode
         self.blurs = taps is not None
         self.window_stride = 1 if self.blurs else stride
         self.register_buffer("taps", _copy(taps), persistent=False)
@@ -76,12 +74,11 @@ class BlurredPool2d(nn.Module):
             values = x.square() if self.mode == "rms" else x
             pooled = F.avg_pool2d(values, self.size, self.window_stride, self.padding)
         if self.blurs:
-            pooled = thin_out(pooled, self.taps, self.stride, self.inside)
+            pooled = thin_out(pooled, self.taps, self.stride)
         return root(pooled) if self.mode == "rms" else pooled
 
     def extra_repr(self) -> str:
-        where = f"{self.size}, stride={self.stride}, padding={self.padding}"
-        return f"{where}, {self.mode!r}, taps={len(self.taps)}{', inside=True' if self.inside else ''}"
+        return f"{self.size}, stride={self.stride}, padding={self.padding}, {self.mode!r}, taps={len(self.taps)}"
 
 
 class Scale2d(nn.Module):

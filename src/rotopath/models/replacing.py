@@ -152,7 +152,7 @@ def _plain_pool(layer: GroupMaxPool2d | GroupAvgPool2d) -> nn.Module:
     mode = "max" if isinstance(layer, GroupMaxPool2d) else "mean" if layer.power == 1 else "rms"
     if layer.blur == 1 and mode != "rms":
         return nn.MaxPool2d(*where) if mode == "max" else nn.AvgPool2d(*where)
-    return BlurredPool2d(*where, mode, layer.taps if layer.blur > 1 else None, layer.inside)
+    return BlurredPool2d(*where, mode, layer.taps if layer.blur > 1 else None)
 
 
 def _plain_projection(layer: Project, orientations: int) -> OrientationPool2d:

@@ -64,7 +64,7 @@ def lift_norm_relu_pool(x: Tensor, lift: nn.Module, norm: nn.Module, pool: nn.Mo
     expect.image(x, lift, lift.in_channels)
     expect.on_grid(x, lift, lift.kernel_size, 1, 0)
     assert pool is None or isinstance(pool, GroupMaxPool2d | GroupAvgPool2d)
-    _expect_windows(pool, *(side - lift.kernel_size + 1 for side in x.shape[-2:]))
+    _expect_windows(1 if pool is None else pool.size, *(side - lift.kernel_size + 1 for side in x.shape[-2:]))
     taken = blurring.filter_of(pool) if isinstance(pool, GroupAvgPool2d) else 1 if pool is None else pool.size
     with gpu.at(x):
         return lifting.lift_norm_relu_pool(x.to(gpu.precision(x)), lift.kernels_for(x), norm, taken)
@@ -75,7 +75,7 @@ def norm_relu_pool(x: Tensor, norm: nn.Module, pool: nn.Module | None = None) ->
     assert isinstance(norm, GroupBatchNorm2d)
     assert pool is None or isinstance(pool, GroupMaxPool2d | GroupAvgPool2d)
     size = 1 if pool is None else pool.size
-    _expect_windows(pool, *x.shape[-2:])
+    _expect_windows(size, *x.shape[-2:])
     if not x.is_cuda:
         return cpu.norm_relu_pool(x, norm, pool=size)
     from rotopath.nn.kernels import blurring, normalising
@@ -92,7 +92,7 @@ def pool_alone(x: Tensor, pool: nn.Module) -> Tensor:
         from rotopath.nn.kernels import blurring
 
         assert isinstance(pool, GroupAvgPool2d)
-        _expect_windows(pool, *x.shape[-2:])
+        _expect_windows(pool.size, *x.shape[-2:])
         with gpu.at(x):
             return blurring.blur(x, pool)
     pooled: Tensor = pool(x)
@@ -117,15 +117,13 @@ def _is_blurred_root(pool: nn.Module) -> bool:
         type(pool) is GroupAvgPool2d
         and (pool.stride, pool.padding, pool.power) == (pool.size, 0, 2)
         and pool.blur <= 2 * pool.size + 1
-        and not (pool.inside and (pool.blur - 1) % pool.size)  # kernels take whole blocks of pixels
         and not _hooked(pool)
     )
 
 
-def _expect_windows(pool: GroupMaxPool2d | GroupAvgPool2d | None, height: int, width: int) -> None:
-    size, window = (1, 1) if pool is None else (pool.size, pool.window)
-    if height % size or width % size or min(height, width) < window:
-        raise ValueError(f"Windows of {window} do not cover features of {height} × {width} px evenly.")
+def _expect_windows(size: int, height: int, width: int) -> None:
+    if height % size or width % size:
+        raise ValueError(f"Windows of {size} do not cover features of {height} × {width} px evenly.")
 
 
 def _hooked(*layers: nn.Module) -> bool:

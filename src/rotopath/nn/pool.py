@@ -2,8 +2,7 @@
 
 What one pixel in two keeps depends on where it lies, which turns with the image by multiples of 90° only. With `blur`,
 windows lie at every pixel, and are smoothed by a binomial filter of that many taps before any are left out. At the rim
-of a map some taps find nothing, and the others count for them; `inside`, there are outputs only where all find
-something.
+of a map some taps find nothing, and the others count for them.
 """
 
 import math
@@ -17,14 +16,12 @@ from rotopath.nn import expect
 FAINT = 1e-6  # a mean square below which its root is made a parabola, so that it has a slope at 0
 
 
-def thin_out(pooled: Tensor, taps: Tensor, stride: int, inside: bool = False) -> Tensor:
+def thin_out(pooled: Tensor, taps: Tensor, stride: int) -> Tensor:
     """Blur what was pooled at every pixel of maps (B, C, H, W), and keep one in `stride`."""
     taps = taps.to(pooled)
-    channels, reach = pooled.shape[1], 0 if inside else taps.shape[0] // 2
+    channels, reach = pooled.shape[1], taps.shape[0] // 2
     filters = (taps[:, None] * taps).expand(channels, 1, -1, -1)
     blurred = F.conv2d(pooled, filters, stride=stride, padding=reach, groups=channels)
-    if inside:
-        return blurred
     line = taps.view(1, 1, -1)
     rows = F.conv1d(torch.ones_like(pooled[:1, :1, :, 0]), line, stride=stride, padding=reach)
     columns = F.conv1d(torch.ones_like(pooled[:1, :1, 0]), line, stride=stride, padding=reach)
@@ -40,9 +37,7 @@ def root(mean_square: Tensor, faint: float = FAINT) -> Tensor:
 class _GroupPool2d(nn.Module):
     taps: Tensor
 
-    def __init__(
-        self, size: int, stride: int | None = None, padding: int = 0, blur: int = 1, inside: bool = False
-    ) -> None:
+    def __init__(self, size: int, stride: int | None = None, padding: int = 0, blur: int = 1) -> None:
         super().__init__()
         stride = size if stride is None else stride
         expect.whole(self, size=size, stride=stride, blur=blur)
@@ -57,19 +52,13 @@ class _GroupPool2d(nn.Module):
         self.stride = stride
         self.padding = padding
         self.blur = blur
-        self.inside = inside
         if blur > 1:
             binomial = torch.tensor([float(math.comb(blur - 1, i)) for i in range(blur)])
             self.register_buffer("taps", binomial / 2 ** (blur - 1), persistent=False)
 
-    @property
-    def window(self) -> int:
-        """Pixels along an axis that there have to be for an output."""
-        return self.size + self.blur - 1 if self.inside else self.size
-
     def _fold(self, x: Tensor) -> Tensor:
         expect.features(x, self)
-        expect.on_grid(x, self, self.window, self.stride, self.padding)
+        expect.on_grid(x, self, self.size, self.stride, self.padding)
         return x.flatten(1, 2)  # (B, C·N, H, W)
 
     @property
@@ -77,12 +66,11 @@ class _GroupPool2d(nn.Module):
         return self.stride if self.blur == 1 else 1
 
     def _thin_out(self, pooled: Tensor) -> Tensor:
-        return pooled if self.blur == 1 else thin_out(pooled, self.taps, self.stride, self.inside)
+        return pooled if self.blur == 1 else thin_out(pooled, self.taps, self.stride)
 
     def extra_repr(self) -> str:
         blur = "" if self.blur == 1 else f", blur={self.blur}"
-        inside = ", inside=True" if self.inside else ""
-        return f"{self.size}, stride={self.stride}, padding={self.padding}{blur}{inside}"
+        return f"{self.size}, stride={self.stride}, padding={self.padding}{blur}"
 
 
 class GroupMaxPool2d(_GroupPool2d):
@@ -111,16 +99,8 @@ class GroupAvgPool2d(_GroupPool2d):
     torch.Size([1, 8, 4, 32, 32])
     """
 
-    def __init__(
-        self,
-        size: int,
-        stride: int | None = None,
-        padding: int = 0,
-        blur: int = 1,
-        power: int = 1,
-        inside: bool = False,
-    ) -> None:
-        super().__init__(size, stride, padding, blur, inside)
+    def __init__(self, size: int, stride: int | None = None, padding: int = 0, blur: int = 1, power: int = 1) -> None:
+        super().__init__(size, stride, padding, blur)
         expect.choice(self, (1, 2), power=power)
         self.power = power
 

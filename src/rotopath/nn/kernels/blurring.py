@@ -32,7 +32,7 @@ def blur(x: Tensor, pool: GroupAvgPool2d) -> Tensor:
 
 
 def filter_of(pool: GroupAvgPool2d) -> Filter:
-    return Filter(pool.size, pool.blur, pool.inside)
+    return Filter(pool.size, pool.blur)
 
 
 class NormReluBlur(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """Pools that blur as filters along an axis, in blocks of as many pixels as their stride.
 
-In: a pool. Out: how many outputs it has, at which blocks they lie, and what each takes of the pixels about it.
+In: a pool. Out: what each of its outputs, one a block, takes of the pixels about it.
 """
 
 from functools import cache
@@ -18,20 +18,6 @@ class Filter(NamedTuple):
 
     size: int
     blur: int
-    inside: bool = False  # only where all taps find something
-
-    @property
-    def blocks(self) -> int:
-        """Of size × size pixels, along an axis, that an output needs."""
-        return (self.size + self.blur - 1) // self.size if self.inside else 1
-
-    @property
-    def lead(self) -> int:
-        """Blocks before the one that an output lies at, of those that it needs."""
-        return self.blocks // 3
-
-    def count_outputs(self, pixels: int) -> int:
-        return pixels // self.size - self.blocks + 1
 
 
 def find_both_weights(x: Tensor, pool: Filter) -> tuple[Tensor, Tensor]:
@@ -44,14 +30,12 @@ def find_both_weights(x: Tensor, pool: Filter) -> tuple[Tensor, Tensor]:
 def _find_weights(blocks: int, pool: Filter, device: torch.device) -> Tensor:
     """What the output at each block along an axis takes of the pixels in it and next to it, (blocks + 2, 3 · size).
 
-    0 beyond the rim, and where there is no output.
+    0 beyond the rim.
     """
     few, size = min(blocks, 5), pool.size  # of more, all in the middle are alike
     pixels = few * size
-    single = torch.eye(pixels, dtype=torch.float64).view(pixels, 1, 1, pixels, 1)
-    single = single.expand(-1, -1, -1, -1, size * pool.blocks)
-    seen = GroupAvgPool2d(size, blur=pool.blur, inside=pool.inside).double()(single).view(pixels, -1)
-    seen = F.pad(seen, (pool.lead, few - pool.lead - seen.shape[1]))
+    single = torch.eye(pixels, dtype=torch.float64).view(pixels, 1, 1, pixels, 1).expand(-1, -1, -1, -1, size)
+    seen = GroupAvgPool2d(size, blur=pool.blur).double()(single).view(pixels, few)
     windows = F.pad(seen, (0, 0, size, size)).unfold(0, 3 * size, size)  # (blocks, outputs, 3 · size)
     weights = windows.diagonal(dim1=0, dim2=1).T  # (outputs, 3 · size)
     weights = torch.cat([weights[: few // 2], weights[few // 2].expand(blocks - few + 1, -1), weights[few // 2 + 1 :]])

@@ -37,13 +37,11 @@ def _find_place(item, strips, wide, down, chunks, chunk, ROWS: tl.constexpr):
 @triton.jit
 def _forward(
     x, y, mean, inverse, weight, bias, weights_down, weights_across,
-    faint, strips, columns, down, across, high, wide, chunks, chunk,
-    NORM: tl.constexpr, N: tl.constexpr, S: tl.constexpr, LEAD: tl.constexpr,
+    faint, strips, columns, down, across, chunks, chunk,
+    NORM: tl.constexpr, N: tl.constexpr, S: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Strips are two blocks wide, whose outputs share pixels. Of the down × across blocks of an image, high × wide have
-    an output, from block LEAD on.
-    """
+    """Strips are two outputs wide, which share pixels. There are down × across outputs in an image."""
     columns = columns // UNIT * UNIT  # so that the compiler knows how many numbers can be read at once
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (column < columns)[None, :]
@@ -53,10 +51,10 @@ def _forward(
         tl.program_id(0), strips, (across + 1) // 2, down, chunks, chunk, ROWS
     )
     left *= 2
-    seen = (there & (left >= LEAD) & (left - LEAD < wide))[:, None] & inside
-    both = (there & (left + 1 - LEAD < wide))[:, None] & inside
+    seen = there[:, None] & inside
+    both = (there & (left + 1 < across))[:, None] & inside
     features = x + (image * down * S * across * S)[:, None] * columns + column[None, :]
-    answers = y + (image * high * wide + left - LEAD)[:, None] * columns + column[None, :]
+    answers = y + (image * down * across + left)[:, None] * columns + column[None, :]
     left_above = tl.zeros([ROWS, COLUMNS], tl.float32)  # sums of the outputs above a row of blocks, and at its height
     right_above = tl.zeros([ROWS, COLUMNS], tl.float32)
     left_here = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -89,15 +87,14 @@ def _forward(
             right_above += to_above * right_sum
             right_here += to_here * right_sum
             right_below += to_below * right_sum
-        row = block - 1 - LEAD
-        if (block > start) & (row >= 0) & (row < high):
-            place = answers + row * wide * columns
+        if block > start:
+            place = answers + (block - 1) * across * columns
             tl.store(place, tl.sqrt(left_above + faint) - tl.sqrt(faint), mask=seen)
             tl.store(place + columns, tl.sqrt(right_above + faint) - tl.sqrt(faint), mask=both)
         left_above, right_above = left_here, right_here
         left_here, right_here = left_below, right_below
-    if (stop == down) & (stop - 1 - LEAD < high):
-        place = answers + (stop - 1 - LEAD) * wide * columns
+    if stop == down:
+        place = answers + (stop - 1) * across * columns
         tl.store(place, tl.sqrt(left_above + faint) - tl.sqrt(faint), mask=seen)
         tl.store(place + columns, tl.sqrt(right_above + faint) - tl.sqrt(faint), mask=both)
 
@@ -112,12 +109,6 @@ def _divide_by_root(dy, y, halved, count, root, FLAT: tl.constexpr):
 
 
 @triton.jit
-def _hold(place, count):
-    """The nearest place that there is."""
-    return tl.minimum(tl.maximum(place, 0), count - 1)
-
-
-@triton.jit
 def _spread(before, at, behind, weight_before, weight_at, weight_behind, row, inside):
     """What a row of outputs gives to pixels, but for the weights of rows: the outputs next to and at each."""
     total = weight_before[:, None] * tl.load(before + row, mask=inside).to(tl.float32)
@@ -128,10 +119,9 @@ def _spread(before, at, behind, weight_before, weight_at, weight_behind, row, in
 @triton.jit
 def _backward(
     x, halved, dx, mean, inverse, weight, bias, d_weight, d_bias, sums, products, weights_down, weights_across,
-    strips, columns, down, across, high, wide, chunks, chunk, steps, count,
+    strips, columns, down, across, chunks, chunk, steps, count,
     NORM: tl.constexpr, WRITE: tl.constexpr,
-    N: tl.constexpr, S: tl.constexpr, LEAD: tl.constexpr,
-    UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    N: tl.constexpr, S: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Strips are one pixel wide. Of batch norm, the sums that gradients take are found first."""
     columns = columns // UNIT * UNIT  # so that the compiler knows how many numbers can be read at once
@@ -153,24 +143,23 @@ def _backward(
         seen = there[:, None] & inside
         features = (image * down * S * across * S + pixel)[:, None] * columns + column[None, :]
         output = pixel // S
-        outputs = halved + (image * high * wide)[:, None] * columns + column[None, :]
-        # Where there is no output there is no share of it; one that there is is read in its place.
-        before = outputs + (_hold(output - 1 - LEAD, wide) * columns)[:, None]
-        at = outputs + (_hold(output - LEAD, wide) * columns)[:, None]
-        behind = outputs + (_hold(output + 1 - LEAD, wide) * columns)[:, None]
+        outputs = halved + (image * down * across)[:, None] * columns + column[None, :]
+        before = outputs + (tl.maximum(output - 1, 0) * columns)[:, None]  # of which beyond the rim there is no share
+        at = outputs + (output * columns)[:, None]
+        behind = outputs + (tl.minimum(output + 1, across - 1) * columns)[:, None]
         share = weights_across + pixel % S
         weight_before = tl.load(share + (output * 3 + 2) * S, mask=there, other=0.0)
         weight_at = tl.load(share + ((output + 1) * 3 + 1) * S, mask=there, other=0.0)
         weight_behind = tl.load(share + (output + 2) * 3 * S, mask=there, other=0.0)
-        row = _hold(start - 1 - LEAD, high) * wide * columns
+        wide = across * columns
+        row = tl.maximum(start - 1, 0) * wide
         above = _spread(before, at, behind, weight_before, weight_at, weight_behind, row, inside)
-        row = _hold(start - LEAD, high) * wide * columns
-        here = _spread(before, at, behind, weight_before, weight_at, weight_behind, row, inside)
+        here = _spread(before, at, behind, weight_before, weight_at, weight_behind, start * wide, inside)
         for block in range(start, stop):
-            row = _hold(block + 1 - LEAD, high) * wide * columns
+            row = tl.minimum(block + 1, down - 1) * wide
             below = _spread(before, at, behind, weight_before, weight_at, weight_behind, row, inside)
             for i in tl.static_range(S):
-                place = features + (block * S + i) * across * S * columns
+                place = features + (block * S + i) * wide * S
                 value = tl.load(x + place, mask=inside).to(tl.float32)
                 gradient = tl.load(weights_down + (block * 3 + 2) * S + i) * above
                 gradient += tl.load(weights_down + ((block + 1) * 3 + 1) * S + i) * here
@@ -199,13 +188,13 @@ def apply(x: Tensor, pool: Filter, line: Sequence[Tensor] = ()) -> Tensor:
     """The pool, behind ReLU and batch norm by a line: mean, inverse deviation, weight and bias of each channel."""
     batch, height, width, channels, n = x.shape
     down, across, columns = height // pool.size, width // pool.size, channels * n
-    y = x.new_empty(batch, pool.count_outputs(height), pool.count_outputs(width), channels, n)
+    y = x.new_empty(batch, down, across, channels, n)
     strips = batch * triton.cdiv(across, 2)
     tiles, chunks, chunk, tile = _cut(FORWARD_TILE, strips, down, columns)
     _forward[tiles * chunks, triton.cdiv(columns, tile[-1])](
         *(x, y, *(line or 4 * (None,)), *find_both_weights(x, pool)),
-        *(FAINT, strips, columns, down, across, *y.shape[1:3], chunks, chunk),
-        *(bool(line), n, pool.size, pool.lead, *tile),
+        *(FAINT, strips, columns, down, across, chunks, chunk),
+        *(bool(line), n, pool.size, *tile),
         num_warps=WARPS,
     )
     return y
@@ -221,12 +210,12 @@ def halve(dy: Tensor, y: Tensor) -> Tensor:
 
 def find_sums(x: Tensor, halved: Tensor, pool: Filter, line: Sequence[Tensor]) -> Tensor:
     """Sums by parts of the gradient behind the line, and of its products with normalised features, (2, parts, C·N)."""
-    tiles, shape, tile = _cut_back(x, halved, pool.size)
+    tiles, shape, tile = _cut_back(x, pool.size)
     programs, steps = divide(tiles, 1)
     sums = torch.empty(2, programs, x.shape[3] * x.shape[4], device=x.device, dtype=torch.float32)
     _backward[programs, triton.cdiv(sums.shape[2], tile[-1])](
         *(x, halved, None, *line, None, None, *sums, *find_both_weights(x, pool), *shape, steps, 0),
-        *(True, False, x.shape[4], pool.size, pool.lead, *tile),
+        *(True, False, x.shape[4], pool.size, *tile),
         num_warps=WARPS,
     )
     return sums
@@ -236,24 +225,23 @@ def find_gradient(
     x: Tensor, halved: Tensor, pool: Filter, line: Sequence[Tensor] = (), d_line: Sequence[Tensor] = ()
 ) -> Tensor:
     """That of the features, for gradients of weight and bias; without them that behind the line, if there is one."""
-    tiles, shape, tile = _cut_back(x, halved, pool.size)
+    tiles, shape, tile = _cut_back(x, pool.size)
     gradient = torch.empty_like(x)
     count = x.numel() // x.shape[3]
     given = (*(line or 4 * (None,)), *(d_line or 2 * (None,)), None, None)
     _backward[tiles, triton.cdiv(x.shape[3] * x.shape[4], tile[-1])](
         *(x, halved, gradient, *given, *find_both_weights(x, pool), *shape, 1, count),
-        *(bool(line), True, x.shape[4], pool.size, pool.lead, *tile),
+        *(bool(line), True, x.shape[4], pool.size, *tile),
         num_warps=WARPS,
     )
     return gradient
 
 
-def _cut_back(x: Tensor, halved: Tensor, size: int) -> tuple[int, tuple[int, ...], tuple[int, int, int]]:
+def _cut_back(x: Tensor, size: int) -> tuple[int, tuple[int, ...], tuple[int, int, int]]:
     """Tiles of features whose gradients are looked for; what they are cut from, and how; unit, rows and columns."""
     batch, height, width, channels, n = x.shape
     tiles, chunks, chunk, tile = _cut(BACKWARD_TILE, batch * width, height // size, channels * n)
-    shape = (batch * width, channels * n, height // size, width // size, *halved.shape[1:3], chunks, chunk)
-    return tiles * chunks, shape, tile
+    return tiles * chunks, (batch * width, channels * n, height // size, width // size, chunks, chunk), tile
 
 
 def _cut(numbers: int, strips: int, down: int, columns: int) -> tuple[int, int, int, tuple[int, int, int]]:
