@@ -3,9 +3,9 @@
     .venv/bin/python benchmarks/step.py [cuda] [--batch 512 64] [--rounds 15] [--without compiled]
 
 A step is forward, loss, backward and SGD with momentum; in bfloat16 (autocast) on a GPU, where cuDNN looks for the
-fastest convolutions, in float32 on the CPU. All take turns on the same batch. Errors are those of the first logits and
-gradients, all together, against float64; where one is large, and more than twice that of torch's own layers in the same
-precision, the run ends with a sentence.
+fastest convolutions, in float32 on the CPU. All take turns on the same batch. Errors are those of logits and gradients,
+all together, of one more step behind those that were measured, against float64 with the same weights; where one is
+large, and more than twice that of torch's own layers in the same precision, the run ends with a sentence.
 """
 
 import argparse
@@ -35,6 +35,8 @@ ROUNDING = {"error of logits": 1e-3, "error of gradients": 0.2}
 class Training:
     """A network, its optimiser and the batch that it sees at every step."""
 
+    logits: Tensor  # of the last step, which a recorded one writes to where they are
+
     def __init__(self, model: nn.Module, images: Tensor, labels: Tensor) -> None:
         self.model = model.to(images.device).train()
         self.images, self.labels = images, labels
@@ -44,24 +46,22 @@ class Training:
         mixed = self.images.is_cuda and self.images.dtype == torch.float32  # and not float64
         return torch.autocast(self.images.device.type, torch.bfloat16, enabled=mixed)
 
-    def find_gradients(self) -> Tensor:
-        """The logits, of which the weights have their gradients."""
+    def find_gradients(self) -> None:
         self.optimiser.zero_grad(set_to_none=True)
         with self.autocast():
             logits: Tensor = self.model(self.images)
         loss = binary_cross_entropy_with_logits(logits.flatten().to(self.labels), self.labels)
         loss.backward()  # type: ignore[no-untyped-call]
-        return logits.detach()
+        self.logits = logits.detach()
 
     def step(self) -> None:
         self.find_gradients()
         self.optimiser.step()
 
-    def answers(self) -> list[Tensor]:
-        """Logits, and all gradients in one vector, in float64."""
-        logits = self.find_gradients()
+    def answers(self) -> dict[str, Tensor]:
+        """What the last step found: logits, and all gradients in one vector, in float64."""
         gradients = torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None])
-        return [logits.double(), gradients.double()]
+        return {"logits": self.logits.double(), "gradients": gradients.double()}
 
 
 def with_torchs_layers(network: Network) -> Network:
@@ -121,9 +121,15 @@ def faithful(network: Network) -> Network:
     return rp.models.tumor(network.orientations, preset="faithful").to(next(network.parameters()).device)
 
 
-def reference(network: Network, images: Tensor, labels: Tensor) -> list[Tensor]:
-    """What the first step should find, in float64 by torch's own layers."""
-    return Training(with_torchs_layers(network).double(), images.double(), labels.double()).answers()
+def find_errors(training: Training, step: Callable[[], object], design: Network) -> dict[str, str]:
+    """Those of one more step, against what torch's own layers find with the same weights in float64."""
+    network = with_torchs_layers(design)
+    network.load_state_dict(training.model.state_dict())
+    exact = Training(network.double(), training.images.double(), training.labels.double())
+    exact.find_gradients()
+    step()
+    pairs = [(what, got, exact.answers()[what]) for what, got in training.answers().items()]
+    return {what: f"{float((got - wanted).norm() / wanted.norm()):.1e}" for what, got, wanted in pairs}
 
 
 def compare(
@@ -134,36 +140,33 @@ def compare(
     side = network.architecture.input_px
     images = torch.rand(batch, 3, side, side, generator=generator).to(device)
     labels = torch.randint(2, (batch,), generator=generator).float().to(device)
-    expected = {"rotopath": reference(network, images, labels)}
-    if device == "cuda":
-        expected["rotopath, faithful"] = reference(faithful(network), images, labels)
+    trainings: dict[str, Training] = {}
     steps: dict[str, Callable[[], object]] = {}
-    columns: dict[str, dict[str, str]] = {}
+    peaks: dict[str, str] = {}
 
     for name, make in leave_out(models(network, images), without, kept=("plain CNN", YARDSTICK)).items():
 
-        def start(name: str = name, make: Callable[[], nn.Module] = make) -> tuple[Callable[[], None], list[Tensor]]:
+        def start(name: str = name, make: Callable[[], nn.Module] = make) -> tuple[Training, Callable[[], None]]:
             training = Training(make(), images, labels)
-            answers = training.answers() if "rotopath" in name else []
             for _ in range(3):
                 training.step()
             forget_peak(name, device)
             step = replay.record_step(training.step) if "whole step" in name else training.step
             step()
-            return step, answers
+            return training, step
 
         if (built := build(f"{name}, batch of {batch}", start, device)) is not None:
-            (steps[name], answers), peak = built
-            errors = {"logits": "", "gradients": ""}
-            if answers:
-                design = max((one for one in expected if name.startswith(one)), key=len)
-                pairs = zip(errors, answers, expected[design], strict=True)
-                errors = {what: f"{float((got - wanted).norm() / wanted.norm()):.1e}" for what, got, wanted in pairs}
-            columns[name] = {"peak MiB": peak} | {f"error of {what}": error for what, error in errors.items()}
+            (trainings[name], steps[name]), peaks[name] = built
     times = measure(steps, device, rounds, AT_ONCE[device])
-    precision = "bfloat16" if device == "cuda" else "float32"
-    about = {"batch": batch, "precision": precision}
-    return [{"what": name, **about, **describe(times[name], times["plain CNN"]), **columns[name]} for name in steps]
+    rows: list[dict[str, object]] = []
+    for name, step in steps.items():
+        errors = {"logits": "", "gradients": ""}
+        if "rotopath" in name:
+            errors = find_errors(trainings[name], step, faithful(network) if "faithful" in name else network)
+        about = {"what": name, "batch": batch, "precision": "bfloat16" if device == "cuda" else "float32"}
+        found = {"peak MiB": peaks[name]} | {f"error of {what}": error for what, error in errors.items()}
+        rows.append(about | describe(times[name], times["plain CNN"]) | found)
+    return rows
 
 
 def check(rows: list[dict[str, object]]) -> None:
