@@ -1,12 +1,13 @@
 """What each addition to the paper's design brings: scores of its runs, and differences to `paper` with the same seeds.
 
-.venv/bin/python tools/additions.py runs/beyond [runs/samples/tumor] results/beyond.csv
+.venv/bin/python tools/additions.py runs/beyond [runs/…] results/beyond.csv
 
-In: the folder of a study whose parts are the additions; and, if one is named, a part of another study by the same
-recipe, of which the runs with all training data and as many orientations are taken. Out: a CSV, one row a network.
+In: folders of studies whose parts are the additions, each with a `paper` of its own that they are compared with. Out: a
+CSV, one row a network.
 """
 
 import csv
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +22,13 @@ from rotopath.runs import RunError
 from rotopath.study.results import Result, estimate, margin, read_results
 from rotopath.writing import replaced
 
-PAPER, SAME = "paper", "equal weights"
-PARTS = (PAPER, "faithful", "harmonic", "rms-blur", "reflections", "attention", "fourier", "channels", "float32")
+PAPER = "paper"
+NETWORK = ("orientations", "kernel", "pooling", "upsampling", "smoothing", "projection", "reflections", "widths_of")
+MAY_DIFFER = (*NETWORK, "precision", "seed")  # keys of recipes; all others have to be those of the paper's design
+PARTS = (
+    *(PAPER, "faithful", "harmonic", "rms-blur", "smoothing", "reflections", "attention", "fourier"),
+    *("equal-weights", "equal-channels", "float32"),
+)
 LAST_STEPS = 500
 NONE = "–"
 
@@ -71,6 +77,15 @@ def turning(name: str) -> Callable[[Result], float]:
     return read
 
 
+def validated(name: str) -> Callable[[Result], float]:
+    """A reader of scores of the validation set."""
+
+    def read(result: Result) -> float:
+        return float(json.loads((result.folder / runs.METRICS).read_text(encoding="utf-8"))["valid"][name])
+
+    return read
+
+
 def read_loss(result: Result) -> float:
     """The mean training loss of the last steps."""
     with (result.folder / runs.LOG).open(newline="") as file:
@@ -82,23 +97,23 @@ AUC = Measure("AUC", lambda one: float(one.scores["auc"]), 4)
 DEVIATION = Measure("deviation over angles", turning("deviation"), 4)
 CHANGED = Measure("changed decisions, %", turning("changed"), 1, 100)
 LOSS = Measure("training loss", read_loss, 3)
+VALIDATION = (
+    Measure("validation accuracy", validated("accuracy"), 4),
+    Measure("validation AUC", validated("auc"), 4),
+)
 
 
-def read_networks(study: Path, beside: Path | None = None) -> Networks:
-    """Those of a study, the paper's first, and those of another study's part that stand beside them."""
+def read_networks(study: Path) -> Networks:
+    """Those of a study, the paper's first."""
     found: Networks = {}
     for one in sorted((one for one in read_results(study) if one.rotations == 1), key=_order):
         found.setdefault((one.part, one.recipe.orientations), []).append(one)
     bases = [members for (part, _), members in found.items() if part == PAPER]
     if len(bases) != 1:
         raise RunError(f"{study} has {len(bases)} networks in {PAPER!r}; one, to compare others with, is expected.")
-    if beside is not None:
-        orientations = {n for _, n in found}
-        for one in read_results(beside.parent):
-            whole = one.rotations == 1 and one.recipe.regime in (None, 1)
-            if one.part == beside.name and whole and one.recipe.orientations in orientations:
-                _check_same(one, bases[0][0])
-                found.setdefault((SAME, one.recipe.orientations), []).append(one)
+    for members in found.values():
+        for one in members:
+            _check_alike(one, bases[0][0])
     return found
 
 
@@ -107,9 +122,9 @@ def _order(result: Result) -> tuple[int, str, int]:
     return place, result.part, result.recipe.seed
 
 
-def _check_same(one: Result, base: Result) -> None:
-    """Refuse a run whose recipe differs from the paper's in more than orientations and seed."""
-    alike = replace(one.recipe, orientations=base.recipe.orientations, regime=base.recipe.regime, seed=base.recipe.seed)
+def _check_alike(one: Result, base: Result) -> None:
+    """Refuse a run that was trained otherwise than the paper's design."""
+    alike = replace(one.recipe, **{key: getattr(base.recipe, key) for key in MAY_DIFFER})
     if key := changed_key(alike, base.recipe):
         raise RunError(f"{one.folder} has another {key!r} than {base.folder}, so the two cannot be compared.")
 
@@ -123,8 +138,9 @@ def tabulate(networks: Networks) -> list[dict[str, str]]:
             "part": part,
             "N": str(n),
             "weights": str(count_weights(members[0])),
+            "steps": str(members[0].recipe.epochs * members[0].recipe.steps),
             "seeds": str(len(members)),
-            **{measure.name: measure.spread(members) for measure in (ACCURACY, AUC, DEVIATION, CHANGED, LOSS)},
+            **{one.name: one.spread(members) for one in (ACCURACY, AUC, DEVIATION, CHANGED, LOSS, *VALIDATION)},
             **compare(members, {} if members is base else by_seed),
         }
         for (part, n), members in networks.items()
@@ -151,11 +167,10 @@ def count_weights(result: Result) -> int:
 
 
 def main() -> None:
-    if len(sys.argv) not in (3, 4):
-        raise SystemExit("Name the folder of a study, a part of another one if you like, and the CSV to write.")
-    study, *beside = map(Path, sys.argv[1:-1])
+    if len(sys.argv) < 3:
+        raise SystemExit("Name the folder of a study, or of several, and the CSV to write.")
     try:
-        rows = tabulate(read_networks(study, *beside))
+        rows = [row for study in sys.argv[1:-1] for row in tabulate(read_networks(Path(study)))]
     except RunError as error:
         raise SystemExit(str(error)) from None
     out = Path(sys.argv[-1])
