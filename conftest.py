@@ -17,4 +17,5 @@ if not torch.cuda.is_available():
 def _repeatable(doctest_namespace: dict[str, object]) -> None:
     torch.set_num_threads(1)  # test processes share the cores
     torch.manual_seed(0)
+    torch.backends.cudnn.allow_tf32 = False  # float32 is meant where it is said, on a GPU too
     doctest_namespace.update(torch=torch, rp=rotopath)

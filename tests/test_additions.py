@@ -9,6 +9,7 @@ from additions import compare, main, read_networks, tabulate
 
 from rotopath import runs
 from rotopath.recipe import make_recipe, write_recipe
+from rotopath.runs import RunError
 from rotopath.study.results import read_results
 
 
@@ -49,6 +50,7 @@ def test_rows_of_known_scores(tmp_path: Path) -> None:
     assert faithful["changed decisions, %"] == "16.4 ± 1.8"
     assert faithful["training loss"] == "0.500 ± 0.000"
     assert (attention["validation accuracy"], attention["validation AUC"]) == ("0.7900", "0.6900")
+    assert paper["steps"] == "10000"
     assert faithful["accuracy minus paper"] == "+0.0500 [+0.0500, +0.0500]"
     assert faithful["with other patches"] != "[+0.0500, +0.0500]", "other patches would not be all alike"
     assert faithful["AUC minus paper"] == "+0.0200 [-0.0048, +0.0448]", "Student's t of the pairs: 4.303 · 0.01 / √3"
@@ -64,32 +66,20 @@ def test_without_a_common_seed_there_is_no_difference(tmp_path: Path) -> None:
     assert set(compare([one], {7: one}).values()) == {"–"}
 
 
-def test_channels_count_as_what_they_are(tmp_path: Path) -> None:
-    study = make_study(tmp_path / "study")
-    make_run(study / "equal-channels", 0, 0.9, orientations=16, widths_of=8)
-    make_run(study / "equal-weights", 0, 0.9, orientations=16)
-    rows = tabulate(read_networks(study))[-2:]
-    assert [(row["part"], row["N"], row["weights"]) for row in rows] == [
-        ("equal-weights", "16", "82411"),
-        ("equal-channels", "16", "172423"),
-    ]
-
-
-def test_each_study_is_compared_with_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, epochs, auc in (("short", 2, 0.9), ("long", 3, 0.8)):
-        make_run(tmp_path / name / "paper", 0, auc, epochs=epochs, steps=7)
-        make_run(tmp_path / name / "faithful", 0, 0.85, epochs=epochs, steps=7, kernel="harmonic")
-    folders = [str(tmp_path / name) for name in ("short", "long")]
-    monkeypatch.setattr("sys.argv", ["additions.py", *folders, str(out := tmp_path / "table.csv")])
-    main()
-    with out.open(newline="") as file:
-        rows = [(row["part"], row["steps"], row["AUC minus paper"]) for row in csv.DictReader(file)]
-    assert rows == [
-        ("paper", "14", "–"),
-        ("faithful", "14", "-0.0500"),
-        ("paper", "21", "–"),
-        ("faithful", "21", "+0.0500"),
-    ]
+def test_runs_of_another_study_by_the_same_recipe_stand_beside(tmp_path: Path) -> None:
+    study, part = make_study(tmp_path / "study"), tmp_path / "samples" / "tumor"
+    make_run(study / "channels", 0, 0.9, orientations=16, widths_of=8)
+    make_run(part, 0, 0.95, orientations=16, regime=1.0)
+    make_run(part, 0, 0.5, orientations=16, regime=0.5)  # of less data
+    make_run(part, 0, 0.5, orientations=4, regime=1.0)  # no network of the study has as many
+    make_run(part.with_name("nuclei"), 0, 0.5, orientations=16)
+    *_, wide, beside = tabulate(read_networks(study, part))
+    assert [wide["part"], wide["N"], wide["weights"]] == ["channels", "16", "172423"]
+    assert [beside[name] for name in ("part", "N", "weights", "seeds")] == ["equal weights", "16", "82411", "1"]
+    assert beside["AUC minus paper"] == "+0.0500"
+    make_run(part, 1, 0.95, orientations=8, learning_rate=0.5)
+    with pytest.raises(RunError, match="another 'learning_rate' than"):
+        read_networks(study, part)
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +91,8 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, monkeypatch: pytest.
     make_run(study / "paper", 0, 0.9, turned=False)
     with pytest.raises(SystemExit, match=r"evaluated without turned inputs; run `rotopath evaluate .* --robustness`"):
         main()
-    make_run(study / "harmonic", 1, 0.95, kernel="harmonic", learning_rate=0.5)
-    with pytest.raises(SystemExit, match="another 'learning_rate' than"):
+    make_run(study / "harmonic", 1, 0.95, kernel="harmonic", epochs=3)
+    with pytest.raises(SystemExit, match="another 'epochs' than"):
         main()
     monkeypatch.setattr("sys.argv", ["additions.py", str(study)])
     with pytest.raises(SystemExit, match="Name the folder of a study"):

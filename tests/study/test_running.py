@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from rotopath.study.running import Future
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}  # the same rounding everywhere
 ROTOPATH = (sys.executable, "-m", "rotopath", "study")
+PATIENCE_S = 300  # with processes that start on a busy machine; what hangs, hangs longer
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +60,7 @@ def finished(shared: Path) -> Path:
 
 
 def call(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*ROTOPATH, *words], capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+    return subprocess.run([*ROTOPATH, *words], capture_output=True, text=True, timeout=PATIENCE_S, env=ENVIRONMENT)
 
 
 def tables(out: Path) -> list[str]:
@@ -66,8 +68,8 @@ def tables(out: Path) -> list[str]:
     return [(report / f"{name}.csv").read_text() for name in ("results", "summary")]
 
 
-def wait_for(seen: Path, within_s: float = 60) -> None:
-    deadline = time.monotonic() + within_s
+def wait_for(seen: Path) -> None:
+    deadline = time.monotonic() + PATIENCE_S
     while not seen.exists():
         assert time.monotonic() < deadline, f"{seen} did not appear"
         time.sleep(0.05)
@@ -117,7 +119,7 @@ def test_a_job_ends_with_a_parent_that_died_before_it_began(study: Path, tmp_pat
     recipe = tmp_path / "N4-seed0.toml"
     recipe.write_text((study.parent / "r.toml").read_text().replace("steps = 8", "steps = 100000"))
     job = [sys.executable, "-m", "rotopath.study", str(recipe), "1", str(gone.pid)]
-    done = subprocess.run(job, env=ENVIRONMENT, timeout=60, check=False)
+    done = subprocess.run(job, env=ENVIRONMENT, timeout=PATIENCE_S, check=False)
     assert done.returncode == 1
     assert not (tmp_path / "N4-seed0" / WEIGHTS).exists()
 
@@ -126,12 +128,11 @@ def test_ctrl_c_stops_all_runs_and_says_how_to_go_on(study: Path) -> None:
     out = study.parent / "stopped"
     command = [*ROTOPATH, "run", str(study), "--out", str(out), "--at-once", "1", "--set", "plain.set.steps=4000"]
     process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-    wait_for(place(out, "plain/N1-seed0", "progress"))
+    wait_for(out / "plain/N1-seed0/resume.ckpt")
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert f"stopped; the same command goes on with {out}" in said.replace("\n", "")
-    assert (out / "plain/N1-seed0/resume.ckpt").exists(), "it can go on"
     assert not place(out, "plain/N1-seed0", "stop").exists()
 
 
@@ -152,7 +153,9 @@ for _ in range(2):
     except KeyboardInterrupt:
         print("interrupted")
 """
-    said = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    said = subprocess.run(
+        [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert said.stdout.split() == ["interrupted", "interrupted"]
 
 
@@ -178,37 +181,39 @@ def test_no_study_and_no_cluster_are_said(study: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[tuple[str, list["subprocess.Popen[bytes]"]]]:
-    """A scheduler and two workers, each a process of its own."""
+def cluster(tmp_path: Path) -> Iterator[tuple[str, Callable[[], "subprocess.Popen[bytes]"]]]:
+    """The address of a scheduler, and a function that starts a worker; each is a process of its own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     address = f"tcp://127.0.0.1:{port}"
-    dask = [sys.executable, "-m", "dask"]
-    scheduler = [*dask, "scheduler", "--host", "127.0.0.1", "--port", str(port), "--no-dashboard"]
-    worker = [*dask, "worker", address, "--nthreads", "1", "--no-nanny", "--no-dashboard", "--resources", "GPU=1"]
+    processes: list[subprocess.Popen[bytes]] = []
     with (tmp_path / "dask.log").open("wb") as log:
-        processes = [
-            subprocess.Popen(words, env=ENVIRONMENT, stdout=log, stderr=log, cwd=tmp_path)
-            for words in (scheduler, worker, worker)
-        ]
-        yield address, processes[1:]
+
+        def start(*words: str) -> "subprocess.Popen[bytes]":
+            command = [sys.executable, "-m", "dask", *words, "--no-dashboard"]
+            processes.append(subprocess.Popen(command, env=ENVIRONMENT, stdout=log, stderr=log, cwd=tmp_path))
+            return processes[-1]
+
+        start("scheduler", "--host", "127.0.0.1", "--port", str(port))
+        yield address, partial(start, "worker", address, "--nthreads", "1", "--no-nanny", "--resources", "GPU=1")
         for process in processes:
             process.kill()
             process.wait()
 
 
 def test_a_study_survives_the_death_of_a_worker(
-    study: Path, finished: Path, cluster: tuple[str, list["subprocess.Popen[bytes]"]]
+    study: Path, finished: Path, cluster: tuple[str, Callable[[], "subprocess.Popen[bytes]"]]
 ) -> None:
-    address, workers = cluster
+    address, start_worker = cluster
     out = study.parent / "cluster"
     command = [*ROTOPATH, "run", str(study), "--out", str(out), "--cluster", address, "--at-once", "1"]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for(place(out, "turning/N4-seed0", "progress"))
+    first = start_worker()
     wait_for(place(out, "plain/N1-seed0", "progress"))
-    workers[0].kill()  # each worker has one run under way
-    said, complaints = process.communicate(timeout=200)
+    first.kill()  # its run is under way
+    start_worker()
+    said, complaints = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, complaints
     assert "2 of 2 done, 0 running, 0 failed" in said
     assert tables(out) == tables(finished)

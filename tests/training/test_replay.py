@@ -9,7 +9,10 @@ from rotopath.training import replay
 
 PRESETS = ("paper", "faithful")
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream"),  # graphs are recorded on one of their own
+]
 
 
 def move_to_where_it_is(net: nn.Module) -> list[Tensor]:

@@ -69,7 +69,7 @@ def train_and_die(chosen: Recipe, folder: Path, step: int) -> None:
 def killed(chosen: Recipe, folder: Path, step: int) -> None:
     process = multiprocessing.get_context("fork").Process(target=train_and_die, args=(chosen, folder, step))
     process.start()
-    process.join(120)
+    process.join(300)
     assert process.exitcode == -signal.SIGKILL
 
 
