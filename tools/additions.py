@@ -1,9 +1,9 @@
 """What each addition to the paper's design brings: scores of its runs, and differences to `paper` with the same seeds.
 
-.venv/bin/python tools/additions.py runs/beyond [runs/…] results/beyond.csv
+.venv/bin/python tools/additions.py runs/beyond [runs/samples/tumor] results/beyond.csv
 
-In: folders of studies whose parts are the additions, each with a `paper` of its own that they are compared with. Out: a
-CSV, one row a network.
+In: the folder of a study whose parts are the additions; and, if one is named, a part of another study by the same
+recipe, of which the runs with all training data and as many orientations are taken. Out: a CSV, one row a network.
 """
 
 import csv
@@ -22,13 +22,10 @@ from rotopath.runs import RunError
 from rotopath.study.results import Result, estimate, margin, read_results
 from rotopath.writing import replaced
 
-PAPER = "paper"
+PAPER, SAME = "paper", "equal weights"
+PARTS = (PAPER, "faithful", "harmonic", "rms-blur", "reflections", "attention", "fourier", "channels", "float32")
 NETWORK = ("orientations", "kernel", "pooling", "upsampling", "smoothing", "projection", "reflections", "widths_of")
 MAY_DIFFER = (*NETWORK, "precision", "seed")  # keys of recipes; all others have to be those of the paper's design
-PARTS = (
-    *(PAPER, "faithful", "harmonic", "rms-blur", "smoothing", "reflections", "attention", "fourier"),
-    *("equal-weights", "equal-channels", "float32"),
-)
 LAST_STEPS = 500
 NONE = "–"
 
@@ -103,14 +100,21 @@ VALIDATION = (
 )
 
 
-def read_networks(study: Path) -> Networks:
-    """Those of a study, the paper's first."""
+def read_networks(study: Path, beside: Path | None = None) -> Networks:
+    """Those of a study, the paper's first, and those of another study's part that stand beside them."""
     found: Networks = {}
     for one in sorted((one for one in read_results(study) if one.rotations == 1), key=_order):
         found.setdefault((one.part, one.recipe.orientations), []).append(one)
     bases = [members for (part, _), members in found.items() if part == PAPER]
     if len(bases) != 1:
         raise RunError(f"{study} has {len(bases)} networks in {PAPER!r}; one, to compare others with, is expected.")
+    if beside is not None:
+        orientations = {n for _, n in found}
+        for one in read_results(beside.parent):
+            whole = one.rotations == 1 and one.recipe.regime in (None, 1)
+            if one.part == beside.name and whole and one.recipe.orientations in orientations:
+                one = replace(one, recipe=replace(one.recipe, regime=None))  # 1 is all of the data as well
+                found.setdefault((SAME, one.recipe.orientations), []).append(one)
     for members in found.values():
         for one in members:
             _check_alike(one, bases[0][0])
@@ -167,10 +171,11 @@ def count_weights(result: Result) -> int:
 
 
 def main() -> None:
-    if len(sys.argv) < 3:
-        raise SystemExit("Name the folder of a study, or of several, and the CSV to write.")
+    if len(sys.argv) not in (3, 4):
+        raise SystemExit("Name the folder of a study, a part of another one if you like, and the CSV to write.")
+    study, *beside = map(Path, sys.argv[1:-1])
     try:
-        rows = [row for study in sys.argv[1:-1] for row in tabulate(read_networks(Path(study)))]
+        rows = tabulate(read_networks(study, *beside))
     except RunError as error:
         raise SystemExit(str(error)) from None
     out = Path(sys.argv[-1])
