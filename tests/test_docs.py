@@ -27,6 +27,19 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert (page.parent / target).exists(), f"{page.name} points to {target}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_headings_lead_to_one(page: Path) -> None:
+    for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text()):
+        there = page.parent / target if target else page
+        assert heading in anchors(there), f"{page.name} points to {target}#{heading}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What a heading is called in a link: its letters, digits and hyphens, with hyphens for spaces."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_the_readme_lists_every_layer() -> None:
     text = (ROOT / "README.md").read_text()
     assert [name for name in rp.nn.__all__ if f"`{name}" not in text] == []
@@ -55,6 +68,7 @@ def test_every_result_file_stands_in_the_docs_as_it_is() -> None:
         ("samples/rules.csv", range(4)),
         ("beyond.csv", range(9)),
         ("beyond.csv", [0, 1, *range(9, 14)]),  # differences to the paper's design
+        ("faithful.csv", [0, 3, *range(5, 12)]),
     ],
 )
 def test_the_page_of_results_says_what_the_study_found(table: str, columns: Sequence[int]) -> None:
