@@ -1,6 +1,7 @@
 """For tests and for the examples in docstrings, which may use `torch` and `rp` without importing them."""
 
 import os
+import signal
 from importlib.util import find_spec
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 import rotopath
 
 collect_ignore_glob = [] if find_spec("triton") else ["src/rotopath/nn/kernels/*.py"]
+# A suite in the background inherits that Ctrl-C is ignored, and so would the programs that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels then run on the CPU, slowly; read when they are imported
 

@@ -21,11 +21,14 @@ from typing import Any
 
 from record import record
 
+from rotopath.recipe import changed_key, read_recipe
+from rotopath.runs import RECIPE, WEIGHTS
+
 TASKS = {"mitosis": "f1", "nuclei": "f1", "tumor": "accuracy"}
 NETWORKS = ((1, "paper"), (8, "paper"), (8, "faithful"))
 SEEDS = (0, 1, 2)
 TISSUES = (0, 1, 2, 3)  # seeds of `rotopath data make`; the first is for training, validation and how answers turn
-# Of 60 px, the paper's windows, nearly all outputs of the faithful network lie where its filters reach beyond them.
+# Of 60 px, the paper's windows, all outputs of the faithful network lie where its filters reach beyond them.
 SETTINGS: dict[str, dict[str, object]] = {"nuclei": {"window_px": 124}}
 
 
@@ -51,12 +54,14 @@ def assess(options: argparse.Namespace, job: tuple[str, int, str, int]) -> dict[
     task, orientations, preset, seed = job
     run = options.out / f"{task}-N{orientations}-{preset}-seed{seed}"
     recipe = options.out / f"{task}.toml"
-    if not (run / "weights.safetensors").exists():
-        accelerator = "gpu" if options.device == "cuda" else "cpu"
-        changes = {"orientations": orientations, "preset": preset, "seed": seed}
-        changes |= {"steps": options.steps, "epochs": options.epochs}
-        words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
-        call("train", str(recipe), *words, "--set", f"accelerator={accelerator}", "--out", str(run))
+    keys = {"orientations": orientations, "preset": preset, "seed": seed}
+    keys |= {"steps": options.steps, "epochs": options.epochs}
+    keys["accelerator"] = "gpu" if options.device == "cuda" else "cpu"
+    changes = [f"{key}={value}" for key, value in keys.items()]
+    if not (run / WEIGHTS).exists():
+        call("train", str(recipe), *(word for change in changes for word in ("--set", change)), "--out", str(run))
+    elif key := changed_key(read_recipe(run / RECIPE), read_recipe(recipe, changes)):
+        raise SystemExit(f"{run} was trained with another {key!r}; delete it, or choose another folder with --out.")
     found = []
     for tissue in TISSUES:
         written = run / f"test-{tissue}.json"

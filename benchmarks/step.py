@@ -4,7 +4,7 @@
 
 A step is forward, loss, backward and SGD with momentum; in bfloat16 (autocast) on a GPU, where cuDNN looks for the
 fastest convolutions, in float32 on the CPU. All take turns on the same batch. Errors are those of logits and gradients,
-all together, of one more step behind those that were measured, against float64 with the same weights; where one is
+all together, of one more step after the measured ones, against float64 with the same weights; where one is
 large, and more than twice that of torch's own layers in the same precision, the run ends with a sentence.
 """
 
@@ -128,8 +128,11 @@ def find_errors(training: Training, step: Callable[[], object], design: Network)
     exact = Training(network.double(), training.images.double(), training.labels.double())
     exact.find_gradients()
     step()
-    pairs = [(what, got, exact.answers()[what]) for what, got in training.answers().items()]
-    return {what: f"{float((got - wanted).norm() / wanted.norm()):.1e}" for what, got, wanted in pairs}
+    wanted = exact.answers()
+    return {
+        what: f"{float((got - wanted[what]).norm() / wanted[what].norm()):.1e}"
+        for what, got in training.answers().items()
+    }
 
 
 def compare(

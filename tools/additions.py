@@ -113,7 +113,8 @@ def read_networks(study: Path, beside: Path | None = None) -> Networks:
         for one in read_results(beside.parent):
             whole = one.rotations == 1 and one.recipe.regime in (None, 1)
             if one.part == beside.name and whole and one.recipe.orientations in orientations:
-                one = replace(one, recipe=replace(one.recipe, regime=None))  # 1 is all of the data as well
+                regime = bases[0][0].recipe.regime  # 1 is all of the data as well as none
+                one = replace(one, recipe=replace(one.recipe, regime=regime))
                 found.setdefault((SAME, one.recipe.orientations), []).append(one)
     for members in found.values():
         for one in members:

@@ -98,6 +98,25 @@ def test_maps_stay_where_they_lie_until_weights_change_their_kind(layer: nn.Modu
         assert torch.equal(each, value)
 
 
+def test_maps_made_in_inference_mode_can_be_learned_by() -> None:
+    state = rp.nn.GroupConv2d(2, 2, 3, 4).state_dict()
+    with torch.device("meta"):
+        conv = rp.nn.GroupConv2d(2, 2, 3, 4)
+    with torch.inference_mode():
+        conv.load_state_dict(state, assign=True)
+    conv(torch.randn(1, 2, 4, 5, 5)).sum().backward()
+    assert conv.weight.grad.any()
+
+
+def test_maps_follow_weights_that_were_made_buffers() -> None:
+    project = rp.nn.Project("fourier", 2, 8)
+    weight = project.weight.detach()
+    del project.weight
+    project.register_buffer("weight", weight)
+    assert project.double()(torch.randn(1, 2, 8, 3, 3).double()).dtype == torch.float64
+    assert project.waves.dtype == torch.float64
+
+
 def test_dtypes_and_devices_reach_every_tensor() -> None:
     net = small_network()
     for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.float32):
@@ -180,8 +199,7 @@ def test_compiles_as_one_graph(build: type[nn.Module]) -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's own
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
-def test_compiles_to_code(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+def test_compiles_to_code(x: Tensor) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     net, x = small_network().eval().to(device), x.to(device)
     compiled = torch.compile(net, fullgraph=True)
@@ -221,7 +239,7 @@ def test_two_processes_share_gradients(tmp_path: Path) -> None:
 def test_exact_on_a_gpu(build: type[nn.Module]) -> None:
     net = build(orientations=8).cuda()
     x = torch.rand(2, 3, net.receptive_field, net.receptive_field, device="cuda")
-    assert rp.equivariance_error(net, x) < 5e-5, "rounding, which batch norms of sixteen values make larger"
+    assert rp.equivariance_error(net, x) < 5e-5  # rounding, which batch norms of sixteen values make larger
     assert rp.equivariance_error(net.double(), x.double()) < 1e-10
     with torch.autocast("cuda", dtype=torch.bfloat16):
         assert rp.equivariance_error(net.float(), x) < 0.1

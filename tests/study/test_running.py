@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,9 +69,10 @@ def tables(out: Path) -> list[str]:
     return [(report / f"{name}.csv").read_text() for name in ("results", "summary")]
 
 
-def wait_for(seen: Path) -> None:
+def wait_for(seen: Path, process: "subprocess.Popen[Any]") -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not seen.exists():
+        assert process.poll() is None, f"it ended before {seen} appeared"
         assert time.monotonic() < deadline, f"{seen} did not appear"
         time.sleep(0.05)
 
@@ -103,7 +105,7 @@ def test_a_study_that_is_killed_twice_ends_in_the_same_tables(study: Path, finis
     for number in range(2):
         process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
         if number == 0:
-            wait_for(place(out, "turning/N4-seed0", "progress"))
+            wait_for(place(out, "turning/N4-seed0", "progress"), process)
         time.sleep(random.uniform(0, 4))
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -128,11 +130,12 @@ def test_ctrl_c_stops_all_runs_and_says_how_to_go_on(study: Path) -> None:
     out = study.parent / "stopped"
     command = [*ROTOPATH, "run", str(study), "--out", str(out), "--at-once", "1", "--set", "plain.set.steps=4000"]
     process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
-    wait_for(out / "plain/N1-seed0/resume.ckpt")
+    wait_for(checkpoint := out / "plain/N1-seed0/resume.ckpt", process)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     assert f"stopped; the same command goes on with {out}" in said.replace("\n", "")
+    assert checkpoint.exists(), "it can go on"
     assert not place(out, "plain/N1-seed0", "stop").exists()
 
 
@@ -210,7 +213,7 @@ def test_a_study_survives_the_death_of_a_worker(
     command = [*ROTOPATH, "run", str(study), "--out", str(out), "--cluster", address, "--at-once", "1"]
     process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     first = start_worker()
-    wait_for(place(out, "plain/N1-seed0", "progress"))
+    wait_for(place(out, "plain/N1-seed0", "progress"), process)
     first.kill()  # its run is under way
     start_worker()
     said, complaints = process.communicate(timeout=PATIENCE_S)

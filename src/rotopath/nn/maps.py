@@ -1,8 +1,10 @@
 """Fixed maps of layers, such as those that turn kernels: buffers that follow from arguments, and are not saved."""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
 
@@ -20,7 +22,7 @@ class MappedModule(nn.Module):
     def register_map(self, name: str, make: Callable[[], Tensor]) -> None:
         """Register a map under a name, once there are weights; its maker gives it on the CPU, in float64."""
         self._makers[name] = make
-        self.register_buffer(name, make().to(next(self.parameters())), persistent=False)
+        self.register_buffer(name, self._make(name), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = self._maps()
@@ -37,6 +39,15 @@ class MappedModule(nn.Module):
 
     def _place(self, maps: dict[str, Tensor]) -> None:
         for name, known in maps.items():
-            weight = next(self.parameters())
+            weight = self._weight()
             stays = (known.device, known.dtype) == (weight.device, weight.dtype)
-            setattr(self, name, known if stays else self._makers[name]().to(weight))
+            setattr(self, name, known if stays else self._make(name))
+
+    def _make(self, name: str) -> Tensor:
+        with torch.inference_mode(False):  # for one that is made there gradients could never be found
+            return self._makers[name]().to(self._weight())
+
+    def _weight(self) -> Tensor:
+        """A parameter; or a buffer, if someone made buffers of all parameters."""
+        buffers = (buffer for name, buffer in self.named_buffers() if name not in self._makers)
+        return next(chain(self.parameters(), buffers))

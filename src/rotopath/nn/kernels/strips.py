@@ -144,22 +144,22 @@ def _backward(
         features = (image * down * S * across * S + pixel)[:, None] * columns + column[None, :]
         output = pixel // S
         outputs = halved + (image * down * across)[:, None] * columns + column[None, :]
-        before = outputs + (tl.maximum(output - 1, 0) * columns)[:, None]  # of which beyond the rim there is no share
+        before = outputs + (tl.maximum(output - 1, 0) * columns)[:, None]  # beyond the rim its weight is 0
         at = outputs + (output * columns)[:, None]
         behind = outputs + (tl.minimum(output + 1, across - 1) * columns)[:, None]
         share = weights_across + pixel % S
         weight_before = tl.load(share + (output * 3 + 2) * S, mask=there, other=0.0)
         weight_at = tl.load(share + ((output + 1) * 3 + 1) * S, mask=there, other=0.0)
         weight_behind = tl.load(share + (output + 2) * 3 * S, mask=there, other=0.0)
-        wide = across * columns
-        row = tl.maximum(start - 1, 0) * wide
+        length = across * columns  # of a row of outputs
+        row = tl.maximum(start - 1, 0) * length
         above = _spread(before, at, behind, weight_before, weight_at, weight_behind, row, inside)
-        here = _spread(before, at, behind, weight_before, weight_at, weight_behind, start * wide, inside)
+        here = _spread(before, at, behind, weight_before, weight_at, weight_behind, start * length, inside)
         for block in range(start, stop):
-            row = tl.minimum(block + 1, down - 1) * wide
+            row = tl.minimum(block + 1, down - 1) * length
             below = _spread(before, at, behind, weight_before, weight_at, weight_behind, row, inside)
             for i in tl.static_range(S):
-                place = features + (block * S + i) * wide * S
+                place = features + (block * S + i) * length * S
                 value = tl.load(x + place, mask=inside).to(tl.float32)
                 gradient = tl.load(weights_down + (block * 3 + 2) * S + i) * above
                 gradient += tl.load(weights_down + ((block + 1) * 3 + 1) * S + i) * here
