@@ -95,7 +95,7 @@ def test_maps_stay_where_they_lie_until_weights_change_their_kind(layer: nn.Modu
     assert maps, "there are some"
     assert [each.data_ptr() for each in layer.buffers()] == [each.data_ptr() for each in maps]
     for each, value in zip(layer.double().float().buffers(), values, strict=True):
-        assert torch.equal(each, value)
+        torch.testing.assert_close(each, value)
 
 
 def test_maps_made_in_inference_mode_can_be_learned_by() -> None:
