@@ -8,11 +8,10 @@ import h5py
 import numpy as np
 from PIL import Image
 
-RNG = np.random.default_rng(0)
 
-
-def pixels(height: int, width: int) -> np.ndarray:
-    return RNG.integers(0, 256, (height, width, 3), dtype=np.uint8)
+def pixels(height: int, width: int, *seed: int) -> np.ndarray:
+    """Random ones; always the same for a seed, whatever else has run before."""
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
 def write_image(path: Path, image: np.ndarray) -> Path:
@@ -39,7 +38,7 @@ def amida13(root: Path, cases: Iterable[int] = range(1, 24), size: tuple[int, in
     for case in cases:
         part = f"mitoses_image_data_part_{1 if case <= 12 else 2}"
         for field in ("01", "02"):
-            write_image(root / part / f"{case:02d}" / f"{field}.tif", pixels(*size))
+            write_image(root / part / f"{case:02d}" / f"{field}.tif", pixels(*size, case, int(field)))
         write_csv(root / "mitoses_ground_truth" / f"{case:02d}" / "01.csv", [(10, 20), (30, 40, 0.9)])
     return root
 
@@ -65,8 +64,8 @@ def box(top: int, left: int, side: int) -> list[tuple[float, float]]:
 
 def kumar(root: Path, names: Sequence[str], split_csv: bool = True, size: int = 40) -> Path:
     """Fields with two nuclei of 6 × 6 px, outlined in XML."""
-    for name in names:
-        write_image(root / "Tissue Images" / f"{name}.tif", pixels(size, size))
+    for i, name in enumerate(names):
+        write_image(root / "Tissue Images" / f"{name}.tif", pixels(size, size, i))
         write_text(root / "Annotations" / f"{name}.xml", outline_xml(box(5, 8, 6), box(20, 22, 6)))
     if split_csv:
         splits = ("train", "valid", "test")
@@ -77,8 +76,9 @@ def kumar(root: Path, names: Sequence[str], split_csv: bool = True, size: int = 
 
 def pcam(root: Path, counts: tuple[int, int, int] = (8, 4, 4), size: int = 96) -> Path:
     root.mkdir(parents=True, exist_ok=True)
-    for split, count in zip(("train", "valid", "test"), counts, strict=True):
-        write_hdf5(root / pcam_name(split, "x"), "x", np.stack([pixels(size, size) for _ in range(count)]))
+    for number, (split, count) in enumerate(zip(("train", "valid", "test"), counts, strict=True)):
+        images = np.stack([pixels(size, size, number, i) for i in range(count)])
+        write_hdf5(root / pcam_name(split, "x"), "x", images)
         write_hdf5(root / pcam_name(split, "y"), "y", (np.arange(count, dtype=np.uint8) % 2).reshape(-1, 1, 1, 1))
     return root
 

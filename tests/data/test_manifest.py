@@ -16,7 +16,7 @@ from rotopath.data.tables import TableError
 
 def test_labels_make_a_tumor_task(tmp_path: Path) -> None:
     for name in "abc":
-        write_image(tmp_path / f"images/{name}.png", pixels(50, 60))
+        write_image(tmp_path / f"images/{name}.png", pixels(50, 60, ord(name)))
     header = ("image", "label", "group", "split", "spacing")
     rows = [(f"images/{n}.png", i % 2, n, s, 0.5) for i, (n, s) in enumerate(zip("abc", SPLITS, strict=True))]
     path = write_csv(tmp_path / "mine.csv", [header, *rows])
@@ -36,7 +36,7 @@ SPLITS = ("train", "valid", "test")
 
 def test_csv_annotations_make_a_mitosis_task_and_may_be_missing(tmp_path: Path) -> None:
     write_image(tmp_path / "a.png", pixels(50, 60))
-    write_image(tmp_path / "b.png", pixels(50, 60))
+    write_image(tmp_path / "b.png", pixels(50, 60, 1))
     write_csv(tmp_path / "a.csv", [(4, 5)])
     write_text(tmp_path / "manifest.csv", "image,annotation,split,spacing\na.png,a.csv,train,0.25\nb.png,,test,0.25\n")
     collection = open_data(tmp_path, "mitosis")
@@ -46,7 +46,7 @@ def test_csv_annotations_make_a_mitosis_task_and_may_be_missing(tmp_path: Path) 
 
 def test_maps_and_outlines_make_a_nuclei_task(tmp_path: Path) -> None:
     for name in "ab":
-        Image.fromarray(pixels(30, 30)).save(tmp_path / f"{name}.tif", dpi=(50_800, 50_800))
+        Image.fromarray(pixels(30, 30, ord(name))).save(tmp_path / f"{name}.tif", dpi=(50_800, 50_800))
     labels = np.zeros((30, 30), np.uint16)
     labels[3:9, 4:10] = 5
     write_image(tmp_path / "a-map.png", labels)
@@ -63,7 +63,7 @@ def test_without_a_column_groups_are_split_and_never_divided(tmp_path: Path) -> 
     rows = [("image", "label", "group", "spacing")]
     for group in range(20):
         for image in range(3):
-            write_image(tmp_path / f"{group}-{image}.png", pixels(8, 8))
+            write_image(tmp_path / f"{group}-{image}.png", pixels(8, 8, group, image))
             rows.append((f"{group}-{image}.png", str(group % 2), f"patient {group}", "1"))
     write_csv(tmp_path / "manifest.csv", rows)
     found = check(open_data(tmp_path))
@@ -91,7 +91,7 @@ def test_without_a_column_groups_are_split_and_never_divided(tmp_path: Path) -> 
 )
 def test_bad_lines_are_named_and_the_others_count(tmp_path: Path, line: str, sentence: str) -> None:
     for name in "abc":
-        write_image(tmp_path / f"{name}.png", pixels(9, 9))
+        write_image(tmp_path / f"{name}.png", pixels(9, 9, ord(name)))
     write_text(
         tmp_path / "manifest.csv", f"Image, Label,group,split,spacing\na.png,1,h,test,1\n{line}\n\nc.png,0,i,test,1\n"
     )

@@ -473,7 +473,7 @@ def test_a_damaged_chunk_is_found_and_named(tmp_path: Path) -> None:
 
 def kaggle(root: Path, count: int = 20) -> Path:
     for i in range(count):
-        write_image(root / "train" / f"{i:04x}.tif", pixels(96, 96))
+        write_image(root / "train" / f"{i:04x}.tif", pixels(96, 96, i))
     write_csv(root / "train_labels.csv", [("id", "label"), *((f"{i:04x}", i % 2) for i in range(count))])
     return root
 

@@ -147,9 +147,10 @@ def test_two_processes_learn_what_one_learns(tmp_path: Path) -> None:
 
 
 def test_processes_that_torchrun_started_mine_and_go_on(tmp_path: Path) -> None:
-    """Nine patches of validation, of which one process has one more; and a run begun by one process alone."""
+    """Nine patches of validation, of which one process has one more. The learning rate is low, as above."""
     data = pcam(tmp_path / "data", (16, 9, 8))
     keys = {"task": "tumor", "data": str(data), "orientations": 1, "epochs": 1, "steps": 3, "batch": 4}
+    keys["learning_rate"] = 1e-3
     path = write(tmp_path / "tumor.toml", **keys, accelerator="cpu", checkpoint_steps=1)
     with path.open("a") as file:
         file.write("[mining]\nepochs = 1\nexamples = 4\n")
