@@ -17,6 +17,7 @@ from statistics import mean, stdev
 import numpy as np
 
 from rotopath import runs
+from rotopath.models import Choices
 from rotopath.recipe import changed_key
 from rotopath.runs import RunError
 from rotopath.study.results import Result, estimate, margin, read_results
@@ -24,8 +25,8 @@ from rotopath.writing import replaced
 
 PAPER, SAME = "paper", "equal weights"
 PARTS = (PAPER, "faithful", "harmonic", "rms-blur", "reflections", "attention", "fourier", "channels", "float32")
-NETWORK = ("orientations", "kernel", "pooling", "upsampling", "smoothing", "projection", "reflections", "widths_of")
-MAY_DIFFER = (*NETWORK, "precision", "seed")  # keys of recipes; all others have to be those of the paper's design
+# Keys of recipes; all others have to be those of the paper's design.
+MAY_DIFFER = ("orientations", *Choices.__annotations__, "precision", "seed")
 LAST_STEPS = 500
 NONE = "–"
 

@@ -238,8 +238,9 @@ def test_two_processes_share_gradients(tmp_path: Path) -> None:
 @pytest.mark.parametrize("build", NETWORKS)
 def test_exact_on_a_gpu(build: type[nn.Module]) -> None:
     net = build(orientations=8).cuda()
-    x = torch.rand(2, 3, net.receptive_field, net.receptive_field, device="cuda")
-    assert rp.equivariance_error(net, x) < 5e-5  # rounding, which batch norms of sixteen values make larger
+    # Of two images a batch norm may see sixteen values, and makes rounding larger.
+    x = torch.rand(8, 3, net.receptive_field, net.receptive_field, device="cuda")
+    assert rp.equivariance_error(net, x) < 1e-5
     assert rp.equivariance_error(net.double(), x.double()) < 1e-10
     with torch.autocast("cuda", dtype=torch.bfloat16):
         assert rp.equivariance_error(net.float(), x) < 0.1

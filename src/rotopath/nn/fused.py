@@ -64,8 +64,9 @@ def lift_norm_relu_pool(x: Tensor, lift: nn.Module, norm: nn.Module, pool: nn.Mo
     expect.image(x, lift, lift.in_channels)
     expect.on_grid(x, lift, lift.kernel_size, 1, 0)
     assert pool is None or isinstance(pool, GroupMaxPool2d | GroupAvgPool2d)
-    _expect_windows(1 if pool is None else pool.size, *(side - lift.kernel_size + 1 for side in x.shape[-2:]))
-    taken = blurring.filter_of(pool) if isinstance(pool, GroupAvgPool2d) else 1 if pool is None else pool.size
+    size = 1 if pool is None else pool.size
+    _expect_windows(size, *(side - lift.kernel_size + 1 for side in x.shape[-2:]))
+    taken = blurring.filter_of(pool) if isinstance(pool, GroupAvgPool2d) else size
     with gpu.at(x):
         return lifting.lift_norm_relu_pool(x.to(gpu.precision(x)), lift.kernels_for(x), norm, taken)
 
