@@ -1,44 +1,113 @@
-"""Files that are whole or not there at all: written under another name, and renamed when they are on the disk.
+"""Files and folders that are whole or not there at all: written under another name, and renamed once on the disk.
 
-In: the path of a file to be. Out: a name to write to in the meantime.
+In: the path of a file or folder to be. Out: a name to write to in the meantime.
 """
 
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """A name to write to, which takes the place of `path` once it is written and on the disk."""
+    """A name to write to, which takes the place of `path` once it is written and on the disk.
+
+    The name is the same in all processes, so that the next writer removes the file of one that was killed. Only one
+    process at a time may therefore write a path.
+    """
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         yield unfinished
-        with unfinished.open("rb+") as file:
-            os.fsync(file.fileno())
+        _sync_file(unfinished)
         unfinished.replace(path)
-    finally:
+    except BaseException:  # else the name is free again, and may be another process's by now
         unfinished.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
 
 
 @contextmanager
 def replaced_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill with files, which takes the place of `path` once all of them are written and on the disk."""
-    path = path.absolute()  # "." has no name to derive others from
-    unfinished, before = (path.with_name(f".{path.name}.{state}") for state in ("unfinished", "before"))
-    shutil.rmtree(unfinished, ignore_errors=True)  # of one that was killed
+    """A folder to fill, which takes the place of `path` once all that is in it is written and on the disk.
+
+    Only one process at a time may write a path. If it is killed, either the old folder is whole, or the new one, which
+    `recover_folder` and the next writer put in place.
+    """
+    path, unfinished, finished = _name_states(path)
+    _put_in_place(path)  # after a process that was killed before it could
+    shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
-        for written in unfinished.iterdir():
-            with written.open("rb+") as file:
-                os.fsync(file.fileno())
+        _sync_tree(unfinished)
         if path.exists():
-            shutil.rmtree(before, ignore_errors=True)
-            path.rename(before)
-        unfinished.rename(path)
-        shutil.rmtree(before, ignore_errors=True)
+            _rename(unfinished, finished)  # from here on the new folder counts, whatever happens
+            _put_in_place(path)
+        else:
+            _rename(unfinished, path)
     finally:
+        recover_folder(path)  # an interrupt may come between the renames
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def recover_folder(path: Path) -> Path:
+    """Put a folder in place whose writer was killed between taking the old one away and renaming it; gives `path`.
+
+    Readers call it before they look for a folder. If there is one, or none was finished, it does nothing.
+    """
+    place, _, finished = _name_states(path)
+    if not place.exists():
+        with suppress(FileNotFoundError):  # none was finished, or another process has put it in place
+            _rename(finished, place)
+    return path
+
+
+def _put_in_place(path: Path) -> None:
+    """Let the finished folder, if there is one, take the place of the old one, and remove that."""
+    path, unfinished, finished = _name_states(path)
+    if not finished.exists():
+        return
+    if path.exists():
+        shutil.rmtree(unfinished, ignore_errors=True)
+        _rename(path, unfinished)  # never restored: it may be half removed when a process is killed
+    recover_folder(path)
+    shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _name_states(path: Path) -> tuple[Path, Path, Path]:
+    """The path of a folder, and its names before it takes that place: while it is filled, and when it is whole."""
+    path = path.resolve()  # "." has no name to derive others from, and a link stays a link
+    return path, path.with_name(f".{path.name}.unfinished"), path.with_name(f".{path.name}.finished")
+
+
+def _rename(old: Path, new: Path) -> None:
+    """Rename a folder, and wait until that is on the disk, so that renames get there in order."""
+    old.rename(new)
+    _sync_folder(new.parent)
+
+
+def _sync_tree(folder: Path) -> None:
+    """Wait until all files of a folder, at any depth, are on the disk, and the names of them."""
+    for place, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            if not (path := Path(place, name)).is_symlink():  # a link is in its folder's list of names
+                _sync_file(path)
+        _sync_folder(Path(place))
+
+
+def _sync_file(path: Path) -> None:
+    """Wait until the content of a file is on the disk."""
+    with path.open("rb+" if os.name == "nt" else "rb") as file:  # Windows asks for the right to write
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, where that is possible."""
+    with suppress(OSError):  # Windows opens no folders, and some network file systems do not sync them
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
