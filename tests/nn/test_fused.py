@@ -12,6 +12,7 @@ from rotopath.nn import fused, gpu
 
 pytest.importorskip("triton")
 from rotopath.nn.kernels.normalising import norm_relu_pool
+from rotopath.nn.kernels.statistics import find_statistics, track
 
 
 @settings(deadline=None, max_examples=25)
@@ -118,3 +119,18 @@ def test_what_is_no_number_is_not_hidden() -> None:
     y = norm_relu_pool(x, norm_of(2), 2)
     assert y[:, 0].isnan().all()
     assert y[:, 1].isfinite().all()
+
+
+@pytest.mark.parametrize("place", [(0, 0, 0, 0, 0), (1, 0, 2, 3, 1)], ids=["first", "later"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_statistics_show_what_is_no_number_as_torch_does(place: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = features((2, 2, 4, 4, 4), 0, dtype)
+    x[place] = torch.nan
+    norm, reference = norm_of(2), norm_of(2)
+    mean, inverse = find_statistics(x.permute(0, 3, 4, 1, 2), *track(norm))
+    line = (reference.weight, reference.bias, reference.running_mean, reference.running_var)
+    _, *wanted = torch.native_batch_norm(x.float(), *line, True, reference.momentum, reference.eps)
+    found = (mean, inverse, norm.running_mean, norm.running_var)
+    for got, expected in zip(found, (*wanted, reference.running_mean, reference.running_var), strict=True):
+        assert expected.isnan().tolist() == [True, False]
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5, equal_nan=True)

@@ -18,6 +18,7 @@ FRESH_FUNCTIONS: tuple[Callable[..., object], ...] = (torch.cat, torch.add, oper
 
 def simplify(module: fx.GraphModule) -> None:
     """Fold lines into convolutions, take maxima before ReLU, which there has less to do, and let that work in place."""
+    dtypes = {parameter.dtype for parameter in module.parameters()}
     for node in reversed(module.graph.nodes):
         if not node.users and node.target in ("size", operator.floordiv):
             module.graph.erase_node(node)  # sizes that nobody asked for
@@ -25,7 +26,8 @@ def simplify(module: fx.GraphModule) -> None:
     for node in steps:
         layer = _layer(module, node)
         if isinstance(layer, Scale2d):
-            _fold_into_conv(module, node, layer)
+            if not _fold_into_conv(module, node, layer) and dtypes - {layer.factor.dtype}:
+                _keep_dtype(module, node)
         elif isinstance(layer, OrientationPool2d) and layer.orientations == 1 and _reads_alone(node):
             _erase(module, node)  # a copy that nobody can tell from what it copies
     for node in list(module.graph.nodes):
@@ -39,13 +41,23 @@ def simplify(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _fold_into_conv(module: fx.GraphModule, node: fx.Node, scale: Scale2d) -> None:
+def _fold_into_conv(module: fx.GraphModule, node: fx.Node, scale: Scale2d) -> bool:
+    """Let the convolution before a line compute both, if nothing else reads it; returns whether it does."""
     before = node.args[0]
     assert isinstance(before, fx.Node)
     conv = _layer(module, before)
-    if type(conv) is nn.Conv2d and _reads_alone(node):
-        setattr(module, str(before.target), fold(conv, scale))
-        _erase(module, node)
+    if type(conv) is not nn.Conv2d or not _reads_alone(node):
+        return False
+    setattr(module, str(before.target), fold(conv, scale))
+    _erase(module, node)
+    return True
+
+
+def _keep_dtype(module: fx.GraphModule, node: fx.Node) -> None:
+    """Batch norm answers in the dtype of what it reads, halves say, where a line of float32 would give float32."""
+    with module.graph.inserting_after(node):
+        cast = module.graph.call_method("type_as", (node, node.args[0]))
+    node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
 
 
 def _erase(module: fx.GraphModule, node: fx.Node) -> None:

@@ -33,6 +33,7 @@ POINTWISE_METHODS = {
     *("add", "sub", "mul", "div", "neg", "abs", "exp", "square", "sqrt", "sigmoid", "tanh", "clamp", "maximum"),
     *("add_", "sub_", "mul_", "div_", "neg_", "sigmoid_", "tanh_", "clamp_", "minimum", "clone", "detach"),
 }
+CASTS = ("to", "type", "type_as", "float", "half", "bfloat16", "double")
 UNCHECKED: dict[object, Callable[..., Any]] = {resize: F.interpolate, pad_evenly: F.pad}
 RELUS = {torch.relu: False, F.relu: False, torch.relu_: True, F.relu_: True, "relu": False, "relu_": True}  # in place?
 
@@ -49,11 +50,16 @@ class Translator:
         self.freeze_network = freeze_network
         self.graph = fx.Graph()
         self.layers = nn.Module()
+        self.networks: dict[fx.Node, nn.Module] = {}
         self.values: dict[fx.Node, Any] = {}
         self.turned: dict[fx.Node, int] = {}
 
     def translate(self) -> fx.GraphModule:
-        for node in follow(self.model).nodes:
+        nodes = follow(self.model).nodes
+        for node in nodes:  # networks first: what cannot be frozen in them is said in a sentence of its own
+            if isinstance(network := self._layer(node), Network):
+                self.networks[node] = self.freeze_network(network)
+        for node in nodes:
             try:
                 self.values[node] = getattr(self, f"_{node.op}")(node)
             except ValueError as error:
@@ -77,7 +83,7 @@ class Translator:
         """Those of an input that a layer of features is the first to read; none for images."""
         readers = [node]
         for reader in readers:  # grows as it goes
-            layer = self.model.get_submodule(str(reader.target)) if reader.op == "call_module" else None
+            layer = self._layer(reader)
             if isinstance(layer, LiftConv2d | Network):
                 return None
             if isinstance(layer, GROUP_LAYERS) or reader.target is concatenate:
@@ -88,7 +94,8 @@ class Translator:
                     )
                 return int(known.pop())
             if not is_size(reader):
-                readers += [user for user in sorted(reader.users) if user not in readers]
+                users = [user for user in sorted(reader.users) if not _asks_for_type(user, reader)]
+                readers += [user for user in users if user not in readers]
         return None
 
     def _get_attr(self, node: fx.Node) -> Any:
@@ -104,7 +111,7 @@ class Translator:
         if isinstance(layer, Network):
             if orientations is not None:
                 raise ValueError("a network reads images, but is given SE(2) features")
-            return self._call(self.freeze_network(layer), node)
+            return self._call(self.networks[node], node)
         if orientations is None:
             plain, given = replace_image_layer(layer)
         else:
@@ -146,6 +153,8 @@ class Translator:
         return self._act_on_each(node, orientations)
 
     def _call_method(self, node: fx.Node) -> Any:
+        if node.target in CASTS:
+            return self._cast(node)
         orientations = self._orientations(node)
         if node.target in RELUS:
             return self._relu(node, orientations, RELUS[node.target])
@@ -174,6 +183,15 @@ class Translator:
         self._keep(node, orientations)
         self.layers.add_module(name := _free(node.name), nn.ReLU(in_place))
         return self.graph.call_module(name, (self._new(node.all_input_nodes[0]),))
+
+    def _cast(self, node: fx.Node) -> fx.Node:
+        """Another precision or device. What is cast keeps its orientations, whichever tensor it is cast like."""
+        orientations = self.turned.get(node.all_input_nodes[0])
+        self._keep(node, orientations)
+        kwargs = dict(node.kwargs)
+        if orientations is not None:
+            kwargs.pop("memory_format", None)  # of five axes, where there are four here
+        return self.graph.call_method(str(node.target), self._new(node.args), self._new(kwargs))
 
     def _concatenate(self, node: fx.Node, orientations: int) -> fx.Node:
         parts = node.args[0] if node.args else next(iter(node.kwargs.values()))
@@ -208,10 +226,10 @@ class Translator:
 
     def _is_single(self, node: fx.Node) -> bool:
         """Whether features have one channel only."""
-        layer = self.model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        layer = self._layer(node)
         if isinstance(layer, LiftConv2d | GroupConv2d):
             return layer.out_channels == 1
-        read = [each for each in node.all_input_nodes if each in self.turned]
+        read = [each for each in node.all_input_nodes if each in self.turned and not _asks_for_type(node, each)]
         return bool(read) and node.target not in (concatenate, torch.cat) and all(map(self._is_single, read))
 
     def _shape(self, node: fx.Node) -> tuple[Any, ...]:
@@ -227,6 +245,9 @@ class Translator:
         if len(args) + len(kwargs) == 1:  # what the argument is called, is not the same in all layers
             args, kwargs = (*args, *kwargs.values()), {}
         return self.graph.call_module(name, args, kwargs)
+
+    def _layer(self, node: fx.Node) -> nn.Module | None:
+        return self.model.get_submodule(str(node.target)) if node.op == "call_module" else None
 
     def _orientations(self, node: fx.Node) -> int | None:
         """Of the SE(2) features that a step reads, if it does."""
@@ -256,6 +277,13 @@ def is_size(node: fx.Node) -> bool:
         return True
     read = node.all_input_nodes
     return getattr(node.target, "__module__", "") == "_operator" and bool(read) and all(map(is_size, read))
+
+
+def _asks_for_type(node: fx.Node, of: fx.Node) -> bool:
+    """Whether a step asks for the dtype or device of a tensor alone, as `x.dtype`, or `y.to(x)` of x."""
+    if node.target is getattr:
+        return node.args[1] in ("dtype", "device")
+    return node.op == "call_method" and node.target in CASTS and node.args[0] is not of
 
 
 def _free(name: str) -> str:

@@ -68,7 +68,7 @@ def _find_statistics(
     apart = tl.where(orientation < N, means - average, 0.0)
     scattered = tl.sum(total_of_squares - total * total / rows + apart * apart * rows, axis=0)
     count = rows * N
-    variance = tl.maximum(scattered, 0.0) / count
+    variance = tl.maximum(scattered, 0.0, propagate_nan=tl.PropagateNan.ALL) / count
     tl.store(mean + channel, average)
     tl.store(inverse + channel, 1.0 / tl.sqrt(variance + eps))
     move_along(batches, running_mean, running_variance, channel, average, variance * count / (count - 1), momentum)
