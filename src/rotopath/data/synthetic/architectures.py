@@ -25,7 +25,9 @@ from rotopath.data.synthetic.tissue import Manner, compartments
 SPACING_UM_PX = 0.25
 UM = 1 / SPACING_UM_PX  # pixels
 
-EPITHELIAL = Kind(3.6, elongation=1.2, darkness=0.95, rim=0.45, clumps=0.35, pallor=0.3, nucleoli=0.5)
+EPITHELIAL = Kind(
+    3.6, elongation=1.2, darkness=0.95, rim=0.45, clumps=0.35, pallor=0.3, nucleoli=0.5, cell="epithelial"
+)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """Writing data sets whole: a folder appears complete or not at all, and images carry their spacing.
 
-In: pixels, outlines. Out: TIFF and PNG files, Aperio XML, and a finished folder.
+In: pixels, outlines, rows of tables. Out: TIFF and PNG files, Aperio XML, CSV, and a finished folder.
 """
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -47,6 +47,13 @@ def write_labels(path: Path, labels: NDArray[np.int32]) -> None:
     """Object numbers as a grey PNG of 16 bits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(labels.astype(np.uint16)).save(path)
+
+
+def write_table(path: Path, header: str, rows: Iterable[Iterable[object]]) -> None:
+    """A CSV with a header; also where there are no rows. No cell may contain a comma."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [header, *(",".join(map(str, row)) for row in rows)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def write_annotations(path: Path, outlines: list[NDArray[np.float64]], spacing_um_px: float) -> None:

@@ -1,20 +1,34 @@
 """Breast cancer at 0.25 µm/px with mitotic figures, in the layout of AMIDA13.
 
 In: a seed. Out: fields of 23 cases as TIFF, and `row,col` of every mitosis in CSV; fields without any have no CSV.
+Beside this layout, `look_alikes/CASE/FIELD.csv` holds mitoses and look-alikes with their classes, for each field, and
+`manifest-classes.csv` lists all fields as a data set with these classes.
 """
 
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rotopath.data.aperio import Outline, paint_labels
+from rotopath.data.splits import amida13_split
 from rotopath.data.synthetic.blood import add_vessels
 from rotopath.data.synthetic.figures import add_lookalike, add_mitosis
-from rotopath.data.synthetic.layout import finished_folder, write_tiff
+from rotopath.data.synthetic.layout import finished_folder, write_table, write_tiff
 from rotopath.data.synthetic.look import AT_40X, Look, develop, draw_look
 from rotopath.data.synthetic.noise import Points, keep_away, look_up, scatter, smooth_noise, thin_out
-from rotopath.data.synthetic.nuclei import LYMPHOCYTE, Kind, draw_fibroblasts, draw_nuclei, join, stamp
+from rotopath.data.synthetic.nuclei import (
+    LYMPHOCYTE,
+    Kind,
+    Nuclei,
+    draw_fibroblasts,
+    draw_nuclei,
+    join,
+    outlines,
+    stamp,
+)
 from rotopath.data.synthetic.tissue import Manner, lay_tissue
 
 SPACING_UM_PX = 0.25
@@ -40,25 +54,44 @@ SMUDGED = Kind(
     rim=0.0,
     clumps=0.15,
     blurred=0.4,
+    cell="smudged",
 )
+MITOSIS = "mitosis"
+DYING = "apoptotic"  # a shrunken nucleus, or its fragments
+LOOKALIKE_NUCLEI = (LYMPHOCYTE.cell, SMUDGED.cell)
+HIDDEN_UM = 3.5  # an object with its centre this close behind another can hardly be seen
+
+
+class Labelled(NamedTuple):
+    """The centre of an object, in whole pixels, and its class."""
+
+    row: int
+    column: int
+    cell: str
 
 
 def make_mitosis(out: Path, seed: int = 0, fields_per_case: int = 2, size_px: int = 512) -> None:
     """Write the whole set into `out`, which must not exist or be empty."""
     with finished_folder(out) as folder:
+        manifest: list[tuple[object, ...]] = []
         for case in CASES:
             part = "mitoses_image_data_part_1" if case <= CASES_IN_PART_1 else "mitoses_image_data_part_2"
             for field in range(1, fields_per_case + 1):
-                image, mitoses = render_field(seed, case, field, size_px)
-                write_tiff(folder / part / f"{case:02d}" / f"{field:02d}.tif", image, SPACING_UM_PX)
-                if mitoses:
-                    table = folder / "mitoses_ground_truth" / f"{case:02d}" / f"{field:02d}.csv"
+                place = f"{case:02d}/{field:02d}"
+                image, objects = render_field(seed, case, field, size_px)
+                write_tiff(folder / part / f"{place}.tif", image, SPACING_UM_PX)
+                if mitoses := [found for found in objects if found.cell == MITOSIS]:
+                    table = folder / "mitoses_ground_truth" / f"{place}.csv"
                     table.parent.mkdir(parents=True, exist_ok=True)
-                    table.write_text("".join(f"{row},{column}\n" for row, column in mitoses), encoding="utf-8")
+                    table.write_text("".join(f"{row},{column}\n" for row, column, _ in mitoses), encoding="utf-8")
+                write_table(folder / "look_alikes" / f"{place}.csv", "row,column,class", objects)
+                files = (f"{part}/{place}.tif", f"look_alikes/{place}.csv")
+                manifest.append((*files, f"{case:02d}", amida13_split(case), SPACING_UM_PX))
+        write_table(folder / "manifest-classes.csv", "image,annotation,group,split,spacing", manifest)
 
 
-def render_field(seed: int, case: int, field: int, size_px: int) -> tuple[NDArray[np.uint8], list[tuple[int, int]]]:
-    """One field, and (row, column) of its mitoses."""
+def render_field(seed: int, case: int, field: int, size_px: int) -> tuple[NDArray[np.uint8], list[Labelled]]:
+    """One field, and its mitoses and look-alikes, the mitoses first."""
     look, manner, tumor = _draw_case(np.random.default_rng([seed, 1, case]))
     rng = np.random.default_rng([seed, 1, case, field])
     shape, um = (size_px, size_px), 1 / SPACING_UM_PX
@@ -100,7 +133,25 @@ def render_field(seed: int, case: int, field: int, size_px: int) -> tuple[NDArra
     for centre in mitoses:
         add_mitosis(rng, canvas, complex(centre))
     image = develop(rng, canvas, look)
-    return image, [(round(float(z.imag)), round(float(z.real))) for z in mitoses]
+    return image, label_objects(mitoses, dying, groups, size_px)
+
+
+def label_objects(mitoses: Points, dying: Points, nuclei: Nuclei, size_px: int) -> list[Labelled]:
+    """All mitoses and dying cells, and the look-alikes among the nuclei whose centres can be seen in the field."""
+    is_alike = np.isin(nuclei.cell, LOOKALIKE_NUCLEI)
+    alike, others = nuclei.take(is_alike), nuclei.take(~is_alike)
+    vertices = [np.stack([around.real, around.imag], axis=1).astype(np.float64) for around in outlines(others)]
+    in_front, _ = paint_labels(tuple(Outline("", polygon) for polygon in vertices), size_px, size_px)
+    alike = alike.take(look_up(in_front, alike.centre) == 0)
+    # From front to back, so that of two objects at nearly the same place the one behind is left out. Mitoses and dying
+    # cells are far apart, and always stay.
+    centres = np.concatenate([mitoses, dying, alike.centre])
+    classes = [MITOSIS] * len(mitoses) + [DYING] * len(dying) + [str(cell) for cell in alike.cell]
+    objects = [
+        Labelled(round(float(centres[i].imag)), round(float(centres[i].real)), classes[i])
+        for i in thin_out(centres, HIDDEN_UM / SPACING_UM_PX)
+    ]
+    return [found for found in objects if 0 <= found.row < size_px and 0 <= found.column < size_px]
 
 
 def _draw_case(rng: np.random.Generator) -> tuple[Look, Manner, Kind]:

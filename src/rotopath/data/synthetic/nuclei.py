@@ -37,6 +37,7 @@ class Kind:
     pallor: float = 0.0  # stain missing in the middle, 0 to 1
     nucleoli: float = 0.0  # how many, on average
     blurred: float = 0.06  # share that lies out of focus
+    cell: str = ""  # the class that annotations give it; empty where none do
 
 
 NEEDLE = Kind(  # a fibroblast at rest
@@ -51,6 +52,7 @@ NEEDLE = Kind(  # a fibroblast at rest
     rim=0.15,
     clumps=0.2,
     blurred=0.15,
+    cell="fibroblast",
 )
 PLUMP = Kind(  # and an active one
     2.7,
@@ -66,8 +68,11 @@ PLUMP = Kind(  # and an active one
     pallor=0.45,
     nucleoli=0.6,
     blurred=0.12,
+    cell="fibroblast",
 )
-LYMPHOCYTE = Kind(2.8, spread=0.14, elongation=1.2, wrinkles=0.06, darkness=1.6, rim=0.1, clumps=0.45)
+LYMPHOCYTE = Kind(
+    2.8, spread=0.14, elongation=1.2, wrinkles=0.06, darkness=1.6, rim=0.1, clumps=0.45, cell="lymphocyte"
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ class Nuclei:
     pallor: Numbers
     softness_px: Numbers  # over which the edge fades
     nucleoli: NDArray[np.complexfloating]  # (n, 3), within the unit disc; far outside where there is none
+    cell: NDArray[np.str_]  # the class of each
 
     def __len__(self) -> int:
         return len(self.centre)
@@ -127,6 +133,7 @@ def draw_nuclei(
         pallor=_float32((kind.pallor * rng.uniform(0.4, 1.5, n) * np.where(blurred, 0.4, 1)).clip(0, 0.9)),
         softness_px=_float32(softness.clip(1.0)),
         nucleoli=np.asarray(places, np.complex64),
+        cell=np.full(n, kind.cell),
     )
 
 

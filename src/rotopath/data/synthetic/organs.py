@@ -1,8 +1,11 @@
 """Four organs at 0.25 µm/px with every nucleus outlined, in the layout of Kumar et al.
 
-In: a seed. Out: 24 fields as TIFF, their outlines as Aperio XML and 16-bit label maps, and the split.
+In: a seed. Out: 24 fields as TIFF, their outlines as Aperio XML and 16-bit label maps, and the split. Beside each label
+map, a CSV gives the class of every nucleus: epithelial, lymphocyte or fibroblast. `manifest-classes.csv` lists all
+fields as a data set with these classes.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +16,7 @@ from rotopath.data.splits import KUMAR_FIELDS
 from rotopath.data.synthetic.architectures import ORGANS, SPACING_UM_PX, UM
 from rotopath.data.synthetic.blood import add_red_cells, add_vessels
 from rotopath.data.synthetic.canvas import clear_away
-from rotopath.data.synthetic.layout import finished_folder, write_annotations, write_labels, write_tiff
+from rotopath.data.synthetic.layout import finished_folder, write_annotations, write_labels, write_table, write_tiff
 from rotopath.data.synthetic.look import AT_40X, develop, draw_look
 from rotopath.data.synthetic.noise import draw_directions, keep_away, look_up, scatter, smooth_noise, thin_out
 from rotopath.data.synthetic.nuclei import LYMPHOCYTE, Nuclei, draw_fibroblasts, draw_nuclei, join, outlines, stamp
@@ -22,11 +25,16 @@ from rotopath.data.synthetic.tissue import lay_tissue
 FEWEST_VISIBLE_PX = 20  # of a nucleus behind others or at the edge, or it is not annotated
 
 
+@dataclass(frozen=True)
+class TypedOutline(Outline):
+    cell: str  # the class of the nucleus
+
+
 def make_nuclei(out: Path, seed: int = 0, size_px: int = 512) -> None:
     """Write the whole set into `out`, which must not exist or be empty."""
     splits = [split for split, count in KUMAR_FIELDS.items() for _ in range(count)]
     with finished_folder(out) as folder:
-        table = ["image,organ,split"]
+        fields: list[tuple[str, str, str]] = []
         for organ in ORGANS:
             for number, split in enumerate(splits, start=1):
                 name = f"SYNTH-{organ[:2].upper()}-{number:02d}"
@@ -37,17 +45,28 @@ def make_nuclei(out: Path, seed: int = 0, size_px: int = 512) -> None:
                 vertices = [outline.vertices for outline in visible]
                 write_annotations(folder / "Annotations" / f"{name}.xml", vertices, SPACING_UM_PX)
                 write_labels(folder / "Label Maps" / f"{name}.png", labels)
-                table.append(f"{name},{organ},{split}")
-        (folder / "split.csv").write_text("\n".join(table) + "\n", encoding="utf-8")
+                # Strict: a nucleus missing from the map would shift the classes of all that follow.
+                classes = zip(range(1, int(labels.max()) + 1), (outline.cell for outline in visible), strict=True)
+                write_table(folder / "Label Maps" / f"{name}.csv", "object,class", classes)
+                fields.append((name, organ, split))
+        write_table(folder / "split.csv", "image,organ,split", fields)
+        write_table(
+            folder / "manifest-classes.csv",
+            "image,annotation,group,split,spacing,organ",
+            (
+                (f"Tissue Images/{name}.tif", f"Label Maps/{name}.png", name, split, SPACING_UM_PX, organ)
+                for name, organ, split in fields
+            ),
+        )
 
 
-def annotate(nuclei: Nuclei, size_px: int) -> tuple[Outline, ...]:
-    """The outlines of the nuclei that can be seen, rounded as the file will hold them."""
+def annotate(nuclei: Nuclei, size_px: int) -> tuple[TypedOutline, ...]:
+    """The outlines and classes of the nuclei that can be seen, rounded as the file will hold them."""
     taken = np.zeros((size_px, size_px), bool)
-    kept: list[Outline] = []
-    for around in outlines(nuclei):
+    kept: list[TypedOutline] = []
+    for around, cell in zip(outlines(nuclei), nuclei.cell, strict=True):
         vertices = np.stack([around.real, around.imag], axis=1).astype(np.float64).round(2)
-        outline = Outline(str(len(kept) + 1), vertices)
+        outline = TypedOutline(str(len(kept) + 1), vertices, str(cell))
         mask = paint_labels((outline,), size_px, size_px)[0] > 0
         if (mask & ~taken).sum() >= FEWEST_VISIBLE_PX:
             taken |= mask
