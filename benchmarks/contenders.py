@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from rotopath import group
 from rotopath.models import Architecture
-from rotopath.models.architecture import IMAGE_CHANNELS, UP
+from rotopath.models.architecture import UP
+from rotopath.models.promise import IMAGE_CHANNELS
 
 
 class PlainCNN(nn.Module):

@@ -17,7 +17,7 @@ from record import record
 from torch import Tensor, nn
 
 import rotopath as rp
-from rotopath.evaluation import smooth_images, untrained_errors
+from rotopath.metrics import smooth_images, untrained_errors
 
 N = 16
 LAYERS: dict[str, Callable[[], nn.Module]] = {

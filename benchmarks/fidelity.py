@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 import rotopath as rp
 from rotopath import group
-from rotopath.evaluation import smooth_images, untrained_errors
 from rotopath.group.harmonics import harmonics
-from rotopath.inference import surrounded_px
+from rotopath.metrics import smooth_images, untrained_errors
 from rotopath.nn import center_crop
+from rotopath.nn.project import Projection
 
 CHANNELS = 4
 PLACES = ((3, 8, 45.0), (5, 8, 45.0), (5, 12, 30.0), (5, 16, 45.0), (5, 16, 22.5), (7, 8, 45.0), (9, 8, 45.0))
@@ -46,7 +46,7 @@ BETWEEN: dict[str, Callable[[], nn.Module]] = {
     "GroupUpsample2d(2, mode='bilinear')": lambda: rp.nn.GroupUpsample2d(2, mode="bilinear"),
 }
 ESCNN_BETWEEN = {"nothing": "", "PointwiseMaxPool(2)": "max", "PointwiseMaxPoolAntialiased(2)": "smooth max"}
-LEARNED: dict[str, tuple[str, float]] = {  # projections, and weights that training might have given them
+LEARNED: dict[str, tuple[Projection, float]] = {  # projections, and weights that training might have given them
     "max": ("max", 0.0),
     "mean": ("mean", 0.0),
     "attention, sharpness 1": ("attention", 1.0),
@@ -82,7 +82,7 @@ def two_layers_projected(kernel: str, orientations: int, project: Callable[[], n
     return nn.Sequential(*layers.children(), nn.ReLU(), project())
 
 
-def learned_projection(mode: str, learned: float) -> nn.Module:
+def learned_projection(mode: Projection, learned: float) -> nn.Module:
     project = rp.nn.Project(mode, CHANNELS, 8)
     for parameter in project.parameters():
         nn.init.constant_(parameter, learned)
@@ -262,8 +262,9 @@ def describe_harmonics() -> list[dict[str, object]]:
 def measure_networks(device: str) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for network in (rp.models.mitosis, rp.models.nuclei, rp.models.tumor):
-        widest = max((network(8, **choices) for choices in NETWORKS.values()), key=surrounded_px)
-        x = smooth_images(count=16, size=widest.nearest_sizes(surrounded_px(widest))[-1]).to(device)
+        networks = [network(8, **choices) for choices in NETWORKS.values()]
+        widest = max(networks, key=lambda one: one.geometry.surrounded_px)
+        x = smooth_images(count=16, size=widest.nearest_sizes(widest.geometry.surrounded_px)[-1]).to(device)
         for name, choices in NETWORKS.items():
             build = partial(InTheMiddle, partial(network, 8, **choices), widest.architecture.rim)
             errors = {f"{angle:g}°": error(build, x, angle, draws=7) for angle in (45.0, 22.5)}

@@ -7,6 +7,7 @@ The score is the share of right answers among balanced windows (mitosis, tumor) 
 
 import argparse
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,10 +16,13 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 import rotopath as rp
-from rotopath.data import Augmentation, Collection, Task, open_data, sampled_batches
+from rotopath.data import Augmentation, Collection, open_data
 from rotopath.data.synthetic import make_mitosis, make_nuclei, make_tumor
+from rotopath.evaluation import make_sampled_batches
+from rotopath.tasks import MITOSIS, NUCLEI, TUMOR, Frame, Task
 
-WINDOWS_PX: dict[Task, tuple[int, int | None]] = {"mitosis": (68, None), "nuclei": (108, 68), "tumor": (88, None)}
+FRAMES = {MITOSIS: Frame(68, 8, 8), NUCLEI: Frame(108, 68, 1), TUMOR: Frame(88, 12, 12)}  # window, target, stride
+MAKERS: dict[Task, Callable[[Path], None]] = {MITOSIS: make_mitosis, NUCLEI: make_nuclei, TUMOR: make_tumor}
 VALIDATION_STEPS = 16
 
 
@@ -30,16 +34,18 @@ def answers(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return binary_cross_entropy_with_logits(scores, targets.float()), (scores > 0) == (targets == 1)
 
 
-def score(collection: Collection, orientations: int, steps: int, device: torch.device) -> float:
+def score(task: Task, collection: Collection, orientations: int, steps: int, device: torch.device) -> float:
     torch.manual_seed(0)
-    window_px, target_px = WINDOWS_PX[collection.task]
     training, validation = (
-        sampled_batches(
-            collection.task, collection.split(split), window_px, target_px, augmentation=augmentation, device=device
+        make_sampled_batches(
+            *(task, collection.split(split), FRAMES[task], task.default_batch),
+            seed=0,
+            device=device,
+            augmentation=augmentation,
         )
         for split, augmentation in (("train", Augmentation()), ("valid", rp.data.NO_AUGMENTATION))
     )
-    network = getattr(rp.models, collection.task)(orientations).to(device)
+    network = getattr(rp.models, task.name)(orientations).to(device)
     optimiser = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     for images, targets in training.load(range(steps), device):
@@ -60,13 +66,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500)
     options = parser.parse_args()
     rows = []
-    for make in (make_mitosis, make_nuclei, make_tumor):
+    for task, make in MAKERS.items():
         with tempfile.TemporaryDirectory() as folder:
             make(Path(folder) / "tissue")
             collection = open_data(Path(folder) / "tissue")
-            scores = {n: score(collection, n, options.steps, torch.device(options.device)) for n in (1, 8)}
+            scores = {n: score(task, collection, n, options.steps, torch.device(options.device)) for n in (1, 8)}
         found = {f"N={n}": f"{value:.3f}" for n, value in scores.items()}
-        rows.append({"task": collection.task, "steps": options.steps} | found)
+        rows.append({"task": task.name, "steps": options.steps} | found)
     record("hardness", rows, options.device)
 
 

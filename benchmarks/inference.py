@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import rotopath as rp
 from rotopath.inference.preparing import MixedNetwork
 from rotopath.models import Network
-from rotopath.models.architecture import IMAGE_CHANNELS
+from rotopath.models.promise import IMAGE_CHANNELS
 
 SIDES = {"cpu": 500, "cuda": 2000}
 PRECISIONS = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
@@ -36,7 +36,7 @@ def prepared(model: nn.Module, image: Tensor) -> nn.Module:
     return model.to(image.device, image.dtype).eval()
 
 
-def mixed(network: Network, image: Tensor) -> Network:
+def mixed(network: Network, image: Tensor) -> nn.Module:
     """As `rotopath predict` runs it on a GPU: weights in float32, convolutions in the precision of the image."""
     network = copy.deepcopy(network).to(image.device).eval()
     return network if image.dtype == torch.float32 else MixedNetwork(network, image.dtype)

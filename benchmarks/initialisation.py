@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import rotopath as rp
 from rotopath import group
-from rotopath.evaluation import smooth_images
+from rotopath.metrics import smooth_images
 
 DEPTHS = (1, 2, 3, 5, 10, 20)
 

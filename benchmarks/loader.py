@@ -21,10 +21,12 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import rotopath as rp
-from rotopath.data import Augmentation, Picture, open_data, sampled_batches
+from rotopath.data import Augmentation, Picture, open_data
 from rotopath.data.pixels import Cache
+from rotopath.evaluation import make_sampled_batches
+from rotopath.tasks import TUMOR, Frame
 
-WINDOW_PX, BATCH = 88, 64
+FRAME, BATCH = Frame(window_px=88, target_px=12, stride_px=12), 64
 
 
 def write_noise(folder: Path, patches: int) -> None:
@@ -93,7 +95,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if options.data is None:
             write_noise(Path(folder), options.patches)
-        pictures = open_data(options.data or Path(folder), "tumor").split("train")
+        pictures = open_data(options.data or Path(folder), TUMOR.annotated).split("train")
         record("loader", measure(pictures, device, rounds, steps, workers), options.device)
 
 
@@ -106,8 +108,8 @@ def measure(
     caches: list[tuple[Cache, int]]
     caches = [("device", 0), ("memory", 0), ("none", 0), ("none", workers)]
     for cache, at_work in caches:
-        batches = sampled_batches(
-            "tumor", pictures, WINDOW_PX, batch=BATCH, augmentation=Augmentation(), cache=cache, device=device
+        batches = make_sampled_batches(
+            TUMOR, pictures, FRAME, BATCH, seed=0, cache=cache, device=device, augmentation=Augmentation()
         )
         needed = rounds * steps + 1
         if step_s is None:

@@ -21,8 +21,8 @@ from timing import build, describe, measure
 from torch import nn
 
 from rotopath.models import ARCHITECTURES, Architecture, Network
-from rotopath.models.architecture import IMAGE_CHANNELS
 from rotopath.models.freezing import freeze
+from rotopath.models.promise import IMAGE_CHANNELS
 from rotopath.training import replay
 
 TUMOR = ARCHITECTURES["tumor"]

@@ -49,9 +49,11 @@ class Pessimist(Eye):
 class DarkEye(Eye):
     """Says that there is something where the middle of a window is dark."""
 
+    darkest = 0.25  # of the brightness: below it there is something
+
     def forward(self, x: Tensor) -> Tensor:
         bright = x.float().mean(dim=1, keepdim=True) / (255 if x.dtype == torch.uint8 else 1)
-        dark = (bright < 0.25).float()
+        dark = (bright < self.darkest).float()
         if self.architecture.outputs == 1:
             return super().forward(dark.expand_as(x))
         self.seen.append((x.shape[-2], x.shape[-1]))

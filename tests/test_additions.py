@@ -10,7 +10,8 @@ from additions import compare, main, read_networks, tabulate
 from rotopath import runs
 from rotopath.recipe import make_recipe, write_recipe
 from rotopath.runs import RunError
-from rotopath.study.results import read_results
+from rotopath.studies.results import read_results
+from rotopath.tasks import TUMOR
 
 
 def make_run(part: Path, seed: int, auc: float, wrong: int = 4, turned: bool = True, **keys: object) -> None:
@@ -25,9 +26,11 @@ def make_run(part: Path, seed: int, auc: float, wrong: int = 4, turned: bool = T
     lines = "".join(f"{step},{loss}\n" for step, loss in enumerate(losses))
     (folder / runs.LOG).write_text(f"step,loss\n{lines}")
     runs.write_text(folder / runs.RECIPE, write_recipe(recipe))
-    runs.write_json(folder / runs.POINT, {"threshold": 0.5})
     runs.write_json(folder / runs.METRICS, {"valid": {"accuracy": auc, "auc": auc - 0.1}})
-    runs.save_weights(runs.build(recipe), folder / runs.WEIGHTS)
+    network = runs.build(recipe)
+    weights = runs.pack_weights(network)
+    runs.write_model(folder, TUMOR, runs.describe_network(recipe, network), {"threshold": 0.5}, weights)
+    runs.write_bytes(folder / runs.WEIGHTS, weights)
 
 
 def make_study(folder: Path) -> Path:
@@ -98,6 +101,26 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(SystemExit, match="Name the folder of a study"):
         main()
     assert not out.exists()
+
+
+def test_options_of_networks_may_differ_and_the_network_may_not(tmp_path: Path) -> None:
+    make_run(tmp_path / "paper", 0, 0.9)
+    make_run(tmp_path / "smooth", 0, 0.95, network_options={"smoothing": True, "upsampling": "bilinear"})
+    assert [row["part"] for row in tabulate(read_networks(tmp_path))] == ["paper", "smooth"]
+    make_run(tmp_path / "other", 0, 0.95, network="mitosis")
+    with pytest.raises(RunError, match="another 'network' than"):
+        read_networks(tmp_path)
+
+
+def test_runs_of_rotopath_0_1_stand_in_the_same_table(tmp_path: Path) -> None:
+    """They have options among the keys of their recipes, and an operating point in place of a model file."""
+    expected = tabulate(read_networks(make_study(tmp_path / "study")))
+    for folder in (tmp_path / "study").glob("faithful/*"):
+        (folder / runs.MODEL).unlink()
+        runs.write_json(folder / runs.OLD_POINT, {"threshold": 0.5})
+        keys = f'task = "tumor"\ndata = "d"\nseed = {folder.name[-1]}\n'
+        (folder / runs.RECIPE).write_text(f'{keys}kernel = "harmonic"\npooling = "rms-blur"\n')
+    assert tabulate(read_networks(tmp_path / "study")) == expected
 
 
 def test_the_table_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,21 @@
 """The command line as a newcomer meets it."""
 
 import json
+import shutil
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
-from layouts import pcam
+from layouts import pcam, pixels, write_csv, write_image
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import rotopath
+from rotopath import pretrained, runs
 from rotopath.cli import app
+from rotopath.models import ARCHITECTURES
 
 
 def run(*arguments: str) -> Result:
@@ -118,7 +121,7 @@ def test_python_dash_m_is_the_command() -> None:
 def test_data_check_counts_beside_the_published_numbers(tmp_path: Path) -> None:
     result = run("data", "check", str(pcam(tmp_path, (4, 4, 4))))
     assert result.exit_code == 0
-    assert "PCam, task tumor" in result.stdout
+    assert "PCam, images with a class each" in result.stdout
     assert "4 (262144)" in result.stdout
     assert "No problems." in result.stdout
     assert result.stderr == ""
@@ -148,12 +151,23 @@ def test_data_show_draws_a_contact_sheet(tmp_path: Path) -> None:
     [
         (("check", "{}/nowhere"), "nowhere does not exist."),
         (("check", "{}/empty"), "empty is empty; expected are the unpacked folders of AMIDA13"),
-        (("check", "{}", "--task", "nuclei"), "for the task tumor, but nuclei is asked for"),
-        (("check", "{}", "--task", "kidney"), "There is no task 'kidney'; choose from mitosis, nuclei, tumor."),
+        (
+            ("check", "{}", "--task", "nuclei"),
+            "(PCam) holds images with a class each, where outlines of objects are needed",
+        ),
+        (("check", "{}", "--task", "detect"), "(PCam) holds images with a class each, where positions of objects are"),
+        (
+            ("check", "{}", "--task", "kidney"),
+            "There is no task 'kidney'; choose from mitosis, nuclei, tumor, classify, detect, segment.",
+        ),
+        (("check", "{}", "--task", "classfy"), "There is no task 'classfy'; did you mean 'classify'?"),
         (("show", "{}/empty"), "empty is empty; expected are"),
         (("show", "{}", "--out", "{}/sheet.txt"), "choose one that ends in .png, .jpg, .pdf or .svg."),
         (("show", "{}", "--out", "{}/taken/sheet.png"), "cannot be read or written"),
-        (("make", "--task", "kidney", "--out", "{}/new"), "There is no task 'kidney'"),
+        (
+            ("make", "--task", "kidney", "--out", "{}/new"),
+            "There is no synthetic tissue for a task 'kidney'; choose from mitosis, nuclei, tumor.",
+        ),
         (("make", "--task", "tumor", "--out", "{}"), "is not an empty folder"),
     ],
 )
@@ -170,6 +184,80 @@ def test_data_mistakes_get_one_sentence_and_exit_code_2(
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
     assert sorted(tmp_path.rglob("*")) == before, "nothing is left behind"
+
+
+def class_folders(root: Path, count: int = 5) -> Path:
+    """Patches sorted by class, in files that do not say how large their pixels are."""
+    for number, name in enumerate(("dots", "plain", "stripes")):
+        for i in range(count):
+            write_image(root / name / f"{i}.png", pixels(40, 40, number, i))
+    return root
+
+
+def labelled(root: Path, *labels: object) -> Path:
+    """A manifest of patches with a label each."""
+    for i in range(len(labels)):
+        write_image(root / f"{i}.png", pixels(96, 96, i))
+    rows = [(f"{i}.png", label, "train", 1) for i, label in enumerate(labels)]
+    return write_csv(root / "manifest.csv", [("image", "label", "split", "spacing"), *rows])
+
+
+def test_data_check_finds_folders_of_classes_good_for_classifying(tmp_path: Path) -> None:
+    folder = class_folders(tmp_path / "data")
+    result = run("data", "check", str(folder), "--task", "classify", "--spacing-um-px", "0.5")
+    assert result.exit_code == 0, result.stderr
+    assert "class folders, images with a class each" in result.stdout
+    assert "Spacing of the images: 0.5 µm/px" in result.stdout
+    assert "No problems." in result.stdout
+    head = next(line for line in result.stdout.splitlines() if "split" in line)
+    assert head.split()[-3:] == ["dots", "plain", "stripes"]
+    total = next(line for line in result.stdout.splitlines() if line.split()[:1] == ["all"])
+    assert total.split()[-3:] == ["5", "5", "5"]
+
+
+def test_folders_of_classes_without_a_spacing_are_a_problem_that_says_its_cure(tmp_path: Path) -> None:
+    result = run("data", "check", str(class_folders(tmp_path / "data")), "--task", "classify")
+    assert result.exit_code == 1
+    words = " ".join(result.stdout.split())
+    assert "does not say its resolution" in words
+    assert "--spacing-um-px" in words
+
+
+@pytest.mark.parametrize("spacing", ["-1", "0", "99", "nan"])
+def test_a_spacing_that_no_microscope_has_is_refused(tmp_path: Path, spacing: str) -> None:
+    folder = class_folders(tmp_path / "data")
+    for command in (("check",), ("show", "--out", str(tmp_path / "sheet.png"))):
+        result = run("data", command[0], str(folder), *command[1:], "--spacing-um-px", spacing)
+        assert result.exit_code == 2
+        assert f"{spacing} µm/px, but microscopes have 0.05 to 5." in result.stderr
+        assert result.stdout == ""
+    assert not (tmp_path / "sheet.png").exists()
+
+
+def test_a_contact_sheet_of_folders_of_classes_needs_their_spacing(tmp_path: Path) -> None:
+    folder, sheet = class_folders(tmp_path / "data"), tmp_path / "sheet.png"
+    assert run("data", "show", str(folder), "--out", str(sheet)).exit_code == 2
+    assert not sheet.exists()
+    assert run("data", "show", str(folder), "--out", str(sheet), "--spacing-um-px", "0.5").exit_code == 0
+    assert sheet.read_bytes().startswith(b"\x89PNG")
+
+
+def test_labels_that_are_not_the_tasks_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    manifest = labelled(tmp_path, 0, 1, 2)
+    result = run("data", "check", str(manifest), "--task", "tumor")
+    assert result.exit_code == 2
+    assert "does not fit the task tumor: 2.png has the label '2'; expected is one of 0 (normal), 1 (Tumor)." in (
+        result.stderr
+    )
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+    assert run("data", "check", str(manifest), "--task", "classify").exit_code == 0, "a task of one's own may have it"
+
+
+def test_labels_of_the_task_are_good_for_it(tmp_path: Path) -> None:
+    for place, labels in (("numbers", (0, 1)), ("names", ("normal", "Tumor"))):
+        result = run("data", "check", str(labelled(tmp_path / place, *labels)), "--task", "tumor")
+        assert result.exit_code == 0, result.stderr
 
 
 @pytest.mark.parametrize(("task", "objects"), [("mitosis", "mitoses"), ("nuclei", "nuclei"), ("tumor", "tumor")])
@@ -233,6 +321,18 @@ def test_train_and_evaluate(tmp_path: Path) -> None:
         (("train", "{}/none.toml"), "none.toml does not exist."),
         (("train", "{}/r.toml", "--set", "orientation=4"), "did you mean 'orientations'?"),
         (("train", "{}/r.toml"), "nowhere does not exist."),
+        (
+            ("train", "{}/r.toml", "--set", "network=resnet19"),
+            "There is no network 'resnet19'; did you mean 'resnet18'?",
+        ),
+        (
+            ("train", "{}/r.toml", "--set", "network=kidney"),
+            "There is no network 'kidney'; choose from mitosis, nuclei, ",
+        ),
+        (
+            ("train", "{}/r.toml", "--set", "task=kidney"),
+            "There is no task 'kidney'; choose from mitosis, nuclei, tumor, ",
+        ),
         (("evaluate", "{}/none"), "none is neither a run folder nor one of the pretrained models, "),
         (("evaluate", "{}"), "holds no run."),
     ],
@@ -244,3 +344,59 @@ def test_mistakes_in_training_get_one_sentence(tmp_path: Path, arguments: tuple[
     assert sentence in result.stderr
     assert result.stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def copy_model(tmp_path: Path, **changes: object) -> Path:
+    """A pretrained model whose model file says something else."""
+    folder = Path(shutil.copytree(pretrained.HOME / "tumor-pcam-n8", tmp_path / "model"))
+    content = json.loads((folder / runs.MODEL).read_text())
+    (folder / runs.MODEL).write_text(json.dumps(content | changes))
+    return folder
+
+
+def test_a_model_of_a_newer_format_is_called_newer(tmp_path: Path) -> None:
+    image = write_image(tmp_path / "a.png", pixels(96, 96))
+    words = (str(image), "--spacing-um-px", "1", "--device", "cpu", "--out", str(tmp_path / "out"))
+    result = run("predict", str(copy_model(tmp_path, format=runs.FORMAT + 1, rotopath="99.0.0")), *words)
+    assert result.exit_code == 2
+    assert "model.json was written by rotopath 99.0.0, which is newer than this one" in result.stderr
+    assert "upgrade rotopath to use it." in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    for command in (("evaluate", "--data", str(tmp_path)), ("export",)):
+        again = run(command[0], str(tmp_path / "model"), *command[1:])
+        assert again.exit_code == 2
+        assert "newer" in again.stderr
+
+
+def test_a_model_of_this_format_predicts(tmp_path: Path) -> None:
+    """The same as above, but for the format."""
+    image = write_image(tmp_path / "a.png", pixels(96, 96))
+    words = (str(image), "--spacing-um-px", "1", "--device", "cpu", "--out", str(tmp_path / "out"))
+    result = run("predict", str(copy_model(tmp_path)), *words)
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "out/a.png/summary.json").exists()
+
+
+def test_models_lists_pretrained_models_and_the_networks_of_the_paper() -> None:
+    result = run("models")
+    for name in (*pretrained.list_pretrained(), *ARCHITECTURES):
+        assert name in result.stdout
+
+
+def test_train_and_evaluate_a_kind_of_task(tmp_path: Path) -> None:
+    for split, count in (("train", 4), ("valid", 2), ("test", 2)):
+        class_folders(tmp_path / "data" / split, count)
+    (tmp_path / "r.toml").write_text(f'task = "classify"\ndata = "{tmp_path / "data"}"\ndata_spacing_um_px = 1\n')
+    settings = ("network=resnet18", "network_options.width=4", "window_px=32", *SMALL)
+    words = [word for setting in settings for word in ("--set", setting)]
+    trained = run("train", str(tmp_path / "r.toml"), *words, "--out", str(tmp_path / "run"))
+    assert trained.exit_code == 0, trained.stderr
+    for name in ("dots", "plain", "stripes"):
+        assert f"{name}: recall" in trained.stdout
+    evaluated = run("evaluate", str(tmp_path / "run"))
+    assert evaluated.exit_code == 0, evaluated.stderr
+    again = json.loads((tmp_path / "run/evaluation-test.json").read_text())["test"]
+    before = json.loads((tmp_path / "run/metrics.json").read_text())["test"]
+    assert {name: again[name] for name in before} == before
+    assert [*again["classes"]] == ["dots", "plain", "stripes"]

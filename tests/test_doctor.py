@@ -34,7 +34,7 @@ def test_all_is_well() -> None:
     assert "✗" not in result.stdout
     for words in ("Software", "Devices", "Readers", "Extras", "Self-test", "All that is installed works."):
         assert words in result.stdout
-    for name in pretrained.list_names():
+    for name in pretrained.list_pretrained():
         assert f"✓ {name}" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
 

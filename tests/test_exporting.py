@@ -16,28 +16,32 @@ import rotopath as rp
 from rotopath import exporting, runs
 from rotopath.cli import app
 from rotopath.exporting import MODELS, check_answers, export
+from rotopath.models.promise import find_module
 from rotopath.recipe import make_recipe, write_recipe
 from rotopath.runs import RunError
 
 POINT = {"threshold": 0.375}
+POINTS = {"classify": POINT, "detect": POINT, "segment": {"inside": 0.5, "background": 0.25, "least_px": 30}}
 
 
 def make_run(folder: Path, task: str, orientations: int = 4, **choices: object) -> Path:
     """A finished run that was never trained, with batch norm that does something."""
     folder.mkdir(parents=True)
     recipe = make_recipe({"task": task, "data": "nowhere", "orientations": orientations, **choices})
-    network = runs.build(recipe)
+    network, task = runs.build(recipe), recipe.make_task()
     generator = torch.Generator().manual_seed(0)
-    for module in network.modules():
+    for module in find_module(network).modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.running_mean.normal_(std=0.2, generator=generator)
             module.running_var.uniform_(0.5, 2, generator=generator)
-    for parameter in network.project.parameters():
-        nn.init.uniform_(parameter, 0.5, 1.5, generator=generator)
+        if isinstance(module, rp.nn.Project):
+            for parameter in module.parameters():
+                nn.init.uniform_(parameter, 0.5, 1.5, generator=generator)
     runs.write_text(folder / runs.RECIPE, write_recipe(recipe))
-    runs.write_json(folder / runs.POINT, POINT)
     runs.write_json(folder / runs.PROVENANCE, {"seed": 0})
-    runs.save_weights(network, folder / runs.WEIGHTS)
+    weights, point = runs.pack_weights(network), POINTS[task.kind] if task.is_single else {}
+    runs.write_model(folder, task, runs.describe_network(recipe, network), point, weights)
+    runs.write_bytes(folder / runs.WEIGHTS, weights)
     return folder
 
 
@@ -160,7 +164,7 @@ def test_a_program_of_torch_export(trained: Callable[[str], Path], tmp_path: Pat
 def test_weights_and_provenance_lie_beside_the_model(trained: Callable[[str], Path]) -> None:
     place = export(trained("mitosis"), "torchscript")
     assert place == trained("mitosis") / "export-torchscript"
-    classifier = exporting.PatchClassifier(rp.freeze(rp.models.mitosis(4)))
+    classifier = exporting.PatchClassifier(rp.freeze(rp.models.mitosis(4)), outputs=1)
     classifier.load_state_dict(load_file(place / "model.safetensors"))
     patches = torch.rand(2, 3, 68, 68)
     model = load_script(place)
@@ -181,7 +185,7 @@ def test_a_model_that_answers_otherwise_is_not_put_in_place(
     out = export(trained("tumor"), "torchscript", tmp_path / "model")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
 
-    def write_wrong(model: nn.Module, network: rp.models.Network, path: Path) -> Callable[[Tensor], Tensor]:
+    def write_wrong(model: nn.Module, network: rp.models.DenseNetwork, path: Path) -> Callable[[Tensor], Tensor]:
         del network
         path.write_bytes(b"half a model")
         return lambda images: model(images) + 2e-4
@@ -209,6 +213,141 @@ def test_an_export_is_replaced_as_a_whole(trained: Callable[[str], Path], tmp_pa
     assert not (out / "leftover.txt").exists()
     assert read(out / "config.json")["patch_size_pixels"] == 68
     assert [path.name for path in out.parent.iterdir()] == ["model"]
+
+
+# Networks that were converted.
+
+
+def open_model(place: Path, to: str) -> Callable[[Tensor], Tensor]:
+    """An exported model as others open it."""
+    if to == "torchscript":
+        return load_script(place)
+    if to == "torch":
+        model: Callable[[Tensor], Tensor] = torch.export.load(place / MODELS[to]).module(check_guards=False)
+        return model
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(place / MODELS[to]), providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(["logits"], {"image": images.numpy()})[0])
+
+
+def skip_without_extras(to: str) -> None:
+    if to == "onnx":
+        pytest.importorskip("onnxruntime")
+
+
+@pytest.mark.parametrize("to", MODELS)
+@pytest.mark.parametrize("orientations", [1, 4])
+def test_a_network_for_windows_of_one_size_is_exported(tmp_path: Path, to: str, orientations: int) -> None:
+    """It is slid over slides, but others get the network itself, for patches of its size."""
+    skip_without_extras(to)
+    keys = {"classes": ["fat", "stroma", "tumor"], "network": "resnet18", "network_options": {"width": 4}}
+    run = make_run(tmp_path / "run", "classify", orientations, **keys, window_px=32, spacing_um_px=0.5)
+    network = rp.load(run).network
+    assert network.geometry.stride_px == 16
+    place = export(run, to, tmp_path / "model")
+    config = read(place / "config.json")
+    expected = {
+        "architecture": f"rotopath-resnet18-N{orientations}",
+        "num_classes": 3,
+        "class_names": ["fat", "stroma", "tumor"],
+        "patch_size_pixels": 32,
+        "spacing_um_px": 0.5,
+        "transform": [{"name": "Resize", "arguments": {"size": 32}}, {"name": "ToTensor"}],
+        "output": "logits (B, 3) of a patch",
+        "activation": "softmax",
+        "image_sides_px": {"smallest": 32, "step": 0},
+        "operating_point": {},
+    }
+    assert {key: config[key] for key in expected} == expected
+    assert ("spec_version" in config) == (to == "torchscript"), "which WSInfer and QuPath read"
+    assert "sides of 32 px." in (place / "README.md").read_text()
+    model = open_model(place, to)
+    for batch in (1, 5):
+        patches = torch.rand(batch, 3, 32, 32)
+        with torch.no_grad():
+            logits, wanted = model(patches), network(patches).flatten(1)
+        assert logits.shape == (batch, 3)
+        assert wanted.std() > 1e-3, "there is something to compare"
+        torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("to", MODELS)
+def test_a_network_for_windows_with_one_class_answers_as_its_format_asks(tmp_path: Path, to: str) -> None:
+    """WSInfer and QuPath take the softmax of two; others the sigmoid of one."""
+    skip_without_extras(to)
+    keys = {"classes": ["tumor"], "network": "resnet18", "network_options": {"width": 4}, "window_px": 32}
+    run = make_run(tmp_path / "run", "classify", **keys)
+    place = export(run, to, tmp_path / "model")
+    config = read(place / "config.json")
+    script = to == "torchscript"
+    assert config["class_names"] == (["Other", "tumor"] if script else ["tumor"])
+    assert config["activation"] == ("softmax" if script else "sigmoid")
+    assert config["operating_point"] == POINT
+    patches = torch.rand(3, 3, 32, 32)
+    with torch.no_grad():
+        logits, wanted = open_model(place, to)(patches), rp.load(run).network(patches).sigmoid().flatten()
+    probabilities = logits.softmax(dim=1)[:, 1] if script else logits.sigmoid()[:, 0]
+    torch.testing.assert_close(probabilities, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("to", MODELS)
+@pytest.mark.parametrize("orientations", [1, 4])
+def test_a_converted_network_with_maps_is_exported(tmp_path: Path, to: str, orientations: int) -> None:
+    skip_without_extras(to)
+    keys = {"network": "unet", "network_options": {"width": 4, "depth": 2}, "window_px": 32}
+    run = make_run(tmp_path / "run", "segment", orientations, **keys)
+    network = rp.load(run).network
+    place = export(run, to, tmp_path / "model")
+    config = read(place / "config.json")
+    assert "spec_version" not in config
+    assert config["architecture"] == f"rotopath-unet-N{orientations}"
+    assert config["class_names"] == ["inside", "border", "background"]
+    assert (config["output"], config["activation"]) == ("logits (B, 3, H', W') of a map", "softmax")
+    assert (config["stride_px"], config["image_sides_px"]["step"]) == (1, 2)
+    assert config["operating_point"] == POINTS["segment"]
+    model = open_model(place, to)
+    for size in ((1, 3, 32, 32), (3, 3, 24, 46)):
+        images = torch.rand(size)
+        with torch.no_grad():
+            logits, wanted = model(images), network(images)
+        assert logits.shape == (size[0], 3, *size[2:])
+        assert wanted.std() > 1e-3, "there is something to compare"
+        torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_map_with_an_answer_for_every_pixel_does_not_pass_for_a_classifier(tmp_path: Path) -> None:
+    """A network without pools takes images of any size, as classifiers of patches do."""
+    keys = {"network": "unet", "network_options": {"width": 4, "depth": 1}, "window_px": 32}
+    run = make_run(tmp_path / "run", "segment", **keys)
+    place = export(run, "torchscript", tmp_path / "model")
+    config = read(place / "config.json")
+    assert "spec_version" not in config
+    assert config["output"] == "logits (B, 3, H', W') of a map"
+    images = torch.rand(2, 3, 20, 30)
+    with torch.no_grad():
+        torch.testing.assert_close(load_script(place)(images), rp.load(run).network(images), atol=1e-5, rtol=1e-5)
+
+
+def test_a_patch_is_as_large_as_one_answer_needs_and_not_as_the_windows_of_training(tmp_path: Path) -> None:
+    """In a larger patch, the mean over its windows would be far from an operating point that holds for single ones."""
+    run = make_run(tmp_path / "run", "mitosis", window_px=100)
+    config = read(export(run, "torchscript", tmp_path / "model") / "config.json")
+    assert config["patch_size_pixels"] == 68
+    assert config["transform"][0]["arguments"] == {"size": 68}
+
+
+@pytest.mark.parametrize("to", MODELS)
+def test_the_smallest_image_that_is_named_is_taken(tmp_path: Path, to: str) -> None:
+    skip_without_extras(to)
+    keys = {"network": "unet", "network_options": {"width": 4, "depth": 2}, "window_px": 32}
+    run = make_run(tmp_path / "run", "segment", **keys)
+    place = export(run, to, tmp_path / "model")
+    side = read(place / "config.json")["image_sides_px"]["smallest"]
+    images = torch.rand(1, 3, side, side)
+    with torch.no_grad():
+        logits, wanted = open_model(place, to)(images), rp.load(run).network(images)
+    torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture

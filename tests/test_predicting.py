@@ -4,7 +4,9 @@ import csv
 import json
 import re
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +19,9 @@ from typer.testing import CliRunner, Result
 
 from rotopath import predicting, pretrained, runs
 from rotopath.cli import app
-from rotopath.evaluation import smooth_images
-from rotopath.images.geojson import read_geojson
+from rotopath.images.geojson import SlideObject, read_geojson
+from rotopath.inference.slides import SlidePass
+from rotopath.metrics import smooth_images
 from rotopath.runs import RunError
 
 MODEL = "tumor-pcam-n8"
@@ -143,6 +146,66 @@ def test_a_bad_slide_stops_nobody(images: Path, tmp_path: Path) -> None:
     assert alone.exit_code == 2
 
 
+def allocate_too_much() -> None:
+    torch.empty(2**50)  # a petabyte and more
+
+
+def raise_error(error: BaseException) -> None:
+    raise error
+
+
+OUT_OF_MEMORY = {
+    "of torch": lambda: raise_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")),
+    "of Python": lambda: raise_error(MemoryError()),
+    "of NumPy": lambda: np.empty(2**52),
+    "of torch's CPU allocator": allocate_too_much,
+    "of that on Windows": lambda: raise_error(RuntimeError("DefaultCPUAllocator: not enough memory: you tried")),
+}
+
+
+@pytest.mark.parametrize("fail", OUT_OF_MEMORY.values(), ids=OUT_OF_MEMORY)
+def test_a_slide_that_is_too_large_stops_nobody(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None]
+) -> None:
+    """Whoever reports that memory is used up; nothing of that slide is left, and it is done the next time."""
+    found, out = SlidePass.objects, tmp_path / "out"
+
+    def find(self: SlidePass, *arguments: Any) -> Iterator[SlideObject]:
+        yield from found(self, *arguments)
+        if self.slide.size_px == (130, 150):
+            fail()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SlidePass, "objects", find)
+        first, second = predicting.predict(MODEL, images, out, spacing_um_px=1.0, device="cpu")
+    assert (first.path.name, first.state) == ("a.png", "failed")
+    assert first.reason == "memory was not enough for it; use a machine with more of it."
+    assert (second.path.name, second.state) == ("b.tif", "done")
+    assert [path.name for path in out.iterdir()] == ["b.tif"]
+    again = predicting.predict(MODEL, images, out, spacing_um_px=1.0, device="cpu")
+    assert [each.state for each in again] == ["done", "skipped"]
+
+
+def test_the_command_tells_of_a_slide_that_is_too_large(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(predicting, "write_pyramid", lambda *_: raise_error(MemoryError()))
+    result = call(MODEL, images, "--out", tmp_path / "out", "--spacing-um-px", 1.0)
+    assert result.exit_code == 2, "none could be done"
+    assert "a.png failed: memory was not enough" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Expected all tensors to be on the same device"), AssertionError()])
+def test_other_errors_still_stop(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """They are mistakes of the program, of which somebody has to hear."""
+    monkeypatch.setattr(predicting, "write_pyramid", lambda *_: raise_error(error))
+    with pytest.raises(type(error)):
+        predicting.predict(MODEL, images, tmp_path / "out", spacing_um_px=1.0)
+    assert not list((tmp_path / "out").iterdir())
+
+
 def test_unusual_images_are_taken_or_named(tmp_path: Path) -> None:
     plain = tissue(100, 100)
     alpha = np.dstack([plain, np.full(plain.shape[:2], 255, np.uint8)])
@@ -215,7 +278,9 @@ def test_a_cluster_gives_the_same(images: Path, tmp_path: Path, monkeypatch: pyt
     pytest.importorskip("distributed")
     monkeypatch.chdir(tmp_path)
     shutil.copytree(pretrained.HOME / MODEL, tmp_path / MODEL)
-    (tmp_path / MODEL / "operating_point.json").write_text('{"threshold": 0.5}')
+    told = json.loads((tmp_path / MODEL / "model.json").read_text())
+    assert told["operating_point"] != {"threshold": 0.5}
+    (tmp_path / MODEL / "model.json").write_text(json.dumps(told | {"operating_point": {"threshold": 0.5}}))
     (images / "cut.png").write_bytes(b"\x89PNG")
     (images / "b.tif").unlink()
     (images / "a.png").rename(tmp_path / "scan-1.png")
@@ -233,3 +298,4 @@ def test_a_cluster_gives_the_same(images: Path, tmp_path: Path, monkeypatch: pyt
         json.loads((tmp_path / place / "a.png" / "summary.json").read_text())["about"] for place in ("here", "there")
     ]
     assert abouts[0] == abouts[1]
+    assert abouts[0]["operating_point"] == {"threshold": 0.5}

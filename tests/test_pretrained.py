@@ -1,5 +1,6 @@
 """Pretrained models: whole, small, of no machine, with honest cards; and chosen by validation, never by test."""
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -19,10 +20,10 @@ from rotopath.recipe import make_recipe, write_recipe
 from rotopath.runs import RunError
 
 ROOT = Path(__file__).parent.parent
-FILES = {runs.RECIPE, runs.WEIGHTS, runs.POINT, runs.METRICS, runs.PROVENANCE, pretrained.CARD}
+FILES = {runs.RECIPE, runs.WEIGHTS, runs.MODEL, runs.METRICS, runs.PROVENANCE, pretrained.CARD}
 SECTIONS = ["Use", "Data and its terms", "Recipe", "Scores", "Limits"]
 A_PATH = re.compile(r"(?<![\w/.])(?:/\w+/|~/|[A-Za-z]:[\\/])|\b(?:runs|data|home)/")
-each_model = pytest.mark.parametrize("name", pretrained.list_names())
+each_model = pytest.mark.parametrize("name", pretrained.list_pretrained())
 
 
 def command(*arguments: str) -> Result:
@@ -31,11 +32,11 @@ def command(*arguments: str) -> Result:
 
 def list_files() -> list[Path]:
     """Of the pretrained models, as they are in the package."""
-    return sorted(path for name in pretrained.list_names() for path in (pretrained.HOME / name).iterdir())
+    return sorted(path for name in pretrained.list_pretrained() for path in (pretrained.HOME / name).iterdir())
 
 
 def test_there_is_one_for_tumor_and_one_for_mitosis() -> None:
-    assert {"tumor-pcam-n8", "mitosis-amida13-n8", "nuclei-kumar-n8"} == set(pretrained.list_names())
+    assert {"tumor-pcam-n8", "mitosis-amida13-n8", "nuclei-kumar-n8"} == set(pretrained.list_pretrained())
 
 
 @each_model
@@ -80,8 +81,11 @@ def test_its_card_is_complete_and_agrees_with_its_files(name: str) -> None:
     assert "not for clinical use" in card
     assert f"Terms: {data['terms']}." in card
     assert ("inherit the limits of the data" in card) == (not data["commercial"])
-    assert f"| spacing | {rp.data.MODEL_SPACING_UM_PX[run.recipe.task]:g} µm/px |" in card
-    score = rp.tasks.TASKS[run.recipe.task].SCORE
+    assert f"| spacing | {run.task.spacing_um_px:g} µm/px |" in card
+    geometry = run.network.geometry
+    assert f"windows of {geometry.smallest_px} px, an answer every {geometry.stride_px} px |" in card
+    assert f"network, 8 orientations, {sum(each.numel() for each in run.network.parameters()):,} weights" in card
+    score = run.task.score_name
     assert f" | {json.loads((folder / runs.METRICS).read_text())['test'][score]:.3f} (95 % interval " in card
     assert not re.search(r"[{}]|\bnan\b|None", card)
     weights = sum(tensor.numel() for key, tensor in load_file(folder / runs.WEIGHTS).items() if key.endswith("weight"))
@@ -105,9 +109,61 @@ def test_it_has_the_best_validation_score_of_its_seeds(name: str) -> None:
 def test_the_wheel_holds_all_of_them() -> None:
     builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
     packed = {file.distribution_path for file in builder.recurse_included_files()}
-    for name in pretrained.list_names():
+    for name in pretrained.list_pretrained():
         assert {f"rotopath/pretrained/{name}/{file}" for file in FILES} <= packed
     assert not [path for path in packed if not path.startswith("rotopath/")]
+
+
+# Known answers, which the version before the redesign (commit 361604b) gave to the same weights.
+
+KNOWN = {
+    "mitosis-amida13-n8": (
+        [0.084991, 0.435112, 0.999937, 0.161389, 0.996036, 0.000049, 0.943533, 0.009203, 0.000643, 0.003693],
+        (22, 0.280227),
+    ),
+    "nuclei-kumar-n8": (
+        [0.900509, 0.000898, 0.000027, 0.000757, 0.823863, 0.996417, 0.002678, 0.001828, 0.995822, 0.001680],
+        (50, 0.151498),
+    ),
+    "tumor-pcam-n8": (
+        [0.999211, 0.971489, 0.904054, 0.979693, 0.991250, 0.916150, 0.667286, 0.988221, 0.049819, 0.986843],
+        (3, 0.621293),
+    ),
+}
+
+
+def draw_tissue() -> np.ndarray:
+    """Dark ellipses on pink, many on the left and few on the right; of whole numbers, so the same everywhere."""
+    height, width = 260, 380
+    generator = np.random.default_rng(7)
+    image = np.full((height, width, 3), (222, 178, 212), np.int64)
+    rows, columns = np.mgrid[:height, :width]
+    for number in range(70):
+        right_edge = width if number < 20 else width // 3
+        row, column, short, long = generator.integers([0, 0, 4, 6], [height, right_edge, 9, 15])
+        tilt, dark = generator.integers([-3, 0], [4, 60])
+        down, right = rows - row, columns - column
+        along, across = 4 * right + tilt * down, 4 * down - tilt * right
+        inside = (along * short) ** 2 + (across * long) ** 2 <= (16 + tilt**2) * (short * long) ** 2
+        image[inside] = np.array([96, 62, 140]) - dark
+    return np.clip(image + generator.integers(-12, 13, image.shape), 0, 255).astype(np.uint8)
+
+
+def test_the_drawn_tissue_is_the_one_that_was_asked_about() -> None:
+    assert hashlib.sha256(draw_tissue().tobytes()).hexdigest().startswith("cad4d6e3fec5bbcf")
+
+
+@each_model
+def test_it_answers_as_before(name: str) -> None:
+    run, image = rp.load(name), draw_tissue()
+    wanted, (objects, mean) = KNOWN[name]
+    maps = predict(run.network, image, torch.device("cpu")).probabilities
+    outputs, height, width = maps.shape
+    positions = [(7 * i % outputs, (5 * i + 3) * height // 55, (9 * i + 2) * width // 95) for i in range(10)]
+    np.testing.assert_allclose([maps[where] for where in positions], wanted, rtol=0, atol=1e-5)
+    result = run.predict(image, spacing_um_px=run.task.spacing_um_px, device="cpu")
+    assert len(result.objects) == objects
+    assert result.map.mean() == pytest.approx(mean, abs=1e-5)
 
 
 # Names.
@@ -127,13 +183,13 @@ def test_a_folder_goes_before_a_pretrained_model(tmp_path: Path, monkeypatch: py
 def test_unknown_names_hear_what_there_is(name: str, hint: str) -> None:
     with pytest.raises(RunError) as refused:
         rp.load(name)
-    assert ", ".join(pretrained.list_names()) in str(refused.value)
+    assert ", ".join(pretrained.list_pretrained()) in str(refused.value)
     assert hint in str(refused.value)
 
 
 def test_models_lists_them_before_the_networks() -> None:
     shown = command("models").stdout
-    lines = [shown.index(name) for name in pretrained.list_names()]
+    lines = [shown.index(name) for name in pretrained.list_pretrained()]
     assert max(lines) < shown.index("detects mitotic figures")
     assert "not commercial" in shown
     assert "…" not in shown
@@ -172,6 +228,8 @@ def test_evaluate_asks_for_data_and_export_leaves_the_package_alone(
 
 # Publishing.
 
+POINTS = {"detect": {"threshold": 0.5}, "segment": {"inside": 0.5, "background": 0.5, "least_px": 30}}
+
 
 def make_run(part: Path, seed: int, valid: float, test: float, images: int = 1329, **keys: object) -> Path:
     recipe = make_recipe({"task": "mitosis"} | {"data": "/home/somebody/data", "seed": seed, "workers": 7, **keys})
@@ -184,11 +242,13 @@ def make_run(part: Path, seed: int, valid: float, test: float, images: int = 132
         "test": {"f1": test, "images": 608, "f1_interval": [test - 0.1, test + 0.1], **scores},
     }
     runs.write_text(folder / runs.RECIPE, write_recipe(recipe))
-    runs.write_json(folder / runs.POINT, {"threshold": 0.5})
     runs.write_json(folder / runs.METRICS, metrics)
     about = {"source": "AMIDA13", "path": "/home/somebody/data", "images": images, "fingerprint": "f"}
     runs.write_json(folder / runs.PROVENANCE, {"seed": seed, "data": about})
-    runs.save_weights(runs.build(recipe), folder / runs.WEIGHTS)
+    network, task = runs.build(recipe), recipe.make_task()
+    weights = runs.pack_weights(network)
+    runs.write_model(folder, task, runs.describe_network(recipe, network), POINTS[task.kind], weights)
+    runs.write_bytes(folder / runs.WEIGHTS, weights)
     return folder
 
 
@@ -210,7 +270,29 @@ def test_publishing_chooses_by_validation_and_never_by_test(tmp_path: Path) -> N
     assert "595 fields for training,\n126 for validation, 608 for testing" in card
     written = "".join((place / name).read_text(encoding="utf-8") for name in FILES - {runs.WEIGHTS})
     assert not A_PATH.search(written)
-    assert rp.load(place).recipe.workers == 0
+    run = rp.load(place)
+    assert run.recipe.workers == 0
+    assert run.info == rp.load(best).info
+    assert run.info.weights_sha256 == hashlib.sha256((best / runs.WEIGHTS).read_bytes()).hexdigest()
+
+
+def test_publishing_takes_runs_of_rotopath_0_1(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "part", seed=0, valid=0.7, test=0.8)
+    info = rp.load(folder).info
+    (folder / runs.MODEL).unlink()
+    runs.write_json(folder / runs.OLD_POINT, dict(info.point))
+    place = publish(tmp_path / "part", tmp_path / "home")
+    assert {path.name for path in place.iterdir()} == FILES
+    assert rp.load(place).info == info
+
+
+def test_publishing_says_where_cases_were_too_few_for_an_interval(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, seed=0, valid=0.7, test=0.8)
+    metrics = json.loads((folder / runs.METRICS).read_text())
+    metrics["test"]["f1_interval"] = None
+    runs.write_json(folder / runs.METRICS, metrics)
+    card = (publish(tmp_path, tmp_path / "home") / pretrained.CARD).read_text(encoding="utf-8")
+    assert "| test F1 | 0.800 (too few cases for an interval) |" in card
 
 
 def test_publishing_knows_nuclei_too(tmp_path: Path) -> None:
@@ -248,4 +330,11 @@ def test_publishing_refuses_what_it_cannot_vouch_for(tmp_path: Path) -> None:
     make_run(tmp_path / "mixed", seed=1, valid=0.7, test=0.7, steps=7)
     with pytest.raises(SystemExit, match="differ in more than their seed"):
         publish(tmp_path / "mixed", tmp_path / "home")
+    make_run(tmp_path / "converted", seed=0, valid=0.7, test=0.7, network="resnet18", network_options={"width": 2})
+    with pytest.raises(SystemExit, match="has the task 'mitosis' and the network 'resnet18', of which cards do not"):
+        publish(tmp_path / "converted", tmp_path / "home")
+    weights = make_run(tmp_path / "damaged", seed=0, valid=0.7, test=0.7) / runs.WEIGHTS
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(RunError, match="was damaged or replaced"):
+        publish(tmp_path / "damaged", tmp_path / "home")
     assert not (tmp_path / "home").exists()

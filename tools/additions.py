@@ -17,16 +17,16 @@ from statistics import mean, stdev
 import numpy as np
 
 from rotopath import runs
-from rotopath.models import Choices
+from rotopath.models.promise import find_module
 from rotopath.recipe import changed_key
 from rotopath.runs import RunError
-from rotopath.study.results import Result, estimate, margin, read_results
+from rotopath.studies.results import Result, estimate, margin, read_results
 from rotopath.writing import replaced
 
 PAPER, SAME = "paper", "equal weights"
 PARTS = (PAPER, "faithful", "harmonic", "rms-blur", "reflections", "attention", "fourier", "channels", "float32")
 # Keys of recipes; all others have to be those of the paper's design.
-MAY_DIFFER = ("orientations", *Choices.__annotations__, "precision", "seed")
+MAY_DIFFER = ("orientations", "network_options", "precision", "seed")
 LAST_STEPS = 500
 NONE = "–"
 
@@ -169,7 +169,7 @@ def compare(members: Sequence[Result], by_seed: Mapping[int, Result]) -> dict[st
 
 
 def count_weights(result: Result) -> int:
-    return sum(weight.numel() for weight in runs.load(result.folder).network.parameters())
+    return sum(weight.numel() for weight in find_module(runs.load(result.folder).network).parameters())
 
 
 def main() -> None:

@@ -18,12 +18,11 @@ from statistics import mean, stdev
 from typing import Any
 
 from rotopath import runs
-from rotopath.data import MODEL_SPACING_UM_PX
-from rotopath.data.batches import reader_of
 from rotopath.models import ARCHITECTURES
+from rotopath.models.promise import find_module
 from rotopath.pretrained import CARD, HOME
-from rotopath.recipe import HARDWARE, Recipe, read_recipe, write_recipe
-from rotopath.tasks import TASKS
+from rotopath.recipe import HARDWARE, Recipe, write_recipe
+from rotopath.runs import ModelInfo, RunError
 from rotopath.writing import replaced_folder
 
 DATASETS, TEMPLATE = (Path(__file__).with_name(name) for name in ("datasets.toml", "card.md"))
@@ -58,10 +57,10 @@ class Trained:
     folder: Path
     recipe: Recipe
     metrics: dict[str, Any]
-    point: dict[str, float]
+    info: ModelInfo
 
     def score(self, split: str) -> float:
-        return float(self.metrics[split][TASKS[self.recipe.task].SCORE])
+        return float(self.metrics[split][self.info.task.score_name])
 
 
 def publish(part: Path, home: Path = HOME) -> Path:
@@ -75,16 +74,19 @@ def publish(part: Path, home: Path = HOME) -> Path:
     provenance["data"] = {key: value for key, value in provenance["data"].items() if key not in PLACES}
     provenance["data"] |= {"title": dataset.title, "terms": dataset.terms, "commercial": dataset.commercial}
     provenance["chosen"] = {
-        "by": f"the best {TASKS[chosen.recipe.task].SCORE} on the validation set",
+        "by": f"the best {chosen.info.task.score_name} on the validation set",
         "seeds": [{"seed": one.recipe.seed, "valid": one.score("valid"), "test": one.score("test")} for one in seeds],
     }
     place = home / f"{chosen.recipe.task}-{dataset.name}-n{ORIENTATIONS}"
+    card = write_card(place.name, chosen, seeds, dataset)
     with replaced_folder(place) as unfinished:
-        for name in (runs.WEIGHTS, runs.POINT, runs.METRICS):
+        for name in (runs.WEIGHTS, runs.METRICS):
             shutil.copyfile(chosen.folder / name, unfinished / name)
+        weights = (unfinished / runs.WEIGHTS).read_bytes()
+        runs.write_model(unfinished, chosen.info.task, chosen.info.network, chosen.info.point, weights)
         runs.write_text(unfinished / runs.RECIPE, write_recipe(_anywhere(chosen.recipe, dataset)))
         runs.write_json(unfinished / runs.PROVENANCE, provenance)
-        runs.write_text(unfinished / CARD, write_card(place.name, chosen, seeds, dataset))
+        runs.write_text(unfinished / CARD, card)
     return place
 
 
@@ -93,8 +95,13 @@ def find_seeds(part: Path) -> list[Trained]:
     finished = []
     for weights in sorted(part.glob(f"*/{runs.WEIGHTS}")):
         folder = weights.parent
-        metrics, point = (_read(folder / name) for name in (runs.METRICS, runs.POINT))
-        finished.append(Trained(folder, read_recipe(folder / runs.RECIPE), metrics, point))
+        recipe = runs.read_run_recipe(folder)
+        if recipe.task not in ARCHITECTURES or recipe.network_name != recipe.task:
+            raise SystemExit(
+                f"{folder} has the task {recipe.task!r} and the network {recipe.network_name!r}, of which cards do not "
+                f"know what they do; publish the paper's networks for their own tasks."
+            )
+        finished.append(Trained(folder, recipe, _read(folder / runs.METRICS), runs.read_info(folder)))
     most = max((_amount(one.recipe) for one in finished), default=0)
     seeds = [one for one in finished if one.recipe.orientations == ORIENTATIONS and _amount(one.recipe) == most]
     if not seeds:
@@ -116,28 +123,26 @@ def find_dataset(source: str, images: int) -> Dataset:
 
 def write_card(name: str, chosen: Trained, seeds: Sequence[Trained], dataset: Dataset) -> str:
     """The card of a model, as Markdown."""
-    recipe, test = chosen.recipe, chosen.metrics["test"]
-    network, key = ARCHITECTURES[recipe.task], TASKS[recipe.task].SCORE
-    low, high = test[f"{key}_interval"]
+    recipe, task, geometry = chosen.recipe, chosen.info.task, chosen.info.network.geometry
+    network = find_module(runs.load(chosen.folder).network)  # its weights are checked while they are read
     held_out = {split: _count(chosen.metrics[split]["images"]) for split in ("valid", "test")}
     counts = held_out | {"train": dataset.images - sum(held_out.values())}
     rows = [(f"{one.recipe.seed}{' (this model)' if one is chosen else ''}", one) for one in seeds]
     return TEMPLATE.read_text(encoding="utf-8").format(
         name=name,
-        does=network.task,
+        does=ARCHITECTURES[recipe.task].task,
         title=dataset.title,
         task=recipe.task,
         orientations=ORIENTATIONS,
-        weights=sum(network.weights(ORIENTATIONS)),
+        weights=sum(weight.numel() for weight in network.parameters()),
         kilobytes=(chosen.folder / runs.WEIGHTS).stat().st_size // 1000,
-        spacing_um_px=MODEL_SPACING_UM_PX[recipe.task],
-        stain="normalised by Macenko's method" if reader_of(recipe.task).normalise_stain else "as it is",
-        window_px=network.receptive_field,
-        stride_px=network.stride,
-        score=_spell(key),
+        spacing_um_px=task.spacing_um_px,
+        stain="normalised by Macenko's method" if task.stain == "macenko" else "as it is",
+        window_px=geometry.smallest_px,
+        stride_px=geometry.stride_px,
+        score=_spell(task.score_name),
         test_score=chosen.score("test"),
-        low=low,
-        high=high,
+        interval=_tell_interval(chosen.metrics["test"][f"{task.score_name}_interval"]),
         spread=_tell_spread([one.score("test") for one in seeds]),
         terms=dataset.terms,
         use="any use" if dataset.commercial else "not for commercial use",
@@ -152,6 +157,13 @@ def write_card(name: str, chosen: Trained, seeds: Sequence[Trained], dataset: Da
     )
 
 
+def _tell_interval(found: Sequence[float] | None) -> str:
+    if found is None:
+        return "too few cases for an interval"
+    low, high = found
+    return f"95 % interval {low:.3f} to {high:.3f}"
+
+
 def _tell_spread(scores: Sequence[float]) -> str:
     if len(scores) == 1:
         return f"{scores[0]:.3f} (a single seed)"
@@ -161,7 +173,7 @@ def _tell_spread(scores: Sequence[float]) -> str:
 def _tell_scores(chosen: Trained) -> str:
     """The single numbers of the test set; and how answers change when inputs turn, where that was measured."""
     test = chosen.metrics["test"]
-    single = {name: value for name, value in test.items() if isinstance(value, float) and name not in chosen.point}
+    single = {name: value for name, value in test.items() if isinstance(value, float) and name not in chosen.info.point}
     said = "On the test set: " + ", ".join(f"{_spell(name)} {one:.3f}" for name, one in single.items()) + "."
     evaluated = chosen.folder / "evaluation-test.json"
     if evaluated.exists() and "rotation" in (again := _read(evaluated)["test"]):
@@ -201,5 +213,8 @@ def _anywhere(recipe: Recipe, dataset: Dataset) -> Recipe:
 
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
-        made = publish(Path(argument))
+        try:
+            made = publish(Path(argument))
+        except RunError as error:
+            raise SystemExit(str(error)) from None
         print(f"{made.name}: {sum(path.stat().st_size for path in made.iterdir()) // 1000} kB in {made}")

@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import get_args
 
-from rotopath.assessment import evaluation_file
-from rotopath.evaluation.overlap import HitRule
+from rotopath.evaluation import evaluation_file
+from rotopath.metrics.overlap import HitRule
 
 ORIENTATIONS = (1, 4, 8, 16)
 

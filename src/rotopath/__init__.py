@@ -1,5 +1,6 @@
 """Networks that do not care how a slide lies on the table: SE(2,N) layers and models for computational pathology.
 
+Everything that the command `rotopath` does has a function here: `train`, `evaluate`, `predict`, `export`, `study`.
 Rooms open on first use, so that `import rotopath` and `rotopath --help` cost nothing.
 """
 
@@ -14,42 +15,64 @@ if TYPE_CHECKING:
         group,
         images,
         inference,
+        metrics,
         models,
         nn,
         recipe,
         runs,
+        studies,
         tasks,
         training,
     )
-    from rotopath.evaluation import equivariance_error
+    from rotopath.evaluation import evaluate
+    from rotopath.exporting import export
+    from rotopath.metrics import equivariance_error
     from rotopath.models import equivariant, freeze
+    from rotopath.predicting import predict
+    from rotopath.recipe import Recipe
     from rotopath.runs import load
+    from rotopath.studies import study
+    from rotopath.training import train
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
+    "Recipe",
     "data",
     "equivariance_error",
     "equivariant",
+    "evaluate",
     "evaluation",
+    "export",
     "exporting",
     "freeze",
     "group",
     "images",
     "inference",
     "load",
+    "metrics",
     "models",
     "nn",
+    "predict",
     "recipe",
     "runs",
+    "studies",
+    "study",
     "tasks",
+    "train",
     "training",
 ]
 
 _HOMES = {
-    "equivariance_error": "rotopath.evaluation",
+    "Recipe": "rotopath.recipe",
+    "equivariance_error": "rotopath.metrics",
     "equivariant": "rotopath.models",
+    "evaluate": "rotopath.evaluation",
+    "export": "rotopath.exporting",
     "freeze": "rotopath.models",
     "load": "rotopath.runs",
+    "predict": "rotopath.predicting",
+    "study": "rotopath.studies",
+    "train": "rotopath.training",
 }
 
 

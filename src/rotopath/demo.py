@@ -14,21 +14,20 @@ from rich.console import Console
 
 import rotopath
 from rotopath import runs
-from rotopath.assessment import gather
-from rotopath.data import MODEL_SPACING_UM_PX, Collection, Picture, open_data, read_image
+from rotopath.data import Collection, Picture, open_data, read_image
 from rotopath.data.annotations import read_points
-from rotopath.data.sampling import NEGATIVE_BEYOND_PX as RADIUS_PX
 from rotopath.data.synthetic import make_mitosis
-from rotopath.evaluation.robustness import measure_robustness
+from rotopath.evaluation import Turned, gather, turn_inputs
+from rotopath.metrics.robustness import measure_robustness
 from rotopath.recipe import Recipe
 from rotopath.reports.layers import draw_layers
 from rotopath.reports.page import Section, write_page
 from rotopath.reports.progress import TrainingProgress
 from rotopath.reports.rotation_figures import draw_detections, draw_polar
-from rotopath.rotation import Turned, turn_inputs
+from rotopath.tasks import MITOSIS
 from rotopath.training import train
 
-SPACING_UM_PX = MODEL_SPACING_UM_PX["mitosis"]
+SPACING_UM_PX = MITOSIS.spacing_um_px
 NETWORKS = {"N=1": 1, "N=8": 8}
 WINDOWS, SHOWN_WINDOWS = 64, 6  # that are turned, and of which the answers are drawn
 CPU = torch.device("cpu")
@@ -40,7 +39,7 @@ def run_demo(out: Path, console: Console, steps: int, size_px: int) -> Path:
     if not tissue.exists():
         console.print("Making synthetic tissue: fields of 23 cases, with mitoses among look-alikes.")
         make_mitosis(tissue, size_px=size_px)
-    collection = open_data(tissue, "mitosis")
+    collection = open_data(tissue, MITOSIS.annotated)
     trained: dict[str, runs.Run] = {}
     turned: dict[str, Turned] = {}
     for name, orientations in NETWORKS.items():
@@ -58,25 +57,24 @@ def run_demo(out: Path, console: Console, steps: int, size_px: int) -> Path:
         if not (out / name / runs.WEIGHTS).exists():
             console.print(f"Training {name}.")
             with TrainingProgress(recipe, console) as progress:
-                train(recipe, out / name, progress.show)
+                train(recipe, out / name, on_progress=progress.show)
         trained[name] = runs.load(out / name)
         console.print(f"Turning test images for {name}.")
-        turned[name] = turn_inputs("mitosis", trained[name].network, collection.split("test"), CPU, most=WINDOWS)
+        turned[name] = turn_inputs(trained[name], collection.split("test"), CPU, most=WINDOWS)
     return _write_report(out, collection, trained, turned)
 
 
 def _write_report(out: Path, collection: Collection, trained: dict[str, runs.Run], turned: dict[str, Turned]) -> Path:
     scores = {name: json.loads((out / name / runs.METRICS).read_text(encoding="utf-8"))["test"] for name in trained}
-    varied = {name: measure_robustness(one.fair, trained[name].point["threshold"]) for name, one in turned.items()}
+    varied = {name: measure_robustness(each.fair, each.fair_decisions) for name, each in turned.items()}
     table = [
         ["", "F1", "95 % interval", "precision", "recall", "scatter over angles", "decisions that change"],
         *([name, *_numbers(scores[name]), f"{r.deviation:.4f}", f"{r.changed:.1%}"] for name, r in varied.items()),
     ]
     field = max(collection.split("test"), key=lambda picture: len(read_points(picture, SPACING_UM_PX)))
     found = {name: _detected(run, field) for name, run in trained.items()}
-    picture = draw_detections(
-        read_image(field, SPACING_UM_PX), read_points(field, SPACING_UM_PX), found, RADIUS_PX, out / "detections.png"
-    )
+    truth = read_points(field, SPACING_UM_PX).positions
+    picture = draw_detections(read_image(field, SPACING_UM_PX), truth, found, MITOSIS.hit_px, out / "detections.png")
     scatter = sum(one.fair.std(axis=0) for one in turned.values())
     shown = np.argsort(-np.asarray(scatter), kind="stable")[:SHOWN_WINDOWS].tolist()
     sections = [
@@ -118,6 +116,6 @@ def _numbers(scores: dict[str, Any]) -> list[str]:
 
 def _detected(run: runs.Run, field: Picture) -> NDArray[np.float64]:
     """Where a network sees mitoses, at its operating point."""
-    (evidence,) = gather("mitosis", run.network, [field], CPU)
-    found: NDArray[np.float64] = evidence.detections.places[evidence.detections.scores >= run.point["threshold"]]
+    (evidence,) = gather(run.task, run.network, [field], CPU)
+    found: NDArray[np.float64] = evidence.detections.positions[evidence.detections.scores >= run.point["threshold"]]
     return found

@@ -23,14 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rotopath import group, models, nn, pretrained, runs
-from rotopath.evaluation.equivariance import smooth_images, untrained_errors
 from rotopath.extras import EXTRAS, PURPOSE, install, list_missing
 from rotopath.images import open_slide
 from rotopath.images.pyramid import write_pyramid
 from rotopath.images.readers import SLIDE_SUFFIXES
 from rotopath.inference import predict
+from rotopath.metrics.equivariance import smooth_images, untrained_errors
 from rotopath.nn.fused import can_fuse, can_pool, norm_relu_pool
 from rotopath.nn.gpu import serves
+from rotopath.provenance import describe_software
 
 PACKAGES = ("torch", "numpy", "scipy", "scikit-image", "pillow", "tifffile", "safetensors", "typer", "rich")
 ROUNDING, HALF_ROUNDING, BF16_ROUNDING = 1e-4, 1e-2, 5e-2  # errors below are those of the numbers, not of the software
@@ -61,7 +62,7 @@ def examine() -> dict[str, Any]:
     """What is installed, and on what it runs."""
     missing = {extra: list_missing(extra) for extra in EXTRAS}
     return {
-        "software": runs.describe_software(PACKAGES) | {"system": platform.platform(), "torch_build": _name_build()},
+        "software": describe_software(PACKAGES) | {"system": platform.platform(), "torch_build": _name_build()},
         "devices": _describe_devices(),
         "readers": _describe_readers(missing["slides"]),
         "extras": {
@@ -76,7 +77,7 @@ def run_self_tests() -> Iterator[Outcome]:
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     for device in (CPU, *gpus):
         yield _attempt(f"turns exactly, {_name(device)}", partial(_test_exactness, device))
-    for name in pretrained.list_names():
+    for name in pretrained.list_pretrained():
         yield _attempt(name, partial(_test_prediction, name))
     for gpu in gpus:
         with torch.cuda.device(gpu):  # on which Triton computes
@@ -124,7 +125,7 @@ def _test_prediction(name: str) -> str:
 
 def _test_ready(device: torch.device) -> str:
     """What `rotopath predict` runs on a device answers as the CPU does."""
-    run, patch = runs.load(pretrained.list_names()[0]), _draw_patch()[0].permute(1, 2, 0).numpy()
+    run, patch = runs.load(pretrained.list_pretrained()[0]), _draw_patch()[0].permute(1, 2, 0).numpy()
     model = run.ready(device)
     there, here = (predict(one.network, patch, one.device).probabilities for one in (model, run.ready(CPU)))
     error = float(np.abs(there - here).max())
@@ -136,7 +137,7 @@ def _test_ready(device: torch.device) -> str:
 def _test_bf16(device: torch.device) -> str:
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise NotTestedError("this GPU has none; train with precision 32")
-    network = runs.load(pretrained.list_names()[0]).network.to(device)
+    network: Any = runs.load(pretrained.list_pretrained()[0]).network.to(device)
     images = _draw_patch().to(device)
     with torch.no_grad():
         full = network(images).sigmoid()

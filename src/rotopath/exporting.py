@@ -4,32 +4,32 @@ In: a run. Out: a folder with the frozen network as TorchScript (for WSInfer and
 `torch.export`. A model is in its place only once it was read back and gave the network's own answers.
 """
 
+import copy
 import dataclasses
-import json
 import logging
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from rotopath import runs
-from rotopath.data import MODEL_SPACING_UM_PX, Task
-from rotopath.data.batches import reader_of
-from rotopath.data.nuclei import CLASSES
-from rotopath.models import Network, freeze
-from rotopath.models.architecture import IMAGE_CHANNELS
+from rotopath.models import DenseNetwork, freeze
+from rotopath.models.promise import IMAGE_CHANNELS, DenseModule, SlidingModule, find_module
+from rotopath.models.registry import find_window_px, is_equivariant
 from rotopath.pretrained import CARD
+from rotopath.provenance import PACKAGES, describe_software, now
 from rotopath.runs import Run, RunError
 from rotopath.writing import replaced_folder
 
+Format = Literal["torchscript", "onnx", "torch"]
 CONFIG, README, WEIGHTS = "config.json", "README.md", "model.safetensors"
-MODELS = {"torchscript": "torchscript_model.pt", "onnx": "model.onnx", "torch": "model.pt2"}
-FOUND: Mapping[Task, str] = {"mitosis": "Mitosis", "tumor": "Tumor"}  # the class of the one logit; QuPath shows it
+MODELS: Mapping[str, str] = {"torchscript": "torchscript_model.pt", "onnx": "model.onnx", "torch": "model.pt2"}
 TOLERANCE = 1e-4
 CHECKED = ((1, 0, 0), (3, 1, 2), (2, 2, 0))  # batch, and steps of the grid by which height and width are larger
 
@@ -37,38 +37,41 @@ Answer = Callable[[Tensor], Tensor]
 
 
 class PatchClassifier(nn.Module):
-    """Logits (B, 2) of anything else and of what a network finds; their softmax has the network's probability.
+    """Logits (B, K) of a patch; of a network with one logit, two: of anything else, and of what it finds.
 
     A patch as large as the receptive field has one logit z, and sigmoid(z) is what softmax says of (0, z). In a larger
-    patch, z is the mean over its windows.
+    patch, logits are the mean over its windows.
     """
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: nn.Module, outputs: int) -> None:
         super().__init__()
         self.network = network
+        self.outputs = outputs
 
     def forward(self, x: Tensor) -> Tensor:
-        logit = self.network(x).mean(dim=(2, 3))  # (B, 1)
-        return torch.cat([torch.zeros_like(logit), logit], dim=1)
+        logits = self.network(x)
+        if logits.dim() == 4:
+            logits = logits.mean(dim=(2, 3))  # (B, K)
+        return torch.cat([torch.zeros_like(logits), logits], dim=1) if self.outputs == 1 else logits
 
 
-def export(folder: Path, to: str, out: Path | None = None) -> Path:
+def export(model: Run | Path | str, to: Format = "torchscript", out: Path | str | None = None) -> Path:
     """Write the network of a finished run as torchscript, onnx or torch; gives the folder, which is new or complete."""
-    if to not in MODELS:
+    if to not in get_args(Format):
         raise RunError(f"There is no format {to!r} to export to; choose from {', '.join(MODELS)}.")
     if to == "onnx":
         import onnxruntime  # noqa: F401  # with what writes it, onnx and onnxscript: named here if missing, before work
         import onnxscript  # noqa: F401
-    run = runs.load(folder)
-    place = out or run.out / f"export-{to}"
+    run = model if isinstance(model, Run) else runs.load(model)
+    place = Path(out) if out else run.out / f"export-{to}"
     if place.exists() and not (place.is_dir() and (_is_export(place) or not any(place.iterdir()))):
         raise RunError(f"{place} exists and is no export of rotopath; choose another folder with --out.")
-    model = _make_model(run.network, to)
+    plain = _make_model(run, to)
     with replaced_folder(place) as unfinished:
         with _quiet():
-            answer = WRITERS[to](model, run.network, unfinished / MODELS[to])
-            check_answers(answer, _make_model(run.network, to, frozen=False), run.network)
-        tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+            answer = WRITERS[to](plain, run.network, unfinished / MODELS[to])
+            check_answers(answer, _make_model(run, to, frozen=False), run.network)
+        tensors = {name: tensor.contiguous() for name, tensor in plain.state_dict().items()}
         (unfinished / WEIGHTS).write_bytes(save(tensors))
         config = describe_model(run, to)
         runs.write_json(unfinished / CONFIG, config)
@@ -84,34 +87,41 @@ def describe_model(run: Run, to: str) -> dict[str, object]:
 
     Only a classifier of patches carries `spec_version`: without it WSInfer refuses a model that gives maps.
     """
-    network, task = run.network, run.recipe.task
-    table, patches = network.architecture, _is_classifier(network, to)
-    maps = tuple(CLASSES) if task == "nuclei" else (FOUND[task],)
-    class_names = ("Other", FOUND[task]) if patches else maps
-    resize = {"name": "Resize", "arguments": {"size": table.input_px}}
+    task, network = run.task, run.info.network
+    geometry, patches = network.geometry, _is_classifier(run, to)
+    class_names = ("Other", *task.output_names) if patches and task.outputs == 1 else task.output_names
+    # Maps may be of any size, and are usually trained on the network's usual windows.
+    window_px = (find_window_px(network.name) or network.window_px) if task.reader.maps else geometry.smallest_px
+    resize = {"name": "Resize", "arguments": {"size": window_px}}
+    mirrored = "-reflections" if network.options.get("reflections") else ""
+    if _takes_windows(run.network):
+        output, step = f"logits (B, {len(class_names)}) of a patch", 0
+    else:
+        output = f"logits (B, {geometry.outputs}, H', W') of a map"
+        output, step = f"logits (B, {len(class_names)}) of a patch" if patches else output, geometry.step_px
     return ({"spec_version": "1.0"} if patches else {}) | {
         "name": run.folder.resolve().name,
-        "architecture": f"rotopath-{table.name}-N{network.orientations}{'-reflections' * table.reflections}",
+        "architecture": f"rotopath-{network.name}-N{network.orientations}{mirrored}",
         "num_classes": len(class_names),
         "class_names": class_names,
-        "patch_size_pixels": table.input_px,
-        "spacing_um_px": MODEL_SPACING_UM_PX[task],
+        "patch_size_pixels": window_px,
+        "spacing_um_px": task.spacing_um_px,
         "transform": [resize, {"name": "ToTensor"}],
-        "output": "logits (B, 2) of a patch" if patches else f"logits (B, {table.outputs}, H', W') of a map",
-        "activation": "softmax" if len(class_names) > 1 else "sigmoid",
-        "stain": "macenko" if reader_of(task).normalise_stain else "as it is",
-        "image_sides_px": {"smallest": table.receptive_field, "step": table.size_step},
-        "stride_px": table.stride,
-        "operating_point": run.point,
+        "output": output,
+        "activation": "softmax" if patches else task.activation,
+        "stain": "as it is" if task.stain == "none" else task.stain,
+        "image_sides_px": {"smallest": _smallest_image(run.network), "step": step},
+        "stride_px": geometry.stride_px,
+        "operating_point": dict(run.point),
     }
 
 
-def check_answers(answer: Answer, expected: Answer, network: Network) -> None:
+def check_answers(answer: Answer, expected: Answer, network: DenseNetwork) -> None:
     """See that a model gives the network's answers, in batches and images of several sizes."""
     generator = torch.Generator().manual_seed(0)
-    field, step = network.receptive_field, network.architecture.size_step
+    side, step = _smallest_image(network), 0 if _takes_windows(network) else network.geometry.step_px
     for batch, more_rows, more_columns in CHECKED:
-        size = (batch, IMAGE_CHANNELS, field + more_rows * step, field + more_columns * step)
+        size = (batch, IMAGE_CHANNELS, side + more_rows * step, side + more_columns * step)
         images = torch.randint(0, 256, size, generator=generator).float() / 255
         with torch.no_grad():
             given, wanted = answer(images), expected(images)
@@ -122,23 +132,45 @@ def check_answers(answer: Answer, expected: Answer, network: Network) -> None:
             )
 
 
-def _make_model(network: Network, to: str, frozen: bool = True) -> nn.Module:
-    layers = freeze(network) if frozen else network
-    return (PatchClassifier(layers) if _is_classifier(network, to) else layers).eval()
+def _make_model(run: Run, to: str, frozen: bool = True) -> nn.Module:
+    module = find_module(run.network)
+    try:
+        layers = freeze(module) if frozen and is_equivariant(module) else copy.deepcopy(module)
+    except ValueError as error:
+        raise RunError(f"The network cannot be exported: {error}") from None
+    return (PatchClassifier(layers, run.task.outputs) if _is_classifier(run, to) else layers).cpu().eval()
 
 
-def _is_classifier(network: Network, to: str) -> bool:
+def _takes_windows(network: DenseNetwork) -> bool:
+    """Whether the network answers for windows of one size only."""
+    return isinstance(network, SlidingModule)
+
+
+def _is_classifier(run: Run, to: str) -> bool:
     """WSInfer and QuPath, which read TorchScript, know classifiers of patches only; others can use the whole map."""
-    return to == "torchscript" and network.architecture.outputs == 1
+    one_answer = run.network.geometry.block == 1 and not run.task.reader.maps
+    return to == "torchscript" and one_answer
 
 
-def _write_torchscript(model: nn.Module, _network: Network, path: Path) -> Answer:
-    torch.jit.script(model).save(str(path))  # type: ignore[no-untyped-call]
+def _smallest_image(network: DenseNetwork) -> int:
+    """The smallest image that is worth an answer: of a padded network, one in which some outputs feel no edge."""
+    geometry = network.geometry
+    is_padded = isinstance(network, DenseModule)
+    return geometry.nearest_sizes(geometry.surrounded_px)[-1] if is_padded else geometry.smallest_px
+
+
+def _write_torchscript(model: nn.Module, network: DenseNetwork, path: Path) -> Answer:
+    try:
+        script: Any = torch.jit.script(model)
+    except Exception:  # of any kind: TorchScript does not know all of Python, but tracing needs only what is computed
+        side = _smallest_image(network)
+        script = torch.jit.trace(model, torch.zeros(2, IMAGE_CHANNELS, side, side), check_trace=False)  # type: ignore[no-untyped-call]
+    script.save(str(path))
     answer: Answer = torch.jit.load(str(path))  # type: ignore[no-untyped-call]
     return answer
 
 
-def _write_onnx(model: nn.Module, network: Network, path: Path) -> Answer:
+def _write_onnx(model: nn.Module, network: DenseNetwork, path: Path) -> Answer:
     import onnxruntime
 
     example, shapes = _example(network)
@@ -158,7 +190,7 @@ def _write_onnx(model: nn.Module, network: Network, path: Path) -> Answer:
     return lambda images: torch.from_numpy(session.run(["logits"], {"image": images.numpy()})[0])
 
 
-def _write_torch(model: nn.Module, network: Network, path: Path) -> Answer:
+def _write_torch(model: nn.Module, network: DenseNetwork, path: Path) -> Answer:
     example, shapes = _example(network)
     torch.export.save(torch.export.export(model, (example,), dynamic_shapes=(shapes,)), path)
     # A guard on strides, of every exported convolution, refuses maps of a single pixel, which are as good as others.
@@ -166,31 +198,34 @@ def _write_torch(model: nn.Module, network: Network, path: Path) -> Answer:
     return answer
 
 
-WRITERS: Mapping[str, Callable[[nn.Module, Network, Path], Answer]] = {
+WRITERS: Mapping[str, Callable[[nn.Module, DenseNetwork, Path], Answer]] = {
     "torchscript": _write_torchscript,
     "onnx": _write_onnx,
     "torch": _write_torch,
 }
 
 
-def _example(network: Network) -> tuple[Tensor, dict[int, torch.export.Dim]]:
+def _example(network: DenseNetwork) -> tuple[Tensor, dict[int, Any]]:
     """Images to follow, and what may be otherwise in others: the batch, and sides on the pooling grid."""
-    step, field = network.architecture.size_step, network.receptive_field
-    height, width = (torch.export.Dim(name, min=field // step) for name in ("rows", "columns"))
-    shapes = {0: torch.export.Dim("batch", min=1), 2: step * height + field % step, 3: step * width + field % step}
-    return torch.zeros(2, IMAGE_CHANNELS, field + step, field + 2 * step), shapes
+    step, side = network.geometry.step_px, _smallest_image(network)
+    batch = torch.export.Dim("batch", min=1)
+    if _takes_windows(network):
+        return torch.zeros(2, IMAGE_CHANNELS, side, side), {0: batch}
+    height, width = (torch.export.Dim(name, min=side // step) for name in ("rows", "columns"))
+    shapes = {0: batch, 2: step * height + side % step, 3: step * width + side % step}
+    return torch.zeros(2, IMAGE_CHANNELS, side + step, side + 2 * step), shapes
 
 
 def _describe_origin(run: Run, to: str) -> dict[str, object]:
-    trained = run.folder / runs.PROVENANCE
+    trained, recipe = run.folder / runs.PROVENANCE, run.folder / runs.RECIPE
     return {
-        "exported": runs.now(),
+        "exported": now(),
         "format": to,
-        **runs.describe_software((*runs.PACKAGES, "onnx", "onnxruntime", "onnxscript")),
+        **describe_software((*PACKAGES, "onnx", "onnxruntime", "onnxscript")),
         "run": run.name,
-        "recipe": dataclasses.asdict(run.recipe),
-        "operating_point": run.point,
-        "trained": json.loads(trained.read_text(encoding="utf-8")) if trained.exists() else None,
+        "recipe": dataclasses.asdict(run.recipe) if recipe.exists() else None,
+        "operating_point": dict(run.point),
+        "trained": runs.read_json(trained) if trained.exists() else None,
     }
 
 
@@ -206,11 +241,12 @@ def _explain(config: Mapping[str, object], to: str) -> str:
     else:
         use = "It gives a map for an image, and not a class for a patch, so WSInfer and its extension cannot run it."
     sides: Mapping[str, int] = config["image_sides_px"]  # type: ignore[assignment]
+    on_grid = f"{sides['smallest']} + {sides['step']}·k px" if sides["step"] else f"{sides['smallest']} px"
     lines = [
         f"# {config['name']}",
         f"{config['architecture']}, frozen to a plain CNN and exported by rotopath. {use}",
         f"- In: RGB images (B, 3, H, W) from 0 to 1 at {config['spacing_um_px']} µm/px; stain: {config['stain']}; "
-        f"sides of {sides['smallest']} + {sides['step']}·k px.",
+        f"sides of {on_grid}.",
         f"- Out: {config['output']}, to be passed through {config['activation']}, of the classes "
         f"{', '.join(config['class_names'])}.",  # type: ignore[arg-type]
         f"```python\n{load}\n```",

@@ -11,6 +11,7 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {  # modules of each extra, and the pa
         "lightning": "lightning",
         "h5py": "h5py",
         "defusedxml": "defusedxml",
+        "filelock": "filelock",
         "matplotlib": "matplotlib",
         "tensorboard": "tensorboard",
     },
@@ -26,9 +27,9 @@ PURPOSE: Mapping[str, str] = {
 }
 
 
-def extra_of(module: str) -> str:
-    """The extra that brings a module."""
-    return next((extra for extra, modules in EXTRAS.items() if module in modules), "train")
+def extra_of(module: str) -> str | None:
+    """The extra that brings a module; none where no extra does."""
+    return next((extra for extra, modules in EXTRAS.items() if module in modules), None)
 
 
 def install(extra: str) -> str:

@@ -5,7 +5,6 @@ with its provenance. A slide that is done is skipped, one that was cut off is do
 """
 
 import csv
-import hashlib
 import io
 import tempfile
 import time
@@ -15,8 +14,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from json import JSONDecodeError, loads
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+import torch
 
 from rotopath import runs
 from rotopath.data.folders import IMAGE_SUFFIXES
@@ -25,25 +26,49 @@ from rotopath.images.geojson import Point, SlideObject, write_geojson
 from rotopath.images.overlay import DRAWN, draw_overlay
 from rotopath.images.pyramid import write_pyramid
 from rotopath.images.readers import SLIDE_SUFFIXES
-from rotopath.inference.finding import COLORS
-from rotopath.inference.slides import Model, Options, SlidePass, heat_frame
-from rotopath.runs import Run, RunError
-from rotopath.writing import replaced_folder
+from rotopath.inference.slides import Model, Options, SlidePass
+from rotopath.provenance import describe_machine, describe_software, now
+from rotopath.runs import Device, Precision, Run, RunError
+from rotopath.writing import recover_folder, replaced_folder
 
 GEOJSON, TABLE, HEAT, DEVIATION = "objects.geojson", "objects.csv", "heatmap.ome.tif", "deviation.ome.tif"
 OVERLAY, SUMMARY = "overlay.png", "summary.json"
 LONGEST_HEAT = 4096  # side of the heat map that an overlay is drawn from; larger ones are thinned out
-Seen = Callable[[Path, int, int], None]  # told the slide, how many of its tiles are done, and how many there are
+OnTile = Callable[[Path, int, int], None]  # given the slide, how many of its tiles are done, and how many there are
+State = Literal["done", "skipped", "failed"]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one slide."""
+    """How the prediction of one slide ended."""
 
     path: Path
     folder: Path
-    state: str  # "done", "skipped" or "failed"
+    state: State
     reason: str = ""
+
+
+def predict(
+    model: Run | Path | str,
+    images: Path | str | Sequence[Path | str],
+    out: Path | str,
+    spacing_um_px: float | None = None,
+    rotations: int = 1,
+    everywhere: bool = False,
+    device: Device | str | None = None,
+    precision: Precision | None = None,
+    on_tile: OnTile = lambda _slide, _done, _all: None,
+) -> list[Outcome]:
+    """Find what a model was trained for in images, slides or folders of them; results go to a folder for each.
+
+    What is done already is skipped, and a file that cannot be used stops no other. `spacing_um_px` is the side of a
+    pixel, for files that do not say it; the rest is as in `rp.load(model).predict`, which keeps results in memory.
+    """
+    run = model if isinstance(model, Run) else runs.load(model)
+    given = [images] if isinstance(images, Path | str) else images
+    slides = list_slides([Path(each) for each in given])
+    options = Options(rotations, everywhere=everywhere)
+    return list(predict_slides(run, slides, Path(out), options, spacing_um_px, device, precision, on_tile))
 
 
 def list_slides(inputs: Sequence[Path]) -> list[Path]:
@@ -78,27 +103,40 @@ def predict_slides(
     out: Path,
     options: Options,
     spacing_um_px: float | None = None,
-    device: str | None = None,
-    precision: str | None = None,
-    seen: Seen = lambda _slide, _done, _all: None,
+    device: Device | str | None = None,
+    precision: Precision | None = None,
+    on_tile: OnTile = lambda _slide, _done, _all: None,
 ) -> Iterator[Outcome]:
-    """One slide after another; each is told of when it is over."""
+    """One slide after another, each with how it ended."""
     model = run.ready(device, precision)
     out.mkdir(parents=True, exist_ok=True)
     for path, folder in place_results(slides, out).items():
         about = _describe(run, path, options, spacing_um_px) | {"precision": model.precision}
-        if _is_done(folder, about, precision):
+        if _is_done(recover_folder(folder), about, precision):
             yield Outcome(path, folder, "skipped")
             continue
         try:
             if folder.exists() and not (folder / SUMMARY).exists() and any(folder.iterdir()):
                 raise RunError(f"{folder} holds something else; choose another folder with --out.")
             with open_slide(path, spacing_um_px) as slide:
-                _predict_one(model, slide, folder, options, about, partial(seen, path))
+                _predict_one(model, slide, folder, options, about, partial(on_tile, path))
         except (UnreadableFileError, RunError, ValueError) as error:
             yield Outcome(path, folder, "failed", str(error))
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if model.device.type == "cuda":
+                torch.cuda.empty_cache()  # for the next slide
+            where = "the GPU's memory" if model.device.type == "cuda" else "memory"
+            yield Outcome(path, folder, "failed", f"{where} was not enough for it; use a machine with more of it.")
         else:
             yield Outcome(path, folder, "done")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that memory was used up, as Python, torch and its CPU allocator report it."""
+    said = ("not enough memory", "can't allocate memory", "out of memory")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(each in str(error) for each in said)
 
 
 def _predict_one(
@@ -107,40 +145,47 @@ def _predict_one(
     folder: Path,
     options: Options,
     about: dict[str, object],
-    seen: Callable[[int, int], None],
+    on_tile: Callable[[int, int], None],
 ) -> None:
     begun = time.monotonic()
     with (
         replaced_folder(folder) as unfinished,
         tempfile.TemporaryDirectory(prefix="rotopath-") as files,
-        SlidePass(model, slide, Path(files), options) as one,
+        SlidePass(model, slide, Path(files), options) as done,
     ):
         drawn: list[SlideObject] = []
         with (unfinished / TABLE).open("w", newline="", encoding="utf-8") as table:
-            objects = _write_down(one.objects(seen), table, drawn, slide.origin_px)
+            objects = _write_down(done.objects(on_tile), table, drawn, slide.origin_px)
             write_geojson(unfinished / GEOJSON, objects, slide.origin_px)
-        write_pyramid(unfinished / HEAT, one.heat.bands(), one.heat.size, one.cell_um, "probability")
-        if one.deviation is not None:
-            write_pyramid(unfinished / DEVIATION, one.deviation.bands(), one.heat.size, one.cell_um, "deviation")
-        (corner, side), thin = heat_frame(one), -(-max(one.heat.size) // LONGEST_HEAT)
-        heat = np.concatenate([band[::thin, ::thin] for band in one.heat.bands(512 * thin)])
-        draw_overlay(slide, heat, (corner, side * thin), COLORS[model.task], drawn).save(unfinished / OVERLAY)
+        write_pyramid(unfinished / HEAT, done.heat.bands(), done.heat.size, done.cell_um, "probability")
+        if done.deviation is not None:
+            write_pyramid(unfinished / DEVIATION, done.deviation.bands(), done.heat.size, done.cell_um, "deviation")
+        (corner, side), thin = done.heat_frame, -(-max(done.heat.size) // LONGEST_HEAT)
+        heat, winner = (
+            None if map_file is None else np.concatenate([band[::thin, ::thin] for band in map_file.bands(512 * thin)])
+            for map_file in (done.heat, done.winner)
+        )
+        assert heat is not None
+        picture = draw_overlay(slide, heat, winner, (corner, side * thin), model.task.colors, drawn)
+        picture.save(unfinished / OVERLAY)
+        summary = done.summary()
         runs.write_json(
             unfinished / SUMMARY,
             {
-                **{name: round(value, 6) for name, value in one.summary().items()},
+                **{name: round(value, 6) for name, value in summary.items()},
+                "sentence": model.task.describe(summary),
                 "slide": {
                     "size_px": slide.size_px,
                     "spacing_um_px": slide.spacing_um_px,
                     "origin_px": slide.origin_px,
-                    "stains_normalised": one.canvas.stains is not None,
+                    "stains_normalised": done.canvas.stains is not None,
                 },
-                "heatmap": {"spacing_um_px": one.cell_um, "corner_px": corner, "side_px": side},
+                "heatmap": {"spacing_um_px": done.cell_um, "corner_px": corner, "side_px": side},
                 "seconds": round(time.monotonic() - begun, 1),
-                "written": runs.now(),
+                "written": now(),
                 "about": about,
-                **runs.describe_software(),
-                "hardware": runs.describe_machine(model.device),
+                **describe_software(),
+                "hardware": describe_machine(model.device),
             },
         )
 
@@ -151,38 +196,39 @@ def _write_down(
     """Objects as they go by: each becomes a row of a table, and some are kept for drawing."""
     rows, columns = csv.writer(table, lineterminator="\n"), ["id", "class", "x_px", "y_px"]
     is_empty = True
-    for one in objects:
+    for found in objects:
         if is_empty:
-            rows.writerow([*columns, *one.measurements])
+            rows.writerow([*columns, *found.measurements])
             is_empty = False
-        x, y = _middle(one, origin_px)
-        measured = [f"{value:.6g}" for value in one.measurements.values()]
-        rows.writerow([one.id, one.class_name, f"{x:.2f}", f"{y:.2f}", *measured])
+        x, y = _middle(found, origin_px)
+        measured = [f"{value:.6g}" for value in found.measurements.values()]
+        rows.writerow([found.id, found.class_name, f"{x:.2f}", f"{y:.2f}", *measured])
         if len(drawn) < DRAWN:
-            drawn.append(one)
-        yield one
+            drawn.append(found)
+        yield found
     if is_empty:
         rows.writerow(columns)
 
 
-def _middle(one: SlideObject, origin_px: tuple[int, int]) -> tuple[float, float]:
+def _middle(found: SlideObject, origin_px: tuple[int, int]) -> tuple[float, float]:
     """As x and y, counted as the GeoJSON beside it counts."""
-    if isinstance(one.shape, Point):
-        row, column = one.shape
+    if isinstance(found.shape, Point):
+        row, column = found.shape
     else:
-        corners = np.concatenate([polygon.outer for polygon in one.shape])
+        corners = np.concatenate([polygon.outer for polygon in found.shape])
         row, column = (corners.min(axis=0) + corners.max(axis=0)) / 2
     return column - origin_px[1], row - origin_px[0]
 
 
 def _describe(run: Run, path: Path, options: Options, spacing_um_px: float | None) -> dict[str, object]:
-    """What decides the results: the weights, the operating point, the file, and how it is looked at."""
-    weights = hashlib.sha256((run.folder / runs.WEIGHTS).read_bytes()).hexdigest()[:16]
+    """What decides the results: the model, the file, and how it is looked at."""
     return {
         "model": run.folder.resolve().name,
-        "task": run.recipe.task,
-        "orientations": run.recipe.orientations,
-        "weights": weights,
+        "task": run.task.name,
+        "classes": list(run.task.class_names),
+        "network": run.info.network.name,
+        "orientations": run.info.network.orientations,
+        "weights": runs.hash_weights(run.folder)[:16],
         "operating_point": dict(run.point),
         "file": path.name,
         "file_bytes": path.stat().st_size if path.exists() else 0,
@@ -194,18 +240,13 @@ def _describe(run: Run, path: Path, options: Options, spacing_um_px: float | Non
 def _is_done(folder: Path, about: dict[str, object], precision: str | None) -> bool:
     """Whether results are there that were made so, in any precision unless one was asked for: devices may change."""
     try:
-        told = loads((folder / SUMMARY).read_text(encoding="utf-8"))["about"]
-        return bool((told if precision else told | {"precision": about["precision"]}) == about)
+        written = loads((folder / SUMMARY).read_text(encoding="utf-8"))["about"]
+        return bool((written if precision else written | {"precision": about["precision"]}) == about)
     except (OSError, JSONDecodeError, KeyError, TypeError):
         return False
 
 
 def read_summary(folder: Path) -> str:
-    """What was found, in a few words."""
-    told = loads((folder / SUMMARY).read_text(encoding="utf-8"))
-    task, tissue = told["about"]["task"], f"{told['tissue_mm2']:.2f} mm² of tissue"
-    if task == "tumor":
-        return f"tumor in {told['tumor_share']:.1%} of {tissue}"
-    name, one = {"mitosis": ("mitoses", "mitosis"), "nuclei": ("nuclei", "nucleus")}[task]
-    count = int(told["objects"])
-    return f"{count:,} {one if count == 1 else name}, {told[f'{name}_per_mm2']:,.1f} per mm² in {tissue}"
+    """What was found, in one line."""
+    sentence: str = loads((folder / SUMMARY).read_text(encoding="utf-8"))["sentence"]
+    return sentence

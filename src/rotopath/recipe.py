@@ -5,6 +5,7 @@ In: a TOML file, and single keys to change. Out: a `Recipe`; or one sentence abo
 
 import dataclasses
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,17 +14,27 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rotopath.data.augmentation import Augmentation
-from rotopath.data.batches import BATCH
-from rotopath.data.collection import Task
 from rotopath.data.pixels import Cache
 from rotopath.group import check_orientations
-from rotopath.models.tables import ARCHITECTURES
+from rotopath.images.files import PLAUSIBLE_UM_PX, is_plausible
+from rotopath.images.stain import Stain
+from rotopath.models.registry import check_options, spell_out
+from rotopath.tasks import PAPER, Overrides, Task, find_kind, make_task
 
 HARDWARE = ("accelerator", "devices", "nodes", "cache", "workers")  # keys of where a run is computed, and not of what
+# Options of networks that may stand among the keys of a recipe, as they did before networks had a table of their own.
+SHORT_OPTIONS = ("preset", "kernel", "pooling", "upsampling", "smoothing", "projection", "reflections", "widths_of")
 
 
 class RecipeError(ValueError):
     """A recipe that cannot be followed, said in one sentence."""
+
+
+class NetworkOptions(dict[str, Any]):
+    """Options of a network by name, which do not change."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted((name, repr(value)) for name, value in self.items())))
 
 
 @dataclass(frozen=True)
@@ -33,21 +44,26 @@ class Mining:
     epochs: int = 4  # of the baseline
     examples: int = 2000  # at most, the worst first
 
+    def __post_init__(self) -> None:
+        for name in ("epochs", "examples"):
+            _require(getattr(self, name) >= 1, f"mining.{name}", getattr(self, name), "1 or more")
+
 
 @dataclass(frozen=True)
 class Recipe:
     """How a network is trained. Defaults are the paper's, where it names them."""
 
-    task: Task
+    task: str  # "tumor", "mitosis" or "nuclei"; a kind: "classify", "detect" or "segment"; or "package.module:Class"
     data: str  # a folder or a manifest
+    classes: tuple[str, ...] = ()  # names; the task's own, or those in the data, when left out
+    colors: tuple[str, ...] = ()  # of the classes, such as "#e69f00"
+    spacing_um_px: float | None = None  # at which the network sees images; the task's own when left out
+    stain: Stain | None = None  # "none" or "macenko"; the task's own when left out
+    data_spacing_um_px: float | None = None  # of images that do not say their own
+    network: str | None = None  # its name, or "package.module:function"; the task's own when left out
     orientations: int = 8
-    kernel: Literal["bilinear", "gaussian", "harmonic"] = "bilinear"
-    pooling: Literal["max", "max-blur", "rms-blur"] = "max"
-    upsampling: Literal["nearest", "bilinear"] = "nearest"
-    smoothing: bool = False  # of images, before they are lifted
-    projection: Literal["max", "mean", "attention", "fourier"] | None = None  # the paper's when left out
-    reflections: bool = False  # besides orientations, in kernels
-    widths_of: int | None = None  # channels as with so many orientations; as many weights as N = 1 when left out
+    network_options: NetworkOptions = field(default_factory=NetworkOptions)
+    stride_px: int | None = None  # between windows on a slide, of a network that answers for whole windows
     regime: float | None = None  # of the training data: cases, fields of an organ, or a fraction; all when left out
     seed: int = 0
     epochs: int = 20  # at most
@@ -74,32 +90,55 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_orientations(self.orientations)
-        if self.widths_of is not None:
-            check_orientations(self.widths_of)
+        kind = _ask(find_kind, self.task)
+        _ask(check_options, self.network_name, self.network_options)
+        options = _ask(spell_out, self.network_name, self.network_options)
+        object.__setattr__(self, "network_options", NetworkOptions(options))
+        if len(set(map(str.casefold, self.classes))) < len(self.classes) or not all(self.classes):
+            raise RecipeError(f"the key 'classes' is {list(self.classes)!r}, where different names are expected.")
+        for color in self.colors:
+            _require(re.fullmatch("#[0-9a-fA-F]{6}", color) is not None, "colors", color, 'a colour such as "#e69f00"')
+        low, high = PLAUSIBLE_UM_PX
+        for name in ("spacing_um_px", "data_spacing_um_px"):
+            value = getattr(self, name)
+            _require(value is None or is_plausible(value), name, value, f"{low:g} to {high:g} µm/px")
         for name in ("epochs", "steps", "patience", "validation_steps", "checkpoint_steps", "devices", "nodes"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
         for name in ("seed", "workers", "momentum", "weight_decay"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "a number above 0")
-        _require(self.batch is None or self.batch >= 1, "batch", self.batch, "1 or more")
+        for name in ("batch", "window_px", "stride_px"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, name, value, "1 or more")
         if self.windows % (self.devices * self.nodes):
             raise RecipeError(
                 f"a batch of {self.windows} cannot be divided among {self.devices * self.nodes} devices; "
                 f"change 'batch' or 'devices'."
             )
-        if self.regime is not None and self.task == "tumor":
-            _require(0 < self.regime <= 1, "regime", self.regime, "a fraction of each class, over 0 and up to 1,")
-        elif self.regime is not None:
-            whole = self.regime >= 1 and float(self.regime).is_integer()
-            what = "cases" if self.task == "mitosis" else "fields of each organ"
-            _require(whole, "regime", self.regime, f"a whole number of {what}")
-        if self.task == "nuclei" and self.mining is not None:
-            raise RecipeError("hard examples are mined for mitosis and tumor; leave 'mining' out for nuclei.")
+        if self.regime is not None and (expected := kind.check_regime(self.regime)):
+            raise RecipeError(f"the key 'regime' is {self.regime!r}, where {expected} is expected.")
+        if self.mining is not None and not kind.can_mine:
+            raise RecipeError(f"hard examples cannot be mined for the task {self.task!r}; leave 'mining' out.")
 
     @property
     def windows(self) -> int:
         """In a batch, over all devices."""
-        return BATCH[self.task] if self.batch is None else self.batch
+        return self.kind.default_batch if self.batch is None else self.batch
+
+    @property
+    def kind(self) -> type[Task]:
+        """What sort of task it is."""
+        return find_kind(self.task)
+
+    @property
+    def network_name(self) -> str:
+        """The network that is named, or the usual one of the task."""
+        return self.network or (self.task if self.task in PAPER else self.kind.default_network)
+
+    def make_task(self, found: Sequence[str] = ()) -> Task:
+        """The task, with classes that were `found` in the data where the recipe names none."""
+        colors = tuple((int(c[1:3], 16), int(c[3:5], 16), int(c[5:7], 16)) for c in self.colors)
+        return make_task(self.task, Overrides(self.classes, colors, self.spacing_um_px, self.stain), found)
 
 
 def read_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
@@ -130,33 +169,44 @@ def read_values(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
 def make_recipe(values: Mapping[str, Any]) -> Recipe:
     """A recipe from the values of its keys; a key that no recipe has is an error.
 
-    Besides there is `preset`, for the keys that a preset of the network chooses. It is not kept: a run has to mean the
-    same after a preset has become a better one.
+    Options of networks may stand beside the other keys, as `kernel = "harmonic"`. What a `preset` chooses is written
+    out, so that a run means the same after a preset has become a better one.
     """
-    own = {name: value for name, value in values.items() if name != "preset"}
-    preset = values.get("preset", "paper")
-    for network in ARCHITECTURES.values():
-        if network.name == values.get("task"):
-            _require(preset in list(network.presets), "preset", preset, f"one of {', '.join(network.presets)}")
-            own = network.presets[preset] | own
+    own = {name: value for name, value in values.items() if name not in SHORT_OPTIONS}
+    short = {name: values[name] for name in SHORT_OPTIONS if name in values}
+    # TOML has no word for nothing, and a change may have to take an option back.
+    short = {
+        name: value for name, value in short.items() if not (value is False and name in ("projection", "widths_of"))
+    }
+    if short and isinstance(given := own.get("network_options", {}), Mapping):
+        own["network_options"] = {**given, **short}
     recipe: Recipe = _made(Recipe, own, "")
     return recipe
 
 
 def changed_key(before: Recipe, now: Recipe) -> str | None:
-    """The first key that is not the same, of those that decide how a run turns out."""
-    names = (each.name for each in dataclasses.fields(Recipe) if each.name not in HARDWARE)
+    """The first key that is not the same, of those that decide how a run turns out.
+
+    A run folder keeps the classes that were found in the data; a recipe that leaves them to the data means those.
+    """
+    found = ("classes",) if not now.classes else ()
+    names = (each.name for each in dataclasses.fields(Recipe) if each.name not in (*HARDWARE, *found))
     return next((name for name in names if getattr(before, name) != getattr(now, name)), None)
 
 
 def write_recipe(recipe: Recipe) -> str:
     """The recipe as TOML, which gives the same recipe when it is read."""
     plain = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
-    tables = {name: value for name, value in plain.items() if dataclasses.is_dataclass(value)}
-    lines = [f"{name} = {_toml(v)}" for name, v in plain.items() if v is not None and name not in tables]
+    tables = {
+        name: value for name, value in plain.items() if dataclasses.is_dataclass(value) or isinstance(value, dict)
+    }
+    lines = [f"{name} = {_toml(v)}" for name, v in plain.items() if v not in (None, ()) and name not in tables]
     for name, table in tables.items():
-        lines += ["", f"[{name}]"]
-        lines += [f"{f.name} = {_toml(getattr(table, f.name))}" for f in dataclasses.fields(table)]
+        values = (
+            table if isinstance(table, dict) else {f.name: getattr(table, f.name) for f in dataclasses.fields(table)}
+        )
+        if values:
+            lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in values.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -180,7 +230,8 @@ def _made(kind: type, values: Mapping[str, Any], prefix: str) -> Any:
     hints = get_type_hints(kind)
     for name in values:
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
+            short = () if prefix else SHORT_OPTIONS
+            near = difflib.get_close_matches(name, (*fields, *short), n=1)
             hint = f"did you mean {prefix + near[0]!r}?" if near else f"keys are {', '.join(fields)}."
             raise RecipeError(f"there is no key {prefix + name!r}; {hint}")
     for name, each in fields.items():
@@ -209,16 +260,40 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
             return float(value)
         if option in (int, float, str, bool) and type(value) is option:
             return value
+        if option == tuple[str, ...] and isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
+            return tuple(value)
+        if option is NetworkOptions and isinstance(value, dict):
+            return _check_options(name, value)
     raise RecipeError(f"the key {name!r} is {value!r}, where {' or '.join(map(_described, options))} is expected.")
+
+
+def _check_options(name: str, values: Mapping[str, Any]) -> NetworkOptions:
+    """Options that can be written to a recipe: texts, numbers, true or false, and lists of these."""
+    options = NetworkOptions({key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+    for key, value in options.items():
+        for each in value if isinstance(value, tuple) else (value,):
+            if not isinstance(each, str | int | float | bool):
+                raise RecipeError(f"the key '{name}.{key}' is {value!r}, where a text or a number is expected.")
+    return options
 
 
 def _described(option: Any) -> str:
     if get_origin(option) is Literal:
         return "one of " + ", ".join(get_args(option))
-    if dataclasses.is_dataclass(option):
+    if dataclasses.is_dataclass(option) or option is NetworkOptions:
         return "a table"
+    if option == tuple[str, ...]:
+        return "a list of texts"
     names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", NoneType: "nothing"}
     return names[option]
+
+
+def _ask(question: Any, *arguments: Any) -> Any:
+    """The answer of another room, whose refusal is one of the recipe."""
+    try:
+        return question(*arguments)
+    except (ValueError, TypeError) as error:
+        raise RecipeError(str(error)) from None
 
 
 def _require(holds: bool, name: str, value: object, expected: str) -> None:
@@ -229,7 +304,9 @@ def _require(holds: bool, name: str, value: object, expected: str) -> None:
 def _toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, str):
         escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
+        return '"' + re.sub("[\x00-\x1f\x7f]", lambda found: f"\\u{ord(found[0]):04x}", escaped) + '"'
     return repr(value)

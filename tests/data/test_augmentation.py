@@ -52,8 +52,9 @@ def test_a_mark_and_its_annotation_stay_together() -> None:
     drawn = Augmentation(free_rotation=True, brightness=0.2, stain=0.2).draw(64, np.random.default_rng(1))
     images, classes = augment(window, drawn, 31)
     assert classes is not None
+    assert classes.shape == (64, 1, 31, 31)
     dark = [middle(image.sum(dim=0).amax() - image.sum(dim=0)) for image in images]
-    marked = [middle((marks == 2).float()) for marks in classes]
+    marked = [middle((marks == 2).float()) for (marks,) in classes]
     assert dark == [pytest.approx(place, abs=0.5) for place in marked]
     assert np.ptp(marked, axis=0).min() > 10, "all over the place"
 
@@ -69,7 +70,7 @@ def test_symmetries_move_image_and_classes_exactly_alike() -> None:
     window = torch.cat([window, window[:, :1] // 100], dim=1)  # classes that follow from red
     drawn = Augmentation(brightness=0.0).draw(16, np.random.default_rng(2))
     images, classes = augment(window, drawn, 12)
-    assert torch.equal(classes, (images[:, 0] * 255).round().long() // 100)
+    assert torch.equal(classes, (images[:, :1] * 255).round().long() // 100)
     assert len(set(drawn.symmetries.tolist())) > 4
 
 
@@ -81,7 +82,20 @@ def test_free_rotation_by_quarters_is_the_exact_turn(quarters: int) -> None:
     images, classes = augment(window, drawn, 20)
     expected = torch.rot90(window[:, :, 5:25, 5:25], quarters, (-2, -1))
     assert torch.allclose(images, expected[:, :3] / 255, atol=1 / 255)
-    assert torch.equal(classes, expected[:, 3].long())
+    assert torch.equal(classes, expected[:, 3:].long())
+
+
+def test_several_target_maps_move_alike_and_keep_their_numbers() -> None:
+    """Any angle takes the number of the nearest pixel: none between 2 and 255 arises."""
+    window = windows(8, 5, 40)
+    window[:, 3] %= 3
+    window[:, 4] = torch.where(window[:, 3] == 2, 255, window[:, 3])
+    _, targets = augment(window, Augmentation(free_rotation=True).draw(8, np.random.default_rng(4)), 24)
+    assert targets is not None
+    assert targets.shape == (8, 2, 24, 24)
+    assert targets.dtype == torch.int64
+    assert set(targets[:, 1].unique().tolist()) == {0, 1, 255}
+    assert torch.equal(targets[:, 1], torch.where(targets[:, 0] == 2, 255, targets[:, 0]))
 
 
 def test_free_rotation_turns_counter_clockwise_like_everything_else() -> None:

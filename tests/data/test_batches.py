@@ -9,15 +9,18 @@ import torch
 from layouts import amida13, kumar, pcam, pixels, truncate, write_csv, write_image
 
 from rotopath.data.augmentation import Augmentation
-from rotopath.data.batches import Batches, middle_batches, reader_of, sampled_batches
+from rotopath.data.batches import Batches
 from rotopath.data.collection import DataError
 from rotopath.data.opening import open_data
 from rotopath.data.pixels import DecodedOnDemand, DevicePixels, HostPixels, Reader, choose_cache, open_pixels
 from rotopath.data.sampling import Places
+from rotopath.evaluation import make_middle_batches, make_sampled_batches
 from rotopath.images.files import UnreadableFileError
+from rotopath.tasks import MITOSIS, NUCLEI, PAPER, TUMOR, Class, Detect, Frame, Segment
 
 EVERYTHING = Augmentation(free_rotation=True, stain=0.1)
-TASKS = ("mitosis", "nuclei", "tumor")
+FRAMES = {"mitosis": Frame(68, 8, 8), "nuclei": Frame(60, 20, 1), "tumor": Frame(88, 8, 8)}
+TASKS = tuple(FRAMES)
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +35,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def batches(data: dict[str, Path], task: str, **settings: object) -> Batches:
     pictures = open_data(data[task]).split("train")
-    window, target = {"mitosis": (68, None), "nuclei": (60, 20), "tumor": (88, None)}[task]
-    return sampled_batches(task, pictures, window, target, batch=8, **settings)  # type: ignore[arg-type]
+    return make_sampled_batches(PAPER[task], pictures, FRAMES[task], **({"batch": 8, "seed": 0} | settings))  # type: ignore[arg-type]
 
 
 def bytes_of(found: object) -> list[bytes]:
@@ -63,16 +65,16 @@ def test_a_resumed_epoch_continues_with_the_batches_that_were_left(data: dict[st
 
 @pytest.mark.filterwarnings("ignore:stain normalisation left an image unchanged")
 def test_targets_of_nuclei_are_the_middle_of_their_windows(data: dict[str, Path]) -> None:
-    """Without augmentation the target is the class map at the place that was drawn."""
+    """Without augmentation the target is the map of parts at the place that was drawn."""
     found = batches(data, "nuclei", cache="memory")
-    images, classes = next(found.load([4]))
+    images, parts = next(found.load([4]))
     assert images.shape == (8, 3, 60, 60)
-    assert classes.shape == (8, 20, 20)
-    assert classes.dtype == torch.int64
+    assert parts.shape == (8, 20, 20)
+    assert parts.dtype == torch.int64
     windows = found[4].windows
-    assert torch.equal(classes, windows[:, 3, 20:40, 20:40].long())
+    assert torch.equal(parts, windows[:, 3, 20:40, 20:40].long())
     assert torch.equal(images, windows[:, :3].float() / 255)
-    assert set(classes.unique().tolist()) == {0, 1, 2}
+    assert set(parts.unique().tolist()) == {0, 1, 2}
 
 
 def test_every_batch_is_augmented_in_its_own_way(data: dict[str, Path]) -> None:
@@ -92,9 +94,10 @@ def test_a_free_rotation_turns_about_the_middle_of_the_window(data: dict[str, Pa
 
 
 def test_stains_are_normalised_for_nuclei_only() -> None:
-    assert reader_of("nuclei") == Reader(0.25, normalise_stain=True, with_nuclei=True)
-    assert reader_of("mitosis") == Reader(0.25)
-    assert reader_of("tumor") == Reader(1.0)
+    assert NUCLEI.reader == Reader(0.25, "macenko", NUCLEI.targets, 1)
+    assert NUCLEI.reader.image_only == Reader(0.25, "macenko")
+    assert MITOSIS.reader == Reader(0.25)
+    assert TUMOR.reader == Reader(1.0)
 
 
 def test_reading_data_leaves_random_numbers_alone(data: dict[str, Path]) -> None:
@@ -106,7 +109,7 @@ def test_reading_data_leaves_random_numbers_alone(data: dict[str, Path]) -> None
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_unreadable_file_ends_in_its_sentence(tmp_path: Path, workers: int) -> None:
     root = amida13(tmp_path, cases=[1], size=(90, 110))
-    found = sampled_batches("mitosis", open_data(root).split("train"), 68, batch=4, cache="none")
+    found = make_sampled_batches(MITOSIS, open_data(root).split("train"), FRAMES["mitosis"], 4, 0, cache="none")
     truncate(root / "mitoses_image_data_part_1/01/01.tif")
     with pytest.raises(UnreadableFileError) as caught:
         list(found.load(range(8), workers=workers))
@@ -125,9 +128,10 @@ def test_an_unreadable_file_ends_in_its_sentence(tmp_path: Path, workers: int) -
 def test_impossible_settings_are_refused(data: dict[str, Path], settings: dict[str, object], sentence: str) -> None:
     pictures = open_data(data["tumor"]).split("train")
     with pytest.raises(DataError, match=sentence):
-        sampled_batches("tumor", pictures, 88, **({"batch": 8} | settings))  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="no images"):
-        sampled_batches("tumor", [], 88)
+        make_sampled_batches(TUMOR, pictures, FRAMES["tumor"], **({"batch": 8, "seed": 0} | settings))  # type: ignore[arg-type]
+    for task, frame in FRAMES.items():
+        with pytest.raises(DataError, match="no images"):
+            make_sampled_batches(PAPER[task], [], frame, 8, 0)
 
 
 def test_batches_survive_pickling(data: dict[str, Path]) -> None:
@@ -139,9 +143,9 @@ def test_batches_survive_pickling(data: dict[str, Path]) -> None:
 
 def test_middle_batches_cover_every_patch_once_in_order(data: dict[str, Path]) -> None:
     pictures = open_data(data["tumor"]).split("train")
-    found, steps = middle_batches(pictures, 88, batch=3)
+    found, steps = make_middle_batches(TUMOR, pictures, 88, batch=3)
     images, labels = (torch.cat(parts) for parts in zip(*found.load(steps), strict=True))
-    assert labels.tolist() == [picture.label for picture in pictures]
+    assert labels.tolist() == [("normal", "tumor").index(picture.label or "") for picture in pictures]
     planes = [Reader(1.0).planes(picture)[4:92, 4:92] for picture in pictures]
     assert torch.equal(images, torch.from_numpy(np.stack(planes)).permute(0, 3, 1, 2) / 255)
 
@@ -170,7 +174,7 @@ def test_images_of_another_spacing_are_resampled_before_windows_are_cut(tmp_path
     for cache in ("none", "memory", "device"):
         found = open_pixels(pictures, Reader(1.0), cache, torch.device("cpu"))  # type: ignore[arg-type]
         assert found.sizes_px.tolist() == [[96, 96]] * 6
-    windows = sampled_batches("tumor", pictures, 88, batch=4)[0].windows
+    windows = make_sampled_batches(TUMOR, pictures, FRAMES["tumor"], 4, 0)[0].windows
     assert windows.shape == (4, 3, 88, 88)
     assert set(windows.unique().tolist()) <= {0, 40, 80, 120, 160, 200}
 
@@ -196,3 +200,43 @@ def test_the_cache_is_chosen_by_size() -> None:
 def test_an_unknown_cache_is_refused(data: dict[str, Path]) -> None:
     with pytest.raises(DataError, match="There is no cache 'disk'; choose from auto, device, memory, none"):
         batches(data, "tumor", cache="disk")
+
+
+def test_objects_of_several_classes_have_two_target_maps(tmp_path: Path) -> None:
+    """The parts of objects, and their classes, move with the image; outside of objects the class is not known."""
+    labels = np.zeros((70, 70), np.uint16)
+    labels[10:30, 10:30], labels[40:60, 35:60] = 1, 2
+    image = np.full((70, 70, 3), 255, np.uint8)
+    image[labels == 1], image[labels == 2] = 100, 0
+    write_image(tmp_path / "map.png", labels)
+    write_csv(tmp_path / "map.csv", [("object", "class"), (1, "b"), (2, "a")])
+    write_image(tmp_path / "a.png", image)
+    rows = [("image", "annotation", "split", "spacing"), ("a.png", "map.png", "train", 0.25)]
+    pictures = open_data(write_csv(tmp_path / "manifest.csv", rows)).split("train")
+    task = Segment("segment", (Class("a", (0, 0, 0)), Class("b", (0, 0, 0))), 0.25, typed=True)
+    turned = Augmentation(brightness=0.0)
+    found = make_sampled_batches(task, pictures, Frame(60, 20, 1), 8, 0, augmentation=turned)
+    images, targets = (torch.cat(parts) for parts in zip(*found.load(range(4)), strict=True))
+    assert targets.shape == (32, 2, 20, 20)
+    assert targets.dtype == torch.int64
+    middle = (images[:, 0, 20:40, 20:40] * 255).round()
+    expected = torch.full_like(targets[:, 1], 255)
+    expected[middle == 0], expected[middle == 100] = 0, 1
+    assert torch.equal(targets[:, 1], expected)
+    assert torch.equal(targets[:, 0] == 2, expected == 255), "what is no object is background"
+    assert set(targets[:, 1].unique().tolist()) == {0, 1, 255}
+
+
+def test_labels_of_several_classes_of_objects_are_their_numbers(tmp_path: Path) -> None:
+    image = np.full((200, 200, 3), 200, np.uint8)
+    image[46:54, 46:54], image[146:154, 146:154] = 0, 100
+    write_image(tmp_path / "a.png", image)
+    write_csv(tmp_path / "a.csv", [("class", "x", "y"), ("dark", 49.5, 49.5), ("grey", 149.5, 149.5)])
+    rows = [("image", "annotation", "split", "spacing"), ("a.png", "a.csv", "train", 0.25)]
+    pictures = open_data(write_csv(tmp_path / "manifest.csv", rows)).split("train")
+    task = Detect("detect", (Class("dark", (0, 0, 0)), Class("grey", (0, 0, 0))), 0.25, typed=True)
+    found = make_sampled_batches(task, pictures, Frame(20, 8, 8), 8, 0)
+    images, labels = next(found.load([0]))
+    assert labels.tolist() == [0, 0, 1, 1, 2, 2, 2, 2]
+    darkest = (images[:4].amin(dim=(1, 2, 3)) * 255).round()
+    assert darkest.tolist() == [0, 0, 100, 100]

@@ -1,4 +1,4 @@
-"""A manifest of one's own images: every kind of task, and a sentence for every bad line."""
+"""A manifest of one's own images: every kind of annotation, and a sentence for every bad line."""
 
 from pathlib import Path
 
@@ -7,44 +7,58 @@ import pytest
 from layouts import box, outline_xml, pixels, write_csv, write_image, write_text
 from PIL import Image
 
-from rotopath.data.annotations import read_nuclei, read_points
+from rotopath.data.annotations import read_objects, read_points
 from rotopath.data.check import check
 from rotopath.data.collection import DataError, problems, read_image
 from rotopath.data.opening import open_data
 from rotopath.data.tables import TableError
 
 
-def test_labels_make_a_tumor_task(tmp_path: Path) -> None:
+def test_labels_are_classes_of_whole_images(tmp_path: Path) -> None:
     for name in "abc":
         write_image(tmp_path / f"images/{name}.png", pixels(50, 60, ord(name)))
     header = ("image", "label", "group", "split", "spacing")
     rows = [(f"images/{n}.png", i % 2, n, s, 0.5) for i, (n, s) in enumerate(zip("abc", SPLITS, strict=True))]
     path = write_csv(tmp_path / "mine.csv", [header, *rows])
     collection = open_data(path)
-    assert collection.task == "tumor"
+    assert collection.annotated == "labels"
     assert [(p.name, p.label, p.case, p.split, p.spacing_um_px) for p in collection.pictures] == [
-        ("images/a.png", 0, "a", "train", 0.5),
-        ("images/b.png", 1, "b", "valid", 0.5),
-        ("images/c.png", 0, "c", "test", 0.5),
+        ("images/a.png", "0", "a", "train", 0.5),
+        ("images/b.png", "1", "b", "valid", 0.5),
+        ("images/c.png", "0", "c", "test", 0.5),
     ]
     assert read_image(collection.pictures[0], 1.0).shape == (25, 30, 3)
-    assert check(collection).findings == ()
+    found = check(collection)
+    assert found.findings == ()
+    assert found.counts["valid"] == {"images": 1, "cases": 1, "1": 1}
+
+
+def test_a_label_is_any_name_as_it_is_written(tmp_path: Path) -> None:
+    """Whether it is one of a task's classes is the task's to say."""
+    for i in range(3):
+        write_image(tmp_path / f"{i}.png", pixels(9, 9, i))
+    rows = [(f"{i}.png", label, "train", 1) for i, label in enumerate(("Gleason 3+4", "7", "Ödem"))]
+    write_csv(tmp_path / "manifest.csv", [("image", "label", "split", "spacing"), *rows])
+    collection = open_data(tmp_path)
+    assert [picture.label for picture in collection.pictures] == ["Gleason 3+4", "7", "Ödem"]
+    assert collection.findings == ()
+    assert check(collection).counts["train"] == {"images": 3, "cases": 3, "Gleason 3+4": 1, "7": 1, "Ödem": 1}
 
 
 SPLITS = ("train", "valid", "test")
 
 
-def test_csv_annotations_make_a_mitosis_task_and_may_be_missing(tmp_path: Path) -> None:
+def test_csv_annotations_are_points_and_may_be_missing(tmp_path: Path) -> None:
     write_image(tmp_path / "a.png", pixels(50, 60))
     write_image(tmp_path / "b.png", pixels(50, 60, 1))
     write_csv(tmp_path / "a.csv", [(4, 5)])
     write_text(tmp_path / "manifest.csv", "image,annotation,split,spacing\na.png,a.csv,train,0.25\nb.png,,test,0.25\n")
-    collection = open_data(tmp_path, "mitosis")
-    assert read_points(collection.pictures[0], 0.25).tolist() == [[4, 5]]
-    assert read_points(collection.pictures[1], 0.25).shape == (0, 2)
+    collection = open_data(tmp_path, "points")
+    assert read_points(collection.pictures[0], 0.25).positions.tolist() == [[4, 5]]
+    assert read_points(collection.pictures[1], 0.25).positions.shape == (0, 2)
 
 
-def test_maps_and_outlines_make_a_nuclei_task(tmp_path: Path) -> None:
+def test_maps_and_outlines_are_objects(tmp_path: Path) -> None:
     for name in "ab":
         Image.fromarray(pixels(30, 30, ord(name))).save(tmp_path / f"{name}.tif", dpi=(50_800, 50_800))
     labels = np.zeros((30, 30), np.uint16)
@@ -52,11 +66,12 @@ def test_maps_and_outlines_make_a_nuclei_task(tmp_path: Path) -> None:
     write_image(tmp_path / "a-map.png", labels)
     write_text(tmp_path / "b.xml", outline_xml(box(3, 4, 6)))
     write_text(tmp_path / "manifest.csv", "image,annotation,split\na.tif,a-map.png,train\nb.tif,b.xml,test\n")
-    first, second = open_data(tmp_path, "nuclei").pictures
+    first, second = open_data(tmp_path, "objects").pictures
     assert first.spacing_um_px == pytest.approx(0.5), "as the file tells"
-    assert np.array_equal(read_nuclei(first, 0.5) > 0, read_nuclei(second, 0.5) > 0)
-    assert read_nuclei(first, 0.25).shape == (60, 60)
-    assert (read_nuclei(first, 0.25) == 5).sum() == 4 * 36
+    assert np.array_equal(read_objects(first, 0.5).labels > 0, read_objects(second, 0.5).labels > 0)
+    assert read_objects(first, 0.25).labels.shape == (60, 60)
+    assert (read_objects(first, 0.25).labels == 5).sum() == 4 * 36
+    assert read_objects(first, 0.25).classes == read_objects(second, 0.25).classes == {}
 
 
 def test_without_a_column_groups_are_split_and_never_divided(tmp_path: Path) -> None:
@@ -67,7 +82,7 @@ def test_without_a_column_groups_are_split_and_never_divided(tmp_path: Path) -> 
             rows.append((f"{group}-{image}.png", str(group % 2), f"patient {group}", "1"))
     write_csv(tmp_path / "manifest.csv", rows)
     found = check(open_data(tmp_path))
-    assert {split: (c["images"], c["cases"], c["tumor"]) for split, c in found.counts.items()} == {
+    assert {split: (c["images"], c["cases"], c["1"]) for split, c in found.counts.items()} == {
         "train": (36, 12, 18),
         "valid": (12, 4, 6),
         "test": (12, 4, 6),
@@ -76,15 +91,32 @@ def test_without_a_column_groups_are_split_and_never_divided(tmp_path: Path) -> 
     assert open_data(tmp_path) == open_data(tmp_path)
 
 
+def test_a_spacing_may_be_given_for_images_that_do_not_say_theirs(tmp_path: Path) -> None:
+    """What the table says goes first, then what a file says."""
+    for name in "ab":
+        write_image(tmp_path / f"{name}.png", pixels(8, 8, ord(name)))
+    Image.fromarray(pixels(8, 8)).save(tmp_path / "c.tif", dpi=(50_800, 50_800))
+    rows = [("a.png", 1, "train", ""), ("b.png", 1, "train", 2), ("c.tif", 1, "train", "")]
+    path = write_csv(tmp_path / "manifest.csv", [("image", "label", "split", "spacing"), *rows])
+    collection = open_data(path, spacing_um_px=0.25)
+    assert [p.spacing_um_px for p in collection.pictures] == [0.25, 2, pytest.approx(0.5)]
+    assert collection.findings == ()
+    assert [p.path.name for p in open_data(path).pictures] == ["b.png", "c.tif"], "without it, one is left out"
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("b.png,2,g,train,0.5", "the label is '2'; 0 or 1 is expected."),
+        ("b.png,,g,train,0.5", "the label is missing; write the class of the image."),
         ("b.png,1,g,training,0.5", "the split is 'training'; choose from train, valid, test."),
         ("b.png,1,g,train,coarse", "the spacing is 'coarse'; a number from 0.05 to 5 is expected, in µm/px."),
         ("b.png,1,g,train,-1", "the spacing is '-1'; a number from 0.05 to 5 is expected, in µm/px."),
         ("b.png,1,g,train,nan", "the spacing is 'nan'; a number from 0.05 to 5 is expected, in µm/px."),
-        ("b.png,1,g,train,", "'b.png' does not tell its resolution; write it into a column `spacing` (µm/px)."),
+        (
+            "b.png,1,g,train,",
+            "'b.png' does not say its resolution; give it as `data_spacing_um_px` in the recipe (--spacing-um-px of "
+            "`rotopath data`), or in a column `spacing` (µm/px) of a manifest.",
+        ),
         (",1,g,train,0.5", "the image is not named."),
         ("a.png,1,g,train,0.5", "'a.png' is listed already, in line 2."),
     ],
@@ -150,7 +182,7 @@ def test_what_spreadsheets_write_is_read(tmp_path: Path, text: str) -> None:
     write_image(tmp_path / "a.png", pixels(9, 9))
     (tmp_path / "manifest.csv").write_bytes(text.encode())
     (picture,) = open_data(tmp_path).pictures
-    assert (picture.label, picture.split, picture.spacing_um_px) == (1, "train", 0.5)
+    assert (picture.label, picture.split, picture.spacing_um_px) == ("1", "train", 0.5)
 
 
 def test_one_image_spelled_in_two_ways_is_one_image(tmp_path: Path) -> None:

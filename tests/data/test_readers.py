@@ -23,11 +23,11 @@ from layouts import (
 from PIL import Image
 
 from rotopath.data import hdf5
-from rotopath.data.annotations import read_nuclei, read_points
+from rotopath.data.annotations import read_objects, read_points
 from rotopath.data.aperio import AnnotationError
 from rotopath.data.check import Check, check
 from rotopath.data.collection import Collection, DataError, problems, read_image, read_run, runs
-from rotopath.data.kumar import ORGANS
+from rotopath.data.kumar import ORGANS, PUBLISHED
 from rotopath.data.opening import open_data
 from rotopath.images.files import UnreadableFileError, read_rgb
 
@@ -49,7 +49,7 @@ def checked(path: Path) -> Check:
 
 def test_amida13_is_split_as_published(tmp_path: Path) -> None:
     found = checked(amida13(tmp_path))
-    assert found.collection.task == "mitosis"
+    assert (found.collection.annotated, found.collection.objects) == ("points", "mitoses")
     assert {split: (c["images"], c["cases"], c["mitoses"]) for split, c in found.counts.items()} == {
         "train": (16, 8, 16),
         "valid": (8, 4, 8),
@@ -62,8 +62,8 @@ def test_amida13_is_split_as_published(tmp_path: Path) -> None:
 def test_a_field_without_csv_has_no_mitoses(tmp_path: Path) -> None:
     collection = open_data(amida13(tmp_path, cases=[1]))
     first, second = collection.pictures
-    assert read_points(first, 0.25).tolist() == [[10, 20], [30, 40]]
-    assert read_points(second, 0.25).shape == (0, 2)
+    assert read_points(first, 0.25).positions.tolist() == [[10, 20], [30, 40]]
+    assert read_points(second, 0.25).positions.shape == (0, 2)
     assert "no CSV, so no mitoses, in 1 field (mitoses_image_data_part_1/01/02.tif)." in notes(collection)[0]
 
 
@@ -71,7 +71,7 @@ def test_points_move_with_the_image_to_another_spacing(tmp_path: Path) -> None:
     """At half the resolution, two pixels become one, and a point between them lies at its centre."""
     (picture, _) = open_data(amida13(tmp_path, cases=[1])).pictures
     assert read_image(picture, 0.5).shape == (30, 40, 3)
-    assert read_points(picture, 0.5).tolist() == [[4.75, 9.75], [14.75, 19.75]]
+    assert read_points(picture, 0.5).positions.tolist() == [[4.75, 9.75], [14.75, 19.75]]
     assert np.array_equal(read_image(picture, 0.252), read_rgb(picture.path)), "nearly the same spacing"
 
 
@@ -197,7 +197,7 @@ def test_hidden_files_of_a_mac_are_no_images(tmp_path: Path) -> None:
 
 def test_kumar_is_split_by_its_table(tmp_path: Path) -> None:
     found = checked(kumar(tmp_path, ["a", "b", "c"]))
-    assert found.collection.task == "nuclei"
+    assert (found.collection.annotated, found.collection.objects) == ("objects", "nuclei")
     assert {split: (c["images"], c["cases"], c["nuclei"]) for split, c in found.counts.items()} == {
         "train": (1, 1, 2),
         "valid": (1, 1, 2),
@@ -205,6 +205,7 @@ def test_kumar_is_split_by_its_table(tmp_path: Path) -> None:
     }
     assert sentences(found) == []
     assert found.collection.pictures[0].stratum == "breast"
+    assert found.collection.published == {}, "an own split is not beside published numbers"
 
 
 def test_kumar_without_a_table_is_split_by_organ(tmp_path: Path) -> None:
@@ -213,6 +214,12 @@ def test_kumar_without_a_table_is_split_by_organ(tmp_path: Path) -> None:
     for split, count in (("train", 3), ("valid", 1), ("test", 2)):
         assert sorted(p.stratum for p in collection.split(split)) == sorted(list(ORGANS) * count)
     assert collection.pictures[0].case == collection.pictures[0].path.stem[:12]
+    assert collection.published == PUBLISHED
+    assert {split: counts["nuclei"] for split, counts in PUBLISHED.items()} == {
+        "train": 7337,
+        "valid": 1474,
+        "test": 4130,
+    }
     assert any("1 image (TCGA-DK-A2I6-01A-01-TS1) without a split: left out" in note for note in notes(collection))
     assert sentences(collection) == []
 
@@ -231,14 +238,14 @@ def test_label_maps_win_over_outlines_and_the_two_are_compared(tmp_path: Path) -
     labels[30:34, 0:4] = 9  # and one that has no outline
     write_image(tmp_path / "Label Maps/a.png", labels)
     found = checked(tmp_path)
-    assert np.array_equal(read_nuclei(found.collection.pictures[0], 0.25), labels)
+    assert np.array_equal(read_objects(found.collection.pictures[0], 0.25).labels, labels)
     assert found.counts["train"]["nuclei"] == 3
     assert found.agreement == {"Tissue Images/a.tif": pytest.approx((36 + 18) / (36 + 36 + 16))}
 
 
 def test_nuclei_at_another_spacing_keep_their_numbers(tmp_path: Path) -> None:
     picture = open_data(kumar(tmp_path, ["a", "b", "c"])).pictures[0]
-    labels = read_nuclei(picture, 0.5)
+    labels = read_objects(picture, 0.5).labels
     expected = np.zeros((20, 20), int)
     expected[2:5, 4:7] = 1  # of rows 5 to 10 and columns 8 to 13, the odd ones
     expected[10:13, 11:14] = 2
@@ -326,7 +333,7 @@ def test_outlines_that_cannot_be_painted_are_noted_and_the_others_count(tmp_path
         "Annotations/a.xml: region 7 is hidden: others cover all of its pixels.",
     ]
     assert found.counts["train"]["nuclei"] == 4
-    labels = read_nuclei(found.collection.pictures[0], 0.25)
+    labels = read_objects(found.collection.pictures[0], 0.25).labels
     assert (labels == 1).sum() == 64, "the first one keeps its pixels"
     assert (labels == 2).sum() == 64 - 16
     assert (labels == 4).sum() == 3 * 8, "cut off at the border"
@@ -339,12 +346,60 @@ def test_one_patient_in_two_splits_is_a_leak(tmp_path: Path) -> None:
     assert found == ["patient TCGA-A7-A13E is in train and valid; each must be in one split only."]
 
 
+def monuseg_test(root: Path, names: tuple[str, ...] = ("TCGA-B0-5698-01Z-00-DX1", "TCGA-2Z-A9J9-01A-01-TS1")) -> Path:
+    """Images and XML files of the same names in one folder."""
+    for i, name in enumerate(names):
+        write_image(root / f"{name}.tif", pixels(40, 40, i))
+        write_text(root / f"{name}.xml", outline_xml(box(5, 8, 6), box(20, 22, 6)))
+    return root
+
+
+def test_the_flat_folder_of_monusegs_test_set_is_for_testing(tmp_path: Path) -> None:
+    found = checked(monuseg_test(tmp_path))
+    assert (found.collection.annotated, found.collection.objects) == ("objects", "nuclei")
+    assert found.counts["test"] == {"images": 2, "cases": 2, "nuclei": 4}
+    assert [(p.name, p.case, p.split, p.stratum) for p in found.collection.pictures] == [
+        ("TCGA-2Z-A9J9-01A-01-TS1.tif", "TCGA-2Z-A9J9", "test", ""),
+        ("TCGA-B0-5698-01Z-00-DX1.tif", "TCGA-B0-5698", "test", "kidney"),
+    ]
+    assert np.unique(read_objects(found.collection.pictures[0], 0.25).labels).tolist() == [0, 1, 2]
+    assert sentences(found) == []
+    assert notes(found)[0] == (
+        "images and XML files are in one folder, as in MoNuSeg's test set: all are in the split 'test'."
+    )
+    assert found.collection.published == {}, "its counts are not those of the paper"
+
+
+def test_a_flat_folder_may_be_one_level_down_and_have_a_table(tmp_path: Path) -> None:
+    root = monuseg_test(tmp_path / "MoNuSegTestData", ("a", "b", "c"))
+    assert {p.split for p in open_data(tmp_path).pictures} == {"test"}
+    write_csv(root / "split.csv", [("image", "split", "organ"), ("a", "train", "colon"), ("b.tif", "valid", "bladder")])
+    collection = open_data(tmp_path)
+    assert [(p.path.stem, p.split, p.stratum) for p in collection.pictures] == [
+        ("a", "train", "colon"),
+        ("b", "valid", "bladder"),
+    ]
+    assert collection.published == {}
+    assert "1 image (c) without a split: left out" in notes(collection)[0]
+
+
+def test_in_a_flat_folder_too_every_image_needs_its_nuclei(tmp_path: Path) -> None:
+    monuseg_test(tmp_path, ("a", "b", "c"))
+    (tmp_path / "a.xml").unlink()
+    (tmp_path / "b.tif").unlink()
+    assert sentences(open_data(tmp_path)) == [
+        "a.tif: there is neither a label map nor an XML of its nuclei; it is left out.",
+        "b.xml: there is no image of this name.",
+    ]
+
+
 # PCam
 
 
 def test_pcam_is_read_a_patch_at_a_time(tmp_path: Path) -> None:
     found = checked(pcam(tmp_path))
-    assert found.collection.task == "tumor"
+    assert found.collection.annotated == "labels"
+    assert found.collection.classes == ("normal", "tumor")
     assert {s: (c["images"], c["normal"], c["tumor"]) for s, c in found.counts.items()} == {
         "train": (8, 4, 4),
         "valid": (4, 2, 2),
@@ -358,7 +413,7 @@ def test_pcam_is_read_a_patch_at_a_time(tmp_path: Path) -> None:
         expected = file["x"][3]
     picture = found.collection.split("valid")[3]
     assert np.array_equal(read_image(picture, 1.0), expected), "0.972 µm/px is near enough to 1"
-    assert picture.label == 1
+    assert picture.label == "tumor"
 
 
 def test_each_process_opens_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -488,7 +543,10 @@ def test_kaggles_form_is_split_within_each_class(tmp_path: Path) -> None:
     assert any("patches of one slide may be in two splits" in note for note in notes(found))
     write_csv(tmp_path / "split.csv", [("id", "split"), ("0003", "test"), ("0001", "train"), ("beef", "test")])
     collection = open_data(tmp_path)
-    assert [(p.path.stem, p.split, p.label) for p in collection.pictures] == [("0001", "train", 1), ("0003", "test", 1)]
+    assert [(p.path.stem, p.split, p.label) for p in collection.pictures] == [
+        ("0001", "train", "tumor"),
+        ("0003", "test", "tumor"),
+    ]
     assert sentences(collection) == ["split.csv: it lists 1 id (beef) that the folder does not hold."]
     assert any("18 ids (0000, 0002, 0004, 0005, 0006, ...) without a split" in note for note in notes(collection))
 
@@ -541,8 +599,12 @@ def test_a_manifest_goes_before_the_folder_that_it_lies_in(tmp_path: Path) -> No
     assert open_data(str(tmp_path)).source == "manifest"
 
 
-def test_a_folder_of_another_task_is_refused(tmp_path: Path) -> None:
+def test_annotations_of_another_kind_are_refused(tmp_path: Path) -> None:
     pcam(tmp_path)
-    assert open_data(tmp_path, "tumor").task == "tumor"
-    with pytest.raises(DataError, match="holds PCam data for the task tumor, but nuclei is asked for"):
-        open_data(tmp_path, "nuclei")
+    assert open_data(tmp_path, "labels").annotated == "labels"
+    with pytest.raises(DataError) as caught:
+        open_data(tmp_path, "objects")
+    assert str(caught.value) == (
+        f"{tmp_path} (PCam) holds images with a class each, where outlines of objects are needed; choose other data, "
+        f"or another task."
+    )

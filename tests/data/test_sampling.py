@@ -8,7 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rotopath.data.collection import DataError
-from rotopath.data.sampling import MiddleWindows, MitosisWindows, NucleiWindows, Places, Rounds, Sampler, TumorWindows
+from rotopath.data.sampling import (
+    ClassWindows,
+    GroupWindows,
+    MiddleWindows,
+    ObjectWindows,
+    Places,
+    Rounds,
+    Sampler,
+    Shares,
+)
+
+THREE = ("fat", "stroma", "tumor")
+CELLS = ("mitosis", "lymphocyte", "plasma cell")
 
 
 def sizes(count: int, height: int, width: int) -> np.ndarray:
@@ -27,24 +39,42 @@ def test_rounds_bring_every_number_once_before_any_again(count: int, start: int,
         assert sorted(sequence[first : first + count]) == list(range(count))
 
 
-def tumor(**changes: object) -> TumorWindows:
+def tumor(**changes: object) -> ClassWindows:
     labels = np.array([0] * 50 + [1] * 10)
-    settings = {"labels": labels, "sizes_px": sizes(60, 96, 100), "window_px": 88, "batch": 20, "seed": 3}
-    return TumorWindows(**(settings | changes))  # type: ignore[arg-type]
+    settings = {"labels": labels, "names": ("normal", "tumor"), "sizes_px": sizes(60, 96, 100), "window_px": 88}
+    return ClassWindows(**(settings | {"batch": 20, "seed": 3} | changes))  # type: ignore[arg-type]
 
 
-def mitosis(**changes: object) -> MitosisWindows:
+def mitosis(**changes: object) -> ObjectWindows:
     points = [np.array([[64.0, 64.0], [10.0, 100.0]]), np.empty((0, 2)), np.array([[5.0, 5.0]])]
-    settings = {"points": points, "sizes_px": sizes(3, 128, 128), "window_px": 68, "batch": 16, "seed": 3}
-    return MitosisWindows(**(settings | changes))  # type: ignore[arg-type]
+    settings = {"points": points, "names": ("mitosis",), "absent": 0, "sizes_px": sizes(3, 128, 128), "window_px": 68}
+    settings |= {"batch": 16, "seed": 3, "beyond_px": 30} | changes
+    labels = {"labels": [np.zeros(len(found), int) for found in settings["points"]]}  # type: ignore[attr-defined]
+    return ObjectWindows(**(labels | settings))  # type: ignore[arg-type]
 
 
-def nuclei(**changes: object) -> NucleiWindows:
+def nuclei(**changes: object) -> GroupWindows:
     settings = {"patients": ["a", "b", "b", "c"], "sizes_px": sizes(4, 100, 120), "window_px": 60, "target_px": 20}
-    return NucleiWindows(**(settings | {"batch": 16, "seed": 3} | changes))  # type: ignore[arg-type]
+    return GroupWindows(**(settings | {"batch": 16, "seed": 3} | changes))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("make", [tumor, mitosis, nuclei])
+def three_classes(**changes: object) -> ClassWindows:
+    """Of 24 images 12, 8 and 4 are of a class, in no order."""
+    labels = np.array([0, 1, 0, 2, 0, 1] * 4)
+    settings = {"labels": labels, "names": THREE, "sizes_px": sizes(24, 96, 96), "window_px": 88, "batch": 8, "seed": 3}
+    return ClassWindows(**(settings | changes))  # type: ignore[arg-type]
+
+
+def three_cells(**changes: object) -> ObjectWindows:
+    """Two mitoses, four lymphocytes and a plasma cell, far apart, in two images; none in the third."""
+    points = [np.array([[100.0 * i, 150.0] for i in range(1, 6)]), np.array([[200.0, 60.0], [60.0, 200.0]])]
+    labels = [np.array([0, 1, 1, 2, 1]), np.array([1, 0])]
+    settings = {"points": [*points, np.empty((0, 2))], "labels": [*labels, np.empty(0, int)], "names": CELLS}
+    settings |= {"absent": 3, "sizes_px": sizes(3, 600, 300), "window_px": 68, "batch": 16, "seed": 3, "beyond_px": 30}
+    return ObjectWindows(**(settings | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [tumor, mitosis, nuclei, three_classes, three_cells])
 def test_a_step_alone_decides(make: type) -> None:
     first, second = make(), make()
     for step in (5, 0, 17, 5):
@@ -140,6 +170,89 @@ def test_targets_of_nuclei_reach_the_edges_and_stay_inside() -> None:
     assert (lefts.min(), lefts.max()) == (0, 100)
 
 
+@pytest.mark.parametrize("batch", [3, 7, 8, 9])
+def test_a_batch_that_classes_do_not_divide_gives_each_its_part_over_as_many_steps(batch: int) -> None:
+    sampler = three_classes(batch=batch)
+    for step in range(12):
+        counts = np.bincount(sampler.places(step).labels, minlength=3)
+        assert counts.sum() == batch
+        assert np.ptp(counts) <= 1
+        three = np.concatenate([sampler.places(step + k).labels for k in range(3)])
+        assert np.bincount(three).tolist() == [batch] * 3, "from any step"
+
+
+def test_every_image_of_a_class_is_used_as_often_as_the_next_whatever_is_left_over() -> None:
+    """Eight windows a step: in nine steps each class has 24 of them, which is two, three and six times its images."""
+    sampler = three_classes()
+    labels = np.array([0, 1, 0, 2, 0, 1] * 4)
+    seen = Counter(image for step in range(9) for image in sampler.places(step).images.tolist())
+    for label, times in enumerate((2, 3, 6)):
+        assert {seen[image] for image in np.flatnonzero(labels == label)} == {times}
+    for step in range(9):
+        places = sampler.places(step)
+        assert np.array_equal(places.labels, labels[places.images])
+
+
+@given(st.integers(1, 7), st.integers(0, 20), st.integers(0, 60))
+def test_shares_of_a_batch_follow_from_the_step_alone(classes: int, more: int, step: int) -> None:
+    batch = classes + more
+    shares = Shares(batch, classes)
+    assert sum(shares.of(which, step)[1] for which in range(classes)) == batch
+    for which in range(classes):
+        before = sum(shares.of(which, k)[1] for k in range(step))
+        assert shares.of(which, step)[0] == before, "as many as all steps before it had"
+
+
+def test_mined_images_fill_half_of_their_class_also_where_its_part_is_odd() -> None:
+    sampler = three_classes(batch=9, mined=np.array([3, 0]))
+    seen: Counter[int] = Counter()
+    for step in range(8):
+        places = sampler.places(step)
+        assert np.bincount(places.labels).tolist() == [3, 3, 3]
+        seen.update(places.images.tolist())
+    assert seen[0] == 12 + 1, "half of 24, and as one of twelve images that share the other half"
+    assert seen[3] == 12 + 3
+    assert sum(seen[i] for i in (9, 15, 21)) == 9
+    assert {seen[i] for i in (1, 5, 7, 11)} == {3}, "the class without mined ones is as before"
+
+
+def test_objects_of_every_class_are_drawn_alike_and_negatives_are_none_of_them() -> None:
+    """Eight of a batch are objects: 3, 3 and 2 in turn."""
+    sampler = three_cells(jitter_px=0)
+    of_each: list[Counter[tuple[int, ...]]] = [Counter(), Counter(), Counter()]
+    for step in range(6):
+        places = sampler.places(step)
+        counts = np.bincount(places.labels, minlength=4)
+        assert counts[3] == 8
+        assert sorted(counts[:3]) == [2, 3, 3]
+        assert (places.labels[8:] == 3).all()
+        for image, top, left, label in np.stack(places, axis=1).tolist()[:8]:
+            of_each[label][image, top + 33, left + 33] += 1
+    assert of_each[0] == {(0, 100, 150): 8, (1, 60, 200): 8}
+    assert of_each[1] == {(0, 200, 150): 4, (0, 300, 150): 4, (0, 500, 150): 4, (1, 200, 60): 4}
+    assert of_each[2] == {(0, 400, 150): 16}
+
+
+def test_negatives_are_far_from_objects_of_every_class() -> None:
+    sampler = three_cells(beyond_px=45)
+    for step in range(20):
+        places = sampler.places(step)
+        middles = np.stack([places.tops, places.lefts], axis=1) + 33.5
+        for image, middle in zip(places.images[8:], middles[8:], strict=True):
+            away = [np.hypot(*(middle - point)) for point in sampler._points[image]]
+            assert min(away, default=np.inf) > 45 - 1
+    assert {int(i) for step in range(20) for i in sampler.places(step).images[8:]} == {0, 1, 2}
+
+
+def test_positions_that_were_mistaken_for_any_class_fill_half_of_the_negatives() -> None:
+    places = three_cells(mined=np.array([[2, 50, 60]])).places(1)
+    assert places.labels[8:].tolist() == [3] * 8
+    assert (
+        list(zip(places.images[8:12], places.tops[8:12] + 33, places.lefts[8:12] + 33, strict=True))
+        == [(2, 50, 60)] * 4
+    )
+
+
 def test_middle_windows_bring_every_patch_once() -> None:
     sampler = MiddleWindows(np.array([0, 1, 1, 0, 1]), sizes(5, 96, 96), 88, batch=2)
     assert len(sampler) == 3
@@ -152,13 +265,21 @@ def test_middle_windows_bring_every_patch_once() -> None:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: tumor(batch=7), "is even; got 7"),
         (lambda: mitosis(batch=7), "is even; got 7"),
-        (lambda: tumor(labels=np.ones(60, int)), "have none of class 0"),
-        (lambda: mitosis(points=[np.empty((0, 2))] * 3), "None of the 3 fields of a split has a mitosis"),
+        (lambda: three_cells(batch=7), "is even; got 7"),
+        (lambda: tumor(batch=1), "at least one window of each of the 2 classes; got 1"),
+        (lambda: three_classes(batch=2), "at least one window of each of the 3 classes; got 2"),
+        (lambda: three_cells(batch=4), "at least one window of each of the 3 classes; got 2"),
+        (lambda: tumor(labels=np.ones(60, int)), "have none of class 'normal'; every class is needed"),
+        (lambda: three_classes(labels=np.zeros(24, int)), "have none of class 'stroma'"),
+        (lambda: mitosis(points=[np.empty((0, 2))] * 3), "None of the 3 images of a split has a mitosis"),
+        (
+            lambda: three_cells(labels=[np.ones(5, int), np.zeros(2, int), np.empty(0, int)]),
+            "None of the 3 images of a split has a plasma cell, but each split needs some",
+        ),
         (
             lambda: mitosis(points=[np.array([[20.0, 20.0]])], sizes_px=sizes(1, 40, 40)).places(0),
-            "next to no place over 30 px away from every mitosis",
+            "next to no position over 30 px away from every object",
         ),
     ],
 )

@@ -5,12 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drawn_slides import draw_slide
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from scipy import ndimage
 
 from rotopath.data.synthetic.mitosis import render_field
 from rotopath.data.synthetic.slides import render_slide
 from rotopath.images import find_tissue, open_slide
+from rotopath.images.slides import as_slide
 from rotopath.images.tissue import Tissue, mask_tissue
 
 EOSIN, HEMATOXYLIN, PALE, DAB = (224, 150, 190), (110, 80, 150), (238, 214, 230), (150, 105, 80)
@@ -149,6 +152,27 @@ def test_the_last_half_of_a_pixel_is_like_the_one_before_it() -> None:
     assert tissue.touches(0, 40, 8, 2)
     assert not tissue.touches(44, 0, 2, 8), "there the slide has ended"
     assert tissue.at(np.array([39.0, 41.0]), np.array([41.0])).all()
+
+
+def test_the_area_ends_where_the_slide_does() -> None:
+    """Of 41.75 × 21 µm five pixels by three: the last row is 9.75 µm high, and the last column 5 µm wide."""
+    for row, column, um2 in ((0, 0, 64), (4, 0, 9.75 * 8), (0, 2, 8 * 5), (4, 2, 9.75 * 5)):
+        mask = np.zeros((5, 3), bool)
+        mask[row, column] = True
+        assert Tissue(mask, 8.0, (41.75, 21.0)).area_mm2 == pytest.approx(um2 / 1e6)
+    whole = Tissue(np.ones((5, 3), bool), 8.0, (41.75, 21.0))
+    assert whole.area_mm2 == pytest.approx(41.75 * 21 / 1e6)
+    assert Tissue(mask, 8.0, (41.75, 21.0)).widened(1000).area_mm2 == pytest.approx(whole.area_mm2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(height=st.integers(1, 700), width=st.integers(1, 700), spacing=st.sampled_from([0.2, 0.25, 0.5, 1.0, 2.2]))
+@example(height=500, width=500, spacing=0.25)
+def test_an_image_of_nothing_but_tissue_has_its_own_area(height: int, width: int, spacing: float) -> None:
+    with as_slide(np.full((height, width, 3), EOSIN, np.uint8), spacing) as slide:
+        tissue = find_tissue(slide)
+    assert tissue.mask.all()
+    assert tissue.area_mm2 == pytest.approx(height * width * spacing**2 / 1e6)
 
 
 def test_a_margin_reaches_as_far_as_it_says() -> None:

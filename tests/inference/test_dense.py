@@ -10,15 +10,14 @@ from torch import Tensor
 
 import rotopath as rp
 from rotopath import group
-from rotopath.evaluation import smooth_images
 from rotopath.inference import (
     predict,
     predict_alike,
     predict_patches,
     predict_realigned,
     predict_turned,
-    surrounded_px,
 )
+from rotopath.metrics import smooth_images
 from rotopath.models.architecture import Architecture
 from rotopath.models.network import Network
 from rotopath.models.tables import MITOSIS, NUCLEI, TUMOR
@@ -59,7 +58,7 @@ def brightest(network: Network, image: np.ndarray, **options: int) -> tuple[floa
     weights = np.where(weights > 0.05, weights, 0)
     rows, columns = np.mgrid[: weights.shape[0], : weights.shape[1]]
     centre = [(weights * index).sum() / weights.sum() for index in (rows, columns)]
-    row, column = found.places(np.array([centre]))[0]
+    row, column = found.positions(np.array([centre]))[0]
     return row, column
 
 
@@ -90,7 +89,7 @@ def test_spots_at_the_edges_are_seen_as_bright_as_they_are(
         found = predict(Eye(architecture), spot(100, 110, *place, radius=10), CPU, rotations=rotations)
         peak = np.array([np.unravel_index(found.probabilities[0].argmax(), found.probabilities[0].shape)], float)
         reach = found.stride_px / 2 + (1 if rotations > 1 else 0)
-        assert np.abs(found.places(peak)[0] - place).max() <= reach
+        assert np.abs(found.positions(peak)[0] - place).max() <= reach
         dimmer = 0.75 if architecture is MITOSIS else 0.95
         scale = 1 if architecture is MITOSIS else 2  # the stub's softmax halves
         assert scale * found.probabilities[0].max() > dimmer * 250 / 255
@@ -125,7 +124,7 @@ def test_real_outputs_lie_in_the_middle_of_what_changes_them(name: str) -> None:
         changed = image.copy()
         changed[row, column] = 255 - changed[row, column]
         moved = np.argwhere(np.abs(predict(network, changed, CPU).probabilities - before.probabilities).max(0) > 1e-9)
-        offset = before.places(moved.astype(float)) - (row, column)
+        offset = before.positions(moved.astype(float)) - (row, column)
         assert np.abs(offset).max() <= reach
         offsets.append((offset.min(axis=0) + offset.max(axis=0)) / 2)
     assert np.abs(np.mean(offsets, axis=0)).max() <= before.stride_px / 2
@@ -156,13 +155,13 @@ def test_full_maps_have_an_answer_for_every_pixel() -> None:
             if all(
                 network.receptive_field / 2 + 8 < place < size - network.receptive_field / 2 - 8
                 for place, size in zip(
-                    shifted.places(np.array([[i, j]]))[0], shifted_size(image, row, column), strict=True
+                    shifted.positions(np.array([[i, j]]))[0], shifted_size(image, row, column), strict=True
                 )
             )
         ]
         assert inside
         for i, j in inside:
-            at = shifted.places(np.array([[i, j]]))[0] + (row, column) - full.first_px
+            at = shifted.positions(np.array([[i, j]]))[0] + (row, column) - full.first_px
             seen = full.probabilities[0, round(at[0]), round(at[1])]
             assert seen == pytest.approx(shifted.probabilities[0, i, j], abs=1e-5)
 
@@ -270,16 +269,35 @@ def test_patches_are_turned_about_their_middle() -> None:
     network = untrained("tumor", 4)
     patches = torch.from_numpy(np.stack([textured(96, 96, seed) for seed in range(3)])).permute(0, 3, 1, 2)
     once = predict_patches(network, patches)
-    assert once.shape == (3,)
-    direct = network(center_crop(patches, 88, 88)).sigmoid().flatten().detach().numpy()
+    assert once.shape == (3, 1)
+    direct = network(center_crop(patches, 88, 88)).sigmoid().flatten(1).detach().numpy()
     assert np.allclose(once, direct, atol=1e-6)
     assert np.allclose(predict_patches(network, patches, 4), once, atol=1e-5)
     assert np.allclose(predict_patches(network, center_crop(patches, 88, 88)), once)
     angles = predict_turned(network, patches, [0, 90, 45])
-    assert angles.shape == (3, 3)
+    assert angles.shape == (3, 3, 1)
     assert np.abs(angles[0] - angles[1]).max() < 1e-5
     plain = predict_turned(untrained("tumor", 1), patches, [0, 90])
     assert np.abs(plain[0] - plain[1]).max() > 1e-4, "a plain network sees the difference"
+
+
+def test_several_outputs_have_probabilities_each() -> None:
+    """By a softmax, unless a task has an activation of its own; over rotations their mean."""
+    torch.manual_seed(1)
+    network = rp.models.tumor(1, outputs=3).eval()
+    patches = torch.from_numpy(np.stack([textured(88, 88, seed) for seed in range(2)])).permute(0, 3, 1, 2)
+    logits = network(patches).flatten(1).detach()
+    np.testing.assert_allclose(predict_patches(network, patches), logits.softmax(dim=1).numpy(), atol=1e-6)
+    turned = predict_turned(network, patches, group.angles(4))
+    assert turned.shape == (4, 2, 3)
+    np.testing.assert_allclose(predict_patches(network, patches, 4), turned.mean(axis=0), atol=1e-6)
+    own = predict_patches(network, patches, activation=torch.sigmoid)
+    np.testing.assert_allclose(own, logits.sigmoid().numpy(), atol=1e-6)
+    image = textured(100, 112)
+    whole = predict(network, image, CPU, tile_px=100, activation=torch.sigmoid)
+    assert whole.probabilities.shape[0] == 3
+    assert np.abs(whole.probabilities.sum(axis=0) - 1).max() > 1e-3
+    assert np.abs(predict(network, image, CPU).probabilities.sum(axis=0) - 1).max() < 1e-5
 
 
 @pytest.mark.parametrize("name", ["mitosis", "tumor"])
@@ -287,14 +305,14 @@ def test_a_window_is_answered_as_the_same_place_in_an_image(name: str) -> None:
     """Also where filters read beyond the receptive field, which by itself is answered otherwise."""
     torch.manual_seed(0)
     network = getattr(rp.models, name)(4, kernel="harmonic", pooling="rms-blur", smoothing=True).eval()
-    side = surrounded_px(network)
+    side = network.geometry.surrounded_px
     image = textured(side + 2 * network.stride, side + 4 * network.stride)
     logits = network(torch.from_numpy(image).permute(2, 0, 1)[None])
-    rim = network.architecture.rim
+    rim = network.geometry.rim
     assert logits.shape[-2:] == (2 * rim + 3, 2 * rim + 5)
     window = torch.from_numpy(image[network.stride :][:side, network.stride :][:, :side].copy()).permute(2, 0, 1)[None]
     there = logits[0, 0, rim + 1, rim + 1].sigmoid().item()
-    assert predict_patches(network, window)[0] == pytest.approx(there, abs=1e-6)
+    assert predict_patches(network, window).item() == pytest.approx(there, abs=1e-6)
     alone = center_crop(window, network.receptive_field, network.receptive_field)
     assert abs(network(alone).sigmoid().item() - there) > 1e-4
 
@@ -336,5 +354,5 @@ def test_mistakes_are_named() -> None:
     for side in (60, 69):
         with pytest.raises(ValueError, match="68 px are cut out"):
             predict_turned(network, torch.zeros(1, 3, side, side), [0])
-    with pytest.raises(ValueError, match="map of classes"):
+    with pytest.raises(ValueError, match="a map for the smallest window"):
         predict_turned(untrained("nuclei", 1), torch.zeros(1, 3, 60, 60), [0])

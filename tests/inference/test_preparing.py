@@ -7,8 +7,7 @@ from eyes import Eye
 from torch import Tensor
 
 import rotopath as rp
-from rotopath import pretrained
-from rotopath.evaluation import smooth_images
+from rotopath import pretrained, tasks
 from rotopath.images.slides import as_slide
 from rotopath.images.tissue import SPACING_UM_PX, Tissue
 from rotopath.inference import predict
@@ -17,6 +16,7 @@ from rotopath.inference.dense import answer
 from rotopath.inference.preparing import MixedNetwork, prepare
 from rotopath.inference.slides import Model
 from rotopath.inference.tiles import Grid, predict_tiles
+from rotopath.metrics import smooth_images
 from rotopath.models import FrozenNetwork, Network
 from rotopath.models.architecture import Architecture
 from rotopath.models.tables import ARCHITECTURES, MITOSIS, NUCLEI, TUMOR
@@ -49,7 +49,7 @@ def test_another_precision_rounds_and_answers_in_float32(task: str, preset: str)
         assert 1e-5 < error < 3e-2, "it is rounded, and no more"
 
 
-@pytest.mark.parametrize("name", pretrained.list_names())
+@pytest.mark.parametrize("name", pretrained.list_pretrained())
 def test_float16_is_wide_enough_for_what_is_published(name: str) -> None:
     network, image = rp.load(name).network, pixels(100, 100)
     exact = predict(network, image, CPU).probabilities
@@ -65,7 +65,7 @@ def test_nothing_but_the_network_is_rounded(architecture: Architecture) -> None:
     eye = Eye(architecture)
     with as_slide(image, 0.25) as slide:
         everywhere = Tissue(np.ones(slide.size_at(SPACING_UM_PX), bool), SPACING_UM_PX)
-        canvas = Canvas(slide, "mitosis", everywhere)
+        canvas = Canvas(slide, 0.25, "none", everywhere)
         full, half = (
             list(predict_tiles(grid, grid.tiles, CPU, rotations=8))
             for grid in (Grid(network, canvas, 90) for network in (eye, MixedNetwork(eye, HALF)))
@@ -95,7 +95,7 @@ def test_answers_that_are_no_numbers_end_in_a_sentence() -> None:
         network.stages[1].conv.weight *= 1e6
     with as_slide(pixels(150, 150), 0.25) as slide:
         everywhere = Tissue(np.ones(slide.size_at(SPACING_UM_PX), bool), SPACING_UM_PX)
-        canvas = Canvas(slide, "mitosis", everywhere)
+        canvas = Canvas(slide, 0.25, "none", everywhere)
         half, full = (Grid(made, canvas) for made in (MixedNetwork(network, torch.float16), network))
         with pytest.raises(ValueError, match=r"no finite numbers.*--precision 32"):
             list(predict_tiles(half, half.tiles, CPU))
@@ -105,7 +105,7 @@ def test_answers_that_are_no_numbers_end_in_a_sentence() -> None:
 def test_tiles_for_a_gpu_are_larger_in_half_precision() -> None:
     network = untrained(MITOSIS)
     sides = {
-        (device.type, dtype): Model("mitosis", made, {}, device).tile_px
+        (device.type, dtype): Model(tasks.MITOSIS, made, {}, device).tile_px
         for device in (CPU, CUDA)
         for dtype, made in ((HALF, MixedNetwork(network, HALF)), (torch.float32, network))
     }

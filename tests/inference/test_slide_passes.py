@@ -11,21 +11,27 @@ from eyes import DarkEye
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.spatial.distance import cdist
+from torch import nn
 
 import rotopath as rp
-from rotopath.evaluation import smooth_images
 from rotopath.images.geojson import Point, SlideObject
 from rotopath.images.outlines import fill_outline
 from rotopath.images.slides import Slide, as_slide, open_slide
+from rotopath.images.tissue import find_tissue
 from rotopath.inference import predict
+from rotopath.inference.canvas import Canvas
+from rotopath.inference.layout import Span
 from rotopath.inference.slides import Model, Options, SlidePass
+from rotopath.metrics import smooth_images
+from rotopath.models import make_dense
 from rotopath.models.network import Network
 from rotopath.models.tables import ARCHITECTURES, MITOSIS, NUCLEI
-from rotopath.tasks import TASKS
+from rotopath.runs import ModelInfo, NetworkInfo, Run
+from rotopath.tasks import PAPER, Class, Classify
 
 CPU = torch.device("cpu")
 POINT = {"inside": 0.5, "background": 0.5, "least_px": 45}
-SPACING = {"mitosis": 0.25, "nuclei": 0.25, "tumor": 1.0}
+SPACING = {name: task.spacing_um_px for name, task in PAPER.items()}
 
 
 def untrained(task: str, orientations: int = 1) -> Network:
@@ -54,7 +60,7 @@ def middling_point(task: str, network: Network, image: np.ndarray) -> dict[str, 
 def look_at(
     task: str, network: Network, point: dict[str, float], slide: Slide, **options: int
 ) -> tuple[list[SlideObject], np.ndarray, np.ndarray | None]:
-    model = Model(task, network, point, CPU)  # type: ignore[arg-type]
+    model = Model(PAPER[task], network, point, CPU)
     chosen = Options(everywhere=True, **options)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as folder, SlidePass(model, slide, Path(folder), chosen) as one:
         objects = list(one.objects())
@@ -84,12 +90,9 @@ def test_nuclei_are_those_of_the_whole_image() -> None:
     point = middling_point("nuclei", network, image)
     with as_slide(image, 0.25) as slide:
         objects, _, _ = look_at("nuclei", network, point, slide, tile_px=100)
-        from rotopath.inference.canvas import Canvas
-        from rotopath.inference.layout import Span
-        from rotopath.inference.slides import _all_of
-
-        seen = Canvas(slide, "nuclei", _all_of(slide)).read(Span(0, 150), Span(0, 170))  # stains normalised, if any
-    labels = TASKS["nuclei"].decode(predict(network, seen, CPU), point)
+        canvas = Canvas(slide, rp.tasks.NUCLEI.spacing_um_px, rp.tasks.NUCLEI.stain, find_tissue(slide))
+        seen = canvas.read(Span(0, 150), Span(0, 170))  # stains normalised, if any
+    labels = rp.tasks.NUCLEI.decode(predict(network, seen, CPU), point)
     assert labels.max() > 5
     filled = [fill_outline(one.shape, (150, 170)) for one in objects]  # type: ignore[arg-type]
     assert len(filled) == labels.max()
@@ -103,10 +106,10 @@ def test_mitoses_are_those_of_the_whole_image() -> None:
     point = middling_point("mitosis", network, image)
     with as_slide(image, 0.25) as slide:
         objects, _, _ = look_at("mitosis", network, point, slide, tile_px=100)
-    expected = TASKS["mitosis"].decode(predict(network, image, CPU), point)
-    assert len(expected.places) > 3
+    expected = rp.tasks.MITOSIS.decode(predict(network, image, CPU), point)
+    assert len(expected.positions) > 3
     places = sorted((one.shape.row - 0.5, one.shape.column - 0.5) for one in objects if isinstance(one.shape, Point))
-    np.testing.assert_allclose(places, sorted(map(tuple, expected.places.tolist())), atol=1e-6)
+    np.testing.assert_allclose(places, sorted(map(tuple, expected.positions.tolist())), atol=1e-6)
 
 
 @pytest.mark.parametrize("spacing", [0.25, 0.2, 0.3])
@@ -159,7 +162,7 @@ def test_glass_is_left_out(tmp_path: Path) -> None:
     eye = DarkEye(NUCLEI)
     with (
         open_slide(drawn.path) as slide,
-        SlidePass(Model("nuclei", eye, POINT, CPU), slide, tmp_path, Options(tile_px=200)) as one,
+        SlidePass(Model(PAPER["nuclei"], eye, POINT, CPU), slide, tmp_path, Options(tile_px=200)) as one,
     ):
         assert len([found for found in one.objects() if is_a_mark(found, 0.25)]) == 5
         assert 0 < len(eye.seen) < len(one.grid.tiles) / 2
@@ -169,7 +172,7 @@ def test_glass_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("task", ["mitosis", "nuclei", "tumor"])
 def test_the_summary_tells_of_all_objects(task: str, tmp_path: Path) -> None:
     network, image = untrained(task), textured(180, 230, 2)
-    model = Model(task, network, middling_point(task, network, image), CPU)  # type: ignore[arg-type]
+    model = Model(PAPER[task], network, middling_point(task, network, image), CPU)
     chosen = Options(everywhere=True, tile_px=100)
     with as_slide(image, SPACING[task]) as slide, SlidePass(model, slide, tmp_path, chosen) as one:
         objects = list(one.objects())
@@ -186,9 +189,37 @@ def test_the_summary_tells_of_all_objects(task: str, tmp_path: Path) -> None:
         assert told[f"{name}_per_mm2"] == pytest.approx(len(objects) / told["tissue_mm2"])
 
 
+def test_the_likeliest_of_several_classes_wins_everywhere(tmp_path: Path) -> None:
+    """The network says which of three colours a pixel has; there are two regions of one, and a hole in another."""
+    classes = ("red", "green", "blue")
+    task = Classify("colors", tuple(Class(name, (i, i, i)) for i, name in enumerate(classes)), spacing_um_px=1.0)
+    module = nn.Conv2d(3, 3, 1, bias=False)
+    with torch.no_grad():
+        module.weight.copy_(30 * torch.eye(3)[..., None, None])
+    truth = np.zeros((60, 90), int)
+    truth[10:30, 20:40], truth[40:50, 60:80], truth[15:20, 25:35] = 2, 2, 1
+    image = (150 + 60 * np.eye(3)[truth]).astype(np.uint8)
+    model = Model(task, make_dense(module.eval(), 3, 8), {}, CPU)
+    chosen = Options(everywhere=True, tile_px=32, rotations=4)
+    with as_slide(image, 1.0) as slide, SlidePass(model, slide, tmp_path, chosen) as one:
+        objects = list(one.objects())
+        assert one.winner is not None
+        np.testing.assert_array_equal(one.winner.read(), truth)
+        assert one.heat.read().min() > 0.99
+        told = one.summary()
+    assert sorted(found.class_name for found in objects) == ["blue", "blue", "green", "red"]
+    for number, name in enumerate(classes):
+        mine = [found for found in objects if found.class_name == name]
+        assert sum(found.measurements["area_mm2"] for found in mine) == pytest.approx((truth == number).sum() / 1e6)
+        assert told[f"{name}_mm2"] == pytest.approx((truth == number).sum() / 1e6)
+        assert {found.color for found in mine} == {(number, number, number)}
+
+
 def test_python_in_three_lines(tmp_path: Path) -> None:
     image = textured(100, 120, 5)
-    run = rp.runs.Run(tmp_path, rp.recipe.Recipe("tumor", "x"), rp.models.tumor(4).eval(), {"threshold": 0.5})
+    network = rp.models.tumor(4).eval()
+    info = NetworkInfo("tumor", 4, {}, 88, network.geometry)
+    run = Run(tmp_path, ModelInfo(PAPER["tumor"], info, {"threshold": 0.5}, None), network)
     result = run.predict(image, spacing_um_px=1.0, everywhere=True)
     assert result.map.shape == (9, 10)
     assert result.show().size == (120, 100)

@@ -2,7 +2,10 @@
 
 import copy
 import pickle
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import TypeVar
 
 import numpy as np
@@ -16,18 +19,21 @@ from torch.nn.utils import parametrizations, prune
 
 import rotopath as rp
 from rotopath.inference import predict, predict_patches
-from rotopath.models import FrozenNetwork
+from rotopath.inference.preparing import MixedNetwork
+from rotopath.models import FrozenNetwork, Network
 from rotopath.models.plain import BlurredPool2d, CenterCrop2d, ChannelNorm2d, OrientationPool2d, Scale2d
 from rotopath.nn.project import PROJECTIONS
 
 BUILDERS = {"mitosis": rp.models.mitosis, "nuclei": rp.models.nuclei, "tumor": rp.models.tumor}
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.float32: 1e-5, torch.float64: 1e-12}
+HALVES = (torch.float16, torch.bfloat16)
 OWN = (FrozenNetwork, rp.nn.Smooth2d, BlurredPool2d, CenterCrop2d, ChannelNorm2d, OrientationPool2d, Scale2d)
 DTYPES = (torch.float32, torch.float64)
 CPU = torch.device("cpu")
 Model = TypeVar("Model", bound=nn.Module)
 
 every_network = pytest.mark.parametrize("name", BUILDERS)
+every_half = pytest.mark.parametrize("dtype", HALVES, ids=["float16", "bfloat16"])
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "float64"])
 
 
@@ -612,3 +618,262 @@ class Gated(nn.Module):
 def test_single_channels_and_numbers_go_with_all_others(dtype: torch.dtype) -> None:
     model = settle(Gated().to(dtype))
     assert difference(rp.freeze(model), model, torch.rand(2, 3, 9, 11, dtype=dtype)) < TOLERANCE[dtype]
+
+
+# Other precisions.
+
+
+@every_network
+@every_half
+def test_networks_in_halves_are_frozen_in_halves(name: str, dtype: torch.dtype) -> None:
+    net = settle(BUILDERS[name](4)).to(dtype)
+    frozen = rp.freeze(net)
+    side = net.receptive_field + net.architecture.size_step
+    images = torch.randint(0, 256, (2, 3, side, side), dtype=torch.uint8)
+    for x in (images, images.to(dtype) / 255):
+        assert difference(frozen, net, x) < TOLERANCE[dtype]
+    assert {parameter.dtype for parameter in frozen.parameters()} == {dtype}
+
+
+class Preactivated(nn.Module):
+    """Norms before convolutions, which cannot take them in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.head = rp.nn.LiftConv2d(3, 4, 3, 4), nn.Conv2d(4, 2, 1)
+        self.norms = nn.ModuleList(rp.nn.GroupBatchNorm2d(4) for _ in range(2))
+        self.convs = nn.ModuleList(rp.nn.GroupConv2d(4, 4, 3, 4, padding="same") for _ in range(2))
+        self.project, self.last = rp.nn.Project(), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lift(x)
+        for norm, conv in zip(self.norms, self.convs, strict=True):
+            x = x + conv(torch.relu(norm(x)))
+        return self.head(self.last(self.project(x)))
+
+
+@every_half
+def test_norms_may_stay_float32_among_halves(dtype: torch.dtype) -> None:
+    model = settle(Preactivated()).to(dtype)
+    for norm in (*model.norms, model.last):
+        norm.float()
+    assert difference(rp.freeze(model), model, torch.rand(2, 3, 9, 11, dtype=dtype)) < TOLERANCE[dtype]
+
+
+class Casts(nn.Module):
+    """Casts images and features on its way: lifting, one convolution and the head are of three precisions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift = rp.nn.LiftConv2d(3, 2, 3, 4).bfloat16()
+        self.gate = rp.nn.GroupConv2d(2, 1, 3, 4, padding="same")
+        self.conv = rp.nn.GroupConv2d(2, 2, 3, 4, padding="same").double()
+        self.head = nn.Conv2d(2, 1, 1).bfloat16()
+        self.project = rp.nn.Project()
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = x.dtype
+        y = self.lift((x * 2 - 1 + x).to(torch.bfloat16)).to(given, memory_format=torch.channels_last_3d)
+        y = y * self.gate(y).type_as(y)
+        y = self.conv(y.double()).to(y)
+        return self.head(self.project(y).bfloat16()).float()
+
+
+def test_casts_are_carried_over() -> None:
+    model = settle(Casts())
+    x = torch.rand(2, 3, 9, 11)
+    assert difference(rp.freeze(model), model, x) < TOLERANCE[torch.bfloat16]
+    assert rp.freeze(model)(x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float64], ids=["float16", "bfloat16", "float64"])
+def test_a_head_of_another_precision_is_refused_and_cast_as_before(dtype: torch.dtype) -> None:
+    net = settle(rp.models.mitosis(4))
+    net.head.to(dtype)
+    frozen = rp.freeze(net)
+    x = torch.rand(1, 3, 68, 76)
+    for model in (net, frozen):
+        with pytest.raises(RuntimeError, match=r"Input type \(float\) and bias type .* should be the same"):
+            model(x)
+    if dtype in HALVES:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert difference(frozen, net, x) < TOLERANCE[torch.bfloat16]
+
+
+def test_autocast_around_freezing_rounds_nothing() -> None:
+    net = settle(rp.models.mitosis(4))
+    parametrizations.spectral_norm(net.stages[0].conv)
+    net.eval()
+    wanted = rp.freeze(net).state_dict()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = rp.freeze(net).state_dict()
+        assert torch.is_autocast_enabled("cpu")
+    for key, value in wanted.items():
+        torch.testing.assert_close(found[key], value, rtol=0, atol=0)
+
+
+class Autocasts(nn.Module):
+    def __init__(self, inside: nn.Module, device: str | None = None, enabled: bool = True) -> None:
+        super().__init__()
+        self.inside, self.device, self.enabled = inside, device, enabled
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(self.device or x.device.type, torch.bfloat16, enabled=self.enabled):
+            y = self.inside(x)
+        return y.float()
+
+
+class Decorated(nn.Module):
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    @torch.autocast("cpu", torch.bfloat16)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inside(x)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "name"),
+    [
+        (lambda net: MixedNetwork(net, torch.float16), "MixedNetwork"),
+        (lambda net: MixedNetwork(rp.freeze(net), torch.bfloat16), "MixedNetwork"),
+        (lambda net: nn.Sequential(MixedNetwork(net, torch.bfloat16), nn.Sigmoid()), "MixedNetwork"),
+        (Autocasts, "Autocasts"),
+        (lambda net: Autocasts(net, "cpu"), "Autocasts"),
+        (lambda _: Autocasts(Residual(4, 4), "cpu"), "Autocasts"),
+        (lambda net: nn.Sequential(Autocasts(net)), "Autocasts"),
+        (lambda net: nn.Sequential(Autocasts(net, "cpu")), "Autocasts"),
+        (Decorated, "Decorated"),
+    ],
+    ids=[
+        "mixed",
+        "mixed and frozen",
+        "mixed inside",
+        "of x",
+        "of the cpu",
+        "of layers",
+        "of x inside",
+        "inside",
+        "decorated",
+    ],
+)
+def test_autocast_in_a_forward_is_refused(wrap: Callable[[nn.Module], nn.Module], name: str) -> None:
+    model = wrap(settle(rp.models.mitosis(4)))
+    with pytest.raises(ValueError, match="autocast") as error:
+        rp.freeze(model)
+    assert str(error.value) == (
+        f"freeze carries over layers, and not torch.autocast, which the forward of {name} uses; call freeze on the "
+        f"network inside, and put autocast around what it returns."
+    )
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_what_is_refused_with_autocast_can_be_had_as_the_sentence_says() -> None:
+    net = settle(rp.models.mitosis(4))
+    x = torch.rand(1, 3, 68, 76)
+    for wrap in (Autocasts, lambda inside: MixedNetwork(inside, torch.bfloat16)):
+        assert difference(wrap(rp.freeze(net)), wrap(net), x) < TOLERANCE[torch.bfloat16]
+
+
+def test_equivariant_refuses_autocast_in_the_same_words() -> None:
+    with pytest.raises(ValueError, match=r"^equivariant carries over layers, and not torch.autocast, which"):
+        rp.equivariant(Autocasts(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 2, 1))))
+
+
+def test_autocast_that_is_switched_off_is_left_out() -> None:
+    model = Autocasts(settle(rp.models.mitosis(4)), "cpu", enabled=False)
+    assert difference(rp.freeze(model), model, torch.rand(1, 3, 68, 76)) < 1e-5
+
+
+# Networks with a forward of their own.
+
+
+class Probabilities(Network):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.compute_logits(x))
+
+
+class Doubled(Network):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def test_a_forward_of_ones_own_counts() -> None:
+    model = settle(Probabilities(rp.models.mitosis(4).architecture, 4))
+    frozen = rp.freeze(model)
+    assert isinstance(frozen, FrozenNetwork)
+    assert difference(frozen, model, torch.rand(1, 3, 68, 76)) < 1e-5
+
+
+def test_checks_of_a_network_cannot_be_followed() -> None:
+    with pytest.raises(ValueError, match=r"forward of Doubled .* compute_logits in place of super\(\)\.forward, but"):
+        rp.freeze(Doubled(rp.models.mitosis(4).architecture, 4))
+
+
+# Several threads.
+
+
+@pytest.fixture
+def _many_switches() -> Iterator[None]:
+    """Switches between threads so often that each sees what others are in the middle of."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(usual)
+
+
+@pytest.mark.usefixtures("_many_switches")
+def test_threads_may_freeze_at_once() -> None:
+    models = [settle(BUILDERS[name](n)) for name in BUILDERS for n in (1, 2)]
+    models += [settle(Shared()), settle(Preactivated())]
+    images = torch.rand(1, 3, 88, 88)
+
+    def freeze_and_answer(model: nn.Module) -> float:
+        side = model.nearest_sizes(80)[-1] if isinstance(model, Network) else 20
+        return difference(rp.freeze(model), model, images[..., :side, :side])
+
+    def convert_and_freeze(model: nn.Module) -> float:
+        net = rp.equivariant(model, 4).eval()
+        return difference(rp.freeze(net), net, images[..., :20, :20])
+
+    plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1))
+    with ThreadPoolExecutor(8) as threads:
+        differences = [*threads.map(freeze_and_answer, models * 3), *threads.map(convert_and_freeze, [plain] * 12)]
+    assert max(differences) < 1e-5
+
+
+begun, may_end = Event(), Event()
+
+
+class Slow(nn.Module):
+    """Whoever follows its forward is kept waiting in the middle of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lift, self.scale, self.project = rp.nn.LiftConv2d(3, 2, 3, 4), nn.Parameter(torch.ones(1)), rp.nn.Project()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.lift(x)
+        begun.set()
+        assert may_end.wait(60)
+        return self.project(x) * self.scale
+
+
+def test_a_forward_is_not_disturbed_by_another_thread_that_freezes() -> None:
+    begun.clear()
+    may_end.clear()
+    slow, model = Slow(), settle(Preactivated())
+    x = torch.rand(1, 3, 9, 9)
+    with torch.no_grad():
+        wanted = model(x)
+    with ThreadPoolExecutor(1) as threads:
+        frozen = threads.submit(rp.freeze, slow)
+        try:
+            assert begun.wait(60)
+            with torch.no_grad():
+                given = model(x)
+        finally:
+            may_end.set()
+    torch.testing.assert_close(given, wanted, rtol=0, atol=0)
+    assert difference(frozen.result(), slow, x) < 1e-6

@@ -225,7 +225,7 @@ def test_networks_turn_exactly_by_90_degrees(name: str, orientations: int, train
     """Float32 on a batch of training size: on a few windows batch norm may divide by next to nothing."""
     net = BUILDERS[name](orientations).train(training)
     field, step = net.receptive_field, net.architecture.size_step
-    assert rp.equivariance_error(net, rp.evaluation.smooth_images(16, field)) < 1e-5
+    assert rp.equivariance_error(net, rp.metrics.smooth_images(16, field)) < 1e-5
     x = torch.rand(2, 3, field + step, field + 2 * step, dtype=torch.float64)
     assert rp.equivariance_error(net.double(), x) < 1e-10
 
@@ -249,7 +249,7 @@ def test_networks_of_any_choice_turn_exactly(name: str, choices: dict[str, str],
     net = BUILDERS[name](4, **choices).train(training)
     for parameter in net.project.parameters():
         nn.init.normal_(parameter)
-    x = rp.evaluation.smooth_images(8, net.receptive_field)
+    x = rp.metrics.smooth_images(8, net.receptive_field)
     assert rp.equivariance_error(net, x) < 1e-5
     wide = torch.rand(2, 3, net.receptive_field, net.receptive_field + net.architecture.size_step)
     assert rp.equivariance_error(net.double(), wide.double()) < 1e-10
@@ -388,6 +388,71 @@ def test_networks_scale_bytes_themselves() -> None:
     torch.testing.assert_close(net(image), net(image.float() / 255))
     with pytest.raises(ValueError, match=r"mitosis takes floating point numbers, but got torch.int64"):
         net(image.long())
+
+
+@every_network
+@pytest.mark.parametrize("frozen", [False, True], ids=["as built", "frozen"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_floats_from_0_to_255_are_refused(name: str, frozen: bool, dtype: torch.dtype) -> None:
+    """They would be taken for images that are a hundred times as bright as any, and give some answer."""
+    net = BUILDERS[name](4).to(dtype).eval()
+    net = rp.freeze(net) if frozen else net
+    side = net.receptive_field
+    image = torch.randint(0, 256, (1, 3, side, side), dtype=torch.uint8)
+    image[0, 0, 0, 0] = 255
+    for wrong in (image.to(dtype), image.to(dtype).requires_grad_()):
+        with pytest.raises(ValueError, match=rf"^{name} takes images from 0 to 1, but got values up to 255; .* 255"):
+            net(wrong)
+    torch.testing.assert_close(net(image), net(image.to(dtype) / 255))
+    with pytest.raises(ValueError, match=r"from 0 to 1, but got values up to 255"):
+        net(torch.where(torch.arange(side) == 3, 255.0, 0.5).to(dtype).expand(1, 3, side, side))
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["as built", "frozen"])
+def test_images_that_are_a_little_outside_of_0_to_1_are_taken(frozen: bool) -> None:
+    """Such as standardised ones, those that splines swing over in, and batches without any image."""
+    net = rp.models.mitosis(1).eval()
+    net = rp.freeze(net) if frozen else net
+    for image in (4 * torch.randn(1, 3, 68, 68), torch.full((1, 3, 68, 68), -200.0), torch.full((1, 3, 68, 68), 1.1)):
+        assert net(image.clamp(max=19)).isfinite().all()
+    assert net(torch.rand(0, 3, 68, 68)).shape == (0, 1, 1, 1)
+
+
+@every_network
+def test_networks_give_as_many_outputs_as_they_are_asked_for(name: str) -> None:
+    for preset in ("paper", "faithful"):
+        net = BUILDERS[name](4, preset=preset, outputs=5).eval()
+        side = net.architecture.input_px
+        assert net(torch.rand(2, 3, side, side)).shape[:2] == (2, 5)
+        assert net.geometry.outputs == 5
+        assert count(net) == sum(net.architecture.weights(4))
+        assert rp.equivariance_error(net.double(), torch.rand(1, 3, side, side, dtype=torch.float64)) < 1e-10
+    usual = BUILDERS[name](4)
+    assert net.architecture.channels(4) == usual.architecture.channels(4), "but for the head the network is the same"
+
+
+@every_network
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"classes": 3}, "has no option 'classes'; use 'outputs'."),
+        ({"num_classes": 3}, "has no option 'num_classes'; use 'outputs'."),
+        ({"in_channels": 1}, "has no option 'in_channels'; it reads images of 3 channels, and its own follow from"),
+        ({"kernels": "bilinear"}, "has no option 'kernels'; options are outputs, kernel, pooling, upsampling,"),
+        ({"smoothing": True, "depth": 3}, "has no option 'depth'; options are "),
+    ],
+    ids=str,
+)
+def test_unknown_options_get_a_sentence_with_what_to_do(name: str, options: dict[str, object], sentence: str) -> None:
+    with pytest.raises(TypeError) as error:
+        BUILDERS[name](**options)
+    assert str(error.value).startswith(f"The network {name} {sentence}")
+
+
+@pytest.mark.parametrize("outputs", [0, -1, 2.0, True, "3", None])
+def test_outputs_are_a_whole_number(outputs: object) -> None:
+    with pytest.raises(ValueError, match="tumor needs outputs as one whole number, 1 or more; got"):
+        rp.models.tumor(outputs=outputs)  # type: ignore[arg-type]
 
 
 def test_repr_names_the_network() -> None:

@@ -124,7 +124,7 @@ def expected_gain(layer: nn.Module, x: Tensor) -> float:
 
 def variance_through_twenty_layers(size: int, orientations: int, kernel: str = "bilinear") -> list[float]:
     """The expected mean square behind each layer, averaged over orientations, for images of unit mean square."""
-    x = rp.evaluation.smooth_images(count=2, size=12)
+    x = rp.metrics.smooth_images(count=2, size=12)
     expected = [1.0]
     for i in range(20):
         convolution = rp.nn.GroupConv2d if i else rp.nn.LiftConv2d

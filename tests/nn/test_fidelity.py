@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import rotopath as rp
 from rotopath import group
-from rotopath.evaluation import smooth_images, untrained_errors
+from rotopath.metrics import smooth_images, untrained_errors
 
 ESCNN = 0.018  # two layers of steerable kernels by escnn, as it was measured first
 ESCNN_POOLED = 0.094  # the same with a pool between them

@@ -162,7 +162,7 @@ def test_the_axis_has_twice_the_entries() -> None:
 
 
 def test_weights_keep_their_variance() -> None:
-    x = rp.evaluation.smooth_images(count=4, size=24)
+    x = rp.metrics.smooth_images(count=4, size=24)
     stack = nn.Sequential(*(rp.nn.GroupConv2d(16, 16, 5, 4, padding="same", reflections=True) for _ in range(3)))
     with torch.no_grad():
         y = rp.nn.LiftConv2d(3, 16, 5, 4, padding="same", reflections=True)(x).relu()

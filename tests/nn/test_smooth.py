@@ -41,6 +41,6 @@ def test_smoothing_turns_with_the_image() -> None:
 def test_fine_images_turn_more_faithfully_behind_it() -> None:
     torch.manual_seed(0)
     lift = rp.nn.LiftConv2d(3, 8, 5, orientations=8, kernel="harmonic")
-    fine = rp.evaluation.smooth_images(4, 65, blur_px=0.4)
+    fine = rp.metrics.smooth_images(4, 65, blur_px=0.4)
     plain, smoothed = (rp.equivariance_error(net, fine, 45) for net in (lift, nn.Sequential(rp.nn.Smooth2d(), lift)))
     assert smoothed < plain / 3

@@ -20,8 +20,9 @@ import rotopath as rp
 from rotopath import runs
 from rotopath.recipe import Recipe
 from rotopath.runs import RunError
-from rotopath.tasks import TASKS
+from rotopath.tasks.segment import weighted_cross_entropy
 from rotopath.training import train
+from rotopath.training.mining import MINED, read_examples
 from rotopath.training.processes import SharedBatchNorm, share_statistics
 
 
@@ -94,7 +95,7 @@ def nuclei_gradients(net: nn.Module, shared: slice) -> list[Tensor]:
     generator = torch.Generator().manual_seed(7)
     images = torch.rand(6, 3, 60, 60, dtype=torch.float64, generator=generator)[shared]
     classes = torch.randint(0, 3, (6, 20, 20), generator=generator)[shared]
-    TASKS["nuclei"].loss(net(images), classes, torch.tensor([0.5, 4.0, 1.0])).backward()
+    weighted_cross_entropy(net(images), classes, torch.tensor([0.5, 4.0, 1.0], dtype=torch.float64)).backward()
     return [parameter.grad for parameter in net.parameters()]
 
 
@@ -159,7 +160,11 @@ def test_processes_that_torchrun_started_mine_and_go_on(tmp_path: Path) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *rotopath)
     done = command_line(*launch, "--set", "devices=2", "--out", str(tmp_path / "two"))
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "two/mined.csv").read_text().count("\n") == 5
+    one, two = (read_examples(tmp_path / name / MINED) for name in ("one", "two"))
+    assert [each.image for each in two] == [each.image for each in one]
+    assert [each.score for each in two] == pytest.approx([each.score for each in one], abs=1e-4)
+    assert 0 < len(two) <= 4
+    assert all(each.score > 0.5 for each in two), "only what was wrong"
     assert validation(tmp_path / "two/baseline") == pytest.approx(validation(tmp_path / "one/baseline"), abs=1e-4)
     assert validation(tmp_path / "two") == pytest.approx(validation(tmp_path / "one"), abs=1e-4)
 

@@ -35,7 +35,9 @@ def mistakes_in_one_sentence() -> Iterator[None]:
         yield
     except ModuleNotFoundError as missing:
         package = str(missing.name).partition(".")[0]
-        refuse(f"This needs {package}: {install(extra_of(package))}.")
+        if (extra := extra_of(package)) is None:
+            raise  # no extra brings it, so to name one would mislead
+        refuse(f"This needs {package}: {install(extra)}.")
     except (DataError, UnreadableFileError, RecipeError, RunError) as error:
         refuse(str(error))
     except OSError as error:

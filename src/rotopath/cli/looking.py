@@ -44,7 +44,7 @@ def models(
     from rotopath import pretrained
     from rotopath.models import ARCHITECTURES
 
-    names = pretrained.list_names()
+    names = pretrained.list_pretrained()
     if name in names:
         _print_card(pretrained.HOME / name / pretrained.CARD)
         raise typer.Exit

@@ -1,13 +1,18 @@
 """Commands about one run: train it, evaluate it, use it, hand it on."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
 
 from rotopath.cli import door
 from rotopath.cli.door import app, mistakes_in_one_sentence, print_place, refuse, stop
+
+if TYPE_CHECKING:
+    from rotopath.evaluation import Split
+    from rotopath.exporting import Format
+    from rotopath.runs import Precision
 
 
 @app.command()
@@ -22,14 +27,14 @@ def train(
     with mistakes_in_one_sentence():
         from rotopath.recipe import read_recipe
         from rotopath.reports.progress import TrainingProgress
-        from rotopath.training import is_first
+        from rotopath.training import is_first, name_folder
         from rotopath.training import train as train_run
 
         chosen = read_recipe(recipe, changes or [])
-        folder = out or Path("runs") / f"{recipe.stem}-N{chosen.orientations}-seed{chosen.seed}"
+        folder = out or name_folder(recipe.stem, chosen)
         try:
             with TrainingProgress(chosen, door.console if is_first() else Console(quiet=True)) as progress:
-                train_run(chosen, folder, progress.show)
+                trained = train_run(chosen, folder, on_progress=progress.show)
         except KeyboardInterrupt:
             stop(folder)
         if not is_first():
@@ -39,8 +44,10 @@ def train(
             from rotopath.reports.contact_sheet import draw_examples
             from rotopath.training.mining import MINED, read_examples
 
-            examples = read_examples(folder / MINED)
-            print_place("Hard examples", draw_examples(open_data(chosen.data), examples, folder / "mined.png"))
+            examples, spacing = read_examples(folder / MINED), trained.task.spacing_um_px
+            collection = open_data(chosen.data, None, chosen.data_spacing_um_px)
+            sheet = draw_examples(collection, examples, spacing, folder / "mined.png")
+            print_place("Hard examples", sheet)
     _print_scores(folder)
 
 
@@ -52,9 +59,12 @@ def evaluate(
     tta: Annotated[int, typer.Option(min=1, help="Mean prediction over so many turns of each image.")] = 1,
     rule: Annotated[
         str | None,
-        typer.Option(help="How hits are counted: amida13 or one-to-one (mitosis), iou, area or own-area (nuclei)."),
+        typer.Option(help="How hits are counted: amida13 or one-to-one (detect), iou, area or own-area (segment)."),
     ] = None,
     robustness: Annotated[bool, typer.Option(help="Measure how answers change when inputs turn, too.")] = False,
+    spacing_um_px: Annotated[
+        float | None, typer.Option("--spacing-um-px", help="The side of a pixel, for images that do not say it.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="A JSON file for all scores; in the run folder when left out.")
     ] = None,
@@ -63,16 +73,18 @@ def evaluate(
     from rich.progress import Progress
 
     with mistakes_in_one_sentence():
-        from rotopath.assessment import evaluate as evaluate_run
+        from rotopath.evaluation import evaluate as evaluate_run
 
         shown = Console(stderr=True)
         with Progress(console=shown, transient=True, disable=not shown.is_terminal) as bar:
             reading = bar.add_task("reading")
-            written = evaluate_run(
-                *(run, data, split, tta, robustness, out, rule),
-                seen=lambda what, done, count: bar.update(reading, description=what, completed=done, total=count),
+            evaluated = evaluate_run(
+                *(run, data, cast("Split", split), tta, robustness, out, rule, spacing_um_px),
+                on_progress=lambda what, done, total: bar.update(
+                    reading, description=what, completed=done, total=total
+                ),
             )
-    _print_scores(run, written)
+    _print_scores(run, evaluated.path)
 
 
 @app.command()
@@ -113,11 +125,10 @@ def predict(
         with SlideProgress(len(slides), door.console) as progress:
             try:
                 if cluster is None:
-                    outcomes = predict_slides(
-                        model, slides, out, options, spacing_um_px, device, precision, progress.show
-                    )
+                    bits = cast("Precision | None", precision)  # which is checked there
+                    outcomes = predict_slides(model, slides, out, options, spacing_um_px, device, bits, progress.show)
                 else:
-                    from rotopath.study.slides import predict_on_cluster
+                    from rotopath.studies.slides import predict_on_cluster
 
                     outcomes = predict_on_cluster(
                         str(run), slides, out, options, spacing_um_px, device, precision, cluster, at_once
@@ -144,7 +155,7 @@ def export(
     with mistakes_in_one_sentence():
         from rotopath.exporting import export as export_run
 
-        place = export_run(run, to, out)
+        place = export_run(run, cast("Format", to), out)
     print_place("Exported", place)
 
 

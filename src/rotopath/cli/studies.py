@@ -29,18 +29,14 @@ def study_run(
     """Run a grid of trainings and evaluations. The same command skips what is done, and goes on with the rest."""
     with mistakes_in_one_sentence():
         from rotopath.reports.study_progress import StudyProgress
-        from rotopath.study import read_study, run_study
-        from rotopath.study.engines import count_at_once, here, on_cluster
+        from rotopath.studies import read_study
+        from rotopath.studies import study as run
 
         chosen = read_study(study, changes or [])
         folder = out or Path("runs") / study.stem
-        count = at_once or count_at_once()
         try:
-            with (
-                here(count) if cluster is None else on_cluster(cluster, count) as submit,
-                StudyProgress(chosen, door.console) as progress,
-            ):
-                states = run_study(chosen, folder, submit, progress.show)
+            with StudyProgress(chosen, door.console) as progress:
+                states = run(chosen, folder, at_once=at_once, cluster=cluster, watch=progress.show)
         except KeyboardInterrupt:
             stop(folder)
     failed = {job.name: one.reason for job, one in states.items() if one.state == "failed"}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -10,23 +10,37 @@ from rich.console import Console
 from rotopath.cli import door
 from rotopath.cli.door import data_app, mistakes_in_one_sentence, print_place, refuse
 
-if TYPE_CHECKING:
-    from rotopath.data import Task
+PATH_HELP = "A folder of AMIDA13/TUPAC16, Kumar/MoNuSeg or PCam, one of patches sorted by class, or a manifest."
+SPACING_HELP = "The side of a pixel, for images of yours that do not say it."
 
 
 @data_app.command("check")
 def data_check(
-    path: Annotated[Path, typer.Argument(help="A folder of AMIDA13/TUPAC16, Kumar/MoNuSeg or PCam, or a manifest.")],
-    task: Annotated[str | None, typer.Option(help="Refuse data of another task: mitosis, nuclei, tumor.")] = None,
+    path: Annotated[Path, typer.Argument(help=PATH_HELP)],
+    task: Annotated[
+        str | None, typer.Option(help="Refuse data that does not fit a task: mitosis, classify, segment, ...")
+    ] = None,
+    spacing_um_px: Annotated[float | None, typer.Option("--spacing-um-px", help=SPACING_HELP)] = None,
 ) -> None:
     """Find out what a folder holds, read all of it, count, and list every problem. Exit code 1 if there are any."""
     from rich.progress import Progress
 
     from rotopath.data import check, open_data, problems
+    from rotopath.evaluation import open_task_data
     from rotopath.reports.tables import data_table
+    from rotopath.tasks import PAPER, find_kind, make_task
 
     with mistakes_in_one_sentence():
-        collection = open_data(path, None if task is None else _task(task))
+        if task is None:
+            collection = open_data(path, None, spacing_um_px)
+        elif task in PAPER:
+            collection = open_task_data(make_task(task), path, spacing_um_px)
+        else:
+            try:
+                kind = find_kind(task)
+            except ValueError as error:
+                refuse(str(error))
+            collection = open_data(path, kind.annotated, spacing_um_px)
         shown = Console(stderr=True)
         with Progress(console=shown, transient=True, disable=not shown.is_terminal) as bar:
             reading = bar.add_task("reading", total=len(collection.pictures))
@@ -38,9 +52,10 @@ def data_check(
 
 @data_app.command("show")
 def data_show(
-    path: Annotated[Path, typer.Argument(help="A folder of AMIDA13/TUPAC16, Kumar/MoNuSeg or PCam, or a manifest.")],
+    path: Annotated[Path, typer.Argument(help=PATH_HELP)],
     out: Annotated[Path, typer.Option(help="The picture to write: PNG, JPEG, PDF or SVG.")] = Path("contact-sheet.png"),
     seed: Annotated[int, typer.Option(min=0, help="Another number shows other images.")] = 0,
+    spacing_um_px: Annotated[float | None, typer.Option("--spacing-um-px", help=SPACING_HELP)] = None,
 ) -> None:
     """Draw a contact sheet: some images of each split, with their annotations."""
     from rotopath.data import open_data
@@ -50,7 +65,7 @@ def data_show(
     with mistakes_in_one_sentence():
         from rotopath.reports.contact_sheet import draw_contact_sheet
 
-        collection = open_data(path)
+        collection = open_data(path, None, spacing_um_px)
         print_place("Contact sheet", draw_contact_sheet(collection, out, seed))
 
 
@@ -63,16 +78,10 @@ def data_make(
     """Make synthetic tissue with annotations, in the layout of the task's benchmark."""
     from rotopath.data.synthetic import make_mitosis, make_nuclei, make_tumor
 
-    makers: dict[Task, Callable[[Path, int], None]]
+    makers: dict[str, Callable[[Path, int], None]]
     makers = {"mitosis": make_mitosis, "nuclei": make_nuclei, "tumor": make_tumor}
+    if task not in makers:
+        refuse(f"There is no synthetic tissue for a task {task!r}; choose from {', '.join(makers)}.")
     with mistakes_in_one_sentence():
-        makers[_task(task)](out, seed)
+        makers[task](out, seed)
     print_place("Synthetic tissue", out)
-
-
-def _task(name: str) -> "Task":
-    from rotopath.data import MODEL_SPACING_UM_PX
-
-    if name not in MODEL_SPACING_UM_PX:
-        refuse(f"There is no task {name!r}; choose from {', '.join(MODEL_SPACING_UM_PX)}.")
-    return cast("Task", name)

@@ -1,24 +1,14 @@
 """Annotated images: the benchmarks in their official layouts, one's own, and synthetic ones; and batches of them."""
 
 from rotopath.data.augmentation import NO_AUGMENTATION, Augmentation, augment
-from rotopath.data.batches import Batches, middle_batches, sampled_batches
+from rotopath.data.batches import Batches
 from rotopath.data.check import Check, check
-from rotopath.data.collection import (
-    MODEL_SPACING_UM_PX,
-    Collection,
-    DataError,
-    Finding,
-    Picture,
-    Task,
-    problems,
-    read_image,
-)
+from rotopath.data.collection import Annotated, Collection, DataError, Finding, Picture, problems, read_image
 from rotopath.data.opening import open_data
-from rotopath.data.regime import take_regime
 
 __all__ = [
-    "MODEL_SPACING_UM_PX",
     "NO_AUGMENTATION",
+    "Annotated",
     "Augmentation",
     "Batches",
     "Check",
@@ -26,13 +16,9 @@ __all__ = [
     "DataError",
     "Finding",
     "Picture",
-    "Task",
     "augment",
     "check",
-    "middle_batches",
     "open_data",
     "problems",
     "read_image",
-    "sampled_batches",
-    "take_regime",
 ]

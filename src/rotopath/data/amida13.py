@@ -53,7 +53,7 @@ def open_amida13(root: Path) -> Collection:
         sentence = f"no CSV, so no mitoses, in {listed(bare, 'field')}."
         findings.append(Finding("mitoses_ground_truth", sentence, is_problem=False))
     published = PUBLISHED if table is None else {}
-    return Collection("mitosis", "AMIDA13", root, tuple(pictures.values()), tuple(findings), published)
+    return Collection("points", "AMIDA13", root, tuple(pictures.values()), tuple(findings), published, "mitoses")
 
 
 def _field(path: Path) -> tuple[str, str]:

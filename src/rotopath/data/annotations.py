@@ -1,10 +1,12 @@
-"""Annotations of objects inside images: the places of mitoses, and maps of nuclei.
+"""Annotations of objects inside images: points, and label maps with a class for each object.
 
-In: a picture and the spacing at which its objects are wanted. Out: points (row, column) in pixels, or a label map, and
-sentences about what the file says that cannot be.
+In: a picture, and the spacing at which its objects are wanted. Out: positions or a label map with class names, and a
+sentence for everything in the file that cannot be used. Classes are names here; a task gives them numbers.
 """
 
 import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,70 +15,207 @@ from PIL import Image
 
 from rotopath.data.aperio import AnnotationError, paint_labels, read_outlines
 from rotopath.data.collection import Picture, scale
+from rotopath.data.tables import HEAD_CHARACTERS, Row, TableError, find_delimiter, read_table
 from rotopath.images.files import image_size_px, read_labels
+from rotopath.images.geojson import Point, SlideObject, read_geojson
+from rotopath.images.outlines import fill_outline
+
+ROW_NAMES, COLUMN_NAMES, CLASS_NAMES = ("row", "y"), ("column", "col", "x"), ("class", "label", "type")
+GEOJSON_SUFFIXES = (".geojson", ".json")
+POINT_SUFFIXES = (".csv", *GEOJSON_SUFFIXES)
 
 
-def read_points(picture: Picture, spacing_um_px: float) -> NDArray[np.float64]:
-    """The objects' places (k, 2) as rows and columns, whole numbers at the centres of pixels; none without a file."""
+@dataclass(frozen=True)
+class Points:
+    """Objects that are annotated by their positions."""
+
+    positions: NDArray[np.float64]  # (k, 2): rows and columns, whole numbers at the centres of pixels
+    classes: tuple[str, ...]  # (k,); empty where the file names no class
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+
+@dataclass(frozen=True)
+class Objects:
+    """Objects that are annotated pixel by pixel."""
+
+    labels: NDArray[np.int32]  # (H, W): the number of the object, 0 for background
+    classes: dict[int, str]  # by number; objects that the file names no class for are missing
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of all objects, rising."""
+        numbers: list[int] = np.unique(self.labels[self.labels > 0]).tolist()
+        return numbers
+
+
+def read_points(picture: Picture, spacing_um_px: float) -> Points:
+    """The annotated points at a spacing; none where the picture has no annotation file."""
     points, faults = parse_points(picture)
     if faults:
         raise AnnotationError(picture.annotations[0], f"cannot be used: {faults[0]}")
-    return (points + 0.5) * scale(picture, spacing_um_px) - 0.5
+    return Points((points.positions + 0.5) * scale(picture, spacing_um_px) - 0.5, points.classes)
 
 
-def parse_points(picture: Picture) -> tuple[NDArray[np.float64], list[str]]:
-    """All places in the file that are good, and a sentence for each line that is not."""
-    points: list[tuple[float, float]] = []
-    faults: list[str] = []
+def parse_points(picture: Picture) -> tuple[Points, list[str]]:
+    """All points in the file that can be used, and a sentence for each line that cannot."""
     if not picture.annotations:
-        return np.empty((0, 2)), faults
-    height, width = image_size_px(picture.path)
-    for number, line in enumerate(_csv_lines(picture.annotations[0]), 1):
-        if not any(cell.strip() for cell in line):
-            continue
-        try:
-            row, column = (float(cell) for cell in line[:2])
-        except ValueError:
-            faults.append(f"line {number} is {','.join(line)!r}, where a row and a column in pixels are expected.")
-            continue
-        if 0 <= row < height and 0 <= column < width:
-            points.append((row, column))
+        return Points(np.empty((0, 2)), ()), []
+    path = picture.annotations[0]
+    size = image_size_px(picture.path)
+    rows, faults = _read_geojson_points(path) if path.suffix.lower() in GEOJSON_SUFFIXES else _read_csv_points(path)
+    inside = []
+    for line, row, column, name in rows:
+        if 0 <= row < size[0] and 0 <= column < size[1]:
+            inside.append((row, column, name))
         else:
             faults.append(
-                f"line {number} places an object at row {row:g}, column {column:g}, outside of the image of "
-                f"{height} × {width} px (rows come first)."
+                f"{line} places an object at row {row:g}, column {column:g}, outside of the image of "
+                f"{size[0]} × {size[1]} px (rows come first)."
             )
-    return np.array(points, np.float64).reshape(-1, 2), faults
+    positions = np.array([(row, column) for row, column, _ in inside], np.float64).reshape(-1, 2)
+    return Points(positions, tuple(name for *_, name in inside)), faults
 
 
-def read_nuclei(picture: Picture, spacing_um_px: float) -> NDArray[np.int32]:
-    """The label map (H, W) of a picture's nuclei, 0 for background, from a map or from outlines."""
-    labels, _ = parse_nuclei(picture, picture.annotations[0])
+def read_objects(picture: Picture, spacing_um_px: float) -> Objects:
+    """The label map (H, W) of a picture's objects at a spacing, and their classes."""
+    objects, _ = parse_objects(picture, picture.annotations[0])
     factor = scale(picture, spacing_um_px)
     if factor == 1:
-        return labels
-    height, width = (max(1, round(side * factor)) for side in labels.shape)
-    return np.array(Image.fromarray(labels).resize((width, height), Image.Resampling.NEAREST))
+        return objects
+    height, width = (max(1, round(side * factor)) for side in objects.labels.shape)
+    resized = Image.fromarray(objects.labels).resize((width, height), Image.Resampling.NEAREST)
+    return Objects(np.array(resized), objects.classes)
 
 
-def parse_nuclei(picture: Picture, annotation: Path) -> tuple[NDArray[np.int32], list[str]]:
-    """The label map at the picture's own spacing, and a sentence for each outline that was left out."""
+def parse_objects(picture: Picture, annotation: Path) -> tuple[Objects, list[str]]:
+    """The objects at the picture's own spacing, and a sentence for each one that was left out."""
     height, width = image_size_px(picture.path)
-    if annotation.suffix.lower() == ".xml":
-        return paint_labels(read_outlines(annotation), height, width)
+    suffix = annotation.suffix.lower()
+    if suffix == ".xml":
+        labels, faults = paint_labels(read_outlines(annotation), height, width)
+        return Objects(labels, {}), faults
+    if suffix in GEOJSON_SUFFIXES:
+        return _paint_geojson(read_geojson(annotation), height, width)
     labels = read_labels(annotation)
     if labels.shape != (height, width):
         raise AnnotationError(
             annotation,
             f"is a map of {labels.shape[0]} × {labels.shape[1]} px, but its image has {height} × {width} px.",
         )
-    return labels, []
+    return Objects(labels, _read_class_table(annotation, labels)), []
+
+
+def class_table(label_map: Path) -> Path:
+    """The CSV file (object,class) that may lie beside a label map, under the same name."""
+    return label_map.with_suffix(".csv")
+
+
+def _read_class_table(label_map: Path, labels: NDArray[np.int32]) -> dict[int, str]:
+    path = class_table(label_map)
+    if not path.is_file():
+        return {}
+    classes: dict[int, str] = {}
+    for line, row in read_table(path, ("object", "class")):
+        if not row["object"].isdecimal() or not row["class"]:
+            raise TableError(path, f"has no object number and class in line {line}, such as `17,lymphocyte`.")
+        if classes.setdefault(int(row["object"]), row["class"]) != row["class"]:
+            raise TableError(path, f"gives object {row['object']} a second class in line {line}.")
+    present = np.unique(labels[labels > 0]).tolist()
+    if missing := [number for number in present if number not in classes]:
+        raise TableError(path, f"names no class for object {missing[0]} of {label_map.name}; list every object.")
+    return {number: classes[number] for number in present}
+
+
+def _paint_geojson(objects: Sequence[SlideObject], height: int, width: int) -> tuple[Objects, list[str]]:
+    """Polygons as a label map; where they overlap, the first one keeps the pixel, as for outlines in XML."""
+    labels = np.zeros((height, width), np.int32)
+    classes: dict[int, str] = {}
+    faults: list[str] = []
+    for i, item in enumerate(objects, 1):
+        if isinstance(item.shape, Point):
+            faults.append(f"feature {i} is a point, without an area.")
+            continue
+        # GeoJSON counts corners of pixels, so its polygons need no shift; only their box is filled.
+        corners = np.concatenate([polygon.outer for polygon in item.shape])
+        top, left = np.floor(corners.min(axis=0)).clip(0).astype(int)
+        bottom, right = np.minimum(np.ceil(corners.max(axis=0)), (height, width)).astype(int)
+        if bottom <= top or right <= left:
+            faults.append(f"feature {i} covers no pixel of the image.")
+            continue
+        box = labels[top:bottom, left:right]
+        free = fill_outline(item.shape, (bottom - top, right - left), (float(top), float(left))) & (box == 0)
+        if not free.any():
+            faults.append(f"feature {i} covers no pixel that is free.")
+            continue
+        number = len(classes) + 1
+        box[free] = number
+        classes[number] = item.class_name
+    named = {number: name for number, name in classes.items() if name}
+    return Objects(labels, named), faults
+
+
+PointRow = tuple[str, float, float, str]  # where in the file, row, column, class
+
+
+def _read_geojson_points(path: Path) -> tuple[list[PointRow], list[str]]:
+    """Points as they are; polygons by the middle of their box."""
+    rows: list[PointRow] = []
+    for i, item in enumerate(read_geojson(path), 1):
+        if isinstance(item.shape, Point):
+            row, column = item.shape
+        else:
+            corners = np.concatenate([polygon.outer for polygon in item.shape])
+            row, column = (corners.min(axis=0) + corners.max(axis=0)) / 2
+        # GeoJSON counts from the corner of the first pixel, and positions from its centre.
+        rows.append((f"feature {i}", float(row) - 0.5, float(column) - 0.5, item.class_name))
+    return rows, []
+
+
+def _read_csv_points(path: Path) -> tuple[list[PointRow], list[str]]:
+    """Lines of `row,column`; or, below a header, columns by their names, in any order, and perhaps a class."""
+    lines = _csv_lines(path)
+    first = next((line for line in lines if any(cell.strip() for cell in line)), [])
+    header = [cell.strip().lower() for cell in first]
+    if any(name in header for name in ROW_NAMES) and any(name in header for name in COLUMN_NAMES):
+        return _read_named_columns(path)
+    rows: list[PointRow] = []
+    faults: list[str] = []
+    for number, cells in enumerate(lines, 1):
+        if not any(cell.strip() for cell in cells):
+            continue
+        try:
+            row, column = (float(cell) for cell in cells[:2])
+        except ValueError:
+            faults.append(f"line {number} is {','.join(cells)!r}, where a row and a column in pixels are expected.")
+            continue
+        rows.append((f"line {number}", row, column, ""))
+    return rows, faults
+
+
+def _read_named_columns(path: Path) -> tuple[list[PointRow], list[str]]:
+    rows: list[PointRow] = []
+    faults: list[str] = []
+    for number, cells in read_table(path, ()):
+        row, column = _cell(cells, ROW_NAMES), _cell(cells, COLUMN_NAMES)
+        try:
+            rows.append((f"line {number}", float(row), float(column), _cell(cells, CLASS_NAMES)))
+        except ValueError:
+            faults.append(f"line {number} has row {row!r} and column {column!r}, where numbers in pixels are expected.")
+    return rows, faults
+
+
+def _cell(row: Row, names: Sequence[str]) -> str:
+    return next((row[name] for name in names if name in row), "")
 
 
 def _csv_lines(path: Path) -> list[list[str]]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            return list(csv.reader(file))
+            start = file.read(HEAD_CHARACTERS)
+            file.seek(0)
+            return list(csv.reader(file, delimiter=find_delimiter(start)))
     except FileNotFoundError:
         raise AnnotationError(path, "does not exist.") from None
     except OSError as error:

@@ -71,22 +71,22 @@ NO_AUGMENTATION = Augmentation(transpose=False, quarter_turns=False, brightness=
 
 
 def augment(windows: Tensor, changes: Changes, size_px: int) -> tuple[Tensor, Tensor | None]:
-    """Windows (B, 3, s, s) of bytes to images (B, 3, size, size) of floats; a fourth plane of classes moves along.
+    """Windows (B, 3 + k, s, s) of bytes to images (B, 3, size, size) of floats, and k target maps that move along.
 
     Windows may be larger than `size_px`, for the corners of a free rotation to come from; the middle is kept.
     """
-    classes = windows[:, 3:] if windows.shape[1] > 3 else None
     if changes.degrees is not None:
-        images = group.rotate_each(windows[:, :3], changes.degrees)
-        if classes is not None:
-            classes = group.rotate_each(classes, changes.degrees, nearest=True)
-        windows = images if classes is None else torch.cat([images, classes], dim=1)
+        images, targets = windows[:, :3], windows[:, 3:]
+        rotated = [group.rotate_each(images, changes.degrees)]
+        if targets.shape[1]:
+            rotated.append(group.rotate_each(targets, changes.degrees, nearest=True))
+        windows = torch.cat(rotated, dim=1)
     windows = group.apply_symmetries(center_crop(windows, size_px, size_px), changes.symmetries)
     images = windows[:, :3].to(torch.float32) / 255
     if changes.stains is not None:
         images = change_stains(images, changes.stains)
     images = (images + changes.brightness[:, :, None, None]).clamp(0, 1)
-    return images, windows[:, 3].long() if windows.shape[1] > 3 else None
+    return images, windows[:, 3:].long() if windows.shape[1] > 3 else None
 
 
 def change_stains(images: Tensor, factors: Tensor) -> Tensor:

@@ -10,18 +10,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 
-import numpy as np
 from scipy import ndimage
 
-from rotopath.data.annotations import parse_nuclei, parse_points
+from rotopath.data.annotations import Objects, parse_objects, parse_points
 from rotopath.data.aperio import AnnotationError
 from rotopath.data.collection import Collection, Finding, Picture, read_run, runs
-from rotopath.data.pcam import CLASSES
 from rotopath.data.splits import SPLITS
-from rotopath.evaluation.overlap import aggregated_jaccard
 from rotopath.images.files import UnreadableFileError
+from rotopath.metrics.overlap import aggregated_jaccard
 
 
 @dataclass(frozen=True)
@@ -79,42 +76,50 @@ def _read(collection: Collection, run: list[Picture]) -> _Contents:
     except UnreadableFileError as error:
         contents.findings.append(Finding.of(error, collection.root))
         return contents
-    if collection.task == "tumor":
-        contents.objects.update(CLASSES[picture.label or 0] for picture in run)
-    elif collection.task == "mitosis":
-        _read_mitoses(run[0], collection.root, contents)
+    if collection.annotated == "labels":
+        contents.objects.update(picture.label or "" for picture in run)
+    elif collection.annotated == "points":
+        _read_points(run[0], collection, contents)
     else:
-        _read_nuclei(run[0], collection.root, contents)
+        _read_objects(run[0], collection, contents)
     return contents
 
 
-def _read_mitoses(picture: Picture, root: Path, contents: _Contents) -> None:
+def _read_points(picture: Picture, collection: Collection, contents: _Contents) -> None:
+    root = collection.root
     try:
         points, faults = parse_points(picture)
-    except AnnotationError as error:
+    except UnreadableFileError as error:
         contents.findings.append(Finding.of(error, root))
         return
-    contents.objects["mitoses"] += len(points)
+    contents.objects[collection.objects] += len(points)
+    contents.objects.update(name for name in points.classes if name)
     contents.findings += [Finding.of(AnnotationError(picture.annotations[0], fault), root) for fault in faults]
 
 
-def _read_nuclei(picture: Picture, root: Path, contents: _Contents) -> None:
+def _read_objects(picture: Picture, collection: Collection, contents: _Contents) -> None:
     """All annotations are read, though only the first one counts: what is wrong with the others is worth knowing."""
+    root = collection.root
     maps = []
     for annotation in picture.annotations:
         try:
-            labels, faults = parse_nuclei(picture, annotation)
+            objects, faults = parse_objects(picture, annotation)
         except UnreadableFileError as error:
             contents.findings.append(Finding.of(error, root))
             continue
-        maps.append(labels)
+        maps.append(objects.labels)
         left_out = [Finding.of(AnnotationError(annotation, fault), root) for fault in faults]
         contents.findings += [replace(finding, is_problem=False) for finding in left_out]
         if annotation == picture.annotations[0]:
-            numbers = np.unique(labels[labels > 0])
-            contents.objects["nuclei"] += len(numbers)
-            if len(numbers) == 1 and (parts := int(ndimage.label(labels)[1])) > 1:
+            contents.objects[collection.objects] += len(objects.numbers)
+            contents.objects.update(objects.classes.values())
+            if (parts := _count_joined(objects)) > 1:
                 fault = f"gives all of its {parts} objects one number, so they count as one; number them."
                 contents.findings.append(Finding.of(AnnotationError(annotation, fault), root))
     if len(maps) == 2:
         contents.agreement[picture.name] = aggregated_jaccard(*maps)
+
+
+def _count_joined(objects: Objects) -> int:
+    """How many parts a single object has; 1 where there are several objects."""
+    return int(ndimage.label(objects.labels)[1]) if len(objects.numbers) == 1 else 1

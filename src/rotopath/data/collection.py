@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from rotopath.data import hdf5
 from rotopath.images.files import UnreadableFileError, read_rgb, resample
 
-Task = Literal["mitosis", "nuclei", "tumor"]
-MODEL_SPACING_UM_PX: Mapping[Task, float] = {"mitosis": 0.25, "nuclei": 0.25, "tumor": 1.0}
+Annotated = Literal["labels", "points", "objects"]  # a class for each image, positions, or outlines of objects
 SYNTHETIC = "SYNTHETIC.txt"  # a file that tells made tissue from a benchmark in the same layout
 ROWS_AT_ONCE = 1024  # of an HDF5 file
 SAME_SPACING = 0.05  # scanners of one magnification differ by less; resampling by so little only blurs
@@ -54,21 +53,23 @@ class Picture:
     split: str
     spacing_um_px: float
     row: int | None = None  # in an HDF5 file
-    label: int | None = None  # its class, where the whole image has one
+    label: str | None = None  # its class, where the whole image has one
     annotations: tuple[Path, ...] = ()  # of its objects; the first one counts, further ones are for comparison
     stratum: str = ""  # organ, where regimes are taken of each
 
 
 @dataclass(frozen=True)
 class Collection:
-    """Everything that a folder or a manifest holds for one task."""
+    """Everything that a folder or a manifest holds: images of one kind of annotation."""
 
-    task: Task
+    annotated: Annotated
     source: str
     root: Path
     pictures: tuple[Picture, ...]
     findings: tuple[Finding, ...] = ()  # of the layout; those of file contents are found by `check`
     published: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # counts of the paper, by split
+    objects: str = "objects"  # what annotated objects are called
+    classes: tuple[str, ...] = ()  # of labels, where the source itself names them in an order
 
     def split(self, name: str) -> tuple[Picture, ...]:
         """The pictures of one split; at least one."""

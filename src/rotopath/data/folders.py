@@ -9,6 +9,7 @@ from rotopath.data.splits import SPLITS
 from rotopath.data.tables import Row, read_table
 
 IMAGE_SUFFIXES = frozenset({".tif", ".tiff", ".png", ".jpg", ".jpeg"})
+SPLIT_FILE = "split.csv"
 NAMED_AT_MOST = 5
 
 
@@ -39,7 +40,7 @@ def read_splits(
     root: Path, column: str, present: Collection[str], key_of: Callable[[str], str] = str
 ) -> tuple[dict[str, Row] | None, list[Finding]]:
     """The rows of `split.csv` for what is present, by their keys, and all findings; None without such a file."""
-    path = root / "split.csv"
+    path = root / SPLIT_FILE
     if not path.is_file():
         return None, []
     rows: dict[str, Row] = {}

@@ -1,16 +1,18 @@
 """Kumar et al. (2017) and MoNuSeg: fields of several organs, with every nucleus outlined.
 
-In: the folder with `Tissue Images`, and `Annotations` (Aperio XML) or `Label Maps` (16-bit images), and perhaps a
-`split.csv` (image,split,organ). Out: a collection of fields. Where a field has both, the label map counts.
+In: the folder with `Tissue Images`, and `Annotations` (Aperio XML) or `Label Maps` (16-bit images); or a flat folder of
+images with an XML file of the same name each, as MoNuSeg's test set; and perhaps a `split.csv` (image,split,organ).
+Out: a collection of fields. Where a field has both, the label map counts.
 """
 
 import re
+from collections.abc import Collection as Items
 from pathlib import Path
 from typing import NamedTuple
 
 from rotopath.data.aperio import read_spacing_um_px
 from rotopath.data.collection import Collection, Finding, Picture
-from rotopath.data.folders import IMAGE_SUFFIXES, by_stem, files_in, left_out, read_splits
+from rotopath.data.folders import IMAGE_SUFFIXES, SPLIT_FILE, by_stem, files_in, left_out, read_splits
 from rotopath.data.splits import KUMAR_FIELDS, split_strata
 from rotopath.images.files import UnreadableFileError, spacing_um_px
 
@@ -30,15 +32,24 @@ PUBLISHED = {
 
 
 def is_kumar(root: Path) -> bool:
-    return _folder(root, "tissue images") is not None
+    return _folder(root, "tissue images") is not None or is_flat(root)
+
+
+def is_flat(root: Path) -> bool:
+    """Whether images and XML files of the same names lie in the folder itself."""
+    stems = {path.stem for path in root.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES}
+    return any(path.stem in stems for path in root.iterdir() if path.suffix.lower() == ".xml")
 
 
 def open_kumar(root: Path) -> Collection:
     """Every field that has a split and nuclei."""
-    images, findings = by_stem(root, files_in(_folder(root, "tissue images"), IMAGE_SUFFIXES))
+    flat = _folder(root, "tissue images") is None
+    found = _files_of(root, IMAGE_SUFFIXES) if flat else files_in(_folder(root, "tissue images"), IMAGE_SUFFIXES)
+    images, findings = by_stem(root, found)
     maps, twin_maps = by_stem(root, files_in(_folder(root, "label maps"), IMAGE_SUFFIXES))
-    outlines, twin_outlines = by_stem(root, files_in(_folder(root, "annotations"), {".xml"}))
-    splits, findings_of_splits = _splits(root, images)
+    found = _files_of(root, {".xml"}) if flat else files_in(_folder(root, "annotations"), {".xml"})
+    outlines, twin_outlines = by_stem(root, found)
+    splits, findings_of_splits = _splits(root, images, flat)
     findings += [*twin_maps, *twin_outlines, *findings_of_splits]
 
     pictures = []
@@ -55,7 +66,9 @@ def open_kumar(root: Path) -> Collection:
     for stem in sorted((maps.keys() | outlines.keys()) - images.keys()):
         path = maps.get(stem) or outlines[stem]
         findings.append(Finding(path.relative_to(root).as_posix(), "there is no image of this name."))
-    return Collection("nuclei", "Kumar/MoNuSeg", root, tuple(pictures), tuple(findings), PUBLISHED)
+    # The published counts are those of the published split; any other has other ones.
+    published = {} if flat or (root / SPLIT_FILE).is_file() else PUBLISHED
+    return Collection("objects", "Kumar/MoNuSeg", root, tuple(pictures), tuple(findings), published, "nuclei")
 
 
 def patient(stem: str) -> str:
@@ -74,13 +87,19 @@ class _Split(NamedTuple):
     organ: str
 
 
-def _splits(root: Path, images: dict[str, Path]) -> tuple[dict[str, _Split], list[Finding]]:
-    """The split and organ of each image that takes part: by split.csv, else so many of each organ, by a fixed seed."""
+def _splits(root: Path, images: dict[str, Path], flat: bool) -> tuple[dict[str, _Split], list[Finding]]:
+    """The split and organ of each image that takes part: by split.csv, else so many of each organ, by a fixed seed.
+
+    A flat folder is how test sets come: without a split.csv, all of its images are for testing.
+    """
     organ_of = {code: organ for organ, codes in ORGANS.items() for code in codes}
     organs = {stem: organ_of.get(patient(stem).removeprefix("TCGA-"), "") for stem in images}
     table, findings = read_splits(root, "image", images, _stem)
     if table is not None:
         return {s: _Split(row["split"], row.get("organ") or organs[s]) for s, row in sorted(table.items())}, findings
+    if flat:
+        sentence = "images and XML files are in one folder, as in MoNuSeg's test set: all are in the split 'test'."
+        return {stem: _Split("test", organs[stem]) for stem in sorted(images)}, [Finding("", sentence, False)]
     known = {stem: organ for stem, organ in organs.items() if organ}
     try:
         splits = split_strata(known, KUMAR_FIELDS, SPLIT_SEED)
@@ -102,6 +121,11 @@ def _spacing(image: Path, outlines: Path | None) -> float:
     except UnreadableFileError:
         found = None  # a check of the contents will tell
     return found or (read_spacing_um_px(outlines) if outlines else None) or SPACING_UM_PX
+
+
+def _files_of(folder: Path, suffixes: Items[str]) -> list[Path]:
+    """Files of the folder itself, and not of those in it."""
+    return [path for path in files_in(folder, suffixes) if path.parent == folder]
 
 
 def _folder(root: Path, name: str) -> Path | None:

@@ -39,7 +39,7 @@ def open_pcam(root: Path) -> Collection:
     if not all(picture.case for picture in pictures):
         sentence = "without all *_meta.csv files the slides are not known, and no leak between splits can be seen."
         findings.append(Finding("", sentence, is_problem=False))
-    return Collection("tumor", "PCam", root, tuple(pictures), tuple(findings), PUBLISHED)
+    return Collection("labels", "PCam", root, tuple(pictures), tuple(findings), PUBLISHED, classes=CLASSES)
 
 
 def is_kaggle(root: Path) -> bool:
@@ -49,7 +49,7 @@ def is_kaggle(root: Path) -> bool:
 def open_kaggle(root: Path) -> Collection:
     """The labelled patches in Kaggle's form: split by `split.csv` (id,split), else at random within each class."""
     images, findings = by_stem(root, files_in(root / "train", IMAGE_SUFFIXES))
-    labels: dict[str, int] = {}
+    labels: dict[str, str] = {}
     absent: list[str] = []
     for line, row in read_table(root / "train_labels.csv", ("id", "label")):
         identity, label = row["id"], row["label"]
@@ -61,7 +61,7 @@ def open_kaggle(root: Path) -> Collection:
         elif identity in labels:
             sentence = f"line {line} lists {identity!r} a second time."
         else:
-            labels[identity] = int(label)
+            labels[identity] = CLASSES[int(label)]
             continue
         findings.append(Finding("train_labels.csv", sentence))
     if absent:
@@ -71,7 +71,8 @@ def open_kaggle(root: Path) -> Collection:
     table, findings_of_splits = read_splits(root, "id", labels)
     findings += findings_of_splits
     if table is None:
-        splits = split_fractions({identity: str(label) for identity, label in labels.items()}, KAGGLE_SPLIT, SPLIT_SEED)
+        strata = {identity: str(CLASSES.index(label)) for identity, label in labels.items()}
+        splits = split_fractions(strata, KAGGLE_SPLIT, SPLIT_SEED)
         sentence = (
             "Kaggle's form names no slides: patches of one slide may be in two splits, and scores look better than "
             "they are; a split.csv (id,split) by slide mends it."
@@ -83,7 +84,7 @@ def open_kaggle(root: Path) -> Collection:
         Picture(images[i], images[i].relative_to(root).as_posix(), "", splits[i], SPACING_UM_PX, label=labels[i])
         for i in sorted(splits)
     ]
-    return Collection("tumor", "PCam in Kaggle's form", root, tuple(pictures), tuple(findings))
+    return Collection("labels", "PCam in Kaggle's form", root, tuple(pictures), tuple(findings), classes=CLASSES)
 
 
 def _patches(root: Path, split: str) -> list[Picture]:
@@ -103,7 +104,7 @@ def _patches(root: Path, split: str) -> list[Picture]:
         )
     slides = _slides(images.with_name(images.name.replace("_x.h5", "_meta.csv")), shape[0])
     return [
-        Picture(images, f"{images.name}[{i}]", slides[i], split, SPACING_UM_PX, row=i, label=int(values[i]))
+        Picture(images, f"{images.name}[{i}]", slides[i], split, SPACING_UM_PX, row=i, label=CLASSES[values[i]])
         for i in range(shape[0])
     ]
 

@@ -6,7 +6,7 @@ Windows that reach beyond an image see it mirrored at its edge.
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
@@ -19,13 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rotopath.data import hdf5
-from rotopath.data.annotations import read_nuclei
 from rotopath.data.collection import DataError, Picture, read_run, runs, scale
-from rotopath.data.nuclei import class_map
 from rotopath.data.sampling import Ints, Places
 from rotopath.group import mirror
 from rotopath.images.files import image_size_px, resample
-from rotopath.images.stain import macenko
+from rotopath.images.stain import Stain, macenko
 
 Cache = Literal["auto", "device", "memory", "none"]
 Bytes = NDArray[np.uint8]
@@ -46,11 +44,12 @@ class Pixels(Protocol):
 
 @dataclass(frozen=True)
 class Reader:
-    """How pictures become planes (H, W, 3), or (H, W, 4) with a map of classes: at which spacing, stained how."""
+    """How pictures become planes (H, W, 3 + k): at which spacing, with which stain, with which target maps."""
 
     spacing_um_px: float
-    normalise_stain: bool = False
-    with_nuclei: bool = False
+    stain: Stain = "none"
+    targets: Callable[[Picture], Bytes] | None = None  # (H, W, k) of a picture, at the spacing
+    maps: int = 0  # k
 
     def planes(self, picture: Picture) -> Bytes:
         return self.finish(picture, read_run([picture])[0])
@@ -58,11 +57,14 @@ class Reader:
     def finish(self, picture: Picture, image: Bytes) -> Bytes:
         """From pixels as they are in the file."""
         image = resample(image, scale(picture, self.spacing_um_px))
-        if self.normalise_stain:
+        if self.stain == "macenko":
             image = macenko(image)
-        if not self.with_nuclei:
-            return image
-        return np.dstack([image, class_map(read_nuclei(picture, self.spacing_um_px))])
+        return image if self.targets is None else np.dstack([image, self.targets(picture)])
+
+    @property
+    def image_only(self) -> "Reader":
+        """The same without target maps."""
+        return Reader(self.spacing_um_px, self.stain)
 
     def size_px(self, picture: Picture) -> tuple[int, int]:
         """The size at this reader's spacing, without decoding the image."""
@@ -150,7 +152,7 @@ def open_pixels(pictures: Sequence[Picture], reader: Reader, cache: Cache, devic
     if cache in ("auto", "none"):
         sizes = np.array([reader.size_px(picture) for picture in pictures], np.int64)
         if cache == "auto":
-            cache = choose_cache(int(sizes.prod(axis=1).sum()) * (4 if reader.with_nuclei else 3), device)
+            cache = choose_cache(int(sizes.prod(axis=1).sum()) * (3 + reader.maps), device)
         if cache == "none":
             return HostPixels(DecodedOnDemand(pictures, reader), sizes)
     images = load(pictures, reader)

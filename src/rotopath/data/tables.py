@@ -23,7 +23,7 @@ def read_table(path: Path, required: Collection[str]) -> list[tuple[int, Row]]:
         with path.open(newline="", encoding="utf-8-sig") as file:
             start = file.read(HEAD_CHARACTERS)
             file.seek(0)
-            reader = csv.reader(file, delimiter=_delimiter(start))
+            reader = csv.reader(file, delimiter=find_delimiter(start))
             rows = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader]
     except FileNotFoundError:
         raise TableError(path, "does not exist.") from None
@@ -43,7 +43,7 @@ def read_table(path: Path, required: Collection[str]) -> list[tuple[int, Row]]:
     return table
 
 
-def _delimiter(text: str) -> str:
+def find_delimiter(text: str) -> str:
     """What separates the columns: spreadsheets of many countries write semicolons."""
     header = next((line for line in text.splitlines() if line.strip(",;\t ")), "")
     return max(",;\t", key=header.count)

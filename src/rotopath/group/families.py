@@ -6,6 +6,7 @@ disc, so that every family has the same number of weights.
 
 import math
 from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from rotopath.group.grid import disc, offsets, positions
 from rotopath.group.harmonics import harmonics
 
+Kernel = Literal["bilinear", "gaussian", "harmonic"]
 GAUSSIAN_PX = 0.6  # narrower ones fall between pixels, wider ones can hardly be told apart
 
 
@@ -53,7 +55,7 @@ FAMILIES: dict[str, Callable[[int, float], Tensor]] = {
     "gaussian": read_gaussian,
     "harmonic": read_harmonic,
 }
-KERNELS = tuple(FAMILIES)
+KERNELS = get_args(Kernel)
 
 
 def _hats(places: Tensor, grid: Tensor) -> Tensor:

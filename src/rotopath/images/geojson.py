@@ -167,6 +167,8 @@ def _shapes(geometry: Mapping[str, Any], origin_px: tuple[float, float]) -> Iter
             yield Point(float(y) + origin_px[0], float(x) + origin_px[1])
     elif kind in ("Polygon", "MultiPolygon"):
         polygons = [coordinates] if kind == "Polygon" else coordinates
+        if not polygons:
+            raise _UnknownShapeError("its MultiPolygon has no parts")
         yield tuple(_polygon(rings, origin_px) for rings in polygons)
     else:
         raise _UnknownShapeError(f"its shape is a {kind}; polygons and points can be read")
@@ -183,6 +185,8 @@ def _polygon(rings: list[Any], origin_px: tuple[float, float]) -> Polygon:
 
 def _ring(positions: list[Any], origin_px: tuple[float, float]) -> Ring:
     ring = np.array([(y, x) for x, y, *_ in positions], np.float64)
+    if not np.isfinite(ring).all():
+        raise _UnknownShapeError("a coordinate is no finite number")
     if len(ring) < 4 or not np.array_equal(ring[0], ring[-1]):
         raise _UnknownShapeError("a ring has to end where it began, with three corners at least")
     return ring[:-1] + origin_px

@@ -5,10 +5,12 @@ In and out: RGB images, (H, W, 3) bytes. After Macenko et al. (2009), with the c
 
 import warnings
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+Stain = Literal["none", "macenko"]  # how images are stained for a network: as they are, or normalised
 WHITE = 240.0  # the intensity of light that met no tissue
 FAINTEST_DENSITY = 0.15  # pixels below it in any channel are background
 EXTREME_PERCENT = 1.0  # of the stain directions, cut off at either end as noise
@@ -40,7 +42,10 @@ class Stains:
 
 
 def measure_stains(image: NDArray[np.uint8]) -> Stains | None:
-    """The stains of an image, or of pixels (..., 3) from all over a slide; none where there are no two of them."""
+    """The stains of an image, or of pixels (..., 3) of a slide's tissue; none where there are no two of them.
+
+    Glass among the pixels would lower the percentile, and make the same tissue look stronger than it is.
+    """
     density = optical_density(image).reshape(-1, 3)
     densities = estimate_stains(density)
     if densities is None:

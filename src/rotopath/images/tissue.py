@@ -33,10 +33,16 @@ class Tissue:
 
     mask: NDArray[np.bool_]
     spacing_um_px: float
+    size_um: tuple[float, float] | None = None  # height and width of the slide, which the mask covers to half a pixel
 
     @property
     def area_mm2(self) -> float:
-        return float(self.mask.sum()) * self.spacing_um_px**2 / 1e6
+        """Only what is on the slide counts: its last row and column of pixels end where the slide does."""
+        down, across = (np.full(count, self.spacing_um_px) for count in self.mask.shape)
+        if self.size_um is not None:
+            for sides, whole in zip((down, across), self.size_um, strict=True):
+                sides[-1] = whole - (len(sides) - 1) * self.spacing_um_px
+        return float(down @ self.mask @ across) / 1e6
 
     def touches(self, top_um: float, left_um: float, height_um: float, width_um: float) -> bool:
         """Whether there is tissue anywhere in a rectangle that overlaps with the slide.
@@ -65,7 +71,7 @@ class Tissue:
         if self.mask.all() or not self.mask.any():
             return self
         near = ndimage.distance_transform_edt(~self.mask) * self.spacing_um_px <= by_um
-        return Tissue(near, self.spacing_um_px)
+        return Tissue(near, self.spacing_um_px, self.size_um)
 
 
 def find_tissue(slide: Slide, spacing_um_px: float | None = None) -> Tissue:
@@ -78,7 +84,9 @@ def find_tissue(slide: Slide, spacing_um_px: float | None = None) -> Tissue:
         while math.prod(slide.size_at(spacing_um_px)) > MOST_PX:
             spacing_um_px *= 2
     image = slide.read(0, 0, *slide.size_at(spacing_um_px), spacing_um_px)
-    return Tissue(mask_tissue(image, spacing_um_px), spacing_um_px)
+    height, width = slide.size_px
+    size_um = (height * slide.spacing_um_px, width * slide.spacing_um_px)
+    return Tissue(mask_tissue(image, spacing_um_px), spacing_um_px, size_um)
 
 
 def mask_tissue(image: NDArray[np.uint8], spacing_um_px: float) -> NDArray[np.bool_]:

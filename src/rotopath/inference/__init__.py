@@ -3,7 +3,7 @@
 In: a network in eval mode, and pixels at its spacing. Out: probabilities and where they lie; objects; results.
 """
 
-from rotopath.inference.dense import predict, predict_alike, predict_realigned
-from rotopath.inference.windows import predict_patches, predict_turned, surrounded_px
+from rotopath.inference.dense import Prediction, predict, predict_alike, predict_realigned
+from rotopath.inference.windows import predict_patches, predict_turned
 
-__all__ = ["predict", "predict_alike", "predict_patches", "predict_realigned", "predict_turned", "surrounded_px"]
+__all__ = ["Prediction", "predict", "predict_alike", "predict_patches", "predict_realigned", "predict_turned"]

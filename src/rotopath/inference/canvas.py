@@ -1,6 +1,6 @@
 """A slide as a network sees it: at its spacing, mirrored beyond its edges, with stains normalised if that is wanted.
 
-In: an open slide. Out: pixels of any rectangle, and places on the canvas as places on level 0.
+In: an open slide. Out: pixels of any rectangle, and positions on the canvas as positions on level 0.
 """
 
 import math
@@ -10,27 +10,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rotopath.data.batches import reader_of
-from rotopath.data.collection import MODEL_SPACING_UM_PX, Task
 from rotopath.group import mirror
 from rotopath.images import Slide, Tissue
-from rotopath.images.stain import Stains, measure_stains
+from rotopath.images.stain import Stain, Stains, measure_stains
 from rotopath.inference.layout import Span
 
-MEASURED_PX = 2**21  # of a picture up to that size all pixels tell its stains, of a larger one as many from all over it
+MEASURED_PX = 2**21  # of tissue: all of a small slide, and samples from all over a larger one
 SAMPLE_PX = 256  # the side of each sample
 BLOCK_PX, KEPT_BLOCKS = 512, 32  # of pixels that are read together; neighbouring tiles share some, 25 MB in all
 
 
 class Canvas:
-    """Rows and columns of a slide at the spacing of a task's networks. Several threads may read it."""
+    """Rows and columns of a slide at the spacing that a network wants. Several threads may read it."""
 
-    def __init__(self, slide: Slide, task: Task, tissue: Tissue) -> None:
+    def __init__(self, slide: Slide, spacing_um_px: float, stain: Stain, tissue: Tissue) -> None:
         self.slide = slide
-        self.spacing_um_px = MODEL_SPACING_UM_PX[task]
+        self.spacing_um_px = spacing_um_px
         self.size_px = slide.size_at(self.spacing_um_px)
         self.level0_px = self.spacing_um_px / slide.spacing_um_px  # the side of a pixel here, in pixels of level 0
-        self.stains = self._measure_stains(tissue) if reader_of(task).normalise_stain else None
+        self.stains = self._measure_stains(tissue) if stain == "macenko" else None
         self._block = lru_cache(KEPT_BLOCKS)(self._read_block)
 
     def read(self, rows: Span, columns: Span) -> NDArray[np.uint8]:
@@ -56,16 +54,28 @@ class Canvas:
         return pixels if self.stains is None else self.stains.normalise(pixels)
 
     def _measure_stains(self, tissue: Tissue) -> Stains | None:
+        """The stains of the slide's tissue; the glass around it has no part in how strong they are."""
         if math.prod(self.size_px) <= MEASURED_PX:
-            return measure_stains(self.slide.read(0, 0, *self.size_px, self.spacing_um_px))
-        places = np.argwhere(tissue.mask)
-        if not len(places):
+            pixels = self.slide.read(0, 0, *self.size_px, self.spacing_um_px)
+            return measure_stains(pixels[self._is_tissue(tissue, Span(0, self.size_px[0]), Span(0, self.size_px[1]))])
+        cells = np.argwhere(tissue.mask)
+        if not len(cells):
             return None
         count = MEASURED_PX // SAMPLE_PX**2
-        chosen = places[np.linspace(0, len(places) - 1, min(count, len(places))).astype(int)]
+        chosen = cells[np.linspace(0, len(cells) - 1, min(count, len(cells))).astype(int)]
         middles = np.rint((chosen + 0.5) * tissue.spacing_um_px / self.spacing_um_px).astype(int)
-        samples = [
-            self.slide.read(row - SAMPLE_PX // 2, column - SAMPLE_PX // 2, SAMPLE_PX, SAMPLE_PX, self.spacing_um_px)
-            for row, column in middles.tolist()
-        ]
+        samples = []
+        for row, column in (middles - SAMPLE_PX // 2).tolist():
+            pixels = self.slide.read(row, column, SAMPLE_PX, SAMPLE_PX, self.spacing_um_px)
+            samples.append(
+                pixels[self._is_tissue(tissue, Span(row, row + SAMPLE_PX), Span(column, column + SAMPLE_PX))]
+            )
         return measure_stains(np.concatenate(samples))
+
+    def _is_tissue(self, tissue: Tissue, rows: Span, columns: Span) -> NDArray[np.bool_]:
+        """Which pixels of a rectangle are tissue on the slide."""
+        down, across = (np.arange(*span) for span in (rows, columns))
+        there = tissue.at(*(np.asarray((at + 0.5) * self.spacing_um_px, np.float64) for at in (down, across)))
+        on_slide = [(at >= 0) & (at < size) for at, size in zip((down, across), self.size_px, strict=True)]
+        inside: NDArray[np.bool_] = there & on_slide[0][:, None] & on_slide[1][None, :]
+        return inside

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rotopath.models import Network
+from rotopath.models import Geometry
 
 
 class Span(NamedTuple):
@@ -42,17 +42,18 @@ class Layout:
     kept: Span  # those outputs that lie on the image
     first_px: float  # of the first one that is kept
 
-    def seen_px(self, network: Network, outputs: Span) -> Span:
+    def seen_px(self, geometry: Geometry, outputs: Span) -> Span:
         """The pixels that the network sees for some outputs, whole blocks of them."""
-        stride = network.stride
-        return Span(outputs.start * stride, outputs.stop * stride + lost_px(network)).moved(self.frame_px.start)
+        stride = geometry.stride_px
+        return Span(outputs.start * stride, outputs.stop * stride + geometry.lost_px).moved(self.frame_px.start)
 
 
-def lay_out(network: Network, size_px: int) -> Layout:
-    framed = network.nearest_sizes(size_px + lost_px(network))[-1]
-    # As much on either side, so that a turned image gets a turned frame: exactly, where an even number is added.
+def lay_out(geometry: Geometry, size_px: int) -> Layout:
+    """The layout of outputs along a side of `size_px` pixels, which is mirrored beyond its ends."""
+    framed = geometry.nearest_sizes(size_px + geometry.lost_px)[-1]
+    # As much on either side, so that a rotated image gets a rotated frame: exactly, where an even number is added.
     before = (framed - size_px) // 2
-    outputs, stride = network.output_size(framed), network.stride
+    outputs, stride = geometry.output_size(framed), geometry.stride_px
     first = (framed - 1 - (outputs - 1) * stride) / 2 - before
     places = first + stride * np.arange(outputs)
     on_image = np.flatnonzero((places >= -0.5) & (places <= size_px - 0.5))
@@ -60,38 +61,28 @@ def lay_out(network: Network, size_px: int) -> Layout:
     return Layout(Span(-before, framed - before), outputs, kept, float(places[kept.start]))
 
 
-def lost_px(network: Network) -> int:
-    """By how much the pixels that outputs stand for are fewer than those that the network sees, along a side."""
-    return network.receptive_field - network.output_size(network.receptive_field) * network.stride
-
-
 def divide(
-    network: Network, wanted: Span, outputs: int, tile_px: int, multiple: int = 1
+    geometry: Geometry, wanted: Span, outputs: int, tile_px: int, multiple: int = 1
 ) -> Iterator[tuple[Span, Span]]:
     """Where tiles lie along a side, in outputs: all of one size but for the last, however many there are.
 
     The second span of each is what the network has to answer for it: blocks of outputs on the pooling grid, and
     further, where outputs feel the edge of a tile. Tiles begin at multiples of `multiple` from the first output.
     """
-    if tile_px < network.receptive_field:
-        raise ValueError(f"Tiles have at least the {network.receptive_field} px that an answer needs; got {tile_px}.")
-    block = block_size(network)
-    rim = -(-network.architecture.rim // block) * block
+    if tile_px < geometry.smallest_px:
+        raise ValueError(f"Tiles have at least the {geometry.smallest_px} px that an answer needs; got {tile_px}.")
+    block = geometry.block
+    rim = -(-geometry.rim // block) * block
     uneven = 0 if wanted.start % block == multiple % block == 0 else 2 * (block - 1)
-    most = max(multiple, network.output_size(network.nearest_sizes(tile_px)[0]) - 2 * rim - uneven)
+    most = max(multiple, geometry.output_size(geometry.nearest_sizes(tile_px)[0]) - 2 * rim - uneven)
     for start in range(wanted.start, wanted.stop, step := most - most % multiple):
         tile = Span(start, min(start + step, wanted.stop))
-        yield tile, cover(network, tile, outputs)
+        yield tile, cover(geometry, tile, outputs)
 
 
-def cover(network: Network, wanted: Span, outputs: int) -> Span:
+def cover(geometry: Geometry, wanted: Span, outputs: int) -> Span:
     """What the network has to answer, of all outputs, for some that are wanted to be as they are in the whole image."""
-    block = block_size(network)
-    rim = -(-network.architecture.rim // block) * block
+    block = geometry.block
+    rim = -(-geometry.rim // block) * block
     first, last = wanted.start // block * block, -(-wanted.stop // block) * block
     return Span(max(0, first - rim), min(outputs, last + rim))
-
-
-def block_size(network: Network) -> int:
-    """Outputs come in blocks of so many along a side, one a step of the pooling grid."""
-    return network.output_size(network.receptive_field)

@@ -12,19 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from rotopath.data.collection import Task
 from rotopath.images import Slide
 from rotopath.images.geojson import SlideObject, write_geojson
 from rotopath.images.overlay import draw_overlay
-from rotopath.inference.finding import COLORS
-from rotopath.inference.slides import Model, Options, SlidePass, heat_frame
+from rotopath.inference.slides import Model, Options, SlidePass
 
 
 @dataclass(frozen=True)
 class Result:
     """Objects lie in pixels of level 0; the map has one pixel for every `map_um` µm."""
 
-    task: Task
+    task: str  # its name
     objects: list[SlideObject]
     map: NDArray[np.float32]  # (h, w): the probability of what the model looks for
     deviation: NDArray[np.float32] | None  # of it over rotations, if several were asked for
@@ -50,9 +48,10 @@ def predict_slide(model: Model, slide: Slide, options: Options) -> Result:
     """Everything about a slide at once."""
     with (
         tempfile.TemporaryDirectory(prefix="rotopath-") as folder,
-        SlidePass(model, slide, Path(folder), options) as one,
+        SlidePass(model, slide, Path(folder), options) as done,
     ):
-        objects = list(one.objects())
-        heat, deviation = one.heat.read(), None if one.deviation is None else one.deviation.read()
-        overlay = draw_overlay(slide, heat, heat_frame(one), COLORS[model.task], objects)
-    return Result(model.task, objects, heat, deviation, one.cell_um, one.summary(), slide.origin_px, overlay)
+        objects = list(done.objects())
+        heat, deviation = done.heat.read(), None if done.deviation is None else done.deviation.read()
+        winner = None if done.winner is None else done.winner.read()
+        overlay = draw_overlay(slide, heat, winner, done.heat_frame, model.task.colors, objects)
+    return Result(model.task.name, objects, heat, deviation, done.cell_um, done.summary(), slide.origin_px, overlay)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from rotopath import group
 from rotopath.inference.canvas import Canvas
-from rotopath.inference.dense import TILE_PX, expect_eval, predict_frame, reach_px
+from rotopath.inference.dense import TILE_PX, Activate, activate, expect_eval, predict_frame, reach_px
 from rotopath.inference.layout import Layout, Span, cover, divide, lay_out
-from rotopath.models import Network
+from rotopath.models import DenseNetwork
 
 READERS = 2  # threads; each tile that waits to be computed takes a few megabytes
 
@@ -41,18 +41,18 @@ class Grid:
     """Where a network's outputs, and tiles of them, lie on a canvas."""
 
     def __init__(
-        self, network: Network, canvas: Canvas, tile_px: int | None = None, halo: int = 0, multiple: int = 1
+        self, network: DenseNetwork, canvas: Canvas, tile_px: int | None = None, halo: int = 0, multiple: int = 1
     ) -> None:
         self.network, self.canvas, self.halo = network, canvas, halo
-        self.tile_px = tile_px or TILE_PX
-        self.layouts = [lay_out(network, size) for size in canvas.size_px]
+        self.tile_px = max(tile_px or TILE_PX, network.geometry.surrounded_px)
+        self.layouts = [lay_out(network.geometry, size) for size in canvas.size_px]
         self.size = tuple(layout.kept.size for layout in self.layouts)  # outputs on the canvas
-        self.stride_px = network.stride
+        self.stride_px = network.geometry.stride_px
         self.first_px = tuple(layout.first_px for layout in self.layouts)
         self._rows, self._columns = (
             [
                 tile.moved(-side.kept.start)
-                for tile, _ in divide(network, side.kept, side.outputs, self.tile_px, multiple)
+                for tile, _ in divide(network.geometry, side.kept, side.outputs, self.tile_px, multiple)
             ]
             for side in self.layouts
         )
@@ -77,15 +77,28 @@ class Grid:
         wide = outputs.widened(self.halo)
         return Span(max(0, wide.start), min(self.size[axis], wide.stop))
 
+    def output_frame(self, top: int = 0, left: int = 0) -> tuple[tuple[float, float], float]:
+        """Where the corner of an output lies on level 0, and how many pixels of that an output has along a side."""
+        row, column = (
+            ((start - 0.5) * self.stride_px + first + 0.5) * self.canvas.level0_px
+            for start, first in zip((top, left), self.first_px, strict=True)
+        )
+        return (row, column), self.stride_px * self.canvas.level0_px
+
     def frame_px(self, outputs: Span, axis: int) -> tuple[Span, Span]:
         """The pixels that the network has to see for outputs, and the outputs that it then gives."""
         layout: Layout = self.layouts[axis]
-        answered = cover(self.network, outputs.moved(layout.kept.start), layout.outputs)
-        return layout.seen_px(self.network, answered), answered.moved(-layout.kept.start)
+        geometry = self.network.geometry
+        answered = cover(geometry, outputs.moved(layout.kept.start), layout.outputs)
+        return layout.seen_px(geometry, answered), answered.moved(-layout.kept.start)
 
 
 def predict_tiles(
-    grid: Grid, wanted: Iterable[tuple[Span, Span]], device: torch.device, rotations: int = 1
+    grid: Grid,
+    wanted: Iterable[tuple[Span, Span]],
+    device: torch.device,
+    rotations: int = 1,
+    activation: Activate = activate,
 ) -> Iterator[Tile]:
     """The tiles that are wanted, in their order; the network has to be on the device."""
     expect_eval(grid.network)
@@ -108,12 +121,12 @@ def predict_tiles(
             if not waiting:
                 return
             tile, pixels = waiting.popleft()
-            yield _answer(grid, tile, pixels.result().to(device, non_blocking=True), degrees)
+            yield _answer(grid, tile, pixels.result().to(device, non_blocking=True), degrees, activation)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _answer(grid: Grid, tile: tuple[Span, Span], pixels: Tensor, degrees: list[float]) -> Tile:
+def _answer(grid: Grid, tile: tuple[Span, Span], pixels: Tensor, degrees: list[float], activation: Activate) -> Tile:
     around = (grid.around(tile[0], 0), grid.around(tile[1], 1))
     frames, answered = zip(*(grid.frame_px(span, axis) for axis, span in enumerate(around)), strict=True)
     seen = reach_px(grid.network, frames, degrees)
@@ -122,7 +135,10 @@ def _answer(grid: Grid, tile: tuple[Span, Span], pixels: Tensor, degrees: list[f
         return pixels[..., rows_px.within(seen[0]), columns_px.within(seen[1])]
 
     rows, columns = (span.within(whole) for span, whole in zip(around, answered, strict=True))
-    turned = (predict_frame(grid.network, look, frames, angle, tile_px=grid.tile_px) for angle in degrees)
+    turned = (
+        predict_frame(grid.network, look, frames, angle, tile_px=grid.tile_px, activation=activation)
+        for angle in degrees
+    )
     maps = torch.stack([each[0, :, rows, columns] for each in turned])
     if not maps.isfinite().all():
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Single windows, upright and turned: one answer each.
+"""Single windows, upright and rotated: one answer each.
 
-In: a network with one logit, and square patches at its spacing. Out: probabilities of their middles.
+In: a network, and square patches at its spacing. Out: probabilities of their middles.
 """
 
 from collections.abc import Sequence
@@ -11,42 +11,42 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rotopath import group
-from rotopath.inference.dense import SPLINE_REACH, answer, expect_eval, mirror_around
+from rotopath.inference.dense import SPLINE_REACH, Activate, activate, answer, expect_eval, mirror_around
 from rotopath.inference.layout import Span
-from rotopath.models import Network
+from rotopath.models import DenseNetwork
 from rotopath.nn import center_crop
 
 PIXELS_AT_ONCE = 2**20  # 135 windows of 88 px; a network with 8 orientations takes about 2 GB of memory for them
 
 
-def surrounded_px(network: Network) -> int:
-    """Side of the window that decides on an answer: the receptive field, with what its filters read around it."""
-    return network.receptive_field + 2 * network.architecture.rim * network.stride
-
-
-def predict_patches(network: Network, windows: Tensor, rotations: int = 1) -> NDArray[np.float32]:
-    """The probability (B,) of the middle of each patch (B, 3, S, S): the mean over `rotations` turns of it."""
-    answers: NDArray[np.float32] = predict_turned(network, windows, group.angles(rotations)).mean(axis=0)
+def predict_patches(
+    network: DenseNetwork, windows: Tensor, rotations: int = 1, activation: Activate = activate
+) -> NDArray[np.float32]:
+    """The probabilities (B, K) of the middle of each patch (B, 3, S, S): the mean over `rotations` rotations of it."""
+    answers: NDArray[np.float32] = predict_turned(network, windows, group.angles(rotations), activation).mean(axis=0)
     return answers
 
 
-def predict_turned(network: Network, images: Tensor, degrees: Sequence[float]) -> NDArray[np.float32]:
-    """The probabilities (angles, B) of the middle of images (B, 3, S, S) turned by each angle, wherever those are.
+def predict_turned(
+    network: DenseNetwork, images: Tensor, degrees: Sequence[float], activation: Activate = activate
+) -> NDArray[np.float32]:
+    """The probabilities (angles, B, K) of the middle of images (B, 3, S, S) rotated by each angle, on any device.
 
-    Windows are cut out after turning, `surrounded_px` wide, so that an answer is that of the same place in a slide;
-    images that are smaller than their corners need are mirrored beyond their edges.
+    Windows are cut out after the rotation, with the rim that the network sees around them, so that an answer is that of
+    the same position in a slide; images that are smaller than their corners need are mirrored beyond their edges.
     """
     expect_eval(network)
-    field_px, window_px = network.receptive_field, surrounded_px(network)
+    geometry = network.geometry
+    field_px, window_px = geometry.smallest_px, geometry.surrounded_px
     spare_px = images.shape[-1] - field_px
     if images.ndim != 4 or images.shape[-1] != images.shape[-2] or spare_px < 0 or spare_px % 2:
         raise ValueError(
             f"Windows of {field_px} px are cut out of the middle of square images (B, 3, S, S) that have as many, or "
             f"an even number more; got shape {tuple(images.shape)}."
         )
-    if network.architecture.outputs != 1:
-        raise ValueError(f"Single windows have one answer, but {network.architecture.name} gives a map of classes.")
-    answers = np.empty((len(degrees), len(images)), np.float32)
+    if geometry.block != 1:
+        raise ValueError("Single windows have one answer, but this network gives a map for the smallest window.")
+    answers = np.empty((len(degrees), len(images), geometry.outputs), np.float32)
     at_once = max(1, PIXELS_AT_ONCE // window_px**2)
     for start in range(0, len(images), at_once):
         part = images[start : start + at_once]
@@ -55,8 +55,8 @@ def predict_turned(network: Network, images: Tensor, degrees: Sequence[float]) -
             rest = angle % 90
             if rest not in turned:
                 turned[rest] = center_crop(_turn_windows(part, window_px, rest), window_px, window_px)
-            found = center_crop(answer(network, group.rotate(turned[rest], angle - rest)), 1, 1)
-            answers[i, start : start + len(part)] = found.flatten().cpu().numpy()
+            maps = center_crop(answer(network, group.rotate(turned[rest], angle - rest), activation), 1, 1)
+            answers[i, start : start + len(part)] = maps.flatten(1).cpu().numpy()
     return answers
 
 

@@ -4,17 +4,27 @@ from rotopath.models.architecture import Architecture, Stage
 from rotopath.models.converting import equivariant
 from rotopath.models.freezing import FrozenNetwork, freeze
 from rotopath.models.network import Choices, Network, mitosis, nuclei, tumor
+from rotopath.models.promise import DenseNetwork, Geometry, WindowNetwork, make_dense
+from rotopath.models.registry import build_network, list_networks
 from rotopath.models.tables import ARCHITECTURES
+from rotopath.pretrained import list_pretrained
 
 __all__ = [
     "ARCHITECTURES",
     "Architecture",
     "Choices",
+    "DenseNetwork",
     "FrozenNetwork",
+    "Geometry",
     "Network",
     "Stage",
+    "WindowNetwork",
+    "build_network",
     "equivariant",
     "freeze",
+    "list_networks",
+    "list_pretrained",
+    "make_dense",
     "mitosis",
     "nuclei",
     "tumor",

@@ -5,16 +5,19 @@ stride, and the image sizes that lie on the pooling grid. No tensors here; `netw
 """
 
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from math import log, prod, sqrt
+from typing import Literal, get_args
 
 from rotopath import group
-from rotopath.nn.project import PROJECTIONS, learned_weights
+from rotopath.models.promise import IMAGE_CHANNELS, Geometry
+from rotopath.nn.project import PROJECTIONS, Projection, learned_weights
 from rotopath.nn.smooth import Smooth2d
 
-IMAGE_CHANNELS = 3
-POOLINGS = ("max", "max-blur", "rms-blur")
-UPSAMPLINGS = ("nearest", "bilinear")
+Pooling = Literal["max", "max-blur", "rms-blur"]
+Upsampling = Literal["nearest", "bilinear"]
+Preset = Literal["paper", "faithful"]
+CHOICES = ("outputs", "kernel", "pooling", "upsampling", "smoothing", "projection", "reflections", "widths_of")
 UP = 2  # a stage with a skip first enlarges its input by this factor
 TOLERANCE = 0.05  # how far the weights at an unpublished N may lie from those at N = 1
 
@@ -34,15 +37,15 @@ class Architecture:
     name: str
     task: str
     stages: tuple[Stage, ...]
-    projection: str
+    projection: Projection
     outputs: int
     head_norm: bool  # batch norm on the logits instead of a bias
     input_px: int  # the image size of the paper's table
     published: dict[int, tuple[int, int]]  # N to the channels of (body, wide)
     faithful: dict[str, str | bool]  # what turns with the image off the pixel grid as well, for the paper's choices
-    kernel: str = "bilinear"
-    pooling: str = "max"
-    upsampling: str = "nearest"
+    kernel: group.Kernel = "bilinear"
+    pooling: Pooling = "max"
+    upsampling: Upsampling = "nearest"
     smoothing: bool = False  # of the image, before it is lifted
     reflections: bool = False  # channels are then those of 2N orientations, which have as many weights
     widths_of: int | None = None  # orientations that have these channels at equal weights, if not its own
@@ -54,16 +57,21 @@ class Architecture:
     def __post_init__(self) -> None:
         for name, options in (
             ("kernel", group.KERNELS),
-            ("pooling", POOLINGS),
-            ("upsampling", UPSAMPLINGS),
+            ("pooling", get_args(Pooling)),
+            ("upsampling", get_args(Upsampling)),
             ("projection", PROJECTIONS),
             ("smoothing", (False, True)),
             ("reflections", (False, True)),
         ):
-            if getattr(self, name) not in options:
+            value = getattr(self, name)
+            if value not in options or (options == (False, True) and not isinstance(value, bool)):
                 known = " or ".join(map(repr, options))
                 raise ValueError(f"{self.name} knows {name} {known}; got {getattr(self, name)!r}.")
+        if type(self.outputs) is not int or self.outputs < 1:
+            raise ValueError(f"{self.name} needs outputs as one whole number, 1 or more; got {self.outputs!r}.")
         if self.widths_of is not None:
+            if isinstance(self.widths_of, bool):
+                raise ValueError(f"{self.name} needs widths_of as a number of orientations; got {self.widths_of}.")
             group.check_orientations(self.widths_of)
         object.__setattr__(self, "receptive_field", self._find_receptive_field())
         object.__setattr__(self, "size_step", prod([stage.pool for stage in self.stages]))
@@ -72,6 +80,12 @@ class Architecture:
         """The same table with the choices of a preset, or with single ones in their place."""
         if preset not in self.presets:
             raise ValueError(f"{self.name} knows preset {' or '.join(map(repr, self.presets))}; got {preset!r}.")
+        if unknown := [name for name in choices if name not in CHOICES]:
+            hints = {"classes": "outputs", "num_classes": "outputs", "n_classes": "outputs"}
+            hint = f"; use {hints[unknown[0]]!r}" if unknown[0] in hints else f"; options are {', '.join(CHOICES)}"
+            if "channels" in unknown[0]:
+                hint = f"; it reads images of {IMAGE_CHANNELS} channels, and its own follow from the orientations"
+            raise TypeError(f"The network {self.name} has no option {unknown[0]!r}{hint}.")
         return replace(self, **(self.presets[preset] | choices))  # type: ignore[arg-type]
 
     @property
@@ -95,6 +109,11 @@ class Architecture:
             return IMAGE_CHANNELS
         skip = self.stages[stage].skip
         return channels[stage - 1] + (0 if skip is None else channels[skip])
+
+    @cached_property
+    def geometry(self) -> Geometry:
+        """Where outputs lie on an image."""
+        return Geometry(self.outputs, self.receptive_field, self.size_step, self.stride, self.rim)
 
     def _find_receptive_field(self) -> int:
         side = 1

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import fx, nn
@@ -22,16 +22,19 @@ from rotopath.models.placing import Kind, place
 from rotopath.models.rewriting import Rewriter
 from rotopath.models.steps import Step, read_step
 from rotopath.models.widths import Channels, Width
-from rotopath.nn.project import PROJECTIONS, learned_weights
+from rotopath.nn.project import PROJECTIONS, Projection, learned_weights
+
+Keep = Literal["weights", "channels", "maps"]
+Strides = Literal["keep", "pool"]
 
 
 def equivariant(
     module: nn.Module,
     orientations: int = 8,
-    keep: str = "weights",
-    kernel: str = "bilinear",
-    projection: str = "max",
-    strides: str = "keep",
+    keep: Keep = "weights",
+    kernel: group.Kernel = "bilinear",
+    projection: Projection = "max",
+    strides: Strides = "keep",
     reflections: bool = False,
 ) -> fx.GraphModule:
     """The module as an SE(2,N) network, with fresh weights: turned images give turned, or the same, answers.
@@ -49,10 +52,10 @@ def equivariant(
     True
     """
     group.check_orientations(orientations)
-    _expect_choice("keep", keep, ("weights", "channels", "maps"))
+    _expect_choice("keep", keep, get_args(Keep))
     _expect_choice("kernel", kernel, group.KERNELS)
     _expect_choice("projection", projection, PROJECTIONS)
-    _expect_choice("strides", strides, ("keep", "pool"))
+    _expect_choice("strides", strides, get_args(Strides))
     wrapped = nn.Sequential(module) if is_layer(module) else module
     converter = Converter(wrapped, Options(orientations, kernel, projection, strides, reflections))
     chosen = converter.choose_widths(keep)

@@ -27,13 +27,14 @@ from rotopath.nn import (
     LiftConv2d,
     Project,
 )
+from rotopath.nn.project import Projection
 
 
 @dataclass(frozen=True)
 class Options:
     orientations: int
-    kernel: str
-    projection: str
+    kernel: group.Kernel
+    projection: Projection
     strides: str
     reflections: bool = False
 

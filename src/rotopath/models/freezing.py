@@ -1,4 +1,4 @@
-"""Freezing: a network of SE(2,N) layers as the plain CNN that it is once its kernels are turned.
+"""Freezing: a network of SE(2,N) layers as the plain CNN that it is once its kernels are rotated.
 
 In: one of the three networks, or any module built of `rp.nn`. Out: torch's own layers on tensors (B, C·N, H, W), with
 batch norm folded into the convolutions, that give the same answers.
@@ -6,16 +6,18 @@ batch norm folded into the convolutions, that give the same answers.
 
 import copy
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import overload
 
 import torch
 from torch import Tensor, fx, nn
 from torch.jit import is_scripting  # type: ignore[attr-defined]  # in a script such a comment would be read as a type
 
-from rotopath.models.architecture import IMAGE_CHANNELS
-from rotopath.models.following import expect_no_hooks, is_layer
+from rotopath.models.following import expect_no_hooks, find_autocasts, is_layer
 from rotopath.models.network import Network
 from rotopath.models.plain import is_recorded
+from rotopath.models.promise import IMAGE_CHANNELS
 from rotopath.models.simplifying import simplify
 from rotopath.models.translating import Translator
 from rotopath.nn import expect
@@ -24,7 +26,7 @@ from rotopath.nn import expect
 class FrozenNetwork(Network):
     """A network of plain layers, with the sizes and the manners of the one that it was frozen from."""
 
-    __jit_unused_properties__ = ("receptive_field", "stride")
+    __jit_unused_properties__ = ("geometry", "receptive_field", "stride")
     white: Tensor
 
     def __init__(self, network: Network, layers: nn.Module) -> None:
@@ -32,7 +34,7 @@ class FrozenNetwork(Network):
         self.architecture = network.architecture
         self.orientations = network.orientations
         self.layers = layers
-        white = torch.tensor(255.0).to(next(layers.parameters()))
+        white = torch.tensor(255.0).to(next(layers.parameters(), torch.ones(())))
         self.register_buffer("white", white, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,6 +54,7 @@ class FrozenNetwork(Network):
         if isinstance(x, Tensor) and x.dtype == torch.uint8:
             x = x / self.white
         expect.image(x, self, IMAGE_CHANNELS)
+        expect.brightness(x, self)
         for size in x.shape[-2:]:
             self.architecture.expect_size(size)
         return x
@@ -62,11 +65,15 @@ def freeze(model: Network) -> FrozenNetwork: ...
 @overload
 def freeze(model: nn.Module) -> nn.Module: ...
 def freeze(model: nn.Module) -> nn.Module:
-    """The model as a plain CNN: kernels turned once, batch norm folded, torch's own layers, the same answers.
+    """The model as a plain CNN: kernels rotated once, batch norm folded, torch's own layers, the same answers.
 
     Freezing is for evaluation: whatever mode the model is in, running statistics count and dropout is gone. The model
     itself is not changed. A `Network` gives a `FrozenNetwork`, which predicts, and refuses sizes, as it does; of other
     modules only the layers are carried over, and no longer the checks of sizes.
+
+    Every layer keeps its dtype: a model in halves is frozen in halves. A forward that switches `torch.autocast` on is
+    refused; put autocast around the frozen model instead. A part for which the forward switches autocast off is no
+    longer kept out of it. Several threads may freeze at once, and use other models meanwhile, but not compiled ones.
 
     >>> net = rp.models.tumor(orientations=8).eval()
     >>> x = torch.rand(2, 3, 88, 100)
@@ -76,7 +83,7 @@ def freeze(model: nn.Module) -> nn.Module:
     if isinstance(model, FrozenNetwork):
         return copy.deepcopy(model)
     expect_no_hooks(model)
-    with torch.no_grad():
+    with torch.no_grad(), _without_autocast():
         model = copy.deepcopy(model).eval()  # of which no branch for training is followed
         if is_layer(model):
             model = nn.Sequential(model)
@@ -84,6 +91,15 @@ def freeze(model: nn.Module) -> nn.Module:
         simplify(plain)
     layers = _as_sequential(plain).requires_grad_(False).eval()
     return FrozenNetwork(model, layers).eval() if isinstance(model, Network) else layers
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Kernels are rotated in the dtype of the weights, whoever freezes."""
+    with ExitStack() as switched_off:
+        for device in find_autocasts():
+            switched_off.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def _as_sequential(module: fx.GraphModule) -> nn.Module:

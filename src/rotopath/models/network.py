@@ -6,7 +6,9 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from rotopath.models.architecture import IMAGE_CHANNELS, UP, Architecture, Stage
+from rotopath import group
+from rotopath.models.architecture import UP, Architecture, Pooling, Preset, Stage, Upsampling
+from rotopath.models.promise import IMAGE_CHANNELS, Geometry
 from rotopath.models.tables import MITOSIS, NUCLEI, TUMOR
 from rotopath.nn import (
     GroupAvgPool2d,
@@ -22,16 +24,18 @@ from rotopath.nn import (
     expect,
     fused,
 )
+from rotopath.nn.project import Projection
 
 
 class Choices(TypedDict, total=False):
     """What a network may have instead of the choices of its preset."""
 
-    kernel: str
-    pooling: str
-    upsampling: str
+    outputs: int  # logits at each position
+    kernel: group.Kernel
+    pooling: Pooling
+    upsampling: Upsampling
     smoothing: bool
-    projection: str
+    projection: Projection
     reflections: bool
     widths_of: int | None
 
@@ -82,6 +86,7 @@ class Network(nn.Module):
         if isinstance(x, Tensor) and x.dtype == torch.uint8:
             x = x.to(next(self.parameters()).dtype) / 255
         expect.image(x, self, IMAGE_CHANNELS)
+        expect.brightness(x, self)
         for size in x.shape[-2:]:
             self.architecture.expect_size(size)
         return self.compute_logits(x)
@@ -103,6 +108,11 @@ class Network(nn.Module):
                 x = fused.run_stage(x, conv, norm, relu, pool)
         logits: Tensor = self.head(self.project(x))  # (B, K, H', W')
         return logits
+
+    @property
+    def geometry(self) -> Geometry:
+        """Where its outputs lie on an image."""
+        return self.architecture.geometry
 
     @property
     def receptive_field(self) -> int:
@@ -142,16 +152,16 @@ def _build_pool(architecture: Architecture, stage: Stage) -> nn.Module:
     return GroupMaxPool2d(stage.pool, blur=architecture.blur(stage))
 
 
-def mitosis(orientations: int = 8, preset: str = "paper", **choices: Unpack[Choices]) -> Network:
+def mitosis(orientations: int = 8, preset: Preset = "paper", **choices: Unpack[Choices]) -> Network:
     """Mitosis detector: the logit of a mitotic figure at the centre of each window of 68 px, every 8 px."""
     return Network(MITOSIS.choose(preset, **choices), orientations)
 
 
-def nuclei(orientations: int = 8, preset: str = "paper", **choices: Unpack[Choices]) -> Network:
+def nuclei(orientations: int = 8, preset: Preset = "paper", **choices: Unpack[Choices]) -> Network:
     """Nuclei segmentation U-Net: logits of inside, border and background for each pixel but a margin of 20 px."""
     return Network(NUCLEI.choose(preset, **choices), orientations)
 
 
-def tumor(orientations: int = 8, preset: str = "paper", **choices: Unpack[Choices]) -> Network:
+def tumor(orientations: int = 8, preset: Preset = "paper", **choices: Unpack[Choices]) -> Network:
     """Tumor classifier: the logit of tumor for each window of 88 px, every 12 px."""
     return Network(TUMOR.choose(preset, **choices), orientations)

@@ -36,7 +36,7 @@ class _RotatedConv2d(MappedModule):
         groups: int = 1,
         bias: bool = True,
         padding_mode: str = "zeros",
-        kernel: str = "bilinear",
+        kernel: group.Kernel = "bilinear",
         reflections: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

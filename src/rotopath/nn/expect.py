@@ -2,9 +2,13 @@
 
 from numbers import Integral
 
+import torch
 from torch import Tensor, nn
+from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from rotopath import group
+
+BRIGHTEST = 20.0  # of an image: standardised ones stay far below, and an image of bytes is far above
 
 
 def image(x: Tensor, layer: nn.Module, channels: int) -> None:
@@ -20,6 +24,22 @@ def image(x: Tensor, layer: nn.Module, channels: int) -> None:
         )
     seems_channels_last = x.shape[1] != channels and x.shape[3] == channels
     _channels(x, layer, channels, " It seems to be (B, H, W, C): x.permute(0, 3, 1, 2)." if seems_channels_last else "")
+
+
+def brightness(x: Tensor, layer: nn.Module) -> None:
+    """Images from 0 to 1, and not the 0 to 255 that bytes have; what is a little outside does no harm.
+
+    On a GPU to look at values would be to wait for them, so only what is on the CPU is looked at.
+    """
+    hidden = torch.compiler.is_compiling() or is_tracing()  # type: ignore[no-untyped-call]
+    if x.device.type != "cpu" or hidden or torch._C._are_functorch_transforms_active():
+        return
+    brightest = float(x.detach().amax()) if x.numel() else 0.0
+    if brightest > BRIGHTEST:
+        raise ValueError(
+            f"{_name(layer)} takes images from 0 to 1, but got values up to {brightest:g}; divide bytes by 255, or "
+            f"give them as torch.uint8."
+        )
 
 
 def features(x: Tensor, layer: nn.Module | str, channels: int | None = None, orientations: int | None = None) -> None:

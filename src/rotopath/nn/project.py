@@ -1,6 +1,7 @@
 """The way out of SE(2): from features over positions and orientations to maps over positions."""
 
 from functools import partial
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,8 @@ from rotopath.nn import expect, gpu
 from rotopath.nn.maps import MappedModule
 from rotopath.nn.pool import root
 
-PROJECTIONS = ("max", "mean", "attention", "fourier")
+Projection = Literal["max", "mean", "attention", "fourier"]
+PROJECTIONS = get_args(Projection)
 MANY = 2**22  # numbers, above which it counts how fast a maximum is found, and not how soon
 
 
@@ -39,7 +41,7 @@ class Project(MappedModule):
 
     def __init__(
         self,
-        mode: str = "max",
+        mode: Projection = "max",
         channels: int | None = None,
         orientations: int | None = None,
         reflections: bool = False,

@@ -4,36 +4,38 @@ In: a collection and a file name. Out: a figure, three rows of tiles at the mode
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, Rectangle
 from numpy.typing import NDArray
 
-from rotopath.data.annotations import read_nuclei, read_points
-from rotopath.data.collection import MODEL_SPACING_UM_PX, Collection, DataError, Picture, read_image
-from rotopath.data.pcam import CLASSES
-from rotopath.data.sampling import NEGATIVE_BEYOND_PX
+from rotopath.data.annotations import read_objects, read_points
+from rotopath.data.collection import Annotated, Collection, DataError, Picture, read_image
 from rotopath.data.splits import SPLITS
 from rotopath.reports.figures import GREY, INK, save_figure
-from rotopath.training.mining import Example
+from rotopath.tasks import Example
+from rotopath.tasks.detect import HIT_UM
 
 Tile = Callable[[Axes], None]  # draws one
 ACROSS = 6
 CAPTION_LETTERS = 36
-TILE_PX = {"mitosis": 192, "nuclei": 192, "tumor": 96}
+TILE_PX: Mapping[Annotated, int] = {"points": 192, "objects": 192, "labels": 96}
+FINEST_UM_PX: Mapping[Annotated, float] = {"points": 0.25, "objects": 0.25, "labels": 1.0}  # of tiles
 TILE_INCHES = 2.0
-MARK = "#facc15"  # yellow: no stain has it
 CENTRE_PX = 32  # the middle of a PCam patch, which its label speaks of
-LEGENDS = {
-    "mitosis": f"circles: mitoses, with the {NEGATIVE_BEYOND_PX} px within which a detection counts as a hit",
-    "nuclei": "outlines: nuclei",
-    "tumor": "each with its class; squares: the part of a PCam patch that its label speaks of",
+LEGENDS: Mapping[Annotated, str] = {
+    "points": "circles: {objects}, with the " + f"{HIT_UM:g} µm within which a detection counts as a hit",
+    "objects": "outlines: {objects}",
+    "labels": "each with its class; squares: the part of a PCam patch that its label speaks of",
 }
+MARK = "#facc15"  # yellow: no stain has it
+CLASS_MARKS = (MARK, "#22d3ee", "#a3e635", "#fb7185", "#f97316", "#c084fc", "#ffffff", "#000000")  # in turn
 
 
 def draw_contact_sheet(collection: Collection, path: Path, seed: int = 0) -> Path:
@@ -41,32 +43,50 @@ def draw_contact_sheet(collection: Collection, path: Path, seed: int = 0) -> Pat
     rows = [(split, chosen) for split in SPLITS if (chosen := _choose(collection, split, seed))]
     if not rows:
         raise DataError(f"{collection.root} has no images to show; run `rotopath data check` on it.")
-    spacing = MODEL_SPACING_UM_PX[collection.task]
+    spacing, marks = _choose_spacing(collection), Marks()
     tiles = [
-        (split, [partial(_draw_tile, collection, picture, spacing) for picture in chosen]) for split, chosen in rows
+        (split, [partial(_draw_tile, collection, picture, spacing, marks) for picture in chosen])
+        for split, chosen in rows
     ]
-    legend = f"{LEGENDS[collection.task]}; tiles of up to {TILE_PX[collection.task]} px at {spacing:g} µm/px"
-    return _draw_sheet(f"{collection.source}: {collection.task}", legend, tiles, path)
+    legend = f"{_legend(collection)}; tiles of up to {TILE_PX[collection.annotated]} px at {spacing:g} µm/px"
+    return _draw_sheet(f"{collection.source}: {collection.annotated}", legend, tiles, marks, path)
 
 
-def draw_examples(collection: Collection, examples: Sequence[Example], path: Path) -> Path:
+def draw_examples(collection: Collection, examples: Sequence[Example], spacing: float, path: Path) -> Path:
     """Draw the worst of a run's hard examples, each with how sure the baseline was of the wrong answer."""
     pictures = {picture.name: picture for picture in collection.pictures}
-    spacing = MODEL_SPACING_UM_PX[collection.task]
-    rows = []
+    rows, marks = [], Marks()
     for first in range(0, min(len(examples), 3 * ACROSS), ACROSS):
         chosen = examples[first : first + ACROSS]
         tiles = []
-        for one in chosen:
-            middle = np.array([one.row, one.column], float) if collection.task == "mitosis" else None
-            note = f"{one.score:.2f}, "
-            tiles.append(partial(_draw_tile, collection, pictures[one.image], spacing, middle=middle, note=note))
+        for example in chosen:
+            middle = np.array([example.row, example.column], float) if collection.annotated == "points" else None
+            note = f"{example.score:.2f}, "
+            picture = pictures[example.image]
+            tiles.append(partial(_draw_tile, collection, picture, spacing, marks, middle=middle, note=note))
         rows.append((f"{first + 1} to {first + len(chosen)}", tiles))
-    legend = f"the worst of {len(examples)}, with the baseline's error; {LEGENDS[collection.task]}"
-    return _draw_sheet(f"{collection.source}: hard examples", legend, rows, path)
+    legend = f"the worst of {len(examples)}, with the baseline's error; {_legend(collection)}"
+    return _draw_sheet(f"{collection.source}: hard examples", legend, rows, marks, path)
 
 
-def _draw_sheet(title: str, legend: str, rows: Sequence[tuple[str, Sequence[Tile]]], path: Path) -> Path:
+def _legend(collection: Collection) -> str:
+    return LEGENDS[collection.annotated].format(objects=collection.objects)
+
+
+def _choose_spacing(collection: Collection) -> float:
+    """The finest spacing of the images, but no finer than a tile shows well."""
+    finest = min(picture.spacing_um_px for picture in collection.pictures)
+    return max(finest, FINEST_UM_PX[collection.annotated])
+
+
+class Marks(dict[str, str]):
+    """The colour of each class, in the order in which they are met; no class has the usual one."""
+
+    def of(self, name: str) -> str:
+        return self.setdefault(name, CLASS_MARKS[len(self) % len(CLASS_MARKS)]) if name else CLASS_MARKS[0]
+
+
+def _draw_sheet(title: str, legend: str, rows: Sequence[tuple[str, Sequence[Tile]]], marks: Marks, path: Path) -> Path:
     height = 0.75 + len(rows) * (TILE_INCHES + 0.45)
     figure = Figure(figsize=(ACROSS * (TILE_INCHES + 0.1) + 0.2, height), dpi=150, facecolor="white")
     figure.text(0.01, 1 - 0.28 / height, title, size=13, color=INK, weight="bold")
@@ -77,6 +97,17 @@ def _draw_sheet(title: str, legend: str, rows: Sequence[tuple[str, Sequence[Tile
         for c, draw in enumerate(tiles):
             left, bottom = 0.01 + c * 0.99 / ACROSS, top - (0.2 + TILE_INCHES) / height
             draw(figure.add_axes((left, bottom, 0.97 / ACROSS, TILE_INCHES / height)))
+    across, row = 0.99, 0.0
+    for name, color in sorted(marks.items(), reverse=True):
+        width = (0.09 * len(name) + 0.25) / figure.get_figwidth()  # about that of the letters
+        if across - width < 0.35:  # where the title is
+            across, row = 0.99, row + 0.24
+        ink = INK if sum(to_rgb(color)) > 1 else "white"
+        box = {"facecolor": color, "edgecolor": GREY, "linewidth": 0.5, "pad": 2}
+        figure.text(
+            *(across, 1 - (0.22 + row) / height), name, size=8, color=ink, ha="right", bbox=box, parse_math=False
+        )
+        across -= width
     return save_figure(figure, path)
 
 
@@ -84,10 +115,10 @@ def _choose(collection: Collection, split: str, seed: int) -> list[Picture]:
     """A handful of pictures: of as many cases, or classes, as there are, and rather with objects than without."""
     pictures = [picture for picture in collection.pictures if picture.split == split]
     shuffled = [pictures[i] for i in np.random.default_rng(seed).permutation(len(pictures))]
-    seen: Counter[str | int | None] = Counter()
+    seen: Counter[str | None] = Counter()
     ranks: dict[Picture, tuple[int, bool]] = {}
     for picture in shuffled:
-        kind = picture.label if collection.task == "tumor" else picture.case
+        kind = picture.label if collection.annotated == "labels" else picture.case
         ranks[picture] = (seen[kind], not picture.annotations)
         seen[kind] += 1
     return sorted(shuffled, key=ranks.__getitem__)[:ACROSS]
@@ -97,25 +128,29 @@ def _draw_tile(
     collection: Collection,
     picture: Picture,
     spacing_um_px: float,
+    marks: Marks,
     axes: Axes,
     middle: NDArray[np.float64] | None = None,
     note: str = "",
 ) -> None:
     """A picture about its first object, or about a given place, with all its annotations."""
     image = read_image(picture, spacing_um_px)
-    points = read_points(picture, spacing_um_px) if collection.task == "mitosis" else np.empty((0, 2))
+    points = read_points(picture, spacing_um_px) if collection.annotated == "points" else None
     if middle is None:
-        middle = points[0] if len(points) else (np.array(image.shape[:2]) - 1) / 2
-    top, left, size = _tile(image.shape[:2], middle, TILE_PX[collection.task])
+        middle = points.positions[0] if points else (np.array(image.shape[:2]) - 1) / 2
+    top, left, size = _tile(image.shape[:2], middle, TILE_PX[collection.annotated])
     axes.imshow(image, interpolation="lanczos")
-    for row, column in points:
-        axes.add_patch(Circle((column, row), NEGATIVE_BEYOND_PX, fill=False, color=MARK, linewidth=1.2))
-    if collection.task == "nuclei":
-        labels = read_nuclei(picture, spacing_um_px)[top : top + size, left : left + size]
+    for (row, column), name in zip(points.positions, points.classes, strict=True) if points else ():
+        radius = HIT_UM / spacing_um_px
+        axes.add_patch(Circle((column, row), radius, fill=False, color=marks.of(name), linewidth=1.2))
+    if collection.annotated == "objects":
+        objects = read_objects(picture, spacing_um_px)
+        labels = objects.labels[top : top + size, left : left + size]
         for number in np.unique(labels[labels > 0]):
+            ink = marks.of(objects.classes.get(int(number), ""))
             outlined = np.pad(labels == number, 1)
             edges = np.arange(-1, outlined.shape[0] - 1) + top, np.arange(-1, outlined.shape[1] - 1) + left
-            axes.contour(edges[1], edges[0], outlined, levels=[0.5], colors=MARK, linewidths=0.9)
+            axes.contour(edges[1], edges[0], outlined, levels=[0.5], colors=ink, linewidths=0.9)
     if collection.source.startswith("PCam"):
         x, y = (np.array([image.shape[1], image.shape[0]]) - CENTRE_PX) / 2 - 0.5
         axes.add_patch(Rectangle((x, y), CENTRE_PX, CENTRE_PX, fill=False, color=MARK, linewidth=1.0))
@@ -136,4 +171,4 @@ def _caption(picture: Picture) -> str:
     name = "/".join(picture.name.removeprefix("camelyonpatch_level_2_split_").split("/")[-2:])
     if len(name) > CAPTION_LETTERS:
         name = name.rpartition("/")[2][-CAPTION_LETTERS:]
-    return name if picture.label is None else f"{CLASSES[picture.label]}, {name}"
+    return name if picture.label is None else f"{picture.label}, {name}"

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle
 from numpy.typing import NDArray
 
+from rotopath.evaluation import Turned
 from rotopath.reports.figures import GREY, INK, save_figure
-from rotopath.rotation import Turned
 
 HIT, FALSE, TRUTH = "#16a34a", "#dc2626", "#facc15"
 COLOURS = ("#dc2626", "#2563eb")  # of networks, in their order

@@ -17,17 +17,17 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from rotopath import runs
-from rotopath.assessment import evaluation_file
+from rotopath.evaluation import evaluation_file
 from rotopath.reports.figures import GREY, INK, save_figure
-from rotopath.study.job import SPLIT
-from rotopath.study.results import Result, Summary
+from rotopath.studies.job import SPLIT
+from rotopath.studies.results import Result, Summary
 
 COLOURS = {1: "#d55e00", 4: "#56b4e9", 8: "#0072b2", 16: "#009e73"}
 TURNED, OTHERS = "#e69f00", ("#cc79a7", "#000000", "#f0e442")
 WHITE_TO_RED = LinearSegmentedColormap.from_list("deviation", ["#ffffff", "#d55e00", "#7f0000"])
 PATCHES, FIELDS = 6, 2  # that are shown
 MOST_DEVIATION = 0.3  # the red end of maps
-SCORES = {"f1": "F1", "accuracy": "accuracy"}
+SCORES = {"f1": "F1"}  # names of scores as people write them; others are written as they are
 
 
 def colour(orientations: int, rotations: int = 1) -> str:
@@ -55,7 +55,7 @@ def draw_scores(summaries: Sequence[Summary], score: str, regimes: Mapping[float
         named = one.group.label if one.group.regime == next(iter(regimes)) else None
         axes.plot([place] * len(values), values, "o", color=ink, markersize=3.5, label=named)
     axes.set_xticks(range(len(regimes)), list(regimes.values()))
-    axes.set_ylabel(f"{SCORES[score]} on the test set", color=INK)
+    axes.set_ylabel(f"{SCORES.get(score, score)} on the test set", color=INK)
     _tidy(axes)
     axes.tick_params(axis="x", length=0)
     figure.legend(loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
@@ -95,7 +95,7 @@ def draw_polar(results: Sequence[Result], classes: Sequence[str], path: Path) ->
         image = figure.add_axes((left + 0.14 * across, 0.56, 0.72 * across, 0.36))
         image.imshow(first["images"][number])
         image.set_axis_off()
-        image.set_title(classes[int(first["labels"][number])], size=9, color=GREY)
+        image.set_title(_name_label(classes, int(first["labels"][number])), size=9, color=GREY)
         axes = figure.add_axes((left + 0.08 * across, 0.11, 0.84 * across, 0.42), projection="polar")
         for name, (one, found) in kept.items():
             assert found is not None
@@ -109,11 +109,16 @@ def draw_polar(results: Sequence[Result], classes: Sequence[str], path: Path) ->
     return _save(figure, path)
 
 
+def _name_label(classes: Sequence[str], label: int) -> str:
+    return classes[label] if label < len(classes) else ""
+
+
 def draw_maps(results: Sequence[Result], path: Path) -> Path | None:
-    """Borders of nuclei as images turn, re-aligned: the mean of all angles in grey, the deviation in red."""
+    """Borders of objects, or objects, as images rotate, re-aligned: the mean of all angles, the deviation in red."""
     kept = [(one, _turned(one)) for one in results]
-    if not kept or any(found is None or "borders_mean" not in found for _, found in kept):
+    if not kept or any(found is None or "objects_mean" not in found for _, found in kept):
         return None
+    shown = "borders" if all(found and "borders_mean" in found for _, found in kept) else "objects"
     rows = 2 * FIELDS
     figure = Figure(figsize=(2.0 * (len(kept) + 1), 2.0 * rows + 0.3), dpi=100, layout="constrained", facecolor="white")
     grid = figure.subplots(rows, len(kept) + 1, squeeze=False)
@@ -124,7 +129,7 @@ def draw_maps(results: Sequence[Result], path: Path) -> Path | None:
         for f in range(min(FIELDS, len(found["images"]))):
             if k == 0:
                 grid[2 * f, 0].imshow(found["images"][f])
-            mean, deviation = (found[f"borders_{name}"][f].astype(np.float32) for name in ("mean", "deviation"))
+            mean, deviation = (found[f"{shown}_{name}"][f].astype(np.float32) for name in ("mean", "deviation"))
             grid[2 * f, k + 1].imshow(mean, cmap="gray_r", vmin=0, vmax=1)
             grid[2 * f + 1, k + 1].imshow(deviation, cmap=WHITE_TO_RED, vmin=0, vmax=MOST_DEVIATION)
         grid[0, k + 1].set_title(f"N={one.recipe.orientations}", size=10, color=INK)

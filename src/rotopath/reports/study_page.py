@@ -6,7 +6,7 @@ training set) and figures, in a folder of their own.
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -15,21 +15,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rotopath
 from rotopath import runs
-from rotopath.data.collection import Task
-from rotopath.recipe import write_recipe
+from rotopath.models.promise import find_module
+from rotopath.recipe import NetworkOptions, Recipe, write_recipe
 from rotopath.reports.page import Section, write_page
 from rotopath.reports.study_figures import PATCHES, SCORES, draw_curves, draw_maps, draw_polar, draw_scores
-from rotopath.study.results import Estimate, Result, Summary, read_results, summarise
-from rotopath.tasks import TASKS
+from rotopath.studies.results import Estimate, Result, Summary, read_results, summarise
+from rotopath.tasks import PAPER, Classify, Detect, Segment
 
 # Lafarge et al. (2020), with all of the training data: mean and deviation of three seeds.
-PUBLISHED: Mapping[Task, Mapping[int, str]] = {
+PUBLISHED: Mapping[str, Mapping[int, str]] = {
     "mitosis": {1: "0.556 ± 0.016", 8: "0.626 ± 0.015"},
     "nuclei": {1: "0.754 ± 0.006", 8: "0.771 ± 0.006"},
     "tumor": {1: "0.863 ± 0.003", 8: "0.892 ± 0.004"},
 }
-CLASSES: Mapping[Task, Sequence[str]] = {"mitosis": ("no mitosis", "mitosis"), "tumor": ("normal", "tumor")}
-REGIMES: Mapping[Task, str] = {"mitosis": "{:g} cases", "nuclei": "{:g} fields an organ", "tumor": "{:.0%}"}
 
 
 def write_report(study: Path, out: Path) -> Path:
@@ -58,8 +56,8 @@ def write_report(study: Path, out: Path) -> Path:
 
 
 def _part_sections(part: str, results: list[Result], summaries: list[Summary], out: Path) -> list[Section]:
-    task, score = results[0].recipe.task, TASKS[results[0].recipe.task].SCORE
-    regimes = {one.recipe.regime: _regime(task, one.recipe.regime) for one in results}
+    recipe, score = results[0].recipe, results[0].recipe.kind.score_name
+    regimes = {one.recipe.regime: _regime(recipe, one.recipe.regime) for one in results}
     fullest = next(iter(regimes))
     full = [one for one in results if one.recipe.regime == fullest and one.rotations == 1]
     first = [one for one in full if one.recipe.seed == full[0].recipe.seed]
@@ -67,8 +65,8 @@ def _part_sections(part: str, results: list[Result], summaries: list[Summary], o
     sections = [
         Section(
             f"{part}: scores",
-            f"{SCORES[score]} by training data. Boxes reach from one standard deviation over seeds below the mean to "
-            f"one above; dots are seeds. {_data(results[0])}",
+            f"{SCORES.get(score, score)} by training data. Boxes reach from one standard deviation over seeds below "
+            f"the mean to one above; dots are seeds. {_data(results[0])}",
             picture=draw_scores(summaries, score, regimes, figures / f"{part}-scores.png"),
         ),
         Section(
@@ -79,13 +77,14 @@ def _part_sections(part: str, results: list[Result], summaries: list[Summary], o
             "deviation of predictions when inputs turn; decisions change if they depend on the angle.",
             [_head(score), *_rows(summaries, regimes)],
         ),
-        _published(task, summaries, fullest, regimes[fullest]),
+        _published(recipe, summaries, fullest, regimes[fullest]),
     ]
-    if polar := draw_polar(first, CLASSES.get(task, ()), figures / f"{part}-polar.png"):
+    if polar := draw_polar(first, _label_names(recipe), figures / f"{part}-polar.png"):
         sections.append(
             Section(
                 f"{part}: predictions as windows turn",
-                "Radius: the probability, from 0 in the middle to 1 at the rim; a network that does not care draws a "
+                "Radius: the probability (of several classes, that of the likeliest), from 0 in the middle to 1 at the "
+                "rim; a network that does not care draws a "
                 f"circle. The {PATCHES} windows on which N={first[0].recipe.orientations} scatters most, first "
                 f"seed, training data: {regimes[fullest]}.",
                 picture=polar,
@@ -94,9 +93,10 @@ def _part_sections(part: str, results: list[Result], summaries: list[Summary], o
     if maps := draw_maps(first, figures / f"{part}-maps.png"):
         sections.append(
             Section(
-                f"{part}: borders as fields turn",
-                "Borders of nuclei that networks see in fields turned by sixteen angles, turned back: their mean in "
-                f"grey, and their standard deviation from white to red. First seed, training data: {regimes[fullest]}.",
+                f"{part}: maps as fields rotate",
+                "Borders of objects (or objects, where a task has no borders) that networks see in fields rotated by "
+                "sixteen angles, rotated back: their mean in grey, and their standard deviation from white to red. "
+                f"First seed, training data: {regimes[fullest]}.",
                 picture=maps,
             )
         )
@@ -123,9 +123,17 @@ def _data(result: Result) -> str:
     return f"Data: {about['source']}, {about['images']:,} images (fingerprint {about['fingerprint']})."
 
 
-def _published(task: Task, summaries: Sequence[Summary], fullest: float | None, regime: str) -> Section:
+def _label_names(recipe: Recipe) -> Sequence[str]:
+    """What the labels of rotated windows stand for."""
+    task = recipe.make_task()
+    return (task.absent, task.class_names[0].lower()) if task.is_single else task.output_names
+
+
+def _published(recipe: Recipe, summaries: Sequence[Summary], fullest: float | None, regime: str) -> Section:
     """The paper's numbers beside ours, or a plain word why they are no measure of them."""
-    reason = incomparable(task, summaries[0].results[0])
+    if recipe.task not in PAPER or recipe.classes:
+        return Section("", "The paper has no such task, so there is nothing to compare these scores with.")
+    reason = incomparable(summaries[0].results[0])
     if reason is not None:
         return Section("", f"These scores cannot be compared with those of Lafarge et al. (2020): {reason}")
     ours = {
@@ -133,30 +141,39 @@ def _published(task: Task, summaries: Sequence[Summary], fullest: float | None, 
         for one in summaries
         if one.group.regime == fullest and one.group.rotations == 1
     }
-    rows = [[f"N={n}", paper, ours.get(n, "–")] for n, paper in PUBLISHED[task].items()]
+    rows = [[f"N={n}", paper, ours.get(n, "–")] for n, paper in PUBLISHED[recipe.task].items()]
     text = f"The test set has as many cases as the paper's; training data: {regime}, and settings as below."
-    if task == "nuclei":
+    if recipe.kind is Segment:
         text += " Hits have an IoU of at least one half, and the paper may count otherwise (rotopath evaluate --rule)."
     return Section("", f"Beside the paper's. {text}", [["", "Lafarge et al. (2020)", "here"], *rows])
 
 
-def incomparable(task: Task, result: Result) -> str | None:
+def incomparable(result: Result) -> str | None:
     """Why a score says nothing about the paper's, if it does not: it is of other test data."""
-    source, scores = result.provenance["data"]["source"], result.scores
+    source, scores, kind = result.provenance["data"]["source"], result.scores, result.recipe.kind
     if "synthetic" in source:
         return "this tissue is synthetic."
-    if task == "tumor" and scores["images"] != 32768:
+    if kind is Classify and scores["images"] != 32768:
         return f"the paper tests on the 32,768 patches of PCam's test set, and here there are {scores['images']:,}."
-    if task == "mitosis" and scores["hits"] + scores["missed"] != 533:
+    if kind is Detect and scores["hits"] + scores["missed"] != 533:
         mitoses = scores["hits"] + scores["missed"]
         return f"the paper tests on 533 mitoses in whole high-power fields of 11 cases, and here there are {mitoses}."
-    if task == "nuclei" and len(scores["images"]) != 8:
+    if kind is Segment and len(scores["images"]) != 8:
         return f"the paper tests on 8 fields, and here there are {len(scores['images'])}."
     return None
 
 
 def _head(score: str) -> list[str]:
-    return ["data", "network", SCORES[score], "interval", "minus N=1", "minus N=1, turned", "scatter", "changed"]
+    return [
+        "data",
+        "network",
+        SCORES.get(score, score),
+        "interval",
+        "minus N=1",
+        "minus N=1, turned",
+        "scatter",
+        "changed",
+    ]
 
 
 def _rows(summaries: Sequence[Summary], regimes: Mapping[float | None, str]) -> list[list[str]]:
@@ -169,7 +186,7 @@ def _rows(summaries: Sequence[Summary], regimes: Mapping[float | None, str]) -> 
                 "" if same else regimes[one.group.regime],
                 one.group.label,
                 _spread(one),
-                f"[{one.mean.low:.3f}, {one.mean.high:.3f}]",
+                _bracket(one.mean),
                 _signed(one.over_plain),
                 _signed(one.over_turned),
                 "–" if one.scatter is None else f"{one.scatter:.4f}",
@@ -184,47 +201,62 @@ def _spread(one: Summary) -> str:
     return f"{one.mean.value:.3f}" + (f" ± {one.deviation:.3f}" if len(one.results) > 1 else "")
 
 
+def _bracket(estimate: Estimate) -> str:
+    return f"[{estimate.low:.3f}, {estimate.high:.3f}]" if estimate.has_interval else "–"
+
+
 def _signed(difference: Estimate | None) -> str:
     if difference is None:
         return "–"
-    return f"{difference.value:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}]"
+    interval = f" [{difference.low:+.3f}, {difference.high:+.3f}]" if difference.has_interval else ""
+    return f"{difference.value:+.3f}{interval}"
 
 
 def _cost(results: Sequence[Result]) -> Section:
     """Weights, arithmetic and time of every network."""
     rows = []
-    seen: dict[tuple[Task, int], list[Result]] = {}
+    seen: dict[tuple[str, str, int, NetworkOptions], list[Result]] = {}
     for one in results:
         if one.rotations == 1:
-            seen.setdefault((one.recipe.task, one.recipe.orientations), []).append(one)
-    for (task, n), members in sorted(seen.items()):
-        network = runs.build(members[0].recipe)
+            recipe = one.recipe
+            key = (recipe.task, recipe.network_name, recipe.orientations, recipe.network_options)
+            seen.setdefault(key, []).append(one)
+    for (task, name, n, options), members in sorted(seen.items(), key=lambda pair: (pair[0][:3], str(pair[0][3]))):
+        network = find_module(runs.build(members[0].recipe))
         weights = sum(parameter.numel() for parameter in network.parameters())
         minutes = [_minutes(one) for one in members]
         rows.append(
             [
                 task,
-                f"N={n}",
+                f"{name}, N={n}{_differing(options, seen)}",
                 f"{weights:,}",
-                f"{_operations(members[0]) / 1e9:.2f}",
+                f"{_operations(members[0]) / 1e9:.2g}",
                 f"{sum(minutes) / len(minutes):.1f}",
             ]
         )
     return Section(
         "Cost",
-        "Weights; floating-point operations for one window of the smallest size, in billions; and the mean duration of "
-        "a run in minutes, of training and scoring, with whatever ran beside it or interrupted it. "
+        "Weights; floating-point operations for one window of training, in billions, the rotation of kernels included; "
+        "and the mean duration of a run in minutes, of training and scoring, with whatever ran beside it or "
+        "interrupted it. "
         f"Hardware: {', '.join(sorted({one.provenance['hardware']['device'] for one in results}))}.",
         [["task", "network", "weights", "GFLOP a window", "minutes a run"], *rows],
     )
 
 
+def _differing(options: NetworkOptions, others: Iterable[tuple[str, str, int, NetworkOptions]]) -> str:
+    """The options in which a network differs from others of this table."""
+    every = [other[3] for other in others]
+    differing = [key for key in options if any(other.get(key) != options[key] for other in every)]
+    return "".join(f", {key} {options[key]}" for key in differing if any(key in other for other in every))
+
+
 def _operations(result: Result) -> int:
-    with torch.device("meta"):
-        network = runs.build(result.recipe).eval()
-        side = network.architecture.input_px
-        with FlopCounterMode(display=False) as counter:
-            network(torch.empty(1, 3, side, side))
+    network = runs.build(result.recipe)
+    side = runs.describe_network(result.recipe, network).window_px
+    module = find_module(network).to("meta").eval()
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        module(torch.empty(1, 3, side, side))
     return int(counter.get_total_flops())
 
 
@@ -240,8 +272,8 @@ def _versions(results: Sequence[Result]) -> str:
     return f"rotopath {about[0]['rotopath']} (commit {', '.join(commits)}), torch {', '.join(torches)}."
 
 
-def _regime(task: Task, regime: float | None) -> str:
-    return "all" if regime is None else REGIMES[task].format(regime)
+def _regime(recipe: Recipe, regime: float | None) -> str:
+    return "all" if regime is None else recipe.kind.describe_regime(regime)
 
 
 def _result_row(one: Result) -> dict[str, object]:
@@ -253,7 +285,7 @@ def _result_row(one: Result) -> dict[str, object]:
         "regime": "all" if one.recipe.regime is None else f"{one.recipe.regime:g}",
         "seed": one.recipe.seed,
         "rotations": one.rotations,
-        "score": TASKS[one.recipe.task].SCORE,
+        "score": one.recipe.kind.score_name,
         "test": f"{one.score:.4f}",
         "scatter": f"{turned['deviation']:.5f}" if turned else "",
         "changed": f"{turned['changed']:.4f}" if turned else "",
@@ -261,17 +293,17 @@ def _result_row(one: Result) -> dict[str, object]:
 
 
 def _summary_row(one: Summary) -> dict[str, object]:
-    task = one.results[0].recipe.task
+    recipe = one.results[0].recipe
     return {
         "part": one.group.part,
-        "task": task,
+        "task": recipe.task,
         "N": one.group.orientations,
         "regime": "all" if one.group.regime is None else f"{one.group.regime:g}",
         "rotations": one.group.rotations,
         "seeds": len(one.results),
-        "score": TASKS[task].SCORE,
+        "score": recipe.kind.score_name,
         "mean ± deviation": _spread(one),
-        "interval": f"[{one.mean.low:.3f}, {one.mean.high:.3f}]",
+        "interval": _bracket(one.mean),
         "minus N=1": _signed(one.over_plain),
         "minus N=1 turned": _signed(one.over_turned),
         "scatter": "" if one.scatter is None else f"{one.scatter:.4f}",

@@ -13,8 +13,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rotopath.study.plan import Job, Study
-from rotopath.study.running import Progress
+from rotopath.studies.plan import Job, Study
+from rotopath.studies.running import Progress
 
 MARKS = {"waiting": ("·", "dim"), "done": ("✓", "green"), "failed": ("✗", "bold red")}
 

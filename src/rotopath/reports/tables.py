@@ -11,11 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from rotopath.data.check import Check
-from rotopath.data.collection import MODEL_SPACING_UM_PX, Collection, problems, scale
+from rotopath.data.collection import Collection, problems
+from rotopath.data.opening import HOLDS
 from rotopath.models import Architecture
-from rotopath.recipe import read_recipe
-from rotopath.runs import METRICS, PROVENANCE, RECIPE, WEIGHTS
-from rotopath.tasks import TASKS
+from rotopath.runs import METRICS, PROVENANCE, WEIGHTS, read_info
+
+MOST_COLUMNS = 5  # of counts side by side, for a terminal of 80 characters
 
 
 def pretrained_table(folders: Sequence[Path]) -> Group:
@@ -24,12 +25,12 @@ def pretrained_table(folders: Sequence[Path]) -> Group:
     for title in ("name", "task", "µm/px", "test score", "size", "use"):
         table.add_column(title, justify="right" if title in ("µm/px", "size") else "left", no_wrap=True)
     for folder in folders:
-        recipe, test = read_recipe(folder / RECIPE), _read(folder / METRICS)["test"]
-        score = TASKS[recipe.task].SCORE
+        task, test = read_info(folder).task, _read(folder / METRICS)["test"]
+        score = task.score_name
         table.add_row(
             Text(folder.name, "bold"),
-            recipe.task,
-            f"{MODEL_SPACING_UM_PX[recipe.task]:g}",
+            task.name,
+            f"{task.spacing_um_px:g}",
             f"{score.replace('f1', 'F1')} {test[score]:.3f}",
             f"{(folder / WEIGHTS).stat().st_size // 1000} kB",
             "any" if _read(folder / PROVENANCE)["data"]["commercial"] else "not commercial",
@@ -77,18 +78,16 @@ def data_table(check: Check) -> Group:
     """What each split holds, with the published numbers in parentheses, and every finding below."""
     collection = check.collection
     quantities = list(dict.fromkeys(name for counts in check.counts.values() for name in counts))
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("split")
-    for name in quantities:
-        table.add_column(name, justify="right")
-    for split, counts in check.counts.items():
-        table.add_row(
-            split, *[_count(counts[name], collection.published.get(split, {}).get(name)) for name in quantities]
-        )
-    totals = [sum(counts[name] for counts in check.counts.values()) for name in quantities]
-    table.add_section()
-    table.add_row("all", *[_count(total) for total in totals], style="bold")
-    parts: list[Text | Table] = [Text(f"{collection.source}, task {collection.task}: {collection.root}", "bold"), table]
+    rows = {
+        split: [_count(counts[name], collection.published.get(split, {}).get(name)) for name in quantities]
+        for split, counts in check.counts.items()
+    }
+    rows["all"] = [_count(sum(counts[name] for counts in check.counts.values())) for name in quantities]
+    table = _tabulate(quantities, rows)
+    parts: list[Text | Table] = [
+        Text(f"{collection.source}, {HOLDS[collection.annotated]}: {collection.root}", "bold"),
+        table,
+    ]
     parts.append(Text(_spacing_sentence(collection), "dim"))
     if collection.published:
         parts.append(Text("In parentheses: as published.", "dim"))
@@ -113,6 +112,27 @@ def data_table(check: Check) -> Group:
     return Group(*parts)
 
 
+def _tabulate(names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
+    """A row for each split, the last of them the sum; where names are many, a column for each split instead."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
+    if len(names) > MOST_COLUMNS:
+        table.add_column("")
+        for split in rows:
+            table.add_column(split, justify="right")
+        for name, across in zip(names, zip(*rows.values(), strict=True), strict=True):
+            table.add_row(name, *across)
+        return table
+    table.add_column("split")
+    for name in names:
+        table.add_column(name, justify="right")
+    for split, counts in rows.items():
+        last = split == list(rows)[-1]
+        if last:
+            table.add_section()
+        table.add_row(split, *counts, style="bold" if last else "")
+    return table
+
+
 def score_table(title: str, metrics: Mapping[str, Mapping[str, object]]) -> Group:
     """The single numbers among the scores of each split, with their intervals."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
@@ -123,11 +143,33 @@ def score_table(title: str, metrics: Mapping[str, Mapping[str, object]]) -> Grou
         values = [_score(scores.get(name), scores.get(f"{name}_interval")) for scores in metrics.values()]
         if any(values) and not name.endswith("_interval"):
             table.add_row(name.replace("_", " "), *values)
-        if isinstance(fair := next(iter(metrics.values())).get(name), dict) and name == "rotation":
-            for number, value in fair["fair"].items():
+        first = next(iter(metrics.values())).get(name)
+        if isinstance(first, dict) and name == "rotation":
+            for number, value in first["fair"].items():
                 table.add_row(f"rotation, {number}", f"{value:.4f}")
+        if isinstance(first, dict) and name == "classes":
+            _add_classes(table, metrics)
+    return Group(Text(title, "bold"), table, Text(_explain_intervals(metrics), "dim"))
+
+
+def _add_classes(table: Table, metrics: Mapping[str, Mapping[str, object]]) -> None:
+    """A row for each number of each class."""
+    classes: list[Any] = [scores.get("classes", {}) for scores in metrics.values()]
+    for name, numbers in classes[0].items():
+        for key in numbers:
+            values = [_score(each.get(name, {}).get(key), None) for each in classes]
+            if any(values):
+                table.add_row(f"{name}: {key}", *values)
+
+
+def _explain_intervals(metrics: Mapping[str, Mapping[str, object]]) -> str:
+    intervals = [value for scores in metrics.values() for key, value in scores.items() if key.endswith("_interval")]
+    if not any(intervals):
+        return "No intervals: there are too few patients, slides or patches to redraw.\n"
     redrawn = next(iter(metrics.values())).get("interval_over", "patients")
-    return Group(Text(title, "bold"), table, Text(f"In brackets: 95 % intervals, redrawing {redrawn}.\n", "dim"))
+    unit = {"patches": "slides", "images": "patients"}.get(str(redrawn))
+    unknown = f"; {unit} are not known, and with them intervals would be wider" if unit else ""
+    return f"In brackets: 95 % intervals, redrawing {redrawn}{unknown}.\n"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -146,18 +188,12 @@ def _score(value: object, interval: object) -> str:
 
 
 def _spacing_sentence(collection: Collection) -> str:
-    wanted = MODEL_SPACING_UM_PX[collection.task]
     spacings = [picture.spacing_um_px for picture in collection.pictures]
     if not spacings:
         return "No images."
-    spread = (
-        f"{min(spacings):g} µm/px"
-        if min(spacings) == max(spacings)
-        else f"{min(spacings):g} to {max(spacings):g} µm/px"
-    )
-    resampled = sum(scale(picture, wanted) != 1 for picture in collection.pictures)
-    change = f"{resampled} of {len(spacings)} are resampled to {wanted:g} µm/px" if resampled else "none is resampled"
-    return f"Spacing of the images: {spread}; {change}."
+    least, most = min(spacings), max(spacings)
+    spread = f"{least:g} µm/px" if least == most else f"{least:g} to {most:g} µm/px"
+    return f"Spacing of the images: {spread}; a model resamples them to its own."
 
 
 def _count(count: int, published: int | None = None) -> str:

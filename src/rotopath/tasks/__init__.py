@@ -1,16 +1,31 @@
-"""The three tasks, one file each with the same functions: loss, decode, examine, choose_point, score, tally.
+"""Tasks: what is learnt, and every decision that depends on it. A kind is one class in one file.
 
-In: what a network answered about annotated pictures. Out: objects, the operating point that the validation set prefers,
-and scores that can be written as JSON.
+In: annotated pictures, and what a network answered about them. Out: targets and losses, objects, operating points, and
+scores that can be written as JSON.
 """
 
-from collections.abc import Mapping
-from types import ModuleType
+from rotopath.tasks.catalog import KINDS, MITOSIS, NUCLEI, PAPER, TUMOR, Overrides, find_kind, make_task, register
+from rotopath.tasks.classify import Classify
+from rotopath.tasks.detect import Detect
+from rotopath.tasks.segment import Segment
+from rotopath.tasks.task import Class, Example, Finder, Frame, Task
 
-from rotopath.data.collection import Task
-from rotopath.tasks import mitosis, nuclei, tumor
-from rotopath.tasks.prediction import Prediction
-
-TASKS: Mapping[Task, ModuleType] = {"mitosis": mitosis, "nuclei": nuclei, "tumor": tumor}
-
-__all__ = ["TASKS", "Prediction", "mitosis", "nuclei", "tumor"]
+__all__ = [
+    "KINDS",
+    "MITOSIS",
+    "NUCLEI",
+    "PAPER",
+    "TUMOR",
+    "Class",
+    "Classify",
+    "Detect",
+    "Example",
+    "Finder",
+    "Frame",
+    "Overrides",
+    "Segment",
+    "Task",
+    "find_kind",
+    "make_task",
+    "register",
+]

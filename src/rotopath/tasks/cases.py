@@ -1,18 +1,39 @@
 """What tasks share when they score: counts put together by patient, and intervals from redrawn patients.
 
-In: what was counted in each picture. Out: the sums of each case, and the middle 95 % of a score of redrawn sums, or
-nothing where a single case cannot tell. A task's main score is a ratio of sums over cases, which `tally` gives.
+In: what was counted in each picture. Out: the sums of each case, and the middle 95 % of a score of redrawn sums; no
+interval where cases are too few for one to mean anything.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rotopath.evaluation.bootstrap import confidence_interval
+from rotopath.metrics.bootstrap import confidence_interval
 
 Numbers = NDArray[np.float64]
+FEWEST_CASES = 5  # of fewer, redrawing gives the scores of single cases again and again, and no interval
+
+
+class Named(NamedTuple):
+    """A picture by its name, and its case; the case is empty or the name where it is not known."""
+
+    name: str
+    case: str
+
+
+class HasCase(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def case(self) -> str: ...
+
+
+def name_unit(pictures: Sequence[HasCase]) -> str:
+    """What intervals redraw: patients, or single images where patients are not known."""
+    return "images" if all(picture.case in ("", picture.name) for picture in pictures) else "patients"
 
 
 def sum_by_case(cases: Sequence[str], counts: Numbers) -> tuple[list[str], Numbers]:
@@ -26,13 +47,14 @@ def sum_by_case(cases: Sequence[str], counts: Numbers) -> tuple[list[str], Numbe
 def tally_objects(counts: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[float, float]]:
     """Hits, false and missed of each case as the two numbers whose sums over cases have F1 as their ratio."""
     return {
-        case: (2 * one["hits"], 2 * one["hits"] + one["false"] + one["missed"]) for case, one in sorted(counts.items())
+        case: (2 * each["hits"], 2 * each["hits"] + each["false"] + each["missed"])
+        for case, each in sorted(counts.items())
     }
 
 
 def find_interval(score: Callable[[Numbers], float], sums: Numbers) -> list[float] | None:
     """The interval of a score of sums (k,) over cases, for the sums of each case (cases, k)."""
-    if len(sums) < 2:
+    if len(sums) < FEWEST_CASES:
         return None
     low, high = confidence_interval(lambda drawn: score(sums[drawn].sum(axis=0)), len(sums))
     return None if math.isnan(low) or math.isnan(high) else [low, high]

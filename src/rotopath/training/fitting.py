@@ -20,13 +20,16 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor
+from torch import Tensor, nn
 
 from rotopath import runs
 from rotopath.data import Batches
-from rotopath.models import Network
+from rotopath.models import DenseNetwork
+from rotopath.models.promise import find_module
 from rotopath.recipe import Recipe
 from rotopath.runs import RunError
+from rotopath.tasks import Task
+from rotopath.tasks.task import Loss
 from rotopath.training import replay
 from rotopath.training.optimisation import make_optimiser, make_schedule
 from rotopath.training.processes import share_statistics
@@ -35,7 +38,6 @@ from rotopath.writing import replaced
 LOOK_EVERY_STEPS = 25  # how often losses are fetched from the device
 PATIENCE_WITH_OTHERS = timedelta(hours=12)  # while the first process mines examples
 COLUMNS = ("step", "epoch", "loss", "learning_rate", "images_per_second", "validation_loss", "validation_accuracy")
-Loss = Callable[[Tensor, Tensor], Tensor]
 Row = dict[str, float]
 
 
@@ -65,9 +67,9 @@ class Steps:
 class Fitting(LightningModule):
     """What Lightning needs to know about a network, its loss and its optimiser."""
 
-    def __init__(self, recipe: Recipe, network: Network, loss: Loss) -> None:
+    def __init__(self, recipe: Recipe, network: nn.Module, loss: Loss, accuracy: Loss) -> None:
         super().__init__()
-        self.recipe, self.network, self.loss = recipe, network, loss
+        self.recipe, self.network, self.loss, self.accuracy = recipe, network, loss, accuracy
         self._recorded = False
         self._validation: list[Tensor] = []  # of each batch its loss, its accuracy and 1, times its windows
 
@@ -85,7 +87,7 @@ class Fitting(LightningModule):
         images, targets = batch
         if len(images):  # the last batch may be too small for every process to have a share
             logits = self.network(images)
-            found = torch.stack([self.loss(logits, targets), share_right(logits, targets), targets.new_ones(())])
+            found = torch.stack([self.loss(logits, targets), self.accuracy(logits, targets), targets.new_ones(())])
             self._validation.append(found.double() * len(images))
 
     def on_validation_epoch_end(self) -> None:
@@ -99,13 +101,6 @@ class Fitting(LightningModule):
         optimiser = make_optimiser(self.network, self.recipe)
         schedule = {"scheduler": make_schedule(optimiser, self.recipe), "interval": "step"}
         return {"optimizer": optimiser, "lr_scheduler": schedule}
-
-
-def share_right(logits: Tensor, targets: Tensor) -> Tensor:
-    """The share of right answers: the likelier class of every window, or pixel."""
-    if logits.shape[1] == 1:
-        return ((logits.flatten() > 0) == (targets == 1)).double().mean()
-    return (logits.argmax(dim=1) == targets).double().mean()
 
 
 class Keeper(Callback):
@@ -151,7 +146,7 @@ class Keeper(Callback):
         self.best, self.worse_epochs = (loss, 0) if better else (self.best, self.worse_epochs + 1)
         if (better or self._recipe.keep == "last") and trainer.is_global_zero:
             assert isinstance(pl_module, Fitting)
-            runs.save_weights(pl_module.network, self._folder / runs.KEPT)
+            runs.write_bytes(self._folder / runs.KEPT, runs.pack_weights(pl_module.network))
         self._since = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
@@ -197,7 +192,8 @@ class Keeper(Callback):
 
 def fit(
     recipe: Recipe,
-    network: Network,
+    network: DenseNetwork,
+    task: Task,
     loss: Loss,
     batches: Callable[[torch.device], tuple[Batches, Batches, int]],
     folder: Path,
@@ -209,8 +205,9 @@ def fit(
     that is returned.
     """
     trainer = _make_trainer(recipe, folder, seen)
+    module = find_module(network)
     if recipe.devices * recipe.nodes > 1:
-        share_statistics(network)
+        share_statistics(module)
     device = trainer.strategy.root_device
     training, validation, validation_steps = batches(device)
 
@@ -223,7 +220,7 @@ def fit(
         warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)  # between Lightning and torch
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")  # graphs are recorded on one of their own
         trainer.fit(
-            Fitting(recipe, network, loss),
+            Fitting(recipe, module, loss, task.accuracy),
             Steps(training, left_in_epoch, recipe.steps, trainer, recipe.workers),
             Steps(validation, lambda: range(validation_steps), validation_steps, trainer, recipe.workers),
             ckpt_path=resume if resume.exists() else None,

@@ -1,187 +1,260 @@
-"""One run: data opened, a network fitted, its folder filled; or taken up again where it was interrupted.
+"""One run: data opened, a network fitted, its folder filled; or resumed where it was interrupted.
 
 In: a recipe and a folder. Out: the folder, finished once it holds the weights.
 """
 
-import json
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from rotopath import runs
-from rotopath.assessment import Evidence, choose_point, gather, score
-from rotopath.data import (
-    Batches,
-    Collection,
-    DataError,
-    Picture,
-    middle_batches,
-    open_data,
-    problems,
-    sampled_batches,
-    take_regime,
-)
-from rotopath.data.annotations import read_nuclei
-from rotopath.data.collection import MODEL_SPACING_UM_PX
-from rotopath.data.nuclei import class_map, class_weights
+from rotopath.data import Batches, Collection, DataError, Picture, open_data, problems
 from rotopath.data.sampling import Ints
-from rotopath.models import Network
-from rotopath.recipe import Recipe, changed_key, read_recipe, write_recipe
-from rotopath.runs import RunError
-from rotopath.tasks import TASKS
-from rotopath.training.fitting import Loss, Row, fit
-from rotopath.training.mining import MINED, mine, number_examples, read_examples, write_examples
+from rotopath.evaluation import gather, make_middle_batches, make_sampled_batches
+from rotopath.models import DenseNetwork
+from rotopath.provenance import FINGERPRINT, describe_machine, describe_training, fingerprint, now
+from rotopath.recipe import Recipe, RecipeError, changed_key, make_recipe, read_recipe, write_recipe
+from rotopath.runs import Run, RunError
+from rotopath.tasks import PAPER, Frame, Task
+from rotopath.tasks.task import Evidence, Loss
+from rotopath.training.fitting import Row, fit
+from rotopath.training.mining import MINED, number_examples, read_examples, write_examples
 from rotopath.training.processes import expect_processes, first_alone, is_first
 
 # The stages; the first one, which finds hard examples, has a folder.
 BASELINE, TRAINING, SCORING = "baseline", "training", "scoring"
-Seen = Callable[[str, Row], None]  # told the stage, and a row of its log; or how many pictures are done
+OnProgress = Callable[[str, Row], None]  # given the stage, and a row of its log; or how many pictures are done
 VALIDATION_SEED = 1_000_003  # windows of validation are the same in every run
 
 
-def train(recipe: Recipe, folder: Path, seen: Seen = lambda _stage, _row: None) -> None:
-    """Train a network by the recipe, or go on with a training that was interrupted; `seen` is told how it goes."""
-    expect_processes(recipe.devices * recipe.nodes)
-    collection = open_training_data(recipe)
+@dataclass(frozen=True)
+class Plan:
+    """What is trained on what: a recipe with its data opened and its classes known."""
+
+    recipe: Recipe
+    task: Task
+    collection: Collection
+    pictures: tuple[Picture, ...]  # of training, as many as the regime takes
+
+    @property
+    def validation(self) -> tuple[Picture, ...]:
+        return self.collection.split("valid")
+
+
+def train(
+    recipe: Recipe | Mapping[str, Any] | Path | str,
+    out: Path | str | None = None,
+    changes: Sequence[str] = (),
+    on_progress: OnProgress = lambda _stage, _row: None,
+) -> Run:
+    """Train a network by a recipe, or resume a training that was interrupted; gives the finished run.
+
+    The recipe is a `Recipe`, its keys, or a TOML file, to which `changes` such as "orientations=4" are applied. The
+    run folder `out` is named after the recipe when left out.
+    """
+    made, name = _read(recipe, changes)
+    folder = Path(out) if out else name_folder(name, made)
+    expect_processes(made.devices * made.nodes)
+    plan = make_plan(made)
+    check_network(plan)
+    loss = make_loss(plan)
     if is_first():
-        prepare(folder, recipe, collection)
-    pictures = collection.split("train")
-    if recipe.regime is not None:
-        pictures = take_regime(recipe.task, pictures, recipe.regime, recipe.seed)
+        prepare(folder, plan)
     mined = None
-    if recipe.mining is not None:
-        _mine_examples(recipe, pictures, collection, folder, seen)
-        mined = number_examples(read_examples(folder / MINED), recipe.task, pictures)
-    network, device = _fitted(recipe, pictures, collection, folder, partial(seen, TRAINING), mined)
-    if not is_first():
+    if made.mining is not None:
+        _mine_examples(plan, loss, folder, on_progress)
+        mined = number_examples(read_examples(folder / MINED), plan.task, plan.pictures)
+    network, device = _fitted(plan, loss, folder, partial(on_progress, TRAINING), mined)
+    first_alone(lambda: _finish(plan, network, folder, device, on_progress))
+    return runs.load(folder)
+
+
+def name_folder(name: str, recipe: Recipe) -> Path:
+    """The run folder of a recipe of that name, unless another is given."""
+    return Path("runs") / f"{name}-N{recipe.orientations}-seed{recipe.seed}"
+
+
+def _read(recipe: Recipe | Mapping[str, Any] | Path | str, changes: Sequence[str]) -> tuple[Recipe, str]:
+    """The recipe, and a name for its run."""
+    if isinstance(recipe, Recipe | Mapping):
+        if changes:
+            raise RecipeError("Changes are for recipes in files; change the keys themselves.")
+        made = recipe if isinstance(recipe, Recipe) else make_recipe(recipe)
+        return made, made.task.rpartition(":")[2]
+    return read_recipe(Path(recipe), changes), Path(recipe).stem
+
+
+def make_plan(recipe: Recipe) -> Plan:
+    """The recipe with its data opened; refused while anything is wrong with the layout or the labels of the data."""
+    collection = open_data(Path(recipe.data), recipe.kind.annotated, recipe.data_spacing_um_px)
+    _refuse(recipe, problems(collection.findings))
+    if not recipe.classes and recipe.task not in PAPER:
+        recipe = replace(recipe, classes=recipe.kind.find_classes(collection))
+    task = recipe.make_task()
+    _refuse(recipe, problems(task.check_data(collection)))
+    pictures = collection.split("train")
+    collection.split("valid")
+    if recipe.regime is not None:
+        pictures = task.take_regime(pictures, recipe.regime, recipe.seed)
+    return Plan(recipe, task, collection, pictures)
+
+
+def _refuse(recipe: Recipe, found: Sequence[object]) -> None:
+    if found:
+        more = f" There are {len(found) - 1} more." if len(found) > 1 else ""
+        raise DataError(f"{recipe.data} has problems: {found[0]}{more} Run `rotopath data check` on it.")
+
+
+def check_network(plan: Plan) -> DenseNetwork:
+    """The network of a plan, if it can be built and answers what the task asks, before anything is written."""
+    try:
+        network = runs.build(plan.recipe, plan.task)
+        plan.task.check_frame(find_frame(plan.recipe, network))
+    except (DataError, RecipeError):
+        raise
+    except Exception as error:  # of any kind: it may be a user's function that builds it
+        reason = " ".join(str(error).split()) or type(error).__name__
+        stop = "" if reason.endswith((".", "?")) else "."
+        raise RecipeError(f"The network {plan.recipe.network_name!r} cannot be used: {reason}{stop}") from None
+    return network
+
+
+def find_frame(recipe: Recipe, network: DenseNetwork) -> Frame:
+    """The windows of a training: as large as the recipe says, and what the network answers for in them."""
+    geometry = network.geometry
+    window_px = runs.describe_network(recipe, network).window_px
+    if not geometry.fits(window_px):
+        nearest = " or ".join(map(str, geometry.nearest_sizes(window_px)))
+        raise RecipeError(f"the key 'window_px' is {window_px}, which is off the network's grid; use {nearest}.")
+    return Frame(window_px, geometry.output_size(window_px) * geometry.stride_px, geometry.stride_px)
+
+
+def prepare(folder: Path, plan: Plan) -> None:
+    """Make the folder of a new run, or see that the one that is there belongs to this recipe and this data."""
+    recipe, collection = plan.recipe, plan.collection
+    if (folder / runs.WEIGHTS).exists() and (folder / runs.RECIPE).exists():
+        raise RunError(f"{folder} holds a finished run; evaluate it, or choose another folder.")
+    if (folder / runs.RECIPE).exists() and not _is_untouched(folder):
+        begun = runs.read_run_recipe(folder)
+        if key := changed_key(begun, recipe):
+            old, new = (getattr(each, key) for each in (begun, recipe))
+            raise RunError(f"{folder} was begun with {key} = {old!r}, and now it is {new!r}; choose another folder.")
+        before = _read_fingerprint(folder)
+        if not before.startswith(FINGERPRINT):
+            raise RunError(
+                f"{folder} was begun by an older rotopath, which cannot say whether the data has changed since; finish "
+                f"it with that version, or choose another folder."
+            )
+        if fingerprint(collection) != before:
+            raise RunError(f"{recipe.data} has changed since {folder} was begun; restore it, or choose another folder.")
         return
-    _assess(recipe, network, collection, folder, device, seen)
-    about = json.loads((folder / runs.PROVENANCE).read_text(encoding="utf-8"))
-    about |= {"finished": runs.now(), "hardware": runs.describe_machine(device)}
-    about["hardware"]["processes"] = recipe.devices * recipe.nodes
+    if folder.exists() and not _is_untouched(folder):
+        raise RunError(f"{folder} exists and is no run of rotopath; choose another folder.")
+    about = describe_training(recipe.seed, collection)
+    folder.mkdir(parents=True, exist_ok=True)
     runs.write_json(folder / runs.PROVENANCE, about)
-    runs.save_weights(network, folder / runs.WEIGHTS)  # the last file: with it the run is finished
-    for leftover in (runs.RESUME, runs.KEPT):
-        (folder / leftover).unlink(missing_ok=True)
+    runs.write_text(folder / runs.RECIPE, write_recipe(recipe))
 
 
-def _mine_examples(
-    recipe: Recipe, pictures: tuple[Picture, ...], collection: Collection, folder: Path, seen: Seen
-) -> None:
+def _is_untouched(folder: Path) -> bool:
+    """Whether a folder holds nothing but what is written before a training begins, such as by one that was killed."""
+    names = (runs.PROVENANCE, runs.RECIPE)
+    harmless = {*names, *(f".{name}.unfinished" for name in names)}
+    return folder.is_dir() and harmless.issuperset(path.name for path in folder.iterdir())
+
+
+def _read_fingerprint(folder: Path) -> str:
+    about = runs.read_json(folder / runs.PROVENANCE).get("data")
+    found = about.get("fingerprint") if isinstance(about, dict) else None
+    if not isinstance(found, str):
+        raise RunError(f"{folder / runs.PROVENANCE} is damaged: it has no fingerprint of the data.")
+    return found
+
+
+def make_loss(plan: Plan) -> Loss:
+    """The loss of a plan, for which every class has to be among the training images."""
+    plan.task.check_training(plan.pictures)
+    try:
+        return plan.task.make_loss(plan.pictures)
+    except ValueError as error:
+        raise DataError(str(error)) from None
+
+
+def _mine_examples(plan: Plan, loss: Loss, folder: Path, on_progress: OnProgress) -> None:
     """The first stage: a baseline on the plain sampling, and its worst mistakes in a file."""
-    if (folder / MINED).exists() or recipe.mining is None:
+    mining = plan.recipe.mining
+    if (folder / MINED).exists() or mining is None:
         return
-    first = replace(recipe, mining=None, epochs=recipe.mining.epochs)
+    first = replace(plan, recipe=replace(plan.recipe, mining=None, epochs=mining.epochs))
     if is_first():
         (folder / BASELINE).mkdir(exist_ok=True)
-    network, device = _fitted(first, pictures, collection, folder / BASELINE, partial(seen, BASELINE), None)
-    most = recipe.mining.examples
-    write = partial(write_examples, folder / MINED)
-    first_alone(lambda: write(mine(recipe.task, network, pictures, most, device)))
+    network, device = _fitted(first, loss, folder / BASELINE, partial(on_progress, BASELINE), None)
+
+    def write() -> None:
+        evidence = gather(plan.task, network, plan.pictures, device)
+        write_examples(folder / MINED, plan.task.mine(evidence, mining.examples))
+
+    first_alone(write)
     (folder / BASELINE / runs.RESUME).unlink(missing_ok=True)
 
 
 def _fitted(
-    recipe: Recipe,
-    pictures: tuple[Picture, ...],
-    collection: Collection,
-    folder: Path,
-    seen: Callable[[Row], None],
-    mined: Ints | None,
-) -> tuple[Network, torch.device]:
-    network = runs.build(recipe)
-    batches = partial(make_batches, recipe, network, pictures, collection.split("valid"), mined)
-    device = fit(recipe, network, make_loss(recipe, pictures), batches, folder, seen)
+    plan: Plan, loss: Loss, folder: Path, on_row: Callable[[Row], None], mined: Ints | None
+) -> tuple[DenseNetwork, torch.device]:
+    network = runs.build(plan.recipe, plan.task)
+    batches = partial(make_batches, plan, network, mined)
+    device = fit(plan.recipe, network, plan.task, loss, batches, folder, on_row)
     return network, device
 
 
+def _finish(plan: Plan, network: DenseNetwork, folder: Path, device: torch.device, on_progress: OnProgress) -> None:
+    """The operating point, all scores and the model file; the weights last: with them the run is finished."""
+    point = _assess(plan, network, folder, device, on_progress)
+    about = runs.read_json(folder / runs.PROVENANCE)
+    about |= {"finished": now(), "hardware": describe_machine(device)}
+    about["hardware"]["processes"] = plan.recipe.devices * plan.recipe.nodes
+    runs.write_json(folder / runs.PROVENANCE, about)
+    weights = runs.pack_weights(network)
+    runs.write_model(folder, plan.task, runs.describe_network(plan.recipe, network), point, weights)
+    runs.write_bytes(folder / runs.WEIGHTS, weights)
+    for leftover in (runs.RESUME, runs.KEPT):
+        (folder / leftover).unlink(missing_ok=True)
+
+
 def _assess(
-    recipe: Recipe, network: Network, collection: Collection, folder: Path, device: torch.device, seen: Seen
-) -> None:
-    """The operating point of the validation set, and the scores of it and of the test set, if there is one."""
+    plan: Plan, network: DenseNetwork, folder: Path, device: torch.device, on_progress: OnProgress
+) -> dict[str, float]:
+    """The operating point of the validation set; the scores of it, and of the test set if there is one, in a file."""
+    task, collection = plan.task, plan.collection
 
     def look_at(split: str) -> list[Evidence]:
-        def told(done: int, pictures: int) -> None:
-            seen(SCORING, {"done": done, "pictures": pictures})
+        def report(done: int, pictures: int) -> None:
+            on_progress(SCORING, {"done": done, "pictures": pictures})
 
-        return gather(recipe.task, network, collection.split(split), device, seen=told)
+        return gather(task, network, collection.split(split), device, on_progress=report)
 
     evidence = look_at("valid")
-    point = choose_point(recipe.task, evidence)
-    metrics = {"valid": score(recipe.task, evidence, point)}
+    point = task.choose_point(evidence)
+    metrics = {"valid": task.score(evidence, point)}
     if any(picture.split == "test" for picture in collection.pictures):
-        metrics["test"] = score(recipe.task, look_at("test"), point)
-    runs.write_json(folder / runs.POINT, point)
+        metrics["test"] = task.score(look_at("test"), point)
     runs.write_json(folder / runs.METRICS, metrics)
-
-
-def open_training_data(recipe: Recipe) -> Collection:
-    """The data of a recipe, refused while anything is wrong with its layout."""
-    collection = open_data(Path(recipe.data), recipe.task)
-    if found := problems(collection.findings):
-        more = f", and {len(found) - 1} more" if len(found) > 1 else ""
-        raise DataError(f"{recipe.data} has problems: {found[0]}{more} Run `rotopath data check` on it.")
-    return collection
-
-
-def prepare(folder: Path, recipe: Recipe, collection: Collection) -> None:
-    """Make the folder of a new run, or see that the one that is there belongs to this recipe and this data."""
-    if (folder / runs.RECIPE).exists():
-        if (folder / runs.WEIGHTS).exists():
-            raise RunError(f"{folder} holds a finished run; evaluate it, or choose another folder.")
-        begun = read_recipe(folder / runs.RECIPE)
-        if key := changed_key(begun, recipe):
-            old, new = (getattr(one, key) for one in (begun, recipe))
-            raise RunError(f"{folder} was begun with {key} = {old!r}, and now it is {new!r}; choose another folder.")
-        before = json.loads((folder / runs.PROVENANCE).read_text(encoding="utf-8"))["data"]["fingerprint"]
-        if runs.fingerprint(collection) != before:
-            raise RunError(f"{recipe.data} has changed since {folder} was begun; restore it, or choose another folder.")
-        return
-    # One that was killed while it made the folder may have left these.
-    harmless = {runs.PROVENANCE, *(f".{name}.unfinished" for name in (runs.PROVENANCE, runs.RECIPE))}
-    if folder.exists() and not (folder.is_dir() and harmless.issuperset(path.name for path in folder.iterdir())):
-        raise RunError(f"{folder} exists and is no run of rotopath; choose another folder.")
-    folder.mkdir(parents=True, exist_ok=True)
-    runs.write_json(folder / runs.PROVENANCE, runs.describe(recipe, collection))
-    runs.write_text(folder / runs.RECIPE, write_recipe(recipe))
-
-
-def make_loss(recipe: Recipe, pictures: tuple[Picture, ...]) -> Loss:
-    """The task's loss; for nuclei with the weights that make the three classes count alike in these pictures."""
-    loss: Callable[..., Tensor] = TASKS[recipe.task].loss
-    if recipe.task != "nuclei":
-        return loss
-    maps = (class_map(read_nuclei(picture, MODEL_SPACING_UM_PX["nuclei"])) for picture in pictures)
-    weights = torch.from_numpy(class_weights(maps))
-    return lambda logits, targets: loss(logits, targets, weights.to(logits.device))
+    return point
 
 
 def make_batches(
-    recipe: Recipe,
-    network: Network,
-    pictures: tuple[Picture, ...],
-    validation: tuple[Picture, ...],
-    mined: Ints | None,
-    device: torch.device,
+    plan: Plan, network: DenseNetwork, mined: Ints | None, device: torch.device
 ) -> tuple[Batches, Batches, int]:
     """Batches of training and of validation, and how many of the latter there are."""
-    window_px = recipe.window_px or network.architecture.input_px
-    target_px = network.output_size(window_px) if recipe.task == "nuclei" else None
-    sampled = partial(
-        sampled_batches,
-        recipe.task,
-        window_px=window_px,
-        target_px=target_px,
-        batch=recipe.batch,
-        cache=recipe.cache,
-        device=device,
-    )
-    training = sampled(pictures, augmentation=recipe.augmentation, seed=recipe.seed, mined=mined)
-    if recipe.task == "tumor":
-        middle, steps = middle_batches(validation, window_px, cache=recipe.cache, device=device)
+    recipe, task = plan.recipe, plan.task
+    frame = find_frame(recipe, network)
+    sampled = partial(make_sampled_batches, task, frame=frame, batch=recipe.windows, cache=recipe.cache, device=device)
+    training = sampled(pictures=plan.pictures, seed=recipe.seed, augmentation=recipe.augmentation, mined=mined)
+    if task.answers == "window":
+        middle, steps = make_middle_batches(task, plan.validation, frame.window_px, cache=recipe.cache, device=device)
         return training, middle, len(steps)
-    return training, sampled(validation, seed=VALIDATION_SEED), recipe.validation_steps
+    return training, sampled(pictures=plan.validation, seed=VALIDATION_SEED), recipe.validation_steps

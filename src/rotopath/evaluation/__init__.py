@@ -1,6 +1,0 @@
-"""Measuring: what a model's answer is worth, and how it changes when the input turns."""
-
-from rotopath.evaluation.equivariance import equivariance_error, smooth_images, untrained_errors
-from rotopath.evaluation.overlap import aggregated_jaccard, overlaps
-
-__all__ = ["aggregated_jaccard", "equivariance_error", "overlaps", "smooth_images", "untrained_errors"]

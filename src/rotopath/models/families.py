@@ -1,0 +1,153 @@
+"""Plain networks that everybody knows, for recipes to name: ResNets for patches, a U-Net for maps.
+
+In: the number of outputs. Out: an ordinary module of torch's layers, which `equivariant` converts to SE(2,N). Layers
+have torchvision's names, so that its weights fit.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class BasicBlock(nn.Module):
+    """Two 3 × 3 convolutions beside a shortcut."""
+
+    expansion = 1
+
+    def __init__(self, inputs: int, width: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, width, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.downsample = _shortcut(inputs, width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        activated: Tensor = self.relu(y + shortcut)
+        return activated
+
+
+class Bottleneck(nn.Module):
+    """A 3 × 3 convolution between two of 1 × 1, beside a shortcut."""
+
+    expansion = 4
+
+    def __init__(self, inputs: int, width: int, stride: int = 1) -> None:
+        super().__init__()
+        outputs = width * self.expansion
+        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = _shortcut(inputs, outputs, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn3(self.conv3(self.relu(self.bn2(self.conv2(y)))))
+        activated: Tensor = self.relu(y + shortcut)
+        return activated
+
+
+class ResNet(nn.Module):
+    """He et al. (2016): images (B, 3, H, W) to logits (B, K), one for the whole window."""
+
+    def __init__(self, block: Any, depths: tuple[int, ...], outputs: int, width: int = 64) -> None:
+        super().__init__()
+        _expect_whole(outputs=outputs, width=width)
+        self.conv1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        inputs = width
+        for i, depth in enumerate(depths):
+            wide = width * 2**i
+            blocks = []
+            for j in range(depth):
+                blocks.append(block(inputs, wide, stride=2 if i and not j else 1))
+                inputs = wide * block.expansion
+            self.add_module(f"layer{i + 1}", nn.Sequential(*blocks))
+        self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
+        self.fc = nn.Linear(inputs, outputs)
+        self._layers = len(depths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        for i in range(self._layers):
+            x = self.get_submodule(f"layer{i + 1}")(x)
+        logits: Tensor = self.fc(torch.flatten(self.avgpool(x), 1))
+        return logits
+
+
+class UNet(nn.Module):
+    """Ronneberger et al. (2015), padded: images (B, 3, H, W) to logits (B, K, H, W) for every pixel."""
+
+    def __init__(self, outputs: int, width: int = 32, depth: int = 4) -> None:
+        super().__init__()
+        _expect_whole(outputs=outputs, width=width, depth=depth)
+        widths = [width * 2**i for i in range(depth)]
+        self.down = nn.ModuleList(_double(i, o) for i, o in zip([3, *widths[:-1]], widths, strict=True))
+        self.pool = nn.MaxPool2d(2)
+        self.up = nn.ModuleList(nn.Upsample(scale_factor=2.0, mode="bilinear") for _ in widths[1:])
+        self.back = nn.ModuleList(_double(widths[i] + widths[i - 1], widths[i - 1]) for i in range(depth - 1, 0, -1))
+        self.head = nn.Conv2d(width, outputs, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips: list[Tensor] = []
+        for i, layers in enumerate(self.down):
+            x = layers(self.pool(x) if i else x)
+            skips.append(x)
+        for i, (up, layers) in enumerate(zip(self.up, self.back, strict=True)):
+            x = layers(torch.cat([skips[len(skips) - 2 - i], up(x)], dim=1))
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def resnet18(outputs: int, width: int = 64) -> ResNet:
+    """ResNet-18 for windows; `width` is that of its first layer."""
+    return ResNet(BasicBlock, (2, 2, 2, 2), outputs, width)
+
+
+def resnet34(outputs: int, width: int = 64) -> ResNet:
+    """ResNet-34 for windows; `width` is that of its first layer."""
+    return ResNet(BasicBlock, (3, 4, 6, 3), outputs, width)
+
+
+def resnet50(outputs: int, width: int = 64) -> ResNet:
+    """ResNet-50 for windows; `width` is that of its first layer."""
+    return ResNet(Bottleneck, (3, 4, 6, 3), outputs, width)
+
+
+def unet(outputs: int, width: int = 32, depth: int = 4) -> UNet:
+    """A U-Net with logits for every pixel; `depth` levels, the first of them `width` wide."""
+    return UNet(outputs, width, depth)
+
+
+def _expect_whole(**sizes: object) -> None:
+    for name, value in sizes.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"The option {name!r} is a whole number, 1 or more; got {value!r}.")
+
+
+def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module | None:
+    if stride == 1 and inputs == outputs:
+        return None
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+
+def _double(inputs: int, outputs: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(outputs, outputs, 3, padding=1, bias=False),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(inplace=True),
+    )

@@ -1,0 +1,145 @@
+"""Scores in the terminal: every number of every class has a row, and intervals say what they are of."""
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from rotopath.inference import Prediction
+from rotopath.recipe import Recipe
+from rotopath.reports.tables import score_table
+from rotopath.tasks import TUMOR, Classify, Detect, Segment
+from rotopath.tasks.cases import FEWEST_CASES
+from rotopath.tasks.classify import PatchEvidence
+from rotopath.tasks.detect import Detections, FieldEvidence
+from rotopath.tasks.segment import ObjectEvidence
+
+CELLS = ("epithelial", "lymphocyte")
+TEXTURES = ("dots", "plain", "stripes")
+POINT = {"inside": 0.5, "background": 0.5, "least_px": 4}
+
+
+def show(metrics: Mapping[str, Mapping[str, object]]) -> str:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(score_table("a run", metrics))
+    return console.export_text()
+
+
+def read_rows(shown: str) -> dict[str, list[str]]:
+    """The cells behind the name of each row; columns are two spaces apart or more."""
+    lines = [re.split(r" {2,}", line.strip()) for line in shown.splitlines() if line.strip()]
+    return {name: cells for name, *cells in lines if cells}
+
+
+def score_nuclei(taken_for: Sequence[str]) -> dict[str, object]:
+    """Fields with an epithelial nucleus and a lymphocyte each, both found; the latter is taken for one of these."""
+    task = Recipe("nuclei", "d", classes=CELLS).make_task()
+    assert isinstance(task, Segment)
+    evidence = []
+    for case, called in enumerate(taken_for):
+        truth = np.zeros((24, 24), np.int32)
+        truth[3:9, 3:9], truth[12:18, 12:18] = 1, 2
+        inside = (truth > 0).astype(np.float32)
+        lymphocytes = (truth == 2).astype(np.float32) * (called == "lymphocyte")
+        maps = np.stack([inside, np.zeros_like(inside), 1 - inside, 1 - lymphocytes, lymphocytes])
+        prediction = Prediction(maps, 1, (0.0, 0.0))
+        evidence.append(ObjectEvidence(f"{case}.png", f"case {case}", truth, np.array([0, 0, 1]), prediction))
+    return task.score(evidence, POINT)
+
+
+def score_points(cases: int) -> dict[str, object]:
+    """Fields with one object of each class, of which the first is found twice over."""
+    task = Recipe("detect", "d", classes=CELLS).make_task()
+    assert isinstance(task, Detect)
+    found = Detections(np.array([[10.0, 10.0], [90.0, 90.0]]), np.array([0.9, 0.8]), np.array([0, 0]))
+    truth, classes = np.array([[10.0, 10.0], [50.0, 50.0]]), np.array([0, 1])
+    evidence = [FieldEvidence(f"{case}.png", f"case {case}", truth, classes, found, 30) for case in range(cases)]
+    return task.score(evidence, {"threshold epithelial": 0.5, "threshold lymphocyte": 0.5})
+
+
+def score_patches(slides: Sequence[str], classes: tuple[str, ...] = TEXTURES) -> dict[str, object]:
+    """A patch of each slide; of every other one the class is right."""
+    task = TUMOR if len(classes) == 1 else Recipe("classify", "d", classes=classes).make_task()
+    assert isinstance(task, Classify)
+    evidence = []
+    for i, slide in enumerate(slides):
+        label, outputs = i % max(2, len(classes)), len(classes)
+        winner = (label + i % 2) % outputs
+        chances = tuple(0.8 if k == winner else 0.1 for k in range(outputs))
+        evidence.append(PatchEvidence(f"{i}.png", slide, label, chances))
+    return task.score(evidence, {"threshold": 0.5} if task.is_single else {})
+
+
+def test_typed_nuclei_have_a_row_for_each_number_of_each_class() -> None:
+    scores = score_nuclei(["lymphocyte"] * 5 + ["epithelial"])
+    rows = read_rows(show({"test": scores}))
+    for name in CELLS:
+        shown = {row.partition(": ")[2] for row in rows if row.startswith(f"{name}: ")}
+        assert shown == {"f1", "pq", "hits", "false", "missed"}
+    assert rows["hits"] == ["12"], "as objects, all are found"
+    assert [rows[f"epithelial: {key}"] for key in ("hits", "false", "missed")] == [["6"], ["1"], ["0"]]
+    assert [rows[f"lymphocyte: {key}"] for key in ("hits", "false", "missed")] == [["5"], ["0"], ["1"]]
+    assert rows["lymphocyte: f1"] == [f"{10 / 11:.3f}"]
+    assert rows["macro f1"] == [f"{(10 / 11 + 12 / 13) / 2:.3f}"]
+
+
+def test_typed_points_have_a_row_for_each_number_of_each_class() -> None:
+    rows = read_rows(show({"test": score_points(6)}))
+    for name in CELLS:
+        shown = {row.partition(": ")[2] for row in rows if row.startswith(f"{name}: ")}
+        assert shown == {"f1", "precision", "recall", "hits", "false", "missed"}, "a curve is no number"
+    assert [rows[f"epithelial: {key}"] for key in ("hits", "false", "missed")] == [["6"], ["6"], ["0"]]
+    assert [rows[f"lymphocyte: {key}"] for key in ("hits", "false", "missed")] == [["0"], ["0"], ["6"]]
+
+
+def test_patches_of_several_classes_have_a_row_for_each_number_of_each_class() -> None:
+    valid, test = score_patches([""] * 12), score_patches([""] * 24)
+    rows = read_rows(show({"valid": valid, "test": test}))
+    for name in TEXTURES:
+        described: Any = [scores["classes"][name] for scores in (valid, test)]  # type: ignore[index]
+        assert rows[f"{name}: images"] == ["4", "8"]
+        for key in ("precision", "recall", "f1", "auc"):
+            assert rows[f"{name}: {key}"] == [f"{each[key]:.3f}" for each in described]
+
+
+def test_a_single_class_has_no_rows_of_classes() -> None:
+    assert ": " not in "".join(read_rows(show({"test": score_patches(["a", "b"] * 6, ("Tumor",))})))
+
+
+def test_redrawn_patches_are_called_so_where_slides_are_not_known() -> None:
+    shown = show({"test": score_patches([""] * 12)})
+    assert "95 % intervals, redrawing patches; slides are not known, and with them intervals would be wider." in shown
+    assert re.fullmatch(r"0\.500 \[0\.\d{3}, 0\.\d{3}\]", read_rows(shown)["accuracy"][0])
+
+
+def test_redrawn_slides_are_called_so() -> None:
+    shown = show({"test": score_patches([f"slide {i % 6}" for i in range(12)])})
+    assert "95 % intervals, redrawing slides." in shown
+    assert "wider" not in shown
+
+
+@pytest.mark.parametrize("score", [lambda n: score_nuclei(["lymphocyte"] * n), score_points], ids=["nuclei", "points"])
+def test_redrawn_patients_are_called_so(score: Any) -> None:
+    assert "95 % intervals, redrawing patients." in show({"test": score(FEWEST_CASES)})
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda n: score_nuclei(["lymphocyte"] * n),
+        score_points,
+        lambda n: score_patches([f"slide {i % n}" for i in range(12)]),
+        lambda n: score_patches([""] * n),
+    ],
+    ids=["nuclei", "points", "slides", "patches"],
+)
+def test_too_few_cases_have_no_intervals_and_that_is_said(score: Any) -> None:
+    few, enough = (show({"test": score(count)}) for count in (FEWEST_CASES - 1, FEWEST_CASES))
+    assert "No intervals: there are too few patients, slides or patches to redraw." in few
+    assert "[" not in few
+    assert "No intervals" not in enough
+    assert "[" in enough

@@ -1,0 +1,72 @@
+"""Studies as files: what they expand to, and what is wrong with them in one sentence."""
+
+from pathlib import Path
+
+import pytest
+
+from rotopath.recipe import RecipeError
+from rotopath.studies import read_study
+
+STUDIES = Path(__file__).parents[2] / "studies"
+
+
+def write(folder: Path, study: str, recipe: str = 'task = "tumor"\ndata = "d"\nsteps = 7\n') -> Path:
+    (folder / "r.toml").write_text(recipe)
+    (folder / "s.toml").write_text(study)
+    return folder / "s.toml"
+
+
+def test_a_grid_expands_to_jobs_a_seed_at_a_time(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        '[a]\nrecipe = "r.toml"\norientations = [1, 8]\nregime = [1, 0.5]\nseed = [3, 4]\ntta = 4\n'
+        'set = { data = "elsewhere", augmentation = { stain = 0.1 } }\n'
+        '[b]\nrecipe = "r.toml"\norientations = [4]\nseed = [3]\n',
+    )
+    jobs = read_study(path, ["b.set.epochs=2"]).jobs
+    assert [job.name for job in jobs] == [
+        *("a/N8-regime1-seed3", "a/N8-regime0.5-seed3", "a/N1-regime1-seed3", "a/N1-regime0.5-seed3", "b/N4-seed3"),
+        *("a/N8-regime1-seed4", "a/N8-regime0.5-seed4", "a/N1-regime1-seed4", "a/N1-regime0.5-seed4"),
+    ]
+    assert [job.rotations for job in jobs[:5]] == [1, 1, 4, 4, 1], "test-time augmentation is for ordinary networks"
+    assert (jobs[0].recipe.data, jobs[0].recipe.steps, jobs[0].recipe.augmentation.stain) == ("elsewhere", 7, 0.1)
+    assert jobs[0].recipe.augmentation.quarter_turns
+    assert (jobs[4].recipe.data, jobs[4].recipe.epochs, jobs[4].recipe.regime) == ("d", 2, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("paper", 3 * 4 * 3 * 4), ("synthetic", 3 * 4 * 3 * 2), ("samples", 96), ("beyond", 33), ("faithful", 10)],
+)
+def test_the_studies_that_come_along(name: str, count: int) -> None:
+    jobs = read_study(STUDIES / f"{name}.toml").jobs
+    assert len({job.name for job in jobs}) == len(jobs) == count
+
+
+@pytest.mark.parametrize(
+    ("study", "sentence"),
+    [
+        ("", "has no parts"),
+        ("a = 1\n", "'a' is no table"),
+        ('["a/b"]\nrecipe = "r.toml"\n', "'a/b' names a folder"),
+        ('[a]\nrecipe = "r.toml"\norientation = [1]\n', "the part 'a' has no key 'orientation'; keys are recipe"),
+        ("[a]\nseed = [1]\n", "has to name a file"),
+        ('[a]\nrecipe = "gone.toml"\n', "gone.toml does not exist"),
+        ('[a]\nrecipe = "r.toml"\nseed = 1\n', "'a.seed' is 1, where a list of different numbers"),
+        ('[a]\nrecipe = "r.toml"\nseed = [1, 1]\n', "where a list of different numbers"),
+        ('[a]\nrecipe = "r.toml"\nseed = [0.5]\n', "where a list of different numbers"),
+        ('[a]\nrecipe = "r.toml"\nseed = [-1]\n', "'seed' is -1, where 0 or more"),
+        ('[a]\nrecipe = "r.toml"\norientations = [0]\n', "orientations"),
+        ('[a]\nrecipe = "r.toml"\ntta = 0\n', "'a.tta' is 0"),
+        ('[a]\nrecipe = "r.toml"\nset = 3\n', "'a.set' is 3, where a table of changes"),
+        ('[a]\nrecipe = "r.toml"\nseed = []\n', "where a list of different numbers"),
+        ('[a]\nrecipe = "r.toml"\nregime = [1, 7]\n', "'regime' is 7.0, where a fraction of each class"),
+        ('[a]\nrecipe = "r.toml"\nset = { devices = 2 }\n', "a study gives each run one of them"),
+        ('[a]\nrecipe = "r.toml"\nset = { seed = 3 }\n', "'seed' is one that runs differ in"),
+        ('[a]\nrecipe = "r.toml"\nset = { stepps = 3 }\n', "there is no key 'stepps'; did you mean 'steps'?"),
+    ],
+)
+def test_what_is_wrong_with_a_study(tmp_path: Path, study: str, sentence: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        read_study(write(tmp_path, study))
+    assert sentence in str(error.value)

@@ -1,0 +1,245 @@
+"""A study of a task that is not the paper's: classes as they are found in folders, a network that is converted."""
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from layouts import write_image
+from matplotlib.figure import Figure
+from sharing import make_once
+from torch import nn
+from typer.testing import CliRunner
+
+import rotopath as rp
+from rotopath.cli import app
+from rotopath.models.promise import find_module
+from rotopath.recipe import read_recipe
+from rotopath.reports import study_figures, study_page
+from rotopath.reports.study_page import write_report
+from rotopath.runs import MODEL, RECIPE, WEIGHTS, RunError
+from rotopath.studies import read_study, run_study
+from rotopath.studies.engines import here
+from rotopath.studies.results import read_results
+
+CLASSES = ("dots", "plain", "stripes")
+ORIENTATIONS = (1, 4)
+COUNTS = {"train": 4, "valid": 2, "test": 3}  # patches of each class
+WINDOW_PX = 32
+STAIN, GLASS = (120, 40, 130), 225
+
+
+def draw_texture(name: str, *seed: int) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    patch = np.full((40, 40, 3), GLASS, np.uint8)
+    if name == "stripes":
+        patch[:, generator.integers(6) :: 6] = STAIN
+    if name == "dots":
+        for row, column in generator.integers(38, size=(12, 2)):
+            patch[row : row + 3, column : column + 3] = STAIN
+    return patch
+
+
+def _make_study(folder: Path) -> None:
+    """Patches sorted by class, a recipe that does not name the classes, and a study of two networks, finished."""
+    for number, (split, count) in enumerate(COUNTS.items()):
+        for kind, name in enumerate(CLASSES):
+            for i in range(count):
+                write_image(folder / "data" / split / name / f"{i}.png", draw_texture(name, number, kind, i))
+    (folder / "r.toml").write_text(
+        f'task = "classify"\ndata = "{folder / "data"}"\ndata_spacing_um_px = 1.0\nnetwork = "resnet18"\n'
+        f"network_options = {{ width = 4 }}\nwindow_px = {WINDOW_PX}\n"
+        'epochs = 1\nsteps = 2\nbatch = 6\naccelerator = "cpu"\n'
+    )
+    (folder / "s.toml").write_text(
+        f'[texture]\nrecipe = "r.toml"\norientations = {list(ORIENTATIONS)}\nseed = [0]\ntta = 4\n'
+    )
+    states = rp.study(folder / "s.toml", folder / "finished", at_once=2)
+    assert {job.name: one.state for job, one in states.items()} == {
+        "texture/N4-seed0": "done",
+        "texture/N1-seed0": "done",
+    }, states
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The same rounding in all processes of a study."""
+    with pytest.MonkeyPatch.context() as change:
+        change.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_once(tmp_path_factory, "study-of-a-kind", _make_study)
+
+
+@pytest.fixture
+def study(shared: Path) -> Path:
+    return shared / "s.toml"
+
+
+@pytest.fixture
+def finished(shared: Path) -> Path:
+    return shared / "finished"
+
+
+@pytest.fixture(scope="module")
+def page(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_report(shared / "finished", tmp_path_factory.mktemp("report")).read_text()
+
+
+def test_runs_keep_the_classes_that_were_found_in_the_data(study: Path, finished: Path) -> None:
+    for n in ORIENTATIONS:
+        assert read_recipe(finished / f"texture/N{n}-seed0.toml").classes == (), "the study leaves them to the data"
+        assert read_recipe(finished / f"texture/N{n}-seed0" / RECIPE).classes == CLASSES
+        run = rp.load(finished / f"texture/N{n}-seed0")
+        assert run.task.class_names == CLASSES
+        assert (run.info.network.name, run.info.network.window_px) == ("resnet18", WINDOW_PX)
+    assert read_study(study).jobs[0].recipe.classes == ()
+
+
+def test_what_is_done_is_skipped_also_where_the_data_named_the_classes(study: Path, finished: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in finished.glob("texture/*/*.*")}
+    states = run_study(read_study(study), finished, lambda *_: pytest.fail("begun again"))
+    assert [one.state for one in states.values()] == ["done", "done"]
+    again = CliRunner().invoke(app, ["study", "run", str(study), "--out", str(finished), "--at-once", "1"])
+    assert again.exit_code == 0, again.stderr
+    assert "2 of 2 done, 0 running, 0 failed" in again.stdout
+    assert {path: path.stat().st_mtime_ns for path in finished.glob("texture/*/*.*")} == before
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ('texture.set.classes=["dots", "plain"]', "classes"),
+        ("texture.set.network_options.width=8", "network_options"),
+        ("texture.set.network=resnet34", "network"),
+        ("texture.set.window_px=40", "window_px"),
+    ],
+)
+def test_another_recipe_of_a_kind_is_refused(study: Path, finished: Path, change: str, key: str) -> None:
+    with pytest.raises(RunError, match=f"has another '{key}' than this study"):
+        run_study(read_study(study, [change]), finished, lambda *_: pytest.fail("begun"))
+
+
+def test_a_run_that_was_cut_off_goes_on_with_the_classes_it_found(study: Path, finished: Path, tmp_path: Path) -> None:
+    """Nothing is left of the one but what a killed training leaves; the other is done."""
+    out = tmp_path / "cut-off"
+    shutil.copytree(finished, out)
+    cut_off = out / "texture/N1-seed0"
+    for path in cut_off.iterdir():
+        if path.name not in (RECIPE, "provenance.json") and path.is_file():
+            path.unlink()
+    with here(1) as submit:
+        begun: list[str] = []
+        states = run_study(read_study(study), out, lambda *job: (begun.append(job[0]), submit(*job))[1])
+    assert [one.state for one in states.values()] == ["done", "done"], states
+    assert [Path(recipe).stem for recipe in begun] == ["N1-seed0"]
+    for name in (WEIGHTS, MODEL):
+        assert (cut_off / name).read_bytes() == (finished / "texture/N1-seed0" / name).read_bytes()
+
+
+def test_the_page_names_the_score_of_the_kind(page: str, finished: Path) -> None:
+    assert "accuracy by training data" in page
+    assert "<th>accuracy</th>" in page
+    assert "The paper has no such task, so there is nothing to compare these scores with." in page
+    for one in read_results(finished):
+        label = f"N={one.recipe.orientations}" + (" + 4 rotations" if one.rotations > 1 else "")
+        assert f"<td>{label}</td><td>{one.scores['accuracy']:.3f}</td>" in page
+
+
+def test_the_page_shows_the_settings(page: str) -> None:
+    (settings,) = re.findall("<pre>(.*?)</pre>", page, flags=re.DOTALL)
+    lines = settings.replace("&quot;", '"').splitlines()
+    for line in (
+        'task = "classify"',
+        'classes = ["dots", "plain", "stripes"]',
+        'network = "resnet18"',
+        "window_px = 32",
+        "data_spacing_um_px = 1.0",
+        "width = 4",
+    ):
+        assert line in lines
+
+
+def test_polar_plots_name_the_class_of_each_window(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, Figure] = {}
+    save = study_figures.save_figure
+
+    def keep(figure: Figure, path: Path) -> Path:
+        drawn[path.name] = figure
+        return save(figure, path)
+
+    monkeypatch.setattr(study_figures, "save_figure", keep)
+    page = write_report(finished, tmp_path / "report").read_text()
+    assert "texture: predictions as windows turn" in page
+    windows = [axes for axes in drawn["texture-polar.png"].axes if axes.images]
+    polar = [axes for axes in drawn["texture-polar.png"].axes if axes.name == "polar"]
+    assert len(windows) == len(polar) == study_figures.PATCHES
+    tested = {name: [draw_texture(name, 2, kind, i) for i in range(3)] for kind, name in enumerate(CLASSES)}
+    for axes in windows:
+        shown = np.asarray(axes.images[0].get_array())
+        assert shown.shape == (WINDOW_PX, WINDOW_PX, 3)
+        middles = [patch[4:-4, 4:-4] for patch in tested[axes.get_title()]]
+        assert any((shown == middle).all() for middle in middles), f"this is no window of {axes.get_title()}"
+    assert all(len(axes.lines) == len(ORIENTATIONS) for axes in polar)
+
+
+def test_the_cost_of_a_converted_network_is_shown(page: str, finished: Path) -> None:
+    rows = {n: cells for n, *cells in re.findall(r"<td>classify</td><td>N=(\d+)</td>" + 3 * "<td>([^<]*)</td>", page)}
+    assert list(rows) == ["1", "4"]
+    assert "GFLOP a window" in page
+    for one in read_results(finished):
+        network = find_module(rp.load(one.folder).network)
+        weights, operations, _ = rows[str(one.recipe.orientations)]
+        assert weights == f"{sum(weight.numel() for weight in network.parameters()):,}"
+        assert float(operations) == pytest.approx(study_page._operations(one) / 1e9, abs=0.005)
+    assert 0.8 < int(rows["4"][0].replace(",", "")) / int(rows["1"][0].replace(",", "")) < 1.2, "at equal weights"
+
+
+def test_operations_are_those_of_all_convolutions(finished: Path) -> None:
+    """Those on pixels, and beside them those that rotate filters, which are the same for windows of any size."""
+    for one in read_results(finished):
+        on_pixels = count_operations(find_module(rp.load(one.folder).network))
+        counted = study_page._operations(one)
+        on_four = study_page._operations(replace(one, recipe=replace(one.recipe, window_px=2 * WINDOW_PX)))
+        assert on_four - counted == pytest.approx(3 * on_pixels, rel=0.01)
+        if one.recipe.orientations == 1:
+            assert counted == on_pixels
+        else:
+            assert counted > on_pixels
+
+
+def count_operations(network: nn.Module) -> int:
+    """Multiplications and additions of all convolutions and of the last layer, for one window, counted as it runs."""
+    counted: list[int] = []
+
+    def count(layer: nn.Module, _inputs: object, output: torch.Tensor) -> None:
+        weight = layer.get_parameter("weight")
+        counted.append(2 * output.numel() * weight[0].numel())
+
+    plain = rp.freeze(network) if any(type(each).__name__ == "GroupConv2d" for each in network.modules()) else network
+    hooks = [each.register_forward_hook(count) for each in plain.modules() if isinstance(each, nn.Conv2d | nn.Linear)]
+    with torch.no_grad():
+        plain(torch.zeros(1, 3, WINDOW_PX, WINDOW_PX))
+    for hook in hooks:
+        hook.remove()
+    return sum(counted)
+
+
+def test_scores_in_the_terminal_have_a_row_for_each_class(finished: Path, tmp_path: Path) -> None:
+    words = ["evaluate", str(finished / "texture/N4-seed0"), "--out", str(tmp_path / "scores.json")]
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "120"})
+    assert done.exit_code == 0, done.stderr
+    for name in CLASSES:
+        assert re.search(rf"{name}: images +{COUNTS['test']}\n", done.stdout.replace(" \n", "\n"))
+        assert f"{name}: recall" in done.stdout
+    said = " ".join(done.stdout.split())
+    assert "redrawing patches; slides are not known, and with them intervals would be wider." in said
