@@ -21,8 +21,9 @@ from typing import Any
 
 from record import record
 
+from rotopath.model_file import WEIGHTS
 from rotopath.recipe import changed_key, read_recipe
-from rotopath.runs import RECIPE, WEIGHTS
+from rotopath.runs import RECIPE
 
 TASKS = {"mitosis": "f1", "nuclei": "f1", "tumor": "accuracy"}
 NETWORKS = ((1, "paper"), (8, "paper"), (8, "faithful"))

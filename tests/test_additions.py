@@ -8,10 +8,11 @@ import pytest
 from additions import compare, main, read_networks, tabulate
 
 from rotopath import runs
+from rotopath.model_file import MODEL, WEIGHTS, RunError, pack_weights, write_model
 from rotopath.recipe import make_recipe, write_recipe
-from rotopath.runs import RunError
 from rotopath.studies.results import read_results
 from rotopath.tasks import TUMOR
+from rotopath.writing import write_bytes, write_json, write_text
 
 
 def make_run(part: Path, seed: int, auc: float, wrong: int = 4, turned: bool = True, **keys: object) -> None:
@@ -25,12 +26,12 @@ def make_run(part: Path, seed: int, auc: float, wrong: int = 4, turned: bool = T
     losses = [9.0] * 100 + [0.25] * 250 + [0.75] * 250  # the first ones do not count
     lines = "".join(f"{step},{loss}\n" for step, loss in enumerate(losses))
     (folder / runs.LOG).write_text(f"step,loss\n{lines}")
-    runs.write_text(folder / runs.RECIPE, write_recipe(recipe))
-    runs.write_json(folder / runs.METRICS, {"valid": {"accuracy": auc, "auc": auc - 0.1}})
+    write_text(folder / runs.RECIPE, write_recipe(recipe))
+    write_json(folder / runs.METRICS, {"valid": {"accuracy": auc, "auc": auc - 0.1}})
     network = runs.build(recipe)
-    weights = runs.pack_weights(network)
-    runs.write_model(folder, TUMOR, runs.describe_network(recipe, network), {"threshold": 0.5}, weights)
-    runs.write_bytes(folder / runs.WEIGHTS, weights)
+    weights = pack_weights(network)
+    write_model(folder, TUMOR, runs.describe_network(recipe, network), {"threshold": 0.5}, weights)
+    write_bytes(folder / WEIGHTS, weights)
 
 
 def make_study(folder: Path) -> Path:
@@ -116,8 +117,8 @@ def test_runs_of_rotopath_0_1_stand_in_the_same_table(tmp_path: Path) -> None:
     """They have options among the keys of their recipes, and an operating point in place of a model file."""
     expected = tabulate(read_networks(make_study(tmp_path / "study")))
     for folder in (tmp_path / "study").glob("faithful/*"):
-        (folder / runs.MODEL).unlink()
-        runs.write_json(folder / runs.OLD_POINT, {"threshold": 0.5})
+        (folder / MODEL).unlink()
+        write_json(folder / runs.OLD_POINT, {"threshold": 0.5})
         keys = f'task = "tumor"\ndata = "d"\nseed = {folder.name[-1]}\n'
         (folder / runs.RECIPE).write_text(f'{keys}kernel = "harmonic"\npooling = "rms-blur"\n')
     assert tabulate(read_networks(tmp_path / "study")) == expected

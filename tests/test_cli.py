@@ -13,8 +13,9 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import rotopath
-from rotopath import pretrained, runs
+from rotopath import pretrained
 from rotopath.cli import app
+from rotopath.model_file import FORMAT, MODEL
 from rotopath.models import ARCHITECTURES
 
 
@@ -349,15 +350,15 @@ def test_mistakes_in_training_get_one_sentence(tmp_path: Path, arguments: tuple[
 def copy_model(tmp_path: Path, **changes: object) -> Path:
     """A pretrained model whose model file says something else."""
     folder = Path(shutil.copytree(pretrained.HOME / "tumor-pcam-n8", tmp_path / "model"))
-    content = json.loads((folder / runs.MODEL).read_text())
-    (folder / runs.MODEL).write_text(json.dumps(content | changes))
+    content = json.loads((folder / MODEL).read_text())
+    (folder / MODEL).write_text(json.dumps(content | changes))
     return folder
 
 
 def test_a_model_of_a_newer_format_is_called_newer(tmp_path: Path) -> None:
     image = write_image(tmp_path / "a.png", pixels(96, 96))
     words = (str(image), "--spacing-um-px", "1", "--device", "cpu", "--out", str(tmp_path / "out"))
-    result = run("predict", str(copy_model(tmp_path, format=runs.FORMAT + 1, rotopath="99.0.0")), *words)
+    result = run("predict", str(copy_model(tmp_path, format=FORMAT + 1, rotopath="99.0.0")), *words)
     assert result.exit_code == 2
     assert "model.json was written by rotopath 99.0.0, which is newer than this one" in result.stderr
     assert "upgrade rotopath to use it." in result.stderr

@@ -16,9 +16,10 @@ import rotopath as rp
 from rotopath import exporting, runs
 from rotopath.cli import app
 from rotopath.exporting import MODELS, check_answers, export
+from rotopath.model_file import WEIGHTS, RunError, pack_weights, write_model
 from rotopath.models.promise import find_module
 from rotopath.recipe import make_recipe, write_recipe
-from rotopath.runs import RunError
+from rotopath.writing import write_bytes, write_json, write_text
 
 POINT = {"threshold": 0.375}
 POINTS = {"classify": POINT, "detect": POINT, "segment": {"inside": 0.5, "background": 0.25, "least_px": 30}}
@@ -37,11 +38,11 @@ def make_run(folder: Path, task: str, orientations: int = 4, **choices: object) 
         if isinstance(module, rp.nn.Project):
             for parameter in module.parameters():
                 nn.init.uniform_(parameter, 0.5, 1.5, generator=generator)
-    runs.write_text(folder / runs.RECIPE, write_recipe(recipe))
-    runs.write_json(folder / runs.PROVENANCE, {"seed": 0})
-    weights, point = runs.pack_weights(network), POINTS[task.kind] if task.is_single else {}
-    runs.write_model(folder, task, runs.describe_network(recipe, network), point, weights)
-    runs.write_bytes(folder / runs.WEIGHTS, weights)
+    write_text(folder / runs.RECIPE, write_recipe(recipe))
+    write_json(folder / runs.PROVENANCE, {"seed": 0})
+    weights, point = pack_weights(network), POINTS[task.kind] if task.is_single else {}
+    write_model(folder, task, runs.describe_network(recipe, network), point, weights)
+    write_bytes(folder / WEIGHTS, weights)
     return folder
 
 

@@ -22,7 +22,7 @@ from rotopath.cli import app
 from rotopath.images.geojson import SlideObject, read_geojson
 from rotopath.inference.slides import SlidePass
 from rotopath.metrics import smooth_images
-from rotopath.runs import RunError
+from rotopath.model_file import RunError
 
 MODEL = "tumor-pcam-n8"
 FILES = {"heatmap.ome.tif", "objects.csv", "objects.geojson", "overlay.png", "summary.json"}

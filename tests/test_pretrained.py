@@ -16,11 +16,12 @@ import rotopath as rp
 from rotopath import pretrained, runs
 from rotopath.cli import app
 from rotopath.inference import predict
+from rotopath.model_file import MODEL, WEIGHTS, RunError, pack_weights, write_model
 from rotopath.recipe import make_recipe, write_recipe
-from rotopath.runs import RunError
+from rotopath.writing import write_bytes, write_json, write_text
 
 ROOT = Path(__file__).parent.parent
-FILES = {runs.RECIPE, runs.WEIGHTS, runs.MODEL, runs.METRICS, runs.PROVENANCE, pretrained.CARD}
+FILES = {runs.RECIPE, WEIGHTS, MODEL, runs.METRICS, runs.PROVENANCE, pretrained.CARD}
 SECTIONS = ["Use", "Data and its terms", "Recipe", "Scores", "Limits"]
 A_PATH = re.compile(r"(?<![\w/.])(?:/\w+/|~/|[A-Za-z]:[\\/])|\b(?:runs|data|home)/")
 each_model = pytest.mark.parametrize("name", pretrained.list_pretrained())
@@ -58,8 +59,8 @@ def test_it_loads_from_anywhere_and_predicts(name: str, tmp_path: Path, monkeypa
 def test_it_is_small_and_says_nothing_of_a_machine(name: str) -> None:
     folder = pretrained.HOME / name
     assert {path.name for path in folder.iterdir()} == FILES
-    assert (folder / runs.WEIGHTS).stat().st_size <= MOST_BYTES
-    for written in FILES - {runs.WEIGHTS}:
+    assert (folder / WEIGHTS).stat().st_size <= MOST_BYTES
+    for written in FILES - {WEIGHTS}:
         assert not A_PATH.search((folder / written).read_text(encoding="utf-8")), written
     assert "path" not in json.loads((folder / runs.PROVENANCE).read_text())["data"]
 
@@ -88,7 +89,7 @@ def test_its_card_is_complete_and_agrees_with_its_files(name: str) -> None:
     score = run.task.score_name
     assert f" | {json.loads((folder / runs.METRICS).read_text())['test'][score]:.3f} (95 % interval " in card
     assert not re.search(r"[{}]|\bnan\b|None", card)
-    weights = sum(tensor.numel() for key, tensor in load_file(folder / runs.WEIGHTS).items() if key.endswith("weight"))
+    weights = sum(tensor.numel() for key, tensor in load_file(folder / WEIGHTS).items() if key.endswith("weight"))
     assert weights > 10_000
 
 
@@ -241,14 +242,14 @@ def make_run(part: Path, seed: int, valid: float, test: float, images: int = 132
         "valid": {"f1": valid, "images": 126, **scores},
         "test": {"f1": test, "images": 608, "f1_interval": [test - 0.1, test + 0.1], **scores},
     }
-    runs.write_text(folder / runs.RECIPE, write_recipe(recipe))
-    runs.write_json(folder / runs.METRICS, metrics)
+    write_text(folder / runs.RECIPE, write_recipe(recipe))
+    write_json(folder / runs.METRICS, metrics)
     about = {"source": "AMIDA13", "path": "/home/somebody/data", "images": images, "fingerprint": "f"}
-    runs.write_json(folder / runs.PROVENANCE, {"seed": seed, "data": about})
+    write_json(folder / runs.PROVENANCE, {"seed": seed, "data": about})
     network, task = runs.build(recipe), recipe.make_task()
-    weights = runs.pack_weights(network)
-    runs.write_model(folder, task, runs.describe_network(recipe, network), POINTS[task.kind], weights)
-    runs.write_bytes(folder / runs.WEIGHTS, weights)
+    weights = pack_weights(network)
+    write_model(folder, task, runs.describe_network(recipe, network), POINTS[task.kind], weights)
+    write_bytes(folder / WEIGHTS, weights)
     return folder
 
 
@@ -262,25 +263,25 @@ def test_publishing_chooses_by_validation_and_never_by_test(tmp_path: Path) -> N
     place = publish(tmp_path / "part", tmp_path / "home")
     assert place == tmp_path / "home" / "mitosis-amida13-n8"
     assert {path.name for path in place.iterdir()} == FILES
-    assert (place / runs.WEIGHTS).read_bytes() == (best / runs.WEIGHTS).read_bytes()
+    assert (place / WEIGHTS).read_bytes() == (best / WEIGHTS).read_bytes()
     card = (place / pretrained.CARD).read_text(encoding="utf-8")
     assert "| test F1 | 0.600 (95 % interval 0.500 to 0.700) |" in card
     assert "| test F1 over seeds | 0.780 ± 0.197 (mean and standard deviation of 3 seeds) |" in card
     assert "| 1 (this model) | 0.900 | 0.600 |" in card
     assert "595 fields for training,\n126 for validation, 608 for testing" in card
-    written = "".join((place / name).read_text(encoding="utf-8") for name in FILES - {runs.WEIGHTS})
+    written = "".join((place / name).read_text(encoding="utf-8") for name in FILES - {WEIGHTS})
     assert not A_PATH.search(written)
     run = rp.load(place)
     assert run.recipe.workers == 0
     assert run.info == rp.load(best).info
-    assert run.info.weights_sha256 == hashlib.sha256((best / runs.WEIGHTS).read_bytes()).hexdigest()
+    assert run.info.weights_sha256 == hashlib.sha256((best / WEIGHTS).read_bytes()).hexdigest()
 
 
 def test_publishing_takes_runs_of_rotopath_0_1(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "part", seed=0, valid=0.7, test=0.8)
     info = rp.load(folder).info
-    (folder / runs.MODEL).unlink()
-    runs.write_json(folder / runs.OLD_POINT, dict(info.point))
+    (folder / MODEL).unlink()
+    write_json(folder / runs.OLD_POINT, dict(info.point))
     place = publish(tmp_path / "part", tmp_path / "home")
     assert {path.name for path in place.iterdir()} == FILES
     assert rp.load(place).info == info
@@ -290,7 +291,7 @@ def test_publishing_says_where_cases_were_too_few_for_an_interval(tmp_path: Path
     folder = make_run(tmp_path, seed=0, valid=0.7, test=0.8)
     metrics = json.loads((folder / runs.METRICS).read_text())
     metrics["test"]["f1_interval"] = None
-    runs.write_json(folder / runs.METRICS, metrics)
+    write_json(folder / runs.METRICS, metrics)
     card = (publish(tmp_path, tmp_path / "home") / pretrained.CARD).read_text(encoding="utf-8")
     assert "| test F1 | 0.800 (too few cases for an interval) |" in card
 
@@ -300,9 +301,9 @@ def test_publishing_knows_nuclei_too(tmp_path: Path) -> None:
     metrics = json.loads((folder / runs.METRICS).read_text())
     for split, fields in (("valid", 4), ("test", 8)):
         metrics[split] |= {"images": {f"field {i}": {"f1": 0.5} for i in range(fields)}, "aji_plus": 0.5}
-    runs.write_json(folder / runs.METRICS, metrics)
+    write_json(folder / runs.METRICS, metrics)
     about = {"source": "Kumar/MoNuSeg", "path": "/home/somebody/data", "images": 24, "fingerprint": "f"}
-    runs.write_json(folder / runs.PROVENANCE, {"seed": 0, "data": about})
+    write_json(folder / runs.PROVENANCE, {"seed": 0, "data": about})
     place = publish(tmp_path / "part", tmp_path / "home")
     assert place.name == "nuclei-kumar-n8"
     card = (place / pretrained.CARD).read_text(encoding="utf-8")
@@ -316,7 +317,7 @@ def test_publishing_takes_the_runs_with_most_training_data(tmp_path: Path) -> No
     make_run(tmp_path, seed=0, valid=0.99, test=0.99, regime=2)
     best = make_run(tmp_path, seed=0, valid=0.7, test=0.7, regime=8)
     place = publish(tmp_path, tmp_path / "home")
-    assert (place / runs.WEIGHTS).read_bytes() == (best / runs.WEIGHTS).read_bytes()
+    assert (place / WEIGHTS).read_bytes() == (best / WEIGHTS).read_bytes()
     assert "0.700 (a single seed)" in (place / pretrained.CARD).read_text(encoding="utf-8")
 
 
@@ -333,7 +334,7 @@ def test_publishing_refuses_what_it_cannot_vouch_for(tmp_path: Path) -> None:
     make_run(tmp_path / "converted", seed=0, valid=0.7, test=0.7, network="resnet18", network_options={"width": 2})
     with pytest.raises(SystemExit, match="has the task 'mitosis' and the network 'resnet18', of which cards do not"):
         publish(tmp_path / "converted", tmp_path / "home")
-    weights = make_run(tmp_path / "damaged", seed=0, valid=0.7, test=0.7) / runs.WEIGHTS
+    weights = make_run(tmp_path / "damaged", seed=0, valid=0.7, test=0.7) / WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
     with pytest.raises(RunError, match="was damaged or replaced"):
         publish(tmp_path / "damaged", tmp_path / "home")

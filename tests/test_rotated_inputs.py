@@ -10,8 +10,9 @@ from layouts import amida13, kumar, pcam, write_csv, write_image
 import rotopath as rp
 from rotopath.evaluation import summarise, turn_inputs
 from rotopath.metrics.robustness import list_angles
+from rotopath.model_file import ModelInfo, NetworkInfo
 from rotopath.models import Network
-from rotopath.runs import ModelInfo, NetworkInfo, Run
+from rotopath.runs import Run
 from rotopath.tasks import PAPER, Class, Classify, Task
 
 pytestmark = pytest.mark.filterwarnings("ignore:stain normalisation left an image unchanged")

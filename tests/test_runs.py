@@ -21,12 +21,14 @@ import rotopath as rp
 from rotopath import runs
 from rotopath.data import open_data
 from rotopath.inference import predict
+from rotopath.model_file import MODEL, WEIGHTS, ModelInfo, RunError, load_weights, pack_weights, read_json, write_model
 from rotopath.models import FrozenNetwork
 from rotopath.models.promise import DenseModule, SlidingModule, find_module
 from rotopath.provenance import FINGERPRINT, fingerprint
 from rotopath.recipe import Recipe, make_recipe, write_recipe
-from rotopath.runs import ModelInfo, Run, RunError, _choose_dtype
+from rotopath.runs import Run, _choose_dtype
 from rotopath.tasks import TUMOR
+from rotopath.writing import write_bytes, write_json, write_text
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 POINT = {"threshold": 0.375}
@@ -44,11 +46,11 @@ def make_run(folder: Path, task: str = "tumor", data: object = "nowhere", **keys
     folder.mkdir(parents=True)
     recipe = make_recipe({"task": task, "data": str(data), "orientations": 4, "accelerator": "cpu", **keys})
     network, made = runs.build(recipe), recipe.make_task()
-    weights, point = runs.pack_weights(network), POINTS[made.kind] if made.is_single else {}
-    runs.write_text(folder / runs.RECIPE, write_recipe(recipe))
-    runs.write_json(folder / runs.PROVENANCE, {"seed": 0, "rotopath": rp.__version__})
-    runs.write_model(folder, made, runs.describe_network(recipe, network), point, weights)
-    runs.write_bytes(folder / runs.WEIGHTS, weights)
+    weights, point = pack_weights(network), POINTS[made.kind] if made.is_single else {}
+    write_text(folder / runs.RECIPE, write_recipe(recipe))
+    write_json(folder / runs.PROVENANCE, {"seed": 0, "rotopath": rp.__version__})
+    write_model(folder, made, runs.describe_network(recipe, network), point, weights)
+    write_bytes(folder / WEIGHTS, weights)
     return folder
 
 
@@ -136,7 +138,7 @@ def test_what_a_model_file_says_is_read(
     assert run.task == made
     assert run.point == (POINTS[made.kind] if made.is_single else {})
     assert run.info.network == runs.describe_network(recipe, expected)
-    assert run.info.weights_sha256 == hashlib.sha256((folder / runs.WEIGHTS).read_bytes()).hexdigest()
+    assert run.info.weights_sha256 == hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
     assert run.network.geometry == expected.geometry
     assert type(run.network) is (wrapped or rp.models.Network)
     assert not run.network.training
@@ -193,13 +195,13 @@ KINDS = {
 
 @pytest.mark.parametrize("key", KINDS)
 def test_a_value_of_the_wrong_kind_is_named(run: Path, key: str) -> None:
-    content = runs.read_json(run / runs.MODEL)
+    content = read_json(run / MODEL)
     for value in (MISSING, *WRONG_KINDS[KINDS[key]]):
-        runs.write_json(run / runs.MODEL, change(content, key, value))
+        write_json(run / MODEL, change(content, key, value))
         named = f"{key.rpartition('.')[2]!r} is {None if value is MISSING else value!r}, where a"
         named = named.removesuffix(" a") if KINDS[key] == "flag" else named
-        assert f"{run / runs.MODEL} is damaged: {named}" in refuse(run)
-    runs.write_json(run / runs.MODEL, content)
+        assert f"{run / MODEL} is damaged: {named}" in refuse(run)
+    write_json(run / MODEL, content)
     rp.load(run)
 
 
@@ -255,8 +257,8 @@ def test_a_value_of_the_wrong_kind_is_named(run: Path, key: str) -> None:
     ],
 )
 def test_a_value_that_cannot_be_is_named(run: Path, key: str, value: object, named: str) -> None:
-    path = run / runs.MODEL
-    runs.write_json(path, change(runs.read_json(path), key, value))
+    path = run / MODEL
+    write_json(path, change(read_json(path), key, value))
     sentence = refuse(run)
     assert str(path) in sentence
     assert named in sentence
@@ -266,8 +268,8 @@ def test_a_value_that_cannot_be_is_named(run: Path, key: str, value: object, nam
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
 def test_what_is_no_number_is_named(run: Path, key: str, value: str) -> None:
     """JSON has no such words, but Python reads and writes them."""
-    path = run / runs.MODEL
-    path.write_text(json.dumps(change(runs.read_json(path), key, float(value))))
+    path = run / MODEL
+    path.write_text(json.dumps(change(read_json(path), key, float(value))))
     assert refuse(run) == f"{path} is damaged: it is no JSON ({value} is no number)."
 
 
@@ -287,7 +289,7 @@ def test_what_is_no_number_is_named(run: Path, key: str, value: str) -> None:
     ],
 )
 def test_a_network_that_cannot_be_built_is_named(run: Path, key: str, value: object, named: str) -> None:
-    runs.write_json(run / runs.MODEL, change(runs.read_json(run / runs.MODEL), key, value))
+    write_json(run / MODEL, change(read_json(run / MODEL), key, value))
     sentence = refuse(run)
     assert sentence.startswith(f"The network of {run} cannot be built: ")
     assert named in sentence
@@ -314,18 +316,18 @@ def test_a_geometry_that_the_network_does_not_have_is_refused(
     tmp_path: Path, task: str, keys: dict[str, object], key: str, value: object
 ) -> None:
     """Also of networks that do not know their own; predictions would end in errors, or be somewhere else."""
-    path = make_run(tmp_path / "run", task, **keys) / runs.MODEL
-    content = runs.read_json(path)
-    runs.write_json(path, change(content, key, value))
+    path = make_run(tmp_path / "run", task, **keys) / MODEL
+    content = read_json(path)
+    write_json(path, change(content, key, value))
     assert str(path) in refuse(path.parent)
-    runs.write_json(path, content)
+    write_json(path, content)
     rp.load(path.parent)
 
 
 @pytest.mark.parametrize("width", [-4, "wide", None])
 def test_a_network_that_fails_while_it_is_built_is_named(tmp_path: Path, width: object) -> None:
-    path = make_run(tmp_path / "run", "classify", **WINDOWS) / runs.MODEL
-    runs.write_json(path, change(runs.read_json(path), "network.options.width", width))
+    path = make_run(tmp_path / "run", "classify", **WINDOWS) / MODEL
+    write_json(path, change(read_json(path), "network.options.width", width))
     assert refuse(path.parent).startswith(f"The network of {path.parent} cannot be built: ")
 
 
@@ -333,20 +335,20 @@ def test_a_network_that_fails_while_it_is_built_is_named(tmp_path: Path, width: 
     "content", ["", "{", "[]", "null", "1", "[" * 100_000, b"\xff\xfe\x00", b'{"format": 1, "format'], ids=repr
 )
 def test_a_model_file_that_holds_no_table_is_damaged(run: Path, content: str | bytes) -> None:
-    (run / runs.MODEL).write_bytes(content.encode() if isinstance(content, str) else content)
-    assert refuse(run).startswith(f"{run / runs.MODEL} is damaged: it ")
+    (run / MODEL).write_bytes(content.encode() if isinstance(content, str) else content)
+    assert refuse(run).startswith(f"{run / MODEL} is damaged: it ")
 
 
 def test_a_model_file_that_is_missing_is_named(run: Path) -> None:
-    (run / runs.MODEL).unlink()
-    assert refuse(run) == f"{run / runs.MODEL} does not exist."
+    (run / MODEL).unlink()
+    assert refuse(run) == f"{run / MODEL} does not exist."
 
 
 def test_thresholds_may_lie_at_their_bounds(run: Path) -> None:
     """The best threshold of a bad classifier lies just above the highest probability that there is."""
-    path = run / runs.MODEL
+    path = run / MODEL
     for value in (0, 1, float(np.nextafter(1, 2))):
-        runs.write_json(path, change(runs.read_json(path), "operating_point.threshold", value))
+        write_json(path, change(read_json(path), "operating_point.threshold", value))
         assert rp.load(run).point == {"threshold": value}
 
 
@@ -361,15 +363,15 @@ def test_thresholds_may_lie_at_their_bounds(run: Path) -> None:
     ],
 )
 def test_operating_points_are_those_of_the_task(tmp_path: Path, task: str, point: Table, named: str) -> None:
-    path = make_run(tmp_path / "run", task, orientations=1) / runs.MODEL
-    runs.write_json(path, runs.read_json(path) | {"operating_point": point})
+    path = make_run(tmp_path / "run", task, orientations=1) / MODEL
+    write_json(path, read_json(path) | {"operating_point": point})
     assert f"{path} is damaged: {named}" in refuse(path.parent)
 
 
 def test_several_classes_have_no_threshold(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", "classify", classes=["a", "b", "c"], orientations=1)
     assert rp.load(folder).point == {}
-    runs.write_json(folder / runs.MODEL, runs.read_json(folder / runs.MODEL) | {"operating_point": POINT})
+    write_json(folder / MODEL, read_json(folder / MODEL) | {"operating_point": POINT})
     assert "an operating point has no numbers; got threshold" in refuse(folder)
 
 
@@ -379,9 +381,9 @@ def test_several_classes_have_no_threshold(tmp_path: Path) -> None:
 def test_a_model_file_of_a_newer_version_is_called_so(run: Path) -> None:
     """Whatever else is in it is not for this version to judge."""
     newer = {"format": 2, "rotopath": "7.0.1", "task": "otherwise"}
-    runs.write_json(run / runs.MODEL, newer)
+    write_json(run / MODEL, newer)
     assert refuse(run) == (
-        f"{run / runs.MODEL} was written by rotopath 7.0.1, which is newer than this one ({rp.__version__}); "
+        f"{run / MODEL} was written by rotopath 7.0.1, which is newer than this one ({rp.__version__}); "
         f"upgrade rotopath to use it."
     )
 
@@ -393,7 +395,7 @@ def test_a_model_file_of_a_newer_version_is_called_so(run: Path) -> None:
 def test_a_recipe_of_a_newer_version_is_called_so_and_not_damaged(run: Path, writer: object, is_newer: bool) -> None:
     with (run / runs.RECIPE).open("a") as file:
         file.write("\n[quantum]\nbits = 3\n")
-    runs.write_json(run / runs.PROVENANCE, {"rotopath": writer})
+    write_json(run / runs.PROVENANCE, {"rotopath": writer})
     with pytest.raises(RunError) as refused:
         rp.load(run).recipe  # noqa: B018
     sentence = str(refused.value)
@@ -405,7 +407,7 @@ def test_a_recipe_of_a_newer_version_is_called_so_and_not_damaged(run: Path, wri
 def test_a_run_of_a_newer_version_that_has_no_model_file_is_called_so(run: Path) -> None:
     age(run)
     (run / runs.RECIPE).write_text('task = "tumor"\ndata = "x"\nzebra = 3\n')
-    runs.write_json(run / runs.PROVENANCE, {"rotopath": "99.1"})
+    write_json(run / runs.PROVENANCE, {"rotopath": "99.1"})
     assert refuse(run).startswith(f"{run} was trained by rotopath 99.1, which is newer")
 
 
@@ -414,16 +416,16 @@ def test_a_run_of_a_newer_version_that_has_no_model_file_is_called_so(run: Path)
 
 def put(run: Path, content: bytes) -> None:
     """Write weights, and a model file that describes them."""
-    path = run / runs.MODEL
-    (run / runs.WEIGHTS).write_bytes(content)
-    runs.write_json(path, change(runs.read_json(path), "weights.sha256", hashlib.sha256(content).hexdigest()))
+    path = run / MODEL
+    (run / WEIGHTS).write_bytes(content)
+    write_json(path, change(read_json(path), "weights.sha256", hashlib.sha256(content).hexdigest()))
 
 
 WEIGHT, COUNT = "stages.1.conv.weight", "stages.0.norm.num_batches_tracked"
 
 
 def put_changed(run: Path, name: str, change: Callable[[Tensor], Tensor]) -> None:
-    tensors = load((run / runs.WEIGHTS).read_bytes())
+    tensors = load((run / WEIGHTS).read_bytes())
     put(run, save(tensors | {name: change(tensors[name]).contiguous()}))
 
 
@@ -431,8 +433,7 @@ def put_changed(run: Path, name: str, change: Callable[[Tensor], Tensor]) -> Non
 def test_weights_of_another_type_are_refused(run: Path, dtype: str) -> None:
     put_changed(run, WEIGHT, lambda weight: weight.to(getattr(torch, dtype)))
     assert refuse(run) == (
-        f"{run / runs.WEIGHTS} does not hold the weights of this network: {WEIGHT!r} is of type {dtype}, and not "
-        f"float32."
+        f"{run / WEIGHTS} does not hold the weights of this network: {WEIGHT!r} is of type {dtype}, and not float32."
     )
 
 
@@ -455,12 +456,12 @@ def test_weights_that_are_not_the_networks_are_refused(
 ) -> None:
     put_changed(run, name, wrong)
     sentence = refuse(run)
-    assert sentence.startswith(f"{run / runs.WEIGHTS} does not hold the weights of this network: {name!r} ")
+    assert sentence.startswith(f"{run / WEIGHTS} does not hold the weights of this network: {name!r} ")
     assert fault in sentence
 
 
 def test_missing_and_additional_weights_are_refused(run: Path) -> None:
-    tensors = load((run / runs.WEIGHTS).read_bytes())
+    tensors = load((run / WEIGHTS).read_bytes())
     put(run, save(tensors | {"zebra": torch.zeros(3)}))
     assert refuse(run).endswith("does not hold the weights of this network: 'zebra' is not a weight of it.")
     del tensors[WEIGHT]
@@ -473,31 +474,31 @@ def test_missing_and_additional_weights_are_refused(run: Path) -> None:
 @pytest.mark.parametrize("kept", [0, 5, 8, 100, 5000, -1])
 @pytest.mark.parametrize("described", [True, False])
 def test_truncated_weights_are_refused(run: Path, kept: int, described: bool) -> None:
-    content = (run / runs.WEIGHTS).read_bytes()[:kept]
+    content = (run / WEIGHTS).read_bytes()[:kept]
     if described:
         put(run, content)
-        assert refuse(run).startswith(f"{run / runs.WEIGHTS} is damaged (")
+        assert refuse(run).startswith(f"{run / WEIGHTS} is damaged (")
     else:
-        (run / runs.WEIGHTS).write_bytes(content)
-        assert refuse(run).startswith(f"{run / runs.WEIGHTS} is not the file that its model file describes")
+        (run / WEIGHTS).write_bytes(content)
+        assert refuse(run).startswith(f"{run / WEIGHTS} is not the file that its model file describes")
 
 
 @pytest.mark.parametrize("at", [0, 50, 4000, -1])
 def test_one_flipped_byte_is_noticed(run: Path, at: int) -> None:
-    content = bytearray((run / runs.WEIGHTS).read_bytes())
+    content = bytearray((run / WEIGHTS).read_bytes())
     content[at] ^= 1
-    (run / runs.WEIGHTS).write_bytes(content)
+    (run / WEIGHTS).write_bytes(content)
     assert refuse(run) == (
-        f"{run / runs.WEIGHTS} is not the file that its model file describes: it was damaged or replaced; restore it "
+        f"{run / WEIGHTS} is not the file that its model file describes: it was damaged or replaced; restore it "
         f"from a copy, or train again."
     )
 
 
 def test_good_weights_of_another_run_are_not_taken_for_its_own(run: Path, tmp_path: Path) -> None:
     other = make_run(tmp_path / "other", seed=1)
-    shutil.copyfile(other / runs.WEIGHTS, run / runs.WEIGHTS)
+    shutil.copyfile(other / WEIGHTS, run / WEIGHTS)
     assert "is not the file that its model file describes" in refuse(run)
-    shutil.copyfile(other / runs.MODEL, run / runs.MODEL)
+    shutil.copyfile(other / MODEL, run / MODEL)
     rp.load(run)
 
 
@@ -519,10 +520,10 @@ def test_nothing_is_loaded_of_weights_that_are_refused(tmp_path: Path, broken: s
     content = save(tensors | wrong[broken])
     (tmp_path / "w.safetensors").write_bytes(content[:-4] if broken == "truncated" else content)
     with pytest.raises(RunError):
-        runs.load_weights(network, tmp_path / "w.safetensors")
+        load_weights(network, tmp_path / "w.safetensors")
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
     (tmp_path / "w.safetensors").write_bytes(save(tensors))
-    runs.load_weights(network, tmp_path / "w.safetensors")
+    load_weights(network, tmp_path / "w.safetensors")
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in network.state_dict().items())
 
 
@@ -531,7 +532,7 @@ def test_weights_have_the_names_of_the_module_that_was_trained(tmp_path: Path) -
     for task, keys in (("classify", WINDOWS), ("segment", MAPS)):
         folder = make_run(tmp_path / task, task, **keys)
         network = rp.load(folder).network
-        names = load((folder / runs.WEIGHTS).read_bytes()).keys()
+        names = load((folder / WEIGHTS).read_bytes()).keys()
         assert names == find_module(network).state_dict().keys() != network.state_dict().keys()
 
 
@@ -580,8 +581,8 @@ OLD_TASKS = {
 
 def age(folder: Path) -> Path:
     """The folder as it would be without a model file, with an operating point in place of it."""
-    runs.write_json(folder / runs.OLD_POINT, runs.read_json(folder / runs.MODEL)["operating_point"])
-    (folder / runs.MODEL).unlink()
+    write_json(folder / runs.OLD_POINT, read_json(folder / MODEL)["operating_point"])
+    (folder / MODEL).unlink()
     return folder
 
 
@@ -606,7 +607,7 @@ def test_a_run_of_rotopath_0_1_is_used_as_any_other(tmp_path: Path, task: str) -
     data = make_data(task, tmp_path / "data")
     new = make_run(tmp_path / "new", task, data, seed=3, network_options=OLD_TASKS[task])
     old = make_old(tmp_path / "old", new, task, data)
-    assert {path.name for path in old.iterdir()} == {runs.RECIPE, runs.WEIGHTS, runs.OLD_POINT, runs.PROVENANCE}
+    assert {path.name for path in old.iterdir()} == {runs.RECIPE, WEIGHTS, runs.OLD_POINT, runs.PROVENANCE}
     before = {path.name: path.read_bytes() for path in old.iterdir()}
     ours, theirs = rp.load(new), rp.load(old)
     assert theirs.info == replace(ours.info, weights_sha256=None)
@@ -624,13 +625,13 @@ def test_a_run_of_rotopath_0_1_is_used_as_any_other(tmp_path: Path, task: str) -
     exported = [rp.export(each, "torchscript", tmp_path / f"{each.name}-model") for each in (new, old)]
     states = [(place / "model.safetensors").read_bytes() for place in exported]
     assert states[0] == states[1]
-    configs = [runs.read_json(place / "config.json") | {"name": ""} for place in exported]
+    configs = [read_json(place / "config.json") | {"name": ""} for place in exported]
     assert configs[0] == configs[1]
     assert {path.name: path.read_bytes() for path in old.iterdir()} == before, "it is left as it was"
 
 
 def test_the_model_file_goes_before_an_old_operating_point(run: Path) -> None:
-    runs.write_json(run / runs.OLD_POINT, {"threshold": 0.9})
+    write_json(run / runs.OLD_POINT, {"threshold": 0.9})
     assert rp.load(run).point == POINT
 
 
@@ -658,11 +659,11 @@ def test_damaged_files_of_old_runs_are_named(run: Path, name: str, content: str,
 def test_weights_of_old_runs_are_checked_too(run: Path) -> None:
     """All but the checksum, which they have none of."""
     age(run)
-    tensors = load((run / runs.WEIGHTS).read_bytes())
+    tensors = load((run / WEIGHTS).read_bytes())
     tensors[WEIGHT][0, 0, 0, 0] = torch.nan
-    (run / runs.WEIGHTS).write_bytes(save(tensors))
+    (run / WEIGHTS).write_bytes(save(tensors))
     assert "has values that are no finite numbers" in refuse(run)
-    (run / runs.WEIGHTS).write_bytes(save(tensors | {WEIGHT: tensors[WEIGHT].double()}))
+    (run / WEIGHTS).write_bytes(save(tensors | {WEIGHT: tensors[WEIGHT].double()}))
     assert "is of type float64, and not float32" in refuse(run)
 
 

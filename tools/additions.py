@@ -17,9 +17,9 @@ from statistics import mean, stdev
 import numpy as np
 
 from rotopath import runs
+from rotopath.model_file import RunError
 from rotopath.models.promise import find_module
 from rotopath.recipe import changed_key
-from rotopath.runs import RunError
 from rotopath.studies.results import Result, estimate, margin, read_results
 from rotopath.writing import replaced
 

@@ -18,12 +18,12 @@ from statistics import mean, stdev
 from typing import Any
 
 from rotopath import runs
+from rotopath.model_file import WEIGHTS, ModelInfo, RunError, write_model
 from rotopath.models import ARCHITECTURES
 from rotopath.models.promise import find_module
 from rotopath.pretrained import CARD, HOME
 from rotopath.recipe import HARDWARE, Recipe, write_recipe
-from rotopath.runs import ModelInfo, RunError
-from rotopath.writing import replaced_folder
+from rotopath.writing import replaced_folder, write_json, write_text
 
 DATASETS, TEMPLATE = (Path(__file__).with_name(name) for name in ("datasets.toml", "card.md"))
 FREE = "The data is free for any use, and so are these weights."
@@ -69,8 +69,8 @@ def publish(part: Path, home: Path = HOME) -> Path:
     chosen = max(seeds, key=lambda one: one.score("valid"))  # never by test
     provenance = _read(chosen.folder / runs.PROVENANCE)
     dataset = find_dataset(provenance["data"]["source"], provenance["data"]["images"])
-    if (chosen.folder / runs.WEIGHTS).stat().st_size > MOST_BYTES:
-        raise SystemExit(f"{chosen.folder / runs.WEIGHTS} has over {MOST_BYTES} bytes, too many for the package.")
+    if (chosen.folder / WEIGHTS).stat().st_size > MOST_BYTES:
+        raise SystemExit(f"{chosen.folder / WEIGHTS} has over {MOST_BYTES} bytes, too many for the package.")
     provenance["data"] = {key: value for key, value in provenance["data"].items() if key not in PLACES}
     provenance["data"] |= {"title": dataset.title, "terms": dataset.terms, "commercial": dataset.commercial}
     provenance["chosen"] = {
@@ -80,20 +80,20 @@ def publish(part: Path, home: Path = HOME) -> Path:
     place = home / f"{chosen.recipe.task}-{dataset.name}-n{ORIENTATIONS}"
     card = write_card(place.name, chosen, seeds, dataset)
     with replaced_folder(place) as unfinished:
-        for name in (runs.WEIGHTS, runs.METRICS):
+        for name in (WEIGHTS, runs.METRICS):
             shutil.copyfile(chosen.folder / name, unfinished / name)
-        weights = (unfinished / runs.WEIGHTS).read_bytes()
-        runs.write_model(unfinished, chosen.info.task, chosen.info.network, chosen.info.point, weights)
-        runs.write_text(unfinished / runs.RECIPE, write_recipe(_anywhere(chosen.recipe, dataset)))
-        runs.write_json(unfinished / runs.PROVENANCE, provenance)
-        runs.write_text(unfinished / CARD, card)
+        weights = (unfinished / WEIGHTS).read_bytes()
+        write_model(unfinished, chosen.info.task, chosen.info.network, chosen.info.point, weights)
+        write_text(unfinished / runs.RECIPE, write_recipe(_anywhere(chosen.recipe, dataset)))
+        write_json(unfinished / runs.PROVENANCE, provenance)
+        write_text(unfinished / CARD, card)
     return place
 
 
 def find_seeds(part: Path) -> list[Trained]:
     """The finished runs with 8 orientations and all training data, by seed."""
     finished = []
-    for weights in sorted(part.glob(f"*/{runs.WEIGHTS}")):
+    for weights in sorted(part.glob(f"*/{WEIGHTS}")):
         folder = weights.parent
         recipe = runs.read_run_recipe(folder)
         if recipe.task not in ARCHITECTURES or recipe.network_name != recipe.task:
@@ -135,7 +135,7 @@ def write_card(name: str, chosen: Trained, seeds: Sequence[Trained], dataset: Da
         task=recipe.task,
         orientations=ORIENTATIONS,
         weights=sum(weight.numel() for weight in network.parameters()),
-        kilobytes=(chosen.folder / runs.WEIGHTS).stat().st_size // 1000,
+        kilobytes=(chosen.folder / WEIGHTS).stat().st_size // 1000,
         spacing_um_px=task.spacing_um_px,
         stain="normalised by Macenko's method" if task.stain == "macenko" else "as it is",
         window_px=geometry.smallest_px,

@@ -1,7 +1,7 @@
 """Networks that do not care how a slide lies on the table: SE(2,N) layers and models for computational pathology.
 
-Everything that the command `rotopath` does has a function here: `train`, `evaluate`, `predict`, `export`, `study`.
-Rooms open on first use, so that `import rotopath` and `rotopath --help` cost nothing.
+Everything that the command `rotopath` does has a function here: `train`, `evaluate`, `predict`, `export`, `study`,
+`report`. Rooms open on first use, so that `import rotopath` and `rotopath --help` cost nothing.
 """
 
 from importlib import import_module
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rotopath.models import equivariant, freeze
     from rotopath.predicting import predict
     from rotopath.recipe import Recipe
+    from rotopath.reports.study_page import report
     from rotopath.runs import load
     from rotopath.studies import study
     from rotopath.training import train
@@ -54,6 +55,7 @@ __all__ = [
     "nn",
     "predict",
     "recipe",
+    "report",
     "runs",
     "studies",
     "study",
@@ -71,6 +73,7 @@ _HOMES = {
     "freeze": "rotopath.models",
     "load": "rotopath.runs",
     "predict": "rotopath.predicting",
+    "report": "rotopath.reports.study_page",
     "study": "rotopath.studies",
     "train": "rotopath.training",
 }

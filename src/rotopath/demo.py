@@ -19,6 +19,7 @@ from rotopath.data.annotations import read_points
 from rotopath.data.synthetic import make_mitosis
 from rotopath.evaluation import Turned, gather, turn_inputs
 from rotopath.metrics.robustness import measure_robustness
+from rotopath.model_file import WEIGHTS
 from rotopath.recipe import Recipe
 from rotopath.reports.layers import draw_layers
 from rotopath.reports.page import Section, write_page
@@ -54,7 +55,7 @@ def run_demo(out: Path, console: Console, steps: int, size_px: int) -> Path:
             validation_steps=8,
             accelerator="cpu",
         )
-        if not (out / name / runs.WEIGHTS).exists():
+        if not (out / name / WEIGHTS).exists():
             console.print(f"Training {name}.")
             with TrainingProgress(recipe, console) as progress:
                 train(recipe, out / name, on_progress=progress.show)

@@ -25,12 +25,13 @@ from rotopath.group import covering_size
 from rotopath.inference import predict_alike, predict_patches, predict_realigned, predict_turned
 from rotopath.inference.dense import SPLINE_REACH
 from rotopath.metrics.robustness import list_angles, measure_robustness
+from rotopath.model_file import read_json
 from rotopath.models import DenseNetwork
 from rotopath.nn import center_crop
 from rotopath.runs import Run
 from rotopath.tasks import Frame, Task
 from rotopath.tasks.task import Evidence
-from rotopath.writing import replaced
+from rotopath.writing import replaced, write_json
 
 Split = Literal["train", "valid", "test"]
 OnProgress = Callable[[int, int], None]  # given how many pictures are done, and how many there are
@@ -322,10 +323,10 @@ def evaluate(
             np.savez_compressed(file, **pack(turned))  # type: ignore[arg-type]
     elif out is None and written.exists():
         # What was measured before about rotated inputs still holds: the file is this run's own.
-        before = runs.read_json(written).get(split, {})
+        before = read_json(written).get(split, {})
         if "rotation" in before and before.get("data") == scores["data"]:
             scores["rotation"] = before["rotation"]
-    runs.write_json(written, {split: scores})
+    write_json(written, {split: scores})
     return Evaluation(split, scores, written)
 
 

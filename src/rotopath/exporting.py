@@ -19,13 +19,14 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from rotopath import runs
+from rotopath.model_file import RunError, read_json
 from rotopath.models import DenseNetwork, freeze
 from rotopath.models.promise import IMAGE_CHANNELS, DenseModule, SlidingModule, find_module
 from rotopath.models.registry import find_window_px, is_equivariant
 from rotopath.pretrained import CARD
 from rotopath.provenance import PACKAGES, describe_software, now
-from rotopath.runs import Run, RunError
-from rotopath.writing import replaced_folder
+from rotopath.runs import Run
+from rotopath.writing import replaced_folder, write_json, write_text
 
 Format = Literal["torchscript", "onnx", "torch"]
 CONFIG, README, WEIGHTS = "config.json", "README.md", "model.safetensors"
@@ -74,9 +75,9 @@ def export(model: Run | Path | str, to: Format = "torchscript", out: Path | str 
         tensors = {name: tensor.contiguous() for name, tensor in plain.state_dict().items()}
         (unfinished / WEIGHTS).write_bytes(save(tensors))
         config = describe_model(run, to)
-        runs.write_json(unfinished / CONFIG, config)
-        runs.write_json(unfinished / runs.PROVENANCE, _describe_origin(run, to))
-        runs.write_text(unfinished / README, _explain(config, to))
+        write_json(unfinished / CONFIG, config)
+        write_json(unfinished / runs.PROVENANCE, _describe_origin(run, to))
+        write_text(unfinished / README, _explain(config, to))
         if (run.folder / CARD).exists():  # terms go with the weights
             shutil.copy(run.folder / CARD, unfinished / CARD)
     return place
@@ -225,7 +226,7 @@ def _describe_origin(run: Run, to: str) -> dict[str, object]:
         "run": run.name,
         "recipe": dataclasses.asdict(run.recipe) if recipe.exists() else None,
         "operating_point": dict(run.point),
-        "trained": runs.read_json(trained) if trained.exists() else None,
+        "trained": read_json(trained) if trained.exists() else None,
     }
 
 

@@ -27,9 +27,10 @@ from rotopath.images.overlay import DRAWN, draw_overlay
 from rotopath.images.pyramid import write_pyramid
 from rotopath.images.readers import SLIDE_SUFFIXES
 from rotopath.inference.slides import Model, Options, SlidePass
+from rotopath.model_file import RunError, hash_weights
 from rotopath.provenance import describe_machine, describe_software, now
-from rotopath.runs import Device, Precision, Run, RunError
-from rotopath.writing import recover_folder, replaced_folder
+from rotopath.runs import Device, Precision, Run
+from rotopath.writing import recover_folder, replaced_folder, write_json
 
 GEOJSON, TABLE, HEAT, DEVIATION = "objects.geojson", "objects.csv", "heatmap.ome.tif", "deviation.ome.tif"
 OVERLAY, SUMMARY = "overlay.png", "summary.json"
@@ -169,7 +170,7 @@ def _predict_one(
         picture = draw_overlay(slide, heat, winner, (corner, side * thin), model.task.colors, drawn)
         picture.save(unfinished / OVERLAY)
         summary = done.summary()
-        runs.write_json(
+        write_json(
             unfinished / SUMMARY,
             {
                 **{name: round(value, 6) for name, value in summary.items()},
@@ -228,7 +229,7 @@ def _describe(run: Run, path: Path, options: Options, spacing_um_px: float | Non
         "classes": list(run.task.class_names),
         "network": run.info.network.name,
         "orientations": run.info.network.orientations,
-        "weights": runs.hash_weights(run.folder)[:16],
+        "weights": hash_weights(run.folder)[:16],
         "operating_point": dict(run.point),
         "file": path.name,
         "file_bytes": path.stat().st_size if path.exists() else 0,

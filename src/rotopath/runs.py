@@ -5,30 +5,32 @@ from: versions, data, hardware, time. Weights are safetensors, and nothing that 
 """
 
 import difflib
-import hashlib
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save
-from torch import Tensor, nn
+from torch import nn
 
 import rotopath
 from rotopath import pretrained
-from rotopath.images.files import PLAUSIBLE_UM_PX
-from rotopath.images.stain import Stain
+from rotopath.model_file import (
+    MODEL,
+    WEIGHTS,
+    ModelInfo,
+    NetworkInfo,
+    RunError,
+    load_weights,
+    read_json,
+    read_model,
+)
 from rotopath.models import DenseNetwork, Geometry
-from rotopath.models.promise import DenseModule, SlidingModule, find_module, has_geometry, make_dense
+from rotopath.models.promise import DenseModule, SlidingModule, has_geometry, make_dense
 from rotopath.models.registry import build_network, find_window_px
 from rotopath.recipe import NetworkOptions, Recipe, RecipeError, read_recipe
-from rotopath.tasks import KINDS, Class, Task, find_kind
-from rotopath.writing import replaced
+from rotopath.tasks import Task
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,38 +40,11 @@ if TYPE_CHECKING:
     from rotopath.inference.result import Result
     from rotopath.inference.slides import Model
 
-RECIPE, WEIGHTS, MODEL, METRICS = "recipe.toml", "weights.safetensors", "model.json", "metrics.json"
+RECIPE, METRICS = "recipe.toml", "metrics.json"
 LOG, PROVENANCE, RESUME, KEPT = "log.csv", "provenance.json", "resume.ckpt", "kept.safetensors"
 OLD_POINT = "operating_point.json"  # of runs from before there was a model file
-FORMAT = 1  # of model files
 Device = Literal["cpu", "cuda"]
 Precision = Literal["16", "32"]
-
-
-class RunError(ValueError):
-    """A run or a model that cannot be used, said in one sentence."""
-
-
-@dataclass(frozen=True)
-class NetworkInfo:
-    """A network by its name, and what its outputs mean on an image."""
-
-    name: str
-    orientations: int
-    options: Mapping[str, Any]
-    window_px: int  # of the windows that it was trained on
-    geometry: Geometry
-    slides: bool = False  # whether it answers for whole windows, and is slid over images
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    """What a model file says: everything that prediction has to know besides the weights."""
-
-    task: Task
-    network: NetworkInfo
-    point: Mapping[str, float]  # thresholds, chosen on the validation set
-    weights_sha256: str | None  # None of runs from before there was a model file
 
 
 @dataclass(frozen=True, repr=False)
@@ -249,62 +224,11 @@ def describe_network(recipe: Recipe, network: DenseNetwork) -> NetworkInfo:
     return NetworkInfo(name, recipe.orientations, recipe.network_options, window_px, network.geometry, slides)
 
 
-# The model file
-
-
-def write_model(folder: Path, task: Task, network: NetworkInfo, point: Mapping[str, float], weights: bytes) -> None:
-    """Write `model.json`, for weights that are about to be written."""
-    kind = type(task)
-    known = KINDS.get(kind.kind) is kind and kind.__module__.startswith("rotopath.")
-    content = {
-        "format": FORMAT,
-        "rotopath": rotopath.__version__,
-        "task": {
-            "kind": kind.kind if known else f"{kind.__module__}:{kind.__qualname__}",
-            "name": task.name,
-            "classes": [{"name": each.name, "color": list(each.color)} for each in task.classes],
-            "absent": task.absent,
-            "plural": task.plural,
-            "typed": task.typed,
-            "spacing_um_px": task.spacing_um_px,
-            "stain": task.stain,
-        },
-        "network": {
-            "name": network.name,
-            "orientations": network.orientations,
-            "options": dict(network.options),
-            "window_px": network.window_px,
-            "slides": network.slides,
-            "geometry": asdict(network.geometry),
-        },
-        "operating_point": dict(point),
-        "weights": {"file": WEIGHTS, "bytes": len(weights), "sha256": hashlib.sha256(weights).hexdigest()},
-    }
-    write_json(folder / MODEL, content)
-
-
 def read_info(folder: Path) -> ModelInfo:
-    """What the model file of a folder says, checked in full; older runs are read from their other files."""
-    path = folder / MODEL
-    if not path.exists() and (folder / OLD_POINT).exists():
+    """What a model says; a run from before there were model files is read from its other files."""
+    if not (folder / MODEL).exists() and (folder / OLD_POINT).exists():
         return _migrate(folder)
-    content = read_json(path)
-    form = content.get("format")
-    if type(form) is not int or form < 1:
-        raise RunError(f"{path} is damaged: its format is {form!r}, where a whole number from 1 is expected.")
-    if form > FORMAT:
-        raise RunError(
-            f"{path} was written by rotopath {content.get('rotopath', '?')}, which is newer than this one "
-            f"({rotopath.__version__}); upgrade rotopath to use it."
-        )
-    try:
-        task = _read_task(_table(content, "task"))
-        network = _read_network(_table(content, "network"))
-        point = task.check_point(_table(content, "operating_point"))
-        digest = _read_weights(_table(content, "weights"), folder)
-    except ValueError as error:
-        raise RunError(f"{path} is damaged: {str(error).rstrip('.')}.") from None
-    return ModelInfo(task, network, point, digest)
+    return read_model(folder)
 
 
 def _migrate(folder: Path) -> ModelInfo:
@@ -316,156 +240,6 @@ def _migrate(folder: Path) -> ModelInfo:
     except ValueError as error:
         raise RunError(f"{folder / OLD_POINT} is damaged: {str(error).rstrip('.')}.") from None
     return ModelInfo(task, describe_network(recipe, build(recipe, task)), point, None)
-
-
-def _read_task(table: Mapping[str, Any]) -> Task:
-    kind = find_kind(_text(table, "kind"))
-    classes = table.get("classes")
-    if not isinstance(classes, list) or not classes:
-        raise ValueError("its task has no list of classes")
-    found = []
-    for each in classes:
-        color = each.get("color") if isinstance(each, Mapping) else None
-        parts: list[Any] = color if isinstance(color, list) and len(color) == 3 else [None] * 3
-        if not all(type(part) is int and 0 <= part <= 255 for part in parts):
-            raise ValueError(f"a class of its task is {each!r}, where a name and a colour of three bytes are expected")
-        found.append(Class(_text(each, "name"), (parts[0], parts[1], parts[2])))
-    stain = _text(table, "stain")
-    if stain not in get_args(Stain):
-        raise ValueError(f"its stain is {stain!r}; expected is one of {', '.join(get_args(Stain))}")
-    spacing = _number(table, "spacing_um_px", *PLAUSIBLE_UM_PX)
-    absent, plural, typed = _text(table, "absent"), _text(table, "plural"), _flag(table, "typed")
-    return kind(_text(table, "name"), tuple(found), spacing, stain, absent, plural, typed)  # type: ignore[arg-type]
-
-
-def _read_weights(table: Mapping[str, Any], folder: Path) -> str:
-    """The checksum of the weights, which have to be in their file and of their size."""
-    if _text(table, "file") != WEIGHTS:
-        raise ValueError(f"its weights are in {table['file']!r}, where {WEIGHTS!r} is expected")
-    found = (folder / WEIGHTS).stat().st_size if (folder / WEIGHTS).exists() else None
-    if type(table.get("bytes")) is not int or table["bytes"] < 0:
-        raise ValueError(f"'bytes' is {table.get('bytes')!r}, where a whole number from 0 is expected")
-    if found is not None and found != table["bytes"]:
-        raise ValueError(f"{WEIGHTS} has {found} bytes, and not {table['bytes']}: it was damaged or replaced")
-    return _text(table, "sha256")
-
-
-def _read_network(table: Mapping[str, Any]) -> NetworkInfo:
-    sizes = _table(table, "geometry")
-    least = {"outputs": 1, "smallest_px": 1, "step_px": 1, "stride_px": 1, "rim": 0}
-    geometry = Geometry(**{name: _whole(sizes, name, low) for name, low in least.items()})
-    return NetworkInfo(
-        _text(table, "name"),
-        _whole(table, "orientations", 1),
-        {key: tuple(value) if isinstance(value, list) else value for key, value in _table(table, "options").items()},
-        _whole(table, "window_px", 1),
-        geometry,
-        _flag(table, "slides"),
-    )
-
-
-def _table(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    if not isinstance(found := table.get(name), dict):
-        raise ValueError(f"{name!r} is {found!r}, where a table is expected")
-    return found
-
-
-def _text(table: Mapping[str, Any], name: str) -> str:
-    if not isinstance(found := table.get(name), str) or not found:
-        raise ValueError(f"{name!r} is {found!r}, where a text is expected")
-    return found
-
-
-def _flag(table: Mapping[str, Any], name: str) -> bool:
-    if not isinstance(found := table.get(name), bool):
-        raise ValueError(f"{name!r} is {found!r}, where true or false is expected")
-    return found
-
-
-def _number(table: Mapping[str, Any], name: str, low: float, high: float) -> float:
-    found = table.get(name)
-    if isinstance(found, bool) or not isinstance(found, int | float) or not low <= found <= high:
-        raise ValueError(f"{name!r} is {found!r}, where a number from {low:g} to {high:g} is expected")
-    return float(found)
-
-
-def _whole(table: Mapping[str, Any], name: str, low: int) -> int:
-    found = table.get(name)
-    if type(found) is not int or not low <= found <= 10**6:
-        raise ValueError(f"{name!r} is {found!r}, where a whole number from {low} is expected")
-    return found
-
-
-# Weights
-
-
-def pack_weights(network: DenseNetwork | nn.Module) -> bytes:
-    """The weights as safetensors, under the names that they have in the trained module."""
-    state = find_module(network).state_dict()
-    return save({name: tensor.contiguous().cpu() for name, tensor in state.items()})
-
-
-def load_weights(network: DenseNetwork | nn.Module, path: Path, sha256: str | None = None) -> None:
-    """Read weights into a network, which must be exactly its own: names, shapes, types, finite numbers, checksum."""
-    try:
-        content = path.read_bytes()
-        if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
-            raise RunError(
-                f"{path} is not the file that its model file describes: it was damaged or replaced; restore it from a "
-                f"copy, or train again."
-            )
-        tensors = load_tensors(content)
-    except (SafetensorError, OSError) as error:
-        raise RunError(f"{path} is damaged ({str(error).splitlines()[0]}); restore it, or train again.") from None
-    module = find_module(network)
-    if fault := _find_fault(tensors, module.state_dict()):
-        raise RunError(f"{path} does not hold the weights of this network: {fault}.")
-    module.load_state_dict(tensors)
-
-
-def hash_weights(folder: Path) -> str:
-    """The checksum of the weights of a run."""
-    return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
-
-
-def _find_fault(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
-    for name in sorted(tensors.keys() ^ expected.keys()):
-        return f"{name!r} is {'missing' if name in expected else 'not a weight of it'}"
-    for name, tensor in tensors.items():
-        wanted = expected[name]
-        if tensor.shape != wanted.shape:
-            return f"{name!r} has shape {tuple(tensor.shape)}, and not {tuple(wanted.shape)}"
-        if tensor.dtype != wanted.dtype:
-            return f"{name!r} is of type {_name_dtype(tensor)}, and not {_name_dtype(wanted)}"
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            return f"{name!r} has values that are no finite numbers"
-    return None
-
-
-def _name_dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-# Files
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file whose content is a table."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-    except FileNotFoundError:
-        raise RunError(f"{path} does not exist.") from None
-    except OSError as error:
-        raise RunError(f"{path} cannot be read ({error.strerror}).") from None
-    except (ValueError, RecursionError) as error:
-        raise RunError(f"{path} is damaged: it is no JSON ({error}).") from None
-    if not isinstance(content, dict):
-        raise RunError(f"{path} is damaged: it holds a {type(content).__name__}, where a table is expected.")
-    return content
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")
 
 
 def read_run_recipe(folder: Path) -> Recipe:
@@ -488,17 +262,3 @@ def _is_newer(writer: str) -> bool:
         return [int(part) for part in text.split(".") if part.isdecimal()]
 
     return parts(writer) > parts(rotopath.__version__)
-
-
-def write_text(path: Path, text: str) -> None:
-    with replaced(path) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    with replaced(path) as unfinished:
-        unfinished.write_bytes(content)
-
-
-def write_json(path: Path, content: object) -> None:
-    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")

@@ -3,6 +3,7 @@
 In: the path of a file or folder to be. Out: a name to write to in the meantime.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -111,3 +112,20 @@ def _sync_folder(folder: Path) -> None:
             os.fsync(number)
         finally:
             os.close(number)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, whole or not at all."""
+    with replaced(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file, whole or not at all."""
+    with replaced(path) as unfinished:
+        unfinished.write_bytes(content)
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a JSON file, whole or not at all; numbers that JSON does not have are an error."""
+    write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")

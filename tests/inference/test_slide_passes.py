@@ -23,10 +23,11 @@ from rotopath.inference.canvas import Canvas
 from rotopath.inference.layout import Span
 from rotopath.inference.slides import Model, Options, SlidePass
 from rotopath.metrics import smooth_images
+from rotopath.model_file import ModelInfo, NetworkInfo
 from rotopath.models import make_dense
 from rotopath.models.network import Network
 from rotopath.models.tables import ARCHITECTURES, MITOSIS, NUCLEI
-from rotopath.runs import ModelInfo, NetworkInfo, Run
+from rotopath.runs import Run
 from rotopath.tasks import PAPER, Class, Classify
 
 CPU = torch.device("cpu")

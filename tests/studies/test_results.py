@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from rotopath.model_file import RunError
 from rotopath.recipe import Recipe, write_recipe
 from rotopath.reports.study_page import incomparable
 from rotopath.reports.study_progress import StudyProgress
-from rotopath.runs import RunError
 from rotopath.studies.plan import Part, Study
 from rotopath.studies.results import Result, estimate, margin, read_results, summarise
 from rotopath.studies.running import Progress

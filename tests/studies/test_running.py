@@ -20,8 +20,8 @@ from sharing import make_once
 from typer.testing import CliRunner
 
 from rotopath.cli import app
-from rotopath.reports.study_page import write_report
-from rotopath.runs import MODEL, WEIGHTS, RunError
+from rotopath.model_file import MODEL, WEIGHTS, RunError
+from rotopath.reports.study_page import report
 from rotopath.studies import engines, job, read_study, run_study, running
 from rotopath.studies.job import place
 from rotopath.studies.running import Future
@@ -65,8 +65,8 @@ def call(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def tables(out: Path) -> list[str]:
-    write_report(out, report := out.parent / f"{out.name}-report-{os.getpid()}")
-    return [(report / f"{name}.csv").read_text() for name in ("results", "summary")]
+    report(out, folder := out.parent / f"{out.name}-report-{os.getpid()}")
+    return [(folder / f"{name}.csv").read_text() for name in ("results", "summary")]
 
 
 def wait_for(seen: Path, process: "subprocess.Popen[Any]") -> None:

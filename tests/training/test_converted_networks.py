@@ -17,10 +17,10 @@ from layouts import write_image
 import rotopath as rp
 from rotopath import runs
 from rotopath.data import DataError, open_data
+from rotopath.model_file import MODEL, WEIGHTS, RunError
 from rotopath.models.promise import SlidingModule
 from rotopath.provenance import fingerprint
 from rotopath.recipe import Recipe, make_recipe
-from rotopath.runs import RunError
 from rotopath.training import train
 from rotopath.training.fitting import Keeper
 
@@ -95,11 +95,11 @@ def test_a_killed_run_of_a_converted_network_ends_in_the_same_weights(
     chosen = recipe(patches)
     for step in (1, 3, 5):  # before the first checkpoint, at the end of an epoch, behind a checkpoint of the second
         killed(chosen, tmp_path / "run", step)
-        assert not (tmp_path / "run" / runs.WEIGHTS).exists()
+        assert not (tmp_path / "run" / WEIGHTS).exists()
     resumed = train(chosen, tmp_path / "run")
     assert resumed.info == whole.info
     assert log(resumed.folder) == log(whole.folder)
-    for name in (runs.WEIGHTS, runs.MODEL, runs.METRICS, runs.RECIPE):
+    for name in (WEIGHTS, MODEL, runs.METRICS, runs.RECIPE):
         assert (resumed.folder / name).read_bytes() == (whole.folder / name).read_bytes()
 
 
@@ -120,7 +120,7 @@ def test_a_run_of_ones_own_classes_holds_everything(patches: Path, whole: rp.run
     assert repr(whole) == f"Run({str(whole.folder)!r}: classify by resnet18, N=4, classes fat, stroma, tumor)"
     assert whole.recipe == replace(recipe(patches), classes=CLASSES), "with the classes that were found"
     names = {path.name for path in whole.folder.iterdir()}
-    assert names == {runs.RECIPE, runs.WEIGHTS, runs.MODEL, runs.METRICS, runs.LOG, runs.PROVENANCE, "tensorboard"}
+    assert names == {runs.RECIPE, WEIGHTS, MODEL, runs.METRICS, runs.LOG, runs.PROVENANCE, "tensorboard"}
     metrics = json.loads((whole.folder / runs.METRICS).read_text())
     assert metrics["test"]["confusion"]["classes"] == [*CLASSES]
     assert np.sum(metrics["test"]["confusion"]["rows_are_truth"], axis=1).tolist() == [3, 3, 3]

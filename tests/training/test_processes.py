@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rotopath as rp
 from rotopath import runs
+from rotopath.model_file import WEIGHTS, RunError
 from rotopath.recipe import Recipe
-from rotopath.runs import RunError
 from rotopath.tasks.segment import weighted_cross_entropy
 from rotopath.training import train
 from rotopath.training.mining import MINED, read_examples
@@ -139,7 +139,7 @@ def test_two_processes_learn_what_one_learns(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("epoch 1 of at most 1") == 1, "the first process alone prints"
     assert validation(tmp_path / "two") == pytest.approx(validation(tmp_path / "one"), abs=1e-4)
-    one, two = (load_file(tmp_path / name / runs.WEIGHTS) for name in ("one", "two"))
+    one, two = (load_file(tmp_path / name / WEIGHTS) for name in ("one", "two"))
     for name, tensor in one.items():
         torch.testing.assert_close(two[name], tensor, atol=1e-4, rtol=1e-3)
     scores = [json.loads((tmp_path / name / runs.METRICS).read_text())["valid"] for name in ("one", "two")]

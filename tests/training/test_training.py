@@ -21,12 +21,14 @@ from torch import Tensor
 import rotopath as rp
 from rotopath import runs
 from rotopath.data import DataError, open_data
+from rotopath.model_file import MODEL, WEIGHTS, RunError
 from rotopath.provenance import fingerprint
 from rotopath.recipe import Mining, Recipe, RecipeError, read_recipe, write_recipe
-from rotopath.runs import Run, RunError
+from rotopath.runs import Run
 from rotopath.tasks import classify
-from rotopath.training import train
+from rotopath.training import fitting, train
 from rotopath.training.fitting import Fitting, Keeper
+from rotopath.writing import write_json, write_text
 
 pytestmark = pytest.mark.filterwarnings("ignore:stain normalisation left an image unchanged")
 
@@ -48,7 +50,7 @@ def recipe(data: dict[str, Path], task: str = "tumor", **changes: object) -> Rec
 
 
 def weights(folder: Path) -> bytes:
-    return (folder / runs.WEIGHTS).read_bytes()
+    return (folder / WEIGHTS).read_bytes()
 
 
 def log(folder: Path) -> list[dict[str, str]]:
@@ -87,13 +89,13 @@ def test_a_killed_run_ends_in_the_same_weights(data: dict[str, Path], tmp_path: 
     steps = sorted(generator.choice(np.arange(1, 16), 3, replace=False).tolist())
     for step in steps:
         killed(chosen, tmp_path / "killed", step)
-        assert not (tmp_path / "killed" / runs.WEIGHTS).exists()
+        assert not (tmp_path / "killed" / WEIGHTS).exists()
         for path in (tmp_path / "killed").glob("*.json"):
             json.loads(path.read_text())
     train(chosen, tmp_path / "killed")
     assert weights(tmp_path / "killed") == weights(tmp_path / "whole"), steps
     assert log(tmp_path / "killed") == log(tmp_path / "whole"), steps
-    for name in (runs.METRICS, runs.MODEL, runs.RECIPE):
+    for name in (runs.METRICS, MODEL, runs.RECIPE):
         assert (tmp_path / "killed" / name).read_text() == (tmp_path / "whole" / name).read_text()
 
 
@@ -113,7 +115,7 @@ def test_a_run_folder_holds_everything(data: dict[str, Path], tmp_path: Path, ta
     trained = train(chosen, tmp_path / "run", on_progress=lambda _, row: rows.append(row))
     folder = tmp_path / "run"
     names = {path.name for path in folder.iterdir()}
-    assert names == {runs.RECIPE, runs.WEIGHTS, runs.MODEL, runs.METRICS, runs.LOG, runs.PROVENANCE, "tensorboard"}
+    assert names == {runs.RECIPE, WEIGHTS, MODEL, runs.METRICS, runs.LOG, runs.PROVENANCE, "tensorboard"}
     assert read_recipe(folder / runs.RECIPE) == chosen
     assert [int(row["step"]) for row in log(folder)] == list(range(1, 11))
     assert [row["step"] for row in rows if "validation_loss" in row] == [5, 10]
@@ -128,7 +130,7 @@ def test_a_run_folder_holds_everything(data: dict[str, Path], tmp_path: Path, ta
     assert not trained.network.training
     size = run.network.architecture.input_px
     assert torch.isfinite(run.network(torch.rand(1, 3, size, size))).all()
-    assert run.point == json.loads((folder / runs.MODEL).read_text())["operating_point"]
+    assert run.point == json.loads((folder / MODEL).read_text())["operating_point"]
     scores = json.loads((folder / runs.METRICS).read_text())["valid"]
     assert {name: scores.get("point", scores)[name] for name in run.point} == run.point
 
@@ -194,18 +196,18 @@ def test_a_loss_that_is_no_number_ends_in_a_sentence_and_can_be_resumed(
 def test_a_full_disk_leaves_a_run_that_can_be_resumed(
     data: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen, write = recipe(data), runs.write_text
+    chosen, write = recipe(data), write_text
     writes = iter(range(100))
 
     def full(path: Path, text: str) -> None:
-        if next(writes) == 3:
+        if next(writes) == 1:
             raise OSError(28, "No space left on device", str(path))
         write(path, text)
 
-    monkeypatch.setattr(runs, "write_text", full)
+    monkeypatch.setattr(fitting, "write_text", full)
     with pytest.raises(OSError, match="No space left"):
         train(chosen, tmp_path / "run")
-    monkeypatch.setattr(runs, "write_text", write)
+    monkeypatch.setattr(fitting, "write_text", write)
     assert not list((tmp_path / "run").glob(".*"))
     train(chosen, tmp_path / "run")
     train(chosen, tmp_path / "whole")
@@ -261,7 +263,7 @@ def test_data_with_problems_is_not_trained_on(data: dict[str, Path], tmp_path: P
 
 def test_damaged_weights_are_refused(data: dict[str, Path], tmp_path: Path) -> None:
     train(recipe(data, epochs=1), tmp_path / "run")
-    path = tmp_path / "run" / runs.WEIGHTS
+    path = tmp_path / "run" / WEIGHTS
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(RunError, match="is not the file that its model file describes: it was damaged or replaced"):
         runs.load(tmp_path / "run")
@@ -272,7 +274,7 @@ def test_a_folder_that_was_being_made_when_all_went_dark(data: dict[str, Path], 
     (tmp_path / "run" / runs.PROVENANCE).write_text("{}")
     (tmp_path / "run" / f".{runs.RECIPE}.unfinished").write_text("task =")
     train(recipe(data, epochs=1), tmp_path / "run")
-    assert (tmp_path / "run" / runs.WEIGHTS).exists()
+    assert (tmp_path / "run" / WEIGHTS).exists()
 
 
 # How it is called, and what is refused.
@@ -394,7 +396,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_written(
 def test_a_folder_stays_free_while_nothing_was_trained(data: dict[str, Path], tmp_path: Path) -> None:
     """Only while windows are drawn it turns out that there is nothing to find."""
     root = amida13(tmp_path / "data", cases=[1, 3, 13], size=(100, 110))
-    truth = root / "mitoses_ground_truth/01/01.csv"
+    truth = root / "mitoses_ground_truth/03/01.csv"
     before = truth.read_text()
     truth.write_text("")
     chosen = replace(recipe(data, "mitosis", epochs=1), data=str(root))
@@ -426,10 +428,10 @@ def test_a_run_that_an_older_version_began_is_not_taken_on(data: dict[str, Path]
         ("0123456789abcdef", "was begun by an older rotopath"),
         (None, "is damaged: it has no finger"),
     ):
-        runs.write_json(tmp_path / "run" / runs.PROVENANCE, about | {"data": about["data"] | {"fingerprint": wrong}})
+        write_json(tmp_path / "run" / runs.PROVENANCE, about | {"data": about["data"] | {"fingerprint": wrong}})
         with pytest.raises(RunError, match=sentence):
             train(chosen, tmp_path / "run")
-    runs.write_json(tmp_path / "run" / runs.PROVENANCE, about)
+    write_json(tmp_path / "run" / runs.PROVENANCE, about)
     train(chosen, tmp_path / "run")
 
 

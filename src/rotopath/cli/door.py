@@ -28,8 +28,8 @@ def mistakes_in_one_sentence() -> Iterator[None]:
     from rotopath.data import DataError
     from rotopath.extras import extra_of, install
     from rotopath.images import UnreadableFileError
+    from rotopath.model_file import RunError
     from rotopath.recipe import RecipeError
-    from rotopath.runs import RunError
 
     try:
         yield

@@ -56,7 +56,7 @@ def study_report(
 ) -> None:
     """Write the tables, the figures and a page about a study, from the files of its runs alone."""
     with mistakes_in_one_sentence():
-        from rotopath.reports.study_page import write_report
+        from rotopath.reports.study_page import report
 
-        report = write_report(study, out or study / "report")
-    print_place("Report", report)
+        page = report(study, out)
+    print_place("Report", page)

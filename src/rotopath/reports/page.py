@@ -11,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from rotopath.runs import write_text
+from rotopath.writing import write_text
 
 CSS_PX_PER_INCH = 96
 STYLE = """

@@ -21,6 +21,7 @@ from rotopath.reports.page import Section, write_page
 from rotopath.reports.study_figures import PATCHES, SCORES, draw_curves, draw_maps, draw_polar, draw_scores
 from rotopath.studies.results import Estimate, Result, Summary, read_results, summarise
 from rotopath.tasks import PAPER, Classify, Detect, Segment
+from rotopath.writing import write_text
 
 # Lafarge et al. (2020), with all of the training data: mean and deviation of three seeds.
 PUBLISHED: Mapping[str, Mapping[int, str]] = {
@@ -30,8 +31,10 @@ PUBLISHED: Mapping[str, Mapping[int, str]] = {
 }
 
 
-def write_report(study: Path, out: Path) -> Path:
-    """Write everything about a study; gives the path of the page."""
+def report(study: Path | str, out: Path | str | None = None) -> Path:
+    """Write the page, tables and figures of a study into a folder, its own `report` when left out; gives the page."""
+    study = Path(study)
+    out = Path(out) if out else study / "report"
     results = read_results(study)
     summaries = summarise(results)
     out.mkdir(parents=True, exist_ok=True)
@@ -316,4 +319,4 @@ def _write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    runs.write_text(path, text.getvalue())
+    write_text(path, text.getvalue())

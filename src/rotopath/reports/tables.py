@@ -13,8 +13,9 @@ from rich.text import Text
 from rotopath.data.check import Check
 from rotopath.data.collection import Collection, problems
 from rotopath.data.opening import HOLDS
+from rotopath.model_file import WEIGHTS
 from rotopath.models import Architecture
-from rotopath.runs import METRICS, PROVENANCE, WEIGHTS, read_info
+from rotopath.runs import METRICS, PROVENANCE, read_info
 
 MOST_COLUMNS = 5  # of counts side by side, for a terminal of 80 characters
 

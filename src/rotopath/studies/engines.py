@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rotopath.data.batches import count_cores
-from rotopath.runs import RunError
+from rotopath.model_file import RunError
 from rotopath.studies.running import TRIES, Future, Submit, run_process
 
 ON_A_GPU = 12  # small trainings leave most of a GPU idle; more were not tried (benchmarks/together.py)

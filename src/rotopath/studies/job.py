@@ -18,11 +18,11 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from rotopath import runs
 from rotopath.evaluation import Split, evaluate, evaluation_file
+from rotopath.model_file import WEIGHTS, RunError
 from rotopath.recipe import read_recipe
-from rotopath.runs import write_text
 from rotopath.studies.plan import PLAIN
+from rotopath.writing import write_text
 
 SPLIT: Split = "test"
 TELL_EVERY_S = 1.0
@@ -45,7 +45,7 @@ def needed(folder: Path, orientations: int, rotations: int) -> list[Path]:
     evaluations = [evaluation_file(folder, SPLIT)]
     if orientations == PLAIN and rotations > 1:
         evaluations.append(evaluation_file(folder, SPLIT, rotations))
-    return [folder / runs.WEIGHTS, *evaluations]
+    return [folder / WEIGHTS, *evaluations]
 
 
 def run(path: Path, rotations: int) -> None:
@@ -128,7 +128,7 @@ def main(path: Path, rotations: int, parent: int) -> int:
         return 130
     except BusyError:
         return BUSY
-    except (DataError, UnreadableFileError, RecipeError, runs.RunError) as error:
+    except (DataError, UnreadableFileError, RecipeError, RunError) as error:
         write_text(failed, f"{error}\n")
     except Exception as error:
         traceback.print_exc()

@@ -18,8 +18,8 @@ from scipy.stats import t
 
 from rotopath import runs
 from rotopath.evaluation import evaluation_file
+from rotopath.model_file import RunError
 from rotopath.recipe import Recipe
-from rotopath.runs import RunError
 from rotopath.studies.job import SPLIT
 from rotopath.studies.plan import PLAIN
 from rotopath.tasks.cases import FEWEST_CASES

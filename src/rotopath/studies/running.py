@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from rotopath import runs
+from rotopath.model_file import RunError
 from rotopath.recipe import changed_key, read_recipe, write_recipe
-from rotopath.runs import RunError
 from rotopath.studies.job import BUSY, needed, place
 from rotopath.studies.plan import Job, Study
+from rotopath.writing import write_text
 
 LOOK_EVERY_S = 0.5
 TRIES = 3  # of a job whose process, or worker, was killed
@@ -109,7 +110,7 @@ def _prepare(jobs: Sequence[Job], out: Path) -> None:
                 )
     for job in jobs:
         place(out, job.name, "toml").parent.mkdir(parents=True, exist_ok=True)
-        runs.write_text(place(out, job.name, "toml"), write_recipe(job.recipe))
+        write_text(place(out, job.name, "toml"), write_recipe(job.recipe))
         for leftover in ("progress", "stop"):
             place(out, job.name, leftover).unlink(missing_ok=True)
 

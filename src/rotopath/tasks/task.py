@@ -91,7 +91,7 @@ class Task(ABC):
     stain: Stain = "none"
     absent: str = "other"  # what there is where none of the classes is
     plural: str = "objects"  # of what is found
-    typed: bool = False  # whether objects of other classes than these are told apart in annotations
+    typed: bool = False  # whether only objects of these classes count, and all others are background
 
     kind: ClassVar[str]
     annotated: ClassVar[Annotated]  # what the data has to hold

@@ -24,16 +24,16 @@ from torch import Tensor, nn
 
 from rotopath import runs
 from rotopath.data import Batches
+from rotopath.model_file import RunError, load_weights, pack_weights
 from rotopath.models import DenseNetwork
 from rotopath.models.promise import find_module
 from rotopath.recipe import Recipe
-from rotopath.runs import RunError
 from rotopath.tasks import Task
 from rotopath.tasks.task import Loss
 from rotopath.training import replay
 from rotopath.training.optimisation import make_optimiser, make_schedule
 from rotopath.training.processes import share_statistics
-from rotopath.writing import replaced
+from rotopath.writing import replaced, write_bytes, write_text
 
 LOOK_EVERY_STEPS = 25  # how often losses are fetched from the device
 PATIENCE_WITH_OTHERS = timedelta(hours=12)  # while the first process mines examples
@@ -146,7 +146,7 @@ class Keeper(Callback):
         self.best, self.worse_epochs = (loss, 0) if better else (self.best, self.worse_epochs + 1)
         if (better or self._recipe.keep == "last") and trainer.is_global_zero:
             assert isinstance(pl_module, Fitting)
-            runs.write_bytes(self._folder / runs.KEPT, runs.pack_weights(pl_module.network))
+            write_bytes(self._folder / runs.KEPT, pack_weights(pl_module.network))
         self._since = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
@@ -187,7 +187,7 @@ class Keeper(Callback):
             writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
             writer.writeheader()
             writer.writerows(self.rows)
-            runs.write_text(self._folder / runs.LOG, text.getvalue())
+            write_text(self._folder / runs.LOG, text.getvalue())
 
 
 def fit(
@@ -226,7 +226,7 @@ def fit(
             ckpt_path=resume if resume.exists() else None,
             weights_only=True,
         )
-    runs.load_weights(network, folder / runs.KEPT)
+    load_weights(network, folder / runs.KEPT)
     return device
 
 

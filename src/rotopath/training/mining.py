@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from rotopath import runs
 from rotopath.data import DataError, Picture
 from rotopath.data.sampling import Ints
 from rotopath.data.tables import read_table
 from rotopath.tasks import Example, Task
+from rotopath.writing import write_text
 
 MINED = "mined.csv"
 COLUMNS = ("image", "row", "column", "score")
@@ -25,7 +25,7 @@ def write_examples(path: Path, examples: Sequence[Example]) -> None:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     writer.writerows((each.image, each.row, each.column, f"{each.score:.6f}") for each in examples)
-    runs.write_text(path, text.getvalue())
+    write_text(path, text.getvalue())
 
 
 def read_examples(path: Path) -> list[Example]:

@@ -14,7 +14,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from rotopath.runs import RunError
+from rotopath.model_file import RunError
 
 
 def is_first() -> bool:

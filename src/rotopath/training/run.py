@@ -15,15 +15,17 @@ from rotopath import runs
 from rotopath.data import Batches, Collection, DataError, Picture, open_data, problems
 from rotopath.data.sampling import Ints
 from rotopath.evaluation import gather, make_middle_batches, make_sampled_batches
+from rotopath.model_file import WEIGHTS, RunError, pack_weights, read_json, write_model
 from rotopath.models import DenseNetwork
 from rotopath.provenance import FINGERPRINT, describe_machine, describe_training, fingerprint, now
 from rotopath.recipe import Recipe, RecipeError, changed_key, make_recipe, read_recipe, write_recipe
-from rotopath.runs import Run, RunError
+from rotopath.runs import Run
 from rotopath.tasks import PAPER, Frame, Task
 from rotopath.tasks.task import Evidence, Loss
 from rotopath.training.fitting import Row, fit
 from rotopath.training.mining import MINED, number_examples, read_examples, write_examples
 from rotopath.training.processes import expect_processes, first_alone, is_first
+from rotopath.writing import write_bytes, write_json, write_text
 
 # The stages; the first one, which finds hard examples, has a folder.
 BASELINE, TRAINING, SCORING = "baseline", "training", "scoring"
@@ -136,7 +138,7 @@ def find_frame(recipe: Recipe, network: DenseNetwork) -> Frame:
 def prepare(folder: Path, plan: Plan) -> None:
     """Make the folder of a new run, or see that the one that is there belongs to this recipe and this data."""
     recipe, collection = plan.recipe, plan.collection
-    if (folder / runs.WEIGHTS).exists() and (folder / runs.RECIPE).exists():
+    if (folder / WEIGHTS).exists() and (folder / runs.RECIPE).exists():
         raise RunError(f"{folder} holds a finished run; evaluate it, or choose another folder.")
     if (folder / runs.RECIPE).exists() and not _is_untouched(folder):
         begun = runs.read_run_recipe(folder)
@@ -156,8 +158,8 @@ def prepare(folder: Path, plan: Plan) -> None:
         raise RunError(f"{folder} exists and is no run of rotopath; choose another folder.")
     about = describe_training(recipe.seed, collection)
     folder.mkdir(parents=True, exist_ok=True)
-    runs.write_json(folder / runs.PROVENANCE, about)
-    runs.write_text(folder / runs.RECIPE, write_recipe(recipe))
+    write_json(folder / runs.PROVENANCE, about)
+    write_text(folder / runs.RECIPE, write_recipe(recipe))
 
 
 def _is_untouched(folder: Path) -> bool:
@@ -168,7 +170,7 @@ def _is_untouched(folder: Path) -> bool:
 
 
 def _read_fingerprint(folder: Path) -> str:
-    about = runs.read_json(folder / runs.PROVENANCE).get("data")
+    about = read_json(folder / runs.PROVENANCE).get("data")
     found = about.get("fingerprint") if isinstance(about, dict) else None
     if not isinstance(found, str):
         raise RunError(f"{folder / runs.PROVENANCE} is damaged: it has no fingerprint of the data.")
@@ -214,13 +216,13 @@ def _fitted(
 def _finish(plan: Plan, network: DenseNetwork, folder: Path, device: torch.device, on_progress: OnProgress) -> None:
     """The operating point, all scores and the model file; the weights last: with them the run is finished."""
     point = _assess(plan, network, folder, device, on_progress)
-    about = runs.read_json(folder / runs.PROVENANCE)
+    about = read_json(folder / runs.PROVENANCE)
     about |= {"finished": now(), "hardware": describe_machine(device)}
     about["hardware"]["processes"] = plan.recipe.devices * plan.recipe.nodes
-    runs.write_json(folder / runs.PROVENANCE, about)
-    weights = runs.pack_weights(network)
-    runs.write_model(folder, plan.task, runs.describe_network(plan.recipe, network), point, weights)
-    runs.write_bytes(folder / runs.WEIGHTS, weights)
+    write_json(folder / runs.PROVENANCE, about)
+    weights = pack_weights(network)
+    write_model(folder, plan.task, runs.describe_network(plan.recipe, network), point, weights)
+    write_bytes(folder / WEIGHTS, weights)
     for leftover in (runs.RESUME, runs.KEPT):
         (folder / leftover).unlink(missing_ok=True)
 
@@ -242,7 +244,7 @@ def _assess(
     metrics = {"valid": task.score(evidence, point)}
     if any(picture.split == "test" for picture in collection.pictures):
         metrics["test"] = task.score(look_at("test"), point)
-    runs.write_json(folder / runs.METRICS, metrics)
+    write_json(folder / runs.METRICS, metrics)
     return point
 
 
