@@ -341,6 +341,8 @@ def test_a_resnet_of_three_classes(patches: Path, striped_slide: Path, tmp_path:
     summary = json.loads((tmp_path / "out" / striped_slide.name / "summary.json").read_text())
     assert summary["stripes_share"] > 0.2
     assert summary["dots_share"] > 0.2
+    areas = sum(summary[f"{name}_mm2"] for name in (STRIPES, DOTS, PLAIN))
+    assert areas < 1.2 * summary["tissue_mm2"], "glass is none of the classes; outputs are cells of 32 µm"
     objects = read_geojson(tmp_path / "out" / striped_slide.name / "objects.geojson")
     for name, left, right in ((STRIPES, 0, 420), (DOTS, 348, 768)):
         largest = max(

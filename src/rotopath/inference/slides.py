@@ -26,7 +26,6 @@ from rotopath.inference.preparing import MixedNetwork
 from rotopath.inference.tiles import Grid, Tile, predict_tiles
 from rotopath.models import DenseNetwork
 
-MARGIN_UM = 32  # around tissue, so that no object at its edge is cut
 TILE_PX_OF_GPUS = 2 * TILE_PX  # of smaller ones a GPU would wait for Python, which launches kernels one by one
 OnProgress = Callable[[int, int], None]  # given how many tiles are done, and how many there are
 Map = NDArray[np.float32]
@@ -53,6 +52,8 @@ class SlideTask(Protocol):
     def colors(self) -> tuple[Color, ...]: ...
     @property
     def heat_cell(self) -> int: ...
+    @property
+    def margin_um(self) -> float: ...
     @property
     def nothing(self) -> tuple[float, ...]: ...
     def halo(self, stride_px: int) -> int: ...
@@ -128,7 +129,7 @@ class SlidePass:
         self.model, self.slide, self.options = model, slide, options
         task = model.task
         self.tissue: Tissue = find_tissue(slide)
-        self._near = None if options.everywhere else self.tissue.widened(MARGIN_UM)
+        self._near = None if options.everywhere else self.tissue.widened(task.margin_um)
         self.canvas = Canvas(slide, task.spacing_um_px, task.stain, self.tissue)
         halo, self._cell = task.halo(model.network.geometry.stride_px), task.heat_cell
         self.grid = Grid(model.network, self.canvas, options.tile_px or model.tile_px, halo, self._cell)

@@ -256,6 +256,11 @@ class Classify(Task):
         return found
 
     @property
+    def margin_um(self) -> float:
+        # One of several classes is everywhere, and the glass around tissue is none of them.
+        return super().margin_um if self.is_single else 0.0
+
+    @property
     def nothing(self) -> tuple[float, ...]:
         return (0.0,) * self.outputs
 

@@ -297,6 +297,11 @@ class Task(ABC):
         return found
 
     @property
+    def margin_um(self) -> float:
+        """How far around tissue is looked, so that no object at its edge is cut."""
+        return 32.0
+
+    @property
     @abstractmethod
     def nothing(self) -> tuple[float, ...]:
         """Probabilities (K,) where surely nothing is, such as on glass."""
