@@ -106,28 +106,26 @@ class WindowNetwork(Protocol):
     def __call__(self, x: Tensor, /) -> Tensor: ...
 
 
-class DenseModule(nn.Module):
-    """A module of somebody else's as a dense network, with the geometry that was measured."""
+class WrappedModule(nn.Module):
+    """A module of somebody else's with the geometry that was measured."""
 
     def __init__(self, module: nn.Module, geometry: Geometry) -> None:
         super().__init__()
         self.module = module
         self.geometry = geometry
         self.training = module.training  # its layers keep the mode that each is in
+
+
+class DenseModule(WrappedModule):
+    """A module that maps images to maps, as a dense network."""
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.module(as_floats(x, self.module))
         return logits
 
 
-class SlidingModule(nn.Module):
+class SlidingModule(WrappedModule):
     """A module that answers for windows of one size, slid over larger images at a stride."""
-
-    def __init__(self, module: nn.Module, geometry: Geometry) -> None:
-        super().__init__()
-        self.module = module
-        self.geometry = geometry
-        self.training = module.training  # its layers keep the mode that each is in
 
     def forward(self, x: Tensor) -> Tensor:
         window, stride = self.geometry.smallest_px, self.geometry.stride_px
@@ -187,14 +185,14 @@ def make_dense(
 
 def replace_module(network: DenseNetwork, module: nn.Module) -> DenseNetwork:
     """The same network with another module inside, such as a frozen one."""
-    if isinstance(network, DenseModule | SlidingModule):
+    if isinstance(network, WrappedModule):
         return type(network)(module, network.geometry)
     return module  # type: ignore[return-value]
 
 
 def find_module(network: DenseNetwork | nn.Module) -> nn.Module:
     """The module that was trained, without what makes it a dense network."""
-    module: nn.Module = network.module if isinstance(network, DenseModule | SlidingModule) else network  # type: ignore[assignment]
+    module: nn.Module = network.module if isinstance(network, WrappedModule) else network  # type: ignore[assignment]
     return module
 
 
