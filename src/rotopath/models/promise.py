@@ -215,6 +215,9 @@ def measure_geometry(module: nn.Module, window_px: int) -> Geometry | None:
         if (found * stride) % step:
             continue
         smallest = window_px - (found * stride // step - 1) * step
+        # Pools leave pixels over where they do not divide a size; such a size would not lie symmetrically.
+        while smallest > 1 and probe.side(smallest - 1) == step // stride:
+            smallest -= 1
         if smallest < 1:
             continue
         geometry = Geometry(outputs, smallest, step, stride)
@@ -332,6 +335,8 @@ class _Probe:
         images = images.double()
         step = geometry.step_px
         whole, part = self._answer(images), self._answer(images[..., step:, step:])
+        if whole.shape[-1] != part.shape[-1] + block:
+            return False
         inner = slice(rim, part.shape[-1] - rim)
         moved = slice(block + rim, whole.shape[-1] - rim)
         return torch.allclose(
