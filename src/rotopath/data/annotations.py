@@ -22,7 +22,6 @@ from rotopath.images.outlines import fill_outline
 
 ROW_NAMES, COLUMN_NAMES, CLASS_NAMES = ("row", "y"), ("column", "col", "x"), ("class", "label", "type")
 GEOJSON_SUFFIXES = (".geojson", ".json")
-POINT_SUFFIXES = (".csv", *GEOJSON_SUFFIXES)
 
 
 @dataclass(frozen=True)

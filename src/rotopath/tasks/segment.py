@@ -66,7 +66,6 @@ LEAST_SEED_UM2 = 1.25  # smaller ones are specks inside of an object that has a 
 INSIDE_TRIED = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 BACKGROUND_TRIED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 LEAST_UM2_TRIED = (2.8125, 5.0, 6.875, 8.75, 10.625)  # discs of about 2 to 4 µm across; 45 to 170 px at 0.25 µm/px
-FOREGROUND = 0.5  # above it, a pixel is called a part of an object where single pixels are decided
 NOTHING = ObjectMatches(0, 0, 0, 0.0)
 Labels = NDArray[np.int32]
 

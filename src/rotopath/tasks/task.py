@@ -23,7 +23,7 @@ from rotopath.data.sampling import Ints, Sampler
 from rotopath.images.files import UnreadableFileError
 from rotopath.images.geojson import SlideObject
 from rotopath.images.stain import Stain
-from rotopath.inference.dense import Prediction, activate
+from rotopath.inference.dense import activate
 from rotopath.inference.tiles import Grid, Tile
 
 Color = tuple[int, int, int]
@@ -392,6 +392,3 @@ def target_bytes(maps: Sequence[NDArray[np.generic]]) -> Bytes:
 
 def to_device(weights: NDArray[np.float32], logits: Tensor) -> Tensor:
     return torch.from_numpy(weights).to(logits)
-
-
-__all__ = ["Class", "Color", "Evidence", "Example", "Finder", "Frame", "Loss", "Prediction", "Task"]
