@@ -9,7 +9,7 @@ import torch
 
 import rotopath
 
-collect_ignore_glob = [] if find_spec("triton") else ["src/rotopath/nn/kernels/*.py"]
+collect_ignore_glob = [] if find_spec("triton") else ["src/rotopath/nn/triton/*.py"]
 # A suite in the background inherits that Ctrl-C is ignored, and so would the programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():

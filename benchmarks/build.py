@@ -12,8 +12,8 @@ from contenders import PlainCNN, peers, straightforward
 from record import record
 
 import rotopath as rp
-from rotopath.group.harmonics import _covariance as covariance
-from rotopath.group.harmonics import harmonics
+from rotopath.group.kernel_families import _covariance as covariance
+from rotopath.group.kernel_families import harmonics
 from rotopath.models import ARCHITECTURES
 
 

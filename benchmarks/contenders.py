@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rotopath import group
 from rotopath.models import Architecture
 from rotopath.models.architecture import UP
-from rotopath.models.promise import IMAGE_CHANNELS
+from rotopath.models.protocols import IMAGE_CHANNELS
 
 
 class PlainCNN(nn.Module):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import rotopath as rp
 from rotopath import group
-from rotopath.group.harmonics import harmonics
+from rotopath.group.kernel_families import harmonics
 from rotopath.metrics import smooth_images, untrained_errors
 from rotopath.nn import center_crop
 from rotopath.nn.project import Projection

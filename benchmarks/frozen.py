@@ -20,7 +20,7 @@ from torch import Tensor
 
 import rotopath as rp
 from rotopath.models import ARCHITECTURES, Network
-from rotopath.models.promise import IMAGE_CHANNELS
+from rotopath.models.protocols import IMAGE_CHANNELS
 
 BUILDERS = {"mitosis": rp.models.mitosis, "nuclei": rp.models.nuclei, "tumor": rp.models.tumor}
 IMAGES = {"cpu": ((16, 0), (1, 256)), "cuda": ((256, 0), (4, 1024))}  # batch, and side in pixels; 0 for the smallest

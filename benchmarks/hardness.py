@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 import rotopath as rp
-from rotopath.data import Augmentation, Collection, open_data
-from rotopath.data.synthetic import make_mitosis, make_nuclei, make_tumor
+from rotopath.data import Augmentation, Dataset, open_data
 from rotopath.evaluation import make_sampled_batches
+from rotopath.synthetic import make_mitosis, make_nuclei, make_tumor
 from rotopath.tasks import MITOSIS, NUCLEI, TUMOR, Frame, Task
 
 FRAMES = {MITOSIS: Frame(68, 8, 8), NUCLEI: Frame(108, 68, 1), TUMOR: Frame(88, 12, 12)}  # window, target, stride
@@ -34,11 +34,11 @@ def answers(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return binary_cross_entropy_with_logits(scores, targets.float()), (scores > 0) == (targets == 1)
 
 
-def score(task: Task, collection: Collection, orientations: int, steps: int, device: torch.device) -> float:
+def score(task: Task, dataset: Dataset, orientations: int, steps: int, device: torch.device) -> float:
     torch.manual_seed(0)
     training, validation = (
         make_sampled_batches(
-            *(task, collection.split(split), FRAMES[task], task.default_batch),
+            *(task, dataset.split(split), FRAMES[task], task.default_batch),
             seed=0,
             device=device,
             augmentation=augmentation,
@@ -69,8 +69,8 @@ def main() -> None:
     for task, make in MAKERS.items():
         with tempfile.TemporaryDirectory() as folder:
             make(Path(folder) / "tissue")
-            collection = open_data(Path(folder) / "tissue")
-            scores = {n: score(task, collection, n, options.steps, torch.device(options.device)) for n in (1, 8)}
+            dataset = open_data(Path(folder) / "tissue")
+            scores = {n: score(task, dataset, n, options.steps, torch.device(options.device)) for n in (1, 8)}
         found = {f"N={n}": f"{value:.3f}" for n, value in scores.items()}
         rows.append({"task": task.name, "steps": options.steps} | found)
     record("hardness", rows, options.device)

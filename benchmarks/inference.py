@@ -20,9 +20,9 @@ from timing import build, describe, forget_compiled, forget_peak, leave_out, mea
 from torch import Tensor, nn
 
 import rotopath as rp
-from rotopath.inference.preparing import MixedNetwork
+from rotopath.inference.dense import MixedNetwork
 from rotopath.models import Network
-from rotopath.models.promise import IMAGE_CHANNELS
+from rotopath.models.protocols import IMAGE_CHANNELS
 
 SIDES = {"cpu": 500, "cuda": 2000}
 PRECISIONS = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float16, torch.float32)}

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import rotopath as rp
-from rotopath.data import Augmentation, Picture, open_data
-from rotopath.data.pixels import Cache
+from rotopath.data import Augmentation, Sample, open_data
+from rotopath.data.batches import Cache
 from rotopath.evaluation import make_sampled_batches
 from rotopath.tasks import TUMOR, Frame
 
@@ -95,12 +95,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if options.data is None:
             write_noise(Path(folder), options.patches)
-        pictures = open_data(options.data or Path(folder), TUMOR.annotated).split("train")
-        record("loader", measure(pictures, device, rounds, steps, workers), options.device)
+        samples = open_data(options.data or Path(folder), TUMOR.annotated).split("train")
+        record("loader", measure(samples, device, rounds, steps, workers), options.device)
 
 
 def measure(
-    pictures: tuple[Picture, ...], device: torch.device, rounds: int, steps: int, workers: int
+    samples: tuple[Sample, ...], device: torch.device, rounds: int, steps: int, workers: int
 ) -> list[dict[str, object]]:
     training = Training(device)
     rows: list[dict[str, object]] = []
@@ -109,7 +109,7 @@ def measure(
     caches = [("device", 0), ("memory", 0), ("none", 0), ("none", workers)]
     for cache, at_work in caches:
         batches = make_sampled_batches(
-            TUMOR, pictures, FRAME, BATCH, seed=0, cache=cache, device=device, augmentation=Augmentation()
+            TUMOR, samples, FRAME, BATCH, seed=0, cache=cache, device=device, augmentation=Augmentation()
         )
         needed = rounds * steps + 1
         if step_s is None:
@@ -121,7 +121,7 @@ def measure(
             {
                 "cache": cache,
                 "workers": at_work,
-                "patches": len(pictures),
+                "patches": len(samples),
                 "batch ms": f"{1e3 * load_s:.2f}",
                 "step ms": f"{1e3 * step_s:.2f}",
                 "batch / step": f"{load_s / step_s:.3f}",

@@ -21,9 +21,9 @@ from timing import build, describe, measure
 from torch import nn
 
 from rotopath.models import ARCHITECTURES, Architecture, Network
-from rotopath.models.freezing import freeze
-from rotopath.models.promise import IMAGE_CHANNELS
-from rotopath.training import replay
+from rotopath.models.freeze import freeze
+from rotopath.models.protocols import IMAGE_CHANNELS
+from rotopath.training import graphs
 
 TUMOR = ARCHITECTURES["tumor"]
 COMPARED = ("plain CNN", "rotopath")
@@ -53,7 +53,7 @@ def steps(network: Network, batch: int, device: str) -> dict[str, Callable[[], C
 
     def start(make: Callable[[], nn.Module]) -> Callable[[], object]:
         taken = step.Training(make(), images, labels).step
-        return replay.record_step(taken) if device == "cuda" else taken
+        return graphs.record_step(taken) if device == "cuda" else taken
 
     return {name: partial(start, make) for name, make in step.models(network, images).items() if name in COMPARED}
 

@@ -22,7 +22,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import rotopath as rp
 from rotopath.models import ARCHITECTURES, Network
-from rotopath.training import replay
+from rotopath.training import graphs
 
 TUMOR = ARCHITECTURES["tumor"]
 BATCHES = {"cpu": [16], "cuda": [512, 64]}
@@ -78,7 +78,7 @@ def replayed(model: nn.Module, images: Tensor) -> nn.Module:
     """As `rotopath train` runs it on a GPU: recorded as CUDA graphs."""
     model = model.to(images.device).train()
     with torch.autocast("cuda", torch.bfloat16):
-        replay.record(model, images)
+        graphs.record(model, images)
     return model
 
 
@@ -154,7 +154,7 @@ def compare(
             for _ in range(3):
                 training.step()
             forget_peak(name, device)
-            step = replay.record_step(training.step) if "whole step" in name else training.step
+            step = graphs.record_step(training.step) if "whole step" in name else training.step
             step()
             return training, step
 

@@ -51,8 +51,8 @@ def draw_slide(
             shrink = factor**level
             rows, columns = (size // shrink for size in size_px)
             pasted = [
-                (_shrink(picture, top, left, shrink), -(-top // shrink), -(-left // shrink))
-                for (top, left, _), (picture, _) in zip(islands, drawn, strict=True)
+                (_shrink(sample, top, left, shrink), -(-top // shrink), -(-left // shrink))
+                for (top, left, _), (sample, _) in zip(islands, drawn, strict=True)
             ]
             per_cm = 1e4 / (spacing_um_px * shrink)
             tiff.write(
@@ -75,22 +75,22 @@ def _draw_island(rng: np.random.Generator, side: int) -> tuple[np.ndarray, list[
     places = []
     grain = rng.integers(-12, 13, (side, side), dtype=np.int8)
     grain += rng.integers(-20, 21, (-(-side // 32),) * 2, dtype=np.int8).repeat(32, 0).repeat(32, 1)[:side, :side]
-    picture = np.stack([(np.int16(value) + grain).clip(0, 235).astype(np.uint8) for value in STROMA], axis=2)
+    sample = np.stack([(np.int16(value) + grain).clip(0, 235).astype(np.uint8) for value in STROMA], axis=2)
     calm = MARK_PX + 2 * CALM_PX
     room = side // 5 - calm
     for cell in rng.permutation(25)[:5]:  # of a grid of 5 × 5, so that marks keep apart
         top, left = (int(corner * (side // 5) + rng.integers(room)) for corner in divmod(cell, 5))
-        picture[top : top + calm, left : left + calm] = STROMA
+        sample[top : top + calm, left : left + calm] = STROMA
         top, left = top + CALM_PX, left + CALM_PX
-        picture[top : top + MARK_PX, left : left + MARK_PX] = MARK
+        sample[top : top + MARK_PX, left : left + MARK_PX] = MARK
         places.append((top, left))
-    return picture, places
+    return sample, places
 
 
-def _shrink(picture: np.ndarray, top: int, left: int, shrink: int) -> np.ndarray:
+def _shrink(sample: np.ndarray, top: int, left: int, shrink: int) -> np.ndarray:
     """The island's pixels of a level, each the mean of those that it covers; rims that fill none are left out."""
     skip_rows, skip_columns = -top % shrink, -left % shrink
-    kept = picture[skip_rows:, skip_columns:]
+    kept = sample[skip_rows:, skip_columns:]
     rows, columns = kept.shape[0] // shrink, kept.shape[1] // shrink
     parts = kept[: rows * shrink, : columns * shrink].reshape(rows, shrink, columns, shrink, 3)
     return parts.mean(axis=(1, 3), dtype=np.float32).round().astype(np.uint8)
@@ -102,11 +102,11 @@ def _tiles(pasted: list[tuple[np.ndarray, int, int]], rows: int, columns: int, t
     for top in range(0, rows, tile_px):
         for left in range(0, columns, tile_px):
             tile = None
-            for picture, at_row, at_column in pasted:
+            for sample, at_row, at_column in pasted:
                 first = max(top, at_row), max(left, at_column)
-                last = min(top + tile_px, at_row + picture.shape[0]), min(left + tile_px, at_column + picture.shape[1])
+                last = min(top + tile_px, at_row + sample.shape[0]), min(left + tile_px, at_column + sample.shape[1])
                 if first[0] < last[0] and first[1] < last[1]:
                     tile = glass.copy() if tile is None else tile
-                    part = picture[first[0] - at_row : last[0] - at_row, first[1] - at_column : last[1] - at_column]
+                    part = sample[first[0] - at_row : last[0] - at_row, first[1] - at_column : last[1] - at_column]
                     tile[first[0] - top : last[0] - top, first[1] - left : last[1] - left] = part
             yield empty if tile is None else zlib.compress(tile.tobytes(), level=1)

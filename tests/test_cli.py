@@ -58,7 +58,7 @@ def test_mistakes_get_one_sentence_and_exit_code_2(arguments: tuple[str, ...], s
 
 def test_demo_trains_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "new" / "folder"
-    monkeypatch.setattr("rotopath.demo.WINDOWS", 8)
+    monkeypatch.setattr("rotopath.reports.demo_report.WINDOWS", 8)
     result = run("demo", "--out", str(out), "--steps", "1", "--size", "256")
     assert result.exit_code == 0, result.stderr
     report = (out / "report.html").read_text()
@@ -265,7 +265,7 @@ def test_labels_of_the_task_are_good_for_it(tmp_path: Path) -> None:
 def test_what_data_make_makes_data_check_finds_good(
     tmp_path: Path, task: str, objects: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import rotopath.data.synthetic as synthetic
+    import rotopath.synthetic as synthetic
 
     small = {
         "mitosis": partial(synthetic.make_mitosis, fields_per_case=1, size_px=96),

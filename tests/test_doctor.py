@@ -11,11 +11,11 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from rotopath import doctor, extras, pretrained
+from rotopath import extras, pretrained, selftest
 from rotopath.cli import app
-from rotopath.doctor import FailedError, Outcome
 from rotopath.inference import preparing
 from rotopath.models import Network
+from rotopath.selftest import FailedError, SelfTest
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,7 +52,9 @@ def test_json_is_json_and_nothing_else() -> None:
 @pytest.mark.parametrize("extra", list(extras.EXTRAS))
 def test_a_missing_extra_is_named_with_its_cure_and_is_no_failure(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, *extras.EXTRAS[extra])
-    monkeypatch.setattr(doctor, "run_self_tests", lambda: iter([doctor._attempt("reads a slide", doctor._test_slide)]))
+    monkeypatch.setattr(
+        selftest, "run_self_tests", lambda: iter([selftest._attempt("reads a slide", selftest._test_slide)])
+    )
     result = run()
     assert result.exit_code == 0
     words = " ".join(result.stdout.split())
@@ -64,7 +66,7 @@ def test_a_missing_extra_is_named_with_its_cure_and_is_no_failure(extra: str, mo
 
 def test_what_is_missing_is_missing_in_json_too(monkeypatch: pytest.MonkeyPatch) -> None:
     hide(monkeypatch, "tiffslide", "dask")
-    found = doctor.examine()
+    found = selftest.examine()
     assert found["extras"]["slides"]["missing"] == ["tiffslide"]
     assert found["extras"]["cluster"]["install"] == "pip install 'rotopath[cluster]'"
     assert "install" not in found["extras"]["train"] or not find_spec("lightning")
@@ -75,7 +77,7 @@ def test_a_failing_self_test_is_exit_code_1_and_the_others_go_on(monkeypatch: py
     def fall_ill(_device: torch.device) -> str:
         raise RuntimeError("kernels are upside down\nand more")
 
-    monkeypatch.setattr(doctor, "_test_exactness", fall_ill)
+    monkeypatch.setattr(selftest, "_test_exactness", fall_ill)
     result = run()
     assert result.exit_code == 1
     words = " ".join(result.stdout.split())
@@ -87,27 +89,27 @@ def test_a_failing_self_test_is_exit_code_1_and_the_others_go_on(monkeypatch: py
 
 
 def test_what_is_found_is_told_without_the_jargon_of_programmers() -> None:
-    outcome = doctor._attempt("a", lambda: str(doctor._expect(False, "it is 2 and not 1")))
+    outcome = selftest._attempt("a", lambda: str(selftest._expect(False, "it is 2 and not 1")))
     assert (outcome.state, outcome.detail) == ("fails", "it is 2 and not 1")
 
 
 def test_networks_that_do_not_turn_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    mitosis = doctor.models.mitosis
-    monkeypatch.setattr(doctor.models, "mitosis", lambda _orientations: mitosis(1))
+    mitosis = selftest.models.mitosis
+    monkeypatch.setattr(selftest.models, "mitosis", lambda _orientations: mitosis(1))
     with pytest.raises(FailedError, match=r"errs by .* not by rounding"):
-        doctor._test_exactness(doctor.CPU)
-    monkeypatch.setattr(doctor.models, "mitosis", lambda _orientations: mitosis(8))
+        selftest._test_exactness(selftest.CPU)
+    monkeypatch.setattr(selftest.models, "mitosis", lambda _orientations: mitosis(8))
     with pytest.raises(FailedError, match="so nothing was measured"):
-        doctor._test_exactness(doctor.CPU)
+        selftest._test_exactness(selftest.CPU)
 
 
 def test_pretrained_weights_that_are_not_numbers_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    sick = doctor.runs.load("tumor-pcam-n8")
+    sick = selftest.runs.load("tumor-pcam-n8")
     with torch.no_grad():
         sick.network.head.conv.bias.fill_(torch.nan)
-    monkeypatch.setattr(doctor.runs, "load", lambda _name: sick)
+    monkeypatch.setattr(selftest.runs, "load", lambda _name: sick)
     with pytest.raises(FailedError, match="not finite"):
-        doctor._test_prediction("tumor-pcam-n8")
+        selftest._test_prediction("tumor-pcam-n8")
 
 
 def test_a_slide_library_that_is_broken_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,9 +118,9 @@ def test_a_slide_library_that_is_broken_is_a_failure(monkeypatch: pytest.MonkeyP
     def load(_name: str) -> object:
         raise ModuleNotFoundError("no libopenslide here")
 
-    monkeypatch.setattr(doctor, "import_module", load)
-    assert doctor._attempt("reads a slide", doctor._test_slide).state == "fails"
-    assert doctor._describe_readers([])[1]["reason"] == "no libopenslide here"
+    monkeypatch.setattr(selftest, "import_module", load)
+    assert selftest._attempt("reads a slide", selftest._test_slide).state == "fails"
+    assert selftest._describe_readers([])[1]["reason"] == "no libopenslide here"
 
 
 # What runs on GPUs only, as far as a CPU can tell.
@@ -127,19 +129,19 @@ def test_a_slide_library_that_is_broken_is_a_failure(monkeypatch: pytest.MonkeyP
 def test_fused_kernels_are_compared_with_plain_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     with monkeypatch.context() as without:
-        without.setattr(doctor, "can_fuse", lambda _features, _norm, _relu: False)
-        assert doctor._attempt("fused", lambda: doctor._test_fused(doctor.CPU)).state == "not tested"
+        without.setattr(selftest, "can_fuse", lambda _features, _norm, _relu: False)
+        assert selftest._attempt("fused", lambda: selftest._test_fused(selftest.CPU)).state == "not tested"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # there the kernels are interpreted
-    monkeypatch.setattr(doctor, "can_fuse", lambda _features, _norm, _relu: True)
-    assert doctor._test_fused(device).startswith("the same as plain layers")
-    right = doctor.norm_relu_pool
-    monkeypatch.setattr(doctor, "norm_relu_pool", lambda x, norm, pool: right(x, norm, pool) * 1.01)
+    monkeypatch.setattr(selftest, "can_fuse", lambda _features, _norm, _relu: True)
+    assert selftest._test_fused(device).startswith("the same as plain layers")
+    right = selftest.norm_relu_pool
+    monkeypatch.setattr(selftest, "norm_relu_pool", lambda x, norm, pool: right(x, norm, pool) * 1.01)
     with pytest.raises(FailedError, match="they differ by"):
-        doctor._test_fused(device)
+        selftest._test_fused(device)
 
 
 def test_what_predicts_is_compared_with_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor._test_ready(doctor.CPU).startswith("as a plain CNN in precision 32, the same as the CPU")
+    assert selftest._test_ready(selftest.CPU).startswith("as a plain CNN in precision 32, the same as the CPU")
     biases = iter([3.0, 0.0])  # there, and here
 
     def prepare(network: Network, _device: torch.device, _dtype: torch.dtype) -> Network:
@@ -149,25 +151,25 @@ def test_what_predicts_is_compared_with_the_cpu(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(preparing, "prepare", prepare)
     with pytest.raises(FailedError, match="from those of the CPU"):
-        doctor._test_ready(doctor.CPU)
+        selftest._test_ready(selftest.CPU)
 
 
 def test_bf16_is_compared_with_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
-    assert doctor._test_bf16(doctor.CPU).startswith("the same as float32")
+    assert selftest._test_bf16(selftest.CPU).startswith("the same as float32")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
-    assert doctor._attempt("bf16", lambda: doctor._test_bf16(doctor.CPU)).state == "not tested"
+    assert selftest._attempt("bf16", lambda: selftest._test_bf16(selftest.CPU)).state == "not tested"
 
 
 def test_a_gpu_that_is_there_is_shown_and_a_driver_that_is_too_old_explained() -> None:
-    from rotopath.reports import health
+    from rotopath.reports import terminal as health
 
     gpu = {"device": "GPU 0", "name": "NVIDIA H200", "memory_gb": 150, "bf16": True}
     none = {"device": "GPU", "name": None, "reason": "the driver is too old"}
     console = Console(width=80, record=True)
     for device in (gpu, none):
         console.print(health._device(device))
-    console.print(health.verdict([Outcome("a", "works", ""), Outcome("b", "fails", "")]))
+    console.print(health.verdict([SelfTest("a", "works", ""), SelfTest("b", "fails", "")]))
     shown = console.export_text()
     assert "✓ GPU 0" in shown
     assert "NVIDIA H200, 150 GB, bf16" in shown

@@ -17,7 +17,7 @@ from rotopath import exporting, runs
 from rotopath.cli import app
 from rotopath.exporting import MODELS, check_answers, export
 from rotopath.model_file import WEIGHTS, RunError, pack_weights, write_model
-from rotopath.models.promise import find_module
+from rotopath.models.protocols import unwrap
 from rotopath.recipe import make_recipe, write_recipe
 from rotopath.writing import write_bytes, write_json, write_text
 
@@ -31,7 +31,7 @@ def make_run(folder: Path, task: str, orientations: int = 4, **choices: object) 
     recipe = make_recipe({"task": task, "data": "nowhere", "orientations": orientations, **choices})
     network, task = runs.build(recipe), recipe.make_task()
     generator = torch.Generator().manual_seed(0)
-    for module in find_module(network).modules():
+    for module in unwrap(network).modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.running_mean.normal_(std=0.2, generator=generator)
             module.running_var.uniform_(0.5, 2, generator=generator)

@@ -20,11 +20,11 @@ from typer.testing import CliRunner, Result
 
 import rotopath as rp
 from rotopath.cli import app
-from rotopath.data import DataError, Picture
+from rotopath.data import DataError, Sample
 from rotopath.data.sampling import Ints, MiddleWindows, Sampler
-from rotopath.images.geojson import Point, SlideObject, read_geojson
-from rotopath.inference.tiles import Grid, Tile
-from rotopath.models.promise import make_dense
+from rotopath.images.geojson import OperatingPoint, SlideObject, read_geojson
+from rotopath.inference.slide_pass import Grid, Tile
+from rotopath.models.protocols import make_dense
 from rotopath.tasks import Frame, Task
 from rotopath.tasks.task import Evidence, Loss, Map, Scores, expect_numbers
 
@@ -63,21 +63,21 @@ class Darkness(Task):
         return ("darkness",)
 
     @classmethod
-    def find_classes(cls, collection: object) -> tuple[str, ...]:
-        del collection
+    def find_classes(cls, dataset: object) -> tuple[str, ...]:
+        del dataset
         return ("dark",)
 
-    def truth(self, picture: Picture) -> float:
-        return float(picture.label or "nan")
+    def truth(self, sample: Sample) -> float:
+        return float(sample.label or "nan")
 
-    def labels(self, pictures: Sequence[Picture]) -> Ints:
-        return np.array([round(1000 * self.truth(picture)) for picture in pictures], np.int64)
+    def labels(self, samples: Sequence[Sample]) -> Ints:
+        return np.array([round(1000 * self.truth(sample)) for sample in samples], np.int64)
 
     def make_sampler(
-        self, pictures: Sequence[Picture], sizes_px: Ints, frame: Frame, batch: int, seed: int, mined: Ints | None
+        self, samples: Sequence[Sample], sizes_px: Ints, frame: Frame, batch: int, seed: int, mined: Ints | None
     ) -> Sampler:
         del seed, mined
-        whole = MiddleWindows(self.labels(pictures), sizes_px, frame.window_px, batch)
+        whole = MiddleWindows(self.labels(samples), sizes_px, frame.window_px, batch)
 
         class Again:
             def places(self, step: int) -> Any:
@@ -85,19 +85,19 @@ class Darkness(Task):
 
         return Again()
 
-    def make_loss(self, pictures: Sequence[Picture]) -> Loss:
-        del pictures
+    def make_loss(self, samples: Sequence[Sample]) -> Loss:
+        del samples
         return lambda logits, targets: F.mse_loss(logits.flatten(1).mean(dim=1).sigmoid(), targets / 1000)
 
     def accuracy(self, logits: Tensor, targets: Tensor) -> Tensor:
         return 1 - (logits.flatten(1).mean(dim=1).sigmoid() - targets / 1000).abs().double().mean()
 
-    def take_regime(self, pictures: Sequence[Picture], amount: float, seed: int) -> tuple[Picture, ...]:
+    def take_regime(self, samples: Sequence[Sample], amount: float, seed: int) -> tuple[Sample, ...]:
         del seed
-        return tuple(pictures[: int(amount)])
+        return tuple(samples[: int(amount)])
 
-    def examine(self, prediction: Any, picture: Picture) -> Evidence:
-        return picture.name, self.truth(picture), float(np.ravel(prediction)[0])
+    def examine(self, prediction: Any, sample: Sample) -> Evidence:
+        return sample.name, self.truth(sample), float(np.ravel(prediction)[0])
 
     def choose_point(self, evidence: Sequence[Evidence], rule: str | None = None) -> dict[str, float]:
         del rule
@@ -149,7 +149,7 @@ class DarkestFinder:
         row, column = np.unravel_index(int(self._map.argmax()), self._map.shape)
         (top, left), side = self._grid.output_frame(int(row), int(column))
         each = self._task.classes[0]
-        yield SlideObject(Point(top + side / 2, left + side / 2), "annotation", each.name, each.color)
+        yield SlideObject(OperatingPoint(top + side / 2, left + side / 2), "annotation", each.name, each.color)
 
 
 def call(*words: object) -> Result:
@@ -219,7 +219,7 @@ def test_a_fourth_kind_and_a_network_of_ones_own(shades: Path, slide: DrawnSlide
     assert predicted.exit_code == 0, predicted.output
     assert "the darkest of" in predicted.output
     (found,) = read_geojson(tmp_path / "out" / "slide.tif" / "objects.geojson")
-    assert isinstance(found.shape, Point)
+    assert isinstance(found.shape, OperatingPoint)
     assert min(np.hypot(*(np.array(mark) - found.shape)) for mark in slide.marks) < 16, "on one of the dark marks"
 
     exported = call("export", folder, "--to", "onnx", "--out", tmp_path / "export")
@@ -348,7 +348,7 @@ def test_a_resnet_of_three_classes(patches: Path, striped_slide: Path, tmp_path:
         largest = max(
             (each for each in objects if each.class_name == name), key=lambda each: each.measurements["area_mm2"]
         )
-        assert not isinstance(largest.shape, Point)
+        assert not isinstance(largest.shape, OperatingPoint)
         columns = np.concatenate([polygon.outer for polygon in largest.shape])[:, 1]
         assert left < np.median(columns) < right, name
 
@@ -480,7 +480,7 @@ def test_typed_nuclei_from_data_to_slide(typed: Path, tmp_path: Path) -> None:
     result = run.predict(image, spacing_um_px=0.25)
     right = 0
     for each in result.objects:
-        assert not isinstance(each.shape, Point)
+        assert not isinstance(each.shape, OperatingPoint)
         row, column = np.concatenate([polygon.outer for polygon in each.shape]).mean(axis=0).astype(int)
         right += classes.get(int(labels[row, column])) == each.class_name
     assert right > len(classes) / 2
@@ -531,9 +531,9 @@ def test_one_class_of_typed_data(typed: Path, tmp_path: Path) -> None:
         tmp_path / "run",
     )
     assert run.task.outputs == 3
-    picture = rp.data.open_data(typed).pictures[0]
-    labels, _ = run.task.read_objects(picture)  # type: ignore[attr-defined]
-    kinds = rp.data.annotations.read_objects(picture, 0.25).classes  # type: ignore[attr-defined]
+    sample = rp.data.open_data(typed).samples[0]
+    labels, _ = run.task.read_objects(sample)  # type: ignore[attr-defined]
+    kinds = rp.data.annotations.read_objects(sample, 0.25).classes  # type: ignore[attr-defined]
     assert set(np.unique(labels[labels > 0]).tolist()) == {number for number, kind in kinds.items() if kind == "round"}
 
 

@@ -20,7 +20,7 @@ import importlib, pkgutil, sys, types
 from importlib.util import find_spec
 
 for module in pkgutil.walk_packages(sys.modules["rotopath"].__path__, "rotopath."):
-    needs_triton = module.name.startswith("rotopath.nn.kernels.")
+    needs_triton = module.name.startswith("rotopath.nn.triton.")
     if not module.name.endswith("__main__") and (find_spec("triton") or not needs_triton):
         importlib.import_module(module.name)
 """

@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from rotopath import predicting, pretrained, runs
 from rotopath.cli import app
 from rotopath.images.geojson import SlideObject, read_geojson
-from rotopath.inference.slides import SlidePass
+from rotopath.inference.slide_pass import SlidePass
 from rotopath.metrics import smooth_images
 from rotopath.model_file import RunError
 

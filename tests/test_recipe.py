@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from rotopath import group
 from rotopath.data import Augmentation
-from rotopath.models.architecture import Pooling, Upsampling
-from rotopath.models.tables import ARCHITECTURES
+from rotopath.models.architecture import ARCHITECTURES, Pooling, Upsampling
 from rotopath.nn.project import PROJECTIONS
 from rotopath.recipe import (
     SHORT_OPTIONS,

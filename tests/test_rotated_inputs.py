@@ -8,8 +8,8 @@ import torch
 from layouts import amida13, kumar, pcam, write_csv, write_image
 
 import rotopath as rp
-from rotopath.evaluation import summarise, turn_inputs
-from rotopath.metrics.robustness import list_angles
+from rotopath.evaluation import answer_rotated_inputs, summarise
+from rotopath.metrics.equivariance import list_angles
 from rotopath.model_file import ModelInfo, NetworkInfo
 from rotopath.models import Network
 from rotopath.runs import Run
@@ -44,11 +44,11 @@ def test_quarter_turns_change_nothing_for_n_4_and_something_for_n_1(
     data: dict[str, Path], task: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rotopath.evaluation.FIELD_PX", 20)
-    pictures = rp.data.open_data(data[task]).split("test")
+    samples = rp.data.open_data(data[task]).split("test")
     spreads = {}
     for n in (1, 4):
         run = make_run(PAPER[task], getattr(rp.models, task)(n), POINTS[task])
-        turned = turn_inputs(run, pictures, CPU, most=8)
+        turned = answer_rotated_inputs(run, samples, CPU, most=8)
         assert turned.plain_degrees[::4] == [0, 90, 180, 270]
         assert turned.fair.shape == turned.plain.shape
         assert turned.fair_decisions.shape == turned.plain_decisions.shape == turned.plain.shape
@@ -59,11 +59,11 @@ def test_quarter_turns_change_nothing_for_n_4_and_something_for_n_1(
 
 
 def test_two_numbers_and_where_they_come_from(data: dict[str, Path]) -> None:
-    pictures = rp.data.open_data(data["tumor"]).split("test")
+    samples = rp.data.open_data(data["tumor"]).split("test")
     network = rp.models.tumor(1)
-    first = turn_inputs(make_run(PAPER["tumor"], network, {"threshold": 0.5}), pictures, CPU)
+    first = answer_rotated_inputs(make_run(PAPER["tumor"], network, {"threshold": 0.5}), samples, CPU)
     middle = float(np.median(first.fair))
-    turned = turn_inputs(make_run(PAPER["tumor"], network, {"threshold": middle}), pictures, CPU)
+    turned = answer_rotated_inputs(make_run(PAPER["tumor"], network, {"threshold": middle}), samples, CPU)
     found = summarise(turned)
     assert found["inputs"] == "windows"
     assert found["count"] == 4
@@ -73,7 +73,7 @@ def test_two_numbers_and_where_they_come_from(data: dict[str, Path]) -> None:
     }
     assert found["fair"]["changed"] > 0, "the median parts some of them"  # type: ignore[index]
     assert [PAPER["tumor"].label_names[label] for label in turned.labels] == ["normal", "Tumor"] * 2
-    assert [picture.label for picture in pictures] == ["normal", "tumor"] * 2
+    assert [sample.label for sample in samples] == ["normal", "tumor"] * 2
 
 
 def test_of_several_classes_the_likeliest_over_all_angles_is_followed(tmp_path: Path) -> None:
@@ -90,12 +90,12 @@ def test_of_several_classes_the_likeliest_over_all_angles_is_followed(tmp_path: 
     images = torch.from_numpy(stored).permute(0, 3, 1, 2)
     with torch.no_grad():  # no class is the likeliest of all inputs
         network.head[0].weight.mul_(20)
-        logits = rp.inference.predict_turned(network, images, list_angles(), lambda logits: logits)
+        logits = rp.inference.predict_rotated(network, images, list_angles(), lambda logits: logits)
         network.head[0].bias -= torch.from_numpy(logits.mean(axis=(0, 1)))
     run = make_run(task, network, {})
-    pictures = rp.data.open_data(tmp_path).split("test")
-    turned = turn_inputs(run, pictures, CPU)
-    answers = rp.inference.predict_turned(network, images, [*turned.fair_degrees, *turned.plain_degrees])
+    samples = rp.data.open_data(tmp_path).split("test")
+    turned = answer_rotated_inputs(run, samples, CPU)
+    answers = rp.inference.predict_rotated(network, images, [*turned.fair_degrees, *turned.plain_degrees])
     followed = answers.mean(axis=0).argmax(axis=1)
     np.testing.assert_allclose(turned.fair, answers[:16, np.arange(6), followed], atol=1e-5)
     np.testing.assert_array_equal(turned.plain_decisions, answers[16:].argmax(axis=2))

@@ -23,10 +23,9 @@ from rotopath.data import open_data
 from rotopath.inference import predict
 from rotopath.model_file import MODEL, WEIGHTS, ModelInfo, RunError, load_weights, pack_weights, read_json, write_model
 from rotopath.models import FrozenNetwork
-from rotopath.models.promise import DenseModule, SlidingModule, find_module
-from rotopath.provenance import FINGERPRINT, fingerprint
+from rotopath.models.protocols import DenseModule, SlidingModule, unwrap
 from rotopath.recipe import Recipe, make_recipe, write_recipe
-from rotopath.runs import Run, _choose_dtype
+from rotopath.runs import FINGERPRINT, Run, _choose_dtype, fingerprint
 from rotopath.tasks import TUMOR
 from rotopath.writing import write_bytes, write_json, write_text
 
@@ -533,7 +532,7 @@ def test_weights_have_the_names_of_the_module_that_was_trained(tmp_path: Path) -
         folder = make_run(tmp_path / task, task, **keys)
         network = rp.load(folder).network
         names = load((folder / WEIGHTS).read_bytes()).keys()
-        assert names == find_module(network).state_dict().keys() != network.state_dict().keys()
+        assert names == unwrap(network).state_dict().keys() != network.state_dict().keys()
 
 
 # Folders as rotopath 0.1 wrote them.

@@ -13,11 +13,11 @@ from typer.testing import CliRunner, Result
 
 import rotopath as rp
 from rotopath.cli import app
-from rotopath.data.opening import open_data
+from rotopath.data.formats import open_data
 from rotopath.recipe import NetworkOptions, Recipe, RecipeError
-from rotopath.reports import contact_sheet, study_page
+from rotopath.reports import contact_sheet, study_report
 from rotopath.studies import Study
-from rotopath.studies.results import Result as StudyResult
+from rotopath.studies.results import StudyResult
 
 SMALL = (
     *("orientations=1", "steps=3", "epochs=1", "batch=6", "accelerator=cpu", "network=resnet18"),
@@ -71,7 +71,7 @@ def test_networks_of_two_parts_of_one_task_cost_what_each_costs(monkeypatch: pyt
     about = {"begun": "2020-01-01T00:00:00", "finished": "2020-01-01T00:01:00", "hardware": {"device": "x"}}
     monkeypatch.setattr(StudyResult, "provenance", about)
     results = [StudyResult(part, Path("nowhere"), recipe, 1, {}) for part, recipe in (("a", narrow), ("b", wide))]
-    _, first, second = study_page._cost(results).table
+    _, first, second = study_report._cost(results).table
     assert (first[1], second[1]) == ("resnet18, N=1, width 4", "resnet18, N=1, width 8")
     assert int(first[2].replace(",", "")) < int(second[2].replace(",", ""))
 

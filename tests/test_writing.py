@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from rotopath import writing
-from rotopath.writing import replaced, replaced_folder
+from rotopath.writing import atomic_file, atomic_folder
 
 KILLED = 9
 PROGRAM = f"""
 import os, sys
 from pathlib import Path
-from rotopath.writing import replaced_folder
+from rotopath.writing import atomic_folder
 
 left = int(sys.argv[2])
 kinds = sys.argv[3:]
@@ -33,7 +33,7 @@ def count_down(call):
 
 for kind in kinds:
     setattr(os, kind, count_down(getattr(os, kind)))
-with replaced_folder(Path(sys.argv[1])) as unfinished:
+with atomic_folder(Path(sys.argv[1])) as unfinished:
     (unfinished / "a.txt").write_text("new")
     (unfinished / "maps").mkdir()
     (unfinished / "maps/b.txt").write_text("new")
@@ -73,7 +73,7 @@ def write_until_killed(path: Path, calls: int, kinds: tuple[str, ...] = RENAMES)
 
 def test_a_folder_with_subfolders_is_replaced(tmp_path: Path) -> None:
     for text in ("old", "new"):
-        with replaced_folder(tmp_path / "out") as unfinished:
+        with atomic_folder(tmp_path / "out") as unfinished:
             fill(unfinished, text)
         assert read(tmp_path / "out") == text
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -81,7 +81,7 @@ def test_a_folder_with_subfolders_is_replaced(tmp_path: Path) -> None:
 
 def test_a_folder_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
     fill(tmp_path / "out", "old")
-    with pytest.raises(FileExistsError), replaced_folder(tmp_path / "out") as unfinished:
+    with pytest.raises(FileExistsError), atomic_folder(tmp_path / "out") as unfinished:
         fill_twice(unfinished)
     assert read(tmp_path / "out") == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -94,7 +94,7 @@ def test_a_writer_that_is_killed_between_renames_loses_nothing(tmp_path: Path) -
         fill(path, "old")
         if not write_until_killed(path, calls):
             break
-        with pytest.raises(ValueError, match="failed"), replaced_folder(path):
+        with pytest.raises(ValueError, match="failed"), atomic_folder(path):
             raise ValueError("failed")
         assert read(path) in ("old", "new"), f"killed after {calls} renames"
         assert [one.name for one in path.parent.iterdir()] == ["out"]
@@ -113,7 +113,7 @@ def test_a_reader_finds_a_whole_folder_wherever_the_writer_was_killed(tmp_path: 
         shutil.rmtree(path)
         writing.recover_folder(path)
         assert read(path) in (None, "new"), f"an old folder came back; killed after {calls} changes"
-        with replaced_folder(path) as unfinished:
+        with atomic_folder(path) as unfinished:
             fill(unfinished, "newer")
         assert read(path) == "newer"
         assert [one.name for one in path.parent.iterdir()] == ["out"]
@@ -140,7 +140,7 @@ def test_an_interrupt_between_renames_loses_nothing(tmp_path: Path, monkeypatch:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "rename", interrupt)
-    with pytest.raises(KeyboardInterrupt), replaced_folder(path) as unfinished:
+    with pytest.raises(KeyboardInterrupt), atomic_folder(path) as unfinished:
         fill(unfinished, "new")
     assert read(path) in ("old", "new")
     assert [one.name for one in tmp_path.iterdir()] == ["out"]
@@ -158,7 +158,7 @@ def test_a_reader_that_comes_between_renames_does_no_harm(tmp_path: Path, monkey
 
     for text in ("old", "new"):
         monkeypatch.setattr(os, "rename", read_after)
-        with replaced_folder(path) as unfinished:
+        with atomic_folder(path) as unfinished:
             fill(unfinished, text)
         assert read(path) == text
         assert [one.name for one in tmp_path.iterdir()] == ["out"]
@@ -176,7 +176,7 @@ def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "large-disk", target_is_directory=True)
     for text in ("first", "second", "third"):
-        with replaced_folder(link) as unfinished:
+        with atomic_folder(link) as unfinished:
             fill(unfinished, text)
         assert link.is_symlink()
         assert read(tmp_path / "large-disk") == text
@@ -186,7 +186,7 @@ def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
 def test_the_folder_that_one_is_in_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path / "out")
-    with replaced_folder(Path()) as unfinished:
+    with atomic_folder(Path()) as unfinished:
         fill(unfinished, "new")
     assert read(tmp_path / "out") == "new"
 
@@ -202,7 +202,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.skipif(os.name == "nt", reason="Windows syncs no folders")
 def test_all_of_a_folder_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, synced: list[int]) -> None:
     fill(tmp_path / "out", "old")
-    with replaced_folder(tmp_path / "out") as unfinished:
+    with atomic_folder(tmp_path / "out") as unfinished:
         fill(unfinished, "new")
         (unfinished / "nowhere").symlink_to("gone")  # which has nothing to be written
         inside = {path.lstat().st_ino for path in (unfinished, *unfinished.rglob("*")) if not path.is_symlink()}
@@ -212,7 +212,7 @@ def test_all_of_a_folder_is_on_the_disk_before_it_takes_its_place(tmp_path: Path
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows syncs no folders")
 def test_a_file_is_on_the_disk_and_its_name_too(tmp_path: Path, synced: list[int]) -> None:
-    with replaced(tmp_path / "a.txt") as unfinished:
+    with atomic_file(tmp_path / "a.txt") as unfinished:
         unfinished.write_text("new")
     assert synced == [(tmp_path / "a.txt").stat().st_ino, tmp_path.stat().st_ino]
 
@@ -226,9 +226,9 @@ def test_a_file_system_that_syncs_no_folders_will_do(tmp_path: Path, monkeypatch
         sync(number)
 
     monkeypatch.setattr(os, "fsync", refuse)
-    with replaced(tmp_path / "a.txt") as unfinished:
+    with atomic_file(tmp_path / "a.txt") as unfinished:
         unfinished.write_text("new")
-    with replaced_folder(tmp_path / "out") as unfinished:
+    with atomic_folder(tmp_path / "out") as unfinished:
         fill(unfinished, "new")
     assert read(tmp_path / "out") == "new"
 
@@ -236,7 +236,7 @@ def test_a_file_system_that_syncs_no_folders_will_do(tmp_path: Path, monkeypatch
 def test_a_file_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("old")
-    with pytest.raises(UnicodeEncodeError), replaced(path) as unfinished:
+    with pytest.raises(UnicodeEncodeError), atomic_file(path) as unfinished:
         unfinished.write_text("new µ", encoding="ascii")  # opens the file, then fails
     assert unfinished.name == ".a.txt.unfinished", "which others know as harmless"
     assert path.read_text() == "old"
@@ -244,7 +244,7 @@ def test_a_file_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
 
 
 def test_a_file_that_was_not_written_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), replaced(tmp_path / "a.txt"):
+    with pytest.raises(FileNotFoundError), atomic_file(tmp_path / "a.txt"):
         pass
     assert not list(tmp_path.iterdir())
 
@@ -257,7 +257,7 @@ def test_a_writer_that_has_ended_removes_no_file_of_another(tmp_path: Path, monk
         Path(old).write_text("of another process")
 
     monkeypatch.setattr(os, "replace", begin_another)
-    with replaced(tmp_path / "a.txt") as unfinished:
+    with atomic_file(tmp_path / "a.txt") as unfinished:
         unfinished.write_text("new")
     assert (tmp_path / "a.txt").read_text() == "new"
     assert unfinished.read_text() == "of another process"

@@ -18,10 +18,10 @@ import numpy as np
 
 from rotopath import runs
 from rotopath.model_file import RunError
-from rotopath.models.promise import find_module
+from rotopath.models.protocols import unwrap
 from rotopath.recipe import changed_key
-from rotopath.studies.results import Result, estimate, margin, read_results
-from rotopath.writing import replaced
+from rotopath.studies.results import StudyResult, estimate, margin, read_results
+from rotopath.writing import atomic_file
 
 PAPER, SAME = "paper", "equal weights"
 PARTS = (PAPER, "faithful", "harmonic", "rms-blur", "reflections", "attention", "fourier", "channels", "float32")
@@ -30,23 +30,23 @@ MAY_DIFFER = ("orientations", "network_options", "precision", "seed")
 LAST_STEPS = 500
 NONE = "–"
 
-Networks = dict[tuple[str, int], list[Result]]  # by part and orientations: runs that differ in their seeds
+Networks = dict[tuple[str, int], list[StudyResult]]  # by part and orientations: runs that differ in their seeds
 
 
 @dataclass(frozen=True)
 class Measure:
     name: str
-    read: Callable[[Result], float]
+    read: Callable[[StudyResult], float]
     digits: int
     factor: float = 1.0  # from what is read to what is shown
 
-    def spread(self, results: Sequence[Result]) -> str:
+    def spread(self, results: Sequence[StudyResult]) -> str:
         """Mean and deviation over seeds."""
         values = [self.factor * self.read(one) for one in results]
         shown = f"{mean(values):.{self.digits}f}"
         return f"{shown} ± {stdev(values):.{self.digits}f}" if len(values) > 1 else shown
 
-    def minus(self, ours: Sequence[Result], others: Sequence[Result]) -> str:
+    def minus(self, ours: Sequence[StudyResult], others: Sequence[StudyResult]) -> str:
         """The mean of paired differences, and the interval in which that of other seeds lies, at 95 %."""
         pairs = zip(ours, others, strict=True)
         values = np.array([self.factor * (self.read(one) - self.read(other)) for one, other in pairs])
@@ -63,10 +63,10 @@ def signed(value: float, digits: int) -> str:
     return f"{round(value, digits) + 0.0:+.{digits}f}"  # 0 is added for the sign of -0
 
 
-def turning(name: str) -> Callable[[Result], float]:
+def turning(name: str) -> Callable[[StudyResult], float]:
     """A reader of how predictions change when inputs turn."""
 
-    def read(result: Result) -> float:
+    def read(result: StudyResult) -> float:
         if "rotation" not in result.scores:
             command = f"rotopath evaluate {result.folder} --robustness"
             raise RunError(f"{result.folder} was evaluated without turned inputs; run `{command}`.")
@@ -75,16 +75,16 @@ def turning(name: str) -> Callable[[Result], float]:
     return read
 
 
-def validated(name: str) -> Callable[[Result], float]:
+def validated(name: str) -> Callable[[StudyResult], float]:
     """A reader of scores of the validation set."""
 
-    def read(result: Result) -> float:
+    def read(result: StudyResult) -> float:
         return float(json.loads((result.folder / runs.METRICS).read_text(encoding="utf-8"))["valid"][name])
 
     return read
 
 
-def read_loss(result: Result) -> float:
+def read_loss(result: StudyResult) -> float:
     """The mean training loss of the last steps."""
     with (result.folder / runs.LOG).open(newline="") as file:
         return mean([float(row["loss"]) for row in csv.DictReader(file)][-LAST_STEPS:])
@@ -123,12 +123,12 @@ def read_networks(study: Path, beside: Path | None = None) -> Networks:
     return found
 
 
-def _order(result: Result) -> tuple[int, str, int]:
+def _order(result: StudyResult) -> tuple[int, str, int]:
     place = PARTS.index(result.part) if result.part in PARTS else len(PARTS)
     return place, result.part, result.recipe.seed
 
 
-def _check_alike(one: Result, base: Result) -> None:
+def _check_alike(one: StudyResult, base: StudyResult) -> None:
     """Refuse a run that was trained otherwise than the paper's design."""
     alike = replace(one.recipe, **{key: getattr(base.recipe, key) for key in MAY_DIFFER})
     if key := changed_key(alike, base.recipe):
@@ -153,7 +153,7 @@ def tabulate(networks: Networks) -> list[dict[str, str]]:
     ]
 
 
-def compare(members: Sequence[Result], by_seed: Mapping[int, Result]) -> dict[str, str]:
+def compare(members: Sequence[StudyResult], by_seed: Mapping[int, StudyResult]) -> dict[str, str]:
     """Differences to the paper's design, of the seeds that both have."""
     ours = [one for one in members if one.recipe.seed in by_seed]
     others = [by_seed[one.recipe.seed] for one in ours]
@@ -168,8 +168,8 @@ def compare(members: Sequence[Result], by_seed: Mapping[int, Result]) -> dict[st
     }
 
 
-def count_weights(result: Result) -> int:
-    return sum(weight.numel() for weight in find_module(runs.load(result.folder).network).parameters())
+def count_weights(result: StudyResult) -> int:
+    return sum(weight.numel() for weight in unwrap(runs.load(result.folder).network).parameters())
 
 
 def main() -> None:
@@ -181,7 +181,7 @@ def main() -> None:
     except RunError as error:
         raise SystemExit(str(error)) from None
     out = Path(sys.argv[-1])
-    with replaced(out) as name, name.open("w", newline="") as file:
+    with atomic_file(out) as name, name.open("w", newline="") as file:
         table = csv.DictWriter(file, list(rows[0]))
         table.writeheader()
         table.writerows(rows)

@@ -20,10 +20,10 @@ from typing import Any
 from rotopath import runs
 from rotopath.model_file import WEIGHTS, ModelInfo, RunError, write_model
 from rotopath.models import ARCHITECTURES
-from rotopath.models.promise import find_module
+from rotopath.models.protocols import unwrap
 from rotopath.pretrained import CARD, HOME
 from rotopath.recipe import HARDWARE, Recipe, write_recipe
-from rotopath.writing import replaced_folder, write_json, write_text
+from rotopath.writing import atomic_folder, write_json, write_text
 
 DATASETS, TEMPLATE = (Path(__file__).with_name(name) for name in ("datasets.toml", "card.md"))
 FREE = "The data is free for any use, and so are these weights."
@@ -79,7 +79,7 @@ def publish(part: Path, home: Path = HOME) -> Path:
     }
     place = home / f"{chosen.recipe.task}-{dataset.name}-n{ORIENTATIONS}"
     card = write_card(place.name, chosen, seeds, dataset)
-    with replaced_folder(place) as unfinished:
+    with atomic_folder(place) as unfinished:
         for name in (WEIGHTS, runs.METRICS):
             shutil.copyfile(chosen.folder / name, unfinished / name)
         weights = (unfinished / WEIGHTS).read_bytes()
@@ -124,7 +124,7 @@ def find_dataset(source: str, images: int) -> Dataset:
 def write_card(name: str, chosen: Trained, seeds: Sequence[Trained], dataset: Dataset) -> str:
     """The card of a model, as Markdown."""
     recipe, task, geometry = chosen.recipe, chosen.info.task, chosen.info.network.geometry
-    network = find_module(runs.load(chosen.folder).network)  # its weights are checked while they are read
+    network = unwrap(runs.load(chosen.folder).network)  # its weights are checked while they are read
     held_out = {split: _count(chosen.metrics[split]["images"]) for split in ("valid", "test")}
     counts = held_out | {"train": dataset.images - sum(held_out.values())}
     rows = [(f"{one.recipe.seed}{' (this model)' if one is chosen else ''}", one) for one in seeds]

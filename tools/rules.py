@@ -14,7 +14,7 @@ from statistics import mean, stdev
 from typing import get_args
 
 from rotopath.evaluation import evaluation_file
-from rotopath.metrics.overlap import HitRule
+from rotopath.metrics.matching import HitRule
 
 ORIENTATIONS = (1, 4, 8, 16)
 

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from rotopath.evaluation import evaluate
     from rotopath.exporting import export
     from rotopath.metrics import equivariance_error
-    from rotopath.models import equivariant, freeze
+    from rotopath.models.convert import equivariant
+    from rotopath.models.freeze import freeze
     from rotopath.predicting import predict
     from rotopath.recipe import Recipe
-    from rotopath.reports.study_page import report
+    from rotopath.reports.study_report import report
     from rotopath.runs import load
     from rotopath.studies import study
     from rotopath.training import train
@@ -67,13 +68,13 @@ __all__ = [
 _HOMES = {
     "Recipe": "rotopath.recipe",
     "equivariance_error": "rotopath.metrics",
-    "equivariant": "rotopath.models",
+    "equivariant": "rotopath.models.convert",
     "evaluate": "rotopath.evaluation",
     "export": "rotopath.exporting",
-    "freeze": "rotopath.models",
+    "freeze": "rotopath.models.freeze",
     "load": "rotopath.runs",
     "predict": "rotopath.predicting",
-    "report": "rotopath.reports.study_page",
+    "report": "rotopath.reports.study_report",
     "study": "rotopath.studies",
     "train": "rotopath.training",
 }

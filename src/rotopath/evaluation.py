@@ -1,6 +1,6 @@
 """A model scored on annotated images, upright and under rotation.
 
-In: a model, pictures of one split, and how often each is to be rotated. Out: evidence, from which a task's operating
+In: a model, samples of one split, and how often each is to be rotated. Out: evidence, from which a task's operating
 point and scores follow; and how far answers change when inputs are rotated, at angles that are all resampled alike and
 at the paper's.
 """
@@ -17,25 +17,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rotopath import runs
-from rotopath.data import Batches, Collection, DataError, Picture, open_data, problems
-from rotopath.data.pixels import Cache, Reader, open_pixels
+from rotopath.data import Batches, DataError, Dataset, Sample, open_data, problems
+from rotopath.data.batches import Cache, SampleReader, open_pixels
 from rotopath.data.sampling import MiddleWindows
 from rotopath.data.splits import SPLITS
 from rotopath.group import covering_size
-from rotopath.inference import predict_alike, predict_patches, predict_realigned, predict_turned
+from rotopath.inference import predict_batch, predict_patches, predict_rotated, predict_rotations
 from rotopath.inference.dense import SPLINE_REACH
-from rotopath.metrics.robustness import list_angles, measure_robustness
+from rotopath.metrics.equivariance import list_angles, measure_robustness
 from rotopath.model_file import read_json
 from rotopath.models import DenseNetwork
 from rotopath.nn import center_crop
 from rotopath.runs import Run
 from rotopath.tasks import Frame, Task
 from rotopath.tasks.task import Evidence
-from rotopath.writing import replaced, write_json
+from rotopath.writing import atomic_file, write_json
 
 Split = Literal["train", "valid", "test"]
-OnProgress = Callable[[int, int], None]  # given how many pictures are done, and how many there are
-TOGETHER_PX = 2**18  # pixels of small pictures go through a network at once; rotated, they take several times as many
+OnProgress = Callable[[int, int], None]  # given how many samples are done, and how many there are
+TOGETHER_PX = 2**18  # pixels of small samples go through a network at once; rotated, they take several times as many
 PATCHES_AT_ONCE = 256
 WINDOWS = 512  # that are rotated, at most
 SHOWN = 48  # of them that figures can show
@@ -45,30 +45,30 @@ FIELD_PX = 200  # the middle of each field, where maps are compared
 FOREGROUND = 0.5  # above it, a pixel of a field is called an object
 
 
-def gather(
+def gather_evidence(
     task: Task,
     network: DenseNetwork,
-    pictures: Sequence[Picture],
+    samples: Sequence[Sample],
     device: torch.device,
     rotations: int = 1,
     on_progress: OnProgress = lambda _done, _all: None,
 ) -> list[Evidence]:
-    """What the network says about each picture, beside its annotation."""
+    """What the network says about each sample, beside its annotation."""
     network = network.to(device).eval()
     if task.answers == "window":
-        return _gather_patches(task, network, pictures, device, rotations, on_progress)
+        return _gather_patches(task, network, samples, device, rotations, on_progress)
     evidence: list[Evidence] = []
-    for images in _read_alike(pictures, task.reader.image_only):
-        for prediction in predict_alike(network, images, device, rotations, activation=task.probabilities):
-            evidence.append(task.examine(prediction, pictures[len(evidence)]))
-        on_progress(len(evidence), len(pictures))
+    for images in _read_alike(samples, task.reader.image_only):
+        for prediction in predict_batch(network, images, device, rotations, activation=task.probabilities):
+            evidence.append(task.examine(prediction, samples[len(evidence)]))
+        on_progress(len(evidence), len(samples))
     return evidence
 
 
-def _read_alike(pictures: Sequence[Picture], reader: Reader) -> Iterator[NDArray[np.uint8]]:
-    """All pictures in their order, put together while they are of one size and small."""
+def _read_alike(samples: Sequence[Sample], reader: SampleReader) -> Iterator[NDArray[np.uint8]]:
+    """All samples in their order, put together while they are of one size and small."""
     together: list[NDArray[np.uint8]] = []
-    for image in map(reader.planes, pictures):
+    for image in map(reader.planes, samples):
         if together and (image.shape != together[0].shape or (len(together) + 1) * image[..., 0].size > TOGETHER_PX):
             yield np.stack(together)
             together = []
@@ -80,7 +80,7 @@ def _read_alike(pictures: Sequence[Picture], reader: Reader) -> Iterator[NDArray
 def _gather_patches(
     task: Task,
     network: DenseNetwork,
-    pictures: Sequence[Picture],
+    samples: Sequence[Sample],
     device: torch.device,
     rotations: int,
     on_progress: OnProgress,
@@ -88,27 +88,27 @@ def _gather_patches(
     """Patches are many and small, so they go through the network in batches."""
     window_px = network.geometry.surrounded_px
     cut_px = covering_size(window_px) if 4 % rotations else window_px  # corners of rotated windows lie further out
-    batches, steps = make_middle_batches(task, pictures, cut_px, device=device)
+    batches, steps = make_middle_batches(task, samples, cut_px, device=device)
     evidence: list[Evidence] = []
     for images, _ in batches.load(steps, device):
         probabilities = predict_patches(network, images, rotations, task.probabilities)
-        for picture, answer in zip(pictures[len(evidence) :], probabilities, strict=False):
-            evidence.append(task.examine(answer, picture))
-        on_progress(len(evidence), len(pictures))
+        for sample, answer in zip(samples[len(evidence) :], probabilities, strict=False):
+            evidence.append(task.examine(answer, sample))
+        on_progress(len(evidence), len(samples))
     return evidence
 
 
 def make_middle_batches(
     task: Task,
-    pictures: Sequence[Picture],
+    samples: Sequence[Sample],
     window_px: int,
     batch: int = PATCHES_AT_ONCE,
     cache: Cache = "auto",
     device: torch.device | None = None,
 ) -> tuple[Batches, range]:
     """The middle of every patch, in order, and the steps that bring each of them once."""
-    pixels = open_pixels(pictures, task.reader, cache, device or torch.device("cpu"))
-    sampler = MiddleWindows(task.labels(pictures), pixels.sizes_px, window_px, batch)
+    pixels = open_pixels(samples, task.reader, cache, device or torch.device("cpu"))
+    sampler = MiddleWindows(task.labels(samples), pixels.sizes_px, window_px, batch)
     return Batches(pixels, sampler, window_px), range(len(sampler))
 
 
@@ -116,7 +116,7 @@ def make_middle_batches(
 
 
 @dataclass(frozen=True)
-class Turned:
+class RotatedAnswers:
     """Answers at every angle: probabilities (angles, inputs), or of fields (angles, fields, height, width).
 
     Decisions have the same shape. Fields have maps by name that a report shows, at fair angles.
@@ -133,45 +133,47 @@ class Turned:
     maps: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # none for windows
 
 
-def turn_inputs(run: Run, pictures: Sequence[Picture], device: torch.device, most: int = WINDOWS) -> Turned:
+def answer_rotated_inputs(
+    run: Run, samples: Sequence[Sample], device: torch.device, most: int = WINDOWS
+) -> RotatedAnswers:
     """What the model says at all angles about single windows, `most` at most, or about the middle of fields."""
     run.network.to(device).eval()
     if run.task.rotated == "fields":
-        return _turn_fields(run, pictures, device)
-    return _turn_windows(run, pictures, device, most)
+        return _turn_fields(run, samples, device)
+    return _turn_windows(run, samples, device, most)
 
 
-def _turn_fields(run: Run, pictures: Sequence[Picture], device: torch.device) -> Turned:
+def _turn_fields(run: Run, samples: Sequence[Sample], device: torch.device) -> RotatedAnswers:
     fair, plain = list_angles(), list_angles(fair=False)
-    turned = [_turn_field(run.task, run.network, picture, device, [*fair, *plain]) for picture in pictures]
+    turned = [_turn_field(run.task, run.network, sample, device, [*fair, *plain]) for sample in samples]
     images, fields = zip(*turned, strict=True)
     maps = {name: np.stack([each[name] for each in fields], axis=1) for name in fields[0]}  # (angles, fields, h, w)
     answers, split = maps["objects"], len(fair)
     decided = answers >= FOREGROUND
-    return Turned(
+    return RotatedAnswers(
         *(fair, answers[:split], plain, answers[split:], np.empty(0, np.int64), np.stack(images)),
         *(decided[:split], decided[split:]),
         {name: values[:split] for name, values in maps.items()},
     )
 
 
-def _turn_windows(run: Run, pictures: Sequence[Picture], device: torch.device, most: int) -> Turned:
+def _turn_windows(run: Run, samples: Sequence[Sample], device: torch.device, most: int) -> RotatedAnswers:
     fair, plain = list_angles(), list_angles(fair=False)
     task, side = run.task, run.network.geometry.smallest_px
-    images, labels = _take_windows(run, pictures, device, most)
-    answers = predict_turned(run.network, images, [*fair, *plain], task.probabilities)  # (angles, inputs, K)
+    images, labels = _take_windows(run, samples, device, most)
+    answers = predict_rotated(run.network, images, [*fair, *plain], task.probabilities)  # (angles, inputs, K)
     decided, split = task.decide(answers, run.point), len(fair)
     # Of several outputs the one that is the likeliest over all angles is followed.
     followed = answers.mean(axis=0).argmax(axis=-1)
     single = np.take_along_axis(answers, followed[None, :, None], axis=2)[..., 0]
     middle = center_crop(images[:SHOWN], side, side)
     shown = (middle * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-    return Turned(
+    return RotatedAnswers(
         *(fair, single[:split], plain, single[split:], labels.cpu().numpy(), shown), decided[:split], decided[split:]
     )
 
 
-def pack(turned: Turned) -> dict[str, NDArray[np.generic]]:
+def pack(turned: RotatedAnswers) -> dict[str, NDArray[np.generic]]:
     """What figures need: all answers about windows; of fields the mean and the deviation over fair angles."""
     if not turned.maps:
         kept = ("fair_degrees", "fair", "plain_degrees", "plain", "labels", "images")
@@ -183,7 +185,7 @@ def pack(turned: Turned) -> dict[str, NDArray[np.generic]]:
     return packed
 
 
-def summarise(turned: Turned) -> dict[str, object]:
+def summarise(turned: RotatedAnswers) -> dict[str, object]:
     """How far answers scatter and how many decisions change, at fair and at plain angles."""
     return {
         "inputs": "pixels of fields" if turned.maps else "windows",
@@ -193,16 +195,16 @@ def summarise(turned: Turned) -> dict[str, object]:
     }
 
 
-def _take_windows(run: Run, pictures: Sequence[Picture], device: torch.device, most: int) -> tuple[Tensor, Tensor]:
+def _take_windows(run: Run, samples: Sequence[Sample], device: torch.device, most: int) -> tuple[Tensor, Tensor]:
     """Windows with their surroundings, from which the corners of rotated ones come; patches are mirrored for them."""
     task, geometry = run.task, run.network.geometry
     cut_px = covering_size(geometry.surrounded_px) + 2 * SPLINE_REACH
     if task.answers == "window":
-        chosen = pictures[:most]
+        chosen = samples[:most]
         batches, steps = make_middle_batches(task, chosen, cut_px, device=device)
     else:
         frame = Frame(cut_px, geometry.stride_px, geometry.stride_px)
-        batches = make_sampled_batches(task, pictures, frame, SAMPLED_AT_ONCE, SAMPLING_SEED, device=device)
+        batches = make_sampled_batches(task, samples, frame, SAMPLED_AT_ONCE, SAMPLING_SEED, device=device)
         steps = range(-(-most // SAMPLED_AT_ONCE))
     images, labels = (torch.cat(parts) for parts in zip(*batches.load(steps, device), strict=True))
     return images[:most], labels[:most]
@@ -210,7 +212,7 @@ def _take_windows(run: Run, pictures: Sequence[Picture], device: torch.device, m
 
 def make_sampled_batches(
     task: Task,
-    pictures: Sequence[Picture],
+    samples: Sequence[Sample],
     frame: Frame,
     batch: int,
     seed: int,
@@ -222,26 +224,26 @@ def make_sampled_batches(
     if batch < 1 or seed < 0:
         raise DataError(f"A batch has 1 or more windows, and a seed is 0 or more; got {batch} and {seed}.")
     mined = options.pop("mined", None)
-    if mined is not None and len(mined) and not 0 <= mined.reshape(len(mined), -1)[:, 0].max() < len(pictures):
-        raise DataError(f"The mined examples name images that are not among the {len(pictures)} of the training set.")
+    if mined is not None and len(mined) and not 0 <= mined.reshape(len(mined), -1)[:, 0].max() < len(samples):
+        raise DataError(f"The mined examples name images that are not among the {len(samples)} of the training set.")
     reader = task.reader
-    pixels = open_pixels(pictures, reader, cache, device or torch.device("cpu"))
-    sampler = task.make_sampler(pictures, pixels.sizes_px, frame, batch, seed, mined)
+    pixels = open_pixels(samples, reader, cache, device or torch.device("cpu"))
+    sampler = task.make_sampler(samples, pixels.sizes_px, frame, batch, seed, mined)
     target_px = frame.target_px if reader.maps else None
     return Batches(pixels, sampler, frame.window_px, target_px, seed=seed, **options)
 
 
 def _turn_field(
-    task: Task, network: DenseNetwork, picture: Picture, device: torch.device, degrees: Sequence[float]
+    task: Task, network: DenseNetwork, sample: Sample, device: torch.device, degrees: Sequence[float]
 ) -> tuple[NDArray[np.uint8], dict[str, NDArray[np.float32]]]:
     """The middle of a field, and the task's maps (angles, height, width) of it by name, each rotated back."""
-    image = task.reader.image_only.planes(picture)
+    image = task.reader.image_only.planes(sample)
     geometry = network.geometry
     # With more around the middle than is compared, rotated corners are real pixels where the field is large enough.
     wide = covering_size(FIELD_PX + geometry.smallest_px)
     top, left = (max(0, (side - wide) // 2) for side in image.shape[:2])
     part = image[top : top + wide, left : left + wide]
-    rotated = predict_realigned(network, part[None], device, degrees, activation=task.probabilities)
+    rotated = predict_rotations(network, part[None], device, degrees, activation=task.probabilities)
     maps = np.concatenate(list(rotated))  # (angles, K, height, width)
     rows, columns = (slice(max(0, (side - FIELD_PX) // 2), (side + FIELD_PX) // 2) for side in part.shape[:2])
     maps = maps[..., rows, columns]
@@ -304,22 +306,22 @@ def evaluate(
     own = data is None or (not run.is_pretrained and Path(data).resolve() == Path(run.recipe.data).resolve())
     if own and spacing_um_px is None:
         spacing_um_px = run.recipe.data_spacing_um_px
-    collection = open_task_data(task, data or run.recipe.data, spacing_um_px)
+    dataset = open_task_data(task, data or run.recipe.data, spacing_um_px)
     cpu_only = not run.is_pretrained and run.recipe.accelerator == "cpu"
     device = torch.device("cuda" if torch.cuda.is_available() and not cpu_only else "cpu")
-    look = partial(gather, task, run.network, device=device, rotations=rotations)
-    evidence = look(pictures=collection.split(split), on_progress=partial(on_progress, split))
+    look = partial(gather_evidence, task, run.network, device=device, rotations=rotations)
+    evidence = look(samples=dataset.split(split), on_progress=partial(on_progress, split))
     point = run.point
     if rotations > 1 or rule is not None:  # other probabilities, or another score, have another operating point
-        validation = look(pictures=collection.split("valid"), on_progress=partial(on_progress, "valid"))
+        validation = look(samples=dataset.split("valid"), on_progress=partial(on_progress, "valid"))
         point = task.choose_point(validation, rule)
-    scores = task.score(evidence, point, rule) | {"rotations": rotations, "data": str(collection.root)}
+    scores = task.score(evidence, point, rule) | {"rotations": rotations, "data": str(dataset.root)}
     written = Path(out) if out else evaluation_file(run.out, split, rotations, rule, None if own else Path(data or ""))
     written.parent.mkdir(parents=True, exist_ok=True)
     if robustness:
-        turned = turn_inputs(run, collection.split(split), device)
+        turned = answer_rotated_inputs(run, dataset.split(split), device)
         scores["rotation"] = summarise(turned)
-        with replaced(written.with_suffix(".npz")) as unfinished, unfinished.open("wb") as file:
+        with atomic_file(written.with_suffix(".npz")) as unfinished, unfinished.open("wb") as file:
             np.savez_compressed(file, **pack(turned))  # type: ignore[arg-type]
     elif out is None and written.exists():
         # What was measured before about rotated inputs still holds: the file is this run's own.
@@ -330,9 +332,9 @@ def evaluate(
     return Evaluation(split, scores, written)
 
 
-def open_task_data(task: Task, data: Path | str, spacing_um_px: float | None = None) -> Collection:
+def open_task_data(task: Task, data: Path | str, spacing_um_px: float | None = None) -> Dataset:
     """Data with the annotations that a task needs, refused where its labels are not the task's."""
-    collection = open_data(data, task.annotated, spacing_um_px)
-    if found := problems(task.check_data(collection)):
+    dataset = open_data(data, task.annotated, spacing_um_px)
+    if found := problems(task.check_data(dataset)):
         raise DataError(f"{data} does not fit the task {task.name}: {found[0]}")
-    return collection
+    return dataset

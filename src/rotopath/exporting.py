@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from rotopath import runs
 from rotopath.model_file import RunError, read_json
 from rotopath.models import DenseNetwork, freeze
-from rotopath.models.promise import IMAGE_CHANNELS, DenseModule, SlidingModule, find_module
+from rotopath.models.protocols import IMAGE_CHANNELS, DenseModule, SlidingModule, unwrap
 from rotopath.models.registry import find_window_px, is_equivariant
 from rotopath.pretrained import CARD
-from rotopath.provenance import PACKAGES, describe_software, now
-from rotopath.runs import Run
-from rotopath.writing import replaced_folder, write_json, write_text
+from rotopath.runs import PACKAGES, Run, describe_software, now
+from rotopath.writing import atomic_folder, write_json, write_text
 
 Format = Literal["torchscript", "onnx", "torch"]
 CONFIG, README, WEIGHTS = "config.json", "README.md", "model.safetensors"
@@ -68,7 +67,7 @@ def export(model: Run | Path | str, to: Format = "torchscript", out: Path | str 
     if place.exists() and not (place.is_dir() and (_is_export(place) or not any(place.iterdir()))):
         raise RunError(f"{place} exists and is no export of rotopath; choose another folder with --out.")
     plain = _make_model(run, to)
-    with replaced_folder(place) as unfinished:
+    with atomic_folder(place) as unfinished:
         with _quiet():
             answer = WRITERS[to](plain, run.network, unfinished / MODELS[to])
             check_answers(answer, _make_model(run, to, frozen=False), run.network)
@@ -134,7 +133,7 @@ def check_answers(answer: Answer, expected: Answer, network: DenseNetwork) -> No
 
 
 def _make_model(run: Run, to: str, frozen: bool = True) -> nn.Module:
-    module = find_module(run.network)
+    module = unwrap(run.network)
     try:
         layers = freeze(module) if frozen and is_equivariant(module) else copy.deepcopy(module)
     except ValueError as error:

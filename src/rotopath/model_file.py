@@ -20,7 +20,7 @@ import rotopath
 from rotopath.images.files import PLAUSIBLE_UM_PX
 from rotopath.images.stain import Stain
 from rotopath.models import DenseNetwork, Geometry
-from rotopath.models.promise import find_module
+from rotopath.models.protocols import unwrap
 from rotopath.tasks import KINDS, Class, Task, find_kind
 from rotopath.writing import write_json
 
@@ -184,7 +184,7 @@ def _whole(table: Mapping[str, Any], name: str, low: int) -> int:
 
 def pack_weights(network: DenseNetwork | nn.Module) -> bytes:
     """The weights as safetensors, under the names that they have in the trained module."""
-    state = find_module(network).state_dict()
+    state = unwrap(network).state_dict()
     return save({name: tensor.contiguous().cpu() for name, tensor in state.items()})
 
 
@@ -200,7 +200,7 @@ def load_weights(network: DenseNetwork | nn.Module, path: Path, sha256: str | No
         tensors = load_tensors(content)
     except (SafetensorError, OSError) as error:
         raise RunError(f"{path} is damaged ({str(error).splitlines()[0]}); restore it, or train again.") from None
-    module = find_module(network)
+    module = unwrap(network)
     if fault := _find_fault(tensors, module.state_dict()):
         raise RunError(f"{path} does not hold the weights of this network: {fault}.")
     module.load_state_dict(tensors)

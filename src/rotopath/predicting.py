@@ -20,17 +20,16 @@ import numpy as np
 import torch
 
 from rotopath import runs
-from rotopath.data.folders import IMAGE_SUFFIXES
+from rotopath.data.dataset import IMAGE_SUFFIXES
 from rotopath.images import Slide, UnreadableFileError, open_slide
+from rotopath.images.drawing import DRAWN, draw_overlay
 from rotopath.images.geojson import Point, SlideObject, write_geojson
-from rotopath.images.overlay import DRAWN, draw_overlay
 from rotopath.images.pyramid import write_pyramid
 from rotopath.images.readers import SLIDE_SUFFIXES
-from rotopath.inference.slides import Model, Options, SlidePass
+from rotopath.inference.slide_pass import Model, PassOptions, SlidePass
 from rotopath.model_file import RunError, hash_weights
-from rotopath.provenance import describe_machine, describe_software, now
-from rotopath.runs import Device, Precision, Run
-from rotopath.writing import recover_folder, replaced_folder, write_json
+from rotopath.runs import Device, Precision, Run, describe_machine, describe_software, now
+from rotopath.writing import atomic_folder, recover_folder, write_json
 
 GEOJSON, TABLE, HEAT, DEVIATION = "objects.geojson", "objects.csv", "heatmap.ome.tif", "deviation.ome.tif"
 OVERLAY, SUMMARY = "overlay.png", "summary.json"
@@ -40,7 +39,7 @@ State = Literal["done", "skipped", "failed"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SlideOutcome:
     """How the prediction of one slide ended."""
 
     path: Path
@@ -59,7 +58,7 @@ def predict(
     device: Device | str | None = None,
     precision: Precision | None = None,
     on_tile: OnTile = lambda _slide, _done, _all: None,
-) -> list[Outcome]:
+) -> list[SlideOutcome]:
     """Find what a model was trained for in images, slides or folders of them; results go to a folder for each.
 
     What is done already is skipped, and a file that cannot be used stops no other. `spacing_um_px` is the side of a
@@ -68,7 +67,7 @@ def predict(
     run = model if isinstance(model, Run) else runs.load(model)
     given = [images] if isinstance(images, Path | str) else images
     slides = list_slides([Path(each) for each in given])
-    options = Options(rotations, everywhere=everywhere)
+    options = PassOptions(rotations, everywhere=everywhere)
     return list(predict_slides(run, slides, Path(out), options, spacing_um_px, device, precision, on_tile))
 
 
@@ -102,19 +101,19 @@ def predict_slides(
     run: Run,
     slides: Sequence[Path],
     out: Path,
-    options: Options,
+    options: PassOptions,
     spacing_um_px: float | None = None,
     device: Device | str | None = None,
     precision: Precision | None = None,
     on_tile: OnTile = lambda _slide, _done, _all: None,
-) -> Iterator[Outcome]:
+) -> Iterator[SlideOutcome]:
     """One slide after another, each with how it ended."""
     model = run.ready(device, precision)
     out.mkdir(parents=True, exist_ok=True)
     for path, folder in place_results(slides, out).items():
         about = _describe(run, path, options, spacing_um_px) | {"precision": model.precision}
         if _is_done(recover_folder(folder), about, precision):
-            yield Outcome(path, folder, "skipped")
+            yield SlideOutcome(path, folder, "skipped")
             continue
         try:
             if folder.exists() and not (folder / SUMMARY).exists() and any(folder.iterdir()):
@@ -122,16 +121,16 @@ def predict_slides(
             with open_slide(path, spacing_um_px) as slide:
                 _predict_one(model, slide, folder, options, about, partial(on_tile, path))
         except (UnreadableFileError, RunError, ValueError) as error:
-            yield Outcome(path, folder, "failed", str(error))
+            yield SlideOutcome(path, folder, "failed", str(error))
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
             if model.device.type == "cuda":
                 torch.cuda.empty_cache()  # for the next slide
             where = "the GPU's memory" if model.device.type == "cuda" else "memory"
-            yield Outcome(path, folder, "failed", f"{where} was not enough for it; use a machine with more of it.")
+            yield SlideOutcome(path, folder, "failed", f"{where} was not enough for it; use a machine with more of it.")
         else:
-            yield Outcome(path, folder, "done")
+            yield SlideOutcome(path, folder, "done")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -144,13 +143,13 @@ def _predict_one(
     model: Model,
     slide: Slide,
     folder: Path,
-    options: Options,
+    options: PassOptions,
     about: dict[str, object],
     on_tile: Callable[[int, int], None],
 ) -> None:
     begun = time.monotonic()
     with (
-        replaced_folder(folder) as unfinished,
+        atomic_folder(folder) as unfinished,
         tempfile.TemporaryDirectory(prefix="rotopath-") as files,
         SlidePass(model, slide, Path(files), options) as done,
     ):
@@ -221,7 +220,7 @@ def _middle(found: SlideObject, origin_px: tuple[int, int]) -> tuple[float, floa
     return column - origin_px[1], row - origin_px[0]
 
 
-def _describe(run: Run, path: Path, options: Options, spacing_um_px: float | None) -> dict[str, object]:
+def _describe(run: Run, path: Path, options: PassOptions, spacing_um_px: float | None) -> dict[str, object]:
     """What decides the results: the model, the file, and how it is looked at."""
     return {
         "model": run.folder.resolve().name,

@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rotopath.data.augmentation import Augmentation
-from rotopath.data.pixels import Cache
+from rotopath.data.batches import Cache
 from rotopath.group import check_orientations
 from rotopath.images.files import PLAUSIBLE_UM_PX, is_plausible
 from rotopath.images.stain import Stain

@@ -1,13 +1,24 @@
-"""The run folder: everything about one training, each file whole or not there at all; and what a model file says.
+"""Where a run comes from: versions, commit, data, hardware, time.
+
+In: a recipe's seed, a dataset, a device. Out: what goes into `provenance.json`; and a fingerprint of data, by which
+a change of it is noticed.
+
+The run folder: everything about one training, each file whole or not there at all; and what a model file says.
 
 In: a folder. Out: a model that is ready to predict, from `model.json` and the weights alone; and where a run comes
 from: versions, data, hardware, time. Weights are safetensors, and nothing that a user hands over is unpickled.
 """
 
 import difflib
-from collections.abc import Callable, Mapping
+import hashlib
+import platform
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property, lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -16,6 +27,9 @@ from torch import nn
 
 import rotopath
 from rotopath import pretrained
+from rotopath.data.annotations import class_table
+from rotopath.data.dataset import Dataset
+from rotopath.images.files import UnreadableFileError
 from rotopath.model_file import (
     MODEL,
     WEIGHTS,
@@ -27,7 +41,7 @@ from rotopath.model_file import (
     read_model,
 )
 from rotopath.models import DenseNetwork, Geometry
-from rotopath.models.promise import DenseModule, SlidingModule, has_geometry, make_dense
+from rotopath.models.protocols import DenseModule, SlidingModule, has_geometry, make_dense
 from rotopath.models.registry import build_network, find_window_px
 from rotopath.recipe import NetworkOptions, Recipe, RecipeError, read_recipe
 from rotopath.tasks import Task
@@ -38,7 +52,104 @@ if TYPE_CHECKING:
 
     from rotopath.images import Slide
     from rotopath.inference.result import Result
-    from rotopath.inference.slides import Model
+    from rotopath.inference.slide_pass import Model
+
+
+PACKAGES = ("torch", "numpy", "scipy", "scikit-image", "lightning", "safetensors")
+FINGERPRINT = "content:"  # what fingerprints begin with that look at the content of files
+BLOCK_BYTES = 2**20
+
+
+def fingerprint(dataset: Dataset) -> str:
+    """A short text that changes when the bytes of images or annotations, labels or splits do."""
+    tables = {table for sample in dataset.samples for table in map(class_table, sample.annotations)}
+    tables = {table for table in tables if table.is_file()}
+    files = {
+        sample: [
+            sample.path,
+            *sample.annotations,
+            *(t for t in map(class_table, sample.annotations) if t in tables),
+        ]
+        for sample in dataset.samples
+    }
+    paths = sorted({path for found in files.values() for path in found})
+    with ThreadPoolExecutor() as pool:
+        contents = dict(zip(paths, pool.map(_hash_file, paths), strict=True))
+    digest = hashlib.sha256(dataset.annotated.encode())
+    for sample, found in files.items():
+        about = (sample.name, sample.case, sample.split, sample.row, sample.label, sample.spacing_um_px)
+        digest.update(repr((*about, sample.stratum, [contents[path] for path in found])).encode())
+    return FINGERPRINT + digest.hexdigest()[:16]
+
+
+def _hash_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(BLOCK_BYTES):
+                digest.update(block)
+    except OSError as error:
+        raise UnreadableFileError(path, f"cannot be read ({error.strerror}).") from None
+    return digest.hexdigest()
+
+
+def describe_training(seed: int, dataset: Dataset) -> dict[str, object]:
+    """Where a training begins: versions, commit, seed, data."""
+    return {
+        "begun": now(),
+        **describe_software(),
+        "seed": seed,
+        "data": {
+            "source": dataset.source,
+            "path": str(dataset.root),
+            "fingerprint": fingerprint(dataset),
+            "images": len(dataset.samples),
+        },
+    }
+
+
+def describe_software(packages: Sequence[str] = PACKAGES) -> dict[str, object]:
+    """Versions of what computes, and its commit."""
+    return {
+        "rotopath": rotopath.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "packages": {name: found for name in packages if (found := _version(name))},
+    }
+
+
+def describe_machine(device: torch.device) -> dict[str, object]:
+    """What a run was computed on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {"device": name, "threads": torch.get_num_threads()}
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the source that runs, marked where it was changed; none for an installed package."""
+    if not _git("ls-files", Path(__file__).name):
+        return None  # whatever repository an environment lies in, this file is not of it
+    return _git("describe", "--always", "--dirty", "--abbrev=12")
+
+
+def _git(*arguments: str) -> str | None:
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
 
 RECIPE, METRICS = "recipe.toml", "metrics.json"
 LOG, PROVENANCE, RESUME, KEPT = "log.csv", "provenance.json", "resume.ckpt", "kept.safetensors"
@@ -95,18 +206,18 @@ class Run:
         """
         from rotopath.images.slides import as_slide
         from rotopath.inference.result import predict_slide
-        from rotopath.inference.slides import Options
+        from rotopath.inference.slide_pass import PassOptions
 
         with as_slide(image, spacing_um_px) as slide:
-            return predict_slide(self.ready(device, precision), slide, Options(rotations, everywhere=everywhere))
+            return predict_slide(self.ready(device, precision), slide, PassOptions(rotations, everywhere=everywhere))
 
     def ready(self, device: torch.device | Device | str | None = None, precision: Precision | None = None) -> "Model":
         """The model on a device; by default on a GPU, if there is one, in precision "16", and else on the CPU in "32".
 
         It is a copy in the form that suits it: as it is, for Triton's kernels, or frozen to a plain CNN.
         """
-        from rotopath.inference.preparing import prepare
-        from rotopath.inference.slides import Model
+        from rotopath.inference.dense import prepare
+        from rotopath.inference.slide_pass import Model
 
         chosen = _find_device(device)
         dtype = _choose_dtype(chosen, precision)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 @contextmanager
-def replaced(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """A name to write to, which takes the place of `path` once it is written and on the disk.
 
     The name is the same in all processes, so that the next writer removes the file of one that was killed. Only one
@@ -30,7 +30,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def replaced_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, which takes the place of `path` once all that is in it is written and on the disk.
 
     Only one process at a time may write a path. If it is killed, either the old folder is whole, or the new one, which
@@ -116,13 +116,13 @@ def _sync_folder(folder: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a text file, whole or not at all."""
-    with replaced(path) as unfinished:
+    with atomic_file(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 
 def write_bytes(path: Path, content: bytes) -> None:
     """Write a file, whole or not at all."""
-    with replaced(path) as unfinished:
+    with atomic_file(path) as unfinished:
         unfinished.write_bytes(content)
 
 

@@ -11,23 +11,19 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from layouts import box, kumar, outline_xml, pixels, truncate, write_csv, write_image, write_text
 
-from rotopath.data.annotations import parse_objects, parse_points, read_objects, read_points
-from rotopath.data.aperio import AnnotationError
-from rotopath.data.check import check
-from rotopath.data.collection import DataError, Picture, problems
-from rotopath.data.opening import open_data
-from rotopath.data.tables import TableError
+from rotopath.data.annotations import AnnotationError, parse_objects, parse_points, read_objects, read_points
+from rotopath.data.dataset import DataError, Sample, TableError, problems
+from rotopath.data.formats import check, open_data
 from rotopath.images.files import UnreadableFileError
-from rotopath.images.geojson import SlideObject, write_geojson
-from rotopath.images.outlines import trace_outlines
+from rotopath.images.geojson import SlideObject, trace_outlines, write_geojson
 from rotopath.tasks import Detect, Segment, make_task
 
 Ring = list[tuple[float, float]]
 
 
-def picture(root: Path, annotation: Path, size: tuple[int, int] = (60, 80), spacing: float = 0.25) -> Picture:
+def sample(root: Path, annotation: Path, size: tuple[int, int] = (60, 80), spacing: float = 0.25) -> Sample:
     image = write_image(root / "a.png", pixels(*size))
-    return Picture(image, "a.png", "7", "train", spacing, annotations=(annotation,))
+    return Sample(image, "a.png", "7", "train", spacing, annotations=(annotation,))
 
 
 def feature(kind: str, coordinates: object, name: str = "") -> dict[str, object]:
@@ -55,7 +51,7 @@ def test_columns_of_points_are_found_by_their_names_in_any_order(
 ) -> None:
     lines = [names, ("10", "20", "mitosis"), ("30.5", "40", ""), ("5", "79", "other")]
     path = write_csv(tmp_path / "a.csv", [[line[i] for i in order] for line in lines])
-    points = read_points(picture(tmp_path, path), 0.25)
+    points = read_points(sample(tmp_path, path), 0.25)
     assert points.positions.tolist() == [[10, 20], [30.5, 40], [5, 79]]
     assert points.classes == ("mitosis", "", "other")
     assert len(points) == 3
@@ -63,7 +59,7 @@ def test_columns_of_points_are_found_by_their_names_in_any_order(
 
 def test_further_columns_are_left_alone_and_a_class_is_not_needed(tmp_path: Path) -> None:
     path = write_text(tmp_path / "a.csv", "id,x,y,score\n7,20,10,0.9\n8,40,30,0.1\n\n")
-    points = read_points(picture(tmp_path, path), 0.25)
+    points = read_points(sample(tmp_path, path), 0.25)
     assert points.positions.tolist() == [[10, 20], [30, 40]]
     assert points.classes == ("", "")
 
@@ -71,7 +67,7 @@ def test_further_columns_are_left_alone_and_a_class_is_not_needed(tmp_path: Path
 def test_without_a_header_rows_come_first_and_there_are_no_classes(tmp_path: Path) -> None:
     """As in AMIDA13, whose third column is how sure the annotators were."""
     path = write_text(tmp_path / "a.csv", "10,20,0.9\n30,40\n")
-    points = read_points(picture(tmp_path, path), 0.25)
+    points = read_points(sample(tmp_path, path), 0.25)
     assert points.positions.tolist() == [[10, 20], [30, 40]]
     assert points.classes == ("", "")
 
@@ -90,17 +86,17 @@ def test_without_a_header_rows_come_first_and_there_are_no_classes(tmp_path: Pat
 )
 def test_bad_lines_below_a_header_are_named_and_the_others_count(tmp_path: Path, line: str, sentence: str) -> None:
     path = write_text(tmp_path / "a.csv", f"class,row,column\na,10,20\n{line}\nb,30,40\n")
-    points, faults = parse_points(picture(tmp_path, path))
+    points, faults = parse_points(sample(tmp_path, path))
     assert len(faults) == 1
     assert faults[0].startswith(sentence)
     assert points.classes == ("a", "b")
     with pytest.raises(AnnotationError, match="cannot be used: line 3"):
-        read_points(picture(tmp_path, path), 0.25)
+        read_points(sample(tmp_path, path), 0.25)
 
 
 def test_points_with_classes_move_with_the_image_to_another_spacing(tmp_path: Path) -> None:
     path = write_text(tmp_path / "a.csv", "class,column,row\na,20,10\n")
-    points = read_points(picture(tmp_path, path), 0.5)
+    points = read_points(sample(tmp_path, path), 0.5)
     assert points.positions.tolist() == [[4.75, 9.75]]
     assert points.classes == ("a",)
 
@@ -111,13 +107,13 @@ def test_points_are_counted_by_class(tmp_path: Path) -> None:
     write_text(tmp_path / "a.csv", "row,column,class\n1,1,tumor\n2,2,stroma\n3,3,tumor\n")
     write_text(tmp_path / "b.csv", "row,column,class\n1,1,fat\n")
     rows = [("a.png", "a.csv", "train", 1), ("b.png", "b.csv", "test", 1)]
-    collection = open_data(
+    dataset = open_data(
         write_csv(tmp_path / "manifest.csv", [("image", "annotation", "split", "spacing"), *rows]), "points"
     )
-    counts = check(collection).counts
+    counts = check(dataset).counts
     assert counts["train"] == {"images": 1, "cases": 1, "objects": 3, "tumor": 2, "stroma": 1}
-    assert Detect.find_classes(collection) == ("fat", "stroma", "tumor")
-    assert make_task("detect", found=Detect.find_classes(collection)).outputs == 4
+    assert Detect.find_classes(dataset) == ("fat", "stroma", "tumor")
+    assert make_task("detect", found=Detect.find_classes(dataset)).outputs == 4
 
 
 # GeoJSON
@@ -131,7 +127,7 @@ def test_points_in_geojson_count_from_the_corner_of_the_first_pixel(tmp_path: Pa
         feature("MultiPoint", [[40.5, 30.5], [1, 2]], "other"),
         feature("Point", [0.5, 0.5]),
     )
-    points = read_points(picture(tmp_path, path), 0.25)
+    points = read_points(sample(tmp_path, path), 0.25)
     assert points.positions.tolist() == [[10, 20], [30, 40], [1.5, 0.5], [0, 0]]
     assert points.classes == ("mitosis", "other", "other", "")
 
@@ -139,14 +135,14 @@ def test_points_in_geojson_count_from_the_corner_of_the_first_pixel(tmp_path: Pa
 def test_boxes_around_points_stand_for_their_middles(tmp_path: Path) -> None:
     """Where a data set of points draws boxes, as MIDOG does."""
     path = geojson(tmp_path, feature("Polygon", [square(10, 20, 11)], "mitosis"))
-    points = read_points(picture(tmp_path, path), 0.25)
+    points = read_points(sample(tmp_path, path), 0.25)
     assert points.positions.tolist() == [[15, 25]]
     assert points.classes == ("mitosis",)
 
 
 def test_a_point_outside_of_the_image_is_named(tmp_path: Path) -> None:
     path = geojson(tmp_path, feature("Point", [20.5, 10.5]), feature("Point", [10.5, 60.5], "late"))
-    points, faults = parse_points(picture(tmp_path, path))
+    points, faults = parse_points(sample(tmp_path, path))
     assert points.positions.tolist() == [[10, 20]]
     assert faults == [
         "feature 2 places an object at row 60, column 10, outside of the image of 60 × 80 px (rows come first)."
@@ -165,7 +161,7 @@ def test_polygons_are_painted_with_their_holes_and_classes(tmp_path: Path) -> No
     expected[12:14, 22:24] = 0
     expected[40:43, 5:8] = expected[50:53, 5:8] = 2
     expected[30:40, 76:80] = 3
-    objects, faults = parse_objects(picture(tmp_path, path), path)
+    objects, faults = parse_objects(sample(tmp_path, path), path)
     assert np.array_equal(objects.labels, expected)
     assert objects.labels.dtype == np.int32
     assert objects.classes == {1: "tumor", 3: "stroma"}, "the second one has none"
@@ -181,7 +177,7 @@ def test_where_polygons_overlap_the_first_one_keeps_the_pixel(tmp_path: Path) ->
         feature("Polygon", [square(12, 12, 3)], "hidden"),
         feature("Polygon", [square(14, 14, 8)], "b"),
     )
-    objects, faults = parse_objects(picture(tmp_path, path), path)
+    objects, faults = parse_objects(sample(tmp_path, path), path)
     assert np.bincount(objects.labels.ravel())[1:].tolist() == [64, 64 - 16]
     assert (objects.labels[15, 15], objects.labels[20, 20]) == (1, 2)
     assert objects.classes == {1: "a", 2: "b"}
@@ -197,7 +193,7 @@ def test_what_cannot_be_painted_is_noted_and_the_others_count(tmp_path: Path) ->
         feature("Polygon", [square(3, 3, 5)], "a"),
     )
     rows = [("a.png", path.name, "train", 1)]
-    picture(tmp_path, path)
+    sample(tmp_path, path)
     found = check(open_data(write_csv(tmp_path / "m.csv", [("image", "annotation", "split", "spacing"), *rows])))
     assert problems(found.findings) == []
     assert [str(finding) for finding in found.findings][:3] == [
@@ -217,7 +213,7 @@ def test_objects_that_were_written_are_read_as_they_were(
     root = tmp_path_factory.mktemp("round")
     outlines = trace_outlines(labels)
     write_geojson(root / "a.geojson", [SlideObject(parts, class_name=f"c{k}") for k, parts in outlines.items()])
-    objects, faults = parse_objects(picture(root, root / "a.geojson", labels.shape), root / "a.geojson")
+    objects, faults = parse_objects(sample(root, root / "a.geojson", labels.shape), root / "a.geojson")
     back = np.array([0, *outlines])
     assert np.array_equal(back[objects.labels], labels)
     assert [objects.classes[i] for i in objects.numbers] == [f"c{number}" for number in outlines]
@@ -238,10 +234,10 @@ def test_a_manifest_looks_into_geojson_for_what_it_holds(tmp_path: Path, suffix:
     ):
         geojson(tmp_path, shape, name=f"b{suffix}")
         found = check(open_data(path))
-        assert found.collection.annotated == kind
+        assert found.dataset.annotated == kind
         assert problems(found.findings) == []
         assert found.counts["train"] == {"images": 2, "cases": 2, "objects": count, "x": 1}
-        assert (Detect if kind == "points" else Segment).find_classes(found.collection) == ("x",)
+        assert (Detect if kind == "points" else Segment).find_classes(found.dataset) == ("x",)
 
 
 def test_damaged_geojson_is_a_finding_and_the_others_count(tmp_path: Path) -> None:
@@ -256,12 +252,12 @@ def test_damaged_geojson_is_a_finding_and_the_others_count(tmp_path: Path) -> No
     assert sentence.startswith("a.geojson: is cut off or no GeoJSON")
     assert found.counts["train"] == {"images": 2, "cases": 2, "objects": 1, "x": 1}
     with pytest.raises(DataError, match=r"a\.geojson is cut off or no GeoJSON.* Run `rotopath data check` on the data"):
-        Segment.find_classes(found.collection)
+        Segment.find_classes(found.dataset)
 
 
 def test_polygons_at_another_spacing_keep_their_numbers_and_classes(tmp_path: Path) -> None:
     path = geojson(tmp_path, feature("Polygon", [square(10, 20, 8)], "a"), feature("Polygon", [square(30, 20, 4)], "b"))
-    objects = read_objects(picture(tmp_path, path), 0.5)
+    objects = read_objects(sample(tmp_path, path), 0.5)
     expected = np.zeros((30, 40), int)
     expected[5:9, 10:14], expected[15:17, 10:12] = 1, 2
     assert np.array_equal(objects.labels, expected)
@@ -271,14 +267,14 @@ def test_polygons_at_another_spacing_keep_their_numbers_and_classes(tmp_path: Pa
 # Label maps with a table of classes beside them
 
 
-def label_map(root: Path, *table: tuple[object, ...]) -> Picture:
+def label_map(root: Path, *table: tuple[object, ...]) -> Sample:
     """Objects 3 and 300, and what the table says about them."""
     labels = np.zeros((60, 80), np.uint16)
     labels[5:10, 5:10], labels[20:30, 20:30] = 3, 300
     path = write_image(root / "maps/a.png", labels)
     if table:
         write_csv(root / "maps/a.csv", table)
-    return picture(root, path)
+    return sample(root, path)
 
 
 def test_a_table_beside_a_label_map_has_the_classes_of_its_objects(tmp_path: Path) -> None:
@@ -337,26 +333,26 @@ def test_classes_of_nuclei_lie_beside_the_label_maps_of_kumar(tmp_path: Path) ->
     assert problems(found.findings) == []
     assert found.counts["train"] == {"images": 1, "cases": 1, "nuclei": 2, "lymphocyte": 1, "epithelial": 1}
     assert found.counts["valid"] == {"images": 1, "cases": 1, "nuclei": 2}, "outlines in XML name no classes"
-    assert Segment.find_classes(found.collection) == ("epithelial", "lymphocyte")
+    assert Segment.find_classes(found.dataset) == ("epithelial", "lymphocyte")
 
 
 def test_an_image_without_objects_needs_no_classes(tmp_path: Path) -> None:
     path = write_image(tmp_path / "map.png", np.zeros((60, 80), np.uint8))
     write_csv(tmp_path / "map.csv", [("object", "class")])
-    objects = read_objects(picture(tmp_path, path), 0.25)
+    objects = read_objects(sample(tmp_path, path), 0.25)
     assert (objects.numbers, objects.classes) == ([], {})
 
 
 def test_outlines_of_imagescope_name_no_classes(tmp_path: Path) -> None:
     path = write_text(tmp_path / "a.xml", outline_xml(box(5, 8, 6)))
-    objects = read_objects(picture(tmp_path, path), 0.25)
+    objects = read_objects(sample(tmp_path, path), 0.25)
     assert (objects.numbers, objects.classes) == ([1], {})
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.geojson"])
 def test_a_missing_file_gets_a_sentence(tmp_path: Path, name: str) -> None:
     with pytest.raises(UnreadableFileError, match=rf"{name} does not exist\.$"):
-        read_points(picture(tmp_path, tmp_path / name), 0.25)
+        read_points(sample(tmp_path, tmp_path / name), 0.25)
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t"])
@@ -364,7 +360,7 @@ def test_a_missing_file_gets_a_sentence(tmp_path: Path, name: str) -> None:
 def test_spreadsheets_may_separate_columns_in_their_own_way(tmp_path: Path, separator: str, header: bool) -> None:
     lines = [["row", "column", "class"]] * header + [["3", "4", "cell"], ["5", "6", "cell"]]
     text = "\n".join(separator.join(line if header else line[:2]) for line in lines)
-    points, faults = parse_points(picture(tmp_path, write_text(tmp_path / "a.csv", text)))
+    points, faults = parse_points(sample(tmp_path, write_text(tmp_path / "a.csv", text)))
     assert faults == []
     assert points.positions.tolist() == [[3, 4], [5, 6]]
 
@@ -376,7 +372,7 @@ def test_shapes_that_are_none_are_refused_in_a_sentence(tmp_path: Path) -> None:
     ):
         path = geojson(tmp_path, feature(kind, coordinates))
         with pytest.raises(UnreadableFileError, match=sentence):
-            parse_objects(picture(tmp_path, path), path)
+            parse_objects(sample(tmp_path, path), path)
 
 
 def test_an_object_with_two_classes_is_refused(tmp_path: Path) -> None:

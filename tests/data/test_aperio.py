@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rotopath.data.aperio import AnnotationError, Outline, paint_labels, read_outlines, read_spacing_um_px
+from rotopath.data.annotations import AnnotationError, Outline, paint_labels, read_outlines, read_spacing_um_px
 
 
 def xml(*polygons: list[tuple[float, float]], negative: tuple[int, ...] = ()) -> str:

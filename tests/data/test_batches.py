@@ -9,11 +9,18 @@ import torch
 from layouts import amida13, kumar, pcam, pixels, truncate, write_csv, write_image
 
 from rotopath.data.augmentation import Augmentation
-from rotopath.data.batches import Batches
-from rotopath.data.collection import DataError
-from rotopath.data.opening import open_data
-from rotopath.data.pixels import DecodedOnDemand, DevicePixels, HostPixels, Reader, choose_cache, open_pixels
-from rotopath.data.sampling import Places
+from rotopath.data.batches import (
+    Batches,
+    DecodedOnDemand,
+    DevicePixels,
+    HostPixels,
+    SampleReader,
+    choose_cache,
+    open_pixels,
+)
+from rotopath.data.dataset import DataError
+from rotopath.data.formats import open_data
+from rotopath.data.sampling import Windows
 from rotopath.evaluation import make_middle_batches, make_sampled_batches
 from rotopath.images.files import UnreadableFileError
 from rotopath.tasks import MITOSIS, NUCLEI, PAPER, TUMOR, Class, Detect, Frame, Segment
@@ -34,8 +41,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def batches(data: dict[str, Path], task: str, **settings: object) -> Batches:
-    pictures = open_data(data[task]).split("train")
-    return make_sampled_batches(PAPER[task], pictures, FRAMES[task], **({"batch": 8, "seed": 0} | settings))  # type: ignore[arg-type]
+    samples = open_data(data[task]).split("train")
+    return make_sampled_batches(PAPER[task], samples, FRAMES[task], **({"batch": 8, "seed": 0} | settings))  # type: ignore[arg-type]
 
 
 def bytes_of(found: object) -> list[bytes]:
@@ -94,10 +101,10 @@ def test_a_free_rotation_turns_about_the_middle_of_the_window(data: dict[str, Pa
 
 
 def test_stains_are_normalised_for_nuclei_only() -> None:
-    assert NUCLEI.reader == Reader(0.25, "macenko", NUCLEI.targets, 1)
-    assert NUCLEI.reader.image_only == Reader(0.25, "macenko")
-    assert MITOSIS.reader == Reader(0.25)
-    assert TUMOR.reader == Reader(1.0)
+    assert NUCLEI.reader == SampleReader(0.25, "macenko", NUCLEI.targets, 1)
+    assert NUCLEI.reader.image_only == SampleReader(0.25, "macenko")
+    assert MITOSIS.reader == SampleReader(0.25)
+    assert TUMOR.reader == SampleReader(1.0)
 
 
 def test_reading_data_leaves_random_numbers_alone(data: dict[str, Path]) -> None:
@@ -126,9 +133,9 @@ def test_an_unreadable_file_ends_in_its_sentence(tmp_path: Path, workers: int) -
     ],
 )
 def test_impossible_settings_are_refused(data: dict[str, Path], settings: dict[str, object], sentence: str) -> None:
-    pictures = open_data(data["tumor"]).split("train")
+    samples = open_data(data["tumor"]).split("train")
     with pytest.raises(DataError, match=sentence):
-        make_sampled_batches(TUMOR, pictures, FRAMES["tumor"], **({"batch": 8, "seed": 0} | settings))  # type: ignore[arg-type]
+        make_sampled_batches(TUMOR, samples, FRAMES["tumor"], **({"batch": 8, "seed": 0} | settings))  # type: ignore[arg-type]
     for task, frame in FRAMES.items():
         with pytest.raises(DataError, match="no images"):
             make_sampled_batches(PAPER[task], [], frame, 8, 0)
@@ -142,23 +149,23 @@ def test_batches_survive_pickling(data: dict[str, Path]) -> None:
 
 
 def test_middle_batches_cover_every_patch_once_in_order(data: dict[str, Path]) -> None:
-    pictures = open_data(data["tumor"]).split("train")
-    found, steps = make_middle_batches(TUMOR, pictures, 88, batch=3)
+    samples = open_data(data["tumor"]).split("train")
+    found, steps = make_middle_batches(TUMOR, samples, 88, batch=3)
     images, labels = (torch.cat(parts) for parts in zip(*found.load(steps), strict=True))
-    assert labels.tolist() == [("normal", "tumor").index(picture.label or "") for picture in pictures]
-    planes = [Reader(1.0).planes(picture)[4:92, 4:92] for picture in pictures]
+    assert labels.tolist() == [("normal", "tumor").index(sample.label or "") for sample in samples]
+    planes = [SampleReader(1.0).planes(sample)[4:92, 4:92] for sample in samples]
     assert torch.equal(images, torch.from_numpy(np.stack(planes)).permute(0, 3, 1, 2) / 255)
 
 
 def test_windows_beyond_the_edge_are_mirrored_alike_in_all_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     images = [pixels(7, 9), pixels(5, 6), pixels(1, 1)]
-    places = Places(*(np.array(x) for x in ([0, 1, 2, 0, 1], [-3, 2, -4, 40, -30], [4, -5, 2, -3, 3], [0] * 5)))
+    places = Windows(*(np.array(x) for x in ([0, 1, 2, 0, 1], [-3, 2, -4, 40, -30], [4, -5, 2, -3, 3], [0] * 5)))
     expected = []
     for image, top, left in zip(places.images, places.tops, places.lefts, strict=True):
         padded = np.pad(images[image], ((60, 60), (60, 60), (0, 0)), mode="reflect")
         expected.append(padded[60 + top : 68 + top, 60 + left : 68 + left])
     sizes = np.array([image.shape[:2] for image in images])
-    monkeypatch.setattr("rotopath.data.pixels.COPIED_PIXELS", 50)
+    monkeypatch.setattr("rotopath.data.batches.COPIED_PIXELS", 50)
     for found in (HostPixels(images, sizes), DevicePixels(images, torch.device("cpu"))):
         windows = found.windows(places, 8)
         assert np.array_equal(windows.permute(0, 2, 3, 1).numpy(), np.stack(expected))
@@ -170,11 +177,11 @@ def test_images_of_another_spacing_are_resampled_before_windows_are_cut(tmp_path
         write_image(tmp_path / f"{i}.png", np.full((192, 192, 3), 40 * i, np.uint8))
     rows = [(f"{i}.png", i % 2, f"g{i}", "train", 0.5) for i in range(6)]
     write_csv(tmp_path / "manifest.csv", [("image", "label", "group", "split", "spacing"), *rows])
-    pictures = open_data(tmp_path).split("train")
+    samples = open_data(tmp_path).split("train")
     for cache in ("none", "memory", "device"):
-        found = open_pixels(pictures, Reader(1.0), cache, torch.device("cpu"))  # type: ignore[arg-type]
+        found = open_pixels(samples, SampleReader(1.0), cache, torch.device("cpu"))  # type: ignore[arg-type]
         assert found.sizes_px.tolist() == [[96, 96]] * 6
-    windows = make_sampled_batches(TUMOR, pictures, FRAMES["tumor"], 4, 0)[0].windows
+    windows = make_sampled_batches(TUMOR, samples, FRAMES["tumor"], 4, 0)[0].windows
     assert windows.shape == (4, 3, 88, 88)
     assert set(windows.unique().tolist()) <= {0, 40, 80, 120, 160, 200}
 
@@ -182,8 +189,8 @@ def test_images_of_another_spacing_are_resampled_before_windows_are_cut(tmp_path
 def test_decoded_images_are_dropped_when_they_grow_too_many(
     data: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rotopath.data.pixels.KEPT_BYTES", 3 * 96 * 96 * 3)
-    images = DecodedOnDemand(open_data(data["tumor"]).split("train"), Reader(1.0))
+    monkeypatch.setattr("rotopath.data.batches.KEPT_BYTES", 3 * 96 * 96 * 3)
+    images = DecodedOnDemand(open_data(data["tumor"]).split("train"), SampleReader(1.0))
     first = images[0].copy()
     for i in (1, 2, 3, 4, 2):
         images[i]
@@ -212,10 +219,10 @@ def test_objects_of_several_classes_have_two_target_maps(tmp_path: Path) -> None
     write_csv(tmp_path / "map.csv", [("object", "class"), (1, "b"), (2, "a")])
     write_image(tmp_path / "a.png", image)
     rows = [("image", "annotation", "split", "spacing"), ("a.png", "map.png", "train", 0.25)]
-    pictures = open_data(write_csv(tmp_path / "manifest.csv", rows)).split("train")
+    samples = open_data(write_csv(tmp_path / "manifest.csv", rows)).split("train")
     task = Segment("segment", (Class("a", (0, 0, 0)), Class("b", (0, 0, 0))), 0.25, typed=True)
     turned = Augmentation(brightness=0.0)
-    found = make_sampled_batches(task, pictures, Frame(60, 20, 1), 8, 0, augmentation=turned)
+    found = make_sampled_batches(task, samples, Frame(60, 20, 1), 8, 0, augmentation=turned)
     images, targets = (torch.cat(parts) for parts in zip(*found.load(range(4)), strict=True))
     assert targets.shape == (32, 2, 20, 20)
     assert targets.dtype == torch.int64
@@ -233,9 +240,9 @@ def test_labels_of_several_classes_of_objects_are_their_numbers(tmp_path: Path) 
     write_image(tmp_path / "a.png", image)
     write_csv(tmp_path / "a.csv", [("class", "x", "y"), ("dark", 49.5, 49.5), ("grey", 149.5, 149.5)])
     rows = [("image", "annotation", "split", "spacing"), ("a.png", "a.csv", "train", 0.25)]
-    pictures = open_data(write_csv(tmp_path / "manifest.csv", rows)).split("train")
+    samples = open_data(write_csv(tmp_path / "manifest.csv", rows)).split("train")
     task = Detect("detect", (Class("dark", (0, 0, 0)), Class("grey", (0, 0, 0))), 0.25, typed=True)
-    found = make_sampled_batches(task, pictures, Frame(20, 8, 8), 8, 0)
+    found = make_sampled_batches(task, samples, Frame(20, 8, 8), 8, 0)
     images, labels = next(found.load([0]))
     assert labels.tolist() == [0, 0, 1, 1, 2, 2, 2, 2]
     darkest = (images[:4].amin(dim=(1, 2, 3)) * 255).round()

@@ -8,15 +8,14 @@ import pytest
 from layouts import pixels, truncate, write_csv, write_image
 from PIL import Image
 
-from rotopath.data.check import Check, check
-from rotopath.data.collection import Collection, DataError, problems, read_image
-from rotopath.data.opening import open_data
+from rotopath.data.dataset import DataError, Dataset, problems, read_image
+from rotopath.data.formats import Check, check, open_data
 from rotopath.tasks import Classify, make_task
 
 CLASSES = ("fat", "stroma", "tumor")
 
 
-def sentences(found: Check | Collection) -> list[str]:
+def sentences(found: Check | Dataset) -> list[str]:
     return [str(finding) for finding in problems(found.findings)]
 
 
@@ -34,26 +33,26 @@ def with_splits(root: Path) -> Path:
 
 
 def test_the_folder_of_a_patch_is_its_class(tmp_path: Path) -> None:
-    collection = open_data(folders(tmp_path), spacing_um_px=0.5)
-    assert (collection.annotated, collection.source, collection.classes) == ("labels", "class folders", CLASSES)
-    assert {(p.name, p.label) for p in collection.pictures} == {(f"{c}/{i}.png", c) for c in CLASSES for i in range(5)}
-    assert {p.spacing_um_px for p in collection.pictures} == {0.5}
-    first = collection.pictures[0]
+    dataset = open_data(folders(tmp_path), spacing_um_px=0.5)
+    assert (dataset.annotated, dataset.source, dataset.classes) == ("labels", "class folders", CLASSES)
+    assert {(p.name, p.label) for p in dataset.samples} == {(f"{c}/{i}.png", c) for c in CLASSES for i in range(5)}
+    assert {p.spacing_um_px for p in dataset.samples} == {0.5}
+    first = dataset.samples[0]
     assert np.array_equal(read_image(first, 0.5), np.array(Image.open(tmp_path / first.name)))
-    assert sentences(check(collection)) == []
+    assert sentences(check(dataset)) == []
 
 
 def test_without_splits_every_class_is_divided_and_that_patients_are_not_known_is_noted(tmp_path: Path) -> None:
-    collection = open_data(folders(tmp_path, 10), spacing_um_px=1.0)
-    counts = Counter((p.split, p.label) for p in collection.pictures)
+    dataset = open_data(folders(tmp_path, 10), spacing_um_px=1.0)
+    counts = Counter((p.split, p.label) for p in dataset.samples)
     assert counts == {
         (split, name): number for split, number in (("train", 6), ("valid", 2), ("test", 2)) for name in CLASSES
     }
-    assert {p.case for p in collection.pictures} == {""}
-    (note,) = collection.findings
+    assert {p.case for p in dataset.samples} == {""}
+    (note,) = dataset.findings
     assert not note.is_problem
     assert "patches of one patient may be in two splits" in str(note)
-    assert collection == open_data(tmp_path, spacing_um_px=1.0), "always the same ones"
+    assert dataset == open_data(tmp_path, spacing_um_px=1.0), "always the same ones"
 
 
 def test_splits_may_be_folders_above_the_classes(tmp_path: Path) -> None:
@@ -64,21 +63,21 @@ def test_splits_may_be_folders_above_the_classes(tmp_path: Path) -> None:
         "test": (9, 3, 3, 3),
     }
     assert found.findings == ()
-    assert found.collection.pictures[0].name == "test/fat/0.png"
-    assert found.collection.classes == CLASSES
+    assert found.dataset.samples[0].name == "test/fat/0.png"
+    assert found.dataset.classes == CLASSES
 
 
 def test_a_table_gives_splits_and_patients(tmp_path: Path) -> None:
     folders(tmp_path, 2)
     rows = [("fat/0.png", "train", "p1"), ("fat/1.png", "test", "p2"), ("tumor/0.png", "train", "p1")]
     write_csv(tmp_path / "split.csv", [("image", "split", "group"), *rows])
-    collection = open_data(tmp_path, spacing_um_px=1.0)
-    assert [(p.name, p.split, p.case, p.label) for p in collection.pictures] == [
+    dataset = open_data(tmp_path, spacing_um_px=1.0)
+    assert [(p.name, p.split, p.case, p.label) for p in dataset.samples] == [
         ("fat/0.png", "train", "p1", "fat"),
         ("fat/1.png", "test", "p2", "fat"),
         ("tumor/0.png", "train", "p1", "tumor"),
     ]
-    assert [str(finding) for finding in collection.findings] == [
+    assert [str(finding) for finding in dataset.findings] == [
         "3 images (stroma/0.png, stroma/1.png, tumor/1.png) without a split: left out; a split.csv (image,split) gives "
         "them a place."
     ]
@@ -103,31 +102,31 @@ def test_a_table_is_held_against_what_is_there_and_leaks_are_found(tmp_path: Pat
 def test_a_table_needs_no_patients(tmp_path: Path) -> None:
     folders(tmp_path, 1)
     write_csv(tmp_path / "split.csv", [("image", "split"), *((f"{name}/0.png", "test") for name in CLASSES)])
-    collection = open_data(tmp_path, spacing_um_px=1.0)
-    assert [(p.case, p.split) for p in collection.pictures] == [("", "test")] * 3
-    assert collection.findings == ()
+    dataset = open_data(tmp_path, spacing_um_px=1.0)
+    assert [(p.case, p.split) for p in dataset.samples] == [("", "test")] * 3
+    assert dataset.findings == ()
 
 
 @pytest.mark.parametrize("make", [lambda root: folders(root, 100), with_splits], ids=["classes", "splits"])
 def test_without_a_spacing_there_is_one_problem_and_not_one_for_each_patch(tmp_path: Path, make: object) -> None:
     assert callable(make)
-    collection = open_data(make(tmp_path))
-    (sentence,) = sentences(collection)
+    dataset = open_data(make(tmp_path))
+    (sentence,) = sentences(dataset)
     file, _, rest = sentence.partition(": ")
     assert (tmp_path / file).is_file()
     assert rest == (
         "does not say its resolution; give it as `data_spacing_um_px` in the recipe (--spacing-um-px of `rotopath "
         "data`), or in a column `spacing` (µm/px) of a manifest."
     )
-    assert collection.pictures == ()
-    assert len(sentences(check(collection))) == 2, "and that there is no image at all"
+    assert dataset.samples == ()
+    assert len(sentences(check(dataset))) == 2, "and that there is no image at all"
 
 
 def test_files_that_say_their_spacing_are_believed(tmp_path: Path) -> None:
     folders(tmp_path, 2)
     Image.fromarray(pixels(12, 12)).save(tmp_path / "fat/0.png", dpi=(50_800, 50_800))
-    collection = open_data(tmp_path, spacing_um_px=1.0)
-    spacings = {p.name: p.spacing_um_px for p in collection.pictures}
+    dataset = open_data(tmp_path, spacing_um_px=1.0)
+    spacings = {p.name: p.spacing_um_px for p in dataset.samples}
     assert spacings.pop("fat/0.png") == pytest.approx(0.5, rel=1e-3)
     assert set(spacings.values()) == {1.0}
 
@@ -138,9 +137,9 @@ def test_patches_lie_at_any_depth_below_their_class(tmp_path: Path) -> None:
     (tmp_path / "fat/._0.png").write_text("Mac OS X")
     (tmp_path / ".cache").mkdir()
     write_image(tmp_path / ".cache/0.png", pixels(12, 12))
-    collection = open_data(tmp_path, spacing_um_px=1.0)
-    assert [p.name for p in collection.pictures if p.label == "fat"] == ["fat/0.png", "fat/1.png", "fat/slide 7/9.TIF"]
-    assert collection.classes == CLASSES
+    dataset = open_data(tmp_path, spacing_um_px=1.0)
+    assert [p.name for p in dataset.samples if p.label == "fat"] == ["fat/0.png", "fat/1.png", "fat/slide 7/9.TIF"]
+    assert dataset.classes == CLASSES
 
 
 def test_a_damaged_patch_is_named_and_the_others_count(tmp_path: Path) -> None:
@@ -160,18 +159,18 @@ def test_one_folder_of_images_is_no_data_set(tmp_path: Path) -> None:
 
 
 def test_the_classes_of_the_folders_become_those_of_a_task(tmp_path: Path) -> None:
-    collection = open_data(with_splits(tmp_path), "labels", 1.0)
-    assert Classify.find_classes(collection) == CLASSES
-    task = make_task("classify", found=Classify.find_classes(collection))
-    assert task.check_data(collection) == []
-    pictures = collection.split("valid")
-    assert task.labels(pictures).tolist() == [0, 0, 1, 1, 2, 2]
+    dataset = open_data(with_splits(tmp_path), "labels", 1.0)
+    assert Classify.find_classes(dataset) == CLASSES
+    task = make_task("classify", found=Classify.find_classes(dataset))
+    assert task.check_data(dataset) == []
+    samples = dataset.split("valid")
+    assert task.labels(samples).tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_a_manifest_in_a_folder_of_classes_goes_first(tmp_path: Path) -> None:
     folders(tmp_path, 1)
     write_csv(tmp_path / "manifest.csv", [("image", "label", "spacing"), ("fat/0.png", "x", 1)])
-    assert [p.label for p in open_data(tmp_path).pictures] == ["x"]
+    assert [p.label for p in open_data(tmp_path).samples] == ["x"]
 
 
 def test_two_data_sets_side_by_side_are_no_classes(tmp_path: Path) -> None:
@@ -193,9 +192,9 @@ def test_a_table_of_splits_brings_patients_into_folders_of_splits(tmp_path: Path
     with_splits(tmp_path)
     rows = [("train/fat/0.png", "train", "p1"), ("test/tumor/0.png", "test", "p1"), ("valid/fat/0.png", "valid", "p2")]
     write_csv(tmp_path / "split.csv", [("image", "split", "group"), *rows])
-    collection = open_data(tmp_path, spacing_um_px=1.0)
-    assert {picture.case for picture in collection.pictures} == {"p1", "p2"}
-    assert any("patient p1 is in train and test" in sentence for sentence in sentences(collection))
+    dataset = open_data(tmp_path, spacing_um_px=1.0)
+    assert {sample.case for sample in dataset.samples} == {"p1", "p2"}
+    assert any("patient p1 is in train and test" in sentence for sentence in sentences(dataset))
 
 
 @pytest.mark.parametrize("spacing", [-1.0, 0.0, 100.0, float("nan")])

@@ -8,10 +8,8 @@ from layouts import box, outline_xml, pixels, write_csv, write_image, write_text
 from PIL import Image
 
 from rotopath.data.annotations import read_objects, read_points
-from rotopath.data.check import check
-from rotopath.data.collection import DataError, problems, read_image
-from rotopath.data.opening import open_data
-from rotopath.data.tables import TableError
+from rotopath.data.dataset import DataError, TableError, problems, read_image
+from rotopath.data.formats import check, open_data
 
 
 def test_labels_are_classes_of_whole_images(tmp_path: Path) -> None:
@@ -20,15 +18,15 @@ def test_labels_are_classes_of_whole_images(tmp_path: Path) -> None:
     header = ("image", "label", "group", "split", "spacing")
     rows = [(f"images/{n}.png", i % 2, n, s, 0.5) for i, (n, s) in enumerate(zip("abc", SPLITS, strict=True))]
     path = write_csv(tmp_path / "mine.csv", [header, *rows])
-    collection = open_data(path)
-    assert collection.annotated == "labels"
-    assert [(p.name, p.label, p.case, p.split, p.spacing_um_px) for p in collection.pictures] == [
+    dataset = open_data(path)
+    assert dataset.annotated == "labels"
+    assert [(p.name, p.label, p.case, p.split, p.spacing_um_px) for p in dataset.samples] == [
         ("images/a.png", "0", "a", "train", 0.5),
         ("images/b.png", "1", "b", "valid", 0.5),
         ("images/c.png", "0", "c", "test", 0.5),
     ]
-    assert read_image(collection.pictures[0], 1.0).shape == (25, 30, 3)
-    found = check(collection)
+    assert read_image(dataset.samples[0], 1.0).shape == (25, 30, 3)
+    found = check(dataset)
     assert found.findings == ()
     assert found.counts["valid"] == {"images": 1, "cases": 1, "1": 1}
 
@@ -39,10 +37,10 @@ def test_a_label_is_any_name_as_it_is_written(tmp_path: Path) -> None:
         write_image(tmp_path / f"{i}.png", pixels(9, 9, i))
     rows = [(f"{i}.png", label, "train", 1) for i, label in enumerate(("Gleason 3+4", "7", "Ödem"))]
     write_csv(tmp_path / "manifest.csv", [("image", "label", "split", "spacing"), *rows])
-    collection = open_data(tmp_path)
-    assert [picture.label for picture in collection.pictures] == ["Gleason 3+4", "7", "Ödem"]
-    assert collection.findings == ()
-    assert check(collection).counts["train"] == {"images": 3, "cases": 3, "Gleason 3+4": 1, "7": 1, "Ödem": 1}
+    dataset = open_data(tmp_path)
+    assert [sample.label for sample in dataset.samples] == ["Gleason 3+4", "7", "Ödem"]
+    assert dataset.findings == ()
+    assert check(dataset).counts["train"] == {"images": 3, "cases": 3, "Gleason 3+4": 1, "7": 1, "Ödem": 1}
 
 
 SPLITS = ("train", "valid", "test")
@@ -53,9 +51,9 @@ def test_csv_annotations_are_points_and_may_be_missing(tmp_path: Path) -> None:
     write_image(tmp_path / "b.png", pixels(50, 60, 1))
     write_csv(tmp_path / "a.csv", [(4, 5)])
     write_text(tmp_path / "manifest.csv", "image,annotation,split,spacing\na.png,a.csv,train,0.25\nb.png,,test,0.25\n")
-    collection = open_data(tmp_path, "points")
-    assert read_points(collection.pictures[0], 0.25).positions.tolist() == [[4, 5]]
-    assert read_points(collection.pictures[1], 0.25).positions.shape == (0, 2)
+    dataset = open_data(tmp_path, "points")
+    assert read_points(dataset.samples[0], 0.25).positions.tolist() == [[4, 5]]
+    assert read_points(dataset.samples[1], 0.25).positions.shape == (0, 2)
 
 
 def test_maps_and_outlines_are_objects(tmp_path: Path) -> None:
@@ -66,7 +64,7 @@ def test_maps_and_outlines_are_objects(tmp_path: Path) -> None:
     write_image(tmp_path / "a-map.png", labels)
     write_text(tmp_path / "b.xml", outline_xml(box(3, 4, 6)))
     write_text(tmp_path / "manifest.csv", "image,annotation,split\na.tif,a-map.png,train\nb.tif,b.xml,test\n")
-    first, second = open_data(tmp_path, "objects").pictures
+    first, second = open_data(tmp_path, "objects").samples
     assert first.spacing_um_px == pytest.approx(0.5), "as the file tells"
     assert np.array_equal(read_objects(first, 0.5).labels > 0, read_objects(second, 0.5).labels > 0)
     assert read_objects(first, 0.25).labels.shape == (60, 60)
@@ -98,10 +96,10 @@ def test_a_spacing_may_be_given_for_images_that_do_not_say_theirs(tmp_path: Path
     Image.fromarray(pixels(8, 8)).save(tmp_path / "c.tif", dpi=(50_800, 50_800))
     rows = [("a.png", 1, "train", ""), ("b.png", 1, "train", 2), ("c.tif", 1, "train", "")]
     path = write_csv(tmp_path / "manifest.csv", [("image", "label", "split", "spacing"), *rows])
-    collection = open_data(path, spacing_um_px=0.25)
-    assert [p.spacing_um_px for p in collection.pictures] == [0.25, 2, pytest.approx(0.5)]
-    assert collection.findings == ()
-    assert [p.path.name for p in open_data(path).pictures] == ["b.png", "c.tif"], "without it, one is left out"
+    dataset = open_data(path, spacing_um_px=0.25)
+    assert [p.spacing_um_px for p in dataset.samples] == [0.25, 2, pytest.approx(0.5)]
+    assert dataset.findings == ()
+    assert [p.path.name for p in open_data(path).samples] == ["b.png", "c.tif"], "without it, one is left out"
 
 
 @pytest.mark.parametrize(
@@ -127,9 +125,9 @@ def test_bad_lines_are_named_and_the_others_count(tmp_path: Path, line: str, sen
     write_text(
         tmp_path / "manifest.csv", f"Image, Label,group,split,spacing\na.png,1,h,test,1\n{line}\n\nc.png,0,i,test,1\n"
     )
-    collection = open_data(tmp_path)
-    assert [str(finding) for finding in collection.findings] == [f"manifest.csv: line 3: {sentence}"]
-    assert [p.path.name for p in collection.pictures] == ["a.png", "c.png"]
+    dataset = open_data(tmp_path)
+    assert [str(finding) for finding in dataset.findings] == [f"manifest.csv: line 3: {sentence}"]
+    assert [p.path.name for p in dataset.samples] == ["a.png", "c.png"]
 
 
 def test_missing_images_and_leaks_are_found(tmp_path: Path) -> None:
@@ -181,22 +179,22 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str, sentence: str
 def test_what_spreadsheets_write_is_read(tmp_path: Path, text: str) -> None:
     write_image(tmp_path / "a.png", pixels(9, 9))
     (tmp_path / "manifest.csv").write_bytes(text.encode())
-    (picture,) = open_data(tmp_path).pictures
-    assert (picture.label, picture.split, picture.spacing_um_px) == ("1", "train", 0.5)
+    (sample,) = open_data(tmp_path).samples
+    assert (sample.label, sample.split, sample.spacing_um_px) == ("1", "train", 0.5)
 
 
 def test_one_image_spelled_in_two_ways_is_one_image(tmp_path: Path) -> None:
     write_image(tmp_path / "a.png", pixels(9, 9))
     write_text(tmp_path / "manifest.csv", "image,label,split,spacing\na.png,1,train,1\n./a.png,1,test,1\n")
-    collection = open_data(tmp_path)
-    assert [str(f) for f in collection.findings] == ["manifest.csv: line 3: './a.png' is listed already, in line 2."]
+    dataset = open_data(tmp_path)
+    assert [str(f) for f in dataset.findings] == ["manifest.csv: line 3: './a.png' is listed already, in line 2."]
 
 
 def test_organs_make_strata(tmp_path: Path) -> None:
     write_image(tmp_path / "a.png", pixels(9, 9))
     write_image(tmp_path / "m.png", np.ones((9, 9), np.uint8))
     write_text(tmp_path / "manifest.csv", "image,annotation,organ,split,spacing\na.png,m.png,breast,train,1\n")
-    assert open_data(tmp_path).pictures[0].stratum == "breast"
+    assert open_data(tmp_path).samples[0].stratum == "breast"
 
 
 def test_binary_is_no_manifest(tmp_path: Path) -> None:

@@ -22,21 +22,19 @@ from layouts import (
 )
 from PIL import Image
 
-from rotopath.data import hdf5
-from rotopath.data.annotations import read_objects, read_points
-from rotopath.data.aperio import AnnotationError
-from rotopath.data.check import Check, check
-from rotopath.data.collection import Collection, DataError, problems, read_image, read_run, runs
+from rotopath.data import dataset as hdf5
+from rotopath.data.annotations import AnnotationError, read_objects, read_points
+from rotopath.data.dataset import DataError, Dataset, problems, read_image, read_run, runs
+from rotopath.data.formats import Check, check, open_data
 from rotopath.data.kumar import ORGANS, PUBLISHED
-from rotopath.data.opening import open_data
 from rotopath.images.files import UnreadableFileError, read_rgb
 
 
-def sentences(found: Check | Collection) -> list[str]:
+def sentences(found: Check | Dataset) -> list[str]:
     return [str(finding) for finding in problems(found.findings)]
 
 
-def notes(found: Check | Collection) -> list[str]:
+def notes(found: Check | Dataset) -> list[str]:
     return [str(finding) for finding in found.findings if not finding.is_problem]
 
 
@@ -49,40 +47,40 @@ def checked(path: Path) -> Check:
 
 def test_amida13_is_split_as_published(tmp_path: Path) -> None:
     found = checked(amida13(tmp_path))
-    assert (found.collection.annotated, found.collection.objects) == ("points", "mitoses")
+    assert (found.dataset.annotated, found.dataset.objects) == ("points", "mitoses")
     assert {split: (c["images"], c["cases"], c["mitoses"]) for split, c in found.counts.items()} == {
         "train": (16, 8, 16),
         "valid": (8, 4, 8),
         "test": (22, 11, 22),
     }
-    assert {p.case for p in found.collection.split("valid")} == {"03", "05", "07", "10"}
+    assert {p.case for p in found.dataset.split("valid")} == {"03", "05", "07", "10"}
     assert sentences(found) == []
 
 
 def test_a_field_without_csv_has_no_mitoses(tmp_path: Path) -> None:
-    collection = open_data(amida13(tmp_path, cases=[1]))
-    first, second = collection.pictures
+    dataset = open_data(amida13(tmp_path, cases=[1]))
+    first, second = dataset.samples
     assert read_points(first, 0.25).positions.tolist() == [[10, 20], [30, 40]]
     assert read_points(second, 0.25).positions.shape == (0, 2)
-    assert "no CSV, so no mitoses, in 1 field (mitoses_image_data_part_1/01/02.tif)." in notes(collection)[0]
+    assert "no CSV, so no mitoses, in 1 field (mitoses_image_data_part_1/01/02.tif)." in notes(dataset)[0]
 
 
 def test_points_move_with_the_image_to_another_spacing(tmp_path: Path) -> None:
     """At half the resolution, two pixels become one, and a point between them lies at its centre."""
-    (picture, _) = open_data(amida13(tmp_path, cases=[1])).pictures
-    assert read_image(picture, 0.5).shape == (30, 40, 3)
-    assert read_points(picture, 0.5).positions.tolist() == [[4.75, 9.75], [14.75, 19.75]]
-    assert np.array_equal(read_image(picture, 0.252), read_rgb(picture.path)), "nearly the same spacing"
+    (sample, _) = open_data(amida13(tmp_path, cases=[1])).samples
+    assert read_image(sample, 0.5).shape == (30, 40, 3)
+    assert read_points(sample, 0.5).positions.tolist() == [[4.75, 9.75], [14.75, 19.75]]
+    assert np.array_equal(read_image(sample, 0.252), read_rgb(sample.path)), "nearly the same spacing"
 
 
 def test_tupac16_cases_beyond_amida13_are_left_out_unless_a_split_csv_lists_them(tmp_path: Path) -> None:
     amida13(tmp_path, cases=[1, 30])
-    collection = open_data(tmp_path)
-    assert {p.case for p in collection.pictures} == {"01"}
-    assert any("1 case (30) without a split: left out" in note for note in notes(collection))
-    assert sentences(collection) == []
+    dataset = open_data(tmp_path)
+    assert {p.case for p in dataset.samples} == {"01"}
+    assert any("1 case (30) without a split: left out" in note for note in notes(dataset))
+    assert sentences(dataset) == []
     write_csv(tmp_path / "split.csv", [("case", "split"), ("1", "test"), ("30", "train")])
-    assert {(p.case, p.split) for p in open_data(tmp_path).pictures} == {("01", "test"), ("30", "train")}
+    assert {(p.case, p.split) for p in open_data(tmp_path).samples} == {("01", "test"), ("30", "train")}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +104,7 @@ def test_bad_coordinates_are_named_and_not_trained_on(tmp_path: Path, line: str,
     assert sentences(found)[0].startswith(f"mitoses_ground_truth/01/01.csv: {sentence}")
     assert found.counts["train"]["mitoses"] == 2, "the good lines are counted"
     with pytest.raises(AnnotationError, match="cannot be used: line 2"):
-        read_points(found.collection.pictures[0], 0.25)
+        read_points(found.dataset.samples[0], 0.25)
 
 
 def test_binary_instead_of_csv(tmp_path: Path) -> None:
@@ -155,15 +153,15 @@ def test_endings_may_be_in_capitals(tmp_path: Path) -> None:
 def test_a_split_csv_is_held_against_what_is_there(tmp_path: Path) -> None:
     amida13(tmp_path, cases=[1, 2, 13])
     write_csv(tmp_path / "split.csv", [("case", "split"), ("1", "train"), ("01", "test"), ("7", "test"), ("13", "x")])
-    collection = open_data(tmp_path)
-    assert sentences(collection) == [
+    dataset = open_data(tmp_path)
+    assert sentences(dataset) == [
         "split.csv: line 3 lists '01' a second time.",
         "split.csv: line 5 has the split 'x'; choose from train, valid, test.",
         "split.csv: it lists 1 case (07) that the folder does not hold.",
     ]
-    assert any("2 cases (02, 13) without a split: left out" in note for note in notes(collection))
-    assert {(p.case, p.split) for p in collection.pictures} == {("01", "train")}
-    assert collection.published == {}, "an own split is not beside published numbers"
+    assert any("2 cases (02, 13) without a split: left out" in note for note in notes(dataset))
+    assert {(p.case, p.split) for p in dataset.samples} == {("01", "train")}
+    assert dataset.published == {}, "an own split is not beside published numbers"
 
 
 def test_links_to_folders_are_followed(tmp_path: Path) -> None:
@@ -197,37 +195,37 @@ def test_hidden_files_of_a_mac_are_no_images(tmp_path: Path) -> None:
 
 def test_kumar_is_split_by_its_table(tmp_path: Path) -> None:
     found = checked(kumar(tmp_path, ["a", "b", "c"]))
-    assert (found.collection.annotated, found.collection.objects) == ("objects", "nuclei")
+    assert (found.dataset.annotated, found.dataset.objects) == ("objects", "nuclei")
     assert {split: (c["images"], c["cases"], c["nuclei"]) for split, c in found.counts.items()} == {
         "train": (1, 1, 2),
         "valid": (1, 1, 2),
         "test": (1, 1, 2),
     }
     assert sentences(found) == []
-    assert found.collection.pictures[0].stratum == "breast"
-    assert found.collection.published == {}, "an own split is not beside published numbers"
+    assert found.dataset.samples[0].stratum == "breast"
+    assert found.dataset.published == {}, "an own split is not beside published numbers"
 
 
 def test_kumar_without_a_table_is_split_by_organ(tmp_path: Path) -> None:
     names = [f"TCGA-{code}-01Z-00-DX1" for codes in ORGANS.values() for code in codes]
-    collection = open_data(kumar(tmp_path, [*names, "TCGA-DK-A2I6-01A-01-TS1"], split_csv=False))
+    dataset = open_data(kumar(tmp_path, [*names, "TCGA-DK-A2I6-01A-01-TS1"], split_csv=False))
     for split, count in (("train", 3), ("valid", 1), ("test", 2)):
-        assert sorted(p.stratum for p in collection.split(split)) == sorted(list(ORGANS) * count)
-    assert collection.pictures[0].case == collection.pictures[0].path.stem[:12]
-    assert collection.published == PUBLISHED
+        assert sorted(p.stratum for p in dataset.split(split)) == sorted(list(ORGANS) * count)
+    assert dataset.samples[0].case == dataset.samples[0].path.stem[:12]
+    assert dataset.published == PUBLISHED
     assert {split: counts["nuclei"] for split, counts in PUBLISHED.items()} == {
         "train": 7337,
         "valid": 1474,
         "test": 4130,
     }
-    assert any("1 image (TCGA-DK-A2I6-01A-01-TS1) without a split: left out" in note for note in notes(collection))
-    assert sentences(collection) == []
+    assert any("1 image (TCGA-DK-A2I6-01A-01-TS1) without a split: left out" in note for note in notes(dataset))
+    assert sentences(dataset) == []
 
 
 def test_fewer_fields_than_published_need_a_table(tmp_path: Path) -> None:
-    collection = open_data(kumar(tmp_path, ["TCGA-A7-A13E-01Z-00-DX1"], split_csv=False))
-    assert "'breast' has 1" in sentences(collection)[0]
-    assert "split.csv" in sentences(collection)[0]
+    dataset = open_data(kumar(tmp_path, ["TCGA-A7-A13E-01Z-00-DX1"], split_csv=False))
+    assert "'breast' has 1" in sentences(dataset)[0]
+    assert "split.csv" in sentences(dataset)[0]
 
 
 def test_label_maps_win_over_outlines_and_the_two_are_compared(tmp_path: Path) -> None:
@@ -238,18 +236,18 @@ def test_label_maps_win_over_outlines_and_the_two_are_compared(tmp_path: Path) -
     labels[30:34, 0:4] = 9  # and one that has no outline
     write_image(tmp_path / "Label Maps/a.png", labels)
     found = checked(tmp_path)
-    assert np.array_equal(read_objects(found.collection.pictures[0], 0.25).labels, labels)
+    assert np.array_equal(read_objects(found.dataset.samples[0], 0.25).labels, labels)
     assert found.counts["train"]["nuclei"] == 3
     assert found.agreement == {"Tissue Images/a.tif": pytest.approx((36 + 18) / (36 + 36 + 16))}
 
 
 def test_nuclei_at_another_spacing_keep_their_numbers(tmp_path: Path) -> None:
-    picture = open_data(kumar(tmp_path, ["a", "b", "c"])).pictures[0]
-    labels = read_objects(picture, 0.5).labels
+    sample = open_data(kumar(tmp_path, ["a", "b", "c"])).samples[0]
+    labels = read_objects(sample, 0.5).labels
     expected = np.zeros((20, 20), int)
     expected[2:5, 4:7] = 1  # of rows 5 to 10 and columns 8 to 13, the odd ones
     expected[10:13, 11:14] = 2
-    assert labels.shape == read_image(picture, 0.5).shape[:2]
+    assert labels.shape == read_image(sample, 0.5).shape[:2]
     assert np.array_equal(labels, expected)
 
 
@@ -264,7 +262,7 @@ def test_two_images_of_one_name_are_told_apart_by_nobody(tmp_path: Path) -> None
 def test_organs_of_known_images_need_not_be_listed(tmp_path: Path) -> None:
     kumar(tmp_path, ["TCGA-B0-5698-01Z-00-DX1", "mine"], split_csv=False)
     write_csv(tmp_path / "split.csv", [("image", "split"), ("TCGA-B0-5698-01Z-00-DX1.tif", "train"), ("mine", "test")])
-    assert [(p.stratum, p.split) for p in open_data(tmp_path).pictures] == [("kidney", "train"), ("", "test")]
+    assert [(p.stratum, p.split) for p in open_data(tmp_path).samples] == [("kidney", "train"), ("", "test")]
 
 
 def test_a_mask_without_numbers_is_a_problem(tmp_path: Path) -> None:
@@ -281,7 +279,7 @@ def test_the_files_tell_the_spacing(tmp_path: Path) -> None:
     kumar(tmp_path, ["a", "b", "c"])
     write_text(tmp_path / "Annotations/a.xml", outline_xml(box(2, 2, 5), spacing=0.5))
     Image.fromarray(pixels(40, 40)).save(tmp_path / "Tissue Images/b.tif", dpi=(25_400, 25_400))
-    assert [p.spacing_um_px for p in open_data(tmp_path).pictures] == [0.5, pytest.approx(1.0), 0.25]
+    assert [p.spacing_um_px for p in open_data(tmp_path).samples] == [0.5, pytest.approx(1.0), 0.25]
 
 
 @pytest.mark.parametrize(
@@ -333,7 +331,7 @@ def test_outlines_that_cannot_be_painted_are_noted_and_the_others_count(tmp_path
         "Annotations/a.xml: region 7 is hidden: others cover all of its pixels.",
     ]
     assert found.counts["train"]["nuclei"] == 4
-    labels = read_objects(found.collection.pictures[0], 0.25).labels
+    labels = read_objects(found.dataset.samples[0], 0.25).labels
     assert (labels == 1).sum() == 64, "the first one keeps its pixels"
     assert (labels == 2).sum() == 64 - 16
     assert (labels == 4).sum() == 3 * 8, "cut off at the border"
@@ -356,31 +354,31 @@ def monuseg_test(root: Path, names: tuple[str, ...] = ("TCGA-B0-5698-01Z-00-DX1"
 
 def test_the_flat_folder_of_monusegs_test_set_is_for_testing(tmp_path: Path) -> None:
     found = checked(monuseg_test(tmp_path))
-    assert (found.collection.annotated, found.collection.objects) == ("objects", "nuclei")
+    assert (found.dataset.annotated, found.dataset.objects) == ("objects", "nuclei")
     assert found.counts["test"] == {"images": 2, "cases": 2, "nuclei": 4}
-    assert [(p.name, p.case, p.split, p.stratum) for p in found.collection.pictures] == [
+    assert [(p.name, p.case, p.split, p.stratum) for p in found.dataset.samples] == [
         ("TCGA-2Z-A9J9-01A-01-TS1.tif", "TCGA-2Z-A9J9", "test", ""),
         ("TCGA-B0-5698-01Z-00-DX1.tif", "TCGA-B0-5698", "test", "kidney"),
     ]
-    assert np.unique(read_objects(found.collection.pictures[0], 0.25).labels).tolist() == [0, 1, 2]
+    assert np.unique(read_objects(found.dataset.samples[0], 0.25).labels).tolist() == [0, 1, 2]
     assert sentences(found) == []
     assert notes(found)[0] == (
         "images and XML files are in one folder, as in MoNuSeg's test set: all are in the split 'test'."
     )
-    assert found.collection.published == {}, "its counts are not those of the paper"
+    assert found.dataset.published == {}, "its counts are not those of the paper"
 
 
 def test_a_flat_folder_may_be_one_level_down_and_have_a_table(tmp_path: Path) -> None:
     root = monuseg_test(tmp_path / "MoNuSegTestData", ("a", "b", "c"))
-    assert {p.split for p in open_data(tmp_path).pictures} == {"test"}
+    assert {p.split for p in open_data(tmp_path).samples} == {"test"}
     write_csv(root / "split.csv", [("image", "split", "organ"), ("a", "train", "colon"), ("b.tif", "valid", "bladder")])
-    collection = open_data(tmp_path)
-    assert [(p.path.stem, p.split, p.stratum) for p in collection.pictures] == [
+    dataset = open_data(tmp_path)
+    assert [(p.path.stem, p.split, p.stratum) for p in dataset.samples] == [
         ("a", "train", "colon"),
         ("b", "valid", "bladder"),
     ]
-    assert collection.published == {}
-    assert "1 image (c) without a split: left out" in notes(collection)[0]
+    assert dataset.published == {}
+    assert "1 image (c) without a split: left out" in notes(dataset)[0]
 
 
 def test_in_a_flat_folder_too_every_image_needs_its_nuclei(tmp_path: Path) -> None:
@@ -398,8 +396,8 @@ def test_in_a_flat_folder_too_every_image_needs_its_nuclei(tmp_path: Path) -> No
 
 def test_pcam_is_read_a_patch_at_a_time(tmp_path: Path) -> None:
     found = checked(pcam(tmp_path))
-    assert found.collection.annotated == "labels"
-    assert found.collection.classes == ("normal", "tumor")
+    assert found.dataset.annotated == "labels"
+    assert found.dataset.classes == ("normal", "tumor")
     assert {s: (c["images"], c["normal"], c["tumor"]) for s, c in found.counts.items()} == {
         "train": (8, 4, 4),
         "valid": (4, 2, 2),
@@ -411,9 +409,9 @@ def test_pcam_is_read_a_patch_at_a_time(tmp_path: Path) -> None:
 
     with h5py.File(tmp_path / pcam_name("valid", "x")) as file:
         expected = file["x"][3]
-    picture = found.collection.split("valid")[3]
-    assert np.array_equal(read_image(picture, 1.0), expected), "0.972 µm/px is near enough to 1"
-    assert picture.label == "tumor"
+    sample = found.dataset.split("valid")[3]
+    assert np.array_equal(read_image(sample, 1.0), expected), "0.972 µm/px is near enough to 1"
+    assert sample.label == "tumor"
 
 
 def test_each_process_opens_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,16 +429,16 @@ def test_each_process_opens_its_own_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_rows_are_read_in_runs_that_fit_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pictures = open_data(pcam(tmp_path, counts=(8, 4, 4))).pictures
-    monkeypatch.setattr("rotopath.data.collection.ROWS_AT_ONCE", 3)
-    found = runs(pictures)
-    assert [p for run in found for p in run] == list(pictures)
+    samples = open_data(pcam(tmp_path, counts=(8, 4, 4))).samples
+    monkeypatch.setattr("rotopath.data.dataset.ROWS_AT_ONCE", 3)
+    found = runs(samples)
+    assert [p for run in found for p in run] == list(samples)
     assert max(map(len, found)) == 3
-    picked = runs([pictures[i] for i in (0, 2, 3, 9)])
+    picked = runs([samples[i] for i in (0, 2, 3, 9)])
     assert [[p.row for p in run] for run in picked] == [[0], [2, 3], [1]]
     for run in picked:
-        for picture, image in zip(run, read_run(run), strict=True):
-            assert np.array_equal(image, read_image(picture, 1.0))
+        for sample, image in zip(run, read_run(run), strict=True):
+            assert np.array_equal(image, read_image(sample, 1.0))
 
 
 def test_slides_that_are_half_known_are_noted(tmp_path: Path) -> None:
@@ -513,7 +511,7 @@ def test_bad_hdf5(tmp_path: Path, damage: object, sentence: str) -> None:
     assert sentences(found)[0].startswith(sentence)
     assert found.counts["train"]["images"] == 8, "the good splits are counted"
     with pytest.raises(DataError, match="has no images in the split 'valid'"):
-        found.collection.split("valid")
+        found.dataset.split("valid")
 
 
 def test_a_damaged_chunk_is_found_and_named(tmp_path: Path) -> None:
@@ -542,25 +540,25 @@ def test_kaggles_form_is_split_within_each_class(tmp_path: Path) -> None:
     }
     assert any("patches of one slide may be in two splits" in note for note in notes(found))
     write_csv(tmp_path / "split.csv", [("id", "split"), ("0003", "test"), ("0001", "train"), ("beef", "test")])
-    collection = open_data(tmp_path)
-    assert [(p.path.stem, p.split, p.label) for p in collection.pictures] == [
+    dataset = open_data(tmp_path)
+    assert [(p.path.stem, p.split, p.label) for p in dataset.samples] == [
         ("0001", "train", "tumor"),
         ("0003", "test", "tumor"),
     ]
-    assert sentences(collection) == ["split.csv: it lists 1 id (beef) that the folder does not hold."]
-    assert any("18 ids (0000, 0002, 0004, 0005, 0006, ...) without a split" in note for note in notes(collection))
+    assert sentences(dataset) == ["split.csv: it lists 1 id (beef) that the folder does not hold."]
+    assert any("18 ids (0000, 0002, 0004, 0005, 0006, ...) without a split" in note for note in notes(dataset))
 
 
 def test_bad_labels_in_kaggles_form(tmp_path: Path) -> None:
     kaggle(tmp_path, count=4)
     write_text(tmp_path / "train_labels.csv", "id,label\n0000,1\n0001,yes\n0002,0\n0002,1\nffff,0\n")
-    collection = open_data(tmp_path)
-    assert sentences(collection) == [
+    dataset = open_data(tmp_path)
+    assert sentences(dataset) == [
         "train_labels.csv: line 3 has the label 'yes'; 0 (normal) or 1 (tumor) is expected.",
         "train_labels.csv: line 5 lists '0002' a second time.",
         "train_labels.csv: there is no image in train for 1 label (ffff).",
     ]
-    assert any("no label for 2 images (0001, 0003)" in note for note in notes(collection))
+    assert any("no label for 2 images (0001, 0003)" in note for note in notes(dataset))
     write_text(tmp_path / "train_labels.csv", "name,label\n0000,1\n")
     with pytest.raises(UnreadableFileError, match="has no column 'id'; its first line must name id and label"):
         open_data(tmp_path)

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rotopath.data.collection import DataError
+from rotopath.data.dataset import DataError
 from rotopath.data.sampling import (
     ClassWindows,
     GroupWindows,
     MiddleWindows,
     ObjectWindows,
-    Places,
     Rounds,
     Sampler,
     Shares,
+    Windows,
 )
 
 THREE = ("fat", "stroma", "tumor")
@@ -27,7 +27,7 @@ def sizes(count: int, height: int, width: int) -> np.ndarray:
     return np.tile(np.array([[height, width]]), (count, 1))
 
 
-def equal(one: Places, other: Places) -> bool:
+def equal(one: Windows, other: Windows) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 

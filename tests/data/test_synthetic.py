@@ -13,20 +13,18 @@ import pytest
 from numpy.typing import NDArray
 from sharing import make_once
 
-from rotopath.data.aperio import paint_labels, read_outlines, read_spacing_um_px
-from rotopath.data.opening import open_data
+from rotopath.data.annotations import paint_labels, read_outlines, read_spacing_um_px
+from rotopath.data.formats import open_data
 from rotopath.data.splits import amida13_split
-from rotopath.data.synthetic import make_mitosis, make_nuclei, make_tumor
-from rotopath.data.synthetic.architectures import EPITHELIAL
-from rotopath.data.synthetic.mitosis import SMUDGED, TUMOR, label_objects
-from rotopath.data.synthetic.mitosis import render_field as render_mitosis
-from rotopath.data.synthetic.nodes import collect_patches, cut_slide
-from rotopath.data.synthetic.noise import draw_directions, keep_away, smooth_noise, thin_out
-from rotopath.data.synthetic.nuclei import LYMPHOCYTE, NEEDLE, Kind, Nuclei, draw_nuclei, join
-from rotopath.data.synthetic.organs import annotate
-from rotopath.data.synthetic.organs import render_field as render_organ
-from rotopath.data.synthetic.slides import render_slide
 from rotopath.images.files import read_labels, read_rgb, spacing_um_px
+from rotopath.synthetic import make_mitosis, make_nuclei, make_tumor
+from rotopath.synthetic.lymph_nodes import collect_patches, cut_slide, render_slide
+from rotopath.synthetic.mitoses import SMUDGED, TUMOR, label_objects
+from rotopath.synthetic.mitoses import render_field as render_mitosis
+from rotopath.synthetic.nuclei import LYMPHOCYTE, NEEDLE, Nuclei, NucleusType, draw_nuclei, join
+from rotopath.synthetic.organs import EPITHELIAL, annotate
+from rotopath.synthetic.organs import render_field as render_organ
+from rotopath.synthetic.painting import draw_directions, keep_away, smooth_noise, thin_out
 
 SMALL_PX = 192
 FEW_PATCHES = {"train": 24, "valid": 12, "test": 13}
@@ -63,7 +61,7 @@ def read_rows(path: Path, columns: list[str]) -> list[dict[str, str]]:
     return rows
 
 
-def draw_one(kind: Kind, centre: complex) -> Nuclei:
+def draw_one(kind: NucleusType, centre: complex) -> Nuclei:
     return draw_nuclei(np.random.default_rng(0), kind, np.array([centre], np.complex64), 0.25)
 
 
@@ -98,7 +96,7 @@ def test_nothing_is_left_behind_when_making_fails(tmp_path: Path, monkeypatch: p
     def fail(*_: object) -> None:
         raise OSError("the disk is full")
 
-    monkeypatch.setattr("rotopath.data.synthetic.mitosis.write_tiff", fail)
+    monkeypatch.setattr("rotopath.synthetic.mitoses.write_tiff", fail)
     with pytest.raises(OSError, match="the disk is full"):
         make_mitosis(tmp_path / "out", size_px=64)
     assert not list(tmp_path.iterdir())
@@ -330,9 +328,9 @@ def test_the_manifest_of_nuclei_lists_every_field(made: Path) -> None:
 
 @pytest.mark.parametrize(("task", "fields"), [("mitosis", 46), ("nuclei", 24)])
 def test_manifests_of_classes_can_be_opened(task: str, fields: int, made: Path) -> None:
-    collection = open_data(made / task / "manifest-classes.csv")
-    assert [finding for finding in collection.findings if finding.is_problem] == []
-    assert len(collection.pictures) == fields
+    dataset = open_data(made / task / "manifest-classes.csv")
+    assert [finding for finding in dataset.findings if finding.is_problem] == []
+    assert len(dataset.samples) == fields
 
 
 def test_nuclei_are_as_dense_as_in_tissue() -> None:

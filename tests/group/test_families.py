@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rotopath import group
 from rotopath.group import harmonics as module
-from rotopath.group.harmonics import harmonics
+from rotopath.group.kernel_families import harmonics
 
 SIZES = (1, 3, 5, 7, 9)
 

@@ -13,8 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from rotopath.images import UnreadableFileError
-from rotopath.images.geojson import Point, SlideObject, read_geojson, write_geojson
-from rotopath.images.outlines import Polygon, signed_area, trace_outlines
+from rotopath.images.geojson import (
+    Point,
+    Polygon,
+    SlideObject,
+    read_geojson,
+    signed_area,
+    trace_outlines,
+    write_geojson,
+)
 
 SQUARE = Polygon(np.array([(10.0, 20.0), (10, 24), (13, 24), (13, 20)]))
 HUNDREDTHS = st.integers(-(10**6), 10**6).map(lambda number: number / 100)
@@ -148,7 +155,7 @@ def test_what_json_has_no_words_for_leaves_nothing(tmp_path: Path, bad: dict[str
 
 
 def test_what_qupath_and_others_write_is_read(tmp_path: Path) -> None:
-    """A list instead of a collection, older words, rings that turn the other way, and points that belong together."""
+    """A list instead of a dataset, older words, rings that turn the other way, and points that belong together."""
     clockwise = [[0, 0], [0, 5], [5, 5], [5, 0], [0, 0]]
     features = [
         {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rotopath.images.orientations import SCALE, draw_orientations
+from rotopath.images.drawing import SCALE, draw_orientations
 
 GREY = np.full((12, 12, 3), 128, dtype=np.uint8)
 
@@ -16,9 +16,9 @@ def ink(angle: float, own_angle: float = 0.0, size: int = 12, every_px: int = 12
     strengths = np.zeros((size, size))
     strengths[4, 6] = 1.0
     angles = np.full((size, size), angle)
-    picture = np.asarray(draw_orientations(GREY, strengths, angles, every_px, own_angle=own_angle)).astype(int)
-    assert picture.shape == (12 * SCALE, 12 * SCALE, 3)
-    marked: NDArray[np.bool_] = np.abs(picture - 128).max(axis=2) > 60
+    sample = np.asarray(draw_orientations(GREY, strengths, angles, every_px, own_angle=own_angle)).astype(int)
+    assert sample.shape == (12 * SCALE, 12 * SCALE, 3)
+    marked: NDArray[np.bool_] = np.abs(sample - 128).max(axis=2) > 60
     return marked
 
 

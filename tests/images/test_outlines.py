@@ -8,7 +8,7 @@ from hypothesis.extra import numpy as hnp
 from scipy import ndimage
 from skimage.draw import polygon2mask
 
-from rotopath.images.outlines import Polygon, fill_outline, signed_area, trace_outlines
+from rotopath.images.geojson import Polygon, fill_outline, signed_area, trace_outlines
 
 LABELS = hnp.arrays(
     np.int32, st.tuples(st.integers(1, 9), st.integers(1, 9)), elements=st.sampled_from([0, 0, 1, 2, 7])

@@ -30,7 +30,7 @@ def _halve(image: np.ndarray) -> np.ndarray:
 
 def _draw(size: tuple[int, int], kind: str) -> np.ndarray:
     rng = np.random.default_rng(0)
-    if kind == "picture":
+    if kind == "sample":
         return rng.integers(0, 256, (*size, 3), dtype=np.uint8)
     return rng.integers(0, 256, size, dtype=np.uint8) if kind == "bytes" else rng.random(size, dtype=np.float32)
 
@@ -38,7 +38,7 @@ def _draw(size: tuple[int, int], kind: str) -> np.ndarray:
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     size=st.tuples(st.integers(1, 150), st.integers(1, 150)),
-    kind=st.sampled_from(["map", "bytes", "picture"]),
+    kind=st.sampled_from(["map", "bytes", "sample"]),
     height=st.integers(1, 70),
 )
 def test_every_level_comes_back(tmp_path: Path, size: tuple[int, int], kind: str, height: int) -> None:
@@ -49,7 +49,7 @@ def test_every_level_comes_back(tmp_path: Path, size: tuple[int, int], kind: str
         assert tiff.is_ome
         assert np.array_equal(series.asarray(), image)
         levels = [level.asarray() for level in series.levels]
-        assert series.axes == ("YXS" if kind == "picture" else "YX")
+        assert series.axes == ("YXS" if kind == "sample" else "YX")
     assert max(levels[-1].shape[:2]) <= 32
     for larger, smaller in pairwise(levels):
         assert np.abs(_halve(larger.astype(float)) - smaller).max() <= (1e-6 if kind == "map" else 0.5)
@@ -72,7 +72,7 @@ def test_it_says_what_qupath_and_bioformats_look_for(tmp_path: Path) -> None:
 
 def test_a_picture_opens_as_a_slide_with_its_levels(tmp_path: Path) -> None:
     pytest.importorskip("tiffslide")
-    image = _draw((100, 130), "picture")
+    image = _draw((100, 130), "sample")
     write_pyramid(tmp_path / "a.ome.tif", [image], (100, 130), 0.25)
     with open_slide(tmp_path / "a.ome.tif") as slide:
         assert slide.spacing_um_px == 0.25

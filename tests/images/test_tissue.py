@@ -1,4 +1,4 @@
-"""Tissue: found whatever else lies on the glass, and in pictures that are all tissue or all glass."""
+"""Tissue: found whatever else lies on the glass, and in samples that are all tissue or all glass."""
 
 from pathlib import Path
 
@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from scipy import ndimage
 
-from rotopath.data.synthetic.mitosis import render_field
-from rotopath.data.synthetic.slides import render_slide
 from rotopath.images import find_tissue, open_slide
 from rotopath.images.slides import as_slide
 from rotopath.images.tissue import Tissue, mask_tissue
+from rotopath.synthetic.lymph_nodes import render_slide
+from rotopath.synthetic.mitoses import render_field
 
 EOSIN, HEMATOXYLIN, PALE, DAB = (224, 150, 190), (110, 80, 150), (238, 214, 230), (150, 105, 80)
 SIZE = (200, 240)

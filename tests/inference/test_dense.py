@@ -12,15 +12,14 @@ import rotopath as rp
 from rotopath import group
 from rotopath.inference import (
     predict,
-    predict_alike,
+    predict_batch,
     predict_patches,
-    predict_realigned,
-    predict_turned,
+    predict_rotated,
+    predict_rotations,
 )
 from rotopath.metrics import smooth_images
-from rotopath.models.architecture import Architecture
+from rotopath.models.architecture import MITOSIS, NUCLEI, TUMOR, Architecture
 from rotopath.models.network import Network
-from rotopath.models.tables import MITOSIS, NUCLEI, TUMOR
 from rotopath.nn import center_crop
 
 CPU = torch.device("cpu")
@@ -226,18 +225,18 @@ def test_no_turned_window_lacks_pixels(height: int, width: int) -> None:
     """A white image stays white all over, however it is turned; one dark pixel in a window would show."""
     white = np.full((height, width, 3), 255, np.uint8)
     for architecture in (MITOSIS, NUCLEI):
-        for maps in predict_realigned(Pessimist(architecture), white[None], CPU, (0, 10, 45, 80, 135, 200)):
+        for maps in predict_rotations(Pessimist(architecture), white[None], CPU, (0, 10, 45, 80, 135, 200)):
             assert maps[0, 0].min() > 0.99
     for size in (88, 96, 160):
         patches = torch.full((2, 3, size, size), 255, dtype=torch.uint8)
-        assert predict_turned(Pessimist(TUMOR), patches, (0, 10, 45, 80, 135, 200)).min() > 0.99
+        assert predict_rotated(Pessimist(TUMOR), patches, (0, 10, 45, 80, 135, 200)).min() > 0.99
 
 
 def test_images_that_go_together_are_told_apart() -> None:
     network = rp.models.mitosis(4).eval()
     images = np.random.default_rng(0).integers(0, 256, (3, 75, 90, 3), np.uint8)
     for rotations in (1, 8):
-        together = predict_alike(network, images, CPU, rotations)
+        together = predict_batch(network, images, CPU, rotations)
         for image, one in zip(images, together, strict=True):
             alone = predict(network, image, CPU, rotations)
             assert one.first_px == alone.first_px
@@ -247,7 +246,7 @@ def test_images_that_go_together_are_told_apart() -> None:
 
 def test_the_mean_is_taken_over_the_turns() -> None:
     network, image = untrained("mitosis", 1), textured(72, 90)
-    maps = [one[0] for one in predict_realigned(network, image[None], CPU, group.angles(8))]
+    maps = [one[0] for one in predict_rotations(network, image[None], CPU, group.angles(8))]
     assert len(maps) == 8
     assert np.allclose(predict(network, image, CPU, 8).probabilities, np.mean(maps, axis=0), atol=1e-6)
     assert np.abs(maps[1] - maps[0]).max() > 1e-4
@@ -260,7 +259,7 @@ def test_an_equivariant_network_varies_less_between_pixels_as_well() -> None:
     spread = {}
     for orientations in (1, 8):
         network = untrained("nuclei", orientations)
-        upright, turned = predict_realigned(network, image[None], CPU, (0, 45))
+        upright, turned = predict_rotations(network, image[None], CPU, (0, 45))
         spread[orientations] = np.abs(upright - turned).mean() / upright.std()
     assert spread[8] < 0.5 * spread[1]
 
@@ -274,10 +273,10 @@ def test_patches_are_turned_about_their_middle() -> None:
     assert np.allclose(once, direct, atol=1e-6)
     assert np.allclose(predict_patches(network, patches, 4), once, atol=1e-5)
     assert np.allclose(predict_patches(network, center_crop(patches, 88, 88)), once)
-    angles = predict_turned(network, patches, [0, 90, 45])
+    angles = predict_rotated(network, patches, [0, 90, 45])
     assert angles.shape == (3, 3, 1)
     assert np.abs(angles[0] - angles[1]).max() < 1e-5
-    plain = predict_turned(untrained("tumor", 1), patches, [0, 90])
+    plain = predict_rotated(untrained("tumor", 1), patches, [0, 90])
     assert np.abs(plain[0] - plain[1]).max() > 1e-4, "a plain network sees the difference"
 
 
@@ -288,7 +287,7 @@ def test_several_outputs_have_probabilities_each() -> None:
     patches = torch.from_numpy(np.stack([textured(88, 88, seed) for seed in range(2)])).permute(0, 3, 1, 2)
     logits = network(patches).flatten(1).detach()
     np.testing.assert_allclose(predict_patches(network, patches), logits.softmax(dim=1).numpy(), atol=1e-6)
-    turned = predict_turned(network, patches, group.angles(4))
+    turned = predict_rotated(network, patches, group.angles(4))
     assert turned.shape == (4, 2, 3)
     np.testing.assert_allclose(predict_patches(network, patches, 4), turned.mean(axis=0), atol=1e-6)
     own = predict_patches(network, patches, activation=torch.sigmoid)
@@ -327,7 +326,7 @@ def test_turned_windows_see_what_surrounds_them() -> None:
             return super().forward(x)
 
     large = torch.linspace(0, 1, 140).expand(1, 3, 140, 140)
-    predict_turned(Recorder(MITOSIS), large, [45])
+    predict_rotated(Recorder(MITOSIS), large, [45])
     corner_to_corner = seen[0][0, 0].diagonal()  # by 45° counter-clockwise, the ramp rises along the other diagonal
     assert corner_to_corner.std() < 1e-3
     other = seen[0][0, 0].flip(0).diagonal()
@@ -339,7 +338,7 @@ def test_bytes_and_floats_are_the_same_images() -> None:
     images = torch.from_numpy(textured(100, 100)).permute(2, 0, 1)[None]
     angles = [0, 11.25]
     assert np.allclose(
-        predict_turned(network, images, angles), predict_turned(network, images / 255, angles), atol=1e-6
+        predict_rotated(network, images, angles), predict_rotated(network, images / 255, angles), atol=1e-6
     )
 
 
@@ -353,6 +352,6 @@ def test_mistakes_are_named() -> None:
         predict(network, image, CPU, tile_px=50)
     for side in (60, 69):
         with pytest.raises(ValueError, match="68 px are cut out"):
-            predict_turned(network, torch.zeros(1, 3, side, side), [0])
+            predict_rotated(network, torch.zeros(1, 3, side, side), [0])
     with pytest.raises(ValueError, match="a map for the smallest window"):
-        predict_turned(untrained("nuclei", 1), torch.zeros(1, 3, 60, 60), [0])
+        predict_rotated(untrained("nuclei", 1), torch.zeros(1, 3, 60, 60), [0])

@@ -15,11 +15,10 @@ from rotopath.images import stain
 from rotopath.images.geojson import SlideObject
 from rotopath.images.slides import as_slide
 from rotopath.images.tissue import find_tissue
-from rotopath.inference.canvas import MEASURED_PX, Canvas
-from rotopath.inference.layout import Span
 from rotopath.inference.result import predict_slide
-from rotopath.inference.slides import Model, Options, SlidePass
-from rotopath.models.tables import NUCLEI, TUMOR
+from rotopath.inference.slide_pass import MEASURED_PX, Model, PassOptions, SlidePass, SlideView
+from rotopath.inference.tiling import Span
+from rotopath.models.architecture import NUCLEI, TUMOR
 from rotopath.tasks import PAPER
 
 CPU = torch.device("cpu")
@@ -75,7 +74,7 @@ def look_at(image: np.ndarray, everywhere: bool) -> Found:
     with (
         as_slide(image, 0.25) as slide,
         tempfile.TemporaryDirectory() as folder,
-        SlidePass(model, slide, Path(folder), Options(everywhere=everywhere)) as one,
+        SlidePass(model, slide, Path(folder), PassOptions(everywhere=everywhere)) as one,
     ):
         objects = list(one.objects())
         assert one.canvas.stains is not None
@@ -119,7 +118,7 @@ def test_glass_between_slender_pieces_of_tissue_has_no_part_in_stains(size_px: t
     strongest = []
     for pixels in (np.hstack(strips), spread):
         with as_slide(pixels, 0.25) as slide:
-            stains = Canvas(slide, 0.25, "macenko", find_tissue(slide)).stains
+            stains = SlideView(slide, 0.25, "macenko", find_tissue(slide)).stains
         assert stains is not None
         strongest.append(stains.strongest)
     np.testing.assert_allclose(strongest[1], strongest[0], rtol=0.1)
@@ -152,7 +151,7 @@ def test_the_share_of_tumor_is_one_of_the_tissue(everywhere: bool) -> None:
     slide, _ = put_on_glass(pink, (640, 960))
     model = Model(PAPER["tumor"], Night(TUMOR), {"threshold": 0.5}, CPU)
     with as_slide(slide, 1.0) as opened:
-        told = predict_slide(model, opened, Options(everywhere=everywhere)).summary
+        told = predict_slide(model, opened, PassOptions(everywhere=everywhere)).summary
     assert told["tumor_mm2"] == pytest.approx(0.32**2, rel=0.1)
     assert told["tissue_mm2"] == pytest.approx(0.32**2, rel=0.15)
     assert told["tumor_share"] == pytest.approx(told["tumor_mm2"] / told["tissue_mm2"])
@@ -171,13 +170,13 @@ def test_an_image_full_of_tissue_has_no_more_tissue_than_image(size_px: tuple[in
 @pytest.mark.parametrize("size_px", [(300, 400), (1500, 1500)])
 def test_a_blank_slide_has_no_stains_to_normalise(size_px: tuple[int, int]) -> None:
     with as_slide(np.full((*size_px, 3), 244, np.uint8), 0.25) as slide:
-        assert Canvas(slide, 0.25, "macenko", find_tissue(slide)).stains is None
+        assert SlideView(slide, 0.25, "macenko", find_tissue(slide)).stains is None
 
 
 def test_stains_are_normalised_where_a_task_asks_for_it() -> None:
     with as_slide(draw_tissue()[0], 0.25) as slide:
         tissue = find_tissue(slide)
-        as_it_is, normalised = (Canvas(slide, 0.25, how, tissue) for how in ("none", "macenko"))
+        as_it_is, normalised = (SlideView(slide, 0.25, how, tissue) for how in ("none", "macenko"))
         rows = columns = Span(0, 64)
         np.testing.assert_array_equal(as_it_is.read(rows, columns), slide.read(0, 0, 64, 64, 0.25))
         assert as_it_is.stains is None

@@ -11,15 +11,11 @@ from rotopath import pretrained, tasks
 from rotopath.images.slides import as_slide
 from rotopath.images.tissue import SPACING_UM_PX, Tissue
 from rotopath.inference import predict
-from rotopath.inference.canvas import Canvas
-from rotopath.inference.dense import answer
-from rotopath.inference.preparing import MixedNetwork, prepare
-from rotopath.inference.slides import Model
-from rotopath.inference.tiles import Grid, predict_tiles
+from rotopath.inference.dense import MixedNetwork, answer, prepare
+from rotopath.inference.slide_pass import Grid, Model, SlideView, predict_tiles
 from rotopath.metrics import smooth_images
 from rotopath.models import FrozenNetwork, Network
-from rotopath.models.architecture import Architecture
-from rotopath.models.tables import ARCHITECTURES, MITOSIS, NUCLEI, TUMOR
+from rotopath.models.architecture import ARCHITECTURES, MITOSIS, NUCLEI, TUMOR, Architecture
 from rotopath.nn import gpu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -65,7 +61,7 @@ def test_nothing_but_the_network_is_rounded(architecture: Architecture) -> None:
     eye = Eye(architecture)
     with as_slide(image, 0.25) as slide:
         everywhere = Tissue(np.ones(slide.size_at(SPACING_UM_PX), bool), SPACING_UM_PX)
-        canvas = Canvas(slide, 0.25, "none", everywhere)
+        canvas = SlideView(slide, 0.25, "none", everywhere)
         full, half = (
             list(predict_tiles(grid, grid.tiles, CPU, rotations=8))
             for grid in (Grid(network, canvas, 90) for network in (eye, MixedNetwork(eye, HALF)))
@@ -95,7 +91,7 @@ def test_answers_that_are_no_numbers_end_in_a_sentence() -> None:
         network.stages[1].conv.weight *= 1e6
     with as_slide(pixels(150, 150), 0.25) as slide:
         everywhere = Tissue(np.ones(slide.size_at(SPACING_UM_PX), bool), SPACING_UM_PX)
-        canvas = Canvas(slide, 0.25, "none", everywhere)
+        canvas = SlideView(slide, 0.25, "none", everywhere)
         half, full = (Grid(made, canvas) for made in (MixedNetwork(network, torch.float16), network))
         with pytest.raises(ValueError, match=r"no finite numbers.*--precision 32"):
             list(predict_tiles(half, half.tiles, CPU))

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import ndimage
 
-from rotopath.inference.layout import Span
-from rotopath.inference.seams import Region, Seams
+from rotopath.inference.tiling import Region, Seams, Span
 
 NOTHING = (0.0, 1.0)
 
@@ -75,11 +74,11 @@ def test_what_is_too_large_stays_in_its_pieces(tmp_path: Path, monkeypatch: pyte
     mask = np.zeros((7, 12), bool)
     mask[1:3], mask[4:6, 3:5] = True, True
     values = np.stack([mask, ~mask]).astype(np.float32)
-    monkeypatch.setattr("rotopath.inference.seams.LARGEST_PX", 23)
+    monkeypatch.setattr("rotopath.inference.tiling.LARGEST_PX", 23)
     seams = Seams(mask.shape, NOTHING, tmp_path)
     for columns in cut(12, 4):
         seams.take(Span(0, 7), columns, mask[:, slice(*columns)], values[:, :, slice(*columns)])
     places = [(one.top, one.left, *one.values.shape[1:]) for one in seams.finish()]
     assert sorted(places) == [(1, 0, 2, 4), (1, 4, 2, 4), (1, 8, 2, 4), (4, 3, 2, 2)]
-    monkeypatch.setattr("rotopath.inference.seams.LARGEST_PX", 24)
+    monkeypatch.setattr("rotopath.inference.tiling.LARGEST_PX", 24)
     assert sorted((one.left, one.values.shape) for one in seams.finish()) == [(0, (2, 2, 12)), (3, (2, 2, 2))]

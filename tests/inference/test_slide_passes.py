@@ -14,19 +14,17 @@ from scipy.spatial.distance import cdist
 from torch import nn
 
 import rotopath as rp
-from rotopath.images.geojson import Point, SlideObject
-from rotopath.images.outlines import fill_outline
+from rotopath.images.geojson import Point, SlideObject, fill_outline
 from rotopath.images.slides import Slide, as_slide, open_slide
 from rotopath.images.tissue import find_tissue
 from rotopath.inference import predict
-from rotopath.inference.canvas import Canvas
-from rotopath.inference.layout import Span
-from rotopath.inference.slides import Model, Options, SlidePass
+from rotopath.inference.slide_pass import Model, PassOptions, SlidePass, SlideView
+from rotopath.inference.tiling import Span
 from rotopath.metrics import smooth_images
 from rotopath.model_file import ModelInfo, NetworkInfo
 from rotopath.models import make_dense
+from rotopath.models.architecture import ARCHITECTURES, MITOSIS, NUCLEI
 from rotopath.models.network import Network
-from rotopath.models.tables import ARCHITECTURES, MITOSIS, NUCLEI
 from rotopath.runs import Run
 from rotopath.tasks import PAPER, Class, Classify
 
@@ -62,7 +60,7 @@ def look_at(
     task: str, network: Network, point: dict[str, float], slide: Slide, **options: int
 ) -> tuple[list[SlideObject], np.ndarray, np.ndarray | None]:
     model = Model(PAPER[task], network, point, CPU)
-    chosen = Options(everywhere=True, **options)  # type: ignore[arg-type]
+    chosen = PassOptions(everywhere=True, **options)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as folder, SlidePass(model, slide, Path(folder), chosen) as one:
         objects = list(one.objects())
         heat, deviation = one.heat.read(), None if one.deviation is None else one.deviation.read()
@@ -91,7 +89,7 @@ def test_nuclei_are_those_of_the_whole_image() -> None:
     point = middling_point("nuclei", network, image)
     with as_slide(image, 0.25) as slide:
         objects, _, _ = look_at("nuclei", network, point, slide, tile_px=100)
-        canvas = Canvas(slide, rp.tasks.NUCLEI.spacing_um_px, rp.tasks.NUCLEI.stain, find_tissue(slide))
+        canvas = SlideView(slide, rp.tasks.NUCLEI.spacing_um_px, rp.tasks.NUCLEI.stain, find_tissue(slide))
         seen = canvas.read(Span(0, 150), Span(0, 170))  # stains normalised, if any
     labels = rp.tasks.NUCLEI.decode(predict(network, seen, CPU), point)
     assert labels.max() > 5
@@ -163,7 +161,7 @@ def test_glass_is_left_out(tmp_path: Path) -> None:
     eye = DarkEye(NUCLEI)
     with (
         open_slide(drawn.path) as slide,
-        SlidePass(Model(PAPER["nuclei"], eye, POINT, CPU), slide, tmp_path, Options(tile_px=200)) as one,
+        SlidePass(Model(PAPER["nuclei"], eye, POINT, CPU), slide, tmp_path, PassOptions(tile_px=200)) as one,
     ):
         assert len([found for found in one.objects() if is_a_mark(found, 0.25)]) == 5
         assert 0 < len(eye.seen) < len(one.grid.tiles) / 2
@@ -174,7 +172,7 @@ def test_glass_is_left_out(tmp_path: Path) -> None:
 def test_the_summary_tells_of_all_objects(task: str, tmp_path: Path) -> None:
     network, image = untrained(task), textured(180, 230, 2)
     model = Model(PAPER[task], network, middling_point(task, network, image), CPU)
-    chosen = Options(everywhere=True, tile_px=100)
+    chosen = PassOptions(everywhere=True, tile_px=100)
     with as_slide(image, SPACING[task]) as slide, SlidePass(model, slide, tmp_path, chosen) as one:
         objects = list(one.objects())
         told = one.summary()
@@ -201,7 +199,7 @@ def test_the_likeliest_of_several_classes_wins_everywhere(tmp_path: Path) -> Non
     truth[10:30, 20:40], truth[40:50, 60:80], truth[15:20, 25:35] = 2, 2, 1
     image = (150 + 60 * np.eye(3)[truth]).astype(np.uint8)
     model = Model(task, make_dense(module.eval(), 3, 8), {}, CPU)
-    chosen = Options(everywhere=True, tile_px=32, rotations=4)
+    chosen = PassOptions(everywhere=True, tile_px=32, rotations=4)
     with as_slide(image, 1.0) as slide, SlidePass(model, slide, tmp_path, chosen) as one:
         objects = list(one.objects())
         assert one.winner is not None

@@ -14,9 +14,9 @@ from rotopath.metrics.classification import (
     calibration,
     calibration_error,
     confusion_matrix,
+    cuts,
     macro_auc,
 )
-from rotopath.metrics.thresholds import cuts
 
 LABELS = np.array([0, 0, 1, 1, 0])
 SCORES = np.array([0.1, 0.6, 0.5, 0.9, 0.2])

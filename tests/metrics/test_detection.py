@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rotopath.metrics.detection import Counts, Matches, best_threshold, count, match, pool
+from rotopath.metrics.matching import Counts, Matches, best_threshold, count, match, pool
 
 NONE = np.empty((0, 2))
 TRUTH = np.array([[100.0, 100.0], [100.0, 140.0], [300.0, 300.0]])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rotopath.metrics.overlap import (
+from rotopath.metrics.matching import (
     HitRule,
     ObjectMatches,
     aggregated_jaccard,

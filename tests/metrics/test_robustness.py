@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rotopath.metrics.robustness import Robustness, list_angles, measure_robustness
+from rotopath.metrics.equivariance import Robustness, list_angles, measure_robustness
 
 
 def measure(probabilities: np.ndarray, threshold: float) -> Robustness:

@@ -14,8 +14,8 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import parametrizations
 
 import rotopath as rp
-from rotopath.models import widths
-from rotopath.models.widths import Width
+from rotopath.models.convert import counterparts as widths
+from rotopath.models.convert.counterparts import Width
 from rotopath.nn.project import PROJECTIONS
 
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
@@ -142,12 +142,12 @@ def test_channels_and_maps_are_kept_when_asked() -> None:
 
 
 def test_weights_are_counted_without_building() -> None:
-    from rotopath.models.converting import Converter
-    from rotopath.models.counterparts import Options
+    from rotopath.models.convert import Converter
+    from rotopath.models.convert.counterparts import ConversionOptions
 
     for module in (DenseNet(), UNet(), ResNet18((8, 16)), Tricks()):
         for projection in PROJECTIONS:
-            converter = Converter(module, Options(4, "bilinear", projection, "keep"))
+            converter = Converter(module, ConversionOptions(4, "bilinear", projection, "keep"))
             chosen = converter.choose_widths("maps")
             net = converter.write(chosen, "Net")
             assert converter._count(chosen) == sum(weight.numel() for weight in net.parameters() if weight.ndim)

@@ -19,9 +19,9 @@ from torch.nn.utils import parametrizations, prune
 
 import rotopath as rp
 from rotopath.inference import predict, predict_patches
-from rotopath.inference.preparing import MixedNetwork
+from rotopath.inference.dense import MixedNetwork
 from rotopath.models import FrozenNetwork, Network
-from rotopath.models.plain import BlurredPool2d, CenterCrop2d, ChannelNorm2d, OrientationPool2d, Scale2d
+from rotopath.models.freeze.plain_layers import BlurredPool2d, CenterCrop2d, ChannelNorm2d, OrientationPool2d, Scale2d
 from rotopath.nn.project import PROJECTIONS
 
 BUILDERS = {"mitosis": rp.models.mitosis, "nuclei": rp.models.nuclei, "tumor": rp.models.tumor}

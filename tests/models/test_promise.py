@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 import rotopath as rp
 from rotopath.inference import predict
-from rotopath.models import ARCHITECTURES, DenseNetwork, Geometry, WindowNetwork, make_dense, promise
-from rotopath.models.promise import (
+from rotopath.models import ARCHITECTURES, DenseNetwork, Geometry, WindowNetwork, make_dense, protocols
+from rotopath.models.protocols import (
     DenseModule,
     SlidingModule,
-    find_module,
     has_geometry,
     measure_geometry,
     replace_module,
+    unwrap,
 )
 
 CPU = torch.device("cpu")
@@ -328,7 +328,7 @@ class Windows(nn.Module):
 def test_a_window_module_is_slid_over_the_image(
     maps: bool, stride_px: int | None, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(promise, "WINDOWS_AT_ONCE_PX", at_once * 12 * 12)
+    monkeypatch.setattr(protocols, "WINDOWS_AT_ONCE_PX", at_once * 12 * 12)
     torch.manual_seed(0)
     module = Windows(maps).double().eval()
     dense = make_dense(module, 2, stride_px=stride_px)
@@ -535,7 +535,7 @@ def test_the_module_is_left_as_it_is(maps: bool, training: bool, dtype: torch.dt
     state = torch.get_rng_state()
     dense = make_dense(module, 3, 16)
     assert torch.equal(torch.get_rng_state(), state), "nor are random numbers drawn"
-    assert find_module(dense) is module
+    assert unwrap(dense) is module
     assert dense.training is training
     assert [each.training for each in module.modules()] == [training] * 4
     for key, value in module.state_dict().items():
@@ -561,9 +561,9 @@ def test_another_module_may_take_its_place() -> None:
         replaced = replace_module(dense, other)
         assert type(replaced) is type(dense)
         assert replaced.geometry == dense.geometry
-        assert find_module(replaced) is other
+        assert unwrap(replaced) is other
         assert isinstance(replaced, DenseNetwork)
     network = rp.models.mitosis(1)
     frozen = rp.freeze(network)
     assert replace_module(network, frozen) is frozen
-    assert find_module(network) is network
+    assert unwrap(network) is network

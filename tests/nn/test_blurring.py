@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import rotopath as rp
-from rotopath.nn import fused
+from rotopath.nn import fuse
 
 pytest.importorskip("triton")
-from rotopath.nn.kernels import blurring, filters, strips
-from rotopath.nn.kernels.filters import Filter
+from rotopath.nn.triton import blur_pool
+from rotopath.nn.triton.blur_pool import Filter
 
 BEND = 1e-3  # of slopes of a root near 0, where the last digit that batch norm rounds counts a thousand times
 
@@ -38,9 +38,9 @@ def assert_alike(x: Tensor, exact: Tensor, y: Tensor, expected: Tensor, seed: in
 
 def use_tiles(patch: pytest.MonkeyPatch, numbers: int, blocks: int) -> None:
     """Small ones take several programs for an image, that each walk down a part of it; large ones are soon computed."""
-    patch.setattr(strips, "FORWARD_TILE", numbers)
-    patch.setattr(strips, "BACKWARD_TILE", numbers)
-    patch.setattr(strips, "BLOCKS", blocks)
+    patch.setattr(blur_pool, "FORWARD_TILE", numbers)
+    patch.setattr(blur_pool, "BACKWARD_TILE", numbers)
+    patch.setattr(blur_pool, "BLOCKS", blocks)
 
 
 pools = st.sampled_from([Filter(size, blur) for size in (1, 2, 3) for blur in range(1, 2 * size + 2, 2)])
@@ -75,7 +75,7 @@ def test_one_pass_gives_what_the_layers_give(
     norm, reference = norm_of(channels), norm_of(channels, torch.float64)
     with pytest.MonkeyPatch.context() as cut:
         use_tiles(cut, numbers=512 if small else 2**12, blocks=2 if small else 16)
-        y = blurring.norm_relu_blur(x, norm, pool_of(*pool))
+        y = blur_pool.norm_relu_blur(x, norm, pool_of(*pool))
         expected = pool_of(*pool, dtype=torch.float64)(reference(exact).relu())
         assert_alike(x, exact, y, expected, seed, BEND)
     many = {"atol": TOLERANCE[dtype] * 30, "rtol": TOLERANCE[dtype] * 5}  # sums of many terms
@@ -100,17 +100,17 @@ def test_a_pool_alone_gives_what_the_layer_gives(
     sides = (count * pool.size for count in outputs)
     x = features((2, channels, 3, *sides), seed, dtype).requires_grad_()
     exact = x.detach().double().requires_grad_()
-    assert_alike(x, exact, blurring.blur(x, pool_of(*pool)), pool_of(*pool, dtype=torch.float64)(exact), seed)
+    assert_alike(x, exact, blur_pool.blur(x, pool_of(*pool)), pool_of(*pool, dtype=torch.float64)(exact), seed)
 
 
 def test_many_tiles_are_summed_by_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     use_tiles(monkeypatch, numbers=64, blocks=2)
-    monkeypatch.setattr("rotopath.nn.kernels.statistics.PROGRAMS", 4)
+    monkeypatch.setattr("rotopath.nn.triton.batch_norm.PROGRAMS", 4)
     x = features((3, 3, 3, 6, 10), 0, torch.float32).requires_grad_()
     exact = x.detach().double().requires_grad_()
     norm, reference = norm_of(3), norm_of(3, torch.float64)
     expected = pool_of(2, 5, dtype=torch.float64)(reference(exact).relu())
-    assert_alike(x, exact, blurring.norm_relu_blur(x, norm, pool_of(2, 5)), expected, 0)
+    assert_alike(x, exact, blur_pool.norm_relu_blur(x, norm, pool_of(2, 5)), expected, 0)
     torch.testing.assert_close(norm.weight.grad.double(), reference.weight.grad, atol=1e-4, rtol=1e-4)
 
 
@@ -120,7 +120,7 @@ def test_faint_features_keep_the_slope_of_their_root(dtype: torch.dtype) -> None
     strengths = torch.tensor([0.0, 1e-4, 1e-3, 3e-3, 1e-2]).view(1, -1, 1, 1, 1)
     x = (features((2, 5, 2, 4, 4), 0, torch.float32) * strengths.to(DEVICE)).to(dtype).requires_grad_()
     exact = x.detach().double().requires_grad_()
-    y, expected = blurring.blur(x, pool_of(2, 5)), pool_of(2, 5, dtype=torch.float64)(exact)
+    y, expected = blur_pool.blur(x, pool_of(2, 5)), pool_of(2, 5, dtype=torch.float64)(exact)
     slopes = [torch.autograd.grad(answer.sum() * 2.0**8, leaf)[0] for answer, leaf in ((y, x), (expected, exact))]
     scale = slopes[1].abs().amax(dim=(0, 2, 3, 4), keepdim=True).clamp(min=1e-9)
     torch.testing.assert_close(slopes[0].double() / scale, slopes[1] / scale, atol=TOLERANCE[dtype], rtol=0)
@@ -128,7 +128,7 @@ def test_faint_features_keep_the_slope_of_their_root(dtype: torch.dtype) -> None
 
 def test_weights_are_the_known_ones() -> None:
     # Windows of 2, blurred by 1 4 6 4 1: five times the sum of two neighbours.
-    weights = filters._find_weights(5, Filter(2, 5), torch.device("cpu"))
+    weights = blur_pool._find_weights(5, Filter(2, 5), torch.device("cpu"))
     torch.testing.assert_close(weights[3], torch.tensor([1.0, 5, 10, 10, 5, 1]) / 32)
     # At the rim 6 4 1 are left of the taps, which count for 11.
     torch.testing.assert_close(weights[1], torch.tensor([0.0, 0, 6, 10, 5, 1]) / 22)
@@ -143,19 +143,19 @@ def test_faithful_networks_learn_the_same_either_way(build: type[nn.Module], mon
 
     def in_one_pass(x: Tensor, norm: nn.Module, pool: rp.nn.GroupAvgPool2d | None = None) -> Tensor:
         taken.append(pool)
-        return norm(x).relu() if pool is None else blurring.norm_relu_blur(x, norm, pool)
+        return norm(x).relu() if pool is None else blur_pool.norm_relu_blur(x, norm, pool)
 
     def alone(x: Tensor, pool: nn.Module) -> Tensor:
         taken.append(pool)
-        return blurring.blur(x, pool) if isinstance(pool, rp.nn.GroupAvgPool2d) else pool(x)
+        return blur_pool.blur(x, pool) if isinstance(pool, rp.nn.GroupAvgPool2d) else pool(x)
 
     def learn(fuse: bool) -> list[Tensor]:
         with monkeypatch.context() as fused_or_not:
-            fused_or_not.setattr(fused, "can_fuse", lambda *_: fuse)
+            fused_or_not.setattr(fuse, "can_fuse", lambda *_: fuse)
             if fuse:
-                fused_or_not.setattr(fused, "can_pool", lambda _, pool: not isinstance(pool, nn.Identity))
-                fused_or_not.setattr(fused, "norm_relu_pool", in_one_pass)
-                fused_or_not.setattr(fused, "pool_alone", alone)
+                fused_or_not.setattr(fuse, "can_pool", lambda _, pool: not isinstance(pool, nn.Identity))
+                fused_or_not.setattr(fuse, "norm_relu_pool", in_one_pass)
+                fused_or_not.setattr(fuse, "pool_alone", alone)
             torch.manual_seed(0)
             net = build(orientations=2, preset="faithful").to(DEVICE)
             y = net(torch.rand(1, 3, net.receptive_field, net.receptive_field, device=DEVICE))
@@ -178,7 +178,7 @@ def test_pools_that_the_kernels_know_are_taken_along() -> None:
     architectures = [build(2, preset="faithful") for build in (rp.models.mitosis, rp.models.nuclei, rp.models.tumor)]
     known = [pool for net in architectures for pool in net.pools if not isinstance(pool, nn.Identity)]
     assert len(known) == 8
-    assert all(fused.can_pool(OnGpu(), pool) for pool in known)
+    assert all(fuse.can_pool(OnGpu(), pool) for pool in known)
     hooked = pool_of(2, 5)
     hooked.register_forward_hook(lambda *_: None)
     for other in (
@@ -190,21 +190,21 @@ def test_pools_that_the_kernels_know_are_taken_along() -> None:
         hooked,
         nn.Identity(),
     ):
-        assert not fused.can_pool(OnGpu(), other)
+        assert not fuse.can_pool(OnGpu(), other)
 
 
 def test_pools_alone_go_through_the_layer_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(1, 2, 2, 4, 4)
     with monkeypatch.context() as without:
-        without.setattr(blurring, "blur", None)
-        torch.testing.assert_close(fused.pool_alone(x, pool_of(2, 5).cpu()), pool_of(2, 5).cpu()(x))
+        without.setattr(blur_pool, "blur", None)
+        torch.testing.assert_close(fuse.pool_alone(x, pool_of(2, 5).cpu()), pool_of(2, 5).cpu()(x))
     with pytest.raises(ValueError, match="GroupAvgPool2d"):
-        fused.pool_alone(x[..., :3], pool_of(2, 5).cpu())
+        fuse.pool_alone(x[..., :3], pool_of(2, 5).cpu())
 
 
 def test_what_is_no_number_is_not_hidden() -> None:
     x = features((1, 2, 4, 4, 4), 0, torch.float32)
     x[0, 0, 0, 0, 0] = torch.nan
-    y = blurring.norm_relu_blur(x, norm_of(2), pool_of(2, 5))
+    y = blur_pool.norm_relu_blur(x, norm_of(2), pool_of(2, 5))
     assert y[:, 0].isnan().all()
     assert y[:, 1].isfinite().all()

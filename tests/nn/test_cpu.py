@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 import rotopath as rp
-from rotopath.nn import fused
+from rotopath.nn import fuse
 from rotopath.nn.cpu import can_normalise, norm_relu_pool
-from rotopath.nn.fused import can_fuse, can_pool
+from rotopath.nn.fuse import can_fuse, can_pool
 
 
 def features(batch: int, channels: int, n: int, height: int, width: int, seed: int = 0) -> Tensor:
@@ -181,9 +181,9 @@ def test_what_torch_does_to_functions_it_can_do_to_the_layer(transform: str) -> 
 
 @pytest.mark.parametrize("build", [rp.models.mitosis, rp.models.nuclei, rp.models.tumor])
 def test_networks_learn_the_same_either_way(build: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    def gradients(fuse: bool) -> list[Tensor]:
-        if not fuse:
-            monkeypatch.setattr(fused, "can_fuse", lambda *_: False)
+    def gradients(fused: bool) -> list[Tensor]:
+        if not fused:
+            monkeypatch.setattr(fuse, "can_fuse", lambda *_: False)
             monkeypatch.setattr("rotopath.nn.cpu.can_normalise", lambda *_: False)
         torch.manual_seed(0)
         net = build(orientations=4).double()

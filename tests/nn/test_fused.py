@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import rotopath as rp
-from rotopath.nn import fused, gpu
+from rotopath.nn import fuse, gpu
 
 pytest.importorskip("triton")
-from rotopath.nn.kernels.normalising import norm_relu_pool
-from rotopath.nn.kernels.statistics import find_statistics, track
+from rotopath.nn.triton.batch_norm import find_statistics, norm_relu_pool, track
 
 
 @settings(deadline=None, max_examples=25)
@@ -60,8 +59,8 @@ def test_networks_learn_the_same_either_way(build: type[nn.Module], monkeypatch:
         return norm_relu_pool(x, norm, 1 if pool is None else pool.size)
 
     def gradients(fuse: bool) -> list[Tensor]:
-        monkeypatch.setattr(fused, "can_fuse", lambda *_: fuse)
-        monkeypatch.setattr(fused, "norm_relu_pool", in_one_pass)
+        monkeypatch.setattr(fuse, "can_fuse", lambda *_: fuse)
+        monkeypatch.setattr(fuse, "norm_relu_pool", in_one_pass)
         torch.manual_seed(0)
         net = build(orientations=2).to(DEVICE)
         y = net(torch.rand(1, 3, net.architecture.input_px, net.architecture.input_px, device=DEVICE))
@@ -84,8 +83,8 @@ def test_on_the_cpu_only_a_plain_maximum_is_fused(pooling: str, monkeypatch: pyt
     net = rp.models.tumor(2, pooling=pooling)
     x = torch.rand(2, 3, 88, 88)
     expected = net(x)
-    monkeypatch.setattr(fused, "can_fuse", lambda *_: True)
-    monkeypatch.setattr(fused, "norm_relu_pool", in_one_pass)
+    monkeypatch.setattr(fuse, "can_fuse", lambda *_: True)
+    monkeypatch.setattr(fuse, "norm_relu_pool", in_one_pass)
     torch.testing.assert_close(net(x), expected)
     assert pools == ([2, 2, 3, 1, 1] if pooling == "max" else [1] * 5)
 
@@ -110,7 +109,7 @@ def test_what_cannot_be_fused_goes_through_the_layers() -> None:
     ):
         assert not gpu.can_normalise(other, layer)
     with pytest.raises(ValueError, match="Windows of 4 do not cover features of 6 × 6 px evenly"):
-        fused.norm_relu_pool(x, norm, rp.nn.GroupMaxPool2d(4))
+        fuse.norm_relu_pool(x, norm, rp.nn.GroupMaxPool2d(4))
 
 
 def test_what_is_no_number_is_not_hidden() -> None:

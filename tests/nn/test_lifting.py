@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import rotopath as rp
-from rotopath.nn import fused, gpu
+from rotopath.nn import fuse, gpu
+from rotopath.nn.triton import batch_norm
 
 pytest.importorskip("triton")
-from rotopath.nn.kernels import lifting, patches, statistics
-from rotopath.nn.kernels.filters import Filter
+from rotopath.nn.triton import lift, patches
+from rotopath.nn.triton.blur_pool import Filter
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 if DEVICE.type == "cuda":  # Triton's interpreter multiplies no matrices of them
@@ -73,7 +74,7 @@ def test_one_pass_gives_what_the_layers_give(
     x = images((batch, read, height, width), seed, dtype, channels_last)
     kernels, exact = kernels_of(channels * n, read, side, seed, dtype)
     norm, reference = norm_of(channels), norm_of(channels, torch.float64)
-    y, expected = lifting.lift_norm_relu_pool(x, kernels, norm, pool), one_after_another(x, exact, reference, pool)
+    y, expected = lift.lift_norm_relu_pool(x, kernels, norm, pool), one_after_another(x, exact, reference, pool)
     assert y.shape == expected.shape
     assert y.dtype == dtype
     assert y.permute(0, 3, 4, 1, 2).is_contiguous()
@@ -93,7 +94,7 @@ def test_one_pass_gives_what_the_layers_give(
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_tiles_go_on_where_others_end(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs, of several tiles each, the last of which are empty."""
-    monkeypatch.setattr(statistics, "PROGRAMS", 3)
+    monkeypatch.setattr(batch_norm, "PROGRAMS", 3)
     monkeypatch.setattr(patches, "SUMMING", 3)
     monkeypatch.setattr(patches, "OUTPUTS", 16)
     monkeypatch.setattr(patches, "WINDOWS", 16)
@@ -101,7 +102,7 @@ def test_tiles_go_on_where_others_end(dtype: torch.dtype, monkeypatch: pytest.Mo
     x = images((2, 3, 18, 22), 0, dtype)
     kernels, exact = kernels_of(17 * 8, 3, 5, 0, dtype)
     norm, reference = norm_of(17), norm_of(17, torch.float64)
-    y, expected = lifting.lift_norm_relu_pool(x, kernels, norm, 2), one_after_another(x, exact, reference, 2)
+    y, expected = lift.lift_norm_relu_pool(x, kernels, norm, 2), one_after_another(x, exact, reference, 2)
     torch.testing.assert_close(y.double(), expected, atol=2 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     y.backward(dy := torch.randn_like(y))
     expected.backward(dy.double())
@@ -112,7 +113,7 @@ def test_tiles_go_on_where_others_end(dtype: torch.dtype, monkeypatch: pytest.Mo
 def test_lifting_alone_is_a_convolution(dtype: torch.dtype) -> None:
     x = images((2, 3, 9, 12), 0, dtype)
     kernels, exact = kernels_of(40, 3, 5, 0, dtype)
-    y, expected = lifting.lift(x, kernels, 8), nn.functional.conv2d(x.double(), exact).unflatten(1, (5, 8))
+    y, expected = lift.lift(x, kernels, 8), nn.functional.conv2d(x.double(), exact).unflatten(1, (5, 8))
     torch.testing.assert_close(y.double(), expected, atol=2 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     y.backward(dy := torch.randn_like(y))
     expected.backward(dy.double())
@@ -130,7 +131,7 @@ def test_in_evaluation_running_statistics_count(precision: torch.dtype) -> None:
     norm.to(precision)
     reference = copy.deepcopy(norm).double()
     with torch.no_grad():
-        got, expected = lifting.lift_norm_relu_pool(x, kernels, norm, 2), one_after_another(x, exact, reference, 2)
+        got, expected = lift.lift_norm_relu_pool(x, kernels, norm, 2), one_after_another(x, exact, reference, 2)
     torch.testing.assert_close(got.double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -140,7 +141,7 @@ def test_networks_give_the_same_either_way(
     build: type[nn.Module], training: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def answers(fuse: bool) -> list[Tensor]:
-        monkeypatch.setattr(fused, "can_lift", lambda x, *_: fuse and x.ndim == 4)
+        monkeypatch.setattr(fuse, "can_lift", lambda x, *_: fuse and x.ndim == 4)
         torch.manual_seed(0)
         net = build(orientations=2).to(DEVICE).train(training)
         y = net(torch.rand(1, 3, net.architecture.input_px, net.architecture.input_px, device=DEVICE))
@@ -157,7 +158,7 @@ def test_what_is_no_number_is_not_hidden() -> None:
     x = images((2, 3, 8, 8), 0, torch.float32)
     x[0, 0, 0, 0] = torch.nan
     kernels, _ = kernels_of(8, 3, 3, 0, torch.float32)
-    assert lifting.lift_norm_relu_pool(x, kernels, norm_of(2), 2).isnan().all()
+    assert lift.lift_norm_relu_pool(x, kernels, norm_of(2), 2).isnan().all()
 
 
 def test_what_cannot_be_lifted_goes_through_the_layer() -> None:
@@ -180,7 +181,7 @@ def test_what_cannot_be_lifted_goes_through_the_layer() -> None:
         lift(3, 6, 5, 8, groups=3),
     ):
         assert not gpu.can_lift(x, other)
-    assert not fused.can_lift(x.cpu(), lift(3, 4, 5, 8).cpu(), rp.nn.GroupBatchNorm2d(4), nn.ReLU())
+    assert not fuse.can_lift(x.cpu(), lift(3, 4, 5, 8).cpu(), rp.nn.GroupBatchNorm2d(4), nn.ReLU())
 
 
 def test_batch_norm_that_the_kernels_do_not_know_goes_through_the_layer() -> None:
@@ -212,7 +213,7 @@ def test_blurred_roots_are_taken_along(dtype: torch.dtype, training: bool) -> No
     norm, reference = norm_of(3).train(training), norm_of(3, torch.float64).train(training)
     pool = rp.nn.GroupAvgPool2d(2, blur=5, power=2).to(DEVICE, torch.float64)
     with torch.set_grad_enabled(training):
-        y = lifting.lift_norm_relu_pool(x, kernels, norm, Filter(2, 5))
+        y = lift.lift_norm_relu_pool(x, kernels, norm, Filter(2, 5))
         lifted = nn.functional.conv2d(x.double(), exact).unflatten(1, (3, 8))
         expected = pool(reference(lifted).relu())
     torch.testing.assert_close(y.double(), expected, atol=2 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])

@@ -11,7 +11,7 @@ import rotopath as rp
 from rotopath.nn import gpu
 
 pytest.importorskip("triton")
-from rotopath.nn.kernels import turning
+from rotopath.nn.triton import rotate_kernels
 
 
 def layer_of(reads: bool, *args: object, **options: object) -> rp.nn.LiftConv2d | rp.nn.GroupConv2d:
@@ -20,7 +20,7 @@ def layer_of(reads: bool, *args: object, **options: object) -> rp.nn.LiftConv2d 
 
 
 def turned_by(layer: rp.nn.LiftConv2d | rp.nn.GroupConv2d, dtype: torch.dtype) -> Tensor:
-    return turning.turn(layer.weight, layer.rotation, layer.reflections, dtype)
+    return rotate_kernels.rotate(layer.weight, layer.rotation, layer.reflections, dtype)
 
 
 @settings(deadline=None, max_examples=20)
@@ -63,8 +63,8 @@ def test_kernels_and_gradients_are_those_of_the_map(
 def test_several_tiles_of_inputs() -> None:
     """The last of them is not full."""
     layer = layer_of(True, 9, 2, 3, 8)
-    assert 2 * turning.COLUMNS < 9 * 8
-    assert 9 * 8 % turning.COLUMNS
+    assert 2 * rotate_kernels.COLUMNS < 9 * 8
+    assert 9 * 8 % rotate_kernels.COLUMNS
     got, expected = turned_by(layer, torch.float32), layer.kernels()
     torch.testing.assert_close(got, expected)
     gradient = torch.randn_like(got)
@@ -77,8 +77,8 @@ def test_several_tiles_of_inputs() -> None:
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     """Layers take features for such that kernels can be launched on; what was turned is listed."""
     calls: list[tuple[object, ...]] = []
-    real = turning.turn
-    monkeypatch.setattr(turning, "turn", lambda *given: calls.append(given) or real(*given))
+    real = rotate_kernels.turn
+    monkeypatch.setattr(rotate_kernels, "turn", lambda *given: calls.append(given) or real(*given))
     monkeypatch.setattr(gpu, "takes", lambda _: True)
     monkeypatch.setattr(gpu, "can_lift", lambda *_: False)
     return calls

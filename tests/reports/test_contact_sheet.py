@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle
 from PIL import Image
 
-from rotopath.data.opening import open_data
+from rotopath.data.formats import open_data
 from rotopath.reports import contact_sheet
 from rotopath.reports.contact_sheet import CLASS_MARKS, Marks, _draw_tile, draw_contact_sheet, draw_examples
 from rotopath.reports.figures import save_figure
@@ -21,9 +21,9 @@ from rotopath.tasks import Example
 
 def test_circles_lie_on_mitoses(tmp_path: Path) -> None:
     """Mitoses at rows 10 and 30, columns 20 and 40; x is the column."""
-    collection = open_data(amida13(tmp_path, cases=[1]))
+    dataset = open_data(amida13(tmp_path, cases=[1]))
     axes = Figure().add_axes((0, 0, 1, 1))
-    _draw_tile(collection, collection.pictures[0], 0.25, Marks(), axes)
+    _draw_tile(dataset, dataset.samples[0], 0.25, Marks(), axes)
     assert [patch.center for patch in axes.patches if isinstance(patch, Circle)] == [(20, 10), (40, 30)]
 
 
@@ -36,9 +36,9 @@ def test_outlines_lie_on_nuclei(tmp_path: Path) -> None:
     write_csv(
         tmp_path / "manifest.csv", [("image", "annotation", "split", "spacing"), ("a.png", "map.png", "train", 0.25)]
     )
-    collection = open_data(tmp_path)
+    dataset = open_data(tmp_path)
     axes = Figure().add_axes((0, 0, 1, 1))
-    _draw_tile(collection, collection.pictures[0], 0.25, Marks(), axes)
+    _draw_tile(dataset, dataset.samples[0], 0.25, Marks(), axes)
     (outline,) = (np.concatenate([path.vertices for path in drawn.get_paths()]) for drawn in axes.collections)
     assert (*outline.min(axis=0), *outline.max(axis=0)) == (99.5, 19.5, 105.5, 25.5)
     assert axes.get_xlim() == (88.5, 148.5)
@@ -52,14 +52,14 @@ def test_any_name_makes_a_caption(tmp_path: Path, name: str) -> None:
 
 
 def test_hard_examples_are_drawn_about_their_places(tmp_path: Path) -> None:
-    collection = open_data(amida13(tmp_path / "data", cases=[1], size=(300, 400)))
+    dataset = open_data(amida13(tmp_path / "data", cases=[1], size=(300, 400)))
     axes = Figure().add_axes((0, 0, 1, 1))
-    _draw_tile(collection, collection.pictures[0], 0.25, Marks(), axes, middle=np.array([150.0, 250.0]), note="0.97, ")
+    _draw_tile(dataset, dataset.samples[0], 0.25, Marks(), axes, middle=np.array([150.0, 250.0]), note="0.97, ")
     assert axes.get_xlim() == (153.5, 345.5)
     assert axes.get_ylim() == (245.5, 53.5)
     assert axes.get_xlabel().startswith("0.97, ")
-    examples = [Example(collection.pictures[i % 2].name, 10 * i, 20 * i, 0.9) for i in range(8)]
-    assert draw_examples(collection, examples, 0.25, tmp_path / "mined.png").stat().st_size > 1000
+    examples = [Example(dataset.samples[i % 2].name, 10 * i, 20 * i, 0.9) for i in range(8)]
+    assert draw_examples(dataset, examples, 0.25, tmp_path / "mined.png").stat().st_size > 1000
 
 
 CELLS = {"lymphocyte": (40, 40), "stroma": (40, 120), "epithelial": (120, 40)}  # where there is one of each, in pixels
@@ -121,9 +121,9 @@ def colours_of_cells(sheet: Figure) -> dict[str, set[str]]:
 def test_each_class_has_a_colour_of_its_own_and_is_named_on_the_sheet(
     tmp_path: Path, drawn: list[Figure], annotated: str
 ) -> None:
-    collection = open_data(cells(tmp_path / "data", annotated))
-    assert collection.annotated == annotated
-    sheet = draw_contact_sheet(collection, tmp_path / "sheet.png")
+    dataset = open_data(cells(tmp_path / "data", annotated))
+    assert dataset.annotated == annotated
+    sheet = draw_contact_sheet(dataset, tmp_path / "sheet.png")
     named = {text.get_text(): to_hex(box.get_facecolor()) for text in drawn[0].texts if (box := text.get_bbox_patch())}
     assert {name: {colour} for name, colour in named.items()} == colours_of_cells(drawn[0])
     assert len(set(named.values())) == len(CELLS)
@@ -131,7 +131,7 @@ def test_each_class_has_a_colour_of_its_own_and_is_named_on_the_sheet(
         pixels_there = np.asarray(image.convert("RGB")).astype(int)
     for colour in named.values():
         near = np.abs(pixels_there - np.array(to_rgb(colour)) * 255).max(axis=-1) < 4
-        assert near.sum() > 500, f"{colour} is in the picture"
+        assert near.sum() > 500, f"{colour} is in the sample"
 
 
 def test_names_of_classes_stand_side_by_side_on_the_sheet(tmp_path: Path, drawn: list[Figure]) -> None:

@@ -10,10 +10,10 @@ import pytest
 from rich.console import Console
 
 from rotopath.inference import Prediction
+from rotopath.metrics.bootstrap import FEWEST_CASES
 from rotopath.recipe import Recipe
-from rotopath.reports.tables import score_table
+from rotopath.reports.terminal import score_table
 from rotopath.tasks import TUMOR, Classify, Detect, Segment
-from rotopath.tasks.cases import FEWEST_CASES
 from rotopath.tasks.classify import PatchEvidence
 from rotopath.tasks.detect import Detections, FieldEvidence
 from rotopath.tasks.segment import ObjectEvidence

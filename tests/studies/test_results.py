@@ -9,17 +9,17 @@ from rich.console import Console
 
 from rotopath.model_file import RunError
 from rotopath.recipe import Recipe, write_recipe
-from rotopath.reports.study_page import incomparable
-from rotopath.reports.study_progress import StudyProgress
+from rotopath.reports.progress import StudyProgress
+from rotopath.reports.study_report import incomparable
 from rotopath.studies.plan import Part, Study
-from rotopath.studies.results import Result, estimate, margin, read_results, summarise
-from rotopath.studies.running import Progress
+from rotopath.studies.results import StudyResult, estimate, margin, read_results, summarise
+from rotopath.studies.schedule import JobState
 
 
-def result(wrong: list[int], images: int = 10, n: int = 1, seed: int = 0, rotations: int = 1) -> Result:
+def result(wrong: list[int], images: int = 10, n: int = 1, seed: int = 0, rotations: int = 1) -> StudyResult:
     scores = {"accuracy": 1 - len(wrong) / images, "slides": None, "wrong": wrong, "images": images}
     scores["rotation"] = {"fair": {"deviation": 0.1 * n, "changed": 0.5}}
-    return Result("tumor", Path("nowhere"), Recipe("tumor", "d", orientations=n, seed=seed), rotations, scores)
+    return StudyResult("tumor", Path("nowhere"), Recipe("tumor", "d", orientations=n, seed=seed), rotations, scores)
 
 
 def test_the_mean_over_seeds() -> None:
@@ -121,7 +121,7 @@ def test_what_the_paper_can_be_compared_with(
     task: str, source: str, scores: dict[str, object], reason: str | None, tmp_path: Path
 ) -> None:
     (tmp_path / "provenance.json").write_text(json.dumps({"data": {"source": source}}))
-    said = incomparable(Result("part", tmp_path, Recipe(task, "d"), 1, scores))
+    said = incomparable(StudyResult("part", tmp_path, Recipe(task, "d"), 1, scores))
     assert said is None if reason is None else said is not None and reason in said
 
 
@@ -134,15 +134,15 @@ def test_progress_in_a_terminal_and_in_a_file(monkeypatch: pytest.MonkeyPatch) -
         console = Console(force_terminal=terminal, width=100, color_system=None, record=True)
         with StudyProgress(study, console) as progress:
             progress.show(
-                {job: Progress("running", "training", 0.2) for job in (a, b)}
-                | {c: Progress("waiting"), d: Progress("waiting")}
+                {job: JobState("running", "training", 0.2) for job in (a, b)}
+                | {c: JobState("waiting"), d: JobState("waiting")}
             )
             progress.show(
                 {
-                    a: Progress("done"),
-                    b: Progress("failed", reason="[/gloo/pair.cc:534] no disk"),
-                    c: Progress("running", "training", 0.5),
-                    d: Progress("waiting"),
+                    a: JobState("done"),
+                    b: JobState("failed", reason="[/gloo/pair.cc:534] no disk"),
+                    c: JobState("running", "training", 0.5),
+                    d: JobState("waiting"),
                 }
             )
         shown = console.export_text()

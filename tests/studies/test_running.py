@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 
 from rotopath.cli import app
 from rotopath.model_file import MODEL, WEIGHTS, RunError
-from rotopath.reports.study_page import report
-from rotopath.studies import engines, job, read_study, run_study, running
+from rotopath.reports.study_report import report
+from rotopath.studies import job, read_study, run_study, schedule
 from rotopath.studies.job import place
-from rotopath.studies.running import Future
+from rotopath.studies.schedule import Future
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}  # the same rounding everywhere
 ROTOPATH = (sys.executable, "-m", "rotopath", "study")
@@ -120,7 +120,7 @@ def test_a_job_ends_with_a_parent_that_died_before_it_began(study: Path, tmp_pat
     gone.wait()
     recipe = tmp_path / "N4-seed0.toml"
     recipe.write_text((study.parent / "r.toml").read_text().replace("steps = 8", "steps = 100000"))
-    job = [sys.executable, "-m", "rotopath.studies", str(recipe), "1", str(gone.pid)]
+    job = [sys.executable, "-m", "rotopath.studies.job", str(recipe), "1", str(gone.pid)]
     done = subprocess.run(job, env=ENVIRONMENT, timeout=PATIENCE_S, check=False)
     assert done.returncode == 1
     assert not (tmp_path / "N4-seed0" / WEIGHTS).exists()
@@ -199,10 +199,10 @@ def test_a_job_that_another_process_works_on_is_left_to_it(tmp_path: Path, monke
 
     monkeypatch.setattr(Path, "read_text", read_unlocked)
     monkeypatch.setattr(job, "WAIT_FOR_LOCK_S", 0.3)
-    monkeypatch.setattr(running.subprocess, "call", take_lock)
+    monkeypatch.setattr(schedule.subprocess, "call", take_lock)
     process = hold(lock)
     try:
-        reason = running.run_process(str(tmp_path / "N4.toml"), 1, str(tmp_path))
+        reason = schedule.run_process(str(tmp_path / "N4.toml"), 1, str(tmp_path))
     finally:
         process.kill()
         process.wait()
@@ -308,7 +308,7 @@ def test_a_study_survives_the_death_of_a_worker(
 def test_the_papers_scores_stand_beside_those_that_can_be_compared(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rotopath.reports.study_page.incomparable", lambda *_: None)
+    monkeypatch.setattr("rotopath.reports.study_report.incomparable", lambda *_: None)
     CliRunner().invoke(app, ["study", "report", str(finished), "--out", str(tmp_path)])
     assert "0.863 ± 0.003" in (tmp_path / "report.html").read_text()
 
@@ -352,5 +352,5 @@ def test_a_run_of_another_recipe_is_found_before_any_begins(study: Path, tmp_pat
 )
 def test_jobs_at_once_suit_the_machine(monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int, jobs: int) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(engines, "count_cores", lambda: cores)
-    assert engines.count_at_once() == jobs
+    monkeypatch.setattr(schedule, "count_cores", lambda: cores)
+    assert schedule.count_at_once() == jobs

@@ -18,14 +18,14 @@ from typer.testing import CliRunner
 import rotopath as rp
 from rotopath.cli import app
 from rotopath.model_file import MODEL, WEIGHTS, RunError
-from rotopath.models.promise import find_module
+from rotopath.models.protocols import unwrap
 from rotopath.recipe import read_recipe
-from rotopath.reports import study_figures, study_page
-from rotopath.reports.study_page import report
+from rotopath.reports import study_figures, study_report
+from rotopath.reports.study_report import report
 from rotopath.runs import RECIPE
 from rotopath.studies import read_study, run_study
-from rotopath.studies.engines import here
 from rotopath.studies.results import read_results
+from rotopath.studies.schedule import here
 
 CLASSES = ("dots", "plain", "stripes")
 ORIENTATIONS = (1, 4)
@@ -199,19 +199,19 @@ def test_the_cost_of_a_converted_network_is_shown(page: str, finished: Path) -> 
     assert list(rows) == ["1", "4"]
     assert "GFLOP a window" in page
     for one in read_results(finished):
-        network = find_module(rp.load(one.folder).network)
+        network = unwrap(rp.load(one.folder).network)
         weights, operations, _ = rows[str(one.recipe.orientations)]
         assert weights == f"{sum(weight.numel() for weight in network.parameters()):,}"
-        assert float(operations) == pytest.approx(study_page._operations(one) / 1e9, rel=0.06)
+        assert float(operations) == pytest.approx(study_report._operations(one) / 1e9, rel=0.06)
     assert 0.8 < int(rows["4"][0].replace(",", "")) / int(rows["1"][0].replace(",", "")) < 1.2, "at equal weights"
 
 
 def test_operations_are_those_of_all_convolutions(finished: Path) -> None:
     """Those on pixels, and beside them those that rotate filters, which are the same for windows of any size."""
     for one in read_results(finished):
-        on_pixels = count_operations(find_module(rp.load(one.folder).network))
-        counted = study_page._operations(one)
-        on_four = study_page._operations(replace(one, recipe=replace(one.recipe, window_px=2 * WINDOW_PX)))
+        on_pixels = count_operations(unwrap(rp.load(one.folder).network))
+        counted = study_report._operations(one)
+        on_four = study_report._operations(replace(one, recipe=replace(one.recipe, window_px=2 * WINDOW_PX)))
         assert on_four - counted == pytest.approx(3 * on_pixels, rel=0.01)
         if one.recipe.orientations == 1:
             assert counted == on_pixels

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layouts import pixels, write_csv, write_image
 
-from rotopath.data.collection import DataError, Picture
-from rotopath.data.opening import open_data
+from rotopath.data.dataset import DataError, Sample
+from rotopath.data.formats import open_data
 from rotopath.evaluation import open_task_data
+from rotopath.metrics.bootstrap import FEWEST_CASES
 from rotopath.tasks import TUMOR, Class, Classify, Frame, Overrides, make_task
-from rotopath.tasks.cases import FEWEST_CASES
 from rotopath.tasks.classify import PatchEvidence
 
 LABELS, PROBABILITIES = (0, 0, 1, 1, 0), (0.1, 0.6, 0.5, 0.9, 0.2)
@@ -45,8 +45,8 @@ def of_three(slides: str = "") -> list[PatchEvidence]:
     return [PatchEvidence(f"patch {i}", case, label, values) for i, (case, (label, values)) in enumerate(rows)]
 
 
-def labelled(label: str | None) -> Picture:
-    return Picture(Path("a.png"), "a.png", "", "test", 1.0, label=label)
+def labelled(label: str | None) -> Sample:
+    return Sample(Path("a.png"), "a.png", "", "test", 1.0, label=label)
 
 
 # One class
@@ -121,10 +121,10 @@ def test_no_threshold_beats_the_chosen_point(drawn: list[tuple[int, float]]) -> 
 
 
 def test_examine_takes_the_label(tmp_path: Path) -> None:
-    picture = Picture(tmp_path / "x.h5", "x.h5[3]", "slide 1", "test", 0.972, row=3, label="tumor")
-    assert TUMOR.examine(np.array([0.25], np.float32), picture) == PatchEvidence("x.h5[3]", "slide 1", 1, (0.25,))
+    sample = Sample(tmp_path / "x.h5", "x.h5[3]", "slide 1", "test", 0.972, row=3, label="tumor")
+    assert TUMOR.examine(np.array([0.25], np.float32), sample) == PatchEvidence("x.h5[3]", "slide 1", 1, (0.25,))
     with pytest.raises(DataError, match=r"^a.png has no label; expected is one of 0 \(normal\), 1 \(Tumor\)\.$"):
-        TUMOR.examine(np.array([0.25]), Picture(tmp_path / "a.png", "a.png", "", "test", 1.0))
+        TUMOR.examine(np.array([0.25]), Sample(tmp_path / "a.png", "a.png", "", "test", 1.0))
 
 
 def test_no_patches_are_refused() -> None:
@@ -227,17 +227,17 @@ def test_labels_of_data_are_checked_against_the_task(tmp_path: Path) -> None:
 
 def test_data_with_the_labels_of_the_task_is_opened(tmp_path: Path) -> None:
     path = manifest(tmp_path, "0", "1", "Tumor", "NORMAL")
-    assert TUMOR.labels(open_task_data(TUMOR, path).pictures).tolist() == [0, 1, 1, 0]
+    assert TUMOR.labels(open_task_data(TUMOR, path).samples).tolist() == [0, 1, 1, 0]
 
 
 def test_classes_that_nobody_names_are_those_of_the_data(tmp_path: Path) -> None:
-    collection = open_data(manifest(tmp_path, "stroma", "tumor", "fat", "tumor"))
-    found = Classify.find_classes(collection)
+    dataset = open_data(manifest(tmp_path, "stroma", "tumor", "fat", "tumor"))
+    found = Classify.find_classes(dataset)
     assert found == ("fat", "stroma", "tumor")
     task = make_task("classify", found=found)
     assert (task.class_names, task.outputs, task.output_names) == (found, 3, found)
-    assert task.check_data(collection) == []
-    assert task.labels(collection.pictures).tolist() == [1, 2, 0, 2]
+    assert task.check_data(dataset) == []
+    assert task.labels(dataset.samples).tolist() == [1, 2, 0, 2]
     assert len(set(task.colors)) == 3
 
 

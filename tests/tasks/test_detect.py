@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import pixels, write_image, write_text
 
-from rotopath.data.collection import DataError, Picture
+from rotopath.data.dataset import DataError, Sample
 from rotopath.inference import Prediction
-from rotopath.metrics.detection import Matches
+from rotopath.metrics.matching import Matches
 from rotopath.tasks import MITOSIS, Class, Detect, Frame, Overrides, make_task
 from rotopath.tasks.detect import FROC_POINTS, Detections, FieldEvidence, _froc
 
@@ -120,12 +120,12 @@ def test_a_point_leaves_out_what_is_below_it() -> None:
 def test_examine_reads_the_positions_at_the_models_spacing(tmp_path: Path) -> None:
     image = write_image(tmp_path / "a.png", pixels(160, 160))
     points = write_text(tmp_path / "a.csv", "49.5,99.5\n")
-    picture = Picture(image, "a.png", "7", "test", 0.5, annotations=(points,))
-    found = MITOSIS.examine(bumps((99.5, 199.5, 0.9)), picture)
+    sample = Sample(image, "a.png", "7", "test", 0.5, annotations=(points,))
+    found = MITOSIS.examine(bumps((99.5, 199.5, 0.9)), sample)
     assert (found.name, found.case, found.radius_px) == ("a.png", "7", 30)
     assert found.truth.tolist() == [[99.5, 199.5]]
     assert MITOSIS.score([found], {"threshold": 0.3})["f1"] == 1
-    empty = MITOSIS.examine(bumps(), Picture(image, "a.png", "7", "test", 0.5))
+    empty = MITOSIS.examine(bumps(), Sample(image, "a.png", "7", "test", 0.5))
     assert MITOSIS.score([empty], {"threshold": 0.3})["f1"] == 1, "nothing there, nothing found"
 
 
@@ -427,29 +427,29 @@ def test_scores_count_what_is_found_at_the_point(
     assert counted == [len(called & there), len(called - there), len(there - called)]
 
 
-def annotated(root: Path, text: str) -> Picture:
+def annotated(root: Path, text: str) -> Sample:
     image = write_image(root / "a.png", pixels(160, 160))
-    return Picture(image, "a.png", "7", "test", 0.25, annotations=(write_text(root / "a.csv", text),))
+    return Sample(image, "a.png", "7", "test", 0.25, annotations=(write_text(root / "a.csv", text),))
 
 
 def test_objects_of_a_class_that_the_task_does_not_have_are_background(tmp_path: Path) -> None:
-    picture = annotated(tmp_path, "row,column,class\n10,120,lymphocyte\n80,80,stroma\n30,40,MITOSIS\n")
-    positions, classes = CELLS.read_points(picture)
+    sample = annotated(tmp_path, "row,column,class\n10,120,lymphocyte\n80,80,stroma\n30,40,MITOSIS\n")
+    positions, classes = CELLS.read_points(sample)
     assert positions.tolist() == [[10, 120], [30, 40]]
     assert classes.tolist() == [LYMPHOCYTE, MITOTIC], "in any case"
-    seen = CELLS.examine(two_maps([(30, 40, 0.5), (80, 80, 0.5)], [(10, 120, 0.4)]), picture)
+    seen = CELLS.examine(two_maps([(30, 40, 0.5), (80, 80, 0.5)], [(10, 120, 0.4)]), sample)
     scores = CELLS.score([seen], {"threshold Mitosis": 0.05, "threshold Lymphocyte": 0.05})
     assert [scores[key] for key in ("hits", "false", "missed")] == [2, 1, 0], "what is seen at it is false"
     assert [(example.row, example.column) for example in CELLS.mine([seen], 9)] == [(80, 80)]
 
 
 def test_a_task_of_one_class_takes_that_class_alone_if_classes_are_named(tmp_path: Path) -> None:
-    picture = annotated(tmp_path, "row,column,class\n10,20,lymphocyte\n80,80,\n30,40,mitosis\n")
+    sample = annotated(tmp_path, "row,column,class\n10,20,lymphocyte\n80,80,\n30,40,mitosis\n")
     typed = make_task("detect", Overrides(classes=("Mitosis",)))
     assert isinstance(typed, Detect)
-    assert typed.read_points(picture)[0].tolist() == [[80, 80], [30, 40]], "that without a name is what is looked for"
-    assert MITOSIS.read_points(picture)[0].tolist() == [[10, 20], [80, 80], [30, 40]], "the paper's task takes all"
-    assert MITOSIS.read_points(picture)[1].tolist() == [0, 0, 0]
+    assert typed.read_points(sample)[0].tolist() == [[80, 80], [30, 40]], "that without a name is what is looked for"
+    assert MITOSIS.read_points(sample)[0].tolist() == [[10, 20], [80, 80], [30, 40]], "the paper's task takes all"
+    assert MITOSIS.read_points(sample)[1].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("text", ["10,20\n", "row,column,class\n5,5,mitosis\n10,20,\n"], ids=["no column", "no name"])
@@ -494,10 +494,10 @@ def test_a_hit_is_within_7_5_um_at_any_spacing(tmp_path: Path) -> None:
     assert isinstance(coarse, Detect)
     image = write_image(tmp_path / "a.png", pixels(160, 160))
     points = write_text(tmp_path / "a.csv", "80,80\n")
-    picture = Picture(image, "a.png", "7", "test", 0.5, annotations=(points,))
+    sample = Sample(image, "a.png", "7", "test", 0.5, annotations=(points,))
     for away, hits in ((13, 1), (17, 0)):
         seen = coarse.examine(
-            Prediction(draw((160, 2 * (80 + away), 0.9)).astype(np.float32)[None], 4, (1.5, 1.5)), picture
+            Prediction(draw((160, 2 * (80 + away), 0.9)).astype(np.float32)[None], 4, (1.5, 1.5)), sample
         )
         assert seen.radius_px == 15
         assert seen.detections.positions[0] == pytest.approx((79.75, 79.75 + away), abs=0.5)

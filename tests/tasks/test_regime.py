@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from layouts import amida13, kumar, pcam
 
-from rotopath.data.collection import DataError, Picture
+from rotopath.data.dataset import DataError, Sample
+from rotopath.data.formats import open_data
 from rotopath.data.kumar import ORGANS
-from rotopath.data.opening import open_data
 from rotopath.data.splits import AMIDA13_REGIMES, KUMAR_REGIMES, PCAM_REGIMES
 from rotopath.tasks import NUCLEI, PAPER, Overrides, make_task
 
@@ -34,19 +34,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_regimes_hold_what_they_say_and_nest(
     folders: dict[str, Path], task: str, amounts: tuple[float, ...], seed: int
 ) -> None:
-    pictures = open_data(folders[task]).split("train")
-    taken = [PAPER[task].take_regime(pictures, amount, seed) for amount in amounts]
-    assert taken[0] == pictures
+    samples = open_data(folders[task]).split("train")
+    taken = [PAPER[task].take_regime(samples, amount, seed) for amount in amounts]
+    assert taken[0] == samples
     for larger, smaller in pairwise(taken):
         assert set(smaller) < set(larger)
     for amount, found in zip(amounts, taken, strict=True):
         if task == "mitosis":
-            assert len({picture.case for picture in found}) == amount
+            assert len({sample.case for sample in found}) == amount
             assert len(found) == 2 * amount, "all fields of a case"
         elif task == "nuclei":
-            assert Counter(picture.stratum for picture in found) == dict.fromkeys(ORGANS, amount)
+            assert Counter(sample.stratum for sample in found) == dict.fromkeys(ORGANS, amount)
         else:
-            assert Counter(picture.label for picture in found) == {"normal": 20 * amount, "tumor": 20 * amount}
+            assert Counter(sample.label for sample in found) == {"normal": 20 * amount, "tumor": 20 * amount}
 
 
 @pytest.mark.parametrize(
@@ -93,10 +93,10 @@ def test_a_fraction_is_one_of_each_of_several_classes() -> None:
     """Also of a class whose label is written in two ways, and of a rare one, of which one patch at least is left."""
     task = make_task("classify", Overrides(classes=("fat", "stroma", "tumor")))
     labels = ["fat"] * 20 + ["Stroma", "1"] * 4 + ["tumor"] * 2
-    pictures = [Picture(Path(f"{i}.png"), f"{i}.png", "", "train", 1.0, label=label) for i, label in enumerate(labels)]
-    larger = set(pictures)
+    samples = [Sample(Path(f"{i}.png"), f"{i}.png", "", "train", 1.0, label=label) for i, label in enumerate(labels)]
+    larger = set(samples)
     for amount, counts in ((1.0, [20, 8, 2]), (0.5, [10, 4, 1]), (0.1, [2, 1, 1])):
-        taken = task.take_regime(pictures, amount, seed=0)
+        taken = task.take_regime(samples, amount, seed=0)
         assert np.bincount(task.labels(taken)).tolist() == counts
         assert set(taken) <= larger
         larger = set(taken)
@@ -104,6 +104,6 @@ def test_a_fraction_is_one_of_each_of_several_classes() -> None:
 
 def test_fields_of_no_organ_have_no_regime(tmp_path: Path) -> None:
     kumar(tmp_path, ["a", "b", "c"])
-    pictures = [replace(picture, stratum="") for picture in open_data(tmp_path).pictures]
+    samples = [replace(sample, stratum="") for sample in open_data(tmp_path).samples]
     with pytest.raises(DataError, match=r"takes fields of each organ, but that of Tissue Images/a.tif is not known"):
-        NUCLEI.take_regime(pictures, 1, 0)
+        NUCLEI.take_regime(samples, 1, 0)

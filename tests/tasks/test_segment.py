@@ -14,9 +14,9 @@ from layouts import box, outline_xml, pixels, write_csv, write_image, write_text
 from PIL import Image
 from scipy import ndimage
 
-from rotopath.data.collection import DataError, Picture
-from rotopath.data.synthetic import organs
+from rotopath.data.dataset import DataError, Sample
 from rotopath.inference import Prediction
+from rotopath.synthetic import organs
 from rotopath.tasks import NUCLEI, Class, Frame, Overrides, Segment, make_task
 from rotopath.tasks.segment import (
     BACKGROUND,
@@ -60,13 +60,13 @@ def iou(a: np.ndarray, b: np.ndarray) -> float:
     return float((a & b).sum() / (a | b).sum())
 
 
-def annotated(root: Path, labels: np.ndarray, *classes: tuple[int, str], spacing: float = 0.25) -> Picture:
-    """A picture with a label map, and a table of classes if there are any."""
+def annotated(root: Path, labels: np.ndarray, *classes: tuple[int, str], spacing: float = 0.25) -> Sample:
+    """A sample with a label map, and a table of classes if there are any."""
     image = write_image(root / "a.png", pixels(*labels.shape))
     annotation = write_image(root / "map.png", labels)
     if classes:
         write_csv(root / "map.csv", [("object", "class"), *classes])
-    return Picture(image, "a.png", "7", "test", spacing, annotations=(annotation,))
+    return Sample(image, "a.png", "7", "test", spacing, annotations=(annotation,))
 
 
 # Targets of one class
@@ -286,12 +286,12 @@ def test_no_fields_are_refused() -> None:
 def test_examine_reads_nuclei_at_the_models_spacing(tmp_path: Path) -> None:
     image = write_image(tmp_path / "a.png", pixels(40, 40))
     Image.fromarray(disc(20, 20, 3, radius=5, size=40).astype(np.uint16)).save(tmp_path / "map.png")
-    picture = Picture(image, "a.png", "7", "test", 0.5, annotations=(tmp_path / "map.png",))
-    found = NUCLEI.examine(seen(disc(40.5, 40.5, 1, radius=10)), picture)
+    sample = Sample(image, "a.png", "7", "test", 0.5, annotations=(tmp_path / "map.png",))
+    found = NUCLEI.examine(seen(disc(40.5, 40.5, 1, radius=10)), sample)
     assert (found.name, found.case, found.truth.shape) == ("a.png", "7", (80, 80))
     assert NUCLEI.score([found], POINT)["f1"] == 1
     with pytest.raises(ValueError, match="40 × 40 px, but was predicted on 80 × 80 px"):
-        make_task("nuclei", Overrides(spacing_um_px=0.5)).examine(seen(disc(40, 40)), picture)
+        make_task("nuclei", Overrides(spacing_um_px=0.5)).examine(seen(disc(40, 40)), sample)
 
 
 def test_loss_weighs_classes() -> None:
@@ -362,44 +362,44 @@ def test_targets_are_parts_and_the_classes_of_objects(tmp_path: Path) -> None:
     labels[2:10, 3:12] = 5
     labels[2:10, 15:24] = 300
     labels[12:18, 3:12] = 9
-    picture = annotated(tmp_path, labels, (5, "lymphocyte"), (300, "Epithelial"), (9, "fibroblast"))
+    sample = annotated(tmp_path, labels, (5, "lymphocyte"), (300, "Epithelial"), (9, "fibroblast"))
     parts, classes = np.full((20, 30), BACKGROUND), np.full((20, 30), UNKNOWN)
     for left, number in ((3, LYMPHOCYTE), (15, EPITHELIAL)):
         parts[2:10, left : left + 9] = BORDER
         parts[4:8, left + 2 : left + 7] = INSIDE
         classes[2:10, left : left + 9] = number
-    targets = CELLS.targets(picture)
+    targets = CELLS.targets(sample)
     assert targets.dtype == np.uint8
     assert np.array_equal(targets, np.dstack([parts, classes]))
-    planes = CELLS.reader.planes(picture)
+    planes = CELLS.reader.planes(sample)
     assert planes.shape == (20, 30, 5)
     assert np.array_equal(planes[..., 3:], targets)
-    assert NUCLEI.targets(picture).shape == (20, 30, 1)
-    assert (NUCLEI.targets(picture)[12:18, 3:12] != BACKGROUND).all(), "the paper's task takes objects of any class"
+    assert NUCLEI.targets(sample).shape == (20, 30, 1)
+    assert (NUCLEI.targets(sample)[12:18, 3:12] != BACKGROUND).all(), "the paper's task takes objects of any class"
 
 
 def test_a_task_of_one_class_takes_that_class_alone_if_classes_are_named(tmp_path: Path) -> None:
-    picture = annotated(tmp_path, SQUARES.astype(np.uint16), *((i, "abca"[i - 1]) for i in range(1, 5)))
+    sample = annotated(tmp_path, SQUARES.astype(np.uint16), *((i, "abca"[i - 1]) for i in range(1, 5)))
     task = make_task("segment", Overrides(classes=("A",)))
     assert isinstance(task, Segment)
-    labels, classes = task.read_objects(picture)
+    labels, classes = task.read_objects(sample)
     assert np.unique(labels).tolist() == [0, 1, 4]
     assert classes.tolist() == [0] * 5
-    assert task.targets(picture).shape == (60, 60, 1)
+    assert task.targets(sample).shape == (60, 60, 1)
 
 
 def test_an_object_without_a_class_is_refused(tmp_path: Path) -> None:
     """As in outlines of ImageScope, which name none."""
     image = write_image(tmp_path / "a.png", pixels(40, 40))
     xml = write_text(tmp_path / "a.xml", outline_xml(box(5, 8, 6)))
-    picture = Picture(image, "a.png", "7", "test", 0.25, annotations=(xml,))
+    sample = Sample(image, "a.png", "7", "test", 0.25, annotations=(xml,))
     with pytest.raises(DataError) as caught:
-        CELLS.read_objects(picture)
+        CELLS.read_objects(sample)
     assert str(caught.value) == (
         "a.png has an object without a class, but the task has the classes Epithelial, Lymphocyte; name the class of "
         "every object."
     )
-    assert NUCLEI.read_objects(picture)[0].max() == 1
+    assert NUCLEI.read_objects(sample)[0].max() == 1
 
 
 def test_an_object_has_the_class_that_is_likelier_on_average_over_its_pixels() -> None:
@@ -457,8 +457,8 @@ def test_examine_reads_objects_and_their_classes(tmp_path: Path) -> None:
     """Of a label map with gaps in its numbers, and an object that is not the task's."""
     numbers = np.array([0, 7, 300, 11, 12], np.uint16)
     names = ((7, "epithelial"), (300, "epithelial"), (11, "LYMPHOCYTE"), (12, "other"))
-    picture = annotated(tmp_path, numbers[SQUARES], *names)
-    found = CELLS.examine(typed(SQUARES, OF_SQUARES), picture)
+    sample = annotated(tmp_path, numbers[SQUARES], *names)
+    found = CELLS.examine(typed(SQUARES, OF_SQUARES), sample)
     assert {number: found.truth_classes[number] for number in (7, 300, 11)} == {7: 0, 300: 0, 11: 1}
     assert np.unique(found.truth).tolist() == [0, 7, 11, 300]
     scores = CELLS.score([found], POINT)
@@ -473,9 +473,9 @@ def test_pixels_of_no_object_have_no_part_in_the_loss_of_classes(tmp_path: Path)
     labels = SQUARES.astype(np.uint16)
     labels[35:45, 35:40] = 0  # so that classes are not equally frequent: 200 px and 150 px
     names = ((1, "epithelial"), (2, "epithelial"), (3, "lymphocyte"), (4, "lymphocyte"))
-    picture = annotated(tmp_path, labels, *names)
-    loss = CELLS.make_loss([picture])
-    targets = torch.from_numpy(CELLS.targets(picture)).long().permute(2, 0, 1)[None]
+    sample = annotated(tmp_path, labels, *names)
+    loss = CELLS.make_loss([sample])
+    targets = torch.from_numpy(CELLS.targets(sample)).long().permute(2, 0, 1)[None]
     logits = torch.randn(1, 5, 60, 60)
 
     def mean_of_means(logits: torch.Tensor, numbers: torch.Tensor, count: int) -> float:
@@ -500,9 +500,9 @@ def test_weights_of_classes_by_hand(tmp_path: Path) -> None:
     maps = [np.array([[0, 0, 0, 1], [UNKNOWN] * 4], np.uint8), np.array([[1, 1, 1, UNKNOWN]], np.uint8)]
     weights = CELLS._class_weights(maps)  # three pixels of the first class and four of the other, of twelve
     assert weights.tolist() == pytest.approx([12 / (2 * 3), 12 / (2 * 4)])
-    picture = annotated(tmp_path, SQUARES.astype(np.uint16), *((i, "lymphocyte") for i in range(1, 5)))
+    sample = annotated(tmp_path, SQUARES.astype(np.uint16), *((i, "lymphocyte") for i in range(1, 5)))
     with pytest.raises(DataError, match="have no object of class 'Epithelial'; every class is needed"):
-        CELLS.make_loss([picture])
+        CELLS.make_loss([sample])
 
 
 def test_a_point_serves_all_classes() -> None:

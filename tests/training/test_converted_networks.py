@@ -18,11 +18,11 @@ import rotopath as rp
 from rotopath import runs
 from rotopath.data import DataError, open_data
 from rotopath.model_file import MODEL, WEIGHTS, RunError
-from rotopath.models.promise import SlidingModule
-from rotopath.provenance import fingerprint
+from rotopath.models.protocols import SlidingModule
 from rotopath.recipe import Recipe, make_recipe
+from rotopath.runs import fingerprint
 from rotopath.training import train
-from rotopath.training.fitting import Keeper
+from rotopath.training.loop import Keeper
 
 CLASSES = ("fat", "stroma", "tumor")
 COLORS = {"fat": (240, 235, 240), "stroma": (230, 160, 200), "tumor": (150, 90, 170)}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rotopath.recipe import Recipe
-from rotopath.training.optimisation import make_optimiser, make_schedule
+from rotopath.training.loop import make_optimiser, make_schedule
 
 RECIPE = Recipe("tumor", "data", learning_rate=0.1, momentum=0.9, weight_decay=0.01, steps=4, epochs=3)
 

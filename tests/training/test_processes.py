@@ -21,9 +21,8 @@ from rotopath import runs
 from rotopath.model_file import WEIGHTS, RunError
 from rotopath.recipe import Recipe
 from rotopath.tasks.segment import weighted_cross_entropy
-from rotopath.training import train
-from rotopath.training.mining import MINED, read_examples
-from rotopath.training.processes import SharedBatchNorm, share_statistics
+from rotopath.training import MINED, read_examples, train
+from rotopath.training.distributed import SharedBatchNorm, share_statistics
 
 
 def norms() -> nn.Sequential:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import rotopath as rp
-from rotopath.training import replay
+from rotopath.training import graphs
 
 PRESETS = ("paper", "faithful")
 
@@ -36,7 +36,7 @@ def test_a_recorded_network_learns_and_answers_the_same(preset: str) -> None:
     before = {name: value.clone() for name, value in net.state_dict().items()}
     plain = outcome()
     net.load_state_dict(before)
-    replay.record(net, x)
+    graphs.record(net, x)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     in_freed_places = move_to_where_it_is(net)
     for got, expected in zip(outcome(), plain, strict=True):
@@ -44,7 +44,7 @@ def test_a_recorded_network_learns_and_answers_the_same(preset: str) -> None:
     del in_freed_places
     net.eval()
     assert net(torch.rand(1, 3, 76, 84, device="cuda")).shape == (1, 1, 2, 3), "other sizes, in evaluation"
-    replay.forget(net)
+    graphs.forget(net)
     assert "forward" not in vars(net)
 
 
@@ -61,12 +61,12 @@ def test_a_recorded_step_learns_what_the_step_learns(preset: str) -> None:
             net(x).square().sum().backward()
             optimiser.step()
 
-        taken = replay.record_step(step) if record else step
+        taken = graphs.record_step(step) if record else step
         in_freed_places = move_to_where_it_is(net)
         for _ in range(steps):
             taken()
         del in_freed_places
         return [value.clone() for value in net.state_dict().values()]
 
-    for got, expected in zip(trained(True, 2), trained(False, 2 + replay.WARM_UP), strict=True):
+    for got, expected in zip(trained(True, 2), trained(False, 2 + graphs.WARM_UP), strict=True):
         torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-2)

@@ -22,12 +22,11 @@ import rotopath as rp
 from rotopath import runs
 from rotopath.data import DataError, open_data
 from rotopath.model_file import MODEL, WEIGHTS, RunError
-from rotopath.provenance import fingerprint
 from rotopath.recipe import Mining, Recipe, RecipeError, read_recipe, write_recipe
-from rotopath.runs import Run
+from rotopath.runs import Run, fingerprint
 from rotopath.tasks import classify
-from rotopath.training import fitting, train
-from rotopath.training.fitting import Fitting, Keeper
+from rotopath.training import loop, train
+from rotopath.training.loop import Fitting, Keeper
 from rotopath.writing import write_json, write_text
 
 pytestmark = pytest.mark.filterwarnings("ignore:stain normalisation left an image unchanged")
@@ -204,10 +203,10 @@ def test_a_full_disk_leaves_a_run_that_can_be_resumed(
             raise OSError(28, "No space left on device", str(path))
         write(path, text)
 
-    monkeypatch.setattr(fitting, "write_text", full)
+    monkeypatch.setattr(loop, "write_text", full)
     with pytest.raises(OSError, match="No space left"):
         train(chosen, tmp_path / "run")
-    monkeypatch.setattr(fitting, "write_text", write)
+    monkeypatch.setattr(loop, "write_text", write)
     assert not list((tmp_path / "run").glob(".*"))
     train(chosen, tmp_path / "run")
     train(chosen, tmp_path / "whole")

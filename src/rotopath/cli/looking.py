@@ -55,7 +55,7 @@ def models(
     except ValueError as error:
         refuse(str(error))
     if name is None:
-        from rotopath.reports.tables import pretrained_table
+        from rotopath.reports.terminal import pretrained_table
 
         door.console.print(pretrained_table([pretrained.HOME / each for each in names]))
     for table in tables:
@@ -72,7 +72,7 @@ def demo(
     if out.exists() and not out.is_dir():
         refuse(f"{out} is a file, but the demonstration needs a folder; choose another one with --out.")
     with mistakes_in_one_sentence():
-        from rotopath.demo import run_demo
+        from rotopath.reports.demo_report import run_demo
 
         report = run_demo(out, door.console, steps, size)
     print_place("Report", report)
@@ -85,8 +85,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, to go with a bug report.")] = False,
 ) -> None:
     """Show what is installed and what is missing, and test that it works. Exit code 1 if something does not."""
-    from rotopath.doctor import examine, run_self_tests
-    from rotopath.reports import health
+    from rotopath.reports import terminal as health
+    from rotopath.selftest import examine, run_self_tests
 
     found = examine()
     if not as_json:
@@ -116,7 +116,7 @@ def _print_card(path: Path) -> None:
 def _draw_network(name: str, orientations: list[int]) -> "list[Group]":
     """As many numbers of orientations side by side as the terminal is wide, the others below."""
     from rotopath.models import ARCHITECTURES
-    from rotopath.reports.tables import architecture_table
+    from rotopath.reports.terminal import architecture_table
 
     across = max(1, (door.console.width - 32) // 11)
     starts = range(0, len(orientations), across)

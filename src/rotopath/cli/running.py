@@ -42,11 +42,11 @@ def train(
         if chosen.mining is not None:
             from rotopath.data import open_data
             from rotopath.reports.contact_sheet import draw_examples
-            from rotopath.training.mining import MINED, read_examples
+            from rotopath.training import MINED, read_examples
 
             examples, spacing = read_examples(folder / MINED), trained.task.spacing_um_px
-            collection = open_data(chosen.data, None, chosen.data_spacing_um_px)
-            sheet = draw_examples(collection, examples, spacing, folder / "mined.png")
+            dataset = open_data(chosen.data, None, chosen.data_spacing_um_px)
+            sheet = draw_examples(dataset, examples, spacing, folder / "mined.png")
             print_place("Hard examples", sheet)
     _print_scores(folder)
 
@@ -113,12 +113,12 @@ def predict(
     """Find what a model was trained for in images and whole slides. What is done already is skipped."""
     with mistakes_in_one_sentence():
         from rotopath.images.files import is_plausible
-        from rotopath.inference.slides import Options
+        from rotopath.inference.slide_pass import PassOptions
         from rotopath.predicting import list_slides, predict_slides
         from rotopath.reports.progress import SlideProgress
         from rotopath.runs import load
 
-        model, slides, options = load(run), list_slides(images), Options(rotations, everywhere=everywhere)
+        model, slides, options = load(run), list_slides(images), PassOptions(rotations, everywhere=everywhere)
         if spacing_um_px is not None and not is_plausible(spacing_um_px):
             refuse(f"--spacing-um-px is {spacing_um_px:g}, but microscopes have 0.05 to 5 µm/px.")
         states: list[str] = []
@@ -163,7 +163,7 @@ def _print_scores(folder: Path, written: Path | None = None) -> None:
     """The scores of a run, as they stand in its files."""
     import json
 
-    from rotopath.reports.tables import score_table
+    from rotopath.reports.terminal import score_table
     from rotopath.runs import METRICS
 
     place = written or folder / METRICS

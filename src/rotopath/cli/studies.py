@@ -28,7 +28,7 @@ def study_run(
 ) -> None:
     """Run a grid of trainings and evaluations. The same command skips what is done, and goes on with the rest."""
     with mistakes_in_one_sentence():
-        from rotopath.reports.study_progress import StudyProgress
+        from rotopath.reports.progress import StudyProgress
         from rotopath.studies import read_study
         from rotopath.studies import study as run
 
@@ -56,7 +56,7 @@ def study_report(
 ) -> None:
     """Write the tables, the figures and a page about a study, from the files of its runs alone."""
     with mistakes_in_one_sentence():
-        from rotopath.reports.study_page import report
+        from rotopath.reports.study_report import report
 
         page = report(study, out)
     print_place("Report", page)

@@ -27,24 +27,24 @@ def data_check(
 
     from rotopath.data import check, open_data, problems
     from rotopath.evaluation import open_task_data
-    from rotopath.reports.tables import data_table
+    from rotopath.reports.terminal import data_table
     from rotopath.tasks import PAPER, find_kind, make_task
 
     with mistakes_in_one_sentence():
         if task is None:
-            collection = open_data(path, None, spacing_um_px)
+            dataset = open_data(path, None, spacing_um_px)
         elif task in PAPER:
-            collection = open_task_data(make_task(task), path, spacing_um_px)
+            dataset = open_task_data(make_task(task), path, spacing_um_px)
         else:
             try:
                 kind = find_kind(task)
             except ValueError as error:
                 refuse(str(error))
-            collection = open_data(path, kind.annotated, spacing_um_px)
+            dataset = open_data(path, kind.annotated, spacing_um_px)
         shown = Console(stderr=True)
         with Progress(console=shown, transient=True, disable=not shown.is_terminal) as bar:
-            reading = bar.add_task("reading", total=len(collection.pictures))
-            found = check(collection, progress=lambda count: bar.advance(reading, count))
+            reading = bar.add_task("reading", total=len(dataset.samples))
+            found = check(dataset, progress=lambda count: bar.advance(reading, count))
     door.console.print(data_table(found), highlight=False, soft_wrap=True)
     if problems(found.findings):
         raise typer.Exit(1)
@@ -53,7 +53,7 @@ def data_check(
 @data_app.command("show")
 def data_show(
     path: Annotated[Path, typer.Argument(help=PATH_HELP)],
-    out: Annotated[Path, typer.Option(help="The picture to write: PNG, JPEG, PDF or SVG.")] = Path("contact-sheet.png"),
+    out: Annotated[Path, typer.Option(help="The sample to write: PNG, JPEG, PDF or SVG.")] = Path("contact-sheet.png"),
     seed: Annotated[int, typer.Option(min=0, help="Another number shows other images.")] = 0,
     spacing_um_px: Annotated[float | None, typer.Option("--spacing-um-px", help=SPACING_HELP)] = None,
 ) -> None:
@@ -61,12 +61,12 @@ def data_show(
     from rotopath.data import open_data
 
     if out.suffix.lower() not in (".png", ".jpg", ".pdf", ".svg"):
-        refuse(f"{out} is no name for a picture; choose one that ends in .png, .jpg, .pdf or .svg.")
+        refuse(f"{out} is no name for a sample; choose one that ends in .png, .jpg, .pdf or .svg.")
     with mistakes_in_one_sentence():
         from rotopath.reports.contact_sheet import draw_contact_sheet
 
-        collection = open_data(path, None, spacing_um_px)
-        print_place("Contact sheet", draw_contact_sheet(collection, out, seed))
+        dataset = open_data(path, None, spacing_um_px)
+        print_place("Contact sheet", draw_contact_sheet(dataset, out, seed))
 
 
 @data_app.command("make")
@@ -76,7 +76,7 @@ def data_make(
     seed: Annotated[int, typer.Option(min=0, help="The same number makes the same bytes.")] = 0,
 ) -> None:
     """Make synthetic tissue with annotations, in the layout of the task's benchmark."""
-    from rotopath.data.synthetic import make_mitosis, make_nuclei, make_tumor
+    from rotopath.synthetic import make_mitosis, make_nuclei, make_tumor
 
     makers: dict[str, Callable[[Path, int], None]]
     makers = {"mitosis": make_mitosis, "nuclei": make_nuclei, "tumor": make_tumor}

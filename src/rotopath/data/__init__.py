@@ -2,9 +2,8 @@
 
 from rotopath.data.augmentation import NO_AUGMENTATION, Augmentation, augment
 from rotopath.data.batches import Batches
-from rotopath.data.check import Check, check
-from rotopath.data.collection import Annotated, Collection, DataError, Finding, Picture, problems, read_image
-from rotopath.data.opening import open_data
+from rotopath.data.dataset import Annotated, DataError, Dataset, Finding, Sample, problems, read_image
+from rotopath.data.formats import Check, check, open_data
 
 __all__ = [
     "NO_AUGMENTATION",
@@ -12,10 +11,10 @@ __all__ = [
     "Augmentation",
     "Batches",
     "Check",
-    "Collection",
     "DataError",
+    "Dataset",
     "Finding",
-    "Picture",
+    "Sample",
     "augment",
     "check",
     "open_data",

@@ -1,13 +1,12 @@
 """AMIDA13 and TUPAC16: high-power fields of breast cancer, with the places of mitoses in CSV files.
 
 In: the folder with `mitoses_image_data_part_*/CASE/FIELD.tif` and `mitoses_ground_truth/CASE/FIELD.csv`, and perhaps a
-`split.csv` (case,split) that replaces the published split. Out: a collection of fields.
+`split.csv` (case,split) that replaces the published split. Out: a dataset of fields.
 """
 
 from pathlib import Path
 
-from rotopath.data.collection import Collection, Finding, Picture
-from rotopath.data.folders import IMAGE_SUFFIXES, files_in, left_out, listed, read_splits
+from rotopath.data.dataset import IMAGE_SUFFIXES, Dataset, Finding, Sample, files_in, left_out, listed, read_splits
 from rotopath.data.splits import amida13_split
 
 SPACING_UM_PX = 0.25
@@ -22,7 +21,7 @@ def is_amida13(root: Path) -> bool:
     return any(root.glob("mitoses_image_data*/")) or (root / "mitoses_ground_truth").is_dir()
 
 
-def open_amida13(root: Path) -> Collection:
+def open_amida13(root: Path) -> Dataset:
     """Every field of every case that has a split; a field without a CSV has no mitoses."""
     images = [path for part in sorted(root.glob("mitoses_image_data*")) for path in files_in(part, IMAGE_SUFFIXES)]
     truths = {_field(path): path for path in files_in(root / "mitoses_ground_truth", {".csv"})}
@@ -35,25 +34,25 @@ def open_amida13(root: Path) -> Collection:
     else:
         splits = {case: row["split"] for case, row in table.items()}
 
-    pictures: dict[tuple[str, str], Picture] = {}
+    samples: dict[tuple[str, str], Sample] = {}
     for path in images:
         name, (case, field) = path.relative_to(root).as_posix(), _field(path)
-        if (twin := pictures.get((case, field))) is not None:
+        if (twin := samples.get((case, field))) is not None:
             findings.append(Finding(name, f"case {case} has this field already, as {twin.name}; it is left out."))
         elif case in splits:
             annotations = (truths[case, field],) if (case, field) in truths else ()
-            pictures[case, field] = Picture(path, name, case, splits[case], SPACING_UM_PX, annotations=annotations)
+            samples[case, field] = Sample(path, name, case, splits[case], SPACING_UM_PX, annotations=annotations)
 
     for place in sorted(truths.keys() - set(map(_field, images))):
         findings.append(Finding(truths[place].relative_to(root).as_posix(), "there is no image of this field."))
-    if pictures and not truths:
+    if samples and not truths:
         sentence = "there is no CSV at all, and without the places of mitoses there is nothing to learn."
         findings.append(Finding("mitoses_ground_truth", sentence))
-    elif bare := [picture.name for picture in pictures.values() if not picture.annotations]:
+    elif bare := [sample.name for sample in samples.values() if not sample.annotations]:
         sentence = f"no CSV, so no mitoses, in {listed(bare, 'field')}."
         findings.append(Finding("mitoses_ground_truth", sentence, is_problem=False))
     published = PUBLISHED if table is None else {}
-    return Collection("points", "AMIDA13", root, tuple(pictures.values()), tuple(findings), published, "mitoses")
+    return Dataset("points", "AMIDA13", root, tuple(samples.values()), tuple(findings), published, "mitoses")
 
 
 def _field(path: Path) -> tuple[str, str]:

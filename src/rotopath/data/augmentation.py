@@ -33,7 +33,7 @@ class Changes(NamedTuple):
             self.brightness.to(device, non_blocking=True),
         )
 
-    def share(self, rank: int, count: int) -> "Changes":
+    def shard(self, rank: int, count: int) -> "Changes":
         """Every `count`-th window's, from that of number `rank`."""
         return Changes(*(None if one is None else one[rank::count] for one in self))  # type: ignore[arg-type]
 

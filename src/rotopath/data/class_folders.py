@@ -1,14 +1,13 @@
 """Patches sorted into a folder for each class, as torchvision's ImageFolder has them.
 
 In: `CLASS/IMAGE`, or `train/CLASS/IMAGE` with the splits above the classes, and perhaps a `split.csv` (image,split,
-group), which goes before those folders. Out: a collection of labelled patches. The class of a patch is the name of its
+group), which goes before those folders. Out: a dataset of labelled patches. The class of a patch is the name of its
 folder.
 """
 
 from pathlib import Path
 
-from rotopath.data.collection import Collection, DataError, Finding, Picture
-from rotopath.data.folders import IMAGE_SUFFIXES, files_in, read_splits
+from rotopath.data.dataset import IMAGE_SUFFIXES, DataError, Dataset, Finding, Sample, files_in, read_splits
 from rotopath.data.manifest import FRACTIONS, SPLIT_SEED, find_spacing
 from rotopath.data.splits import SPLITS, split_fractions
 from rotopath.images.files import UnreadableFileError
@@ -25,7 +24,7 @@ def is_class_folders(root: Path) -> bool:
     return len(names) > 1 and not any(name.casefold() in NO_CLASSES for name in names)
 
 
-def open_class_folders(root: Path, spacing: float | None = None) -> Collection:
+def open_class_folders(root: Path, spacing: float | None = None) -> Dataset:
     """Every image below a class; `spacing` is that of images whose files do not say their own."""
     classes = _find_classes(root)
     images = {
@@ -35,7 +34,7 @@ def open_class_folders(root: Path, spacing: float | None = None) -> Collection:
         for path in files_in(folder, IMAGE_SUFFIXES)
     }
     splits, groups, findings = _read_splits(root, {name: label for name, (label, _) in images.items()})
-    pictures = []
+    samples = []
     for name in sorted(splits):
         label, path = images[name]
         try:
@@ -45,8 +44,8 @@ def open_class_folders(root: Path, spacing: float | None = None) -> Collection:
             if isinstance(error, DataError):
                 break  # the same is true of the others, and one sentence is enough
             continue
-        pictures.append(Picture(path, name, groups.get(name, ""), splits[name], spacing_um_px, label=label))
-    return Collection("labels", "class folders", root, tuple(pictures), tuple(findings), classes=tuple(sorted(classes)))
+        samples.append(Sample(path, name, groups.get(name, ""), splits[name], spacing_um_px, label=label))
+    return Dataset("labels", "class folders", root, tuple(samples), tuple(findings), classes=tuple(sorted(classes)))
 
 
 def _find_classes(root: Path) -> dict[str, list[Path]]:

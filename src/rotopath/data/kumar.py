@@ -2,17 +2,26 @@
 
 In: the folder with `Tissue Images`, and `Annotations` (Aperio XML) or `Label Maps` (16-bit images); or a flat folder of
 images with an XML file of the same name each, as MoNuSeg's test set; and perhaps a `split.csv` (image,split,organ).
-Out: a collection of fields. Where a field has both, the label map counts.
+Out: a dataset of fields. Where a field has both, the label map counts.
 """
 
 import re
-from collections.abc import Collection as Items
+from collections.abc import Collection as AbstractCollection
 from pathlib import Path
 from typing import NamedTuple
 
-from rotopath.data.aperio import read_spacing_um_px
-from rotopath.data.collection import Collection, Finding, Picture
-from rotopath.data.folders import IMAGE_SUFFIXES, SPLIT_FILE, by_stem, files_in, left_out, read_splits
+from rotopath.data.annotations import read_spacing_um_px
+from rotopath.data.dataset import (
+    IMAGE_SUFFIXES,
+    SPLIT_FILE,
+    Dataset,
+    Finding,
+    Sample,
+    by_stem,
+    files_in,
+    left_out,
+    read_splits,
+)
 from rotopath.data.splits import KUMAR_FIELDS, split_strata
 from rotopath.images.files import UnreadableFileError, spacing_um_px
 
@@ -41,7 +50,7 @@ def is_flat(root: Path) -> bool:
     return any(path.stem in stems for path in root.iterdir() if path.suffix.lower() == ".xml")
 
 
-def open_kumar(root: Path) -> Collection:
+def open_kumar(root: Path) -> Dataset:
     """Every field that has a split and nuclei."""
     flat = _folder(root, "tissue images") is None
     found = _files_of(root, IMAGE_SUFFIXES) if flat else files_in(_folder(root, "tissue images"), IMAGE_SUFFIXES)
@@ -52,7 +61,7 @@ def open_kumar(root: Path) -> Collection:
     splits, findings_of_splits = _splits(root, images, flat)
     findings += [*twin_maps, *twin_outlines, *findings_of_splits]
 
-    pictures = []
+    samples = []
     for stem, split in splits.items():
         path = images[stem]
         name = path.relative_to(root).as_posix()
@@ -61,14 +70,14 @@ def open_kumar(root: Path) -> Collection:
             findings.append(Finding(name, "there is neither a label map nor an XML of its nuclei; it is left out."))
             continue
         spacing, organ = _spacing(path, outlines.get(stem)), split.organ
-        pictures.append(Picture(path, name, patient(stem), split.name, spacing, annotations=annotations, stratum=organ))
+        samples.append(Sample(path, name, patient(stem), split.name, spacing, annotations=annotations, stratum=organ))
 
     for stem in sorted((maps.keys() | outlines.keys()) - images.keys()):
         path = maps.get(stem) or outlines[stem]
         findings.append(Finding(path.relative_to(root).as_posix(), "there is no image of this name."))
     # The published counts are those of the published split; any other has other ones.
     published = {} if flat or (root / SPLIT_FILE).is_file() else PUBLISHED
-    return Collection("objects", "Kumar/MoNuSeg", root, tuple(pictures), tuple(findings), published, "nuclei")
+    return Dataset("objects", "Kumar/MoNuSeg", root, tuple(samples), tuple(findings), published, "nuclei")
 
 
 def patient(stem: str) -> str:
@@ -123,7 +132,7 @@ def _spacing(image: Path, outlines: Path | None) -> float:
     return found or (read_spacing_um_px(outlines) if outlines else None) or SPACING_UM_PX
 
 
-def _files_of(folder: Path, suffixes: Items[str]) -> list[Path]:
+def _files_of(folder: Path, suffixes: AbstractCollection[str]) -> list[Path]:
     """Files of the folder itself, and not of those in it."""
     return [path for path in files_in(folder, suffixes) if path.parent == folder]
 

@@ -1,7 +1,7 @@
 """Images of one's own, listed in a CSV manifest.
 
 In: a file with the columns `image`, `label` or `annotation`, and perhaps `group`, `split`, `spacing` (µm/px) and
-`organ`; paths are relative to it. Out: a collection. A `label` is the class of a whole image. An `annotation` is a file
+`organ`; paths are relative to it. Out: a dataset. A `label` is the class of a whole image. An `annotation` is a file
 of the objects in it: points (CSV or GeoJSON of points), or outlines (a label map, Aperio XML, GeoJSON of polygons).
 """
 
@@ -10,9 +10,8 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 from rotopath.data.annotations import GEOJSON_SUFFIXES
-from rotopath.data.collection import Annotated, Collection, DataError, Finding, Picture
+from rotopath.data.dataset import Annotated, DataError, Dataset, Finding, Row, Sample, read_table
 from rotopath.data.splits import SPLITS, split_fractions
-from rotopath.data.tables import Row, read_table
 from rotopath.images.files import PLAUSIBLE_UM_PX, UnreadableFileError, is_plausible, spacing_um_px
 from rotopath.images.geojson import Point, read_geojson
 
@@ -20,7 +19,7 @@ FRACTIONS = {"train": 0.6, "valid": 0.2, "test": 0.2}  # of the groups, where th
 SPLIT_SEED = 0
 
 
-def open_manifest(path: Path, spacing: float | None = None) -> Collection:
+def open_manifest(path: Path, spacing: float | None = None) -> Dataset:
     """The images of the manifest's good rows, and a finding for each bad one.
 
     `spacing` is that of images that do not say their own, in a column or in their files.
@@ -29,7 +28,7 @@ def open_manifest(path: Path, spacing: float | None = None) -> Collection:
     if not table:
         raise DataError(f"{path} lists no images.")
     annotated = _find_annotated(path, table)
-    pictures: list[Picture] = []
+    samples: list[Sample] = []
     findings: list[Finding] = []
     splits = _splits(table)
     first_lines: dict[str, int] = {}
@@ -37,10 +36,10 @@ def open_manifest(path: Path, spacing: float | None = None) -> Collection:
         try:
             if (first := first_lines.setdefault(_key(row), line)) != line:
                 raise DataError(f"{row['image']!r} is listed already, in line {first}.")
-            pictures.append(_picture(path.parent, row, annotated, splits[line], spacing))
+            samples.append(_picture(path.parent, row, annotated, splits[line], spacing))
         except (DataError, UnreadableFileError) as error:
             findings.append(Finding(path.name, f"line {line}: {error}"))
-    return Collection(annotated, "manifest", path.parent, tuple(pictures), tuple(findings))
+    return Dataset(annotated, "manifest", path.parent, tuple(samples), tuple(findings))
 
 
 def _find_annotated(path: Path, table: list[tuple[int, Row]]) -> Annotated:
@@ -99,7 +98,7 @@ def _key(row: Row) -> str:
     return os.path.normpath(row["image"])
 
 
-def _picture(folder: Path, row: Row, annotated: Annotated, split: str, spacing: float | None) -> Picture:
+def _picture(folder: Path, row: Row, annotated: Annotated, split: str, spacing: float | None) -> Sample:
     if not row["image"]:
         raise DataError("the image is not named.")
     if split not in SPLITS:
@@ -117,7 +116,7 @@ def _picture(folder: Path, row: Row, annotated: Annotated, split: str, spacing: 
     elif annotated == "objects":
         raise DataError("the annotation is missing; an image without objects needs an empty label map.")
     side, organ = find_spacing(path, row["image"], row.get("spacing", ""), spacing), row.get("organ", "")
-    return Picture(path, row["image"], _group(row), split, side, None, label, annotations, organ)
+    return Sample(path, row["image"], _group(row), split, side, None, label, annotations, organ)
 
 
 def find_spacing(path: Path, name: str, text: str, otherwise: float | None) -> float:

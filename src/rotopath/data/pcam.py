@@ -1,19 +1,29 @@
 """PCam: patches of lymph nodes, with or without tumor in their middle, as HDF5 files or in the form of Kaggle.
 
 In: the folder with `camelyonpatch_level_2_split_{train,valid,test}_{x,y}.h5`, or with `train/ID.tif` and
-`train_labels.csv`. Out: a collection of patches, read from the files only when they are asked for.
+`train_labels.csv`. Out: a dataset of patches, read from the files only when they are asked for.
 """
 
 from pathlib import Path
 
 import numpy as np
 
-from rotopath.data import hdf5
-from rotopath.data.collection import Collection, Finding, Picture
-from rotopath.data.folders import IMAGE_SUFFIXES, by_stem, files_in, listed, read_splits
-from rotopath.data.hdf5 import UnreadableHdf5Error
+from rotopath.data.dataset import (
+    IMAGE_SUFFIXES,
+    Dataset,
+    Finding,
+    Sample,
+    TableError,
+    UnreadableHdf5Error,
+    by_stem,
+    files_in,
+    listed,
+    read_rows,
+    read_splits,
+    read_table,
+    shape_of,
+)
 from rotopath.data.splits import SPLITS, split_fractions
-from rotopath.data.tables import TableError, read_table
 from rotopath.images.files import UnreadableFileError
 
 SPACING_UM_PX = 0.972  # level 2 of slides scanned at 0.243 µm/px
@@ -27,26 +37,26 @@ def is_pcam(root: Path) -> bool:
     return any(root.glob("camelyonpatch_level_2_split_*"))
 
 
-def open_pcam(root: Path) -> Collection:
+def open_pcam(root: Path) -> Dataset:
     """The patches of the three splits, as shipped; their slides from the `_meta.csv` files, where those are."""
-    pictures: list[Picture] = []
+    samples: list[Sample] = []
     findings: list[Finding] = []
     for split in SPLITS:
         try:
-            pictures += _patches(root, split)
+            samples += _patches(root, split)
         except UnreadableFileError as error:
             findings.append(Finding.of(error, root))
-    if not all(picture.case for picture in pictures):
+    if not all(sample.case for sample in samples):
         sentence = "without all *_meta.csv files the slides are not known, and no leak between splits can be seen."
         findings.append(Finding("", sentence, is_problem=False))
-    return Collection("labels", "PCam", root, tuple(pictures), tuple(findings), PUBLISHED, classes=CLASSES)
+    return Dataset("labels", "PCam", root, tuple(samples), tuple(findings), PUBLISHED, classes=CLASSES)
 
 
 def is_kaggle(root: Path) -> bool:
     return (root / "train_labels.csv").is_file()
 
 
-def open_kaggle(root: Path) -> Collection:
+def open_kaggle(root: Path) -> Dataset:
     """The labelled patches in Kaggle's form: split by `split.csv` (id,split), else at random within each class."""
     images, findings = by_stem(root, files_in(root / "train", IMAGE_SUFFIXES))
     labels: dict[str, str] = {}
@@ -80,31 +90,31 @@ def open_kaggle(root: Path) -> Collection:
         findings.append(Finding("", sentence, is_problem=False))
     else:
         splits = {identity: row["split"] for identity, row in table.items()}
-    pictures = [
-        Picture(images[i], images[i].relative_to(root).as_posix(), "", splits[i], SPACING_UM_PX, label=labels[i])
+    samples = [
+        Sample(images[i], images[i].relative_to(root).as_posix(), "", splits[i], SPACING_UM_PX, label=labels[i])
         for i in sorted(splits)
     ]
-    return Collection("labels", "PCam in Kaggle's form", root, tuple(pictures), tuple(findings), classes=CLASSES)
+    return Dataset("labels", "PCam in Kaggle's form", root, tuple(samples), tuple(findings), classes=CLASSES)
 
 
-def _patches(root: Path, split: str) -> list[Picture]:
+def _patches(root: Path, split: str) -> list[Sample]:
     images, labels = _file(root, split, "x"), _file(root, split, "y")
     for path in (images, labels):
         if not path.exists() and (packed := path.with_name(f"{path.name}.gz")).exists():
             raise UnreadableHdf5Error(packed, f"is still packed; unpack it with `gunzip {packed.name}`.")
-    shape, label_shape = hdf5.shape_of(images, "x"), hdf5.shape_of(labels, "y")
+    shape, label_shape = shape_of(images, "x"), shape_of(labels, "y")
     if len(shape) != 4 or shape[3] != 3:
         raise UnreadableHdf5Error(images, f"holds an array of shape {shape}; (n, 96, 96, 3) is expected.")
     if label_shape[:1] != shape[:1] or int(np.prod(label_shape)) != shape[0]:
         raise UnreadableHdf5Error(images, f"has {shape[0]} patches, but {labels.name} labels of shape {label_shape}.")
-    values = hdf5.read_rows(labels, "y", 0, shape[0]).reshape(-1)
+    values = read_rows(labels, "y", 0, shape[0]).reshape(-1)
     if (wrong := np.flatnonzero(values > 1)).size:
         raise UnreadableHdf5Error(
             labels, f"has the label {values[wrong[0]]} at row {wrong[0]}; 0 (normal) or 1 (tumor) is expected."
         )
     slides = _slides(images.with_name(images.name.replace("_x.h5", "_meta.csv")), shape[0])
     return [
-        Picture(images, f"{images.name}[{i}]", slides[i], split, SPACING_UM_PX, row=i, label=CLASSES[values[i]])
+        Sample(images, f"{images.name}[{i}]", slides[i], split, SPACING_UM_PX, row=i, label=CLASSES[values[i]])
         for i in range(shape[0])
     ]
 

@@ -10,13 +10,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rotopath.data.collection import DataError
+from rotopath.data.dataset import DataError
 
 Ints = NDArray[np.int64]
 ATTEMPTS = 200  # to find a position without an object near it
 
 
-class Places(NamedTuple):
+class Windows(NamedTuple):
     """Windows, by their upper left corners, which may lie outside of the image; and their labels."""
 
     images: Ints  # (B,)
@@ -24,13 +24,13 @@ class Places(NamedTuple):
     lefts: Ints  # (B,)
     labels: Ints  # (B,) numbers of classes; zeros where the target is a map
 
-    def share(self, rank: int, count: int) -> "Places":
+    def shard(self, rank: int, count: int) -> "Windows":
         """Every `count`-th window, from that of number `rank`."""
-        return Places(*(column[rank::count] for column in self))
+        return Windows(*(column[rank::count] for column in self))
 
 
 class Sampler(Protocol):
-    def places(self, step: int) -> Places: ...
+    def places(self, step: int) -> Windows: ...
 
 
 class Rounds:
@@ -82,13 +82,13 @@ class ClassWindows:
             hard = np.empty(0, np.int64) if mined is None else mined[labels[mined] == label]
             self._pools.append(_Pool(members, hard, (seed, label)))
 
-    def places(self, step: int) -> Places:
+    def places(self, step: int) -> Windows:
         images = np.concatenate([pool.take(*self._shares.of(i, step)) for i, pool in enumerate(self._pools)])
         generator = np.random.default_rng([self._seed, 2, step])
         slack = self._sizes[images] - self._window  # (B, 2)
         # An image smaller than the window lies in its middle.
         corners = np.where(slack >= 0, generator.integers(np.maximum(slack, 0) + 1), slack // 2)
-        return Places(images, corners[:, 0], corners[:, 1], self._labels[images])
+        return Windows(images, corners[:, 0], corners[:, 1], self._labels[images])
 
 
 class ObjectWindows:
@@ -133,7 +133,7 @@ class ObjectWindows:
         self._hard = Rounds(len(self._mined), (seed, 1))
         self._areas = sizes_px.prod(axis=1) / sizes_px.prod(axis=1).sum()
 
-    def places(self, step: int) -> Places:
+    def places(self, step: int) -> Windows:
         generator = np.random.default_rng([self._seed, 2, step])
         hard, random = self._negatives
         drawn = [
@@ -148,7 +148,7 @@ class ObjectWindows:
         jitter = generator.integers(-self._jitter, self._jitter + 1, (len(middles), 2))
         jitter[self._positives :] = 0
         corners = np.floor(middles[:, 1:] + jitter - (self._window - 1) / 2 + 0.5).astype(np.int64)
-        return Places(middles[:, 0].astype(np.int64), corners[:, 0], corners[:, 1], labels.astype(np.int64))
+        return Windows(middles[:, 0].astype(np.int64), corners[:, 0], corners[:, 1], labels.astype(np.int64))
 
     def _away_from_objects(self, count: int, generator: np.random.Generator) -> NDArray[np.float64]:
         found: list[tuple[int, int, int]] = []
@@ -180,14 +180,14 @@ class GroupWindows:
         self._images = [np.array([i for i, patient in enumerate(patients) if patient == name]) for name in names]
         self._rounds = Rounds(len(names), (seed, 0))
 
-    def places(self, step: int) -> Places:
+    def places(self, step: int) -> Windows:
         generator = np.random.default_rng([self._seed, 2, step])
         chosen = self._rounds.take(step * self._batch, self._batch)
         images = np.array([generator.choice(self._images[patient]) for patient in chosen])
         margin = (self._window - self._target) // 2
         slack = self._sizes[images] - self._target
         corners = np.where(slack >= 0, generator.integers(np.maximum(slack, 0) + 1), slack // 2) - margin
-        return Places(images, corners[:, 0], corners[:, 1], np.zeros(self._batch, np.int64))
+        return Windows(images, corners[:, 0], corners[:, 1], np.zeros(self._batch, np.int64))
 
 
 class MiddleWindows:
@@ -200,10 +200,10 @@ class MiddleWindows:
     def __len__(self) -> int:
         return -(-len(self._labels) // self._batch)
 
-    def places(self, step: int) -> Places:
+    def places(self, step: int) -> Windows:
         images = np.arange(step * self._batch, min((step + 1) * self._batch, len(self._labels)))
         tops, lefts = self._corners[images].T
-        return Places(images, tops, lefts, self._labels[images])
+        return Windows(images, tops, lefts, self._labels[images])
 
 
 class Shares:

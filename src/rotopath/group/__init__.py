@@ -5,12 +5,33 @@ and the sizes on which pixel grids survive a rotation. Angles run counter-clockw
 grow downwards), which is the direction of `torch.rot90(x, 1, (-2, -1))`.
 """
 
-from rotopath.group.circle import amplitude_map, describe_line, find_peak, frequencies, line_angle
-from rotopath.group.elements import inverses, order, orientation_shift, products
-from rotopath.group.families import KERNELS, Kernel
-from rotopath.group.grid import angles, check_orientations, covering_size, disc, inscribed_disc, mirror, windows
-from rotopath.group.kernels import effective_taps, group_kernels, lift_kernels, rotation_map
-from rotopath.group.turning import apply_symmetries, flip, flip_features, rotate, rotate_each, rotate_features
+from rotopath.group.grid import (
+    angles,
+    check_orientations,
+    covering_size,
+    disc,
+    inscribed_disc,
+    inverses,
+    mirror,
+    order,
+    orientation_shift,
+    products,
+    windows,
+)
+from rotopath.group.kernel_families import KERNELS, Kernel, effective_taps, group_kernels, lift_kernels, rotation_map
+from rotopath.group.rotate import (
+    amplitude_map,
+    apply_symmetries,
+    describe_line,
+    find_peak,
+    flip,
+    flip_features,
+    frequencies,
+    line_angle,
+    rotate,
+    rotate_each,
+    rotate_features,
+)
 
 __all__ = [
     "KERNELS",

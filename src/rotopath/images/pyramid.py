@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tifffile import TiffWriter
 
-from rotopath.writing import replaced
+from rotopath.writing import atomic_file
 
 TILE_PX = 512
 UM_PER_CM = 1e4
@@ -46,7 +46,7 @@ def write_pyramid(
     about = {"axes": "YXS"[: len(shape)], **size_um, **units} | ({"Name": name} if name else {})
     large = first.dtype.itemsize * math.prod(shape) > MOST_CLASSIC_BYTES
     with ExitStack() as stack:
-        tiff = TiffWriter(stack.enter_context(replaced(path)), bigtiff=large, ome=True)
+        tiff = TiffWriter(stack.enter_context(atomic_file(path)), bigtiff=large, ome=True)
         stack.enter_context(tiff)
         # Files without a name, which go when they are closed; the halves of a level are the rows of the next one.
         halves = [stack.enter_context(tempfile.TemporaryFile(dir=path.parent)) for _ in shapes[1:]]

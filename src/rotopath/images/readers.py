@@ -32,7 +32,7 @@ class Level(NamedTuple):
     downsample: float  # side of its pixels in pixels of level 0
 
 
-class Reader(Protocol):
+class SlideReader(Protocol):
     """One open file. Several threads may read at once; it is closed when none does any more."""
 
     levels: tuple[Level, ...]
@@ -45,7 +45,7 @@ class Reader(Protocol):
     def close(self) -> None: ...
 
 
-def open_reader(path: Path) -> Reader:
+def open_reader(path: Path) -> SlideReader:
     """The reader that sees most of the file."""
     if not path.exists():
         raise UnreadableImageError(path, "does not exist.")

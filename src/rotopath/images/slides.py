@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from rotopath.images.files import UnreadableImageError, is_plausible
-from rotopath.images.readers import WHITE, ImageReader, Level, Reader, open_reader
+from rotopath.images.readers import WHITE, ImageReader, Level, SlideReader, open_reader
 
 MOST_COARSE = 1.02  # a level this much coarser than what is asked for will do
 MOST_OBLONG = 1.01  # pixels whose sides differ by less are taken as square
@@ -31,7 +31,7 @@ class Slide:
     Pixel i of a spacing s covers the interval [i·s, (i+1)·s) from the upper and from the left edge of level 0.
     """
 
-    def __init__(self, path: Path, reader: Reader, spacing_um_px: float) -> None:
+    def __init__(self, path: Path, reader: SlideReader, spacing_um_px: float) -> None:
         self.path = path
         self.spacing_um_px = spacing_um_px  # of level 0
         self.levels: tuple[Level, ...] = reader.levels

@@ -3,7 +3,13 @@
 In: a network in eval mode, and pixels at its spacing. Out: probabilities and where they lie; objects; results.
 """
 
-from rotopath.inference.dense import Prediction, predict, predict_alike, predict_realigned
-from rotopath.inference.windows import predict_patches, predict_turned
+from rotopath.inference.dense import (
+    Prediction,
+    predict,
+    predict_batch,
+    predict_patches,
+    predict_rotated,
+    predict_rotations,
+)
 
-__all__ = ["Prediction", "predict", "predict_alike", "predict_patches", "predict_realigned", "predict_turned"]
+__all__ = ["Prediction", "predict", "predict_batch", "predict_patches", "predict_rotated", "predict_rotations"]

@@ -2,8 +2,19 @@
 
 In: a network in eval mode, and a way to look at pixels. Out: maps on the network's outputs, turned back for each angle.
 Tiles give what the whole image gives: to rounding, but for turns between the pixels, which are interpolated in a tile.
+
+Single windows, upright and rotated: one answer each.
+
+In: a network, and square patches at its spacing. Out: probabilities of their middles.
+
+A network made ready to answer on a device, in the form and in the precision that are fast there.
+
+In: a trained network. Out: one with its geometry and, to rounding, its answers, in float32. Where Triton's kernels do
+the work it stays as it is, since they need fewer passes over memory than the layers of a plain CNN; elsewhere it is
+frozen.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,12 +22,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from rotopath import group
-from rotopath.inference.layout import Span, divide, lay_out
-from rotopath.models import DenseNetwork
-from rotopath.nn import center_crop
+from rotopath.inference.tiling import Span, divide, lay_out
+from rotopath.models import DenseNetwork, Geometry, freeze
+from rotopath.models.protocols import replace_module, unwrap
+from rotopath.models.registry import is_equivariant
+from rotopath.nn import center_crop, gpu
 
 TILE_PX = 1024  # a side; a network with 8 orientations takes about 1.5 GB of memory for it
 SPLINE_REACH = 4  # pixels around a place that interpolation reads there, to about one percent
@@ -57,10 +70,10 @@ def predict(
     stride 1 answers for every pixel, any other for places of which every pixel has one within half a stride; or, with
     `full`, for every pixel between the first and the last of those, at stride² times the cost.
     """
-    return predict_alike(network, image[None], device, rotations, tile_px, full, activation)[0]
+    return predict_batch(network, image[None], device, rotations, tile_px, full, activation)[0]
 
 
-def predict_alike(
+def predict_batch(
     network: DenseNetwork,
     images: NDArray[np.uint8],
     device: torch.device,
@@ -70,7 +83,7 @@ def predict_alike(
     activation: Activate = activate,
 ) -> list[Prediction]:
     """What `predict` says about each of several images (B, H, W, 3), which go through the network together."""
-    maps = predict_realigned(network, images, device, group.angles(rotations), tile_px, full, activation)
+    maps = predict_rotations(network, images, device, group.angles(rotations), tile_px, full, activation)
     total = next(maps)
     for probabilities in maps:
         total = total + probabilities
@@ -79,7 +92,7 @@ def predict_alike(
     return [Prediction(mean, stride, (rows.first_px, columns.first_px)) for mean in total / np.float32(rotations)]
 
 
-def predict_realigned(
+def predict_rotations(
     network: DenseNetwork,
     images: NDArray[np.uint8],
     device: torch.device,
@@ -218,3 +231,95 @@ def mirror_around(pixels: Tensor, rows: Span, columns: Span) -> Tensor:
 def expect_eval(network: DenseNetwork) -> None:
     if network.training:
         raise ValueError("The network is in training mode, and would normalise by what it sees; use network.eval().")
+
+
+PIXELS_AT_ONCE = 2**20  # 135 windows of 88 px; a network with 8 orientations takes about 2 GB of memory for them
+
+
+def predict_patches(
+    network: DenseNetwork, windows: Tensor, rotations: int = 1, activation: Activate = activate
+) -> NDArray[np.float32]:
+    """The probabilities (B, K) of the middle of each patch (B, 3, S, S): the mean over `rotations` rotations of it."""
+    answers: NDArray[np.float32] = predict_rotated(network, windows, group.angles(rotations), activation).mean(axis=0)
+    return answers
+
+
+def predict_rotated(
+    network: DenseNetwork, images: Tensor, degrees: Sequence[float], activation: Activate = activate
+) -> NDArray[np.float32]:
+    """The probabilities (angles, B, K) of the middle of images (B, 3, S, S) rotated by each angle, on any device.
+
+    Windows are cut out after the rotation, with the rim that the network sees around them, so that an answer is that of
+    the same position in a slide; images that are smaller than their corners need are mirrored beyond their edges.
+    """
+    expect_eval(network)
+    geometry = network.geometry
+    field_px, window_px = geometry.smallest_px, geometry.surrounded_px
+    spare_px = images.shape[-1] - field_px
+    if images.ndim != 4 or images.shape[-1] != images.shape[-2] or spare_px < 0 or spare_px % 2:
+        raise ValueError(
+            f"Windows of {field_px} px are cut out of the middle of square images (B, 3, S, S) that have as many, or "
+            f"an even number more; got shape {tuple(images.shape)}."
+        )
+    if geometry.block != 1:
+        raise ValueError("Single windows have one answer, but this network gives a map for the smallest window.")
+    answers = np.empty((len(degrees), len(images), geometry.outputs), np.float32)
+    at_once = max(1, PIXELS_AT_ONCE // window_px**2)
+    for start in range(0, len(images), at_once):
+        part = images[start : start + at_once]
+        turned: dict[float, Tensor] = {}  # by less than 90°
+        for i, angle in enumerate(degrees):
+            rest = angle % 90
+            if rest not in turned:
+                turned[rest] = center_crop(_turn_windows(part, window_px, rest), window_px, window_px)
+            maps = center_crop(answer(network, group.rotate(turned[rest], angle - rest), activation), 1, 1)
+            answers[i, start : start + len(part)] = maps.flatten(1).cpu().numpy()
+    return answers
+
+
+def _turn_windows(images: Tensor, window_px: int, angle: float) -> Tensor:
+    """The middle of images turned by less than 90°, no smaller than the window."""
+    needed_px = group.covering_size(window_px) + 2 * SPLINE_REACH if angle else window_px
+    missing = needed_px - images.shape[-1]  # negative where there is more
+    span = Span(0, images.shape[-1]).widened(-(-missing // 2))
+    surrounded = mirror_around(images, span, span)
+    if angle == 0:
+        return surrounded
+    values = surrounded if surrounded.is_floating_point() else surrounded.to(torch.float32) / 255
+    return group.rotate(values, angle).clamp(0, 1)
+
+
+class MixedNetwork(nn.Module):
+    """A network whose convolutions compute in another precision (autocast); weights and logits stay float32."""
+
+    def __init__(self, network: DenseNetwork, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.network, self.dtype = network, dtype
+        self.training = network.training
+
+    @property
+    def geometry(self) -> Geometry:
+        return self.network.geometry
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, self.dtype):
+            logits: Tensor = self.network(x)
+        return logits.float()  # probabilities near 1 would be coarse in halves
+
+
+def prepare(network: DenseNetwork, device: torch.device, dtype: torch.dtype = torch.float32) -> DenseNetwork:
+    """The network for evaluation on a device, computing in float32 or a half of it; the one given is not changed."""
+    ready = copy.deepcopy(network) if gpu.serves(device) else freeze_inside(network)
+    ready = ready.to(device).eval()
+    return ready if dtype == torch.float32 else MixedNetwork(ready, dtype)
+
+
+def freeze_inside(network: DenseNetwork) -> DenseNetwork:
+    """The network as plain layers. One that has no SE(2) layers, or that cannot be followed, stays as it is."""
+    module = unwrap(network)
+    if not is_equivariant(module):
+        return copy.deepcopy(network)
+    try:
+        return replace_module(network, freeze(module))
+    except ValueError:
+        return copy.deepcopy(network)  # as right, and slower

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from rotopath.images import Slide
+from rotopath.images.drawing import draw_overlay
 from rotopath.images.geojson import SlideObject, write_geojson
-from rotopath.images.overlay import draw_overlay
-from rotopath.inference.slides import Model, Options, SlidePass
+from rotopath.inference.slide_pass import Model, PassOptions, SlidePass
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Result:
         return f"Result({self.task}: {numbers})"
 
 
-def predict_slide(model: Model, slide: Slide, options: Options) -> Result:
+def predict_slide(model: Model, slide: Slide, options: PassOptions) -> Result:
     """Everything about a slide at once."""
     with (
         tempfile.TemporaryDirectory(prefix="rotopath-") as folder,

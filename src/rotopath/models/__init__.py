@@ -1,12 +1,11 @@
 """Networks: the paper's mitosis, nuclei and tumor models for any N, and the ways from plain CNNs to SE(2) and back."""
 
-from rotopath.models.architecture import Architecture, Stage
-from rotopath.models.converting import equivariant
-from rotopath.models.freezing import FrozenNetwork, freeze
+from rotopath.models.architecture import ARCHITECTURES, Architecture, Stage
+from rotopath.models.convert import equivariant
+from rotopath.models.freeze import FrozenNetwork, freeze
 from rotopath.models.network import Choices, Network, mitosis, nuclei, tumor
-from rotopath.models.promise import DenseNetwork, Geometry, WindowNetwork, make_dense
+from rotopath.models.protocols import DenseNetwork, Geometry, WindowNetwork, make_dense
 from rotopath.models.registry import build_network, list_networks
-from rotopath.models.tables import ARCHITECTURES
 from rotopath.pretrained import list_pretrained
 
 __all__ = [

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from rotopath import group
-from rotopath.models.architecture import UP, Architecture, Pooling, Preset, Stage, Upsampling
-from rotopath.models.promise import IMAGE_CHANNELS, Geometry
-from rotopath.models.tables import MITOSIS, NUCLEI, TUMOR
+from rotopath.models.architecture import MITOSIS, NUCLEI, TUMOR, UP, Architecture, Pooling, Preset, Stage, Upsampling
+from rotopath.models.protocols import IMAGE_CHANNELS, Geometry
 from rotopath.nn import (
     GroupAvgPool2d,
     GroupBatchNorm2d,
@@ -22,7 +21,7 @@ from rotopath.nn import (
     center_crop,
     concatenate,
     expect,
-    fused,
+    fuse,
 )
 from rotopath.nn.project import Projection
 
@@ -102,10 +101,10 @@ class Network(nn.Module):
                 x = concatenate([x, center_crop(skips.pop(stage.skip), *x.shape[-2:])])
             conv, norm, relu = (layers.get_submodule(name) for name in ("conv", "norm", "relu"))
             if i in read_later:
-                skips[i] = fused.run_stage(x, conv, norm, relu)
-                x = fused.pool_alone(skips[i], pool)
+                skips[i] = fuse.run_stage(x, conv, norm, relu)
+                x = fuse.pool_alone(skips[i], pool)
             else:
-                x = fused.run_stage(x, conv, norm, relu, pool)
+                x = fuse.run_stage(x, conv, norm, relu, pool)
         logits: Tensor = self.head(self.project(x))  # (B, K, H', W')
         return logits
 

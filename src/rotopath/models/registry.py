@@ -15,20 +15,19 @@ from typing import Any, get_args
 from torch import nn
 
 from rotopath import group
-from rotopath.models import families
-from rotopath.models.architecture import Architecture
-from rotopath.models.converting import Keep, Strides, equivariant
+from rotopath.models import backbones
+from rotopath.models.architecture import ARCHITECTURES, Architecture
+from rotopath.models.convert import Keep, Strides, equivariant
 from rotopath.models.network import Choices, Network
-from rotopath.models.tables import ARCHITECTURES
 from rotopath.nn.project import PROJECTIONS
 
 Build = Callable[..., nn.Module]  # outputs, perhaps orientations, and options by name
 Options = Mapping[str, Any]
 FAMILIES: Mapping[str, Build] = {
-    "resnet18": families.resnet18,
-    "resnet34": families.resnet34,
-    "resnet50": families.resnet50,
-    "unet": families.unet,
+    "resnet18": backbones.resnet18,
+    "resnet34": backbones.resnet34,
+    "resnet50": backbones.resnet50,
+    "unet": backbones.unet,
 }
 WINDOW_PX: Mapping[str, int] = {name: table.input_px for name, table in ARCHITECTURES.items()} | {
     "resnet18": 96,

@@ -4,13 +4,10 @@ Point-wise activations are torch's own: `nn.ReLU` and its kin act on features as
 """
 
 from rotopath.nn.conv import GroupConv2d, LiftConv2d
-from rotopath.nn.dropout import GroupDropout2d
-from rotopath.nn.join import center_crop, concatenate
-from rotopath.nn.norm import GroupBatchNorm2d, GroupLayerNorm2d, GroupNorm2d
-from rotopath.nn.pool import GroupAvgPool2d, GroupMaxPool2d
+from rotopath.nn.norm import GroupBatchNorm2d, GroupDropout2d, GroupLayerNorm2d, GroupNorm2d
+from rotopath.nn.pool import GroupAvgPool2d, GroupMaxPool2d, Smooth2d
 from rotopath.nn.project import Project, orientation_field
-from rotopath.nn.smooth import Smooth2d
-from rotopath.nn.upsample import GroupUpsample2d
+from rotopath.nn.resize import GroupUpsample2d, center_crop, concatenate
 
 __all__ = [
     "GroupAvgPool2d",

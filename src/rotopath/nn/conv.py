@@ -1,8 +1,13 @@
-"""Lifting and group convolutions: rotated copies of learned base weights, applied as one ordinary convolution."""
+"""Fixed maps of layers, such as those that turn kernels: buffers that follow from arguments, and are not saved.
+
+Lifting and group convolutions: rotated copies of learned base weights, applied as one ordinary convolution.
+"""
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from itertools import chain
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +15,52 @@ from torch import Tensor, nn
 
 from rotopath import group
 from rotopath.nn import expect, gpu
-from rotopath.nn.maps import MappedModule
+
+
+class MappedModule(nn.Module):
+    """A layer whose fixed maps are on the device and in the dtype of its weights.
+
+    Where these change, a map is made from scratch, since a cast one would keep its rounding. Otherwise it stays where
+    it lies in memory: a step that was recorded as a CUDA graph goes on reading it there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._makers: dict[str, Callable[[], Tensor]] = {}
+
+    def register_map(self, name: str, make: Callable[[], Tensor]) -> None:
+        """Register a map under a name, once there are weights; its maker gives it on the CPU, in float64."""
+        self._makers[name] = make
+        self.register_buffer(name, self._make(name), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = self._maps()
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._place(before)
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)  # may assign weights on another device or of another dtype
+        self._place(self._maps())
+
+    def _maps(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in self._makers}
+
+    def _place(self, maps: dict[str, Tensor]) -> None:
+        for name, known in maps.items():
+            weight = self._weight()
+            stays = (known.device, known.dtype) == (weight.device, weight.dtype)
+            setattr(self, name, known if stays else self._make(name))
+
+    def _make(self, name: str) -> Tensor:
+        with torch.inference_mode(False):  # for one that is made there gradients could never be found
+            return self._makers[name]().to(self._weight())
+
+    def _weight(self) -> Tensor:
+        """A parameter; or a buffer, if someone made buffers of all parameters."""
+        buffers = (buffer for name, buffer in self.named_buffers() if name not in self._makers)
+        return next(chain(self.parameters(), buffers))
+
 
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 LOCAL_CORRELATION = 0.95  # of what lies under a kernel: benchmarks/initialisation.py measures it, through depth
@@ -132,11 +182,11 @@ class _RotatedConv2d(MappedModule):
     def kernels_for(self, x: Tensor) -> Tensor:
         """Kernels untouched by autocast: they are turned as they are, and cast once, here or by the convolution."""
         if gpu.takes(x) and gpu.can_turn(x, self.weight, self.kernel_size) and not self._has_other_kernels():
-            from rotopath.nn.kernels import turning
+            from rotopath.nn.triton import rotate_kernels
 
             dtype = gpu.precision(x, self.weight)
             with gpu.at(x):
-                return turning.turn(self.weight, self.rotation.to(self.weight), self.reflections, dtype)
+                return rotate_kernels.rotate(self.weight, self.rotation.to(self.weight), self.reflections, dtype)
         if x.is_meta:  # the one device that has no autocast to switch off
             return self.kernels()
         with torch.autocast(x.device.type, enabled=False):
@@ -164,11 +214,11 @@ class LiftConv2d(_RotatedConv2d):
     def forward(self, x: Tensor) -> Tensor:
         expect.image(x, self, self.in_channels)
         if gpu.takes(x) and gpu.can_lift(x, self):
-            from rotopath.nn.kernels import lifting
+            from rotopath.nn.triton import lift
 
             expect.on_grid(x, self, self.kernel_size, self.stride, self.padding)
             with gpu.at(x):
-                return lifting.lift(x.to(gpu.precision(x)), self.kernels_for(x), self.order)
+                return lift.lift(x.to(gpu.precision(x)), self.kernels_for(x), self.order)
         return self._convolve(x)
 
 

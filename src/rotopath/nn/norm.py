@@ -1,4 +1,7 @@
-"""Normalisation that treats all orientations of a channel alike: statistics and weights are shared over θ."""
+"""Normalisation that treats all orientations of a channel alike: statistics and weights are shared over θ.
+
+Dropout that leaves the symmetry alone: a channel goes with all its orientations and positions.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -100,3 +103,16 @@ class GroupLayerNorm2d(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.channels}, eps={self.eps}"
+
+
+class GroupDropout2d(nn.Dropout3d):
+    """Zeroes whole fields: a channel of a sample in all orientations and positions, with probability p.
+
+    >>> drop = rp.nn.GroupDropout2d(0.5)
+    >>> drop(torch.ones(2, 8, 4, 16, 16)).shape
+    torch.Size([2, 8, 4, 16, 16])
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        expect.features(input, self)
+        return super().forward(input)

@@ -10,7 +10,7 @@ from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from rotopath import group
 from rotopath.nn import expect, gpu
-from rotopath.nn.maps import MappedModule
+from rotopath.nn.conv import MappedModule
 from rotopath.nn.pool import root
 
 Projection = Literal["max", "mean", "attention", "fourier"]

@@ -1,6 +1,6 @@
 """A contact sheet: some images of every split of a data set, with their annotations drawn in.
 
-In: a collection and a file name. Out: a figure, three rows of tiles at the model's spacing.
+In: a dataset and a file name. Out: a figure, three rows of tiles at the model's spacing.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from matplotlib.patches import Circle, Rectangle
 from numpy.typing import NDArray
 
 from rotopath.data.annotations import read_objects, read_points
-from rotopath.data.collection import Annotated, Collection, DataError, Picture, read_image
+from rotopath.data.dataset import Annotated, DataError, Dataset, Sample, read_image
 from rotopath.data.splits import SPLITS
 from rotopath.reports.figures import GREY, INK, save_figure
 from rotopath.tasks import Example
@@ -38,45 +38,44 @@ MARK = "#facc15"  # yellow: no stain has it
 CLASS_MARKS = (MARK, "#22d3ee", "#a3e635", "#fb7185", "#f97316", "#c084fc", "#ffffff", "#000000")  # in turn
 
 
-def draw_contact_sheet(collection: Collection, path: Path, seed: int = 0) -> Path:
+def draw_contact_sheet(dataset: Dataset, path: Path, seed: int = 0) -> Path:
     """Draw the figure into a file, whole or not at all; gives the path back."""
-    rows = [(split, chosen) for split in SPLITS if (chosen := _choose(collection, split, seed))]
+    rows = [(split, chosen) for split in SPLITS if (chosen := _choose(dataset, split, seed))]
     if not rows:
-        raise DataError(f"{collection.root} has no images to show; run `rotopath data check` on it.")
-    spacing, marks = _choose_spacing(collection), Marks()
+        raise DataError(f"{dataset.root} has no images to show; run `rotopath data check` on it.")
+    spacing, marks = _choose_spacing(dataset), Marks()
     tiles = [
-        (split, [partial(_draw_tile, collection, picture, spacing, marks) for picture in chosen])
-        for split, chosen in rows
+        (split, [partial(_draw_tile, dataset, sample, spacing, marks) for sample in chosen]) for split, chosen in rows
     ]
-    legend = f"{_legend(collection)}; tiles of up to {TILE_PX[collection.annotated]} px at {spacing:g} µm/px"
-    return _draw_sheet(f"{collection.source}: {collection.annotated}", legend, tiles, marks, path)
+    legend = f"{_legend(dataset)}; tiles of up to {TILE_PX[dataset.annotated]} px at {spacing:g} µm/px"
+    return _draw_sheet(f"{dataset.source}: {dataset.annotated}", legend, tiles, marks, path)
 
 
-def draw_examples(collection: Collection, examples: Sequence[Example], spacing: float, path: Path) -> Path:
+def draw_examples(dataset: Dataset, examples: Sequence[Example], spacing: float, path: Path) -> Path:
     """Draw the worst of a run's hard examples, each with how sure the baseline was of the wrong answer."""
-    pictures = {picture.name: picture for picture in collection.pictures}
+    samples = {sample.name: sample for sample in dataset.samples}
     rows, marks = [], Marks()
     for first in range(0, min(len(examples), 3 * ACROSS), ACROSS):
         chosen = examples[first : first + ACROSS]
         tiles = []
         for example in chosen:
-            middle = np.array([example.row, example.column], float) if collection.annotated == "points" else None
+            middle = np.array([example.row, example.column], float) if dataset.annotated == "points" else None
             note = f"{example.score:.2f}, "
-            picture = pictures[example.image]
-            tiles.append(partial(_draw_tile, collection, picture, spacing, marks, middle=middle, note=note))
+            sample = samples[example.image]
+            tiles.append(partial(_draw_tile, dataset, sample, spacing, marks, middle=middle, note=note))
         rows.append((f"{first + 1} to {first + len(chosen)}", tiles))
-    legend = f"the worst of {len(examples)}, with the baseline's error; {_legend(collection)}"
-    return _draw_sheet(f"{collection.source}: hard examples", legend, rows, marks, path)
+    legend = f"the worst of {len(examples)}, with the baseline's error; {_legend(dataset)}"
+    return _draw_sheet(f"{dataset.source}: hard examples", legend, rows, marks, path)
 
 
-def _legend(collection: Collection) -> str:
-    return LEGENDS[collection.annotated].format(objects=collection.objects)
+def _legend(dataset: Dataset) -> str:
+    return LEGENDS[dataset.annotated].format(objects=dataset.objects)
 
 
-def _choose_spacing(collection: Collection) -> float:
+def _choose_spacing(dataset: Dataset) -> float:
     """The finest spacing of the images, but no finer than a tile shows well."""
-    finest = min(picture.spacing_um_px for picture in collection.pictures)
-    return max(finest, FINEST_UM_PX[collection.annotated])
+    finest = min(sample.spacing_um_px for sample in dataset.samples)
+    return max(finest, FINEST_UM_PX[dataset.annotated])
 
 
 class Marks(dict[str, str]):
@@ -111,52 +110,52 @@ def _draw_sheet(title: str, legend: str, rows: Sequence[tuple[str, Sequence[Tile
     return save_figure(figure, path)
 
 
-def _choose(collection: Collection, split: str, seed: int) -> list[Picture]:
-    """A handful of pictures: of as many cases, or classes, as there are, and rather with objects than without."""
-    pictures = [picture for picture in collection.pictures if picture.split == split]
-    shuffled = [pictures[i] for i in np.random.default_rng(seed).permutation(len(pictures))]
+def _choose(dataset: Dataset, split: str, seed: int) -> list[Sample]:
+    """A handful of samples: of as many cases, or classes, as there are, and rather with objects than without."""
+    samples = [sample for sample in dataset.samples if sample.split == split]
+    shuffled = [samples[i] for i in np.random.default_rng(seed).permutation(len(samples))]
     seen: Counter[str | None] = Counter()
-    ranks: dict[Picture, tuple[int, bool]] = {}
-    for picture in shuffled:
-        kind = picture.label if collection.annotated == "labels" else picture.case
-        ranks[picture] = (seen[kind], not picture.annotations)
+    ranks: dict[Sample, tuple[int, bool]] = {}
+    for sample in shuffled:
+        kind = sample.label if dataset.annotated == "labels" else sample.case
+        ranks[sample] = (seen[kind], not sample.annotations)
         seen[kind] += 1
     return sorted(shuffled, key=ranks.__getitem__)[:ACROSS]
 
 
 def _draw_tile(
-    collection: Collection,
-    picture: Picture,
+    dataset: Dataset,
+    sample: Sample,
     spacing_um_px: float,
     marks: Marks,
     axes: Axes,
     middle: NDArray[np.float64] | None = None,
     note: str = "",
 ) -> None:
-    """A picture about its first object, or about a given place, with all its annotations."""
-    image = read_image(picture, spacing_um_px)
-    points = read_points(picture, spacing_um_px) if collection.annotated == "points" else None
+    """A sample about its first object, or about a given place, with all its annotations."""
+    image = read_image(sample, spacing_um_px)
+    points = read_points(sample, spacing_um_px) if dataset.annotated == "points" else None
     if middle is None:
         middle = points.positions[0] if points else (np.array(image.shape[:2]) - 1) / 2
-    top, left, size = _tile(image.shape[:2], middle, TILE_PX[collection.annotated])
+    top, left, size = _tile(image.shape[:2], middle, TILE_PX[dataset.annotated])
     axes.imshow(image, interpolation="lanczos")
     for (row, column), name in zip(points.positions, points.classes, strict=True) if points else ():
         radius = HIT_UM / spacing_um_px
         axes.add_patch(Circle((column, row), radius, fill=False, color=marks.of(name), linewidth=1.2))
-    if collection.annotated == "objects":
-        objects = read_objects(picture, spacing_um_px)
+    if dataset.annotated == "objects":
+        objects = read_objects(sample, spacing_um_px)
         labels = objects.labels[top : top + size, left : left + size]
         for number in np.unique(labels[labels > 0]):
             ink = marks.of(objects.classes.get(int(number), ""))
             outlined = np.pad(labels == number, 1)
             edges = np.arange(-1, outlined.shape[0] - 1) + top, np.arange(-1, outlined.shape[1] - 1) + left
             axes.contour(edges[1], edges[0], outlined, levels=[0.5], colors=ink, linewidths=0.9)
-    if collection.source.startswith("PCam"):
+    if dataset.source.startswith("PCam"):
         x, y = (np.array([image.shape[1], image.shape[0]]) - CENTRE_PX) / 2 - 0.5
         axes.add_patch(Rectangle((x, y), CENTRE_PX, CENTRE_PX, fill=False, color=MARK, linewidth=1.0))
     axes.set(xlim=(left - 0.5, left + size - 0.5), ylim=(top + size - 0.5, top - 0.5), xticks=[], yticks=[])
     axes.set_frame_on(False)
-    axes.set_xlabel(note + _caption(picture), size=6, color=GREY, labelpad=2, parse_math=False)
+    axes.set_xlabel(note + _caption(sample), size=6, color=GREY, labelpad=2, parse_math=False)
 
 
 def _tile(shape: tuple[int, ...], middle: NDArray[np.float64], size: int) -> tuple[int, int, int]:
@@ -166,9 +165,9 @@ def _tile(shape: tuple[int, ...], middle: NDArray[np.float64], size: int) -> tup
     return top, left, size
 
 
-def _caption(picture: Picture) -> str:
+def _caption(sample: Sample) -> str:
     """The class, and as much of the name's end as fits under a tile."""
-    name = "/".join(picture.name.removeprefix("camelyonpatch_level_2_split_").split("/")[-2:])
+    name = "/".join(sample.name.removeprefix("camelyonpatch_level_2_split_").split("/")[-2:])
     if len(name) > CAPTION_LETTERS:
         name = name.rpartition("/")[2][-CAPTION_LETTERS:]
-    return name if picture.label is None else f"{picture.label}, {name}"
+    return name if sample.label is None else f"{sample.label}, {name}"

@@ -20,7 +20,7 @@ from rotopath import runs
 from rotopath.evaluation import evaluation_file
 from rotopath.reports.figures import GREY, INK, save_figure
 from rotopath.studies.job import SPLIT
-from rotopath.studies.results import Result, Summary
+from rotopath.studies.results import StudyResult, Summary
 
 COLOURS = {1: "#d55e00", 4: "#56b4e9", 8: "#0072b2", 16: "#009e73"}
 TURNED, OTHERS = "#e69f00", ("#cc79a7", "#000000", "#f0e442")
@@ -62,7 +62,7 @@ def draw_scores(summaries: Sequence[Summary], score: str, regimes: Mapping[float
     return _save(figure, path)
 
 
-def draw_curves(results: Sequence[Result], path: Path) -> Path:
+def draw_curves(results: Sequence[StudyResult], path: Path) -> Path:
     """The loss on validation windows after each epoch, a line a run."""
     figure = Figure(figsize=(6.4, 3.6), dpi=150, layout="constrained")
     axes = figure.add_subplot()
@@ -80,7 +80,7 @@ def draw_curves(results: Sequence[Result], path: Path) -> Path:
     return _save(figure, path)
 
 
-def draw_polar(results: Sequence[Result], classes: Sequence[str], path: Path) -> Path | None:
+def draw_polar(results: Sequence[StudyResult], classes: Sequence[str], path: Path) -> Path | None:
     """Windows on which the first network scatters most, and what each network says as they turn."""
     kept = {f"N={one.recipe.orientations}": (one, _turned(one)) for one in results}
     if not kept or any(found is None or "fair" not in found for _, found in kept.values()):
@@ -113,7 +113,7 @@ def _name_label(classes: Sequence[str], label: int) -> str:
     return classes[label] if label < len(classes) else ""
 
 
-def draw_maps(results: Sequence[Result], path: Path) -> Path | None:
+def draw_maps(results: Sequence[StudyResult], path: Path) -> Path | None:
     """Borders of objects, or objects, as images rotate, re-aligned: the mean of all angles, the deviation in red."""
     kept = [(one, _turned(one)) for one in results]
     if not kept or any(found is None or "objects_mean" not in found for _, found in kept):
@@ -140,7 +140,7 @@ def draw_maps(results: Sequence[Result], path: Path) -> Path | None:
     return _save(figure, path)
 
 
-def _turned(result: Result) -> Mapping[str, NDArray[Any]] | None:
+def _turned(result: StudyResult) -> Mapping[str, NDArray[Any]] | None:
     """The answers to turned inputs that a run folder keeps, if it does."""
     path = evaluation_file(result.folder, SPLIT).with_suffix(".npz")
     if not path.exists():

@@ -4,11 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rotopath.recipe import RecipeError
-from rotopath.studies.engines import count_at_once, here, on_cluster
 from rotopath.studies.plan import Job, Study, read_study
-from rotopath.studies.running import Progress, Watch, run_study
+from rotopath.studies.schedule import JobState, Watch, count_at_once, here, on_cluster, run_study
 
-__all__ = ["Job", "Progress", "Study", "read_study", "run_study", "study"]
+__all__ = ["Job", "JobState", "Study", "read_study", "run_study", "study"]
 
 
 def study(
@@ -18,7 +17,7 @@ def study(
     at_once: int | None = None,
     cluster: str | None = None,
     watch: Watch = lambda _states: None,
-) -> Mapping[Job, Progress]:
+) -> Mapping[Job, JobState]:
     """Run a grid of trainings and evaluations; what is done is skipped, what was cut off is resumed.
 
     The plan is a TOML file, to which `changes` such as "tumor.seed=[0]" are applied. Runs go to the folder `out`, named

@@ -3,12 +3,15 @@
 In: a recipe, which lies beside the run folder of the same name. Out: the run folder, trained and evaluated, a file that
 says how far it is, and one that says why it failed, if it did. Nothing is done twice, and no two processes do it; one
 ends when its parent does, or when a file says stop.
+
+The process of one job, as `running.run_process` starts it.
 """
 
 import _thread
 import json
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -134,3 +137,7 @@ def main(path: Path, rotations: int, parent: int) -> int:
         traceback.print_exc()
         write_text(failed, f"{type(error).__name__}: {error}\n")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

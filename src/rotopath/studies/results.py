@@ -18,18 +18,18 @@ from scipy.stats import t
 
 from rotopath import runs
 from rotopath.evaluation import evaluation_file
+from rotopath.metrics.bootstrap import FEWEST_CASES
 from rotopath.model_file import RunError
 from rotopath.recipe import Recipe
 from rotopath.studies.job import SPLIT
 from rotopath.studies.plan import PLAIN
-from rotopath.tasks.cases import FEWEST_CASES
 
 REDRAWS, AT_ONCE = 2000, 100
 MIDDLE = (0.025, 0.975)
 
 
 @dataclass(frozen=True)
-class Result:
+class StudyResult:
     """One evaluation of one run."""
 
     part: str
@@ -54,7 +54,7 @@ class Result:
         return about
 
 
-class Group(NamedTuple):
+class Condition(NamedTuple):
     """Results that differ in their seeds alone."""
 
     part: str
@@ -86,8 +86,8 @@ class Estimate(NamedTuple):
 class Summary:
     """The results of a group, and how much better they are than those of ordinary networks."""
 
-    group: Group
-    results: tuple[Result, ...]  # by seed
+    group: Condition
+    results: tuple[StudyResult, ...]  # by seed
     mean: Estimate
     deviation: float  # over seeds
     over_plain: Estimate | None  # the score minus that of N = 1, of the same seeds
@@ -96,7 +96,7 @@ class Summary:
     changed: float | None  # the share of decisions that depend on the angle
 
 
-def read_results(out: Path) -> list[Result]:
+def read_results(out: Path) -> list[StudyResult]:
     """Every finished evaluation below the folder of a study, by part, training data, network and seed."""
     if not out.is_dir():
         raise RunError(f"{out} is no folder of a study: there is no such folder.")
@@ -109,7 +109,7 @@ def read_results(out: Path) -> list[Result]:
             raise RunError(f"{written} is damaged; delete it, and run the study again.") from None
         if written == evaluation_file(folder, SPLIT, scores["rotations"]):
             recipe = runs.read_run_recipe(folder)
-            found.append(Result(folder.parent.name, folder, recipe, scores["rotations"], scores))
+            found.append(StudyResult(folder.parent.name, folder, recipe, scores["rotations"], scores))
     if not found:
         raise RunError(f"{out} has no finished runs; run `rotopath study run` first.")
     return sorted(
@@ -117,9 +117,9 @@ def read_results(out: Path) -> list[Result]:
     )
 
 
-def summarise(results: Sequence[Result]) -> list[Summary]:
+def summarise(results: Sequence[StudyResult]) -> list[Summary]:
     """A summary for every group, in the order of the results."""
-    groups: dict[Group, list[Result]] = {}
+    groups: dict[Condition, list[StudyResult]] = {}
     for one in results:
         groups.setdefault(_group(one), []).append(one)
     summaries = []
@@ -144,7 +144,7 @@ def summarise(results: Sequence[Result]) -> list[Summary]:
     return summaries
 
 
-def estimate(results: Sequence[Result], minus: Sequence[Result] = ()) -> Estimate:
+def estimate(results: Sequence[StudyResult], minus: Sequence[StudyResult] = ()) -> Estimate:
     """The mean score over seeds, or how much higher it is than that of other results of the same seeds and cases.
 
     What other patients would change is found by redrawing them, the same for all; what other seeds would, by Student's
@@ -192,7 +192,7 @@ def _ratios(tallies: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray
     return found
 
 
-def _difference(ours: Sequence[Result], others: Sequence[Result]) -> Estimate | None:
+def _difference(ours: Sequence[StudyResult], others: Sequence[StudyResult]) -> Estimate | None:
     by_seed = {_seed(one): one for one in others}
     pairs = [(one, by_seed[_seed(one)]) for one in ours if _seed(one) in by_seed]
     if not pairs or any(one is other for one, other in pairs):
@@ -201,9 +201,9 @@ def _difference(ours: Sequence[Result], others: Sequence[Result]) -> Estimate | 
     return estimate(mine, theirs)
 
 
-def _group(result: Result) -> Group:
-    return Group(result.part, result.recipe.regime, result.recipe.orientations, result.rotations)
+def _group(result: StudyResult) -> Condition:
+    return Condition(result.part, result.recipe.regime, result.recipe.orientations, result.rotations)
 
 
-def _seed(result: Result) -> int:
+def _seed(result: StudyResult) -> int:
     return result.recipe.seed

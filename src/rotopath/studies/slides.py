@@ -8,23 +8,22 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rotopath.inference.slides import Options
-from rotopath.predicting import SUMMARY, Outcome, place_results
-from rotopath.studies.engines import connected
-from rotopath.studies.running import TRIES
+from rotopath.inference.slide_pass import PassOptions
+from rotopath.predicting import SUMMARY, SlideOutcome, place_results
+from rotopath.studies.schedule import TRIES, connected
 
 
 def predict_on_cluster(
     run: str,
     slides: Sequence[Path],
     out: Path,
-    options: Options,
+    options: PassOptions,
     spacing_um_px: float | None,
     device: str | None,
     precision: str | None,
     cluster: str,
     at_once: int,
-) -> Iterator[Outcome]:
+) -> Iterator[SlideOutcome]:
     """As `predict_slides`; workers see the same folders, and a slide whose worker dies is given to another one."""
     from distributed import as_completed
 
@@ -41,14 +40,14 @@ def predict_on_cluster(
             except Exception as error:  # such as a cluster's, which has lost its workers
                 reason = f"{error}"
             done = not reason and (folder / SUMMARY).exists()
-            yield Outcome(path, folder, "done" if done else "failed", "" if done else reason or "it ended early.")
+            yield SlideOutcome(path, folder, "done" if done else "failed", "" if done else reason or "it ended early.")
 
 
 def _command(
     run: str,
     path: Path,
     out: Path,
-    options: Options,
+    options: PassOptions,
     spacing_um_px: float | None,
     device: str | None,
     precision: str | None,

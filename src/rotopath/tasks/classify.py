@@ -17,13 +17,12 @@ from numpy.typing import NDArray
 from scipy import ndimage
 from torch import Tensor
 
-from rotopath.data import Collection, DataError, Finding, Picture
+from rotopath.data import DataError, Dataset, Finding, Sample
 from rotopath.data.sampling import ClassWindows, Ints, Sampler
 from rotopath.data.splits import take_fraction
-from rotopath.images.geojson import SlideObject
-from rotopath.images.outlines import trace_outlines
-from rotopath.inference.tiles import Grid, Tile
-from rotopath.metrics.bootstrap import confidence_interval
+from rotopath.images.geojson import SlideObject, trace_outlines
+from rotopath.inference.slide_pass import Grid, Tile
+from rotopath.metrics.bootstrap import FEWEST_CASES, confidence_interval, find_interval, sum_by_case
 from rotopath.metrics.classification import (
     auc,
     balanced_accuracy,
@@ -33,14 +32,13 @@ from rotopath.metrics.classification import (
     confusion_matrix,
     macro_auc,
 )
-from rotopath.tasks.cases import FEWEST_CASES, find_interval, sum_by_case
 from rotopath.tasks.task import (
     Example,
     Finder,
     Frame,
     Loss,
     Map,
-    Point,
+    OperatingPoint,
     Scores,
     Task,
     expect_numbers,
@@ -88,56 +86,56 @@ class Classify(Task):
         """What the numbers of labels stand for."""
         return (self.absent, self.class_names[0]) if self.is_single else self.class_names
 
-    def label_of(self, picture: Picture) -> int:
-        """The number of a picture's class: by name, or as a number from 0."""
+    def label_of(self, sample: Sample) -> int:
+        """The number of a sample's class: by name, or as a number from 0."""
         names = [name.casefold() for name in self.label_names]
-        text = (picture.label or "").casefold()
+        text = (sample.label or "").casefold()
         if text in names:
             return names.index(text)
         if text.isdecimal() and int(text) < len(names) and not any(name.isdecimal() for name in names):
             return int(text)
         expected = ", ".join(f"{i} ({name})" for i, name in enumerate(self.label_names))
-        found = f"has the label {picture.label!r}" if picture.label else "has no label"
-        raise DataError(f"{picture.name} {found}; expected is one of {expected}.")
+        found = f"has the label {sample.label!r}" if sample.label else "has no label"
+        raise DataError(f"{sample.name} {found}; expected is one of {expected}.")
 
     # Training
 
-    def check_data(self, collection: Collection) -> list[Finding]:
+    def check_data(self, dataset: Dataset) -> list[Finding]:
         findings = []
         seen: set[str | None] = set()
-        for picture in collection.pictures:
-            if picture.label not in seen:
-                seen.add(picture.label)
+        for sample in dataset.samples:
+            if sample.label not in seen:
+                seen.add(sample.label)
                 try:
-                    self.label_of(picture)
+                    self.label_of(sample)
                 except DataError as error:
                     findings.append(Finding("", str(error)))
         return findings
 
     def make_sampler(
-        self, pictures: Sequence[Picture], sizes_px: Ints, frame: Frame, batch: int, seed: int, mined: Ints | None
+        self, samples: Sequence[Sample], sizes_px: Ints, frame: Frame, batch: int, seed: int, mined: Ints | None
     ) -> Sampler:
-        return ClassWindows(self.labels(pictures), self.label_names, sizes_px, frame.window_px, batch, seed, mined)
+        return ClassWindows(self.labels(samples), self.label_names, sizes_px, frame.window_px, batch, seed, mined)
 
-    def labels(self, pictures: Sequence[Picture]) -> Ints:
-        return np.array([self.label_of(picture) for picture in pictures], np.int64)
+    def labels(self, samples: Sequence[Sample]) -> Ints:
+        return np.array([self.label_of(sample) for sample in samples], np.int64)
 
     def check_frame(self, frame: Frame) -> None:
         expect_one_answer(frame)
 
-    def check_training(self, pictures: Sequence[Picture]) -> None:
-        expect_every_class(self.label_names, self.labels(pictures))
+    def check_training(self, samples: Sequence[Sample]) -> None:
+        expect_every_class(self.label_names, self.labels(samples))
 
-    def make_loss(self, pictures: Sequence[Picture]) -> Loss:
-        del pictures
+    def make_loss(self, samples: Sequence[Sample]) -> Loss:
+        del samples
         return binary_cross_entropy if self.is_single else cross_entropy
 
     def accuracy(self, logits: Tensor, targets: Tensor) -> Tensor:
         return window_accuracy(logits, targets)
 
-    def take_regime(self, pictures: Sequence[Picture], amount: float, seed: int) -> tuple[Picture, ...]:
+    def take_regime(self, samples: Sequence[Sample], amount: float, seed: int) -> tuple[Sample, ...]:
         try:
-            return tuple(pictures[i] for i in take_fraction(self.labels(pictures), amount, seed))
+            return tuple(samples[i] for i in take_fraction(self.labels(samples), amount, seed))
         except DataError:
             raise
         except ValueError as error:
@@ -178,9 +176,9 @@ class Classify(Task):
 
     # Evaluation
 
-    def examine(self, prediction: NDArray[np.floating], picture: Picture) -> PatchEvidence:
+    def examine(self, prediction: NDArray[np.floating], sample: Sample) -> PatchEvidence:
         probabilities = tuple(float(each) for each in np.atleast_1d(prediction))
-        return PatchEvidence(picture.name, picture.case, self.label_of(picture), probabilities)
+        return PatchEvidence(sample.name, sample.case, self.label_of(sample), probabilities)
 
     def choose_point(self, evidence: Sequence[PatchEvidence], rule: str | None = None) -> dict[str, float]:
         """The threshold with the highest accuracy; nothing where the likeliest of several classes wins."""
@@ -192,7 +190,7 @@ class Classify(Task):
         # The best threshold may lie just above the highest probability, where nothing reaches it.
         return expect_numbers(point, {"threshold": (0.0, math.nextafter(1.0, 2.0))} if self.is_single else {})
 
-    def score(self, evidence: Sequence[PatchEvidence], point: Point, rule: str | None = None) -> Scores:
+    def score(self, evidence: Sequence[PatchEvidence], point: OperatingPoint, rule: str | None = None) -> Scores:
         """Accuracy and its interval over slides, or over patches where a slide is not known; AUC; calibration."""
         del rule
         labels, probabilities = _columns(evidence)
@@ -244,7 +242,7 @@ class Classify(Task):
 
     # Slides
 
-    def make_finder(self, grid: Grid, point: Point, folder: Path) -> Finder:
+    def make_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> Finder:
         del folder  # a map with one output in many pixels needs no files
         return RegionFinder(self, grid, point)
 
@@ -279,7 +277,7 @@ class Classify(Task):
 class RegionFinder:
     """Connected regions of each class, with their holes."""
 
-    def __init__(self, task: Classify, grid: Grid, point: Point) -> None:
+    def __init__(self, task: Classify, grid: Grid, point: OperatingPoint) -> None:
         self._task, self._grid, self._point = task, grid, point
         self._maps = np.zeros((task.outputs, *grid.size), np.float32)
         self._spread = np.zeros(grid.size, np.float32)

@@ -19,16 +19,15 @@ from scipy.spatial import cKDTree
 from skimage.morphology import local_maxima
 from torch import Tensor
 
-from rotopath.data import DataError, Picture
+from rotopath.data import DataError, Sample
 from rotopath.data.annotations import read_points
 from rotopath.data.sampling import Ints, ObjectWindows, Sampler
 from rotopath.data.splits import take_cases
-from rotopath.images.geojson import Point as SlidePoint
-from rotopath.images.geojson import SlideObject
+from rotopath.images.geojson import Point, SlideObject
 from rotopath.inference.dense import Prediction
-from rotopath.inference.tiles import Grid, Tile
-from rotopath.metrics.detection import Counts, Matches, Rule, best_threshold, count, match, pool
-from rotopath.tasks.cases import Numbers, find_interval, name_unit, sum_by_case, tally_objects
+from rotopath.inference.slide_pass import Grid, Tile
+from rotopath.metrics.bootstrap import Numbers, find_interval, name_unit, sum_by_case, tally_objects
+from rotopath.metrics.matching import Counts, Matches, Rule, best_threshold, count, match, pool
 from rotopath.tasks.classify import (
     binary_cross_entropy,
     cross_entropy,
@@ -42,7 +41,7 @@ from rotopath.tasks.task import (
     Frame,
     Loss,
     Map,
-    Point,
+    OperatingPoint,
     Scores,
     Task,
     count_objects,
@@ -118,17 +117,17 @@ class Detect(Task):
 
     # Training
 
-    def read_points(self, picture: Picture) -> tuple[NDArray[np.float64], Ints]:
+    def read_points(self, sample: Sample) -> tuple[NDArray[np.float64], Ints]:
         """Positions (k, 2) and classes (k,) of the annotated objects that are of one of the task's classes."""
-        points = read_points(picture, self.spacing_um_px)
-        classes = [self.class_of(name, picture) for name in points.classes]
+        points = read_points(sample, self.spacing_um_px)
+        classes = [self.class_of(name, sample) for name in points.classes]
         kept = np.array([number is not None for number in classes], bool)
         return points.positions[kept], np.array([number for number in classes if number is not None], np.int64)
 
     def make_sampler(
-        self, pictures: Sequence[Picture], sizes_px: Ints, frame: Frame, batch: int, seed: int, mined: Ints | None
+        self, samples: Sequence[Sample], sizes_px: Ints, frame: Frame, batch: int, seed: int, mined: Ints | None
     ) -> Sampler:
-        points, labels = zip(*(self.read_points(picture) for picture in pictures), strict=True)
+        points, labels = zip(*(self.read_points(sample) for sample in samples), strict=True)
         return ObjectWindows(
             points,
             labels,
@@ -146,24 +145,24 @@ class Detect(Task):
     def check_frame(self, frame: Frame) -> None:
         expect_one_answer(frame)
 
-    def check_training(self, pictures: Sequence[Picture]) -> None:
-        labels = np.concatenate([np.empty(0, np.int64), *(self.read_points(picture)[1] for picture in pictures)])
+    def check_training(self, samples: Sequence[Sample]) -> None:
+        labels = np.concatenate([np.empty(0, np.int64), *(self.read_points(sample)[1] for sample in samples)])
         expect_every_class(self.class_names, labels)
 
-    def make_loss(self, pictures: Sequence[Picture]) -> Loss:
-        del pictures
+    def make_loss(self, samples: Sequence[Sample]) -> Loss:
+        del samples
         return binary_cross_entropy if self.is_single else cross_entropy
 
     def accuracy(self, logits: Tensor, targets: Tensor) -> Tensor:
         return window_accuracy(logits, targets)
 
-    def take_regime(self, pictures: Sequence[Picture], amount: float, seed: int) -> tuple[Picture, ...]:
+    def take_regime(self, samples: Sequence[Sample], amount: float, seed: int) -> tuple[Sample, ...]:
         expect_regime(self, amount)
         try:
-            cases = set(take_cases((picture.case for picture in pictures), int(amount), seed))
+            cases = set(take_cases((sample.case for sample in samples), int(amount), seed))
         except ValueError as error:
             raise DataError(str(error)) from None
-        return tuple(picture for picture in pictures if picture.case in cases)
+        return tuple(sample for sample in samples if sample.case in cases)
 
     def mine(self, evidence: Sequence[FieldEvidence], most: int) -> list[Example]:
         """Detections where there is no object, the surest first."""
@@ -177,7 +176,7 @@ class Detect(Task):
 
     # Evaluation
 
-    def find_peaks(self, prediction: Prediction, point: Point | None = None) -> Detections:
+    def find_peaks(self, prediction: Prediction, point: OperatingPoint | None = None) -> Detections:
         """All peaks that reach the thresholds, also those of one object. Each depends on the map within the halo."""
         found = [
             _find_peaks(prediction, number, SMOOTH_UM / self.spacing_um_px, self._threshold(number, point))
@@ -189,7 +188,7 @@ class Detect(Task):
         """The highest first, and of several that are close together that one only, whatever their classes."""
         return _merge(found, MERGE_UM / self.spacing_um_px)
 
-    def decode(self, prediction: Prediction, point: Point | None = None) -> Detections:
+    def decode(self, prediction: Prediction, point: OperatingPoint | None = None) -> Detections:
         """The detections at an operating point; without one, all candidates that are worth keeping.
 
         Candidates of several classes are merged later, when thresholds have said which of them take part.
@@ -197,9 +196,9 @@ class Detect(Task):
         peaks = self.find_peaks(prediction, point)
         return self.merge(peaks) if point is not None or self.is_single else peaks
 
-    def examine(self, prediction: Prediction, picture: Picture) -> FieldEvidence:
-        truth, classes = self.read_points(picture)
-        return FieldEvidence(picture.name, picture.case, truth, classes, self.decode(prediction), self.hit_px)
+    def examine(self, prediction: Prediction, sample: Sample) -> FieldEvidence:
+        truth, classes = self.read_points(sample)
+        return FieldEvidence(sample.name, sample.case, truth, classes, self.decode(prediction), self.hit_px)
 
     def choose_point(self, evidence: Sequence[FieldEvidence], rule: str | None = None) -> dict[str, float]:
         """For each class the threshold with the highest F1, all images pooled."""
@@ -212,7 +211,7 @@ class Detect(Task):
     def check_point(self, point: Mapping[str, object]) -> dict[str, float]:
         return expect_numbers(point, dict.fromkeys(self._keys, (0.0, 1.0)))
 
-    def score(self, evidence: Sequence[FieldEvidence], point: Point, rule: str | None = None) -> Scores:
+    def score(self, evidence: Sequence[FieldEvidence], point: OperatingPoint, rule: str | None = None) -> Scores:
         """F1, precision and recall over all images and of each case, the interval of F1 over cases, and FROC curves.
 
         With several classes these are the counts of all classes together; `classes` has each of them.
@@ -257,10 +256,10 @@ class Detect(Task):
         """The names of the thresholds, class by class."""
         return ("threshold",) if self.is_single else tuple(f"threshold {name}" for name in self.class_names)
 
-    def _threshold(self, number: int, point: Point | None) -> float:
+    def _threshold(self, number: int, point: OperatingPoint | None) -> float:
         return LEAST_SCORE if point is None else max(LEAST_SCORE, point[self._keys[number]])
 
-    def _at_point(self, found: Detections, point: Point) -> Detections:
+    def _at_point(self, found: Detections, point: OperatingPoint) -> Detections:
         thresholds = np.array([point[key] for key in self._keys])
         kept = found.take(found.scores >= thresholds[found.classes])
         return kept if self.is_single else self.merge(kept)
@@ -272,7 +271,7 @@ class Detect(Task):
 
     # Slides
 
-    def make_finder(self, grid: Grid, point: Point, folder: Path) -> Finder:
+    def make_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> Finder:
         del folder  # objects are few
         return PeakFinder(self, grid, point)
 
@@ -296,7 +295,7 @@ class Detect(Task):
 class PeakFinder:
     """Peaks of the smoothed maps; those of one object are merged in the end, wherever tiles cut it."""
 
-    def __init__(self, task: Detect, grid: Grid, point: Point) -> None:
+    def __init__(self, task: Detect, grid: Grid, point: OperatingPoint) -> None:
         self._task, self._grid, self._point = task, grid, point
         self._found: list[tuple[float, float, int, float, float]] = []  # row, column, class, score, deviation
         self._rotated = False
@@ -328,7 +327,7 @@ class PeakFinder:
                 measured["deviation"] = spread_of[(*position.tolist(), number)]
             row, column = (position + 0.5) * self._grid.canvas.level0_px
             each = self._task.classes[number]
-            yield SlideObject(SlidePoint(row, column), "annotation", each.name, each.color, measured)
+            yield SlideObject(Point(row, column), "annotation", each.name, each.color, measured)
 
 
 def _find_peaks(prediction: Prediction, number: int, smooth_px: float, threshold: float) -> Detections:

@@ -19,17 +19,17 @@ from scipy import ndimage
 from skimage.segmentation import watershed
 from torch import Tensor
 
-from rotopath.data import DataError, Picture
+from rotopath.data import DataError, Sample
 from rotopath.data.annotations import Objects, read_objects
-from rotopath.data.pixels import Bytes, Reader
+from rotopath.data.batches import Bytes, SampleReader
 from rotopath.data.sampling import GroupWindows, Ints, Sampler
 from rotopath.data.splits import take_of_each
-from rotopath.images.geojson import SlideObject
-from rotopath.images.outlines import trace_outlines
+from rotopath.images.geojson import SlideObject, trace_outlines
 from rotopath.inference.dense import Prediction
-from rotopath.inference.seams import Seams
-from rotopath.inference.tiles import Grid, Tile
-from rotopath.metrics.overlap import (
+from rotopath.inference.slide_pass import Grid, Tile
+from rotopath.inference.tiling import Seams
+from rotopath.metrics.bootstrap import Named, Numbers, find_interval, name_unit, sum_by_case, tally_objects
+from rotopath.metrics.matching import (
     HitRule,
     ObjectMatches,
     Overlaps,
@@ -39,13 +39,12 @@ from rotopath.metrics.overlap import (
     match_objects,
     overlaps,
 )
-from rotopath.tasks.cases import Named, Numbers, find_interval, name_unit, sum_by_case, tally_objects
 from rotopath.tasks.task import (
     Finder,
     Frame,
     Loss,
     Map,
-    Point,
+    OperatingPoint,
     Scores,
     Task,
     count_objects,
@@ -115,36 +114,36 @@ class Segment(Task):
 
     # Training
 
-    def read_objects(self, picture: Picture) -> tuple[Labels, NDArray[np.int64]]:
+    def read_objects(self, sample: Sample) -> tuple[Labels, NDArray[np.int64]]:
         """The label map of the task's objects, and their classes by number (that of 0 means nothing)."""
-        return self._number(read_objects(picture, self.spacing_um_px), picture)
+        return self._number(read_objects(sample, self.spacing_um_px), sample)
 
-    def _number(self, objects: Objects, picture: Picture) -> tuple[Labels, NDArray[np.int64]]:
+    def _number(self, objects: Objects, sample: Sample) -> tuple[Labels, NDArray[np.int64]]:
         classes = np.zeros(int(objects.labels.max(initial=0)) + 1, np.int64)
         if not self.typed:
             return objects.labels, classes
         dropped = np.zeros(len(classes), bool)
         for number in objects.numbers:
-            found = self.class_of(objects.classes.get(number, ""), picture)
+            found = self.class_of(objects.classes.get(number, ""), sample)
             dropped[number] = found is None
             classes[number] = 0 if found is None else found
         return (np.where(dropped[objects.labels], 0, objects.labels) if dropped.any() else objects.labels), classes
 
-    def targets(self, picture: Picture) -> Bytes:
+    def targets(self, sample: Sample) -> Bytes:
         """The target maps (H, W, k): inside, border or background; with several classes, that of the object here."""
-        labels, classes = self.read_objects(picture)
+        labels, classes = self.read_objects(sample)
         parts = part_map(labels, max(1, round(BORDER_UM / self.spacing_um_px)))
         return target_bytes([parts] if self.is_single else [parts, np.where(labels > 0, classes[labels], UNKNOWN)])
 
     @property
-    def reader(self) -> Reader:
-        return Reader(self.spacing_um_px, self.stain, self.targets, 1 if self.is_single else 2)
+    def reader(self) -> SampleReader:
+        return SampleReader(self.spacing_um_px, self.stain, self.targets, 1 if self.is_single else 2)
 
     def make_sampler(
-        self, pictures: Sequence[Picture], sizes_px: Ints, frame: Frame, batch: int, seed: int, mined: Ints | None
+        self, samples: Sequence[Sample], sizes_px: Ints, frame: Frame, batch: int, seed: int, mined: Ints | None
     ) -> Sampler:
         del mined
-        patients = [picture.case or picture.name for picture in pictures]
+        patients = [sample.case or sample.name for sample in samples]
         return GroupWindows(patients, sizes_px, frame.window_px, frame.target_px, batch, seed)
 
     def check_frame(self, frame: Frame) -> None:
@@ -154,9 +153,9 @@ class Segment(Task):
                 f"such as 'nuclei' or 'unet'."
             )
 
-    def make_loss(self, pictures: Sequence[Picture]) -> Loss:
-        """Cross-entropy in which all parts, and all classes, count alike in these pictures."""
-        maps = [self.targets(picture) for picture in pictures]
+    def make_loss(self, samples: Sequence[Sample]) -> Loss:
+        """Cross-entropy in which all parts, and all classes, count alike in these samples."""
+        maps = [self.targets(sample) for sample in samples]
         parts = part_weights(each[..., 0] for each in maps)
         if self.is_single:
             return lambda logits, targets: weighted_cross_entropy(logits, targets, to_device(parts, logits))
@@ -183,19 +182,19 @@ class Segment(Task):
         parts = targets if targets.ndim == 3 else targets[:, 0]
         return fraction(logits[:, : len(PARTS)].argmax(dim=1) == parts)
 
-    def take_regime(self, pictures: Sequence[Picture], amount: float, seed: int) -> tuple[Picture, ...]:
+    def take_regime(self, samples: Sequence[Sample], amount: float, seed: int) -> tuple[Sample, ...]:
         expect_regime(self, amount)
-        if bare := [picture.name for picture in pictures if not picture.stratum]:
+        if bare := [sample.name for sample in samples if not sample.stratum]:
             raise DataError(f"A regime takes fields of each organ, but that of {bare[0]} is not known; list it.")
         try:
-            names = set(take_of_each({picture.name: picture.stratum for picture in pictures}, int(amount), seed))
+            names = set(take_of_each({sample.name: sample.stratum for sample in samples}, int(amount), seed))
         except ValueError as error:
             raise DataError(str(error)) from None
-        return tuple(picture for picture in pictures if picture.name in names)
+        return tuple(sample for sample in samples if sample.name in names)
 
     # Evaluation
 
-    def decode(self, prediction: Prediction, point: Point) -> Labels:
+    def decode(self, prediction: Prediction, point: OperatingPoint) -> Labels:
         """A label map: seeds are surely inside, objects are what is not surely background, borders are where they meet.
 
         The point's "inside" is the least probability of a seed, its "background" the least of what is no object, and
@@ -225,15 +224,15 @@ class Segment(Task):
         grown: Labels = watershed(border, seeds, mask=regions > 0)  # type: ignore[no-untyped-call]
         return grown
 
-    def examine(self, prediction: Prediction, picture: Picture) -> ObjectEvidence:
-        truth, classes = self.read_objects(picture)
+    def examine(self, prediction: Prediction, sample: Sample) -> ObjectEvidence:
+        truth, classes = self.read_objects(sample)
         if prediction.probabilities.shape[1:] != truth.shape:
             raise ValueError(
-                f"{picture.name} has objects on {truth.shape[0]} × {truth.shape[1]} px, but was predicted on "
+                f"{sample.name} has objects on {truth.shape[0]} × {truth.shape[1]} px, but was predicted on "
                 f"{prediction.probabilities.shape[1]} × {prediction.probabilities.shape[2]} px; use one spacing for "
                 f"both."
             )
-        return ObjectEvidence(picture.name, picture.case, truth, classes, prediction)
+        return ObjectEvidence(sample.name, sample.case, truth, classes, prediction)
 
     def choose_point(self, evidence: Iterable[ObjectEvidence], rule: str | None = None) -> dict[str, float]:
         """Of a grid of thresholds those with the highest F1 over the objects of all images; of equals nearest to ½."""
@@ -253,7 +252,7 @@ class Segment(Task):
     def check_point(self, point: Mapping[str, object]) -> dict[str, float]:
         return expect_numbers(point, {"inside": (0.0, 1.0), "background": (0.0, 1.0), "least_px": (0.0, 1e9)})
 
-    def score(self, evidence: Iterable[ObjectEvidence], point: Point, rule: str | None = None) -> Scores:
+    def score(self, evidence: Iterable[ObjectEvidence], point: OperatingPoint, rule: str | None = None) -> Scores:
         """F1 and PQ over all objects, means over images of AJI, AJI+ and Dice, and intervals of F1 and AJI over cases.
 
         With several classes, `classes` has F1 and PQ of each, for which an object and its match are of that class.
@@ -314,7 +313,7 @@ class Segment(Task):
 
     # Slides
 
-    def make_finder(self, grid: Grid, point: Point, folder: Path) -> Finder:
+    def make_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> Finder:
         return InstanceFinder(self, grid, point, folder)
 
     def class_maps(self, maps: Map) -> Map:
@@ -346,7 +345,7 @@ class Segment(Task):
 class InstanceFinder:
     """Objects are grown within connected regions that are no background, each of which is decoded whole."""
 
-    def __init__(self, task: Segment, grid: Grid, point: Point, folder: Path) -> None:
+    def __init__(self, task: Segment, grid: Grid, point: OperatingPoint, folder: Path) -> None:
         self._task, self._grid, self._point = task, grid, point
         nothing = (*task.nothing, 0.0)  # the last one is the deviation
         self._nothing = np.array(nothing, np.float32)[:, None, None]

@@ -1,6 +1,6 @@
 """What a task decides. Each kind of task is one class, in one file; a task is an instance with classes of its own.
 
-In: annotated pictures, logits, probabilities, tiles of a slide. Out: targets, a loss, objects, scores, summaries: every
+In: annotated samples, logits, probabilities, tiles of a slide. Out: targets, a loss, objects, scores, summaries: every
 decision that depends on what is learnt. No other room asks which task it is.
 """
 
@@ -16,15 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rotopath.data import Annotated, Collection, DataError, Finding, Picture
+from rotopath.data import Annotated, DataError, Dataset, Finding, Sample
 from rotopath.data.annotations import parse_objects, parse_points
-from rotopath.data.pixels import Bytes, Reader
+from rotopath.data.batches import Bytes, SampleReader
 from rotopath.data.sampling import Ints, Sampler
 from rotopath.images.files import UnreadableFileError
 from rotopath.images.geojson import SlideObject
 from rotopath.images.stain import Stain
 from rotopath.inference.dense import activate
-from rotopath.inference.tiles import Grid, Tile
+from rotopath.inference.slide_pass import Grid, Tile
 
 Color = tuple[int, int, int]
 # Okabe and Ito: people with any colour vision can tell them apart, also on pink and purple tissue.
@@ -40,9 +40,9 @@ PALETTE: tuple[Color, ...] = (
 )
 Loss = Callable[[Tensor, Tensor], Tensor]  # of logits and targets
 Map = NDArray[np.float32]
-Evidence = Any  # of one picture; each kind has its own
+Evidence = Any  # of one sample; each kind has its own
 Scores = dict[str, object]  # ready for JSON
-Point = Mapping[str, float]  # the operating point
+OperatingPoint = Mapping[str, float]  # the operating point
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Frame(NamedTuple):
 class Example(NamedTuple):
     """Something that a model got wrong: an image, a position in it, and how sure the model was."""
 
-    image: str  # the picture's name
+    image: str  # the sample's name
     row: int  # 0 for a whole image
     column: int
     score: float
@@ -125,7 +125,7 @@ class Task(ABC):
         """Whether there is one class only, so that the question is yes or no."""
         return len(self.classes) == 1
 
-    def class_of(self, name: str, picture: Picture) -> int | None:
+    def class_of(self, name: str, sample: Sample) -> int | None:
         """The number of an annotated object's class; None for a class that the task does not have.
 
         A task that is not typed takes objects of any class, and one with a single class objects of no name.
@@ -134,26 +134,26 @@ class Task(ABC):
             return 0
         if not name:
             raise DataError(
-                f"{picture.name} has an object without a class, but the task has the classes "
+                f"{sample.name} has an object without a class, but the task has the classes "
                 f"{', '.join(self.class_names)}; name the class of every object."
             )
         names = [each.casefold() for each in self.class_names]
         return names.index(name.casefold()) if name.casefold() in names else None
 
     @classmethod
-    def find_classes(cls, collection: Collection) -> tuple[str, ...]:
+    def find_classes(cls, dataset: Dataset) -> tuple[str, ...]:
         """The names of the classes that annotations use: in the order of the data, or by the alphabet."""
-        if collection.annotated == "labels":
-            used = {picture.label or "" for picture in collection.pictures}
-            ordered = [name for name in collection.classes if name in used]
+        if dataset.annotated == "labels":
+            used = {sample.label or "" for sample in dataset.samples}
+            ordered = [name for name in dataset.classes if name in used]
             return (*ordered, *sorted(used - set(ordered) - {""}))
         used = set()
-        for picture in collection.pictures:
+        for sample in dataset.samples:
             try:
-                if collection.annotated == "points":
-                    used.update(parse_points(picture)[0].classes)
+                if dataset.annotated == "points":
+                    used.update(parse_points(sample)[0].classes)
                 else:
-                    used.update(parse_objects(picture, picture.annotations[0])[0].classes.values())
+                    used.update(parse_objects(sample, sample.annotations[0])[0].classes.values())
             except UnreadableFileError as error:
                 raise DataError(f"{error} Run `rotopath data check` on the data.") from None
         return tuple(sorted(used - {""}))
@@ -179,23 +179,23 @@ class Task(ABC):
     # Training
 
     @property
-    def reader(self) -> Reader:
-        """How pictures become pixels, with target maps if the task has any."""
-        return Reader(self.spacing_um_px, self.stain)
+    def reader(self) -> SampleReader:
+        """How samples become pixels, with target maps if the task has any."""
+        return SampleReader(self.spacing_um_px, self.stain)
 
-    def labels(self, pictures: Sequence[Picture]) -> Ints:
-        """The targets (n,) of whole pictures, where they have any."""
-        return np.zeros(len(pictures), np.int64)
+    def labels(self, samples: Sequence[Sample]) -> Ints:
+        """The targets (n,) of whole samples, where they have any."""
+        return np.zeros(len(samples), np.int64)
 
     @abstractmethod
     def make_sampler(
-        self, pictures: Sequence[Picture], sizes_px: Ints, frame: Frame, batch: int, seed: int, mined: Ints | None
+        self, samples: Sequence[Sample], sizes_px: Ints, frame: Frame, batch: int, seed: int, mined: Ints | None
     ) -> Sampler:
         """Which windows make up each batch."""
 
     @abstractmethod
-    def make_loss(self, pictures: Sequence[Picture]) -> Loss:
-        """The loss, whose weights may depend on the training pictures."""
+    def make_loss(self, samples: Sequence[Sample]) -> Loss:
+        """The loss, whose weights may depend on the training samples."""
 
     @abstractmethod
     def accuracy(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -204,16 +204,16 @@ class Task(ABC):
     def check_frame(self, frame: Frame) -> None:  # noqa: B027  # all windows will do, unless a kind says otherwise
         """Refuse windows for which the network does not give what the task needs."""
 
-    def check_data(self, collection: Collection) -> list[Finding]:
+    def check_data(self, dataset: Dataset) -> list[Finding]:
         """What is wrong with labels, for this task: classes that it does not have, or none at all."""
-        del collection
+        del dataset
         return []
 
-    def check_training(self, pictures: Sequence[Picture]) -> None:  # noqa: B027  # nothing to check, for most kinds
-        """Refuse training pictures of which the task cannot be learnt."""
+    def check_training(self, samples: Sequence[Sample]) -> None:  # noqa: B027  # nothing to check, for most kinds
+        """Refuse training samples of which the task cannot be learnt."""
 
     @abstractmethod
-    def take_regime(self, pictures: Sequence[Picture], amount: float, seed: int) -> tuple[Picture, ...]:
+    def take_regime(self, samples: Sequence[Sample], amount: float, seed: int) -> tuple[Sample, ...]:
         """A smaller training set; one always lies inside of any larger one."""
 
     @classmethod
@@ -241,7 +241,7 @@ class Task(ABC):
     # Evaluation
 
     @abstractmethod
-    def examine(self, prediction: Any, picture: Picture) -> Evidence:
+    def examine(self, prediction: Any, sample: Sample) -> Evidence:
         """A prediction beside the annotation: probabilities (K,) of a window, or a `Prediction` of a whole image."""
 
     @abstractmethod
@@ -253,7 +253,7 @@ class Task(ABC):
         """The operating point of a model file, if it is one of this task; else a ValueError."""
 
     @abstractmethod
-    def score(self, evidence: Sequence[Evidence], point: Point, rule: str | None = None) -> Scores:
+    def score(self, evidence: Sequence[Evidence], point: OperatingPoint, rule: str | None = None) -> Scores:
         """All scores at an operating point."""
 
     @classmethod
@@ -261,7 +261,7 @@ class Task(ABC):
     def tally(cls, scores: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
         """For each case, or image, two numbers; the main score is the ratio of their sums."""
 
-    def decide(self, probabilities: NDArray[np.floating], point: Point) -> NDArray[np.generic]:
+    def decide(self, probabilities: NDArray[np.floating], point: OperatingPoint) -> NDArray[np.generic]:
         """The decisions (..., ) that probabilities (..., K) of single positions lead to."""
         if probabilities.shape[-1] == 1:
             return np.asarray(probabilities[..., 0] >= point["threshold"])
@@ -270,7 +270,7 @@ class Task(ABC):
     # Slides
 
     @abstractmethod
-    def make_finder(self, grid: Grid, point: Point, folder: Path) -> Finder:
+    def make_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> Finder:
         """Finds objects in the tiles of a slide; what has to wait may be kept in files of the folder."""
 
     def halo(self, stride_px: int) -> int:
