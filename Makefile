@@ -1,20 +1,26 @@
-# Two commands: `make demo` shows what rotopath does, `make test` checks that it does it. Both set up .venv first.
+# `make demo` shows what rotopath does; `make test` checks everything; `make quick` is for the inner loop.
+# Each sets up .venv first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format clean
+.PHONY: demo test quick style lint format clean
 
 demo: $(READY)
 	$(BIN)/rotopath demo --out demo
 
 test: lint
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --cov --cov-report=term
 
-lint: $(READY)
+quick: style
+	$(BIN)/pytest -n 2 -m "not slow" --hypothesis-profile=quick -q
+
+style: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+
+lint: style
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
