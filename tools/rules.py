@@ -1,4 +1,4 @@
-"""Nuclei of a study by each rule of what is a hit: F1 of N = 1, 4, 8 and 16, mean and deviation over seeds, as a CSV.
+"""Tabulate F1 of nuclei by each hit rule, for N = 1, 4, 8 and 16: mean and standard deviation over seeds, as CSV.
 
 for RUN in runs/samples/nuclei/N*-regime3-seed?; do
     for RULE in area own-area; do rotopath evaluate $RUN --rule $RULE; done
@@ -14,13 +14,13 @@ from statistics import mean, stdev
 from typing import get_args
 
 from rotopath.evaluation import evaluation_file
-from rotopath.metrics.matching import HitRule
+from rotopath.metrics.matching import OverlapRule
 
 ORIENTATIONS = (1, 4, 8, 16)
 
 
 def read_scores(part: Path, orientations: int, regime: str, rule: str) -> list[float]:
-    """F1 of all seeds."""
+    """Read F1 of all seeds."""
     folders = sorted(path for path in part.glob(f"N{orientations}-regime{regime}-seed*") if path.is_dir())
     files = [evaluation_file(folder, "test", rule=None if rule == "iou" else rule) for folder in folders]
     return [json.loads(file.read_text())["test"]["f1"] for file in files]
@@ -30,10 +30,10 @@ def main() -> None:
     part, regime, out = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     with out.open("w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(["N", *get_args(HitRule)])
+        table.writerow(["N", *get_args(OverlapRule)])
         for n in ORIENTATIONS:
-            found = [read_scores(part, n, regime, rule) for rule in get_args(HitRule)]
-            table.writerow([n, *(f"{mean(scores):.3f} ± {stdev(scores):.3f}" for scores in found)])
+            by_rule = [read_scores(part, n, regime, rule) for rule in get_args(OverlapRule)]
+            table.writerow([n, *(f"{mean(scores):.3f} ± {stdev(scores):.3f}" for scores in by_rule)])
     print(out.read_text())
 
 
