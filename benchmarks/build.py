@@ -1,4 +1,4 @@
-"""How long it takes to build layers and networks, and the tumor network (N = 8) by peers.
+"""Measure the time to build layers and networks, and the tumor network (N = 8) of other libraries.
 
 .venv/bin/python benchmarks/build.py
 """
@@ -12,12 +12,12 @@ from contenders import PlainCNN, peers, straightforward
 from record import record
 
 import rotopath as rp
-from rotopath.group.kernel_families import _covariance as covariance
-from rotopath.group.kernel_families import harmonics
+from rotopath.group.kernel_families import circular_harmonics, image_covariance
 from rotopath.models import ARCHITECTURES
 
 
 def seconds(build: Callable[[], object], times: int = 9) -> float:
+    """Return the median time of a call, after one call to warm up."""
     build()
     durations = []
     for _ in range(times):
@@ -35,11 +35,11 @@ def twelve_networks() -> list[rp.models.Network]:
     ]
 
 
-def find_harmonics() -> None:
-    """What the first layer with harmonic kernels of 5×5 px has to do; all others of that size find it done."""
-    harmonics.cache_clear()
-    covariance.cache_clear()
-    harmonics(5)
+def compute_harmonics() -> None:
+    """Compute what the first layer with harmonic kernels of 5×5 px computes; later layers of that size reuse it."""
+    circular_harmonics.cache_clear()
+    image_covariance.cache_clear()
+    circular_harmonics(5)
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
         "LiftConv2d(3, 64, 5, 8)": lambda: rp.nn.LiftConv2d(3, 64, 5, 8),
         "GroupConv2d(64, 64, 5, 8)": lambda: rp.nn.GroupConv2d(64, 64, 5, 8),
         "GroupConv2d(64, 64, 9, 16)": lambda: rp.nn.GroupConv2d(64, 64, 9, 16),
-        "harmonic functions of 5×5 px": find_harmonics,
+        "harmonic functions of 5×5 px": compute_harmonics,
         "all twelve networks": twelve_networks,
     }
     record("build", [{"what": name, "seconds": f"{seconds(build):.4f}"} for name, build in builds.items()])

@@ -1,7 +1,7 @@
-"""What rotopath is measured against: networks of the same stages and channels, images (B, 3, H, W) to logits.
+"""Networks for comparison, with the same stages and channels: images (B, 3, H, W) to logits.
 
-A plain CNN as wide as channels times orientations; SE(2,N) written straightforwardly; and the same by escnn, e2cnn and
-se2cnn, wherever they can be imported.
+A plain CNN of channels times orientations; a straightforward implementation of SE(2,N); and implementations with
+escnn, e2cnn and se2cnn, if they can be imported.
 """
 
 import math
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from rotopath import group
 from rotopath.models import Architecture
-from rotopath.models.architecture import UP
+from rotopath.models.architecture import UPSAMPLING_FACTOR
 from rotopath.models.protocols import IMAGE_CHANNELS
 
 
 class PlainCNN(nn.Module):
-    """The stages of a table with ordinary convolutions, channels last, as one would write it without rotopath.
+    """The stages of an architecture with ordinary channels-last convolutions, as written without rotopath.
 
-    With batch norm for training; without, convolutions have a bias, as they have once batch norm is folded into them.
-    With `relu_last`, ReLU comes behind maxima, where it has less to do, unless a skip reads what is between.
+    With batch norm for training. Without it, convolutions have a bias, as after folding batch norm into them. With
+    `relu_last`, ReLU follows the pool, where it has fewer values, unless a skip connection reads the values before it.
     """
 
     def __init__(self, table: Architecture, orientations: int, norm: bool = True, relu_last: bool = False) -> None:
@@ -44,7 +44,7 @@ class PlainCNN(nn.Module):
         )
         self.pools = nn.ModuleList(nn.MaxPool2d(s.pool) if s.pool > 1 else nn.Identity() for s in table.stages)
         self.relu = nn.ReLU(inplace=True)
-        self.up = nn.Upsample(scale_factor=UP)
+        self.up = nn.Upsample(scale_factor=UPSAMPLING_FACTOR)
         self.head = nn.Conv2d(wide[-1], table.outputs, 1)
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
@@ -66,8 +66,8 @@ class PlainCNN(nn.Module):
         return logits
 
 
-class TurningConv2d(nn.Module):
-    """A lifting or group convolution as it is written first: at every step all kernels are turned by `grid_sample`."""
+class GridSampleConv2d(nn.Module):
+    """A straightforward lifting or group convolution, which rotates all kernels by `grid_sample` at every step."""
 
     grid: Tensor
     disc: Tensor
@@ -79,39 +79,39 @@ class TurningConv2d(nn.Module):
         shape = (channels, read, *(() if lifts else (orientations,)), size, size)
         self.weight = nn.Parameter(torch.randn(shape) * math.sqrt(2 / fan_in))
         radians = [math.radians(angle) for angle in group.angles(orientations)]
-        turns = torch.tensor([[[math.cos(a), -math.sin(a), 0], [math.sin(a), math.cos(a), 0]] for a in radians])
-        self.register_buffer("grid", F.affine_grid(turns, [orientations, 1, size, size], align_corners=True))
-        self.register_buffer("disc", group.disc(size).float())
+        rotations = torch.tensor([[[math.cos(a), -math.sin(a), 0], [math.sin(a), math.cos(a), 0]] for a in radians])
+        self.register_buffer("grid", F.affine_grid(rotations, [orientations, 1, size, size], align_corners=True))
+        self.register_buffer("disc", group.disc_mask(size).float())
 
     def forward(self, x: Tensor) -> Tensor:
         flat = (self.weight * self.disc).flatten(0, -3)  # (O·C, k, k), or (O·C·N, k, k)
-        turned = F.grid_sample(flat.expand(self.n, *flat.shape), self.grid, align_corners=True)
-        turned = turned.view(self.n, *self.weight.shape)  # (N, O, C, …, k, k)
+        rotated = F.grid_sample(flat.expand(self.n, *flat.shape), self.grid, align_corners=True)
+        rotated = rotated.view(self.n, *self.weight.shape)  # (N, O, C, …, k, k)
         if not self.lifts:
-            turned = torch.stack([kernel.roll(i, dims=2) for i, kernel in enumerate(turned)])
+            rotated = torch.stack([kernel.roll(i, dims=2) for i, kernel in enumerate(rotated)])
             x = x.flatten(1, 2)
-        kernels = turned.transpose(0, 1).flatten(0, 1)  # (O·N, C, …, k, k)
+        kernels = rotated.transpose(0, 1).flatten(0, 1)  # (O·N, C, …, k, k)
         y = F.conv2d(x, kernels if self.lifts else kernels.flatten(1, 2))
         return torch.unflatten(y, 1, (-1, self.n))
 
 
 def straightforward(table: Architecture, orientations: int) -> nn.Module:
-    """Features (B, C, N, H, W) as they are written, layer by layer, with torch's layers for volumes."""
+    """Return a network on features (B, C, N, H, W) with torch's layers for volumes, without any fusion."""
 
     def convolve(read: int, channels: int, size: int, first: bool) -> nn.Module:
-        return TurningConv2d(read, channels, size, orientations, lifts=first)
+        return GridSampleConv2d(read, channels, size, orientations, lifts=first)
 
     return _in_volumes(table, orientations, convolve)
 
 
 def by_se2cnn(table: Architecture, orientations: int) -> nn.Module:
-    """With se2cnn's convolutions (its port to PyTorch), and torch's layers for volumes between them."""
+    """Return a network with the convolutions of se2cnn (its PyTorch port) and torch's layers for volumes."""
     layers = import_module("se2cnn.nn")
 
     def convolve(read: int, channels: int, size: int, first: bool) -> nn.Module:
         kind = layers.R2ToSE2Conv if first else layers.SE2ToSE2Conv
-        made: nn.Module = kind(read, channels, orientations, size, bias=False)
-        return made
+        layer: nn.Module = kind(read, channels, orientations, size, bias=False)
+        return layer
 
     return _in_volumes(table, orientations, convolve)
 
@@ -139,7 +139,7 @@ def _in_volumes(
 
 
 class Steerable(nn.Module):
-    """The same by escnn or e2cnn: regular fields, their usual basis, and a maximum over orientations at the end."""
+    """The network by escnn or e2cnn: regular fields, the default basis, and a maximum over orientations at the end."""
 
     def __init__(self, library: str, table: Architecture, orientations: int) -> None:
         super().__init__()
@@ -162,14 +162,14 @@ class Steerable(nn.Module):
         return logits
 
     def export(self) -> nn.Module:
-        """The plain layers that the library itself makes of the network for evaluation, channels last."""
+        """Return the library's own export to plain layers for evaluation, channels-last."""
         exported = nn.Sequential(self.eval().steps.export(), self.head).eval()
         return exported.to(memory_format=torch.channels_last)  # type: ignore[no-any-return, call-overload]
 
 
 @cache
 def peers() -> dict[str, Callable[[Architecture, int], nn.Module]]:
-    """Those that are installed; for the others, a word."""
+    """Return the builders of the installed libraries, and print which ones are missing."""
     builders: dict[str, Callable[[Architecture, int], nn.Module]] = {
         "escnn": lambda table, n: Steerable("escnn", table, n),
         "e2cnn": lambda table, n: Steerable("e2cnn", table, n),
@@ -177,6 +177,6 @@ def peers() -> dict[str, Callable[[Architecture, int], nn.Module]]:
     }
     for name in list(builders):
         if find_spec(name) is None:
-            print(f"{name} is not installed, and left out (docs/speed.md says how to).")
+            print(f"{name} is not installed and left out; docs/speed.md describes how to install it.")
             del builders[name]
     return builders

@@ -1,10 +1,10 @@
-"""How exactly each layer and network turns with its input, at 90°, 45° and 22.5°.
+"""Measure the equivariance error of each layer and network at 90°, 45° and 22.5°.
 
     .venv/bin/python benchmarks/equivariance.py [cuda]
 
-Smooth random images and features, untrained weights, 25 draws: the median, at 90° with the worst draw beside it, at
-45° and 22.5° with the quartiles. Layers have 16 orientations, so that 22.5° is one step of theirs. Networks see 16
-windows of their receptive field: one answer a window (nuclei: 4 × 4), which needs no resampling.
+Smooth random images and features, 25 draws of untrained weights: the median, with the worst draw at 90°, and with the
+quartiles at 45° and 22.5°. Layers have 16 orientations, so that 22.5° is one step. Networks are applied to 16 windows
+of their receptive field: one output per window (nuclei: 4 × 4), so that outputs need no resampling.
 """
 
 import sys
@@ -40,19 +40,21 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "ReLU": nn.ReLU,
     "Project max": lambda: rp.nn.Project("max"),
     "Project mean": lambda: rp.nn.Project("mean"),
-    "Project attention": lambda: _learned(rp.nn.Project("attention", 4)),
-    "Project fourier": lambda: _learned(rp.nn.Project("fourier", 4, N)),
+    "Project attention": lambda: _with_random_weights(rp.nn.Project("attention", 4)),
+    "Project fourier": lambda: _with_random_weights(rp.nn.Project("fourier", 4, N)),
 }
 
 
-def _learned(project: nn.Module) -> nn.Module:
-    """With weights as if it had been trained: at the start it is the mean."""
+def _with_random_weights(project: nn.Module) -> nn.Module:
+    """Draw random weights, since the projection starts as the mean."""
     for parameter in project.parameters():
         nn.init.normal_(parameter)
     return project
 
 
 def measure(name: str, build: Callable[[], nn.Module], x: Tensor) -> dict[str, str]:
+    """Return the row of one layer or network."""
+
     def errors(angle: float, x: Tensor = x, training: bool = False) -> list[float]:
         return untrained_errors(build, x, angle, draws=25, training=training)
 
@@ -74,10 +76,10 @@ def measure(name: str, build: Callable[[], nn.Module], x: Tensor) -> dict[str, s
 
 
 def main(device: str = "cpu") -> None:
-    torch.backends.cudnn.allow_tf32 = False  # a GPU would round float32 to the ten bits of TF32
+    torch.backends.cudnn.allow_tf32 = False  # TF32 would round float32 to ten bits on a GPU
     rows = []
     for name, build in LAYERS.items():
-        odd = "stride" in name  # windows of 3 at stride 2, padded by 1, lie evenly in odd sizes
+        odd = "stride" in name  # windows of 3 at stride 2, padded by 1, cover odd sizes evenly
         maps = smooth_images(count=2, size=65 if odd else 64, channels=4 * N)
         x = maps[:, :4] if "Lift" in name else maps.view(len(maps), 4, N, *maps.shape[2:])
         rows.append(measure(name, build, x.to(device)))

@@ -1,10 +1,10 @@
-"""How faithfully kernels, pools and networks turn between multiples of 90°: errors, conditioning, frequency response.
+"""Measure kernels, pools and networks between multiples of 90°: equivariance error, condition, frequency response.
 
     .venv/bin/python benchmarks/fidelity.py [cuda]
 
-Smooth random images, untrained weights, the median of nine draws. Two layers are a lifting and a group convolution;
-a pool comes between them, behind a ReLU, and a projection behind them, behind another. escnn, where it is installed, is
-measured in the same run on the same images.
+Smooth random images, untrained weights, the median of nine draws. "Two layers" are a lifting and a group convolution.
+Pools are measured between them, after a ReLU, and projections after them, after a second ReLU. If escnn is installed,
+it is measured in the same run on the same images.
 """
 
 import math
@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 import rotopath as rp
 from rotopath import group
-from rotopath.group.kernel_families import harmonics
+from rotopath.group.kernel_families import circular_harmonics
 from rotopath.metrics import smooth_images, untrained_errors
 from rotopath.nn import center_crop
 from rotopath.nn.project import Projection
 
 CHANNELS = 4
-PLACES = ((3, 8, 45.0), (5, 8, 45.0), (5, 12, 30.0), (5, 16, 45.0), (5, 16, 22.5), (7, 8, 45.0), (9, 8, 45.0))
+CASES = ((3, 8, 45.0), (5, 8, 45.0), (5, 12, 30.0), (5, 16, 45.0), (5, 16, 22.5), (7, 8, 45.0), (9, 8, 45.0))
 BETWEEN: dict[str, Callable[[], nn.Module]] = {
     "nothing": nn.Identity,
     "GroupMaxPool2d(2)": lambda: rp.nn.GroupMaxPool2d(2),
@@ -46,7 +46,7 @@ BETWEEN: dict[str, Callable[[], nn.Module]] = {
     "GroupUpsample2d(2, mode='bilinear')": lambda: rp.nn.GroupUpsample2d(2, mode="bilinear"),
 }
 ESCNN_BETWEEN = {"nothing": "", "PointwiseMaxPool(2)": "max", "PointwiseMaxPoolAntialiased(2)": "smooth max"}
-LEARNED: dict[str, tuple[Projection, float]] = {  # projections, and weights that training might have given them
+LEARNED: dict[str, tuple[Projection, float]] = {  # projections, and weights as training might set them
     "max": ("max", 0.0),
     "mean": ("mean", 0.0),
     "attention, sharpness 1": ("attention", 1.0),
@@ -60,7 +60,7 @@ SMOOTHING: dict[str, Callable[[], nn.Module]] = {
     "Smooth2d": rp.nn.Smooth2d,
     "1 2 1 along both axes": lambda: nn.Sequential(nn.AvgPool2d(2, 1), nn.AvgPool2d(2, 1, padding=1)),
 }
-FREQUENCIES = (0.0, 0.125, 0.25, 0.375, 0.5)  # in cycles a pixel; the last is the highest that pixels can carry
+FREQUENCIES = (0.0, 0.125, 0.25, 0.375, 0.5)  # in cycles per pixel; the last is the Nyquist frequency
 NETWORKS: dict[str, dict[str, Any]] = {
     "paper": {},
     "kernel='harmonic'": {"kernel": "harmonic"},
@@ -82,15 +82,15 @@ def two_layers_projected(kernel: str, orientations: int, project: Callable[[], n
     return nn.Sequential(*layers.children(), nn.ReLU(), project())
 
 
-def learned_projection(mode: Projection, learned: float) -> nn.Module:
+def make_projection(mode: Projection, weight: float) -> nn.Module:
     project = rp.nn.Project(mode, CHANNELS, 8)
     for parameter in project.parameters():
-        nn.init.constant_(parameter, learned)
+        nn.init.constant_(parameter, weight)
     return project
 
 
 class Amplitude(nn.Module):
-    """Of a single frequency along θ, of which a projection weighs the slower ones."""
+    """The amplitude of a single frequency along θ."""
 
     def __init__(self, frequency: int) -> None:
         super().__init__()
@@ -101,8 +101,8 @@ class Amplitude(nn.Module):
         return waves[:, :, self.frequency].abs()
 
 
-class InTheMiddle(nn.Module):
-    """A network's outputs but for so many along the edges of an image."""
+class CroppedNetwork(nn.Module):
+    """A network whose outputs are cropped by `rim` at each edge of an image."""
 
     def __init__(self, build: Callable[[], rp.models.Network], rim: int) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class InTheMiddle(nn.Module):
 
 
 class Escnn(nn.Module):
-    """The same two layers by escnn, with fields of the regular representation, and features as (B, C, N, H, W)."""
+    """The same two layers of escnn, with fields of the regular representation, and features as (B, C, N, H, W)."""
 
     def __init__(self, size: int, orientations: int, between: str | None = None) -> None:
         from escnn import gspaces
@@ -146,15 +146,15 @@ def error(build: Callable[[], nn.Module], x: Tensor, angle: float, draws: int = 
 
 
 def condition(matrix: Tensor) -> str:
-    """How much louder the loudest combination of base weights is than the quietest."""
+    """Return the condition number: the largest gain of a combination of base weights, relative to the smallest."""
     values = torch.linalg.svdvals(matrix)
     return f"{float(values[0] / values[-1]):.1f}" if values[-1] > 1e-9 else "inf"
 
 
 def measure_kernels(x: Tensor) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    for size, orientations, angle in PLACES:
-        where = {"size": f"{size}×{size}", "N": orientations, "angle": f"{angle:g}°"}
+    for size, orientations, angle in CASES:
+        case = {"size": f"{size}×{size}", "N": orientations, "angle": f"{angle:g}°"}
         for kernel in group.KERNELS:
             rotation = group.rotation_map(size, orientations, kernel)
             gains = rotation.square().sum(dim=(1, 2)) / rotation.square().sum(dim=(1, 2)).mean()
@@ -165,9 +165,9 @@ def measure_kernels(x: Tensor) -> list[dict[str, object]]:
             shape = {
                 "gain": f"{float(gains.min()):.2f}–{float(gains.max()):.2f}",
                 "condition": condition(rotation.flatten(0, 1)),
-                "at the worst angle": max([condition(turned) for turned in rotation], key=float),
+                "at the worst angle": max([condition(kernels) for kernels in rotation], key=float),
             }
-            rows.append({"kernel": kernel, **where, "weights": rotation.shape[2], **shape, **errors})
+            rows.append({"kernel": kernel, **case, "weights": rotation.shape[2], **shape, **errors})
         if find_spec("escnn"):
             errors = {
                 "two layers": error(partial(Escnn, size, orientations), x, angle),
@@ -175,7 +175,7 @@ def measure_kernels(x: Tensor) -> list[dict[str, object]]:
             }
             weights = Escnn(size, orientations).weights
             unknown = dict.fromkeys(shape, "")
-            rows.append({"kernel": "escnn", **where, "weights": weights, **unknown, **errors})
+            rows.append({"kernel": "escnn", **case, "weights": weights, **unknown, **errors})
     return rows
 
 
@@ -186,12 +186,12 @@ def measure_layers_between(x: Tensor) -> list[dict[str, object]]:
         rows.append({"between": name, **errors, "escnn": ""})
     if find_spec("escnn"):
         for name, between_escnn in ESCNN_BETWEEN.items():
-            found = error(partial(Escnn, 5, 8, between_escnn), x, 45.0)
-            rows.append({"between": f"escnn: {name}", **dict.fromkeys(group.KERNELS, ""), "escnn": found})
+            measured = error(partial(Escnn, 5, 8, between_escnn), x, 45.0)
+            rows.append({"between": f"escnn: {name}", **dict.fromkeys(group.KERNELS, ""), "escnn": measured})
     return rows
 
 
-def off_grid(orientations: int, project: Callable[[], nn.Module], x: Tensor) -> dict[str, str]:
+def errors_by_angle(orientations: int, project: Callable[[], nn.Module], x: Tensor) -> dict[str, str]:
     return {
         f"{kernel}, {angle:g}°": error(partial(two_layers_projected, kernel, orientations, project), x, angle)
         for kernel in ("bilinear", "harmonic")
@@ -200,16 +200,18 @@ def off_grid(orientations: int, project: Callable[[], nn.Module], x: Tensor) -> 
 
 
 def measure_projections(x: Tensor) -> list[dict[str, object]]:
-    return [{"projection": name, **off_grid(8, partial(learned_projection, *how), x)} for name, how in LEARNED.items()]
+    return [
+        {"projection": name, **errors_by_angle(8, partial(make_projection, *how), x)} for name, how in LEARNED.items()
+    ]
 
 
 def measure_frequencies(x: Tensor) -> list[dict[str, object]]:
-    places = [(n, k) for n in (8, 16) for k in range(1, n // 2 + 1)]
-    return [{"N": n, "k": k, **off_grid(n, partial(Amplitude, k), x)} for n, k in places]
+    cases = [(n, k) for n in (8, 16) for k in range(1, n // 2 + 1)]
+    return [{"N": n, "k": k, **errors_by_angle(n, partial(Amplitude, k), x)} for n, k in cases]
 
 
 def measure_response(size: int = 5, orientations: int = 16) -> list[dict[str, object]]:
-    """The power that white base weights have at each frequency along the kernel's own axis, in parts of that at 0."""
+    """Return the power of white base weights at each frequency along the kernel's axis, relative to frequency 0."""
     rows: list[dict[str, object]] = []
     offsets = torch.arange(size, dtype=torch.float64) - size // 2
     for kernel in group.KERNELS:
@@ -219,39 +221,39 @@ def measure_response(size: int = 5, orientations: int = 16) -> list[dict[str, ob
             along = (math.cos(angle) * offsets[None, :] - math.sin(angle) * offsets[:, None]).flatten()
             waves = torch.exp(2j * math.pi * torch.tensor(FREQUENCIES, dtype=torch.float64)[:, None] * along)
             power = (waves @ rotation[i]).abs().square().sum(dim=1)
-            found = {f"{f:g}": f"{float(p / power[0]):.3f}" for f, p in zip(FREQUENCIES, power, strict=True)}
-            rows.append({"kernel": kernel, "angle": f"{math.degrees(angle):g}°", **found})
+            columns = {f"{f:g}": f"{float(p / power[0]):.3f}" for f, p in zip(FREQUENCIES, power, strict=True)}
+            rows.append({"kernel": kernel, "angle": f"{math.degrees(angle):g}°", **columns})
     return rows
 
 
 def measure_smoothing(device: str) -> list[dict[str, object]]:
-    """What is left of waves of four pixels, and how a lifting turns by 45° behind it, for images ever less fine."""
+    """Return the amplitude kept of waves of four pixels, and the error of lifting at 45° after the filter."""
     rows: list[dict[str, object]] = []
     for name, smooth in SMOOTHING.items():
-        left = {f"{angle:g}°": f"{wave_left(smooth(), angle):.3f}" for angle in (0.0, 22.5, 45.0)}
+        kept = {f"{angle:g}°": f"{kept_amplitude(smooth(), angle):.3f}" for angle in (0.0, 22.5, 45.0)}
         images = {px: smooth_images(count=2, size=64, blur_px=px).to(device) for px in (0.5, 0.7, 1.0, 2.0)}
-        errors = {f"{px:g} px": error(partial(lifted, smooth), x, 45.0) for px, x in images.items()}
-        rows.append({"filter": name, **left, **errors})
+        errors = {f"{px:g} px": error(partial(smooth_and_lift, smooth), x, 45.0) for px, x in images.items()}
+        rows.append({"filter": name, **kept, **errors})
     return rows
 
 
-def wave_left(smooth: nn.Module, angle: float, period_px: int = 4, size: int = 65) -> float:
-    """The height in the middle of an image of a wave that runs at an angle, whose crest lies there."""
-    at = torch.arange(size, dtype=torch.float64) - size // 2
-    along = math.cos(math.radians(angle)) * at + math.sin(math.radians(angle)) * at[:, None]
+def kept_amplitude(smooth: nn.Module, angle: float, period_px: int = 4, size: int = 65) -> float:
+    """Return the amplitude of a wave at an angle after the filter, measured at its crest in the center of an image."""
+    position = torch.arange(size, dtype=torch.float64) - size // 2
+    along = math.cos(math.radians(angle)) * position + math.sin(math.radians(angle)) * position[:, None]
     wave = torch.cos(2 * math.pi * along / period_px)[None, None]
     return float(smooth(wave)[0, 0, size // 2, size // 2])
 
 
-def lifted(smooth: Callable[[], nn.Module]) -> nn.Module:
+def smooth_and_lift(smooth: Callable[[], nn.Module]) -> nn.Module:
     return nn.Sequential(smooth(), rp.nn.LiftConv2d(3, CHANNELS, 5, 8, bias=False, kernel="harmonic"))
 
 
 def describe_harmonics() -> list[dict[str, object]]:
-    """How loud each harmonic of a kernel is beside its loudest."""
+    """List the gain of each harmonic of a kernel relative to the largest one."""
     rows: list[dict[str, object]] = []
     for size in (3, 5, 7, 9):
-        kernels, frequencies = harmonics(size)
+        kernels, frequencies = circular_harmonics(size)
         gains = kernels.norm(dim=0) / kernels.norm(dim=0).max()
         for m in sorted({int(frequency) for frequency in frequencies}):
             listed = ", ".join(f"{float(gain):.2f}" for gain in gains[frequencies == m])
@@ -263,17 +265,17 @@ def measure_networks(device: str) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
     for network in (rp.models.mitosis, rp.models.nuclei, rp.models.tumor):
         networks = [network(8, **choices) for choices in NETWORKS.values()]
-        widest = max(networks, key=lambda one: one.geometry.surrounded_px)
-        x = smooth_images(count=16, size=widest.nearest_sizes(widest.geometry.surrounded_px)[-1]).to(device)
+        widest = max(networks, key=lambda network: network.geometry.context_px)
+        x = smooth_images(count=16, size=widest.nearest_sizes(widest.geometry.context_px)[-1]).to(device)
         for name, choices in NETWORKS.items():
-            build = partial(InTheMiddle, partial(network, 8, **choices), widest.architecture.rim)
+            build = partial(CroppedNetwork, partial(network, 8, **choices), widest.architecture.rim)
             errors = {f"{angle:g}°": error(build, x, angle, draws=7) for angle in (45.0, 22.5)}
             rows.append({"network": network.__name__, "choices": name, **errors})
     return rows
 
 
 def main(device: str = "cpu") -> None:
-    warnings.simplefilter("ignore")  # escnn's
+    warnings.simplefilter("ignore")  # raised by escnn
     torch.backends.cudnn.allow_tf32 = False
     x = smooth_images(count=2, size=64).to(device)
     record("fidelity-kernels", measure_kernels(x), device)

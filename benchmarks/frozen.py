@@ -1,10 +1,10 @@
-"""How long a frozen network takes, beside a plain CNN of the same widths and layers, and the network it was made of.
+"""Compare the speed of a frozen network, a plain CNN of the same width, and the network before freezing.
 
 .venv/bin/python benchmarks/frozen.py [cuda] [--orientations 8] [--rounds 15]
 
-The plain CNN does the same work without rotopath: convolutions with a bias, channels last, maxima, and ReLU in place
-behind them, as freezing puts it. In every round each of the three answers in turn, in another order every time;
-medians over rounds.
+The plain CNN does the same work without rotopath: channels-last convolutions with a bias, max pools, and a ReLU in
+place after each pool, in the order that freezing uses. All three run in every round, in random order; medians over
+rounds.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from rotopath.models.protocols import IMAGE_CHANNELS
 
 BUILDERS = {"mitosis": rp.models.mitosis, "nuclei": rp.models.nuclei, "tumor": rp.models.tumor}
 IMAGES = {"cpu": ((16, 0), (1, 256)), "cuda": ((256, 0), (4, 1024))}  # batch, and side in pixels; 0 for the smallest
-CALLS = {"cpu": 1, "cuda": 10}  # in one measurement
+CALLS = {"cpu": 1, "cuda": 10}  # of one measurement
 
 
 @torch.no_grad()
@@ -33,10 +33,10 @@ def compare(network: Network, images: Tensor, rounds: int) -> dict[str, object]:
     models = {"network": network, "frozen": rp.freeze(network), "plain CNN": plain}
     calls: dict[str, Callable[[], object]] = {name: partial(model, images) for name, model in models.items()}
     device = images.device.type
-    found = measure(calls, device, rounds, CALLS[device])
-    ratio = median(a / b for a, b in zip(found["frozen"], found["plain CNN"], strict=True))
-    middle = {f"{name}, ms": f"{median(times):.2f}" for name, times in found.items()}
-    return {**middle, "frozen / plain": f"{ratio:.3f}"}
+    times = measure(calls, device, rounds, CALLS[device])
+    ratio = median(a / b for a, b in zip(times["frozen"], times["plain CNN"], strict=True))
+    medians = {f"{name}, ms": f"{median(values):.2f}" for name, values in times.items()}
+    return {**medians, "frozen / plain": f"{ratio:.3f}"}
 
 
 def main() -> None:

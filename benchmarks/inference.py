@@ -1,11 +1,11 @@
-"""How long dense inference by the tumor network takes: frozen, as it is, a plain CNN as wide, and peers.
+"""Measure dense inference of the tumor network: frozen and not, a plain CNN of the same width, and other libraries.
 
     .venv/bin/python benchmarks/inference.py [cuda] [--side 2000] [--rounds 15] [--without compiled]
 
-One image of the size on the network's grid that is nearest to the side; in bfloat16, float16 and float32 on a GPU,
-where "rotopath" is as `rotopath predict` runs it, with weights in float32; in float32 on the CPU. The plain CNN has its
-batch norm folded into its convolutions, as a frozen network has; escnn and e2cnn are measured as they export
-themselves. Errors are those of all logits together against the network in float64.
+One image, of the size on the network's grid nearest to `--side`; in bfloat16, float16 and float32 on a GPU, in
+float32 on the CPU. On a GPU, "rotopath" is the network as `rotopath predict` runs it, with weights in float32. In the
+plain CNN, as in a frozen network, batch norm is folded into the convolutions; escnn and e2cnn run as their own
+export. Errors are relative errors of all logits against the network in float64.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from contenders import PlainCNN, Steerable, peers, straightforward
 from record import record
-from timing import build, describe, forget_compiled, forget_peak, leave_out, measure
+from timing import build, describe, leave_out, measure, reset_compiler, reset_peak_memory
 from torch import Tensor, nn
 
 import rotopath as rp
@@ -26,30 +26,34 @@ from rotopath.models.protocols import IMAGE_CHANNELS
 
 SIDES = {"cpu": 500, "cuda": 2000}
 PRECISIONS = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
-AT_ONCE = {"cpu": 1, "cuda": 10}
-TOLERANCES = {torch.bfloat16: 0.2, torch.float16: 2e-2, torch.float32: 5e-3}  # of logits near 0; float32 is TF32 there
-Answer = Callable[[], Tensor]
+REPEATS = {"cpu": 1, "cuda": 10}
+TOLERANCES = {
+    torch.bfloat16: 0.2,
+    torch.float16: 2e-2,
+    torch.float32: 5e-3,
+}  # relative errors of logits near 0; float32 is TF32 on a GPU
+Predict = Callable[[], Tensor]
 
 
-def prepared(model: nn.Module, image: Tensor) -> nn.Module:
-    """On the device and in the precision of the image, for evaluation."""
+def prepare(model: nn.Module, image: Tensor) -> nn.Module:
+    """Move a model to the device and data type of the image, for evaluation."""
     return model.to(image.device, image.dtype).eval()
 
 
-def mixed(network: Network, image: Tensor) -> nn.Module:
-    """As `rotopath predict` runs it on a GPU: weights in float32, convolutions in the precision of the image."""
+def prepare_mixed(network: Network, image: Tensor) -> nn.Module:
+    """Prepare a network as `rotopath predict` does on a GPU: float32 weights, convolutions in the image's data type."""
     network = copy.deepcopy(network).to(image.device).eval()
     return network if image.dtype == torch.float32 else MixedNetwork(network, image.dtype)
 
 
-def compiled(model: nn.Module, image: Tensor) -> nn.Module:
-    made: nn.Module = torch.compile(prepared(model, image), dynamic=False)  # type: ignore[assignment]
-    return made
+def compile_model(model: nn.Module, image: Tensor) -> nn.Module:
+    compiled: nn.Module = torch.compile(prepare(model, image), dynamic=False)  # type: ignore[assignment]
+    return compiled
 
 
-def replayed(model: nn.Module, image: Tensor) -> Answer:
-    """Recorded as a CUDA graph."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # where recording has to be warmed up
+def record_graph(model: nn.Module, image: Tensor) -> Predict:
+    """Record the model as a CUDA graph, and return a function that replays it."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # recording must be warmed up on another stream
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -59,18 +63,18 @@ def replayed(model: nn.Module, image: Tensor) -> Answer:
     with torch.cuda.graph(graph):
         logits: Tensor = model(image)
 
-    # A graph knows where weights and image lie, but does not hold them: without `_alive` it would read what was freed.
-    def answer(_alive: object = (model, image)) -> Tensor:
+    # A graph reads weights and image by address and does not keep them alive; the default argument does.
+    def replay(_alive: object = (model, image)) -> Tensor:
         graph.replay()
         return logits
 
-    return answer
+    return replay
 
 
-def models(network: Network, image: Tensor) -> dict[str, Callable[[], Answer]]:
-    """What gives the logits of the image, to be built one after the other."""
+def make_models(network: Network, image: Tensor) -> dict[str, Callable[[], Predict]]:
+    """Return functions that build the models; each returns a function that computes the logits of the image."""
 
-    def of(make: Callable[[nn.Module, Tensor], nn.Module], model: Callable[[], nn.Module]) -> Callable[[], Answer]:
+    def of(make: Callable[[nn.Module, Tensor], nn.Module], model: Callable[[], nn.Module]) -> Callable[[], Predict]:
         return lambda: partial(make(model(), image), image)
 
     def plain() -> nn.Module:
@@ -83,43 +87,48 @@ def models(network: Network, image: Tensor) -> dict[str, Callable[[], Answer]]:
         model = builder(network.architecture, network.orientations)
         return model.export() if isinstance(model, Steerable) else model
 
-    found = {"plain CNN": of(prepared, plain), "rotopath, frozen": of(prepared, frozen)}
-    if image.dtype == torch.bfloat16:  # alone: compiling takes its time
-        found |= {"plain CNN, compiled": of(compiled, plain), "rotopath, frozen and compiled": of(compiled, frozen)}
-    if image.is_cuda:
-        found |= {
-            "plain CNN, replayed": lambda: replayed(prepared(plain(), image), image),
-            "rotopath, frozen and replayed": lambda: replayed(prepared(frozen(), image), image),
-            "rotopath, replayed": lambda: replayed(mixed(network, image), image),
+    makers = {"plain CNN": of(prepare, plain), "rotopath, frozen": of(prepare, frozen)}
+    if image.dtype == torch.bfloat16:  # only once, as compiling takes long
+        makers |= {
+            "plain CNN, compiled": of(compile_model, plain),
+            "rotopath, frozen and compiled": of(compile_model, frozen),
         }
-    found["rotopath"] = lambda: partial(mixed(network, image), image)
+    if image.is_cuda:
+        makers |= {
+            "plain CNN, replayed": lambda: record_graph(prepare(plain(), image), image),
+            "rotopath, frozen and replayed": lambda: record_graph(prepare(frozen(), image), image),
+            "rotopath, replayed": lambda: record_graph(prepare_mixed(network, image), image),
+        }
+    makers["rotopath"] = lambda: partial(prepare_mixed(network, image), image)
     for name, builder in ({"straightforward": straightforward} | peers()).items():
-        found[name] = of(prepared, partial(peer, builder))
-    return found
+        makers[name] = of(prepare, partial(peer, builder))
+    return makers
 
 
 @torch.no_grad()
 def compare(network: Network, image: Tensor, rounds: int, without: Sequence[str] = ()) -> list[dict[str, object]]:
     device, dtype = image.device.type, image.dtype
-    forget_compiled(device)
+    reset_compiler(device)
     expected = copy.deepcopy(network).double()(image.double())
-    answers: dict[str, Callable[[], object]] = {}
+    predictors: dict[str, Callable[[], object]] = {}
     columns: dict[str, dict[str, str]] = {}
-    for name, make in leave_out(models(network, image), without, kept=("plain CNN",)).items():
+    for name, make in leave_out(make_models(network, image), without, kept=("plain CNN",)).items():
 
-        def start(name: str = name, make: Callable[[], Answer] = make) -> tuple[Answer, Tensor]:
-            answer = make()
-            answer()
-            forget_peak(name, device)
-            return answer, answer().double()
+        def start(name: str = name, make: Callable[[], Predict] = make) -> tuple[Predict, Tensor]:
+            predict = make()
+            predict()
+            reset_peak_memory(name, device)
+            return predict, predict().double()
 
         if (built := build(f"{name}, {dtype}", start, device)) is not None:
-            (answers[name], logits), peak = built
+            (predictors[name], logits), peak = built
             error = float((logits - expected).norm() / expected.norm())
             columns[name] = {"peak MiB": peak, "error": f"{error:.1e}" if "rotopath" in name else ""}
-    times = measure(answers, device, rounds, AT_ONCE[device])
+    times = measure(predictors, device, rounds, REPEATS[device])
     about = {"image": f"{image.shape[-2]} × {image.shape[-1]} px", "precision": str(dtype).removeprefix("torch.")}
-    return [{"what": name, **about, **describe(times[name], times["plain CNN"]), **columns[name]} for name in answers]
+    return [
+        {"what": name, **about, **describe(times[name], times["plain CNN"]), **columns[name]} for name in predictors
+    ]
 
 
 def main() -> None:
@@ -128,13 +137,18 @@ def main() -> None:
     parser.add_argument("--side", type=int)
     parser.add_argument("--orientations", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--without", nargs="+", default=[], help="words in names to leave out; then no file is written")
+    parser.add_argument(
+        "--without",
+        nargs="+",
+        default=[],
+        help="leave out models whose names contain one of these words; no file is written then",
+    )
     options = parser.parse_args()
     torch.manual_seed(0)
     network = rp.models.tumor(options.orientations).to(options.device)
-    settle(network)
+    warm_up_statistics(network)
     side = options.side or SIDES[options.device]
-    size = min(network.nearest_sizes(side), key=lambda good: abs(good - side))
+    size = min(network.nearest_sizes(side), key=lambda size: abs(size - side))
     image = torch.rand(1, IMAGE_CHANNELS, size, size, device=options.device)
     rows = [
         row
@@ -145,11 +159,13 @@ def main() -> None:
     for row in rows:
         allowed = TOLERANCES[getattr(torch, str(row["precision"]))]
         if row["error"] and not float(str(row["error"])) < allowed:
-            raise SystemExit(f"{row['what']}, {row['precision']}: its error is {row['error']}; {allowed} is allowed.")
+            raise SystemExit(
+                f"{row['what']}, {row['precision']}: the error is {row['error']}, above the limit of {allowed}."
+            )
 
 
-def settle(network: Network) -> None:
-    """Statistics of a few batches, so that signals are of the size that they have in a trained network."""
+def warm_up_statistics(network: Network) -> None:
+    """Update the batch norm statistics on a few batches, so that activations are scaled as in a trained network."""
     side = network.receptive_field
     with torch.no_grad():
         for _ in range(20):

@@ -1,11 +1,11 @@
-"""What bilinear interpolation does to the variance of a signal, orientation by orientation, and through depth.
+"""Measure how bilinear interpolation of kernels changes the variance of a signal, by orientation and by depth.
 
     .venv/bin/python benchmarks/initialisation.py
 
-First table: the variance that a rotated kernel passes on, relative to the kernel at 0°, for a signal that is constant
-over the kernel and for one that is uncorrelated from pixel to pixel. Second table: mean square behind layers of a
-network at initialisation with ReLU, averaged over orientations, and its smallest and largest orientation in
-parts of that average. Third table: the correlation, under a kernel, of what enters those layers.
+First table: variance after a rotated kernel, relative to the kernel at 0°, for a signal that is constant under the
+kernel and for one that is uncorrelated between pixels. Second table: mean square after the layers of a network at
+initialization with ReLU, averaged over orientations, and of the smallest and largest orientation relative to that
+average. Third table: correlation, under a kernel, of the inputs of these layers.
 """
 
 import torch
@@ -20,6 +20,7 @@ DEPTHS = (1, 2, 3, 5, 10, 20)
 
 
 def single_orientations(size: int, orientations: int) -> list[dict[str, object]]:
+    """Return the rows of the first table for one kernel size."""
     rotation = group.rotation_map(size, orientations)
     taps = rotation.shape[2]
     constant = rotation.sum(dim=1).square().sum(dim=1) / taps
@@ -36,39 +37,38 @@ def single_orientations(size: int, orientations: int) -> list[dict[str, object]]
     ]
 
 
-def through_depth(size: int, orientations: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean squares (depth,), those of single orientations relative to them (depth, N), correlations (depth,): means of
-    four draws.
+def over_depth(size: int, orientations: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean squares (depth,), those of orientations relative to them (depth, N), and correlations (depth,).
 
-    A network of ordinary width wanders far from the expectation in twenty layers. So gains are measured on 1024
-    output channels, of which the next layer reads 16.
+    All are means of four draws. Over twenty layers, a network of ordinary width deviates far from the expectation. So
+    gains are measured on 1024 output channels, of which the next layer reads 16.
     """
     draws = []
     for seed in range(4):
         torch.manual_seed(seed)
-        read, gains, spreads, correlations = x, [], [], []
+        features, gains, spreads, correlations = x, [], [], []
         for depth in range(max(DEPTHS)):
-            correlations.append(local_correlation(read, size, orientations))
+            correlations.append(local_correlation(features, size, orientations))
             convolution = rp.nn.GroupConv2d if depth else rp.nn.LiftConv2d
-            layer = convolution(read.shape[1], 1024, size, orientations, padding="same", padding_mode="circular")
+            layer = convolution(features.shape[1], 1024, size, orientations, padding="same", padding_mode="circular")
             with torch.no_grad():
-                y = layer(read).relu()
+                y = layer(features).relu()
             squares = y.square().mean(dim=(0, 1, 3, 4))
-            gains.append(squares.mean() / read.square().mean())
+            gains.append(squares.mean() / features.square().mean())
             spreads.append(squares / squares.mean())
-            read = y[:, :16]
+            features = y[:, :16]
         draws.append((torch.stack(gains).cumprod(dim=0), torch.stack(spreads), torch.stack(correlations)))
     mean_squares, mean_spreads, mean_correlations = (torch.stack(p).mean(dim=0) for p in zip(*draws, strict=True))
     return mean_squares, mean_spreads, mean_correlations
 
 
 def local_correlation(x: Tensor, size: int, orientations: int) -> Tensor:
-    """Where x lies between uncorrelated (0) and constant (1) under a kernel, by what turned kernels pass on."""
+    """Return the correlation of x under a kernel, from 0 to 1 (constant), derived from the gain of rotated kernels."""
     rotation = group.rotation_map(size, orientations)
     uncorrelated, constant = (group.effective_taps(size, orientations, correlation) for correlation in (0.0, 1.0))
     patches = nn.functional.unfold(x.reshape(-1, 1, *x.shape[-2:]).double(), size)  # (maps, n², L)
-    passed_on = torch.einsum("irp,mrl->mipl", rotation, patches).square().sum(dim=2).mean() / patches.square().mean()
-    return (passed_on - uncorrelated) / (constant - uncorrelated)
+    gain = torch.einsum("irp,mrl->mipl", rotation, patches).square().sum(dim=2).mean() / patches.square().mean()
+    return (gain - uncorrelated) / (constant - uncorrelated)
 
 
 def main() -> None:
@@ -80,17 +80,17 @@ def main() -> None:
     correlations: list[dict[str, object]] = []
     for size, n in ((5, 4), (5, 8), (3, 8), (5, 16)):
         for name, x in inputs.items():
-            which: dict[str, object] = {"kernel": f"{size}×{size}", "N": n, "input": name}
-            squares, spreads, correlation = through_depth(size, n, x)
+            case: dict[str, object] = {"kernel": f"{size}×{size}", "N": n, "input": name}
+            squares, spreads, correlation = over_depth(size, n, x)
             variances.append(
-                which
+                case
                 | {
                     f"layer {d}": f"{squares[d - 1]:.2f} ({spreads[d - 1].min():.2f}–{spreads[d - 1].max():.2f})"
                     for d in DEPTHS
                 }
             )
-            if n > 4:  # quarter turns pass everything on, whatever the signal
-                correlations.append(which | {f"layer {d}": f"{correlation[d - 1]:.2f}" for d in DEPTHS})
+            if n > 4:  # rotations by 90° preserve the variance of every signal
+                correlations.append(case | {f"layer {d}": f"{correlation[d - 1]:.2f}" for d in DEPTHS})
     record("initialisation-depth", variances)
     record("initialisation-correlation", correlations)
 

@@ -1,9 +1,9 @@
-"""What a training batch costs beside the training step that it feeds: tumor network, N = 8, batch of 64.
+"""Compare the time to load a training batch with the training step: tumor network, N = 8, batches of 64.
 
 .venv/bin/python benchmarks/loader.py [cuda] [--patches 16384] [--data FOLDER]
 
-Patches are noise of PCam's size, in memory or written to HDF5 files as PCam is, unless a PCam folder is given; their
-content does not matter to the clock, but for how well they pack.
+Unless a PCam folder is given, patches are noise of PCam's size, in HDF5 files like PCam's. The content of patches
+affects the time only by how well it compresses.
 """
 
 import argparse
@@ -24,12 +24,13 @@ import rotopath as rp
 from rotopath.data import Augmentation, Sample, open_data
 from rotopath.data.batches import Cache
 from rotopath.evaluation import make_sampled_batches
-from rotopath.tasks import TUMOR, Frame
+from rotopath.tasks import TUMOR, TrainingWindow
 
-FRAME, BATCH = Frame(window_px=88, target_px=12, stride_px=12), 64
+WINDOW, BATCH = TrainingWindow(window_px=88, target_px=12, stride_px=12), 64
 
 
 def write_noise(folder: Path, patches: int) -> None:
+    """Write a dataset in the format of PCam, with random pixels."""
     generator = np.random.default_rng(0)
     for split, count in (("train", patches), ("valid", 2), ("test", 2)):
         name = f"camelyonpatch_level_2_split_{split}"
@@ -40,46 +41,47 @@ def write_noise(folder: Path, patches: int) -> None:
             file.create_dataset("y", data=(np.arange(count, dtype=np.uint8) % 2).reshape(-1, 1, 1, 1))
 
 
-def wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def seconds_a_step(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device, rounds: int, steps: int) -> float:
-    """The median over rounds of the time that a batch takes, started and finished on the device."""
+def seconds_per_step(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device, rounds: int, steps: int) -> float:
+    """Return the median over rounds of the time per batch, including all work on the device."""
     next(batches)
     durations = []
     for _ in range(rounds):
-        wait(device)
+        synchronize(device)
         start = time.perf_counter()
         for _ in range(steps):
             next(batches)
-        wait(device)
+        synchronize(device)
         durations.append((time.perf_counter() - start) / steps)
     return median(durations)
 
 
 class Training:
-    """One network and its optimiser, as the paper trains them."""
+    """A network and its optimizer, as in the paper."""
 
     def __init__(self, device: torch.device) -> None:
         self.model = rp.models.tumor(orientations=8).to(device)
-        self.optimiser = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
 
     def step(self, images: Tensor, labels: Tensor) -> None:
         logits = self.model(images)[:, 0, 0, 0]
         loss = binary_cross_entropy_with_logits(logits, labels.float())
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        self.optimiser.step()
+        self.optimizer.step()
 
-    def on(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def train_on(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the batches, after one step on each."""
         for images, labels in batches:
             self.step(images, labels)
             yield images, labels
 
 
-def forever(batch: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def repeat_forever(batch: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     while True:
         yield batch
 
@@ -107,20 +109,22 @@ def measure(
     step_s: float | None = None
     caches: list[tuple[Cache, int]]
     caches = [("device", 0), ("memory", 0), ("none", 0), ("none", workers)]
-    for cache, at_work in caches:
+    for cache, worker_count in caches:
         batches = make_sampled_batches(
-            TUMOR, samples, FRAME, BATCH, seed=0, cache=cache, device=device, augmentation=Augmentation()
+            TUMOR, samples, WINDOW, BATCH, seed=0, cache=cache, device=device, augmentation=Augmentation()
         )
         needed = rounds * steps + 1
         if step_s is None:
             first = next(batches.load([0], device))
-            step_s = seconds_a_step(training.on(forever(first)), device, rounds, steps)
-        load_s = seconds_a_step(batches.load(range(needed), device, at_work), device, rounds, steps)
-        both_s = seconds_a_step(training.on(batches.load(range(needed), device, at_work)), device, rounds, steps)
+            step_s = seconds_per_step(training.train_on(repeat_forever(first)), device, rounds, steps)
+        load_s = seconds_per_step(batches.load(range(needed), device, worker_count), device, rounds, steps)
+        both_s = seconds_per_step(
+            training.train_on(batches.load(range(needed), device, worker_count)), device, rounds, steps
+        )
         rows.append(
             {
                 "cache": cache,
-                "workers": at_work,
+                "workers": worker_count,
                 "patches": len(samples),
                 "batch ms": f"{1e3 * load_s:.2f}",
                 "step ms": f"{1e3 * step_s:.2f}",

@@ -1,8 +1,8 @@
-"""Draws docs/speed-HARDWARE.png from what step.py, inference.py and scaling.py have recorded on some machine.
+"""Draw docs/speed-HARDWARE.png from the results of step.py, inference.py and scaling.py on one machine.
 
 .venv/bin/python benchmarks/plot.py [nvidia-h200-torch2.11.0]
 
-The machine is named as in results/; by default it is this one's CPU.
+Machines are named as in results/; the default is the CPU of this machine.
 """
 
 import csv
@@ -20,45 +20,48 @@ Rows = list[dict[str, str]]
 
 
 def read(name: str, machine: str) -> Rows:
-    """Nothing, with a word, where nothing has been recorded."""
+    """Read the rows of a CSV in results/; print a message and return no rows if it does not exist."""
     path = RESULTS / f"{name}-{machine}.csv"
     if not path.exists():
-        print(f"{path.name} is not there, and left out: benchmarks/{name}.py writes it.")
+        print(f"{path.name} does not exist and is left out; benchmarks/{name}.py writes it.")
         return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 def draw_bars(axes: Any, rows: Rows, title: str) -> None:
-    """One bar for each contender of the first batch and precision, the fastest on top."""
+    """Draw one bar per network for the first batch size and precision, the fastest on top."""
     first = [
         row for row in rows if all(row[key] == rows[0][key] for key in ("batch", "image", "precision") if key in row)
     ]
     first.sort(key=lambda row: -float(row["ms"]))
-    colours = [OURS if row["what"].startswith("rotopath") else OTHERS for row in first]
-    bars = axes.barh([row["what"] for row in first], [float(row["ms"]) for row in first], color=colours)
+    colors = [OURS if row["what"].startswith("rotopath") else OTHERS for row in first]
+    bars = axes.barh([row["what"] for row in first], [float(row["ms"]) for row in first], color=colors)
     axes.bar_label(bars, [f" {row['ms']}" for row in first])
     axes.set(title=title, xlabel="ms")
     axes.margins(x=0.15)
 
 
 def draw_orientations(axes: Any, rows: Rows) -> None:
+    """Draw the time of a step by the number of orientations, beside the plain CNN."""
     for what, style in (("N, equal weights", "-"), ("N, equal channels", "--")):
-        found = [row for row in rows if row["what grows"] == what]
-        for name, colour in (("rotopath", OURS), ("plain", OTHERS)):
+        selected = [row for row in rows if row["what grows"] == what]
+        for name, color in (("rotopath", OURS), ("plain", OTHERS)):
             label = f"{name}{what.removeprefix('N')}"
-            milliseconds = [float(row[f"step, {name} ms"]) for row in found]
-            axes.plot([int(row["N"]) for row in found], milliseconds, style, color=colour, marker="o", label=label)
+            milliseconds = [float(row[f"step, {name} ms"]) for row in selected]
+            axes.plot([int(row["N"]) for row in selected], milliseconds, style, color=color, marker="o", label=label)
     orientations = sorted({int(row["N"]) for row in rows})
     axes.set(title="step, by orientations", xlabel="N", ylabel="ms", ylim=(0, None), xticks=orientations)
     axes.legend(frameon=False)
 
 
 def main(machine: str = f"{hardware()}-torch{torch.__version__.partition('+')[0]}") -> None:
-    step, inference, scaling = found = [read(name, machine) for name in ("step", "inference", "scaling")]
-    count = sum(map(bool, found))
+    step, inference, scaling = tables = [read(name, machine) for name in ("step", "inference", "scaling")]
+    count = sum(map(bool, tables))
     if not count:
-        raise SystemExit(f"Nothing has been recorded on {machine}: run the benchmarks first, or name another machine.")
+        raise SystemExit(
+            f"results/ has no measurements of {machine}; run the benchmarks first, or name another machine."
+        )
     figure, grid = plt.subplots(1, count, figsize=(16 / 3 * count + 1, 4.5), layout="constrained", squeeze=False)
     axes = iter(grid[0])
     if step:
@@ -67,8 +70,8 @@ def main(machine: str = f"{hardware()}-torch{torch.__version__.partition('+')[0]
         draw_bars(next(axes), inference, f"inference, {inference[0]['image']}, {inference[0]['precision']}")
     if scaling:
         draw_orientations(next(axes), scaling)
-    for each in grid[0]:
-        each.spines[["top", "right"]].set_visible(False)
+    for panel in grid[0]:
+        panel.spines[["top", "right"]].set_visible(False)
     path: Path = DOCS / f"speed-{machine.partition('-torch')[0]}.png"
     figure.savefig(path, dpi=100)
     print(path.relative_to(DOCS.parent))

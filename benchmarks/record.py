@@ -1,4 +1,4 @@
-"""Where measurements go: a CSV under results/ whose name carries hardware and versions, and a table on the screen."""
+"""Save measurements as a CSV in results/, named by hardware and torch version, and print them as a table."""
 
 import csv
 import os
@@ -13,7 +13,7 @@ RESULTS = Path(__file__).parent.parent / "results"
 
 
 def hardware(device: str = "cpu") -> str:
-    """The machine in words that fit into a file name."""
+    """Return the name of the GPU, or the architecture and core count of the CPU, as part of a file name."""
     if device == "cuda":
         name = torch.cuda.get_device_name()
     else:
@@ -22,7 +22,7 @@ def hardware(device: str = "cpu") -> str:
 
 
 def record(name: str, rows: Sequence[Mapping[str, object]], device: str = "cpu", write: bool = True) -> None:
-    """Print rows as a Markdown table, and write them to results/NAME-HARDWARE-torchVERSION.csv."""
+    """Print rows as a Markdown table, and save them to results/NAME-HARDWARE-torchVERSION.csv."""
     print("| " + " | ".join(rows[0]) + " |")
     print("|" + "---|" * len(rows[0]))
     for row in rows:

@@ -1,10 +1,11 @@
-"""How a training step and dense inference of the tumor network grow: with orientations, batches and images.
+"""Measure how a training step and dense inference of the tumor network scale with orientations, batch and image size.
 
     .venv/bin/python benchmarks/scaling.py [cuda] [--rounds 9]
 
-Equal weights: channels become fewer as N grows, as in the paper. Equal channels: those of N = 8 at every N. Each is
-measured beside a plain CNN as wide as channels times orientations, in turns. All is in bfloat16 on a GPU: whole steps
-are replayed as CUDA graphs, inference is by the network as `rotopath predict` runs it; on the CPU, by the frozen one.
+Equal weights: fewer channels for larger N, as in the paper. Equal channels: those of N = 8 for every N. Each network
+is compared with a plain CNN of channels times orientations. On a GPU everything runs in bfloat16: whole steps are
+replayed as CUDA graphs, and inference uses the network as `rotopath predict` runs it. On the CPU, inference uses the
+frozen network.
 """
 
 import argparse
@@ -30,60 +31,61 @@ COMPARED = ("plain CNN", "rotopath")
 ORIENTATIONS = (1, 2, 4, 8, 12, 16)
 BATCHES = {"cpu": (2, 4, 16), "cuda": (16, 64, 256, 512, 1024)}
 SIDES = {"cpu": (88, 196, 400), "cuda": (256, 500, 1000, 2000, 4000)}
-USUAL = {"cpu": (4, 196), "cuda": (512, 1000)}  # batch and side where neither grows
+DEFAULT = {"cpu": (4, 196), "cuda": (512, 1000)}  # batch and side where neither is varied
 
 
 def cases(device: str) -> Iterator[tuple[str, Architecture, int, int, int]]:
-    """What grows, a table, N, a batch for the step (0 for none) and a side for inference (0 for none)."""
-    batch, side = USUAL[device]
+    """Yield what grows, architecture, N, batch of the step (0: no step) and side for inference (0: no inference)."""
+    batch, side = DEFAULT[device]
     for n in ORIENTATIONS:
         yield "N, equal weights", TUMOR, n, batch, side
     for n in ORIENTATIONS:
         yield "N, equal channels", replace(TUMOR, published={n: TUMOR.published[8]}), n, batch, side
-    for several in BATCHES[device]:
-        yield "batch", TUMOR, 8, several, 0
-    for large in SIDES[device]:
-        yield "image", TUMOR, 8, 0, large
+    for batch in BATCHES[device]:
+        yield "batch", TUMOR, 8, batch, 0
+    for side in SIDES[device]:
+        yield "image", TUMOR, 8, 0, side
 
 
-def steps(network: Network, batch: int, device: str) -> dict[str, Callable[[], Callable[[], object]]]:
+def make_steps(network: Network, batch: int, device: str) -> dict[str, Callable[[], Callable[[], object]]]:
     side = network.architecture.input_px
     images = torch.rand(batch, IMAGE_CHANNELS, side, side, device=device)
     labels = torch.randint(2, (batch,), device=device).float()
 
     def start(make: Callable[[], nn.Module]) -> Callable[[], object]:
-        taken = step.Training(make(), images, labels).step
-        return graphs.record_step(taken) if device == "cuda" else taken
+        run = step.Training(make(), images, labels).step
+        return graphs.record_step(run) if device == "cuda" else run
 
-    return {name: partial(start, make) for name, make in step.models(network, images).items() if name in COMPARED}
+    return {name: partial(start, make) for name, make in step.make_models(network, images).items() if name in COMPARED}
 
 
-def answers(network: Network, side: int, device: str) -> dict[str, Callable[[], Callable[[], object]]]:
+def make_predictors(network: Network, side: int, device: str) -> dict[str, Callable[[], Callable[[], object]]]:
     size = network.nearest_sizes(side)[0]
     dtype = inference.PRECISIONS[device][0]
     image = torch.rand(1, IMAGE_CHANNELS, size, size, device=device)
     image = image.to(dtype, memory_format=torch.channels_last)
-    plain = inference.prepared(PlainCNN(network.architecture, network.orientations, norm=False), image)
+    plain = inference.prepare(PlainCNN(network.architecture, network.orientations, norm=False), image)
     # As `rotopath predict` runs it.
-    ours = inference.mixed(network, image) if image.is_cuda else inference.prepared(freeze(network), image)
-    return {"plain CNN": lambda: lambda: plain(image), "rotopath": lambda: lambda: ours(image)}
+    rotopath = inference.prepare_mixed(network, image) if image.is_cuda else inference.prepare(freeze(network), image)
+    return {"plain CNN": lambda: lambda: plain(image), "rotopath": lambda: lambda: rotopath(image)}
 
 
-def started(make: Callable[[], Callable[[], object]]) -> Callable[[], object]:
-    """Called once, so that what does not work, or does not fit into memory, is found before the clock runs."""
+def build_and_call(make: Callable[[], Callable[[], object]]) -> Callable[[], object]:
+    """Build a function and call it once, so that errors, such as too little memory, occur before the measurement."""
     call = make()
     call()
     return call
 
 
 def compare(makes: dict[str, Callable[[], Callable[[], object]]], device: str, rounds: int) -> dict[str, str]:
-    built = {name: build(name, partial(started, make), device) for name, make in makes.items()}
+    built = {name: build(name, partial(build_and_call, make), device) for name, make in makes.items()}
     calls = {name: made[0] for name, made in built.items() if made is not None}
     if len(calls) < len(makes):
         return {}
-    times = measure(calls, device, rounds, step.AT_ONCE[device])
-    ratio = describe(times["rotopath"], times["plain CNN"])
-    return {"rotopath ms": ratio["ms"], "plain ms": describe(times["plain CNN"])["ms"], "ratio": ratio["× plain CNN"]}
+    times = measure(calls, device, rounds, step.REPEATS[device])
+    columns = describe(times["rotopath"], times["plain CNN"])
+    plain = describe(times["plain CNN"])
+    return {"rotopath ms": columns["ms"], "plain ms": plain["ms"], "ratio": columns["× plain CNN"]}
 
 
 def main() -> None:
@@ -92,13 +94,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     device, rows = options.device, []
-    for grows, table, n, batch, side in cases(device):
-        network = Network(table, n).to(device)
+    for grows, architecture, n, batch, side in cases(device):
+        network = Network(architecture, n).to(device)
         with torch.no_grad():
-            inferred = compare(answers(network, side, device), device, options.rounds) if side else {}
-        trained = compare(steps(network, batch, device), device, options.rounds) if batch else {}
+            inferred = compare(make_predictors(network, side, device), device, options.rounds) if side else {}
+        trained = compare(make_steps(network, batch, device), device, options.rounds) if batch else {}
         columns = ("rotopath ms", "plain ms", "ratio")
-        row: dict[str, object] = {"what grows": grows, "N": n, "widest": n * max(table.channels(n))}
+        row: dict[str, object] = {"what grows": grows, "N": n, "widest": n * max(architecture.channels(n))}
         row |= {"batch": batch or ""} | {f"step, {column}": trained.get(column, "") for column in columns}
         row |= {"side": side or ""} | {f"inference, {column}": inferred.get(column, "") for column in columns}
         rows.append(row)

@@ -1,9 +1,10 @@
-"""Memory and time of whole slides: 20,000 × 20,000 px and four times as many, mostly glass, with islands of tissue.
+"""Measure memory and time of predicting whole slides of 20,000 × 20,000 px and of four times that area.
 
 .venv/bin/python benchmarks/slide.py [cuda] [--model NAME]... [--side 20000]
 
-Each prediction is a `rotopath predict` in a process of its own; its peak memory is compared with that of loading the
-model. Marks at known places are drawn into the slides, and the tissue that is found is compared with what was drawn.
+The slides are mostly glass, with islands of tissue. Each prediction is a `rotopath predict` in a process of its own;
+its peak memory is compared with that of loading the model only, and the detected tissue area with the area that was
+drawn.
 """
 
 import argparse
@@ -21,14 +22,14 @@ from drawn_slides import draw_slide  # type: ignore[import-not-found]
 ISLAND_PX = 3000
 
 
-def peak_mib(*command: str) -> tuple[float, float]:
-    """The peak memory of a process, and its seconds."""
+def measure_process(*command: str) -> tuple[float, float]:
+    """Run a command and return its peak memory in MiB and its time in seconds."""
     watch = (
         "import resource, subprocess, sys, time; begun = time.monotonic(); code = subprocess.call(sys.argv[1:]); "
         "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024, time.monotonic() - begun); sys.exit(code)"
     )
-    told = subprocess.run([sys.executable, "-c", watch, *command], check=True, capture_output=True, text=True).stdout
-    peak, seconds = told.splitlines()[-1].split()
+    printed = subprocess.run([sys.executable, "-c", watch, *command], check=True, capture_output=True, text=True).stdout
+    peak, seconds = printed.splitlines()[-1].split()
     return float(peak), float(seconds)
 
 
@@ -41,10 +42,10 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.model or ["tumor-pcam-n8", "mitosis-amida13-n8"]:
-            load = f"import rotopath as rp; rp.load({name!r}).ready({options.device!r})"
-            alone, _ = peak_mib(sys.executable, "-c", load)
+            load = f"import rotopath as rp; rp.load({name!r}).prepare({options.device!r})"
+            alone, _ = measure_process(sys.executable, "-c", load)
             for side in (options.side, 2 * options.side):
-                # As many islands for the area: four times the slide has four times the tissue.
+                # The number of islands is proportional to the area.
                 islands = tuple(
                     (top + 1000, left + 1000, ISLAND_PX)
                     for top in range(0, side, options.side)
@@ -54,7 +55,7 @@ def main() -> None:
                 drawn = draw_slide(slide, (side, side), islands, levels=4)
                 out = Path(folder) / f"{name}-{side}"
                 words = ["predict", name, str(slide), "--out", str(out), "--device", options.device]
-                peak, seconds = peak_mib(sys.executable, "-m", "rotopath", *words)
+                peak, seconds = measure_process(sys.executable, "-m", "rotopath", *words)
                 summary = json.loads((out / slide.name / "summary.json").read_text())
                 true_mm2 = len(drawn.islands) * (ISLAND_PX * 0.25e-3) ** 2
                 rows.append(

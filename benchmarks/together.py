@@ -1,10 +1,11 @@
-"""How many trainings side by side get the most out of one GPU: images a second of all together.
+"""Measure how many trainings in parallel use one GPU best: images per second of all runs together.
 
 .venv/bin/python benchmarks/together.py [--runs 1 3 6 12] [--orientations 8] [--steps 1500]
 
-Every run is a `rotopath train` of the tumor network on synthetic tissue in bfloat16, in a process of its own with one
-thread, as `rotopath study run` starts them. The clock is each run's own, over the second half of its steps, when all
-others are at it too. The driver's service for several processes (MPS) helps if it runs; the first column says so.
+Each run is a `rotopath train` of the tumor network on synthetic tissue in bfloat16, in a process of its own with one
+thread, like the runs of `rotopath study run`. Speed is taken from the log of each run, over the second half of its
+steps, when all runs are training. NVIDIA's Multi-Process Service (MPS) speeds this up; the first column states if it
+is active.
 """
 
 import argparse
@@ -23,18 +24,18 @@ from rotopath import runs
 THREADS = {"OMP_NUM_THREADS": "1"}
 
 
-def start(recipe: Path, out: Path, seed: int, steps: int, orientations: int) -> subprocess.Popen[bytes]:
+def start_training(recipe: Path, out: Path, seed: int, steps: int, orientations: int) -> subprocess.Popen[bytes]:
     changes = {"seed": seed, "steps": steps, "epochs": 1, "orientations": orientations, "keep": "last"}
     words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
     command = [sys.executable, "-m", "rotopath", "train", str(recipe), *words, "--out", str(out)]
     return subprocess.Popen(command, env=os.environ | THREADS, stdout=subprocess.DEVNULL)
 
 
-def speed(out: Path) -> float:
-    """Images a second, over the second half of the steps."""
+def read_speed(out: Path) -> float:
+    """Return images per second, over the second half of the steps."""
     with (out / runs.LOG).open(newline="") as file:
-        found = [float(row["images_per_second"]) for row in csv.DictReader(file)]
-    return mean(found[len(found) // 2 :])
+        speeds = [float(row["images_per_second"]) for row in csv.DictReader(file)]
+    return mean(speeds[len(speeds) // 2 :])
 
 
 def main() -> None:
@@ -53,13 +54,15 @@ def main() -> None:
         recipe.write_text(f'task = "tumor"\ndata = "{tissue}"\nprecision = "{precision}"\n')
         for count in options.runs:
             outs = [Path(folder) / f"{count}-{seed}" for seed in range(count)]
-            processes = [start(recipe, out, seed, options.steps, options.orientations) for seed, out in enumerate(outs)]
+            processes = [
+                start_training(recipe, out, seed, options.steps, options.orientations) for seed, out in enumerate(outs)
+            ]
             if any(process.wait() for process in processes):
-                raise SystemExit(f"A training failed, of {count} side by side.")
-            speeds = [speed(out) for out in outs]
-            shared = "yes" if Path("/tmp/nvidia-mps/control").exists() else "no"
+                raise SystemExit(f"One of {count} parallel trainings failed.")
+            speeds = [read_speed(out) for out in outs]
+            mps = "yes" if Path("/tmp/nvidia-mps/control").exists() else "no"
             together = f"{sum(speeds):.0f}"
-            rows.append({"MPS": shared, "runs": count, "images/s each": f"{mean(speeds):.0f}", "together": together})
+            rows.append({"MPS": mps, "runs": count, "images/s each": f"{mean(speeds):.0f}", "together": together})
     record("together", rows, options.device)
 
 

@@ -1,4 +1,4 @@
-"""Options of a convolution, for properties that hold for whatever it accepts."""
+"""Options of convolutions, for property tests over all combinations that a convolution accepts."""
 
 from hypothesis import strategies as st
 

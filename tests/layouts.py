@@ -1,4 +1,4 @@
-"""Tiny data sets in the official layouts, for tests to read and to damage."""
+"""Tiny datasets in the official layouts, for tests to read and to damage; and the messages of findings about them."""
 
 import csv
 from collections.abc import Iterable, Sequence
@@ -8,9 +8,11 @@ import h5py
 import numpy as np
 from PIL import Image
 
+from rotopath.data import Check, Dataset, check, open_data, problems
+
 
 def pixels(height: int, width: int, *seed: int) -> np.ndarray:
-    """Random ones; always the same for a seed, whatever else has run before."""
+    """Return random pixels that depend on the seed only."""
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
@@ -34,7 +36,7 @@ def write_csv(path: Path, rows: Iterable[Sequence[object]]) -> Path:
 
 
 def amida13(root: Path, cases: Iterable[int] = range(1, 24), size: tuple[int, int] = (60, 80)) -> Path:
-    """Two fields a case: the first with mitoses at (10, 20) and (30, 40), the second without a CSV."""
+    """Write two fields for each case: the first with mitoses at (10, 20) and (30, 40), the second without a CSV."""
     for case in cases:
         part = f"mitoses_image_data_part_{1 if case <= 12 else 2}"
         for field in ("01", "02"):
@@ -44,6 +46,7 @@ def amida13(root: Path, cases: Iterable[int] = range(1, 24), size: tuple[int, in
 
 
 def outline_xml(*polygons: Sequence[tuple[float, float]], spacing: float = 0.25) -> str:
+    """Return Aperio XML of polygons, each a list of (x, y)."""
     regions = "".join(
         f'<Region Id="{i}" NegativeROA="0"><Vertices>'
         + "".join(f'<Vertex X="{x}" Y="{y}" Z="0"/>' for x, y in polygon)
@@ -57,13 +60,13 @@ def outline_xml(*polygons: Sequence[tuple[float, float]], spacing: float = 0.25)
 
 
 def box(top: int, left: int, side: int) -> list[tuple[float, float]]:
-    """The outline of the pixels rows top.. and columns left.., `side` of each."""
+    """Return the outline of a square of pixels, from row `top` and column `left`."""
     x, y = left - 0.5, top - 0.5
     return [(x, y), (x + side, y), (x + side, y + side), (x, y + side)]
 
 
 def kumar(root: Path, names: Sequence[str], split_csv: bool = True, size: int = 40) -> Path:
-    """Fields with two nuclei of 6 × 6 px, outlined in XML."""
+    """Write fields with two nuclei of 6 × 6 px, outlined in XML."""
     for i, name in enumerate(names):
         write_image(root / "Tissue Images" / f"{name}.tif", pixels(size, size, i))
         write_text(root / "Annotations" / f"{name}.xml", outline_xml(box(5, 8, 6), box(20, 22, 6)))
@@ -75,11 +78,20 @@ def kumar(root: Path, names: Sequence[str], split_csv: bool = True, size: int = 
 
 
 def pcam(root: Path, counts: tuple[int, int, int] = (8, 4, 4), size: int = 96) -> Path:
+    """Write HDF5 files with patches of alternating classes, `counts` for training, validation and testing."""
     root.mkdir(parents=True, exist_ok=True)
     for number, (split, count) in enumerate(zip(("train", "valid", "test"), counts, strict=True)):
         images = np.stack([pixels(size, size, number, i) for i in range(count)])
         write_hdf5(root / pcam_name(split, "x"), "x", images)
         write_hdf5(root / pcam_name(split, "y"), "y", (np.arange(count, dtype=np.uint8) % 2).reshape(-1, 1, 1, 1))
+    return root
+
+
+def kaggle(root: Path, count: int = 20) -> Path:
+    """Write patches of alternating classes in the form of PCam on Kaggle."""
+    for i in range(count):
+        write_image(root / "train" / f"{i:04x}.tif", pixels(96, 96, i))
+    write_csv(root / "train_labels.csv", [("id", "label"), *((f"{i:04x}", i % 2) for i in range(count))])
     return root
 
 
@@ -94,6 +106,19 @@ def write_hdf5(path: Path, key: str, values: np.ndarray) -> None:
 
 
 def truncate(path: Path, keep: float = 0.5) -> Path:
+    """Cut off the end of a file; `keep` is the fraction that remains."""
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * keep)])
     return path
+
+
+def open_and_check(path: Path) -> Check:
+    return check(open_data(path))
+
+
+def problem_messages(result: Check | Dataset) -> list[str]:
+    return [str(finding) for finding in problems(result.findings)]
+
+
+def note_messages(result: Check | Dataset) -> list[str]:
+    return [str(finding) for finding in result.findings if not finding.is_problem]

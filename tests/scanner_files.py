@@ -1,4 +1,4 @@
-"""Slides in the formats of three scanners, as small as they may be: Aperio, Hamamatsu, and MIRAX on a stage."""
+"""Write minimal slides in the formats of three scanners: Aperio, Hamamatsu, and MIRAX with a stage."""
 
 import io
 import struct
@@ -13,11 +13,11 @@ SLIDE_ID = "0123456789ABCDEF"
 
 
 def write_svs(path: Path, image: np.ndarray, spacing_um_px: float = 0.25) -> Path:
-    """Tiled pages, of which the description tells the scanner and the spacing."""
+    """Write an Aperio slide: tiled pages whose description states the scanner and the spacing."""
     with tifffile.TiffWriter(path) as tiff:
         for step in (1, 4, 16):
             tiff.write(
-                _shrink(image, step),
+                _reduce(image, step),
                 photometric="rgb",
                 tile=(TILE_PX, TILE_PX),
                 compression="adobe_deflate",
@@ -28,12 +28,12 @@ def write_svs(path: Path, image: np.ndarray, spacing_um_px: float = 0.25) -> Pat
 
 
 def write_ndpi(path: Path, image: np.ndarray, spacing_um_px: float = 0.25) -> Path:
-    """A page for each of three lenses, of one JPEG each; tags beyond 65420 tell them from those of other files."""
+    """Write a Hamamatsu slide: one JPEG page for each of three lenses. Tags from 65420 on identify the format."""
     with tifffile.TiffWriter(path) as tiff:
         for lens, step in ((40.0, 1), (10.0, 4), (2.5, 16)):
-            page = _shrink(image, step)
+            page = _reduce(image, step)
             tags = [(65420, 4, 1, 1, True), (65421, 11, 1, lens, True)]
-            tags += [(number, 9, 1, 0, True) for number in (65422, 65423, 65424)]  # where it lies, and how deep
+            tags += [(number, 9, 1, 0, True) for number in (65422, 65423, 65424)]  # offsets and focal depth
             tiff.write(
                 iter([_jpeg(page)]),
                 shape=page.shape,
@@ -58,31 +58,34 @@ def write_mirax(
     spacing_um_px: float = 0.25,
     levels: int = 3,
 ) -> Path:
-    """The image on a stage that was scanned nowhere else. Tiles of a level cover twice as many pixels as before."""
+    """Write a MIRAX slide: the image on a larger stage of which nothing else was scanned.
+
+    Tiles of each level cover twice as many pixels, along both axes, as those of the level before.
+    """
     folder = path.with_suffix("")
     folder.mkdir()
     path.write_bytes(_jpeg(image[:8, :8]))
     tiles, pages = bytearray(), []
     for level in range(levels):
-        step, shrunk, page = 2**level, _shrink(image, 2**level), []
-        for top in range(0, shrunk.shape[0], TILE_PX):
-            for left in range(0, shrunk.shape[1], TILE_PX):
-                row, column = (first + at // TILE_PX * step for first, at in zip(first_tile, (top, left), strict=True))
-                part = shrunk[top : top + TILE_PX, left : left + TILE_PX]
+        step, reduced, page = 2**level, _reduce(image, 2**level), []
+        for top in range(0, reduced.shape[0], TILE_PX):
+            for left in range(0, reduced.shape[1], TILE_PX):
+                row, column = first_tile[0] + top // TILE_PX * step, first_tile[1] + left // TILE_PX * step
+                part = reduced[top : top + TILE_PX, left : left + TILE_PX]
                 missing = [(0, TILE_PX - side) for side in part.shape[:2]]
                 tile = _jpeg(np.pad(part, [*missing, (0, 0)], mode="edge"))
                 page.append((row * stage_tiles[1] + column, len(tiles), len(tile), 0))
                 tiles += tile
         pages.append(struct.pack("<2i", len(page), 0) + b"".join(struct.pack("<4i", *entry) for entry in page))
     (folder / "Data0000.dat").write_bytes(tiles)
-    head = b"01.02" + SLIDE_ID.encode()
-    table = len(head) + 8
-    pointers, body, at = [], b"", table + 4 * levels
-    for listed in pages:
-        pointers.append(at)
-        body += struct.pack("<2i", 0, at + 8) + listed
-        at += 8 + len(listed)
-    index = head + struct.pack("<2i", table, 0) + struct.pack(f"<{levels}i", *pointers) + body
+    header = b"01.02" + SLIDE_ID.encode()
+    table = len(header) + 8
+    pointers, body, position = [], b"", table + 4 * levels
+    for entries in pages:
+        pointers.append(position)
+        body += struct.pack("<2i", 0, position + 8) + entries
+        position += 8 + len(entries)
+    index = header + struct.pack("<2i", table, 0) + struct.pack(f"<{levels}i", *pointers) + body
     (folder / "Index.dat").write_bytes(index)
     sections = {
         "GENERAL": {
@@ -121,10 +124,11 @@ def write_mirax(
     return path
 
 
-def _shrink(image: np.ndarray, step: int) -> np.ndarray:
+def _reduce(image: np.ndarray, step: int) -> np.ndarray:
+    """Return the image reduced by a whole factor; each pixel is a mean."""
     rows, columns = (side // step for side in image.shape[:2])
-    parts = image[: rows * step, : columns * step].reshape(rows, step, columns, step, 3)
-    return parts.mean(axis=(1, 3)).round().astype(np.uint8)
+    squares = image[: rows * step, : columns * step].reshape(rows, step, columns, step, 3)
+    return squares.mean(axis=(1, 3)).round().astype(np.uint8)
 
 
 def _jpeg(pixels: np.ndarray) -> bytes:

@@ -1,4 +1,4 @@
-"""What several test processes need, made by one of them."""
+"""Make files once that several test processes read."""
 
 import fcntl
 import os
@@ -9,9 +9,9 @@ import pytest
 
 
 def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """A folder that the first to ask for it fills, while the others wait."""
-    own = factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / name
+    """Return a folder with the files that `make` writes. The first process makes them while the others wait."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
     folder.mkdir(exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""The command line as a newcomer meets it."""
+"""The command line: what each command prints and writes, its error messages, and its exit codes."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments, env={"COLUMNS": "80"})
 
 
-def test_models_prints_every_total_within_80_columns() -> None:
+def test_models_prints_all_totals_within_80_columns() -> None:
     result = run("models")
     assert result.exit_code == 0
     totals = [34561, 32035, 33897, 33751, 66886, 62332, 66206, 66056, 89425, 88600, 86727, 82411]
@@ -33,7 +33,7 @@ def test_models_prints_every_total_within_80_columns() -> None:
     assert "Receptive field 68 px, stride 8 px." in result.stdout
 
 
-def test_models_shows_one_network_for_other_orientations() -> None:
+def test_models_shows_one_architecture_with_other_orientations() -> None:
     result = run("models", "tumor", "-n", "6")
     assert result.exit_code == 0
     assert "N=6" in result.stdout
@@ -49,7 +49,7 @@ def test_models_shows_one_network_for_other_orientations() -> None:
         (("models", "-n", "4000"), "use fewer orientations"),
     ],
 )
-def test_mistakes_get_one_sentence_and_exit_code_2(arguments: tuple[str, ...], sentence: str) -> None:
+def test_models_rejects_bad_arguments_in_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
     assert sentence in result.stderr
@@ -69,18 +69,18 @@ def test_demo_trains_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert (out / name / "weights.safetensors").exists()
     again = run("demo", "--out", str(out), "--steps", "1", "--size", "256")
     assert again.exit_code == 0
-    assert "Training" not in again.stdout, "what is there is kept"
+    assert "Training" not in again.stdout, "finished runs are kept"
 
 
-def test_demo_refuses_a_folder_that_is_a_file(tmp_path: Path) -> None:
+def test_demo_rejects_a_file_as_folder(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     result = run("demo", "--out", str(tmp_path / "taken"))
     assert result.exit_code == 2
-    assert "is a file, but the demonstration needs a folder" in result.stderr
+    assert "is a file, but the demo needs a folder" in result.stderr
     assert (tmp_path / "taken").read_text() == "a file"
 
 
-def test_demo_refuses_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_demo_rejects_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     result = run("demo", "--out", str(tmp_path / "taken" / "below"))
     assert result.exit_code == 2
@@ -89,7 +89,7 @@ def test_demo_refuses_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("columns", ["46", "60", "80", "200"])
 def test_tables_fit_the_terminal(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rotopath.cli.door.console", Console(width=int(columns)))
+    monkeypatch.setattr("rotopath.reports.terminal.console", Console(width=int(columns)))
     result = run("models", "nuclei", *[word for n in range(1, 13) for word in ("-n", str(n))])
     assert result.exit_code == 0
     assert "…" not in result.stdout
@@ -101,7 +101,7 @@ def test_version() -> None:
     assert run("--version").stdout == f"rotopath {rotopath.__version__}\n"
 
 
-def test_help_does_not_wait_for_torch() -> None:
+def test_help_does_not_import_torch() -> None:
     script = (
         "import sys, runpy; sys.argv = ['rotopath', '--help']\n"
         "try: from rotopath.cli import app; app()\n"
@@ -112,23 +112,23 @@ def test_help_does_not_wait_for_torch() -> None:
     assert "models" in done.stdout
 
 
-def test_python_dash_m_is_the_command() -> None:
+def test_python_m_rotopath_is_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "rotopath", "models", "tumor"], capture_output=True, text=True, check=True
     )
     assert "86727" in done.stdout
 
 
-def test_data_check_counts_beside_the_published_numbers(tmp_path: Path) -> None:
+def test_data_check_prints_counts_and_published_numbers(tmp_path: Path) -> None:
     result = run("data", "check", str(pcam(tmp_path, (4, 4, 4))))
     assert result.exit_code == 0
-    assert "PCam, images with a class each" in result.stdout
+    assert "PCam, a class for each image" in result.stdout
     assert "4 (262144)" in result.stdout
     assert "No problems." in result.stdout
     assert result.stderr == ""
 
 
-def test_data_check_lists_every_problem_with_its_file_and_exits_with_1(tmp_path: Path) -> None:
+def test_data_check_lists_all_problems_and_exits_with_1(tmp_path: Path) -> None:
     pcam(tmp_path)
     (tmp_path / "camelyonpatch_level_2_split_valid_y.h5").unlink()
     (tmp_path / "camelyonpatch_level_2_split_test_x.h5").write_bytes(b"no hdf5")
@@ -136,7 +136,7 @@ def test_data_check_lists_every_problem_with_its_file_and_exits_with_1(tmp_path:
     assert result.exit_code == 1
     assert "2 problems" in result.stdout
     assert "- camelyonpatch_level_2_split_valid_y.h5: does not exist." in result.stdout
-    assert "- camelyonpatch_level_2_split_test_x.h5: is no HDF5 file, or a damaged one" in result.stdout
+    assert "- camelyonpatch_level_2_split_test_x.h5: is not an HDF5 file, or is damaged" in result.stdout
 
 
 def test_data_show_draws_a_contact_sheet(tmp_path: Path) -> None:
@@ -151,28 +151,31 @@ def test_data_show_draws_a_contact_sheet(tmp_path: Path) -> None:
     ("arguments", "sentence"),
     [
         (("check", "{}/nowhere"), "nowhere does not exist."),
-        (("check", "{}/empty"), "empty is empty; expected are the unpacked folders of AMIDA13"),
+        (
+            ("check", "{}/empty"),
+            "empty is empty; expected a folder with a manifest.csv; or the unpacked folders of AMIDA13",
+        ),
         (
             ("check", "{}", "--task", "nuclei"),
-            "(PCam) holds images with a class each, where outlines of objects are needed",
+            "(PCam) contains a class for each image, but outlines of objects are needed",
         ),
-        (("check", "{}", "--task", "detect"), "(PCam) holds images with a class each, where positions of objects are"),
+        (("check", "{}", "--task", "detect"), "(PCam) contains a class for each image, but positions of objects are"),
         (
             ("check", "{}", "--task", "kidney"),
             "There is no task 'kidney'; choose from mitosis, nuclei, tumor, classify, detect, segment.",
         ),
         (("check", "{}", "--task", "classfy"), "There is no task 'classfy'; did you mean 'classify'?"),
-        (("show", "{}/empty"), "empty is empty; expected are"),
-        (("show", "{}", "--out", "{}/sheet.txt"), "choose one that ends in .png, .jpg, .pdf or .svg."),
+        (("show", "{}/empty"), "empty is empty; expected a folder"),
+        (("show", "{}", "--out", "{}/sheet.txt"), "choose a name that ends in .png, .jpg, .pdf or .svg."),
         (("show", "{}", "--out", "{}/taken/sheet.png"), "cannot be read or written"),
         (
             ("make", "--task", "kidney", "--out", "{}/new"),
-            "There is no synthetic tissue for a task 'kidney'; choose from mitosis, nuclei, tumor.",
+            "There is no synthetic tissue for the task 'kidney'; choose mitosis, nuclei, tumor.",
         ),
         (("make", "--task", "tumor", "--out", "{}"), "is not an empty folder"),
     ],
 )
-def test_data_mistakes_get_one_sentence_and_exit_code_2(
+def test_data_commands_reject_bad_arguments_in_one_sentence(
     tmp_path: Path, arguments: tuple[str, ...], sentence: str
 ) -> None:
     pcam(tmp_path)
@@ -184,31 +187,31 @@ def test_data_mistakes_get_one_sentence_and_exit_code_2(
     assert sentence in result.stderr
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
-    assert sorted(tmp_path.rglob("*")) == before, "nothing is left behind"
+    assert sorted(tmp_path.rglob("*")) == before, "no files are written"
 
 
 def class_folders(root: Path, count: int = 5) -> Path:
-    """Patches sorted by class, in files that do not say how large their pixels are."""
+    """Patches sorted by class, in files that do not specify their pixel size."""
     for number, name in enumerate(("dots", "plain", "stripes")):
         for i in range(count):
             write_image(root / name / f"{i}.png", pixels(40, 40, number, i))
     return root
 
 
-def labelled(root: Path, *labels: object) -> Path:
-    """A manifest of patches with a label each."""
+def labeled(root: Path, *labels: object) -> Path:
+    """A manifest of patches with these labels."""
     for i in range(len(labels)):
         write_image(root / f"{i}.png", pixels(96, 96, i))
     rows = [(f"{i}.png", label, "train", 1) for i, label in enumerate(labels)]
     return write_csv(root / "manifest.csv", [("image", "label", "split", "spacing"), *rows])
 
 
-def test_data_check_finds_folders_of_classes_good_for_classifying(tmp_path: Path) -> None:
+def test_data_check_accepts_class_folders_for_classification(tmp_path: Path) -> None:
     folder = class_folders(tmp_path / "data")
     result = run("data", "check", str(folder), "--task", "classify", "--spacing-um-px", "0.5")
     assert result.exit_code == 0, result.stderr
-    assert "class folders, images with a class each" in result.stdout
-    assert "Spacing of the images: 0.5 µm/px" in result.stdout
+    assert "class folders, a class for each image" in result.stdout
+    assert "Pixel spacing: 0.5 µm/px." in result.stdout
     assert "No problems." in result.stdout
     head = next(line for line in result.stdout.splitlines() if "split" in line)
     assert head.split()[-3:] == ["dots", "plain", "stripes"]
@@ -216,26 +219,26 @@ def test_data_check_finds_folders_of_classes_good_for_classifying(tmp_path: Path
     assert total.split()[-3:] == ["5", "5", "5"]
 
 
-def test_folders_of_classes_without_a_spacing_are_a_problem_that_says_its_cure(tmp_path: Path) -> None:
+def test_class_folders_without_a_spacing_are_a_problem_with_a_solution(tmp_path: Path) -> None:
     result = run("data", "check", str(class_folders(tmp_path / "data")), "--task", "classify")
     assert result.exit_code == 1
     words = " ".join(result.stdout.split())
-    assert "does not say its resolution" in words
+    assert "does not specify its pixel spacing" in words
     assert "--spacing-um-px" in words
 
 
 @pytest.mark.parametrize("spacing", ["-1", "0", "99", "nan"])
-def test_a_spacing_that_no_microscope_has_is_refused(tmp_path: Path, spacing: str) -> None:
+def test_implausible_spacing_is_rejected(tmp_path: Path, spacing: str) -> None:
     folder = class_folders(tmp_path / "data")
     for command in (("check",), ("show", "--out", str(tmp_path / "sheet.png"))):
         result = run("data", command[0], str(folder), *command[1:], "--spacing-um-px", spacing)
         assert result.exit_code == 2
-        assert f"{spacing} µm/px, but microscopes have 0.05 to 5." in result.stderr
+        assert f"{spacing} µm/px; expected 0.05 to 5 µm/px." in result.stderr
         assert result.stdout == ""
     assert not (tmp_path / "sheet.png").exists()
 
 
-def test_a_contact_sheet_of_folders_of_classes_needs_their_spacing(tmp_path: Path) -> None:
+def test_contact_sheet_of_class_folders_needs_their_spacing(tmp_path: Path) -> None:
     folder, sheet = class_folders(tmp_path / "data"), tmp_path / "sheet.png"
     assert run("data", "show", str(folder), "--out", str(sheet)).exit_code == 2
     assert not sheet.exists()
@@ -243,8 +246,8 @@ def test_a_contact_sheet_of_folders_of_classes_needs_their_spacing(tmp_path: Pat
     assert sheet.read_bytes().startswith(b"\x89PNG")
 
 
-def test_labels_that_are_not_the_tasks_are_refused_in_one_sentence(tmp_path: Path) -> None:
-    manifest = labelled(tmp_path, 0, 1, 2)
+def test_labels_of_another_task_are_rejected_in_one_sentence(tmp_path: Path) -> None:
+    manifest = labeled(tmp_path, 0, 1, 2)
     result = run("data", "check", str(manifest), "--task", "tumor")
     assert result.exit_code == 2
     assert "does not fit the task tumor: 2.png has the label '2'; expected is one of 0 (normal), 1 (Tumor)." in (
@@ -252,17 +255,17 @@ def test_labels_that_are_not_the_tasks_are_refused_in_one_sentence(tmp_path: Pat
     )
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
-    assert run("data", "check", str(manifest), "--task", "classify").exit_code == 0, "a task of one's own may have it"
+    assert run("data", "check", str(manifest), "--task", "classify").exit_code == 0, "another task may have this label"
 
 
-def test_labels_of_the_task_are_good_for_it(tmp_path: Path) -> None:
-    for place, labels in (("numbers", (0, 1)), ("names", ("normal", "Tumor"))):
-        result = run("data", "check", str(labelled(tmp_path / place, *labels)), "--task", "tumor")
+def test_labels_of_the_task_are_accepted(tmp_path: Path) -> None:
+    for name, labels in (("numbers", (0, 1)), ("names", ("normal", "Tumor"))):
+        result = run("data", "check", str(labeled(tmp_path / name, *labels)), "--task", "tumor")
         assert result.exit_code == 0, result.stderr
 
 
 @pytest.mark.parametrize(("task", "objects"), [("mitosis", "mitoses"), ("nuclei", "nuclei"), ("tumor", "tumor")])
-def test_what_data_make_makes_data_check_finds_good(
+def test_data_check_accepts_synthetic_tissue(
     tmp_path: Path, task: str, objects: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import rotopath.synthetic as synthetic
@@ -302,24 +305,26 @@ def test_train_and_evaluate(tmp_path: Path) -> None:
     assert evaluated.exit_code == 0, evaluated.stderr
     again = json.loads((tmp_path / "run/evaluation-test.json").read_text())["test"]
     before = json.loads((tmp_path / "run/metrics.json").read_text())["test"]
-    assert {name: again[name] for name in before} == before, "every score is computed again"
-    turned = run("evaluate", str(tmp_path / "run"), "--tta", "4", "--split", "valid", "--data", str(tmp_path / "data"))
-    assert turned.exit_code == 0, turned.stderr
+    assert {name: again[name] for name in before} == before, "all scores are computed again"
+    rotated = run("evaluate", str(tmp_path / "run"), "--tta", "4", "--split", "valid", "--data", str(tmp_path / "data"))
+    assert rotated.exit_code == 0, rotated.stderr
     assert json.loads((tmp_path / "run/evaluation-valid-tta4.json").read_text())["valid"]["rotations"] == 4
     own = (tmp_path / "run/evaluation-test.json").read_text()
     elsewhere = pcam(tmp_path / "elsewhere", (4, 4, 4))
     assert run("evaluate", str(tmp_path / "run"), "--data", str(elsewhere)).exit_code == 0
     assert (tmp_path / "run/evaluation-test-on-elsewhere.json").exists()
-    assert (tmp_path / "run/evaluation-test.json").read_text() == own, "other data does not replace a run's own scores"
+    assert (tmp_path / "run/evaluation-test.json").read_text() == own, (
+        "scores on other data do not replace those on the run's own data"
+    )
     finished = run(*command)
     assert finished.exit_code == 2
-    assert "holds a finished run; evaluate it, or choose another folder." in finished.stderr
+    assert "contains a finished run; evaluate it, or choose another folder with --out." in finished.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("train", "{}/none.toml"), "none.toml does not exist."),
+        (("train", "{}/none.toml"), "none.toml does not exist; check the path."),
         (("train", "{}/r.toml", "--set", "orientation=4"), "did you mean 'orientations'?"),
         (("train", "{}/r.toml"), "nowhere does not exist."),
         (
@@ -335,10 +340,12 @@ def test_train_and_evaluate(tmp_path: Path) -> None:
             "There is no task 'kidney'; choose from mitosis, nuclei, tumor, ",
         ),
         (("evaluate", "{}/none"), "none is neither a run folder nor one of the pretrained models, "),
-        (("evaluate", "{}"), "holds no run."),
+        (("evaluate", "{}"), "contains no run (weights.safetensors is missing); give the folder of a finished run."),
     ],
 )
-def test_mistakes_in_training_get_one_sentence(tmp_path: Path, arguments: tuple[str, ...], sentence: str) -> None:
+def test_train_and_evaluate_reject_bad_arguments_in_one_sentence(
+    tmp_path: Path, arguments: tuple[str, ...], sentence: str
+) -> None:
     (tmp_path / "r.toml").write_text(f'task = "tumor"\ndata = "{tmp_path}/nowhere"\n')
     result = run(*[word.format(tmp_path) for word in arguments])
     assert result.exit_code == 2
@@ -348,14 +355,14 @@ def test_mistakes_in_training_get_one_sentence(tmp_path: Path, arguments: tuple[
 
 
 def copy_model(tmp_path: Path, **changes: object) -> Path:
-    """A pretrained model whose model file says something else."""
+    """A copy of a pretrained model, with changes in its model file."""
     folder = Path(shutil.copytree(pretrained.HOME / "tumor-pcam-n8", tmp_path / "model"))
     content = json.loads((folder / MODEL).read_text())
     (folder / MODEL).write_text(json.dumps(content | changes))
     return folder
 
 
-def test_a_model_of_a_newer_format_is_called_newer(tmp_path: Path) -> None:
+def test_model_of_a_newer_format_is_rejected_as_newer(tmp_path: Path) -> None:
     image = write_image(tmp_path / "a.png", pixels(96, 96))
     words = (str(image), "--spacing-um-px", "1", "--device", "cpu", "--out", str(tmp_path / "out"))
     result = run("predict", str(copy_model(tmp_path, format=FORMAT + 1, rotopath="99.0.0")), *words)
@@ -370,8 +377,8 @@ def test_a_model_of_a_newer_format_is_called_newer(tmp_path: Path) -> None:
         assert "newer" in again.stderr
 
 
-def test_a_model_of_this_format_predicts(tmp_path: Path) -> None:
-    """The same as above, but for the format."""
+def test_model_of_this_format_predicts(tmp_path: Path) -> None:
+    """The test above, except for the format."""
     image = write_image(tmp_path / "a.png", pixels(96, 96))
     words = (str(image), "--spacing-um-px", "1", "--device", "cpu", "--out", str(tmp_path / "out"))
     result = run("predict", str(copy_model(tmp_path)), *words)
@@ -379,19 +386,24 @@ def test_a_model_of_this_format_predicts(tmp_path: Path) -> None:
     assert (tmp_path / "out/a.png/summary.json").exists()
 
 
-def test_models_lists_pretrained_models_and_the_networks_of_the_paper() -> None:
+def test_models_lists_pretrained_models_and_architectures() -> None:
     result = run("models")
     for name in (*pretrained.list_pretrained(), *ARCHITECTURES):
         assert name in result.stdout
 
 
-def test_train_and_evaluate_a_kind_of_task(tmp_path: Path) -> None:
+def train_on_class_folders(tmp_path: Path, *settings: str) -> Result:
+    """Train a small ResNet on patches in class folders, whose files do not specify their pixel size."""
     for split, count in (("train", 4), ("valid", 2), ("test", 2)):
         class_folders(tmp_path / "data" / split, count)
     (tmp_path / "r.toml").write_text(f'task = "classify"\ndata = "{tmp_path / "data"}"\ndata_spacing_um_px = 1\n')
-    settings = ("network=resnet18", "network_options.width=4", "window_px=32", *SMALL)
-    words = [word for setting in settings for word in ("--set", setting)]
-    trained = run("train", str(tmp_path / "r.toml"), *words, "--out", str(tmp_path / "run"))
+    resnet = ("network=resnet18", "network_options.width=4", "window_px=32")
+    words = [word for setting in (*resnet, *SMALL, *settings) for word in ("--set", setting)]
+    return run("train", str(tmp_path / "r.toml"), *words, "--out", str(tmp_path / "run"))
+
+
+def test_train_and_evaluate_a_task_with_own_classes(tmp_path: Path) -> None:
+    trained = train_on_class_folders(tmp_path)
     assert trained.exit_code == 0, trained.stderr
     for name in ("dots", "plain", "stripes"):
         assert f"{name}: recall" in trained.stdout
@@ -401,3 +413,32 @@ def test_train_and_evaluate_a_kind_of_task(tmp_path: Path) -> None:
     before = json.loads((tmp_path / "run/metrics.json").read_text())["test"]
     assert {name: again[name] for name in before} == before
     assert [*again["classes"]] == ["dots", "plain", "stripes"]
+
+
+def test_train_draws_hard_examples_of_images_without_a_spacing(tmp_path: Path) -> None:
+    trained = train_on_class_folders(tmp_path, "mining.epochs=1")
+    assert trained.exit_code == 0, trained.stderr
+    assert (tmp_path / "run/mined.png").read_bytes().startswith(b"\x89PNG")
+    assert "Hard examples: " in trained.stdout
+
+
+def test_evaluate_uses_the_spacing_of_the_recipe_only_for_its_own_data(tmp_path: Path) -> None:
+    train_on_class_folders(tmp_path)
+    same = run("evaluate", str(tmp_path / "run"), "--data", str(tmp_path / "data"))
+    assert same.exit_code == 0, same.stderr
+    (tmp_path / "data").rename(tmp_path / "elsewhere")
+    words = ("evaluate", str(tmp_path / "run"), "--data", str(tmp_path / "elsewhere"))
+    assert run(*words).exit_code == 2, "the spacing of other data has to be given"
+    other = run(*words, "--spacing-um-px", "1")
+    assert other.exit_code == 0, other.stderr
+
+
+def test_manifest_without_groups_has_intervals_over_patches(tmp_path: Path) -> None:
+    for i in range(6):
+        write_image(tmp_path / f"{i}.png", pixels(96, 96, i))
+    rows = [(f"{i}.png", i % 2, "test", 1) for i in range(6)]
+    write_csv(tmp_path / "manifest.csv", [("image", "label", "split", "spacing"), *rows])
+    scores = tmp_path / "scores.json"
+    result = run("evaluate", "tumor-pcam-n8", "--data", str(tmp_path), "--out", str(scores))
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(scores.read_text())["test"]["interval_over"] == "patches"

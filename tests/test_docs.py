@@ -1,4 +1,4 @@
-"""README and docs: examples run, tables say what the result files say, links lead somewhere."""
+"""README and docs: examples run, links are valid, and tables agree with the result files."""
 
 import csv
 import re
@@ -16,45 +16,45 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", RESULTS, *sorted((ROOT / 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # for the files that some of them write
+    monkeypatch.chdir(tmp_path)  # some examples write files
     for example in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL):
         exec(compile(example, page.name, "exec"), {})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_to_files_are_valid(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} points to {target}"
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_to_headings_lead_to_one(page: Path) -> None:
+def test_links_to_headings_are_valid(page: Path) -> None:
     for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text()):
-        there = page.parent / target if target else page
-        assert heading in anchors(there), f"{page.name} points to {target}#{heading}"
+        linked = page.parent / target if target else page
+        assert heading in anchors(linked), f"{page.name} links to {target}#{heading}"
 
 
 def anchors(page: Path) -> set[str]:
-    """What a heading is called in a link: its letters, digits and hyphens, with hyphens for spaces."""
+    """The anchors of all headings: their letters, digits and hyphens, with hyphens for spaces."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_readme_lists_every_layer() -> None:
+def test_readme_lists_all_layers() -> None:
     text = (ROOT / "README.md").read_text()
     assert [name for name in rp.nn.__all__ if f"`{name}" not in text] == []
 
 
-def test_every_result_file_that_the_docs_name_is_there() -> None:
+def test_result_files_named_in_the_docs_exist() -> None:
     for page in PAGES:
         for name in re.findall(r"results/([\w.-]+\.csv)", page.read_text()):
             assert (ROOT / "results" / name).exists(), f"{page.name} names {name}"
 
 
-def test_every_result_file_stands_in_the_docs_as_it_is() -> None:
+def test_result_files_are_named_in_the_docs_and_tables_agree_with_them() -> None:
     docs = "\n".join(page.read_text() for page in PAGES)
     for path in (ROOT / "results").glob("*.csv"):
-        assert path.name in docs, f"{path.name} is nowhere explained"
+        assert path.name in docs, f"{path.name} is not named in any page"
         if f"<!-- {path.name} -->" in docs:
             with path.open(newline="") as file:
                 for row in csv.reader(file):
@@ -67,12 +67,12 @@ def test_every_result_file_stands_in_the_docs_as_it_is() -> None:
         ("samples/summary.csv", [2, 3, 4, *range(7, 13)]),
         ("samples/rules.csv", range(4)),
         ("beyond.csv", range(9)),
-        ("beyond.csv", [0, 1, *range(9, 14)]),  # differences to the paper's design
+        ("beyond.csv", [0, 1, *range(9, 14)]),  # differences from the paper's design
         ("faithful.csv", [0, 3, *range(5, 12)]),
         ("faithful.csv", [0, *range(12, 17)]),
     ],
 )
-def test_the_page_of_results_says_what_the_study_found(table: str, columns: Sequence[int]) -> None:
+def test_page_of_results_agrees_with_its_tables(table: str, columns: Sequence[int]) -> None:
     page = RESULTS.read_text()
     with (RESULTS.parent / table).open(newline="") as file:
         for row in list(csv.reader(file))[1:]:

@@ -1,4 +1,4 @@
-"""Exports: what other software reads gives the network's answers, and a folder is whole or not there."""
+"""Exports: exported models have the outputs of the network, and folders are written atomically."""
 
 import json
 import sys
@@ -11,39 +11,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from typer.testing import CliRunner, Result
+from untrained_runs import POINTS, THRESHOLD, make_run
 
 import rotopath as rp
-from rotopath import exporting, runs
+from rotopath import exporting
 from rotopath.cli import app
-from rotopath.exporting import MODELS, check_answers, export
-from rotopath.model_file import WEIGHTS, RunError, pack_weights, write_model
-from rotopath.models.protocols import unwrap
-from rotopath.recipe import make_recipe, write_recipe
-from rotopath.writing import write_bytes, write_json, write_text
-
-POINT = {"threshold": 0.375}
-POINTS = {"classify": POINT, "detect": POINT, "segment": {"inside": 0.5, "background": 0.25, "least_px": 30}}
-
-
-def make_run(folder: Path, task: str, orientations: int = 4, **choices: object) -> Path:
-    """A finished run that was never trained, with batch norm that does something."""
-    folder.mkdir(parents=True)
-    recipe = make_recipe({"task": task, "data": "nowhere", "orientations": orientations, **choices})
-    network, task = runs.build(recipe), recipe.make_task()
-    generator = torch.Generator().manual_seed(0)
-    for module in unwrap(network).modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.running_mean.normal_(std=0.2, generator=generator)
-            module.running_var.uniform_(0.5, 2, generator=generator)
-        if isinstance(module, rp.nn.Project):
-            for parameter in module.parameters():
-                nn.init.uniform_(parameter, 0.5, 1.5, generator=generator)
-    write_text(folder / runs.RECIPE, write_recipe(recipe))
-    write_json(folder / runs.PROVENANCE, {"seed": 0})
-    weights, point = pack_weights(network), POINTS[task.kind] if task.is_single else {}
-    write_model(folder, task, runs.describe_network(recipe, network), point, weights)
-    write_bytes(folder / WEIGHTS, weights)
-    return folder
+from rotopath.exporting import MODELS, check_outputs, export
+from rotopath.model_file import RunError
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +25,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     root = tmp_path_factory.mktemp("runs")
     made: dict[str, Path] = {}
 
-    def give(task: str) -> Path:
+    def run_of(task: str) -> Path:
         if task not in made:
-            made[task] = make_run(root / f"{task}-run", task)
+            made[task] = make_run(root / f"{task}-run", task, random_statistics=True)
         return made[task]
 
-    return give
+    return run_of
 
 
 def load_script(folder: Path) -> nn.Module:
@@ -72,8 +46,10 @@ def read(path: Path) -> dict[str, object]:
     return content
 
 
-@pytest.mark.parametrize(("task", "found"), [("mitosis", "Mitosis"), ("tumor", "Tumor")])
-def test_wsinfer_finds_what_it_asks_for(trained: Callable[[str], Path], tmp_path: Path, task: str, found: str) -> None:
+@pytest.mark.parametrize(("task", "class_name"), [("mitosis", "Mitosis"), ("tumor", "Tumor")])
+def test_the_configuration_is_complete_for_wsinfer(
+    trained: Callable[[str], Path], tmp_path: Path, task: str, class_name: str
+) -> None:
     place = export(trained(task), "torchscript", tmp_path / "model")
     files = {"torchscript_model.pt", "config.json", "model.safetensors", "provenance.json", "README.md"}
     assert {path.name for path in place.iterdir()} == files
@@ -84,11 +60,11 @@ def test_wsinfer_finds_what_it_asks_for(trained: Callable[[str], Path], tmp_path
         "name": f"{task}-run",
         "architecture": f"rotopath-{task}-N4",
         "num_classes": 2,
-        "class_names": ["Other", found],
+        "class_names": ["Other", class_name],
         "patch_size_pixels": side,
         "spacing_um_px": {"mitosis": 0.25, "tumor": 1.0}[task],
         "transform": [{"name": "Resize", "arguments": {"size": side}}, {"name": "ToTensor"}],
-        "operating_point": POINT,
+        "operating_point": THRESHOLD,
     }
     assert {key: config[key] for key in expected} == expected
     # As WSInfer and QuPath apply it: patches of floats, softmax.
@@ -97,15 +73,15 @@ def test_wsinfer_finds_what_it_asks_for(trained: Callable[[str], Path], tmp_path
     patches = torch.rand(5, 3, side, side)
     with torch.no_grad():
         probabilities = model(patches).softmax(dim=1)
-        wanted = network(patches).sigmoid().flatten()
-    torch.testing.assert_close(probabilities[:, 1], wanted, atol=1e-5, rtol=1e-5)
+        expected_logits = network(patches).sigmoid().flatten()
+    torch.testing.assert_close(probabilities[:, 1], expected_logits, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(probabilities.sum(dim=1), torch.ones(5))
 
 
-def test_a_segmentation_model_does_not_pass_for_a_classifier(trained: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_segmentation_model_is_not_exported_as_a_classifier(trained: Callable[[str], Path], tmp_path: Path) -> None:
     place = export(trained("nuclei"), "torchscript", tmp_path / "model")
     config = read(place / "config.json")
-    assert "spec_version" not in config, "WSInfer requires it, and refuses what has none"
+    assert "spec_version" not in config, "WSInfer requires it, and refuses models without it"
     assert config["class_names"] == ["inside", "border", "background"]
     assert config["output"] == "logits (B, 3, H', W') of a map"
     assert config["stain"] == "macenko"
@@ -127,16 +103,16 @@ def test_a_segmentation_model_does_not_pass_for_a_classifier(trained: Callable[[
     ],
 )
 def test_learned_projections_are_exported(tmp_path: Path, projection: str, to: str) -> None:
-    """Exports check themselves against the network."""
+    """The export itself compares outputs with the network."""
     if to == "onnx":
         pytest.importorskip("onnxruntime")
-    run = make_run(tmp_path / "run", "nuclei", projection=projection, reflections=to == "onnx")
+    run = make_run(tmp_path / "run", "nuclei", random_statistics=True, projection=projection, reflections=to == "onnx")
     assert rp.load(run).network.project.mode == projection
     place = export(run, to, tmp_path / "model")
     assert (place / MODELS[to]).exists()
 
 
-def test_onnx_takes_any_batch_and_size(trained: Callable[[str], Path], tmp_path: Path) -> None:
+def test_an_onnx_model_accepts_any_batch_and_size(trained: Callable[[str], Path], tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     place = export(trained("nuclei"), "onnx", tmp_path / "model")
     session = onnxruntime.InferenceSession(str(place / "model.onnx"), providers=["CPUExecutionProvider"])
@@ -147,11 +123,11 @@ def test_onnx_takes_any_batch_and_size(trained: Callable[[str], Path], tmp_path:
         (logits,) = session.run(["logits"], {"image": images.numpy()})
         with torch.no_grad():
             torch.testing.assert_close(torch.from_numpy(logits), network(images), atol=1e-4, rtol=1e-4)
-    assert [path.name for path in place.glob("*.onnx*")] == ["model.onnx"], "weights are inside"
-    assert b"rotopath/models" not in (place / "model.onnx").read_bytes(), "and paths of this machine are not"
+    assert [path.name for path in place.glob("*.onnx*")] == ["model.onnx"], "weights are inside the file"
+    assert b"rotopath/models" not in (place / "model.onnx").read_bytes(), "no paths of this machine"
 
 
-def test_a_program_of_torch_export(trained: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_torch_export_program_accepts_any_batch_and_size(trained: Callable[[str], Path], tmp_path: Path) -> None:
     place = export(trained("tumor"), "torch", tmp_path / "model")
     model = torch.export.load(place / "model.pt2").module(check_guards=False)
     network = rp.load(trained("tumor")).network
@@ -162,7 +138,7 @@ def test_a_program_of_torch_export(trained: Callable[[str], Path], tmp_path: Pat
     assert "check_guards=False" in (place / "README.md").read_text()
 
 
-def test_weights_and_provenance_lie_beside_the_model(trained: Callable[[str], Path]) -> None:
+def test_weights_and_provenance_are_next_to_the_model(trained: Callable[[str], Path]) -> None:
     place = export(trained("mitosis"), "torchscript")
     assert place == trained("mitosis") / "export-torchscript"
     classifier = exporting.PatchClassifier(rp.freeze(rp.models.mitosis(4)), outputs=1)
@@ -173,14 +149,14 @@ def test_weights_and_provenance_lie_beside_the_model(trained: Callable[[str], Pa
     origin = read(place / "provenance.json")
     assert origin["rotopath"] == rp.__version__
     assert origin["run"] == str(trained("mitosis"))
-    assert origin["operating_point"] == POINT
-    assert origin["trained"] == {"seed": 0}
+    assert origin["operating_point"] == THRESHOLD
+    assert origin["trained"] == {"seed": 0, "rotopath": rp.__version__}
     assert origin["recipe"]["orientations"] == 4
     assert "commit" in origin
-    assert rp.load(trained("mitosis")).point == POINT, "the run is still one"
+    assert rp.load(trained("mitosis")).point == THRESHOLD, "the run folder is still valid"
 
 
-def test_a_model_that_answers_otherwise_is_not_put_in_place(
+def test_a_model_with_other_outputs_is_not_put_in_place(
     trained: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = export(trained("tumor"), "torchscript", tmp_path / "model")
@@ -192,35 +168,35 @@ def test_a_model_that_answers_otherwise_is_not_put_in_place(
         return lambda images: model(images) + 2e-4
 
     monkeypatch.setattr(exporting, "WRITERS", {"torchscript": write_wrong})
-    with pytest.raises(RunError, match="does not give the network's answers to images of"):
+    with pytest.raises(RunError, match="has other outputs than the network for images of shape"):
         export(trained("tumor"), "torchscript", out)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing half-written is left"
 
 
-def test_answers_are_checked_at_several_sizes() -> None:
+def test_outputs_are_compared_at_several_sizes() -> None:
     network = rp.models.mitosis(1).eval()
-    check_answers(network, network, network)
+    check_outputs(network, network, network)
     for wrong in (lambda x: network(x[:1]), lambda x: network(x) * (1 + 1e-3 * (len(x) > 1)) + 1e-3):
         with pytest.raises(RunError):
-            check_answers(wrong, network, network)
+            check_outputs(wrong, network, network)
 
 
-def test_an_export_is_replaced_as_a_whole(trained: Callable[[str], Path], tmp_path: Path) -> None:
+def test_an_export_is_replaced_completely(trained: Callable[[str], Path], tmp_path: Path) -> None:
     out = tmp_path / "new" / "model"
     export(trained("tumor"), "torchscript", out)
-    (out / "leftover.txt").write_text("of the old one")
+    (out / "leftover.txt").write_text("of the old export")
     export(trained("mitosis"), "torchscript", out)
     assert not (out / "leftover.txt").exists()
     assert read(out / "config.json")["patch_size_pixels"] == 68
     assert [path.name for path in out.parent.iterdir()] == ["model"]
 
 
-# Networks that were converted.
+# Converted networks
 
 
 def open_model(place: Path, to: str) -> Callable[[Tensor], Tensor]:
-    """An exported model as others open it."""
+    """Open an exported model as other software does."""
     if to == "torchscript":
         return load_script(place)
     if to == "torch":
@@ -240,10 +216,18 @@ def skip_without_extras(to: str) -> None:
 @pytest.mark.parametrize("to", MODELS)
 @pytest.mark.parametrize("orientations", [1, 4])
 def test_a_network_for_windows_of_one_size_is_exported(tmp_path: Path, to: str, orientations: int) -> None:
-    """It is slid over slides, but others get the network itself, for patches of its size."""
+    """Rotopath applies it as a sliding window; other software gets the network itself, for patches of its size."""
     skip_without_extras(to)
     keys = {"classes": ["fat", "stroma", "tumor"], "network": "resnet18", "network_options": {"width": 4}}
-    run = make_run(tmp_path / "run", "classify", orientations, **keys, window_px=32, spacing_um_px=0.5)
+    run = make_run(
+        tmp_path / "run",
+        "classify",
+        random_statistics=True,
+        orientations=orientations,
+        **keys,
+        window_px=32,
+        spacing_um_px=0.5,
+    )
     network = rp.load(run).network
     assert network.geometry.stride_px == 16
     place = export(run, to, tmp_path / "model")
@@ -261,35 +245,35 @@ def test_a_network_for_windows_of_one_size_is_exported(tmp_path: Path, to: str, 
         "operating_point": {},
     }
     assert {key: config[key] for key in expected} == expected
-    assert ("spec_version" in config) == (to == "torchscript"), "which WSInfer and QuPath read"
+    assert ("spec_version" in config) == (to == "torchscript"), "the format that WSInfer and QuPath read"
     assert "sides of 32 px." in (place / "README.md").read_text()
     model = open_model(place, to)
     for batch in (1, 5):
         patches = torch.rand(batch, 3, 32, 32)
         with torch.no_grad():
-            logits, wanted = model(patches), network(patches).flatten(1)
+            logits, expected_logits = model(patches), network(patches).flatten(1)
         assert logits.shape == (batch, 3)
-        assert wanted.std() > 1e-3, "there is something to compare"
-        torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=1e-5)
+        assert expected_logits.std() > 1e-3, "the comparison means something"
+        torch.testing.assert_close(logits, expected_logits, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("to", MODELS)
-def test_a_network_for_windows_with_one_class_answers_as_its_format_asks(tmp_path: Path, to: str) -> None:
-    """WSInfer and QuPath take the softmax of two; others the sigmoid of one."""
+def test_a_network_for_windows_with_one_class_has_the_outputs_of_its_format(tmp_path: Path, to: str) -> None:
+    """WSInfer and QuPath apply softmax to two logits, other software applies sigmoid to one."""
     skip_without_extras(to)
     keys = {"classes": ["tumor"], "network": "resnet18", "network_options": {"width": 4}, "window_px": 32}
-    run = make_run(tmp_path / "run", "classify", **keys)
+    run = make_run(tmp_path / "run", "classify", random_statistics=True, **keys)
     place = export(run, to, tmp_path / "model")
     config = read(place / "config.json")
     script = to == "torchscript"
     assert config["class_names"] == (["Other", "tumor"] if script else ["tumor"])
     assert config["activation"] == ("softmax" if script else "sigmoid")
-    assert config["operating_point"] == POINT
+    assert config["operating_point"] == THRESHOLD
     patches = torch.rand(3, 3, 32, 32)
     with torch.no_grad():
-        logits, wanted = open_model(place, to)(patches), rp.load(run).network(patches).sigmoid().flatten()
+        logits, expected_logits = open_model(place, to)(patches), rp.load(run).network(patches).sigmoid().flatten()
     probabilities = logits.softmax(dim=1)[:, 1] if script else logits.sigmoid()[:, 0]
-    torch.testing.assert_close(probabilities, wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(probabilities, expected_logits, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("to", MODELS)
@@ -297,7 +281,7 @@ def test_a_network_for_windows_with_one_class_answers_as_its_format_asks(tmp_pat
 def test_a_converted_network_with_maps_is_exported(tmp_path: Path, to: str, orientations: int) -> None:
     skip_without_extras(to)
     keys = {"network": "unet", "network_options": {"width": 4, "depth": 2}, "window_px": 32}
-    run = make_run(tmp_path / "run", "segment", orientations, **keys)
+    run = make_run(tmp_path / "run", "segment", random_statistics=True, orientations=orientations, **keys)
     network = rp.load(run).network
     place = export(run, to, tmp_path / "model")
     config = read(place / "config.json")
@@ -311,16 +295,16 @@ def test_a_converted_network_with_maps_is_exported(tmp_path: Path, to: str, orie
     for size in ((1, 3, 32, 32), (3, 3, 24, 46)):
         images = torch.rand(size)
         with torch.no_grad():
-            logits, wanted = model(images), network(images)
+            logits, expected_logits = model(images), network(images)
         assert logits.shape == (size[0], 3, *size[2:])
-        assert wanted.std() > 1e-3, "there is something to compare"
-        torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=1e-5)
+        assert expected_logits.std() > 1e-3, "the comparison means something"
+        torch.testing.assert_close(logits, expected_logits, atol=1e-5, rtol=1e-5)
 
 
-def test_a_map_with_an_answer_for_every_pixel_does_not_pass_for_a_classifier(tmp_path: Path) -> None:
-    """A network without pools takes images of any size, as classifiers of patches do."""
+def test_a_map_with_an_output_for_every_pixel_is_not_exported_as_a_classifier(tmp_path: Path) -> None:
+    """A network without pools accepts images of any size, as classifiers of patches do."""
     keys = {"network": "unet", "network_options": {"width": 4, "depth": 1}, "window_px": 32}
-    run = make_run(tmp_path / "run", "segment", **keys)
+    run = make_run(tmp_path / "run", "segment", random_statistics=True, **keys)
     place = export(run, "torchscript", tmp_path / "model")
     config = read(place / "config.json")
     assert "spec_version" not in config
@@ -330,25 +314,25 @@ def test_a_map_with_an_answer_for_every_pixel_does_not_pass_for_a_classifier(tmp
         torch.testing.assert_close(load_script(place)(images), rp.load(run).network(images), atol=1e-5, rtol=1e-5)
 
 
-def test_a_patch_is_as_large_as_one_answer_needs_and_not_as_the_windows_of_training(tmp_path: Path) -> None:
-    """In a larger patch, the mean over its windows would be far from an operating point that holds for single ones."""
-    run = make_run(tmp_path / "run", "mitosis", window_px=100)
+def test_the_patch_size_is_that_of_one_output_and_not_that_of_the_training_windows(tmp_path: Path) -> None:
+    """The operating point is that of a single output, and does not apply to the mean over a larger patch."""
+    run = make_run(tmp_path / "run", "mitosis", random_statistics=True, window_px=100)
     config = read(export(run, "torchscript", tmp_path / "model") / "config.json")
     assert config["patch_size_pixels"] == 68
     assert config["transform"][0]["arguments"] == {"size": 68}
 
 
 @pytest.mark.parametrize("to", MODELS)
-def test_the_smallest_image_that_is_named_is_taken(tmp_path: Path, to: str) -> None:
+def test_the_smallest_image_of_the_configuration_is_accepted(tmp_path: Path, to: str) -> None:
     skip_without_extras(to)
     keys = {"network": "unet", "network_options": {"width": 4, "depth": 2}, "window_px": 32}
-    run = make_run(tmp_path / "run", "segment", **keys)
+    run = make_run(tmp_path / "run", "segment", random_statistics=True, **keys)
     place = export(run, to, tmp_path / "model")
     side = read(place / "config.json")["image_sides_px"]["smallest"]
     images = torch.rand(1, 3, side, side)
     with torch.no_grad():
-        logits, wanted = open_model(place, to)(images), rp.load(run).network(images)
-    torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=1e-5)
+        logits, expected_logits = open_model(place, to)(images), rp.load(run).network(images)
+    torch.testing.assert_close(logits, expected_logits, atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture
@@ -356,7 +340,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(exporting, "_explain", stop)
+    monkeypatch.setattr(exporting, "_format_readme", stop)
 
 
 @pytest.mark.usefixtures("interrupted")
@@ -366,14 +350,14 @@ def test_an_interrupted_export_leaves_nothing(trained: Callable[[str], Path], tm
     assert list(tmp_path.iterdir()) == []
 
 
-# The command.
+# The command
 
 
 def command(*arguments: object) -> Result:
     return CliRunner().invoke(app, ["export", *map(str, arguments)], env={"COLUMNS": "80"})
 
 
-def test_the_command_writes_a_folder_and_says_where(trained: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_command_writes_a_folder_and_prints_its_path(trained: Callable[[str], Path], tmp_path: Path) -> None:
     result = command(trained("tumor"), "--out", tmp_path / "model")
     assert result.exit_code == 0, result.stderr
     assert result.stdout.replace("\n", "").startswith("Exported: ")
@@ -384,22 +368,22 @@ def test_the_command_writes_a_folder_and_says_where(trained: Callable[[str], Pat
     ("arguments", "sentence"),
     [
         (("{}/none",), "none is neither a run folder nor one of the pretrained models, "),
-        (("{}/taken",), "holds no run."),
-        (("{run}", "--to", "keras"), "There is no format 'keras' to export to; choose from torchscript, onnx, torch."),
+        (("{}/taken",), "contains no run (weights.safetensors is missing); give the folder of a finished run."),
+        (("{run}", "--to", "keras"), "There is no export format 'keras'; choose from torchscript, onnx, torch."),
         (
             ("{run}", "--out", "{}/taken"),
-            "taken exists and is no export of rotopath; choose another folder with --out.",
+            "taken exists and is not an export of rotopath; choose another folder with --out.",
         ),
-        (("{run}", "--out", "{}/file"), "file exists and is no export of rotopath"),
+        (("{run}", "--out", "{}/file"), "file exists and is not an export of rotopath"),
         (("{run}", "--out", "{}/file/below"), "cannot be read or written"),
-        (("{run}", "--out", "{run}"), "exists and is no export of rotopath"),
+        (("{run}", "--out", "{run}"), "exists and is not an export of rotopath"),
     ],
 )
-def test_mistakes_get_one_sentence_and_exit_code_2(
+def test_mistakes_end_with_one_sentence_and_exit_code_2(
     trained: Callable[[str], Path], tmp_path: Path, arguments: tuple[str, ...], sentence: str
 ) -> None:
     (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "thesis.txt").write_text("dear to somebody")
+    (tmp_path / "taken" / "thesis.txt").write_text("important")
     (tmp_path / "file").write_text("a file")
     run = trained("tumor")
     before = sorted([*tmp_path.rglob("*"), *run.rglob("*")])
@@ -415,7 +399,7 @@ def test_mistakes_get_one_sentence_and_exit_code_2(
 def test_a_missing_extra_is_named(
     trained: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
-    pytest.importorskip("onnxruntime")  # or else it is the first to be missed
+    pytest.importorskip("onnxruntime")  # otherwise it would be the first to be reported
     monkeypatch.setitem(sys.modules, package, None)
     result = command(trained("tumor"), "--to", "onnx", "--out", tmp_path / "model")
     assert result.exit_code == 2

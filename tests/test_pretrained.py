@@ -1,4 +1,4 @@
-"""Pretrained models: whole, small, of no machine, with honest cards; and chosen by validation, never by test."""
+"""Pretrained models: complete, small, without paths, with correct cards; chosen by validation, never by test."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from publish import MOST_BYTES, publish
+from publish import MAX_WEIGHTS_BYTES, publish
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
@@ -17,7 +17,7 @@ from rotopath import pretrained, runs
 from rotopath.cli import app
 from rotopath.inference import predict
 from rotopath.model_file import MODEL, WEIGHTS, RunError, pack_weights, write_model
-from rotopath.recipe import make_recipe, write_recipe
+from rotopath.recipe import format_recipe, make_recipe
 from rotopath.writing import write_bytes, write_json, write_text
 
 ROOT = Path(__file__).parent.parent
@@ -32,47 +32,49 @@ def command(*arguments: str) -> Result:
 
 
 def list_files() -> list[Path]:
-    """Of the pretrained models, as they are in the package."""
+    """Return the files of all pretrained models of the package."""
     return sorted(path for name in pretrained.list_pretrained() for path in (pretrained.HOME / name).iterdir())
 
 
-def test_there_is_one_for_tumor_and_one_for_mitosis() -> None:
+def test_there_is_a_pretrained_model_for_each_task() -> None:
     assert {"tumor-pcam-n8", "mitosis-amida13-n8", "nuclei-kumar-n8"} == set(pretrained.list_pretrained())
 
 
 @each_model
-def test_it_loads_from_anywhere_and_predicts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pretrained_model_loads_from_any_folder_and_predicts(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     run = rp.load(name)
     assert (run.network.orientations, run.network.training) == (8, False)
     assert name == f"{run.recipe.task}-{name.split('-')[1]}-n8"
     image = np.random.default_rng(0).integers(0, 256, (124, 124, 3), np.uint8)
     upright = predict(run.network, image, torch.device("cpu")).probabilities
-    turned = predict(run.network, np.rot90(image).copy(), torch.device("cpu")).probabilities
+    rotated = predict(run.network, np.rot90(image).copy(), torch.device("cpu")).probabilities
     assert np.isfinite(upright).all()
     assert 0 <= upright.min() < upright.max() <= 1
-    np.testing.assert_allclose(np.rot90(upright, axes=(1, 2)), turned, atol=1e-5)
+    np.testing.assert_allclose(np.rot90(upright, axes=(1, 2)), rotated, atol=1e-5)
     assert list(tmp_path.iterdir()) == []
 
 
 @each_model
-def test_it_is_small_and_says_nothing_of_a_machine(name: str) -> None:
+def test_a_pretrained_model_is_small_and_contains_no_paths(name: str) -> None:
     folder = pretrained.HOME / name
     assert {path.name for path in folder.iterdir()} == FILES
-    assert (folder / WEIGHTS).stat().st_size <= MOST_BYTES
+    assert (folder / WEIGHTS).stat().st_size <= MAX_WEIGHTS_BYTES
     for written in FILES - {WEIGHTS}:
         assert not A_PATH.search((folder / written).read_text(encoding="utf-8")), written
     assert "path" not in json.loads((folder / runs.PROVENANCE).read_text())["data"]
 
 
-def test_paths_of_machines_would_be_seen() -> None:
+def test_paths_are_recognized() -> None:
     for path in ('"path": "/home/a"', 'data = "data/sample"', "~/x", 'C:\\x"', "in /tmp/a"):
         assert A_PATH.search(path), path
     assert not A_PATH.search('data = "Kumar/MoNuSeg", 0.25 µm/px')
 
 
 @each_model
-def test_its_card_is_complete_and_agrees_with_its_files(name: str) -> None:
+def test_the_model_card_is_complete_and_agrees_with_the_files(name: str) -> None:
     folder = pretrained.HOME / name
     card = (folder / pretrained.CARD).read_text(encoding="utf-8")
     data = json.loads((folder / runs.PROVENANCE).read_text())["data"]
@@ -84,8 +86,8 @@ def test_its_card_is_complete_and_agrees_with_its_files(name: str) -> None:
     assert ("inherit the limits of the data" in card) == (not data["commercial"])
     assert f"| spacing | {run.task.spacing_um_px:g} µm/px |" in card
     geometry = run.network.geometry
-    assert f"windows of {geometry.smallest_px} px, an answer every {geometry.stride_px} px |" in card
-    assert f"network, 8 orientations, {sum(each.numel() for each in run.network.parameters()):,} weights" in card
+    assert f"windows of {geometry.smallest_px} px, a prediction every {geometry.stride_px} px |" in card
+    assert f"network, 8 orientations, {sum(weight.numel() for weight in run.network.parameters()):,} weights" in card
     score = run.task.score_name
     assert f" | {json.loads((folder / runs.METRICS).read_text())['test'][score]:.3f} (95 % interval " in card
     assert not re.search(r"[{}]|\bnan\b|None", card)
@@ -94,20 +96,20 @@ def test_its_card_is_complete_and_agrees_with_its_files(name: str) -> None:
 
 
 @each_model
-def test_the_docs_lead_to_its_card(name: str) -> None:
+def test_the_docs_link_to_the_model_card(name: str) -> None:
     page = (ROOT / "docs" / "pretrained.md").read_text(encoding="utf-8")
     assert f"| `{name}` |" in page
     assert f"pretrained/{name}/{pretrained.CARD}" in page
 
 
 @each_model
-def test_it_has_the_best_validation_score_of_its_seeds(name: str) -> None:
+def test_the_seed_with_the_best_validation_score_is_published(name: str) -> None:
     about = json.loads((pretrained.HOME / name / runs.PROVENANCE).read_text())
-    best = max(about["chosen"]["seeds"], key=lambda one: one["valid"])
+    best = max(about["chosen"]["seeds"], key=lambda seed: seed["valid"])
     assert best["seed"] == about["seed"] == rp.load(name).recipe.seed
 
 
-def test_the_wheel_holds_all_of_them() -> None:
+def test_the_wheel_contains_all_pretrained_models() -> None:
     builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
     packed = {file.distribution_path for file in builder.recurse_included_files()}
     for name in pretrained.list_pretrained():
@@ -115,7 +117,7 @@ def test_the_wheel_holds_all_of_them() -> None:
     assert not [path for path in packed if not path.startswith("rotopath/")]
 
 
-# Known answers, which the version before the redesign (commit 361604b) gave to the same weights.
+# Known predictions, computed by commit 361604b from the same weights
 
 KNOWN = {
     "mitosis-amida13-n8": (
@@ -134,7 +136,7 @@ KNOWN = {
 
 
 def draw_tissue() -> np.ndarray:
-    """Dark ellipses on pink, many on the left and few on the right; of whole numbers, so the same everywhere."""
+    """Draw dark ellipses on pink, many on the left and few on the right, with integers only: the same everywhere."""
     height, width = 260, 380
     generator = np.random.default_rng(7)
     image = np.full((height, width, 3), (222, 178, 212), np.int64)
@@ -150,12 +152,12 @@ def draw_tissue() -> np.ndarray:
     return np.clip(image + generator.integers(-12, 13, image.shape), 0, 255).astype(np.uint8)
 
 
-def test_the_drawn_tissue_is_the_one_that_was_asked_about() -> None:
+def test_the_drawn_tissue_is_that_of_the_known_predictions() -> None:
     assert hashlib.sha256(draw_tissue().tobytes()).hexdigest().startswith("cad4d6e3fec5bbcf")
 
 
 @each_model
-def test_it_answers_as_before(name: str) -> None:
+def test_predictions_are_the_known_ones(name: str) -> None:
     run, image = rp.load(name), draw_tissue()
     wanted, (objects, mean) = KNOWN[name]
     maps = predict(run.network, image, torch.device("cpu")).probabilities
@@ -167,28 +169,32 @@ def test_it_answers_as_before(name: str) -> None:
     assert result.map.mean() == pytest.approx(mean, abs=1e-5)
 
 
-# Names.
+# Names
 
 
-def test_a_folder_goes_before_a_pretrained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_has_precedence_over_a_pretrained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("tumor-pcam-n8").mkdir()
-    with pytest.raises(RunError, match="tumor-pcam-n8 holds no run"):
+    with pytest.raises(RunError, match="tumor-pcam-n8 contains no run"):
         rp.load("tumor-pcam-n8")
 
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("tumor-pcam", "did you mean tumor-pcam-n8?"), ("Tumor-PCam-N8", "did you mean"), ("zebra", "name one of these")],
+    [
+        ("tumor-pcam", "did you mean tumor-pcam-n8?"),
+        ("Tumor-PCam-N8", "did you mean"),
+        ("zebra", "give the folder of a finished run or one of these names"),
+    ],
 )
-def test_unknown_names_hear_what_there_is(name: str, hint: str) -> None:
+def test_the_error_about_an_unknown_name_lists_the_pretrained_models(name: str, hint: str) -> None:
     with pytest.raises(RunError) as refused:
         rp.load(name)
     assert ", ".join(pretrained.list_pretrained()) in str(refused.value)
     assert hint in str(refused.value)
 
 
-def test_models_lists_them_before_the_networks() -> None:
+def test_the_models_command_lists_pretrained_models_before_networks() -> None:
     shown = command("models").stdout
     lines = [shown.index(name) for name in pretrained.list_pretrained()]
     assert max(lines) < shown.index("detects mitotic figures")
@@ -199,14 +205,14 @@ def test_models_lists_them_before_the_networks() -> None:
 
 
 @each_model
-def test_models_shows_a_card(name: str) -> None:
+def test_the_models_command_prints_a_model_card(name: str) -> None:
     shown = command("models", name)
     assert shown.exit_code == 0
     assert all(section in shown.stdout for section in SECTIONS)
     assert "Receptive field" not in shown.stdout
 
 
-def test_evaluate_asks_for_data_and_export_leaves_the_package_alone(
+def test_evaluate_requires_data_and_export_does_not_change_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from layouts import pcam
@@ -215,19 +221,21 @@ def test_evaluate_asks_for_data_and_export_leaves_the_package_alone(
     before = list_files()
     refused = command("evaluate", "tumor-pcam-n8")
     assert refused.exit_code == 2
-    assert "comes without the data that it was trained on; name some for tumor with --data." in refused.stderr
+    assert "does not include its training data; give a dataset for the task tumor with --data." in refused.stderr
     evaluated = command("evaluate", "tumor-pcam-n8", "--data", str(pcam(tmp_path / "mine", (4, 4, 4))))
     assert evaluated.exit_code == 0, evaluated.stderr
     assert Path("runs/tumor-pcam-n8/evaluation-test-on-mine.json").exists()
     exported = command("export", "mitosis-amida13-n8", "--to", "torch")
     assert exported.exit_code == 0, exported.stderr
     place = Path("runs/mitosis-amida13-n8/export-torch")
-    assert "not commercially" in (place / pretrained.CARD).read_text(encoding="utf-8"), "terms go with the weights"
+    assert "not commercially" in (place / pretrained.CARD).read_text(encoding="utf-8"), (
+        "the terms of use are exported with the weights"
+    )
     assert json.loads((place / runs.PROVENANCE).read_text())["run"] == "mitosis-amida13-n8"
     assert list_files() == before
 
 
-# Publishing.
+# Publishing
 
 POINTS = {"detect": {"threshold": 0.5}, "segment": {"inside": 0.5, "background": 0.5, "least_px": 30}}
 
@@ -242,7 +250,7 @@ def make_run(part: Path, seed: int, valid: float, test: float, images: int = 132
         "valid": {"f1": valid, "images": 126, **scores},
         "test": {"f1": test, "images": 608, "f1_interval": [test - 0.1, test + 0.1], **scores},
     }
-    write_text(folder / runs.RECIPE, write_recipe(recipe))
+    write_text(folder / runs.RECIPE, format_recipe(recipe))
     write_json(folder / runs.METRICS, metrics)
     about = {"source": "AMIDA13", "path": "/home/somebody/data", "images": images, "fingerprint": "f"}
     write_json(folder / runs.PROVENANCE, {"seed": seed, "data": about})
@@ -277,7 +285,7 @@ def test_publishing_chooses_by_validation_and_never_by_test(tmp_path: Path) -> N
     assert run.info.weights_sha256 == hashlib.sha256((best / WEIGHTS).read_bytes()).hexdigest()
 
 
-def test_publishing_takes_runs_of_rotopath_0_1(tmp_path: Path) -> None:
+def test_publishing_accepts_runs_of_rotopath_0_1(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "part", seed=0, valid=0.7, test=0.8)
     info = rp.load(folder).info
     (folder / MODEL).unlink()
@@ -287,7 +295,7 @@ def test_publishing_takes_runs_of_rotopath_0_1(tmp_path: Path) -> None:
     assert rp.load(place).info == info
 
 
-def test_publishing_says_where_cases_were_too_few_for_an_interval(tmp_path: Path) -> None:
+def test_publishing_reports_too_few_cases_for_an_interval(tmp_path: Path) -> None:
     folder = make_run(tmp_path, seed=0, valid=0.7, test=0.8)
     metrics = json.loads((folder / runs.METRICS).read_text())
     metrics["test"]["f1_interval"] = None
@@ -296,7 +304,7 @@ def test_publishing_says_where_cases_were_too_few_for_an_interval(tmp_path: Path
     assert "| test F1 | 0.800 (too few cases for an interval) |" in card
 
 
-def test_publishing_knows_nuclei_too(tmp_path: Path) -> None:
+def test_publishing_supports_nuclei(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "part", seed=0, valid=0.7, test=0.8, task="nuclei", regime=3)
     metrics = json.loads((folder / runs.METRICS).read_text())
     for split, fields in (("valid", 4), ("test", 8)):
@@ -310,10 +318,10 @@ def test_publishing_knows_nuclei_too(tmp_path: Path) -> None:
     assert "12 fields\nfor training, 4 for validation, 8 for testing" in card
     assert "Terms: CC BY-NC-SA 4.0. **The weights inherit the limits of the data" in card
     assert "AJI+ 0.500" in card
-    assert "stain normalised by Macenko's method" in card
+    assert "stain normalized by Macenko's method" in card
 
 
-def test_publishing_takes_the_runs_with_most_training_data(tmp_path: Path) -> None:
+def test_publishing_chooses_the_runs_with_the_most_training_data(tmp_path: Path) -> None:
     make_run(tmp_path, seed=0, valid=0.99, test=0.99, regime=2)
     best = make_run(tmp_path, seed=0, valid=0.7, test=0.7, regime=8)
     place = publish(tmp_path, tmp_path / "home")
@@ -321,18 +329,18 @@ def test_publishing_takes_the_runs_with_most_training_data(tmp_path: Path) -> No
     assert "0.700 (a single seed)" in (place / pretrained.CARD).read_text(encoding="utf-8")
 
 
-def test_publishing_refuses_what_it_cannot_vouch_for(tmp_path: Path) -> None:
+def test_publishing_refuses_missing_unknown_mixed_and_damaged_runs(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="has no finished run with 8 orientations and all training data"):
         publish(tmp_path, tmp_path / "home")
     make_run(tmp_path / "other", seed=0, valid=0.7, test=0.7, images=99)
-    with pytest.raises(SystemExit, match="says nothing about AMIDA13 with 99 images"):
+    with pytest.raises(SystemExit, match="has no entry for AMIDA13 with 99 images"):
         publish(tmp_path / "other", tmp_path / "home")
     make_run(tmp_path / "mixed", seed=0, valid=0.7, test=0.7)
     make_run(tmp_path / "mixed", seed=1, valid=0.7, test=0.7, steps=7)
     with pytest.raises(SystemExit, match="differ in more than their seed"):
         publish(tmp_path / "mixed", tmp_path / "home")
     make_run(tmp_path / "converted", seed=0, valid=0.7, test=0.7, network="resnet18", network_options={"width": 2})
-    with pytest.raises(SystemExit, match="has the task 'mitosis' and the network 'resnet18', of which cards do not"):
+    with pytest.raises(SystemExit, match="has the task 'mitosis' and the network 'resnet18', which no card describes"):
         publish(tmp_path / "converted", tmp_path / "home")
     weights = make_run(tmp_path / "damaged", seed=0, valid=0.7, test=0.7) / WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")

@@ -1,4 +1,4 @@
-"""Recipes: what is written is read, changes apply, and every wrong key is named."""
+"""Recipes: a written recipe is read back equal, changes apply, and every wrong key is named."""
 
 from pathlib import Path
 from typing import get_args
@@ -12,22 +12,21 @@ from rotopath.data import Augmentation
 from rotopath.models.architecture import ARCHITECTURES, Pooling, Upsampling
 from rotopath.nn.project import PROJECTIONS
 from rotopath.recipe import (
-    SHORT_OPTIONS,
+    NETWORK_OPTIONS,
     Mining,
     NetworkOptions,
     Recipe,
     RecipeError,
-    changed_key,
+    find_changed_key,
+    format_recipe,
     make_recipe,
     read_recipe,
-    write_recipe,
 )
 from rotopath.runs import build
-from rotopath.tasks import NUCLEI, Classify
-from rotopath.tasks.task import PALETTE
+from rotopath.tasks import NUCLEI, PALETTE, Classify
 
 
-def written(tmp_path: Path, text: str) -> Path:
+def write_toml(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "r.toml"
     path.write_text(text)
     return path
@@ -36,26 +35,26 @@ def written(tmp_path: Path, text: str) -> Path:
 MINIMAL = 'task = "tumor"\ndata = "pcam"\n'
 
 
-def test_false_takes_a_key_back(tmp_path: Path) -> None:
-    path = written(tmp_path, MINIMAL + "regime = 0.5\n[mining]\nepochs = 2\n")
+def test_false_resets_a_key(tmp_path: Path) -> None:
+    path = write_toml(tmp_path, MINIMAL + "regime = 0.5\n[mining]\nepochs = 2\n")
     assert read_recipe(path).mining == Mining(epochs=2)
     recipe = read_recipe(path, ["mining=false", "regime=false"])
     assert recipe.mining is None
     assert recipe.regime is None
-    with pytest.raises(RecipeError, match="'epochs' is False"):
+    with pytest.raises(RecipeError, match="the key 'epochs' must be a whole number; got False"):
         read_recipe(path, ["epochs=false"])
 
 
-def test_defaults_are_the_papers(tmp_path: Path) -> None:
-    recipe = read_recipe(written(tmp_path, MINIMAL))
+def test_the_defaults_are_those_of_the_paper(tmp_path: Path) -> None:
+    recipe = read_recipe(write_toml(tmp_path, MINIMAL))
     assert recipe == Recipe("tumor", "pcam")
     assert (recipe.optimiser, recipe.learning_rate, recipe.momentum, recipe.weight_decay) == ("sgd", 0.01, 0.9, 5e-4)
     assert recipe.schedule == "halve"
     assert recipe.augmentation == Augmentation()
 
 
-def test_changes_apply_and_words_need_no_quotes(tmp_path: Path) -> None:
-    path = written(tmp_path, MINIMAL + "[augmentation]\nstain = 0.2\n")
+def test_changes_apply_and_texts_need_no_quotes(tmp_path: Path) -> None:
+    path = write_toml(tmp_path, MINIMAL + "[augmentation]\nstain = 0.2\n")
     changes = ["orientations=4", "augmentation.brightness=0.05", "task=mitosis", "data=a b/c=d", "mining.epochs=2"]
     recipe = read_recipe(path, [*changes, "regime=3", "precision=32", "augmentation.free_rotation=true"])
     assert recipe == Recipe(
@@ -73,20 +72,20 @@ def test_changes_apply_and_words_need_no_quotes(tmp_path: Path) -> None:
     [
         (MINIMAL, ["orientation=4"], "there is no key 'orientation'; did you mean 'orientations'?"),
         (MINIMAL, ["augmentation.stains=0.1"], "there is no key 'augmentation.stains'; did you mean"),
-        (MINIMAL, ["zebra=red"], "there is no key 'zebra'; keys are task, data, classes, colors, spacing_um_px"),
-        ('data = "x"', [], "the key 'task' is missing."),
+        (MINIMAL, ["zebra=red"], "there is no key 'zebra'; choose from task, data, classes, colors, spacing_um_px"),
+        ('data = "x"', [], "the required key 'task' is missing; add it."),
         (MINIMAL, ["task=kidney"], "There is no task 'kidney'; choose from mitosis, nuclei, tumor, classify"),
         (MINIMAL, ["task=tumour"], "There is no task 'tumour'; did you mean 'tumor'?"),
-        (MINIMAL, ["task=3"], "the key 'task' is 3, where a text is expected."),
+        (MINIMAL, ["task=3"], "the key 'task' must be a string; got 3."),
         (MINIMAL, ["task=none.such:Kind"], "'none.such:Kind' cannot be imported (No module named 'none')"),
-        (MINIMAL, ["task=pathlib:Path"], "The task 'pathlib:Path' is no class of rotopath.tasks.Task."),
+        (MINIMAL, ["task=pathlib:Path"], "The task 'pathlib:Path' is not a subclass of rotopath.tasks.Task"),
         (MINIMAL, ["network=resnet81"], "There is no network 'resnet81'; did you mean 'resnet18'?"),
         (MINIMAL, ["network=zebra"], "There is no network 'zebra'; choose from mitosis, nuclei, tumor, resnet18"),
         (MINIMAL, ["network=os:getcwd"], "The function 'os:getcwd' has no parameter 'outputs'"),
         (MINIMAL, ["network=resnet18", "network_options.widht=4"], "'resnet18' has no option 'widht'; did you mean"),
         (MINIMAL, ["network=resnet18", "pooling=max"], "The network 'resnet18' has no option 'pooling'; options"),
         (MINIMAL, ["network=resnet18", "kernel=cubic"], "'kernel' of the network 'resnet18' is 'cubic'; choose from"),
-        (MINIMAL, ["network_options=4"], "the key 'network_options' is 4, where a table is expected."),
+        (MINIMAL, ["network_options=4"], "the key 'network_options' must be a table; got 4."),
         (MINIMAL, ["network_options.orientations=4"], "has no option 'orientations'"),
         (MINIMAL, ["network_options.outputs=4"], "The network 'tumor' has no option 'outputs'"),
         (MINIMAL, ["kernal=harmonic"], "there is no key 'kernal'; did you mean 'kernel'?"),
@@ -94,40 +93,56 @@ def test_changes_apply_and_words_need_no_quotes(tmp_path: Path) -> None:
         (MINIMAL, ["smoothing=0"], "smoothing"),
         (MINIMAL, ["widths_of=true"], "got True"),
         (MINIMAL, ["task=rotopath.tasks:Task"], "'rotopath.tasks:Task'"),
-        (MINIMAL, ["mining.epochs=0"], "'mining.epochs' is 0"),
-        (MINIMAL, ["mining.examples=-1"], "'mining.examples' is -1"),
-        (MINIMAL, ["classes=tumor"], "the key 'classes' is 'tumor', where a list of texts is expected."),
-        (MINIMAL, ["classes=['a', 'A']"], "the key 'classes' is ['a', 'A'], where different names are expected."),
-        (MINIMAL, ["classes=['a', '']"], "the key 'classes' is ['a', ''], where different names are expected."),
-        (MINIMAL, ["colors=['red']"], "the key 'colors' is 'red', where a colour such as \"#e69f00\" is expected."),
-        (MINIMAL, ["spacing_um_px=0"], "the key 'spacing_um_px' is 0.0, where 0.05 to 5 µm/px is expected."),
-        (MINIMAL, ["spacing_um_px=nan"], "the key 'spacing_um_px' is nan, where 0.05 to 5 µm/px is expected."),
-        (MINIMAL, ["data_spacing_um_px=9"], "the key 'data_spacing_um_px' is 9.0, where 0.05 to 5 µm/px is expected."),
-        (MINIMAL, ["stain=reinhard"], "the key 'stain' is 'reinhard', where one of none, macenko or nothing is"),
-        (MINIMAL, ["window_px=0"], "the key 'window_px' is 0, where 1 or more is expected."),
-        (MINIMAL, ["stride_px=-1"], "the key 'stride_px' is -1, where 1 or more is expected."),
-        (MINIMAL, ["batch=6", "devices=4"], "a batch of 6 cannot be divided among 4 devices; change"),
-        (MINIMAL, ["regime=2"], "the key 'regime' is 2.0, where a fraction of each class, over 0 and up to 1,"),
-        (MINIMAL, ["task=mitosis", "regime=0.5"], "the key 'regime' is 0.5, where a whole number of cases"),
-        (MINIMAL, ["epochs=many"], "the key 'epochs' is 'many', where a whole number is expected."),
-        (MINIMAL, ["epochs=1.5"], "the key 'epochs' is 1.5, where a whole number is expected."),
-        (MINIMAL, ["epochs=true"], "the key 'epochs' is True, where a whole number is expected."),
-        (MINIMAL, ["epochs=0"], "the key 'epochs' is 0, where 1 or more is expected."),
-        (MINIMAL, ["learning_rate=0"], "the key 'learning_rate' is 0.0, where a number above 0 is expected."),
-        (MINIMAL, ["seed=-1"], "the key 'seed' is -1, where 0 or more is expected."),
+        (MINIMAL, ["mining.epochs=0"], "the key 'mining.epochs' must be 1 or more; got 0."),
+        (MINIMAL, ["mining.examples=-1"], "the key 'mining.examples' must be 1 or more; got -1."),
+        (MINIMAL, ["classes=tumor"], "the key 'classes' must be a list of strings; got 'tumor'."),
+        (MINIMAL, ["classes=['a', 'A']"], "the key 'classes' must be a list of different names; got ['a', 'A']."),
+        (MINIMAL, ["classes=['a', '']"], "the key 'classes' must be a list of different names; got ['a', '']."),
+        (MINIMAL, ["colors=['red']"], "the key 'colors' must be a color such as \"#e69f00\"; got 'red'."),
+        (
+            MINIMAL,
+            ["spacing_um_px=0"],
+            "the key 'spacing_um_px' must be a number from 0.05 to 5 µm/px; got 0.0.",
+        ),
+        (
+            MINIMAL,
+            ["spacing_um_px=nan"],
+            "the key 'spacing_um_px' must be a number from 0.05 to 5 µm/px; got nan.",
+        ),
+        (
+            MINIMAL,
+            ["data_spacing_um_px=9"],
+            "the key 'data_spacing_um_px' must be a number from 0.05 to 5 µm/px; got 9.0.",
+        ),
+        (
+            MINIMAL,
+            ["stain=reinhard"],
+            "the key 'stain' must be one of none, macenko or false, for the default; got 'reinhard'.",
+        ),
+        (MINIMAL, ["window_px=0"], "the key 'window_px' must be 1 or more; got 0."),
+        (MINIMAL, ["stride_px=-1"], "the key 'stride_px' must be 1 or more; got -1."),
+        (MINIMAL, ["batch=6", "devices=4"], "a batch of 6 windows cannot be divided equally among 4 devices; change"),
+        (MINIMAL, ["regime=2"], "the key 'regime' must be a fraction of each class, above 0 and up to 1; got 2.0."),
+        (MINIMAL, ["task=mitosis", "regime=0.5"], "the key 'regime' must be a whole number of cases; got 0.5."),
+        (MINIMAL, ["epochs=many"], "the key 'epochs' must be a whole number; got 'many'."),
+        (MINIMAL, ["epochs=1.5"], "the key 'epochs' must be a whole number; got 1.5."),
+        (MINIMAL, ["epochs=true"], "the key 'epochs' must be a whole number; got True."),
+        (MINIMAL, ["epochs=0"], "the key 'epochs' must be 1 or more; got 0."),
+        (MINIMAL, ["learning_rate=0"], "the key 'learning_rate' must be a number above 0; got 0.0."),
+        (MINIMAL, ["seed=-1"], "the key 'seed' must be 0 or more; got -1."),
         (MINIMAL, ["orientations=0"], "orientations must be a whole number, 1 or more"),
-        (MINIMAL, ["augmentation.stain=2"], "The augmentation 'stain' is a fraction from 0 to below 1; got 2.0."),
-        (MINIMAL, ["augmentation=none"], "the key 'augmentation' is 'none', where a table is expected."),
-        (MINIMAL, ["regime=all"], "the key 'regime' is 'all', where a number or nothing is expected."),
-        (MINIMAL, ["data.path=x"], "The key 'data' is no table"),
-        (MINIMAL, ["task=nuclei", "mining.epochs=2"], "mined for the task 'nuclei'; leave 'mining' out."),
-        (MINIMAL, ["epochs"], "A change is written key=value; got 'epochs'."),
-        ("task = ", [], "is no TOML file"),
+        (MINIMAL, ["augmentation.stain=2"], "The augmentation 'stain' is 2.0; expected a fraction from 0 to below 1."),
+        (MINIMAL, ["augmentation=none"], "the key 'augmentation' must be a table; got 'none'."),
+        (MINIMAL, ["regime=all"], "the key 'regime' must be a number or false, for the default; got 'all'."),
+        (MINIMAL, ["data.path=x"], "The key 'data' has no subkeys; got the override 'data.path=x'."),
+        (MINIMAL, ["task=nuclei", "mining.epochs=2"], "mined for the task 'nuclei'; set mining=false."),
+        (MINIMAL, ["epochs"], "An override has the form key=value; got 'epochs'."),
+        ("task = ", [], "is not valid TOML"),
     ],
 )
 def test_wrong_keys_are_named(tmp_path: Path, text: str, changes: list[str], sentence: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        read_recipe(written(tmp_path, text), changes)
+        read_recipe(write_toml(tmp_path, text), changes)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -161,27 +176,27 @@ texts = st.text(st.characters(blacklist_categories=("Cs", "Cc")), max_size=12)
         mining=st.none() | st.builds(Mining, epochs=st.integers(1, 9)),
     )
 )
-def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, recipe: Recipe) -> None:
+def test_a_written_recipe_is_read_back_equal(tmp_path_factory: pytest.TempPathFactory, recipe: Recipe) -> None:
     path = tmp_path_factory.mktemp("recipe") / "r.toml"
-    path.write_text(write_recipe(recipe), encoding="utf-8")
+    path.write_text(format_recipe(recipe), encoding="utf-8")
     assert read_recipe(path) == recipe
 
 
 @pytest.mark.parametrize("name", ['"', "\\", "a\nb", "tab\t", "\x7f", "\x00", "é\u2028"])
-def test_any_class_is_written_so_that_it_can_be_read(tmp_path: Path, name: str) -> None:
-    """Classes may come from the cells of a table, and not only from keyboards."""
+def test_a_class_with_any_characters_is_read_back_equal(tmp_path: Path, name: str) -> None:
+    """Class names may come from data files, and contain anything."""
     recipe = make_recipe({"task": "classify", "data": name, "classes": [name, "other"]})
-    assert read_recipe(written(tmp_path, write_recipe(recipe))) == recipe
+    assert read_recipe(write_toml(tmp_path, format_recipe(recipe))) == recipe
 
 
-def test_values_may_be_plain() -> None:
+def test_whole_numbers_are_accepted_for_numbers() -> None:
     assert make_recipe({"task": "tumor", "data": "x", "learning_rate": 1}).learning_rate == 1.0
 
 
 @pytest.mark.parametrize(
     "path", sorted((Path(__file__).parent.parent / "recipes").glob("*.toml")), ids=lambda p: p.stem
 )
-def test_the_published_recipes_are_good(path: Path) -> None:
+def test_the_published_recipes_are_valid(path: Path) -> None:
     recipe = read_recipe(path)
     assert recipe.task == path.stem
     assert f"rotopath train recipes/{path.name}" in path.read_text(), "the command is at its top"
@@ -197,36 +212,36 @@ def test_the_published_recipes_are_good(path: Path) -> None:
         ("projection", PROJECTIONS),
     ],
 )
-def test_a_recipe_knows_the_kernels_pools_and_upsampling_that_networks_know(key: str, options: tuple[str, ...]) -> None:
+def test_a_recipe_accepts_every_option_that_networks_accept(key: str, options: tuple[str, ...]) -> None:
     assert len(options) > 1
     for option in options:
         recipe = make_recipe({"task": "nuclei", "data": "d", key: option})
         assert recipe.network_options[key] == option
         assert getattr(build(recipe).architecture, key) == option
-    with pytest.raises(RecipeError, match=rf"nuclei knows {key} {' or '.join(map(repr, options))}; got 'none'"):
+    with pytest.raises(RecipeError, match=rf"'{key}' of nuclei must be {' or '.join(map(repr, options))}; got 'none'"):
         make_recipe({"task": "nuclei", "data": "d", key: "none"})
 
 
-def test_options_of_networks_may_stand_among_the_keys_or_in_a_table(tmp_path: Path) -> None:
-    """As in the recipes of rotopath 0.1, or as they are written now."""
+def test_network_options_may_be_among_the_keys_or_in_a_table(tmp_path: Path) -> None:
+    """Among the keys as in recipes of rotopath 0.1, or in the table in which they are written now."""
     options = 'kernel = "harmonic"\npooling = "rms-blur"\nreflections = true\nwidths_of = 4\n'
-    recipe = read_recipe(written(tmp_path, MINIMAL + options))
-    assert read_recipe(written(tmp_path, f"{MINIMAL}[network_options]\n{options}")) == recipe
-    assert "[network_options]" in write_recipe(recipe)
+    recipe = read_recipe(write_toml(tmp_path, MINIMAL + options))
+    assert read_recipe(write_toml(tmp_path, f"{MINIMAL}[network_options]\n{options}")) == recipe
+    assert "[network_options]" in format_recipe(recipe)
     chosen = {"kernel": "harmonic", "pooling": "rms-blur", "reflections": True, "widths_of": 4}
     rest = {"upsampling": "nearest", "smoothing": False, "projection": "mean"}
-    assert recipe.network_options == chosen | rest, "all of them are written out"
+    assert recipe.network_options == chosen | rest, "with all defaults"
     assert recipe == Recipe("tumor", "pcam", network_options=NetworkOptions(chosen))
-    assert not {*SHORT_OPTIONS} & {*vars(recipe)}
+    assert not {*NETWORK_OPTIONS} & {*vars(recipe)}
 
 
-def test_a_network_of_another_name_may_be_chosen(tmp_path: Path) -> None:
-    path = written(tmp_path, MINIMAL)
+def test_another_network_may_be_chosen_by_name(tmp_path: Path) -> None:
+    path = write_toml(tmp_path, MINIMAL)
     assert read_recipe(path).network_name == "tumor"
     recipe = read_recipe(path, ["network=resnet18", "network_options.width=4", "kernel=harmonic"])
     assert (recipe.network, recipe.network_name) == ("resnet18", "resnet18")
     assert recipe.network_options == {"width": 4, "kernel": "harmonic"}
-    path.write_text(write_recipe(recipe))
+    path.write_text(format_recipe(recipe))
     assert read_recipe(path) == recipe
     for kind, network in (("classify", "tumor"), ("detect", "mitosis"), ("segment", "nuclei")):
         assert make_recipe({"task": kind, "data": "d"}).network_name == network
@@ -234,67 +249,71 @@ def test_a_network_of_another_name_may_be_chosen(tmp_path: Path) -> None:
 
 def test_a_recipe_makes_its_task() -> None:
     assert make_recipe({"task": "nuclei", "data": "d"}).make_task() == NUCLEI
-    wishes = {"colors": ["#010203"], "spacing_um_px": 2, "stain": "macenko"}
-    task = make_recipe({"task": "classify", "data": "d", "classes": ["b", "a"], **wishes}).make_task()
+    overrides = {"colors": ["#010203"], "spacing_um_px": 2, "stain": "macenko"}
+    task = make_recipe({"task": "classify", "data": "d", "classes": ["b", "a"], **overrides}).make_task()
     assert isinstance(task, Classify)
     assert (task.class_names, task.spacing_um_px, task.stain) == (("b", "a"), 2.0, "macenko")
     assert task.colors == ((1, 2, 3), PALETTE[1])
     assert make_recipe({"task": "detect", "data": "d"}).make_task(["x", "y"]).class_names == ("x", "y")
 
 
-def test_classes_that_were_found_are_no_change() -> None:
-    """A run folder keeps the classes of its data; the recipe of the user need not name them."""
+def test_classes_that_the_data_defines_are_no_change() -> None:
+    """The recipe in a run folder contains the classes of the data; the recipe of the user need not."""
     plain = make_recipe({"task": "classify", "data": "d"})
-    found = make_recipe({"task": "classify", "data": "d", "classes": ["a", "b"]})
-    assert changed_key(found, plain) is None
-    assert changed_key(found, make_recipe({"task": "classify", "data": "d", "classes": ["a", "c"]})) == "classes"
-    assert changed_key(plain, make_recipe({"task": "classify", "data": "d", "devices": 2, "workers": 3})) is None
-    assert changed_key(plain, make_recipe({"task": "classify", "data": "d", "stride_px": 2})) == "stride_px"
+    in_folder = make_recipe({"task": "classify", "data": "d", "classes": ["a", "b"]})
+    assert find_changed_key(in_folder, plain) is None
+    assert (
+        find_changed_key(in_folder, make_recipe({"task": "classify", "data": "d", "classes": ["a", "c"]})) == "classes"
+    )
+    assert find_changed_key(plain, make_recipe({"task": "classify", "data": "d", "devices": 2, "workers": 3})) is None
+    assert find_changed_key(plain, make_recipe({"task": "classify", "data": "d", "stride_px": 2})) == "stride_px"
 
 
 @pytest.mark.parametrize("task", ARCHITECTURES)
-def test_a_preset_stands_for_the_keys_that_it_chooses(tmp_path: Path, task: str) -> None:
+def test_a_preset_is_replaced_by_the_options_that_it_stands_for(tmp_path: Path, task: str) -> None:
     values = {"task": task, "data": "d"}
     network = ARCHITECTURES[task]
     assert build(make_recipe(values)).architecture == network
     assert make_recipe(values | {"preset": "paper"}) == make_recipe(values)
     recipe = make_recipe(values | {"preset": "faithful"})
     assert build(recipe).architecture == network.choose("faithful")
-    path = written(tmp_path, write_recipe(recipe))
-    assert "preset" not in path.read_text(), "another version may understand it differently"
+    path = write_toml(tmp_path, format_recipe(recipe))
+    assert "preset" not in path.read_text(), "a later version may define it differently"
     assert read_recipe(path) == recipe
     assert make_recipe(values | {"network_options": {"preset": "faithful"}}) == recipe
     changed = make_recipe(values | {"preset": "faithful", "kernel": "gaussian"})
     assert changed.network_options == recipe.network_options | {"kernel": "gaussian"}
     for wrong in ("exact", ["faithful"]):
-        with pytest.raises(RecipeError, match=rf"{task} knows preset 'paper' or 'faithful'; got .*(exact|faithful)"):
+        with pytest.raises(
+            RecipeError, match=rf"The preset of {task} must be 'paper' or 'faithful'; got .*(exact|faithful)"
+        ):
             make_recipe(values | {"preset": wrong})
 
 
-def test_a_projection_is_a_key_that_may_be_left_out(tmp_path: Path) -> None:
-    path = written(tmp_path, MINIMAL)
+def test_the_projection_is_an_optional_key(tmp_path: Path) -> None:
+    path = write_toml(tmp_path, MINIMAL)
     recipe = read_recipe(path)
-    usual = {"mitosis": "max", "nuclei": "max", "tumor": "mean"}
-    for task, mode in usual.items():
+    defaults = {"mitosis": "max", "nuclei": "max", "tumor": "mean"}
+    for task, mode in defaults.items():
         made = make_recipe({"task": task, "data": "d"})
         assert (made.network_options["projection"], build(made).project.mode) == (mode, mode)
     chosen = read_recipe(path, ["projection=fourier"])
     assert build(chosen).project.mode == "fourier"
-    assert 'projection = "fourier"' in write_recipe(chosen)
-    assert changed_key(recipe, chosen) == "network_options"
-    path.write_text(write_recipe(chosen))
+    assert 'projection = "fourier"' in format_recipe(chosen)
+    assert find_changed_key(recipe, chosen) == "network_options"
+    path.write_text(format_recipe(chosen))
     assert read_recipe(path) == chosen
     path.write_text(MINIMAL + 'projection = "fourier"\n')
     assert read_recipe(path) == chosen
     assert read_recipe(path, ["projection=false"]) == recipe
     with pytest.raises(
-        RecipeError, match="tumor knows projection 'max' or 'mean' or 'attention' or 'fourier'; got 'med"
+        RecipeError, match="'projection' of tumor must be 'max' or 'mean' or 'attention' or 'fourier'; got 'med"
     ):
         read_recipe(path, ["projection=median"])
 
 
-def test_channels_may_be_those_of_other_orientations(tmp_path: Path) -> None:
-    path = written(tmp_path, MINIMAL)
+def test_channels_may_be_those_of_another_number_of_orientations(tmp_path: Path) -> None:
+    path = write_toml(tmp_path, MINIMAL)
     network = build(read_recipe(path, ["orientations=16", "widths_of=8"]))
     assert network.architecture.channels(16) == build(read_recipe(path, ["orientations=8"])).architecture.channels(8)
     assert sum(weight.numel() for weight in network.parameters()) == sum(network.architecture.weights(16))
@@ -305,12 +324,12 @@ def test_channels_may_be_those_of_other_orientations(tmp_path: Path) -> None:
 
 
 def test_reflections_are_a_key(tmp_path: Path) -> None:
-    path = written(tmp_path, MINIMAL)
+    path = write_toml(tmp_path, MINIMAL)
     assert not build(read_recipe(path)).architecture.reflections
     recipe = read_recipe(path, ["reflections=true", "orientations=4"])
     assert recipe.network_options["reflections"] is True
     network = build(recipe)
     assert network.architecture.reflections
     assert network.architecture.channels(4) == build(read_recipe(path)).architecture.channels(8)
-    with pytest.raises(RecipeError, match="tumor knows reflections False or True; got 'mirror'"):
+    with pytest.raises(RecipeError, match="'reflections' of tumor must be False or True; got 'mirror'"):
         read_recipe(path, ["reflections=mirror"])

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there at all, whenever the process that writes them dies."""
+"""Atomic files and folders: complete or not there at all, whenever the process that writes them dies."""
 
 import os
 import shutil
@@ -14,6 +14,7 @@ from rotopath import writing
 from rotopath.writing import atomic_file, atomic_folder
 
 KILLED = 9
+# Replaces the folder argv[1], but dies before system call number argv[2] of the kinds argv[3:].
 PROGRAM = f"""
 import os, sys
 from pathlib import Path
@@ -49,13 +50,13 @@ def fill(folder: Path, text: str) -> None:
 
 
 def fill_twice(folder: Path) -> None:
-    """Fail where all files are there already."""
+    """Fill a folder, then fail because all files exist already."""
     fill(folder, "new")
     fill(folder, "new")
 
 
 def read(folder: Path) -> str | None:
-    """The text of all files of a folder that is whole, or None if there is no folder."""
+    """The text in all files of a folder, which must be complete; None if there is no folder."""
     if not folder.exists():
         return None
     assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) == ["a.txt", "maps", "maps/b.txt"]
@@ -63,32 +64,36 @@ def read(folder: Path) -> str | None:
     return text
 
 
+def list_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 def write_until_killed(path: Path, calls: int, kinds: tuple[str, ...] = RENAMES) -> bool:
-    """Replace a folder in another process, which dies before it makes one more of those calls; tells whether it did."""
+    """Replace a folder in another process that dies after a number of system calls; return whether it died."""
     command = [sys.executable, "-c", PROGRAM, str(path), str(calls), *kinds]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode in (0, KILLED), done.stderr
     return done.returncode == KILLED
 
 
-def test_a_folder_with_subfolders_is_replaced(tmp_path: Path) -> None:
+def test_folder_with_subfolders_is_replaced(tmp_path: Path) -> None:
     for text in ("old", "new"):
         with atomic_folder(tmp_path / "out") as unfinished:
             fill(unfinished, text)
         assert read(tmp_path / "out") == text
-        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        assert list_names(tmp_path) == ["out"]
 
 
-def test_a_folder_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+def test_error_while_filling_keeps_the_old_folder(tmp_path: Path) -> None:
     fill(tmp_path / "out", "old")
     with pytest.raises(FileExistsError), atomic_folder(tmp_path / "out") as unfinished:
         fill_twice(unfinished)
     assert read(tmp_path / "out") == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert list_names(tmp_path) == ["out"]
 
 
-def test_a_writer_that_is_killed_between_renames_loses_nothing(tmp_path: Path) -> None:
-    """The next writer finds a whole folder, even if that one fails, too."""
+def test_writer_killed_between_renames_loses_nothing(tmp_path: Path) -> None:
+    """The next writer has a complete folder, even if it fails itself."""
     for calls in count():
         path = tmp_path / f"{calls}" / "out"
         fill(path, "old")
@@ -97,12 +102,12 @@ def test_a_writer_that_is_killed_between_renames_loses_nothing(tmp_path: Path) -
         with pytest.raises(ValueError, match="failed"), atomic_folder(path):
             raise ValueError("failed")
         assert read(path) in ("old", "new"), f"killed after {calls} renames"
-        assert [one.name for one in path.parent.iterdir()] == ["out"]
+        assert list_names(path.parent) == ["out"]
     assert calls > 1, "no process was killed between renames"
 
 
-def test_a_reader_finds_a_whole_folder_wherever_the_writer_was_killed(tmp_path: Path) -> None:
-    """At any change to the disk: a reader comes first, then somebody deletes the folder, then it is written again."""
+def test_reader_has_a_complete_folder_whenever_the_writer_was_killed(tmp_path: Path) -> None:
+    """Kill the writer at each change to the disk; then read the folder, delete it, and write it again."""
     for calls in count():
         path = tmp_path / f"{calls}" / "out"
         fill(path, "old")
@@ -116,11 +121,11 @@ def test_a_reader_finds_a_whole_folder_wherever_the_writer_was_killed(tmp_path: 
         with atomic_folder(path) as unfinished:
             fill(unfinished, "newer")
         assert read(path) == "newer"
-        assert [one.name for one in path.parent.iterdir()] == ["out"]
-    assert calls > 10, "few changes were found"
+        assert list_names(path.parent) == ["out"]
+    assert calls > 10, "the program was killed at too few changes"
 
 
-def test_a_first_folder_is_whole_or_not_there_wherever_the_writer_was_killed(tmp_path: Path) -> None:
+def test_first_folder_is_complete_or_missing_whenever_the_writer_was_killed(tmp_path: Path) -> None:
     for calls in count():
         path = tmp_path / f"{calls}" / "out"
         path.parent.mkdir()
@@ -130,7 +135,7 @@ def test_a_first_folder_is_whole_or_not_there_wherever_the_writer_was_killed(tmp
         assert read(path) in (None, "new"), f"killed after {calls} changes"
 
 
-def test_an_interrupt_between_renames_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_between_renames_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, rename = tmp_path / "out", os.rename
     fill(path, "old")
 
@@ -143,10 +148,10 @@ def test_an_interrupt_between_renames_loses_nothing(tmp_path: Path, monkeypatch:
     with pytest.raises(KeyboardInterrupt), atomic_folder(path) as unfinished:
         fill(unfinished, "new")
     assert read(path) in ("old", "new")
-    assert [one.name for one in tmp_path.iterdir()] == ["out"]
+    assert list_names(tmp_path) == ["out"]
 
 
-def test_a_reader_that_comes_between_renames_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_between_renames_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, rename = tmp_path / "out", os.rename
 
     def read_after(old: Path, new: Path) -> None:
@@ -161,18 +166,18 @@ def test_a_reader_that_comes_between_renames_does_no_harm(tmp_path: Path, monkey
         with atomic_folder(path) as unfinished:
             fill(unfinished, text)
         assert read(path) == text
-        assert [one.name for one in tmp_path.iterdir()] == ["out"]
+        assert list_names(tmp_path) == ["out"]
 
 
-def test_recovery_makes_nothing_up(tmp_path: Path) -> None:
+def test_recovery_restores_only_finished_folders(tmp_path: Path) -> None:
     writing.recover_folder(tmp_path / "out")
     assert not list(tmp_path.iterdir())
-    fill(tmp_path / ".out.unfinished", "new")  # of a process that was killed while it filled it
+    fill(tmp_path / ".out.unfinished", "new")  # left by a process that was killed while it filled the folder
     writing.recover_folder(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
+def test_symbolic_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "large-disk", target_is_directory=True)
     for text in ("first", "second", "third"):
@@ -180,10 +185,10 @@ def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
             fill(unfinished, text)
         assert link.is_symlink()
         assert read(tmp_path / "large-disk") == text
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["large-disk", "link"]
+    assert list_names(tmp_path) == ["large-disk", "link"]
 
 
-def test_the_folder_that_one_is_in_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_working_directory_can_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path / "out")
     with atomic_folder(Path()) as unfinished:
@@ -193,39 +198,39 @@ def test_the_folder_that_one_is_in_has_a_name(tmp_path: Path, monkeypatch: pytes
 
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The inodes of the files and folders that were forced to the disk, in order."""
+    """The inodes of the files and folders that were synced to the disk, in order."""
     inodes: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda number: inodes.append(os.fstat(number).st_ino))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: inodes.append(os.fstat(descriptor).st_ino))
     return inodes
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows syncs no folders")
-def test_all_of_a_folder_is_on_the_disk_before_it_takes_its_place(tmp_path: Path, synced: list[int]) -> None:
+@pytest.mark.skipif(os.name == "nt", reason="Windows cannot sync folders")
+def test_folder_is_synced_before_it_is_renamed(tmp_path: Path, synced: list[int]) -> None:
     fill(tmp_path / "out", "old")
     with atomic_folder(tmp_path / "out") as unfinished:
         fill(unfinished, "new")
-        (unfinished / "nowhere").symlink_to("gone")  # which has nothing to be written
+        (unfinished / "nowhere").symlink_to("gone")  # has no content to sync
         inside = {path.lstat().st_ino for path in (unfinished, *unfinished.rglob("*")) if not path.is_symlink()}
     assert inside == set(synced[: len(inside)])
     assert synced[-1] == tmp_path.stat().st_ino
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows syncs no folders")
-def test_a_file_is_on_the_disk_and_its_name_too(tmp_path: Path, synced: list[int]) -> None:
+@pytest.mark.skipif(os.name == "nt", reason="Windows cannot sync folders")
+def test_file_and_its_name_are_synced(tmp_path: Path, synced: list[int]) -> None:
     with atomic_file(tmp_path / "a.txt") as unfinished:
         unfinished.write_text("new")
     assert synced == [(tmp_path / "a.txt").stat().st_ino, tmp_path.stat().st_ino]
 
 
-def test_a_file_system_that_syncs_no_folders_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_that_cannot_sync_folders_is_supported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sync = os.fsync
 
-    def refuse(number: int) -> None:
-        if stat.S_ISDIR(os.fstat(number).st_mode):
+    def refuse_folders(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(22, "Invalid argument")
-        sync(number)
+        sync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(os, "fsync", refuse_folders)
     with atomic_file(tmp_path / "a.txt") as unfinished:
         unfinished.write_text("new")
     with atomic_folder(tmp_path / "out") as unfinished:
@@ -233,30 +238,30 @@ def test_a_file_system_that_syncs_no_folders_will_do(tmp_path: Path, monkeypatch
     assert read(tmp_path / "out") == "new"
 
 
-def test_a_file_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+def test_error_while_writing_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("old")
     with pytest.raises(UnicodeEncodeError), atomic_file(path) as unfinished:
         unfinished.write_text("new µ", encoding="ascii")  # opens the file, then fails
-    assert unfinished.name == ".a.txt.unfinished", "which others know as harmless"
+    assert unfinished.name == ".a.txt.unfinished", "a name that other code ignores"
     assert path.read_text() == "old"
-    assert [one.name for one in tmp_path.iterdir()] == ["a.txt"]
+    assert list_names(tmp_path) == ["a.txt"]
 
 
-def test_a_file_that_was_not_written_is_an_error(tmp_path: Path) -> None:
+def test_file_that_was_not_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), atomic_file(tmp_path / "a.txt"):
         pass
     assert not list(tmp_path.iterdir())
 
 
-def test_a_writer_that_has_ended_removes_no_file_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_writer_does_not_remove_the_file_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace = os.replace
 
-    def begin_another(old: Path, new: Path) -> None:
+    def start_another_writer(old: Path, new: Path) -> None:
         replace(old, new)
         Path(old).write_text("of another process")
 
-    monkeypatch.setattr(os, "replace", begin_another)
+    monkeypatch.setattr(os, "replace", start_another_writer)
     with atomic_file(tmp_path / "a.txt") as unfinished:
         unfinished.write_text("new")
     assert (tmp_path / "a.txt").read_text() == "new"

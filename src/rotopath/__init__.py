@@ -1,7 +1,7 @@
-"""Networks that do not care how a slide lies on the table: SE(2,N) layers and models for computational pathology.
+"""Rotation-equivariant networks for computational pathology: SE(2,N) layers, models, training and prediction.
 
-Everything that the command `rotopath` does has a function here: `train`, `evaluate`, `predict`, `export`, `study`,
-`report`. Rooms open on first use, so that `import rotopath` and `rotopath --help` cost nothing.
+The main commands of `rotopath` are also functions: `train`, `evaluate`, `predict`, `export`, `study` and `report`.
+Modules are imported at their first use, so that `import rotopath` and `rotopath --help` are fast.
 """
 
 from importlib import import_module
@@ -29,11 +29,10 @@ if TYPE_CHECKING:
     from rotopath.metrics import equivariance_error
     from rotopath.models.convert import equivariant
     from rotopath.models.freeze import freeze
-    from rotopath.predicting import predict
     from rotopath.recipe import Recipe
     from rotopath.reports.study_report import report
-    from rotopath.runs import load
-    from rotopath.studies import study
+    from rotopath.runs import load, predict
+    from rotopath.studies.jobs import study
     from rotopath.training import train
 
 __version__ = "0.2.0"
@@ -65,7 +64,7 @@ __all__ = [
     "training",
 ]
 
-_HOMES = {
+_HOMES = {  # for each public function and class: the module that defines it
     "Recipe": "rotopath.recipe",
     "equivariance_error": "rotopath.metrics",
     "equivariant": "rotopath.models.convert",
@@ -73,9 +72,9 @@ _HOMES = {
     "export": "rotopath.exporting",
     "freeze": "rotopath.models.freeze",
     "load": "rotopath.runs",
-    "predict": "rotopath.predicting",
+    "predict": "rotopath.runs",
     "report": "rotopath.reports.study_report",
-    "study": "rotopath.studies",
+    "study": "rotopath.studies.jobs",
     "train": "rotopath.training",
 }
 

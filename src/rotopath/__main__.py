@@ -1,4 +1,4 @@
-"""`python -m rotopath` is the command `rotopath`."""
+"""`python -m rotopath` runs the command `rotopath`."""
 
 from rotopath.cli import app
 

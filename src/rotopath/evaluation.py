@@ -1,8 +1,10 @@
-"""A model scored on annotated images, upright and under rotation.
+"""Score a model on annotated images, and measure how its predictions change when the images are rotated.
 
-In: a model, samples of one split, and how often each is to be rotated. Out: evidence, from which a task's operating
-point and scores follow; and how far answers change when inputs are rotated, at angles that are all resampled alike and
-at the paper's.
+`evaluate` scores a finished run on a split of a dataset and writes the scores to a JSON file. `gather_evidence`
+collects the *evidence*: prediction and ground truth of each sample. From the evidence, a task computes its scores and
+chooses its operating point (decision thresholds). `predict_rotated_inputs` predicts the same inputs rotated by many
+angles, to measure robustness. "Fair" angles all require the same amount of interpolation. "Plain" angles are those of
+the paper: multiples of 22.5°, of which the quarter rotations require no interpolation.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,256 +19,41 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rotopath import runs
-from rotopath.data import Batches, DataError, Dataset, Sample, open_data, problems
+from rotopath.data import NO_AUGMENTATION, Augmentation, Batches, DataError, Dataset, Sample, open_data, problems
 from rotopath.data.batches import Cache, SampleReader, open_pixels
-from rotopath.data.sampling import MiddleWindows
+from rotopath.data.sampling import CenterSampler, Ints, SamplerSettings
 from rotopath.data.splits import SPLITS
 from rotopath.group import covering_size
 from rotopath.inference import predict_batch, predict_patches, predict_rotated, predict_rotations
-from rotopath.inference.dense import SPLINE_REACH
-from rotopath.metrics.equivariance import list_angles, measure_robustness
+from rotopath.inference.tiling import SPLINE_REACH
+from rotopath.metrics.equivariance import measure_robustness, robustness_angles
 from rotopath.model_file import read_json
 from rotopath.models import DenseNetwork
 from rotopath.nn import center_crop
 from rotopath.runs import Run
-from rotopath.tasks import Frame, Task
+from rotopath.tasks import Task, TrainingWindow
 from rotopath.tasks.task import Evidence
 from rotopath.writing import atomic_file, write_json
 
 Split = Literal["train", "valid", "test"]
-OnProgress = Callable[[int, int], None]  # given how many samples are done, and how many there are
-TOGETHER_PX = 2**18  # pixels of small samples go through a network at once; rotated, they take several times as many
-PATCHES_AT_ONCE = 256
-WINDOWS = 512  # that are rotated, at most
-SHOWN = 48  # of them that figures can show
-SAMPLING_SEED = 1_000_003
-SAMPLED_AT_ONCE = 32
-FIELD_PX = 200  # the middle of each field, where maps are compared
-FOREGROUND = 0.5  # above it, a pixel of a field is called an object
-
-
-def gather_evidence(
-    task: Task,
-    network: DenseNetwork,
-    samples: Sequence[Sample],
-    device: torch.device,
-    rotations: int = 1,
-    on_progress: OnProgress = lambda _done, _all: None,
-) -> list[Evidence]:
-    """What the network says about each sample, beside its annotation."""
-    network = network.to(device).eval()
-    if task.answers == "window":
-        return _gather_patches(task, network, samples, device, rotations, on_progress)
-    evidence: list[Evidence] = []
-    for images in _read_alike(samples, task.reader.image_only):
-        for prediction in predict_batch(network, images, device, rotations, activation=task.probabilities):
-            evidence.append(task.examine(prediction, samples[len(evidence)]))
-        on_progress(len(evidence), len(samples))
-    return evidence
-
-
-def _read_alike(samples: Sequence[Sample], reader: SampleReader) -> Iterator[NDArray[np.uint8]]:
-    """All samples in their order, put together while they are of one size and small."""
-    together: list[NDArray[np.uint8]] = []
-    for image in map(reader.planes, samples):
-        if together and (image.shape != together[0].shape or (len(together) + 1) * image[..., 0].size > TOGETHER_PX):
-            yield np.stack(together)
-            together = []
-        together.append(image)
-    if together:
-        yield np.stack(together)
-
-
-def _gather_patches(
-    task: Task,
-    network: DenseNetwork,
-    samples: Sequence[Sample],
-    device: torch.device,
-    rotations: int,
-    on_progress: OnProgress,
-) -> list[Evidence]:
-    """Patches are many and small, so they go through the network in batches."""
-    window_px = network.geometry.surrounded_px
-    cut_px = covering_size(window_px) if 4 % rotations else window_px  # corners of rotated windows lie further out
-    batches, steps = make_middle_batches(task, samples, cut_px, device=device)
-    evidence: list[Evidence] = []
-    for images, _ in batches.load(steps, device):
-        probabilities = predict_patches(network, images, rotations, task.probabilities)
-        for sample, answer in zip(samples[len(evidence) :], probabilities, strict=False):
-            evidence.append(task.examine(answer, sample))
-        on_progress(len(evidence), len(samples))
-    return evidence
-
-
-def make_middle_batches(
-    task: Task,
-    samples: Sequence[Sample],
-    window_px: int,
-    batch: int = PATCHES_AT_ONCE,
-    cache: Cache = "auto",
-    device: torch.device | None = None,
-) -> tuple[Batches, range]:
-    """The middle of every patch, in order, and the steps that bring each of them once."""
-    pixels = open_pixels(samples, task.reader, cache, device or torch.device("cpu"))
-    sampler = MiddleWindows(task.labels(samples), pixels.sizes_px, window_px, batch)
-    return Batches(pixels, sampler, window_px), range(len(sampler))
-
-
-# Rotated inputs
-
-
-@dataclass(frozen=True)
-class RotatedAnswers:
-    """Answers at every angle: probabilities (angles, inputs), or of fields (angles, fields, height, width).
-
-    Decisions have the same shape. Fields have maps by name that a report shows, at fair angles.
-    """
-
-    fair_degrees: list[float]
-    fair: NDArray[np.float32]
-    plain_degrees: list[float]
-    plain: NDArray[np.float32]
-    labels: NDArray[np.int64]  # (inputs,); none for fields
-    images: NDArray[np.uint8]  # (k, height, width, 3) of the first inputs
-    fair_decisions: NDArray[np.generic]
-    plain_decisions: NDArray[np.generic]
-    maps: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # none for windows
-
-
-def answer_rotated_inputs(
-    run: Run, samples: Sequence[Sample], device: torch.device, most: int = WINDOWS
-) -> RotatedAnswers:
-    """What the model says at all angles about single windows, `most` at most, or about the middle of fields."""
-    run.network.to(device).eval()
-    if run.task.rotated == "fields":
-        return _turn_fields(run, samples, device)
-    return _turn_windows(run, samples, device, most)
-
-
-def _turn_fields(run: Run, samples: Sequence[Sample], device: torch.device) -> RotatedAnswers:
-    fair, plain = list_angles(), list_angles(fair=False)
-    turned = [_turn_field(run.task, run.network, sample, device, [*fair, *plain]) for sample in samples]
-    images, fields = zip(*turned, strict=True)
-    maps = {name: np.stack([each[name] for each in fields], axis=1) for name in fields[0]}  # (angles, fields, h, w)
-    answers, split = maps["objects"], len(fair)
-    decided = answers >= FOREGROUND
-    return RotatedAnswers(
-        *(fair, answers[:split], plain, answers[split:], np.empty(0, np.int64), np.stack(images)),
-        *(decided[:split], decided[split:]),
-        {name: values[:split] for name, values in maps.items()},
-    )
-
-
-def _turn_windows(run: Run, samples: Sequence[Sample], device: torch.device, most: int) -> RotatedAnswers:
-    fair, plain = list_angles(), list_angles(fair=False)
-    task, side = run.task, run.network.geometry.smallest_px
-    images, labels = _take_windows(run, samples, device, most)
-    answers = predict_rotated(run.network, images, [*fair, *plain], task.probabilities)  # (angles, inputs, K)
-    decided, split = task.decide(answers, run.point), len(fair)
-    # Of several outputs the one that is the likeliest over all angles is followed.
-    followed = answers.mean(axis=0).argmax(axis=-1)
-    single = np.take_along_axis(answers, followed[None, :, None], axis=2)[..., 0]
-    middle = center_crop(images[:SHOWN], side, side)
-    shown = (middle * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-    return RotatedAnswers(
-        *(fair, single[:split], plain, single[split:], labels.cpu().numpy(), shown), decided[:split], decided[split:]
-    )
-
-
-def pack(turned: RotatedAnswers) -> dict[str, NDArray[np.generic]]:
-    """What figures need: all answers about windows; of fields the mean and the deviation over fair angles."""
-    if not turned.maps:
-        kept = ("fair_degrees", "fair", "plain_degrees", "plain", "labels", "images")
-        return {name: np.asarray(getattr(turned, name)) for name in kept}
-    packed: dict[str, NDArray[np.generic]] = {"images": turned.images}
-    for name, values in turned.maps.items():
-        packed[f"{name}_mean"] = values.mean(axis=0).astype(np.float16)
-        packed[f"{name}_deviation"] = values.std(axis=0).astype(np.float16)
-    return packed
-
-
-def summarise(turned: RotatedAnswers) -> dict[str, object]:
-    """How far answers scatter and how many decisions change, at fair and at plain angles."""
-    return {
-        "inputs": "pixels of fields" if turned.maps else "windows",
-        "count": int(np.prod(turned.fair.shape[1:])),
-        "fair": asdict(measure_robustness(turned.fair, turned.fair_decisions)),
-        "plain": asdict(measure_robustness(turned.plain, turned.plain_decisions)),
-    }
-
-
-def _take_windows(run: Run, samples: Sequence[Sample], device: torch.device, most: int) -> tuple[Tensor, Tensor]:
-    """Windows with their surroundings, from which the corners of rotated ones come; patches are mirrored for them."""
-    task, geometry = run.task, run.network.geometry
-    cut_px = covering_size(geometry.surrounded_px) + 2 * SPLINE_REACH
-    if task.answers == "window":
-        chosen = samples[:most]
-        batches, steps = make_middle_batches(task, chosen, cut_px, device=device)
-    else:
-        frame = Frame(cut_px, geometry.stride_px, geometry.stride_px)
-        batches = make_sampled_batches(task, samples, frame, SAMPLED_AT_ONCE, SAMPLING_SEED, device=device)
-        steps = range(-(-most // SAMPLED_AT_ONCE))
-    images, labels = (torch.cat(parts) for parts in zip(*batches.load(steps, device), strict=True))
-    return images[:most], labels[:most]
-
-
-def make_sampled_batches(
-    task: Task,
-    samples: Sequence[Sample],
-    frame: Frame,
-    batch: int,
-    seed: int,
-    cache: Cache = "auto",
-    device: torch.device | None = None,
-    **options: Any,
-) -> Batches:
-    """Balanced batches of random windows, as a task is trained on; options are `mined` examples and `augmentation`."""
-    if batch < 1 or seed < 0:
-        raise DataError(f"A batch has 1 or more windows, and a seed is 0 or more; got {batch} and {seed}.")
-    mined = options.pop("mined", None)
-    if mined is not None and len(mined) and not 0 <= mined.reshape(len(mined), -1)[:, 0].max() < len(samples):
-        raise DataError(f"The mined examples name images that are not among the {len(samples)} of the training set.")
-    reader = task.reader
-    pixels = open_pixels(samples, reader, cache, device or torch.device("cpu"))
-    sampler = task.make_sampler(samples, pixels.sizes_px, frame, batch, seed, mined)
-    target_px = frame.target_px if reader.maps else None
-    return Batches(pixels, sampler, frame.window_px, target_px, seed=seed, **options)
-
-
-def _turn_field(
-    task: Task, network: DenseNetwork, sample: Sample, device: torch.device, degrees: Sequence[float]
-) -> tuple[NDArray[np.uint8], dict[str, NDArray[np.float32]]]:
-    """The middle of a field, and the task's maps (angles, height, width) of it by name, each rotated back."""
-    image = task.reader.image_only.planes(sample)
-    geometry = network.geometry
-    # With more around the middle than is compared, rotated corners are real pixels where the field is large enough.
-    wide = covering_size(FIELD_PX + geometry.smallest_px)
-    top, left = (max(0, (side - wide) // 2) for side in image.shape[:2])
-    part = image[top : top + wide, left : left + wide]
-    rotated = predict_rotations(network, part[None], device, degrees, activation=task.probabilities)
-    maps = np.concatenate(list(rotated))  # (angles, K, height, width)
-    rows, columns = (slice(max(0, (side - FIELD_PX) // 2), (side + FIELD_PX) // 2) for side in part.shape[:2])
-    maps = maps[..., rows, columns]
-    shown = [task.report_maps(each) for each in maps]
-    return part[rows, columns], {name: np.stack([each[name] for each in shown]) for name in shown[0]}
+OnProgress = Callable[[int, int], None]  # receives the number of finished samples, and the number of all samples
+CPU = torch.device("cpu")
+STACK_PX = 2**18  # largest number of pixels in a stack of small images, which are predicted together
+PATCH_BATCH = 256  # patches predicted together
+ROTATED_WINDOWS = 512  # default for the largest number of windows that are rotated
+ROTATED_BATCH = 32  # windows sampled together
+ROTATED_SEED = 1_000_003  # for sampling the windows to rotate
+SHOWN_WINDOWS = 48  # number of windows whose pixels are saved for figures
+FIELD_PX = 200  # side of the central square of each field (annotated image region) in which rotated maps are compared
+FOREGROUND = 0.5  # threshold above which a pixel is foreground
 
 
 # Scores
 
 
-def evaluation_file(
-    folder: Path, split: str, rotations: int = 1, rule: str | None = None, data: Path | None = None
-) -> Path:
-    """Where the scores of a run are written: those by another rule or on other data do not replace its own."""
-    turned = f"-tta{rotations}" if rotations > 1 else ""
-    by = f"-{rule}" if rule else ""
-    on = f"-on-{data.resolve().name}" if data else ""
-    return folder / f"evaluation-{split}{turned}{by}{on}.json"
-
-
 @dataclass(frozen=True)
 class Evaluation:
-    """The scores of a model on one split, and the file they are in."""
+    """Scores of a model on one split of a dataset, and the JSON file to which they were written."""
 
     split: str
     scores: Mapping[str, Any]
@@ -281,6 +68,7 @@ class Evaluation:
 def evaluate(
     model: Run | Path | str,
     data: Path | str | None = None,
+    *,
     split: Split = "test",
     rotations: int = 1,
     robustness: bool = False,
@@ -289,11 +77,20 @@ def evaluate(
     spacing_um_px: float | None = None,
     on_progress: Callable[[str, int, int], None] = lambda _split, _done, _all: None,
 ) -> Evaluation:
-    """Score a finished run on a split of its data, or of other data, at its operating point.
+    """Score a finished run or a pretrained model on a split, and write the scores to a JSON file.
 
-    A pretrained model is named instead of a folder, and needs data; its scores go to `runs/`. With `robustness` the
-    answers to rotated inputs are measured too, and kept beside the file of scores. `spacing_um_px` is the side of a
-    pixel, for images that do not say it; of a run's own data, its recipe knows it.
+    - `model`: a run, a run folder, or the name of a pretrained model. A pretrained model requires `data`.
+    - `data`: a dataset; default: the one that the run was trained on.
+    - `rotations`: number of rotations of each image, over which predictions are averaged.
+    - `rule`: rule for counting true positives, one of `task.rules`; default: the first.
+    - `robustness`: also measure how predictions change when inputs are rotated, and save the rotated predictions in an
+      `.npz` file next to the scores.
+    - `out`: file for the scores; default: `evaluation_file` in the folder of the run, for pretrained models in `runs/`.
+    - `spacing_um_px`: pixel spacing in µm/px of images that do not specify it; default: that in the run's recipe.
+    - `on_progress`: receives the split, the number of finished samples and the number of all samples.
+
+    With several rotations or another rule, the operating point is chosen again on the validation set. Raises DataError
+    if the split does not exist or the data does not fit the task.
     """
     run = model if isinstance(model, Run) else runs.load(model)
     if split not in SPLITS:
@@ -301,40 +98,301 @@ def evaluate(
     task = run.task
     if data is None and run.is_pretrained:
         raise DataError(
-            f"{run.name} comes without the data that it was trained on; name some for {task.name} with --data."
+            f"The pretrained model {run.name} does not include its training data; give a dataset for the task "
+            f"{task.name} with --data."
         )
-    own = data is None or (not run.is_pretrained and Path(data).resolve() == Path(run.recipe.data).resolve())
-    if own and spacing_um_px is None:
+    is_own = data is None or (not run.is_pretrained and Path(data).resolve() == Path(run.recipe.data).resolve())
+    if is_own and spacing_um_px is None:
         spacing_um_px = run.recipe.data_spacing_um_px
     dataset = open_task_data(task, data or run.recipe.data, spacing_um_px)
     cpu_only = not run.is_pretrained and run.recipe.accelerator == "cpu"
     device = torch.device("cuda" if torch.cuda.is_available() and not cpu_only else "cpu")
-    look = partial(gather_evidence, task, run.network, device=device, rotations=rotations)
-    evidence = look(samples=dataset.split(split), on_progress=partial(on_progress, split))
+    gather = partial(gather_evidence, task, run.network, device=device, rotations=rotations)
+
+    evidence = gather(samples=dataset.split(split), on_progress=partial(on_progress, split))
     point = run.point
-    if rotations > 1 or rule is not None:  # other probabilities, or another score, have another operating point
-        validation = look(samples=dataset.split("valid"), on_progress=partial(on_progress, "valid"))
-        point = task.choose_point(validation, rule)
+    if rotations > 1 or rule is not None:  # averaged probabilities or another score need other thresholds
+        validation = gather(samples=dataset.split("valid"), on_progress=partial(on_progress, "valid"))
+        point = task.choose_operating_point(validation, rule)
     scores = task.score(evidence, point, rule) | {"rotations": rotations, "data": str(dataset.root)}
-    written = Path(out) if out else evaluation_file(run.out, split, rotations, rule, None if own else Path(data or ""))
-    written.parent.mkdir(parents=True, exist_ok=True)
+
+    other_data = None if is_own else Path(data or "")
+    path = Path(out) if out else evaluation_file(run.output_folder, split, rotations, rule, other_data)
+    path.parent.mkdir(parents=True, exist_ok=True)
     if robustness:
-        turned = answer_rotated_inputs(run, dataset.split(split), device)
-        scores["rotation"] = summarise(turned)
-        with atomic_file(written.with_suffix(".npz")) as unfinished, unfinished.open("wb") as file:
-            np.savez_compressed(file, **pack(turned))  # type: ignore[arg-type]
-    elif out is None and written.exists():
-        # What was measured before about rotated inputs still holds: the file is this run's own.
-        before = read_json(written).get(split, {})
+        rotated = predict_rotated_inputs(run, dataset.split(split), device)
+        scores["rotation"] = summarize_rotation(rotated)
+        with atomic_file(path.with_suffix(".npz")) as unfinished, unfinished.open("wb") as file:
+            np.savez_compressed(file, **pack_for_figures(rotated))  # type: ignore[arg-type]
+    elif out is None and path.exists():  # keep the robustness measured by an earlier evaluation on the same data
+        before = read_json(path).get(split, {})
         if "rotation" in before and before.get("data") == scores["data"]:
             scores["rotation"] = before["rotation"]
-    write_json(written, {split: scores})
-    return Evaluation(split, scores, written)
+    write_json(path, {split: scores})
+    return Evaluation(split, scores, path)
+
+
+def evaluation_file(
+    folder: Path, split: str, rotations: int = 1, rule: str | None = None, data: Path | None = None
+) -> Path:
+    """Return the path of the scores of a run. Each combination of split, rotations, rule and data has its own file.
+
+    >>> from rotopath.evaluation import evaluation_file
+    >>> evaluation_file(Path("runs/a"), "test", rotations=4).as_posix()
+    'runs/a/evaluation-test-tta4.json'
+    """
+    rotated = f"-tta{rotations}" if rotations > 1 else ""
+    by_rule = f"-{rule}" if rule else ""
+    on_data = f"-on-{data.resolve().name}" if data else ""
+    return folder / f"evaluation-{split}{rotated}{by_rule}{on_data}.json"
 
 
 def open_task_data(task: Task, data: Path | str, spacing_um_px: float | None = None) -> Dataset:
-    """Data with the annotations that a task needs, refused where its labels are not the task's."""
+    """Open a dataset with the annotations that a task needs.
+
+    Raises DataError if annotations are missing, or if the dataset contains labels that are not classes of the task.
+    """
     dataset = open_data(data, task.annotated, spacing_um_px)
-    if found := problems(task.check_data(dataset)):
-        raise DataError(f"{data} does not fit the task {task.name}: {found[0]}")
+    if errors := problems(task.check_data(dataset)):
+        raise DataError(f"{data} does not fit the task {task.name}: {errors[0]}")
     return dataset
+
+
+# Evidence: predictions and ground truth
+
+
+def gather_evidence(
+    task: Task,
+    network: DenseNetwork,
+    samples: Sequence[Sample],
+    device: torch.device,
+    rotations: int = 1,
+    on_progress: OnProgress = lambda _done, _all: None,
+) -> list[Evidence]:
+    """Predict all samples, and return the evidence of each sample: its prediction and its ground truth."""
+    network = network.to(device).eval()
+    if task.prediction_type == "window":
+        return _gather_patches(task, network, samples, device, rotations, on_progress)
+    evidence: list[Evidence] = []
+    for images in _stack_images(samples, task.reader.without_targets):
+        for prediction in predict_batch(network, images, device, rotations, activation=task.to_probabilities):
+            evidence.append(task.collect_evidence(prediction, samples[len(evidence)]))
+        on_progress(len(evidence), len(samples))
+    return evidence
+
+
+def _stack_images(samples: Sequence[Sample], reader: SampleReader) -> Iterator[NDArray[np.uint8]]:
+    """Yield stacks (B, H, W, 3) of consecutive images of the same size, in the order of the samples."""
+    stack: list[NDArray[np.uint8]] = []
+    for image in map(reader.read, samples):
+        if stack and (image.shape != stack[0].shape or (len(stack) + 1) * image[..., 0].size > STACK_PX):
+            yield np.stack(stack)
+            stack = []
+        stack.append(image)
+    if stack:
+        yield np.stack(stack)
+
+
+def _gather_patches(
+    task: Task,
+    network: DenseNetwork,
+    samples: Sequence[Sample],
+    device: torch.device,
+    rotations: int,
+    on_progress: OnProgress,
+) -> list[Evidence]:
+    """Gather the evidence of patches, with one prediction per patch, computed in large batches."""
+    window_px = network.geometry.context_px
+    cut_px = covering_size(window_px) if 4 % rotations else window_px  # rotations other than by 90° need more pixels
+    batches, steps = make_center_batches(task, samples, cut_px, device=device)
+    evidence: list[Evidence] = []
+    for images, _ in batches.load(steps, device):
+        probabilities = predict_patches(network, images, rotations, task.to_probabilities)
+        for sample, probability in zip(samples[len(evidence) :], probabilities, strict=False):
+            evidence.append(task.collect_evidence(probability, sample))
+        on_progress(len(evidence), len(samples))
+    return evidence
+
+
+# Batches of windows, for training, validation and robustness
+
+
+def make_center_batches(
+    task: Task,
+    samples: Sequence[Sample],
+    window_px: int,
+    batch: int = PATCH_BATCH,
+    cache: Cache = "auto",
+    device: torch.device = CPU,
+) -> tuple[Batches, range]:
+    """Return batches of the central window of each sample, in order, and the range of steps that covers all samples."""
+    pixels = open_pixels(samples, task.reader, cache, device)
+    sampler = CenterSampler(task.image_targets(samples), pixels.sizes_px, window_px, batch)
+    return Batches(pixels, sampler, window_px), range(len(sampler))
+
+
+def make_sampled_batches(
+    task: Task,
+    samples: Sequence[Sample],
+    window: TrainingWindow,
+    batch: int,
+    seed: int,
+    *,
+    cache: Cache = "auto",
+    device: torch.device = CPU,
+    augmentation: Augmentation = NO_AUGMENTATION,
+    mined: Ints | None = None,
+) -> Batches:
+    """Return batches of random windows, drawn by the task's sampler.
+
+    `batch` is the number of windows per batch. Hard examples in `mined`, each beginning with the index of its sample,
+    are drawn more often.
+    """
+    if batch < 1 or seed < 0:
+        raise DataError(f"The batch size must be 1 or more and the seed 0 or more; got {batch} and {seed}.")
+    if mined is not None and len(mined) and not 0 <= mined.reshape(len(mined), -1)[:, 0].max() < len(samples):
+        raise DataError(f"The hard examples contain other images than the {len(samples)} training images; mine again.")
+    pixels = open_pixels(samples, task.reader, cache, device)
+    settings = SamplerSettings(pixels.sizes_px, window.window_px, batch, seed)
+    sampler = task.make_sampler(samples, settings, window, mined)
+    target_px = window.target_px if task.reader.target_maps else None
+    return Batches(pixels, sampler, window.window_px, target_px, augmentation, seed)
+
+
+# Robustness: predictions of rotated inputs
+
+
+@dataclass(frozen=True)
+class RotatedPredictions:
+    """Predictions of the same inputs at fair and at plain angles. Inputs are windows, or the central squares of fields.
+
+    Arrays of probabilities and decisions have the shape (angles, windows) or (angles, fields, height, width).
+    """
+
+    fair_degrees: list[float]  # angles, counterclockwise
+    fair: NDArray[np.float32]  # probabilities at the fair angles
+    plain_degrees: list[float]  # angles, counterclockwise
+    plain: NDArray[np.float32]  # probabilities at the plain angles
+    labels: NDArray[np.int64]  # (windows,); empty for fields
+    images: NDArray[np.uint8]  # (k, height, width, 3), unrotated; of windows only the first ones
+    fair_decisions: NDArray[np.generic]
+    plain_decisions: NDArray[np.generic]
+    maps: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # of fields, at fair angles, by name
+
+
+def predict_rotated_inputs(
+    run: Run, samples: Sequence[Sample], device: torch.device, max_windows: int = ROTATED_WINDOWS
+) -> RotatedPredictions:
+    """Predict inputs at all fair and plain angles.
+
+    Inputs are up to `max_windows` windows or the central square of each field, as `task.robustness_inputs` specifies.
+    """
+    run.network.to(device).eval()
+    if run.task.robustness_inputs == "fields":
+        return _predict_rotated_fields(run, samples, device)
+    return _predict_rotated_windows(run, samples, device, max_windows)
+
+
+def summarize_rotation(rotated: RotatedPredictions) -> dict[str, object]:
+    """Return the robustness for the JSON file: standard deviation over angles, and fraction of changed decisions."""
+    return {
+        "inputs": "pixels of fields" if rotated.maps else "windows",
+        "count": int(np.prod(rotated.fair.shape[1:])),
+        "fair": asdict(measure_robustness(rotated.fair, rotated.fair_decisions)),
+        "plain": asdict(measure_robustness(rotated.plain, rotated.plain_decisions)),
+    }
+
+
+def pack_for_figures(rotated: RotatedPredictions) -> dict[str, NDArray[np.generic]]:
+    """Return the arrays for figures: the predictions of windows at all angles.
+
+    For fields, return the mean and the standard deviation over angles of each map instead.
+    """
+    if not rotated.maps:
+        names = ("fair_degrees", "fair", "plain_degrees", "plain", "labels", "images")
+        return {name: np.asarray(getattr(rotated, name)) for name in names}
+    packed: dict[str, NDArray[np.generic]] = {"images": rotated.images}
+    for name, values in rotated.maps.items():
+        packed[f"{name}_mean"] = values.mean(axis=0).astype(np.float16)
+        packed[f"{name}_deviation"] = values.std(axis=0).astype(np.float16)
+    return packed
+
+
+def _predict_rotated_windows(
+    run: Run, samples: Sequence[Sample], device: torch.device, max_windows: int
+) -> RotatedPredictions:
+    fair, plain = robustness_angles(), robustness_angles(fair=False)
+    images, labels = _read_windows(run, samples, device, max_windows)
+    probabilities = predict_rotated(run.network, images, [*fair, *plain], run.task.to_probabilities)  # (angles, B, K)
+    decisions = run.task.decide(probabilities, run.point)  # (angles, B)
+    # With several outputs, use the output with the highest mean probability over all angles.
+    followed = probabilities.mean(axis=0).argmax(axis=-1)
+    probability = np.take_along_axis(probabilities, followed[None, :, None], axis=2)[..., 0]  # (angles, B)
+    side_px = run.network.geometry.smallest_px
+    shown = (center_crop(images[:SHOWN_WINDOWS], side_px, side_px) * 255).round().byte()
+    return RotatedPredictions(
+        fair_degrees=fair,
+        fair=probability[: len(fair)],
+        plain_degrees=plain,
+        plain=probability[len(fair) :],
+        labels=labels.cpu().numpy(),
+        images=shown.permute(0, 2, 3, 1).cpu().numpy(),
+        fair_decisions=decisions[: len(fair)],
+        plain_decisions=decisions[len(fair) :],
+    )
+
+
+def _read_windows(run: Run, samples: Sequence[Sample], device: torch.device, max_windows: int) -> tuple[Tensor, Tensor]:
+    """Return windows (B, 3, S, S) and their labels (B,). Windows are large enough to be rotated by any angle.
+
+    Patches that are smaller are extended by reflection.
+    """
+    task, geometry = run.task, run.network.geometry
+    cut_px = covering_size(geometry.context_px) + 2 * SPLINE_REACH
+    if task.prediction_type == "window":
+        batches, steps = make_center_batches(task, samples[:max_windows], cut_px, device=device)
+    else:
+        window = TrainingWindow(cut_px, geometry.stride_px, geometry.stride_px)
+        batches = make_sampled_batches(task, samples, window, ROTATED_BATCH, ROTATED_SEED, device=device)
+        steps = range(-(-max_windows // ROTATED_BATCH))
+    images, labels = (torch.cat(parts) for parts in zip(*batches.load(steps, device), strict=True))
+    return images[:max_windows], labels[:max_windows]
+
+
+def _predict_rotated_fields(run: Run, samples: Sequence[Sample], device: torch.device) -> RotatedPredictions:
+    fair, plain = robustness_angles(), robustness_angles(fair=False)
+    predicted = [_predict_rotated_field(run, sample, device, [*fair, *plain]) for sample in samples]
+    images, fields = zip(*predicted, strict=True)
+    maps = {name: np.stack([named[name] for named in fields], axis=1) for name in fields[0]}  # (angles, fields, h, w)
+    probability = maps["objects"]
+    decisions = probability >= FOREGROUND
+    return RotatedPredictions(
+        fair_degrees=fair,
+        fair=probability[: len(fair)],
+        plain_degrees=plain,
+        plain=probability[len(fair) :],
+        labels=np.empty(0, np.int64),
+        images=np.stack(images),
+        fair_decisions=decisions[: len(fair)],
+        plain_decisions=decisions[len(fair) :],
+        maps={name: values[: len(fair)] for name, values in maps.items()},
+    )
+
+
+def _predict_rotated_field(
+    run: Run, sample: Sample, device: torch.device, degrees: Sequence[float]
+) -> tuple[NDArray[np.uint8], dict[str, NDArray[np.float32]]]:
+    """Return the central square (h, w, 3) of a field, and its maps (angles, h, w) by name.
+
+    The field is rotated by each angle and predicted, and the maps are rotated back.
+    """
+    image = run.task.reader.without_targets.read(sample)
+    # Read more than the central square, so that the rotated square needs no pixels added by reflection.
+    read_px = covering_size(FIELD_PX + run.network.geometry.smallest_px)
+    top, left = (max(0, (side - read_px) // 2) for side in image.shape[:2])
+    part = image[top : top + read_px, left : left + read_px]
+    rotated = predict_rotations(run.network, part[None], device, degrees, activation=run.task.to_probabilities)
+    probabilities = np.concatenate(list(rotated))  # (angles, K, height, width)
+    rows, columns = (slice(max(0, (side - FIELD_PX) // 2), (side + FIELD_PX) // 2) for side in part.shape[:2])
+    maps = [run.task.maps_for_report(outputs) for outputs in probabilities[..., rows, columns]]
+    return part[rows, columns], {name: np.stack([named[name] for named in maps]) for name in maps[0]}

@@ -1,7 +1,8 @@
-"""The model file: what a model sees and finds, beside its weights; checked in full when it is read.
+"""The model file `model.json`: the description of a trained model, beside its weights in `weights.safetensors`.
 
-In: a folder with `model.json` and `weights.safetensors`. Out: task, network and operating point, and weights that are
-exactly the network's own. Nothing that a user hands over is unpickled.
+The file specifies task, classes, pixel spacing, stain normalization, network, geometry of the network (its valid image
+sizes, receptive field and stride), operating point (decision thresholds) and the checksum of the weights. All values
+are checked when the file is read. No file is unpickled, because a pickle from an unknown source can execute any code.
 """
 
 import hashlib
@@ -25,49 +26,54 @@ from rotopath.tasks import KINDS, Class, Task, find_kind
 from rotopath.writing import write_json
 
 MODEL, WEIGHTS = "model.json", "weights.safetensors"
-FORMAT = 1  # of model files
+FORMAT = 1  # version of the format of model files
+REMEDY = "Restore the file from a copy, or train again."
+LARGEST_WHOLE = 10**6  # upper limit of all sizes and counts in a model file
 
 
 class RunError(ValueError):
-    """A run or a model that cannot be used, said in one sentence."""
+    """Raised for a run or a model that cannot be used. The message states the reason and what to do."""
 
 
 @dataclass(frozen=True)
 class NetworkInfo:
-    """A network by its name, and what its outputs mean on an image."""
+    """Description of a network: how to build it, and its geometry."""
 
-    name: str
+    name: str  # registered name, or "package.module:function"
     orientations: int
     options: Mapping[str, Any]
-    window_px: int  # of the windows that it was trained on
+    window_px: int  # side of the training windows
     geometry: Geometry
-    slides: bool = False  # whether it answers for whole windows, and is slid over images
+    slides: bool = False  # whether the network classifies windows of one size, applied to images as a sliding window
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a model file says: everything that prediction has to know besides the weights."""
+    """The content of a model file: all that is needed for prediction, except the weights."""
 
     task: Task
     network: NetworkInfo
-    point: Mapping[str, float]  # thresholds, chosen on the validation set
-    weights_sha256: str | None  # None of runs from before there was a model file
+    point: Mapping[str, float]  # operating point: decision thresholds, chosen on the validation set
+    weights_sha256: str | None  # None for runs of rotopath 0.1, which had no model file
+
+
+# Model files
 
 
 def write_model(folder: Path, task: Task, network: NetworkInfo, point: Mapping[str, float], weights: bytes) -> None:
-    """Write `model.json`, for weights that are about to be written."""
+    """Write `model.json` into a folder. Write `weights`, the content of `weights.safetensors`, afterwards."""
     kind = type(task)
-    known = KINDS.get(kind.kind) is kind and kind.__module__.startswith("rotopath.")
+    is_built_in = KINDS.get(kind.kind) is kind and kind.__module__.startswith("rotopath.")
     content = {
         "format": FORMAT,
         "rotopath": rotopath.__version__,
         "task": {
-            "kind": kind.kind if known else f"{kind.__module__}:{kind.__qualname__}",
+            "kind": kind.kind if is_built_in else f"{kind.__module__}:{kind.__qualname__}",
             "name": task.name,
-            "classes": [{"name": each.name, "color": list(each.color)} for each in task.classes],
-            "absent": task.absent,
-            "plural": task.plural,
-            "typed": task.typed,
+            "classes": [{"name": class_.name, "color": list(class_.color)} for class_ in task.classes],
+            "absent": task.background_name,
+            "plural": task.objects_name,
+            "typed": task.uses_class_names,
             "spacing_um_px": task.spacing_um_px,
             "stain": task.stain,
         },
@@ -86,142 +92,154 @@ def write_model(folder: Path, task: Task, network: NetworkInfo, point: Mapping[s
 
 
 def read_model(folder: Path) -> ModelInfo:
-    """What the model file of a folder says, checked in full."""
+    """Read the model file in a folder. Raises a RunError that names the first value that is wrong."""
     path = folder / MODEL
     content = read_json(path)
-    form = content.get("format")
-    if type(form) is not int or form < 1:
-        raise RunError(f"{path} is damaged: its format is {form!r}, where a whole number from 1 is expected.")
-    if form > FORMAT:
+    version = content.get("format")
+    if type(version) is not int or version < 1:
+        raise RunError(f"{path} is damaged: 'format' must be a whole number from 1; got {version!r}. {REMEDY}")
+    if version > FORMAT:
         raise RunError(
             f"{path} was written by rotopath {content.get('rotopath', '?')}, which is newer than this one "
             f"({rotopath.__version__}); upgrade rotopath to use it."
         )
     try:
-        task = _read_task(_table(content, "task"))
-        network = _read_network(_table(content, "network"))
-        point = task.check_point(_table(content, "operating_point"))
-        digest = _read_weights(_table(content, "weights"))
+        task = _parse_task(_get_table(content, "task"))
+        network = _parse_network(_get_table(content, "network"))
+        point = task.check_operating_point(_get_table(content, "operating_point"))
+        weights_sha256 = _parse_checksum(_get_table(content, "weights"))
     except ValueError as error:
-        raise RunError(f"{path} is damaged: {str(error).rstrip('.')}.") from None
-    return ModelInfo(task, network, point, digest)
+        raise RunError(f"{path} is damaged: {str(error).rstrip('.')}. {REMEDY}") from None
+    return ModelInfo(task, network, point, weights_sha256)
 
 
-def _read_task(table: Mapping[str, Any]) -> Task:
-    kind = find_kind(_text(table, "kind"))
-    classes = table.get("classes")
-    if not isinstance(classes, list) or not classes:
-        raise ValueError("its task has no list of classes")
-    found = []
-    for each in classes:
-        color = each.get("color") if isinstance(each, Mapping) else None
-        parts: list[Any] = color if isinstance(color, list) and len(color) == 3 else [None] * 3
-        if not all(type(part) is int and 0 <= part <= 255 for part in parts):
-            raise ValueError(f"a class of its task is {each!r}, where a name and a colour of three bytes are expected")
-        found.append(Class(_text(each, "name"), (parts[0], parts[1], parts[2])))
-    stain = _text(table, "stain")
+def _parse_task(table: Mapping[str, Any]) -> Task:
+    kind = find_kind(_get_text(table, "kind"))
+    entries = table.get("classes")
+    if not isinstance(entries, list) or not entries:
+        raise ValueError(f"'classes' must be a list of one class or more; got {entries!r}")
+    stain = _get_text(table, "stain")
     if stain not in get_args(Stain):
-        raise ValueError(f"its stain is {stain!r}; expected is one of {', '.join(get_args(Stain))}")
-    spacing = _number(table, "spacing_um_px", *PLAUSIBLE_UM_PX)
-    absent, plural, typed = _text(table, "absent"), _text(table, "plural"), _flag(table, "typed")
-    return kind(_text(table, "name"), tuple(found), spacing, stain, absent, plural, typed)  # type: ignore[arg-type]
-
-
-def _read_weights(table: Mapping[str, Any]) -> str:
-    """The checksum of the weights, which have to be in the usual file."""
-    if _text(table, "file") != WEIGHTS:
-        raise ValueError(f"its weights are in {table['file']!r}, where {WEIGHTS!r} is expected")
-    if type(table.get("bytes")) is not int or table["bytes"] < 0:
-        raise ValueError(f"'bytes' is {table.get('bytes')!r}, where a whole number from 0 is expected")
-    return _text(table, "sha256")
-
-
-def _read_network(table: Mapping[str, Any]) -> NetworkInfo:
-    sizes = _table(table, "geometry")
-    least = {"outputs": 1, "smallest_px": 1, "step_px": 1, "stride_px": 1, "rim": 0}
-    geometry = Geometry(**{name: _whole(sizes, name, low) for name, low in least.items()})
-    return NetworkInfo(
-        _text(table, "name"),
-        _whole(table, "orientations", 1),
-        {key: tuple(value) if isinstance(value, list) else value for key, value in _table(table, "options").items()},
-        _whole(table, "window_px", 1),
-        geometry,
-        _flag(table, "slides"),
+        raise ValueError(f"'stain' must be one of {', '.join(get_args(Stain))}; got {stain!r}")
+    return kind(
+        name=_get_text(table, "name"),
+        classes=tuple(map(_parse_class, entries)),
+        spacing_um_px=_get_number(table, "spacing_um_px", *PLAUSIBLE_UM_PX),
+        stain=stain,  # type: ignore[arg-type]
+        background_name=_get_text(table, "absent"),
+        objects_name=_get_text(table, "plural"),
+        uses_class_names=_get_flag(table, "typed"),
     )
 
 
-def _table(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    if not isinstance(found := table.get(name), dict):
-        raise ValueError(f"{name!r} is {found!r}, where a table is expected")
-    return found
+def _parse_class(entry: Any) -> Class:
+    color = entry.get("color") if isinstance(entry, Mapping) else None
+    channels: list[Any] = color if isinstance(color, list) and len(color) == 3 else [None] * 3
+    if not all(type(channel) is int and 0 <= channel <= 255 for channel in channels):
+        raise ValueError(
+            f"a class must have a 'name' and a 'color' of three whole numbers from 0 to 255; got {entry!r}"
+        )
+    return Class(_get_text(entry, "name"), (channels[0], channels[1], channels[2]))
 
 
-def _text(table: Mapping[str, Any], name: str) -> str:
-    if not isinstance(found := table.get(name), str) or not found:
-        raise ValueError(f"{name!r} is {found!r}, where a text is expected")
-    return found
+def _parse_network(table: Mapping[str, Any]) -> NetworkInfo:
+    sizes = _get_table(table, "geometry")
+    smallest = {"outputs": 1, "smallest_px": 1, "step_px": 1, "stride_px": 1, "rim": 0}
+    options = _get_table(table, "options")
+    return NetworkInfo(
+        name=_get_text(table, "name"),
+        orientations=_get_whole(table, "orientations", 1),
+        options={key: tuple(value) if isinstance(value, list) else value for key, value in options.items()},
+        window_px=_get_whole(table, "window_px", 1),
+        geometry=Geometry(**{name: _get_whole(sizes, name, low) for name, low in smallest.items()}),
+        slides=_get_flag(table, "slides"),
+    )
 
 
-def _flag(table: Mapping[str, Any], name: str) -> bool:
-    if not isinstance(found := table.get(name), bool):
-        raise ValueError(f"{name!r} is {found!r}, where true or false is expected")
-    return found
+def _parse_checksum(table: Mapping[str, Any]) -> str:
+    if _get_text(table, "file") != WEIGHTS:
+        raise ValueError(f"'file' must be {WEIGHTS!r}; got {table['file']!r}")
+    if type(table.get("bytes")) is not int or table["bytes"] < 0:
+        raise ValueError(f"'bytes' must be a whole number from 0; got {table.get('bytes')!r}")
+    return _get_text(table, "sha256")
 
 
-def _number(table: Mapping[str, Any], name: str, low: float, high: float) -> float:
-    found = table.get(name)
-    if isinstance(found, bool) or not isinstance(found, int | float) or not low <= found <= high:
-        raise ValueError(f"{name!r} is {found!r}, where a number from {low:g} to {high:g} is expected")
-    return float(found)
+def _get_table(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    if not isinstance(value := table.get(name), dict):
+        raise ValueError(f"{name!r} must be a JSON object; got {value!r}")
+    return value
 
 
-def _whole(table: Mapping[str, Any], name: str, low: int) -> int:
-    found = table.get(name)
-    if type(found) is not int or not low <= found <= 10**6:
-        raise ValueError(f"{name!r} is {found!r}, where a whole number from {low} is expected")
-    return found
+def _get_text(table: Mapping[str, Any], name: str) -> str:
+    if not isinstance(value := table.get(name), str) or not value:
+        raise ValueError(f"{name!r} must be a string that is not empty; got {value!r}")
+    return value
+
+
+def _get_flag(table: Mapping[str, Any], name: str) -> bool:
+    if not isinstance(value := table.get(name), bool):
+        raise ValueError(f"{name!r} must be true or false; got {value!r}")
+    return value
+
+
+def _get_number(table: Mapping[str, Any], name: str, low: float, high: float) -> float:
+    value = table.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ValueError(f"{name!r} must be a number from {low:g} to {high:g}; got {value!r}")
+    return float(value)
+
+
+def _get_whole(table: Mapping[str, Any], name: str, low: int) -> int:
+    value = table.get(name)
+    if type(value) is not int or not low <= value <= LARGEST_WHOLE:
+        raise ValueError(f"{name!r} must be a whole number from {low} to {LARGEST_WHOLE}; got {value!r}")
+    return value
+
+
+# Weights
 
 
 def pack_weights(network: DenseNetwork | nn.Module) -> bytes:
-    """The weights as safetensors, under the names that they have in the trained module."""
+    """Return the weights as the content of a safetensors file. Names are those in the trained module, unwrapped."""
     state = unwrap(network).state_dict()
     return save({name: tensor.contiguous().cpu() for name, tensor in state.items()})
 
 
 def load_weights(network: DenseNetwork | nn.Module, path: Path, sha256: str | None = None) -> None:
-    """Read weights into a network, which must be exactly its own: names, shapes, types, finite numbers, checksum."""
+    """Load weights from a safetensors file into a network.
+
+    Raises RunError if the SHA-256 checksum of the file is not `sha256` (if given), if names, shapes or types of the
+    weights are not those of the network, or if a weight is not finite. The network is then unchanged.
+    """
     try:
         content = path.read_bytes()
         if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
-            raise RunError(
-                f"{path} is not the file that its model file describes: it was damaged or replaced; restore it from a "
-                f"copy, or train again."
-            )
+            raise RunError(f"{path} was damaged or replaced: its checksum is not the one in {MODEL}. {REMEDY}")
         tensors = load_tensors(content)
     except (SafetensorError, OSError) as error:
-        raise RunError(f"{path} is damaged ({str(error).splitlines()[0]}); restore it, or train again.") from None
+        raise RunError(f"{path} is damaged ({str(error).splitlines()[0]}). {REMEDY}") from None
     module = unwrap(network)
     if fault := _find_fault(tensors, module.state_dict()):
-        raise RunError(f"{path} does not hold the weights of this network: {fault}.")
+        raise RunError(f"{path} does not contain the weights of this network: {fault}. {REMEDY}")
     module.load_state_dict(tensors)
 
 
 def hash_weights(folder: Path) -> str:
-    """The checksum of the weights of a run."""
+    """Return the SHA-256 checksum of the weights file of a run, in hexadecimal."""
     return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
 
 
 def _find_fault(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
+    """Return a description of the first tensor that is missing, unexpected or wrong, or None if there is none."""
     for name in sorted(tensors.keys() ^ expected.keys()):
-        return f"{name!r} is {'missing' if name in expected else 'not a weight of it'}"
+        return f"{name!r} is {'missing' if name in expected else 'not a weight of the network'}"
     for name, tensor in tensors.items():
-        wanted = expected[name]
-        if tensor.shape != wanted.shape:
-            return f"{name!r} has shape {tuple(tensor.shape)}, and not {tuple(wanted.shape)}"
-        if tensor.dtype != wanted.dtype:
-            return f"{name!r} is of type {_name_dtype(tensor)}, and not {_name_dtype(wanted)}"
+        if tensor.shape != expected[name].shape:
+            return f"{name!r} must have shape {tuple(expected[name].shape)}; got {tuple(tensor.shape)}"
+        if tensor.dtype != expected[name].dtype:
+            return f"{name!r} must be of type {_name_dtype(expected[name])}; got {_name_dtype(tensor)}"
         if tensor.is_floating_point() and not tensor.isfinite().all():
-            return f"{name!r} has values that are no finite numbers"
+            return f"{name!r} has values that are not finite"
     return None
 
 
@@ -229,20 +247,25 @@ def _name_dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+# JSON
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file whose content is a table."""
+    """Read a JSON file that contains an object. Raises RunError if the file is missing or contains anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except FileNotFoundError:
-        raise RunError(f"{path} does not exist.") from None
+        raise RunError(f"{path} does not exist. Restore the file from a copy.") from None
     except OSError as error:
-        raise RunError(f"{path} cannot be read ({error.strerror}).") from None
+        raise RunError(f"{path} cannot be read ({error.strerror}). Restore the file from a copy.") from None
     except (ValueError, RecursionError) as error:
-        raise RunError(f"{path} is damaged: it is no JSON ({error}).") from None
+        raise RunError(f"{path} is damaged: it is not valid JSON ({error}). Restore the file from a copy.") from None
     if not isinstance(content, dict):
-        raise RunError(f"{path} is damaged: it holds a {type(content).__name__}, where a table is expected.")
+        raise RunError(
+            f"{path} is damaged: it must contain a JSON object; got {content!r:.40}. Restore the file from a copy."
+        )
     return content
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not allowed")  # Python's json module would accept NaN and Infinity

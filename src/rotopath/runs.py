@@ -1,41 +1,38 @@
-"""Where a run comes from: versions, commit, data, hardware, time.
+"""The run folder of a training: load the trained model, apply it to images, and read its recipe.
 
-In: a recipe's seed, a dataset, a device. Out: what goes into `provenance.json`; and a fingerprint of data, by which
-a change of it is noticed.
+`load` reads only `model.json` and `weights.safetensors`. All other files in a run folder describe the training.
+Weights are stored as safetensors. No file is unpickled, because a pickle from an unknown source can execute any code.
 
-The run folder: everything about one training, each file whole or not there at all; and what a model file says.
-
-In: a folder. Out: a model that is ready to predict, from `model.json` and the weights alone; and where a run comes
-from: versions, data, hardware, time. Weights are safetensors, and nothing that a user hands over is unpickled.
+The *geometry* of a network is its valid image sizes, its receptive field and its stride: see `Geometry`. The *operating
+point* of a model is its decision thresholds.
 """
 
 import difflib
-import hashlib
-import platform
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import cached_property, lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 import rotopath
 from rotopath import pretrained
-from rotopath.data.annotations import class_table
-from rotopath.data.dataset import Dataset
-from rotopath.images.files import UnreadableFileError
+from rotopath.images import Slide
+from rotopath.images.slides import as_slide
+from rotopath.inference import dense
+from rotopath.inference.predict_files import FileOptions, OnTile, SlideOutcome, list_slides, predict_files
+from rotopath.inference.slide_pass import Model, PassOptions, SlideResult, predict_slide
 from rotopath.model_file import (
     MODEL,
     WEIGHTS,
     ModelInfo,
     NetworkInfo,
     RunError,
+    hash_weights,
     load_weights,
     read_json,
     read_model,
@@ -46,121 +43,18 @@ from rotopath.models.registry import build_network, find_window_px
 from rotopath.recipe import NetworkOptions, Recipe, RecipeError, read_recipe
 from rotopath.tasks import Task
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from rotopath.images import Slide
-    from rotopath.inference.result import Result
-    from rotopath.inference.slide_pass import Model
-
-
-PACKAGES = ("torch", "numpy", "scipy", "scikit-image", "lightning", "safetensors")
-FINGERPRINT = "content:"  # what fingerprints begin with that look at the content of files
-BLOCK_BYTES = 2**20
-
-
-def fingerprint(dataset: Dataset) -> str:
-    """A short text that changes when the bytes of images or annotations, labels or splits do."""
-    tables = {table for sample in dataset.samples for table in map(class_table, sample.annotations)}
-    tables = {table for table in tables if table.is_file()}
-    files = {
-        sample: [
-            sample.path,
-            *sample.annotations,
-            *(t for t in map(class_table, sample.annotations) if t in tables),
-        ]
-        for sample in dataset.samples
-    }
-    paths = sorted({path for found in files.values() for path in found})
-    with ThreadPoolExecutor() as pool:
-        contents = dict(zip(paths, pool.map(_hash_file, paths), strict=True))
-    digest = hashlib.sha256(dataset.annotated.encode())
-    for sample, found in files.items():
-        about = (sample.name, sample.case, sample.split, sample.row, sample.label, sample.spacing_um_px)
-        digest.update(repr((*about, sample.stratum, [contents[path] for path in found])).encode())
-    return FINGERPRINT + digest.hexdigest()[:16]
-
-
-def _hash_file(path: Path) -> str:
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(BLOCK_BYTES):
-                digest.update(block)
-    except OSError as error:
-        raise UnreadableFileError(path, f"cannot be read ({error.strerror}).") from None
-    return digest.hexdigest()
-
-
-def describe_training(seed: int, dataset: Dataset) -> dict[str, object]:
-    """Where a training begins: versions, commit, seed, data."""
-    return {
-        "begun": now(),
-        **describe_software(),
-        "seed": seed,
-        "data": {
-            "source": dataset.source,
-            "path": str(dataset.root),
-            "fingerprint": fingerprint(dataset),
-            "images": len(dataset.samples),
-        },
-    }
-
-
-def describe_software(packages: Sequence[str] = PACKAGES) -> dict[str, object]:
-    """Versions of what computes, and its commit."""
-    return {
-        "rotopath": rotopath.__version__,
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "packages": {name: found for name in packages if (found := _version(name))},
-    }
-
-
-def describe_machine(device: torch.device) -> dict[str, object]:
-    """What a run was computed on."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return {"device": name, "threads": torch.get_num_threads()}
-
-
-def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """The commit of the source that runs, marked where it was changed; none for an installed package."""
-    if not _git("ls-files", Path(__file__).name):
-        return None  # whatever repository an environment lies in, this file is not of it
-    return _git("describe", "--always", "--dirty", "--abbrev=12")
-
-
-def _git(*arguments: str) -> str | None:
-    command = ["git", "-C", str(Path(__file__).parent), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
-
-
-RECIPE, METRICS = "recipe.toml", "metrics.json"
-LOG, PROVENANCE, RESUME, KEPT = "log.csv", "provenance.json", "resume.ckpt", "kept.safetensors"
-OLD_POINT = "operating_point.json"  # of runs from before there was a model file
+RECIPE, METRICS, LOG, PROVENANCE = "recipe.toml", "metrics.json", "log.csv", "provenance.json"
+OLD_POINT = "operating_point.json"  # in runs of rotopath 0.1, which had no model.json
 Device = Literal["cpu", "cuda"]
 Precision = Literal["16", "32"]
 
 
+# Load and apply a trained model
+
+
 @dataclass(frozen=True, repr=False)
 class Run:
-    """A trained model with what belongs to it."""
+    """A trained model: its run folder, its description from the model file, and its network with weights."""
 
     folder: Path
     info: ModelInfo
@@ -173,139 +67,143 @@ class Run:
 
     @property
     def task(self) -> Task:
+        """The task that the model was trained for."""
         return self.info.task
 
     @property
     def point(self) -> Mapping[str, float]:
-        """The operating point: thresholds, chosen on the validation set."""
+        """The operating point: decision thresholds by name, chosen on the validation set."""
         return self.info.point
 
     @cached_property
     def recipe(self) -> Recipe:
-        """How it was trained."""
+        """The recipe of the training, read from the run folder."""
         return read_run_recipe(self.folder)
 
     @property
     def is_pretrained(self) -> bool:
-        """Whether it is part of the package, where its data is not, and nothing is to be written."""
+        """Whether the model is part of the package. If so, nothing is written to its folder."""
         return self.folder.parent == pretrained.HOME
+
+    @property
+    def name(self) -> str:
+        """The name of a pretrained model, or else the path of the run folder. `load` accepts both."""
+        return self.folder.name if self.is_pretrained else str(self.folder)
+
+    @property
+    def output_folder(self) -> Path:
+        """The folder for files derived from this run, such as scores and exports."""
+        return Path("runs") / self.name if self.is_pretrained else self.folder
 
     def predict(
         self,
-        image: "NDArray[np.uint8] | Path | str | Slide",
+        image: NDArray[np.uint8] | Path | str | Slide,
         spacing_um_px: float | None = None,
         rotations: int = 1,
         everywhere: bool = False,
         device: torch.device | Device | str | None = None,
         precision: Precision | None = None,
-    ) -> "Result":
-        """What the model finds in an image (H, W, 3), a file or an open slide; pixels have `spacing_um_px` µm a side.
+    ) -> SlideResult:
+        """Apply the model to an image array (H, W, 3), an image file or an open slide. Returns the result in memory.
 
-        With several `rotations` of every tile, probabilities are their mean, and their deviation is given too. Glass is
-        left out, unless `everywhere` is asked for. Device and precision are those of `ready`.
+        `spacing_um_px` is the pixel spacing in µm/px of images that do not specify it. With `rotations` > 1, each tile
+        is predicted at this number of equally spaced angles; the result contains the mean and the standard deviation
+        over angles. Only tissue is predicted unless `everywhere` is True. For `device` and `precision` see `prepare`.
         """
-        from rotopath.images.slides import as_slide
-        from rotopath.inference.result import predict_slide
-        from rotopath.inference.slide_pass import PassOptions
-
         with as_slide(image, spacing_um_px) as slide:
-            return predict_slide(self.ready(device, precision), slide, PassOptions(rotations, everywhere=everywhere))
+            return predict_slide(self.prepare(device, precision), slide, PassOptions(rotations, everywhere=everywhere))
 
-    def ready(self, device: torch.device | Device | str | None = None, precision: Precision | None = None) -> "Model":
-        """The model on a device; by default on a GPU, if there is one, in precision "16", and else on the CPU in "32".
+    def prepare(self, device: torch.device | Device | str | None = None, precision: Precision | None = None) -> Model:
+        """Return a copy of the model for inference on a device, with the network in its fastest form for this device.
 
-        It is a copy in the form that suits it: as it is, for Triton's kernels, or frozen to a plain CNN.
+        The default device is the first GPU, or the CPU if there is none. The default precision is "16" (float16) on a
+        GPU and "32" (float32) on the CPU. The network of this run is not changed. Raises RunError if the device is not
+        available or does not support the precision.
         """
-        from rotopath.inference.dense import prepare
-        from rotopath.inference.slide_pass import Model
+        target = _find_device(device)
+        dtype = _choose_dtype(target, precision)
+        return Model(self.task, dense.prepare(self.network, target, dtype), self.point, target, self._describe())
 
-        chosen = _find_device(device)
-        dtype = _choose_dtype(chosen, precision)
-        return Model(self.task, prepare(self.network, chosen, dtype), self.point, chosen)
-
-    @property
-    def name(self) -> str:
-        """What a user calls it."""
-        return self.folder.name if self.is_pretrained else str(self.folder)
-
-    @property
-    def out(self) -> Path:
-        """The folder for files derived from this run."""
-        return Path("runs") / self.name if self.is_pretrained else self.folder
+    def _describe(self) -> dict[str, object]:
+        """Return the entries that identify the model in the summary of a prediction."""
+        weights = self.folder / WEIGHTS
+        sha256 = self.info.weights_sha256 or (hash_weights(self.folder) if weights.exists() else "")
+        return {
+            "model": self.folder.resolve().name,
+            "task": self.task.name,
+            "classes": list(self.task.class_names),
+            "network": self.info.network.name,
+            "orientations": self.info.network.orientations,
+            "weights": sha256[:16],
+            "operating_point": dict(self.point),
+        }
 
 
 def load(run: Path | str) -> Run:
-    """A finished run, or a pretrained model, by its name, ready to predict.
+    """Load a finished run from its folder, or a pretrained model by its name. The network is in evaluation mode.
+
+    Raises RunError if the run is not finished, or if its files are missing, damaged or do not fit together.
 
     >>> rp.load("tumor-pcam-n8")
     Run('tumor-pcam-n8': tumor by tumor, N=8)
     """
-    folder = _find(run)
+    folder = _find_folder(run)
     if not (folder / WEIGHTS).exists():
-        state = "is not finished; run the same command again" if (folder / RECIPE).exists() else "holds no run"
-        raise RunError(f"{folder} {state}.")
-    info = read_info(folder)
+        if (folder / RECIPE).exists():
+            raise RunError(f"The run in {folder} is not finished; run the same training command again to resume it.")
+        raise RunError(f"{folder} contains no run ({WEIGHTS} is missing); give the folder of a finished run.")
+    info = read_model_info(folder)
     try:
         module = build_network(info.network.name, info.task.outputs, info.network.orientations, info.network.options)
-    except Exception as error:  # of any kind: it may be a user's function that builds it
+    except Exception as error:  # any type: the network may be built by a user's function
         reason = " ".join(str(error).split()) or type(error).__name__
         stop = "" if reason.endswith((".", "?")) else "."
         raise RunError(f"The network of {folder} cannot be built: {reason}{stop}") from None
     load_weights(module, folder / WEIGHTS, info.weights_sha256)
-    return Run(folder, info, _wrap(module, info.network, folder).eval())
+    return Run(folder, info, _wrap_module(module, info.network, folder).eval())
 
 
-def _wrap(module: nn.Module, network: NetworkInfo, folder: Path) -> DenseNetwork:
-    declared = getattr(module, "geometry", None)
-    if isinstance(declared, Geometry):
-        fits = declared == network.geometry and declared.fits(network.window_px) and not network.slides
-    else:
-        fits = has_geometry(module, network.geometry, network.window_px, network.slides)
-    if not fits:
-        raise RunError(f"{folder / MODEL} says another geometry than the network {network.name!r} has.")
-    if isinstance(declared, Geometry):
-        return module  # type: ignore[return-value]
-    return SlidingModule(module, network.geometry) if network.slides else DenseModule(module, network.geometry)
+def predict(
+    model: Run | Path | str,
+    images: Path | str | Sequence[Path | str],
+    out: Path | str,
+    *,
+    spacing_um_px: float | None = None,
+    rotations: int = 1,
+    everywhere: bool = False,
+    device: torch.device | Device | str | None = None,
+    precision: Precision | None = None,
+    on_tile: OnTile = lambda _slide, _done, _all: None,
+) -> list[SlideOutcome]:
+    """Apply a model to images, slides or folders of them. Writes one folder of results per file into `out`.
+
+    Returns the outcome of each file. Files with finished results are skipped, and a file that cannot be read does not
+    stop the others. After each tile, `on_tile` is called with the path of the file, the number of finished tiles and
+    the number of all tiles. All other arguments are those of `Run.predict`, which returns its result in memory instead.
+    """
+    run = model if isinstance(model, Run) else load(model)
+    given = [images] if isinstance(images, Path | str) else images
+    slides = list_slides([Path(path) for path in given])
+    pass_options = PassOptions(rotations, everywhere=everywhere)
+    options = FileOptions(pass_options, spacing_um_px, same_precision=precision is not None)
+    return list(predict_files(run.prepare(device, precision), slides, Path(out), options, on_tile))
 
 
-def _find(run: Path | str) -> Path:
-    """The folder of a run; where there is none, that of the pretrained model of that name."""
-    if (folder := Path(run)).is_dir():
-        return folder
-    if found := pretrained.find(str(run)):
-        return found
-    names = pretrained.list_pretrained()
-    near = difflib.get_close_matches(folder.name.lower(), names, n=1)
-    hint = f"did you mean {near[0]}?" if near else "name one of these, or a folder."
-    raise RunError(f"{run} is neither a run folder nor one of the pretrained models, {', '.join(names)}; {hint}")
+def prepare_model(
+    model: Path | str, device: torch.device | Device | str | None = None, precision: Precision | None = None
+) -> Model:
+    """Load a model by its folder or name, and prepare it for inference on a device. For workers of a cluster."""
+    return load(model).prepare(device, precision)
 
 
-def _find_device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        raise RunError(f"There is no device {device!r}; choose cpu or cuda.") from None
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
-        raise RunError(f"The device {device!r} is not there; `rotopath doctor` shows what is.")
-    return found
-
-
-def _choose_dtype(device: torch.device, precision: str | None) -> torch.dtype:
-    """What a device computes with: halves on a GPU unless asked otherwise, which keep the bits that TF32 keeps."""
-    if precision not in (None, *get_args(Precision)):
-        raise RunError(f"There is no precision {precision!r}; choose '16' or '32'.")
-    if precision == "16" and device.type != "cuda":
-        raise RunError(f"Precision '16' is for GPUs, but the device is {device.type}; choose '32', or leave it out.")
-    return torch.float16 if device.type == "cuda" and precision != "32" else torch.float32
-
-
-# The network of a recipe
+# Build the network of a recipe
 
 
 def build(recipe: Recipe, task: Task | None = None) -> DenseNetwork:
-    """The network of a recipe, with the weights that its seed draws."""
+    """Build the network of a recipe. Its weights are initialized with the seed of the recipe.
+
+    `task` is by default `recipe.make_task()`. The state of torch's global random number generator is not changed.
+    """
     task = task or recipe.make_task()
     name, options = recipe.network_name, recipe.network_options
     with torch.random.fork_rng(devices=[]):
@@ -314,62 +212,137 @@ def build(recipe: Recipe, task: Task | None = None) -> DenseNetwork:
         if isinstance(getattr(module, "geometry", None), Geometry):
             return make_dense(module, task.outputs)
         window_px = recipe.window_px or find_window_px(name)
-        wrap, geometry = _measure(name, task.outputs, recipe.orientations, options, window_px, recipe.stride_px)
-    return wrap(module, geometry)
+        wrapper, geometry = _measure_geometry(
+            name, task.outputs, recipe.orientations, options, window_px, recipe.stride_px
+        )
+    return wrapper(module, geometry)
 
 
 @lru_cache(maxsize=64)
-def _measure(
+def _measure_geometry(
     name: str, outputs: int, orientations: int, options: NetworkOptions, window_px: int | None, stride_px: int | None
 ) -> tuple[Callable[[nn.Module, Geometry], DenseNetwork], Geometry]:
-    """How a network becomes dense, and its geometry; measured once, since that takes seconds for large networks."""
+    """Return the wrapper class for a network without a declared geometry, and the geometry measured on the network.
+
+    The result is cached, because measuring a large network takes seconds.
+    """
     network = make_dense(build_network(name, outputs, orientations, options), outputs, window_px, stride_px)
     return SlidingModule if isinstance(network, SlidingModule) else DenseModule, network.geometry
 
 
 def describe_network(recipe: Recipe, network: DenseNetwork) -> NetworkInfo:
-    """The network of a recipe as a model file describes it."""
+    """Return the description of a recipe's network for the model file."""
     name = recipe.network_name
     window_px = recipe.window_px or find_window_px(name) or network.geometry.smallest_px
     slides = isinstance(network, SlidingModule)
     return NetworkInfo(name, recipe.orientations, recipe.network_options, window_px, network.geometry, slides)
 
 
-def read_info(folder: Path) -> ModelInfo:
-    """What a model says; a run from before there were model files is read from its other files."""
+# Read the files of a run
+
+
+def read_model_info(folder: Path) -> ModelInfo:
+    """Read the description of a model from its folder. Raises RunError if a file is missing or damaged.
+
+    Runs of rotopath 0.1 have no model file. Their description is derived from the recipe and the operating point.
+    """
     if not (folder / MODEL).exists() and (folder / OLD_POINT).exists():
-        return _migrate(folder)
+        return _read_old_run(folder)
     return read_model(folder)
 
 
-def _migrate(folder: Path) -> ModelInfo:
-    """A run that was finished before there were model files: its recipe and its operating point say the same."""
-    recipe = read_run_recipe(folder)
-    task = recipe.make_task()
-    try:
-        point = task.check_point(read_json(folder / OLD_POINT))
-    except ValueError as error:
-        raise RunError(f"{folder / OLD_POINT} is damaged: {str(error).rstrip('.')}.") from None
-    return ModelInfo(task, describe_network(recipe, build(recipe, task)), point, None)
-
-
 def read_run_recipe(folder: Path) -> Recipe:
-    """The recipe of a run. One that a newer version wrote is called so."""
+    """Read the recipe of a run. Raises RunError if the file is damaged, or if a newer version of rotopath wrote it."""
     try:
         return read_recipe(folder / RECIPE)
     except RecipeError as error:
-        about = read_json(folder / PROVENANCE) if (folder / PROVENANCE).exists() else {}
-        writer = about.get("rotopath")
+        provenance = read_json(folder / PROVENANCE) if (folder / PROVENANCE).exists() else {}
+        writer = provenance.get("rotopath")
         if isinstance(writer, str) and _is_newer(writer):
             raise RunError(
                 f"{folder} was trained by rotopath {writer}, which is newer than this one ({rotopath.__version__}); "
                 f"upgrade rotopath to use it."
             ) from None
-        raise RunError(f"{folder} is damaged: {error}") from None
+        raise RunError(f"The recipe of the run is damaged: {error} Restore the file, or train again.") from None
+
+
+def _read_old_run(folder: Path) -> ModelInfo:
+    """Return the description of a model of rotopath 0.1, derived from its recipe and its operating point."""
+    recipe = read_run_recipe(folder)
+    task = recipe.make_task()
+    try:
+        point = task.check_operating_point(read_json(folder / OLD_POINT))
+    except ValueError as error:
+        reason = str(error).rstrip(".")
+        raise RunError(f"{folder / OLD_POINT} is damaged: {reason}. Restore the file, or train again.") from None
+    return ModelInfo(task, describe_network(recipe, build(recipe, task)), point, None)
 
 
 def _is_newer(writer: str) -> bool:
+    """Return whether a version of rotopath such as "0.3.1" is newer than the installed one."""
+
     def parts(text: str) -> list[int]:
         return [int(part) for part in text.split(".") if part.isdecimal()]
 
     return parts(writer) > parts(rotopath.__version__)
+
+
+def _find_folder(run: Path | str) -> Path:
+    """Return a run folder that exists, or else the folder of the pretrained model with this name.
+
+    Raises RunError if there is neither.
+    """
+    if (folder := Path(run)).is_dir():
+        return folder
+    if pretrained_folder := pretrained.find_folder(str(run)):
+        return pretrained_folder
+    names = pretrained.list_pretrained()
+    near = difflib.get_close_matches(folder.name.lower(), names, n=1)
+    hint = f"did you mean {near[0]}?" if near else "give the folder of a finished run or one of these names."
+    raise RunError(f"{run} is neither a run folder nor one of the pretrained models, {', '.join(names)}; {hint}")
+
+
+def _wrap_module(module: nn.Module, network: NetworkInfo, folder: Path) -> DenseNetwork:
+    """Return the module as a dense network, which accepts images of many sizes.
+
+    Raises RunError if the model file specifies another geometry (image sizes, stride and rim) than the module has:
+    predictions would fail or be at wrong positions.
+    """
+    declared = getattr(module, "geometry", None)
+    if isinstance(declared, Geometry):
+        fits = declared == network.geometry and declared.fits(network.window_px) and not network.slides
+    else:
+        fits = has_geometry(module, network.geometry, network.window_px, network.slides)
+    if not fits:
+        raise RunError(
+            f"{folder / MODEL} specifies another geometry (image sizes, stride, rim, number of outputs) than that of "
+            f"the network {network.name!r}; restore the file, or train again."
+        )
+    if isinstance(declared, Geometry):
+        return module  # type: ignore[return-value]
+    return SlidingModule(module, network.geometry) if network.slides else DenseModule(module, network.geometry)
+
+
+def _find_device(device: torch.device | str | None) -> torch.device:
+    """Return a device by its name, or by default a GPU if there is one. Raises RunError if it is not available."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        target = torch.device(device)
+    except RuntimeError:
+        raise RunError(f"There is no device {device!r}; choose cpu or cuda.") from None
+    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
+        raise RunError(f"The device {device!r} is not available; run `rotopath doctor` to list the available devices.")
+    return target
+
+
+def _choose_dtype(device: torch.device, precision: str | None) -> torch.dtype:
+    """Return float32 on the CPU or if "32" is requested, else float16. Raises RunError for "16" on the CPU.
+
+    float16 has the same number of mantissa bits as TF32, to which GPUs round float32 convolutions by default.
+    """
+    if precision not in (None, *get_args(Precision)):
+        raise RunError(f"There is no precision {precision!r}; choose '16' or '32'.")
+    if precision == "16" and device.type != "cuda":
+        raise RunError(f"Precision '16' is for GPUs, but the device is {device.type!r}; choose '32'.")
+    return torch.float16 if device.type == "cuda" and precision != "32" else torch.float32

@@ -1,6 +1,7 @@
-"""Files and folders that are whole or not there at all: written under another name, and renamed once on the disk.
+"""Write files and folders atomically: under a temporary name, which is renamed when all content is on the disk.
 
-In: the path of a file or folder to be. Out: a name to write to in the meantime.
+If the process is killed at any time, the path contains the complete old content or the complete new content, or does
+not exist. It never contains incomplete content.
 """
 
 import json
@@ -13,17 +14,18 @@ from pathlib import Path
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """A name to write to, which takes the place of `path` once it is written and on the disk.
+    """Yield a temporary path. Write the file there; at the end of the block, it replaces the file at `path`.
 
-    The name is the same in all processes, so that the next writer removes the file of one that was killed. Only one
-    process at a time may therefore write a path.
+    If the block raises an error, the temporary file is removed and `path` is not changed. The temporary path depends on
+    `path` only, so that the unfinished file of a killed process is overwritten by the next process. Therefore, only one
+    process at a time may write to a path.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         yield unfinished
         _sync_file(unfinished)
         unfinished.replace(path)
-    except BaseException:  # else the name is free again, and may be another process's by now
+    except BaseException:  # not `finally`: after the rename, another process may already use the temporary path
         unfinished.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
@@ -31,101 +33,102 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which takes the place of `path` once all that is in it is written and on the disk.
+    """Yield a temporary folder. Write all files there; at the end of the block, it replaces the folder `path`.
 
-    Only one process at a time may write a path. If it is killed, either the old folder is whole, or the new one, which
-    `recover_folder` and the next writer put in place.
+    If the block raises an error, the temporary folder is removed and `path` is not changed. If the process is killed,
+    the old or the new folder is complete, possibly under its temporary name; `recover_folder` and the next writer
+    rename it to `path`. Only one process at a time may write to a path.
     """
-    path, unfinished, finished = _name_states(path)
-    _put_in_place(path)  # after a process that was killed before it could
+    path, unfinished, finished = _state_paths(path)
+    _replace_with_finished(path)  # an earlier process may have been killed before it did this
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
         _sync_tree(unfinished)
         if path.exists():
-            _rename(unfinished, finished)  # from here on the new folder counts, whatever happens
-            _put_in_place(path)
+            _rename(unfinished, finished)  # from now on, the new folder replaces the old one even after a crash
+            _replace_with_finished(path)
         else:
             _rename(unfinished, path)
     finally:
-        recover_folder(path)  # an interrupt may come between the renames
+        recover_folder(path)  # an interrupt may occur between the renames
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def recover_folder(path: Path) -> Path:
-    """Put a folder in place whose writer was killed between taking the old one away and renaming it; gives `path`.
+    """Restore a folder after its writer was killed between moving away the old folder and renaming the new folder.
 
-    Readers call it before they look for a folder. If there is one, or none was finished, it does nothing.
+    Call this before you read the folder. If the folder exists or was never complete, nothing is done. Returns `path`.
     """
-    place, _, finished = _name_states(path)
-    if not place.exists():
-        with suppress(FileNotFoundError):  # none was finished, or another process has put it in place
-            _rename(finished, place)
+    resolved, _, finished = _state_paths(path)
+    if not resolved.exists():
+        with suppress(FileNotFoundError):  # there is no complete folder, or another process has just renamed it
+            _rename(finished, resolved)
     return path
 
 
-def _put_in_place(path: Path) -> None:
-    """Let the finished folder, if there is one, take the place of the old one, and remove that."""
-    path, unfinished, finished = _name_states(path)
-    if not finished.exists():
-        return
-    if path.exists():
-        shutil.rmtree(unfinished, ignore_errors=True)
-        _rename(path, unfinished)  # never restored: it may be half removed when a process is killed
-    recover_folder(path)
-    shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _name_states(path: Path) -> tuple[Path, Path, Path]:
-    """The path of a folder, and its names before it takes that place: while it is filled, and when it is whole."""
-    path = path.resolve()  # "." has no name to derive others from, and a link stays a link
-    return path, path.with_name(f".{path.name}.unfinished"), path.with_name(f".{path.name}.finished")
-
-
-def _rename(old: Path, new: Path) -> None:
-    """Rename a folder, and wait until that is on the disk, so that renames get there in order."""
-    old.rename(new)
-    _sync_folder(new.parent)
-
-
-def _sync_tree(folder: Path) -> None:
-    """Wait until all files of a folder, at any depth, are on the disk, and the names of them."""
-    for place, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            if not (path := Path(place, name)).is_symlink():  # a link is in its folder's list of names
-                _sync_file(path)
-        _sync_folder(Path(place))
-
-
-def _sync_file(path: Path) -> None:
-    """Wait until the content of a file is on the disk."""
-    with path.open("rb+" if os.name == "nt" else "rb") as file:  # Windows asks for the right to write
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk, where that is possible."""
-    with suppress(OSError):  # Windows opens no folders, and some network file systems do not sync them
-        number = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
-
-
 def write_text(path: Path, text: str) -> None:
-    """Write a text file, whole or not at all."""
+    """Write a text file atomically, encoded in UTF-8."""
     with atomic_file(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file, whole or not at all."""
+    """Write a binary file atomically."""
     with atomic_file(path) as unfinished:
         unfinished.write_bytes(content)
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write a JSON file, whole or not at all; numbers that JSON does not have are an error."""
+    """Write a JSON file atomically. Raises ValueError for NaN and infinite numbers, which JSON does not support."""
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def _replace_with_finished(path: Path) -> None:
+    """Replace the folder at `path` by the complete new folder, if there is one under its temporary name."""
+    path, unfinished, finished = _state_paths(path)
+    if not finished.exists():
+        return
+    if path.exists():
+        shutil.rmtree(unfinished, ignore_errors=True)
+        _rename(path, unfinished)  # folders of this name are never restored, so the removal may be interrupted
+    recover_folder(path)
+    shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _state_paths(path: Path) -> tuple[Path, Path, Path]:
+    """Return the final path of a folder, its path while files are written, and its path when it is complete."""
+    path = path.resolve()  # the path "." has no name, and a symbolic link must not be replaced
+    return path, path.with_name(f".{path.name}.unfinished"), path.with_name(f".{path.name}.finished")
+
+
+def _rename(old: Path, new: Path) -> None:
+    """Rename a folder, and wait until the new name is on the disk, so that renames reach the disk in order."""
+    old.rename(new)
+    _sync_folder(new.parent)
+
+
+def _sync_tree(folder: Path) -> None:
+    """Wait until all files in a folder and its subfolders are on the disk, with their names."""
+    for subfolder, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            if not (path := Path(subfolder, name)).is_symlink():  # symbolic links have no content to write
+                _sync_file(path)
+        _sync_folder(Path(subfolder))
+
+
+def _sync_file(path: Path) -> None:
+    """Wait until the content of a file is on the disk."""
+    with path.open("rb+" if os.name == "nt" else "rb") as file:  # Windows requires write access
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Wait until the names of the files in a folder are on the disk, if the system supports it."""
+    with suppress(OSError):  # Windows cannot open folders, and some network file systems cannot sync them
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Augmentation: known answers for every change, and annotations that move with their image."""
+"""Augmentation: known results of every change, and annotations that move with their image."""
 
 import numpy as np
 import pytest
@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rotopath import group
-from rotopath.data.augmentation import NO_AUGMENTATION, Augmentation, Changes, augment, change_stains
+from rotopath.data.augmentation import NO_AUGMENTATION, Augmentation, DrawnChanges, augment, change_stains
 from rotopath.images.stain import REFERENCE_STAINS, WHITE
 
 
-def changes(count: int, **parts: torch.Tensor) -> Changes:
+def changes(count: int, **parts: torch.Tensor) -> DrawnChanges:
     nothing = NO_AUGMENTATION.draw(count, np.random.default_rng(0))
     return nothing._replace(**parts)
 
@@ -20,8 +20,8 @@ def windows(count: int, planes: int, size: int) -> torch.Tensor:
     return torch.randint(0, 256, (count, planes, size, size), dtype=torch.uint8)
 
 
-def test_the_eight_symmetries_of_a_small_square() -> None:
-    """A b / c d, transposed or not, turned counter-clockwise in quarters: written out by hand."""
+def test_eight_symmetries_of_a_small_square() -> None:
+    """Transposed or not, and rotated counter-clockwise by quarter turns: written out by hand."""
     square = torch.tensor([[1, 2], [3, 4]])
     expected = [
         [[1, 2], [3, 4]],
@@ -33,9 +33,9 @@ def test_the_eight_symmetries_of_a_small_square() -> None:
         [[4, 2], [3, 1]],
         [[2, 1], [4, 3]],
     ]
-    turned = group.apply_symmetries(square.expand(8, 3, 2, 2), torch.arange(8))
-    assert turned[:, 0].tolist() == expected
-    assert torch.equal(turned[:, 0], turned[:, 2])
+    rotated = group.apply_symmetries(square.expand(8, 3, 2, 2), torch.arange(8))
+    assert rotated[:, 0].tolist() == expected
+    assert torch.equal(rotated[:, 0], rotated[:, 2])
 
 
 def test_only_squares_have_all_symmetries() -> None:
@@ -43,8 +43,8 @@ def test_only_squares_have_all_symmetries() -> None:
         group.apply_symmetries(torch.zeros(1, 3, 3, 4), torch.zeros(1, dtype=torch.long))
 
 
-def test_a_mark_and_its_annotation_stay_together() -> None:
-    """A dark spot in the image, and the same spot marked in the classes: whatever is drawn, they move alike."""
+def test_image_and_annotation_move_together() -> None:
+    """A dark spot in the image and the same spot in the class map stay at the same position."""
     window = torch.full((64, 4, 31, 31), 255, dtype=torch.uint8)
     window[:, 3] = 0
     window[:, :3, 8:11, 12:15] = 0
@@ -53,21 +53,21 @@ def test_a_mark_and_its_annotation_stay_together() -> None:
     images, classes = augment(window, drawn, 31)
     assert classes is not None
     assert classes.shape == (64, 1, 31, 31)
-    dark = [middle(image.sum(dim=0).amax() - image.sum(dim=0)) for image in images]
-    marked = [middle((marks == 2).float()) for (marks,) in classes]
-    assert dark == [pytest.approx(place, abs=0.5) for place in marked]
-    assert np.ptp(marked, axis=0).min() > 10, "all over the place"
+    dark = [center_of_mass(image.sum(dim=0).amax() - image.sum(dim=0)) for image in images]
+    marked = [center_of_mass((marks == 2).float()) for (marks,) in classes]
+    assert dark == [pytest.approx(position, abs=0.5) for position in marked]
+    assert np.ptp(marked, axis=0).min() > 10, "spots move far"
 
 
-def middle(weights: torch.Tensor) -> tuple[float, float]:
-    """The centre of mass of what is heavier than half of the heaviest."""
+def center_of_mass(weights: torch.Tensor) -> tuple[float, float]:
+    """Return the center of mass of the pixels above half of the maximum."""
     row, column = torch.nonzero(weights > weights.max() / 2).float().mean(dim=0).tolist()
     return row, column
 
 
 def test_symmetries_move_image_and_classes_exactly_alike() -> None:
     window = windows(16, 3, 12)
-    window = torch.cat([window, window[:, :1] // 100], dim=1)  # classes that follow from red
+    window = torch.cat([window, window[:, :1] // 100], dim=1)  # classes computed from the red channel
     drawn = Augmentation(brightness=0.0).draw(16, np.random.default_rng(2))
     images, classes = augment(window, drawn, 12)
     assert torch.equal(classes, (images[:, :1] * 255).round().long() // 100)
@@ -75,7 +75,7 @@ def test_symmetries_move_image_and_classes_exactly_alike() -> None:
 
 
 @pytest.mark.parametrize("quarters", [0, 1, 2, 3])
-def test_free_rotation_by_quarters_is_the_exact_turn(quarters: int) -> None:
+def test_free_rotation_by_quarter_turns_is_exact(quarters: int) -> None:
     window = windows(2, 4, 30)
     window[:, 3] %= 3
     drawn = changes(2, degrees=torch.full((2,), 90.0 * quarters))
@@ -85,8 +85,8 @@ def test_free_rotation_by_quarters_is_the_exact_turn(quarters: int) -> None:
     assert torch.equal(classes, expected[:, 3:].long())
 
 
-def test_several_target_maps_move_alike_and_keep_their_numbers() -> None:
-    """Any angle takes the number of the nearest pixel: none between 2 and 255 arises."""
+def test_several_target_maps_move_together_and_keep_their_numbers() -> None:
+    """Rotation takes the number of the nearest pixel, so no number between 2 and 255 appears."""
     window = windows(8, 5, 40)
     window[:, 3] %= 3
     window[:, 4] = torch.where(window[:, 3] == 2, 255, window[:, 3])
@@ -98,17 +98,17 @@ def test_several_target_maps_move_alike_and_keep_their_numbers() -> None:
     assert torch.equal(targets[:, 1], torch.where(targets[:, 0] == 2, 255, targets[:, 0]))
 
 
-def test_free_rotation_turns_counter_clockwise_like_everything_else() -> None:
+def test_free_rotation_is_counter_clockwise() -> None:
     spot = torch.zeros(1, 1, 81, 81)
-    spot[0, 0, 38:43, 53:58] = 1  # to the right of the middle
-    turned = group.rotate_each(spot, torch.tensor([45.0]))[0, 0]
+    spot[0, 0, 38:43, 53:58] = 1  # to the right of the center
+    rotated = group.rotate_each(spot, torch.tensor([45.0]))[0, 0]
     along = 15 / 2**0.5
-    assert middle(turned) == pytest.approx((40 - along, 40 + along), abs=0.2), "up and to the right"
-    assert middle(group.rotate(spot, 45.0)[0, 0]) == pytest.approx(middle(turned), abs=0.2)
+    assert center_of_mass(rotated) == pytest.approx((40 - along, 40 + along), abs=0.2), "up and to the right"
+    assert center_of_mass(group.rotate(spot, 45.0)[0, 0]) == pytest.approx(center_of_mass(rotated), abs=0.2)
 
 
 @given(st.integers(1, 200), st.floats(0, 360))
-def test_the_covering_square_holds_the_turned_one(size: int, degrees: float) -> None:
+def test_covering_square_contains_the_rotated_square(size: int, degrees: float) -> None:
     covering = group.covering_size(size)
     assert (covering - size) % 2 == 0
     corner = np.exp(1j * np.deg2rad(degrees)) * (1 + 1j) * size / 2
@@ -116,14 +116,14 @@ def test_the_covering_square_holds_the_turned_one(size: int, degrees: float) -> 
     assert covering <= size * 2**0.5 + 2
 
 
-def test_brightness_shifts_each_channel_and_stays_between_black_and_white() -> None:
+def test_brightness_shifts_each_channel_and_is_clamped() -> None:
     window = torch.tensor([0, 100, 250], dtype=torch.uint8).view(1, 3, 1, 1).expand(1, 3, 4, 4)
     images, _ = augment(window, changes(1, brightness=torch.tensor([[-0.1, 0.2, 0.1]])), 4)
     assert images[0, :, 0, 0].tolist() == pytest.approx([0, 100 / 255 + 0.2, 1])
 
 
 def test_stains_change_by_their_factors() -> None:
-    """A pixel mixed from known amounts of the two stains, and the pixel that the changed amounts mix."""
+    """A pixel made of known amounts of two stains becomes the pixel made of the changed amounts."""
     amounts, factors = np.array([0.9, 0.4]), np.array([1.3, 0.5])
     before, after = (WHITE * np.exp(-REFERENCE_STAINS @ a) - 1 for a in (amounts, amounts * factors))
     pixel = torch.from_numpy(before / 255).float().view(1, 3, 1, 1)
@@ -131,14 +131,14 @@ def test_stains_change_by_their_factors() -> None:
     assert (changed.flatten() * 255).tolist() == pytest.approx(after.tolist(), abs=0.01)
 
 
-def test_unchanged_stains_and_white_stay_as_they_are() -> None:
+def test_factors_of_one_and_white_pixels_change_nothing() -> None:
     images = torch.rand(4, 3, 5, 5)
     assert torch.allclose(change_stains(images, torch.ones(4, 2)), images, atol=1e-5)
     white = torch.full((1, 3, 2, 2), (WHITE - 1) / 255)
     assert torch.allclose(change_stains(white, torch.tensor([[2.0, 0.1]])), white, atol=1e-5)
 
 
-def test_switching_one_kind_off_leaves_the_others_as_drawn() -> None:
+def test_disabling_one_change_does_not_affect_the_others() -> None:
     everything = Augmentation(free_rotation=True, stain=0.1)
     full = everything.draw(50, np.random.default_rng(7))
     less = Augmentation(transpose=False).draw(50, np.random.default_rng(7))
@@ -158,6 +158,6 @@ def test_no_augmentation_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"brightness": 1.0}, {"stain": -0.1}, {"stain": 2.0}])
-def test_amounts_are_fractions(settings: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="is a fraction from 0 to below 1; got"):
+def test_amounts_must_be_fractions(settings: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="expected a fraction from 0 to below 1"):
         Augmentation(**settings)

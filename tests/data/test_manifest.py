@@ -1,4 +1,4 @@
-"""A manifest of one's own images: every kind of annotation, and a sentence for every bad line."""
+"""Manifests of your own images: every type of annotation, and a message for every invalid line."""
 
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from PIL import Image
 from rotopath.data.annotations import read_objects, read_points
 from rotopath.data.dataset import DataError, TableError, problems, read_image
 from rotopath.data.formats import check, open_data
+from rotopath.data.splits import SPLITS
 
 
 def test_labels_are_classes_of_whole_images(tmp_path: Path) -> None:
@@ -26,13 +27,13 @@ def test_labels_are_classes_of_whole_images(tmp_path: Path) -> None:
         ("images/c.png", "0", "c", "test", 0.5),
     ]
     assert read_image(dataset.samples[0], 1.0).shape == (25, 30, 3)
-    found = check(dataset)
-    assert found.findings == ()
-    assert found.counts["valid"] == {"images": 1, "cases": 1, "1": 1}
+    result = check(dataset)
+    assert result.findings == ()
+    assert result.counts["valid"] == {"images": 1, "cases": 1, "1": 1}
 
 
-def test_a_label_is_any_name_as_it_is_written(tmp_path: Path) -> None:
-    """Whether it is one of a task's classes is the task's to say."""
+def test_labels_may_be_any_text(tmp_path: Path) -> None:
+    """A task decides later whether the label is one of its classes."""
     for i in range(3):
         write_image(tmp_path / f"{i}.png", pixels(9, 9, i))
     rows = [(f"{i}.png", label, "train", 1) for i, label in enumerate(("Gleason 3+4", "7", "Ödem"))]
@@ -41,9 +42,6 @@ def test_a_label_is_any_name_as_it_is_written(tmp_path: Path) -> None:
     assert [sample.label for sample in dataset.samples] == ["Gleason 3+4", "7", "Ödem"]
     assert dataset.findings == ()
     assert check(dataset).counts["train"] == {"images": 3, "cases": 3, "Gleason 3+4": 1, "7": 1, "Ödem": 1}
-
-
-SPLITS = ("train", "valid", "test")
 
 
 def test_csv_annotations_are_points_and_may_be_missing(tmp_path: Path) -> None:
@@ -56,7 +54,7 @@ def test_csv_annotations_are_points_and_may_be_missing(tmp_path: Path) -> None:
     assert read_points(dataset.samples[1], 0.25).positions.shape == (0, 2)
 
 
-def test_maps_and_outlines_are_objects(tmp_path: Path) -> None:
+def test_label_maps_and_outlines_are_objects(tmp_path: Path) -> None:
     for name in "ab":
         Image.fromarray(pixels(30, 30, ord(name))).save(tmp_path / f"{name}.tif", dpi=(50_800, 50_800))
     labels = np.zeros((30, 30), np.uint16)
@@ -65,32 +63,32 @@ def test_maps_and_outlines_are_objects(tmp_path: Path) -> None:
     write_text(tmp_path / "b.xml", outline_xml(box(3, 4, 6)))
     write_text(tmp_path / "manifest.csv", "image,annotation,split\na.tif,a-map.png,train\nb.tif,b.xml,test\n")
     first, second = open_data(tmp_path, "objects").samples
-    assert first.spacing_um_px == pytest.approx(0.5), "as the file tells"
+    assert first.spacing_um_px == pytest.approx(0.5), "as in the file"
     assert np.array_equal(read_objects(first, 0.5).labels > 0, read_objects(second, 0.5).labels > 0)
     assert read_objects(first, 0.25).labels.shape == (60, 60)
     assert (read_objects(first, 0.25).labels == 5).sum() == 4 * 36
     assert read_objects(first, 0.25).classes == read_objects(second, 0.25).classes == {}
 
 
-def test_without_a_column_groups_are_split_and_never_divided(tmp_path: Path) -> None:
+def test_without_a_split_column_groups_are_split_and_never_divided(tmp_path: Path) -> None:
     rows = [("image", "label", "group", "spacing")]
     for group in range(20):
         for image in range(3):
             write_image(tmp_path / f"{group}-{image}.png", pixels(8, 8, group, image))
             rows.append((f"{group}-{image}.png", str(group % 2), f"patient {group}", "1"))
     write_csv(tmp_path / "manifest.csv", rows)
-    found = check(open_data(tmp_path))
-    assert {split: (c["images"], c["cases"], c["1"]) for split, c in found.counts.items()} == {
+    result = check(open_data(tmp_path))
+    assert {split: (c["images"], c["cases"], c["1"]) for split, c in result.counts.items()} == {
         "train": (36, 12, 18),
         "valid": (12, 4, 6),
         "test": (12, 4, 6),
     }
-    assert problems(found.findings) == []
+    assert problems(result.findings) == []
     assert open_data(tmp_path) == open_data(tmp_path)
 
 
-def test_a_spacing_may_be_given_for_images_that_do_not_say_theirs(tmp_path: Path) -> None:
-    """What the table says goes first, then what a file says."""
+def test_default_spacing_applies_to_images_without_one(tmp_path: Path) -> None:
+    """The spacing in the table takes precedence, then the spacing in the file."""
     for name in "ab":
         write_image(tmp_path / f"{name}.png", pixels(8, 8, ord(name)))
     Image.fromarray(pixels(8, 8)).save(tmp_path / "c.tif", dpi=(50_800, 50_800))
@@ -99,70 +97,72 @@ def test_a_spacing_may_be_given_for_images_that_do_not_say_theirs(tmp_path: Path
     dataset = open_data(path, spacing_um_px=0.25)
     assert [p.spacing_um_px for p in dataset.samples] == [0.25, 2, pytest.approx(0.5)]
     assert dataset.findings == ()
-    assert [p.path.name for p in open_data(path).samples] == ["b.png", "c.tif"], "without it, one is left out"
+    assert [p.path.name for p in open_data(path).samples] == ["b.png", "c.tif"], (
+        "without a default, one image is left out"
+    )
 
 
 @pytest.mark.parametrize(
-    ("line", "sentence"),
+    ("line", "message"),
     [
         ("b.png,,g,train,0.5", "the label is missing; write the class of the image."),
         ("b.png,1,g,training,0.5", "the split is 'training'; choose from train, valid, test."),
-        ("b.png,1,g,train,coarse", "the spacing is 'coarse'; a number from 0.05 to 5 is expected, in µm/px."),
-        ("b.png,1,g,train,-1", "the spacing is '-1'; a number from 0.05 to 5 is expected, in µm/px."),
-        ("b.png,1,g,train,nan", "the spacing is 'nan'; a number from 0.05 to 5 is expected, in µm/px."),
+        ("b.png,1,g,train,coarse", "the spacing is 'coarse'; expected a number from 0.05 to 5 (µm/px)."),
+        ("b.png,1,g,train,-1", "the spacing is '-1'; expected a number from 0.05 to 5 (µm/px)."),
+        ("b.png,1,g,train,nan", "the spacing is 'nan'; expected a number from 0.05 to 5 (µm/px)."),
         (
             "b.png,1,g,train,",
-            "'b.png' does not say its resolution; give it as `data_spacing_um_px` in the recipe (--spacing-um-px of "
-            "`rotopath data`), or in a column `spacing` (µm/px) of a manifest.",
+            "'b.png' does not specify its pixel spacing (µm/px); set `data_spacing_um_px` in the recipe, or use "
+            "--spacing-um-px with `rotopath data`, or add a column `spacing` to the manifest.",
         ),
-        (",1,g,train,0.5", "the image is not named."),
-        ("a.png,1,g,train,0.5", "'a.png' is listed already, in line 2."),
+        (",1,g,train,0.5", "the column `image` is empty; write the path of the image."),
+        ("a.png,1,g,train,0.5", "'a.png' is listed already in line 2; list each image once."),
     ],
 )
-def test_bad_lines_are_named_and_the_others_count(tmp_path: Path, line: str, sentence: str) -> None:
+def test_invalid_lines_are_reported_and_others_are_used(tmp_path: Path, line: str, message: str) -> None:
     for name in "abc":
         write_image(tmp_path / f"{name}.png", pixels(9, 9, ord(name)))
     write_text(
         tmp_path / "manifest.csv", f"Image, Label,group,split,spacing\na.png,1,h,test,1\n{line}\n\nc.png,0,i,test,1\n"
     )
     dataset = open_data(tmp_path)
-    assert [str(finding) for finding in dataset.findings] == [f"manifest.csv: line 3: {sentence}"]
+    assert [str(finding) for finding in dataset.findings] == [f"manifest.csv: line 3: {message}"]
     assert [p.path.name for p in dataset.samples] == ["a.png", "c.png"]
 
 
-def test_missing_images_and_leaks_are_found(tmp_path: Path) -> None:
+def test_missing_images_and_leaks_are_reported(tmp_path: Path) -> None:
     write_image(tmp_path / "a.png", pixels(9, 9))
     write_text(tmp_path / "manifest.csv", "image,label,group,split,spacing\na.png,1,g,test,1\nb.png,0,g,train,1\n")
-    found = check(open_data(tmp_path))
-    assert [str(finding) for finding in found.findings] == [
-        "patient g is in train and test; each must be in one split only.",
+    result = check(open_data(tmp_path))
+    assert [str(finding) for finding in result.findings] == [
+        "patient g is in train and test; move all images to one split.",
         "b.png: does not exist.",
-        "no image is in the split 'valid'.",
+        "the split 'valid' contains no images.",
     ]
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "message"),
     [
         ("", "has no column 'image'"),
-        ("path,label\na.png,1\n", "has no column 'image'; its first line must name image."),
-        ("image,label\n", "lists no images."),
+        ("path,label\na.png,1\n", "has no column 'image'; its first line must contain image."),
+        ("image,label\n", "lists no images; add a line for each image."),
         ("image\na.png\n", "needs either a column `label`"),
-        ("image,label,annotation\na.png,1,a.csv\n", "and not both"),
+        ("image,label,annotation\na.png,1,a.csv\n", "but not both"),
         (
             "image,annotation\na.png,a.csv\nb.png,b.xml\n",
-            "annotations of kind .csv, .xml; use CSV files",
+            "annotations of type .csv, .xml; use either CSV files",
         ),
-        ("image,annotation\na.png,\n", "has annotations of kind none"),
-        ("image,label\na.png,1,2\n", "has 3 cells in line 2, but 2 columns."),
+        ("image,annotation\na.png,\n", "has annotations of type none"),
+        ("image,label\na.png,1,2\n", "has 3 cells in line 2, but only 2 columns."),
         ("\x00", "has no column 'image'"),
     ],
 )
-def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
+def test_invalid_manifests_are_refused(tmp_path: Path, text: str, message: str) -> None:
     path = write_text(tmp_path / "manifest.csv", text)
     with pytest.raises((DataError, TableError)) as caught:
         open_data(path)
-    assert sentence in str(caught.value)
+    assert message in str(caught.value)
     assert str(caught.value).startswith(str(path))
 
 
@@ -176,29 +176,31 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str, sentence: str
     ],
     ids=["semicolons", "tabs", "BOM and empty columns", "empty lines"],
 )
-def test_what_spreadsheets_write_is_read(tmp_path: Path, text: str) -> None:
+def test_tables_of_spreadsheets_are_read(tmp_path: Path, text: str) -> None:
     write_image(tmp_path / "a.png", pixels(9, 9))
     (tmp_path / "manifest.csv").write_bytes(text.encode())
     (sample,) = open_data(tmp_path).samples
     assert (sample.label, sample.split, sample.spacing_um_px) == ("1", "train", 0.5)
 
 
-def test_one_image_spelled_in_two_ways_is_one_image(tmp_path: Path) -> None:
+def test_two_spellings_of_a_path_are_one_image(tmp_path: Path) -> None:
     write_image(tmp_path / "a.png", pixels(9, 9))
     write_text(tmp_path / "manifest.csv", "image,label,split,spacing\na.png,1,train,1\n./a.png,1,test,1\n")
     dataset = open_data(tmp_path)
-    assert [str(f) for f in dataset.findings] == ["manifest.csv: line 3: './a.png' is listed already, in line 2."]
+    assert [str(f) for f in dataset.findings] == [
+        "manifest.csv: line 3: './a.png' is listed already in line 2; list each image once."
+    ]
 
 
-def test_organs_make_strata(tmp_path: Path) -> None:
+def test_organs_become_strata(tmp_path: Path) -> None:
     write_image(tmp_path / "a.png", pixels(9, 9))
     write_image(tmp_path / "m.png", np.ones((9, 9), np.uint8))
     write_text(tmp_path / "manifest.csv", "image,annotation,organ,split,spacing\na.png,m.png,breast,train,1\n")
     assert open_data(tmp_path).samples[0].stratum == "breast"
 
 
-def test_binary_is_no_manifest(tmp_path: Path) -> None:
+def test_binary_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     path.write_bytes(bytes(range(256)))
-    with pytest.raises(TableError, match="is no text that can be read; save it as a CSV file in UTF-8"):
+    with pytest.raises(TableError, match="is not readable text; save it as a CSV file in UTF-8"):
         open_data(path)

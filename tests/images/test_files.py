@@ -1,4 +1,4 @@
-"""Reading images: what each kind of file becomes, and what is said about those that cannot be read."""
+"""Read images of every kind, their spacing, and label maps; files that cannot be read are refused in one sentence."""
 
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +26,7 @@ def pixels() -> np.ndarray:
         ("a.bmp", {}),
     ],
 )
-def test_rgb_comes_back_as_it_was_written(
+def test_reading_rgb_returns_the_pixels_that_were_written(
     tmp_path: Path, pixels: np.ndarray, name: str, options: dict[str, str]
 ) -> None:
     Image.fromarray(pixels).save(tmp_path / name, **options)
@@ -34,17 +34,17 @@ def test_rgb_comes_back_as_it_was_written(
     assert image_size_px(tmp_path / name) == (12, 20)
 
 
-def test_grey_palette_and_bilevel_become_rgb(tmp_path: Path) -> None:
-    grey = np.arange(48, dtype=np.uint8).reshape(6, 8)
-    Image.fromarray(grey).save(tmp_path / "grey.png")
-    assert np.array_equal(read_rgb(tmp_path / "grey.png"), np.repeat(grey[:, :, None], 3, axis=2))
-    Image.fromarray(grey).convert("P").save(tmp_path / "palette.png")
+def test_gray_palette_and_bilevel_images_become_rgb(tmp_path: Path) -> None:
+    gray = np.arange(48, dtype=np.uint8).reshape(6, 8)
+    Image.fromarray(gray).save(tmp_path / "gray.png")
+    assert np.array_equal(read_rgb(tmp_path / "gray.png"), np.repeat(gray[:, :, None], 3, axis=2))
+    Image.fromarray(gray).convert("P").save(tmp_path / "palette.png")
     assert read_rgb(tmp_path / "palette.png").shape == (6, 8, 3)
-    Image.fromarray(grey > 20).save(tmp_path / "bilevel.png")
+    Image.fromarray(gray > 20).save(tmp_path / "bilevel.png")
     assert set(np.unique(read_rgb(tmp_path / "bilevel.png"))) == {0, 255}
 
 
-def test_transparency_lies_on_white(tmp_path: Path) -> None:
+def test_transparent_pixels_are_laid_on_white(tmp_path: Path) -> None:
     rgba = np.zeros((2, 2, 4), np.uint8)
     rgba[0, 0] = (10, 20, 30, 255)
     rgba[0, 1] = (0, 0, 0, 128)
@@ -73,21 +73,21 @@ def test_labels_keep_their_numbers(tmp_path: Path, dtype: type, name: str) -> No
     assert np.array_equal(read, labels)
 
 
-def test_colour_is_no_label_map(tmp_path: Path, pixels: np.ndarray) -> None:
+def test_a_color_image_is_not_a_label_map(tmp_path: Path, pixels: np.ndarray) -> None:
     Image.fromarray(pixels).save(tmp_path / "a.png")
     with pytest.raises(
-        UnreadableImageError, match="is no label map: it has mode RGB, but object numbers need one grey"
+        UnreadableImageError, match="is not a label map: it has mode RGB, but object numbers need one gray"
     ):
         read_labels(tmp_path / "a.png")
 
 
-def test_damaged_files_get_a_sentence(tmp_path: Path, pixels: np.ndarray) -> None:
+def test_damaged_files_are_refused_in_one_sentence(tmp_path: Path, pixels: np.ndarray) -> None:
     for name in ("a.tif", "a.png", "a.jpg"):
-        whole = tmp_path / name
-        Image.fromarray(np.tile(pixels, (20, 20, 1))).save(whole)
-        whole.write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+        path = tmp_path / name
+        Image.fromarray(np.tile(pixels, (20, 20, 1))).save(path)
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
         with pytest.raises(UnreadableImageError, match=rf"{name} is (damaged|not an image)"):
-            read_rgb(whole)
+            read_rgb(path)
     (tmp_path / "text.tif").write_text("not an image")
     with pytest.raises(UnreadableImageError, match=r"text.tif is not an image"):
         read_rgb(tmp_path / "text.tif")
@@ -99,33 +99,38 @@ def test_damaged_files_get_a_sentence(tmp_path: Path, pixels: np.ndarray) -> Non
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["a.tif", "a.png", "a.jpg"])
-def test_whatever_bytes_are_wrong_there_is_a_sentence(tmp_path: Path, name: str, pixels: np.ndarray) -> None:
-    """Every byte of the head, and some behind it, set to something else: the image, or a sentence, never a crash."""
+def test_any_wrong_byte_is_harmless_or_refused_in_one_sentence(tmp_path: Path, name: str, pixels: np.ndarray) -> None:
+    """Change each byte of the header and some after it: the result is an image or an error message, never a crash."""
     path = tmp_path / name
     Image.fromarray(pixels).save(path)
     good = path.read_bytes()
     generator = np.random.default_rng(0)
-    for place in [*range(60), *generator.integers(60, len(good), 140)]:
+    for position in [*range(60), *generator.integers(60, len(good), 140)]:
         bad = bytearray(good)
-        bad[place % len(good)] = generator.integers(256)
+        bad[position % len(good)] = generator.integers(256)
         path.write_bytes(bytes(bad))
         with suppress(UnreadableImageError):
             read_rgb(path)
 
 
-def test_numbers_that_are_no_labels_and_no_colours_are_refused(tmp_path: Path) -> None:
+def test_numbers_that_are_neither_labels_nor_colors_are_refused(tmp_path: Path) -> None:
     Image.fromarray(np.full((3, 3), -1, np.int32)).save(tmp_path / "ignore.tif")
-    with pytest.raises(UnreadableImageError, match=r"ignore.tif is no label map: object numbers are whole, 0 or above"):
+    with pytest.raises(
+        UnreadableImageError,
+        match=r"ignore.tif is not a label map: it holds numbers from -1 to -1, but object numbers are 0 to 2147483647",
+    ):
         read_labels(tmp_path / "ignore.tif")
     Image.fromarray(np.full((3, 3), 0.5, np.float32)).save(tmp_path / "float.tif")
     with pytest.raises(UnreadableImageError, match=r"float.tif holds floating-point numbers"):
         read_rgb(tmp_path / "float.tif")
 
 
-def test_huge_images_are_slides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pixels: np.ndarray) -> None:
+def test_huge_images_have_to_be_opened_as_slides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pixels: np.ndarray
+) -> None:
     Image.fromarray(pixels).save(tmp_path / "a.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(UnreadableImageError, match="too large to be read at once"):
+    with pytest.raises(UnreadableImageError, match="too large to be read as a whole"):
         read_rgb(tmp_path / "a.png")
 
 
@@ -135,7 +140,7 @@ def test_huge_images_are_slides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         ("plain.tif", {}, None),
         ("screen.png", {"dpi": (72, 72)}, None),
         ("inch.tif", {"dpi": (101_600, 101_600)}, 0.25),
-        ("centimetre.tif", {"resolution_unit": 3, "x_resolution": 40_000, "y_resolution": 40_000}, 0.25),
+        ("centimeter.tif", {"resolution_unit": 3, "x_resolution": 40_000, "y_resolution": 40_000}, 0.25),
         ("aperio.tif", {"description": "Aperio Image Library|AppMag = 40|MPP = 0.2520|Left = 1"}, 0.252),
         ("ome.tif", {"description": '<OME><Pixels PhysicalSizeX="0.5" PhysicalSizeY="0.5"/></OME>'}, 0.5),
         ("broken.tif", {"description": "Aperio|MPP = unknown|Left = 1"}, None),
@@ -143,14 +148,14 @@ def test_huge_images_are_slides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         ("nm.tif", {"description": '<Pixels PhysicalSizeX="250" PhysicalSizeXUnit="nm"/>'}, 0.25),
     ],
 )
-def test_spacing_is_what_the_file_says(
+def test_spacing_is_read_from_the_metadata(
     tmp_path: Path, pixels: np.ndarray, name: str, options: dict[str, object], spacing: float | None
 ) -> None:
     Image.fromarray(pixels).save(tmp_path / name, **options)
     assert spacing_um_px(tmp_path / name) == (None if spacing is None else pytest.approx(spacing, rel=1e-3))
 
 
-def test_resampling_keeps_places_and_does_not_alias() -> None:
+def test_resampling_keeps_positions_and_does_not_alias() -> None:
     image = np.zeros((40, 60, 3), np.uint8)
     image[10:20, 30:40] = 200
     half = resample(image, 0.5)

@@ -1,4 +1,4 @@
-"""GeoJSON: after RFC 7946 and as QuPath has it, and the same objects back."""
+"""Outlines are exact and valid; GeoJSON follows RFC 7946 and QuPath, and reading it returns the same objects."""
 
 import json
 from collections.abc import Iterator
@@ -11,12 +11,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from scipy import ndimage
+from skimage.draw import polygon2mask
 
 from rotopath.images import UnreadableFileError
 from rotopath.images.geojson import (
     Point,
     Polygon,
     SlideObject,
+    fill_outline,
     read_geojson,
     signed_area,
     trace_outlines,
@@ -24,9 +27,15 @@ from rotopath.images.geojson import (
 )
 
 SQUARE = Polygon(np.array([(10.0, 20.0), (10, 24), (13, 24), (13, 20)]))
+LABELS = hnp.arrays(
+    np.int32, st.tuples(st.integers(1, 9), st.integers(1, 9)), elements=st.sampled_from([0, 0, 1, 2, 7])
+)
+COARSE_LABELS = LABELS.map(lambda labels: labels.repeat(3, axis=0).repeat(2, axis=1))
+DENSE_LABELS = hnp.arrays(
+    np.int32, st.tuples(st.integers(1, 8), st.integers(1, 8)), elements=st.sampled_from([0, 1, 1, 2])
+)
+OUTLINES = DENSE_LABELS.map(trace_outlines).filter(bool).map(lambda outlines: next(iter(outlines.values())))
 HUNDREDTHS = st.integers(-(10**6), 10**6).map(lambda number: number / 100)
-LABELS = hnp.arrays(np.int32, st.tuples(st.integers(1, 8), st.integers(1, 8)), elements=st.sampled_from([0, 1, 1, 2]))
-OUTLINES = LABELS.map(trace_outlines).filter(bool).map(lambda outlines: next(iter(outlines.values())))
 OBJECTS = st.builds(
     SlideObject,
     shape=st.builds(Point, HUNDREDTHS, HUNDREDTHS) | OUTLINES,
@@ -37,8 +46,122 @@ OBJECTS = st.builds(
 )
 
 
+# Outlines
+
+
+def test_a_rectangle_has_four_corners() -> None:
+    labels = np.zeros((6, 8), np.int32)
+    labels[1:4, 2:7] = 5
+    (polygon,) = trace_outlines(labels)[5]
+    assert {tuple(corner) for corner in polygon.outer.tolist()} == {(1, 2), (1, 7), (4, 7), (4, 2)}
+    assert len(polygon.outer) == 4
+    assert polygon.area_px == 15
+    (moved,) = trace_outlines(labels, offset_px=(100, 1000), scale=2)[5]
+    assert np.array_equal(moved.outer, polygon.outer * 2 + (100, 1000))
+
+
+def test_holes_are_kept_or_filled() -> None:
+    labels = np.ones((5, 5), np.int32)
+    labels[2, 1:3] = 0
+    (with_hole,) = trace_outlines(labels)[1]
+    (filled,) = trace_outlines(labels, fill_holes=True)[1]
+    assert len(with_hole.holes) == 1
+    assert with_hole.area_px == 23
+    assert filled.holes == ()
+    assert filled.area_px == 25
+    assert signed_area(with_hole.holes[0]) == -2
+
+
+def test_pixels_that_touch_at_a_corner_are_two_parts() -> None:
+    parts = trace_outlines(np.eye(2, dtype=np.int32))[1]
+    assert [part.area_px for part in parts] == [1, 1]
+
+
+def test_a_hole_that_touches_the_outside_is_a_separate_ring() -> None:
+    labels = np.ones((4, 4), np.int32)
+    labels[0, 0] = labels[1, 1] = 0
+    (polygon,) = trace_outlines(labels)[1]
+    assert sorted(signed_area(ring) for ring in polygon.rings) == [-1, 15]
+
+
+@settings(deadline=None, max_examples=300)
+@given(LABELS | COARSE_LABELS, st.booleans())
+def test_filling_outlines_returns_the_label_map(labels: np.ndarray, fill_holes: bool) -> None:
+    outlines = trace_outlines(labels, fill_holes=fill_holes)
+    assert set(outlines) == set(np.unique(labels)) - {0}
+    for number, polygons in outlines.items():
+        pixels = labels == number
+        parts, count = ndimage.label(pixels)
+        assert len(polygons) == count
+        if not fill_holes:
+            assert np.array_equal(fill_outline(polygons, labels.shape), pixels)
+            assert sum(polygon.area_px for polygon in polygons) == pixels.sum()
+        for polygon in polygons:
+            filled = fill_outline([polygon], labels.shape)
+            part = parts == parts[tuple(np.argwhere(filled & pixels)[0])]
+            assert np.array_equal(filled, ndimage.binary_fill_holes(part) if fill_holes else part)
+
+
+@settings(deadline=None, max_examples=200)
+@given(LABELS | COARSE_LABELS)
+def test_rings_are_simple_and_follow_the_right_hand_rule(labels: np.ndarray) -> None:
+    for polygons in trace_outlines(labels).values():
+        for polygon in polygons:
+            assert signed_area(polygon.outer) > 0
+            assert all(signed_area(hole) < 0 for hole in polygon.holes)
+            for ring in polygon.rings:
+                assert len({tuple(corner) for corner in ring.tolist()}) == len(ring) >= 4
+                steps = np.roll(ring, -1, axis=0) - ring
+                assert ((steps != 0).sum(axis=1) == 1).all()  # along a row or a column
+                assert ((steps != 0) != np.roll(steps != 0, 1, axis=0)).all()  # the direction changes at each vertex
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(st.lists(st.tuples(st.floats(-3, 23), st.floats(-3, 23)), min_size=3, max_size=7))
+def test_any_polygon_is_filled_by_the_even_odd_rule(corners: list[tuple[float, float]]) -> None:
+    ring = np.round(np.array(corners), 2) + np.array([0.003, 0.0071])  # so that no center of a pixel is on an edge
+    filled = fill_outline([Polygon(ring)], (20, 20))
+    assert np.array_equal(filled, polygon2mask((20, 20), ring - 0.5))
+
+
+def test_the_offset_is_the_corner_of_the_filled_mask() -> None:
+    square = Polygon(np.array([(10.0, 20.0), (10, 24), (13, 24), (13, 20)]))
+    mask = fill_outline([square], (6, 6), offset_px=(8, 19))
+    assert np.argwhere(mask).min(axis=0).tolist() == [2, 1]
+    assert mask.sum() == 12
+    assert fill_outline([square], (2, 2), offset_px=(100, 100)).sum() == 0
+
+
+def test_an_empty_label_map_has_no_outlines() -> None:
+    assert trace_outlines(np.zeros((4, 5), np.int32)) == {}
+    assert trace_outlines(np.zeros((0, 5), np.int32)) == {}
+
+
+def test_ten_thousand_nuclei_are_traced_separately() -> None:
+    rows, columns = np.mgrid[:2000, :2000]
+    disc = (rows % 20 - 10) ** 2 + (columns % 20 - 10) ** 2 < 64
+    labels = np.where(disc, rows // 20 * 100 + columns // 20 + 1, 0).astype(np.int32)
+    outlines = trace_outlines(labels)
+    assert len(outlines) == 10_000
+    for number in (1, 5_050, 10_000):
+        assert np.array_equal(fill_outline(outlines[number], labels.shape), labels == number)
+
+
+def test_polygons_are_equal_when_their_rings_are() -> None:
+    square = np.array([(0.0, 0.0), (0, 1), (1, 1), (1, 0)])
+    assert Polygon(square) == Polygon(square.copy())
+    assert hash(Polygon(square)) == hash(Polygon(square.copy()))
+    assert Polygon(square) != Polygon(square + 1)
+    assert Polygon(square) != Polygon(square, (square[::-1],))
+    assert Polygon(square) != "square"
+    assert Polygon(square).area_px == pytest.approx(1)
+
+
+# GeoJSON
+
+
 def check_rfc_7946(content: dict[str, Any]) -> None:
-    """The structure of sections 3.1 to 3.3: what each member is, closed rings, and the right-hand rule."""
+    """Check sections 3.1 to 3.3: required members, closed rings, and the right-hand rule."""
     assert content["type"] == "FeatureCollection"
     assert isinstance(content["features"], list)
     for feature in content["features"]:
@@ -50,8 +173,8 @@ def check_rfc_7946(content: dict[str, Any]) -> None:
             _check_position(geometry["coordinates"])
             continue
         assert geometry["type"] in ("Polygon", "MultiPolygon")
-        many = geometry["type"] == "MultiPolygon"
-        for polygon in geometry["coordinates"] if many else [geometry["coordinates"]]:
+        is_multi = geometry["type"] == "MultiPolygon"
+        for polygon in geometry["coordinates"] if is_multi else [geometry["coordinates"]]:
             for index, ring in enumerate(polygon):
                 assert len(ring) >= 4
                 assert ring[0] == ring[-1]
@@ -59,7 +182,7 @@ def check_rfc_7946(content: dict[str, Any]) -> None:
                     _check_position(position)
                 x, y = np.array(ring, float).T
                 twice_the_area = (x[:-1] * y[1:] - x[1:] * y[:-1]).sum()
-                assert twice_the_area > 0 if index == 0 else twice_the_area < 0  # counterclockwise outside
+                assert twice_the_area > 0 if index == 0 else twice_the_area < 0  # outer rings counterclockwise
 
 
 def _check_position(position: Any) -> None:
@@ -69,24 +192,26 @@ def _check_position(position: Any) -> None:
 
 @settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(objects=st.lists(OBJECTS, max_size=6), origin=st.tuples(*[st.integers(0, 5000)] * 2))
-def test_the_same_objects_come_back(tmp_path: Path, objects: list[SlideObject], origin: tuple[int, int]) -> None:
+def test_reading_returns_the_objects_that_were_written(
+    tmp_path: Path, objects: list[SlideObject], origin: tuple[int, int]
+) -> None:
     path = tmp_path / "a.geojson"
     assert write_geojson(path, iter(objects), origin) == len(objects)
     content = json.loads(path.read_text(encoding="utf-8"))
     check_rfc_7946(content)
-    back = read_geojson(path, origin)
-    assert len(back) == len(objects)
-    for one, other in zip(objects, back, strict=True):
-        assert one.id == other.id
-        assert (one.kind, one.class_name, one.color) == (other.kind, other.class_name, other.color)
-        assert one.measurements == other.measurements
-        if isinstance(one.shape, Point):
-            assert other.shape == pytest.approx(one.shape, abs=1e-6)
+    read = read_geojson(path, origin)
+    assert len(read) == len(objects)
+    for expected, item in zip(objects, read, strict=True):
+        assert item.id == expected.id
+        assert (item.kind, item.class_name, item.color) == (expected.kind, expected.class_name, expected.color)
+        assert item.measurements == expected.measurements
+        if isinstance(expected.shape, Point):
+            assert item.shape == pytest.approx(expected.shape, abs=1e-6)
         else:
-            assert other.shape == one.shape
+            assert item.shape == expected.shape
 
 
-def test_it_is_what_qupath_expects(tmp_path: Path) -> None:
+def test_features_have_the_form_that_qupath_expects(tmp_path: Path) -> None:
     tumor = SlideObject((SQUARE,), "annotation", "Tumor", (200, 0, 0), {"score": 0.75})
     write_geojson(tmp_path / "a.geojson", [tumor, SlideObject(Point(7.5, 3.25))], origin_px=(0, 4))
     first, second = json.loads((tmp_path / "a.geojson").read_text())["features"]
@@ -104,7 +229,7 @@ def test_it_is_what_qupath_expects(tmp_path: Path) -> None:
     assert second["properties"] == {"objectType": "detection"}
 
 
-def test_parts_are_a_multipolygon_and_holes_are_rings(tmp_path: Path) -> None:
+def test_several_parts_are_a_multipolygon_and_holes_are_rings(tmp_path: Path) -> None:
     labels = np.zeros((9, 9), np.int32)
     labels[:5, :5] = 1
     labels[2, 2] = 0
@@ -115,30 +240,30 @@ def test_parts_are_a_multipolygon_and_holes_are_rings(tmp_path: Path) -> None:
     assert [len(rings) for rings in geometry["coordinates"]] == [2, 1]
 
 
-def test_ids_are_of_the_place_and_not_of_what_was_measured() -> None:
-    one = SlideObject((SQUARE,), class_name="Tumor", measurements={"score": 0.5})
-    assert one.id == SlideObject((SQUARE,), class_name="Tumor", measurements={"score": 0.6}, color=(1, 2, 3)).id
-    assert one.id != SlideObject((SQUARE,), class_name="Stroma").id
-    assert one.id != SlideObject((Polygon(SQUARE.outer + 1),), class_name="Tumor").id
-    assert str(one.id) == "3d53e0bf-ecf7-5257-b127-8c3db974efd1"  # next year, too
+def test_ids_depend_on_shape_and_class_but_not_on_measurements() -> None:
+    tumor = SlideObject((SQUARE,), class_name="Tumor", measurements={"score": 0.5})
+    assert tumor.id == SlideObject((SQUARE,), class_name="Tumor", measurements={"score": 0.6}, color=(1, 2, 3)).id
+    assert tumor.id != SlideObject((SQUARE,), class_name="Stroma").id
+    assert tumor.id != SlideObject((Polygon(SQUARE.outer + 1),), class_name="Tumor").id
+    assert str(tumor.id) == "3d53e0bf-ecf7-5257-b127-8c3db974efd1"  # the same in every version
 
 
-def test_places_are_written_to_a_hundredth_of_a_pixel(tmp_path: Path) -> None:
+def test_coordinates_are_rounded_to_a_hundredth_of_a_pixel(tmp_path: Path) -> None:
     ring = SQUARE.outer * 1.01203
     write_geojson(tmp_path / "a.geojson", [SlideObject((Polygon(ring),))])
     assert "20.2406" not in (tmp_path / "a.geojson").read_text()
-    (back,) = read_geojson(tmp_path / "a.geojson")
-    assert not isinstance(back.shape, Point)
-    assert np.abs(back.shape[0].outer - ring).max() <= 0.00501
+    (read,) = read_geojson(tmp_path / "a.geojson")
+    assert not isinstance(read.shape, Point)
+    assert np.abs(read.shape[0].outer - ring).max() <= 0.00501
 
 
-def test_objects_are_written_as_they_come(tmp_path: Path) -> None:
+def test_objects_are_written_one_by_one(tmp_path: Path) -> None:
     sizes: list[int] = []
 
     def objects() -> Iterator[SlideObject]:
         for row in range(2000):
-            held = list(tmp_path.iterdir())
-            sizes.append(held[0].stat().st_size)
+            (unfinished,) = tmp_path.iterdir()
+            sizes.append(unfinished.stat().st_size)
             yield SlideObject(Point(row, 0), measurements={"score": 0.5})
 
     assert write_geojson(tmp_path / "a.geojson", objects()) == 2000
@@ -146,22 +271,22 @@ def test_objects_are_written_as_they_come(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [{"score": float("nan")}, {"score": float("inf")}])
-def test_what_json_has_no_words_for_leaves_nothing(tmp_path: Path, bad: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="but an object lies at"):
+def test_numbers_that_json_does_not_have_are_refused_and_leave_no_file(tmp_path: Path, bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"has NaN or infinite coordinates \(row, column\): \[\[1.0, nan\]\]; remove"):
         write_geojson(tmp_path / "a.geojson", [SlideObject(Point(1, float("nan")))])
-    with pytest.raises(ValueError, match="JSON has finite numbers only, but an object measures"):
+    with pytest.raises(ValueError, match=r"has NaN or infinite measurements: \{'score': (nan|inf)\}; remove"):
         write_geojson(tmp_path / "a.geojson", [SlideObject(Point(1, 1)), SlideObject(Point(1, 1), measurements=bad)])
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_qupath_and_others_write_is_read(tmp_path: Path) -> None:
-    """A list instead of a dataset, older words, rings that turn the other way, and points that belong together."""
-    clockwise = [[0, 0], [0, 5], [5, 5], [5, 0], [0, 0]]
+def test_files_of_qupath_and_other_software_are_read(tmp_path: Path) -> None:
+    """A list of features, older property names, rings that run the other way, and points of one annotation."""
+    reversed_ring = [[0, 0], [0, 5], [5, 5], [5, 0], [0, 0]]
     features = [
         {
             "type": "Feature",
             "id": "PathCellObject",
-            "geometry": {"type": "Polygon", "coordinates": [clockwise]},
+            "geometry": {"type": "Polygon", "coordinates": [reversed_ring]},
             "properties": {
                 "object_type": "cell",
                 "classification": {"name": "Immune", "colorRGB": -6895466},
@@ -188,27 +313,33 @@ def test_what_qupath_and_others_write_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ('{"type": "FeatureCollection", "features": [', "is cut off or no GeoJSON"),
-        ('{"features": 3}', "is no GeoJSON: expected is a FeatureCollection"),
-        ("3", "is no GeoJSON: expected is a FeatureCollection"),
+        ('{"type": "FeatureCollection", "features": [', "is cut off or not GeoJSON"),
+        ('{"features": 3}', "is not GeoJSON: expected a FeatureCollection"),
+        ("3", "is not GeoJSON: expected a FeatureCollection"),
         ('[{"geometry": null}]', "has a feature, number 1, that cannot be used"),
-        ('[{"geometry": {"type": "LineString", "coordinates": []}}]', "its shape is a LineString; polygons and points"),
-        ('[{"geometry": {"type": "Polygon", "coordinates": [[[0, 0], [1, 0], [1, 1], [0, 1]]]}}]', "has to end where"),
+        (
+            '[{"geometry": {"type": "LineString", "coordinates": []}}]',
+            "its geometry is a LineString; expected Point, MultiPoint, Polygon or MultiPolygon",
+        ),
+        (
+            '[{"geometry": {"type": "Polygon", "coordinates": [[[0, 0], [1, 0], [1, 1], [0, 1]]]}}]',
+            "must end at its first",
+        ),
         ('[{"geometry": {"type": "Polygon", "coordinates": []}}]', "cannot be used"),
         ('[{"geometry": {"type": "Point", "coordinates": ["a", "b"]}}]', "cannot be used"),
     ],
 )
-def test_files_that_cannot_be_used_get_a_sentence(tmp_path: Path, text: str, sentence: str) -> None:
+def test_invalid_files_are_refused_in_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
     (tmp_path / "a.geojson").write_text(text)
     with pytest.raises(UnreadableFileError, match=sentence):
         read_geojson(tmp_path / "a.geojson")
 
 
-def test_missing_and_unreadable_files_get_a_sentence(tmp_path: Path) -> None:
+def test_missing_and_unreadable_files_are_refused_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UnreadableFileError, match="does not exist"):
         read_geojson(tmp_path / "a.geojson")
     with pytest.raises(UnreadableFileError, match="cannot be read"):
         read_geojson(tmp_path)
     (tmp_path / "bytes.geojson").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UnreadableFileError, match="cut off or no GeoJSON"):
+    with pytest.raises(UnreadableFileError, match="cut off or not GeoJSON"):
         read_geojson(tmp_path / "bytes.geojson")

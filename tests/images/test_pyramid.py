@@ -1,4 +1,4 @@
-"""Pyramids: what is written comes back at every level, and nothing half-written stays."""
+"""Reading a pyramid returns what was written at every level; a pyramid that fails leaves no file."""
 
 import re
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _halve(image: np.ndarray) -> np.ndarray:
-    """Slowly: the mean of what there is in each square of two by two."""
+    """The mean of each square of two by two pixels, or of those that exist; a slow reference implementation."""
     rows, columns = -(-image.shape[0] // 2), -(-image.shape[1] // 2)
     squares = [[image[2 * r : 2 * r + 2, 2 * c : 2 * c + 2] for c in range(columns)] for r in range(rows)]
     return np.array([[square.mean(axis=(0, 1)) for square in row] for row in squares])
@@ -30,7 +30,7 @@ def _halve(image: np.ndarray) -> np.ndarray:
 
 def _draw(size: tuple[int, int], kind: str) -> np.ndarray:
     rng = np.random.default_rng(0)
-    if kind == "sample":
+    if kind == "rgb":
         return rng.integers(0, 256, (*size, 3), dtype=np.uint8)
     return rng.integers(0, 256, size, dtype=np.uint8) if kind == "bytes" else rng.random(size, dtype=np.float32)
 
@@ -38,10 +38,10 @@ def _draw(size: tuple[int, int], kind: str) -> np.ndarray:
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     size=st.tuples(st.integers(1, 150), st.integers(1, 150)),
-    kind=st.sampled_from(["map", "bytes", "sample"]),
+    kind=st.sampled_from(["map", "bytes", "rgb"]),
     height=st.integers(1, 70),
 )
-def test_every_level_comes_back(tmp_path: Path, size: tuple[int, int], kind: str, height: int) -> None:
+def test_every_level_is_read_as_it_was_written(tmp_path: Path, size: tuple[int, int], kind: str, height: int) -> None:
     image = _draw(size, kind)
     write_pyramid(tmp_path / "a.ome.tif", (image[top : top + height] for top in range(0, size[0], height)), size, 0.25)
     with tifffile.TiffFile(tmp_path / "a.ome.tif") as tiff:
@@ -49,30 +49,30 @@ def test_every_level_comes_back(tmp_path: Path, size: tuple[int, int], kind: str
         assert tiff.is_ome
         assert np.array_equal(series.asarray(), image)
         levels = [level.asarray() for level in series.levels]
-        assert series.axes == ("YXS" if kind == "sample" else "YX")
+        assert series.axes == ("YXS" if kind == "rgb" else "YX")
     assert max(levels[-1].shape[:2]) <= 32
     for larger, smaller in pairwise(levels):
         assert np.abs(_halve(larger.astype(float)) - smaller).max() <= (1e-6 if kind == "map" else 0.5)
 
 
-def test_it_says_what_qupath_and_bioformats_look_for(tmp_path: Path) -> None:
+def test_metadata_is_what_qupath_and_bioformats_read(tmp_path: Path) -> None:
     write_pyramid(tmp_path / "a.ome.tif", [_draw((100, 130), "map")], (100, 130), 0.5, name="probability of tumor")
     with tifffile.TiffFile(tmp_path / "a.ome.tif") as tiff:
-        about = tiff.ome_metadata
-        assert len(tiff.pages) == 1  # the others are below it
+        metadata = tiff.ome_metadata
+        assert len(tiff.pages) == 1  # the lower levels are in its sub-IFDs
         page = tiff.pages[0]
         assert len(page.subifds) == 3
         assert page.tile == (32, 32)
         assert [level.keyframe.subfiletype for level in tiff.series[0].levels[1:]] == [1, 1, 1]
         assert page.get_resolution("MICROMETER") == pytest.approx((2, 2))
-    for words in ('PhysicalSizeX="0.5"', 'PhysicalSizeYUnit="µm"', 'Name="probability of tumor"', 'Type="float"'):
-        assert words in about
-    assert re.search(r'SizeX="130" SizeY="100" SizeC="1"', about)
+    for attribute in ('PhysicalSizeX="0.5"', 'PhysicalSizeYUnit="µm"', 'Name="probability of tumor"', 'Type="float"'):
+        assert attribute in metadata
+    assert re.search(r'SizeX="130" SizeY="100" SizeC="1"', metadata)
 
 
-def test_a_picture_opens_as_a_slide_with_its_levels(tmp_path: Path) -> None:
+def test_an_image_opens_as_a_slide_with_its_levels(tmp_path: Path) -> None:
     pytest.importorskip("tiffslide")
-    image = _draw((100, 130), "sample")
+    image = _draw((100, 130), "rgb")
     write_pyramid(tmp_path / "a.ome.tif", [image], (100, 130), 0.25)
     with open_slide(tmp_path / "a.ome.tif") as slide:
         assert slide.spacing_um_px == 0.25
@@ -82,41 +82,41 @@ def test_a_picture_opens_as_a_slide_with_its_levels(tmp_path: Path) -> None:
 
 
 def test_a_large_file_is_a_bigtiff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pyramid_module, "MOST_CLASSIC_BYTES", 1000)
+    monkeypatch.setattr(pyramid_module, "MAX_CLASSIC_BYTES", 1000)
     write_pyramid(tmp_path / "a.ome.tif", [_draw((50, 50), "map")], (50, 50), 0.25)
     with tifffile.TiffFile(tmp_path / "a.ome.tif") as tiff:
         assert tiff.is_bigtiff
 
 
-def test_one_row_of_tiles_is_asked_for_at_a_time(tmp_path: Path) -> None:
-    """Some tiles are compressed ahead, but not a large map as a whole."""
+def test_tiles_are_written_before_all_strips_are_read(tmp_path: Path) -> None:
+    """Some tiles are compressed ahead, but a large map is never held as a whole."""
     written: list[int] = []
 
-    def bands() -> Iterator[np.ndarray]:
+    def strips() -> Iterator[np.ndarray]:
         for top in range(0, 3200, 32):
-            held = sorted(tmp_path.iterdir())
-            written.append(held[0].stat().st_size if held else 0)
+            files = sorted(tmp_path.iterdir())
+            written.append(files[0].stat().st_size if files else 0)
             yield np.full((32, 3200), top, np.float32)
 
-    write_pyramid(tmp_path / "a.ome.tif", bands(), (3200, 3200), 0.25)
+    write_pyramid(tmp_path / "a.ome.tif", strips(), (3200, 3200), 0.25)
     assert len(set(written)) > 3
 
 
 @pytest.mark.parametrize(
-    ("bands", "sentence"),
+    ("strips", "sentence"),
     [
-        ([], "was given no pixels"),
+        ([], "needs at least one pixel, but got none"),
         ([np.zeros((10, 8), np.float64)], r"of float32 or uint8; got \(10, 8\) of float64"),
         ([np.zeros((10, 8, 4), np.uint8)], r"got \(10, 8, 4\) of uint8"),
-        ([np.zeros((10, 7), np.uint8)], "below row 0, which does not fit"),
-        ([np.zeros((6, 8), np.uint8), np.zeros((6, 8), np.uint8)], "below row 6, which does not fit"),
-        ([np.zeros((6, 8), np.uint8), np.zeros((4, 8), np.float32)], "below row 6, which does not fit"),
-        ([np.zeros((6, 8), np.uint8)], "of 10 rows got 6 only"),
+        ([np.zeros((10, 7), np.uint8)], "at row 0, which does not fit"),
+        ([np.zeros((6, 8), np.uint8), np.zeros((6, 8), np.uint8)], "at row 6, which does not fit"),
+        ([np.zeros((6, 8), np.uint8), np.zeros((4, 8), np.float32)], "at row 6, which does not fit"),
+        ([np.zeros((6, 8), np.uint8)], "of 10 rows got strips with only 6 rows"),
     ],
 )
-def test_bands_that_do_not_fit_leave_nothing(tmp_path: Path, bands: list[np.ndarray], sentence: str) -> None:
-    (tmp_path / "a.ome.tif").write_text("what was there before")
+def test_strips_that_do_not_fit_leave_the_old_file(tmp_path: Path, strips: list[np.ndarray], sentence: str) -> None:
+    (tmp_path / "a.ome.tif").write_text("the old file")
     with pytest.raises(ValueError, match=sentence):
-        write_pyramid(tmp_path / "a.ome.tif", iter(bands), (10, 8), 0.25)
+        write_pyramid(tmp_path / "a.ome.tif", iter(strips), (10, 8), 0.25)
     assert [path.name for path in tmp_path.iterdir()] == ["a.ome.tif"]
-    assert (tmp_path / "a.ome.tif").read_text() == "what was there before"
+    assert (tmp_path / "a.ome.tif").read_text() == "the old file"

@@ -1,4 +1,4 @@
-"""Slides: marks lie where they were drawn, tiles fit together, and files that cannot be used get a sentence."""
+"""Slides are read at the right positions at any spacing, tiles fit together, and unusable files are refused."""
 
 import math
 import sys
@@ -23,11 +23,11 @@ from rotopath.images import slides as slides_module
 from rotopath.images.slides import Slide
 
 SPACINGS = (0.25, 0.3, 0.5, 0.972, 1.0, 1.01, 2.0, 4.0)
-EVEN, ODD = (1536, 2048), (1539, 2051)  # with odd sizes, downsamples are not whole numbers
+EVEN, ODD = (1536, 2048), (1539, 2051)  # odd sizes lead to downsamples that are not whole numbers
 
 
 def write_ome(path: Path, image: np.ndarray, spacing_um_px: float = 0.25, **options: object) -> Path:
-    """Half and quarter resolution lie below the first page, where OpenSlide does not look."""
+    """Write levels 1 and 2 as sub-IFDs of the first page, which OpenSlide does not read."""
     size = {f"PhysicalSize{axis}{unit}": "µm" if unit else spacing_um_px for axis in "XY" for unit in ("", "Unit")}
     storage = {"tile": (128, 128), "compression": "adobe_deflate", "photometric": "rgb", **options}
     with tifffile.TiffWriter(path, ome=True) as tiff:
@@ -40,16 +40,16 @@ def write_ome(path: Path, image: np.ndarray, spacing_um_px: float = 0.25, **opti
 
 
 def mark_errors(slide: Slide, drawn: DrawnSlide, spacing: float) -> list[np.ndarray]:
-    """How far each mark, read at a spacing, is from its place, in pixels of level 0."""
+    """The error of the position of each mark, read at a spacing, in pixels of level 0."""
     scale = spacing / slide.spacing_um_px
-    reach = 16 + scale / 2
+    radius = 16 + scale / 2
     errors = []
     for row, column in drawn.marks:
-        top, left = math.floor((row - reach) / scale), math.floor((column - reach) / scale)
-        side = math.ceil(2 * reach / scale) + 1
+        top, left = math.floor((row - radius) / scale), math.floor((column - radius) / scale)
+        side = math.ceil(2 * radius / scale) + 1
         mark = STROMA[1] - slide.read(top, left, side, side, spacing)[..., 1].astype(float)
-        centre = np.array(ndimage.center_of_mass(mark)) + 0.5 + (top, left)
-        errors.append(centre * scale - (row, column))
+        center = np.array(ndimage.center_of_mass(mark)) + 0.5 + (top, left)
+        errors.append(center * scale - (row, column))
     return errors
 
 
@@ -75,7 +75,7 @@ def slide(drawn: DrawnSlide) -> Iterator[Slide]:
         yield opened
 
 
-def test_a_slide_knows_its_size_and_spacing(slide: Slide, drawn: DrawnSlide) -> None:
+def test_size_spacing_and_levels_are_read(slide: Slide, drawn: DrawnSlide) -> None:
     assert slide.size_px == drawn.size_px
     assert slide.spacing_um_px == pytest.approx(0.25, rel=1e-4)
     assert slide.origin_px == (0, 0)
@@ -85,7 +85,7 @@ def test_a_slide_knows_its_size_and_spacing(slide: Slide, drawn: DrawnSlide) -> 
     assert [level.downsample for level in slide.levels] == downsamples
 
 
-def test_level_0_comes_back_bit_by_bit(slide: Slide, drawn: DrawnSlide) -> None:
+def test_level_0_is_read_without_changes(slide: Slide, drawn: DrawnSlide) -> None:
     base = read_rgb(drawn.path) if drawn.path.suffix == ".png" else tifffile.imread(drawn.path, key=0)
     spacing = slide.spacing_um_px
     assert np.array_equal(slide.read(250, 240, 300, 310, spacing), base[250:550, 240:550])
@@ -93,10 +93,8 @@ def test_level_0_comes_back_bit_by_bit(slide: Slide, drawn: DrawnSlide) -> None:
 
 
 @pytest.mark.parametrize("spacing", SPACINGS)
-def test_marks_lie_where_they_were_drawn(slide: Slide, drawn: DrawnSlide, spacing: float) -> None:
-    """To half a pixel of level 0, whatever level they are read from; where a pixel is as large as a mark, on
-    average.
-    """
+def test_marks_are_at_their_positions(slide: Slide, drawn: DrawnSlide, spacing: float) -> None:
+    """To half a pixel of level 0, whatever level is read; on average only, where a pixel is as large as a mark."""
     errors = mark_errors(slide, drawn, spacing)
     assert np.abs(np.mean(errors, axis=0)).max() < 0.5
     assert np.abs(errors).max() < max(0.5, spacing / slide.spacing_um_px / 8)
@@ -104,7 +102,7 @@ def test_marks_lie_where_they_were_drawn(slide: Slide, drawn: DrawnSlide, spacin
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_pieces_equal_the_whole(slide: Slide, data: st.DataObject) -> None:
+def test_tiles_equal_the_whole_rectangle(slide: Slide, data: st.DataObject) -> None:
     spacing = data.draw(st.sampled_from(SPACINGS) | st.floats(0.2, 6.0), label="spacing")
     rows, columns = slide.size_at(spacing)
     top = data.draw(st.integers(-20, rows), label="top")
@@ -121,8 +119,8 @@ def test_pieces_equal_the_whole(slide: Slide, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("spacing", [0.25, 0.972, 2.0])
-def test_tall_and_flat_pieces_of_noise_equal_the_whole(tmp_path: Path, spacing: float) -> None:
-    """Whichever axis a resampler takes first, and however far it swings over black and white."""
+def test_narrow_and_flat_tiles_of_noise_equal_the_whole_rectangle(tmp_path: Path, spacing: float) -> None:
+    """Whichever axis is resampled first, and however far the filter overshoots black and white."""
     noise = np.random.default_rng(0).choice(np.array([0, 255], np.uint8), (300, 300, 3))
     Image.fromarray(noise).save(tmp_path / "noise.png")
     with open_slide(tmp_path / "noise.png", 0.499) as slide:
@@ -134,22 +132,22 @@ def test_tall_and_flat_pieces_of_noise_equal_the_whole(tmp_path: Path, spacing: 
     assert np.abs(np.concatenate(flat, axis=0) - whole).max() <= 1
 
 
-def test_large_reads_are_put_together_from_pieces(slide: Slide, monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once = slide.read(-5, -7, 180, 210, 0.972)
-    monkeypatch.setattr(slides_module, "PIECE_PX", 97)
-    assert np.abs(slide.read(-5, -7, 180, 210, 0.972).astype(int) - at_once).max() <= 1
+def test_large_reads_are_assembled_from_blocks(slide: Slide, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = slide.read(-5, -7, 180, 210, 0.972)
+    monkeypatch.setattr(slides_module, "BLOCK_PX", 97)
+    assert np.abs(slide.read(-5, -7, 180, 210, 0.972).astype(int) - whole).max() <= 1
 
 
-def test_a_level_is_used_when_it_is_fine_enough(drawn: DrawnSlide) -> None:
-    """4.0 is a level of the pyramid; 0.99 of it is within 2 %, 0.97 is not."""
+def test_the_coarsest_level_that_is_fine_enough_is_read(drawn: DrawnSlide) -> None:
+    """A downsample of 4 (1 µm/px) may be read for 0.99 µm/px, which is within 2 %, but not for 0.97."""
     if drawn.path.suffixes != [".tif"]:
-        pytest.skip("has other levels")
+        pytest.skip("this file has other levels")
     with open_slide(drawn.path) as slide:
         chosen = [slide._choose_level(spacing)[0] for spacing in (0.1, 0.25, 0.97, 0.99, 1.0, 3.9, 4.0, 16.0)]
     assert chosen == [0, 0, 0, 1, 1, 1, 2, 2]
 
 
-def test_reductions_are_means_and_not_samples(tmp_path: Path) -> None:
+def test_reduced_pixels_are_means_and_not_samples(tmp_path: Path) -> None:
     stripes = np.zeros((256, 256, 3), np.uint8)
     stripes[:, ::2] = 255
     Image.fromarray(stripes).save(tmp_path / "stripes.png")
@@ -158,7 +156,7 @@ def test_reductions_are_means_and_not_samples(tmp_path: Path) -> None:
         assert np.abs(slide.read(2, 2, 28, 28, 2.0).astype(int) - 127).max() < 3
 
 
-def test_the_size_counts_pixels_with_their_centres_on_the_slide(tmp_path: Path) -> None:
+def test_the_size_counts_pixels_with_their_centers_on_the_slide(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (10, 11, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "a.png")
     with open_slide(tmp_path / "a.png", 0.5) as slide:
@@ -170,7 +168,7 @@ def test_the_size_counts_pixels_with_their_centres_on_the_slide(tmp_path: Path) 
         assert (slide.read(2, 0, 1, 3, 2.0) == 255).all()
 
 
-def test_off_the_slide_it_is_white(slide: Slide) -> None:
+def test_pixels_outside_the_slide_are_white(slide: Slide) -> None:
     rows, columns = slide.size_at(0.5)
     assert (slide.read(-40, -40, 40, 40, 0.5) == 255).all()
     assert (slide.read(rows, 0, 30, 30, 0.5) == 255).all()
@@ -182,29 +180,29 @@ def test_off_the_slide_it_is_white(slide: Slide) -> None:
     assert slide.read(0, 0, 0, 7, 0.5).shape == (0, 7, 3)
 
 
-def test_threads_read_the_same(slide: Slide) -> None:
-    places = [(top, left) for top in range(0, 300, 60) for left in range(0, 400, 80)]
-    alone = [slide.read(top, left, 64, 64, 0.972) for top, left in places]
+def test_several_threads_read_the_same_pixels(slide: Slide) -> None:
+    corners = [(top, left) for top in range(0, 300, 60) for left in range(0, 400, 80)]
+    sequential = [slide.read(top, left, 64, 64, 0.972) for top, left in corners]
     with ThreadPoolExecutor(4) as pool:
-        together = list(pool.map(lambda place: slide.read(*place, 64, 64, 0.972), places))
-    assert all(np.array_equal(a, b) for a, b in zip(alone, together, strict=True))
+        parallel = list(pool.map(lambda corner: slide.read(*corner, 64, 64, 0.972), corners))
+    assert all(np.array_equal(a, b) for a, b in zip(sequential, parallel, strict=True))
 
 
-def test_alpha_grey_and_16_bits(tmp_path: Path) -> None:
+def test_alpha_gray_and_16_bits(tmp_path: Path) -> None:
     rgba = np.zeros((8, 8, 4), np.uint8)
     rgba[:4] = (10, 20, 30, 255)
     Image.fromarray(rgba).save(tmp_path / "alpha.png")
-    Image.fromarray(np.full((8, 8), 77, np.uint8)).save(tmp_path / "grey.png")
+    Image.fromarray(np.full((8, 8), 77, np.uint8)).save(tmp_path / "gray.png")
     Image.fromarray(np.full((8, 8), 77 * 256 + 9, np.uint16)).save(tmp_path / "deep.png")
     with open_slide(tmp_path / "alpha.png", 0.5) as slide:
         assert slide.read(0, 0, 8, 8)[[0, 7], 0].tolist() == [[10, 20, 30], [255, 255, 255]]
-    for name in ("grey.png", "deep.png"):
+    for name in ("gray.png", "deep.png"):
         with open_slide(tmp_path / name, 0.5) as slide:
             assert (slide.read(0, 0, 8, 8) == 77).all()
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
-def test_pyramids_of_other_kinds_of_pixels(tmp_path: Path, dtype: type) -> None:
+def test_pyramids_with_alpha_and_with_16_bits(tmp_path: Path, dtype: type) -> None:
     pytest.importorskip("tiffslide")
     unit = np.iinfo(dtype).max // 255
     rgba = np.zeros((512, 512, 4), dtype)
@@ -217,26 +215,26 @@ def test_pyramids_of_other_kinds_of_pixels(tmp_path: Path, dtype: type) -> None:
         assert slide.read(400, 400, 2, 2)[0, 0].tolist() == ([255] * 3 if dtype == np.uint8 else [0] * 3)
 
 
-def test_a_pyramid_of_numbers_is_no_slide(tmp_path: Path) -> None:
+def test_a_pyramid_of_floats_is_not_a_slide(tmp_path: Path) -> None:
     pytest.importorskip("tiffslide")
     with tifffile.TiffWriter(tmp_path / "map.ome.tif", ome=True) as tiff:
         tiff.write(np.zeros((256, 256), np.float32), subifds=1, tile=(128, 128))
         tiff.write(np.zeros((128, 128), np.float32), tile=(128, 128), subfiletype=1)
-    with pytest.raises(UnreadableImageError, match=r"holds float32 numbers along the axes YX; expected are colours"):
+    with pytest.raises(UnreadableImageError, match=r"holds float32 numbers along the axes YX; expected are colors"):
         open_slide(tmp_path / "map.ome.tif")
 
 
-def test_a_file_without_spacing_asks_for_it(tmp_path: Path) -> None:
+def test_a_file_without_spacing_is_refused_unless_it_is_given(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    with pytest.raises(UnreadableImageError, match=r"a.png does not tell how large its pixels are; .*--spacing-um-px"):
+    with pytest.raises(UnreadableImageError, match=r"a.png does not state the size of its pixels; .*--spacing-um-px"):
         open_slide(tmp_path / "a.png")
     with open_slide(tmp_path / "a.png", 0.5) as slide:
         assert slide.spacing_um_px == 0.5
-    with pytest.raises(ValueError, match=r"A spacing of 250 µm/px is given .* microscopes have 0.05 to 5"):
+    with pytest.raises(ValueError, match=r"The pixel spacing given .* is 250 µm/px; expected a number from 0.05 to 5"):
         open_slide(tmp_path / "a.png", 250)
 
 
-def test_a_given_spacing_goes_before_the_files(tmp_path: Path) -> None:
+def test_a_given_spacing_overrides_that_of_the_file(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png", dpi=(101_600, 101_600))
     with open_slide(tmp_path / "a.png") as slide:
         assert slide.spacing_um_px == pytest.approx(0.25, rel=1e-4)
@@ -244,18 +242,18 @@ def test_a_given_spacing_goes_before_the_files(tmp_path: Path) -> None:
         assert slide.spacing_um_px == 0.5
 
 
-def test_oblong_pixels_are_refused_unless_nearly_square(tmp_path: Path) -> None:
+def test_pixels_that_are_not_square_are_refused(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "near.tif", dpi=(101_600, 101_000))
     with open_slide(tmp_path / "near.tif") as slide:
         assert slide.spacing_um_px == pytest.approx((0.25 + 25_400 / 101_000) / 2, rel=1e-4)
     Image.new("RGB", (8, 8)).save(tmp_path / "far.tif", dpi=(101_600, 50_800))
-    with pytest.raises(UnreadableImageError, match=r"has pixels 0.5 µm high and 0.25 µm wide, but they have to be"):
+    with pytest.raises(UnreadableImageError, match=r"has pixels 0.5 µm high and 0.25 µm wide, but they must be square"):
         open_slide(tmp_path / "far.tif")
 
 
 @pytest.mark.parametrize("keep", [0.02, 0.3, 0.6, 0.95])
 @pytest.mark.parametrize("kind", ["pyramid", "ome", "png"])
-def test_truncated_files_get_a_sentence(tmp_path: Path, kind: str, keep: float) -> None:
+def test_truncated_files_are_refused_in_one_sentence(tmp_path: Path, kind: str, keep: float) -> None:
     pytest.importorskip("openslide")
     image = np.random.default_rng(0).integers(0, 256, (512, 512, 3), dtype=np.uint8)
     if kind == "pyramid":
@@ -278,7 +276,7 @@ def test_truncated_files_get_a_sentence(tmp_path: Path, kind: str, keep: float) 
     assert "\n" not in str(caught.value)
 
 
-def test_what_is_no_picture_gets_a_sentence(tmp_path: Path) -> None:
+def test_files_that_are_not_images_are_refused_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "text.svs").write_text("not a slide")
     with pytest.raises(UnreadableImageError, match=r"text.svs is"):
         open_slide(tmp_path / "text.svs")
@@ -288,17 +286,19 @@ def test_what_is_no_picture_gets_a_sentence(tmp_path: Path) -> None:
         open_slide(tmp_path)
 
 
-def test_rectangles_and_spacings_that_make_no_sense(tmp_path: Path) -> None:
+def test_invalid_rectangles_and_spacings_are_refused(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     with open_slide(tmp_path / "a.png", 0.5) as slide:
-        with pytest.raises(ValueError, match="A rectangle of -1 × 5 px was asked for"):
+        with pytest.raises(ValueError, match="A rectangle of -1 × 5 px was requested"):
             slide.read(0, 0, -1, 5, 0.5)
         for spacing in (0, -1, float("nan"), float("inf")):
-            with pytest.raises(ValueError, match="it has to be above 0"):
+            with pytest.raises(ValueError, match="it must be above 0"):
                 slide.read(0, 0, 1, 1, spacing)
 
 
-def test_without_the_extra_images_open_and_slides_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_openslide_images_open_and_slides_name_the_missing_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     image = np.full((256, 256, 3), 200, np.uint8)
     Image.fromarray(image).save(tmp_path / "plain.tif")
     pyramid = write_ome(tmp_path / "slide.ome.tif", image)
@@ -311,7 +311,7 @@ def test_without_the_extra_images_open_and_slides_name_it(tmp_path: Path, monkey
             open_slide(tmp_path / name)
 
 
-def test_without_tiffslide_its_pyramids_name_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tiffslide_its_pyramids_name_the_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("openslide")
     pyramid = write_ome(tmp_path / "slide.ome.tif", np.full((256, 256, 3), 200, np.uint8))
     monkeypatch.setitem(sys.modules, "tiffslide", None)
@@ -321,7 +321,7 @@ def test_without_tiffslide_its_pyramids_name_it(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32])
 def test_tiled_images_without_levels(tmp_path: Path, dtype: type) -> None:
-    """OpenSlide reads some of them and Pillow others; numbers are no colours to either."""
+    """OpenSlide reads some of them and Pillow others; neither takes floats for colors."""
     value = {np.uint8: 77, np.uint16: 77 * 257, np.float32: 0.5}[dtype]
     tifffile.imwrite(tmp_path / "a.tif", np.full((256, 256), value, dtype), tile=(128, 128))
     if dtype == np.float32:
@@ -334,7 +334,7 @@ def test_tiled_images_without_levels(tmp_path: Path, dtype: type) -> None:
 
 @pytest.fixture(scope="module", params=["svs", "ndpi", "mirax"])
 def scanned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[DrawnSlide, int]:
-    """The drawn slide as three scanners write it, and how many pixels of a stage lie before it along both axes."""
+    """The drawn slide in the formats of three scanners, and the pixels of the stage above and left of it."""
     pytest.importorskip("openslide")
     folder = tmp_path_factory.mktemp("scanned")
     slide = draw_slide(folder / "slide.tif", EVEN)
@@ -348,7 +348,7 @@ def scanned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("spacing", [0.25, 0.5, 0.972, 2.0])
-def test_marks_lie_where_a_scanner_saw_them(scanned: tuple[DrawnSlide, int], spacing: float) -> None:
+def test_marks_are_at_their_positions_in_files_of_scanners(scanned: tuple[DrawnSlide, int], spacing: float) -> None:
     drawn, _ = scanned
     with open_slide(drawn.path) as slide:
         assert np.abs(mark_errors(slide, drawn, spacing)).max() < 0.5
@@ -356,20 +356,20 @@ def test_marks_lie_where_a_scanner_saw_them(scanned: tuple[DrawnSlide, int], spa
 
 def test_the_scanned_region_has_an_origin_and_the_stage_is_white(scanned: tuple[DrawnSlide, int]) -> None:
     openslide = pytest.importorskip("openslide")
-    drawn, before = scanned
+    drawn, offset = scanned
     vendors = {".svs": "aperio", ".ndpi": "hamamatsu", ".mrxs": "mirax"}
     assert openslide.OpenSlide.detect_format(drawn.path) == vendors[drawn.path.suffix]
     with open_slide(drawn.path) as slide:
-        assert (slide.size_px, slide.origin_px) == (drawn.size_px, (before, before))
+        assert (slide.size_px, slide.origin_px) == (drawn.size_px, (offset, offset))
         assert slide.spacing_um_px == pytest.approx(0.25)
         assert len(slide.levels) > 1
-        edge = slide.read(before + 100, before - 8, 8, 16)
+        edge = slide.read(offset + 100, offset - 8, 8, 16)
         assert (edge[:, :8] == 255).all()
-        assert np.abs(edge[:, 8:].astype(int) - GLASS).max() < 4, "compressed, but not lost"
+        assert np.abs(edge[:, 8:].astype(int) - GLASS).max() < 4, "the glass is there, with JPEG artifacts"
 
 
-def test_levels_with_rounded_sizes_have_whole_downsamples() -> None:
+def test_downsamples_of_rounded_sizes_are_whole_numbers() -> None:
     sizes = [(32_914, 46_000), (8_228, 11_500), (2_057, 2_875)]
-    levels = readers_module._levels(sizes, (1.0, 4.000121536217793, 16.00048614487117))
+    levels = readers_module._make_levels(sizes, (1.0, 4.000121536217793, 16.00048614487117))
     assert [level.downsample for level in levels] == [1, 4, 16]
-    assert readers_module._levels([(1000, 1000), (469, 469)], (1.0, 2.1322))[1].downsample == 2.1322
+    assert readers_module._make_levels([(1000, 1000), (469, 469)], (1.0, 2.1322))[1].downsample == 2.1322

@@ -1,4 +1,4 @@
-"""Macenko's normalisation against an independent implementation, known stains, and images that have none."""
+"""Macenko normalization agrees with an independent implementation and leaves images without two stains unchanged."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from rotopath.images import stain
 
 
 def stained(stains: np.ndarray, strength: tuple[float, float], seed: int = 0, side: int = 64) -> np.ndarray:
-    """Tissue in which each pixel holds a little or much of both stains."""
+    """Tissue with random concentrations of both stains at each pixel."""
     random = np.random.default_rng(seed)
     concentrations = random.beta(0.6, 1.2, size=(side * side, 2)) * strength
     intensity = stain.WHITE * np.exp(-concentrations @ stains.T) - 1
@@ -17,7 +17,7 @@ def stained(stains: np.ndarray, strength: tuple[float, float], seed: int = 0, si
 
 
 def macenko_step_by_step(image: np.ndarray) -> np.ndarray:
-    """The published recipe as it is usually written, with its own eigenvectors, arc tangents and least squares."""
+    """The published method as it is usually written, with other eigenvectors, arc tangents and least squares."""
     density = -np.log((image.reshape(-1, 3).astype(float) + 1) / 240)
     tissue = density[~np.any(density < 0.15, axis=1)]
     _, vectors = np.linalg.eigh(np.cov(tissue.T))
@@ -33,34 +33,34 @@ def macenko_step_by_step(image: np.ndarray) -> np.ndarray:
     strongest = np.array([np.percentile(concentrations[0], 99), np.percentile(concentrations[1], 99)])
     concentrations = concentrations / (strongest / np.array([1.9705, 1.0308]))[:, None]
     reference = np.array([[0.5626, 0.2159], [0.7201, 0.8012], [0.4062, 0.5581]])
-    normalised = 240 * np.exp(-reference @ concentrations)
-    return np.clip(normalised, 0, 255).T.reshape(image.shape).astype(np.uint8)
+    normalized = 240 * np.exp(-reference @ concentrations)
+    return np.clip(normalized, 0, 255).T.reshape(image.shape).astype(np.uint8)
 
 
 OTHER_STAINS = np.array([[0.65, 0.07], [0.70, 0.99], [0.29, 0.11]])
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_agrees_with_the_published_recipe_step_by_step(seed: int) -> None:
+def test_agrees_with_the_published_method_step_by_step(seed: int) -> None:
     image = stained(OTHER_STAINS, (1.5, 0.9), seed)
     difference = stain.macenko(image).astype(int) - macenko_step_by_step(image)
     assert np.abs(difference).max() <= 1
 
 
-def test_two_scanners_of_one_tissue_come_out_alike() -> None:
-    """The same concentrations seen through two stain colours and strengths."""
-    one, other = stained(OTHER_STAINS, (1.6, 1.0)), stained(stain.REFERENCE_STAINS, (1.2, 0.7))
-    before = np.abs(one.astype(int) - other).mean()
-    after = np.abs(stain.macenko(one).astype(int) - stain.macenko(other)).mean()
+def test_images_of_the_same_tissue_from_two_scanners_become_similar() -> None:
+    """The same concentrations with two pairs of stain vectors and strengths."""
+    first, second = stained(OTHER_STAINS, (1.6, 1.0)), stained(stain.REFERENCE_STAINS, (1.2, 0.7))
+    before = np.abs(first.astype(int) - second).mean()
+    after = np.abs(stain.macenko(first).astype(int) - stain.macenko(second)).mean()
     assert after < before / 2
 
 
-def test_stains_are_found_again() -> None:
+def test_known_stain_vectors_are_estimated() -> None:
     density = stain.optical_density(stained(OTHER_STAINS, (1.6, 1.2), side=128)).reshape(-1, 3)
-    found = stain.estimate_stains(density)
+    vectors = stain.estimate_stain_vectors(density)
     expected = OTHER_STAINS / np.linalg.norm(OTHER_STAINS, axis=0)
-    assert found is not None
-    cosines = (found * expected).sum(axis=0)
+    assert vectors is not None
+    cosines = (vectors * expected).sum(axis=0)
     assert (cosines > 0.98).all()
 
 
@@ -74,10 +74,10 @@ def test_stains_are_found_again() -> None:
         np.repeat(np.linspace(0, 255, 32 * 32).astype(np.uint8).reshape(32, 32, 1), 3, axis=2),
         np.zeros((0, 0, 3), np.uint8),
     ],
-    ids=["white", "nearly white", "black", "one colour", "grey", "empty"],
+    ids=["white", "nearly white", "black", "one color", "gray", "empty"],
 )
-def test_images_without_two_stains_come_back_unchanged_with_a_warning(image: np.ndarray) -> None:
-    with pytest.warns(UserWarning, match="stain normalisation left an image unchanged"):
+def test_images_without_two_stains_are_unchanged_with_a_warning(image: np.ndarray) -> None:
+    with pytest.warns(UserWarning, match="stain normalization left an image unchanged"):
         assert np.array_equal(stain.macenko(image), image)
 
 
@@ -90,9 +90,9 @@ def test_a_speck_of_tissue_on_white_is_too_little() -> None:
 
 @given(st.integers(0, 10_000), st.floats(0.0, 3.0), st.floats(0.0, 3.0))
 @settings(deadline=None, max_examples=30)
-@pytest.mark.filterwarnings("ignore:stain normalisation left")
-def test_never_breaks(seed: int, hematoxylin: float, eosin: float) -> None:
+@pytest.mark.filterwarnings("ignore:stain normalization left")
+def test_any_strength_of_stains_is_normalized(seed: int, hematoxylin: float, eosin: float) -> None:
     image = stained(OTHER_STAINS, (hematoxylin, eosin), seed, side=24)
-    normalised = stain.macenko(image)
-    assert normalised.shape == image.shape
-    assert normalised.dtype == np.uint8
+    normalized = stain.macenko(image)
+    assert normalized.shape == image.shape
+    assert normalized.dtype == np.uint8

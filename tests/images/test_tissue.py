@@ -1,4 +1,4 @@
-"""Tissue: found whatever else lies on the glass, and in samples that are all tissue or all glass."""
+"""Tissue is found beside pen, black borders and dust, and in images of nothing but tissue or glass."""
 
 from pathlib import Path
 
@@ -14,11 +14,11 @@ from rotopath.images import find_tissue, open_slide
 from rotopath.images.slides import as_slide
 from rotopath.images.tissue import Tissue, mask_tissue
 from rotopath.synthetic.lymph_nodes import render_slide
-from rotopath.synthetic.mitoses import render_field
+from rotopath.synthetic.mitoses import render_mitosis_field
 
 EOSIN, HEMATOXYLIN, PALE, DAB = (224, 150, 190), (110, 80, 150), (238, 214, 230), (150, 105, 80)
 SIZE = (200, 240)
-DISC = np.hypot(*np.ogrid[-100:100, -90:150]) < 55  # a piece of tissue, 0.6 mm²
+DISC = np.hypot(*np.ogrid[-100:100, -90:150]) < 55  # tissue of 0.6 mm²
 
 
 def draw(tissue: tuple[int, int, int] = EOSIN, glass: tuple[int, int, int] = (243, 243, 243)) -> np.ndarray:
@@ -33,14 +33,14 @@ def agreement(mask: np.ndarray, truth: np.ndarray = DISC) -> float:
 
 @pytest.mark.parametrize("tissue", [EOSIN, HEMATOXYLIN, PALE, DAB, (150, 160, 200), (150, 150, 150)])
 @pytest.mark.parametrize("glass", [(243, 243, 243), (255, 255, 255), (216, 216, 216), (240, 236, 214)])
-def test_tissue_of_any_stain_on_any_glass(tissue: tuple[int, int, int], glass: tuple[int, int, int]) -> None:
+def test_tissue_of_any_stain_is_found_on_any_glass(tissue: tuple[int, int, int], glass: tuple[int, int, int]) -> None:
     if tissue == PALE and glass[0] == 216:
-        pytest.skip("is darker than the tissue")
+        pytest.skip("the glass is darker than the tissue")
     assert agreement(mask_tissue(draw(tissue, glass), 8.0)) > 0.9
 
 
 @pytest.mark.parametrize("glass", [255, 243, 216])
-def test_glass_alone_has_no_tissue(glass: int) -> None:
+def test_an_image_of_glass_only_has_no_tissue(glass: int) -> None:
     noise = np.random.default_rng(0).normal(0, 3, (*SIZE, 3))
     assert not mask_tissue((glass + noise).clip(0, 255).astype(np.uint8), 8.0).any()
     assert not mask_tissue(np.full((*SIZE, 3), glass, np.uint8), 8.0).any()
@@ -48,14 +48,14 @@ def test_glass_alone_has_no_tissue(glass: int) -> None:
 
 
 @pytest.mark.parametrize("tissue", [EOSIN, HEMATOXYLIN, PALE, (150, 150, 150)])
-def test_tissue_alone_is_all_tissue(tissue: tuple[int, int, int]) -> None:
+def test_an_image_of_tissue_only_is_all_tissue(tissue: tuple[int, int, int]) -> None:
     noise = np.random.default_rng(0).normal(0, 3, (*SIZE, 1))
     assert mask_tissue((np.array(tissue) + noise).clip(0, 255).astype(np.uint8), 8.0).all()
 
 
 @pytest.mark.parametrize("case", [1, 4, 9])
-def test_a_field_of_tissue_is_all_tissue(tmp_path: Path, case: int) -> None:
-    image, _ = render_field(0, case, 0, 512)
+def test_a_synthetic_field_is_all_tissue(tmp_path: Path, case: int) -> None:
+    image, _ = render_mitosis_field(0, case, 0, 512)
     Image.fromarray(image).save(tmp_path / "field.png")
     with open_slide(tmp_path / "field.png", 0.25) as slide:
         tissue = find_tissue(slide)
@@ -64,8 +64,8 @@ def test_a_field_of_tissue_is_all_tissue(tmp_path: Path, case: int) -> None:
         assert find_tissue(slide, 2.0).mask.mean() > 0.9
 
 
-def test_both_stains_are_found_beside_each_other() -> None:
-    """Otsu alone parts the dark from the pale, and loses the pale."""
+def test_pale_and_dark_tissue_are_found_together() -> None:
+    """Otsu's threshold alone would separate the dark tissue from the pale, which would be lost."""
     image = draw(PALE)
     image[60:140, 60:100] = HEMATOXYLIN
     assert agreement(mask_tissue(image, 8.0)) > 0.9
@@ -74,7 +74,7 @@ def test_both_stains_are_found_beside_each_other() -> None:
 @pytest.mark.parametrize(
     "pen", [(30, 60, 170), (90, 120, 200), (40, 140, 80), (210, 30, 40), (255, 0, 0), (25, 25, 30)]
 )
-def test_pen_is_no_tissue_and_hides_none(pen: tuple[int, int, int]) -> None:
+def test_pen_is_not_tissue_and_does_not_hide_tissue(pen: tuple[int, int, int]) -> None:
     image = draw(PALE)
     image[:, 180:225] = pen
     image[180:190] = pen
@@ -83,7 +83,7 @@ def test_pen_is_no_tissue_and_hides_none(pen: tuple[int, int, int]) -> None:
     assert mask[:, 185:220].mean() < 0.02
 
 
-def test_black_borders_are_no_tissue() -> None:
+def test_black_borders_are_not_tissue() -> None:
     image = draw()
     image[:20] = image[-10:] = image[:, :15] = 0
     mask = mask_tissue(image, 8.0)
@@ -104,8 +104,8 @@ def test_specks_are_dropped_and_holes_are_filled() -> None:
     assert not mask_tissue(image, 8.0)[90:110, 80:100].any()
 
 
-def test_parts_of_slides_with_glass_and_fat_are_mostly_right() -> None:
-    """What the eye would say of synthetic lymph nodes: tissue where it is not as bright as glass."""
+def test_dark_pixels_of_synthetic_lymph_nodes_are_tissue() -> None:
+    """Lymph nodes with glass and fat: pixels that are clearly darker than glass are tissue."""
     for seed in range(3):
         image, _ = render_slide(np.random.default_rng(seed))
         small = np.asarray(Image.fromarray(image).resize((48, 48), Image.Resampling.BOX))
@@ -114,7 +114,7 @@ def test_parts_of_slides_with_glass_and_fat_are_mostly_right() -> None:
         assert mask[dark].mean() > 0.97
 
 
-def test_area_and_rectangles(tmp_path: Path) -> None:
+def test_area_and_rectangles_that_contain_tissue(tmp_path: Path) -> None:
     pytest.importorskip("openslide")
     drawn = draw_slide(tmp_path / "slide.tif", (4096, 6144), ((512, 1024, 1024),))
     with open_slide(drawn.path) as slide:
@@ -130,7 +130,7 @@ def test_area_and_rectangles(tmp_path: Path) -> None:
     assert not tissue.touches(1e4, 1e4, 10, 10)
 
 
-def test_a_rectangle_touches_by_the_smallest_overlap() -> None:
+def test_the_smallest_overlap_with_tissue_counts() -> None:
     tissue = Tissue(np.array([[False, True], [False, False]]), 8.0)
     assert tissue.touches(7.9, 7.9, 0.2, 0.2)
     assert not tissue.touches(8.0, 8.0, 8, 8)
@@ -139,48 +139,48 @@ def test_a_rectangle_touches_by_the_smallest_overlap() -> None:
 
 
 @pytest.mark.parametrize("side", [1, 2, 5])
-def test_pictures_of_a_few_pixels(side: int) -> None:
+def test_images_of_a_few_pixels(side: int) -> None:
     for tissue in (EOSIN, PALE, (150, 150, 150)):
         assert mask_tissue(np.full((side, side, 3), tissue, np.uint8), 8.0).all()
     assert not mask_tissue(np.full((side, side, 3), 250, np.uint8), 8.0).any()
 
 
-def test_the_last_half_of_a_pixel_is_like_the_one_before_it() -> None:
-    """A slide of 41.75 µm has five pixels of 8 µm, which end at 40."""
+def test_the_half_pixel_beyond_the_mask_equals_the_last_pixel() -> None:
+    """A slide of 41.75 µm has a mask of five pixels of 8 µm, which ends at 40 µm."""
     tissue = Tissue(np.ones((5, 5), bool), 8.0)
     assert tissue.touches(40, 0, 2, 8)
     assert tissue.touches(0, 40, 8, 2)
-    assert not tissue.touches(44, 0, 2, 8), "there the slide has ended"
-    assert tissue.at(np.array([39.0, 41.0]), np.array([41.0])).all()
+    assert not tissue.touches(44, 0, 2, 8), "the slide ends before"
+    assert tissue.is_tissue_at(np.array([39.0, 41.0]), np.array([41.0])).all()
 
 
 def test_the_area_ends_where_the_slide_does() -> None:
-    """Of 41.75 × 21 µm five pixels by three: the last row is 9.75 µm high, and the last column 5 µm wide."""
+    """41.75 × 21 µm are five by three pixels: the last row is 9.75 µm high, and the last column 5 µm wide."""
     for row, column, um2 in ((0, 0, 64), (4, 0, 9.75 * 8), (0, 2, 8 * 5), (4, 2, 9.75 * 5)):
         mask = np.zeros((5, 3), bool)
         mask[row, column] = True
         assert Tissue(mask, 8.0, (41.75, 21.0)).area_mm2 == pytest.approx(um2 / 1e6)
     whole = Tissue(np.ones((5, 3), bool), 8.0, (41.75, 21.0))
     assert whole.area_mm2 == pytest.approx(41.75 * 21 / 1e6)
-    assert Tissue(mask, 8.0, (41.75, 21.0)).widened(1000).area_mm2 == pytest.approx(whole.area_mm2)
+    assert Tissue(mask, 8.0, (41.75, 21.0)).dilate(1000).area_mm2 == pytest.approx(whole.area_mm2)
 
 
 @settings(max_examples=40, deadline=None)
 @given(height=st.integers(1, 700), width=st.integers(1, 700), spacing=st.sampled_from([0.2, 0.25, 0.5, 1.0, 2.2]))
 @example(height=500, width=500, spacing=0.25)
-def test_an_image_of_nothing_but_tissue_has_its_own_area(height: int, width: int, spacing: float) -> None:
+def test_an_image_of_nothing_but_tissue_has_the_area_of_the_image(height: int, width: int, spacing: float) -> None:
     with as_slide(np.full((height, width, 3), EOSIN, np.uint8), spacing) as slide:
         tissue = find_tissue(slide)
     assert tissue.mask.all()
     assert tissue.area_mm2 == pytest.approx(height * width * spacing**2 / 1e6)
 
 
-def test_a_margin_reaches_as_far_as_it_says() -> None:
+def test_the_margin_has_the_given_width() -> None:
     mask = np.zeros((9, 9), bool)
     mask[4, 4] = True
-    wide = Tissue(mask, 8.0).widened(16)
+    wide = Tissue(mask, 8.0).dilate(16)
     assert wide.mask[4, 2:7].all()
     assert not wide.mask[4, :2].any()
     assert wide.mask[3, 3]
     assert not wide.mask[2, 2]
-    assert not Tissue(np.zeros((3, 3), bool), 8.0).widened(16).mask.any()
+    assert not Tissue(np.zeros((3, 3), bool), 8.0).dilate(16).mask.any()

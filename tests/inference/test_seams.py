@@ -1,4 +1,4 @@
-"""Seams: regions that tiles cut apart come out whole, once, with their own pixels."""
+"""Regions that tiles cut are merged: each comes out complete, once, with its own pixels."""
 
 from pathlib import Path
 
@@ -8,42 +8,41 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import ndimage
 
-from rotopath.inference.tiling import Region, Seams, Span
+from rotopath.inference.seams import Region, Seams
+from rotopath.inference.tiling import Span
 
-NOTHING = (0.0, 1.0)
+BACKGROUND = (0.0, 1.0)
 
 
 def cut(size: int, step: int) -> list[Span]:
     return [Span(start, min(start + step, size)) for start in range(0, size, step)]
 
 
-def put_together(mask: np.ndarray, values: np.ndarray, step: int, folder: Path) -> list[frozenset[tuple[int, int]]]:
-    """The pixels of all regions, as tiles and seams tell of them."""
-    seams = Seams(mask.shape, NOTHING, folder)
+def find_regions(mask: np.ndarray, values: np.ndarray, step: int, folder: Path) -> list[frozenset[tuple[int, int]]]:
+    """Return the pixels of all regions, found in tiles of `step` pixels a side."""
+    seams = Seams(mask.shape, BACKGROUND, folder)
     found: list[Region] = []
     for rows in cut(mask.shape[0], step):
         for columns in cut(mask.shape[1], step):
-            place = (slice(*rows), slice(*columns))
-            whole = seams.take(rows, columns, mask[place], values[:, *place])
-            inside = np.where(whole, values[:, *place], np.array(NOTHING, np.float32)[:, None, None])
+            tile = (slice(*rows), slice(*columns))
+            complete = seams.add_tile(rows, columns, mask[tile], values[:, *tile])
+            inside = np.where(complete, values[:, *tile], np.array(BACKGROUND, np.float32)[:, None, None])
             found.append(Region(rows.start, columns.start, inside))
     found += seams.finish()
     regions = []
-    for one in found:
-        labels, count = ndimage.label(one.values[1] < 1)
+    for region in found:
+        labels, count = ndimage.label(region.values[1] < 1)
         for number in range(1, count + 1):
-            here = np.argwhere(labels == number)
-            places = here + np.array([one.top, one.left])
-            assert np.array_equal(one.values[:, *here.T], values[:, *places.T]), "a region has its own values"
-            regions.append(frozenset(map(tuple, places.tolist())))
+            pixels = np.argwhere(labels == number)
+            positions = pixels + np.array([region.top, region.left])
+            assert np.array_equal(region.values[:, *pixels.T], values[:, *positions.T]), "a region has its own values"
+            regions.append(frozenset(map(tuple, positions.tolist())))
     return regions
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 23), st.integers(1, 23), st.integers(1, 9), st.floats(0.2, 0.8), st.integers(0, 10_000))
-def test_regions_are_the_same_however_they_are_cut(
-    height: int, width: int, step: int, density: float, seed: int
-) -> None:
+def test_regions_do_not_depend_on_the_tiles(height: int, width: int, step: int, density: float, seed: int) -> None:
     import tempfile
 
     generator = np.random.default_rng(seed)
@@ -53,32 +52,33 @@ def test_regions_are_the_same_however_they_are_cut(
     labels, count = ndimage.label(mask)
     expected = {frozenset(map(tuple, np.argwhere(labels == number).tolist())) for number in range(1, count + 1)}
     with tempfile.TemporaryDirectory() as folder:
-        regions = put_together(mask, values, step, Path(folder))
-    assert len(regions) == len(set(regions)), "each once"
+        regions = find_regions(mask, values, step, Path(folder))
+    assert len(regions) == len(set(regions)), "each region comes out once"
     assert set(regions) == expected
 
 
-def test_a_tile_that_is_left_out_ends_what_touches_it(tmp_path: Path) -> None:
-    seams = Seams((4, 8), NOTHING, tmp_path)
+def test_a_region_ends_at_a_tile_that_is_skipped(tmp_path: Path) -> None:
+    seams = Seams((4, 8), BACKGROUND, tmp_path)
     values = np.zeros((2, 4, 4), np.float32)
     mask = np.zeros((4, 4), bool)
     mask[1, 2:] = True
-    whole = seams.take(Span(0, 4), Span(0, 4), mask, np.where(mask, values, 1))
-    assert not whole.any(), "it might go on"
+    complete = seams.add_tile(Span(0, 4), Span(0, 4), mask, np.where(mask, values, 1))
+    assert not complete.any(), "the region might continue in the next tile"
     (region,) = seams.finish()
     assert (region.top, region.left, region.values.shape) == (1, 2, (2, 1, 2))
 
 
-def test_what_is_too_large_stays_in_its_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bar of 2 × 12 px over three tiles, and a short one of 2 × 2 over two of them."""
+def test_regions_that_would_be_too_large_stay_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar of 2 × 12 px across three tiles, and a short one of 2 × 2 px across two of them."""
     mask = np.zeros((7, 12), bool)
     mask[1:3], mask[4:6, 3:5] = True, True
     values = np.stack([mask, ~mask]).astype(np.float32)
-    monkeypatch.setattr("rotopath.inference.tiling.LARGEST_PX", 23)
-    seams = Seams(mask.shape, NOTHING, tmp_path)
+    monkeypatch.setattr("rotopath.inference.seams.LARGEST_PX", 23)
+    seams = Seams(mask.shape, BACKGROUND, tmp_path)
     for columns in cut(12, 4):
-        seams.take(Span(0, 7), columns, mask[:, slice(*columns)], values[:, :, slice(*columns)])
-    places = [(one.top, one.left, *one.values.shape[1:]) for one in seams.finish()]
-    assert sorted(places) == [(1, 0, 2, 4), (1, 4, 2, 4), (1, 8, 2, 4), (4, 3, 2, 2)]
-    monkeypatch.setattr("rotopath.inference.tiling.LARGEST_PX", 24)
-    assert sorted((one.left, one.values.shape) for one in seams.finish()) == [(0, (2, 2, 12)), (3, (2, 2, 2))]
+        seams.add_tile(Span(0, 7), columns, mask[:, slice(*columns)], values[:, :, slice(*columns)])
+    boxes = [(region.top, region.left, *region.values.shape[1:]) for region in seams.finish()]
+    assert sorted(boxes) == [(1, 0, 2, 4), (1, 4, 2, 4), (1, 8, 2, 4), (4, 3, 2, 2)]
+    monkeypatch.setattr("rotopath.inference.seams.LARGEST_PX", 24)
+    merged = sorted((region.left, region.values.shape) for region in seams.finish())
+    assert merged == [(0, (2, 2, 12)), (3, (2, 2, 2))]

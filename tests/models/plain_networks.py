@@ -1,4 +1,4 @@
-"""Plain CNNs as people write them: a ResNet, a DenseNet, U-Nets, and smaller ones."""
+"""Plain CNNs as users write them: a ResNet, a DenseNet, and U-Nets."""
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +88,7 @@ class DenseNet(nn.Module):
         return self.classifier(x)
 
 
-def double(inputs: int, outputs: int) -> nn.Sequential:
+def double_conv(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, 3, padding=1),
         nn.BatchNorm2d(outputs),
@@ -100,26 +100,27 @@ def double(inputs: int, outputs: int) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """With up-sampling by transposed convolutions, or between pixels to the size of the skip."""
+    """With transposed convolutions, or with bilinear resizing to the size of the skip connection."""
 
     def __init__(self, width: int = 24, classes: int = 3, transposed: bool = True) -> None:
         super().__init__()
-        self.one, self.two, self.three = double(3, width), double(width, 2 * width), double(2 * width, 4 * width)
+        self.level1, self.level2 = double_conv(3, width), double_conv(width, 2 * width)
+        self.level3 = double_conv(2 * width, 4 * width)
         self.pool = nn.MaxPool2d(2)
         self.transposed = transposed
         if transposed:
             self.up2 = nn.ConvTranspose2d(4 * width, 2 * width, 2, stride=2)
             self.up1 = nn.ConvTranspose2d(2 * width, width, 2, stride=2)
-        self.back2 = double((4 if transposed else 6) * width, 2 * width)
-        self.back1 = double((2 if transposed else 3) * width, width)
+        self.back2 = double_conv((4 if transposed else 6) * width, 2 * width)
+        self.back1 = double_conv((2 if transposed else 3) * width, width)
         self.out = nn.Conv2d(width, classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        one = self.one(x)
-        two = self.two(self.pool(one))
-        x = self.three(self.pool(two))
-        x = self.back2(torch.cat([two, self._enlarge(x, two, "up2")], dim=1))
-        x = self.back1(torch.cat([one, self._enlarge(x, one, "up1")], dim=1))
+        skip1 = self.level1(x)
+        skip2 = self.level2(self.pool(skip1))
+        x = self.level3(self.pool(skip2))
+        x = self.back2(torch.cat([skip2, self._enlarge(x, skip2, "up2")], dim=1))
+        x = self.back1(torch.cat([skip1, self._enlarge(x, skip1, "up1")], dim=1))
         return self.out(x)
 
     def _enlarge(self, x: Tensor, skip: Tensor, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Networks by name: all of the package's, anybody's own function, and one sentence for what is neither."""
+"""Networks by name: those of the package, functions of users, and errors for everything else."""
 
 import copy
 import os
@@ -13,25 +13,25 @@ import rotopath as rp
 from rotopath.models import ARCHITECTURES, Network, build_network, list_networks, make_dense
 from rotopath.models.registry import (
     check_options,
-    find_build,
+    expand_preset,
+    find_builder,
     find_window_px,
-    import_named,
+    import_object,
     is_equivariant,
-    spell_out,
 )
 
 SMALL = {"resnet18": {"width": 8}, "resnet34": {"width": 8}, "resnet50": {"width": 8}, "unet": {"width": 8, "depth": 3}}
-WEIGHTS = {"resnet18": 11_689_512, "resnet34": 21_797_672, "resnet50": 25_557_032}  # of torchvision's, for 1000 classes
+WEIGHTS = {"resnet18": 11_689_512, "resnet34": 21_797_672, "resnet50": 25_557_032}  # in torchvision, for 1000 classes
 
 every_name = pytest.mark.parametrize("name", list_networks())
 every_family = pytest.mark.parametrize("name", SMALL)
 
 
 def count(module: nn.Module) -> int:
-    return sum(each.numel() for each in module.parameters())
+    return sum(weight.numel() for weight in module.parameters())
 
 
-# Networks of one's own, which recipes call "test_registry:…"
+# User functions, with names such as "test_registry:own"
 
 
 def own(outputs: int, width: int = 8, kernel: int = 3) -> nn.Module:
@@ -42,7 +42,7 @@ own.window_px = 31  # type: ignore[attr-defined]
 
 
 class Own(nn.Module):
-    """A class is as good as a function; this one is for a number of orientations."""
+    """A class works like a function; this one has a parameter `orientations`."""
 
     def __init__(self, outputs: int, orientations: int, *, name: str = "it") -> None:
         super().__init__()
@@ -76,13 +76,13 @@ def no_module(outputs: int) -> list[int]:
 not_a_function = 7
 
 
-# All that come with the package
+# Networks of the package
 
 
 @every_name
 @pytest.mark.parametrize("orientations", [1, 4])
 @pytest.mark.parametrize("outputs", [1, 3])
-def test_every_network_gives_the_outputs_asked_for(name: str, orientations: int, outputs: int) -> None:
+def test_every_network_returns_the_requested_number_of_outputs(name: str, orientations: int, outputs: int) -> None:
     torch.manual_seed(0)
     module = build_network(name, outputs, orientations, SMALL.get(name))
     window_px = find_window_px(name)
@@ -94,7 +94,7 @@ def test_every_network_gives_the_outputs_asked_for(name: str, orientations: int,
 
 
 @every_name
-def test_every_network_rotates_exactly_for_n_4_and_not_for_n_1(name: str) -> None:
+def test_every_network_is_equivariant_for_n_4_and_not_for_n_1(name: str) -> None:
     torch.manual_seed(0)
     images = rp.metrics.smooth_images(2, find_window_px(name) or 0)
     for orientations, exact in ((1, False), (4, True)):
@@ -116,10 +116,10 @@ def test_weights_are_fresh_and_follow_the_seed(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "weights"), WEIGHTS.items())
-def test_resnets_are_torchvisions(name: str, weights: int) -> None:
-    """So many weights, under the same names, so that trained ones fit."""
+def test_resnets_have_the_weights_of_torchvision(name: str, weights: int) -> None:
+    """With the same number of weights and the same names, so that pretrained weights can be loaded."""
     with torch.device("meta"):
-        module = find_build(name)(outputs=1000)
+        module = find_builder(name)(outputs=1000)
     assert count(module) == weights
     names = set(module.state_dict())
     expected = {"conv1.weight", "bn1.running_mean", "layer1.0.conv1.weight", "layer2.0.downsample.0.weight", "fc.bias"}
@@ -134,7 +134,7 @@ def test_conversion_keeps_the_number_of_weights(name: str) -> None:
     assert count(converted) == pytest.approx(count(plain), rel=0.1)
 
 
-def test_the_papers_networks_are_those_of_the_package() -> None:
+def test_the_papers_networks_can_be_built_by_name() -> None:
     for name in ARCHITECTURES:
         module = build_network(name, 5, 4, {"preset": "faithful"})
         assert isinstance(module, Network)
@@ -145,9 +145,9 @@ def test_the_papers_networks_are_those_of_the_package() -> None:
 # Options
 
 
-def test_options_are_passed() -> None:
+def test_options_are_passed_to_the_builder() -> None:
     unet = build_network("unet", 2, 1, {"width": 6, "depth": 2})
-    assert [each[0].out_channels for each in unet.down] == [6, 12]  # type: ignore[union-attr]
+    assert [level[0].out_channels for level in unet.down] == [6, 12]  # type: ignore[union-attr]
     assert build_network("resnet50", 2, 1, {"width": 4}).conv1.out_channels == 4  # type: ignore[union-attr]
     mitosis = build_network("mitosis", 1, 4, {"preset": "faithful", "pooling": "max", "reflections": True})
     assert mitosis.architecture.pooling == "max"  # type: ignore[union-attr]
@@ -158,27 +158,27 @@ def test_options_are_passed() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["bilinear", "harmonic"])
-def test_options_of_the_conversion_are_passed(kernel: str) -> None:
+def test_options_are_passed_to_the_conversion(kernel: str) -> None:
     module = build_network("resnet18", 2, 4, {"width": 4, "kernel": kernel})
     kernels = {layer.kernel for layer in module.modules() if isinstance(layer, rp.nn.LiftConv2d | rp.nn.GroupConv2d)}
     assert kernels == {kernel}
 
 
-def test_reflections_may_be_asked_for() -> None:
+def test_reflections_are_an_option_of_the_conversion() -> None:
     images = rp.metrics.smooth_images(2, 32)
     for reflections in (False, True):
         module = build_network("unet", 2, 4, {"width": 8, "depth": 2, "reflections": reflections}).eval()
         assert (rp.equivariance_error(module, images, 0, flip=True) < 1e-4) == reflections
 
 
-def test_what_a_conversion_keeps_may_be_chosen() -> None:
+def test_keep_is_an_option_of_the_conversion() -> None:
     options = {"width": 8, "depth": 2}
     weights, maps = (count(build_network("unet", 2, 4, {**options, "keep": keep})) for keep in ("weights", "maps"))
     assert maps < weights / 2
 
 
-def test_a_parameter_of_ones_own_may_have_the_name_of_an_option() -> None:
-    """The function's own parameter counts, whatever values the conversion knows for its option."""
+def test_a_parameter_of_the_builder_hides_an_option_of_the_conversion() -> None:
+    """And accepts values that the conversion would refuse."""
     for orientations in (1, 4):
         module = build_network("test_registry:own", 2, orientations, {"kernel": 5})
         assert module(torch.rand(1, 3, 9, 9)).shape == (1, 2, 5, 5)
@@ -204,34 +204,38 @@ def test_a_parameter_of_ones_own_may_have_the_name_of_an_option() -> None:
             {"reflections": "yes"},
             "The option 'reflections' of the network 'unet' is 'yes'; choose from ",
         ),
-        ("tumor", {"pooling": "min"}, "tumor knows pooling 'max' or 'max-blur' or 'rms-blur'; got 'min'."),
+        (
+            "tumor",
+            {"pooling": "min"},
+            "The option 'pooling' of tumor must be 'max' or 'max-blur' or 'rms-blur'; got 'min'.",
+        ),
     ],
     ids=lambda given: given if isinstance(given, str) and " " not in given else None,
 )
 def test_unknown_options_are_refused(name: str, options: dict[str, object], sentence: str) -> None:
     for refuse in (lambda: check_options(name, options), lambda: build_network(name, 2, 4, options)):
-        with pytest.raises(ValueError, match=r"option|knows") as error:
+        with pytest.raises(ValueError, match="option") as error:
             refuse()
         assert str(error.value).startswith(sentence)
 
 
-def test_outputs_are_no_option() -> None:
-    """The task says how many there are."""
+def test_outputs_are_not_an_option() -> None:
+    """Because their number follows from the task."""
     with pytest.raises(ValueError, match="The network 'tumor' has no option 'outputs'") as error:
         build_network("tumor", 2, 4, {"outputs": 3})
     assert "did you mean 'outputs'" not in str(error.value)
 
 
-def test_given_options_are_not_changed() -> None:
+def test_the_given_options_are_not_changed() -> None:
     options = {"width": 8, "depth": 2, "keep": "maps"}
     before = copy.deepcopy(options)
     build_network("unet", 2, 4, options)
     assert options == before
 
 
-def test_presets_are_spelled_out() -> None:
-    told = spell_out("tumor", {"preset": "faithful", "kernel": "gaussian"})
-    assert told == {
+def test_presets_are_expanded() -> None:
+    expanded = expand_preset("tumor", {"preset": "faithful", "kernel": "gaussian"})
+    assert expanded == {
         "kernel": "gaussian",
         "pooling": "rms-blur",
         "upsampling": "bilinear",
@@ -239,9 +243,9 @@ def test_presets_are_spelled_out() -> None:
         "projection": "mean",
         "reflections": False,
     }
-    one = build_network("tumor", 2, 4, told)
-    assert one.architecture == rp.models.tumor(4, preset="faithful", kernel="gaussian", outputs=2).architecture
-    assert spell_out("unet", {"width": 8}) == {"width": 8}
+    network = build_network("tumor", 2, 4, expanded)
+    assert network.architecture == rp.models.tumor(4, preset="faithful", kernel="gaussian", outputs=2).architecture
+    assert expand_preset("unet", {"width": 8}) == {"width": 8}
 
 
 # Names
@@ -258,15 +262,24 @@ def test_presets_are_spelled_out() -> None:
         ),
         (
             "no_such.module:build",
-            "'no_such.module:build' cannot be imported (No module named 'no_such'); put",
+            "'no_such.module:build' cannot be imported (No module named 'no_such'); install its package, or run",
         ),
-        (":build", "':build' cannot be imported (Empty module name); put its module"),
+        (":build", "':build' cannot be imported (Empty module name); install its package"),
         (".relative:build", "'.relative:build' cannot be imported"),
-        ("test_registry:missing", "The module test_registry has no 'missing', which 'test_registry:missing' names."),
-        ("test_registry:not_a_function", "The network 'test_registry:not_a_function' is a int, where a function is"),
+        (
+            "test_registry:missing",
+            "The module test_registry has no 'missing'; check the name 'test_registry:missing'.",
+        ),
+        (
+            "test_registry:not_a_function",
+            "The network 'test_registry:not_a_function' is an object of type int; it must be a function that builds",
+        ),
         ("test_registry:without_outputs", "The function 'test_registry:without_outputs' has no parameter 'outputs', "),
         ("test_registry:of_anything", "The function 'test_registry:of_anything' has no parameter 'outputs', "),
-        ("test_registry:no_module", "The network 'test_registry:no_module' has to be a torch.nn.Module; its function"),
+        (
+            "test_registry:no_module",
+            "The function 'test_registry:no_module' returned an object of type list; it must return a torch.nn.Module.",
+        ),
         ("plain_networks:ResNet18", "The function 'plain_networks:ResNet18' has no parameter 'outputs', the number of"),
     ],
     ids=lambda given: given if " " not in given else "",
@@ -278,12 +291,12 @@ def test_unknown_names_are_refused(name: str, sentence: str) -> None:
 
 
 @pytest.mark.parametrize("orientations", [0, -4, 2.5])
-def test_orientations_are_whole_numbers(orientations: int) -> None:
+def test_orientations_must_be_whole_numbers(orientations: int) -> None:
     with pytest.raises(ValueError, match="whole number, 1 or more"):
         build_network("unet", 2, orientations)
 
 
-def test_ones_own_function_is_converted() -> None:
+def test_the_network_of_a_user_function_is_converted() -> None:
     plain, converted = (build_network("test_registry:own", 2, n) for n in (1, 4))
     assert type(plain) is nn.Sequential
     images = rp.metrics.smooth_images(2, 15)
@@ -293,7 +306,7 @@ def test_ones_own_function_is_converted() -> None:
 
 
 @pytest.mark.parametrize("orientations", [1, 3, 8])
-def test_functions_with_orientations_get_them(orientations: int) -> None:
+def test_functions_with_a_parameter_orientations_are_not_converted(orientations: int) -> None:
     module = build_network("test_registry:Own", 2, orientations)
     assert isinstance(module, Own), "and is not converted"
     assert module.orientations == module.lift.orientations == orientations
@@ -302,7 +315,7 @@ def test_functions_with_orientations_get_them(orientations: int) -> None:
     assert plain.out_channels == 2 * orientations
 
 
-def test_what_is_equivariant_already_is_not_converted() -> None:
+def test_equivariant_modules_are_not_converted() -> None:
     module = build_network("test_registry:made_of_rotopath", 2, 4)
     assert isinstance(module, Own)
     assert module.orientations == 6
@@ -316,12 +329,12 @@ def test_what_is_equivariant_already_is_not_converted() -> None:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(tmp_path))])
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     return tmp_path
 
 
-def test_modules_of_the_current_folder_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_in_the_current_folder_can_be_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "nets_of_mine").mkdir()
     (folder / "nets_of_mine" / "__init__.py").touch()
     (folder / "nets_of_mine" / "small.py").write_text(
@@ -333,39 +346,39 @@ def test_modules_of_the_current_folder_are_found(folder: Path, monkeypatch: pyte
         assert isinstance(module, nn.Conv2d)
         assert module.out_channels == 7
         assert sys.path == before
-        assert Path(import_named("nets_of_mine.small:__file__")).parent == folder / "nets_of_mine"  # type: ignore[arg-type]
+        assert Path(import_object("nets_of_mine.small:__file__")).parent == folder / "nets_of_mine"  # type: ignore[arg-type]
     finally:
         for name in ("nets_of_mine.small", "nets_of_mine"):
             monkeypatch.delitem(sys.modules, name, raising=False)
 
 
-def test_a_failed_import_leaves_the_path_as_it_was(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_import_restores_sys_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "broken_net.py").write_text("import no_such_package\n")
     (folder / "wrong_net.py").write_text("this is no Python\n")
     before = list(sys.path)
     with pytest.raises(ValueError, match=r"'broken_net:build' cannot be imported \(No module named 'no_such_package'"):
-        import_named("broken_net:build")
+        import_object("broken_net:build")
     assert sys.path == before
     with pytest.raises(SyntaxError):
-        import_named("wrong_net:build")
+        import_object("wrong_net:build")
     assert sys.path == before
     monkeypatch.setattr(sys, "path", [*before, str(folder)])
     with pytest.raises(ValueError, match="cannot be imported"):
-        import_named("broken_net:build")
-    assert sys.path == [*before, str(folder)], "also where the folder is on it already"
+        import_object("broken_net:build")
+    assert sys.path == [*before, str(folder)], "also if the folder is in sys.path already"
 
 
-def test_the_current_folder_hides_no_installed_package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_folder_does_not_hide_installed_packages(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "tabnanny.py").write_text("raise AssertionError('must not be imported')\n")
     monkeypatch.delitem(sys.modules, "tabnanny", raising=False)
-    assert isinstance(import_named("tabnanny:NannyNag"), type)
+    assert isinstance(import_object("tabnanny:NannyNag"), type)
 
 
 @pytest.mark.parametrize("orientations", [1, 4])
-def test_other_functions_than_those_for_networks_are_not_called(
+def test_functions_without_outputs_are_not_called(
     folder: Path, orientations: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a model file of somebody else may name any of them."""
+    """Because a model file from a stranger may name any function."""
     with pytest.raises(ValueError, match="The function 'os:system' has no parameter 'outputs'"):
         build_network("os:system", 1, orientations, {"command": f"touch {folder / 'called'}"})
     called: list[object] = []

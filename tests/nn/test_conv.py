@@ -1,4 +1,4 @@
-"""Convolutions against torch's own, against the definition, and against misuse."""
+"""Lifting and group convolutions against torch's convolutions, their definition, and wrong arguments and inputs."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ import rotopath as rp
 from rotopath import group
 
 
-def test_four_orientations_are_four_quarter_turns_of_one_kernel() -> None:
+def test_four_orientations_are_rotations_of_one_kernel_by_90_degrees() -> None:
     lift = rp.nn.LiftConv2d(1, 1, 3, 4)
     x = torch.randn(1, 1, 9, 9)
     kernel = lift.weight.detach().view(1, 1, 3, 3)
@@ -22,13 +22,13 @@ def test_four_orientations_are_four_quarter_turns_of_one_kernel() -> None:
 def test_one_orientation_is_an_ordinary_convolution_on_the_disc() -> None:
     conv = rp.nn.GroupConv2d(3, 4, 5, 1)
     kernel = torch.zeros(4, 3, 5, 5)
-    kernel[:, :, group.disc(5)] = conv.weight.detach()[:, :, 0]
+    kernel[:, :, group.disc_mask(5)] = conv.weight.detach()[:, :, 0]
     x = torch.randn(2, 3, 1, 12, 12)
     torch.testing.assert_close(conv(x)[:, :, 0], F.conv2d(x[:, :, 0], kernel, conv.bias))
 
 
 def test_group_convolution_follows_the_definition() -> None:
-    """Σ_c Σ_θ' of ordinary correlations with the turned slice θ' - θ."""
+    """Σ_c Σ_θ' of ordinary correlations with the rotated slice θ' - θ."""
     n = 8
     conv = rp.nn.GroupConv2d(2, 3, 5, n, dtype=torch.float64)
     nn.init.normal_(conv.bias)
@@ -56,7 +56,7 @@ def test_group_convolution_follows_the_definition() -> None:
     ],
     ids=str,
 )
-def test_options_mean_what_they_mean_in_torch(options: dict[str, object]) -> None:
+def test_options_have_the_meaning_of_torch(options: dict[str, object]) -> None:
     n = 4
     conv = rp.nn.GroupConv2d(4, 6, 5, n, **options)
     nn.init.normal_(conv.bias)
@@ -88,7 +88,7 @@ def test_gradients_pass_gradcheck() -> None:
         assert torch.autograd.gradcheck(apply, (x, layer.weight, layer.bias))
 
 
-def test_features_stay_channels_last_so_that_folding_is_free() -> None:
+def test_features_stay_channels_last() -> None:
     stack = nn.Sequential(
         rp.nn.LiftConv2d(3, 6, 5, 8),
         rp.nn.GroupBatchNorm2d(6),
@@ -106,24 +106,24 @@ def test_features_stay_channels_last_so_that_folding_is_free() -> None:
     for layer in stack:
         x = layer(x)
         folded = x.flatten(1, 2)
-        assert folded.data_ptr() == x.data_ptr(), f"{layer} left a layout that has to be copied"
+        assert folded.data_ptr() == x.data_ptr(), f"{layer} returned a layout that flatten has to copy"
         assert folded.is_contiguous(memory_format=torch.channels_last), f"{layer} lost channels-last"
 
 
 def expected_gain(layer: nn.Module, x: Tensor) -> float:
-    """Mean square behind the layer and a ReLU in parts of that before it, expected over weights, not for one draw."""
+    """Return the ratio of mean squares after and before the layer and a ReLU, in expectation over random weights."""
     size = layer.kernel_size
     maps = x.flatten(0, 2 if x.ndim == 5 else 1)[:, None]
-    reach = (size // 2,) * 4
-    patches = nn.functional.unfold(nn.functional.pad(maps, reach, mode="circular"), size)  # (maps, n², L)
+    padding = (size // 2,) * 4
+    patches = nn.functional.unfold(nn.functional.pad(maps, padding, mode="circular"), size)  # (maps, n², L)
     reads = torch.einsum("irp,mrl->mipl", layer.rotation, patches).square().sum(dim=2).mean()
-    terms = layer.weight[0, ..., 0].numel()  # channels, and orientations, that an output sums over
+    terms = layer.weight[0, ..., 0].numel()  # channels and orientations that an output sums over
     weight_variance = float(layer.weight.detach().square().mean())
     return 0.5 * terms * weight_variance * float(reads / x.square().mean())
 
 
-def variance_through_twenty_layers(size: int, orientations: int, kernel: str = "bilinear") -> list[float]:
-    """The expected mean square behind each layer, averaged over orientations, for images of unit mean square."""
+def variance_over_twenty_layers(size: int, orientations: int, kernel: str = "bilinear") -> list[float]:
+    """Return the expected mean square after each layer, averaged over orientations, for images of mean square 1."""
     x = rp.metrics.smooth_images(count=2, size=12)
     expected = [1.0]
     for i in range(20):
@@ -137,19 +137,19 @@ def variance_through_twenty_layers(size: int, orientations: int, kernel: str = "
 
 @pytest.mark.parametrize("size", [1, 3, 5])
 @pytest.mark.parametrize("orientations", [1, 4, 8, 16])
-def test_activations_keep_their_variance_through_twenty_layers(size: int, orientations: int) -> None:
-    for variance in variance_through_twenty_layers(size, orientations):
+def test_activations_keep_their_variance_over_twenty_layers(size: int, orientations: int) -> None:
+    for variance in variance_over_twenty_layers(size, orientations):
         assert 0.75 < variance < 1.33
 
 
 @pytest.mark.parametrize("kernel", ["gaussian", "harmonic"])
-def test_smooth_kernels_keep_the_variance_as_well(kernel: str) -> None:
-    for variance in variance_through_twenty_layers(5, 8, kernel):
+def test_smooth_kernels_keep_the_variance_too(kernel: str) -> None:
+    for variance in variance_over_twenty_layers(5, 8, kernel):
         assert 0.6 < variance < 1.7
 
 
-def test_the_expected_gain_is_that_of_many_draws() -> None:
-    """The oracle of the test above, against the layer itself."""
+def test_the_expected_gain_matches_a_layer_with_many_channels() -> None:
+    """Checks the expectation used by the tests above."""
     for convolution, x in (
         (rp.nn.LiftConv2d, torch.rand(2, 3, 8, 8)),
         (rp.nn.GroupConv2d, torch.rand(2, 3, 8, 8, 8)),
@@ -160,32 +160,32 @@ def test_the_expected_gain_is_that_of_many_draws() -> None:
 
 
 @pytest.mark.parametrize("taps", [21, 15], ids=["kept positions", "white noise"])
-def test_other_fan_ins_lose_the_variance(taps: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: counting every base weight, or what is left of uncorrelated signals, does not do."""
+def test_other_fan_ins_change_the_variance(taps: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a fan-in of all base weights, or one for uncorrelated signals, fails."""
     monkeypatch.setattr(group, "effective_taps", lambda *_: taps)
-    assert not 0.5 < variance_through_twenty_layers(5, 8)[-1] < 2
+    assert not 0.5 < variance_over_twenty_layers(5, 8)[-1] < 2
 
 
 @pytest.mark.parametrize("groups", [1, 4, 16])
-def test_initialisation_counts_the_channels_of_a_group(groups: int) -> None:
+def test_initialization_counts_the_channels_of_a_group(groups: int) -> None:
     conv = rp.nn.GroupConv2d(16, 64, 5, 4, groups=groups)
     assert float(conv.weight.detach().std()) == pytest.approx((2 / (16 / groups * 4 * 21)) ** 0.5, rel=0.05)
     assert not conv.bias.any()
 
 
-def test_repr_tells_what_is_unusual() -> None:
+def test_repr_lists_options_that_differ_from_the_default() -> None:
     assert repr(rp.nn.LiftConv2d(3, 8, 5, 8)) == "LiftConv2d(3, 8, kernel_size=5, orientations=8)"
-    unusual = rp.nn.GroupConv2d(
+    conv = rp.nn.GroupConv2d(
         8, 8, 3, 4, stride=2, padding=1, groups=8, bias=False, padding_mode="reflect", kernel="harmonic"
     )
-    assert repr(unusual) == (
+    assert repr(conv) == (
         "GroupConv2d(8, 8, kernel_size=3, orientations=4, stride=2, padding=1, groups=8, "
         "padding_mode='reflect', kernel='harmonic', bias=False)"
     )
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
         ({"orientations": 0}, r"orientations must be a whole number, 1 or more .* got 0"),
         ({"kernel_size": 4}, r"kernel_size must be odd .* got 4"),
@@ -196,24 +196,24 @@ def test_repr_tells_what_is_unusual() -> None:
         ({"stride": 0}, r"stride as one whole number"),
         ({"stride": (1, 2)}, r"stride as one whole number"),
         ({"padding": -1}, r"padding as one whole number, 0 or more"),
-        ({"padding": "full"}, r"knows padding 'same' or 'valid'; got 'full'"),
+        ({"padding": "full"}, r"accepts padding 'same' or 'valid'; got 'full'"),
         ({"padding": "same", "stride": 2}, r"pads 'same' at stride 1 only; got stride 2"),
-        ({"kernel": "cubic"}, r"knows kernel 'bilinear' or 'gaussian' or 'harmonic'; got 'cubic'"),
-        ({"padding_mode": "mirror"}, r"knows padding_mode 'zeros' or .* got 'mirror'"),
-        ({"groups": 3}, r"needs channels that groups divides; got 4 in, 8 out, 3 groups"),
+        ({"kernel": "cubic"}, r"accepts kernel 'bilinear' or 'gaussian' or 'harmonic'; got 'cubic'"),
+        ({"padding_mode": "mirror"}, r"accepts padding_mode 'zeros' or .* got 'mirror'"),
+        ({"groups": 3}, r"needs numbers of channels that are multiples of groups; got 4 in, 8 out, 3 groups"),
         ({"in_channels": 0}, r"in_channels as one whole number, 1 or more"),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("layer", [rp.nn.LiftConv2d, rp.nn.GroupConv2d])
-def test_wrong_arguments_get_a_sentence(layer: type[nn.Module], arguments: dict[str, object], sentence: str) -> None:
-    usual = {"in_channels": 4, "out_channels": 8, "kernel_size": 5, "orientations": 8}
-    with pytest.raises(ValueError, match=sentence):
-        layer(**{**usual, **arguments})
+def test_wrong_arguments_are_refused(layer: type[nn.Module], arguments: dict[str, object], message: str) -> None:
+    defaults = {"in_channels": 4, "out_channels": 8, "kernel_size": 5, "orientations": 8}
+    with pytest.raises(ValueError, match=message):
+        layer(**(defaults | arguments))
 
 
 @pytest.mark.parametrize(
-    ("layer", "shape", "sentence"),
+    ("layer", "shape", "message"),
     [
         (rp.nn.LiftConv2d(3, 4, 5, 8), (1, 4, 9, 9), "LiftConv2d was built for 3 input channels, but got 4"),
         (rp.nn.LiftConv2d(3, 4, 5, 8), (1, 3, 8, 9, 9), "LiftConv2d takes images .* use a Group layer"),
@@ -228,7 +228,7 @@ def test_wrong_arguments_get_a_sentence(layer: type[nn.Module], arguments: dict[
             (1, 3, 2, 9),
             "does not fit into 2 px padded by 2 px; use at least 3",
         ),
-        (rp.nn.LiftConv2d(3, 4, 5, 8, padding=2, padding_mode="reflect"), (1, 3, 9, 2), "takes sides of 3 px or more"),
+        (rp.nn.LiftConv2d(3, 4, 5, 8, padding=2, padding_mode="reflect"), (1, 3, 9, 2), "needs sides of 3 px or more"),
         (
             rp.nn.LiftConv2d(3, 4, 5, 8, padding=2, padding_mode="circular"),
             (1, 3, 9, 1),
@@ -245,15 +245,15 @@ def test_wrong_arguments_get_a_sentence(layer: type[nn.Module], arguments: dict[
     ],
     ids=str,
 )
-def test_wrong_inputs_get_a_sentence(layer: nn.Module, shape: tuple[int, ...], sentence: str) -> None:
-    with pytest.raises(ValueError, match=sentence):
+def test_wrong_inputs_are_refused(layer: nn.Module, shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         layer(torch.zeros(shape))
 
 
 @pytest.mark.parametrize(
     ("layer", "shape"), [(rp.nn.LiftConv2d(3, 4, 5, 8), (1, 3, 9, 9)), (rp.nn.Project(), (1, 4, 8, 9, 9))]
 )
-def test_arrays_and_bytes_get_a_sentence(layer: nn.Module, shape: tuple[int, ...]) -> None:
+def test_arrays_and_bytes_are_refused(layer: nn.Module, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"takes a torch.Tensor, but got ndarray"):
         layer(np.zeros(shape))
     with pytest.raises(ValueError, match=r"takes floating point numbers, but got torch.uint8; .* x.float\(\) / 255"):
@@ -262,7 +262,7 @@ def test_arrays_and_bytes_get_a_sentence(layer: nn.Module, shape: tuple[int, ...
 
 @pytest.mark.parametrize("orientations", [1, 2, 8])
 @pytest.mark.parametrize("kernel_size", [1, 5])
-def test_features_lie_channels_last_whatever_n(orientations: int, kernel_size: int) -> None:
+def test_outputs_are_channels_last_for_every_n(orientations: int, kernel_size: int) -> None:
     lift = rp.nn.LiftConv2d(3, 6, kernel_size, orientations, bias=False)
     conv = rp.nn.GroupConv2d(6, 6, kernel_size, orientations, bias=False)
     features = lift(torch.rand(2, 3, 12, 12))

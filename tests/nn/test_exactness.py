@@ -1,4 +1,4 @@
-"""Every layer and option turns exactly with its input; what is wrong on purpose does not."""
+"""Every layer with every option is exactly equivariant to rotations; deliberately wrong layers are not."""
 
 from collections.abc import Callable
 from functools import partial
@@ -72,7 +72,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize(("orientations", "angle"), CASES)
 @pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
 @pytest.mark.parametrize("kernel", group.KERNELS)
-def test_convolutions_turn_with_their_input(
+def test_convolutions_are_equivariant(
     kernel: str, options: dict[str, object], orientations: int, angle: float, dtype: torch.dtype
 ) -> None:
     settings = {"kernel_size": 5, "orientations": orientations, "kernel": kernel, **options}
@@ -91,7 +91,7 @@ def test_convolutions_turn_with_their_input(
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize(("orientations", "angle"), CASES)
 @pytest.mark.parametrize("build", LAYERS.values(), ids=LAYERS)
-def test_layers_turn_with_their_input(
+def test_layers_are_equivariant(
     build: Callable[[], nn.Module], orientations: int, angle: float, training: bool, dtype: torch.dtype
 ) -> None:
     layer = build().to(dtype).train(training)
@@ -108,7 +108,7 @@ def test_layers_turn_with_their_input(
     **OPTIONS,
 )
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])
-def test_whatever_a_convolution_accepts_is_exact(height: int, width: int, **options: object) -> None:
+def test_every_input_that_a_convolution_accepts_is_exact(height: int, width: int, **options: object) -> None:
     conv = rp.nn.GroupConv2d(4, 4, **options, dtype=torch.float64)
     x = torch.randn(1, 4, options["orientations"], height, width, dtype=torch.float64)
     try:
@@ -128,7 +128,7 @@ def test_whatever_a_convolution_accepts_is_exact(height: int, width: int, **opti
     width=st.integers(4, 14),
 )
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.filter_too_much])
-def test_whatever_a_pool_accepts_is_exact(
+def test_every_input_that_a_pool_accepts_is_exact(
     build: Callable[..., nn.Module],
     kernel_size: int,
     stride: int,
@@ -165,7 +165,7 @@ def test_a_stack_of_layers_is_exact(training: bool) -> None:
     assert rp.equivariance_error(stack.train(training), torch.randn(2, 3, 24, 28).double()) < 1e-10
 
 
-# The test of the tester: what is wrong must be seen.
+# Negative controls: errors must be detected.
 
 
 def test_a_plain_cnn_fails() -> None:
@@ -180,20 +180,20 @@ def test_a_single_orientation_fails() -> None:
 
 def test_a_group_convolution_without_shift_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     conv = rp.nn.GroupConv2d(4, 4, 5, 8, dtype=torch.float64)
-    monkeypatch.setattr(group.kernels, "orientation_shift", lambda n, *_: torch.arange(n).expand(n, n))
+    monkeypatch.setattr(group.kernel_families, "orientation_shift", lambda n, *_: torch.arange(n).expand(n, n))
     assert rp.equivariance_error(conv, features(8)) > 0.1
 
 
 def test_a_shift_in_the_wrong_direction_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices that move against the rotation: (j + i) for (j - i)."""
+    """Slices that shift against the rotation: (j + i) instead of (j - i)."""
     conv = rp.nn.GroupConv2d(4, 4, 5, 8, dtype=torch.float64)
-    right = group.orientation_shift
-    monkeypatch.setattr(group.kernels, "orientation_shift", lambda n, *_: right(n).flip(0).roll(1, 0))
+    correct = group.orientation_shift
+    monkeypatch.setattr(group.kernel_families, "orientation_shift", lambda n, *_: correct(n).flip(0).roll(1, 0))
     assert rp.equivariance_error(conv, features(8)) > 0.1
 
 
 @pytest.mark.parametrize("kernel", group.KERNELS)
-def test_kernels_turned_in_the_wrong_direction_fail(kernel: str) -> None:
+def test_kernels_rotated_in_the_wrong_direction_fail(kernel: str) -> None:
     for layer, x in (
         (rp.nn.LiftConv2d(4, 4, 5, 8, kernel=kernel, dtype=torch.float64), images()),
         (rp.nn.GroupConv2d(4, 4, 5, 8, kernel=kernel, dtype=torch.float64), features(8)),
@@ -203,8 +203,8 @@ def test_kernels_turned_in_the_wrong_direction_fail(kernel: str) -> None:
 
 
 def test_a_pool_that_drops_a_row_fails() -> None:
-    def careless(x: Tensor) -> Tensor:
+    def pool(x: Tensor) -> Tensor:
         return nn.functional.max_pool3d(x, (1, 2, 2))
 
-    assert rp.equivariance_error(careless, features(8, size=12)) < 1e-10
-    assert rp.equivariance_error(careless, features(8, size=13)) > 0.1
+    assert rp.equivariance_error(pool, features(8, size=12)) < 1e-10
+    assert rp.equivariance_error(pool, features(8, size=13)) > 0.1

@@ -1,4 +1,4 @@
-"""Between multiples of 90°: the errors that kernels and pools are built to keep small, and those of plain ones."""
+"""Equivariance errors between multiples of 90°: small with faithful kernels and pools, larger with plain ones."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,8 +11,8 @@ import rotopath as rp
 from rotopath import group
 from rotopath.metrics import smooth_images, untrained_errors
 
-ESCNN = 0.018  # two layers of steerable kernels by escnn, as it was measured first
-ESCNN_POOLED = 0.094  # the same with a pool between them
+ESCNN = 0.018  # error of two layers of steerable kernels of escnn
+ESCNN_POOLED = 0.094  # with a pool between the layers
 
 
 def two_layers(kernel: str, orientations: int = 8, *between: Callable[[], nn.Module]) -> nn.Module:
@@ -27,18 +27,18 @@ def error(build: Callable[[], nn.Module], angle: float) -> float:
 
 
 @pytest.mark.parametrize(("orientations", "angle"), [(8, 45), (12, 30), (16, 22.5)])
-def test_two_layers_of_harmonic_kernels_turn_as_faithfully_as_steerable_ones(orientations: int, angle: float) -> None:
+def test_two_layers_of_harmonic_kernels_are_as_faithful_as_steerable_ones(orientations: int, angle: float) -> None:
     assert error(partial(two_layers, "harmonic", orientations), angle) < ESCNN
 
 
-def test_other_kernels_do_not() -> None:
+def test_other_kernels_are_less_faithful() -> None:
     assert error(partial(two_layers, "bilinear"), 45) > 0.1
     assert ESCNN < error(partial(two_layers, "gaussian"), 45) < 0.1
 
 
-def test_harmonic_kernels_that_turn_the_wrong_way_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = group.rotation_map
-    monkeypatch.setattr(group, "rotation_map", lambda *options: right(*options)[[0, 7, 6, 5, 4, 3, 2, 1]])
+def test_harmonic_kernels_rotated_in_the_wrong_direction_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    correct = group.rotation_map
+    monkeypatch.setattr(group, "rotation_map", lambda *options: correct(*options)[[0, 7, 6, 5, 4, 3, 2, 1]])
     assert error(partial(two_layers, "harmonic"), 45) > 0.1
 
 
@@ -49,13 +49,13 @@ POOLS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def test_smooth_pools_keep_the_error_below_a_third_of_steerable_kernels_with_a_plain_one() -> None:
+def test_smooth_pools_have_a_third_of_the_error_of_steerable_kernels_with_a_plain_pool() -> None:
     errors = [error(partial(two_layers, "harmonic", 8, nn.ReLU, pool), 45) for pool in POOLS.values()]
     assert errors[0] < ESCNN_POOLED / 3
     assert errors == sorted(errors)
 
 
-def test_smooth_pools_by_three_halve_the_error_of_plain_ones() -> None:
+def test_smooth_pools_of_size_3_halve_the_error_of_plain_pools() -> None:
     plain, smooth = (
         error(partial(two_layers, "harmonic", 8, nn.ReLU, partial(build, 3, blur=blur)), 45)
         for build, blur in ((rp.nn.GroupMaxPool2d, 1), (partial(rp.nn.GroupAvgPool2d, power=2), 7))
@@ -63,12 +63,12 @@ def test_smooth_pools_by_three_halve_the_error_of_plain_ones() -> None:
     assert smooth < plain / 2
 
 
-def test_plain_pools_do_not() -> None:
+def test_plain_pools_and_plain_kernels_are_less_faithful() -> None:
     assert error(partial(two_layers, "harmonic", 8, nn.ReLU, POOLS["max"]), 45) > ESCNN_POOLED / 3
     assert error(partial(two_layers, "bilinear", 8, nn.ReLU, POOLS["rms-blur"]), 45) > ESCNN_POOLED / 3
 
 
-def test_upsampling_between_pixels_is_more_faithful_than_copies() -> None:
+def test_bilinear_upsampling_is_more_faithful_than_nearest() -> None:
     nearest, bilinear = (
         error(partial(two_layers, "harmonic", 8, nn.ReLU, partial(rp.nn.GroupUpsample2d, 2, mode)), 45)
         for mode in ("nearest", "bilinear")
@@ -77,7 +77,7 @@ def test_upsampling_between_pixels_is_more_faithful_than_copies() -> None:
     assert bilinear < nearest / 2
 
 
-def test_a_stride_behind_a_smooth_pool_is_more_faithful_than_a_strided_convolution() -> None:
+def test_a_smooth_pool_with_a_stride_is_more_faithful_than_a_strided_convolution() -> None:
     x = smooth_images(2, 64, channels=32, blur_px=1.0).view(2, 4, 8, 64, 64)[..., :63, :63]
 
     def strided() -> nn.Module:
@@ -96,7 +96,7 @@ def test_a_stride_behind_a_smooth_pool_is_more_faithful_than_a_strided_convoluti
     assert errors[1] < errors[0] / 2
 
 
-def test_faithful_networks_change_less_off_the_grid() -> None:
+def test_the_faithful_preset_has_a_lower_error_at_45_degrees() -> None:
     x = smooth_images(8, 68)
     paper, faithful = (
         median(untrained_errors(partial(rp.models.mitosis, 8, preset=preset), x, 45, draws=5))

@@ -1,11 +1,12 @@
-"""Studies as files: what they expand to, and what is wrong with them in one sentence."""
+"""Plans of studies: the jobs they expand to, and errors in one sentence."""
 
 from pathlib import Path
 
 import pytest
 
+import rotopath as rp
 from rotopath.recipe import RecipeError
-from rotopath.studies import read_study
+from rotopath.studies import Study, read_study
 
 STUDIES = Path(__file__).parents[2] / "studies"
 
@@ -16,7 +17,7 @@ def write(folder: Path, study: str, recipe: str = 'task = "tumor"\ndata = "d"\ns
     return folder / "s.toml"
 
 
-def test_a_grid_expands_to_jobs_a_seed_at_a_time(tmp_path: Path) -> None:
+def test_a_plan_expands_to_jobs_seed_by_seed(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         '[a]\nrecipe = "r.toml"\norientations = [1, 8]\nregime = [1, 0.5]\nseed = [3, 4]\ntta = 4\n'
@@ -28,7 +29,7 @@ def test_a_grid_expands_to_jobs_a_seed_at_a_time(tmp_path: Path) -> None:
         *("a/N8-regime1-seed3", "a/N8-regime0.5-seed3", "a/N1-regime1-seed3", "a/N1-regime0.5-seed3", "b/N4-seed3"),
         *("a/N8-regime1-seed4", "a/N8-regime0.5-seed4", "a/N1-regime1-seed4", "a/N1-regime0.5-seed4"),
     ]
-    assert [job.rotations for job in jobs[:5]] == [1, 1, 4, 4, 1], "test-time augmentation is for ordinary networks"
+    assert [job.rotations for job in jobs[:5]] == [1, 1, 4, 4, 1], "only ordinary networks have test-time augmentation"
     assert (jobs[0].recipe.data, jobs[0].recipe.steps, jobs[0].recipe.augmentation.stain) == ("elsewhere", 7, 0.1)
     assert jobs[0].recipe.augmentation.quarter_turns
     assert (jobs[4].recipe.data, jobs[4].recipe.epochs, jobs[4].recipe.regime) == ("d", 2, None)
@@ -38,7 +39,7 @@ def test_a_grid_expands_to_jobs_a_seed_at_a_time(tmp_path: Path) -> None:
     ("name", "count"),
     [("paper", 3 * 4 * 3 * 4), ("synthetic", 3 * 4 * 3 * 2), ("samples", 96), ("beyond", 33), ("faithful", 10)],
 )
-def test_the_studies_that_come_along(name: str, count: int) -> None:
+def test_the_studies_of_this_repository(name: str, count: int) -> None:
     jobs = read_study(STUDIES / f"{name}.toml").jobs
     assert len({job.name for job in jobs}) == len(jobs) == count
 
@@ -47,26 +48,34 @@ def test_the_studies_that_come_along(name: str, count: int) -> None:
     ("study", "sentence"),
     [
         ("", "has no parts"),
-        ("a = 1\n", "'a' is no table"),
-        ('["a/b"]\nrecipe = "r.toml"\n', "'a/b' names a folder"),
+        ("a = 1\n", "'a' must be a table such as [tumor]"),
+        ('["a/b"]\nrecipe = "r.toml"\n', "the name of the part 'a/b' becomes a folder name"),
         ('[a]\nrecipe = "r.toml"\norientation = [1]\n', "the part 'a' has no key 'orientation'; keys are recipe"),
-        ("[a]\nseed = [1]\n", "has to name a file"),
+        ("[a]\nseed = [1]\n", "needs the key 'recipe'; set it to the path of a recipe file"),
         ('[a]\nrecipe = "gone.toml"\n', "gone.toml does not exist"),
-        ('[a]\nrecipe = "r.toml"\nseed = 1\n', "'a.seed' is 1, where a list of different numbers"),
-        ('[a]\nrecipe = "r.toml"\nseed = [1, 1]\n', "where a list of different numbers"),
-        ('[a]\nrecipe = "r.toml"\nseed = [0.5]\n', "where a list of different numbers"),
-        ('[a]\nrecipe = "r.toml"\nseed = [-1]\n', "'seed' is -1, where 0 or more"),
+        ('[a]\nrecipe = "r.toml"\nseed = 1\n', "'a.seed' must be a list of distinct numbers; got 1."),
+        ('[a]\nrecipe = "r.toml"\nseed = [1, 1]\n', "must be a list of distinct numbers"),
+        ('[a]\nrecipe = "r.toml"\nseed = [0.5]\n', "must be a list of distinct numbers"),
+        ('[a]\nrecipe = "r.toml"\nseed = [-1]\n', "the key 'seed' must be 0 or more; got -1."),
         ('[a]\nrecipe = "r.toml"\norientations = [0]\n', "orientations"),
-        ('[a]\nrecipe = "r.toml"\ntta = 0\n', "'a.tta' is 0"),
-        ('[a]\nrecipe = "r.toml"\nset = 3\n', "'a.set' is 3, where a table of changes"),
-        ('[a]\nrecipe = "r.toml"\nseed = []\n', "where a list of different numbers"),
-        ('[a]\nrecipe = "r.toml"\nregime = [1, 7]\n', "'regime' is 7.0, where a fraction of each class"),
-        ('[a]\nrecipe = "r.toml"\nset = { devices = 2 }\n', "a study gives each run one of them"),
-        ('[a]\nrecipe = "r.toml"\nset = { seed = 3 }\n', "'seed' is one that runs differ in"),
+        ('[a]\nrecipe = "r.toml"\ntta = 0\n', "'a.tta' must be a whole number of rotations, 1 or more; got 0"),
+        ('[a]\nrecipe = "r.toml"\nset = 3\n', "'a.set' must be a table with keys of the recipe; got 3"),
+        ('[a]\nrecipe = "r.toml"\nseed = []\n', "must be a list of distinct numbers"),
+        ('[a]\nrecipe = "r.toml"\nregime = [1, 7]\n', "the key 'regime' must be a fraction of each class"),
+        ('[a]\nrecipe = "r.toml"\nset = { devices = 2 }\n', "runs of a study use one device each"),
+        (
+            '[a]\nrecipe = "r.toml"\nset = { seed = 3 }\n',
+            "'a.set.seed' is not allowed; list values in 'a.seed'",
+        ),
         ('[a]\nrecipe = "r.toml"\nset = { stepps = 3 }\n', "there is no key 'stepps'; did you mean 'steps'?"),
     ],
 )
-def test_what_is_wrong_with_a_study(tmp_path: Path, study: str, sentence: str) -> None:
+def test_errors_in_a_plan_are_named(tmp_path: Path, study: str, sentence: str) -> None:
     with pytest.raises(RecipeError) as error:
         read_study(write(tmp_path, study))
     assert sentence in str(error.value)
+
+
+def test_changes_to_a_study_that_is_not_a_file_are_rejected(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="Overrides are possible only for a study that is read from a file"):
+        rp.study(Study(()), tmp_path, changes=["tumor.seed=[0]"])

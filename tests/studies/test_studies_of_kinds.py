@@ -1,7 +1,9 @@
-"""A study of a task that is not the paper's: classes as they are found in folders, a network that is converted."""
+"""A study of a task that is not in the paper: classes from folder names, and a converted network."""
 
+import html
 import re
 import shutil
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +25,9 @@ from rotopath.recipe import read_recipe
 from rotopath.reports import study_figures, study_report
 from rotopath.reports.study_report import report
 from rotopath.runs import RECIPE
-from rotopath.studies import read_study, run_study
+from rotopath.studies import read_study
+from rotopath.studies.jobs import run_here, run_study
 from rotopath.studies.results import read_results
-from rotopath.studies.schedule import here
 
 CLASSES = ("dots", "plain", "stripes")
 ORIENTATIONS = (1, 4)
@@ -46,7 +48,7 @@ def draw_texture(name: str, *seed: int) -> np.ndarray:
 
 
 def _make_study(folder: Path) -> None:
-    """Patches sorted by class, a recipe that does not name the classes, and a study of two networks, finished."""
+    """Write patches sorted by class, a recipe without classes, and a study of two networks, and run it."""
     for number, (split, count) in enumerate(COUNTS.items()):
         for kind, name in enumerate(CLASSES):
             for i in range(count):
@@ -60,7 +62,7 @@ def _make_study(folder: Path) -> None:
         f'[texture]\nrecipe = "r.toml"\norientations = {list(ORIENTATIONS)}\nseed = [0]\ntta = 4\n'
     )
     states = rp.study(folder / "s.toml", folder / "finished", at_once=2)
-    assert {job.name: one.state for job, one in states.items()} == {
+    assert {job.name: state.state for job, state in states.items()} == {
         "texture/N4-seed0": "done",
         "texture/N1-seed0": "done",
     }, states
@@ -94,9 +96,11 @@ def page(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return report(shared / "finished", tmp_path_factory.mktemp("report")).read_text()
 
 
-def test_runs_keep_the_classes_that_were_found_in_the_data(study: Path, finished: Path) -> None:
+def test_runs_record_the_classes_of_the_data(study: Path, finished: Path) -> None:
     for n in ORIENTATIONS:
-        assert read_recipe(finished / f"texture/N{n}-seed0.toml").classes == (), "the study leaves them to the data"
+        assert read_recipe(finished / f"texture/N{n}-seed0.toml").classes == (), (
+            "the recipe of the study has no classes"
+        )
         assert read_recipe(finished / f"texture/N{n}-seed0" / RECIPE).classes == CLASSES
         run = rp.load(finished / f"texture/N{n}-seed0")
         assert run.task.class_names == CLASSES
@@ -104,10 +108,10 @@ def test_runs_keep_the_classes_that_were_found_in_the_data(study: Path, finished
     assert read_study(study).jobs[0].recipe.classes == ()
 
 
-def test_what_is_done_is_skipped_also_where_the_data_named_the_classes(study: Path, finished: Path) -> None:
+def test_finished_jobs_are_skipped_if_the_classes_come_from_the_data(study: Path, finished: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in finished.glob("texture/*/*.*")}
-    states = run_study(read_study(study), finished, lambda *_: pytest.fail("begun again"))
-    assert [one.state for one in states.values()] == ["done", "done"]
+    states = run_study(read_study(study), finished, lambda *_: pytest.fail("started again"))
+    assert [state.state for state in states.values()] == ["done", "done"]
     again = CliRunner().invoke(app, ["study", "run", str(study), "--out", str(finished), "--at-once", "1"])
     assert again.exit_code == 0, again.stderr
     assert "2 of 2 done, 0 running, 0 failed" in again.stdout
@@ -123,52 +127,49 @@ def test_what_is_done_is_skipped_also_where_the_data_named_the_classes(study: Pa
         ("texture.set.window_px=40", "window_px"),
     ],
 )
-def test_another_recipe_of_a_kind_is_refused(study: Path, finished: Path, change: str, key: str) -> None:
-    with pytest.raises(RunError, match=f"has another '{key}' than this study"):
-        run_study(read_study(study, [change]), finished, lambda *_: pytest.fail("begun"))
+def test_another_recipe_is_refused(study: Path, finished: Path, change: str, key: str) -> None:
+    with pytest.raises(RunError, match=f"The value of '{key}' in .* differs from this study"):
+        run_study(read_study(study, [change]), finished, lambda *_: pytest.fail("started"))
 
 
-def test_a_run_that_was_cut_off_goes_on_with_the_classes_it_found(study: Path, finished: Path, tmp_path: Path) -> None:
-    """Nothing is left of the one but what a killed training leaves; the other is done."""
-    out = tmp_path / "cut-off"
+def test_an_interrupted_run_is_resumed_with_the_same_classes(study: Path, finished: Path, tmp_path: Path) -> None:
+    """One run has only the files of a killed training; the other is finished."""
+    out = tmp_path / "interrupted"
     shutil.copytree(finished, out)
-    cut_off = out / "texture/N1-seed0"
-    for path in cut_off.iterdir():
+    interrupted = out / "texture/N1-seed0"
+    for path in interrupted.iterdir():
         if path.name not in (RECIPE, "provenance.json") and path.is_file():
             path.unlink()
-    with here(1) as submit:
-        begun: list[str] = []
-        states = run_study(read_study(study), out, lambda *job: (begun.append(job[0]), submit(*job))[1])
-    assert [one.state for one in states.values()] == ["done", "done"], states
-    assert [Path(recipe).stem for recipe in begun] == ["N1-seed0"]
+    with run_here(1) as submit:
+        started: list[str] = []
+        states = run_study(read_study(study), out, lambda *job: (started.append(job[0]), submit(*job))[1])
+    assert [state.state for state in states.values()] == ["done", "done"], states
+    assert [Path(recipe).stem for recipe in started] == ["N1-seed0"]
     for name in (WEIGHTS, MODEL):
-        assert (cut_off / name).read_bytes() == (finished / "texture/N1-seed0" / name).read_bytes()
+        assert (interrupted / name).read_bytes() == (finished / "texture/N1-seed0" / name).read_bytes()
 
 
-def test_the_page_names_the_score_of_the_kind(page: str, finished: Path) -> None:
+def test_the_page_names_the_score_of_the_task(page: str, finished: Path) -> None:
     assert "accuracy by training data" in page
     assert "<th>accuracy</th>" in page
-    assert "The paper has no such task, so there is nothing to compare these scores with." in page
-    for one in read_results(finished):
-        label = f"N={one.recipe.orientations}" + (" + 4 rotations" if one.rotations > 1 else "")
-        assert f"<td>{label}</td><td>{one.scores['accuracy']:.3f}</td>" in page
+    assert "Lafarge et al. (2020) did not study this task, so there is no published score." in page
+    for result in read_results(finished):
+        label = f"N={result.recipe.orientations}" + (" + 4 rotations" if result.rotations > 1 else "")
+        assert f"<td>{label}</td><td>{result.scores['accuracy']:.3f}</td>" in page
 
 
 def test_the_page_shows_the_settings(page: str) -> None:
     (settings,) = re.findall("<pre>(.*?)</pre>", page, flags=re.DOTALL)
-    lines = settings.replace("&quot;", '"').splitlines()
-    for line in (
-        'task = "classify"',
-        'classes = ["dots", "plain", "stripes"]',
-        'network = "resnet18"',
-        "window_px = 32",
-        "data_spacing_um_px = 1.0",
-        "width = 4",
-    ):
-        assert line in lines
+    recipe = tomllib.loads(html.unescape(settings))
+    assert recipe["task"] == "classify"
+    assert recipe["classes"] == list(CLASSES)
+    assert recipe["network"] == "resnet18"
+    assert recipe["window_px"] == WINDOW_PX
+    assert recipe["data_spacing_um_px"] == 1.0
+    assert recipe["network_options"] == {"width": 4}
 
 
-def test_polar_plots_name_the_class_of_each_window(
+def test_polar_plots_show_the_class_of_each_window(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: dict[str, Figure] = {}
@@ -180,16 +181,16 @@ def test_polar_plots_name_the_class_of_each_window(
 
     monkeypatch.setattr(study_figures, "save_figure", keep)
     page = report(finished, tmp_path / "report").read_text()
-    assert "texture: predictions as windows turn" in page
+    assert "texture: predictions for rotated windows" in page
     windows = [axes for axes in drawn["texture-polar.png"].axes if axes.images]
     polar = [axes for axes in drawn["texture-polar.png"].axes if axes.name == "polar"]
-    assert len(windows) == len(polar) == study_figures.PATCHES
+    assert len(windows) == len(polar) == study_figures.WINDOWS_SHOWN
     tested = {name: [draw_texture(name, 2, kind, i) for i in range(3)] for kind, name in enumerate(CLASSES)}
     for axes in windows:
         shown = np.asarray(axes.images[0].get_array())
         assert shown.shape == (WINDOW_PX, WINDOW_PX, 3)
-        middles = [patch[4:-4, 4:-4] for patch in tested[axes.get_title()]]
-        assert any((shown == middle).all() for middle in middles), f"this is no window of {axes.get_title()}"
+        centers = [patch[4:-4, 4:-4] for patch in tested[axes.get_title()]]
+        assert any((shown == center).all() for center in centers), f"not a window of {axes.get_title()}"
     assert all(len(axes.lines) == len(ORIENTATIONS) for axes in polar)
 
 
@@ -197,38 +198,40 @@ def test_the_cost_of_a_converted_network_is_shown(page: str, finished: Path) -> 
     row = r"<td>classify</td><td>resnet18, N=(\d+)</td>" + 3 * "<td>([^<]*)</td>"
     rows = {n: cells for n, *cells in re.findall(row, page)}
     assert list(rows) == ["1", "4"]
-    assert "GFLOP a window" in page
-    for one in read_results(finished):
-        network = unwrap(rp.load(one.folder).network)
-        weights, operations, _ = rows[str(one.recipe.orientations)]
+    assert "GFLOP per window" in page
+    for result in read_results(finished):
+        network = unwrap(rp.load(result.folder).network)
+        weights, operations, _ = rows[str(result.recipe.orientations)]
         assert weights == f"{sum(weight.numel() for weight in network.parameters()):,}"
-        assert float(operations) == pytest.approx(study_report._operations(one) / 1e9, rel=0.06)
+        assert float(operations) == pytest.approx(study_report.count_operations(result) / 1e9, rel=0.06)
     assert 0.8 < int(rows["4"][0].replace(",", "")) / int(rows["1"][0].replace(",", "")) < 1.2, "at equal weights"
 
 
 def test_operations_are_those_of_all_convolutions(finished: Path) -> None:
-    """Those on pixels, and beside them those that rotate filters, which are the same for windows of any size."""
-    for one in read_results(finished):
-        on_pixels = count_operations(unwrap(rp.load(one.folder).network))
-        counted = study_report._operations(one)
-        on_four = study_report._operations(replace(one, recipe=replace(one.recipe, window_px=2 * WINDOW_PX)))
+    """Those on pixels, and those that rotate filters, which do not depend on the size of windows."""
+    for result in read_results(finished):
+        on_pixels = count_operations(unwrap(rp.load(result.folder).network))
+        counted = study_report.count_operations(result)
+        on_four = study_report.count_operations(replace(result, recipe=replace(result.recipe, window_px=2 * WINDOW_PX)))
         assert on_four - counted == pytest.approx(3 * on_pixels, rel=0.01)
-        if one.recipe.orientations == 1:
+        if result.recipe.orientations == 1:
             assert counted == on_pixels
         else:
             assert counted > on_pixels
 
 
 def count_operations(network: nn.Module) -> int:
-    """Multiplications and additions of all convolutions and of the last layer, for one window, counted as it runs."""
+    """Count multiplications and additions of all convolutions and linear layers, for one window, by running it."""
     counted: list[int] = []
 
     def count(layer: nn.Module, _inputs: object, output: torch.Tensor) -> None:
         weight = layer.get_parameter("weight")
         counted.append(2 * output.numel() * weight[0].numel())
 
-    plain = rp.freeze(network) if any(type(each).__name__ == "GroupConv2d" for each in network.modules()) else network
-    hooks = [each.register_forward_hook(count) for each in plain.modules() if isinstance(each, nn.Conv2d | nn.Linear)]
+    is_equivariant = any(type(layer).__name__ == "GroupConv2d" for layer in network.modules())
+    plain = rp.freeze(network) if is_equivariant else network
+    layers = [layer for layer in plain.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
+    hooks = [layer.register_forward_hook(count) for layer in layers]
     with torch.no_grad():
         plain(torch.zeros(1, 3, WINDOW_PX, WINDOW_PX))
     for hook in hooks:
@@ -243,5 +246,5 @@ def test_scores_in_the_terminal_have_a_row_for_each_class(finished: Path, tmp_pa
     for name in CLASSES:
         assert re.search(rf"{name}: images +{COUNTS['test']}\n", done.stdout.replace(" \n", "\n"))
         assert f"{name}: recall" in done.stdout
-    said = " ".join(done.stdout.split())
-    assert "redrawing patches; slides are not known, and with them intervals would be wider." in said
+    output = " ".join(done.stdout.split())
+    assert "by bootstrap over patches. Intervals over slides, which are unknown, would be wider." in output

@@ -1,4 +1,4 @@
-"""Segment: targets, from probabilities to objects and their classes, the best thresholds, and scores by hand."""
+"""Segment: targets, decoding of objects and their classes, the best operating point, and scores counted by hand."""
 
 import json
 from itertools import product
@@ -14,26 +14,29 @@ from layouts import box, outline_xml, pixels, write_csv, write_image, write_text
 from PIL import Image
 from scipy import ndimage
 
+from rotopath.data.annotations import paint_labels
 from rotopath.data.dataset import DataError, Sample
 from rotopath.inference import Prediction
 from rotopath.synthetic import organs
-from rotopath.tasks import NUCLEI, Class, Frame, Overrides, Segment, make_task
+from rotopath.tasks import NUCLEI, Class, Overrides, Segment, TrainingWindow, make_task
 from rotopath.tasks.segment import (
     BACKGROUND,
     BACKGROUND_TRIED,
     BORDER,
     INSIDE,
     INSIDE_TRIED,
-    LEAST_UM2_TRIED,
+    MIN_UM2_TRIED,
+    NO_CLASS,
     PARTS,
-    UNKNOWN,
     ObjectEvidence,
+    balancing_weights,
     part_map,
-    part_weights,
     weighted_cross_entropy,
 )
 
-CELLS = Segment("segment", (Class("Epithelial", (1, 2, 3)), Class("Lymphocyte", (4, 5, 6))), 0.25, typed=True)
+CELLS = Segment(
+    "segment", (Class("Epithelial", (1, 2, 3)), Class("Lymphocyte", (4, 5, 6))), 0.25, uses_class_names=True
+)
 EPITHELIAL, LYMPHOCYTE = range(2)
 POINT = {"inside": 0.5, "background": 0.5, "least_px": 45}
 
@@ -43,8 +46,8 @@ def disc(row: float, column: float, number: int = 1, radius: float = 10, size: i
     return (number * ((rows - row) ** 2 + (columns - column) ** 2 <= radius**2)).astype(np.int32)
 
 
-def seen(labels: np.ndarray, blur_px: float = 0.7, noise: float = 0.0, seed: int = 0) -> Prediction:
-    """What a nearly perfect network would say of a field."""
+def predict_nearly_perfectly(labels: np.ndarray, blur_px: float = 0.7, noise: float = 0.0, seed: int = 0) -> Prediction:
+    """Return what a nearly perfect network predicts: the true parts, blurred and with noise."""
     planes = np.eye(3)[part_map(labels)].transpose(2, 0, 1)
     planes += noise * np.random.default_rng(seed).normal(size=planes.shape)
     planes = np.stack([ndimage.gaussian_filter(plane, blur_px) for plane in planes]).clip(0.001)
@@ -52,8 +55,10 @@ def seen(labels: np.ndarray, blur_px: float = 0.7, noise: float = 0.0, seed: int
 
 
 def field(truth: np.ndarray, labels: np.ndarray, case: str = "1", name: str = "") -> ObjectEvidence:
-    nothing = np.zeros(int(truth.max()) + 1, np.int64)
-    return ObjectEvidence(name or f"field {case}", case, truth.astype(np.int32), nothing, seen(labels))
+    classes = np.zeros(int(truth.max()) + 1, np.int64)
+    return ObjectEvidence(
+        name or f"field {case}", case, truth.astype(np.int32), classes, predict_nearly_perfectly(labels)
+    )
 
 
 def iou(a: np.ndarray, b: np.ndarray) -> float:
@@ -61,7 +66,7 @@ def iou(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def annotated(root: Path, labels: np.ndarray, *classes: tuple[int, str], spacing: float = 0.25) -> Sample:
-    """A sample with a label map, and a table of classes if there are any."""
+    """Write a sample with a label map and, if there are classes, their table."""
     image = write_image(root / "a.png", pixels(*labels.shape))
     annotation = write_image(root / "map.png", labels)
     if classes:
@@ -69,7 +74,7 @@ def annotated(root: Path, labels: np.ndarray, *classes: tuple[int, str], spacing
     return Sample(image, "a.png", "7", "test", spacing, annotations=(annotation,))
 
 
-# Targets of one class
+# Targets of a single class
 
 
 def test_a_square_nucleus_has_a_border_of_two_pixels() -> None:
@@ -88,7 +93,7 @@ def test_touching_nuclei_have_borders_towards_each_other_and_none_at_the_edge_of
 
 
 @given(arrays(np.int32, (9, 9), elements=st.integers(0, 3)))
-def test_inside_and_border_together_are_the_nuclei(labels: np.ndarray) -> None:
+def test_inside_and_border_make_up_the_nuclei(labels: np.ndarray) -> None:
     parts = part_map(labels)
     assert parts.dtype == np.uint8
     assert np.array_equal(parts != BACKGROUND, labels > 0)
@@ -97,39 +102,39 @@ def test_inside_and_border_together_are_the_nuclei(labels: np.ndarray) -> None:
         assert (around == labels[row, column]).all()
 
 
-def test_weights_make_parts_count_alike() -> None:
+def test_balancing_weights_give_every_part_the_same_weight() -> None:
     maps = [np.array([[0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 2, 2]], np.uint8)]
-    weights = part_weights(maps)
+    weights = balancing_weights(maps, PARTS)
     assert (weights * [6, 4, 2]).tolist() == pytest.approx([4, 4, 4])  # of 12 pixels
 
 
-def test_weights_need_every_part() -> None:
-    with pytest.raises(ValueError, match="the images have none of 'background'"):
-        part_weights([np.array([[0, 1]], np.uint8)])
+def test_balancing_weights_need_every_part() -> None:
+    with pytest.raises(DataError, match="have no pixel of class 'background'; every class is needed"):
+        balancing_weights([np.array([[0, 1]], np.uint8)], PARTS)
 
 
-# One class
+# A single class
 
 
-def test_two_discs_that_touch_are_two_objects() -> None:
+def test_touching_nuclei_are_separated() -> None:
     truth = np.maximum(disc(30, 30, 1), disc(30, 50, 2))
     assert ndimage.label(truth)[1] == 1, "they do touch"
-    labels = NUCLEI.decode(seen(truth), POINT)
+    labels = NUCLEI.decode(predict_nearly_perfectly(truth), POINT)
     assert labels.max() == 2
     assert labels.dtype == np.int32
     for number in (1, 2):
-        found = labels == labels[30, 30 if number == 1 else 50]
-        assert iou(found, truth == number) > 0.95
+        nucleus = labels == labels[30, 30 if number == 1 else 50]
+        assert iou(nucleus, truth == number) > 0.95
 
 
-def test_without_a_border_between_them_they_are_one() -> None:
+def test_nuclei_without_a_border_in_between_are_one_object() -> None:
     both = (np.maximum(disc(30, 30, 1), disc(30, 50, 1)) > 0).astype(np.int32)
     joined = ndimage.binary_closing(both, iterations=8).astype(np.int32)
-    assert NUCLEI.decode(seen(joined), POINT).max() == 1
+    assert NUCLEI.decode(predict_nearly_perfectly(joined), POINT).max() == 1
 
 
-def test_borders_are_where_nuclei_meet() -> None:
-    """The divide follows the ridge of the border, not the middle between the seeds."""
+def test_touching_nuclei_are_separated_at_the_highest_border_probability() -> None:
+    """The separation follows the ridge of the border probability, not the middle between the seeds."""
     planes = np.zeros((3, 60, 60), np.float32)
     planes[BACKGROUND] = 1
     planes[:, 10:50, 10:50] = np.array([0.9, 0.1, 0.0])[:, None, None]
@@ -144,71 +149,74 @@ def test_borders_are_where_nuclei_meet() -> None:
     assert labels.sum() == labels[10:50, 10:50].sum()
 
 
-def test_specks_are_no_nuclei() -> None:
-    labels = NUCLEI.decode(seen(np.maximum(disc(30, 30, 1), disc(60, 60, 2, radius=3)), blur_px=0.3), POINT)
+def test_objects_below_the_minimum_area_are_removed() -> None:
+    labels = NUCLEI.decode(
+        predict_nearly_perfectly(np.maximum(disc(30, 30, 1), disc(60, 60, 2, radius=3)), blur_px=0.3), POINT
+    )
     assert labels.max() == 1
     assert labels[60, 60] == 0
 
 
-def test_nothing_gives_nothing() -> None:
-    labels = NUCLEI.decode(seen(np.zeros((40, 30), np.int32)), POINT)
+def test_pure_background_has_no_objects() -> None:
+    labels = NUCLEI.decode(predict_nearly_perfectly(np.zeros((40, 30), np.int32)), POINT)
     assert labels.shape == (40, 30)
     assert labels.max() == 0
 
 
-def test_thresholds_mean_what_they_say() -> None:
+def test_the_effect_of_each_threshold() -> None:
     truth = disc(40, 40, 1, radius=15)
-    prediction = seen(truth, blur_px=2)
+    prediction = predict_nearly_perfectly(truth, blur_px=2)
     areas = [(NUCLEI.decode(prediction, POINT | {"background": t}) > 0).sum() for t in (0.2, 0.5, 0.8)]
-    assert areas[0] < areas[1] < areas[2], "the surer the background has to be, the larger is the nucleus"
+    assert areas[0] < areas[1] < areas[2], "a higher background threshold makes nuclei larger"
     assert NUCLEI.decode(prediction, POINT | {"background": 0.0}).max() == 0
-    pair = seen(np.maximum(disc(30, 30, 1), disc(30, 50, 2)))
+    pair = predict_nearly_perfectly(np.maximum(disc(30, 30, 1), disc(30, 50, 2)))
     counts = [NUCLEI.decode(pair, POINT | {"inside": t}).max() for t in (0.0, 0.5)]
-    assert counts == [1, 2], "seeds that take in the border merge what it divides"
+    assert counts == [1, 2], "seeds that include the border merge both nuclei"
 
 
-def test_debris_is_what_is_smaller_than_the_nuclei_of_the_validation_set() -> None:
-    """A hundred pixels too many everywhere: where nuclei are large it is dropped, where they are as small it stays."""
+def test_the_minimum_area_adapts_to_the_nuclei_of_the_validation_set() -> None:
+    """A speck of a hundred pixels is removed if it is a false positive, and kept if it is a nucleus."""
     speck, nucleus = disc(15, 15, 2, radius=6), disc(50, 50, 1, radius=14)
-    dropped = NUCLEI.choose_point([field(nucleus, np.maximum(nucleus, speck))])
-    assert dropped["least_px"] > 100
-    kept = NUCLEI.choose_point([field(np.maximum(nucleus, speck), np.maximum(nucleus, speck))])
-    assert kept["least_px"] < 100
+    without_speck = NUCLEI.choose_operating_point([field(nucleus, np.maximum(nucleus, speck))])
+    assert without_speck["least_px"] > 100
+    with_speck = NUCLEI.choose_operating_point([field(np.maximum(nucleus, speck), np.maximum(nucleus, speck))])
+    assert with_speck["least_px"] < 100
 
 
-def test_slender_nuclei_are_all_border_and_found_nevertheless() -> None:
+def test_slender_nuclei_without_an_inside_are_segmented() -> None:
     truth = np.zeros((80, 80), np.int32)
     truth[20:24, 10:50] = 1
     assert INSIDE not in part_map(truth)
-    labels = NUCLEI.decode(seen(truth, blur_px=0.3), POINT)
+    labels = NUCLEI.decode(predict_nearly_perfectly(truth, blur_px=0.3), POINT)
     assert labels.max() == 1
     assert iou(labels > 0, truth > 0) > 0.9
 
 
-def test_true_nuclei_survive_decoding() -> None:
-    """Synthetic tissue, in which nuclei touch: what a perfect network says is decoded into what was there."""
-    evidence, shuffled = [], []
+def test_perfect_maps_of_synthetic_tissue_are_decoded_to_the_true_nuclei() -> None:
+    """The synthetic tissue has touching nuclei. Against flipped annotations the score is low."""
+    evidence, flipped = [], []
     for organ in organs.ORGANS:
-        _, drawn = organs.render_field(3, organ, 1, 384)
-        labels, _ = organs.paint_labels(organs.annotate(drawn, 384), 384, 384)
-        nothing = np.zeros(labels.max() + 1, np.int64)
-        evidence.append(ObjectEvidence(organ, organ, labels, nothing, seen(labels)))
-        shuffled.append(ObjectEvidence(organ, organ, np.ascontiguousarray(labels[::-1]), nothing, seen(labels)))
+        _, nuclei = organs.render_organ_field(3, organ, 1, 384)
+        labels, _ = paint_labels(organs.outline_visible_nuclei(nuclei, 384), 384, 384)
+        classes = np.zeros(labels.max() + 1, np.int64)
+        evidence.append(ObjectEvidence(organ, organ, labels, classes, predict_nearly_perfectly(labels)))
+        upside_down = np.ascontiguousarray(labels[::-1])
+        flipped.append(ObjectEvidence(organ, organ, upside_down, classes, predict_nearly_perfectly(labels)))
     scores = NUCLEI.score(evidence, POINT)
     assert scores["hits"] > 200  # type: ignore[operator]
     assert scores["f1"] > 0.97  # type: ignore[operator]
     assert scores["aji"] > 0.95  # type: ignore[operator]
-    assert NUCLEI.score(shuffled, POINT)["f1"] < 0.3, "and into nothing else"  # type: ignore[operator]
+    assert NUCLEI.score(flipped, POINT)["f1"] < 0.3  # type: ignore[operator]
 
 
 def test_scores_counted_by_hand() -> None:
-    """A hit, a nucleus that is missed and one that is not there; then a field with a hit."""
+    """The first field has a true positive, a false negative and a false positive; the second a true positive."""
     truth = np.maximum(disc(20, 20, 1), disc(20, 60, 2))
     predicted = np.maximum(disc(20, 20, 1), disc(60, 60, 2))
     evidence = [field(truth, predicted, "1"), field(disc(40, 40), disc(40, 40), "2")]
     scores = NUCLEI.score(evidence, POINT)
     assert [scores[key] for key in ("rule", "hits", "false", "missed")] == ["iou", 2, 1, 1]
-    assert NUCLEI.tally(scores) == {"1": (2, 4), "2": (2, 2)}
+    assert NUCLEI.score_terms(scores) == {"1": (2, 4), "2": (2, 2)}
     assert scores["f1"] == pytest.approx(2 / 3)
     images = scores["images"]
     assert isinstance(images, dict)
@@ -220,109 +228,111 @@ def test_scores_counted_by_hand() -> None:
     for key in ("aji", "aji_plus", "dice"):
         assert scores[key] == pytest.approx((first[key] + second[key]) / 2)
     assert scores["pq"] == pytest.approx((2 * first["pq"] * 2 + second["pq"] * 2 * 1) / (4 + 2), abs=0.01)
-    assert (scores["f1_interval"], scores["aji_interval"]) == (None, None), "two cases cannot tell"
+    assert (scores["f1_interval"], scores["aji_interval"]) == (None, None), "two cases are too few"
     assert "classes" not in scores
     json.dumps(scores, allow_nan=False)
 
 
-def test_intervals_redraw_cases() -> None:
-    """Three cases with a hit and three with a false object: of h hits among six draws, F1 is 2h / (6 + h)."""
-    nothing = np.zeros((80, 80), np.int32)
+def test_intervals_resample_cases() -> None:
+    """Three cases have a true positive and three a false one: with h true ones in a resample, F1 is 2h / (6 + h)."""
+    empty = np.zeros((80, 80), np.int32)
     evidence = [field(disc(40, 40), disc(40, 40), case) for case in "abc"]
-    evidence += [field(nothing, disc(40, 40), case) for case in "def"]
+    evidence += [field(empty, disc(40, 40), case) for case in "def"]
     scores = NUCLEI.score(evidence, POINT)
-    assert scores["f1_interval"] == [pytest.approx(2 / 7), pytest.approx(10 / 11)], "one, or five, of six"
+    assert scores["f1_interval"] == [pytest.approx(2 / 7), pytest.approx(10 / 11)], "h is one and five of six"
     assert scores["aji_interval"] == [pytest.approx(1 / 6, abs=0.01), pytest.approx(5 / 6, abs=0.05)]
-    assert NUCLEI.score(evidence[1:-1], POINT)["f1_interval"] is None, "four cases cannot tell"
+    assert NUCLEI.score(evidence[1:-1], POINT)["f1_interval"] is None, "four cases are too few"
 
 
-def test_the_rule_is_the_callers_choice() -> None:
-    """A prediction of twice the radius: it covers the nucleus whole, at an IoU of a quarter."""
+def test_the_rule_can_be_chosen() -> None:
+    """A prediction of twice the radius covers the whole nucleus, at an IoU of a quarter."""
     evidence = [field(disc(40, 40, 1, radius=8), disc(40, 40, 1, radius=16))]
     assert NUCLEI.score(evidence, POINT)["f1"] == 0
     area = NUCLEI.score(evidence, POINT, rule="area")
     assert (area["f1"], area["rule"]) == (1, "area")
 
 
-def test_the_chosen_point_is_the_best_of_all() -> None:
+def test_no_operating_point_has_a_higher_f1_than_the_chosen_one() -> None:
     generator = np.random.default_rng(1)
     evidence = []
     for case in ("1", "2"):
         truth = np.zeros((160, 160), np.int32)
-        for number, place in enumerate(product(range(15, 150, 26), repeat=2), 1):
-            row, column = np.array(place) + generator.integers(-3, 4, 2)
+        for number, center in enumerate(product(range(15, 150, 26), repeat=2), 1):
+            row, column = np.array(center) + generator.integers(-3, 4, 2)
             truth = np.maximum(truth, disc(row, column, number, radius=generator.uniform(7, 13), size=160))
-        nothing = np.zeros(truth.max() + 1, np.int64)
-        prediction = seen(truth, blur_px=2.0, noise=1.2, seed=int(case))
-        evidence.append(ObjectEvidence(case, case, truth, nothing, prediction))
-    least_px = [16 * area for area in LEAST_UM2_TRIED]
+        classes = np.zeros(truth.max() + 1, np.int64)
+        prediction = predict_nearly_perfectly(truth, blur_px=2.0, noise=1.2, seed=int(case))
+        evidence.append(ObjectEvidence(case, case, truth, classes, prediction))
+    least_px = [16 * area for area in MIN_UM2_TRIED]
     assert least_px == [45, 80, 110, 140, 170]
     tried = product(INSIDE_TRIED, BACKGROUND_TRIED, least_px)
-    points = [dict(zip(("inside", "background", "least_px"), one, strict=True)) for one in tried]
+    points = [dict(zip(("inside", "background", "least_px"), values, strict=True)) for values in tried]
     grid = [NUCLEI.score(evidence, point)["f1"] for point in points[::13]]
-    best = NUCLEI.score(iter(evidence), NUCLEI.choose_point(iter(evidence)))["f1"]
+    best = NUCLEI.score(iter(evidence), NUCLEI.choose_operating_point(iter(evidence)))["f1"]
     assert best >= max(grid)  # type: ignore[type-var,operator]
     assert best > min(grid), "the points differ"  # type: ignore[type-var,operator]
 
 
 @pytest.mark.parametrize("truth", [np.zeros((80, 80), int), disc(40, 40)], ids=["none", "one"])
 @pytest.mark.parametrize("labels", [np.zeros((80, 80), int), disc(40, 40)], ids=["none", "one"])
-def test_degenerate_fields_have_scores(truth: np.ndarray, labels: np.ndarray) -> None:
+def test_fields_with_one_or_no_object_have_scores(truth: np.ndarray, labels: np.ndarray) -> None:
     evidence = [field(truth, labels)]
-    point = NUCLEI.choose_point(evidence)
+    point = NUCLEI.choose_operating_point(evidence)
     scores = NUCLEI.score(evidence, point)
     json.dumps(scores, allow_nan=False)
     assert scores["f1"] == float(truth.max() == labels.max())
-    assert scores["f1_interval"] is None, "one case cannot tell"
+    assert scores["f1_interval"] is None, "one case is too few"
     if not labels.any():
-        assert point == POINT, "where nothing tells them apart, the middle"
+        assert point == POINT, "the one nearest to 0.5, because all are equal"
 
 
-def test_no_fields_are_refused() -> None:
+def test_empty_evidence_is_refused() -> None:
     with pytest.raises(ValueError, match="no fields"):
         NUCLEI.score([], POINT)
 
 
-def test_examine_reads_nuclei_at_the_models_spacing(tmp_path: Path) -> None:
+def test_evidence_has_nuclei_at_the_spacing_of_the_model(tmp_path: Path) -> None:
     image = write_image(tmp_path / "a.png", pixels(40, 40))
     Image.fromarray(disc(20, 20, 3, radius=5, size=40).astype(np.uint16)).save(tmp_path / "map.png")
     sample = Sample(image, "a.png", "7", "test", 0.5, annotations=(tmp_path / "map.png",))
-    found = NUCLEI.examine(seen(disc(40.5, 40.5, 1, radius=10)), sample)
-    assert (found.name, found.case, found.truth.shape) == ("a.png", "7", (80, 80))
-    assert NUCLEI.score([found], POINT)["f1"] == 1
-    with pytest.raises(ValueError, match="40 × 40 px, but was predicted on 80 × 80 px"):
-        make_task("nuclei", Overrides(spacing_um_px=0.5)).examine(seen(disc(40, 40)), sample)
+    evidence = NUCLEI.collect_evidence(predict_nearly_perfectly(disc(40.5, 40.5, 1, radius=10)), sample)
+    assert (evidence.name, evidence.case, evidence.truth.shape) == ("a.png", "7", (80, 80))
+    assert NUCLEI.score([evidence], POINT)["f1"] == 1
+    with pytest.raises(ValueError, match="have 40 × 40 px, but the predicted maps 80 × 80 px"):
+        make_task("nuclei", Overrides(spacing_um_px=0.5)).collect_evidence(
+            predict_nearly_perfectly(disc(40, 40)), sample
+        )
 
 
-def test_loss_weighs_classes() -> None:
+def test_the_weighted_cross_entropy_by_hand() -> None:
     assert PARTS.index("border") == BORDER == 1 != INSIDE
     logits = torch.zeros(1, 3, 1, 2)
     logits[0, 0] = 2.0
     targets = torch.tensor([[[0, 1]]])
-    right = logits.log_softmax(dim=1)[0, [0, 1], 0, [0, 1]]
-    assert weighted_cross_entropy(logits, targets, torch.ones(3)) == pytest.approx(-right.mean())
+    log_probabilities = logits.log_softmax(dim=1)[0, [0, 1], 0, [0, 1]]
+    assert weighted_cross_entropy(logits, targets, torch.ones(3)) == pytest.approx(-log_probabilities.mean())
     weighted = weighted_cross_entropy(logits, targets, torch.tensor([1.0, 3.0, 1.0]))
-    assert weighted == pytest.approx(-(right[0] + 3 * right[1]) / 2)
+    assert weighted == pytest.approx(-(log_probabilities[0] + 3 * log_probabilities[1]) / 2)
 
 
-def test_the_loss_of_pictures_weighs_parts_by_how_rare_they_are(tmp_path: Path) -> None:
+def test_the_loss_is_balanced_over_parts(tmp_path: Path) -> None:
     labels = np.zeros((12, 14), np.uint16)
     labels[2:10, 3:12] = 4
     counts = np.bincount(part_map(labels).ravel())
     assert counts.tolist() == [20, 52, 96]
     logits, targets = torch.randn(1, 3, 12, 14), torch.from_numpy(part_map(labels)).long()[None]
     loss = NUCLEI.make_loss([annotated(tmp_path, labels)])(logits, targets)
-    of_each = -logits.log_softmax(dim=1).gather(1, targets[:, None])[0, 0]
-    means = [of_each[targets[0] == part].mean() for part in range(3)]
-    assert loss == pytest.approx(float(sum(means)) / 3), "the mean of the means of its parts"
+    losses = -logits.log_softmax(dim=1).gather(1, targets[:, None])[0, 0]
+    means = [losses[targets[0] == part].mean() for part in range(3)]
+    assert loss == pytest.approx(float(sum(means)) / 3), "the mean over parts of their mean losses"
     double = NUCLEI.make_loss([annotated(tmp_path, labels)])(logits.double(), targets)
     assert double.dtype == torch.float64
 
 
-def test_networks_that_do_not_answer_for_every_pixel_are_refused() -> None:
-    NUCLEI.check_frame(Frame(60, 20, 1))
-    with pytest.raises(DataError, match="pixel by pixel, but the network answers every 4 px"):
-        NUCLEI.check_frame(Frame(60, 20, 4))
+def test_networks_without_an_output_for_every_pixel_are_refused() -> None:
+    NUCLEI.check_window(TrainingWindow(60, 20, 1))
+    with pytest.raises(DataError, match="pixel by pixel, but the network has an output every 4 px"):
+        NUCLEI.check_window(TrainingWindow(60, 20, 4))
 
 
 # Several classes
@@ -332,53 +342,53 @@ SQUARES[5:15, 5:15] = 1
 SQUARES[5:15, 35:45] = 2
 SQUARES[35:45, 5:15] = 3
 SQUARES[35:45, 35:45] = 4
-OF_SQUARES = np.array([0, EPITHELIAL, EPITHELIAL, LYMPHOCYTE, LYMPHOCYTE])
+CLASSES_OF_SQUARES = np.array([0, EPITHELIAL, EPITHELIAL, LYMPHOCYTE, LYMPHOCYTE])
 
 
-def typed(labels: np.ndarray, classes: np.ndarray, sure: float = 0.9) -> Prediction:
-    """What a network would say that sees these objects exactly, and knows their classes; elsewhere it knows nothing."""
+def predict_classes(labels: np.ndarray, classes: np.ndarray) -> Prediction:
+    """Return what a network predicts that is certain of parts, 90 % certain of classes, and undecided on background."""
     parts = np.eye(3)[part_map(labels)].transpose(2, 0, 1)
-    first = np.where(labels == 0, 0.5, np.where(classes[labels] == 0, sure, 1 - sure))
+    first = np.where(labels == 0, 0.5, np.where(classes[labels] == 0, 0.9, 0.1))
     return Prediction(np.concatenate([parts, [first, 1 - first]]).astype(np.float32), 1, (0.0, 0.0))
 
 
-def test_a_network_says_parts_and_by_themselves_classes() -> None:
+def test_a_network_has_outputs_for_parts_and_separately_for_classes() -> None:
     assert (CELLS.outputs, CELLS.output_names) == (5, (*PARTS, "Epithelial", "Lymphocyte"))
     assert (NUCLEI.outputs, NUCLEI.output_names) == (3, PARTS)
     logits = torch.randn(2, 5, 4, 4)
-    probabilities = CELLS.probabilities(logits)
+    probabilities = CELLS.to_probabilities(logits)
     assert torch.allclose(probabilities[:, :3], logits[:, :3].softmax(dim=1))
     assert torch.allclose(probabilities[:, 3:], logits[:, 3:].softmax(dim=1))
-    assert torch.equal(NUCLEI.probabilities(logits[:, :3]), logits[:, :3].softmax(dim=1))
-    maps = typed(SQUARES, OF_SQUARES).probabilities
+    assert torch.equal(NUCLEI.to_probabilities(logits[:, :3]), logits[:, :3].softmax(dim=1))
+    maps = predict_classes(SQUARES, CLASSES_OF_SQUARES).probabilities
     assert CELLS.class_maps(maps)[:, 10, 10] == pytest.approx([0.9, 0.1])
-    assert CELLS.class_maps(maps)[:, 0, 0].tolist() == [0, 0], "where nothing is there is no class"
-    assert np.array_equal(CELLS.foreground(maps), SQUARES > 0)
+    assert CELLS.class_maps(maps)[:, 0, 0].tolist() == [0, 0], "background is of no class"
+    assert np.array_equal(CELLS.foreground_map(maps), SQUARES > 0)
 
 
 def test_targets_are_parts_and_the_classes_of_objects(tmp_path: Path) -> None:
-    """Objects 5 and 300 are of the task's classes; 9 is of another, and background."""
+    """Objects 5 and 300 are of the task's classes; object 9 is of another class, and therefore background."""
     labels = np.zeros((20, 30), np.uint16)
     labels[2:10, 3:12] = 5
     labels[2:10, 15:24] = 300
     labels[12:18, 3:12] = 9
     sample = annotated(tmp_path, labels, (5, "lymphocyte"), (300, "Epithelial"), (9, "fibroblast"))
-    parts, classes = np.full((20, 30), BACKGROUND), np.full((20, 30), UNKNOWN)
-    for left, number in ((3, LYMPHOCYTE), (15, EPITHELIAL)):
+    parts, classes = np.full((20, 30), BACKGROUND), np.full((20, 30), NO_CLASS)
+    for left, index in ((3, LYMPHOCYTE), (15, EPITHELIAL)):
         parts[2:10, left : left + 9] = BORDER
         parts[4:8, left + 2 : left + 7] = INSIDE
-        classes[2:10, left : left + 9] = number
+        classes[2:10, left : left + 9] = index
     targets = CELLS.targets(sample)
     assert targets.dtype == np.uint8
     assert np.array_equal(targets, np.dstack([parts, classes]))
-    planes = CELLS.reader.planes(sample)
+    planes = CELLS.reader.read(sample)
     assert planes.shape == (20, 30, 5)
     assert np.array_equal(planes[..., 3:], targets)
     assert NUCLEI.targets(sample).shape == (20, 30, 1)
-    assert (NUCLEI.targets(sample)[12:18, 3:12] != BACKGROUND).all(), "the paper's task takes objects of any class"
+    assert (NUCLEI.targets(sample)[12:18, 3:12] != BACKGROUND).all(), "the paper's task uses objects of any class"
 
 
-def test_a_task_of_one_class_takes_that_class_alone_if_classes_are_named(tmp_path: Path) -> None:
+def test_a_recipe_that_names_a_single_class_ignores_objects_of_others(tmp_path: Path) -> None:
     sample = annotated(tmp_path, SQUARES.astype(np.uint16), *((i, "abca"[i - 1]) for i in range(1, 5)))
     task = make_task("segment", Overrides(classes=("A",)))
     assert isinstance(task, Segment)
@@ -389,7 +399,7 @@ def test_a_task_of_one_class_takes_that_class_alone_if_classes_are_named(tmp_pat
 
 
 def test_an_object_without_a_class_is_refused(tmp_path: Path) -> None:
-    """As in outlines of ImageScope, which name none."""
+    """Outlines of ImageScope have no class names."""
     image = write_image(tmp_path / "a.png", pixels(40, 40))
     xml = write_text(tmp_path / "a.xml", outline_xml(box(5, 8, 6)))
     sample = Sample(image, "a.png", "7", "test", 0.25, annotations=(xml,))
@@ -402,29 +412,29 @@ def test_an_object_without_a_class_is_refused(tmp_path: Path) -> None:
     assert NUCLEI.read_objects(sample)[0].max() == 1
 
 
-def test_an_object_has_the_class_that_is_likelier_on_average_over_its_pixels() -> None:
-    """Most pixels lean a little to one class, a few surely to the other: an object is of one class, that of the few."""
-    prediction = typed(SQUARES, OF_SQUARES)
+def test_an_object_has_the_class_with_the_highest_mean_probability_over_its_pixels() -> None:
+    """Most pixels favor one class a little and a few the other strongly: the object is of the class of the few."""
+    prediction = predict_classes(SQUARES, CLASSES_OF_SQUARES)
     first = prediction.probabilities[3]
     first[5:15, 5:11], first[5:15, 11:15] = 0.45, 0.95  # on average 0.65
     first[5:15, 35:41], first[5:15, 41:45] = 0.55, 0.10  # on average 0.37
     prediction.probabilities[4] = 1 - first
     labels = CELLS.decode(prediction, POINT)
     decided = CELLS.decide_classes(labels, prediction.probabilities)
-    at = [decided[labels[row, column]] for row, column in ((10, 10), (10, 40), (40, 10), (40, 40))]
-    assert at == [EPITHELIAL, LYMPHOCYTE, LYMPHOCYTE, LYMPHOCYTE]
+    centers = ((10, 10), (10, 40), (40, 10), (40, 40))
+    assert [decided[labels[center]] for center in centers] == [EPITHELIAL, LYMPHOCYTE, LYMPHOCYTE, LYMPHOCYTE]
     assert len(decided) == 5
     assert CELLS.decide_classes(np.zeros((4, 4), np.int32), prediction.probabilities[:, :4, :4]).tolist() == [0]
     assert NUCLEI.decide_classes(labels, prediction.probabilities[:3]).tolist() == [0] * 5
 
 
 def test_f1_and_pq_of_each_class_by_hand() -> None:
-    """One found at an IoU of 0.8, one taken for the other class, one found exactly, one missed."""
+    """One object has an IoU of 0.8, one is predicted as the other class, one is exact, and one is missed."""
     predicted = SQUARES.copy()
     predicted[5:15, 13:15] = 0
     predicted[35:45, 35:45] = 0
-    prediction = typed(predicted, np.array([0, EPITHELIAL, LYMPHOCYTE, LYMPHOCYTE, LYMPHOCYTE]))
-    scores = CELLS.score([ObjectEvidence("f", "1", SQUARES, OF_SQUARES, prediction)], POINT)
+    prediction = predict_classes(predicted, np.array([0, EPITHELIAL, LYMPHOCYTE, LYMPHOCYTE, LYMPHOCYTE]))
+    scores = CELLS.score([ObjectEvidence("f", "1", SQUARES, CLASSES_OF_SQUARES, prediction)], POINT)
     assert scores["classes"] == {
         "Epithelial": {
             "f1": pytest.approx(2 / 3),
@@ -437,31 +447,31 @@ def test_f1_and_pq_of_each_class_by_hand() -> None:
     }
     assert scores["macro_f1"] == pytest.approx((2 / 3 + 2 / 4) / 2)
     assert scores["macro_pq"] == pytest.approx((1.6 / 3 + 2 / 4) / 2)
-    assert [scores[key] for key in ("hits", "false", "missed")] == [3, 0, 1], "whatever the class"
+    assert [scores[key] for key in ("hits", "false", "missed")] == [3, 0, 1], "for all classes together"
     assert scores["f1"] == pytest.approx(6 / 7)
     assert scores["pq"] == pytest.approx(2 * 2.8 / 7)
-    assert CELLS.tally(scores) == {"1": (6, 7)}
+    assert CELLS.score_terms(scores) == {"1": (6, 7)}
     json.dumps(scores, allow_nan=False)
 
 
 def test_classes_are_counted_over_all_fields() -> None:
-    nothing = np.zeros_like(SQUARES)
-    full = ObjectEvidence("a", "1", SQUARES, OF_SQUARES, typed(SQUARES, OF_SQUARES))
-    empty = ObjectEvidence("b", "2", SQUARES, OF_SQUARES, typed(nothing, np.array([0])))
+    background = np.zeros_like(SQUARES)
+    full = ObjectEvidence("a", "1", SQUARES, CLASSES_OF_SQUARES, predict_classes(SQUARES, CLASSES_OF_SQUARES))
+    empty = ObjectEvidence("b", "2", SQUARES, CLASSES_OF_SQUARES, predict_classes(background, np.array([0])))
     classes = CELLS.score([full, empty], POINT)["classes"]
     assert isinstance(classes, dict)
-    assert [(each["hits"], each["false"], each["missed"]) for each in classes.values()] == [(2, 0, 2)] * 2
+    assert [(row["hits"], row["false"], row["missed"]) for row in classes.values()] == [(2, 0, 2)] * 2
 
 
-def test_examine_reads_objects_and_their_classes(tmp_path: Path) -> None:
-    """Of a label map with gaps in its numbers, and an object that is not the task's."""
+def test_evidence_has_objects_and_their_classes(tmp_path: Path) -> None:
+    """The label map has gaps in its numbers, and an object of another class."""
     numbers = np.array([0, 7, 300, 11, 12], np.uint16)
     names = ((7, "epithelial"), (300, "epithelial"), (11, "LYMPHOCYTE"), (12, "other"))
     sample = annotated(tmp_path, numbers[SQUARES], *names)
-    found = CELLS.examine(typed(SQUARES, OF_SQUARES), sample)
-    assert {number: found.truth_classes[number] for number in (7, 300, 11)} == {7: 0, 300: 0, 11: 1}
-    assert np.unique(found.truth).tolist() == [0, 7, 11, 300]
-    scores = CELLS.score([found], POINT)
+    evidence = CELLS.collect_evidence(predict_classes(SQUARES, CLASSES_OF_SQUARES), sample)
+    assert {number: evidence.truth_classes[number] for number in (7, 300, 11)} == {7: 0, 300: 0, 11: 1}
+    assert np.unique(evidence.truth).tolist() == [0, 7, 11, 300]
+    scores = CELLS.score([evidence], POINT)
     assert [scores[key] for key in ("hits", "false", "missed")] == [3, 1, 0]
     classes = scores["classes"]
     assert isinstance(classes, dict)
@@ -469,7 +479,7 @@ def test_examine_reads_objects_and_their_classes(tmp_path: Path) -> None:
     assert classes["Epithelial"]["f1"] == 1
 
 
-def test_pixels_of_no_object_have_no_part_in_the_loss_of_classes(tmp_path: Path) -> None:
+def test_background_pixels_have_no_part_in_the_loss_of_classes(tmp_path: Path) -> None:
     labels = SQUARES.astype(np.uint16)
     labels[35:45, 35:40] = 0  # so that classes are not equally frequent: 200 px and 150 px
     names = ((1, "epithelial"), (2, "epithelial"), (3, "lymphocyte"), (4, "lymphocyte"))
@@ -479,44 +489,44 @@ def test_pixels_of_no_object_have_no_part_in_the_loss_of_classes(tmp_path: Path)
     logits = torch.randn(1, 5, 60, 60)
 
     def mean_of_means(logits: torch.Tensor, numbers: torch.Tensor, count: int) -> float:
-        of_each = -logits.log_softmax(dim=1)[0]
-        return sum(float(of_each[k][numbers == k].mean()) for k in range(count)) / count
+        losses = -logits.log_softmax(dim=1)[0]
+        return sum(float(losses[k][numbers == k].mean()) for k in range(count)) / count
 
     expected = mean_of_means(logits[:, :3], targets[0, 0], 3) + mean_of_means(logits[:, 3:], targets[0, 1], 2)
-    assert loss(logits, targets) == pytest.approx(expected, rel=1e-5), "every part and every class counts alike"
+    assert loss(logits, targets) == pytest.approx(expected, rel=1e-5), "every part and every class has the same weight"
     changed = logits.clone()
-    changed[:, 3:] += torch.randn(1, 2, 60, 60) * (targets[:, 1:] == UNKNOWN)
+    changed[:, 3:] += torch.randn(1, 2, 60, 60) * (targets[:, 1:] == NO_CLASS)
     assert loss(changed, targets) == pytest.approx(float(loss(logits, targets)), rel=1e-6)
     changed[:, 3, 10, 10] += 3
     assert float(loss(changed, targets)) < float(loss(logits, targets)) - 1e-4
-    nowhere = targets.clone()
-    nowhere[:, 1] = UNKNOWN
-    assert torch.isfinite(loss(logits, nowhere)), "a window without objects has a loss"
-    right = (logits[:, :3].argmax(dim=1) == targets[:, 0]).double().mean()
-    assert CELLS.accuracy(logits, targets) == right
+    without_objects = targets.clone()
+    without_objects[:, 1] = NO_CLASS
+    assert torch.isfinite(loss(logits, without_objects))
+    accuracy = (logits[:, :3].argmax(dim=1) == targets[:, 0]).double().mean()
+    assert CELLS.accuracy(logits, targets) == accuracy
 
 
-def test_weights_of_classes_by_hand(tmp_path: Path) -> None:
-    maps = [np.array([[0, 0, 0, 1], [UNKNOWN] * 4], np.uint8), np.array([[1, 1, 1, UNKNOWN]], np.uint8)]
-    weights = CELLS._class_weights(maps)  # three pixels of the first class and four of the other, of twelve
+def test_balancing_weights_of_classes_by_hand(tmp_path: Path) -> None:
+    maps = [np.array([[0, 0, 0, 1], [NO_CLASS] * 4], np.uint8), np.array([[1, 1, 1, NO_CLASS]], np.uint8)]
+    weights = balancing_weights(maps, CELLS.class_names)  # 3 of 12 pixels are of the first class, 4 of the second
     assert weights.tolist() == pytest.approx([12 / (2 * 3), 12 / (2 * 4)])
     sample = annotated(tmp_path, SQUARES.astype(np.uint16), *((i, "lymphocyte") for i in range(1, 5)))
-    with pytest.raises(DataError, match="have no object of class 'Epithelial'; every class is needed"):
+    with pytest.raises(DataError, match="have no pixel of class 'Epithelial'; every class is needed"):
         CELLS.make_loss([sample])
 
 
-def test_a_point_serves_all_classes() -> None:
-    evidence = [ObjectEvidence("f", "1", SQUARES, OF_SQUARES, typed(SQUARES, OF_SQUARES))]
-    point = CELLS.choose_point(evidence)
-    assert point == NUCLEI.choose_point(evidence)
-    assert CELLS.check_point(point) == point
+def test_the_operating_point_is_the_same_for_all_classes() -> None:
+    evidence = [ObjectEvidence("f", "1", SQUARES, CLASSES_OF_SQUARES, predict_classes(SQUARES, CLASSES_OF_SQUARES))]
+    point = CELLS.choose_operating_point(evidence)
+    assert point == NUCLEI.choose_operating_point(evidence)
+    assert CELLS.check_operating_point(point) == point
 
 
 # Other spacings
 
 
 @pytest.mark.parametrize(("spacing", "border_px"), [(0.125, 4), (0.25, 2), (0.5, 1), (1.0, 1)])
-def test_the_border_is_half_a_micrometre_deep_and_a_pixel_at_least(
+def test_the_border_is_half_a_micrometer_wide_and_at_least_one_pixel(
     tmp_path: Path, spacing: float, border_px: int
 ) -> None:
     labels = np.zeros((60, 60), np.uint16)
@@ -530,33 +540,33 @@ def test_the_border_is_half_a_micrometre_deep_and_a_pixel_at_least(
 
 
 @pytest.mark.parametrize(("spacing", "side_px"), [(0.125, 9), (0.25, 5), (0.5, 3)])
-def test_the_least_seed_has_one_and_a_quarter_square_micrometres(spacing: float, side_px: int) -> None:
-    """80 px, 20 px and 5 px: a square of this side is enough for a seed, and one of a pixel less is not."""
+def test_the_smallest_seed_has_1_25_square_micrometers(spacing: float, side_px: int) -> None:
+    """80, 20 and 5 px: a square of this side is large enough for a seed, and a square of one pixel less is not."""
     task = make_task("nuclei", Overrides(spacing_um_px=spacing))
     assert isinstance(task, Segment)
-    found = []
+    counts = []
     for side in (side_px - 1, side_px):
         planes = np.zeros((3, 60, 80), np.float32)
         planes[BACKGROUND] = 1
         planes[:, 10:50, 10:70] = np.array([0.1, 0.9, 0.0])[:, None, None]
         planes[:, 15:45, 15:35] = np.array([0.9, 0.1, 0.0])[:, None, None]
         planes[:, 20 : 20 + side, 50 : 50 + side] = np.array([0.9, 0.1, 0.0])[:, None, None]
-        found.append(task.decode(Prediction(planes, 1, (0.0, 0.0)), POINT).max())
-    assert found == [1, 2]
+        counts.append(task.decode(Prediction(planes, 1, (0.0, 0.0)), POINT).max())
+    assert counts == [1, 2]
 
 
 @pytest.mark.parametrize(
     ("spacing", "areas"), [(0.125, [180, 320, 440, 560, 680]), (0.5, [11, 20, 28, 35, 42]), (1.0, [3, 5, 7, 9, 11])]
 )
-def test_least_areas_are_in_square_micrometres(spacing: float, areas: list[int]) -> None:
-    """Debris of a pixel less than each of the areas that are tried: that area is chosen, which drops it."""
+def test_the_minimum_areas_that_are_tried_are_in_square_micrometers(spacing: float, areas: list[int]) -> None:
+    """A speck of one pixel less than each area that is tried: this area is chosen, because it removes the speck."""
     task = make_task("nuclei", Overrides(spacing_um_px=spacing))
     assert isinstance(task, Segment)
     for area in areas:
-        debris = np.zeros((30, 80), np.int32)
-        debris.reshape(-1)[np.arange(area - 1) // 29 * 80 + np.arange(area - 1) % 29] = 1
+        speck = np.zeros((30, 80), np.int32)
+        speck.reshape(-1)[np.arange(area - 1) // 29 * 80 + np.arange(area - 1) % 29] = 1
         truth = np.zeros((30, 80), np.int32)
         truth[2:29, 48:78] = 2
-        planes = np.eye(3)[np.where(debris + truth > 0, INSIDE, BACKGROUND)].transpose(2, 0, 1).astype(np.float32)
+        planes = np.eye(3)[np.where(speck + truth > 0, INSIDE, BACKGROUND)].transpose(2, 0, 1).astype(np.float32)
         evidence = ObjectEvidence("f", "1", truth, np.zeros(3, np.int64), Prediction(planes, 1, (0.0, 0.0)))
-        assert task.choose_point([evidence])["least_px"] == area
+        assert task.choose_operating_point([evidence])["least_px"] == area

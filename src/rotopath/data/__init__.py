@@ -1,4 +1,8 @@
-"""Annotated images: the benchmarks in their official layouts, one's own, and synthetic ones; and batches of them."""
+"""Datasets of annotated images, and training batches made from them.
+
+A dataset is a benchmark in its official layout, your own images, or synthetic tissue. The module `formats` opens and
+checks datasets of all formats; the module `batches` makes training batches.
+"""
 
 from rotopath.data.augmentation import NO_AUGMENTATION, Augmentation, augment
 from rotopath.data.batches import Batches

@@ -1,13 +1,14 @@
-"""AMIDA13 and TUPAC16: high-power fields of breast cancer, with the places of mitoses in CSV files.
+"""AMIDA13 and TUPAC16: images of breast cancer (high-power fields), with the positions of mitoses in CSV files.
 
-In: the folder with `mitoses_image_data_part_*/CASE/FIELD.tif` and `mitoses_ground_truth/CASE/FIELD.csv`, and perhaps a
-`split.csv` (case,split) that replaces the published split. Out: a dataset of fields.
+The dataset folder contains `mitoses_image_data_part_*/CASE/FIELD.tif` and `mitoses_ground_truth/CASE/FIELD.csv`. An
+optional `split.csv` with the columns case and split replaces the published split.
 """
 
+from collections.abc import Collection
 from pathlib import Path
 
-from rotopath.data.dataset import IMAGE_SUFFIXES, Dataset, Finding, Sample, files_in, left_out, listed, read_splits
-from rotopath.data.splits import amida13_split
+from rotopath.data.dataset import IMAGE_SUFFIXES, Dataset, Finding, Sample, count_and_list, find_files
+from rotopath.data.splits import amida13_split, note_without_split, read_split_file
 
 SPACING_UM_PX = 0.25
 PUBLISHED = {
@@ -18,48 +19,55 @@ PUBLISHED = {
 
 
 def is_amida13(root: Path) -> bool:
+    """Return whether a folder has the subfolders of AMIDA13."""
     return any(root.glob("mitoses_image_data*/")) or (root / "mitoses_ground_truth").is_dir()
 
 
 def open_amida13(root: Path) -> Dataset:
-    """Every field of every case that has a split; a field without a CSV has no mitoses."""
-    images = [path for part in sorted(root.glob("mitoses_image_data*")) for path in files_in(part, IMAGE_SUFFIXES)]
-    truths = {_field(path): path for path in files_in(root / "mitoses_ground_truth", {".csv"})}
-    cases = {case for case, _ in map(_field, images)}
-    table, findings = read_splits(root, "case", cases, _case)
+    """Open all fields of the cases that have a split. A field without a CSV file has no mitoses."""
+    images = [path for part in sorted(root.glob("mitoses_image_data*")) for path in find_files(part, IMAGE_SUFFIXES)]
+    annotations = {_case_and_field(path): path for path in find_files(root / "mitoses_ground_truth", {".csv"})}
+    cases = {case for case, _ in map(_case_and_field, images)}
+    table, findings = read_split_file(root, "case", cases, _normalize_case)
     if table is None:
         splits = {case: amida13_split(int(case)) for case in cases if case.isdecimal() and 1 <= int(case) <= 23}
-        if beyond := sorted(cases - splits.keys()):  # of TUPAC16
-            findings.append(left_out(beyond, "case"))
+        if beyond := sorted(cases - splits.keys()):  # cases of TUPAC16
+            findings.append(note_without_split(beyond, "case"))
     else:
         splits = {case: row["split"] for case, row in table.items()}
 
     samples: dict[tuple[str, str], Sample] = {}
     for path in images:
-        name, (case, field) = path.relative_to(root).as_posix(), _field(path)
-        if (twin := samples.get((case, field))) is not None:
-            findings.append(Finding(name, f"case {case} has this field already, as {twin.name}; it is left out."))
+        name, (case, field) = path.relative_to(root).as_posix(), _case_and_field(path)
+        if (first := samples.get((case, field))) is not None:
+            findings.append(Finding(name, f"is left out, because {first.name} is the same field; keep one of the two."))
         elif case in splits:
-            annotations = (truths[case, field],) if (case, field) in truths else ()
-            samples[case, field] = Sample(path, name, case, splits[case], SPACING_UM_PX, annotations=annotations)
+            annotation = (annotations[case, field],) if (case, field) in annotations else ()
+            samples[case, field] = Sample(path, name, case, splits[case], SPACING_UM_PX, annotations=annotation)
 
-    for place in sorted(truths.keys() - set(map(_field, images))):
-        findings.append(Finding(truths[place].relative_to(root).as_posix(), "there is no image of this field."))
-    if samples and not truths:
-        sentence = "there is no CSV at all, and without the places of mitoses there is nothing to learn."
-        findings.append(Finding("mitoses_ground_truth", sentence))
-    elif bare := [sample.name for sample in samples.values() if not sample.annotations]:
-        sentence = f"no CSV, so no mitoses, in {listed(bare, 'field')}."
-        findings.append(Finding("mitoses_ground_truth", sentence, is_problem=False))
+    for field_key in sorted(annotations.keys() - set(map(_case_and_field, images))):
+        name = annotations[field_key].relative_to(root).as_posix()
+        findings.append(Finding(name, "there is no image of this field; add the image, or remove this file."))
+    findings += _check_annotations(samples.values(), bool(annotations))
     published = PUBLISHED if table is None else {}
     return Dataset("points", "AMIDA13", root, tuple(samples.values()), tuple(findings), published, "mitoses")
 
 
-def _field(path: Path) -> tuple[str, str]:
-    """The case and the field that a file belongs to."""
-    return _case(path.parent.name), path.stem
+def _check_annotations(samples: Collection[Sample], has_annotations: bool) -> list[Finding]:
+    """Return a problem if no field has a CSV file, or a note about the fields without one."""
+    if samples and not has_annotations:
+        message = "contains no CSV file; at least one file with positions of mitoses is needed."
+        return [Finding("mitoses_ground_truth", message)]
+    if without_csv := [sample.name for sample in samples if not sample.annotations]:
+        message = f"no CSV file, thus counted as free of mitoses: {count_and_list(without_csv, 'field')}."
+        return [Finding("mitoses_ground_truth", message, is_problem=False)]
+    return []
 
 
-def _case(name: str) -> str:
-    """Cases have two digits; spreadsheets strip zeros."""
+def _case_and_field(path: Path) -> tuple[str, str]:
+    return _normalize_case(path.parent.name), path.stem
+
+
+def _normalize_case(name: str) -> str:
+    """Return the case number with two digits, because spreadsheets remove leading zeros."""
     return name.zfill(2) if name.isdecimal() else name

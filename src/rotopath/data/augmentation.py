@@ -1,7 +1,7 @@
-"""Augmentation: every window of a batch turned, transposed and coloured in a way of its own.
+"""Augment batches: flips, rotations, and changes of brightness and stain, drawn for each window separately.
 
-In: a batch of bytes, and changes drawn for it. Out: floats from 0 to 1, and class maps that moved along. What is drawn
-depends on a seed only; what is computed runs on whichever device the batch is on.
+`Augmentation.draw` draws random changes; they depend on a random generator only. `augment` applies the changes on the
+device that holds the batch. Target maps are flipped and rotated together with their images.
 """
 
 from dataclasses import dataclass
@@ -17,49 +17,60 @@ from rotopath.images.stain import REFERENCE_STAINS, WHITE
 from rotopath.nn import center_crop
 
 
-class Changes(NamedTuple):
-    """What happens to each of B windows."""
+class DrawnChanges(NamedTuple):
+    """Random changes for B windows."""
 
-    symmetries: Tensor  # (B,) of the square, 0 to 7
-    degrees: Tensor | None  # (B,) of a free rotation
-    stains: Tensor | None  # (B, 2) factors of hematoxylin and eosin
-    brightness: Tensor  # (B, 3) added to red, green and blue, in units of full brightness
+    symmetries: Tensor  # (B,): flip and quarter turns, 0 to 7, as in `group.apply_symmetries`
+    degrees: Tensor | None  # (B,): angle of a free rotation, counter-clockwise
+    stains: Tensor | None  # (B, 2): factors for the concentrations of hematoxylin and eosin
+    brightness: Tensor  # (B, 3): added to red, green and blue, as a fraction of full brightness
 
-    def to(self, device: torch.device) -> "Changes":
-        return Changes(
+    def to(self, device: torch.device) -> "DrawnChanges":
+        return DrawnChanges(
             self.symmetries.to(device, non_blocking=True),
             None if self.degrees is None else self.degrees.to(device, non_blocking=True),
             None if self.stains is None else self.stains.to(device, non_blocking=True),
             self.brightness.to(device, non_blocking=True),
         )
 
-    def shard(self, rank: int, count: int) -> "Changes":
-        """Every `count`-th window's, from that of number `rank`."""
-        return Changes(*(None if one is None else one[rank::count] for one in self))  # type: ignore[arg-type]
+    def shard(self, rank: int, count: int) -> "DrawnChanges":
+        """Return the changes of every `count`-th window, starting with window `rank`."""
+        return DrawnChanges(
+            self.symmetries[rank::count],
+            None if self.degrees is None else self.degrees[rank::count],
+            None if self.stains is None else self.stains[rank::count],
+            self.brightness[rank::count],
+        )
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How much windows are changed; as it stands, the paper's transpositions, quarter turns and brightness."""
+    """Types and strengths of random changes; by default those of the paper: transposition, quarter turns, brightness.
+
+    >>> import numpy as np
+    >>> from rotopath.data import Augmentation
+    >>> Augmentation(brightness=0.2).draw(count=4, generator=np.random.default_rng(0)).brightness.shape
+    torch.Size([4, 3])
+    """
 
     transpose: bool = True
     quarter_turns: bool = True
-    free_rotation: bool = False  # by any angle, for baselines that are to learn what others have built in
-    brightness: float = 0.1  # the largest shift of a channel, of full brightness
-    stain: float = 0.0  # the largest change of a stain's strength, as a fraction of it
+    free_rotation: bool = False  # by any angle, for networks that are not equivariant
+    brightness: float = 0.1  # largest shift of a color channel, as a fraction of full brightness
+    stain: float = 0.0  # largest relative change of the concentration of a stain
 
     def __post_init__(self) -> None:
         for name, amount in (("brightness", self.brightness), ("stain", self.stain)):
             if not 0 <= amount < 1:
-                raise ValueError(f"The augmentation {name!r} is a fraction from 0 to below 1; got {amount}.")
+                raise ValueError(f"The augmentation {name!r} is {amount}; expected a fraction from 0 to below 1.")
 
-    def draw(self, count: int, generator: np.random.Generator) -> Changes:
-        """Changes for `count` windows. Switching one kind off leaves what is drawn for the others as it was."""
+    def draw(self, count: int, generator: np.random.Generator) -> DrawnChanges:
+        """Draw changes for `count` windows; disabling one type of change does not alter the values of the others."""
         transposed, quarters = generator.integers(2, size=count), generator.integers(4, size=count)
         degrees = generator.uniform(0, 360, count)
         stains = generator.uniform(1 - self.stain, 1 + self.stain, (count, 2))
         brightness = generator.uniform(-self.brightness, self.brightness, (count, 3))
-        return Changes(
+        return DrawnChanges(
             torch.from_numpy(4 * transposed * self.transpose + quarters * self.quarter_turns),
             torch.from_numpy(degrees).float() if self.free_rotation else None,
             torch.from_numpy(stains).float() if self.stain else None,
@@ -70,10 +81,12 @@ class Augmentation:
 NO_AUGMENTATION = Augmentation(transpose=False, quarter_turns=False, brightness=0.0)
 
 
-def augment(windows: Tensor, changes: Changes, size_px: int) -> tuple[Tensor, Tensor | None]:
-    """Windows (B, 3 + k, s, s) of bytes to images (B, 3, size, size) of floats, and k target maps that move along.
+def augment(windows: Tensor, changes: DrawnChanges, size_px: int) -> tuple[Tensor, Tensor | None]:
+    """Apply random changes to windows (B, 3 + k, s, s) of bytes: red, green, blue, and k target maps.
 
-    Windows may be larger than `size_px`, for the corners of a free rotation to come from; the middle is kept.
+    Returns the centers of the windows: images (B, 3, size_px, size_px) as floats from 0 to 1, and target maps
+    (B, k, size_px, size_px) as integers, or None if there are no target maps. A free rotation needs windows larger than
+    `size_px`, because the corners of a rotated image come from pixels around it.
     """
     if changes.degrees is not None:
         images, targets = windows[:, :3], windows[:, 3:]
@@ -90,9 +103,9 @@ def augment(windows: Tensor, changes: Changes, size_px: int) -> tuple[Tensor, Te
 
 
 def change_stains(images: Tensor, factors: Tensor) -> Tensor:
-    """Images (B, 3, H, W) with hematoxylin and eosin made stronger or weaker by factors (B, 2); white stays white."""
+    """Multiply the concentrations of hematoxylin and eosin in images (B, 3, H, W) from 0 to 1 by factors (B, 2)."""
     stains, unmixing = (matrix.to(images) for matrix in _stain_matrices())
-    factors = torch.cat([factors, torch.ones_like(factors[:, :1])], dim=1)  # what is neither stays
+    factors = torch.cat([factors, torch.ones_like(factors[:, :1])], dim=1)  # the third component is kept
     change = torch.einsum("rs,bs,sc->brc", stains, factors, unmixing)  # (B, 3, 3), from densities to densities
     density = -torch.log((255 * images + 1) / WHITE)
     changed = torch.einsum("brc,bchw->brhw", change, density)
@@ -101,7 +114,10 @@ def change_stains(images: Tensor, factors: Tensor) -> Tensor:
 
 @cache
 def _stain_matrices() -> tuple[Tensor, Tensor]:
-    """Densities of hematoxylin, eosin and what is at right angles to both, as columns; and the inverse."""
-    rest = np.cross(REFERENCE_STAINS[:, 0], REFERENCE_STAINS[:, 1])
-    stains = np.column_stack([REFERENCE_STAINS, rest / np.linalg.norm(rest)])
+    """Return a matrix (3, 3) of optical densities, and its inverse.
+
+    The columns are hematoxylin, eosin, and the direction orthogonal to both; the rows are red, green and blue.
+    """
+    orthogonal = np.cross(REFERENCE_STAINS[:, 0], REFERENCE_STAINS[:, 1])
+    stains = np.column_stack([REFERENCE_STAINS, orthogonal / np.linalg.norm(orthogonal)])
     return torch.from_numpy(stains), torch.from_numpy(np.linalg.inv(stains))

@@ -1,11 +1,13 @@
-"""Opening data: finds out what a folder or a file holds, and calls its reader.
+"""Open a dataset of any known format, and check its contents.
 
-In: the path that a person points at. Out: a dataset, or one sentence about why there is none.
+`FORMATS` is the table of all formats. To add a format:
 
-Checking data: reads every image and annotation, counts them, and collects all that is wrong.
-
-In: a dataset. Out: counts by split, findings in the order of the files, and how well two annotations of the same
-image agree where there are two.
+1. Write `data/my_format.py` with two functions: `is_my_format(root)` recognizes a folder by file names, without
+   reading the files; `open_my_format(root)` returns a `Dataset` and reports faulty files as findings. kumar.py is an
+   example; dataset.py contains functions for all formats.
+2. Add a row to `FORMATS`.
+3. Add a function that writes a tiny example to tests/layouts.py, and tests in tests/data/test_my_format.py.
+4. Describe the format in docs/data.md.
 """
 
 import os
@@ -21,52 +23,97 @@ from scipy import ndimage
 from rotopath.data.amida13 import is_amida13, open_amida13
 from rotopath.data.annotations import AnnotationError, Objects, parse_objects, parse_points
 from rotopath.data.class_folders import is_class_folders, open_class_folders
-from rotopath.data.dataset import SYNTHETIC, Annotated, DataError, Dataset, Finding, Sample, read_run, runs
+from rotopath.data.dataset import (
+    SYNTHETIC_MARKER,
+    Annotated,
+    DataError,
+    Dataset,
+    Finding,
+    Sample,
+    group_for_reading,
+    read_together,
+)
 from rotopath.data.kumar import is_kumar, open_kumar
-from rotopath.data.manifest import open_manifest
+from rotopath.data.manifest import MANIFEST_FILE, open_manifest
 from rotopath.data.pcam import is_kaggle, is_pcam, open_kaggle, open_pcam
-from rotopath.data.splits import SPLITS, leaks
+from rotopath.data.splits import SPLITS, find_leaks
 from rotopath.images.files import UnreadableFileError, is_plausible
 from rotopath.metrics.matching import aggregated_jaccard
 
-Open = Callable[[Path, float | None], Dataset]  # given the root, and the spacing of images that do not say theirs
-LAYOUTS: tuple[tuple[Callable[[Path], bool], Open], ...] = (
-    (lambda root: (root / "manifest.csv").is_file(), lambda root, um: open_manifest(root / "manifest.csv", um)),
-    (is_amida13, lambda root, _: open_amida13(root)),
-    (is_pcam, lambda root, _: open_pcam(root)),
-    (is_kaggle, lambda root, _: open_kaggle(root)),
-    (is_kumar, lambda root, _: open_kumar(root)),
+
+@dataclass(frozen=True)
+class Format:
+    """A dataset format: one row of the table `FORMATS`."""
+
+    example: str  # description of a folder in this format, for error messages
+    detect: Callable[[Path], bool]  # returns whether a folder has this format
+    open: Callable[[Path, float | None], Dataset]  # receives the folder, and a pixel spacing for images without one
+    fallback: bool = False  # tried last, if no other format fits the folder or a subfolder
+
+
+# A manifest comes first, because it has priority over the layout of the files beside it.
+FORMATS = (
+    Format(
+        "a folder with a manifest.csv",
+        lambda root: (root / MANIFEST_FILE).is_file(),
+        lambda root, spacing_um_px: open_manifest(root / MANIFEST_FILE, spacing_um_px),
+    ),
+    Format(
+        "the unpacked folders of AMIDA13 (mitoses_image_data_part_1, mitoses_ground_truth)",
+        is_amida13,
+        lambda root, _: open_amida13(root),
+    ),
+    Format(
+        "the files of PCam (camelyonpatch_level_2_split_train_x.h5, ...)",
+        is_pcam,
+        lambda root, _: open_pcam(root),
+    ),
+    Format(
+        "PCam as on Kaggle (train, train_labels.csv)",
+        is_kaggle,
+        lambda root, _: open_kaggle(root),
+    ),
+    Format(
+        "Kumar or MoNuSeg (Tissue Images, Annotations)",
+        is_kumar,
+        lambda root, _: open_kumar(root),
+    ),
+    Format(
+        "a folder of patches for each class",
+        is_class_folders,
+        open_class_folders,
+        fallback=True,
+    ),
 )
-EXPECTED = (
-    "expected are the unpacked folders of AMIDA13 (mitoses_image_data_part_1, mitoses_ground_truth), of Kumar or "
-    "MoNuSeg (Tissue Images, Annotations), of PCam (camelyonpatch_level_2_split_train_x.h5, or train and "
-    "train_labels.csv), a folder of patches for each class, or a manifest.csv"
-)
-HOLDS: Mapping[Annotated, str] = {
-    "labels": "images with a class each",
+
+ANNOTATION_KINDS: Mapping[Annotated, str] = {
+    "labels": "a class for each image",
     "points": "positions of objects",
     "objects": "outlines of objects",
 }
 
 
-def open_data(path: Path | str, annotated: Annotated | None = None, spacing_um_px: float | None = None) -> Dataset:
-    """The dataset at a path: a folder of a benchmark, also one level above it, a folder of classes, or a manifest.
+# Opening
 
-    With `annotated`, data with annotations of another kind is refused. `spacing_um_px` is that of images of one's own
-    that do not say theirs.
+
+def open_data(path: Path | str, annotated: Annotated | None = None, spacing_um_px: float | None = None) -> Dataset:
+    """Open the dataset at a path: a folder in a known format, its parent folder, or a CSV manifest.
+
+    `annotated` is the required type of annotation, if any. `spacing_um_px` is the pixel spacing of your own images that
+    do not specify one. Raises DataError if there is no usable dataset, or if it has another type of annotation.
     """
     if spacing_um_px is not None and not is_plausible(spacing_um_px):
-        raise DataError(f"The spacing is {spacing_um_px:g} µm/px, but microscopes have 0.05 to 5.")
+        raise DataError(f"The pixel spacing is {spacing_um_px:g} µm/px; expected 0.05 to 5 µm/px.")
     dataset = _open(Path(path), spacing_um_px)
-    if (dataset.root / SYNTHETIC).exists():
+    if (dataset.root / SYNTHETIC_MARKER).exists():
         dataset = replace(dataset, source=f"{dataset.source} (synthetic)")
     if annotated is not None and dataset.annotated != annotated:
         raise DataError(
-            f"{path} ({dataset.source}) holds {HOLDS[dataset.annotated]}, where {HOLDS[annotated]} are needed; "
-            f"choose other data, or another task."
+            f"{path} ({dataset.source}) contains {ANNOTATION_KINDS[dataset.annotated]}, but "
+            f"{ANNOTATION_KINDS[annotated]} are needed; choose other data, or another task."
         )
-    shared = leaks((sample.case, sample.split) for sample in dataset.samples if sample.case)
-    return replace(dataset, findings=(*dataset.findings, *(Finding("", sentence) for sentence in shared)))
+    leaks = find_leaks((sample.case, sample.split) for sample in dataset.samples if sample.case)
+    return replace(dataset, findings=(*dataset.findings, *(Finding("", message) for message in leaks)))
 
 
 def _open(path: Path, spacing_um_px: float | None) -> Dataset:
@@ -74,52 +121,58 @@ def _open(path: Path, spacing_um_px: float | None) -> Dataset:
         raise DataError(f"{path} does not exist.")
     if path.is_file():
         if path.suffix.lower() != ".csv":
-            raise DataError(f"{path} is a file, but no CSV manifest; give a folder or a manifest.")
+            raise DataError(f"{path} is a file, but not a CSV manifest; expected a folder or a CSV manifest.")
         return open_manifest(path, spacing_um_px)
-    if (here := _layout(path)) is not None:
-        return here(path, spacing_um_px)
-    # An archive often unpacks into a folder of its own, one level further down.
-    inside = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
-    found = [(root, layout) for root in inside if (layout := _layout(root)) is not None]
-    if len(found) > 1:
-        places = ", ".join(str(root) for root, _ in found)
-        raise DataError(f"{path} holds more than one data set ({places}); give the folder of one.")
-    if not found:  # a folder for each class is what is left, here or one level further down
-        for root in (path, *inside):
-            if is_class_folders(root):
-                return open_class_folders(root, spacing_um_px)
-        what = "is empty" if not any(path.iterdir()) else "is no data set that is known here"
-        raise DataError(f"{path} {what}; {EXPECTED}.")
-    root, layout = found[0]
-    return layout(root, spacing_um_px)
+    if (known := _find_format(path)) is not None:
+        return known.open(path, spacing_um_px)
+    # Unpacking an archive often adds one level of folders.
+    subfolders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+    matches = [(folder, known) for folder in subfolders if (known := _find_format(folder)) is not None]
+    if len(matches) > 1:
+        folders = ", ".join(str(folder) for folder, _ in matches)
+        raise DataError(f"{path} contains more than one dataset ({folders}); choose one of these folders.")
+    fallbacks = ((folder, known) for folder in (path, *subfolders) for known in FORMATS if known.fallback)
+    match = (
+        matches[0] if matches else next(((folder, known) for folder, known in fallbacks if known.detect(folder)), None)
+    )
+    if match is None:
+        fault = "is empty" if not any(path.iterdir()) else "is not a dataset of a known format"
+        raise DataError(f"{path} {fault}; expected {'; or '.join(known.example for known in FORMATS)}.")
+    folder, known = match
+    return known.open(folder, spacing_um_px)
 
 
-def _layout(root: Path) -> Open | None:
-    """The reader of a folder; a manifest goes before what it may lie in."""
-    return next((open_layout for is_layout, open_layout in LAYOUTS if is_layout(root)), None)
+def _find_format(folder: Path) -> Format | None:
+    return next((known for known in FORMATS if not known.fallback and known.detect(folder)), None)
+
+
+# Checking
 
 
 @dataclass(frozen=True)
 class Check:
-    """What a dataset holds, and what is wrong with it."""
+    """Result of checking a dataset: counts and findings."""
 
     dataset: Dataset
-    counts: dict[str, Counter[str]]  # by split: images, cases, and objects or images of each class
-    findings: tuple[Finding, ...]
-    agreement: dict[str, float]  # AJI of label map and outlines, by image
+    counts: dict[str, Counter[str]]  # by split: number of images, cases, and objects (or images) of each class
+    findings: tuple[Finding, ...]  # problems and notes
+    agreement: dict[str, float]  # by image with both annotations: AJI between label map and outlines
 
 
 @dataclass
 class _Contents:
-    """What was found inside of one or several samples."""
+    """Counts and findings of samples that were read together."""
 
     objects: Counter[str] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
     agreement: dict[str, float] = field(default_factory=dict)
 
 
-def check(dataset: Dataset, progress: Callable[[int], object] = lambda _: None) -> Check:
-    """Read everything; `progress` is told how many samples were just done."""
+def check(dataset: Dataset, on_progress: Callable[[int], object] = lambda _: None) -> Check:
+    """Read every image and annotation, count them, and collect all problems and notes.
+
+    `on_progress` receives the number of samples that have just been read.
+    """
     counts = {split: Counter[str]() for split in SPLITS}
     findings = list(dataset.findings)
     agreement: dict[str, float] = {}
@@ -128,76 +181,78 @@ def check(dataset: Dataset, progress: Callable[[int], object] = lambda _: None) 
     for split in SPLITS:
         cases = {sample.case for sample in dataset.samples if sample.split == split}
         counts[split]["cases"] = len(cases - {""})
+    groups = group_for_reading(dataset.samples)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        read_together = runs(dataset.samples)
-        for run, contents in zip(read_together, pool.map(partial(_read, dataset), read_together), strict=True):
-            counts[run[0].split].update(contents.objects)
+        for group, contents in zip(groups, pool.map(partial(_check_group, dataset), groups), strict=True):
+            counts[group[0].split].update(contents.objects)
             findings += contents.findings
             agreement |= contents.agreement
-            progress(len(run))
-    findings += _emptiness(dataset)
+            on_progress(len(group))
+    findings += _find_empty_splits(dataset)
     return Check(dataset, counts, tuple(findings), agreement)
 
 
-def _emptiness(dataset: Dataset) -> list[Finding]:
-    """That there is nothing, or nothing in some split."""
+def _find_empty_splits(dataset: Dataset) -> list[Finding]:
     if not dataset.samples:
-        return [Finding("", "there is not a single image that can be used.")]
+        return [Finding("", "the dataset contains no image that can be used.")]
     present = {sample.split for sample in dataset.samples}
-    return [Finding("", f"no image is in the split {s!r}.", is_problem=False) for s in SPLITS if s not in present]
+    return [Finding("", f"the split {s!r} contains no images.", is_problem=False) for s in SPLITS if s not in present]
 
 
-def _read(dataset: Dataset, run: list[Sample]) -> _Contents:
+def _check_group(dataset: Dataset, samples: list[Sample]) -> _Contents:
+    """Read samples that belong together, and count their objects and problems."""
     contents = _Contents()
     try:
-        read_run(run)
+        read_together(samples)
     except UnreadableFileError as error:
-        contents.findings.append(Finding.of(error, dataset.root))
+        contents.findings.append(Finding.from_error(error, dataset.root))
         return contents
     if dataset.annotated == "labels":
-        contents.objects.update(sample.label or "" for sample in run)
+        contents.objects.update(sample.label or "" for sample in samples)
     elif dataset.annotated == "points":
-        _read_points(run[0], dataset, contents)
+        _check_points(samples[0], dataset, contents)
     else:
-        _read_objects(run[0], dataset, contents)
+        _check_objects(samples[0], dataset, contents)
     return contents
 
 
-def _read_points(sample: Sample, dataset: Dataset, contents: _Contents) -> None:
-    root = dataset.root
+def _check_points(sample: Sample, dataset: Dataset, contents: _Contents) -> None:
     try:
         points, faults = parse_points(sample)
     except UnreadableFileError as error:
-        contents.findings.append(Finding.of(error, root))
+        contents.findings.append(Finding.from_error(error, dataset.root))
         return
     contents.objects[dataset.objects] += len(points)
     contents.objects.update(name for name in points.classes if name)
-    contents.findings += [Finding.of(AnnotationError(sample.annotations[0], fault), root) for fault in faults]
+    errors = [AnnotationError(sample.annotations[0], fault) for fault in faults]
+    contents.findings += [Finding.from_error(error, dataset.root) for error in errors]
 
 
-def _read_objects(sample: Sample, dataset: Dataset, contents: _Contents) -> None:
-    """All annotations are read, though only the first one counts: what is wrong with the others is worth knowing."""
-    root = dataset.root
-    maps = []
+def _check_objects(sample: Sample, dataset: Dataset, contents: _Contents) -> None:
+    """Read all annotations of a sample; training uses only the first, but problems of the others are reported, too."""
+    label_maps = []
     for annotation in sample.annotations:
         try:
             objects, faults = parse_objects(sample, annotation)
         except UnreadableFileError as error:
-            contents.findings.append(Finding.of(error, root))
+            contents.findings.append(Finding.from_error(error, dataset.root))
             continue
-        maps.append(objects.labels)
-        left_out = [Finding.of(AnnotationError(annotation, fault), root) for fault in faults]
+        label_maps.append(objects.labels)
+        left_out = [Finding.from_error(AnnotationError(annotation, fault), dataset.root) for fault in faults]
         contents.findings += [replace(finding, is_problem=False) for finding in left_out]
         if annotation == sample.annotations[0]:
             contents.objects[dataset.objects] += len(objects.numbers)
             contents.objects.update(objects.classes.values())
-            if (parts := _count_joined(objects)) > 1:
-                fault = f"gives all of its {parts} objects one number, so they count as one; number them."
-                contents.findings.append(Finding.of(AnnotationError(annotation, fault), root))
-    if len(maps) == 2:
-        contents.agreement[sample.name] = aggregated_jaccard(*maps)
+            if (parts := _count_parts_of_single_object(objects)) > 1:
+                fault = f"has {parts} separate objects with the same number, which count as one; number the objects."
+                contents.findings.append(Finding.from_error(AnnotationError(annotation, fault), dataset.root))
+    if len(label_maps) == 2:
+        contents.agreement[sample.name] = aggregated_jaccard(*label_maps)
 
 
-def _count_joined(objects: Objects) -> int:
-    """How many parts a single object has; 1 where there are several objects."""
+def _count_parts_of_single_object(objects: Objects) -> int:
+    """Return the number of connected components if a label map has a single object number, else 1.
+
+    More than one component means that the file is a mask in which objects were not numbered.
+    """
     return int(ndimage.label(objects.labels)[1]) if len(objects.numbers) == 1 else 1

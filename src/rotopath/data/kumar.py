@@ -1,33 +1,23 @@
-"""Kumar et al. (2017) and MoNuSeg: fields of several organs, with every nucleus outlined.
+"""Kumar et al. (2017) and MoNuSeg: images of several organs (fields) in which every nucleus is outlined.
 
-In: the folder with `Tissue Images`, and `Annotations` (Aperio XML) or `Label Maps` (16-bit images); or a flat folder of
-images with an XML file of the same name each, as MoNuSeg's test set; and perhaps a `split.csv` (image,split,organ).
-Out: a dataset of fields. Where a field has both, the label map counts.
+The dataset folder contains `Tissue Images`, and `Annotations` (Aperio XML) or `Label Maps` (16-bit images). It may also
+be a flat folder of images, each with an XML file of the same name, such as MoNuSeg's test set. If a field has both
+annotations, the label map is used. An optional `split.csv` has the columns image, split and organ.
 """
 
 import re
-from collections.abc import Collection as AbstractCollection
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from rotopath.data.annotations import read_spacing_um_px
-from rotopath.data.dataset import (
-    IMAGE_SUFFIXES,
-    SPLIT_FILE,
-    Dataset,
-    Finding,
-    Sample,
-    by_stem,
-    files_in,
-    left_out,
-    read_splits,
-)
-from rotopath.data.splits import KUMAR_FIELDS, split_strata
+from rotopath.data.annotations import read_aperio_spacing_um_px
+from rotopath.data.dataset import IMAGE_SUFFIXES, Dataset, Finding, Sample, find_files, index_by_stem
+from rotopath.data.splits import KUMAR_FIELDS, SPLIT_FILE, note_without_split, read_split_file, split_strata
 from rotopath.images.files import UnreadableFileError, spacing_um_px
 
 SPACING_UM_PX = 0.25
-SPLIT_SEED = 0  # where no split.csv tells; the paper's choice of fields is not published
-ORGANS = {  # of the 24 fields of the paper, as Kumar et al. list them
+SPLIT_SEED = 0  # of the random split without a split.csv; the paper does not list the fields of its splits
+ORGANS = {  # TCGA codes of the 24 fields of the paper
     "breast": ("A7-A13E", "A7-A13F", "AR-A1AK", "AR-A1AS", "E2-A14V", "E2-A1B5"),
     "kidney": ("B0-5698", "B0-5710", "B0-5711", "HE-7128", "HE-7129", "HE-7130"),
     "liver": ("18-5592", "21-5784", "21-5786", "38-6178", "49-4488", "50-5931"),
@@ -41,102 +31,110 @@ PUBLISHED = {
 
 
 def is_kumar(root: Path) -> bool:
-    return _folder(root, "tissue images") is not None or is_flat(root)
+    """Return whether a folder has the layout of Kumar et al., or is a flat folder of images and XML files."""
+    return _find_folder(root, "tissue images") is not None or is_flat(root)
 
 
 def is_flat(root: Path) -> bool:
-    """Whether images and XML files of the same names lie in the folder itself."""
+    """Return whether the folder itself contains images, and XML files with the same names."""
     stems = {path.stem for path in root.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES}
     return any(path.stem in stems for path in root.iterdir() if path.suffix.lower() == ".xml")
 
 
 def open_kumar(root: Path) -> Dataset:
-    """Every field that has a split and nuclei."""
-    flat = _folder(root, "tissue images") is None
-    found = _files_of(root, IMAGE_SUFFIXES) if flat else files_in(_folder(root, "tissue images"), IMAGE_SUFFIXES)
-    images, findings = by_stem(root, found)
-    maps, twin_maps = by_stem(root, files_in(_folder(root, "label maps"), IMAGE_SUFFIXES))
-    found = _files_of(root, {".xml"}) if flat else files_in(_folder(root, "annotations"), {".xml"})
-    outlines, twin_outlines = by_stem(root, found)
-    splits, findings_of_splits = _splits(root, images, flat)
-    findings += [*twin_maps, *twin_outlines, *findings_of_splits]
+    """Open all fields that have a split and annotated nuclei."""
+    image_folder = _find_folder(root, "tissue images")
+    flat = image_folder is None
+    image_files = _list_files(root, IMAGE_SUFFIXES) if flat else find_files(image_folder, IMAGE_SUFFIXES)
+    xml_files = _list_files(root, {".xml"}) if flat else find_files(_find_folder(root, "annotations"), {".xml"})
+    images, findings = index_by_stem(root, image_files)
+    label_maps, map_findings = index_by_stem(root, find_files(_find_folder(root, "label maps"), IMAGE_SUFFIXES))
+    outlines, outline_findings = index_by_stem(root, xml_files)
+    splits, split_findings = _assign_splits(root, images, flat)
+    findings += [*map_findings, *outline_findings, *split_findings]
 
     samples = []
-    for stem, split in splits.items():
+    for stem, (split, organ) in splits.items():
         path = images[stem]
         name = path.relative_to(root).as_posix()
-        annotations = tuple(found[stem] for found in (maps, outlines) if stem in found)
+        annotations = tuple(files[stem] for files in (label_maps, outlines) if stem in files)
         if not annotations:
-            findings.append(Finding(name, "there is neither a label map nor an XML of its nuclei; it is left out."))
+            findings.append(
+                Finding(name, "is left out, because it has neither a label map nor an XML file; add one of them.")
+            )
             continue
-        spacing, organ = _spacing(path, outlines.get(stem)), split.organ
-        samples.append(Sample(path, name, patient(stem), split.name, spacing, annotations=annotations, stratum=organ))
+        spacing = _find_spacing(path, outlines.get(stem))
+        patient = find_patient(stem)
+        samples.append(Sample(path, name, patient, split, spacing, annotations=annotations, stratum=organ))
 
-    for stem in sorted((maps.keys() | outlines.keys()) - images.keys()):
-        path = maps.get(stem) or outlines[stem]
-        findings.append(Finding(path.relative_to(root).as_posix(), "there is no image of this name."))
-    # The published counts are those of the published split; any other has other ones.
+    for stem in sorted((label_maps.keys() | outlines.keys()) - images.keys()):
+        path = label_maps.get(stem) or outlines[stem]
+        message = "there is no image with this name; add the image, or remove this file."
+        findings.append(Finding(path.relative_to(root).as_posix(), message))
+    # Published counts apply to the published split only.
     published = {} if flat or (root / SPLIT_FILE).is_file() else PUBLISHED
     return Dataset("objects", "Kumar/MoNuSeg", root, tuple(samples), tuple(findings), published, "nuclei")
 
 
-def patient(stem: str) -> str:
-    """The patient of a TCGA image; of any other, the image itself.
+def find_patient(stem: str) -> str:
+    """Return the patient of a TCGA image; for any other image, the name of the image.
 
-    >>> from rotopath.data.kumar import patient
-    >>> patient("TCGA-A7-A13E-01Z-00-DX1"), patient("my-image")
+    >>> from rotopath.data.kumar import find_patient
+    >>> find_patient("TCGA-A7-A13E-01Z-00-DX1"), find_patient("my-image")
     ('TCGA-A7-A13E', 'my-image')
     """
-    found = re.match(r"TCGA-\w{2}-\w{4}", stem)
-    return found[0] if found else stem
+    match = re.match(r"TCGA-\w{2}-\w{4}", stem)
+    return match[0] if match else stem
 
 
-class _Split(NamedTuple):
-    name: str
+class _SplitAndOrgan(NamedTuple):
+    split: str
     organ: str
 
 
-def _splits(root: Path, images: dict[str, Path], flat: bool) -> tuple[dict[str, _Split], list[Finding]]:
-    """The split and organ of each image that takes part: by split.csv, else so many of each organ, by a fixed seed.
+def _assign_splits(root: Path, images: dict[str, Path], flat: bool) -> tuple[dict[str, _SplitAndOrgan], list[Finding]]:
+    """Return the split and organ of each image that is used: from split.csv, else at random within each organ.
 
-    A flat folder is how test sets come: without a split.csv, all of its images are for testing.
+    In a flat folder without a split.csv, all images are in the split "test".
     """
     organ_of = {code: organ for organ, codes in ORGANS.items() for code in codes}
-    organs = {stem: organ_of.get(patient(stem).removeprefix("TCGA-"), "") for stem in images}
-    table, findings = read_splits(root, "image", images, _stem)
+    organs = {stem: organ_of.get(find_patient(stem).removeprefix("TCGA-"), "") for stem in images}
+    table, findings = read_split_file(root, "image", images, _remove_suffix)
     if table is not None:
-        return {s: _Split(row["split"], row.get("organ") or organs[s]) for s, row in sorted(table.items())}, findings
+        rows = sorted(table.items())
+        return {stem: _SplitAndOrgan(row["split"], row.get("organ") or organs[stem]) for stem, row in rows}, findings
     if flat:
-        sentence = "images and XML files are in one folder, as in MoNuSeg's test set: all are in the split 'test'."
-        return {stem: _Split("test", organs[stem]) for stem in sorted(images)}, [Finding("", sentence, False)]
+        message = "images and XML files are in one folder, as in MoNuSeg's test set: all images have the split 'test'."
+        note = Finding("", message, is_problem=False)
+        return {stem: _SplitAndOrgan("test", organs[stem]) for stem in sorted(images)}, [note]
     known = {stem: organ for stem, organ in organs.items() if organ}
     try:
         splits = split_strata(known, KUMAR_FIELDS, SPLIT_SEED)
     except ValueError as error:
-        return {}, [Finding("", f"{error} It goes into a split.csv (image,split,organ).")]
+        return {}, [Finding("", f"{error} List the split of each image in a split.csv (image,split,organ).")]
     if unknown := sorted(images.keys() - known.keys()):
-        findings.append(left_out(unknown, "image"))
-    return {stem: _Split(splits[stem], known[stem]) for stem in sorted(splits)}, findings
+        findings.append(note_without_split(unknown, "image"))
+    return {stem: _SplitAndOrgan(splits[stem], known[stem]) for stem in sorted(splits)}, findings
 
 
-def _stem(name: str) -> str:
+def _remove_suffix(name: str) -> str:
     return Path(name).stem if Path(name).suffix.lower() in IMAGE_SUFFIXES else name
 
 
-def _spacing(image: Path, outlines: Path | None) -> float:
-    """As the files themselves tell it, for fields of one's own may be put into this layout; else as published."""
+def _find_spacing(image: Path, outlines: Path | None) -> float:
+    """Return the pixel spacing that the image or XML file specifies (fields may be your own), else 0.25 µm/px."""
     try:
-        found = spacing_um_px(image)
+        spacing = spacing_um_px(image)
     except UnreadableFileError:
-        found = None  # a check of the contents will tell
-    return found or (read_spacing_um_px(outlines) if outlines else None) or SPACING_UM_PX
+        spacing = None  # `check` reports the file
+    return spacing or (read_aperio_spacing_um_px(outlines) if outlines else None) or SPACING_UM_PX
 
 
-def _files_of(folder: Path, suffixes: AbstractCollection[str]) -> list[Path]:
-    """Files of the folder itself, and not of those in it."""
-    return [path for path in files_in(folder, suffixes) if path.parent == folder]
+def _list_files(folder: Path, suffixes: Collection[str]) -> list[Path]:
+    """Return the files that are directly in a folder, not in its subfolders."""
+    return [path for path in find_files(folder, suffixes) if path.parent == folder]
 
 
-def _folder(root: Path, name: str) -> Path | None:
-    """A folder by its name, however it is capitalised: downloads differ."""
+def _find_folder(root: Path, name: str) -> Path | None:
+    """Return the subfolder with this name; upper and lower case are ignored. Returns None if it does not exist."""
     return next((path for path in sorted(root.iterdir()) if path.is_dir() and path.name.lower() == name), None)

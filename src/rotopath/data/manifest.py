@@ -1,8 +1,9 @@
-"""Images of one's own, listed in a CSV manifest.
+"""Your own images, listed in a CSV manifest.
 
-In: a file with the columns `image`, `label` or `annotation`, and perhaps `group`, `split`, `spacing` (µm/px) and
-`organ`; paths are relative to it. Out: a dataset. A `label` is the class of a whole image. An `annotation` is a file
-of the objects in it: points (CSV or GeoJSON of points), or outlines (a label map, Aperio XML, GeoJSON of polygons).
+A manifest has the columns `image` and either `label` or `annotation`, and optionally `group` (the patient), `split`,
+`spacing` (of pixels, in µm/px) and `organ`. Paths are relative to the manifest. A `label` is the class of a whole
+image. An `annotation` is a file of points (CSV, or GeoJSON of points) or of outlines (label map, Aperio XML, or GeoJSON
+of polygons).
 """
 
 import os
@@ -15,92 +16,118 @@ from rotopath.data.splits import SPLITS, split_fractions
 from rotopath.images.files import PLAUSIBLE_UM_PX, UnreadableFileError, is_plausible, spacing_um_px
 from rotopath.images.geojson import Point, read_geojson
 
-FRACTIONS = {"train": 0.6, "valid": 0.2, "test": 0.2}  # of the groups, where the manifest has no splits
+MANIFEST_FILE = "manifest.csv"
+# Without a column `split`, these fractions of the patients are in each split.
+FRACTIONS = {"train": 0.6, "valid": 0.2, "test": 0.2}
 SPLIT_SEED = 0
 
 
-def open_manifest(path: Path, spacing: float | None = None) -> Dataset:
-    """The images of the manifest's good rows, and a finding for each bad one.
+def open_manifest(path: Path, default_spacing_um_px: float | None = None) -> Dataset:
+    """Open the images of all valid rows, and report each invalid row as a finding.
 
-    `spacing` is that of images that do not say their own, in a column or in their files.
+    `default_spacing_um_px` is the pixel spacing of images for which neither the manifest nor the file specifies one.
     """
     table = read_table(path, ("image",))
     if not table:
-        raise DataError(f"{path} lists no images.")
+        raise DataError(f"{path} lists no images; add a line for each image.")
     annotated = _find_annotated(path, table)
     samples: list[Sample] = []
     findings: list[Finding] = []
-    splits = _splits(table)
+    splits = _assign_splits(table)
     first_lines: dict[str, int] = {}
     for line, row in table:
         try:
-            if (first := first_lines.setdefault(_key(row), line)) != line:
-                raise DataError(f"{row['image']!r} is listed already, in line {first}.")
-            samples.append(_picture(path.parent, row, annotated, splits[line], spacing))
+            if (first := first_lines.setdefault(_normalize_path(row), line)) != line:
+                raise DataError(f"{row['image']!r} is listed already in line {first}; list each image once.")
+            samples.append(_make_sample(path.parent, row, annotated, splits[line], default_spacing_um_px))
         except (DataError, UnreadableFileError) as error:
             findings.append(Finding(path.name, f"line {line}: {error}"))
     return Dataset(annotated, "manifest", path.parent, tuple(samples), tuple(findings))
 
 
+def find_spacing(path: Path, name: str, text: str, default_um_px: float | None) -> float:
+    """Return the pixel spacing of an image in µm/px: from the cell `text` of a table, else its file, else the default.
+
+    Raises DataError if the pixel spacing is unknown, or if `text` is not a plausible number.
+    """
+    if not text:
+        if spacing := spacing_um_px(path) or default_um_px:
+            return spacing
+        raise DataError(
+            f"{name!r} does not specify its pixel spacing (µm/px); set `data_spacing_um_px` in the recipe, or use "
+            f"--spacing-um-px with `rotopath data`, or add a column `spacing` to the manifest."
+        )
+    try:
+        spacing = float(text)
+    except ValueError:
+        spacing = 0.0
+    if not is_plausible(spacing):
+        low, high = PLAUSIBLE_UM_PX
+        raise DataError(f"the spacing is {text!r}; expected a number from {low:g} to {high:g} (µm/px).")
+    return spacing
+
+
 def _find_annotated(path: Path, table: list[tuple[int, Row]]) -> Annotated:
+    """Return the type of annotation, according to the columns and the suffixes of annotation files."""
     columns = table[0][1].keys()
     if ("label" in columns) == ("annotation" in columns):
         raise DataError(
-            f"{path} needs either a column `label` (the class of an image) or a column `annotation` (a file with the "
-            f"objects in it), and not both."
+            f"{path} needs either a column `label` (the class of each image) or a column `annotation` (a file with the "
+            f"objects of each image), but not both."
         )
     if "label" in columns:
         return "labels"
     files = [Path(row["annotation"]) for _, row in table if row["annotation"]]
     suffixes = {file.suffix.lower() for file in files}
     if suffixes and suffixes <= set(GEOJSON_SUFFIXES):
-        return _look_into_geojson([path.parent / file for file in files])
+        return _find_annotated_in_geojson([path.parent / file for file in files])
     if suffixes == {".csv"}:
         return "points"
     if suffixes and ".csv" not in suffixes:
         return "objects"
     raise DataError(
-        f"{path} has annotations of kind {', '.join(sorted(suffixes)) or 'none'}; use CSV files throughout (positions "
-        f"of objects), or label maps, XML and GeoJSON throughout (their outlines)."
+        f"{path} has annotations of type {', '.join(sorted(suffixes)) or 'none'}; use either CSV files only (positions "
+        f"of objects), or label maps, XML and GeoJSON only (outlines of objects)."
     )
 
 
-def _look_into_geojson(files: list[Path]) -> Annotated:
-    """Points, if the first file that has any objects has points only."""
+def _find_annotated_in_geojson(files: list[Path]) -> Annotated:
+    """Return "points" if the first file that contains objects contains only points, else "objects"."""
     for file in files:
         try:
             objects = read_geojson(file)
         except UnreadableFileError:
-            continue  # a finding of its line
+            continue  # `check` reports it
         if objects:
             return "points" if all(isinstance(item.shape, Point) for item in objects) else "objects"
     return "objects"
 
 
-def _splits(table: list[tuple[int, Row]]) -> dict[int, str]:
-    """The split of each line: as written, or where there is no such column by group, so that none is divided."""
+def _assign_splits(table: list[tuple[int, Row]]) -> dict[int, str]:
+    """Return the split of each line: from the column `split`, or at random by patient if there is no such column."""
     if "split" in table[0][1]:
         return {line: row["split"] for line, row in table}
     labels: dict[str, Counter[str]] = defaultdict(Counter)
     for _, row in table:
-        labels[_group(row)][row.get("label", "")] += 1
+        labels[_find_group(row)][row.get("label", "")] += 1
     strata = {group: counts.most_common(1)[0][0] for group, counts in labels.items()}
     splits = split_fractions(strata, FRACTIONS, SPLIT_SEED)
-    return {line: splits[_group(row)] for line, row in table}
+    return {line: splits[_find_group(row)] for line, row in table}
 
 
-def _group(row: Row) -> str:
-    return row.get("group") or _key(row)
+def _find_group(row: Row) -> str:
+    """Return the patient of an image, or the path of the image if no patient is given."""
+    return row.get("group") or _normalize_path(row)
 
 
-def _key(row: Row) -> str:
-    """The image, however its path is spelled."""
+def _normalize_path(row: Row) -> str:
+    """Return the image's path in a form that is the same for `a.png` and `./a.png`."""
     return os.path.normpath(row["image"])
 
 
-def _picture(folder: Path, row: Row, annotated: Annotated, split: str, spacing: float | None) -> Sample:
+def _make_sample(folder: Path, row: Row, annotated: Annotated, split: str, default_um_px: float | None) -> Sample:
     if not row["image"]:
-        raise DataError("the image is not named.")
+        raise DataError("the column `image` is empty; write the path of the image.")
     if split not in SPLITS:
         raise DataError(f"the split is {split!r}; choose from {', '.join(SPLITS)}.")
     path = folder / row["image"]
@@ -112,27 +139,16 @@ def _picture(folder: Path, row: Row, annotated: Annotated, split: str, spacing: 
     elif row["annotation"]:
         annotations = (folder / row["annotation"],)
         if not annotations[0].is_file():
-            raise DataError(f"the annotation {row['annotation']!r} does not exist.")
+            raise DataError(f"the annotation file {row['annotation']!r} does not exist; correct its path.")
     elif annotated == "objects":
-        raise DataError("the annotation is missing; an image without objects needs an empty label map.")
-    side, organ = find_spacing(path, row["image"], row.get("spacing", ""), spacing), row.get("organ", "")
-    return Sample(path, row["image"], _group(row), split, side, None, label, annotations, organ)
-
-
-def find_spacing(path: Path, name: str, text: str, otherwise: float | None) -> float:
-    """The spacing of an image: as written in a table, as its file says, or else the given one."""
-    if not text:
-        if found := spacing_um_px(path) or otherwise:
-            return found
-        raise DataError(
-            f"{name!r} does not say its resolution; give it as `data_spacing_um_px` in the recipe (--spacing-um-px of "
-            f"`rotopath data`), or in a column `spacing` (µm/px) of a manifest."
-        )
-    try:
-        spacing = float(text)
-    except ValueError:
-        spacing = 0.0
-    if not is_plausible(spacing):
-        low, high = PLAUSIBLE_UM_PX
-        raise DataError(f"the spacing is {text!r}; a number from {low:g} to {high:g} is expected, in µm/px.")
-    return spacing
+        raise DataError("the annotation is missing; an image without objects needs a label map of zeros.")
+    return Sample(
+        path,
+        row["image"],
+        case=_find_group(row),
+        split=split,
+        spacing_um_px=find_spacing(path, row["image"], row.get("spacing", ""), default_um_px),
+        label=label,
+        annotations=annotations,
+        stratum=row.get("organ", ""),
+    )

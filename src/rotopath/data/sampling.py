@@ -1,10 +1,12 @@
-"""Sampling: which windows of which images make up each training batch.
+"""Samplers choose the windows (squares cut from images) of each training batch.
 
-In: images, their labels or objects, a seed. Out: for any step, the places of its windows, as a function of seed and
-step alone; so the number of workers does not matter, and a run that was interrupted goes on where it was.
+A sampler is made from image sizes, labels or annotated objects, and a seed. It returns the image, position and label of
+each window of any step. The windows depend on the seed and the step only. Therefore the number of workers does not
+matter, and an interrupted run resumes with exactly the remaining batches.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -13,234 +15,286 @@ from numpy.typing import NDArray
 from rotopath.data.dataset import DataError
 
 Ints = NDArray[np.int64]
-ATTEMPTS = 200  # to find a position without an object near it
+Positions = NDArray[np.float64]  # (k, 2): row and column in pixels; or (k, 3): image number, row, column
+MAX_ATTEMPTS = 200  # at drawing enough positions away from objects
 
 
 class Windows(NamedTuple):
-    """Windows, by their upper left corners, which may lie outside of the image; and their labels."""
+    """Image number, upper left corner and label of each of B windows; a window may extend beyond the image."""
 
-    images: Ints  # (B,)
-    tops: Ints  # (B,)
-    lefts: Ints  # (B,)
-    labels: Ints  # (B,) numbers of classes; zeros where the target is a map
+    images: Ints  # (B,) image numbers
+    tops: Ints  # (B,) first rows, in pixels
+    lefts: Ints  # (B,) first columns, in pixels
+    labels: Ints  # (B,) class numbers; zeros if the targets are maps
 
     def shard(self, rank: int, count: int) -> "Windows":
-        """Every `count`-th window, from that of number `rank`."""
+        """Return every `count`-th window, starting with window `rank`."""
         return Windows(*(column[rank::count] for column in self))
 
 
 class Sampler(Protocol):
-    def places(self, step: int) -> Windows: ...
+    """Chooses the windows of any step, independently of all other steps."""
+
+    def draw(self, step: int) -> Windows: ...
 
 
-class Rounds:
-    """An endless sequence of 0 ... count - 1 in which each round brings every number once, in a new order."""
+@dataclass(frozen=True)
+class SamplerSettings:
+    """Settings of all random samplers."""
 
-    def __init__(self, count: int, seed: Sequence[int]) -> None:
-        self._count, self._seed = count, list(seed)
-        self._orders: dict[int, Ints] = {}
-
-    def take(self, start: int, number: int) -> Ints:
-        """`number` members of the sequence, from any place in it."""
-        taken = []
-        while number > 0:
-            which, position = divmod(start, self._count)
-            taken.append(self._order(which)[position : position + number])
-            start, number = start + len(taken[-1]), number - len(taken[-1])
-        return np.concatenate(taken) if taken else np.empty(0, np.int64)
-
-    def _order(self, which: int) -> Ints:
-        if which not in self._orders:
-            self._orders = {k: order for k, order in self._orders.items() if k == which - 1}
-            self._orders[which] = np.random.default_rng([*self._seed, which]).permutation(self._count)
-        return self._orders[which]
+    sizes_px: Ints  # (n, 2): height and width of each image
+    window_px: int  # side of a window
+    batch: int  # windows per step
+    seed: int
 
 
-class ClassWindows:
-    """As many windows of one class as of the next, each image as often as the next, at random positions within it.
+@dataclass(frozen=True)
+class ObjectPositions:
+    """Annotated objects of all images; and for windows without an object, their label and distance from objects."""
 
-    `mined` lists images that a first model found hard; they then fill half of the windows of their class.
+    positions: Sequence[Positions]  # for each image (k, 2): row and column of each object, in pixels
+    classes: Sequence[Ints]  # for each image (k,): class number of each object
+    class_names: Sequence[str]
+    absent_label: int  # label of windows without an object
+    clearance_px: float  # windows without an object have their center farther than this from every object
+
+
+# Samplers
+
+
+class ClassBalancedSampler:
+    """Draw equally many windows of every class, at random positions; all images of a class are used equally often.
+
+    `mined` lists the numbers of difficult images, found by a baseline network. They provide half of the windows of
+    their class.
     """
 
     def __init__(
-        self,
-        labels: Ints,
-        names: Sequence[str],
-        sizes_px: Ints,
-        window_px: int,
-        batch: int,
-        seed: int,
-        mined: Ints | None = None,
+        self, labels: Ints, class_names: Sequence[str], settings: SamplerSettings, mined: Ints | None = None
     ) -> None:
-        self._labels, self._sizes, self._window, self._seed = labels, sizes_px, window_px, seed
-        self._shares = Shares(batch, len(names))
-        self._pools: list[_Pool] = []
-        for label, name in enumerate(names):
+        self._labels, self._settings = labels, settings
+        self._quotas = ClassQuotas(settings.batch, len(class_names))
+        self._images: list[_ClassImages] = []
+        for label, name in enumerate(class_names):
             members = np.flatnonzero(labels == label)
             if not len(members):
-                raise DataError(f"The training images have none of class {name!r}; every class is needed.")
-            hard = np.empty(0, np.int64) if mined is None else mined[labels[mined] == label]
-            self._pools.append(_Pool(members, hard, (seed, label)))
+                raise DataError(f"No image of the training set has the class {name!r}; add images of this class.")
+            mined_members = np.empty(0, np.int64) if mined is None else mined[labels[mined] == label]
+            self._images.append(_ClassImages(members, mined_members, (settings.seed, label)))
 
-    def places(self, step: int) -> Windows:
-        images = np.concatenate([pool.take(*self._shares.of(i, step)) for i, pool in enumerate(self._pools)])
-        generator = np.random.default_rng([self._seed, 2, step])
-        slack = self._sizes[images] - self._window  # (B, 2)
-        # An image smaller than the window lies in its middle.
-        corners = np.where(slack >= 0, generator.integers(np.maximum(slack, 0) + 1), slack // 2)
+    def draw(self, step: int) -> Windows:
+        settings = self._settings
+        images = np.concatenate([members.take(*self._quotas.at(k, step)) for k, members in enumerate(self._images)])
+        slack = settings.sizes_px[images] - settings.window_px  # (B, 2)
+        corners = _draw_corners(slack, _step_generator(settings.seed, step))
         return Windows(images, corners[:, 0], corners[:, 1], self._labels[images])
 
 
-class ObjectWindows:
-    """As many windows with an object in the middle as windows with none near it; of every class of object as many.
+class ObjectBalancedSampler:
+    """Draw half of the windows around objects, equally many of every class, and the other half without an object.
 
-    Negatives are taken at random, all positions of all images alike; `mined` lists others (image, row, column), which a
-    first model mistook for objects, and which then fill half of the negatives.
+    Windows without an object are centered on random pixels. All pixels of all images that are farther than
+    `clearance_px` from every object are equally likely. `mined` lists positions (image, row, column) that a baseline
+    network mistook for objects; if there are any, half of the windows without an object are centered on them. Windows
+    around objects are shifted at random by up to `jitter_px` pixels.
     """
 
     def __init__(
-        self,
-        points: Sequence[NDArray[np.float64]],  # (k, 2) of each image
-        labels: Sequence[Ints],  # (k,): their classes
-        names: Sequence[str],
-        absent: int,  # the label of negatives
-        sizes_px: Ints,
-        window_px: int,
-        batch: int,
-        seed: int,
-        beyond_px: float,  # from every object, for a position to be a negative
-        mined: Ints | None = None,
-        jitter_px: int = 4,
+        self, objects: ObjectPositions, settings: SamplerSettings, mined: Ints | None = None, jitter_px: int = 4
     ) -> None:
+        batch, seed, names = settings.batch, settings.seed, objects.class_names
         if batch % 2:
-            raise DataError(f"Half of a batch are negatives, so its size is even; got {batch}.")
-        self._points, self._sizes, self._window = points, sizes_px, window_px
-        self._seed, self._jitter, self._beyond, self._absent = seed, jitter_px, beyond_px, absent
-        objects = np.concatenate([_with_image(i, found) for i, found in enumerate(points)])
-        kinds = np.concatenate([np.empty(0, np.int64), *labels])
-        label_of = [1] if len(names) == 1 else list(range(len(names)))  # a single class is yes or no
-        self._objects = [objects[kinds == kind] for kind in range(len(names))]
-        self._labels = label_of
-        for name, members in zip(names, self._objects, strict=True):
+            raise DataError(f"The batch size is {batch}; expected an even number: half of the windows have no object.")
+        self._objects, self._settings, self._jitter_px = objects, settings, jitter_px
+        rows = np.concatenate([_prepend_image(i, positions) for i, positions in enumerate(objects.positions)])
+        classes = np.concatenate([np.empty(0, np.int64), *objects.classes])
+        self._rows_by_class = [rows[classes == number] for number in range(len(names))]
+        for name, members in zip(names, self._rows_by_class, strict=True):
             if not len(members):
-                raise DataError(f"None of the {len(points)} images of a split has a {name}, but each split needs some.")
+                count = len(objects.positions)
+                raise DataError(
+                    f"No {name} is annotated in the {count} images of a split; training and validation need at least "
+                    f"one each (`rotopath data check` shows the numbers of each split)."
+                )
+        self._labels = [1] if len(names) == 1 else list(range(len(names)))  # a single class is present or absent
         self._mined = np.empty((0, 3)) if mined is None else mined
-        hard = -(-batch // 4) if len(self._mined) else 0
-        self._positives, self._negatives = batch // 2, (hard, batch // 2 - hard)
-        self._shares = Shares(self._positives, len(names))
-        seeds: list[tuple[int, ...]] = [(seed, 0)] if len(names) == 1 else [(seed, 0, kind) for kind in label_of]
-        self._rounds = [Rounds(len(members), each) for members, each in zip(self._objects, seeds, strict=True)]
-        self._hard = Rounds(len(self._mined), (seed, 1))
-        self._areas = sizes_px.prod(axis=1) / sizes_px.prod(axis=1).sum()
-
-    def places(self, step: int) -> Windows:
-        generator = np.random.default_rng([self._seed, 2, step])
-        hard, random = self._negatives
-        drawn = [
-            members[rounds.take(*self._shares.of(i, step))]
-            for i, (members, rounds) in enumerate(zip(self._objects, self._rounds, strict=True))
+        self._with_object = batch // 2
+        self._from_mined = -(-batch // 4) if len(self._mined) else 0
+        self._at_random = batch // 2 - self._from_mined
+        self._quotas = ClassQuotas(self._with_object, len(names))
+        # A single class keeps the seed of earlier versions, so that its batches stay the same.
+        seeds = [(seed, 0)] if len(names) == 1 else [(seed, 0, label) for label in self._labels]
+        self._orders = [
+            EndlessShuffle(len(members), order_seed)
+            for members, order_seed in zip(self._rows_by_class, seeds, strict=True)
         ]
-        labels = np.repeat([*self._labels, self._absent], [*map(len, drawn), hard + random])
-        middles = np.concatenate(
-            [*drawn, self._mined[self._hard.take(step * hard, hard)], self._away_from_objects(random, generator)]
-        )
-        # The network answers every few pixels, so an object is rarely exactly in the middle of a window.
-        jitter = generator.integers(-self._jitter, self._jitter + 1, (len(middles), 2))
-        jitter[self._positives :] = 0
-        corners = np.floor(middles[:, 1:] + jitter - (self._window - 1) / 2 + 0.5).astype(np.int64)
-        return Windows(middles[:, 0].astype(np.int64), corners[:, 0], corners[:, 1], labels.astype(np.int64))
+        self._mined_order = EndlessShuffle(len(self._mined), (seed, 1))
+        areas = settings.sizes_px.prod(axis=1)
+        self._image_probabilities = areas / areas.sum()
 
-    def _away_from_objects(self, count: int, generator: np.random.Generator) -> NDArray[np.float64]:
-        found: list[tuple[int, int, int]] = []
-        for _ in range(ATTEMPTS):
-            images = generator.choice(len(self._areas), count, p=self._areas)
-            spots = generator.integers(self._sizes[images])  # (count, 2)
-            found += [
+    def draw(self, step: int) -> Windows:
+        settings = self._settings
+        generator = _step_generator(settings.seed, step)
+        of_classes = [
+            rows[order.take(*self._quotas.at(number, step))]
+            for number, (rows, order) in enumerate(zip(self._rows_by_class, self._orders, strict=True))
+        ]
+        mined = self._mined[self._mined_order.take(step * self._from_mined, self._from_mined)]
+        centers = np.concatenate([*of_classes, mined, self._draw_away_from_objects(self._at_random, generator)])
+        without_object = self._from_mined + self._at_random
+        labels = np.repeat([*self._labels, self._objects.absent_label], [*map(len, of_classes), without_object])
+        # On a slide, a network predicts at every few pixels, so objects are rarely at the exact center of a window.
+        jitter = generator.integers(-self._jitter_px, self._jitter_px + 1, (len(centers), 2))
+        jitter[self._with_object :] = 0
+        corners = np.floor(centers[:, 1:] + jitter - (settings.window_px - 1) / 2 + 0.5).astype(np.int64)
+        return Windows(centers[:, 0].astype(np.int64), corners[:, 0], corners[:, 1], labels.astype(np.int64))
+
+    def _draw_away_from_objects(self, count: int, generator: np.random.Generator) -> Positions:
+        """Draw `count` random positions (image, row, column) farther than `clearance_px` from every object."""
+        probabilities, clearance_px = self._image_probabilities, self._objects.clearance_px
+        accepted: list[tuple[int, int, int]] = []
+        for _ in range(MAX_ATTEMPTS):
+            images = generator.choice(len(probabilities), count, p=probabilities)
+            candidates = generator.integers(self._settings.sizes_px[images])  # (count, 2)
+            accepted += [
                 (int(image), int(row), int(column))
-                for image, (row, column) in zip(images, spots, strict=True)
-                if not (np.hypot(*(self._points[image] - (row, column)).T) <= self._beyond).any()
+                for image, (row, column) in zip(images, candidates, strict=True)
+                if not (np.hypot(*(self._objects.positions[image] - (row, column)).T) <= clearance_px).any()
             ]
-            if len(found) >= count:
-                return np.array(found[:count], np.float64).reshape(-1, 3)
+            if len(accepted) >= count:
+                return np.array(accepted[:count], np.float64).reshape(-1, 3)
         raise DataError(
-            f"The training images have next to no position over {self._beyond:g} px away from every object, where "
-            f"negatives could be taken; give larger images, or some without objects."
+            f"Windows without an object need a center more than {clearance_px:g} px away from every object, but the "
+            f"images have almost no such pixel; add images with fewer objects."
         )
 
 
-class GroupWindows:
-    """Windows of every patient as often as of the next, their targets anywhere in the image, up to its edge."""
+class PatientBalancedSampler:
+    """Draw equally many windows of every patient, at random positions.
 
-    def __init__(
-        self, patients: Sequence[str], sizes_px: Ints, window_px: int, target_px: int, batch: int, seed: int
-    ) -> None:
-        self._sizes, self._window, self._batch, self._seed = sizes_px, window_px, batch, seed
-        self._target = target_px
+    The target region of a window is its central square of `target_px` pixels. This region is inside the image (if the
+    image is large enough); the rest of the window may extend beyond the image.
+    """
+
+    def __init__(self, patients: Sequence[str], settings: SamplerSettings, target_px: int) -> None:
+        self._settings, self._target_px = settings, target_px
         names = sorted(set(patients))
         self._images = [np.array([i for i, patient in enumerate(patients) if patient == name]) for name in names]
-        self._rounds = Rounds(len(names), (seed, 0))
+        self._order = EndlessShuffle(len(names), (settings.seed, 0))
 
-    def places(self, step: int) -> Windows:
-        generator = np.random.default_rng([self._seed, 2, step])
-        chosen = self._rounds.take(step * self._batch, self._batch)
-        images = np.array([generator.choice(self._images[patient]) for patient in chosen])
-        margin = (self._window - self._target) // 2
-        slack = self._sizes[images] - self._target
-        corners = np.where(slack >= 0, generator.integers(np.maximum(slack, 0) + 1), slack // 2) - margin
-        return Windows(images, corners[:, 0], corners[:, 1], np.zeros(self._batch, np.int64))
+    def draw(self, step: int) -> Windows:
+        settings = self._settings
+        generator = _step_generator(settings.seed, step)
+        patients = self._order.take(step * settings.batch, settings.batch)
+        images = np.array([generator.choice(self._images[patient]) for patient in patients])
+        margin = (settings.window_px - self._target_px) // 2
+        corners = _draw_corners(settings.sizes_px[images] - self._target_px, generator) - margin
+        return Windows(images, corners[:, 0], corners[:, 1], np.zeros(settings.batch, np.int64))
 
 
-class MiddleWindows:
-    """The middle of every image, in order, for validation and testing; the last batch may be smaller."""
+class CenterSampler:
+    """Take the central window of every image, in order, for validation and testing; the last batch may be smaller."""
 
     def __init__(self, labels: Ints, sizes_px: Ints, window_px: int, batch: int) -> None:
         self._labels, self._batch = labels, batch
         self._corners = (sizes_px - window_px) // 2
 
     def __len__(self) -> int:
+        """Return the number of steps in which every image is used once."""
         return -(-len(self._labels) // self._batch)
 
-    def places(self, step: int) -> Windows:
+    def draw(self, step: int) -> Windows:
         images = np.arange(step * self._batch, min((step + 1) * self._batch, len(self._labels)))
         tops, lefts = self._corners[images].T
         return Windows(images, tops, lefts, self._labels[images])
 
 
-class Shares:
-    """A batch divided among classes: equally, and what is left over goes to other classes at every step."""
+# Balance
+
+
+class ClassQuotas:
+    """Divide the windows of a batch equally among classes; at every step, other classes receive the remainder."""
 
     def __init__(self, batch: int, classes: int) -> None:
         if batch < classes:
-            raise DataError(f"A batch needs at least one window of each of the {classes} classes; got {batch}.")
-        self._each, self._over = divmod(batch, classes)
+            raise DataError(
+                f"There are {batch} windows for {classes} classes; increase `batch`, so that each class has one."
+            )
+        self._minimum, self._remainder = divmod(batch, classes)
         self._classes = classes
 
-    def of(self, which: int, step: int) -> tuple[int, int]:
-        """How many windows of a class were used before a step, and how many the step has."""
-        rounds, rest = divmod(step, self._classes)
-        used = step * self._each + rounds * self._over + sum(self._gets_more(which, k) for k in range(rest))
-        return used, self._each + self._gets_more(which, step)
+    def at(self, class_number: int, step: int) -> tuple[int, int]:
+        """Return the number of windows of a class in all earlier steps together, and in this step."""
+        cycles, rest = divmod(step, self._classes)
+        extra = sum(self._has_extra(class_number, k) for k in range(rest))
+        earlier = step * self._minimum + cycles * self._remainder + extra
+        return earlier, self._minimum + self._has_extra(class_number, step)
 
-    def _gets_more(self, which: int, step: int) -> bool:
-        return (which + step) % self._classes < self._over
-
-
-class _Pool:
-    """The images of one class: all of them in rounds, and beside them the hard ones in rounds of their own."""
-
-    def __init__(self, members: Ints, hard: Ints, seed: tuple[int, int]) -> None:
-        self._members, self._hard = members, hard
-        self._rounds = Rounds(len(members), (*seed, 0))
-        self._hard_rounds = Rounds(len(hard), (*seed, 1))
-
-    def take(self, used: int, count: int) -> Ints:
-        """`count` images, where `used` were taken before; half of them hard ones, if there are any."""
-        if not len(self._hard):
-            return self._members[self._rounds.take(used, count)]
-        used_hard, hard = -(-used // 2), -(-(used + count) // 2) - -(-used // 2)
-        members = self._members[self._rounds.take(used - used_hard, count - hard)]
-        return np.concatenate([members, self._hard[self._hard_rounds.take(used_hard, hard)]])
+    def _has_extra(self, class_number: int, step: int) -> bool:
+        return (class_number + step) % self._classes < self._remainder
 
 
-def _with_image(image: int, points: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.column_stack([np.full(len(points), float(image)), points]).reshape(-1, 3)
+class EndlessShuffle:
+    """An endless sequence of the numbers 0 to count - 1; every pass contains each number once, in a new random order.
+
+    >>> from rotopath.data.sampling import EndlessShuffle
+    >>> sequence = EndlessShuffle(3, seed=(0,)).take(start=0, number=6)
+    >>> sorted(sequence[:3].tolist()), sorted(sequence[3:].tolist())
+    ([0, 1, 2], [0, 1, 2])
+    """
+
+    def __init__(self, count: int, seed: Sequence[int]) -> None:
+        self._count, self._seed = count, list(seed)
+        self._orders: dict[int, Ints] = {}  # order by number of the pass, for the current and the previous pass
+
+    def take(self, start: int, number: int) -> Ints:
+        """Return `number` elements of the sequence, beginning with element `start`."""
+        parts = []
+        while number > 0:
+            number_of_pass, position = divmod(start, self._count)
+            parts.append(self._order(number_of_pass)[position : position + number])
+            start, number = start + len(parts[-1]), number - len(parts[-1])
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def _order(self, number_of_pass: int) -> Ints:
+        if number_of_pass not in self._orders:
+            self._orders = {k: order for k, order in self._orders.items() if k == number_of_pass - 1}
+            generator = np.random.default_rng([*self._seed, number_of_pass])
+            self._orders[number_of_pass] = generator.permutation(self._count)
+        return self._orders[number_of_pass]
+
+
+class _ClassImages:
+    """The images of one class in random order, and its mined (difficult) images in another random order."""
+
+    def __init__(self, members: Ints, mined: Ints, seed: tuple[int, int]) -> None:
+        self._members, self._mined = members, mined
+        self._order = EndlessShuffle(len(members), (*seed, 0))
+        self._mined_order = EndlessShuffle(len(mined), (*seed, 1))
+
+    def take(self, start: int, count: int) -> Ints:
+        """Return `count` images, starting with number `start`; half of them are mined images, if there are any."""
+        if not len(self._mined):
+            return self._members[self._order.take(start, count)]
+        mined_start = -(-start // 2)
+        mined_count = -(-(start + count) // 2) - mined_start
+        members = self._members[self._order.take(start - mined_start, count - mined_count)]
+        return np.concatenate([members, self._mined[self._mined_order.take(mined_start, mined_count)]])
+
+
+def _step_generator(seed: int, step: int) -> np.random.Generator:
+    """Return the random generator of a step; the 2 separates it from the generators of shuffling and augmentation."""
+    return np.random.default_rng([seed, 2, step])
+
+
+def _draw_corners(slack: Ints, generator: np.random.Generator) -> Ints:
+    """Draw random corners (B, 2) from 0 to `slack`, the image size minus the window size, (B, 2).
+
+    If the image is smaller than the window (slack < 0), it is centered in the window.
+    """
+    return np.where(slack >= 0, generator.integers(np.maximum(slack, 0) + 1), slack // 2)
+
+
+def _prepend_image(image: int, positions: Positions) -> Positions:
+    """Return positions (k, 3) with the image number in front of row and column."""
+    return np.column_stack([np.full(len(positions), float(image)), positions]).reshape(-1, 3)

@@ -1,30 +1,34 @@
-"""Splits and regimes as published: which case trains, validates or tests, and smaller training sets inside larger ones.
+"""Divide samples into training, validation and test sets, and select reduced training sets (regimes).
 
-In: cases, strata or labels, and a seed. Out: names of splits, or the items of a regime. The same seed gives the same
-answer on any machine and whatever the order of the items, and a smaller regime always lies inside a larger one.
+Splits come from a `split.csv` of the user, or are drawn at random within strata (groups such as organs or classes). The
+same seed has the same result on every machine and for any order of the items. A smaller regime is always a subset of
+a larger one.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rotopath.data.dataset import DataError, Finding, Row, count_and_list, read_table
+
 SPLITS = ("train", "valid", "test")
+SPLIT_FILE = "split.csv"
 
 AMIDA13_VALID_CASES = frozenset({3, 5, 7, 10})  # with 92 mitoses, as in the paper
 AMIDA13_TRAIN_CASES = frozenset(range(1, 13)) - AMIDA13_VALID_CASES
 AMIDA13_TEST_CASES = frozenset(range(13, 24))
-AMIDA13_REGIMES = (8, 6, 4, 2)  # training cases
 
 KUMAR_FIELDS = {"train": 3, "valid": 1, "test": 2}  # of the six fields of an organ
-KUMAR_REGIMES = (3, 2, 1)  # training fields of an organ
 
-PCAM_REGIMES = (1.0, 0.75, 0.5, 0.25, 0.1)  # of the training patches of each class
+
+# Splits
 
 
 def amida13_split(case: int) -> str:
-    """The split of one of AMIDA13's 23 cases."""
+    """Return the published split of one of the 23 cases of AMIDA13."""
     if case in AMIDA13_TRAIN_CASES:
         return "train"
     if case in AMIDA13_VALID_CASES:
@@ -35,93 +39,148 @@ def amida13_split(case: int) -> str:
 
 
 def split_strata(strata: Mapping[str, str], counts: Mapping[str, int], seed: int) -> dict[str, str]:
-    """The split of each item, so many of every stratum: `strata` maps items to theirs, `counts` splits to numbers."""
+    """Divide the items of every stratum at random, with a fixed number of items in each split.
+
+    `strata` maps each item to its stratum; `counts` maps each split to its number of items. Returns the split of each
+    item. Raises ValueError if a stratum has another number of items than all splits together.
+    """
     splits: dict[str, str] = {}
-    for stratum, items in _grouped(strata).items():
+    for stratum, items in _group_by_stratum(strata).items():
         if len(items) != sum(counts.values()):
+            parts = ", ".join(f"{count} {split}" for split, count in counts.items())
             raise ValueError(
-                f"A split into {_listed(counts)} needs {sum(counts.values())} items of each kind, "
-                f"but {stratum!r} has {len(items)}; give a split of your own."
+                f"A split into {parts} needs exactly {sum(counts.values())} items in each group, but {stratum!r} has "
+                f"{len(items)}; provide your own split."
             )
         names = [split for split, count in counts.items() for _ in range(count)]
-        splits.update(zip(_shuffled(items, seed, stratum), names, strict=True))
+        splits.update(zip(_shuffle(items, seed, stratum), names, strict=True))
     return splits
 
 
 def split_fractions(strata: Mapping[str, str], fractions: Mapping[str, float], seed: int) -> dict[str, str]:
-    """The split of each item, such fractions of every stratum; the first split takes what rounding leaves over.
+    """Divide the items of every stratum at random, with a fixed fraction of items in each split.
 
-    Each split gets one item at least of a stratum that has enough of them.
+    Fractions are rounded down; the first split receives the remainder. If a stratum has enough items, each split
+    receives at least one. Returns the split of each item.
     """
     first, *others = fractions
     splits: dict[str, str] = {}
-    for stratum, items in _grouped(strata).items():
-        least = 1 if len(items) >= len(fractions) else 0
-        names = [split for split in others for _ in range(max(least, int(fractions[split] * len(items))))]
+    for stratum, items in _group_by_stratum(strata).items():
+        minimum = 1 if len(items) >= len(fractions) else 0
+        names = [split for split in others for _ in range(max(minimum, int(fractions[split] * len(items))))]
         names += [first] * (len(items) - len(names))
-        splits.update(zip(_shuffled(items, seed, stratum), names, strict=True))
+        splits.update(zip(_shuffle(items, seed, stratum), names, strict=True))
     return splits
 
 
-def take_cases(cases: Iterable[str], count: int, seed: int) -> list[str]:
-    """`count` of the cases, in their sorted order; the ones of a smaller count are among those of a larger."""
-    cases = sorted(set(cases))
-    if not 1 <= count <= len(cases):
-        raise ValueError(f"A regime takes 1 to {len(cases)} of the training cases; got {count}.")
-    return sorted(_shuffled(cases, seed)[:count])
+def read_split_file(
+    root: Path, column: str, present: Collection[str], key_of: Callable[[str], str] = str
+) -> tuple[dict[str, Row] | None, list[Finding]]:
+    """Read the `split.csv` of a folder; return its rows by item, and findings.
+
+    `column` is the column with the names of items (case, image or id); `key_of` converts a cell to the name of an item.
+    Rows of items that are not in `present` are left out, with a finding. The rows are None if the file does not exist.
+    """
+    path = root / SPLIT_FILE
+    if not path.is_file():
+        return None, []
+    rows: dict[str, Row] = {}
+    findings = []
+    for line, row in read_table(path, (column, "split")):
+        key = key_of(row[column])
+        if row["split"] not in SPLITS:
+            message = f"line {line} has the split {row['split']!r}; choose from {', '.join(SPLITS)}."
+        elif key in rows:
+            message = f"line {line} repeats {row[column]!r}; list it once."
+        else:
+            rows[key] = row
+            continue
+        findings.append(Finding(path.name, message))
+    if missing := sorted(rows.keys() - set(present)):
+        findings.append(
+            Finding(path.name, f"lists {count_and_list(missing, column)} that the folder does not contain.")
+        )
+    if unlisted := sorted(set(present) - rows.keys()):
+        findings.append(note_without_split(unlisted, column))
+    return {key: row for key, row in rows.items() if key in present}, findings
 
 
-def take_of_each(strata: Mapping[str, str], count: int, seed: int) -> list[str]:
-    """`count` items of every stratum, nested like `take_cases`."""
-    taken: list[str] = []
-    for stratum, items in _grouped(strata).items():
-        if not 1 <= count <= len(items):
-            raise ValueError(f"A regime takes 1 to {len(items)} of the training items of {stratum!r}; got {count}.")
-        taken += _shuffled(items, seed, stratum)[:count]
-    return sorted(taken)
+def note_without_split(names: Sequence[str], column: str) -> Finding:
+    """Return a note that some items have no split and are therefore left out."""
+    message = (
+        f"{count_and_list(names, column)} without a split: left out; to use them, add them to a "
+        f"{SPLIT_FILE} ({column},split)."
+    )
+    return Finding("", message, is_problem=False)
 
 
-def take_fraction(labels: NDArray[np.integer], fraction: float, seed: int) -> NDArray[np.int64]:
-    """Positions, in rising order, of a fraction of each class, one at least, nested like `take_cases`."""
-    if not 0 < fraction <= 1:
-        raise ValueError(f"A regime takes a fraction of the training set above 0 and up to 1; got {fraction}.")
-    taken = []
-    for label in np.unique(labels):
-        positions = np.flatnonzero(labels == label)
-        order = _generator(seed, int(label)).permutation(len(positions))
-        taken.append(positions[order[: max(1, round(fraction * len(positions)))]])
-    return np.sort(np.concatenate(taken)).astype(np.int64) if taken else np.empty(0, np.int64)
-
-
-def leaks(splits: Iterable[tuple[str, str]]) -> list[str]:
-    """A sentence for every patient that (patient, split) pairs put into more than one split."""
-    found: dict[str, set[str]] = defaultdict(set)
+def find_leaks(splits: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a message for every patient that is in more than one split; `splits` contains pairs (patient, split)."""
+    splits_of: dict[str, set[str]] = defaultdict(set)
     for patient, split in splits:
-        found[patient].add(split)
+        splits_of[patient].add(split)
     return [
-        f"patient {patient} is in {' and '.join(s for s in SPLITS if s in names)}; each must be in one split only."
-        for patient, names in sorted(found.items())
+        f"patient {patient} is in {' and '.join(s for s in SPLITS if s in names)}; move all images to one split."
+        for patient, names in sorted(splits_of.items())
         if len(names) > 1
     ]
 
 
-def _grouped(strata: Mapping[str, str]) -> dict[str, list[str]]:
+# Regimes
+
+
+def select_cases(cases: Iterable[str], count: int, seed: int) -> list[str]:
+    """Select `count` cases at random, sorted; a smaller selection is a subset of a larger one.
+
+    >>> from rotopath.data.splits import select_cases
+    >>> few, more = (select_cases(["01", "02", "04", "06", "08"], count, seed=0) for count in (2, 4))
+    >>> len(few), len(more), set(few) <= set(more)
+    (2, 4, True)
+    """
+    cases = sorted(set(cases))
+    if not 1 <= count <= len(cases):
+        raise DataError(f"The regime is {count} cases; expected 1 to {len(cases)}, the number of training cases.")
+    return sorted(_shuffle(cases, seed)[:count])
+
+
+def select_per_stratum(strata: Mapping[str, str], count: int, seed: int) -> list[str]:
+    """Select `count` items of every stratum at random, sorted; a smaller selection is a subset of a larger one."""
+    selected: list[str] = []
+    for stratum, items in _group_by_stratum(strata).items():
+        if not 1 <= count <= len(items):
+            raise DataError(f"The regime is {count} images of each organ; expected 1 to {len(items)} ({stratum!r}).")
+        selected += _shuffle(items, seed, stratum)[:count]
+    return sorted(selected)
+
+
+def select_fraction(labels: NDArray[np.integer], fraction: float, seed: int) -> NDArray[np.int64]:
+    """Select a fraction of the items of every class at random, at least one item of each.
+
+    Returns indices into `labels`, in increasing order. A smaller selection is a subset of a larger one.
+    """
+    if not 0 < fraction <= 1:
+        raise DataError(f"The regime is {fraction}; expected a fraction of the training set above 0 and up to 1.")
+    selected = []
+    for label in np.unique(labels):
+        indices = np.flatnonzero(labels == label)
+        order = _generator(seed, int(label)).permutation(len(indices))
+        selected.append(indices[order[: max(1, round(fraction * len(indices)))]])
+    return np.sort(np.concatenate(selected)).astype(np.int64) if selected else np.empty(0, np.int64)
+
+
+def _group_by_stratum(strata: Mapping[str, str]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = defaultdict(list)
     for item in sorted(strata):
         groups[strata[item]].append(item)
     return dict(sorted(groups.items()))
 
 
-def _shuffled(items: Sequence[str], seed: int, *context: Hashable) -> list[str]:
-    """The items in a random order that is the same for the same set of items."""
+def _shuffle(items: Sequence[str], seed: int, *context: Hashable) -> list[str]:
+    """Return the items in a random order; it depends on the seed and the set of items, not on their given order."""
     ordered = sorted(items)
     return [ordered[i] for i in _generator(seed, *context).permutation(len(ordered))]
 
 
 def _generator(seed: int, *context: Hashable) -> np.random.Generator:
-    """Random numbers for one purpose: strata and classes draw independently of each other."""
-    return np.random.default_rng([seed, *(b for word in context for b in str(word).encode())])
-
-
-def _listed(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {split}" for split, count in counts.items())
+    """Return a random generator for a context, such as a stratum; generators of different contexts are independent."""
+    return np.random.default_rng([seed, *(byte for word in context for byte in str(word).encode())])

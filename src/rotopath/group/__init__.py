@@ -1,33 +1,33 @@
-"""SE(2,N), the group of translations, N rotations and perhaps reflections: the single home of geometry.
+"""Geometry of rotations: the group SE(2,N) of translations, N rotations and, optionally, reflections.
 
-In: a kernel size, a number of orientations, base weights. Out: rotated kernels, turned images and features,
-and the sizes on which pixel grids survive a rotation. Angles run counter-clockwise as seen on screen (rows
-grow downwards), which is the direction of `torch.rot90(x, 1, (-2, -1))`.
+`grid` numbers the elements of the group and computes sizes for which rotations are exact. `kernel_families` makes
+rotated kernels for lifting and group convolutions. `rotation` rotates images and features. Positive angles are
+counter-clockwise on the screen, where row 0 is at the top, as in `torch.rot90(x, 1, (-2, -1))`.
 """
 
 from rotopath.group.grid import (
     angles,
     check_orientations,
     covering_size,
-    disc,
+    disc_mask,
     inscribed_disc,
     inverses,
-    mirror,
+    multiplication_table,
     order,
     orientation_shift,
-    products,
-    windows,
+    output_size,
+    reflect_index,
 )
 from rotopath.group.kernel_families import KERNELS, Kernel, effective_taps, group_kernels, lift_kernels, rotation_map
-from rotopath.group.rotate import (
-    amplitude_map,
+from rotopath.group.rotation import (
     apply_symmetries,
-    describe_line,
-    find_peak,
+    count_frequencies,
     flip,
     flip_features,
-    frequencies,
+    fourier_map,
+    interpolate_peak,
     line_angle,
+    line_direction,
     rotate,
     rotate_each,
     rotate_features,
@@ -36,30 +36,30 @@ from rotopath.group.rotate import (
 __all__ = [
     "KERNELS",
     "Kernel",
-    "amplitude_map",
     "angles",
     "apply_symmetries",
     "check_orientations",
+    "count_frequencies",
     "covering_size",
-    "describe_line",
-    "disc",
+    "disc_mask",
     "effective_taps",
-    "find_peak",
     "flip",
     "flip_features",
-    "frequencies",
+    "fourier_map",
     "group_kernels",
     "inscribed_disc",
+    "interpolate_peak",
     "inverses",
     "lift_kernels",
     "line_angle",
-    "mirror",
+    "line_direction",
+    "multiplication_table",
     "order",
     "orientation_shift",
-    "products",
+    "output_size",
+    "reflect_index",
     "rotate",
     "rotate_each",
     "rotate_features",
     "rotation_map",
-    "windows",
 ]

@@ -1,9 +1,9 @@
-"""Pixel grids about a centre: angles, the disc that all rotations share, and sizes that survive a rotation.
+"""Elements of the rotation group, and sizes of pixel grids for which rotations are exact.
 
-What may be done to a kernel: N turns, and with reflections as many turns of its mirror image.
-
-Entry i of an orientation axis is Rᵢ, the turn by θᵢ; entry N + i is Rᵢ M, which mirrors left and right first. As
-M Rⱼ = R₋ⱼ M, these 2N are a group: the symmetries of a polygon with N corners, the dihedral group.
+Features have an orientation axis with one entry for each element of the group. Without reflections it has N entries:
+entry i is Rᵢ, the rotation by θᵢ = 360°·i / N (the cyclic group C(N)). With reflections it has 2N entries: entry N + i
+is Rᵢ M, a left-right flip M followed by the rotation by θᵢ (the dihedral group D(N), in which M Rⱼ = R₋ⱼ M).
+G is the number of entries: N or 2N.
 """
 
 import math
@@ -12,9 +12,11 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
+# The group
+
 
 def angles(orientations: int) -> list[float]:
-    """The angles of the rotations in degrees, θᵢ = 360·i / N.
+    """Return the N rotation angles in degrees, θᵢ = 360·i / N.
 
     >>> rp.group.angles(4)
     [0.0, 90.0, 180.0, 270.0]
@@ -24,93 +26,15 @@ def angles(orientations: int) -> list[float]:
 
 
 def check_orientations(orientations: int) -> None:
+    """Raise ValueError unless the number of orientations N is a whole number of 1 or more."""
     if not isinstance(orientations, Integral) or orientations < 1:
         raise ValueError(
             f"orientations must be a whole number, 1 or more (1 is an ordinary CNN); got {orientations!r}."
         )
 
 
-def disc(size: int) -> Tensor:
-    """Which positions of a size × size kernel lie on the disc that all rotations share.
-
-    >>> int(rp.group.disc(5).sum())
-    21
-    """
-    if size < 1 or size % 2 == 0:
-        raise ValueError(f"kernel_size must be odd and at least 1, so that it has a centre to turn about; got {size}.")
-    squared = offsets(size) ** 2
-    return squared[:, None] + squared[None, :] <= (size / 2) ** 2
-
-
-def inscribed_disc(height: int, width: int, inner: float = 1.0) -> Tensor:
-    """Weights (height, width) that are 1 on the inscribed disc up to `inner` of its radius and fade to 0 at its rim."""
-    y, x = offsets(height), offsets(width)
-    radius = torch.sqrt(y[:, None] ** 2 + x[None, :] ** 2) / (min(height, width) / 2)
-    if inner == 1:
-        return (radius <= 1).to(torch.float64)
-    progress = ((radius - inner) / (1 - inner)).clamp(0, 1)
-    return (1 + torch.cos(math.pi * progress)) / 2
-
-
-def covering_size(size: int) -> int:
-    """The side of the smallest square with the same centre that holds a square of `size` however that is turned.
-
-    >>> rp.group.covering_size(88)
-    126
-    """
-    reach = math.ceil(math.sqrt(2) * size)
-    return reach + (reach - size) % 2
-
-
-def mirror(index: Tensor, size: int | Tensor) -> Tensor:
-    """Indices beyond either end of `size` pixels, reflected about the outermost pixel.
-
-    >>> rp.group.mirror(torch.tensor([-2, -1, 0, 1, 2, 3, 4]), 3).tolist()
-    [2, 1, 0, 1, 2, 1, 0]
-    """
-    period = torch.as_tensor(2 * (size - 1)).clamp(min=1)
-    index = index % period
-    return torch.minimum(index, period - index)
-
-
-def windows(size: int, window: int, stride: int = 1, padding: int = 0, dilation: int = 1) -> int:
-    """How many windows lie along `size` pixels, provided that they lie alike from both ends.
-
-    Every layer with a window asks here. A grid of windows that leaves pixels over at one end only is not mapped
-    onto itself by a rotation, and a network on it is silently not equivariant; so such sizes are refused.
-
-    >>> rp.group.windows(68, window=5), rp.group.windows(64, window=2, stride=2)
-    (64, 32)
-    """
-    reach = dilation * (window - 1) + 1
-    rest = size + 2 * padding - reach
-    if rest < 0:
-        padded = f" padded by {padding} px" if padding else ""
-        least = reach - 2 * padding
-        raise ValueError(f"a window of {reach} px does not fit into {size} px{padded}; use at least {least} px.")
-    if rest % stride:
-        below, above = size - rest % stride, size - rest % stride + stride
-        nearest = f"{below} or {above} px" if below > 0 else f"{above} px"
-        raise ValueError(
-            f"{size} px is off the grid: windows of {reach} px at stride {stride} would leave pixels over at one end "
-            f"only, and rotations would not be exact; use {nearest}."
-        )
-    return rest // stride + 1
-
-
-def offsets(size: int) -> Tensor:
-    """Pixel centres along an axis, measured from its middle."""
-    return torch.arange(size, dtype=torch.float64, device="cpu") - (size - 1) / 2
-
-
-def positions(size: int, radians: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Where the entries of a kernel turned by an angle come from: (size²,) to the right, and upwards."""
-    x, y = offsets(size).repeat(size), -offsets(size).repeat_interleave(size)
-    return math.cos(radians) * x + math.sin(radians) * y, math.cos(radians) * y - math.sin(radians) * x
-
-
 def order(orientations: int, reflections: bool = False) -> int:
-    """How many entries the orientation axis has.
+    """Return the number of group elements G, which is the length of the orientation axis: N, or 2N with reflections.
 
     >>> rp.group.order(8), rp.group.order(8, reflections=True)
     (8, 16)
@@ -119,28 +43,130 @@ def order(orientations: int, reflections: bool = False) -> int:
     return 2 * orientations if reflections else orientations
 
 
-def products(orientations: int, reflections: bool = False, device: torch.device | None = None) -> Tensor:
-    """The table of the group, (G, G): which entry is g after h, from Rᵢ Mᵐ Rⱼ Mⁿ = R_{i ± j} Mᵐ⁺ⁿ, minus where m is 1.
+def multiplication_table(orientations: int, reflections: bool = False, device: torch.device | None = None) -> Tensor:
+    """Return the multiplication table (G, G) of the group.
 
-    >>> rp.group.products(1, reflections=True).tolist()
+    Row g, column h has the index of the product g·h, which applies h first and then g. The table follows from
+    Rᵢ Mᵐ · Rⱼ Mⁿ = R_{i ± j} Mᵐ⁺ⁿ, with the minus sign if m is 1.
+
+    >>> rp.group.multiplication_table(1, reflections=True).tolist()
     [[0, 1], [1, 0]]
     """
     entries = torch.arange(order(orientations, reflections), device=device)
-    turn, mirrored = entries % orientations, entries // orientations
-    sign = 1 - 2 * mirrored
-    turns = (turn[:, None] + sign[:, None] * turn[None, :]) % orientations
-    return turns + orientations * ((mirrored[:, None] + mirrored[None, :]) % 2)
+    rotation, reflected = entries % orientations, entries // orientations
+    sign = 1 - 2 * reflected
+    rotations = (rotation[:, None] + sign[:, None] * rotation[None, :]) % orientations
+    return rotations + orientations * ((reflected[:, None] + reflected[None, :]) % 2)
 
 
 def inverses(orientations: int, reflections: bool = False, device: torch.device | None = None) -> Tensor:
-    """Which entry undoes which, (G,): the turn back; a mirrored one undoes itself."""
+    """Return the index of the inverse of each group element, (G,).
+
+    The inverse of a rotation is the opposite rotation. Every element with a reflection is its own inverse.
+    """
     entries = torch.arange(order(orientations, reflections), device=device)
     return torch.where(entries < orientations, -entries % orientations, entries)
 
 
 def orientation_shift(orientations: int, device: torch.device | None = None, reflections: bool = False) -> Tensor:
-    """The θ part of the shift-twist, (G, G): output entry g reads input h with kernel slice g⁻¹h.
+    """Return which slice of the base weights a group convolution uses for each pair of orientations, (G, G).
 
-    For turns alone that is (j - i) mod N.
+    Row g is the output orientation, column h the input orientation, and the slice is g⁻¹h. Without reflections this is
+    (h - g) mod N.
     """
-    return products(orientations, reflections, device)[inverses(orientations, reflections, device)]
+    table = multiplication_table(orientations, reflections, device)
+    return table[inverses(orientations, reflections, device)]
+
+
+# Pixel grids
+
+
+def centered_coordinates(size: int) -> Tensor:
+    """Return the coordinates (size,) of pixel centers along an axis, with 0 at the center of the axis, in float64."""
+    return torch.arange(size, dtype=torch.float64, device="cpu") - (size - 1) / 2
+
+
+def rotated_coordinates(size: int, radians: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Return the positions at which a rotated kernel of size × size entries samples the unrotated kernel.
+
+    Returns x (size²,) and y (size²,) in pixels from the center, with x to the right and y upwards. The rotation is
+    counter-clockwise.
+    """
+    x = centered_coordinates(size).repeat(size)
+    y = -centered_coordinates(size).repeat_interleave(size)
+    return math.cos(radians) * x + math.sin(radians) * y, math.cos(radians) * y - math.sin(radians) * x
+
+
+def disc_mask(size: int) -> Tensor:
+    """Return a mask (size, size) of the kernel entries inside the disc of diameter `size`.
+
+    Only these entries stay inside the kernel for every rotation. Their number is P, the number of base weights.
+
+    >>> int(rp.group.disc_mask(5).sum())
+    21
+    """
+    if size < 1 or size % 2 == 0:
+        raise ValueError(f"kernel_size must be odd and at least 1, so that a rotation has a center; got {size}.")
+    squared = centered_coordinates(size) ** 2
+    return squared[:, None] + squared[None, :] <= (size / 2) ** 2
+
+
+def inscribed_disc(height: int, width: int, inner: float = 1.0) -> Tensor:
+    """Return weights (height, width) in float64 that are 1 inside the largest centered disc and 0 outside.
+
+    With `inner` below 1, weights are 1 up to this fraction of the radius, and then fade to 0 at the edge of the disc.
+    """
+    y, x = centered_coordinates(height), centered_coordinates(width)
+    radius = torch.sqrt(y[:, None] ** 2 + x[None, :] ** 2) / (min(height, width) / 2)
+    if inner == 1:
+        return (radius <= 1).to(torch.float64)
+    progress = ((radius - inner) / (1 - inner)).clamp(0, 1)
+    return (1 + torch.cos(math.pi * progress)) / 2
+
+
+def covering_size(size: int) -> int:
+    """Return the side, in pixels, of the smallest square that contains a square of side `size` for every rotation.
+
+    Both have the same center; the difference of the sides is therefore even.
+
+    >>> rp.group.covering_size(88)
+    126
+    """
+    covering = math.ceil(math.sqrt(2) * size)
+    return covering + (covering - size) % 2
+
+
+def reflect_index(index: Tensor, size: int | Tensor) -> Tensor:
+    """Map indices outside of 0 … size - 1 to indices inside, by reflection at the first and last pixel.
+
+    >>> rp.group.reflect_index(torch.tensor([-2, -1, 0, 1, 2, 3, 4]), 3).tolist()
+    [2, 1, 0, 1, 2, 1, 0]
+    """
+    period = torch.as_tensor(2 * (size - 1)).clamp(min=1)
+    index = index % period
+    return torch.minimum(index, period - index)
+
+
+def output_size(size: int, window: int, stride: int = 1, padding: int = 0, dilation: int = 1) -> int:
+    """Return the output size of a convolution or pooling layer along one axis of `size` pixels.
+
+    All sizes are in pixels. Raises ValueError if the windows do not cover the axis exactly: remaining pixels at one end
+    would make the layer not equivariant, without any other error. The message names sizes that fit.
+
+    >>> rp.group.output_size(68, window=5), rp.group.output_size(64, window=2, stride=2)
+    (64, 32)
+    """
+    extent = dilation * (window - 1) + 1
+    free = size + 2 * padding - extent
+    if free < 0:
+        padded = f" padded by {padding} px" if padding else ""
+        least = extent - 2 * padding
+        raise ValueError(f"a window of {extent} px does not fit into {size} px{padded}; use at least {least} px.")
+    if free % stride:
+        below, above = size - free % stride, size - free % stride + stride
+        nearest = f"{below} or {above} px" if below > 0 else f"{above} px"
+        raise ValueError(
+            f"{size} px is off the grid: windows of {extent} px at stride {stride} would leave pixels over at one end "
+            f"only, and rotations would not be exact; use {nearest}."
+        )
+    return free // stride + 1

@@ -1,15 +1,12 @@
-"""Circular harmonics on pixels: the kernels that stay the most like themselves when an image turns under them.
+"""Compute rotated kernels from learned base weights, by one of three kernel families.
 
-A kernel u is a harmonic of frequency m if a turn of the image by θ multiplies its response by exp(imθ). On pixels none
-is, quite. But for images of known covariance the share of the response that does so is a quotient of two quadratic
-forms, and its best kernels are eigenvectors.
+A kernel has size × size entries, with an odd size, and P base weights. P is the number of entries inside the disc of
+diameter `size` (`disc_mask`), so that networks of all families have the same number of weights. The rotated kernel is
+a matrix (size², P) times the base weights. A family is a function that returns this matrix in float64, for a size and
+an angle in radians. "bilinear" interpolates, as in the paper; "gaussian" and "harmonic" rotate a basis of smooth
+functions.
 
-Families of kernels: what the entries of a kernel turned by an angle read from its base weights.
-
-In: an odd size and an angle in radians. Out: a matrix (size², P) in float64, with P the number of positions on the
-disc, so that every family has the same number of weights.
-
-Base weights to rotated kernels: one fixed linear map, and the shift along θ that belongs to it.
+To add a family, write such a function, add a row to KERNEL_FAMILIES, and add its name to `Kernel`.
 """
 
 import math
@@ -20,193 +17,90 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from rotopath.group.grid import check_orientations, disc, offsets, orientation_shift, positions
-
-# What images are taken to be: blobs of every size, octaves apart, as natural images are alike on all scales; and a
-# little white noise, for all that does not turn along, such as the kinks that a ReLU leaves between pixels.
-BLOBS_PX = (1.0, 2.0, 4.0, 8.0)
-NOISE = 1e-4
-LOUDNESS = 1 / 12  # of a harmonic grows as this power of the energy that it sees: the smoother, the louder
-TURNS = 16  # in a quarter of a circle, over which frequencies are told apart
-
-
-class _Mode(NamedTuple):
-    share: float  # of the response to images that turns as it should
-    energy: float  # of that part of the response
-    frequency: int
-    kernel: Tensor  # (size²,), complex, of norm 1
-
-
-@lru_cache(maxsize=16)
-def harmonics(size: int) -> tuple[Tensor, Tensor]:
-    """The best harmonics for as many base weights as lie on the disc: (size², K) complex, and their frequencies (K,).
-
-    Those of m = 0 are real and take one weight, all others two. All together are as loud as bilinear kernels
-    at 0°; single ones are the louder the more faithful and the smoother they are.
-    """
-    modes = [mode for frequency in range(2 * size - 1) for mode in _find_modes(size, frequency)]
-    taps = left = int(disc(size).sum())
-    chosen = []
-    for mode in sorted(modes, key=lambda mode: -mode.share):
-        needed = 2 if mode.frequency else 1
-        if needed <= left:
-            chosen.append(mode)
-            left -= needed
-    chosen.sort(key=lambda mode: mode.frequency)  # within a frequency the best stays first
-    frequencies = torch.tensor([float(mode.frequency) for mode in chosen], dtype=torch.float64, device="cpu")
-    kernels = torch.stack([mode.kernel * mode.share * mode.energy**LOUDNESS for mode in chosen], dim=1)
-    energy = (kernels.abs().square() * (1 + (frequencies > 0))).sum()
-    return kernels * torch.sqrt(taps / energy), frequencies
-
-
-def _find_modes(size: int, frequency: int) -> list[_Mode]:
-    """Orthonormal kernels of one frequency, the best first."""
-    basis = _symmetric_kernels(size, frequency)  # (size², Q)
-    covariance = _covariance(size)
-    noise = NOISE * torch.eye(basis.shape[1], dtype=torch.float64, device="cpu")
-    whole = (basis.mH @ covariance[0] @ basis).real + noise
-    phases = torch.polar(torch.ones_like(_turns()), frequency * _turns())
-    turning = (basis.mH @ torch.tensordot(phases, covariance, dims=1) @ basis).real / TURNS
-    whiten = torch.linalg.inv(torch.linalg.cholesky(whole))
-    shares, vectors = torch.linalg.eigh(whiten @ turning @ whiten.T)
-    vectors, _ = torch.linalg.qr((whiten.T @ vectors).flip(1))
-    # Neither eigenvectors nor QR have a sign of their own, and learned weights must mean the same on every machine.
-    radius = torch.complex(*positions(size)).abs()
-    reference = torch.stack([radius ** (frequency + 2 * i) for i in range(basis.shape[1])], dim=1)
-    reference = (basis.mH @ (_phases(size, frequency)[:, None] * reference)).real
-    vectors = vectors * torch.sign((reference * vectors).sum(dim=0))
-    energies = (vectors * (turning @ vectors)).sum(dim=0)
-    kernels = (basis @ vectors.to(basis)).unbind(dim=1)
-    return [
-        _Mode(float(share), float(energy), frequency, kernel)
-        for share, energy, kernel in zip(shares.flip(0), energies, kernels, strict=True)
-    ]
-
-
-def _symmetric_kernels(size: int, frequency: int) -> Tensor:
-    """A basis of the kernels that turn exactly by 90°, and that a reflection turns into their conjugates: (size², Q).
-
-    All harmonics on the square are real combinations of these, which leaves their phase no choice.
-    """
-    x, y = positions(size)
-    far, near = torch.maximum(x.abs(), y.abs()), torch.minimum(x.abs(), y.abs())
-    hand = torch.sign(x * y * (x.square() - y.square()))  # which of a point and its mirror image; 0 on the mirrors
-    phases = _phases(size, frequency)
-    columns = []
-    for a in range(size // 2 + 1):
-        for b in range(a + 1):
-            orbit = (far == a) & (near == b)
-            if a == 0 and frequency % 4:
-                continue  # the centre stands still
-            columns.append(phases * orbit)
-            if 0 < b < a:
-                columns.append(1j * phases * hand * orbit)
-    basis = torch.stack(columns, dim=1)
-    return basis / basis.abs().square().sum(dim=0).sqrt()
-
-
-def _phases(size: int, frequency: int) -> Tensor:
-    """exp(imφ) at every position."""
-    angle = torch.complex(*positions(size)).angle()
-    return torch.polar(torch.ones_like(angle), frequency * angle)
-
-
-@lru_cache(maxsize=16)
-def _covariance(size: int) -> Tensor:
-    """Of the images at two positions, the second one turned: (TURNS, size², size²)."""
-    place = torch.complex(*positions(size))
-    turned = place * torch.polar(torch.ones_like(_turns()), _turns())[:, None]  # (TURNS, size²)
-    squared = (place[:, None] - turned[:, None, :]).abs().square()
-    covariance = torch.stack([torch.exp(-squared / (2 * blob) ** 2) for blob in BLOBS_PX]).mean(dim=0)
-    return covariance.to(torch.complex128)
-
-
-def _turns() -> Tensor:
-    """Angles in the first quadrant, which stand for those in all, as the kernels turn exactly by 90°."""
-    return math.pi / 2 / TURNS * torch.arange(TURNS, dtype=torch.float64, device="cpu")
-
+from rotopath.group.grid import (
+    centered_coordinates,
+    check_orientations,
+    disc_mask,
+    orientation_shift,
+    rotated_coordinates,
+)
 
 Kernel = Literal["bilinear", "gaussian", "harmonic"]
-GAUSSIAN_PX = 0.6  # narrower ones fall between pixels, wider ones can hardly be told apart
-
-
-def read_bilinear(size: int, radians: float) -> Tensor:
-    """Interpolation between four neighbours, as in the paper; base weights are the kernel at 0°."""
-    mask = disc(size).flatten()
-    x, y = positions(size, radians)
-    reads = _hats(-y, offsets(size))[:, :, None] * _hats(x, offsets(size))[:, None, :]  # (size², size, size)
-    return reads.flatten(1)[:, mask] * mask[:, None]
-
-
-def read_gaussian(size: int, radians: float) -> Tensor:
-    """A Gaussian about each position of the disc, read where the turned disc lies; as loud as bilinear at 0°."""
-    mask = disc(size).flatten()
-    centre_x, centre_y = (axis[mask] for axis in positions(size))
-
-    def read(radians: float) -> Tensor:
-        x, y = positions(size, radians)
-        squared = (x[:, None] - centre_x) ** 2 + (y[:, None] - centre_y) ** 2  # (size², P)
-        return torch.exp(-squared / (2 * GAUSSIAN_PX**2)) * mask[:, None]
-
-    return read(radians) * (math.sqrt(len(centre_x)) / float(read(0.0).norm()))
-
-
-def read_harmonic(size: int, radians: float) -> Tensor:
-    """Circular harmonics, which a turn multiplies by exp(-imθ), each as its real and its imaginary part.
-
-    So a turn is an orthogonal map of the base weights, and every angle has the same gain.
-    """
-    modes, frequencies = harmonics(size)
-    turned = modes * torch.polar(torch.ones_like(frequencies), -frequencies * radians)
-    pairs = math.sqrt(2) * turned[:, frequencies > 0]
-    return torch.cat([turned[:, frequencies == 0].real, pairs.real, pairs.imag], dim=1)
-
-
-FAMILIES: dict[str, Callable[[int, float], Tensor]] = {
-    "bilinear": read_bilinear,
-    "gaussian": read_gaussian,
-    "harmonic": read_harmonic,
-}
 KERNELS = get_args(Kernel)
 
+GAUSSIAN_PX = 0.6  # standard deviation; narrower Gaussians miss pixels, wider ones overlap their neighbors too much
 
-def _hats(places: Tensor, grid: Tensor) -> Tensor:
-    """Linear interpolation weights, (places, grid)."""
-    distance = (places[:, None] - grid[None, :]).abs()
-    # Rotated grid points that meet grid points do so to 1e-15 only; a snap keeps that dust out of the map.
-    nearest = distance.round()
-    distance = torch.where((distance - nearest).abs() < 1e-9, nearest, distance)
-    return (1 - distance).clamp(min=0)
+# Harmonics are fitted to a statistical model of images: Gaussian blobs of several sizes, an octave apart, because
+# natural images look alike on all scales, and a little white noise, for details that do not rotate with the image.
+BLOBS_PX = (1.0, 2.0, 4.0, 8.0)  # standard deviations
+NOISE = 1e-4  # variance
+GAIN_EXPONENT = 1 / 12  # the gain of a harmonic is its energy to this power: smooth harmonics weigh more
+QUADRANT_ANGLES = 16  # number of angles from 0° to 90° over which the response to rotated images is averaged
+
+
+# From base weights to the weights of an ordinary convolution
 
 
 def rotation_map(size: int, orientations: int, kernel: str = "bilinear", reflections: bool = False) -> Tensor:
-    """The linear map from base weights to rotated kernels, (N, size², P), in float64; with reflections (2N, size², P).
+    """Return the matrices that convert base weights to the kernels of all orientations, (G, size², P) in float64.
 
-    Row r of slice i holds what entry r of the kernel turned by θᵢ reads from the P base weights, by one of the families
-    of KERNELS. A turn by 90° permutes the rows of the map, so it is exact wherever N allows it; and so does a
-    reflection, whatever N is: mirrored, then turned by θᵢ, is turned by -θᵢ, then mirrored.
+    Slice i times the base weights (P,) is the kernel rotated by θᵢ, as (size²,). G is the number of orientations N, or
+    2N with reflections. Rotations by 90° and flips only permute the rows of a matrix, and are therefore exact. Raises
+    ValueError for an unknown kernel family.
     """
     check_orientations(orientations)
-    if kernel not in FAMILIES:
-        raise ValueError(f"kernel must be one of {', '.join(map(repr, FAMILIES))}; got {kernel!r}.")
+    if kernel not in KERNEL_FAMILIES:
+        raise ValueError(f"kernel must be one of {', '.join(map(repr, KERNEL_FAMILIES))}; got {kernel!r}.")
     slices = []
     for i in range(orientations):
-        # Only the part of the angle below 90° is computed in floating point; whole quarter turns permute.
+        # Only the remainder below 90° is computed with sine and cosine; rotations by 90° permute the entries.
         quarters, rest = divmod(4 * i, orientations)
-        reads = FAMILIES[kernel](size, math.pi / 2 * rest / orientations)  # (size², P)
-        slices.append(torch.rot90(reads.view(size, size, -1), quarters, (0, 1)).flatten(0, 1))
+        weights = KERNEL_FAMILIES[kernel](size, math.pi / 2 * rest / orientations)  # (size², P)
+        slices.append(torch.rot90(weights.view(size, size, -1), quarters, (0, 1)).flatten(0, 1))
     if reflections:
-        mirrored = [slices[-i % orientations].view(size, size, -1).flip(1) for i in range(orientations)]
-        slices += [each.flatten(0, 1) for each in mirrored]
+        # A flip followed by the rotation by θᵢ equals the rotation by -θᵢ followed by the flip.
+        flipped = [slices[-i % orientations].view(size, size, -1).flip(1) for i in range(orientations)]
+        slices += [weights.flatten(0, 1) for weights in flipped]
     return torch.stack(slices)
 
 
-def effective_taps(size: int, orientations: int, correlation: float, kernel: str = "bilinear") -> float:
-    """How many base weights a rotated kernel brings to bear on a patch, averaged over orientations.
+def lift_kernels(weight: Tensor, rotation: Tensor) -> Tensor:
+    """Return the weights of an ordinary convolution, (O·N, C, n, n), that is equal to a lifting convolution.
 
-    Bilinear interpolation, and the rim of the disc, pass on less than the variance of all P base weights at angles off
-    the pixel grid: 86 % of it at 45° (5×5) where the patch is constant, 43 % where its pixels are uncorrelated.
-    `correlation` tells where between the two a patch lies.
+    `weight` (O, C, P) are the base weights, for O output and C input channels. `rotation` is a `rotation_map`.
+    """
+    kernels = torch.einsum("ocp,irp->oirc", weight, rotation)
+    return _as_conv2d_weight(kernels)
+
+
+def group_kernels(weight: Tensor, rotation: Tensor, reflections: bool = False) -> Tensor:
+    """Return the weights of an ordinary convolution, (O·N, C·N, n, n), that is equal to a group convolution.
+
+    `weight` (O, C, N, P) are the base weights, for O output and C input channels. `rotation` is a `rotation_map`. With
+    reflections, N is the length of the whole orientation axis, including reflected entries.
+    """
+    orientations = weight.shape[2] // 2 if reflections else weight.shape[2]
+    shift = orientation_shift(orientations, weight.device, reflections)
+    shifted = weight[:, :, shift]  # (O, C, N, N, P), the two N for output and input orientation
+    kernels = torch.einsum("ocijp,irp->oircj", shifted, rotation).flatten(3)  # (O, N, n², C·N)
+    return _as_conv2d_weight(kernels)
+
+
+def _as_conv2d_weight(kernels: Tensor) -> Tensor:
+    """Reshape kernels (O, N, n², C) to the weights of a convolution (O·N, C, n, n), channels-last in memory."""
+    size = math.isqrt(kernels.shape[2])
+    outputs, orientations, _, inputs = kernels.shape
+    # With a single orientation, a reshape alone would keep the memory layout of the einsum.
+    return kernels.reshape(outputs * orientations, size, size, inputs).contiguous().permute(0, 3, 1, 2)
+
+
+def effective_taps(size: int, orientations: int, correlation: float, kernel: str = "bilinear") -> float:
+    """Return the effective number of base weights of a rotated kernel: the fan-in for weight initialization.
+
+    It is less than P, because interpolation reduces the variance of the outputs at angles other than multiples of 90°:
+    for a 5 × 5 kernel at 45° to 86 % if all pixels of a patch are equal, and to 43 % if they are uncorrelated.
+    `correlation` is that of the pixels in a patch, from 0 (uncorrelated) to 1 (equal). The result is averaged over
+    orientations.
     """
     rotation = rotation_map(size, orientations, kernel)
     constant = rotation.sum(dim=1).square().sum(dim=1).mean()
@@ -214,27 +108,171 @@ def effective_taps(size: int, orientations: int, correlation: float, kernel: str
     return float(correlation * constant + (1 - correlation) * uncorrelated)
 
 
-def lift_kernels(weight: Tensor, rotation: Tensor) -> Tensor:
-    """Base weights (O, C, P) of a lifting layer to the weights (O·N, C, n, n) of an ordinary convolution."""
-    kernels = torch.einsum("ocp,irp->oirc", weight, rotation)
-    return _as_conv2d_weight(kernels)
+# The families
 
 
-def group_kernels(weight: Tensor, rotation: Tensor, reflections: bool = False) -> Tensor:
-    """Base weights (O, C, N, P) of a group convolution to the weights (O·N, C·N, n, n) of an ordinary one.
+def bilinear_map(size: int, radians: float) -> Tensor:
+    """Return the matrix (size², P) of bilinear interpolation, as in the paper. Base weights are the kernel at 0°."""
+    mask = disc_mask(size).flatten()
+    x, y = rotated_coordinates(size, radians)
+    grid = centered_coordinates(size)
+    rows, columns = _interpolation_weights(-y, grid), _interpolation_weights(x, grid)  # (size², size) each
+    weights = rows[:, :, None] * columns[:, None, :]  # (size², size, size)
+    return weights.flatten(1)[:, mask] * mask[:, None]
 
-    With reflections, N here counts all entries of the orientation axis.
+
+def _interpolation_weights(coordinates: Tensor, grid: Tensor) -> Tensor:
+    """Return the weights (n, k) of linear interpolation at `coordinates` (n,) between the points of `grid` (k,)."""
+    distance = (coordinates[:, None] - grid[None, :]).abs()
+    # Rounding errors of about 1e-15 are removed, so that a point on the grid reads one grid point only.
+    nearest = distance.round()
+    distance = torch.where((distance - nearest).abs() < 1e-9, nearest, distance)
+    return (1 - distance).clamp(min=0)
+
+
+def gaussian_map(size: int, radians: float) -> Tensor:
+    """Return the matrix (size², P) of a basis of Gaussians. Their centers rotate with the kernel.
+
+    At 0°, one Gaussian is centered on each entry inside the disc, and the matrix has the same norm as the bilinear one.
     """
-    orientations = weight.shape[2] // 2 if reflections else weight.shape[2]
-    shift = orientation_shift(orientations, weight.device, reflections)
-    twisted = weight[:, :, shift]  # (O, C, N, N, P), the two N for output and input orientation
-    kernels = torch.einsum("ocijp,irp->oircj", twisted, rotation).flatten(3)  # (O, N, n², C·N)
-    return _as_conv2d_weight(kernels)
+    mask = disc_mask(size).flatten()
+    center_x, center_y = (axis[mask] for axis in rotated_coordinates(size))
+
+    def sample(radians: float) -> Tensor:
+        x, y = rotated_coordinates(size, radians)
+        squared = (x[:, None] - center_x) ** 2 + (y[:, None] - center_y) ** 2  # (size², P)
+        return torch.exp(-squared / (2 * GAUSSIAN_PX**2)) * mask[:, None]
+
+    return sample(radians) * (math.sqrt(len(center_x)) / float(sample(0.0).norm()))
 
 
-def _as_conv2d_weight(kernels: Tensor) -> Tensor:
-    """(O, N, n², C) to (O·N, C, n, n), channels last in memory."""
-    size = math.isqrt(kernels.shape[2])
-    outputs, orientations, _, inputs = kernels.shape
-    # Where there is one orientation only, reshaping alone would leave them as einsum did.
-    return kernels.reshape(outputs * orientations, size, size, inputs).contiguous().permute(0, 3, 1, 2)
+def harmonic_map(size: int, radians: float) -> Tensor:
+    """Return the matrix (size², P) of a basis of circular harmonics: kernels that are easy to rotate.
+
+    Rotating a harmonic of frequency m by θ multiplies it by exp(-imθ). The real and the imaginary part of each harmonic
+    have a base weight each, and rotation mixes these two only. The norm of a kernel does not depend on the angle.
+    """
+    kernels, frequencies = circular_harmonics(size)
+    rotated = kernels * torch.polar(torch.ones_like(frequencies), -frequencies * radians)
+    pairs = math.sqrt(2) * rotated[:, frequencies > 0]
+    return torch.cat([rotated[:, frequencies == 0].real, pairs.real, pairs.imag], dim=1)
+
+
+KERNEL_FAMILIES: dict[str, Callable[[int, float], Tensor]] = {
+    "bilinear": bilinear_map,
+    "gaussian": gaussian_map,
+    "harmonic": harmonic_map,
+}
+
+
+# Circular harmonics on pixels
+
+
+class _Harmonic(NamedTuple):
+    """A kernel that approximates a circular harmonic of frequency m on the pixel grid."""
+
+    fraction: float  # fraction of the energy of its response that rotates exactly as frequency m requires
+    energy: float  # energy of this part of the response
+    frequency: int  # m
+    kernel: Tensor  # (size²,), complex, of norm 1
+
+
+@lru_cache(maxsize=16)
+def circular_harmonics(size: int) -> tuple[Tensor, Tensor]:
+    """Choose the K harmonics that rotate most exactly; return kernels (size², K), complex, and frequencies (K,).
+
+    Harmonics of frequency 0 are real and need one base weight, all others two; in total P weights are used. Harmonics
+    that rotate more exactly, and smoother ones, have a higher gain. Together the kernels have the same norm as the
+    bilinear kernels at 0°.
+    """
+    candidates = [harmonic for frequency in range(2 * size - 1) for harmonic in _find_harmonics(size, frequency)]
+    taps = left = int(disc_mask(size).sum())
+    chosen = []
+    for harmonic in sorted(candidates, key=lambda harmonic: -harmonic.fraction):
+        needed = 2 if harmonic.frequency else 1
+        if needed <= left:
+            chosen.append(harmonic)
+            left -= needed
+    chosen.sort(key=lambda harmonic: harmonic.frequency)  # a stable sort: within a frequency the best stays first
+    frequencies = torch.tensor([float(harmonic.frequency) for harmonic in chosen], dtype=torch.float64, device="cpu")
+    kernels = torch.stack(
+        [harmonic.kernel * harmonic.fraction * harmonic.energy**GAIN_EXPONENT for harmonic in chosen], dim=1
+    )
+    energy = (kernels.abs().square() * (1 + (frequencies > 0))).sum()
+    return kernels * torch.sqrt(taps / energy), frequencies
+
+
+def _find_harmonics(size: int, frequency: int) -> list[_Harmonic]:
+    """Return orthonormal kernels of one frequency, those that rotate most exactly first.
+
+    A kernel is a circular harmonic of frequency m if rotating the image by θ multiplies its response by exp(imθ). On
+    pixels this holds only approximately. For images of known covariance, the fraction of the energy of the response
+    that behaves in this way is a quotient of two quadratic forms (`harmonic_part` and `total`). The kernels with the
+    largest fractions are therefore the solutions of an eigenvalue problem.
+    """
+    basis = _symmetric_kernels(size, frequency)  # (size², Q)
+    covariance = image_covariance(size)
+    noise = NOISE * torch.eye(basis.shape[1], dtype=torch.float64, device="cpu")
+    total = (basis.mH @ covariance[0] @ basis).real + noise
+    phases = torch.polar(torch.ones_like(_quadrant_angles()), frequency * _quadrant_angles())
+    harmonic_part = (basis.mH @ torch.tensordot(phases, covariance, dims=1) @ basis).real / QUADRANT_ANGLES
+    whiten = torch.linalg.inv(torch.linalg.cholesky(total))
+    fractions, vectors = torch.linalg.eigh(whiten @ harmonic_part @ whiten.T)
+    vectors, _ = torch.linalg.qr((whiten.T @ vectors).flip(1))
+    # The signs of eigenvectors and of QR are arbitrary. They are fixed here, so that trained weights are valid on every
+    # machine.
+    radius = torch.complex(*rotated_coordinates(size)).abs()
+    reference = torch.stack([radius ** (frequency + 2 * i) for i in range(basis.shape[1])], dim=1)
+    reference = (basis.mH @ (_phase_factors(size, frequency)[:, None] * reference)).real
+    vectors = vectors * torch.sign((reference * vectors).sum(dim=0))
+    energies = (vectors * (harmonic_part @ vectors)).sum(dim=0)
+    kernels = (basis @ vectors.to(basis)).unbind(dim=1)
+    return [
+        _Harmonic(float(fraction), float(energy), frequency, kernel)
+        for fraction, energy, kernel in zip(fractions.flip(0), energies, kernels, strict=True)
+    ]
+
+
+def _symmetric_kernels(size: int, frequency: int) -> Tensor:
+    """Return a basis (size², Q), complex, of all kernels that behave as harmonics under 90° rotations and reflections.
+
+    A rotation by 90° multiplies such a kernel by iᵐ, and a reflection conjugates it. Harmonics are real linear
+    combinations of this basis.
+    """
+    x, y = rotated_coordinates(size)
+    far, near = torch.maximum(x.abs(), y.abs()), torch.minimum(x.abs(), y.abs())
+    # Opposite sign for a point and its mirror image, 0 on the axes of reflection.
+    handedness = torch.sign(x * y * (x.square() - y.square()))
+    phases = _phase_factors(size, frequency)
+    columns = []
+    for a in range(size // 2 + 1):
+        for b in range(a + 1):
+            orbit = (far == a) & (near == b)  # pixels that rotations by 90° and reflections map onto each other
+            if a == 0 and frequency % 4:
+                continue  # a rotation by 90° does not move the center, so its weight must be 0
+            columns.append(phases * orbit)
+            if 0 < b < a:
+                columns.append(1j * phases * handedness * orbit)
+    basis = torch.stack(columns, dim=1)
+    return basis / basis.abs().square().sum(dim=0).sqrt()
+
+
+def _phase_factors(size: int, frequency: int) -> Tensor:
+    """Return exp(imφ) for the polar angle φ of every entry of a kernel, (size²,)."""
+    angle = torch.complex(*rotated_coordinates(size)).angle()
+    return torch.polar(torch.ones_like(angle), frequency * angle)
+
+
+@lru_cache(maxsize=16)
+def image_covariance(size: int) -> Tensor:
+    """Return the covariances between the pixels of an image and of the same image rotated, (angles, size², size²)."""
+    point = torch.complex(*rotated_coordinates(size))
+    rotated = point * torch.polar(torch.ones_like(_quadrant_angles()), _quadrant_angles())[:, None]  # (angles, size²)
+    squared = (point[:, None] - rotated[:, None, :]).abs().square()
+    covariance = torch.stack([torch.exp(-squared / (2 * blob) ** 2) for blob in BLOBS_PX]).mean(dim=0)
+    return covariance.to(torch.complex128)
+
+
+def _quadrant_angles() -> Tensor:
+    """Return QUADRANT_ANGLES angles from 0° to 90°, in radians. Larger angles are not needed: 90° steps are exact."""
+    return math.pi / 2 / QUADRANT_ANGLES * torch.arange(QUADRANT_ANGLES, dtype=torch.float64, device="cpu")

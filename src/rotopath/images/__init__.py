@@ -1,4 +1,4 @@
-"""Pixels: images and slides read at a resolution, their tissue and stain, and what is drawn onto them."""
+"""Read images and slides at any pixel spacing, find tissue, normalize stains, draw results, write files for QuPath."""
 
 from rotopath.images.files import (
     UnreadableFileError,

@@ -1,15 +1,11 @@
-"""What was found, drawn onto a picture of the slide that fits on a screen.
+"""Draw predictions on images: a heat map and objects on a slide, or an orientation field on an image.
 
-In: a slide, a heat map, and objects in pixels of level 0. Out: a picture with the heat map laid over it, and outlines
-and places drawn where they are large enough to be seen.
-
-An orientation field drawn onto its image: strokes along the angles, longer and brighter where the field is strong.
-
-In: an image, and the strength and angle of each of its pixels, or of those in its middle. Out: a picture to be seen.
+`draw_overlay` returns a reduced image of a slide that fits on a screen. `draw_orientations` returns an enlarged image
+with short lines (strokes) that show the orientation of structures.
 """
 
 import colorsys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,60 +15,75 @@ from rotopath import group
 from rotopath.images.geojson import Point, SlideObject
 from rotopath.images.slides import Slide
 
-LONGEST_PX = 1600  # side of the picture
-STRONGEST = 0.55  # of the heat map's colour, where it is 1
-FINEST_OUTLINES_UM_PX = 2.0  # above it the outline of a nucleus is a dot
-RING_UM, LEAST_RING_PX = 15.0, 7
-DRAWN = 20_000  # objects at most, of those that are outlined or ringed
+MAX_OVERLAY_PX = 1600  # maximum length of the longer side of an overlay
+MAX_HEAT_OPACITY = 0.55  # opacity of the color where the heat map is 1
+MAX_OUTLINE_UM_PX = 2.0  # at coarser pixel spacings, outlines of nuclei would be dots, and are not drawn
+RING_RADIUS_UM, MIN_RING_RADIUS_PX = 15.0, 7  # of the rings around points
+MAX_DRAWN = 20_000  # maximum number of objects that are drawn
+
+ORIENTATION_SCALE = 4  # enlargement of the image
+SUPERSAMPLING = 2  # strokes are drawn larger by this factor and then reduced, for smooth lines
+MIN_STROKE = 0.3  # strokes shorter than this fraction of the longest stroke are not drawn
+SATURATION = 0.45  # the color saturation of the image is reduced to this fraction, so that strokes stand out
+
+
+# Heat maps and objects
 
 
 def draw_overlay(
     slide: Slide,
     heat: NDArray[np.float32],
-    winner: NDArray[np.float32] | None,
-    heat_px: tuple[tuple[float, float], float],
+    top_class: NDArray[np.float32] | None,
+    heat_frame: tuple[tuple[float, float], float],
     colors: Sequence[tuple[int, int, int]],
     objects: Iterable[SlideObject],
 ) -> Image.Image:
-    """The heat map in the colour of the class that is the likeliest, the `winner`, at each of its pixels.
+    """Draw a heat map and objects on a slide, and return the image, reduced to fit on a screen.
 
-    Its first corner and the side of its pixels are given in pixels of level 0.
+    `heat` (rows, columns) are probabilities. `top_class` (rows, columns) is the index of the most probable class at
+    each pixel of the heat map, and selects its color from `colors`; if it is None, the first color is used.
+    `heat_frame` is the upper left corner (row, column) of the heat map and the side of a heat-map pixel, both in pixels
+    of level 0.
     """
-    spacing = max(slide.spacing_um_px, max(slide.size_px) * slide.spacing_um_px / LONGEST_PX)
+    spacing = max(slide.spacing_um_px, max(slide.size_px) * slide.spacing_um_px / MAX_OVERLAY_PX)
     height, width = slide.size_at(spacing)
-    scale = slide.spacing_um_px / spacing  # from level 0 to the picture
-    picture = Image.fromarray(slide.read(0, 0, height, width, spacing))
-    (top, left), side = heat_px
-    # Pillow asks where each pixel of the picture lies in the map.
+    scale = slide.spacing_um_px / spacing  # from level 0 to the overlay
+    overlay = Image.fromarray(slide.read(0, 0, height, width, spacing))
+    (top, left), side = heat_frame
     step = 1 / (scale * side)
-    place = (step, 0.0, -left / side, 0.0, step, -top / side)
-    strength = Image.fromarray(heat * np.float32(255 * STRONGEST)).transform(
-        picture.size, Image.Transform.AFFINE, place, Image.Resampling.BILINEAR
+    to_heat = (step, 0.0, -left / side, 0.0, step, -top / side)  # maps (x, y) of the overlay to the heat map
+    opacity = Image.fromarray(heat * np.float32(255 * MAX_HEAT_OPACITY)).transform(
+        overlay.size, Image.Transform.AFFINE, to_heat, Image.Resampling.BILINEAR
     )
-    ink = Image.new("RGB", picture.size, colors[0])
-    if winner is not None:
-        palette = np.array(colors, np.uint8)[winner.astype(np.int64)]
-        ink = Image.fromarray(palette).transform(picture.size, Image.Transform.AFFINE, place, Image.Resampling.NEAREST)
-    picture.paste(ink, mask=strength.convert("L"))
-    pen = ImageDraw.Draw(picture)
-    for _, one in zip(range(DRAWN), objects, strict=False):
-        line = one.color or colors[0]
-        if isinstance(one.shape, Point):
-            row, column = one.shape.row * scale, one.shape.column * scale
-            radius = max(LEAST_RING_PX, RING_UM / spacing)
-            pen.ellipse((column - radius, row - radius, column + radius, row + radius), outline=line, width=2)
-        elif one.kind == "annotation" or spacing <= FINEST_OUTLINES_UM_PX:
-            for polygon in one.shape:
-                for ring in polygon.rings:
-                    corners = [(float(x), float(y)) for y, x in ring * scale]
-                    pen.line([*corners, corners[0]], fill=line, width=2 if one.kind == "annotation" else 1)
-    return picture
+    color = Image.new("RGB", overlay.size, colors[0])
+    if top_class is not None:
+        class_colors = np.array(colors, np.uint8)[top_class.astype(np.int64)]
+        color = Image.fromarray(class_colors).transform(
+            overlay.size, Image.Transform.AFFINE, to_heat, Image.Resampling.NEAREST
+        )
+    overlay.paste(color, mask=opacity.convert("L"))
+    pen = ImageDraw.Draw(overlay)
+    for _, item in zip(range(MAX_DRAWN), objects, strict=False):
+        _draw_object(pen, item, item.color or colors[0], scale, spacing)
+    return overlay
 
 
-SCALE = 4  # pixels of the picture for one of the image
-FINENESS = 2  # strokes are drawn larger by this, and made smaller again, for smooth lines
-FAINTEST = 0.3  # strokes of less, in parts of the longest, are left out
-PALE = 0.45  # how much is left of the colours of the image beneath
+def _draw_object(
+    pen: ImageDraw.ImageDraw, item: SlideObject, color: tuple[int, int, int], scale: float, spacing_um_px: float
+) -> None:
+    """Draw a ring around a point, or the outline of an object if it is large enough to be visible."""
+    if isinstance(item.shape, Point):
+        row, column = item.shape.row * scale, item.shape.column * scale
+        radius = max(MIN_RING_RADIUS_PX, RING_RADIUS_UM / spacing_um_px)
+        pen.ellipse((column - radius, row - radius, column + radius, row + radius), outline=color, width=2)
+    elif item.kind == "annotation" or spacing_um_px <= MAX_OUTLINE_UM_PX:
+        for polygon in item.shape:
+            for ring in polygon.rings:
+                vertices = [(float(x), float(y)) for y, x in ring * scale]
+                pen.line([*vertices, vertices[0]], fill=color, width=2 if item.kind == "annotation" else 1)
+
+
+# Orientation fields
 
 
 def draw_orientations(
@@ -80,68 +91,68 @@ def draw_orientations(
     strength: NDArray[np.floating],
     angle: NDArray[np.floating],
     every_px: int = 6,
-    own_angle: float = 0.0,
+    line_angle: float = 0.0,
 ) -> Image.Image:
-    """A picture four times as large as the image (H, W, 3), with a stroke for each cell of `every_px` pixels.
+    """Draw an orientation field on an image (H, W, 3), and return the image, enlarged four times.
 
-    A stroke stands where its cell is strongest. It points upwards at angle 0, and is turned counter-clockwise;
-    `own_angle`, in radians, turns all strokes further, to where the structures lie that a kernel at 0 looks for. The
-    colour tells the angle, a stroke and its opposite being alike. Maps smaller than the image lie in its middle.
+    `strength` and `angle` (h, w) are the field; maps smaller than the image are centered on it. Each square of
+    `every_px` by `every_px` pixels gets one stroke, at its strongest pixel. Length shows the strength, color the angle.
+    Angles are in radians from vertical, counter-clockwise. `line_angle` is added to all angles; pass
+    `group.line_angle(kernel)` to draw the lines to which a kernel responds. Raises ValueError if the maps do not fit.
     """
-    top, left = _margins(image, strength, angle, every_px)
-    scale = SCALE * FINENESS
-    picture = ImageEnhance.Color(Image.fromarray(image)).enhance(PALE)
-    picture = picture.resize((image.shape[1] * scale, image.shape[0] * scale), Image.Resampling.BICUBIC)
-    pen = ImageDraw.Draw(picture)
-    largest = float(np.quantile(strength, 0.995))
-    for row, column in _strongest(strength, every_px):
-        length = min(strength[row, column] / largest, 1.0) if largest > 0 else 0.0
-        if length < FAINTEST:
+    top, left = _expect_margins(image, strength, angle, every_px)
+    scale = ORIENTATION_SCALE * SUPERSAMPLING
+    drawing = ImageEnhance.Color(Image.fromarray(image)).enhance(SATURATION)
+    drawing = drawing.resize((image.shape[1] * scale, image.shape[0] * scale), Image.Resampling.BICUBIC)
+    pen = ImageDraw.Draw(drawing)
+    full_strength = float(np.quantile(strength, 0.995))
+    for row, column in _strongest_pixels(strength, every_px):
+        length = min(strength[row, column] / full_strength, 1.0) if full_strength > 0 else 0.0
+        if length < MIN_STROKE:
             continue
-        part, right, up = group.describe_line(float(angle[row, column]) + own_angle)
-        reach = length * every_px * scale / 2
+        fraction, right, up = group.line_direction(float(angle[row, column]) + line_angle)
+        radius = length * every_px * scale / 2
         x, y = (left + column + 0.5) * scale, (top + row + 0.5) * scale
-        ends = (x - reach * right, y + reach * up, x + reach * right, y - reach * up)
-        pen.line(ends, fill=_colour(part), width=max(2, round(0.7 * scale)))
-    return picture.resize((image.shape[1] * SCALE, image.shape[0] * SCALE), Image.Resampling.BOX)
+        ends = (x - radius * right, y + radius * up, x + radius * right, y - radius * up)
+        pen.line(ends, fill=_stroke_color(fraction), width=max(2, round(0.7 * scale)))
+    size = (image.shape[1] * ORIENTATION_SCALE, image.shape[0] * ORIENTATION_SCALE)
+    return drawing.resize(size, Image.Resampling.BOX)
 
 
-def _strongest(strength: NDArray[np.floating], every_px: int) -> list[tuple[int, int]]:
-    """Row and column of the largest value in each cell."""
-    found = []
+def _strongest_pixels(strength: NDArray[np.floating], every_px: int) -> Iterator[tuple[int, int]]:
+    """Yield the row and column of the maximum in each square of `every_px` by `every_px` pixels."""
     for top in range(0, strength.shape[0], every_px):
         for left in range(0, strength.shape[1], every_px):
             cell = strength[top : top + every_px, left : left + every_px]
             row, column = np.unravel_index(int(cell.argmax()), cell.shape)
-            found.append((top + int(row), left + int(column)))
-    return found
+            yield top + int(row), left + int(column)
 
 
-def _colour(part: float) -> tuple[int, int, int]:
-    """Half a turn goes once around the colours."""
-    red, green, blue = colorsys.hsv_to_rgb(part, 0.95, 0.85)
+def _stroke_color(fraction: float) -> tuple[int, int, int]:
+    """Return the color (red, green, blue) for an angle, given as a fraction of π; 0 and 1 have the same color."""
+    red, green, blue = colorsys.hsv_to_rgb(fraction, 0.95, 0.85)
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
-def _margins(
+def _expect_margins(
     image: NDArray[np.uint8], strength: NDArray[np.floating], angle: NDArray[np.floating], every_px: int
 ) -> tuple[int, int]:
-    """Pixels of the image above and left of the maps."""
+    """Check the arguments of `draw_orientations`; return the widths of the image above and to the left of the maps."""
     if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
         raise ValueError(
-            f"draw_orientations takes an image (H, W, 3) of bytes; got {image.dtype} of shape {image.shape}."
+            f"draw_orientations needs an image (H, W, 3) of uint8; got {image.dtype} of shape {image.shape}."
         )
     if strength.ndim != 2 or strength.shape != angle.shape:
         raise ValueError(
-            f"draw_orientations takes strength and angle of one channel, (H, W) both; got {strength.shape} and "
+            f"draw_orientations needs strength and angle of one channel, (H, W) both; got {strength.shape} and "
             f"{angle.shape}."
         )
     if every_px < 1:
-        raise ValueError(f"draw_orientations needs every_px as 1 or more; got {every_px}.")
+        raise ValueError(f"draw_orientations needs every_px of 1 or more; got {every_px}.")
     rows, columns = image.shape[0] - strength.shape[0], image.shape[1] - strength.shape[1]
     if min(rows, columns) < 0 or rows % 2 or columns % 2:
         raise ValueError(
-            f"draw_orientations takes maps that lie in the middle of the image, but {strength.shape} do not in "
-            f"{image.shape[:2]} px; crop the image or the maps."
+            f"draw_orientations needs maps that can be centered on the image, but maps of {strength.shape} px cannot "
+            f"be centered on {image.shape[:2]} px; crop the image or the maps."
         )
     return rows // 2, columns // 2

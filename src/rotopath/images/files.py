@@ -1,6 +1,7 @@
-"""Images from files: RGB pixels, label maps, and the spacing of pixels where the file knows it.
+"""Read image files in any format that Pillow supports: RGB pixels, label maps, and the pixel spacing.
 
-In: a path to anything Pillow reads. Out: arrays (H, W, 3) uint8 or (H, W) int32; or one sentence about the file.
+Pixels are (H, W, 3) as uint8; label maps are (H, W) as int32, with an object number at each pixel and 0 for background.
+A file that cannot be used raises `UnreadableImageError`, whose message is one sentence.
 """
 
 import re
@@ -14,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 
-PLAUSIBLE_UM_PX = (0.05, 5.0)  # outside of it a resolution speaks of print or screen, not of a microscope
+PLAUSIBLE_UM_PX = (0.05, 5.0)  # a pixel spacing outside this range is that of a print or a screen, not of a microscope
 UM_PER_INCH = 25_400.0
-_FILTERING = Lock()
-NUMBER = r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)"
+NUMBER_PATTERN = r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)"
+_WARNING_FILTERS = Lock()  # warning filters belong to the whole process, so only one thread changes them at a time
 
 
 class UnreadableFileError(ValueError):
-    """A file that is missing, damaged, or not what it should be: the file, and in words that follow its name, why."""
+    """A file is missing, damaged or of the wrong type. The message is the path followed by `fault`."""
 
     def __init__(self, path: Path | str, fault: str = "") -> None:
         super().__init__(path, fault)
@@ -32,100 +33,119 @@ class UnreadableFileError(ValueError):
 
 
 class UnreadableImageError(UnreadableFileError):
-    """A file that is no image, or a damaged one."""
+    """A file is not an image, or is a damaged image."""
+
+
+# Pixels
 
 
 def read_rgb(path: Path) -> NDArray[np.uint8]:
-    """The image as (H, W, 3) bytes: transparency lies on white, 16 bits are reduced to 8, grey becomes RGB."""
-    with _opened(path) as image:
+    """Read an image as RGB pixels (H, W, 3) of uint8.
+
+    Transparent pixels are blended with white, 16-bit values are reduced to 8 bits, and gray images get three equal
+    channels.
+    """
+    with _open_image(path) as image:
         if image.mode == "F":
-            raise UnreadableImageError(path, "holds floating-point numbers; save it with 8 bits for each colour.")
+            raise UnreadableImageError(path, "holds floating-point numbers; save it with 8 bits for each color.")
         if image.mode.startswith("I"):
-            grey = np.array(image).clip(0, 65_535) >> 8
-            return np.repeat(grey.astype(np.uint8)[:, :, None], 3, axis=2)
+            gray = np.array(image).clip(0, 65_535) >> 8
+            return np.repeat(gray.astype(np.uint8)[:, :, None], 3, axis=2)
         if "A" in image.getbands() or "transparency" in image.info:
-            layer = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
+            rgba = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
         return np.array(image.convert("RGB"))
 
 
 def read_labels(path: Path) -> NDArray[np.int32]:
-    """A map of object numbers (H, W), 0 for background, from a grey image of 8, 16 or 32 bits."""
-    with _opened(path) as image:
+    """Read a label map (H, W) from a gray image of 8, 16 or 32 bits."""
+    with _open_image(path) as image:
         if len(image.getbands()) != 1 or image.mode in ("F", "1"):
             raise UnreadableImageError(
                 path,
-                f"is no label map: it has mode {image.mode}, but object numbers need one grey channel "
+                f"is not a label map: it has mode {image.mode}, but object numbers need one gray channel "
                 f"of 8, 16 or 32 bits.",
             )
         labels = np.array(image)
-    if labels.min() < 0 or labels.max() > np.iinfo(np.int32).max:
-        raise UnreadableImageError(path, "is no label map: object numbers are whole, 0 or above.")
+    largest = np.iinfo(np.int32).max
+    if labels.min() < 0 or labels.max() > largest:
+        raise UnreadableImageError(
+            path,
+            f"is not a label map: it holds numbers from {labels.min()} to {labels.max()}, but object numbers "
+            f"are 0 to {largest}.",
+        )
     return labels.astype(np.int32)
 
 
-def image_size_px(path: Path) -> tuple[int, int]:
-    """(height, width) from the file's head, without decoding its pixels."""
-    with _opened(path) as image:
-        return image.height, image.width
-
-
-def spacing_um_px(path: Path) -> float | None:
-    """Micrometres per pixel from the file's own words (Aperio, OME, TIFF or PNG resolution); None where it has none."""
-    size = pixel_size_um(path)
-    return None if size is None else size[1]
-
-
-def pixel_size_um(path: Path) -> tuple[float, float] | None:
-    """Height and width of a pixel from the file's own words; None where it has none, or none of a microscope."""
-    with _opened(path) as image:
-        tags = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else {}
-        description = str(tags.get(TiffImagePlugin.IMAGEDESCRIPTION, ""))
-        density = image.info.get("dpi")  # Pillow has brought resolutions in inches and centimetres to this
-    if described := described_pixel_size_um(description):
-        return described
-    if not density or min(density) <= 0:
-        return None
-    return _plausible(UM_PER_INCH / float(density[1]), UM_PER_INCH / float(density[0]))
-
-
-def described_pixel_size_um(description: str) -> tuple[float, float] | None:
-    """Height and width of a pixel from what Aperio or OME write into the description of a TIFF."""
-    if aperio := re.search(rf"\bMPP\s*=\s*{NUMBER}", description):
-        return _plausible(float(aperio[1]), float(aperio[1]))
-    if not (width := _physical_size_um(description, "X")):
-        return None
-    return _plausible(_physical_size_um(description, "Y") or width, width)
-
-
-def _physical_size_um(description: str, axis: str) -> float | None:
-    size = re.search(rf'\bPhysicalSize{axis}="{NUMBER}"', description)
-    unit = re.search(rf'\bPhysicalSize{axis}Unit="([^"]+)"', description)
-    scale = {"nm": 1e-3, "mm": 1e3, "cm": 1e4, "pixel": 0.0}.get(unit[1] if unit else "µm", 1.0)
-    return float(size[1]) * scale if size else None
-
-
-def _plausible(height_um: float, width_um: float) -> tuple[float, float] | None:
-    return (height_um, width_um) if is_plausible(height_um) and is_plausible(width_um) else None
-
-
-def is_plausible(spacing: float) -> bool:
-    """Whether a microscope could have so many micrometres in a pixel."""
-    return PLAUSIBLE_UM_PX[0] <= spacing <= PLAUSIBLE_UM_PX[1]
-
-
 def resample(image: NDArray[np.uint8], scale: float) -> NDArray[np.uint8]:
-    """The image enlarged or reduced by a factor, low-passed where it is reduced, so that detail does not alias."""
+    """Resize an image (H, W, 3) by the factor `scale`, with a Lanczos filter, which also prevents aliasing."""
     height, width = round(image.shape[0] * scale), round(image.shape[1] * scale)
     if (height, width) == image.shape[:2]:
         return image
     return np.array(Image.fromarray(image).resize((max(width, 1), max(height, 1)), Image.Resampling.LANCZOS))
 
 
+# Size and spacing
+
+
+def image_size_px(path: Path) -> tuple[int, int]:
+    """Return (height, width) from the header of the file, without decoding its pixels."""
+    with _open_image(path) as image:
+        return image.height, image.width
+
+
+def spacing_um_px(path: Path) -> float | None:
+    """Read the pixel spacing in µm/px from the metadata (Aperio, OME, TIFF or PNG); None if it is not stated."""
+    size = pixel_size_um(path)
+    return None if size is None else size[1]
+
+
+def pixel_size_um(path: Path) -> tuple[float, float] | None:
+    """Read the height and width of a pixel in µm from the metadata; None if they are missing or implausible."""
+    with _open_image(path) as image:
+        tags = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else {}
+        description = str(tags.get(TiffImagePlugin.IMAGEDESCRIPTION, ""))
+        dots_per_inch = image.info.get("dpi")  # Pillow converts resolutions per centimeter as well
+    if size := parse_pixel_size_um(description):
+        return size
+    if not dots_per_inch or min(dots_per_inch) <= 0:
+        return None
+    return _plausible_size(UM_PER_INCH / float(dots_per_inch[1]), UM_PER_INCH / float(dots_per_inch[0]))
+
+
+def parse_pixel_size_um(description: str) -> tuple[float, float] | None:
+    """Return the height and width of a pixel in µm from a TIFF description by Aperio or OME software, or None."""
+    if aperio := re.search(rf"\bMPP\s*=\s*{NUMBER_PATTERN}", description):
+        return _plausible_size(float(aperio[1]), float(aperio[1]))
+    if not (width := _parse_ome_size_um(description, "X")):
+        return None
+    return _plausible_size(_parse_ome_size_um(description, "Y") or width, width)
+
+
+def is_plausible(spacing: float) -> bool:
+    """Return whether a pixel spacing in µm/px is possible for a microscope image."""
+    return PLAUSIBLE_UM_PX[0] <= spacing <= PLAUSIBLE_UM_PX[1]
+
+
+def _parse_ome_size_um(description: str, axis: str) -> float | None:
+    size = re.search(rf'\bPhysicalSize{axis}="{NUMBER_PATTERN}"', description)
+    unit = re.search(rf'\bPhysicalSize{axis}Unit="([^"]+)"', description)
+    um_per_unit = {"nm": 1e-3, "mm": 1e3, "cm": 1e4, "pixel": 0.0}.get(unit[1] if unit else "µm", 1.0)
+    return float(size[1]) * um_per_unit if size else None
+
+
+def _plausible_size(height_um: float, width_um: float) -> tuple[float, float] | None:
+    return (height_um, width_um) if is_plausible(height_um) and is_plausible(width_um) else None
+
+
+# Opening
+
+
 @contextmanager
-def _opened(path: Path) -> Iterator[Image.Image]:
+def _open_image(path: Path) -> Iterator[Image.Image]:
+    """Open an image. Any error while it is open is converted to an UnreadableImageError."""
     try:
-        with _head_read(path) as image:
+        with _read_header(path) as image:
             yield image
     except FileNotFoundError:
         raise UnreadableImageError(path, "does not exist.") from None
@@ -133,22 +153,22 @@ def _opened(path: Path) -> Iterator[Image.Image]:
         raise UnreadableImageError(path, "is not an image that can be read (TIFF, PNG, JPEG, ...).") from None
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
         raise UnreadableImageError(
-            path, "is too large to be read at once; save it as a tiled TIFF, which is read in parts."
+            path, "is too large to be read as a whole; save it as a tiled TIFF, which is read in parts."
         ) from None
     except UnreadableFileError:
         raise
     except (PermissionError, IsADirectoryError) as error:
         raise UnreadableImageError(path, f"cannot be read ({error.strerror}).") from None
-    except Exception as error:  # decoders meet damaged bytes with whatever they stumble over
+    except Exception as error:  # decoders raise errors of any type for damaged bytes
         raise UnreadableImageError(
-            path, f"is damaged and cannot be decoded ({error}); download or export it anew."
+            path, f"is damaged and cannot be decoded ({error}); download or export it again."
         ) from None
 
 
-def _head_read(path: Path) -> Image.Image:
-    """The opened image, its pixels not yet decoded. Filters of warnings belong to the process, hence the lock."""
-    with _FILTERING, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module="PIL")  # odd tags do no harm
+def _read_header(path: Path) -> Image.Image:
+    """Open an image without decoding its pixels."""
+    with _WARNING_FILTERS, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="PIL")  # unusual tags are harmless
         warnings.filterwarnings("error", "Truncated File Read")
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         return Image.open(path)

@@ -1,7 +1,8 @@
-"""Pyramids: large maps and pictures as tiled OME-TIFF, which QuPath, Bio-Formats and `open_slide` read in parts.
+"""Write large maps and images as image pyramids: tiled OME-TIFF files with several resolution levels.
 
-In: rows of pixels as they come, (h, W) or (h, W, 3), float32 or uint8. Out: a file that is whole or not there at all.
-Memory holds a row of tiles; the lower resolutions wait in temporary files, a third of the pixels in all.
+QuPath, Bio-Formats and `open_slide` read parts of such files quickly. The pixels are passed as horizontal strips from
+top to bottom, arrays (h, W) or (h, W, 3) of float32 or uint8. Only one row of tiles is in memory at a time; pixels of
+the lower levels are kept in temporary files, which need a third of the size of level 0. Files are written atomically.
 """
 
 import math
@@ -20,57 +21,59 @@ from rotopath.writing import atomic_file
 
 TILE_PX = 512
 UM_PER_CM = 1e4
-MOST_CLASSIC_BYTES = 2**31  # above it, places in a file may not fit into the 32 bits of a classic TIFF
+MAX_CLASSIC_BYTES = 2**31  # larger files need BigTIFF: the offsets of a classic TIFF have 32 bits
 Pixels = NDArray[Any]
 
 
 def write_pyramid(
-    path: Path, bands: Iterable[Pixels], size_px: tuple[int, int], spacing_um_px: float, name: str = ""
+    path: Path, strips: Iterable[Pixels], size_px: tuple[int, int], spacing_um_px: float, name: str = ""
 ) -> None:
-    """Write a map or a picture of that size, whose bands lie below each other; a band may be a memory-mapped array.
+    """Write a map or an image with `size_px` (rows, columns) from strips of any height.
 
-    Each level has half the resolution of the one before it, down to a single tile; its pixels are means of four.
+    `spacing_um_px` is the pixel spacing of level 0, and `name` the image name in the metadata. Each further level has
+    half the resolution of the previous one, until it fits in a single tile; its pixels are means of 2 × 2 pixels.
+    Raises ValueError if the strips do not fit.
     """
-    incoming = iter(bands)
+    incoming = iter(strips)
     first = next(incoming, None)
     if first is None or min(size_px) < 1:
-        raise ValueError(f"A pyramid of {size_px[0]} × {size_px[1]} px was given no pixels; it needs one at least.")
+        raise ValueError(f"A pyramid of {size_px[0]} × {size_px[1]} px needs at least one pixel, but got none.")
     if first.dtype not in (np.float32, np.uint8) or first.shape[2:] not in ((), (3,)):
         raise ValueError(
-            f"A pyramid takes bands (h, W) or (h, W, 3) of float32 or uint8; got {first.shape} of {first.dtype}."
+            f"A pyramid needs strips (h, W) or (h, W, 3) of float32 or uint8; got {first.shape} of {first.dtype}."
         )
     shape = (*size_px, *first.shape[2:])
-    shapes = _level_shapes(shape)
+    level_shapes = _level_shapes(shape)
     size_um = {f"PhysicalSize{axis}": spacing_um_px for axis in "XY"}
     units = {f"PhysicalSize{axis}Unit": "µm" for axis in "XY"}
-    about = {"axes": "YXS"[: len(shape)], **size_um, **units} | ({"Name": name} if name else {})
-    large = first.dtype.itemsize * math.prod(shape) > MOST_CLASSIC_BYTES
+    metadata = {"axes": "YXS"[: len(shape)], **size_um, **units} | ({"Name": name} if name else {})
+    is_large = first.dtype.itemsize * math.prod(shape) > MAX_CLASSIC_BYTES
     with ExitStack() as stack:
-        tiff = TiffWriter(stack.enter_context(atomic_file(path)), bigtiff=large, ome=True)
+        tiff = TiffWriter(stack.enter_context(atomic_file(path)), bigtiff=is_large, ome=True)
         stack.enter_context(tiff)
-        # Files without a name, which go when they are closed; the halves of a level are the rows of the next one.
-        halves = [stack.enter_context(tempfile.TemporaryFile(dir=path.parent)) for _ in shapes[1:]]
-        rows = _tile_rows(chain([first], incoming), shape, first.dtype)
-        for level, (size, half) in enumerate(zip_longest(shapes, halves)):
-            per_cm = UM_PER_CM / (spacing_um_px * 2**level)
+        # While a level is written, its pixels at half resolution are saved to a temporary file for the next level.
+        reduced_files = [stack.enter_context(tempfile.TemporaryFile(dir=path.parent)) for _ in level_shapes[1:]]
+        tile_rows = _regroup(chain([first], incoming), shape, first.dtype)
+        for level, (level_shape, reduced) in enumerate(zip_longest(level_shapes, reduced_files)):
+            pixels_per_cm = UM_PER_CM / (spacing_um_px * 2**level)
             tiff.write(
-                _tiles(rows, half),
-                shape=size,
+                _cut_tiles(tile_rows, reduced),
+                shape=level_shape,
                 dtype=first.dtype,
                 tile=(TILE_PX, TILE_PX),
                 photometric="rgb" if len(shape) == 3 else "minisblack",
                 compression="adobe_deflate",
-                resolution=(per_cm, per_cm),
+                resolution=(pixels_per_cm, pixels_per_cm),
                 resolutionunit="CENTIMETER",
                 software="rotopath",
-                **({"subfiletype": 1} if level else {"subifds": len(halves), "metadata": about}),
+                **({"subfiletype": 1} if level else {"subifds": len(reduced_files), "metadata": metadata}),
             )
-            if half is not None:
-                rows = _read_rows(half, shapes[level + 1], first.dtype)
+            if reduced is not None:
+                tile_rows = _read_tile_rows(reduced, level_shapes[level + 1], first.dtype)
 
 
 def _level_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Of all levels, the largest first; rounded up, so that no pixel is left out."""
+    """Return the shapes of all levels, the largest first. Halves of odd sizes are rounded up: no pixel is lost."""
     shapes = [shape]
     while max(shapes[-1][:2]) > TILE_PX:
         height, width = shapes[-1][:2]
@@ -78,51 +81,51 @@ def _level_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
     return shapes
 
 
-def _tile_rows(bands: Iterable[Pixels], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[Pixels]:
-    """The same pixels in bands that are as high as a tile, save the last one."""
+def _regroup(strips: Iterable[Pixels], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[Pixels]:
+    """Yield the same pixels in strips of the height of a tile; the last strip may be lower."""
     height = shape[0]
-    row = np.empty((min(TILE_PX, height), *shape[1:]), dtype)
+    tile_row = np.empty((min(TILE_PX, height), *shape[1:]), dtype)
     filled = done = 0
-    for band in bands:
-        if band.shape[1:] != shape[1:] or band.dtype != dtype or done + filled + len(band) > height:
+    for strip in strips:
+        if strip.shape[1:] != shape[1:] or strip.dtype != dtype or done + filled + len(strip) > height:
             raise ValueError(
-                f"A pyramid of {' × '.join(map(str, shape))} {dtype} got a band of {band.shape} {band.dtype} below "
-                f"row {done + filled}, which does not fit."
+                f"A pyramid of {' × '.join(map(str, shape))} {dtype} got a strip of {strip.shape} {strip.dtype} at row "
+                f"{done + filled}, which does not fit; all strips must have the same width and type."
             )
-        taken = 0
-        while taken < len(band):
-            part = band[taken : taken + len(row) - filled]
-            row[filled : filled + len(part)] = part
-            filled, taken = filled + len(part), taken + len(part)
-            if filled == len(row):
-                yield row
+        copied = 0
+        while copied < len(strip):
+            part = strip[copied : copied + len(tile_row) - filled]
+            tile_row[filled : filled + len(part)] = part
+            filled, copied = filled + len(part), copied + len(part)
+            if filled == len(tile_row):
+                yield tile_row
                 done, filled = done + filled, 0
-                row = np.empty((min(TILE_PX, height - done), *shape[1:]), dtype)
+                tile_row = np.empty((min(TILE_PX, height - done), *shape[1:]), dtype)
     if done < height:
-        raise ValueError(f"A pyramid of {height} rows got {done + filled} only.")
+        raise ValueError(f"A pyramid of {height} rows got strips with only {done + filled} rows; pass all rows.")
 
 
-def _read_rows(file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[Pixels]:
-    """Bands as high as a tile, from the file that their level was written to."""
+def _read_tile_rows(file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[Pixels]:
+    """Yield strips of the height of a tile from the temporary file of a level."""
     file.seek(0)
     for top in range(0, shape[0], TILE_PX):
         size = (min(TILE_PX, shape[0] - top), *shape[1:])
         yield np.frombuffer(file.read(math.prod(size) * dtype.itemsize), dtype).reshape(size)
 
 
-def _tiles(rows: Iterable[Pixels], half: IO[bytes] | None) -> Iterator[Pixels]:
-    """All tiles, row by row; on the way, half of the resolution is put aside for the next level."""
-    for row in rows:
-        if half is not None:
-            half.write(_halve(row).tobytes())
-        for left in range(0, row.shape[1], TILE_PX):
-            yield row[:, left : left + TILE_PX]
+def _cut_tiles(tile_rows: Iterable[Pixels], reduced: IO[bytes] | None) -> Iterator[Pixels]:
+    """Yield all tiles, row by row. Also write the pixels at half the resolution to `reduced`, for the next level."""
+    for tile_row in tile_rows:
+        if reduced is not None:
+            reduced.write(_halve(tile_row).tobytes())
+        for left in range(0, tile_row.shape[1], TILE_PX):
+            yield tile_row[:, left : left + TILE_PX]
 
 
 def _halve(pixels: Pixels) -> Pixels:
-    """Means of two by two pixels; at odd edges, of those that are there."""
+    """Return the means of 2 × 2 pixels; at the edge of an odd size, of the one or two pixels that exist."""
     odd_rows, odd_columns = pixels.shape[0] % 2, pixels.shape[1] % 2
-    around = np.pad(pixels, [(0, odd_rows), (0, odd_columns), *[(0, 0)] * (pixels.ndim - 2)], mode="edge")
-    parts = around.reshape(around.shape[0] // 2, 2, around.shape[1] // 2, 2, *pixels.shape[2:])
-    mean: NDArray[np.float32] = parts.mean(axis=(1, 3), dtype=np.float32)
+    padded = np.pad(pixels, [(0, odd_rows), (0, odd_columns), *[(0, 0)] * (pixels.ndim - 2)], mode="edge")
+    squares = padded.reshape(padded.shape[0] // 2, 2, padded.shape[1] // 2, 2, *pixels.shape[2:])
+    mean: NDArray[np.float32] = squares.mean(axis=(1, 3), dtype=np.float32)
     return mean.round().astype(np.uint8) if pixels.dtype == np.uint8 else mean

@@ -1,6 +1,8 @@
-"""A trained network applied: to images and single windows, and to whole slides tile by tile.
+"""Apply a trained network to images in memory, to whole slides tile by tile, and to many image files.
 
-In: a network in eval mode, and pixels at its spacing. Out: probabilities and where they lie; objects; results.
+The functions exported here take a network in evaluation mode and images at the pixel spacing (µm/px) that the network
+was trained on. They return probabilities. The modules `slide_pass`, `predict_files` and `cluster` take a `Model` and
+slides. They return or write objects, heat maps and summaries.
 """
 
 from rotopath.inference.dense import (

@@ -1,22 +1,14 @@
-"""Maps of probabilities all over an image, tile by tile, upright and turned.
+"""Predict images in memory: probability maps of whole images, and probabilities of single windows.
 
-In: a network in eval mode, and a way to look at pixels. Out: maps on the network's outputs, turned back for each angle.
-Tiles give what the whole image gives: to rounding, but for turns between the pixels, which are interpolated in a tile.
-
-Single windows, upright and rotated: one answer each.
-
-In: a network, and square patches at its spacing. Out: probabilities of their middles.
-
-A network made ready to answer on a device, in the form and in the precision that are fast there.
-
-In: a trained network. Out: one with its geometry and, to rounding, its answers, in float32. Where Triton's kernels do
-the work it stays as it is, since they need fewer passes over memory than the layers of a plain CNN; elsewhere it is
-frozen.
+The network must be in evaluation mode, and images must have the pixel spacing (µm/px) that the network was trained on.
+A window is a square that is just large enough for one output. Functions with the argument `rotations` offer test-time
+augmentation (mean over rotations): the input is rotated by 0°, 360°/rotations, …, each rotated input is predicted, and
+the probabilities are averaged. `prepare` converts a trained network to the form and precision that are fast on a
+device.
 """
 
 import copy
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,34 +17,40 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rotopath import group
-from rotopath.inference.tiling import Span, divide, lay_out
+from rotopath.inference.tiling import (
+    SPLINE_REACH,
+    TILE_PX,
+    Activation,
+    Span,
+    activate,
+    compute_probabilities,
+    expect_eval,
+    lay_out,
+    predict_frame,
+    predict_in_tiles,
+)
 from rotopath.models import DenseNetwork, Geometry, freeze
 from rotopath.models.protocols import replace_module, unwrap
 from rotopath.models.registry import is_equivariant
-from rotopath.nn import center_crop, gpu
+from rotopath.nn import center_crop, triton
 
-TILE_PX = 1024  # a side; a network with 8 orientations takes about 1.5 GB of memory for it
-SPLINE_REACH = 4  # pixels around a place that interpolation reads there, to about one percent
-Look = Callable[[Span, Span], Tensor]  # at rows and columns in pixels: (B, 3, h, w), mirrored beyond edges
-Activate = Callable[[Tensor], Tensor]  # logits (B, K, h, w) to probabilities
+PIXELS_PER_BATCH = 2**20  # 135 windows of 88 px, for which a network with 8 orientations needs about 2 GB of memory
+
+
+# Maps of whole images
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Probabilities on a grid of positions; pixels are counted from 0, whole numbers at their centres."""
+    """Probability map of an image, and the positions of its outputs. The center of the first pixel is at (0, 0)."""
 
     probabilities: NDArray[np.float32]  # (K, h, w)
-    stride_px: int  # from one position to the next
-    first_px: tuple[float, float]  # row and column of the first position
+    stride_px: int  # between neighboring outputs
+    first_px: tuple[float, float]  # (row, column) of the first output
 
     def positions(self, indices: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Rows and columns of the map (k, 2), or between them, as rows and columns of the image."""
+        """Convert map indices (k, 2), which may be fractions, to image positions (k, 2), as (row, column) in pixels."""
         return np.asarray(self.first_px) + self.stride_px * indices
-
-
-def activate(logits: Tensor) -> Tensor:
-    """Probabilities of a single yes or no, or of one of several classes. Tasks may have an activation of their own."""
-    return logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(dim=1)
 
 
 def predict(
@@ -62,13 +60,20 @@ def predict(
     rotations: int = 1,
     tile_px: int | None = None,
     full: bool = False,
-    activation: Activate = activate,
+    activation: Activation = activate,
 ) -> Prediction:
-    """Probabilities all over an image (H, W, 3): the mean over `rotations` turns of it, each turned back.
+    """Predict probabilities of a whole image (H, W, 3).
 
-    The network has to be on the device. The image is mirrored beyond its edges, so that outputs cover it: a network of
-    stride 1 answers for every pixel, any other for places of which every pixel has one within half a stride; or, with
-    `full`, for every pixel between the first and the last of those, at stride² times the cost.
+    With `rotations` above 1 this is test-time augmentation (mean over rotations). The network must be on `device`. The
+    image is reflected beyond its edges, so that the outputs cover the whole image.
+    Outputs are one stride apart. With `full` they are one pixel apart, at stride² times the cost. Images larger than
+    `tile_px` are predicted in tiles, with the same result up to rounding.
+
+    >>> import numpy as np
+    >>> network = rp.models.tumor(orientations=1).eval()
+    >>> prediction = rp.inference.predict(network, np.zeros((100, 100, 3), np.uint8), torch.device("cpu"))
+    >>> prediction.probabilities.shape, prediction.stride_px, prediction.first_px
+    ((1, 9, 9), 12, (1.5, 1.5))
     """
     return predict_batch(network, image[None], device, rotations, tile_px, full, activation)[0]
 
@@ -80,9 +85,12 @@ def predict_batch(
     rotations: int = 1,
     tile_px: int | None = None,
     full: bool = False,
-    activation: Activate = activate,
+    activation: Activation = activate,
 ) -> list[Prediction]:
-    """What `predict` says about each of several images (B, H, W, 3), which go through the network together."""
+    """Predict images (B, H, W, 3) of the same size in one batch, and return a `Prediction` for each of them.
+
+    The other arguments are those of `predict`, including test-time augmentation (mean over rotations).
+    """
     maps = predict_rotations(network, images, device, group.angles(rotations), tile_px, full, activation)
     total = next(maps)
     for probabilities in maps:
@@ -99,198 +107,153 @@ def predict_rotations(
     degrees: Sequence[float],
     tile_px: int | None = None,
     full: bool = False,
-    activation: Activate = activate,
+    activation: Activation = activate,
 ) -> Iterator[NDArray[np.float32]]:
-    """The maps (B, K, h, w) that `predict` takes the mean of: for each angle those of turned images, turned back.
+    """For each angle, rotate images (B, H, W, 3), predict them, rotate the maps (B, K, h, w) back, and yield them.
 
-    Multiples of 90° are exact. For others the image is mirrored further, so that no turned window lacks pixels.
+    Angles are in degrees, counter-clockwise. Multiples of 90° are exact. For other angles more pixels are reflected
+    beyond the edges, to fill the corners of the rotated images. The other arguments are those of `predict`. The mean
+    over angles is test-time augmentation; the standard deviation measures robustness to rotation.
     """
     expect_eval(network)
     if images.ndim != 4 or images.shape[3] != 3 or images.dtype != np.uint8 or 0 in images.shape:
-        raise ValueError(f"predict takes images (H, W, 3) of bytes; got shape {images.shape[1:]} of {images.dtype}.")
+        raise ValueError(
+            f"An image must have the shape (H, W, 3) and the type uint8, and must not be empty; got shape "
+            f"{images.shape[1:]} and type {images.dtype}. Convert the image first."
+        )
     layouts = [lay_out(network.geometry, size) for size in images.shape[1:3]]
     pixels = torch.from_numpy(np.ascontiguousarray(images)).permute(0, 3, 1, 2).to(device)
-    finer = network.geometry.stride_px if full else 1
-    rows, columns = (slice(side.kept.start * finer, (side.kept.stop - 1) * finer + 1) for side in layouts)
+    refinement = network.geometry.stride_px if full else 1
+    largest_px = TILE_PX if tile_px is None else tile_px
 
-    def look(rows_px: Span, columns_px: Span) -> Tensor:
-        return mirror_around(pixels, rows_px, columns_px)
+    def read_pixels(rows_px: Span, columns_px: Span) -> Tensor:
+        return read_reflected(pixels, rows_px, columns_px)
 
+    def predict_pixels(frame: Tensor) -> Tensor:
+        return _predict_refined(network, frame, refinement, largest_px, activation)
+
+    frame = (layouts[0].frame_px, layouts[1].frame_px)
+    rows, columns = (slice(side.kept.start * refinement, (side.kept.stop - 1) * refinement + 1) for side in layouts)
     for angle in degrees:
-        frame = tuple(side.frame_px for side in layouts)
-        maps = predict_frame(network, look, frame, angle, finer, tile_px, activation)
+        maps = predict_frame(network.geometry, predict_pixels, read_pixels, frame, angle, refinement)
         yield maps[..., rows, columns].cpu().numpy()
 
 
-def predict_frame(
-    network: DenseNetwork,
-    look: Look,
-    frame: tuple[Span, ...],
-    angle: float,
-    finer: int = 1,
-    tile_px: int | None = None,
-    activation: Activate = activate,
+def _predict_refined(
+    network: DenseNetwork, frame: Tensor, refinement: int, tile_px: int, activation: Activation
 ) -> Tensor:
-    """Probabilities (B, K, h, w) of a frame on the pooling grid, rotated by the angle, and rotated back.
+    """Predict a frame (B, 3, H, W), and return a map (B, K, h, w) with outputs stride / refinement pixels apart.
 
-    With `finer`, a map has as many outputs more: those between two places, of the network moved by less than a stride.
+    A frame is an image of a size that the network accepts. `refinement` is a divisor of the stride. With 1, this is
+    the network's usual map, of h₁ × w₁ outputs. Otherwise the frame is predicted again for each shift by a multiple of
+    stride / refinement pixels down and right, and the maps are interleaved: h = (h₁ - 1) · refinement + 1, and the same
+    for w.
     """
-    rest = angle % 90
-    if rest == 0:
-        turned = group.rotate(look(*frame), angle)
-        return group.rotate(_answer_finely(network, turned, finer, tile_px, activation), -angle).clamp(0, 1)
-    wide = tuple(_widened(network, frame))
-    turned = group.rotate(_turned(network, look, wide, rest), angle - rest)
-    maps = _answer_finely(network, turned, finer, tile_px, activation)
-    maps = group.rotate(group.rotate(maps, rest - angle), -rest).clamp(0, 1)  # splines swing over
-    return center_crop(maps, *((network.geometry.output_size(span.size) - 1) * finer + 1 for span in frame))
-
-
-def reach_px(network: DenseNetwork, frame: tuple[Span, ...], degrees: Sequence[float]) -> tuple[Span, ...]:
-    """The pixels that `predict_frame` looks at for all of the angles."""
-    if all(angle % 90 == 0 for angle in degrees):
-        return frame
-    return tuple(span.widened(_corners_px(network)) for span in _widened(network, frame))
-
-
-def _answer_finely(
-    network: DenseNetwork, frame: Tensor, finer: int, tile_px: int | None, activation: Activate
-) -> Tensor:
-    """The answers to a frame and, between them, to all of its parts that lie a fraction of the stride further."""
-    upright = _answer_in_tiles(network, frame, tile_px, activation)
-    if finer == 1:
-        return upright
+    unshifted = predict_in_tiles(network, frame, tile_px, activation)
+    if refinement == 1:
+        return unshifted
     stride = network.geometry.stride_px
-    step, (height, width) = stride // finer, upright.shape[-2:]
-    maps = upright.new_empty(*upright.shape[:2], (height - 1) * finer + 1, (width - 1) * finer + 1)
-    maps[..., ::finer, ::finer] = upright
-    moves = [(down, right) for down in range(finer if height > 1 else 1) for right in range(finer if width > 1 else 1)]
-    for down, right in moves[1:]:
-        # Between the first output and the last there is one less.
+    step, (height, width) = stride // refinement, unshifted.shape[-2:]
+    maps = unshifted.new_empty(*unshifted.shape[:2], (height - 1) * refinement + 1, (width - 1) * refinement + 1)
+    maps[..., ::refinement, ::refinement] = unshifted
+    shifts = [
+        (down, right)
+        for down in range(refinement if height > 1 else 1)
+        for right in range(refinement if width > 1 else 1)
+    ]
+    for down, right in shifts[1:]:
+        # Along a side with a shift there is one output less, since each one is between two unshifted outputs.
         rows, columns = (
-            slice(by * step, size - (stride - by * step) % stride)
-            for by, size in zip((down, right), frame.shape[-2:], strict=True)
+            slice(shift * step, size - (stride - shift * step) % stride)
+            for shift, size in zip((down, right), frame.shape[-2:], strict=True)
         )
-        maps[..., down::finer, right::finer] = _answer_in_tiles(network, frame[..., rows, columns], tile_px, activation)
+        shifted = predict_in_tiles(network, frame[..., rows, columns], tile_px, activation)
+        maps[..., down::refinement, right::refinement] = shifted
     return maps
 
 
-def _answer_in_tiles(network: DenseNetwork, frame: Tensor, tile_px: int | None, activation: Activate) -> Tensor:
-    """Probabilities (B, K, h, w) of a frame (B, 3, H, W) on the pooling grid, put together from tiles."""
-    geometry = network.geometry
-    lost, stride, block = geometry.lost_px, geometry.stride_px, geometry.block
-    height, width = (geometry.output_size(size) for size in frame.shape[-2:])
-    maps = torch.empty(len(frame), geometry.outputs, height, width, device=frame.device)
-    size_px = TILE_PX if tile_px is None else tile_px
-    for rows, seen_rows in divide(geometry, Span(0, height), height, size_px, block):
-        for columns, seen_columns in divide(geometry, Span(0, width), width, size_px, block):
-            down, across = (slice(seen.start * stride, seen.stop * stride + lost) for seen in (seen_rows, seen_columns))
-            found = answer(network, frame[..., down, across], activation)
-            maps[..., slice(*rows), slice(*columns)] = found[..., rows.within(seen_rows), columns.within(seen_columns)]
-    return maps
-
-
-def _widened(network: DenseNetwork, frame: tuple[Span, ...]) -> Iterator[Span]:
-    """Frames about the same middle, and on the grid, whose outputs cover those of the frame when they are turned."""
-    step, stride = network.geometry.step_px, network.geometry.stride_px
-    outputs = [network.geometry.output_size(span.size) for span in frame]
-    # The circle through the corners of the upright outputs, and what a spline reads there.
-    across_px = (math.hypot(*outputs) + 2 * SPLINE_REACH) * stride
-    for span, count in zip(frame, outputs, strict=True):
-        yield span.widened(math.ceil((across_px - count * stride) / (2 * step)) * step)
-
-
-def _corners_px(network: DenseNetwork) -> int:
-    """By how much the corners of turned windows reach further out than the middles of a frame's sides."""
-    field = network.geometry.smallest_px
-    return (group.covering_size(field) - field) // 2 + network.geometry.step_px + SPLINE_REACH
-
-
-def _turned(network: DenseNetwork, look: Look, frame: tuple[Span, ...], angle: float) -> Tensor:
-    """What the network sees of an image turned by less than 90°."""
-    rows, columns = frame
-    pixels = look(*(span.widened(_corners_px(network)) for span in frame))
-    turned = group.rotate(pixels.to(torch.float32) / 255, angle).clamp(0, 1)
-    return center_crop(turned, rows.size, columns.size)
-
-
-@torch.no_grad()
-def answer(network: DenseNetwork, images: Tensor, activation: Activate = activate) -> Tensor:
-    """Probabilities (B, K, h, w)."""
-    return activation(network(images)).float()
-
-
-def mirror_around(pixels: Tensor, rows: Span, columns: Span) -> Tensor:
-    """The pixels (..., H, W) of spans that reach beyond the image, where they see it mirrored."""
+def read_reflected(pixels: Tensor, rows: Span, columns: Span) -> Tensor:
+    """Return the given rows and columns of an image (..., H, W). Beyond the edges, the image is reflected."""
     height, width = pixels.shape[-2:]
-    rows_read = group.mirror(torch.arange(rows.start, rows.stop, device=pixels.device), height)
-    columns_read = group.mirror(torch.arange(columns.start, columns.stop, device=pixels.device), width)
-    return pixels[..., rows_read[:, None], columns_read]
+    row_indices = group.reflect_index(torch.arange(*rows, device=pixels.device), height)
+    column_indices = group.reflect_index(torch.arange(*columns, device=pixels.device), width)
+    return pixels[..., row_indices[:, None], column_indices]
 
 
-def expect_eval(network: DenseNetwork) -> None:
-    if network.training:
-        raise ValueError("The network is in training mode, and would normalise by what it sees; use network.eval().")
-
-
-PIXELS_AT_ONCE = 2**20  # 135 windows of 88 px; a network with 8 orientations takes about 2 GB of memory for them
+# Single windows
 
 
 def predict_patches(
-    network: DenseNetwork, windows: Tensor, rotations: int = 1, activation: Activate = activate
+    network: DenseNetwork, windows: Tensor, rotations: int = 1, activation: Activation = activate
 ) -> NDArray[np.float32]:
-    """The probabilities (B, K) of the middle of each patch (B, 3, S, S): the mean over `rotations` rotations of it."""
-    answers: NDArray[np.float32] = predict_rotated(network, windows, group.angles(rotations), activation).mean(axis=0)
-    return answers
+    """Predict class probabilities (B, K) at the center of patches (B, 3, S, S).
+
+    With `rotations` above 1 this is test-time augmentation (mean over rotations). Patches are as in `predict_rotated`.
+    """
+    probabilities = predict_rotated(network, windows, group.angles(rotations), activation)
+    mean: NDArray[np.float32] = probabilities.mean(axis=0)
+    return mean
 
 
 def predict_rotated(
-    network: DenseNetwork, images: Tensor, degrees: Sequence[float], activation: Activate = activate
+    network: DenseNetwork, images: Tensor, degrees: Sequence[float], activation: Activation = activate
 ) -> NDArray[np.float32]:
-    """The probabilities (angles, B, K) of the middle of images (B, 3, S, S) rotated by each angle, on any device.
+    """Predict class probabilities (angles, B, K) at the center of images (B, 3, S, S), rotated by each angle.
 
-    Windows are cut out after the rotation, with the rim that the network sees around them, so that an answer is that of
-    the same position in a slide; images that are smaller than their corners need are mirrored beyond their edges.
+    Angles are in degrees, counter-clockwise. Images contain bytes, or floats from 0 to 1, and are on the device of the
+    network. Each image is rotated; then the square that can influence the central output (side
+    `geometry.context_px`) is cut out of its center and predicted. The result therefore equals the prediction at this
+    position in a whole slide. If the image is too small, the missing pixels are reflected.
     """
     expect_eval(network)
     geometry = network.geometry
-    field_px, window_px = geometry.smallest_px, geometry.surrounded_px
+    field_px, window_px = geometry.smallest_px, geometry.context_px
     spare_px = images.shape[-1] - field_px
     if images.ndim != 4 or images.shape[-1] != images.shape[-2] or spare_px < 0 or spare_px % 2:
         raise ValueError(
-            f"Windows of {field_px} px are cut out of the middle of square images (B, 3, S, S) that have as many, or "
-            f"an even number more; got shape {tuple(images.shape)}."
+            f"Images must have the shape (B, 3, S, S) with a side S of {field_px} px, or larger by an even number of "
+            f"pixels; got {tuple(images.shape)}. Crop the images first."
         )
     if geometry.block != 1:
-        raise ValueError("Single windows have one answer, but this network gives a map for the smallest window.")
-    answers = np.empty((len(degrees), len(images), geometry.outputs), np.float32)
-    at_once = max(1, PIXELS_AT_ONCE // window_px**2)
-    for start in range(0, len(images), at_once):
-        part = images[start : start + at_once]
-        turned: dict[float, Tensor] = {}  # by less than 90°
+        raise ValueError(
+            f"Single windows need a network with one output for its smallest image, but this network returns a map of "
+            f"{geometry.block} × {geometry.block} outputs for it; use `predict`."
+        )
+    probabilities = np.empty((len(degrees), len(images), geometry.outputs), np.float32)
+    batch_size = max(1, PIXELS_PER_BATCH // window_px**2)
+    for start in range(0, len(images), batch_size):
+        batch = images[start : start + batch_size]
+        windows: dict[float, Tensor] = {}  # key: angle modulo 90°; only this part of the rotation interpolates
         for i, angle in enumerate(degrees):
-            rest = angle % 90
-            if rest not in turned:
-                turned[rest] = center_crop(_turn_windows(part, window_px, rest), window_px, window_px)
-            maps = center_crop(answer(network, group.rotate(turned[rest], angle - rest), activation), 1, 1)
-            answers[i, start : start + len(part)] = maps.flatten(1).cpu().numpy()
-    return answers
+            between = angle % 90
+            if between not in windows:
+                windows[between] = center_crop(_rotate_windows(batch, window_px, between), window_px, window_px)
+            rotated = group.rotate(windows[between], angle - between)
+            maps = center_crop(compute_probabilities(network, rotated, activation), 1, 1)
+            probabilities[i, start : start + len(batch)] = maps.flatten(1).cpu().numpy()
+    return probabilities
 
 
-def _turn_windows(images: Tensor, window_px: int, angle: float) -> Tensor:
-    """The middle of images turned by less than 90°, no smaller than the window."""
+def _rotate_windows(images: Tensor, window_px: int, angle: float) -> Tensor:
+    """Rotate images (B, 3, S, S) by less than 90°, and return their center, at least `window_px` in height and width.
+
+    Pixels that are missing in the corners are reflected first.
+    """
     needed_px = group.covering_size(window_px) + 2 * SPLINE_REACH if angle else window_px
-    missing = needed_px - images.shape[-1]  # negative where there is more
+    missing = needed_px - images.shape[-1]  # negative if the image is larger
     span = Span(0, images.shape[-1]).widened(-(-missing // 2))
-    surrounded = mirror_around(images, span, span)
+    surrounded = read_reflected(images, span, span)
     if angle == 0:
         return surrounded
     values = surrounded if surrounded.is_floating_point() else surrounded.to(torch.float32) / 255
     return group.rotate(values, angle).clamp(0, 1)
 
 
+# Networks prepared for a device
+
+
 class MixedNetwork(nn.Module):
-    """A network whose convolutions compute in another precision (autocast); weights and logits stay float32."""
+    """A network that computes its convolutions in `dtype` (autocast). Weights and logits stay float32."""
 
     def __init__(self, network: DenseNetwork, dtype: torch.dtype) -> None:
         super().__init__()
@@ -304,22 +267,27 @@ class MixedNetwork(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, self.dtype):
             logits: Tensor = self.network(x)
-        return logits.float()  # probabilities near 1 would be coarse in halves
+        return logits.float()  # half precision cannot resolve probabilities near 1
 
 
 def prepare(network: DenseNetwork, device: torch.device, dtype: torch.dtype = torch.float32) -> DenseNetwork:
-    """The network for evaluation on a device, computing in float32 or a half of it; the one given is not changed."""
-    ready = copy.deepcopy(network) if gpu.serves(device) else freeze_inside(network)
+    """Return a copy of a network that evaluates fast on a device, with convolutions in `dtype`.
+
+    The copy has the same geometry (receptive field, stride, valid image sizes), and the same outputs up to rounding. On
+    GPUs with Triton kernels the copy keeps its SE(2) layers, because they need fewer passes over memory there than a
+    plain CNN. Elsewhere it is frozen to a plain CNN if possible.
+    """
+    ready = copy.deepcopy(network) if triton.supports_device(device) else _freeze_if_possible(network)
     ready = ready.to(device).eval()
     return ready if dtype == torch.float32 else MixedNetwork(ready, dtype)
 
 
-def freeze_inside(network: DenseNetwork) -> DenseNetwork:
-    """The network as plain layers. One that has no SE(2) layers, or that cannot be followed, stays as it is."""
+def _freeze_if_possible(network: DenseNetwork) -> DenseNetwork:
+    """Return the network as a plain CNN. A network without SE(2) layers, or that cannot be traced, is only copied."""
     module = unwrap(network)
     if not is_equivariant(module):
         return copy.deepcopy(network)
     try:
         return replace_module(network, freeze(module))
     except ValueError:
-        return copy.deepcopy(network)  # as right, and slower
+        return copy.deepcopy(network)  # it has the same outputs as a plain CNN, but is slower

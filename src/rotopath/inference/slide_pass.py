@@ -1,251 +1,59 @@
-"""A slide as a network sees it: at its spacing, mirrored beyond its edges, with stains normalised if that is wanted.
+"""Apply a model to a whole slide, and return the objects in it, a heat map, and a summary.
 
-In: an open slide. Out: pixels of any rectangle, and positions on the canvas as positions on level 0.
-
-A network's answers all over a canvas, tile by tile: threads read ahead while the network works.
-
-In: a network, a canvas, and which places are worth a look. Out: tiles, row by row; memory holds a few of them.
-
-A trained network over a whole slide: objects as they are found, a heat map, and a summary.
-
-In: a network with its operating point, and an open slide. Out: one pass over the tissue; memory does not grow with the
-slide, since maps and what tiles cut apart wait in files of a folder that the caller gives.
+A `SlidePass` predicts a slide tile by tile, and yields each object as soon as it is complete. The heat map, and regions
+that cross tile borders, are kept in temporary files. Memory use therefore does not grow with the slide. There are two
+ways to use it: `predict_slide` collects all results in memory, and `predict_files` writes them to a folder.
 """
 
 import math
-from collections import Counter, deque
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
-from rotopath import group
-from rotopath.group import mirror
+from rotopath.group import reflect_index
 from rotopath.images import Slide, Tissue, find_tissue
-from rotopath.images.geojson import SlideObject
+from rotopath.images.drawing import draw_overlay
+from rotopath.images.geojson import SlideObject, write_geojson
 from rotopath.images.stain import Stain, Stains, measure_stains
-from rotopath.inference.dense import TILE_PX, Activate, MixedNetwork, activate, expect_eval, predict_frame, reach_px
-from rotopath.inference.tiling import Layout, Span, cover, divide, lay_out
+from rotopath.inference.dense import MixedNetwork
+from rotopath.inference.tiling import TILE_PX, Grid, Span, Tile, predict_tiles
 from rotopath.models import DenseNetwork
 
-MEASURED_PX = 2**21  # of tissue: all of a small slide, and samples from all over a larger one
-SAMPLE_PX = 256  # the side of each sample
-BLOCK_PX, KEPT_BLOCKS = 512, 32  # of pixels that are read together; neighbouring tiles share some, 25 MB in all
-
-
-class SlideView:
-    """Rows and columns of a slide at the spacing that a network wants. Several threads may read it."""
-
-    def __init__(self, slide: Slide, spacing_um_px: float, stain: Stain, tissue: Tissue) -> None:
-        self.slide = slide
-        self.spacing_um_px = spacing_um_px
-        self.size_px = slide.size_at(self.spacing_um_px)
-        self.level0_px = self.spacing_um_px / slide.spacing_um_px  # the side of a pixel here, in pixels of level 0
-        self.stains = self._measure_stains(tissue) if stain == "macenko" else None
-        self._block = lru_cache(KEPT_BLOCKS)(self._read_block)
-
-    def read(self, rows: Span, columns: Span) -> NDArray[np.uint8]:
-        """Pixels (h, w, 3); beyond its edges the slide is seen mirrored, as images are in training."""
-        down, across = (
-            mirror(torch.arange(*span), size).numpy() for span, size in zip((rows, columns), self.size_px, strict=True)
-        )
-        first = [int(places.min()) // BLOCK_PX for places in (down, across)]
-        last = [int(places.max()) // BLOCK_PX for places in (down, across)]
-        rows_of_blocks = [
-            np.concatenate([self._block(i, j) for j in range(first[1], last[1] + 1)], axis=1)
-            for i in range(first[0], last[0] + 1)
-        ]
-        whole = np.concatenate(rows_of_blocks)
-        pixels: NDArray[np.uint8] = whole[np.ix_(down - first[0] * BLOCK_PX, across - first[1] * BLOCK_PX)]
-        return pixels
-
-    def _read_block(self, row: int, column: int) -> NDArray[np.uint8]:
-        """Pixels are always read in the same blocks: what is resampled in another one may differ by a grey level."""
-        top, left = row * BLOCK_PX, column * BLOCK_PX
-        height, width = (min(BLOCK_PX, size - start) for size, start in zip(self.size_px, (top, left), strict=True))
-        pixels = self.slide.read(top, left, height, width, self.spacing_um_px)
-        return pixels if self.stains is None else self.stains.normalise(pixels)
-
-    def _measure_stains(self, tissue: Tissue) -> Stains | None:
-        """The stains of the slide's tissue; the glass around it has no part in how strong they are."""
-        if math.prod(self.size_px) <= MEASURED_PX:
-            pixels = self.slide.read(0, 0, *self.size_px, self.spacing_um_px)
-            return measure_stains(pixels[self._is_tissue(tissue, Span(0, self.size_px[0]), Span(0, self.size_px[1]))])
-        cells = np.argwhere(tissue.mask)
-        if not len(cells):
-            return None
-        count = MEASURED_PX // SAMPLE_PX**2
-        chosen = cells[np.linspace(0, len(cells) - 1, min(count, len(cells))).astype(int)]
-        middles = np.rint((chosen + 0.5) * tissue.spacing_um_px / self.spacing_um_px).astype(int)
-        samples = []
-        for row, column in (middles - SAMPLE_PX // 2).tolist():
-            pixels = self.slide.read(row, column, SAMPLE_PX, SAMPLE_PX, self.spacing_um_px)
-            samples.append(
-                pixels[self._is_tissue(tissue, Span(row, row + SAMPLE_PX), Span(column, column + SAMPLE_PX))]
-            )
-        return measure_stains(np.concatenate(samples))
-
-    def _is_tissue(self, tissue: Tissue, rows: Span, columns: Span) -> NDArray[np.bool_]:
-        """Which pixels of a rectangle are tissue on the slide."""
-        down, across = (np.arange(*span) for span in (rows, columns))
-        there = tissue.at(*(np.asarray((at + 0.5) * self.spacing_um_px, np.float64) for at in (down, across)))
-        on_slide = [(at >= 0) & (at < size) for at, size in zip((down, across), self.size_px, strict=True)]
-        inside: NDArray[np.bool_] = there & on_slide[0][:, None] & on_slide[1][None, :]
-        return inside
-
-
-READERS = 2  # threads; each tile that waits to be computed takes a few megabytes
-
-
-class Tile(NamedTuple):
-    """Answers to a rectangle of outputs, counted from the first one on the canvas, and somewhat around it."""
-
-    rows: Span
-    columns: Span
-    around: tuple[Span, Span]  # the rectangle that the maps have
-    probabilities: NDArray[np.float32]  # (K, h, w), the mean over rotations
-    deviations: NDArray[np.float32] | None  # (K, h, w) over rotations, if there are several
-
-    @property
-    def core(self) -> tuple[slice, slice]:
-        """The rectangle without what is around it, in the maps."""
-        return self.rows.within(self.around[0]), self.columns.within(self.around[1])
-
-
-class Grid:
-    """Where a network's outputs, and tiles of them, lie on a canvas."""
-
-    def __init__(
-        self, network: DenseNetwork, canvas: SlideView, tile_px: int | None = None, halo: int = 0, multiple: int = 1
-    ) -> None:
-        self.network, self.canvas, self.halo = network, canvas, halo
-        self.tile_px = max(tile_px or TILE_PX, network.geometry.surrounded_px)
-        self.layouts = [lay_out(network.geometry, size) for size in canvas.size_px]
-        self.size = tuple(layout.kept.size for layout in self.layouts)  # outputs on the canvas
-        self.stride_px = network.geometry.stride_px
-        self.first_px = tuple(layout.first_px for layout in self.layouts)
-        self._rows, self._columns = (
-            [
-                tile.moved(-side.kept.start)
-                for tile, _ in divide(network.geometry, side.kept, side.outputs, self.tile_px, multiple)
-            ]
-            for side in self.layouts
-        )
-
-    @property
-    def tiles(self) -> list[tuple[Span, Span]]:
-        return [(rows, columns) for rows in self._rows for columns in self._columns]
-
-    def extent_um(self, outputs: Span, axis: int) -> Span:
-        """What outputs stand for along rows (0) or columns (1), in whole µm."""
-        edges = ((place - 0.5) * self.stride_px + self.first_px[axis] + 0.5 for place in outputs)
-        start, stop = (edge * self.canvas.spacing_um_px for edge in edges)
-        return Span(int(np.floor(start)), int(np.ceil(stop)))
-
-    def places_um(self, outputs: Span, axis: int) -> NDArray[np.float64]:
-        """Where outputs lie along rows (0) or columns (1)."""
-        places = self.first_px[axis] + self.stride_px * np.arange(*outputs)
-        return np.asarray((places + 0.5) * self.canvas.spacing_um_px)
-
-    def around(self, outputs: Span, axis: int) -> Span:
-        """With a halo, as far as there are outputs."""
-        wide = outputs.widened(self.halo)
-        return Span(max(0, wide.start), min(self.size[axis], wide.stop))
-
-    def output_frame(self, top: int = 0, left: int = 0) -> tuple[tuple[float, float], float]:
-        """Where the corner of an output lies on level 0, and how many pixels of that an output has along a side."""
-        row, column = (
-            ((start - 0.5) * self.stride_px + first + 0.5) * self.canvas.level0_px
-            for start, first in zip((top, left), self.first_px, strict=True)
-        )
-        return (row, column), self.stride_px * self.canvas.level0_px
-
-    def frame_px(self, outputs: Span, axis: int) -> tuple[Span, Span]:
-        """The pixels that the network has to see for outputs, and the outputs that it then gives."""
-        layout: Layout = self.layouts[axis]
-        geometry = self.network.geometry
-        answered = cover(geometry, outputs.moved(layout.kept.start), layout.outputs)
-        return layout.seen_px(geometry, answered), answered.moved(-layout.kept.start)
-
-
-def predict_tiles(
-    grid: Grid,
-    wanted: Iterable[tuple[Span, Span]],
-    device: torch.device,
-    rotations: int = 1,
-    activation: Activate = activate,
-) -> Iterator[Tile]:
-    """The tiles that are wanted, in their order; the network has to be on the device."""
-    expect_eval(grid.network)
-    left = iter(wanted)
-    degrees = group.angles(rotations)
-    pin = device.type == "cuda"
-
-    def read(tile: tuple[Span, Span]) -> Tensor:
-        frame = tuple(grid.frame_px(grid.around(span, axis), axis)[0] for axis, span in enumerate(tile))
-        pixels = grid.canvas.read(*reach_px(grid.network, frame, degrees))
-        image = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-        return image.pin_memory() if pin else image
-
-    pool = ThreadPoolExecutor(READERS)
-    waiting: deque[tuple[tuple[Span, Span], Future[Tensor]]] = deque()
-    try:
-        while True:
-            while len(waiting) <= READERS and (tile := next(left, None)) is not None:
-                waiting.append((tile, pool.submit(read, tile)))
-            if not waiting:
-                return
-            tile, pixels = waiting.popleft()
-            yield _answer(grid, tile, pixels.result().to(device, non_blocking=True), degrees, activation)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _answer(grid: Grid, tile: tuple[Span, Span], pixels: Tensor, degrees: list[float], activation: Activate) -> Tile:
-    around = (grid.around(tile[0], 0), grid.around(tile[1], 1))
-    frames, answered = zip(*(grid.frame_px(span, axis) for axis, span in enumerate(around)), strict=True)
-    seen = reach_px(grid.network, frames, degrees)
-
-    def look(rows_px: Span, columns_px: Span) -> Tensor:
-        return pixels[..., rows_px.within(seen[0]), columns_px.within(seen[1])]
-
-    rows, columns = (span.within(whole) for span, whole in zip(around, answered, strict=True))
-    turned = (
-        predict_frame(grid.network, look, frames, angle, tile_px=grid.tile_px, activation=activation)
-        for angle in degrees
-    )
-    maps = torch.stack([each[0, :, rows, columns] for each in turned])
-    if not maps.isfinite().all():
-        raise ValueError(
-            "Answers of the network are no finite numbers: in half precision, as on a GPU, they may be too large; "
-            "try --precision 32 (or precision='32')."
-        )
-    deviations = maps.std(dim=0, correction=0).cpu().numpy() if len(degrees) > 1 else None
-    return Tile(*tile, around, maps.mean(dim=0).cpu().numpy(), deviations)
-
-
-TILE_PX_OF_GPUS = 2 * TILE_PX  # of smaller ones a GPU would wait for Python, which launches kernels one by one
-OnProgress = Callable[[int, int], None]  # given how many tiles are done, and how many there are
+GPU_TILE_PX = 2 * TILE_PX  # smaller tiles leave a GPU idle, because Python launches its kernels one by one
+MEASURED_PX = 2**21  # px²; stains are measured on the whole slide if its area is smaller, else on samples of this area
+SAMPLE_PX = 256  # side of each sample
+BLOCK_PX, CACHED_BLOCKS = 512, 32  # slides are read in square blocks, which adjacent tiles share; the cache needs 25 MB
+OVERLAY_HEAT_PX = 4096  # larger heat maps are subsampled before they are drawn on an overlay
+OnProgress = Callable[[int, int], None]  # number of finished tiles, number of all tiles
 Map = NDArray[np.float32]
 Color = tuple[int, int, int]
 
 
-class SlideFinder(Protocol):
-    """Finds objects: takes tiles as they come, and gives objects once they are whole."""
+class ObjectFinder(Protocol):
+    """Finds the objects of a slide while its tiles are predicted."""
 
-    def take(self, tile: Tile) -> Iterator[SlideObject]: ...
-    def finish(self) -> Iterator[SlideObject]: ...
+    def add_tile(self, tile: Tile) -> Iterator[SlideObject]:
+        """Search the next tile, and yield the objects that are complete."""
+        ...
+
+    def finish(self) -> Iterator[SlideObject]:
+        """Yield all remaining objects. Call this after the last tile."""
+        ...
 
 
 class SlideTask(Protocol):
-    """What a pass over a slide has to know about a task; those of `rotopath.tasks` do."""
+    """The properties and methods of a task that `SlidePass` uses. `rotopath.tasks.Task` documents them."""
 
     @property
     def name(self) -> str: ...
@@ -256,23 +64,288 @@ class SlideTask(Protocol):
     @property
     def colors(self) -> tuple[Color, ...]: ...
     @property
-    def heat_cell(self) -> int: ...
+    def heatmap_cell(self) -> int: ...
     @property
-    def margin_um(self) -> float: ...
+    def tissue_margin_um(self) -> float: ...
     @property
-    def nothing(self) -> tuple[float, ...]: ...
+    def background_probabilities(self) -> tuple[float, ...]: ...
     def halo(self, stride_px: int) -> int: ...
-    def probabilities(self, logits: Tensor) -> Tensor: ...
-    def make_finder(self, grid: Grid, point: Mapping[str, float], folder: Path) -> SlideFinder: ...
+    def to_probabilities(self, logits: Tensor) -> Tensor: ...
+    def make_object_finder(self, grid: Grid, point: Mapping[str, float], folder: Path) -> ObjectFinder: ...
     def class_maps(self, maps: Map) -> Map: ...
-    def foreground(self, maps: Map) -> Map: ...
-    def deviation(self, deviations: Map) -> Map: ...
-    def summarise(self, counts: Counter[str], areas_mm2: Counter[str], tissue_mm2: float) -> dict[str, float]: ...
-    def describe(self, summary: Mapping[str, float]) -> str: ...
+    def foreground_map(self, maps: Map) -> Map: ...
+    def foreground_deviation(self, deviations: Map) -> Map: ...
+    def summarize(self, counts: Counter[str], areas_mm2: Counter[str], tissue_mm2: float) -> dict[str, float]: ...
+    def describe_summary(self, summary: Mapping[str, float]) -> str: ...
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that is ready for prediction: a task, a network in evaluation mode, and decision thresholds."""
+
+    task: SlideTask
+    network: DenseNetwork  # on the device
+    point: Mapping[str, float]  # operating point: the decision thresholds by name
+    device: torch.device
+    about: Mapping[str, object] = field(default_factory=dict)  # identifies the model in the summary of each slide
+
+    @property
+    def precision(self) -> str:
+        """Floating-point precision of the convolutions in bits: "16" or "32"."""
+        return "16" if isinstance(self.network, MixedNetwork) else "32"
+
+    @property
+    def tile_px(self) -> int:
+        """Default side of a tile in pixels, large enough to keep the device busy."""
+        return GPU_TILE_PX if self.device.type == "cuda" and self.precision == "16" else TILE_PX
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """Options for the prediction of a slide."""
+
+    rotations: int = 1  # of each tile for test-time augmentation; if above 1, also compute the standard deviation
+    tile_px: int | None = None  # largest side of a tile; by default `Model.tile_px`
+    everywhere: bool = False  # also predict where no tissue was detected
+
+
+# Predict a slide, and keep the results in memory
+
+
+@dataclass(frozen=True)
+class SlideResult:
+    """Result for one slide or image, in memory."""
+
+    task: str  # name of the task
+    objects: list[SlideObject]  # coordinates are in pixels of level 0
+    map: NDArray[np.float32]  # heat map (h, w): probability of the objects that the model detects
+    deviation: NDArray[np.float32] | None  # (h, w): standard deviation over rotations; None for one rotation
+    map_um: float  # pixel spacing of the map in µm/px
+    summary: Mapping[str, float]
+    origin_px: tuple[int, int]  # (row, column) on level 0 from which QuPath counts coordinates
+    overlay: Image.Image  # the slide with the heat map and the objects drawn on it
+
+    def to_geojson(self, path: Path | str) -> None:
+        """Write the objects as GeoJSON for QuPath."""
+        write_geojson(Path(path), self.objects, self.origin_px)
+
+    def show(self) -> Image.Image:
+        """Return the overlay: the slide with heat map and objects drawn on it. Notebooks display it."""
+        return self.overlay
+
+    def __repr__(self) -> str:
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in self.summary.items())
+        return f"SlideResult({self.task}: {numbers})"
+
+
+def predict_slide(model: Model, slide: Slide, options: PassOptions) -> SlideResult:
+    """Predict a slide, and return all results in memory."""
+    with SlidePass(model, slide, options) as slide_pass:
+        objects = list(slide_pass.objects())
+        return SlideResult(
+            task=model.task.name,
+            objects=objects,
+            map=slide_pass.heat.read(),
+            deviation=None if slide_pass.deviation is None else slide_pass.deviation.read(),
+            map_um=slide_pass.heat_um_px,
+            summary=slide_pass.summary(),
+            origin_px=slide.origin_px,
+            overlay=slide_pass.draw_overlay(objects),
+        )
+
+
+class SlidePass:
+    """Predicts a slide once, tile by tile. A context manager: it removes its temporary files at the end.
+
+    First iterate over `objects()` to the end. Only then are the maps (`heat`, `winner`, `deviation`), `summary()` and
+    `draw_overlay()` complete. A pixel of a map is the mean of `task.heatmap_cell` × `task.heatmap_cell` outputs.
+    """
+
+    def __init__(self, model: Model, slide: Slide, options: PassOptions) -> None:
+        self.model, self.slide, self.options = model, slide, options
+        task = model.task
+        self.tissue: Tissue = find_tissue(slide)
+        self._near_tissue = None if options.everywhere else self.tissue.dilate(task.tissue_margin_um)
+        self.view = SlideView(slide, task.spacing_um_px, task.stain, self.tissue)
+        halo, self._outputs_per_px = task.halo(model.network.geometry.stride_px), task.heatmap_cell
+        self.grid = Grid(model.network, self.view, options.tile_px or model.tile_px, halo, self._outputs_per_px)
+        self.heat_um_px = self._outputs_per_px * self.grid.stride_px * self.view.spacing_um_px  # spacing of the maps
+        self._counts, self._areas_mm2 = Counter[str](), Counter[str]()
+        rows, columns = (-(-size // self._outputs_per_px) for size in self.grid.size)
+        with ExitStack() as files:
+            folder = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="rotopath-")))
+
+            def create_map(name: str) -> MapFile:
+                map_file = MapFile(folder / name, (rows, columns))
+                files.callback(map_file.close)
+                return map_file
+
+            self.heat = create_map("heat")
+            self.winner = create_map("winner") if len(task.colors) > 1 else None  # index of the class
+            self.deviation = create_map("deviation") if options.rotations > 1 else None
+            self._finder = task.make_object_finder(self.grid, model.point, folder)
+            self._files = files.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def objects(self, on_progress: OnProgress = lambda _done, _all: None) -> Iterator[SlideObject]:
+        """Predict all tiles near tissue, and yield each object as soon as it is complete."""
+        self._counts, self._areas_mm2 = Counter[str](), Counter[str]()
+        for detected in self._detect(on_progress):
+            self._counts[detected.class_name] += 1
+            area_mm2 = detected.measurements.get("area_mm2", 0.0)
+            self._areas_mm2[detected.class_name] += area_mm2  # type: ignore[assignment]
+            yield detected
+
+    def summary(self) -> dict[str, float]:
+        """Return counts, areas and densities by name. Densities are per mm² of tissue, also with `everywhere`."""
+        tissue_mm2 = self.tissue.area_mm2
+        return {"tissue_mm2": tissue_mm2, **self.model.task.summarize(self._counts, self._areas_mm2, tissue_mm2)}
+
+    def draw_overlay(self, objects: Iterable[SlideObject]) -> Image.Image:
+        """Return the slide with the heat map and the objects drawn on it."""
+        corner, side = self.heat_frame
+        step = -(-max(self.heat.size) // OVERLAY_HEAT_PX)
+        winner = None if self.winner is None else self.winner.read_subsampled(step)
+        heat = self.heat.read_subsampled(step)
+        return draw_overlay(self.slide, heat, winner, (corner, side * step), self.model.task.colors, objects)
+
+    @property
+    def heat_frame(self) -> tuple[tuple[float, float], float]:
+        """Top left corner (row, column) of the heat map, and side of a heat-map pixel; both in pixels of level 0."""
+        corner, side = self.grid.output_frame()
+        return corner, side * self._outputs_per_px
+
+    def _detect(self, on_progress: OnProgress) -> Iterator[SlideObject]:
+        """Predict the tiles near tissue, write their maps, and yield the objects of the task's object finder."""
+        task = self.model.task
+        wanted = [tile for tile in self.grid.tiles if self._is_near_tissue(*tile)]
+        tiles = predict_tiles(self.grid, wanted, self.model.device, self.options.rotations, task.to_probabilities)
+        for done, tile in enumerate(map(self._clear_glass, tiles), 1):
+            self._write_maps(tile)
+            yield from self._finder.add_tile(tile)
+            on_progress(done, len(wanted))
+        yield from self._finder.finish()
+
+    def _write_maps(self, tile: Tile) -> None:
+        """Write a tile into the heat map and, if present, into the maps of classes and standard deviations."""
+        task = self.model.task
+        top, left = tile.rows.start // self._outputs_per_px, tile.columns.start // self._outputs_per_px
+        self.heat.write(top, left, self._pool_outputs(tile, task.foreground_map(tile.probabilities)))
+        if self.winner is not None:
+            classes = [self._pool_outputs(tile, class_map) for class_map in task.class_maps(tile.probabilities)]
+            self.winner.write(top, left, np.argmax(classes, axis=0).astype(np.float32))
+        if self.deviation is not None and tile.deviations is not None:
+            self.deviation.write(top, left, self._pool_outputs(tile, task.foreground_deviation(tile.deviations)))
+
+    def _is_near_tissue(self, rows: Span, columns: Span) -> bool:
+        """Return whether a tile contains tissue, or a part of the margin around it, and so has to be predicted."""
+        if self._near_tissue is None:
+            return True
+        down, across = (self.grid.extent_um(span, axis) for axis, span in enumerate((rows, columns)))
+        return self._near_tissue.touches(down.start, across.start, down.size, across.size)
+
+    def _clear_glass(self, tile: Tile) -> Tile:
+        """Return the tile with all outputs away from tissue set to background.
+
+        Otherwise the results on glass would depend on the tile size: only tiles near tissue are predicted.
+        """
+        if self._near_tissue is None:
+            return tile
+        down, across = (self.grid.positions_um(span, axis) for axis, span in enumerate(tile.with_halo))
+        near = self._near_tissue.is_tissue_at(down, across)
+        if near.all():
+            return tile
+        background = np.array(self.model.task.background_probabilities, np.float32)[:, None, None]
+        deviations = None if tile.deviations is None else np.where(near, tile.deviations, np.float32(0))
+        return tile._replace(probabilities=np.where(near, tile.probabilities, background), deviations=deviations)
+
+    def _pool_outputs(self, tile: Tile, values: Map) -> Map:
+        """Return the pixels of the heat map for a tile without its halo: means over small squares of outputs.
+
+        `values` (h, w) are the outputs of the tile with its halo.
+        """
+        means = values[tile.core].astype(np.float64)
+        for axis in (0, 1):
+            starts = np.arange(0, means.shape[axis], self._outputs_per_px)
+            counts = np.minimum(self._outputs_per_px, means.shape[axis] - starts)
+            means = np.add.reduceat(means, starts, axis=axis) / np.expand_dims(counts, 1 - axis)
+        return means.astype(np.float32)
+
+
+# The pixels of a slide, and files for its maps
+
+
+class SlideView:
+    """Reads rectangles of a slide at a pixel spacing, with normalized stains if the task requires it. Thread-safe."""
+
+    def __init__(self, slide: Slide, spacing_um_px: float, stain: Stain, tissue: Tissue) -> None:
+        self.slide = slide
+        self.spacing_um_px = spacing_um_px
+        self.size_px = slide.size_at(self.spacing_um_px)
+        self.level0_px = self.spacing_um_px / slide.spacing_um_px  # pixels of level 0
+        self.stains = self._measure_stains(tissue) if stain == "macenko" else None
+        self._block = lru_cache(CACHED_BLOCKS)(self._read_block)
+
+    def read(self, rows: Span, columns: Span) -> NDArray[np.uint8]:
+        """Return the pixels (h, w, 3) of a rectangle. Beyond its edges the slide is reflected, as in training."""
+        down, across = (
+            reflect_index(torch.arange(*span), size).numpy()
+            for span, size in zip((rows, columns), self.size_px, strict=True)
+        )
+        first = [int(indices.min()) // BLOCK_PX for indices in (down, across)]
+        last = [int(indices.max()) // BLOCK_PX for indices in (down, across)]
+        rows_of_blocks = [
+            np.concatenate([self._block(i, j) for j in range(first[1], last[1] + 1)], axis=1)
+            for i in range(first[0], last[0] + 1)
+        ]
+        blocks = np.concatenate(rows_of_blocks)
+        pixels: NDArray[np.uint8] = blocks[np.ix_(down - first[0] * BLOCK_PX, across - first[1] * BLOCK_PX)]
+        return pixels
+
+    def _read_block(self, row: int, column: int) -> NDArray[np.uint8]:
+        """Return the pixels of block (row, column), with normalized stains if required.
+
+        The blocks do not depend on the tiles: resampling from another rectangle may change pixels by one gray level.
+        """
+        top, left = row * BLOCK_PX, column * BLOCK_PX
+        height, width = (min(BLOCK_PX, size - start) for size, start in zip(self.size_px, (top, left), strict=True))
+        pixels = self.slide.read(top, left, height, width, self.spacing_um_px)
+        return pixels if self.stains is None else self.stains.normalize(pixels)
+
+    def _measure_stains(self, tissue: Tissue) -> Stains | None:
+        """Measure the stains of the tissue, without glass, which would make them seem weaker. None without tissue."""
+        if math.prod(self.size_px) <= MEASURED_PX:
+            pixels = self.slide.read(0, 0, *self.size_px, self.spacing_um_px)
+            return measure_stains(pixels[self._is_tissue(tissue, Span(0, self.size_px[0]), Span(0, self.size_px[1]))])
+        mask_pixels = np.argwhere(tissue.mask)
+        if not len(mask_pixels):
+            return None
+        count = MEASURED_PX // SAMPLE_PX**2
+        chosen = mask_pixels[np.linspace(0, len(mask_pixels) - 1, min(count, len(mask_pixels))).astype(int)]
+        centers = np.rint((chosen + 0.5) * tissue.spacing_um_px / self.spacing_um_px).astype(int)
+        samples = []
+        for row, column in (centers - SAMPLE_PX // 2).tolist():
+            pixels = self.slide.read(row, column, SAMPLE_PX, SAMPLE_PX, self.spacing_um_px)
+            rows, columns = Span(row, row + SAMPLE_PX), Span(column, column + SAMPLE_PX)
+            samples.append(pixels[self._is_tissue(tissue, rows, columns)])
+        return measure_stains(np.concatenate(samples))
+
+    def _is_tissue(self, tissue: Tissue, rows: Span, columns: Span) -> NDArray[np.bool_]:
+        """Return a mask (h, w) of a rectangle: true for pixels that are inside the slide and show tissue."""
+        pixels = [np.arange(*span) for span in (rows, columns)]
+        down_um, across_um = (np.asarray((indices + 0.5) * self.spacing_um_px, np.float64) for indices in pixels)
+        down, across = ((indices >= 0) & (indices < size) for indices, size in zip(pixels, self.size_px, strict=True))
+        mask: NDArray[np.bool_] = tissue.is_tissue_at(down_um, across_um) & down[:, None] & across[None, :]
+        return mask
 
 
 class MapFile:
-    """A map (rows, columns) of floats in a file, written and read in rectangles; 0 where nothing was written."""
+    """A map (rows, columns) of float32 in a file. It is written in rectangles; pixels never written are 0."""
 
     def __init__(self, path: Path, size: tuple[int, int]) -> None:
         self.size = size
@@ -280,138 +353,25 @@ class MapFile:
         self._file.truncate(4 * math.prod(size))
 
     def write(self, top: int, left: int, values: NDArray[np.float32]) -> None:
+        """Write values (h, w), with the first value at row `top` and column `left`."""
         for i, row in enumerate(values):
             self._file.seek(4 * ((top + i) * self.size[1] + left))
             self._file.write(row.astype(np.float32).tobytes())
 
     def read(self, top: int = 0, bottom: int | None = None) -> NDArray[np.float32]:
-        """Whole rows."""
+        """Return the rows from `top` up to, but without, `bottom`; by default all rows."""
         rows = (self.size[0] if bottom is None else min(bottom, self.size[0])) - top
         self._file.seek(4 * top * self.size[1])
         return np.frombuffer(self._file.read(4 * rows * self.size[1]), np.float32).reshape(rows, self.size[1])
 
-    def bands(self, rows: int = 512) -> Iterator[NDArray[np.float32]]:
+    def read_subsampled(self, step: int) -> NDArray[np.float32]:
+        """Return every `step`-th row and column."""
+        return np.concatenate([strip[::step, ::step] for strip in self.strips(512 * step)])
+
+    def strips(self, rows: int = 512) -> Iterator[NDArray[np.float32]]:
+        """Yield the map in strips of `rows` complete rows each, from top to bottom. The last strip may be smaller."""
         for top in range(0, self.size[0], rows):
             yield self.read(top, top + rows)
 
     def close(self) -> None:
         self._file.close()
-
-
-@dataclass(frozen=True)
-class Model:
-    """What is applied: a network in eval mode on its device, its task, and its operating point."""
-
-    task: SlideTask
-    network: DenseNetwork
-    point: Mapping[str, float]
-    device: torch.device
-
-    @property
-    def precision(self) -> str:
-        """Of how many bits the numbers are that it computes with."""
-        return "16" if isinstance(self.network, MixedNetwork) else "32"
-
-    @property
-    def tile_px(self) -> int:
-        """The side of a tile that keeps its device busy."""
-        return TILE_PX_OF_GPUS if self.device.type == "cuda" and self.precision == "16" else TILE_PX
-
-
-@dataclass(frozen=True)
-class PassOptions:
-    """How a slide is looked at."""
-
-    rotations: int = 1  # of every tile, over which probabilities are averaged, and their deviation is computed
-    tile_px: int | None = None
-    everywhere: bool = False  # also where there seems to be no tissue
-
-
-class SlidePass:
-    """One pass over a slide. Ask for `objects` first, to the end; maps and numbers are complete after that."""
-
-    def __init__(self, model: Model, slide: Slide, folder: Path, options: PassOptions) -> None:
-        self.model, self.slide, self.options = model, slide, options
-        task = model.task
-        self.tissue: Tissue = find_tissue(slide)
-        self._near = None if options.everywhere else self.tissue.widened(task.margin_um)
-        self.canvas = SlideView(slide, task.spacing_um_px, task.stain, self.tissue)
-        halo, self._cell = task.halo(model.network.geometry.stride_px), task.heat_cell
-        self.grid = Grid(model.network, self.canvas, options.tile_px or model.tile_px, halo, self._cell)
-        self._finder = task.make_finder(self.grid, model.point, folder)
-        rows, columns = (-(-size // self._cell) for size in self.grid.size)
-        self.heat = MapFile(folder / "heat", (rows, columns))
-        self.winner = MapFile(folder / "winner", (rows, columns)) if len(task.colors) > 1 else None
-        self.deviation = MapFile(folder / "deviation", (rows, columns)) if options.rotations > 1 else None
-        self.cell_um = self._cell * self.grid.stride_px * self.canvas.spacing_um_px  # the side of a heat map's pixel
-        self._counts, self._areas_mm2 = Counter[str](), Counter[str]()
-
-    def objects(self, on_progress: OnProgress = lambda _done, _all: None) -> Iterator[SlideObject]:
-        """Everything that is found, as it is found; the summary is of what was read."""
-        self._counts, self._areas_mm2 = Counter[str](), Counter[str]()
-        for found in self._find(on_progress):
-            self._counts[found.class_name] += 1
-            self._areas_mm2[found.class_name] += found.measurements.get("area_mm2", 0.0)  # type: ignore[assignment]
-            yield found
-
-    def summary(self) -> dict[str, float]:
-        """The slide in a few numbers; densities are per area of tissue, wherever was looked."""
-        tissue_mm2 = self.tissue.area_mm2
-        return {"tissue_mm2": tissue_mm2, **self.model.task.summarise(self._counts, self._areas_mm2, tissue_mm2)}
-
-    def _find(self, on_progress: OnProgress) -> Iterator[SlideObject]:
-        task = self.model.task
-        wanted = [tile for tile in self.grid.tiles if self._is_wanted(*tile)]
-        tiles = predict_tiles(self.grid, wanted, self.model.device, self.options.rotations, task.probabilities)
-        for done, tile in enumerate(map(self._blank_glass, tiles), 1):
-            top, left = tile.rows.start // self._cell, tile.columns.start // self._cell
-            self.heat.write(top, left, self._mean_of_cells(tile, task.foreground(tile.probabilities)))
-            if self.winner is not None:
-                classes = [self._mean_of_cells(tile, each) for each in task.class_maps(tile.probabilities)]
-                self.winner.write(top, left, np.argmax(classes, axis=0).astype(np.float32))
-            if self.deviation is not None and tile.deviations is not None:
-                self.deviation.write(top, left, self._mean_of_cells(tile, task.deviation(tile.deviations)))
-            yield from self._finder.take(tile)
-            on_progress(done, len(wanted))
-        yield from self._finder.finish()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in (self.heat, self.winner, self.deviation):
-            if file is not None:
-                file.close()
-
-    @property
-    def heat_frame(self) -> tuple[tuple[float, float], float]:
-        """Where the heat map's first corner lies on level 0, and the side of its pixels there."""
-        corner, side = self.grid.output_frame()
-        return corner, side * self._cell
-
-    def _is_wanted(self, rows: Span, columns: Span) -> bool:
-        if self._near is None:
-            return True
-        down, across = (self.grid.extent_um(span, axis) for axis, span in enumerate((rows, columns)))
-        return self._near.touches(down.start, across.start, down.size, across.size)
-
-    def _blank_glass(self, tile: Tile) -> Tile:
-        """Away from tissue there is nothing, whether a tile happens to reach there or not."""
-        if self._near is None:
-            return tile
-        down, across = (self.grid.places_um(span, axis) for axis, span in enumerate(tile.around))
-        near = self._near.at(down, across)
-        if near.all():
-            return tile
-        nothing = np.array(self.model.task.nothing, np.float32)[:, None, None]
-        spread = None if tile.deviations is None else np.where(near, tile.deviations, np.float32(0))
-        return tile._replace(probabilities=np.where(near, tile.probabilities, nothing), deviations=spread)
-
-    def _mean_of_cells(self, tile: Tile, values: Map) -> Map:
-        """Means over the cells of a heat map, of the part of a map that is the tile's own."""
-        means = values[tile.core].astype(np.float64)
-        for axis in (0, 1):
-            starts = np.arange(0, means.shape[axis], self._cell)
-            counts = np.minimum(self._cell, means.shape[axis] - starts)
-            means = np.add.reduceat(means, starts, axis=axis) / np.expand_dims(counts, 1 - axis)
-        return means.astype(np.float32)

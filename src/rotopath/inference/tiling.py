@@ -1,41 +1,58 @@
-"""How a network's outputs come to lie on an image of any size, and how an image is divided into tiles.
+"""Cut images and slides into overlapping tiles, and run a network on them.
 
-In: a network and a size. Out: spans of pixels that the network has to see, on its pooling grid, and spans of outputs.
+- Overlap: an output depends on the pixels around its position (the receptive field). For each tile, the network
+  therefore reads more pixels than the tile covers. Tiled outputs thus equal the outputs for the whole image.
+- Frame: a rectangle of pixels whose sides the network accepts, `smallest_px` plus multiples of `step_px`. Frames may
+  extend beyond the image, which is reflected there.
+- Block: the outputs that each `step_px` adds along a side. Outputs are one stride apart, and a frame always contains
+  complete blocks.
+- Rim: outputs along the edges of a frame that would change if the image continued beyond the frame. They are computed
+  but not used, except at the edges of the image.
+- Halo: outputs around a tile that are also returned, because objects near the border of the tile depend on them.
 
-Regions that the seams between tiles cut through, put together again.
-
-In: tiles, row by row, with the regions that they see and the pixels of those that touch a seam. Out: whole regions,
-once all tiles are there. Pixels wait in files; memory knows which regions are one, and no more.
+These sizes are in `Geometry`, except for the halo, which the task defines.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from scipy import ndimage
+from torch import Tensor
 
-from rotopath.models import Geometry
+from rotopath import group
+from rotopath.models import DenseNetwork, Geometry
+from rotopath.nn import center_crop
+
+TILE_PX = 1024  # default side of a tile, for which a network with 8 orientations needs about 1.5 GB of memory
+SPLINE_REACH = 4  # pixels around a position that spline interpolation depends on; all others contribute about 1 %
+READERS = 2  # threads that read the next tiles; each waiting tile needs a few megabytes
 
 
 class Span(NamedTuple):
-    """A stretch along one side, in pixels or outputs, of which some may lie outside of the image."""
+    """A range of rows or columns from `start` up to, but without, `stop`, in pixels or outputs.
+
+    It may extend beyond the image.
+    """
 
     start: int
     stop: int
 
     def widened(self, by: int) -> "Span":
+        """Return the span extended by `by` on both sides."""
         return Span(self.start - by, self.stop + by)
 
-    def moved(self, by: int) -> "Span":
+    def shifted(self, by: int) -> "Span":
+        """Return the span moved by `by`."""
         return Span(self.start + by, self.stop + by)
 
     def within(self, whole: "Span") -> slice:
-        """Where it lies in a longer one."""
+        """Return the slice that cuts this span out of an array that covers the span `whole`."""
         return slice(self.start - whole.start, self.stop - whole.start)
 
     @property
@@ -43,166 +60,352 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
+Frame = tuple[Span, Span]  # rows and columns of a frame, in pixels of the image
+ReadPixels = Callable[[Span, Span], Tensor]  # from rows and columns to pixels (B, 3, h, w), reflected beyond the image
+Activation = Callable[[Tensor], Tensor]  # from logits (B, K, h, w) to probabilities of the same shape
+Predict = Callable[[Tensor], Tensor]  # from the pixels of a frame (B, 3, H, W) to probabilities (B, K, h, w)
+
+
+# Outputs along one side of an image
+
+
 @dataclass(frozen=True)
 class Layout:
-    """How outputs come to lie along one side of an image."""
+    """Positions of the outputs of a network along one side of an image. The frame is centered on the image."""
 
-    frame_px: Span  # that the network sees, on the pooling grid and about the middle of the image
-    outputs: int  # in that frame
-    kept: Span  # those outputs that lie on the image
-    first_px: float  # of the first one that is kept
+    frame_px: Span  # pixels that the network reads for the whole image
+    outputs: int  # number of outputs of the frame
+    kept: Span  # outputs that are on the image, counted from the first output of the frame
+    first_px: float  # position on the image of the first kept output
 
-    def seen_px(self, geometry: Geometry, outputs: Span) -> Span:
-        """The pixels that the network sees for some outputs, whole blocks of them."""
+    def frame_of(self, geometry: Geometry, outputs: Span) -> Span:
+        """Return the pixels that the network reads to compute `outputs`, which must be complete blocks."""
         stride = geometry.stride_px
-        return Span(outputs.start * stride, outputs.stop * stride + geometry.lost_px).moved(self.frame_px.start)
+        pixels = Span(outputs.start * stride, outputs.stop * stride + geometry.margins_px)
+        return pixels.shifted(self.frame_px.start)
 
 
 def lay_out(geometry: Geometry, size_px: int) -> Layout:
-    """The layout of outputs along a side of `size_px` pixels, which is mirrored beyond its ends."""
-    framed = geometry.nearest_sizes(size_px + geometry.lost_px)[-1]
-    # As much on either side, so that a rotated image gets a rotated frame: exactly, where an even number is added.
-    before = (framed - size_px) // 2
-    outputs, stride = geometry.output_size(framed), geometry.stride_px
-    first = (framed - 1 - (outputs - 1) * stride) / 2 - before
-    places = first + stride * np.arange(outputs)
-    on_image = np.flatnonzero((places >= -0.5) & (places <= size_px - 0.5))
+    """Return the positions of outputs along an image side of `size_px` pixels. The outputs cover the whole side.
+
+    >>> from rotopath.inference.tiling import lay_out
+    >>> from rotopath.models import Geometry
+    >>> lay_out(Geometry(outputs=1, smallest_px=88, step_px=12, stride_px=12), 100)
+    Layout(frame_px=Span(start=-42, stop=142), outputs=9, kept=Span(start=0, stop=9), first_px=1.5)
+    """
+    frame_size = geometry.nearest_sizes(size_px + geometry.margins_px)[-1]
+    # Centered, so that a rotated image has the rotated frame. This is exact if the number of added pixels is even.
+    before = (frame_size - size_px) // 2
+    outputs, stride = geometry.output_size(frame_size), geometry.stride_px
+    first = (frame_size - 1 - (outputs - 1) * stride) / 2 - before
+    positions = first + stride * np.arange(outputs)
+    on_image = np.flatnonzero((positions >= -0.5) & (positions <= size_px - 0.5))
     kept = Span(int(on_image[0]), int(on_image[-1]) + 1)
-    return Layout(Span(-before, framed - before), outputs, kept, float(places[kept.start]))
+    return Layout(Span(-before, frame_size - before), outputs, kept, float(positions[kept.start]))
 
 
 def divide(
     geometry: Geometry, wanted: Span, outputs: int, tile_px: int, multiple: int = 1
 ) -> Iterator[tuple[Span, Span]]:
-    """Where tiles lie along a side, in outputs: all of one size but for the last, however many there are.
+    """Divide the outputs `wanted` along a side into tiles whose frames are at most `tile_px` long.
 
-    The second span of each is what the network has to answer for it: blocks of outputs on the pooling grid, and
-    further, where outputs feel the edge of a tile. Tiles begin at multiples of `multiple` from the first output.
+    `outputs` is the number of all outputs along the side. Yields two spans for each tile: the outputs of the tile, and
+    the outputs that the network has to compute for it (see `add_overlap`). All tiles except the last have the same
+    size, a multiple of `multiple` outputs. Raises ValueError if `tile_px` is smaller than the network's smallest image.
     """
     if tile_px < geometry.smallest_px:
-        raise ValueError(f"Tiles have at least the {geometry.smallest_px} px that an answer needs; got {tile_px}.")
-    block = geometry.block
-    rim = -(-geometry.rim // block) * block
-    uneven = 0 if wanted.start % block == multiple % block == 0 else 2 * (block - 1)
-    most = max(multiple, geometry.output_size(geometry.nearest_sizes(tile_px)[0]) - 2 * rim - uneven)
-    for start in range(wanted.start, wanted.stop, step := most - most % multiple):
-        tile = Span(start, min(start + step, wanted.stop))
-        yield tile, cover(geometry, tile, outputs)
-
-
-def cover(geometry: Geometry, wanted: Span, outputs: int) -> Span:
-    """What the network has to answer, of all outputs, for some that are wanted to be as they are in the whole image."""
-    block = geometry.block
-    rim = -(-geometry.rim // block) * block
-    first, last = wanted.start // block * block, -(-wanted.stop // block) * block
-    return Span(max(0, first - rim), min(outputs, last + rim))
-
-
-LARGEST_PX = 2**24  # of a rectangle around a region; what is larger than a square millimetre is not one nucleus
-Part = tuple[int, int]  # the number of a tile, and of a region in it
-
-
-class Region(NamedTuple):
-    """A rectangle, and the values (k, h, w) of one region in it; others are what they are where there is nothing."""
-
-    top: int
-    left: int
-    values: NDArray[np.float32]
-
-
-class Seams:
-    """`size` are the rows and columns of everything; `nothing` the values (k,) of a pixel that is in no region."""
-
-    def __init__(self, size: tuple[int, ...], nothing: Sequence[float], folder: Path) -> None:
-        self._size, self._folder = size, folder
-        self._nothing = np.asarray(nothing, np.float32)
-        self._parents: dict[Part, Part] = {}
-        self._tiles: list[tuple[Span, Span]] = []
-        self._below: dict[tuple[int, int], tuple[int, NDArray[np.int32]]] = {}  # by the tile's last row, first column
-        self._beside: dict[tuple[int, int], tuple[int, NDArray[np.int32]]] = {}  # by its last column, first row
-        self._read = lru_cache(maxsize=16)(self._read_from_file)
-
-    def take(
-        self, rows: Span, columns: Span, mask: NDArray[np.bool_], values: NDArray[np.float32]
-    ) -> NDArray[np.bool_]:
-        """Keep what touches a seam of the tile for later; gives where the regions are that are whole already."""
-        regions, _ = ndimage.label(mask)
-        number = len(self._tiles)
-        self._tiles.append((rows, columns))
-        edges = [
-            edge
-            for edge, is_seam in (
-                (regions[0], rows.start > 0),
-                (regions[-1], rows.stop < self._size[0]),
-                (regions[:, 0], columns.start > 0),
-                (regions[:, -1], columns.stop < self._size[1]),
-            )
-            if is_seam
-        ]
-        cut = np.unique(np.concatenate(edges or [regions[:0, 0]]))
-        cut = cut[cut > 0]
-        self._parents |= {(number, int(region)): (number, int(region)) for region in cut}
-        self._join(number, regions[0], self._below.pop((rows.start, columns.start), None))
-        self._join(number, regions[:, 0], self._beside.pop((columns.start, rows.start), None))
-        self._below[rows.stop, columns.start] = (number, regions[-1])
-        self._beside[columns.stop, rows.start] = (number, regions[:, -1])
-        is_cut = np.isin(regions, cut)
-        places = np.flatnonzero(is_cut)
-        np.savez(
-            self._folder / f"{number}.npz",
-            places=places,
-            regions=regions.ravel()[places],
-            values=values.reshape(len(values), -1)[:, places],
+        raise ValueError(
+            f"The tile size is {tile_px} px, but the network needs tiles of at least {geometry.smallest_px} px; choose "
+            f"larger tiles."
         )
-        return mask & ~is_cut
+    if outputs * geometry.stride_px + geometry.margins_px <= tile_px:
+        yield wanted, Span(0, outputs)  # one tile covers the whole side
+        return
+    block = geometry.block
+    unaligned = 0 if wanted.start % block == multiple % block == 0 else 2 * (block - 1)
+    largest = geometry.output_size(geometry.nearest_sizes(tile_px)[0]) - 2 * _rim(geometry) - unaligned
+    step = max(multiple, largest - largest % multiple)
+    for start in range(wanted.start, wanted.stop, step):
+        tile = Span(start, min(start + step, wanted.stop))
+        yield tile, add_overlap(geometry, tile, outputs)
 
-    def finish(self) -> Iterator[Region]:
-        """All regions that were cut, each once and whole."""
-        groups: defaultdict[Part, list[Part]] = defaultdict(list)
-        for part in self._parents:
-            groups[self._root(part)].append(part)
-        for parts in groups.values():
-            yield from self._put_together([self._piece(part) for part in parts])
 
-    def _put_together(self, pieces: list[tuple[NDArray[np.int64], NDArray[np.float32]]]) -> Iterator[Region]:
-        """One region; if that would be too large, each piece by itself."""
-        places = np.concatenate([one for one, _ in pieces], axis=1)  # (2, pixels)
-        top, left = places.min(axis=1)
-        height, width = places.max(axis=1) + 1 - (top, left)
-        if height * width > LARGEST_PX and len(pieces) > 1:
-            for piece in pieces:
-                yield from self._put_together([piece])
-            return
-        values = np.concatenate([one for _, one in pieces], axis=1)  # (k, pixels)
-        whole = np.empty((len(values), height, width), np.float32)
-        whole[:] = self._nothing[:, None, None]
-        whole[:, places[0] - top, places[1] - left] = values
-        yield Region(int(top), int(left), whole)
+def add_overlap(geometry: Geometry, tile: Span, outputs: int) -> Span:
+    """Extend a tile to the outputs that the network has to compute, so that the tile equals the whole image there.
 
-    def _piece(self, part: Part) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Rows and columns (2, pixels), and values (k, pixels), of a region in a tile."""
-        number, region = part
-        places, regions, values = self._read(number)
-        here = regions == region
-        rows, columns = self._tiles[number]
-        down, across = np.divmod(places[here], columns.size)
-        return np.stack([down + rows.start, across + columns.start]), values[:, here]
+    The tile is extended to complete blocks, and then by the rim, as far as there are `outputs` along the side.
+    """
+    block, rim = geometry.block, _rim(geometry)
+    start, stop = tile.start // block * block, -(-tile.stop // block) * block
+    return Span(max(0, start - rim), min(outputs, stop + rim))
 
-    def _read_from_file(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
-        with np.load(self._folder / f"{number}.npz") as kept:
-            return kept["places"], kept["regions"], kept["values"]
 
-    def _join(self, number: int, edge: NDArray[np.int32], neighbour: tuple[int, NDArray[np.int32]] | None) -> None:
-        """Regions on both sides of a seam are one where their pixels are beside each other."""
-        if neighbour is None:
-            return
-        other, other_edge = neighbour
-        both = (edge > 0) & (other_edge > 0)
-        for mine, its in np.unique(np.stack([edge[both], other_edge[both]]), axis=1).T.tolist():
-            self._parents[self._root((number, mine))] = self._root((other, its))
+def _rim(geometry: Geometry) -> int:
+    """Return the rim of the network in outputs, rounded up to complete blocks."""
+    return -(-geometry.rim // geometry.block) * geometry.block
 
-    def _root(self, part: Part) -> Part:
-        while self._parents[part] != part:
-            self._parents[part] = self._parents[self._parents[part]]
-            part = self._parents[part]
-        return part
+
+# Frames
+
+
+def activate(logits: Tensor) -> Tensor:
+    """Convert logits (B, K, h, w) to probabilities of the same shape: sigmoid if K = 1, else softmax over the K."""
+    return logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(dim=1)
+
+
+@torch.no_grad()
+def compute_probabilities(network: DenseNetwork, images: Tensor, activation: Activation = activate) -> Tensor:
+    """Run the network once on images (B, 3, H, W) without gradients; return probabilities (B, K, h, w) in float32."""
+    return activation(network(images)).float()
+
+
+def expect_eval(network: DenseNetwork) -> None:
+    """Raise a ValueError if the network is in training mode."""
+    if network.training:
+        raise ValueError(
+            "The network is in training mode, in which predictions depend on the other images of a batch; call "
+            "network.eval() first."
+        )
+
+
+def predict_frame(
+    geometry: Geometry, predict: Predict, read_pixels: ReadPixels, frame: Frame, angle: float, refinement: int = 1
+) -> Tensor:
+    """Rotate a frame by an angle, predict it, and rotate the maps (B, K, h, w) back.
+
+    The angle is in degrees, counter-clockwise. `predict` returns the maps of a frame of pixels, with outputs a stride
+    apart, or stride / `refinement` pixels. Multiples of 90° are exact. For other angles a larger frame is read and
+    rotated, so that its corners contain pixels of the image; `area_to_read` returns which pixels are read.
+
+    The mean of the maps over several angles is test-time augmentation (mean over rotations).
+    """
+    between = angle % 90
+    if between == 0:
+        return group.rotate(predict(group.rotate(read_pixels(*frame), angle)), -angle).clamp(0, 1)
+    wide = _widen_for_rotation(geometry, frame)
+    rotated = group.rotate(_read_rotated(geometry, read_pixels, wide, between), angle - between)
+    maps = group.rotate(group.rotate(predict(rotated), between - angle), -between).clamp(0, 1)  # splines may overshoot
+    return center_crop(maps, *((geometry.output_size(span.size) - 1) * refinement + 1 for span in frame))
+
+
+def area_to_read(geometry: Geometry, frame: Frame, degrees: Sequence[float]) -> Frame:
+    """Return the rows and columns of pixels that `predict_frame` reads for all of the angles together."""
+    if all(angle % 90 == 0 for angle in degrees):
+        return frame
+    rows, columns = (span.widened(_corner_reach_px(geometry)) for span in _widen_for_rotation(geometry, frame))
+    return rows, columns
+
+
+def predict_in_tiles(
+    network: DenseNetwork, frame: Tensor, largest_px: int, activation: Activation = activate
+) -> Tensor:
+    """Predict a frame (B, 3, H, W), and return probabilities (B, K, h, w). Sides above `largest_px` are tiled."""
+    geometry = network.geometry
+    stride, margins = geometry.stride_px, geometry.margins_px
+    height, width = (geometry.output_size(size) for size in frame.shape[-2:])
+    maps = torch.empty(len(frame), geometry.outputs, height, width, device=frame.device)
+    for rows, all_rows in divide(geometry, Span(0, height), height, largest_px, geometry.block):
+        for columns, all_columns in divide(geometry, Span(0, width), width, largest_px, geometry.block):
+            down, across = (slice(first * stride, last * stride + margins) for first, last in (all_rows, all_columns))
+            tile = compute_probabilities(network, frame[..., down, across], activation)
+            maps[..., slice(*rows), slice(*columns)] = tile[..., rows.within(all_rows), columns.within(all_columns)]
+    return maps
+
+
+def _widen_for_rotation(geometry: Geometry, frame: Frame) -> Frame:
+    """Return a larger frame with the same center. Rotated by any angle, its outputs cover those of the given frame."""
+    step, stride = geometry.step_px, geometry.stride_px
+    counts = [geometry.output_size(span.size) for span in frame]
+    # The diagonal of the rectangle of outputs, plus the outputs around it that spline interpolation reads.
+    diagonal_px = (math.hypot(*counts) + 2 * SPLINE_REACH) * stride
+    rows, columns = (
+        span.widened(math.ceil((diagonal_px - count * stride) / (2 * step)) * step)
+        for span, count in zip(frame, counts, strict=True)
+    )
+    return rows, columns
+
+
+def _corner_reach_px(geometry: Geometry) -> int:
+    """Return by how many pixels the corners of rotated receptive fields extend beyond a frame."""
+    field_px = geometry.smallest_px
+    return (group.covering_size(field_px) - field_px) // 2 + geometry.step_px + SPLINE_REACH
+
+
+def _read_rotated(geometry: Geometry, read_pixels: ReadPixels, frame: Frame, angle: float) -> Tensor:
+    """Read an image, rotate it by less than 90°, and return the pixels of a frame as floats (B, 3, h, w), 0 to 1."""
+    rows, columns = frame
+    reach_px = _corner_reach_px(geometry)
+    pixels = read_pixels(rows.widened(reach_px), columns.widened(reach_px))
+    rotated = group.rotate(pixels.to(torch.float32) / 255, angle).clamp(0, 1)
+    return center_crop(rotated, rows.size, columns.size)
+
+
+# Tiles of a slide
+
+
+class PixelSource(Protocol):
+    """An image from which tiles are read, at the network's pixel spacing, such as `SlideView`. Must be thread-safe."""
+
+    @property
+    def size_px(self) -> tuple[int, int]: ...
+    @property
+    def spacing_um_px(self) -> float: ...
+    @property
+    def level0_px(self) -> float:
+        """Side of a pixel of this image, in pixels of level 0 of the slide."""
+
+    def read(self, rows: Span, columns: Span) -> NDArray[np.uint8]:
+        """Return the pixels (h, w, 3) of a rectangle. Beyond its edges the image is reflected."""
+
+
+class Tile(NamedTuple):
+    """Maps of a rectangle of outputs and its halo. Outputs are counted from the first output on the slide."""
+
+    rows: Span  # of the tile without its halo
+    columns: Span
+    with_halo: tuple[Span, Span]  # rows and columns of the maps below
+    probabilities: NDArray[np.float32]  # (K, h, w): mean over rotations
+    deviations: NDArray[np.float32] | None  # (K, h, w): standard deviation over rotations; None for one rotation
+
+    @property
+    def core(self) -> tuple[slice, slice]:
+        """Slices (rows, columns) that cut the halo off the maps."""
+        return self.rows.within(self.with_halo[0]), self.columns.within(self.with_halo[1])
+
+
+class TileFrame(NamedTuple):
+    """Rectangles (rows, columns) of outputs and pixels that belong to a tile."""
+
+    with_halo: tuple[Span, Span]  # outputs of the tile and its halo
+    outputs: tuple[Span, Span]  # outputs that the network computes: with halo, complete blocks and rim
+    pixels: Frame  # pixels that the network reads to compute these outputs
+
+
+class Grid:
+    """The grid of outputs of a network on a slide, and its division into tiles.
+
+    `tile_px` is the largest side of a tile in pixels, `halo` the number of outputs added around each tile. Tiles start
+    at multiples of `multiple` outputs: the size of a heat-map pixel, so that no heat-map pixel crosses a tile border.
+    """
+
+    def __init__(
+        self, network: DenseNetwork, view: PixelSource, tile_px: int | None = None, halo: int = 0, multiple: int = 1
+    ) -> None:
+        self.network, self.view, self.halo = network, view, halo
+        self.tile_px = max(tile_px or TILE_PX, network.geometry.context_px)
+        self.layouts = [lay_out(network.geometry, size) for size in view.size_px]
+        self.size = tuple(layout.kept.size for layout in self.layouts)  # number of outputs on the slide
+        self.stride_px = network.geometry.stride_px
+        self.first_px = tuple(layout.first_px for layout in self.layouts)
+        self._rows, self._columns = (
+            [
+                tile.shifted(-side.kept.start)
+                for tile, _ in divide(network.geometry, side.kept, side.outputs, self.tile_px, multiple)
+            ]
+            for side in self.layouts
+        )
+
+    @property
+    def tiles(self) -> list[tuple[Span, Span]]:
+        """The outputs (rows, columns) of all tiles, without halo, row by row."""
+        return [(rows, columns) for rows in self._rows for columns in self._columns]
+
+    def extent_um(self, outputs: Span, axis: int) -> Span:
+        """Return the range that outputs cover on the slide, in whole µm, along rows (axis 0) or columns (axis 1)."""
+        edges = ((output - 0.5) * self.stride_px + self.first_px[axis] + 0.5 for output in outputs)
+        start, stop = (edge * self.view.spacing_um_px for edge in edges)
+        return Span(int(np.floor(start)), int(np.ceil(stop)))
+
+    def positions_um(self, outputs: Span, axis: int) -> NDArray[np.float64]:
+        """Return the center positions of outputs in µm, along rows (axis 0) or columns (axis 1)."""
+        positions_px = self.first_px[axis] + self.stride_px * np.arange(*outputs)
+        return np.asarray((positions_px + 0.5) * self.view.spacing_um_px)
+
+    def output_frame(self, top: int = 0, left: int = 0) -> tuple[tuple[float, float], float]:
+        """Return the top left corner (row, column) of output (top, left), and its side; both in pixels of level 0."""
+        row, column = (
+            ((start - 0.5) * self.stride_px + first + 0.5) * self.view.level0_px
+            for start, first in zip((top, left), self.first_px, strict=True)
+        )
+        return (row, column), self.stride_px * self.view.level0_px
+
+    def frame_of(self, rows: Span, columns: Span) -> TileFrame:
+        """Return the outputs and pixels that the network computes and reads for a tile."""
+        geometry = self.network.geometry
+        wide, computed, pixels = [], [], []
+        for span, size, layout in zip((rows, columns), self.size, self.layouts, strict=True):
+            with_halo = Span(max(0, span.start - self.halo), min(size, span.stop + self.halo))
+            outputs = add_overlap(geometry, with_halo.shifted(layout.kept.start), layout.outputs)
+            wide.append(with_halo)
+            computed.append(outputs.shifted(-layout.kept.start))
+            pixels.append(layout.frame_of(geometry, outputs))
+        return TileFrame((wide[0], wide[1]), (computed[0], computed[1]), (pixels[0], pixels[1]))
+
+
+def predict_tiles(
+    grid: Grid,
+    wanted: Iterable[tuple[Span, Span]],
+    device: torch.device,
+    rotations: int = 1,
+    activation: Activation = activate,
+) -> Iterator[Tile]:
+    """Predict the tiles `wanted` of a grid, in this order, and yield them.
+
+    With `rotations` above 1 this is test-time augmentation (mean over rotations), and tiles also contain the standard
+    deviation over rotations. The network must be on `device`. Threads read the next tiles while the network computes;
+    only a few tiles are in memory at a time. Raises ValueError if probabilities are not finite.
+    """
+    expect_eval(grid.network)
+    remaining = iter(wanted)
+    degrees = group.angles(rotations)
+    pin = device.type == "cuda"
+
+    def read(rows: Span, columns: Span) -> Tensor:
+        area = area_to_read(grid.network.geometry, grid.frame_of(rows, columns).pixels, degrees)
+        image = torch.from_numpy(grid.view.read(*area)).permute(2, 0, 1)[None]
+        return image.pin_memory() if pin else image
+
+    pool = ThreadPoolExecutor(READERS)
+    waiting: deque[tuple[Span, Span, Future[Tensor]]] = deque()
+    try:
+        while True:
+            while len(waiting) <= READERS and (tile := next(remaining, None)) is not None:
+                waiting.append((*tile, pool.submit(read, *tile)))
+            if not waiting:
+                return
+            rows, columns, pixels = waiting.popleft()
+            yield _predict_tile(grid, rows, columns, pixels.result().to(device, non_blocking=True), degrees, activation)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _predict_tile(
+    grid: Grid, rows: Span, columns: Span, pixels: Tensor, degrees: Sequence[float], activation: Activation
+) -> Tile:
+    """Predict one tile at all angles, and return the mean and standard deviation over angles.
+
+    `pixels` (1, 3, H, W) are those of `area_to_read`.
+    """
+    with_halo, outputs, frame = grid.frame_of(rows, columns)
+    area = area_to_read(grid.network.geometry, frame, degrees)
+
+    def read_pixels(rows_px: Span, columns_px: Span) -> Tensor:
+        return pixels[..., rows_px.within(area[0]), columns_px.within(area[1])]
+
+    # The frame of a tile is predicted as a whole. For angles other than multiples of 90° the frame is up to twice as
+    # large, and is predicted in tiles of the original size. The network thus needs the same memory at all angles.
+    largest_px = max(span.size for span in frame)
+
+    def predict(rotated: Tensor) -> Tensor:
+        return predict_in_tiles(grid.network, rotated, largest_px, activation)
+
+    down, across = (span.within(computed) for span, computed in zip(with_halo, outputs, strict=True))
+    rotations = (predict_frame(grid.network.geometry, predict, read_pixels, frame, angle) for angle in degrees)
+    maps = torch.stack([probabilities[0, :, down, across] for probabilities in rotations])
+    if not maps.isfinite().all():
+        raise ValueError(
+            "Predictions of the network are not finite numbers, perhaps because they are too large for 16-bit "
+            "precision on a GPU; use --precision 32 (or precision='32')."
+        )
+    deviations = maps.std(dim=0, correction=0).cpu().numpy() if len(degrees) > 1 else None
+    return Tile(rows, columns, with_halo, maps.mean(dim=0).cpu().numpy(), deviations)

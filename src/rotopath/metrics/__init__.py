@@ -1,6 +1,10 @@
-"""Measuring: what a model's answer is worth, and how it changes when the input turns."""
+"""Score predictions, compute 95 % confidence intervals, and measure how predictions change under rotation.
+
+`classification` and `matching` compare predictions with the ground truth. `bootstrap` computes confidence intervals.
+`equivariance` compares the outputs of a model for original and rotated inputs.
+"""
 
 from rotopath.metrics.equivariance import equivariance_error, smooth_images, untrained_errors
-from rotopath.metrics.matching import aggregated_jaccard, overlaps
+from rotopath.metrics.matching import aggregated_jaccard, find_overlaps
 
-__all__ = ["aggregated_jaccard", "equivariance_error", "overlaps", "smooth_images", "untrained_errors"]
+__all__ = ["aggregated_jaccard", "equivariance_error", "find_overlaps", "smooth_images", "untrained_errors"]

@@ -1,11 +1,8 @@
-"""How sure a score is: confidence intervals by drawing patients again, with replacement.
+"""Bootstrap 95 % confidence intervals of scores, by resampling patients with replacement.
 
-In: a score as a function of which patients take part. Out: the interval that holds the middle 95 % of redrawn scores.
-
-What tasks share when they score: counts put together by patient, and intervals from redrawn patients.
-
-In: what was counted in each sample. Out: the sums of each case, and the middle 95 % of a score of redrawn sums; no
-interval where cases are too few for one to mean anything.
+Images of one patient are not independent, so patients are resampled and not images. A task counts events in each image
+(such as true and false positives) and adds them up for each patient. The score is then computed for many resampled sets
+of patients. A case is a patient or, for classification, a slide.
 """
 
 import math
@@ -15,61 +12,76 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-REDRAWS = 1000
+RESAMPLES = 1000
+MIN_CASES = 5  # with fewer cases, resampling mostly repeats single cases and gives no useful interval
+
+Numbers = NDArray[np.float64]
 
 
-def confidence_interval(
-    score: Callable[[NDArray[np.int64]], float], patients: int, seed: int = 0, level: float = 0.95
+def bootstrap_interval(
+    score: Callable[[NDArray[np.int64]], float], units: int, seed: int = 0, level: float = 0.95
 ) -> tuple[float, float]:
-    """`score` is given the numbers of the patients that were drawn, some of them more than once."""
+    """Return the bootstrap confidence interval (low, high) of a score; `level` is its coverage.
+
+    `units` is the number of units, such as patients. `score` receives the indices (units,) of resampled units, in which
+    an index may occur more than once. Resamples with a score of NaN are ignored.
+    """
     generator = np.random.default_rng(seed)
-    redrawn = [score(generator.integers(patients, size=patients)) for _ in range(REDRAWS)]
-    low, high = np.nanquantile(redrawn, [(1 - level) / 2, (1 + level) / 2])
+    scores = [score(generator.integers(units, size=units)) for _ in range(RESAMPLES)]
+    low, high = np.nanquantile(scores, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
 
 
-Numbers = NDArray[np.float64]
-FEWEST_CASES = 5  # of fewer, redrawing gives the scores of single cases again and again, and no interval
+def score_interval(score: Callable[[Numbers], float], sums: Numbers) -> list[float] | None:
+    """Return the 95 % confidence interval [low, high] of a score, or None with fewer than MIN_CASES cases.
+
+    `sums` (cases, k) has k counts for each case. `score` receives the total counts (k,) of the resampled cases.
+    """
+    if len(sums) < MIN_CASES:
+        return None
+    low, high = bootstrap_interval(lambda drawn: score(sums[drawn].sum(axis=0)), len(sums))
+    return None if math.isnan(low) or math.isnan(high) else [low, high]
 
 
-class Named(NamedTuple):
-    """A sample by its name, and its case; the case is empty or the name where it is not known."""
+def sum_by_case(cases: Sequence[str], counts: Numbers) -> tuple[list[str], Numbers]:
+    """Add up the counts of the images of each case. Return the sorted case names and the sums (cases, k).
 
-    name: str
-    case: str
+    `cases` (n,) has the case name of each image, `counts` (n, k) the counts of each image.
+    """
+    names, indices = np.unique(np.array(cases), return_inverse=True)
+    sums = np.zeros((len(names), counts.shape[1]))
+    np.add.at(sums, indices, counts)
+    return names.tolist(), sums
 
 
 class HasCase(Protocol):
+    """Any object with the name of an image and of its case. For an unknown case, `case` is empty or equals `name`."""
+
     @property
     def name(self) -> str: ...
     @property
     def case(self) -> str: ...
 
 
-def name_unit(samples: Sequence[HasCase]) -> str:
-    """What intervals redraw: patients, or single images where patients are not known."""
-    return "images" if all(sample.case in ("", sample.name) for sample in samples) else "patients"
+class ImageCase(NamedTuple):
+    """Names of an image and of its case, without pixels or predictions, to save memory."""
+
+    name: str
+    case: str
 
 
-def sum_by_case(cases: Sequence[str], counts: Numbers) -> tuple[list[str], Numbers]:
-    """The names of the cases in order, and what was counted in the samples (n, k) of each, (cases, k)."""
-    names, which = np.unique(np.array(cases), return_inverse=True)
-    sums = np.zeros((len(names), counts.shape[1]))
-    np.add.at(sums, which, counts)
-    return names.tolist(), sums
+def interval_unit(images: Sequence[HasCase]) -> str:
+    """Return the unit that confidence intervals resample: "patients", or "images" if the patients are unknown."""
+    return "images" if all(image.case in ("", image.name) for image in images) else "patients"
 
 
-def tally_objects(counts: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[float, float]]:
-    """Hits, false and missed of each case as the two numbers whose sums over cases have F1 as their ratio."""
+def f1_terms(counts: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[float, float]]:
+    """Return numerator and denominator of F1 for each case.
+
+    The F1 over all cases is the sum of the numerators divided by the sum of the denominators. For each case, `counts`
+    has "hits" (true positives), "false" (false positives) and "missed" (false negatives).
+    """
     return {
-        case: (2 * each["hits"], 2 * each["hits"] + each["false"] + each["missed"])
-        for case, each in sorted(counts.items())
+        case: (2 * values["hits"], 2 * values["hits"] + values["false"] + values["missed"])
+        for case, values in sorted(counts.items())
     }
-
-
-def find_interval(score: Callable[[Numbers], float], sums: Numbers) -> list[float] | None:
-    """The interval of a score of sums (k,) over cases, for the sums of each case (cases, k)."""
-    if len(sums) < FEWEST_CASES:
-        return None
-    low, high = confidence_interval(lambda drawn: score(sums[drawn].sum(axis=0)), len(sums))
-    return None if math.isnan(low) or math.isnan(high) else [low, high]

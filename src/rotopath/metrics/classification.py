@@ -1,99 +1,156 @@
-"""Thresholds worth trying: one for every way in which scores can be cut in two.
+"""Score classifications: best threshold, AUC, confusion matrix, balanced accuracy and calibration.
 
-Classification: accuracy, ranking, confusion, calibration.
-
-In: numbers of classes, and scores, higher for the likelier class. Out: numbers, and, of two classes, the threshold with
-the highest accuracy.
+Labels (n,) are class indices. With two classes, scores are (n,), and a higher score means class 1. With K classes,
+scores are (n, K), one for each class.
 """
+
+import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import rankdata
 
+from rotopath.metrics.bootstrap import MIN_CASES, bootstrap_interval
 
-def cuts(scores: NDArray[np.float64]) -> NDArray[np.float64]:
-    """For each distinct score, rising, a threshold that admits it and all above: halfway down to the next lower one.
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
-    >>> from rotopath.metrics.classification import cuts
-    >>> cuts(np.array([3.0, 1.0, 2.0, 1.0])).tolist()
+CALIBRATION_BINS = 15
+
+
+def candidate_thresholds(scores: Floats) -> Floats:
+    """Return one threshold for each distinct score, in increasing order.
+
+    A threshold accepts its score and all higher scores. It is halfway between its score and the next lower score; for
+    the lowest score it is the score itself.
+
+    >>> from rotopath.metrics.classification import candidate_thresholds
+    >>> candidate_thresholds(np.array([3.0, 1.0, 2.0, 1.0])).tolist()
     [1.0, 1.5, 2.5]
     """
     distinct = np.unique(scores)
     lower = np.concatenate([distinct[:1], distinct[:-1]])
     middle = lower + (distinct - lower) / 2
-    return np.where(middle > lower, middle, distinct)  # nothing lies between two neighbouring floats
+    return np.where(middle > lower, middle, distinct)  # no number is between two adjacent floats
 
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-CALIBRATION_BINS = 15
-
-
-def accuracy(labels: Ints, scores: Floats, threshold: float) -> float:
-    """The share of inputs on the right side of the threshold."""
-    return float(((scores >= threshold) == (labels == 1)).mean())
-
-
-def best_threshold(labels: Ints, scores: Floats) -> float:
-    """The threshold with the highest accuracy; the one nearest to ½ of equals."""
-    candidates = np.append(cuts(scores), np.nextafter(scores.max(), np.inf))  # the last one admits nothing
+def best_accuracy_threshold(labels: Ints, scores: Floats) -> float:
+    """Return the threshold with the highest accuracy; in a tie, the threshold nearest to 0.5."""
+    accepts_none = np.nextafter(scores.max(), np.inf)
+    candidates = np.append(candidate_thresholds(scores), accepts_none)
     positives, negatives = np.sort(scores[labels == 1]), np.sort(scores[labels != 1])
-    right = len(positives) - np.searchsorted(positives, candidates) + np.searchsorted(negatives, candidates)
-    best = candidates[right == right.max()]
+    correct = len(positives) - np.searchsorted(positives, candidates) + np.searchsorted(negatives, candidates)
+    best = candidates[correct == correct.max()]
     return float(best[np.abs(best - 0.5).argmin()])
 
 
 def auc(labels: Ints, scores: Floats) -> float:
-    """The chance that an input of class 1 has a higher score than one of class 0; ties count half."""
+    """Return the area under the ROC curve (AUC) of two classes; NaN if only one class is present.
+
+    The AUC is the probability that an input of class 1 has a higher score than an input of class 0. Ties count half.
+    """
     positives, negatives = int((labels == 1).sum()), int((labels != 1).sum())
     if not positives or not negatives:
         return float("nan")
-    ranks = rankdata(scores)[labels == 1].sum() - positives * (positives + 1) / 2
-    return float(ranks / (positives * negatives))
+    rank_sum = rankdata(scores)[labels == 1].sum() - positives * (positives + 1) / 2
+    return float(rank_sum / (positives * negatives))
 
 
 def macro_auc(labels: Ints, scores: Floats) -> float:
-    """The mean over classes of the AUC of each against all others, for scores (n, K); of those that have both.
+    """Return the AUC of each class against all others, averaged over the classes that are present.
+
+    `labels` are (n,), `scores` (n, K).
 
     >>> from rotopath.metrics.classification import macro_auc
     >>> macro_auc(np.array([0, 1, 2]), np.eye(3))
     1.0
     """
-    each = [auc((labels == k).astype(np.int64), scores[:, k]) for k in range(scores.shape[1])]
-    known = [value for value in each if not np.isnan(value)]
+    per_class = [auc((labels == k).astype(np.int64), scores[:, k]) for k in range(scores.shape[1])]
+    known = [value for value in per_class if not np.isnan(value)]
     return float(np.mean(known)) if known else float("nan")
 
 
-def confusion_matrix(labels: Ints, decided: Ints, classes: int) -> Ints:
-    """How many inputs of each class (rows) were taken for each class (columns).
+def binary_or_macro_auc(labels: Ints, probabilities: Floats) -> float:
+    """Return the AUC for labels (n,) and probabilities (n, K): of two classes if K = 1, else averaged over classes."""
+    return auc(labels, probabilities[:, 0]) if probabilities.shape[1] == 1 else macro_auc(labels, probabilities)
+
+
+def auc_interval(labels: Ints, probabilities: Floats, units: Sequence[str]) -> list[float] | None:
+    """Return the 95 % confidence interval of the AUC for labels (n,) and probabilities (n, K).
+
+    `units` (n,) names the slide or patch of each input; these units are resampled. Returns None if only one class is
+    present, or with fewer than MIN_CASES units.
+    """
+    _, unit_indices = np.unique(np.array(units), return_inverse=True)
+    order = np.argsort(unit_indices, kind="stable")
+    inputs_of = np.split(order, np.cumsum(np.bincount(unit_indices))[:-1])
+    if len(inputs_of) < MIN_CASES or len(set(labels.tolist())) < 2:
+        return None
+
+    def score(drawn: Ints) -> float:
+        inputs = np.concatenate([inputs_of[i] for i in drawn])
+        return binary_or_macro_auc(labels[inputs], probabilities[inputs])
+
+    low, high = bootstrap_interval(score, len(inputs_of))
+    return None if math.isnan(low) or math.isnan(high) else [low, high]
+
+
+def score_each_class(
+    names: Sequence[str], confusion: Ints, labels: Ints, probabilities: Floats
+) -> dict[str, dict[str, float | None]]:
+    """Return precision, recall, F1 and AUC of each class against all others; None where a score is undefined.
+
+    `confusion` (K, K) is the confusion matrix, `labels` are (n,), `probabilities` (n, K).
+    """
+    scores = {}
+    for i, name in enumerate(names):
+        correct, actual, predicted = int(confusion[i, i]), int(confusion[i].sum()), int(confusion[:, i].sum())
+        area = auc((labels == i).astype(np.int64), probabilities[:, i])
+        scores[name] = {
+            "images": actual,
+            "precision": correct / predicted if predicted else None,
+            "recall": correct / actual if actual else None,
+            "f1": 2 * correct / (actual + predicted) if actual + predicted else None,
+            "auc": None if math.isnan(area) else area,
+        }
+    return scores
+
+
+def confusion_matrix(labels: Ints, predicted: Ints, classes: int) -> Ints:
+    """Count how many inputs of each true class (rows) were predicted as each class (columns), (classes, classes).
 
     >>> from rotopath.metrics.classification import confusion_matrix
     >>> confusion_matrix(np.array([0, 1, 1]), np.array([0, 0, 1]), 2).tolist()
     [[1, 0], [1, 1]]
     """
     matrix = np.zeros((classes, classes), np.int64)
-    np.add.at(matrix, (labels, decided), 1)
+    np.add.at(matrix, (labels, predicted), 1)
     return matrix
 
 
-def balanced_accuracy(labels: Ints, decided: Ints, classes: int) -> float:
-    """The mean over classes of the fraction of its inputs that were recognised; of classes that there are."""
-    matrix = confusion_matrix(labels, decided, classes)
+def balanced_accuracy(labels: Ints, predicted: Ints, classes: int) -> float:
+    """Return the mean recall over the classes that are present."""
+    matrix = confusion_matrix(labels, predicted, classes)
     present = matrix.sum(axis=1) > 0
     return float((matrix.diagonal()[present] / matrix[present].sum(axis=1)).mean())
 
 
-def calibration(labels: Ints, probabilities: Floats, bins: int = CALIBRATION_BINS) -> tuple[Floats, Floats, Ints]:
-    """In equal bins of probability: the mean probability, the share of class 1, and how many there are."""
-    which = np.minimum((probabilities * bins).astype(np.int64), bins - 1)
-    counts = np.bincount(which, minlength=bins)
+def reliability_curve(labels: Ints, probabilities: Floats, bins: int = CALIBRATION_BINS) -> tuple[Floats, Floats, Ints]:
+    """Compare predicted probabilities with observed frequencies, in equal intervals (bins) of the probability.
+
+    `labels` (n,) are 0 or 1, and `probabilities` (n,) those of class 1. Returns three arrays with an entry for each bin
+    that is not empty: the mean probability, the fraction of inputs of class 1, and the number of inputs.
+    """
+    indices = np.minimum((probabilities * bins).astype(np.int64), bins - 1)
+    counts = np.bincount(indices, minlength=bins)
     filled = counts > 0
-    predicted = np.bincount(which, probabilities, minlength=bins)[filled] / counts[filled]
-    observed = np.bincount(which, labels == 1, minlength=bins)[filled] / counts[filled]
+    predicted = np.bincount(indices, probabilities, minlength=bins)[filled] / counts[filled]
+    observed = np.bincount(indices, labels == 1, minlength=bins)[filled] / counts[filled]
     return predicted, observed, counts[filled]
 
 
 def calibration_error(labels: Ints, probabilities: Floats, bins: int = CALIBRATION_BINS) -> float:
-    """The expected calibration error: how far shares are from probabilities, on average over inputs."""
-    predicted, observed, counts = calibration(labels, probabilities, bins)
+    """Return the expected calibration error (ECE): the mean difference between predicted and observed frequencies."""
+    predicted, observed, counts = reliability_curve(labels, probabilities, bins)
     return float((np.abs(predicted - observed) * counts).sum() / counts.sum())

@@ -1,11 +1,8 @@
-"""How far a layer or a network is from commuting with rotation, as a number.
+"""Measure how much the outputs of a model depend on the rotation of its inputs.
 
-In: any callable from images or SE(2) features to images or features, an input, an angle. Out: a relative error.
-
-How much predictions change when inputs turn.
-
-In: probabilities of the same inputs at several angles, and the decisions made from them. Out: how far probabilities
-scatter, and how many decisions depend on the angle.
+A model is equivariant if rotating the input only rotates the output. `equivariance_error` measures the deviation from
+this for any layer or network. `measure_robustness` measures how much the probabilities and decisions of a trained model
+change over several rotations of the same inputs.
 """
 
 import math
@@ -20,7 +17,11 @@ from torch.func import functional_call
 
 from rotopath import group
 
-FADE_FROM = 0.7  # of the inscribed radius: where inputs begin to fade when they are turned off the pixel grid
+FADE_FROM = 0.7  # from this fraction of the inscribed radius inputs fade to zero, if the angle is no multiple of 90°
+ROBUSTNESS_STEPS = 16  # rotations in a full circle, 22.5° apart, as in the paper
+
+
+# Equivariance
 
 
 def equivariance_error(
@@ -30,15 +31,21 @@ def equivariance_error(
     flip: bool = False,
     reflections: bool | None = None,
 ) -> float:
-    """‖model(turned x) - turned model(x)‖ / ‖turned model(x)‖ for a turn by `angle` degrees; 0 is perfect.
+    """Measure whether rotating the input of a model rotates its output; 0 is perfect equivariance.
 
-    With `flip`, to turn is to mirror left and right first. Tensors with four axes are images (B, C, H, W), those with
-    five SE(2) features (B, C, N, H, W), whose orientation axis shifts along; whether half of it is mirrored, its layers
-    know, unless `reflections` says so. Outputs without positions, (B, K), should not change at all.
+    Returns the relative error ‖model(Rx) - R model(x)‖ / ‖R model(x)‖. R is a rotation by `angle` degrees,
+    counter-clockwise; with `flip`, R is a left-right flip followed by the rotation.
 
-    Multiples of 90° permute pixels, and an exact model errs by rounding only. Other angles resample: x is then faded
-    to zero towards the rim of its inscribed disc, so that turning it loses nothing, and outputs are compared on
-    their inscribed disc. The model is left as it was found, batch statistics and random state included.
+    Inputs and outputs are images (B, C, H, W) or SE(2) features (B, C, N, H, W); R also shifts the orientation axis N
+    of features. `reflections` states whether half of that axis is reflected; by default it is read from the layers of
+    the model. Outputs may also be (B, K), which R does not change.
+
+    Multiples of 90° move pixels without interpolation, so that an exactly equivariant model has only rounding errors.
+    For other angles, images are resampled. The input is then faded to zero towards the edge of its inscribed disc, so
+    that no content is lost at the corners, and outputs are compared on their inscribed disc only.
+
+    The model, its batch statistics and the random state are not changed. Raises ValueError for other tensors, or if the
+    shapes of the two outputs differ.
 
     >>> images = torch.rand(2, 3, 76, 76)
     >>> rp.equivariance_error(rp.models.mitosis(orientations=4), images) < 1e-4
@@ -46,21 +53,21 @@ def equivariance_error(
     >>> rp.equivariance_error(rp.models.mitosis(orientations=1), images) > 1e-2
     True
     """
-    _expect_positions(x)
+    _check_has_positions(x)
     if reflections is None:
         reflections = isinstance(model, nn.Module) and any(getattr(m, "reflections", False) for m in model.modules())
-    turn = Motion(angle, flip, reflections)
+    transform = _Transform(angle, flip, reflections)
     on_grid = angle % 90 == 0
     if not on_grid:
         height, width = x.shape[-2:]
         x = x * group.inscribed_disc(height, width, inner=FADE_FROM).to(x)
     with torch.no_grad():
-        expected = turn(_call(model, x)).cpu().double()
-        actual = _call(model, turn(x)).cpu().double()
+        expected = transform(_call(model, x)).cpu().double()
+        actual = _call(model, transform(x)).cpu().double()
     if actual.shape != expected.shape:
         raise ValueError(
-            f"equivariance_error compares equal shapes, but the model gave {tuple(actual.shape)} for the turned input "
-            f"and {tuple(expected.shape)}, turned, for the upright one."
+            f"equivariance_error compares equal shapes, but the output for the rotated input is {tuple(actual.shape)} "
+            f"and the rotated output is {tuple(expected.shape)}; use an input size for which they agree."
         )
     if not on_grid and expected.ndim >= 4:
         disc = group.inscribed_disc(*expected.shape[-2:]).to(expected)
@@ -74,7 +81,11 @@ def equivariance_error(
 def untrained_errors(
     build: Callable[[], nn.Module], x: Tensor, angle: float = 90.0, draws: int = 9, training: bool = False
 ) -> list[float]:
-    """The equivariance errors of freshly initialised models, the same ones each time, in rising order."""
+    """Return the equivariance errors of `draws` newly initialized models, sorted from low to high.
+
+    `build` makes a model, `x` is the input, `angle` is in degrees, and `training` selects training mode. The random
+    seeds are 0, 1, …, so that every call measures the same weights.
+    """
     errors = []
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         for seed in range(draws):
@@ -84,7 +95,10 @@ def untrained_errors(
 
 
 def smooth_images(count: int, size: int, channels: int = 3, blur_px: float = 2.0, seed: int = 0) -> Tensor:
-    """Band-limited noise of unit variance, (count, channels, size, size): images that survive resampling."""
+    """Return smooth random images (count, channels, size, size), which can be rotated with little interpolation error.
+
+    The images are white noise after a Gaussian blur with a standard deviation of `blur_px`, scaled to unit variance.
+    """
     noise = torch.randn(count, channels, size, size, generator=torch.Generator().manual_seed(seed))
     frequency = torch.fft.fftfreq(size).square()
     gaussian = torch.exp(-2 * (torch.pi * blur_px) ** 2 * (frequency[:, None] + frequency[None, :]))
@@ -93,8 +107,8 @@ def smooth_images(count: int, size: int, channels: int = 3, blur_px: float = 2.0
 
 
 def _call(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """The model's output, from the same random numbers each time and without a trace in its buffers."""
-    x = x.clone()  # the model may work in place
+    """Return the output of a model, with the same random numbers in every call; the buffers are not changed."""
+    x = x.clone()  # the model may change its input in place
     with torch.random.fork_rng([x.device] if x.is_cuda else []):
         if not isinstance(model, nn.Module):
             return model(x)
@@ -104,17 +118,17 @@ def _call(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Motion:
-    """What is done to images, features and answers: perhaps a flip, then a rotation."""
+class _Transform:
+    """Flip (optionally) and then rotate images, features or outputs."""
 
-    angle: float
-    flip: bool
-    reflections: bool  # in features
+    angle: float  # in degrees, counter-clockwise
+    flip: bool  # left to right
+    reflections: bool  # whether half of the orientation axis of features is reflected
 
     def __call__(self, x: Tensor) -> Tensor:
         if isinstance(x, Tensor) and x.ndim < 3:
             return x
-        _expect_positions(x)
+        _check_has_positions(x)
         if x.ndim == 4:
             return group.rotate(group.flip(x) if self.flip else x, self.angle)
         if self.flip and not self.reflections:
@@ -122,44 +136,51 @@ class Motion:
         return group.rotate_features(group.flip_features(x) if self.flip else x, self.angle, self.reflections)
 
 
-def _expect_positions(x: object) -> None:
+def _check_has_positions(x: object) -> None:
+    """Raise ValueError unless x is a floating-point tensor of images or of SE(2) features."""
     if not isinstance(x, Tensor) or x.ndim not in (4, 5) or not x.is_floating_point():
         got = f"a tensor of shape {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(
             f"equivariance_error takes models from images (B, C, H, W) or SE(2) features (B, C, N, H, W) to one tensor "
-            f"of images, features, or answers (B, K), in floating point; got {got}."
+            f"of images, features, or outputs (B, K), all in floating point; got {got}."
         )
 
 
-STEPS = 16  # of a full turn: the paper's π/8
+# Robustness of predictions
 
 
 @dataclass(frozen=True)
 class Robustness:
-    deviation: float  # the standard deviation over angles, on average over inputs
-    changed: float  # the share of inputs whose decision is not the same at every angle
+    """Change of predictions when the inputs are rotated."""
+
+    deviation: float  # standard deviation of the probability over angles, averaged over inputs
+    changed: float  # fraction of inputs with different decisions at different angles
 
 
-def list_angles(fair: bool = True) -> list[float]:
-    """The angles in degrees at which inputs are compared: steps of 22.5°, offset by half a step if fair.
+def robustness_angles(fair: bool = True) -> list[float]:
+    """Return the 16 angles, in degrees, at which predictions are compared.
 
-    The paper's own steps include multiples of 90°, which leave pixels as they are, while the others blur; between the
-    steps all angles resample alike, and what is left is the network's doing.
+    With `fair=False` these are the angles of the paper: 0°, 22.5°, 45°, … Rotations by multiples of 90° are exact and
+    the others blur the image, which alone changes predictions. With `fair=True` all angles are offset by 11.25°, so
+    that all rotations blur alike and only the network causes differences.
 
-    >>> from rotopath.metrics.equivariance import list_angles
-    >>> list_angles(fair=False)[:3], list_angles()[:3]
+    >>> from rotopath.metrics.equivariance import robustness_angles
+    >>> robustness_angles(fair=False)[:3], robustness_angles()[:3]
     ([0.0, 22.5, 45.0], [11.25, 33.75, 56.25])
     """
-    offset = 360 / STEPS / 2 if fair else 0.0
-    return [angle + offset for angle in group.angles(STEPS)]
+    offset = 360 / ROBUSTNESS_STEPS / 2 if fair else 0.0
+    return [angle + offset for angle in group.angles(ROBUSTNESS_STEPS)]
 
 
 def measure_robustness(probabilities: NDArray[np.floating], decisions: NDArray[np.generic]) -> Robustness:
-    """From probabilities and decisions (angles, inputs), or of further axes, such as pixels that were rotated back."""
+    """Measure the change of predictions over angles, for probabilities and decisions (angles, inputs).
+
+    Further axes, such as pixels, count as inputs. Raises ValueError if the shapes differ or an array is empty.
+    """
     if probabilities.ndim < 2 or 0 in probabilities.shape or decisions.shape != probabilities.shape:
         raise ValueError(
-            f"Robustness takes probabilities and decisions (angles, inputs), one or more of each; got shapes "
-            f"{probabilities.shape} and {decisions.shape}."
+            f"The probabilities have the shape {probabilities.shape} and the decisions {decisions.shape}; both must be "
+            f"(angles, inputs) and not empty."
         )
     changed = (decisions != decisions[:1]).any(axis=0)
     return Robustness(float(probabilities.std(axis=0, dtype=np.float64).mean()), float(changed.mean()))

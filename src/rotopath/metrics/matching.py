@@ -1,15 +1,13 @@
-"""Detection of small objects: which detections hit, and what that is worth at any threshold.
+"""Match predictions to the ground truth, and compute F1, PQ, AJI, AJI+, Dice and the FROC curve.
 
-In: true places, detected places and their scores. Out: matches from which F1, precision and recall at every threshold,
-and the best threshold follow.
-
-How well two maps of numbered objects agree.
-
-In: two label maps (H, W), 0 for background. Out: overlaps of their objects, and scores made from them.
+Detected points are matched to annotated points. The matches yield true positives, false positives and false negatives
+at every score threshold, and from these F1 and the FROC curve. Objects of two label maps (H, W) are matched for F1 and
+panoptic quality (PQ). The aggregated Jaccard index (AJI, AJI+) and the Dice coefficient compare two label maps.
+A rule defines which predictions count as true positives.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import Literal
 
 import numpy as np
@@ -17,239 +15,348 @@ from numpy.typing import NDArray
 from scipy import sparse
 from scipy.optimize import linear_sum_assignment
 
-from rotopath.metrics.classification import cuts
+from rotopath.metrics.bootstrap import HasCase, Numbers, interval_unit, score_interval, sum_by_case
+from rotopath.metrics.classification import candidate_thresholds
 
 Floats = NDArray[np.float64]
-Rule = Literal["amida13", "one-to-one"]
+Ints = NDArray[np.int64]
+PointRule = Literal["amida13", "one-to-one"]
+OverlapRule = Literal["iou", "area", "own-area"]
 
-
-@dataclass(frozen=True)
-class Matches:
-    """For each true object, the highest threshold at which it is found; for each false detection, its score."""
-
-    found_at: Floats  # (t,); -inf for an object that no threshold finds
-    false: Floats  # (f,)
+MIN_OVERLAP = 0.5  # matched objects share at least this fraction of an area; the rule defines which area
+FROC_POINTS = 200  # maximum number of points of a FROC curve
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Hits, false detections and misses at a threshold."""
+    """Numbers of true positives (TP), false positives (FP) and false negatives (FN)."""
 
-    hits: int
-    false: int
-    missed: int
+    true_positives: int
+    false_positives: int
+    false_negatives: int
 
     @property
     def precision(self) -> float:
-        return self.hits / (self.hits + self.false) if self.hits + self.false else 0.0
+        """TP / (TP + FP); 0 if nothing was predicted."""
+        predicted = self.true_positives + self.false_positives
+        return self.true_positives / predicted if predicted else 0.0
 
     @property
     def recall(self) -> float:
-        return self.hits / (self.hits + self.missed) if self.hits + self.missed else 0.0
+        """TP / (TP + FN); 0 if nothing is annotated."""
+        actual = self.true_positives + self.false_negatives
+        return self.true_positives / actual if actual else 0.0
 
     @property
     def f1(self) -> float:
-        """2·TP / (2·TP + FP + FN); 1 where there is nothing to find and nothing is found."""
-        total = 2 * self.hits + self.false + self.missed
-        return 2 * self.hits / total if total else 1.0
+        """2·TP / (2·TP + FP + FN); 1 if nothing is annotated and nothing was predicted."""
+        total = 2 * self.true_positives + self.false_positives + self.false_negatives
+        return 2 * self.true_positives / total if total else 1.0
+
+    def to_scores(self) -> dict[str, float]:
+        """Return F1, precision, recall and the counts, under their names in result files."""
+        return {"f1": self.f1, "precision": self.precision, "recall": self.recall, **self._named_counts()}
+
+    def _named_counts(self) -> dict[str, float]:
+        return {"hits": self.true_positives, "false": self.false_positives, "missed": self.false_negatives}
 
 
-def match(truth: Floats, detected: Floats, scores: Floats, radius_px: float, rule: Rule = "amida13") -> Matches:
-    """Match the detections (d, 2) of an image with its objects (t, 2), within a radius.
+# Points
 
-    AMIDA13 counts several detections of one object once, and does not punish the surplus. One to one, as in MIDOG, the
-    highest score goes first and takes the nearest object that is free; the surplus is false.
+
+@dataclass(frozen=True)
+class PointMatches:
+    """Matches of detections to annotated points. `count_at_threshold` counts them for any score threshold."""
+
+    detected_at: Floats  # (t,) highest threshold at which each annotated point is detected; -inf if never detected
+    false_scores: Floats  # (f,) scores of the false positives
+
+
+def match_points(
+    truth: Floats, detected: Floats, scores: Floats, radius_px: float, rule: PointRule = "amida13"
+) -> PointMatches:
+    """Match the detections of an image to its annotated points, within a radius.
+
+    `truth` (t, 2) and `detected` (d, 2) are (row, column) in pixels, `scores` are (d,). With the rule "amida13" of the
+    AMIDA13 challenge, several detections near one point count as one true positive. With "one-to-one", as in the MIDOG
+    challenge, each detection, from the highest score to the lowest, is matched to the nearest point that has no match
+    yet. Detections without a match are false positives.
     """
     distance = np.hypot(*(truth[:, None] - detected[None]).transpose(2, 0, 1)).reshape(len(truth), len(detected))
     near = distance <= radius_px
-    found_at = np.full(len(truth), -np.inf)
+    detected_at = np.full(len(truth), -np.inf)
     if rule == "amida13":
-        for i, hits in enumerate(near):
-            found_at[i] = scores[hits].max(initial=-np.inf)
-        return Matches(found_at, scores[~near.any(axis=0)])
-    # A lower threshold only adds detections behind those that were matched already, so one pass serves all thresholds.
-    false = []
+        for i, in_reach in enumerate(near):
+            detected_at[i] = scores[in_reach].max(initial=-np.inf)
+        return PointMatches(detected_at, scores[~near.any(axis=0)])
+    # A lower threshold adds detections, but does not change the matches of higher scores: one pass is enough.
+    false_scores = []
     for j in np.argsort(-scores, kind="stable"):
-        free = near[:, j] & np.isneginf(found_at)
+        free = near[:, j] & np.isneginf(detected_at)
         if free.any():
-            found_at[np.where(free, distance[:, j], np.inf).argmin()] = scores[j]
+            detected_at[np.where(free, distance[:, j], np.inf).argmin()] = scores[j]
         else:
-            false.append(scores[j])
-    return Matches(found_at, np.array(false, np.float64))
+            false_scores.append(scores[j])
+    return PointMatches(detected_at, np.array(false_scores, np.float64))
 
 
-def pool(matches: Sequence[Matches]) -> Matches:
-    """The matches of several images, taken together."""
-    return Matches(
-        np.concatenate([one.found_at for one in matches] or [np.empty(0)]),
-        np.concatenate([one.false for one in matches] or [np.empty(0)]),
+def pool_matches(matches: Sequence[PointMatches]) -> PointMatches:
+    """Combine the matches of several images into one object."""
+    return PointMatches(
+        np.concatenate([image.detected_at for image in matches] or [np.empty(0)]),
+        np.concatenate([image.false_scores for image in matches] or [np.empty(0)]),
     )
 
 
-def count(matches: Matches, threshold: float) -> Counts:
-    """What happens when detections with at least this score count."""
-    hits = int((matches.found_at >= threshold).sum())
-    return Counts(hits, int((matches.false >= threshold).sum()), len(matches.found_at) - hits)
+def count_at_threshold(matches: PointMatches, threshold: float) -> Counts:
+    """Return the counts when only detections with a score of at least `threshold` are accepted."""
+    true_positives = int((matches.detected_at >= threshold).sum())
+    false_positives = int((matches.false_scores >= threshold).sum())
+    return Counts(true_positives, false_positives, len(matches.detected_at) - true_positives)
 
 
-def best_threshold(matches: Matches) -> float:
-    """The threshold with the highest F1; the highest one of equals."""
-    candidates = cuts(_scores(matches))
+def best_f1_threshold(matches: PointMatches) -> float:
+    """Return the threshold with the highest F1; the highest such threshold in a tie, and 0.5 without detections."""
+    detected = matches.detected_at[np.isfinite(matches.detected_at)]
+    candidates = candidate_thresholds(np.concatenate([detected, matches.false_scores]))
     if not len(candidates):
         return 0.5
-    hits = len(matches.found_at) - np.searchsorted(np.sort(matches.found_at), candidates)
-    false = len(matches.false) - np.searchsorted(np.sort(matches.false), candidates)
-    f1 = 2 * hits / np.maximum(hits + false + len(matches.found_at), 1)
+    true_positives = len(matches.detected_at) - np.searchsorted(np.sort(matches.detected_at), candidates)
+    false_positives = len(matches.false_scores) - np.searchsorted(np.sort(matches.false_scores), candidates)
+    f1 = 2 * true_positives / np.maximum(true_positives + false_positives + len(matches.detected_at), 1)
     return float(candidates[f1 == f1.max()][-1])
 
 
-def _scores(matches: Matches) -> Floats:
-    return np.concatenate([matches.found_at[np.isfinite(matches.found_at)], matches.false])
+def froc_curve(matches: PointMatches, images: int) -> list[dict[str, float]]:
+    """Return the FROC curve: sensitivity against false positives per image, from the highest threshold to the lowest.
+
+    `images` is the number of images. The curve has a point for each threshold at which a further annotated point is
+    detected, and one for the lowest threshold. Longer curves are thinned to FROC_POINTS.
+    """
+    detected, false = matches.detected_at[np.isfinite(matches.detected_at)], matches.false_scores
+    if not len(detected) and not len(false):
+        return []
+    corners = np.unique(np.append(detected, min([*detected, *false])))[::-1]
+    selected = np.unique(np.linspace(0, len(corners) - 1, min(len(corners), FROC_POINTS)).round().astype(int))
+    curve = []
+    for threshold in corners[selected]:
+        counts = count_at_threshold(matches, threshold)
+        false_per_image = counts.false_positives / images
+        curve.append({"threshold": float(threshold), "false_per_image": false_per_image, "sensitivity": counts.recall})
+    return curve
 
 
-HitRule = Literal["iou", "area", "own-area"]
+# Objects of label maps
 
 
 @dataclass(frozen=True)
 class Overlaps:
-    """Pairs of objects that share pixels, with the numbers 0, 1, ... of the objects in either map."""
+    """Areas of annotated and predicted objects, and all pairs of them that share pixels. Objects are counted from 0."""
 
-    truth_areas: NDArray[np.int64]  # (t,)
-    predicted_areas: NDArray[np.int64]  # (p,)
-    truth: NDArray[np.int64]  # (k,) objects of the pairs
-    predicted: NDArray[np.int64]  # (k,)
-    shared: NDArray[np.int64]  # (k,) pixels in common
+    truth_areas: Ints  # (t,) area of each annotated object, in px²
+    predicted_areas: Ints  # (p,) area of each predicted object, in px²
+    truth: Ints  # (k,) index of the annotated object of each pair
+    predicted: Ints  # (k,) index of the predicted object of each pair
+    intersection: Ints  # (k,) shared area of each pair, in px²
 
     @property
-    def iou(self) -> NDArray[np.float64]:
-        union = self.truth_areas[self.truth] + self.predicted_areas[self.predicted] - self.shared
-        return self.shared / union
+    def iou(self) -> Floats:
+        """The intersection over union (k,) of each pair."""
+        union = self.truth_areas[self.truth] + self.predicted_areas[self.predicted] - self.intersection
+        return self.intersection / union
 
     def without_small(self, least_px: float) -> "Overlaps":
-        """As if predicted objects of fewer pixels were not there."""
+        """Return the overlaps after `remove_small` on the predicted objects, without computing them again."""
         large = self.predicted_areas >= least_px
         kept = large[self.predicted]
-        place = np.cumsum(large) - 1
+        new_number = np.cumsum(large) - 1
         return Overlaps(
             self.truth_areas,
             self.predicted_areas[large],
             self.truth[kept],
-            place[self.predicted[kept]],
-            self.shared[kept],
+            new_number[self.predicted[kept]],
+            self.intersection[kept],
         )
 
 
-def overlaps(truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> Overlaps:
-    """All pairs of objects that overlap; any numbers from 1 may name the objects."""
+def remove_small(labels: NDArray[np.integer], min_px: float) -> NDArray[np.int32]:
+    """Remove objects of fewer than `min_px` pixels from a label map (H, W), and renumber the others from 1."""
+    is_large = np.bincount(labels.ravel()) >= min_px
+    is_large[0] = False
+    numbers = np.cumsum(is_large, dtype=np.int32) * is_large
+    kept: NDArray[np.int32] = numbers[labels].astype(np.int32)
+    return kept
+
+
+def find_overlaps(truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> Overlaps:
+    """Find all pairs of overlapping objects in two label maps (H, W) of one image.
+
+    In a label map 0 is background, and every other number is an object. Raises ValueError if the shapes differ.
+    """
     if truth.shape != predicted.shape:
-        raise ValueError(f"Two label maps of one image must have one size; got {truth.shape} and {predicted.shape}.")
+        raise ValueError(
+            f"The label maps have the shapes {truth.shape} and {predicted.shape}, but two label maps of one image must "
+            f"have one size; resize one of them."
+        )
     shape = (int(truth.max(initial=0)) + 1, int(predicted.max(initial=0)) + 1)
+    is_object = (truth > 0) | (predicted > 0)  # most pixels are background in both maps; skip them
+    truth, predicted = truth[is_object], predicted[is_object]
     pixels = np.ones(truth.size, np.int64)
-    table = sparse.coo_array((pixels, (truth.ravel(), predicted.ravel())), shape).tocsr()  # which adds up equal pairs
-    truth_areas, areas = table.sum(axis=1), table.sum(axis=0)
-    truth_areas[0] = areas[0] = 0  # background is no object
-    # Numbers that no pixel has leave gaps, which the numbering of objects closes.
-    truth_place, place = np.cumsum(truth_areas > 0) - 1, np.cumsum(areas > 0) - 1
+    table = sparse.coo_array((pixels, (truth, predicted)), shape).tocsr()  # sums duplicate pairs
+    truth_areas, predicted_areas = table.sum(axis=1), table.sum(axis=0)
+    truth_areas[0] = predicted_areas[0] = 0  # background is not an object
+    # Object numbers may have gaps; objects are renumbered from 0 without gaps.
+    new_truth, new_predicted = np.cumsum(truth_areas > 0) - 1, np.cumsum(predicted_areas > 0) - 1
     pairs = table.tocoo()
     rows, columns = pairs.coords
     objects = (rows > 0) & (columns > 0)
     return Overlaps(
         truth_areas[truth_areas > 0],
-        areas[areas > 0],
-        truth_place[rows[objects]],
-        place[columns[objects]],
+        predicted_areas[predicted_areas > 0],
+        new_truth[rows[objects]],
+        new_predicted[columns[objects]],
         pairs.data[objects],
     )
 
 
-def aggregated_jaccard(truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> float:
-    """AJI after Kumar et al. (2017): shared pixels of best matches over their unions and all that matched nothing.
-
-    >>> a = np.array([[1, 1, 0, 2]])
-    >>> rp.metrics.aggregated_jaccard(a, np.array([[5, 0, 0, 3]]))
-    0.6666666666666666
-    """
-    found = overlaps(truth, predicted)
-    best = np.full(len(found.truth_areas), -1)  # the pair with the highest IoU of each true object
-    for pair in np.argsort(found.iou, kind="stable"):
-        best[found.truth[pair]] = pair
-    matched = best[best >= 0]
-    used = np.zeros(len(found.predicted_areas), bool)
-    used[found.predicted[matched]] = True
-    shared = found.shared[matched].sum()
-    areas = found.truth_areas.sum() + found.predicted_areas[found.predicted[matched]].sum()
-    union = areas - shared + found.predicted_areas[~used].sum()
-    return float(shared / union) if union else 1.0
-
-
-def aggregated_jaccard_plus(truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> float:
-    """AJI+: as AJI, but each predicted object serves one true object only, matched for the highest sum of IoUs."""
-    found = overlaps(truth, predicted)
-    pairs = _best_pairs(found)
-    shared = found.shared[pairs].sum()
-    union = found.truth_areas.sum() + found.predicted_areas.sum() - shared
-    return float(shared / union) if union else 1.0
-
-
 @dataclass(frozen=True)
-class ObjectMatches:
-    """One-to-one matches of objects, of which scores are made; those of several images add up."""
+class ObjectCounts(Counts):
+    """Counts of objects matched one to one. Add the counts of several images with `+`."""
 
-    hits: int
-    false: int
-    missed: int
-    iou_sum: float  # of the hits
+    iou_sum: float  # sum of the IoU of all true positives
 
-    def __add__(self, other: "ObjectMatches") -> "ObjectMatches":
-        return ObjectMatches(
-            self.hits + other.hits, self.false + other.false, self.missed + other.missed, self.iou_sum + other.iou_sum
+    def __add__(self, other: "ObjectCounts") -> "ObjectCounts":
+        return ObjectCounts(
+            self.true_positives + other.true_positives,
+            self.false_positives + other.false_positives,
+            self.false_negatives + other.false_negatives,
+            self.iou_sum + other.iou_sum,
         )
 
     @property
-    def f1(self) -> float:
-        total = 2 * self.hits + self.false + self.missed
-        return 2 * self.hits / total if total else 1.0
-
-    @property
     def panoptic_quality(self) -> float:
-        """F1 times the mean IoU of the hits."""
-        total = 2 * self.hits + self.false + self.missed
+        """PQ: F1 times the mean IoU of the true positives; 1 if nothing is annotated and nothing was predicted."""
+        total = 2 * self.true_positives + self.false_positives + self.false_negatives
         return 2 * self.iou_sum / total if total else 1.0
 
+    def to_scores(self) -> dict[str, float]:
+        """Return F1, PQ and the counts, under their names in result files."""
+        return {"f1": self.f1, "pq": self.panoptic_quality, **self._named_counts()}
 
-def match_objects(found: Overlaps, rule: HitRule = "iou") -> ObjectMatches:
-    """Match objects that share half of their union, of the true one's area ("area") or the found one's ("own-area")."""
-    share = {
-        "iou": found.iou,
-        "area": found.shared / found.truth_areas[found.truth],
-        "own-area": found.shared / found.predicted_areas[found.predicted],
+
+def match_objects(overlaps: Overlaps, rule: OverlapRule = "iou") -> ObjectCounts:
+    """Match annotated and predicted objects one to one, from the largest overlap to the smallest.
+
+    Two objects match if they share at least half of an area. The rule defines which area: the union of both objects
+    ("iou"), the annotated object ("area") or the predicted object ("own-area").
+    """
+    overlap = {
+        "iou": overlaps.iou,
+        "area": overlaps.intersection / overlaps.truth_areas[overlaps.truth],
+        "own-area": overlaps.intersection / overlaps.predicted_areas[overlaps.predicted],
     }[rule]
-    truth_free, predicted_free = np.ones(len(found.truth_areas), bool), np.ones(len(found.predicted_areas), bool)
-    hits, iou_sum = 0, 0.0
-    for pair in np.argsort(-share, kind="stable"):
-        if share[pair] < 0.5:
+    truth_free = np.ones(len(overlaps.truth_areas), bool)
+    predicted_free = np.ones(len(overlaps.predicted_areas), bool)
+    true_positives, iou_sum = 0, 0.0
+    for pair in np.argsort(-overlap, kind="stable"):
+        if overlap[pair] < MIN_OVERLAP:
             break
-        i, j = found.truth[pair], found.predicted[pair]
+        i, j = overlaps.truth[pair], overlaps.predicted[pair]
         if truth_free[i] and predicted_free[j]:
             truth_free[i] = predicted_free[j] = False
-            hits, iou_sum = hits + 1, iou_sum + float(found.iou[pair])
-    return ObjectMatches(hits, int(predicted_free.sum()), int(truth_free.sum()), iou_sum)
+            true_positives, iou_sum = true_positives + 1, iou_sum + float(overlaps.iou[pair])
+    return ObjectCounts(true_positives, int(predicted_free.sum()), int(truth_free.sum()), iou_sum)
+
+
+def aggregated_jaccard(truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> float:
+    """Return the aggregated Jaccard index (AJI) of two label maps (H, W), after Kumar et al. (2017).
+
+    Each annotated object is matched to the predicted object with the highest IoU. AJI is the sum of their
+    intersections, divided by the sum of their unions and of the areas of all predicted objects without a match. It is 1
+    if both maps are empty.
+
+    >>> truth = np.array([[1, 1, 0, 2]])
+    >>> rp.metrics.aggregated_jaccard(truth, np.array([[5, 0, 0, 3]]))
+    0.6666666666666666
+    """
+    overlaps = find_overlaps(truth, predicted)
+    best = np.full(len(overlaps.truth_areas), -1)  # for each annotated object the pair with the highest IoU
+    for pair in np.argsort(overlaps.iou, kind="stable"):
+        best[overlaps.truth[pair]] = pair
+    matched = best[best >= 0]
+    used = np.zeros(len(overlaps.predicted_areas), bool)
+    used[overlaps.predicted[matched]] = True
+    intersection = overlaps.intersection[matched].sum()
+    areas = overlaps.truth_areas.sum() + overlaps.predicted_areas[overlaps.predicted[matched]].sum()
+    union = areas - intersection + overlaps.predicted_areas[~used].sum()
+    return float(intersection / union) if union else 1.0
+
+
+def aggregated_jaccard_plus(truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> float:
+    """Return AJI+: like AJI, but objects are matched one to one, so that the sum of IoUs is as high as possible."""
+    overlaps = find_overlaps(truth, predicted)
+    pairs = _best_pairs(overlaps)
+    intersection = overlaps.intersection[pairs].sum()
+    union = overlaps.truth_areas.sum() + overlaps.predicted_areas.sum() - intersection
+    return float(intersection / union) if union else 1.0
 
 
 def dice(truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> float:
-    """Twice the pixels that both call an object, over those that either does; 1 where neither does."""
+    """Return the Dice coefficient of the foregrounds of two label maps (H, W); 1 if both are empty."""
     total = (truth > 0).sum() + (predicted > 0).sum()
     return float(2 * ((truth > 0) & (predicted > 0)).sum() / total) if total else 1.0
 
 
-def _best_pairs(found: Overlaps) -> NDArray[np.int64]:
-    """The pairs of a one-to-one matching with the highest sum of IoUs."""
-    shape = (len(found.truth_areas), len(found.predicted_areas))
+def compare_label_maps(truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> dict[str, float]:
+    """Return AJI, AJI+ and Dice of two label maps (H, W), under their names in result files."""
+    return {
+        "aji": aggregated_jaccard(truth, predicted),
+        "aji_plus": aggregated_jaccard_plus(truth, predicted),
+        "dice": dice(truth, predicted),
+    }
+
+
+def score_objects(
+    images: Sequence[HasCase], counts: Sequence[ObjectCounts], agreements: Sequence[Mapping[str, float]]
+) -> dict[str, object]:
+    """Return F1 and PQ over all images, of each case and of each image, and AJI, AJI+ and Dice averaged over images.
+
+    `counts` and `agreements` have the results of `match_objects` and `compare_label_maps` for each image. F1 and AJI
+    have 95 % confidence intervals.
+    """
+    rows = [(*astuple(count), *scores.values(), 1) for count, scores in zip(counts, agreements, strict=True)]
+    names, sums = sum_by_case([image.case or image.name for image in images], np.array(rows, np.float64))
+    total = sums.sum(axis=0)
+    aji, aji_plus, mean_dice = total[4:7] / total[7]
+    return {
+        **_to_counts(total).to_scores(),
+        "f1_interval": score_interval(lambda total: _to_counts(total).f1, sums),
+        "interval_over": interval_unit(images),
+        "aji": float(aji),
+        "aji_interval": score_interval(lambda total: float(total[4] / total[7]), sums),
+        "aji_plus": float(aji_plus),
+        "dice": float(mean_dice),
+        "cases": {name: _to_counts(row).to_scores() for name, row in zip(names, sums, strict=True)},
+        "images": {
+            image.name: count.to_scores() | dict(scores)
+            for image, count, scores in zip(images, counts, agreements, strict=True)
+        },
+    }
+
+
+def _to_counts(row: Numbers) -> ObjectCounts:
+    """Convert an array that starts with TP, FP, FN and the sum of IoUs."""
+    return ObjectCounts(int(row[0]), int(row[1]), int(row[2]), float(row[3]))
+
+
+def _best_pairs(overlaps: Overlaps) -> Ints:
+    """Return the indices of the pairs that form the one-to-one matching with the highest sum of IoUs."""
+    shape = (len(overlaps.truth_areas), len(overlaps.predicted_areas))
     pair_at = np.full(shape, -1)
-    pair_at[found.truth, found.predicted] = np.arange(len(found.shared))
+    pair_at[overlaps.truth, overlaps.predicted] = np.arange(len(overlaps.intersection))
     iou = np.zeros(shape)
-    iou[found.truth, found.predicted] = found.iou
+    iou[overlaps.truth, overlaps.predicted] = overlaps.iou
     rows, columns = linear_sum_assignment(iou, maximize=True)
-    chosen = pair_at[rows, columns]
-    kept: NDArray[np.int64] = chosen[chosen >= 0]
-    return kept
+    assigned = pair_at[rows, columns]
+    overlapping: Ints = assigned[assigned >= 0]
+    return overlapping

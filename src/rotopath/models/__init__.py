@@ -1,9 +1,9 @@
-"""Networks: the paper's mitosis, nuclei and tumor models for any N, and the ways from plain CNNs to SE(2) and back."""
+"""Networks: build the paper's networks for any N, convert plain CNNs to SE(2,N), and freeze networks to plain CNNs."""
 
-from rotopath.models.architecture import ARCHITECTURES, Architecture, Stage
+from rotopath.models.architecture import ARCHITECTURES, Architecture, Choices, Stage
 from rotopath.models.convert import equivariant
 from rotopath.models.freeze import FrozenNetwork, freeze
-from rotopath.models.network import Choices, Network, mitosis, nuclei, tumor
+from rotopath.models.network import Network, mitosis, nuclei, tumor
 from rotopath.models.protocols import DenseNetwork, Geometry, WindowNetwork, make_dense
 from rotopath.models.registry import build_network, list_networks
 from rotopath.pretrained import list_pretrained

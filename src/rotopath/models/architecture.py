@@ -1,60 +1,85 @@
-"""Networks as tables: stages, channels, weights, and what follows from them about sizes.
+"""Tables of the paper's three networks. They define channels, numbers of weights and valid image sizes.
 
-In: a number of orientations or an image size. Out: channels and weights of every layer, receptive field,
-stride, and the image sizes that lie on the pooling grid. No tensors here; `network` builds from the same rows.
-
-The paper's three networks, and what turns more faithfully in each of them than the paper's choices.
+An `Architecture` computes the channels and weights of each layer for N orientations, and the receptive field, the
+stride and the valid image sizes of the network. An image size is valid, or *on the pooling grid*, if all pools divide
+their input without a remainder. This module contains no tensors; `network` builds modules from these tables.
 """
 
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import log, prod, sqrt
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 from rotopath import group
 from rotopath.models.protocols import IMAGE_CHANNELS, Geometry
 from rotopath.nn.pool import Smooth2d
-from rotopath.nn.project import PROJECTIONS, Projection, learned_weights
+from rotopath.nn.project import PROJECTIONS, Projection, weights_per_channel
 
 Pooling = Literal["max", "max-blur", "rms-blur"]
 Upsampling = Literal["nearest", "bilinear"]
 Preset = Literal["paper", "faithful"]
-CHOICES = ("outputs", "kernel", "pooling", "upsampling", "smoothing", "projection", "reflections", "widths_of")
-UP = 2  # a stage with a skip first enlarges its input by this factor
-TOLERANCE = 0.05  # how far the weights at an unpublished N may lie from those at N = 1
+UPSAMPLING_FACTOR = 2  # in stages with a skip connection
+WEIGHTS_TOLERANCE = 0.05  # relative difference allowed from the number of weights at N = 1, for N not in the paper
+
+
+class Choices(TypedDict, total=False):
+    """Options of the paper's networks. Each overrides the same option of the preset."""
+
+    outputs: int  # logits per output position
+    kernel: group.Kernel
+    pooling: Pooling
+    upsampling: Upsampling
+    smoothing: bool
+    projection: Projection
+    reflections: bool
+    widths_of: int | None
+
+
+CHOICES = tuple(Choices.__annotations__)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A convolution with batch norm and ReLU; before it perhaps up-sampling and a skip, behind it perhaps a pool."""
+    """Convolution, batch norm, ReLU and pool. With `skip`, up-sampling and a skip connection come before them."""
 
-    channels: str | int  # "body" or "wide" vary with N
-    kernel: int = 5
-    pool: int = 1
-    skip: int | None = None  # the stage whose output, before its pool, is cropped and concatenated
+    channels: str | int  # output channels; "body" and "wide" stand for numbers that depend on N
+    kernel: int = 5  # side in px
+    pool: int = 1  # side and stride of the pool; 1 means no pool
+    skip: int | None = (
+        None  # index of the stage that the skip connection comes from; its output is read before its pool
+    )
 
 
 @dataclass(frozen=True)
 class Architecture:
+    """Table of a network: stages, options, and the channels for each number of orientations.
+
+    >>> from rotopath.models import ARCHITECTURES
+    >>> tumor = ARCHITECTURES["tumor"]
+    >>> tumor.channels(orientations=8), sum(tumor.weights(orientations=8))
+    ((14, 14, 14, 8, 16), 86727)
+    >>> tumor.choose("faithful", projection="max").kernel
+    'harmonic'
+    """
+
     name: str
     task: str
     stages: tuple[Stage, ...]
     projection: Projection
-    outputs: int
-    head_norm: bool  # batch norm on the logits instead of a bias
-    input_px: int  # the image size of the paper's table
-    published: dict[int, tuple[int, int]]  # N to the channels of (body, wide)
-    faithful: dict[str, str | bool]  # what turns with the image off the pixel grid as well, for the paper's choices
+    outputs: int  # logits per output position
+    head_norm: bool  # whether a batch norm, instead of a bias, follows the last convolution
+    input_px: int  # image side in the paper
+    published: dict[int, tuple[int, int]]  # N → channels of ("body", "wide")
+    faithful: dict[str, str | bool]  # options of the preset "faithful", which is closer to exact equivariance
     kernel: group.Kernel = "bilinear"
     pooling: Pooling = "max"
     upsampling: Upsampling = "nearest"
-    smoothing: bool = False  # of the image, before it is lifted
-    reflections: bool = False  # channels are then those of 2N orientations, which have as many weights
-    widths_of: int | None = None  # orientations that have these channels at equal weights, if not its own
-    # Found once, as every call of a network looks at them: the side of the window, in pixels, that one output sees,
-    # which is also the smallest image; and the pixels between two neighbouring image sizes on the pooling grid.
-    receptive_field: int = field(init=False, repr=False, compare=False)
-    size_step: int = field(init=False, repr=False, compare=False)
+    smoothing: bool = False  # blur the image before the first convolution
+    reflections: bool = False  # equivariant to flips too; N orientations then have the channels of 2N
+    widths_of: int | None = None  # use the channels for this number of orientations, whatever N is
+    # Computed once, because every forward pass reads them.
+    receptive_field: int = field(init=False, repr=False, compare=False)  # px; equals the smallest image side
+    size_step: int = field(init=False, repr=False, compare=False)  # px between two valid image sides
 
     def __post_init__(self) -> None:
         for name, options in (
@@ -67,180 +92,204 @@ class Architecture:
         ):
             value = getattr(self, name)
             if value not in options or (options == (False, True) and not isinstance(value, bool)):
-                known = " or ".join(map(repr, options))
-                raise ValueError(f"{self.name} knows {name} {known}; got {getattr(self, name)!r}.")
+                raise ValueError(
+                    f"The option {name!r} of {self.name} must be {' or '.join(map(repr, options))}; got {value!r}."
+                )
         if type(self.outputs) is not int or self.outputs < 1:
-            raise ValueError(f"{self.name} needs outputs as one whole number, 1 or more; got {self.outputs!r}.")
+            raise ValueError(
+                f"The option 'outputs' of {self.name} must be a whole number, 1 or more; got {self.outputs!r}."
+            )
         if self.widths_of is not None:
             if isinstance(self.widths_of, bool):
-                raise ValueError(f"{self.name} needs widths_of as a number of orientations; got {self.widths_of}.")
+                raise ValueError(
+                    f"The option 'widths_of' of {self.name} must be a number of orientations; got {self.widths_of}."
+                )
             group.check_orientations(self.widths_of)
-        object.__setattr__(self, "receptive_field", self._find_receptive_field())
+        object.__setattr__(self, "receptive_field", self._compute_receptive_field())
         object.__setattr__(self, "size_step", prod([stage.pool for stage in self.stages]))
 
     def choose(self, preset: str = "paper", **choices: str | bool | int | None) -> "Architecture":
-        """The same table with the choices of a preset, or with single ones in their place."""
+        """Return this table with the options of a preset, overridden by `choices`."""
         if preset not in self.presets:
-            raise ValueError(f"{self.name} knows preset {' or '.join(map(repr, self.presets))}; got {preset!r}.")
+            raise ValueError(
+                f"The preset of {self.name} must be {' or '.join(map(repr, self.presets))}; got {preset!r}."
+            )
         if unknown := [name for name in choices if name not in CHOICES]:
-            hints = {"classes": "outputs", "num_classes": "outputs", "n_classes": "outputs"}
-            hint = f"; use {hints[unknown[0]]!r}" if unknown[0] in hints else f"; options are {', '.join(CHOICES)}"
-            if "channels" in unknown[0]:
-                hint = f"; it reads images of {IMAGE_CHANNELS} channels, and its own follow from the orientations"
-            raise TypeError(f"The network {self.name} has no option {unknown[0]!r}{hint}.")
+            raise TypeError(f"The network {self.name} has no option {unknown[0]!r}; {_suggest_option(unknown[0])}.")
         return replace(self, **(self.presets[preset] | choices))  # type: ignore[arg-type]
 
     @property
     def presets(self) -> dict[str, dict[str, str | bool]]:
-        """What they choose in place of the table's own choices, which are the paper's."""
+        """Options that each preset sets. "paper" sets none and keeps the options of the table."""
         return {"paper": {}, "faithful": self.faithful}
+
+    # Channels and weights
 
     def channels(self, orientations: int) -> tuple[int, ...]:
         """Output channels of each stage."""
-        return self._channels(*self._widths(group.order(self.widths_of or orientations, self.reflections)))
+        return self._stage_channels(*self._find_widths(group.order(self.widths_of or orientations, self.reflections)))
 
     def weights(self, orientations: int) -> tuple[int, ...]:
-        """Learned weights of each stage, batch norm counted in, and last those of projection and head."""
-        channels = self.channels(orientations)  # the same for all projections
-        *stages, head = self._weights(group.order(orientations, self.reflections), channels)
-        return *stages, channels[-1] * learned_weights(self.projection, orientations) + head
+        """Number of learned weights of each stage with its batch norm. The last entry counts projection and head."""
+        channels = self.channels(orientations)
+        *stages, head = self._count_weights(group.order(orientations, self.reflections), channels)
+        return *stages, channels[-1] * weights_per_channel(self.projection, orientations) + head
 
     def in_channels(self, stage: int, channels: tuple[int, ...]) -> int:
-        """Channels that a stage reads: those of the stage before, and of its skip."""
+        """Input channels of a stage: output channels of the previous stage plus channels of the skip connection."""
         if stage == 0:
             return IMAGE_CHANNELS
         skip = self.stages[stage].skip
         return channels[stage - 1] + (0 if skip is None else channels[skip])
 
+    def _find_widths(self, orientations: int) -> tuple[int, int]:
+        """Return the channels ("body", "wide"): the paper's, or others with about as many weights as N = 1."""
+        if orientations in self.published:
+            return self.published[orientations]
+        target = sum(self._count_weights(1, self._stage_channels(*self.published[1])))
+
+        def deviation(widths: tuple[int, int]) -> float:
+            return abs(sum(self._count_weights(orientations, self._stage_channels(*widths))) / target - 1)
+
+        body, wide = self.published[1]
+        candidates = [(b, w) for b in range(1, body + 1) for w in range(1, wide + 1)]
+        good = [widths for widths in candidates if deviation(widths) <= WEIGHTS_TOLERANCE]
+        if not good:
+            raise ValueError(
+                f"No channels give {self.name} about {target} weights with {orientations} orientations; "
+                f"use fewer orientations."
+            )
+        # As in the paper, wide · N and body² · N should stay close to their values at N = 1.
+        return min(
+            good, key=lambda w: abs(log(w[0] * sqrt(orientations) / body)) + abs(log(w[1] * orientations / wide))
+        )
+
+    def _stage_channels(self, body: int, wide: int) -> tuple[int, ...]:
+        named = {"body": body, "wide": wide}
+        return tuple(named[c] if isinstance(c := stage.channels, str) else c for stage in self.stages)
+
+    def _count_weights(self, orientations: int, channels: tuple[int, ...]) -> tuple[int, ...]:
+        counts = []
+        for i, stage in enumerate(self.stages):
+            axes = orientations if i else 1  # the first stage reads the image, the others read all orientations
+            counts.append(channels[i] * (self.in_channels(i, channels) * axes * _count_taps(stage.kernel) + 2))
+        counts.append(self.outputs * (channels[-1] + (2 if self.head_norm else 1)))
+        return tuple(counts)
+
+    # Sizes and positions
+
     @cached_property
     def geometry(self) -> Geometry:
-        """Where outputs lie on an image."""
+        """Receptive field, stride and valid image sizes, as inference needs them."""
         return Geometry(self.outputs, self.receptive_field, self.size_step, self.stride, self.rim)
-
-    def _find_receptive_field(self) -> int:
-        side = 1
-        for stage in reversed(self.stages):
-            side = side * stage.pool + stage.kernel - 1
-            if stage.skip is not None:
-                side = (side + UP - 2) // UP + 1  # what a window of that side reads, wherever it lies
-        return side
 
     @property
     def stride(self) -> int:
-        """Pixels between two neighbouring outputs."""
-        ups = [UP for stage in self.stages if stage.skip is not None]
-        return self.size_step // prod(ups)
-
-    def sizes(self, size: int) -> tuple[int, ...]:
-        """Side of each stage's output, behind its pool, for an image of that side. Raises off the grid."""
-        before_pool: list[int] = []
-        sizes: list[int] = []
-        for stage in self.stages:
-            if stage.skip is not None:
-                size *= UP
-                if before_pool[stage.skip] < size or (before_pool[stage.skip] - size) % 2:
-                    raise ValueError(f"a skip of {before_pool[stage.skip]} px has no centre of {size} px.")
-            before_pool.append(group.windows(size, stage.kernel))
-            size = group.windows(before_pool[-1], stage.pool, stage.pool)
-            sizes.append(size)
-        return tuple(sizes)
-
-    def blur(self, stage: Stage) -> int:
-        """Taps of the filter behind the pool of a stage, in proportion to its stride."""
-        return 1 if self.pooling == "max" or stage.pool == 1 else 2 * stage.pool + 1
+        """Pixels between neighboring outputs."""
+        factors = [UPSAMPLING_FACTOR for stage in self.stages if stage.skip is not None]
+        return self.size_step // prod(factors)
 
     @property
     def rim(self) -> int:
-        """How many outputs along an edge of the image are not what they would be if the image went on beyond it.
+        """Number of outputs along each image edge that would change if the image continued beyond the edge.
 
-        Filters of images and behind pools, and up-sampling between pixels, read what lies next to a window, or do
-        without at an edge.
+        These outputs are affected by padding: smoothing, blurred pools and bilinear up-sampling read pixels around the
+        window of an output, and pad at image edges.
         """
-        before_pool: list[tuple[int, float]] = []  # pixels along the edge, and where the first lies in the image
+        # For each stage: rim of its output before the pool, and image coordinate (px) of the center of its first pixel.
+        before_pool: list[tuple[int, float]] = []
         rim, first, step = Smooth2d.REACH if self.smoothing else 0, 0.0, 1.0
         for stage in self.stages:
             if stage.skip is not None:
-                rim = UP * rim + (self.upsampling == "bilinear")
-                first, step = first - step * (UP - 1) / (2 * UP), step / UP
+                up = UPSAMPLING_FACTOR
+                rim = up * rim + (self.upsampling == "bilinear")
+                first, step = first - step * (up - 1) / (2 * up), step / up
                 skip_rim, skip_first = before_pool[stage.skip]
                 rim = max(rim, skip_rim - round((first - skip_first) / step))
             first += step * (stage.kernel - 1) / 2
             before_pool.append((rim, first))
-            rim = -(-(rim + self.blur(stage) // 2) // stage.pool)
+            rim = -(-(rim + self.blur_taps(stage) // 2) // stage.pool)
             first, step = first + step * (stage.pool - 1) / 2, step * stage.pool
         return rim
 
+    def blur_taps(self, stage: Stage) -> int:
+        """Side, in px, of the blur filter in the pool of a stage: 2 · stride + 1, or 1 without blur."""
+        return 1 if self.pooling == "max" or stage.pool == 1 else 2 * stage.pool + 1
+
+    def sizes(self, size: int) -> tuple[int, ...]:
+        """Output side of each stage after its pool, for an image of `size` px.
+
+        Raises ValueError if `size` is not on the pooling grid.
+        """
+        before_pool: list[int] = []
+        sizes: list[int] = []
+        for stage in self.stages:
+            if stage.skip is not None:
+                size *= UPSAMPLING_FACTOR
+                if before_pool[stage.skip] < size or (before_pool[stage.skip] - size) % 2:
+                    raise ValueError(
+                        f"{self.name} cannot center-crop a skip of {before_pool[stage.skip]} px to {size} px; "
+                        f"use an image side of {self.receptive_field} + {self.size_step}·k px."
+                    )
+            before_pool.append(group.output_size(size, stage.kernel))
+            size = group.output_size(before_pool[-1], stage.pool, stage.pool)
+            sizes.append(size)
+        return tuple(sizes)
+
     def fits(self, size: int) -> bool:
-        """Whether an image of that side lies exactly on the pooling grid."""
+        """Return whether an image side, in px, is on the pooling grid: receptive field + k · `size_step`."""
         return size >= self.receptive_field and (size - self.receptive_field) % self.size_step == 0
 
     def nearest_sizes(self, size: int) -> tuple[int, ...]:
-        """The good sizes next to `size`: itself, or the ones below and above; the smallest for what is too small."""
+        """Return `size` itself if it is on the pooling grid, otherwise the next smaller and larger valid sides."""
         if self.fits(size):
             return (size,)
         below = (size - self.receptive_field) // self.size_step
         return tuple([self.receptive_field + k * self.size_step for k in range(max(below, 0), max(below + 2, 1))])
 
     def output_size(self, size: int) -> int:
-        """Side of the output for an image of that side; off the grid, a ValueError that names the nearest sizes."""
+        """Output side for an image of `size` px. Raises ValueError if `size` is not on the pooling grid."""
         self.expect_size(size)
         return self.sizes(size)[-1]
 
     def expect_size(self, size: int) -> None:
-        """Refuse an image of a side off the grid with a sentence."""
+        """Raise ValueError, which states the nearest valid sides, if an image side is not on the pooling grid."""
         if self.fits(size):
             return
         grid = f"{self.receptive_field} + {self.size_step}·k px"
         if size < self.receptive_field:
             raise ValueError(
-                f"{self.name} sees windows of {self.receptive_field} px, but got {size} px; "
-                f"give it larger images or pad them ({grid})."
+                f"{self.name} accepts images of {self.receptive_field} px or more, but got {size} px; "
+                f"use larger images, or pad them to {grid}."
             )
-        nearest = " or ".join([str(s) for s in self.nearest_sizes(size)])
-        raise ValueError(
-            f"{self.name} pools on a grid that {size} px does not lie on, and would lose exact rotations; "
-            f"crop or pad to {nearest} px ({grid})."
-        )
+        nearest = " or ".join(map(str, self.nearest_sizes(size)))
+        raise ValueError(f"{self.name} accepts image sides of {grid}, but got {size} px; crop or pad to {nearest} px.")
 
-    def _widths(self, orientations: int) -> tuple[int, int]:
-        """Channels of (body, wide): the paper's, or for another N those that keep its number of weights at N = 1."""
-        if orientations in self.published:
-            return self.published[orientations]
-        target = sum(self._weights(1, self._channels(*self.published[1])))
-
-        def distance(widths: tuple[int, int]) -> float:
-            return abs(sum(self._weights(orientations, self._channels(*widths))) / target - 1)
-
-        body, wide = self.published[1]
-        candidates = [(b, w) for b in range(1, body + 1) for w in range(1, wide + 1)]
-        good = [widths for widths in candidates if distance(widths) <= TOLERANCE]
-        if not good:
-            raise ValueError(
-                f"{self.name} has no channels for {orientations} orientations that keep its {target} weights; "
-                f"use fewer orientations."
-            )
-        # Both widths follow the paper's: channels × orientations of the wide layer, and channels² × orientations of
-        # the body, stay what they are at N = 1.
-        return min(
-            good, key=lambda w: abs(log(w[0] * sqrt(orientations) / body)) + abs(log(w[1] * orientations / wide))
-        )
-
-    def _channels(self, body: int, wide: int) -> tuple[int, ...]:
-        named = {"body": body, "wide": wide}
-        return tuple(named[c] if isinstance(c := stage.channels, str) else c for stage in self.stages)
-
-    def _weights(self, orientations: int, channels: tuple[int, ...]) -> tuple[int, ...]:
-        counts = []
-        for i, stage in enumerate(self.stages):
-            axes = orientations if i else 1  # the first stage lifts, the others read all orientations
-            counts.append(channels[i] * (self.in_channels(i, channels) * axes * _taps(stage.kernel) + 2))
-        counts.append(self.outputs * (channels[-1] + (2 if self.head_norm else 1)))
-        return tuple(counts)
+    def _compute_receptive_field(self) -> int:
+        side = 1
+        for stage in reversed(self.stages):
+            side = side * stage.pool + stage.kernel - 1
+            if stage.skip is not None:
+                # Largest number of pixels before up-sampling that a window of this side reads.
+                side = (side + UPSAMPLING_FACTOR - 2) // UPSAMPLING_FACTOR + 1
+        return side
 
 
 @cache
-def _taps(kernel: int) -> int:
-    return int(group.disc(kernel).sum())
+def _count_taps(kernel: int) -> int:
+    """Number of learned weights of a kernel for one input and one output channel: its pixels inside a disc."""
+    return int(group.disc_mask(kernel).sum())
+
+
+def _suggest_option(unknown: str) -> str:
+    """Return the end of the error message for an unknown option: what to use instead."""
+    if unknown in ("classes", "num_classes", "n_classes"):
+        return "use 'outputs'"
+    if "channels" in unknown:
+        return (
+            f"images have {IMAGE_CHANNELS} channels, and the channels of layers follow from the number of orientations"
+        )
+    return f"options are {', '.join(CHOICES)}"
 
 
 FAITHFUL: dict[str, str | bool] = {
@@ -289,7 +338,7 @@ NUCLEI = Architecture(
 
 TUMOR = Architecture(
     name="tumor",
-    task="tells tumor from other tissue",
+    task="classifies tumor and other tissue",
     stages=(
         Stage("body", pool=2),
         Stage("body", pool=2),

@@ -1,7 +1,7 @@
-"""Plain networks that everybody knows, for recipes to name: ResNets for patches, a U-Net for maps.
+"""Well-known plain networks that recipes can name: ResNets that classify windows, and a U-Net that predicts maps.
 
-In: the number of outputs. Out: an ordinary module of torch's layers, which `equivariant` converts to SE(2,N). Layers
-have torchvision's names, so that its weights fit.
+Each function returns a module of torch's layers with fresh weights. `equivariant` converts it to SE(2,N). The layers of
+the ResNets have the same names as in torchvision, so the plain networks can load torchvision's pretrained weights.
 """
 
 from typing import Any
@@ -10,69 +10,43 @@ import torch
 from torch import Tensor, nn
 
 
-class BasicBlock(nn.Module):
-    """Two 3 × 3 convolutions beside a shortcut."""
-
-    expansion = 1
-
-    def __init__(self, inputs: int, width: int, stride: int = 1) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, width, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.relu = nn.ReLU(inplace=True)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.downsample = _shortcut(inputs, width, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        shortcut = x if self.downsample is None else self.downsample(x)
-        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
-        activated: Tensor = self.relu(y + shortcut)
-        return activated
+def resnet18(outputs: int, width: int = 64) -> "ResNet":
+    """Build a ResNet-18 that classifies windows. `width` is the number of channels of the first layer."""
+    return ResNet(BasicBlock, (2, 2, 2, 2), outputs, width)
 
 
-class Bottleneck(nn.Module):
-    """A 3 × 3 convolution between two of 1 × 1, beside a shortcut."""
+def resnet34(outputs: int, width: int = 64) -> "ResNet":
+    """Build a ResNet-34 that classifies windows. `width` is the number of channels of the first layer."""
+    return ResNet(BasicBlock, (3, 4, 6, 3), outputs, width)
 
-    expansion = 4
 
-    def __init__(self, inputs: int, width: int, stride: int = 1) -> None:
-        super().__init__()
-        outputs = width * self.expansion
-        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
-        self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(outputs)
-        self.relu = nn.ReLU(inplace=True)
-        self.downsample = _shortcut(inputs, outputs, stride)
+def resnet50(outputs: int, width: int = 64) -> "ResNet":
+    """Build a ResNet-50 that classifies windows. `width` is the number of channels of the first layer."""
+    return ResNet(Bottleneck, (3, 4, 6, 3), outputs, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        shortcut = x if self.downsample is None else self.downsample(x)
-        y = self.relu(self.bn1(self.conv1(x)))
-        y = self.bn3(self.conv3(self.relu(self.bn2(self.conv2(y)))))
-        activated: Tensor = self.relu(y + shortcut)
-        return activated
+
+def unet(outputs: int, width: int = 32, depth: int = 4) -> "UNet":
+    """Build a U-Net that returns logits for every pixel. It has `depth` levels, the first with `width` channels."""
+    return UNet(outputs, width, depth)
 
 
 class ResNet(nn.Module):
-    """He et al. (2016): images (B, 3, H, W) to logits (B, K), one for the whole window."""
+    """ResNet of He et al. (2016): maps images (B, 3, H, W) to logits (B, K), one prediction per image."""
 
     def __init__(self, block: Any, depths: tuple[int, ...], outputs: int, width: int = 64) -> None:
         super().__init__()
-        _expect_whole(outputs=outputs, width=width)
+        _expect_positive_integers(outputs=outputs, width=width)
         self.conv1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
         inputs = width
         for i, depth in enumerate(depths):
-            wide = width * 2**i
+            block_width = width * 2**i
             blocks = []
             for j in range(depth):
-                blocks.append(block(inputs, wide, stride=2 if i and not j else 1))
-                inputs = wide * block.expansion
+                blocks.append(block(inputs, block_width, stride=2 if i and not j else 1))
+                inputs = block_width * block.expansion
             self.add_module(f"layer{i + 1}", nn.Sequential(*blocks))
         self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
         self.fc = nn.Linear(inputs, outputs)
@@ -86,17 +60,65 @@ class ResNet(nn.Module):
         return logits
 
 
+class BasicBlock(nn.Module):
+    """Two 3 × 3 convolutions with a shortcut around them."""
+
+    expansion = 1
+
+    def __init__(self, inputs: int, width: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, width, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.downsample = _build_shortcut(inputs, width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        activated: Tensor = self.relu(y + shortcut)
+        return activated
+
+
+class Bottleneck(nn.Module):
+    """A 3 × 3 convolution between two 1 × 1 convolutions, with a shortcut around them."""
+
+    expansion = 4
+
+    def __init__(self, inputs: int, width: int, stride: int = 1) -> None:
+        super().__init__()
+        outputs = width * self.expansion
+        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = _build_shortcut(inputs, outputs, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn3(self.conv3(self.relu(self.bn2(self.conv2(y)))))
+        activated: Tensor = self.relu(y + shortcut)
+        return activated
+
+
 class UNet(nn.Module):
-    """Ronneberger et al. (2015), padded: images (B, 3, H, W) to logits (B, K, H, W) for every pixel."""
+    """U-Net of Ronneberger et al. (2015), with padding: maps images (B, 3, H, W) to logits (B, K, H, W)."""
 
     def __init__(self, outputs: int, width: int = 32, depth: int = 4) -> None:
         super().__init__()
-        _expect_whole(outputs=outputs, width=width, depth=depth)
+        _expect_positive_integers(outputs=outputs, width=width, depth=depth)
         widths = [width * 2**i for i in range(depth)]
-        self.down = nn.ModuleList(_double(i, o) for i, o in zip([3, *widths[:-1]], widths, strict=True))
+        self.down = nn.ModuleList(_double_conv(i, o) for i, o in zip([3, *widths[:-1]], widths, strict=True))
         self.pool = nn.MaxPool2d(2)
         self.up = nn.ModuleList(nn.Upsample(scale_factor=2.0, mode="bilinear") for _ in widths[1:])
-        self.back = nn.ModuleList(_double(widths[i] + widths[i - 1], widths[i - 1]) for i in range(depth - 1, 0, -1))
+        self.back = nn.ModuleList(
+            _double_conv(widths[i] + widths[i - 1], widths[i - 1]) for i in range(depth - 1, 0, -1)
+        )
         self.head = nn.Conv2d(width, outputs, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -110,39 +132,14 @@ class UNet(nn.Module):
         return logits
 
 
-def resnet18(outputs: int, width: int = 64) -> ResNet:
-    """ResNet-18 for windows; `width` is that of its first layer."""
-    return ResNet(BasicBlock, (2, 2, 2, 2), outputs, width)
-
-
-def resnet34(outputs: int, width: int = 64) -> ResNet:
-    """ResNet-34 for windows; `width` is that of its first layer."""
-    return ResNet(BasicBlock, (3, 4, 6, 3), outputs, width)
-
-
-def resnet50(outputs: int, width: int = 64) -> ResNet:
-    """ResNet-50 for windows; `width` is that of its first layer."""
-    return ResNet(Bottleneck, (3, 4, 6, 3), outputs, width)
-
-
-def unet(outputs: int, width: int = 32, depth: int = 4) -> UNet:
-    """A U-Net with logits for every pixel; `depth` levels, the first of them `width` wide."""
-    return UNet(outputs, width, depth)
-
-
-def _expect_whole(**sizes: object) -> None:
-    for name, value in sizes.items():
-        if type(value) is not int or value < 1:
-            raise ValueError(f"The option {name!r} is a whole number, 1 or more; got {value!r}.")
-
-
-def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module | None:
+def _build_shortcut(inputs: int, outputs: int, stride: int) -> nn.Module | None:
+    """Return the 1 × 1 convolution of a shortcut, or None if input and output of the block have the same shape."""
     if stride == 1 and inputs == outputs:
         return None
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
 
-def _double(inputs: int, outputs: int) -> nn.Sequential:
+def _double_conv(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, 3, padding=1, bias=False),
         nn.BatchNorm2d(outputs),
@@ -151,3 +148,9 @@ def _double(inputs: int, outputs: int) -> nn.Sequential:
         nn.BatchNorm2d(outputs),
         nn.ReLU(inplace=True),
     )
+
+
+def _expect_positive_integers(**sizes: object) -> None:
+    for name, value in sizes.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"The option {name!r} must be a whole number, 1 or more; got {value!r}.")

@@ -1,13 +1,21 @@
-"""The module that any of the tables in `architecture` describes: images in, logits out."""
+"""The paper's networks as modules that map images to logits. They are built from the tables in `architecture`."""
 
 from collections import OrderedDict
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
-from rotopath import group
-from rotopath.models.architecture import MITOSIS, NUCLEI, TUMOR, UP, Architecture, Pooling, Preset, Stage, Upsampling
+from rotopath.models.architecture import (
+    MITOSIS,
+    NUCLEI,
+    TUMOR,
+    UPSAMPLING_FACTOR,
+    Architecture,
+    Choices,
+    Preset,
+    Stage,
+)
 from rotopath.models.protocols import IMAGE_CHANNELS, Geometry
 from rotopath.nn import (
     GroupAvgPool2d,
@@ -20,30 +28,82 @@ from rotopath.nn import (
     Smooth2d,
     center_crop,
     concatenate,
-    expect,
     fuse,
 )
-from rotopath.nn.project import Projection
+from rotopath.nn.checks import check_brightness, check_image
 
 
-class Choices(TypedDict, total=False):
-    """What a network may have instead of the choices of its preset."""
-
-    outputs: int  # logits at each position
-    kernel: group.Kernel
-    pooling: Pooling
-    upsampling: Upsampling
-    smoothing: bool
-    projection: Projection
-    reflections: bool
-    widths_of: int | None
+def mitosis(orientations: int = 8, preset: Preset = "paper", **choices: Unpack[Choices]) -> "Network":
+    """Build the mitosis detector: one logit every 8 px, for a mitotic figure at the center of a window of 68 px."""
+    return Network(MITOSIS.choose(preset, **choices), orientations)
 
 
-class Network(nn.Module):
-    """Images (B, 3, H, W) to logits (B, K, H', W'), one for every position of the receptive field on its stride.
+def nuclei(orientations: int = 8, preset: Preset = "paper", **choices: Unpack[Choices]) -> "Network":
+    """Build the U-Net for nuclei: logits of inside, border and background at each pixel, except a margin of 20 px."""
+    return Network(NUCLEI.choose(preset, **choices), orientations)
 
-    Images are floats from 0 to 1, or bytes (uint8), which the network scales itself. Any size on the pooling grid
-    will do (`fits`, `nearest_sizes`).
+
+def tumor(orientations: int = 8, preset: Preset = "paper", **choices: Unpack[Choices]) -> "Network":
+    """Build the tumor classifier: one logit every 12 px, for tumor in a window of 88 px."""
+    return Network(TUMOR.choose(preset, **choices), orientations)
+
+
+class ArchitectureNetwork(nn.Module):
+    """Base class of `Network` and `FrozenNetwork`: a module that accepts the image sizes of an `Architecture`."""
+
+    def __init__(self, architecture: Architecture, orientations: int) -> None:
+        super().__init__()
+        self.architecture = architecture
+        self.orientations = orientations
+
+    @property
+    def geometry(self) -> Geometry:
+        """Receptive field, stride and valid image sizes, as inference needs them."""
+        return self.architecture.geometry
+
+    @property
+    def receptive_field(self) -> int:
+        """Side, in px, of the window that one logit depends on. It is also the smallest image side."""
+        return self.architecture.receptive_field
+
+    @property
+    def stride(self) -> int:
+        """Distance between neighboring logits, in image px."""
+        return self.architecture.stride
+
+    def fits(self, size: int) -> bool:
+        """Return whether an image side, in px, is on the pooling grid: the sides that all pools divide exactly."""
+        return self.architecture.fits(size)
+
+    def nearest_sizes(self, size: int) -> tuple[int, ...]:
+        """Return `size` itself if it is on the pooling grid, otherwise the next smaller and larger valid sides."""
+        return self.architecture.nearest_sizes(size)
+
+    def output_size(self, size: int) -> int:
+        """Side of the map of logits for an image side of `size` px. Raises ValueError if `size` is not valid."""
+        return self.architecture.output_size(size)
+
+    def check_images(self, x: Tensor) -> None:
+        """Raise ValueError unless x contains floating point images (B, 3, H, W) from 0 to 1 of a valid size."""
+        check_image(x, self, IMAGE_CHANNELS)
+        check_brightness(x, self)
+        for size in x.shape[-2:]:
+            self.architecture.expect_size(size)
+
+    def extra_repr(self) -> str:
+        mirrored = ", reflections=True" if self.architecture.reflections else ""
+        return f"orientations={self.orientations}{mirrored}"
+
+    def _get_name(self) -> str:
+        return self.architecture.name  # for error messages and repr
+
+
+class Network(ArchitectureNetwork):
+    """One of the paper's networks: maps images (B, 3, H, W) to logits (B, K, H', W').
+
+    Each position of the output is the prediction for one window of `receptive_field` px; windows are `stride` px apart.
+    Images are floats from 0 to 1, or bytes (uint8), which the network scales to 0 … 1. `fits` and `nearest_sizes`
+    report which heights and widths are valid.
 
     >>> net = rp.models.tumor(orientations=8)
     >>> net.receptive_field, net.stride, net.nearest_sizes(200)
@@ -53,17 +113,17 @@ class Network(nn.Module):
     """
 
     def __init__(self, architecture: Architecture, orientations: int) -> None:
-        super().__init__()
-        self.architecture = architecture
-        self.orientations = orientations
+        super().__init__(architecture, orientations)
         channels = architecture.channels(orientations)
         self.stages = nn.ModuleList()
         for i, stage in enumerate(architecture.stages):
             convolution = GroupConv2d if i else LiftConv2d
-            read = architecture.in_channels(i, channels)
             layers: OrderedDict[str, nn.Module] = OrderedDict()
             layers["conv"] = convolution(
-                *(read, channels[i], stage.kernel, orientations),
+                architecture.in_channels(i, channels),
+                channels[i],
+                stage.kernel,
+                orientations,
                 bias=False,
                 kernel=architecture.kernel,
                 reflections=architecture.reflections,
@@ -74,7 +134,7 @@ class Network(nn.Module):
         self.smooth = Smooth2d() if architecture.smoothing else nn.Identity()
         self.pools = nn.ModuleList(_build_pool(architecture, stage) for stage in architecture.stages)
         if any(stage.skip is not None for stage in architecture.stages):
-            self.up = GroupUpsample2d(UP, architecture.upsampling)
+            self.up = GroupUpsample2d(UPSAMPLING_FACTOR, architecture.upsampling)
         self.project = Project(architecture.projection, channels[-1], orientations, architecture.reflections)
         self.head = nn.Sequential()
         self.head.add_module("conv", nn.Conv2d(channels[-1], architecture.outputs, 1, bias=not architecture.head_norm))
@@ -84,14 +144,11 @@ class Network(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if isinstance(x, Tensor) and x.dtype == torch.uint8:
             x = x.to(next(self.parameters()).dtype) / 255
-        expect.image(x, self, IMAGE_CHANNELS)
-        expect.brightness(x, self)
-        for size in x.shape[-2:]:
-            self.architecture.expect_size(size)
+        self.check_images(x)
         return self.compute_logits(x)
 
     def compute_logits(self, x: Tensor) -> Tensor:
-        """The layers one after another, for floats of a size on the grid; `freeze` follows this method."""
+        """Apply the layers to images (B, 3, H, W) without checking them. `freeze` traces this method, not `forward`."""
         read_later = {stage.skip for stage in self.architecture.stages}
         skips: dict[int, Tensor] = {}
         x = self.smooth(x)
@@ -101,66 +158,17 @@ class Network(nn.Module):
                 x = concatenate([x, center_crop(skips.pop(stage.skip), *x.shape[-2:])])
             conv, norm, relu = (layers.get_submodule(name) for name in ("conv", "norm", "relu"))
             if i in read_later:
-                skips[i] = fuse.run_stage(x, conv, norm, relu)
-                x = fuse.pool_alone(skips[i], pool)
+                skips[i] = fuse.run_stage(x, conv, norm, relu)  # (B, C, N, H, W)
+                x = fuse.run_pool(skips[i], pool)
             else:
                 x = fuse.run_stage(x, conv, norm, relu, pool)
         logits: Tensor = self.head(self.project(x))  # (B, K, H', W')
         return logits
-
-    @property
-    def geometry(self) -> Geometry:
-        """Where its outputs lie on an image."""
-        return self.architecture.geometry
-
-    @property
-    def receptive_field(self) -> int:
-        """Side of the window, in pixels, that one logit sees; also the smallest image."""
-        return self.architecture.receptive_field
-
-    @property
-    def stride(self) -> int:
-        """Pixels of the image between two neighbouring logits."""
-        return self.architecture.stride
-
-    def fits(self, size: int) -> bool:
-        """Whether an image of that side, in pixels, lies exactly on the pooling grid."""
-        return self.architecture.fits(size)
-
-    def nearest_sizes(self, size: int) -> tuple[int, ...]:
-        """The good image sides next to `size`: itself, or the ones below and above."""
-        return self.architecture.nearest_sizes(size)
-
-    def output_size(self, size: int) -> int:
-        """Side of the logits for an image of that side."""
-        return self.architecture.output_size(size)
-
-    def extra_repr(self) -> str:
-        mirrored = ", reflections=True" if self.architecture.reflections else ""
-        return f"orientations={self.orientations}{mirrored}"
-
-    def _get_name(self) -> str:
-        return self.architecture.name  # what messages and repr call the network
 
 
 def _build_pool(architecture: Architecture, stage: Stage) -> nn.Module:
     if stage.pool == 1:
         return nn.Identity()
     if architecture.pooling == "rms-blur":
-        return GroupAvgPool2d(stage.pool, blur=architecture.blur(stage), power=2)
-    return GroupMaxPool2d(stage.pool, blur=architecture.blur(stage))
-
-
-def mitosis(orientations: int = 8, preset: Preset = "paper", **choices: Unpack[Choices]) -> Network:
-    """Mitosis detector: the logit of a mitotic figure at the centre of each window of 68 px, every 8 px."""
-    return Network(MITOSIS.choose(preset, **choices), orientations)
-
-
-def nuclei(orientations: int = 8, preset: Preset = "paper", **choices: Unpack[Choices]) -> Network:
-    """Nuclei segmentation U-Net: logits of inside, border and background for each pixel but a margin of 20 px."""
-    return Network(NUCLEI.choose(preset, **choices), orientations)
-
-
-def tumor(orientations: int = 8, preset: Preset = "paper", **choices: Unpack[Choices]) -> Network:
-    """Tumor classifier: the logit of tumor for each window of 88 px, every 12 px."""
-    return Network(TUMOR.choose(preset, **choices), orientations)
+        return GroupAvgPool2d(stage.pool, blur=architecture.blur_taps(stage), power=2)
+    return GroupMaxPool2d(stage.pool, blur=architecture.blur_taps(stage))

@@ -1,7 +1,8 @@
-"""Networks by name, as recipes and model files call them: the paper's, well-known ones, and anybody's own function.
+"""Build networks by name, as recipes and model files specify them.
 
-In: a name such as "tumor", "resnet18" or "package.module:function", the number of outputs and orientations, options.
-Out: a module with fresh weights; or one sentence about the name or the option that is wrong.
+A name is a network of the paper ("tumor"), a well-known CNN ("resnet18"), or a function of the user
+("package.module:function"). `build_network` returns a module with fresh weights for this name, a number of outputs, a
+number of orientations and options. It raises ValueError, which names the wrong option, if that is not possible.
 """
 
 import difflib
@@ -16,64 +17,75 @@ from torch import nn
 
 from rotopath import group
 from rotopath.models import backbones
-from rotopath.models.architecture import ARCHITECTURES, Architecture
+from rotopath.models.architecture import ARCHITECTURES, CHOICES
 from rotopath.models.convert import Keep, Strides, equivariant
-from rotopath.models.network import Choices, Network
+from rotopath.models.network import Network
 from rotopath.nn.project import PROJECTIONS
 
-Build = Callable[..., nn.Module]  # outputs, perhaps orientations, and options by name
+Builder = Callable[
+    ..., nn.Module
+]  # function that builds a network; parameters: outputs, orientations?, options by name
 Options = Mapping[str, Any]
-FAMILIES: Mapping[str, Build] = {
-    "resnet18": backbones.resnet18,
-    "resnet34": backbones.resnet34,
-    "resnet50": backbones.resnet50,
-    "unet": backbones.unet,
-}
-WINDOW_PX: Mapping[str, int] = {name: table.input_px for name, table in ARCHITECTURES.items()} | {
-    "resnet18": 96,
-    "resnet34": 96,
-    "resnet50": 96,
-    "unet": 128,
-}
-CONVERSION: Options = {
+# Options of the paper's networks. `outputs` is not an option in recipes, because it follows from the task.
+NETWORK_OPTIONS = ("preset", *(name for name in CHOICES if name != "outputs"))
+# Options of `equivariant`, which converts plain networks → their possible values.
+CONVERSION_OPTIONS: Options = {
     "keep": get_args(Keep),
     "kernel": group.KERNELS,
     "projection": PROJECTIONS,
     "strides": get_args(Strides),
     "reflections": (False, True),
 }
-# Strides of well-known networks lie unevenly on even sizes; as pools they rotate exactly.
+# The strided convolutions of well-known networks fit odd image sizes only; with pools instead, even sizes fit.
 CONVERSION_DEFAULTS: Options = {"strides": "pool"}
+BACKBONES: Mapping[str, Builder] = {
+    "resnet18": backbones.resnet18,
+    "resnet34": backbones.resnet34,
+    "resnet50": backbones.resnet50,
+    "unet": backbones.unet,
+}
+# Default side of training windows, in px.
+WINDOW_PX: Mapping[str, int] = {name: table.input_px for name, table in ARCHITECTURES.items()} | {
+    "resnet18": 96,
+    "resnet34": 96,
+    "resnet50": 96,
+    "unet": 128,
+}
 
 
 def list_networks() -> list[str]:
-    """The names of all networks that come with the package.
+    """Return the names of all networks that come with the package.
 
     >>> rp.models.list_networks()
     ['mitosis', 'nuclei', 'tumor', 'resnet18', 'resnet34', 'resnet50', 'unet']
     """
-    return [*ARCHITECTURES, *FAMILIES]
+    return [*ARCHITECTURES, *BACKBONES]
 
 
 def build_network(name: str, outputs: int, orientations: int = 8, options: Options | None = None) -> nn.Module:
-    """The network of that name with so many outputs, as SE(2,N) network of N orientations, with fresh weights.
+    """Build the network `name` for N orientations, with `outputs` logits per position and fresh weights.
 
-    A function that knows nothing of orientations gives a plain network, which is converted; with one orientation it
-    stays as it is.
+    A function without a parameter `orientations` builds a plain network. `equivariant` then converts the network,
+    unless N is 1 or the network contains layers of `rp.nn` already.
+
+    >>> net = rp.models.build_network("unet", outputs=2, orientations=4, options={"width": 8, "depth": 2})
+    >>> net(torch.zeros(1, 3, 32, 32)).shape
+    torch.Size([1, 2, 32, 32])
     """
     group.check_orientations(orientations)
     chosen = dict(options or {})
     check_options(name, chosen)
     if name in ARCHITECTURES:
         return Network(ARCHITECTURES[name].choose(outputs=outputs, **chosen), orientations)
-    build = find_build(name)
-    own = {key: value for key, value in chosen.items() if key in _parameters(build)}
-    if "orientations" in _parameters(build):
+    build = find_builder(name)
+    own = {key: value for key, value in chosen.items() if key in _parameter_names(build)}
+    if "orientations" in _parameter_names(build):
         own["orientations"] = orientations
     module = build(outputs=outputs, **own)
     if not isinstance(module, nn.Module):
         raise ValueError(
-            f"The network {name!r} has to be a torch.nn.Module; its function gave {type(module).__name__}."
+            f"The function {name!r} returned an object of type {type(module).__name__}; it must return a "
+            f"torch.nn.Module."
         )
     if orientations == 1 or "orientations" in own or is_equivariant(module):
         return module
@@ -81,99 +93,121 @@ def build_network(name: str, outputs: int, orientations: int = 8, options: Optio
     return equivariant(module, orientations, **{**CONVERSION_DEFAULTS, **conversion})
 
 
-def find_build(name: str) -> Build:
-    """The function behind a name: one of the package's, or `package.module:function`, which has to take `outputs`."""
-    if name in FAMILIES:
-        return FAMILIES[name]
+def find_builder(name: str) -> Builder:
+    """Return the function that builds the network `name`: a function of this package or of the user.
+
+    Raises ValueError if there is no such function, or if it has no parameter `outputs`.
+    """
+    if name in BACKBONES:
+        return BACKBONES[name]
     if name in ARCHITECTURES:
         return lambda outputs, orientations=8, **options: build_network(name, outputs, orientations, options)
     if ":" not in name:
         near = difflib.get_close_matches(name, list_networks(), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(list_networks())}, or "
-        more = "" if near else "name a function of yours as 'package.module:function'."
-        raise ValueError(f"There is no network {name!r}; {hint}{more}")
-    build = import_named(name)
+        known = f"choose from {', '.join(list_networks())}, or write your own function as 'package.module:function'."
+        raise ValueError(f"There is no network {name!r}; {f'did you mean {near[0]!r}?' if near else known}")
+    build = import_object(name)
     if not callable(build):
-        raise ValueError(f"The network {name!r} is a {type(build).__name__}, where a function is expected.")
-    # A model file of somebody else may name any function there is. One with a parameter of this name builds networks.
-    if "outputs" not in _parameters(build):
         raise ValueError(
-            f"The function {name!r} has no parameter 'outputs', the number of logits that its network has to give; "
+            f"The network {name!r} is an object of type {type(build).__name__}; it must be a function that builds a "
+            f"network."
+        )
+    # For safety: a model file from an unknown source may name any function, such as os.system. Only functions with the
+    # parameter `outputs` are called, which functions that build networks have.
+    if "outputs" not in _parameter_names(build):
+        raise ValueError(
+            f"The function {name!r} has no parameter 'outputs', the number of logits of its network; "
             f"write it as `def {name.rpartition(':')[2]}(outputs, ...)`."
         )
     return build
 
 
-def import_named(name: str) -> object:
-    """What `package.module:name` names, of installed packages or of modules in the current folder."""
+def import_object(name: str) -> object:
+    """Import `package.module:name` from installed packages or from the current folder. Raises ValueError on failure."""
     module_name, _, attribute = name.partition(":")
     here = str(Path.cwd())
-    added = here not in sys.path
-    if added:
-        sys.path.append(here)  # behind everything else, so that no installed package is hidden
+    is_missing = here not in sys.path
+    if is_missing:
+        sys.path.append(here)  # last, so that installed packages come first
     try:
         module = importlib.import_module(module_name)
     except (ImportError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{name!r} cannot be imported ({error}); put its module where Python finds it, such as in the folder that "
-            f"you call rotopath from."
+            f"{name!r} cannot be imported ({error}); install its package, or run rotopath in the folder that contains "
+            f"the module."
         ) from None
     finally:
-        if added:
+        if is_missing:
             sys.path.remove(here)
     if not hasattr(module, attribute):
-        raise ValueError(f"The module {module_name} has no {attribute!r}, which {name!r} names.")
-    found: object = getattr(module, attribute)
-    return found
+        raise ValueError(f"The module {module_name} has no {attribute!r}; check the name {name!r}.")
+    imported: object = getattr(module, attribute)
+    return imported
 
 
 def check_options(name: str, options: Options) -> None:
-    """Refuse options that a network does not have, before anything is built or written."""
-    if name in ARCHITECTURES:
-        known = ["preset", *(key for key in Choices.__annotations__ if key != "outputs")]
-        own: list[str] = []
-    else:
-        build = find_build(name)
-        own = [key for key in _parameters(build) if key not in ("outputs", "orientations")]
-        known = own + ([] if "orientations" in _parameters(build) else [key for key in CONVERSION if key not in own])
+    """Raise ValueError if a network lacks one of the options, or if the value of an option is not allowed."""
+    is_paper = name in ARCHITECTURES
+    own = [] if is_paper else _own_options(name)
+    known = list_options(name)
     for key, value in options.items():
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"options are {', '.join(known)}."
             raise ValueError(f"The network {name!r} has no option {key!r}; {hint}")
-        if name not in ARCHITECTURES and key not in own and value not in CONVERSION[key]:
-            choices = ", ".join(map(repr, CONVERSION[key]))
+        if not is_paper and key not in own and value not in CONVERSION_OPTIONS[key]:
+            choices = ", ".join(map(repr, CONVERSION_OPTIONS[key]))
             raise ValueError(f"The option {key!r} of the network {name!r} is {value!r}; choose from {choices}.")
-    if name in ARCHITECTURES:
+    if is_paper:
         ARCHITECTURES[name].choose(**options)
 
 
-def spell_out(name: str, options: Options) -> dict[str, Any]:
-    """Options with everything that a preset chose written out, so that they mean the same when it changes."""
+def list_options(name: str) -> list[str]:
+    """Return the names of a network's options. If the network is converted, options of the conversion come last."""
+    if name in ARCHITECTURES:
+        return [*NETWORK_OPTIONS]
+    own = _own_options(name)
+    if "orientations" in _parameter_names(find_builder(name)):
+        return own
+    return own + [key for key in CONVERSION_OPTIONS if key not in own]
+
+
+def expand_preset(name: str, options: Options) -> dict[str, Any]:
+    """Replace the option `preset` by the options that it sets, so that later versions may change the preset.
+
+    >>> from rotopath.models.registry import expand_preset
+    >>> expand_preset("mitosis", {"preset": "faithful"})["kernel"]
+    'harmonic'
+    """
     if name not in ARCHITECTURES:
         return dict(options)
-    table: Architecture = ARCHITECTURES[name].choose(**options)
-    chosen = {key: getattr(table, key) for key in Choices.__annotations__ if key != "outputs"}
+    table = ARCHITECTURES[name].choose(**options)
+    chosen = {key: getattr(table, key) for key in NETWORK_OPTIONS if key != "preset"}
     return {key: value for key, value in chosen.items() if value is not None}
 
 
 def find_window_px(name: str) -> int | None:
-    """The side of the windows that a network is usually trained on; none for networks of one's own that do not say."""
+    """Return the default side, in px, of training windows; None if a user's function has no attribute `window_px`."""
     if name in WINDOW_PX:
         return WINDOW_PX[name]
-    found = getattr(find_build(name), "window_px", None)
-    return found if isinstance(found, int) else None
+    window_px = getattr(find_builder(name), "window_px", None)
+    return window_px if isinstance(window_px, int) else None
 
 
 def is_equivariant(module: nn.Module) -> bool:
-    """Whether a module has layers of SE(2) inside."""
+    """Return whether a module contains layers of `rp.nn`."""
     return any(type(layer).__module__.startswith("rotopath.nn") for layer in module.modules())
 
 
-def _parameters(build: Build) -> list[str]:
+def _own_options(name: str) -> list[str]:
+    """Return the parameters of the function that builds a network, except `outputs` and `orientations`."""
+    return [key for key in _parameter_names(find_builder(name)) if key not in ("outputs", "orientations")]
+
+
+def _parameter_names(function: Builder) -> list[str]:
     try:
-        found = inspect.signature(build).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return []
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [each.name for each in found if each.kind in named]
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [parameter.name for parameter in parameters if parameter.kind in by_name]

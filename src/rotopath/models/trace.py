@@ -1,10 +1,10 @@
-"""What a module does, written down by `torch.fx` as a graph in which every layer is one step.
+"""Trace modules with `torch.fx`: record `forward()` as a graph with one node per layer. For `equivariant` and `freeze`.
 
-In: a module in evaluation mode. Out: its graph; or one sentence about what cannot be followed.
+`trace_graph` returns the graph, or raises ValueError with the reason why `forward()` cannot be traced.
 
-While torch.fx traces, it replaces the methods of `nn.Module` that call a module and look up its weights. All threads of
-the process see that. So only one thread traces at a time, and modules that other threads call answer as usual. Only
-what `torch.compile` made does not run meanwhile: torch itself refuses that.
+While torch.fx traces, it patches methods of `nn.Module` for all threads of the process. Therefore only one thread
+traces at a time, and calls from other threads are passed through unchanged. Modules compiled by `torch.compile` raise
+an error if they run during tracing.
 """
 
 import operator
@@ -14,60 +14,142 @@ from threading import RLock, get_ident
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.amp import autocast_mode
 
-from rotopath.models.network import Network
+from rotopath.models.network import ArchitectureNetwork
 
-TRACING = RLock()  # held by the thread that traces
-DEVICES = ("cpu", "cuda", "mps", "xpu")  # that have an autocast of their own
+# Layers and functions that process each number independently. They commute with rotation, and apply equally to features
+# of shape (B, C, N, H, W) and of shape (B, C·N, H, W).
+POINTWISE_LAYERS = (
+    nn.CELU,
+    nn.ELU,
+    nn.GELU,
+    nn.Hardshrink,
+    nn.Hardsigmoid,
+    nn.Hardswish,
+    nn.Hardtanh,
+    nn.LeakyReLU,
+    nn.LogSigmoid,
+    nn.Mish,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.SELU,
+    nn.SiLU,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Softshrink,
+    nn.Softsign,
+    nn.Tanh,
+    nn.Tanhshrink,
+    nn.Threshold,
+)
+POINTWISE_FUNCTIONS: frozenset[object] = frozenset().union(
+    {operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.pow, operator.pos},
+    {operator.iadd, operator.isub, operator.imul, operator.itruediv},
+    {torch.add, torch.sub, torch.mul, torch.div, torch.neg, torch.abs, torch.exp, torch.square, torch.sqrt},
+    {torch.sigmoid, torch.tanh, torch.clamp, torch.maximum, torch.minimum, torch.clone, torch.detach},
+    {F.celu, F.elu, F.gelu, F.hardsigmoid, F.hardswish, F.hardtanh, F.leaky_relu, F.mish, F.relu6, F.selu, F.silu},
+    {F.softplus, F.sigmoid, F.tanh},
+)
+POINTWISE_METHODS = frozenset().union(
+    {"add", "sub", "mul", "div", "neg", "abs", "exp", "square", "sqrt", "sigmoid", "tanh", "clamp"},
+    {"add_", "sub_", "mul_", "div_", "neg_", "sigmoid_", "tanh_", "clamp_"},
+    {"maximum", "minimum", "clone", "detach"},
+)
+# Functions and methods that compute a ReLU → whether they always work in place.
+RELUS = {torch.relu: False, F.relu: False, torch.relu_: True, F.relu_: True, "relu": False, "relu_": True}
+CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
+TRACE_LOCK = RLock()
 
 
-class Value(fx.Proxy):
-    """What stands for a tensor, or for something that was asked of it."""
+def trace_graph(module: nn.Module, caller: str = "freeze") -> fx.Graph:
+    """Return the graph of `module.forward()`. For the paper's networks, it starts after the checks of the image.
 
-    def __len__(self) -> int:
-        """Of `x.shape[-2:]` the length is known whatever x is, and so it can be handed on as `*x.shape[-2:]`."""
-        target, args = self.node.target, self.node.args
-        index = args[1] if target is operator.getitem else None
-        if isinstance(index, slice) and isinstance(index.start, int) and index.start < 0 and index.stop is None:
-            return -index.start
-        raise TypeError("the number of axes of a tensor is not known here; write x.shape[-2:]")
-
-    def __iadd__(self, other: object) -> fx.Proxy:
-        return self._change(operator.iadd, other)
-
-    def __isub__(self, other: object) -> fx.Proxy:
-        return self._change(operator.isub, other)
-
-    def __imul__(self, other: object) -> fx.Proxy:
-        return self._change(operator.imul, other)
-
-    def __itruediv__(self, other: object) -> fx.Proxy:
-        return self._change(operator.itruediv, other)
-
-    def _change(self, how: Callable[..., object], other: object) -> fx.Proxy:
-        """In place, as tensors do it: torch.fx itself takes x += y for x + y, and other names of x keep the old one."""
-        return self.tracer.create_proxy("call_function", how, (self, other), {})
-
-
-class AutocastError(Exception):
-    """A forward uses torch.autocast."""
+    `caller` is the name of the public function that error messages mention.
+    """
+    with TRACE_LOCK:
+        tracer = LayerTracer()
+        if isinstance(module, ArchitectureNetwork):
+            tracer.traced_func_name = _find_traced_method(module)
+        try:
+            return tracer.trace(module)
+        except Exception as error:  # any kind of error: forward() is user code
+            if _is_caused_by_autocast(error):
+                raise ValueError(
+                    f"{caller} does not support torch.autocast, which forward() of {tracer.current_class_name()} uses; "
+                    f"call {caller} on the network inside, and run the result within torch.autocast."
+                ) from error
+            reason = str(error).strip().partition("\n")[0].rstrip(".")
+            remedy = "build it from layers and torch functions"
+            if isinstance(module, ArchitectureNetwork) and tracer.traced_func_name == "forward":
+                remedy = "call compute_logits() in it instead of super().forward()"
+            raise ValueError(
+                f"{caller} cannot trace forward() of {type(module).__name__} ({reason}); {remedy}, and remove branches "
+                f"that depend on the values of a tensor."
+            ) from error
 
 
-class Follower(fx.Tracer):
-    """Takes the layers of torch and of rotopath, and whole networks, for single steps, and looks into all others."""
+def expect_no_hooks(model: nn.Module, caller: str = "freeze") -> None:
+    """Raise ValueError if a module has forward hooks, because the traced graph would not contain them."""
+    for name, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks:  # torch has no public way to list them
+            raise ValueError(
+                f"{caller} does not support hooks, but {name or type(model).__name__} has some; remove them first "
+                f"(after pruning, call torch.nn.utils.prune.remove)."
+            )
+
+
+def active_autocasts() -> Mapping[str, torch.dtype]:
+    """Return the devices with autocast enabled in this thread, and the dtype of each."""
+    enabled = (device for device in AUTOCAST_DEVICES if torch.is_autocast_enabled(device))
+    return {device: torch.get_autocast_dtype(device) for device in enabled}
+
+
+def is_layer(module: nn.Module) -> bool:
+    """Return whether `module.forward()` is defined in torch or rotopath. True also if a subclass inherits it."""
+    defined_in = type(module).forward.__module__ or ""  # None if the class was defined in an interpreter
+    return defined_in.startswith(("torch.nn.", "rotopath.nn.")) and not isinstance(module, nn.Sequential)
+
+
+def is_size(node: fx.Node) -> bool:
+    """Return whether the value of a node is the size of a tensor, or is computed from sizes only."""
+    if node.target == "size" or (node.target is getattr and node.args[1] == "shape"):
+        return True
+    inputs = node.all_input_nodes
+    return getattr(node.target, "__module__", "") == "_operator" and bool(inputs) and all(map(is_size, inputs))
+
+
+def scope_of(node: fx.Node) -> str:
+    """Return the path of the submodule that calls a node in its `forward()`; empty for the traced module itself."""
+    return str(next(reversed(node.meta.get("nn_module_stack", {})), ""))
+
+
+def get_attribute(module: nn.Module, path: str) -> Any:
+    """Return an attribute by its dotted path, as `get_attr` nodes store it."""
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+class LayerTracer(fx.Tracer):
+    """Tracer that records each layer of torch or rotopath, and each of the paper's networks, as a single node."""
 
     def __init__(self) -> None:
         super().__init__()
         self.thread = get_ident()
-        self.autocasts = find_autocasts()
+        self.autocasts = active_autocasts()
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002
-        return isinstance(m, Network) or is_layer(m)
+        return isinstance(m, ArchitectureNetwork) or is_layer(m)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return Value(node, self)
+        return ValueProxy(node, self)
 
     def iter(self, obj: fx.Proxy) -> Iterator[fx.Proxy]:
         return iter([obj[i] for i in range(len(obj))])  # type: ignore[index]
@@ -77,7 +159,7 @@ class Follower(fx.Tracer):
     ) -> Any:
         if get_ident() != self.thread:
             return forward(*args, **kwargs)
-        self._expect_no_autocast()
+        self._expect_same_autocast()
         return super().call_module(m, forward, args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
@@ -86,71 +168,62 @@ class Follower(fx.Tracer):
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        self._expect_no_autocast()
+        self._expect_same_autocast()
         return super().create_node(*args, **kwargs)
 
-    def find_kind(self) -> str:
-        """The class of the module whose forward runs now."""
-        stack = [kind.__name__ for _, kind in self.module_stack.values()]
+    def current_class_name(self) -> str:
+        """Return the class name of the module whose `forward()` is being traced."""
+        stack = [module_class.__name__ for _, module_class in self.module_stack.values()]
         return str(stack[-1] if stack else type(self.root).__name__)
 
-    def _expect_no_autocast(self) -> None:
-        """Steps are written down without the precision they run in, so a forward must not change it."""
-        if find_autocasts() != self.autocasts:
+    def _expect_same_autocast(self) -> None:
+        """Raise AutocastError if `forward()` switched autocast on or off, because nodes do not record it."""
+        if active_autocasts() != self.autocasts:
             raise AutocastError
 
 
-def find_autocasts() -> Mapping[str, torch.dtype]:
-    """The devices for which autocast is on in this thread, and what it casts to."""
-    return {device: torch.get_autocast_dtype(device) for device in DEVICES if torch.is_autocast_enabled(device)}
+class ValueProxy(fx.Proxy):
+    """Stand-in for a tensor, or for a size or number computed from it, during tracing."""
+
+    def __len__(self) -> int:
+        """Return the length of `x.shape[-2:]`, so that `*x.shape[-2:]` can be traced. No other length is known."""
+        target, args = self.node.target, self.node.args
+        index = args[1] if target is operator.getitem else None
+        if isinstance(index, slice) and isinstance(index.start, int) and index.start < 0 and index.stop is None:
+            return -index.start
+        raise TypeError("the number of axes of a tensor is not known during tracing; write x.shape[-2:]")
+
+    # torch.fx would record x += y as x + y. Other variables for the same tensor would then keep the old values.
+    def __iadd__(self, other: object) -> fx.Proxy:
+        return self._change_in_place(operator.iadd, other)
+
+    def __isub__(self, other: object) -> fx.Proxy:
+        return self._change_in_place(operator.isub, other)
+
+    def __imul__(self, other: object) -> fx.Proxy:
+        return self._change_in_place(operator.imul, other)
+
+    def __itruediv__(self, other: object) -> fx.Proxy:
+        return self._change_in_place(operator.itruediv, other)
+
+    def _change_in_place(self, function: Callable[..., object], other: object) -> fx.Proxy:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
 
 
-def is_layer(module: nn.Module) -> bool:
-    """Whether torch or rotopath wrote its forward; a subclass that leaves that as it is, such as a parametrised one."""
-    home = type(module).forward.__module__ or ""  # none for what an interpreter was handed as text
-    return home.startswith(("torch.nn.", "rotopath.nn.")) and not isinstance(module, nn.Sequential)
+class AutocastError(Exception):
+    """Raised if a traced `forward()` switches torch.autocast on or off."""
 
 
-def follow(module: nn.Module, who: str = "freeze") -> fx.Graph:
-    """The graph of a module's forward, or of the part of a network's that comes behind its checks."""
-    with TRACING:
-        follower = Follower()
-        if isinstance(module, Network):
-            follower.traced_func_name = _choose_method(module)
-        try:
-            return follower.trace(module)
-        except Exception as error:  # of any kind: it is the user's code that runs, on values it was not written for
-            if _is_about_autocast(error):
-                raise ValueError(
-                    f"{who} carries over layers, and not torch.autocast, which the forward of {follower.find_kind()} "
-                    f"uses; call {who} on the network inside, and put autocast around what it returns."
-                ) from error
-            reason = str(error).strip().partition("\n")[0].rstrip(".")
-            may_use = "layers and functions"
-            if isinstance(module, Network) and follower.traced_func_name == "forward":
-                may_use = "layers, functions, and compute_logits in place of super().forward"
-            raise ValueError(
-                f"{who} cannot follow the forward of {type(module).__name__} ({reason}); it may use {may_use}, but no "
-                f"decisions that hang on a tensor."
-            ) from error
-
-
-def _choose_method(network: Network) -> str:
-    """What computes the logits behind the checks of `forward`; or `forward`, where a subclass has written another."""
+def _find_traced_method(network: nn.Module) -> str:
+    """Return "compute_logits", which has no checks of images, or "forward" if a subclass overrides `forward()`."""
     methods = ("compute_logits", "forward")
     return next(method for kind in type(network).__mro__ for method in methods if method in vars(kind))
 
 
-def _is_about_autocast(error: Exception) -> bool:
-    """Whether a forward has switched autocast, or has tried to by `x.device.type`, which autocast does not accept."""
+def _is_caused_by_autocast(error: Exception) -> bool:
+    """Return whether a traced `forward()` failed because it entered torch.autocast, or tried to.
+
+    An attempt fails with `torch.autocast(x.device.type)`, because the device is not known during tracing.
+    """
     *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
     return isinstance(error, AutocastError) or innermost.f_code.co_filename == autocast_mode.__file__
-
-
-def expect_no_hooks(model: nn.Module, who: str = "freeze") -> None:
-    for name, module in model.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks:
-            raise ValueError(
-                f"{who} carries over layers, and not hooks, but {name or type(model).__name__} has some; remove them "
-                f"first (those of pruning by torch.nn.utils.prune.remove)."
-            )

@@ -1,13 +1,12 @@
-"""Layers that know rotations: images (B, C, H, W) are lifted to features (B, C, N, H, W), and projected back.
+"""SE(2)-equivariant layers: images (B, C, H, W) are lifted to features (B, C, N, H, W) and projected back.
 
-Point-wise activations are torch's own: `nn.ReLU` and its kin act on features as they are.
+N is the number of orientations. Torch's pointwise activations, such as `nn.ReLU`, apply to features unchanged.
 """
 
 from rotopath.nn.conv import GroupConv2d, LiftConv2d
 from rotopath.nn.norm import GroupBatchNorm2d, GroupDropout2d, GroupLayerNorm2d, GroupNorm2d
-from rotopath.nn.pool import GroupAvgPool2d, GroupMaxPool2d, Smooth2d
+from rotopath.nn.pool import GroupAvgPool2d, GroupMaxPool2d, GroupUpsample2d, Smooth2d, center_crop, concatenate
 from rotopath.nn.project import Project, orientation_field
-from rotopath.nn.resize import GroupUpsample2d, center_crop, concatenate
 
 __all__ = [
     "GroupAvgPool2d",

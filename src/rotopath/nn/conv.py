@@ -1,7 +1,4 @@
-"""Fixed maps of layers, such as those that turn kernels: buffers that follow from arguments, and are not saved.
-
-Lifting and group convolutions: rotated copies of learned base weights, applied as one ordinary convolution.
-"""
+"""Lifting and group convolution: rotated copies of learned base weights, applied as one ordinary convolution."""
 
 import math
 from collections.abc import Callable
@@ -14,14 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rotopath import group
-from rotopath.nn import expect, gpu
+from rotopath.nn import triton
+from rotopath.nn.checks import check_choice, check_features, check_grid, check_image, check_padding, check_whole_number
+
+PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
+LOCAL_CORRELATION = 0.95  # of neighboring pixels under a kernel, as measured by benchmarks/initialisation.py
 
 
 class MappedModule(nn.Module):
-    """A layer whose fixed maps are on the device and in the dtype of its weights.
+    """A layer with constant maps, such as the one that rotates kernels: buffers that are computed and never saved.
 
-    Where these change, a map is made from scratch, since a cast one would keep its rounding. Otherwise it stays where
-    it lies in memory: a step that was recorded as a CUDA graph goes on reading it there.
+    Maps follow the device and data type of the weights. They are computed anew when either changes, since casting a
+    map would keep the rounding of its former data type. Otherwise they stay at the same memory address, because CUDA
+    graphs recorded before read them there.
     """
 
     def __init__(self) -> None:
@@ -29,47 +31,44 @@ class MappedModule(nn.Module):
         self._makers: dict[str, Callable[[], Tensor]] = {}
 
     def register_map(self, name: str, make: Callable[[], Tensor]) -> None:
-        """Register a map under a name, once there are weights; its maker gives it on the CPU, in float64."""
+        """Register a map; `make` returns it on the CPU in float64. The weights must have been created before."""
         self._makers[name] = make
         self.register_buffer(name, self._make(name), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = self._maps()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._place(before)
+        self._update_maps(before)
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)  # may assign weights on another device or of another dtype
-        self._place(self._maps())
+        super()._load_from_state_dict(*args, **kwargs)  # may assign weights of another device or data type
+        self._update_maps(self._maps())
 
     def _maps(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self._makers}
 
-    def _place(self, maps: dict[str, Tensor]) -> None:
-        for name, known in maps.items():
-            weight = self._weight()
-            stays = (known.device, known.dtype) == (weight.device, weight.dtype)
-            setattr(self, name, known if stays else self._make(name))
+    def _update_maps(self, maps: dict[str, Tensor]) -> None:
+        """Keep the maps that still match the weights in device and data type, and compute the others anew."""
+        for name, current in maps.items():
+            weight = self._weight()  # a layer without maps may have no weights
+            matches = (current.device, current.dtype) == (weight.device, weight.dtype)
+            setattr(self, name, current if matches else self._make(name))
 
     def _make(self, name: str) -> Tensor:
-        with torch.inference_mode(False):  # for one that is made there gradients could never be found
+        with torch.inference_mode(False):  # an inference tensor could not be used in training later
             return self._makers[name]().to(self._weight())
 
     def _weight(self) -> Tensor:
-        """A parameter; or a buffer, if someone made buffers of all parameters."""
+        """Return any parameter, or a buffer that is no map if all parameters were turned into buffers."""
         buffers = (buffer for name, buffer in self.named_buffers() if name not in self._makers)
         return next(chain(self.parameters(), buffers))
 
 
-PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
-LOCAL_CORRELATION = 0.95  # of what lies under a kernel: benchmarks/initialisation.py measures it, through depth
-
-
 class _RotatedConv2d(MappedModule):
-    """What both convolutions share: arguments, initialisation, and the ordinary convolution underneath."""
+    """Common base of lifting and group convolution: arguments, initialization, rotation and convolution."""
 
-    _reads_orientations: ClassVar[bool]
+    _reads_orientations: ClassVar[bool]  # whether the input has an orientation axis
     weight: nn.Parameter
     bias: nn.Parameter | None
     rotation: Tensor
@@ -92,14 +91,14 @@ class _RotatedConv2d(MappedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        expect.whole(self, in_channels=in_channels, out_channels=out_channels, kernel_size=kernel_size)
-        expect.whole(self, stride=stride, dilation=dilation, groups=groups)
-        expect.choice(self, PADDING_MODES, padding_mode=padding_mode)
-        expect.choice(self, group.KERNELS, kernel=kernel)
-        expect.choice(self, (False, True), reflections=reflections)
+        check_whole_number(self, in_channels=in_channels, out_channels=out_channels, kernel_size=kernel_size)
+        check_whole_number(self, stride=stride, dilation=dilation, groups=groups)
+        check_choice(self, PADDING_MODES, padding_mode=padding_mode)
+        check_choice(self, group.KERNELS, kernel=kernel)
+        check_choice(self, (False, True), reflections=reflections)
         if in_channels % groups or out_channels % groups:
             raise ValueError(
-                f"{type(self).__name__} needs channels that groups divides; "
+                f"{type(self).__name__} needs numbers of channels that are multiples of groups; "
                 f"got {in_channels} in, {out_channels} out, {groups} groups."
             )
         self.in_channels = in_channels
@@ -113,9 +112,9 @@ class _RotatedConv2d(MappedModule):
         self.padding_mode = padding_mode
         self.kernel = kernel
         self.reflections = reflections
-        self.order = group.order(orientations, reflections)  # entries of the orientation axis
+        self.order = group.order(orientations, reflections)  # length of the orientation axis
 
-        taps = int(group.disc(kernel_size).sum())
+        taps = int(group.disc_mask(kernel_size).sum())
         axes = (self.order,) if self._reads_orientations else ()
         shape = (out_channels, in_channels // groups, *axes, taps)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -124,14 +123,17 @@ class _RotatedConv2d(MappedModule):
         self.reset_parameters()
 
     def kernels(self) -> Tensor:
-        """The rotated kernels, as the weight of the equivalent `torch.nn.Conv2d` on (B, C, H, W) or (B, C·N, H, W)."""
+        """Return the rotated kernels (C'·N, C, k, k), or (C'·N, C·N, k, k) of a group convolution.
+
+        They are the weight of the equivalent `torch.nn.Conv2d` on images (B, C, H, W) or features (B, C·N, H, W).
+        """
         rotation = self.rotation.to(self.weight)
         if self._reads_orientations:
             return group.group_kernels(self.weight, rotation, self.reflections)
         return group.lift_kernels(self.weight, rotation)
 
     def reset_parameters(self) -> None:
-        """He's rule with the fan-in that the layer really has: channels of a group, orientations, and the disc."""
+        """Initialize by He's rule; the fan-in counts the channels of a group, orientations, and taps on the disc."""
         taps = group.effective_taps(self.kernel_size, self.orientations, LOCAL_CORRELATION, self.kernel)
         fan_in = math.prod(self.weight.shape[1:-1]) * taps
         nn.init.normal_(self.weight, std=math.sqrt(2 / fan_in))
@@ -150,10 +152,13 @@ class _RotatedConv2d(MappedModule):
             "kernel": "bilinear",
             "reflections": False,
         }
-        parts += [f"{name}={getattr(self, name)!r}" for name, usual in defaults.items() if getattr(self, name) != usual]
+        for name, default in defaults.items():
+            if getattr(self, name) != default:
+                parts.append(f"{name}={getattr(self, name)!r}")
         return ", ".join(parts if self.bias is not None else [*parts, "bias=False"])
 
     def _padding_px(self, padding: int | str, kernel_size: int, stride: int, dilation: int) -> int:
+        """Return the pixels to pad on each side."""
         if padding == "valid":
             return 0
         if padding == "same":
@@ -161,47 +166,53 @@ class _RotatedConv2d(MappedModule):
                 raise ValueError(f"{type(self).__name__} pads 'same' at stride 1 only; got stride {stride}.")
             return dilation * (kernel_size - 1) // 2
         if isinstance(padding, str):
-            expect.choice(self, ("same", "valid"), padding=padding)
-        expect.whole(self, least=0, padding=padding)
+            check_choice(self, ("same", "valid"), padding=padding)
+        check_whole_number(self, minimum=0, padding=padding)
         return int(padding)
 
     def _convolve(self, x: Tensor) -> Tensor:
-        """(B, C', H, W) to (B, C, N, H, W), where C' are channels, or channels by orientations."""
-        expect.on_grid(x, self, self.kernel_size, self.stride, self.padding, self.dilation)
+        """Convolve (B, C, H, W), or (B, C·N, H, W) for features, to (B, C', N, H', W')."""
+        check_grid(x, self, self.kernel_size, self.stride, self.padding, self.dilation)
         kernels = self.kernels_for(x)
         bias = self.bias if self.bias is None else self.bias.repeat_interleave(self.order)
         padding = self.padding
         if self.padding_mode != "zeros" and padding:
-            expect.paddable(x, self, padding, self.padding_mode)
+            check_padding(x, self, padding, self.padding_mode)
             x = F.pad(x, (padding,) * 4, mode=self.padding_mode)
             padding = 0
-        # The kernels lie channels-last in memory, and so will the answer: (C, N) unfolds for free, and folds again.
-        y = F.conv2d(x, kernels, bias, self.stride, padding, self.dilation, self.groups)  # (B, C·N, H, W)
+        # Kernels are channels-last in memory, so the output is too, and (C', N) can be split and merged as views.
+        y = F.conv2d(x, kernels, bias, self.stride, padding, self.dilation, self.groups)  # (B, C'·N, H', W')
         return torch.unflatten(y, 1, (self.out_channels, self.order))
 
     def kernels_for(self, x: Tensor) -> Tensor:
-        """Kernels untouched by autocast: they are turned as they are, and cast once, here or by the convolution."""
-        if gpu.takes(x) and gpu.can_turn(x, self.weight, self.kernel_size) and not self._has_other_kernels():
+        """Return the rotated kernels for a convolution of x, on a GPU already in the data type of the convolution.
+
+        The rotation itself never runs under autocast, so that interpolation does not lose precision.
+        """
+        can_rotate = triton.can_run_on(x) and triton.can_rotate(x, self.weight, self.kernel_size)
+        if can_rotate and not self._overrides_kernels():
             from rotopath.nn.triton import rotate_kernels
 
-            dtype = gpu.precision(x, self.weight)
-            with gpu.at(x):
+            dtype = triton.compute_dtype(x, self.weight)
+            with triton.on_device_of(x):
                 return rotate_kernels.rotate(self.weight, self.rotation.to(self.weight), self.reflections, dtype)
-        if x.is_meta:  # the one device that has no autocast to switch off
+        if x.is_meta:  # torch has no autocast for this device
             return self.kernels()
         with torch.autocast(x.device.type, enabled=False):
             return self.kernels()
 
-    def _has_other_kernels(self) -> bool:
-        """Whether someone makes something else of the weights."""
+    def _overrides_kernels(self) -> bool:
+        """Return whether a subclass or this instance replaces `kernels`."""
         return type(self).kernels is not _RotatedConv2d.kernels or "kernels" in vars(self)
 
 
 class LiftConv2d(_RotatedConv2d):
-    """Correlates an image with a kernel turned to N orientations: the way into SE(2).
+    """Lift images to SE(2) features: correlate them with N rotated copies of each kernel.
 
-    Arguments are those of `torch.nn.Conv2d`, each a single number, `orientations`, N, and the family of its `kernel`.
-    With `reflections` the kernel is mirrored too: 2N entries in place of N, the N mirrored ones last.
+    Takes the arguments of `torch.nn.Conv2d`, each a single number, and the number of orientations N. `kernel` selects
+    the family of kernels. With `reflections`, mirrored kernels follow the rotated ones, and the orientation axis has
+    2N entries.
+
     (k ⋆ f)(x, θ) = Σ_c Σ_x' k_c(R_θ⁻¹(x' - x)) f_c(x'), with (B, C, H, W) → (B, C', N, H', W').
 
     >>> lift = rp.nn.LiftConv2d(3, 8, kernel_size=5, orientations=4)
@@ -212,21 +223,23 @@ class LiftConv2d(_RotatedConv2d):
     _reads_orientations = False
 
     def forward(self, x: Tensor) -> Tensor:
-        expect.image(x, self, self.in_channels)
-        if gpu.takes(x) and gpu.can_lift(x, self):
+        check_image(x, self, self.in_channels)
+        if triton.can_run_on(x) and triton.can_lift(x, self):
             from rotopath.nn.triton import lift
 
-            expect.on_grid(x, self, self.kernel_size, self.stride, self.padding)
-            with gpu.at(x):
-                return lift.lift(x.to(gpu.precision(x)), self.kernels_for(x), self.order)
+            check_grid(x, self, self.kernel_size, self.stride, self.padding)
+            with triton.on_device_of(x):
+                return lift.lift(x.to(triton.compute_dtype(x)), self.kernels_for(x), self.order)
         return self._convolve(x)
 
 
 class GroupConv2d(_RotatedConv2d):
-    """Correlates SE(2) features with a kernel that is turned and shifted along θ.
+    """Convolve SE(2) features: correlate them with kernels that are rotated and shifted along θ.
 
-    Arguments are those of `torch.nn.Conv2d`, each a single number, `orientations`, N, and the family of its `kernel`.
-    With `reflections` the kernel is mirrored too: 2N entries in place of N, the N mirrored ones last.
+    Takes the arguments of `torch.nn.Conv2d`, each a single number, and the number of orientations N. `kernel` selects
+    the family of kernels. With `reflections`, mirrored kernels follow the rotated ones, and the orientation axis has
+    2N entries.
+
     (K ⋆ F)(x, θ) = Σ_c Σ_x' Σ_θ' K_c(R_θ⁻¹(x' - x), θ' - θ) F_c(x', θ'), with (B, C, N, H, W) → (B, C', N, H', W').
 
     >>> conv = rp.nn.GroupConv2d(8, 16, kernel_size=5, orientations=4)
@@ -237,5 +250,5 @@ class GroupConv2d(_RotatedConv2d):
     _reads_orientations = True
 
     def forward(self, x: Tensor) -> Tensor:
-        expect.features(x, self, self.in_channels, self.order)
+        check_features(x, self, self.in_channels, self.order)
         return self._convolve(x.flatten(1, 2))

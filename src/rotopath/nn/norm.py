@@ -1,17 +1,23 @@
-"""Normalisation that treats all orientations of a channel alike: statistics and weights are shared over θ.
+"""Normalization with statistics and weights shared over orientations, and dropout of whole channels.
 
-Dropout that leaves the symmetry alone: a channel goes with all its orientations and positions.
+`GroupBatchNorm2d` is equivalent to `torch.nn.BatchNorm3d`. In training on the CPU, `norm_relu_pool_on_cpu` computes it,
+with ReLU and max pooling if they follow, in few passes over memory.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rotopath.nn import cpu, expect
+from rotopath.nn.checks import check_features, check_whole_number, is_being_recorded
+from rotopath.nn.triton import has_tangent
+
+CPU_DTYPES = (torch.float32, torch.float64)
 
 
 class GroupBatchNorm2d(nn.BatchNorm3d):
-    """Batch norm with one mean and variance a channel, taken over batch, space and orientation.
+    """Batch norm with one mean and variance per channel, over batch, positions and orientations.
 
     y = γ_c (x - E[x_c]) / √(Var[x_c] + ε) + β_c, with (B, C, N, H, W) → (B, C, N, H, W).
 
@@ -33,20 +39,20 @@ class GroupBatchNorm2d(nn.BatchNorm3d):
         super().__init__(channels, eps, momentum, affine, track_running_stats, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        expect.features(input, self, self.num_features)
-        if cpu.can_normalise(input, self):
-            return cpu.norm_relu_pool(input, self, relu=False)
+        check_features(input, self, self.num_features)
+        if can_normalize_on_cpu(input, self):
+            return norm_relu_pool_on_cpu(input, self, relu=False)
         if input.is_cuda:
             return super().forward(input)
-        # On the CPU torch is fastest on contiguous memory, and this is a view of it in channels-last features: every
-        # position is one more sample of (C, N).
+        # On the CPU, torch's batch norm is fastest on contiguous memory. Channels-last features are contiguous as
+        # (B·H·W, C, N), with every position as one sample.
         rows = input.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N)
-        normalised = super().forward(rows.reshape(-1, *rows.shape[3:], 1, 1))  # (B·H·W, C, N, 1, 1)
-        return normalised.view(rows.shape).permute(0, 3, 4, 1, 2)
+        normalized = super().forward(rows.reshape(-1, *rows.shape[3:], 1, 1))  # (B·H·W, C, N, 1, 1)
+        return normalized.view(rows.shape).permute(0, 3, 4, 1, 2)
 
 
 class GroupNorm2d(nn.GroupNorm):
-    """Group norm: each sample is normalised over groups of channels, all orientations and all positions.
+    """Group norm: normalize each sample over groups of channels, all orientations and all positions.
 
     With groups=1 it is a layer norm over the whole sample. (B, C, N, H, W) → (B, C, N, H, W).
 
@@ -67,14 +73,14 @@ class GroupNorm2d(nn.GroupNorm):
         super().__init__(groups, channels, eps, affine, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        expect.features(input, self, self.num_channels)
+        check_features(input, self, self.num_channels)
         return super().forward(input)
 
 
 class GroupLayerNorm2d(nn.Module):
-    """Layer norm: each position of each sample is normalised over its channels and orientations.
+    """Layer norm: normalize each position of each sample over channels and orientations.
 
-    Scale and shift are learned for each channel. (B, C, N, H, W) → (B, C, N, H, W).
+    Scale and shift are learned per channel. (B, C, N, H, W) → (B, C, N, H, W).
 
     >>> norm = rp.nn.GroupLayerNorm2d(8)
     >>> norm(torch.randn(2, 8, 4, 16, 16)).shape
@@ -89,24 +95,24 @@ class GroupLayerNorm2d(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        expect.whole(self, channels=channels)
+        check_whole_number(self, channels=channels)
         self.channels = channels
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(channels, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(channels, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        expect.features(x, self, self.channels)
+        check_features(x, self, self.channels)
         rows = x.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N)
-        normalised = F.layer_norm(rows, rows.shape[3:], eps=self.eps)
-        return (normalised * self.weight[:, None] + self.bias[:, None]).permute(0, 3, 4, 1, 2)
+        normalized = F.layer_norm(rows, rows.shape[3:], eps=self.eps)
+        return (normalized * self.weight[:, None] + self.bias[:, None]).permute(0, 3, 4, 1, 2)
 
     def extra_repr(self) -> str:
         return f"{self.channels}, eps={self.eps}"
 
 
 class GroupDropout2d(nn.Dropout3d):
-    """Zeroes whole fields: a channel of a sample in all orientations and positions, with probability p.
+    """Dropout of whole channels: zero a channel of a sample at all orientations and positions, with probability p.
 
     >>> drop = rp.nn.GroupDropout2d(0.5)
     >>> drop(torch.ones(2, 8, 4, 16, 16)).shape
@@ -114,5 +120,145 @@ class GroupDropout2d(nn.Dropout3d):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        expect.features(input, self)
+        check_features(input, self)
         return super().forward(input)
+
+
+# Batch norm, ReLU and max pooling on the CPU, in training. Allocating memory dominates the time, so the forward pass
+# allocates the output only, and the backward pass the gradient of the features only.
+
+
+def can_normalize_on_cpu(x: Tensor, norm: nn.BatchNorm3d) -> bool:
+    """Return whether `norm_relu_pool_on_cpu` can process these features with this batch norm; otherwise use torch's."""
+    return (
+        not is_being_recorded()
+        and norm.training
+        and norm.affine
+        and norm.momentum is not None
+        and type(x) is Tensor  # subclasses may only record operations
+        and x.device.type == "cpu"
+        and x.dtype in CPU_DTYPES
+        and x.dtype == norm.weight.dtype
+        and x.numel() > norm.num_features  # a single value per channel has no variance; torch raises the error
+        and x.permute(0, 3, 4, 1, 2).is_contiguous()
+        and not any(has_tangent(tensor) for tensor in (x, norm.weight, norm.bias))
+    )
+
+
+def norm_relu_pool_on_cpu(x: Tensor, norm: nn.BatchNorm3d, relu: bool = True, pool: int = 1) -> Tensor:
+    """Apply batch norm with the statistics of the batch, optionally ReLU, and max pooling with windows of pool × pool.
+
+    Takes channels-last features (B, C, N, H, W) and updates the running statistics of the batch norm.
+    """
+    y: Tensor = _NormReluPoolOnCpu.apply(x, norm.weight, norm.bias, norm, relu, pool)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _NormReluPoolOnCpu(torch.autograd.Function):
+    """Pool before normalizing: batch norm is monotonic in each channel, so it keeps the position of the maximum.
+
+    In channels with a negative weight, batch norm is decreasing, and the position of the minimum is used instead.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: nn.BatchNorm3d, relu: bool, pool: int
+    ) -> Tensor:
+        n, maps = x.shape[2], x.flatten(1, 2)  # (B, C·N, H, W), a view
+        mean, variance = _compute_statistics(maps, n)
+        _update_running_statistics(norm, mean, variance, count=x.numel() // len(mean))
+        inverse_std = (variance + norm.eps).rsqrt()
+        scale = weight * inverse_std
+        pooled, argmax = (maps, None) if pool == 1 else _pool_extremes(maps, weight.repeat_interleave(n), pool)
+        y = _empty_features((*x.shape[:3], *pooled.shape[2:]), x)
+        torch.addcmul(_per_column(bias - mean * scale, n), pooled, _per_column(scale, n), out=y.flatten(1, 2))
+        if relu:
+            y.relu_()
+        ctx.save_for_backward(x, weight, bias, mean, inverse_std, pooled, argmax, y if relu else None)
+        ctx.eps, ctx.relu, ctx.pool = norm.eps, relu, pool
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, inverse_std, pooled, argmax, y = ctx.saved_tensors
+        if torch.is_grad_enabled():  # second derivatives were requested
+            return (*_differentiable_gradients(ctx, x, weight, bias, gradients[0]), None, None, None)
+        n, maps = x.shape[2], x.flatten(1, 2)
+        dy = gradients[0].flatten(1, 2).contiguous(memory_format=torch.channels_last)
+        if ctx.relu:
+            dy = torch.ops.aten.threshold_backward(dy, y.flatten(1, 2), 0)
+        # Torch's backward pass of batch norm, for every column (C·N), returns the gradients of weight and bias only.
+        statistics = (
+            weight.repeat_interleave(n),
+            None,
+            None,
+            mean.repeat_interleave(n),
+            inverse_std.repeat_interleave(n),
+        )
+        sums = torch.ops.aten.native_batch_norm_backward(dy, pooled, *statistics, True, ctx.eps, [False, True, True])
+        d_weight, d_bias = (torch.unflatten(column, 0, (-1, n)).sum(dim=1) for column in sums[1:])
+        # dx = scale · dy at the maxima, plus slope · x + offset everywhere for the mean and variance of the batch.
+        scale, count = weight * inverse_std, x.numel() // len(mean)
+        slope = -scale * inverse_std * d_weight / count
+        offset = -scale * d_bias / count - slope * mean
+        # Without ReLU, dy may be the incoming gradient itself, which must not be changed in place.
+        d_pooled = torch.mul(dy, _per_column(scale, n), out=dy if ctx.relu else None)
+        if argmax is None:
+            dx = d_pooled.addcmul_(maps, _per_column(slope, n)).add_(_per_column(offset, n))
+        else:
+            dx = torch.addcmul(_per_column(offset, n), maps, _per_column(slope, n))
+            pixels, argmax, d_pooled = (t.permute(0, 2, 3, 1).flatten(1, 2) for t in (dx, argmax, d_pooled))
+            pixels.scatter_add_(1, argmax, d_pooled)  # pixels (B, H·W, C·N) is a view of dx
+        return torch.unflatten(dx, 1, x.shape[1:3]), d_weight, d_bias, None, None, None
+
+
+def _empty_features(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Allocate channels-last features (B, C, N, H, W) that are no view, so that a ReLU in place needs no copy."""
+    _, channels, n, height, width = shape
+    columns = channels * n
+    strides = (height * width * columns, n, 1, width * columns, columns)
+    return like.new_empty_strided(shape, strides)
+
+
+def _compute_statistics(maps: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Return mean and variance (C,) of channels, from the statistics of the N columns of each channel."""
+    columns = torch.batch_norm_update_stats(maps, None, None, 0.0)
+    means, variances = (torch.unflatten(column, 0, (-1, n)) for column in columns)
+    between, mean = torch.var_mean(means, dim=1, correction=0)
+    return mean, variances.mean(dim=1) + between
+
+
+def _update_running_statistics(norm: nn.BatchNorm3d, mean: Tensor, variance: Tensor, count: int) -> None:
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+    if norm.running_mean is not None and norm.running_var is not None:
+        assert norm.momentum is not None
+        norm.running_mean.lerp_(mean.to(norm.running_mean), norm.momentum)
+        norm.running_var.lerp_((variance * count / (count - 1)).to(norm.running_var), norm.momentum)
+
+
+def _pool_extremes(maps: Tensor, weight: Tensor, pool: int) -> tuple[Tensor, Tensor]:
+    """Return the maximum of each window, or the minimum where the weight of a column is negative, and its position."""
+    if not bool((weight < 0).any()):
+        pooled, argmax = F.max_pool2d(maps, pool, return_indices=True)
+        return pooled, argmax
+    sign = torch.where(weight < 0, -1, 1).to(maps).view(-1, 1, 1)
+    pooled, argmax = F.max_pool2d(maps * sign, pool, return_indices=True)
+    return pooled.mul_(sign), argmax
+
+
+def _per_column(channels: Tensor, n: int) -> Tensor:
+    """Repeat values (C,) for the N columns of each channel: (1, C·N, 1, 1)."""
+    return channels.repeat_interleave(n).view(1, -1, 1, 1)
+
+
+def _differentiable_gradients(
+    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Return the same gradients, computed by torch's own layers, which can be differentiated again."""
+    y = F.batch_norm(x, None, None, weight, bias, training=True, eps=ctx.eps)
+    pooled = F.max_pool2d((y.relu() if ctx.relu else y).flatten(1, 2), ctx.pool)
+    y = torch.unflatten(pooled, 1, x.shape[1:3])
+    inputs = [tensor for tensor in (x, weight, bias) if tensor.requires_grad]
+    gradients = iter(torch.autograd.grad(y, inputs, dy, create_graph=True))
+    return tuple([next(gradients) if tensor.requires_grad else None for tensor in (x, weight, bias)])

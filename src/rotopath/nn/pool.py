@@ -1,55 +1,42 @@
-"""Spatial pooling of SE(2) features. Sizes that a window grid does not cover evenly are refused, never cropped.
+"""Layers and functions that change height and width: pooling, smoothing, upsampling, cropping, padding, joining.
 
-What one pixel in two keeps depends on where it lies, which turns with the image by multiples of 90° only. With `blur`,
-windows lie at every pixel, and are smoothed by a binomial filter of that many taps before any are left out. At the rim
-of a map some taps find nothing, and the others count for them.
+Sizes that cannot be covered evenly are refused rather than cropped at one end, because a rotation would then drop other
+pixels, and the network would not be equivariant.
 
-Smoothing of images before they are lifted.
+Plain pooling with a stride keeps values that depend on the pixel grid, which is exact for rotations by multiples of 90°
+only. With `blur`, windows are placed at every pixel, and the results are smoothed by a binomial filter of that many
+taps before subsampling. At the borders of a map, the taps inside the map are renormalized.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
-from rotopath.nn import expect
+from rotopath.nn.checks import check_choice, check_features, check_grid, check_whole_number
 
-FAINT = 1e-6  # a mean square below which its root is made a parabola, so that it has a slope at 0
-
-
-def thin_out(pooled: Tensor, taps: Tensor, stride: int) -> Tensor:
-    """Blur what was pooled at every pixel of maps (B, C, H, W), and keep one in `stride`."""
-    taps = taps.to(pooled)
-    channels, reach = pooled.shape[1], taps.shape[0] // 2
-    filters = (taps[:, None] * taps).expand(channels, 1, -1, -1)
-    blurred = F.conv2d(pooled, filters, stride=stride, padding=reach, groups=channels)
-    line = taps.view(1, 1, -1)
-    rows = F.conv1d(torch.ones_like(pooled[:1, :1, :, 0]), line, stride=stride, padding=reach)
-    columns = F.conv1d(torch.ones_like(pooled[:1, :1, 0]), line, stride=stride, padding=reach)
-    return blurred / (rows[..., None] * columns[:, :, None]).to(blurred)
-
-
-def root(mean_square: Tensor, faint: float = FAINT) -> Tensor:
-    """The square root, with a slope at 0."""
-    found: Tensor = torch.sqrt(mean_square + faint) - math.sqrt(faint)
-    return found
+SQRT_EPS = 1e-6  # added to a mean square before its root is taken, so that the gradient at 0 is finite
 
 
 class _GroupPool2d(nn.Module):
+    """Common base of the pools: window, stride, padding and blur."""
+
     taps: Tensor
 
     def __init__(self, size: int, stride: int | None = None, padding: int = 0, blur: int = 1) -> None:
         super().__init__()
         stride = size if stride is None else stride
-        expect.whole(self, size=size, stride=stride, blur=blur)
-        expect.whole(self, least=0, padding=padding)
+        check_whole_number(self, size=size, stride=stride, blur=blur)
+        check_whole_number(self, minimum=0, padding=padding)
         if padding > size // 2:
             raise ValueError(
                 f"{type(self).__name__} pads by at most half its window; got {padding} for a window of {size}."
             )
         if blur % 2 == 0:
-            raise ValueError(f"{type(self).__name__} needs an odd number of taps to blur about a pixel; got {blur}.")
+            raise ValueError(f"{type(self).__name__} needs an odd number of taps to blur; got {blur}.")
         self.size = size
         self.stride = stride
         self.padding = padding
@@ -59,16 +46,17 @@ class _GroupPool2d(nn.Module):
             self.register_buffer("taps", binomial / 2 ** (blur - 1), persistent=False)
 
     def _fold(self, x: Tensor) -> Tensor:
-        expect.features(x, self)
-        expect.on_grid(x, self, self.size, self.stride, self.padding)
-        return x.flatten(1, 2)  # (B, C·N, H, W)
+        """Check features (B, C, N, H, W) and return them as maps (B, C·N, H, W)."""
+        check_features(x, self)
+        check_grid(x, self, self.size, self.stride, self.padding)
+        return x.flatten(1, 2)
 
     @property
     def _window_stride(self) -> int:
         return self.stride if self.blur == 1 else 1
 
-    def _thin_out(self, pooled: Tensor) -> Tensor:
-        return pooled if self.blur == 1 else thin_out(pooled, self.taps, self.stride)
+    def _blur(self, pooled: Tensor) -> Tensor:
+        return pooled if self.blur == 1 else blur_and_subsample(pooled, self.taps, self.stride)
 
     def extra_repr(self) -> str:
         blur = "" if self.blur == 1 else f", blur={self.blur}"
@@ -76,9 +64,9 @@ class _GroupPool2d(nn.Module):
 
 
 class GroupMaxPool2d(_GroupPool2d):
-    """Maximum over windows of each orientation's map. (B, C, N, H, W) → (B, C, N, H/s, W/s).
+    """Max pooling of each orientation's map. (B, C, N, H, W) → (B, C, N, H/s, W/s).
 
-    With `blur`, the maxima at every pixel are blurred by that many taps before one in s is kept.
+    With `blur`, maxima are computed at every pixel and blurred by that many taps before subsampling.
 
     >>> pool = rp.nn.GroupMaxPool2d(2)
     >>> pool(torch.zeros(1, 8, 4, 64, 64)).shape
@@ -87,14 +75,14 @@ class GroupMaxPool2d(_GroupPool2d):
 
     def forward(self, x: Tensor) -> Tensor:
         pooled = F.max_pool2d(self._fold(x), self.size, self._window_stride, self.padding)
-        return torch.unflatten(self._thin_out(pooled), 1, x.shape[1:3])
+        return torch.unflatten(self._blur(pooled), 1, x.shape[1:3])
 
 
 class GroupAvgPool2d(_GroupPool2d):
-    """Mean over windows of each orientation's map. (B, C, N, H, W) → (B, C, N, H/s, W/s).
+    """Average pooling of each orientation's map. (B, C, N, H, W) → (B, C, N, H/s, W/s).
 
-    With `power=2` it is the root of the mean square, which favours high values as a maximum does, but smoothly. With
-    `blur`, the means at every pixel are blurred by that many taps before one in s is kept.
+    With `power=2` it is the root of the mean square, which favors high values like a maximum, but smoothly. With
+    `blur`, means are computed at every pixel and blurred by that many taps before subsampling.
 
     >>> pool = rp.nn.GroupAvgPool2d(2, blur=3, power=2)
     >>> pool(torch.zeros(1, 8, 4, 64, 64)).shape
@@ -103,16 +91,16 @@ class GroupAvgPool2d(_GroupPool2d):
 
     def __init__(self, size: int, stride: int | None = None, padding: int = 0, blur: int = 1, power: int = 1) -> None:
         super().__init__(size, stride, padding, blur)
-        expect.choice(self, (1, 2), power=power)
+        check_choice(self, (1, 2), power=power)
         self.power = power
 
     def forward(self, x: Tensor) -> Tensor:
         folded = self._fold(x)
         if self.power == 2:
             folded = folded.square()
-        pooled = self._thin_out(F.avg_pool2d(folded, self.size, self._window_stride, self.padding))
+        pooled = self._blur(F.avg_pool2d(folded, self.size, self._window_stride, self.padding))
         if self.power == 2:
-            pooled = root(pooled)
+            pooled = smooth_sqrt(pooled)
         return torch.unflatten(pooled, 1, x.shape[1:3])
 
     def extra_repr(self) -> str:
@@ -120,11 +108,12 @@ class GroupAvgPool2d(_GroupPool2d):
 
 
 class Smooth2d(nn.Module):
-    """Takes out the finest detail of images, which pixels hold in some directions only. (B, C, H, W) → (B, C, H, W).
+    """Smooth images, to remove the finest detail, which a pixel grid holds in some directions only.
 
-    A wave of four pixels is left about three quarters of its height in any direction, one of two pixels along an axis
-    nothing, which kernels could learn to amplify again. Where taps 1 2 1 along both axes would leave the share b of a
-    wave, this leaves 1 - (1 - b)². Images go on beyond their edges as they end.
+    (B, C, H, W) → (B, C, H, W). Borders are replicated. Waves with a period of four pixels keep about three quarters of
+    their amplitude in every direction. Waves with a period of two pixels along an axis are removed, so that kernels
+    cannot learn to amplify them again. Where a filter with taps 1 2 1 along both axes would keep the fraction b of the
+    amplitude, this filter keeps 1 - (1 - b)².
 
     >>> stripes = torch.tensor([0.0, 1.0]).repeat(4).expand(1, 1, 8, 8)
     >>> rp.nn.Smooth2d()(stripes)[0, 0, 4]
@@ -132,7 +121,7 @@ class Smooth2d(nn.Module):
     """
 
     REACH = 2
-    TAPS = (  # of 256
+    TAPS = (  # in 1/256
         (-1, -4, -6, -4, -1),
         (-4, 16, 40, 16, -4),
         (-6, 40, 92, 40, -6),
@@ -147,5 +136,136 @@ class Smooth2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         channels = x.shape[1]
-        around = F.pad(x, (self.REACH,) * 4, mode="replicate")
-        return F.conv2d(around, self.taps.to(x).expand(channels, 1, -1, -1), groups=channels)
+        padded = F.pad(x, (self.REACH,) * 4, mode="replicate")
+        return F.conv2d(padded, self.taps.to(x).expand(channels, 1, -1, -1), groups=channels)
+
+
+class GroupUpsample2d(nn.Module):
+    """Upsample each orientation's map by a whole factor. (B, C, N, H, W) → (B, C, N, sH, sW).
+
+    >>> up = rp.nn.GroupUpsample2d(2, mode="bilinear")
+    >>> up(torch.zeros(1, 8, 4, 16, 16)).shape
+    torch.Size([1, 8, 4, 32, 32])
+    """
+
+    def __init__(self, scale: int, mode: str = "nearest") -> None:
+        super().__init__()
+        check_whole_number(self, scale=scale)
+        check_choice(self, ("nearest", "bilinear"), mode=mode)
+        self.scale = scale
+        self.mode = mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_features(x, self)
+        enlarged = F.interpolate(x.flatten(1, 2), scale_factor=float(self.scale), mode=self.mode)
+        return torch.unflatten(enlarged, 1, x.shape[1:3])
+
+    def extra_repr(self) -> str:
+        return f"{self.scale}, mode={self.mode!r}"
+
+
+# The functions below dispatch by has_torch_function as torch's own functions do. So torch.fx records each as one step.
+
+
+def resize(
+    x: Tensor,
+    size: int | Sequence[int] | None = None,
+    scale_factor: float | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+) -> Tensor:
+    """Resize images (B, C, H, W) or features (B, C, N, H, W) as `torch.nn.functional.interpolate` does.
+
+    With mode "nearest" only whole multiples of the size are accepted: for others, the nearest neighbors counted from
+    one end differ from those counted from the other end, and the result is not equivariant.
+
+    >>> rp.nn.pool.resize(torch.zeros(1, 8, 4, 29, 29), size=(57, 57), mode="bilinear").shape
+    torch.Size([1, 8, 4, 57, 57])
+    """
+    if has_torch_function((x,)):
+        result: Tensor = handle_torch_function(resize, (x,), x, size, scale_factor, mode, align_corners)
+        return result
+    maps = x.flatten(1, 2) if x.ndim == 5 else x
+    resized = F.interpolate(maps, size, scale_factor, mode, align_corners)
+    for before, after in zip(x.shape[-2:], resized.shape[-2:], strict=True):
+        if mode.startswith("nearest") and after % before:
+            raise ValueError(
+                f"resize in mode {mode!r} takes sizes to whole multiples of themselves, but got {before} px to become "
+                f"{after} px; use mode='bilinear'."
+            )
+    return torch.unflatten(resized, 1, x.shape[1:3]) if x.ndim == 5 else resized
+
+
+def center_crop(x: Tensor, height: int, width: int) -> Tensor:
+    """Crop maps (..., H, W) to the height × width pixels at their center; an odd number of surplus pixels is refused.
+
+    >>> rp.nn.center_crop(torch.zeros(1, 8, 4, 24, 24), 16, 16).shape
+    torch.Size([1, 8, 4, 16, 16])
+    """
+    if has_torch_function((x,)):
+        result: Tensor = handle_torch_function(center_crop, (x,), x, height, width)
+        return result
+    margins = x.shape[-2] - height, x.shape[-1] - width
+    if any(margin < 0 or margin % 2 for margin in margins) or min(height, width) < 1:
+        raise ValueError(
+            f"center_crop removes the same number of pixels at both ends, so it cannot cut "
+            f"{x.shape[-2]} × {x.shape[-1]} px to {height} × {width} px; use sizes that differ by even numbers."
+        )
+    top, left = margins[0] // 2, margins[1] // 2
+    return x[..., top : top + height, left : left + width]
+
+
+def pad_evenly(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    """Pad maps (..., H, W) by `pad` = (left, right, top, bottom) pixels; both ends of an axis need the same number.
+
+    >>> rp.nn.pool.pad_evenly(torch.zeros(1, 8, 4, 14, 14), (1, 1, 0, 0)).shape
+    torch.Size([1, 8, 4, 14, 16])
+    """
+    if has_torch_function((x,)):
+        result: Tensor = handle_torch_function(pad_evenly, (x,), x, pad, mode, value)
+        return result
+    left, right, top, bottom = pad
+    if left != right or top != bottom:
+        raise ValueError(
+            f"pad_evenly puts as many pixels at both ends, but got {left} and {right} px to the left and right, {top} "
+            f"and {bottom} px above and below; use sizes that leave an even number over."
+        )
+    return F.pad(x, (left, right, top, bottom), mode, value)
+
+
+def concatenate(features: Sequence[Tensor]) -> Tensor:
+    """Concatenate SE(2) features (B, Cᵢ, N, H, W) along channels, to (B, ΣCᵢ, N, H, W), channels-last in memory.
+
+    >>> rp.nn.concatenate([torch.zeros(1, 8, 4, 16, 16), torch.zeros(1, 2, 4, 16, 16)]).shape
+    torch.Size([1, 10, 4, 16, 16])
+    """
+    if has_torch_function(features):
+        result: Tensor = handle_torch_function(concatenate, features, features)
+        return result
+    first = features[0]
+    if any(x.ndim != 5 or x.shape[2:] != first.shape[2:] for x in features):
+        shapes = ", ".join([str(tuple(x.shape)) for x in features])
+        raise ValueError(f"concatenate takes SE(2) features (B, C, N, H, W) of equal N, H and W; got shapes {shapes}.")
+    joined = torch.cat([x.flatten(1, 2) for x in features], dim=1)
+    return torch.unflatten(joined, 1, (-1, first.shape[2]))
+
+
+def blur_and_subsample(pooled: Tensor, taps: Tensor, stride: int) -> Tensor:
+    """Blur maps (B, C, H, W) along both axes by a filter, and keep one pixel in `stride`.
+
+    At the borders, the filter is renormalized to the taps inside the map.
+    """
+    taps = taps.to(pooled)
+    channels, reach = pooled.shape[1], taps.shape[0] // 2
+    filters = (taps[:, None] * taps).expand(channels, 1, -1, -1)
+    blurred = F.conv2d(pooled, filters, stride=stride, padding=reach, groups=channels)
+    line = taps.view(1, 1, -1)
+    rows = F.conv1d(torch.ones_like(pooled[:1, :1, :, 0]), line, stride=stride, padding=reach)
+    columns = F.conv1d(torch.ones_like(pooled[:1, :1, 0]), line, stride=stride, padding=reach)
+    return blurred / (rows[..., None] * columns[:, :, None]).to(blurred)
+
+
+def smooth_sqrt(mean_square: Tensor, eps: float = SQRT_EPS) -> Tensor:  # an argument, for torch.jit.script
+    """Return √(x + ε) - √ε: nearly the square root, 0 at 0, and with a finite gradient there."""
+    shifted: Tensor = torch.sqrt(mean_square + eps) - math.sqrt(eps)
+    return shifted

@@ -1,6 +1,6 @@
-"""Pretrained models, which are part of the package: a folder each, with the files of a run and a card.
+"""Pretrained models, which are part of the package: for each a folder with the files of a run, and a card.
 
-In: a name. Out: its folder. `tools/publish.py` makes them from the runs of a study.
+They were made from the runs of a study by `tools/publish.py`.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ CARD = "card.md"
 
 
 def list_pretrained() -> list[str]:
-    """The names of the models that come with the package, for `rp.load`.
+    """Return the names of the models that are part of the package, for `rp.load`.
 
     >>> rp.models.list_pretrained()
     ['mitosis-amida13-n8', 'nuclei-kumar-n8', 'tumor-pcam-n8']
@@ -18,6 +18,6 @@ def list_pretrained() -> list[str]:
     return sorted(card.parent.name for card in HOME.glob(f"*/{CARD}"))
 
 
-def find(name: str) -> Path | None:
-    """The folder of the model, if there is one of that name."""
+def find_folder(name: str) -> Path | None:
+    """Return the folder of a model, or None if there is no model of that name."""
     return HOME / name if name in list_pretrained() else None

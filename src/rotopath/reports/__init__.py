@@ -1,1 +1,1 @@
-"""Tables and figures for people to read."""
+"""Terminal output, tables, figures and HTML reports for users."""

@@ -1,14 +1,18 @@
-"""The demonstration: synthetic tissue, an ordinary network and an equivariant one, and a report on both.
+"""Run the demo: train an ordinary and an equivariant network on synthetic tissue, and write an HTML report.
 
-In: a folder. Out: the tissue, two run folders and `report.html` in it; what is there already is not made again.
+The output folder contains the synthetic dataset, a run folder for each network, and `report.html`. An existing dataset
+and finished runs are reused.
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
+from matplotlib.patches import Circle
 from numpy.typing import NDArray
 from rich.console import Console
 
@@ -16,32 +20,46 @@ import rotopath
 from rotopath import runs
 from rotopath.data import Dataset, Sample, open_data, read_image
 from rotopath.data.annotations import read_points
-from rotopath.evaluation import RotatedAnswers, answer_rotated_inputs, gather_evidence
+from rotopath.evaluation import RotatedPredictions, gather_evidence, predict_rotated_inputs
 from rotopath.metrics.equivariance import measure_robustness
 from rotopath.model_file import WEIGHTS
 from rotopath.recipe import Recipe
-from rotopath.reports.figures import Section, draw_detections, draw_layers, draw_polar, write_page
+from rotopath.reports.figures import GRAY, INK, Section, draw_layers, save_figure, write_page
 from rotopath.reports.progress import TrainingProgress
 from rotopath.synthetic import make_mitosis
 from rotopath.tasks import MITOSIS
 from rotopath.training import train
 
 SPACING_UM_PX = MITOSIS.spacing_um_px
-NETWORKS = {"N=1": 1, "N=8": 8}
-WINDOWS, SHOWN_WINDOWS = 64, 6  # that are turned, and of which the answers are drawn
+ORIENTATIONS = {"N=1": 1, "N=8": 8}  # by name of the network
+WINDOWS = 64  # number of test windows that are rotated
+WINDOWS_SHOWN = 6
 CPU = torch.device("cpu")
+NETWORK_COLORS = ("#dc2626", "#2563eb")
+HIT, FALSE, TRUTH = "#16a34a", "#dc2626", "#facc15"
+INTRODUCTION = (
+    "A tissue section has no natural orientation. Here, an ordinary network (N=1) and a network with eight "
+    "orientations (N=8) were trained to detect mitotic figures in synthetic tissue, for a few minutes on this "
+    "computer. This is an illustration and not a benchmark: there is one seed, the training is short, and the tissue "
+    "is synthetic."
+)
+LAYERS_TEXT = "All kernels and feature maps in this figure were computed with the layers of rotopath."
 
 
 def run_demo(out: Path, console: Console, steps: int, size_px: int) -> Path:
-    """Make tissue, train N=1 and N=8 on it, and write the report; gives its path. `steps` are those of an epoch."""
+    """Generate a synthetic dataset, train both networks on it, write the report, and return the path of the report.
+
+    `steps` is the number of training steps per epoch; there are three epochs. `size_px` is the height and width of the
+    synthetic images.
+    """
     tissue = out / "tissue"
     if not tissue.exists():
-        console.print("Making synthetic tissue: fields of 23 cases, with mitoses among look-alikes.")
+        console.print("Generating synthetic tissue: images of 23 cases with mitotic figures and look-alikes.")
         make_mitosis(tissue, size_px=size_px)
     dataset = open_data(tissue, MITOSIS.annotated)
-    trained: dict[str, runs.Run] = {}
-    turned: dict[str, RotatedAnswers] = {}
-    for name, orientations in NETWORKS.items():
+    networks: dict[str, runs.Run] = {}
+    predictions: dict[str, RotatedPredictions] = {}
+    for name, orientations in ORIENTATIONS.items():
         recipe = Recipe(
             "mitosis",
             str(tissue),
@@ -57,64 +75,126 @@ def run_demo(out: Path, console: Console, steps: int, size_px: int) -> Path:
             console.print(f"Training {name}.")
             with TrainingProgress(recipe, console) as progress:
                 train(recipe, out / name, on_progress=progress.show)
-        trained[name] = runs.load(out / name)
-        console.print(f"Turning test images for {name}.")
-        turned[name] = answer_rotated_inputs(trained[name], dataset.split("test"), CPU, most=WINDOWS)
-    return _write_report(out, dataset, trained, turned)
-
-
-def _write_report(out: Path, dataset: Dataset, trained: dict[str, runs.Run], turned: dict[str, RotatedAnswers]) -> Path:
-    scores = {name: json.loads((out / name / runs.METRICS).read_text(encoding="utf-8"))["test"] for name in trained}
-    varied = {name: measure_robustness(each.fair, each.fair_decisions) for name, each in turned.items()}
-    table = [
-        ["", "F1", "95 % interval", "precision", "recall", "scatter over angles", "decisions that change"],
-        *([name, *_numbers(scores[name]), f"{r.deviation:.4f}", f"{r.changed:.1%}"] for name, r in varied.items()),
-    ]
-    field = max(dataset.split("test"), key=lambda picture: len(read_points(picture, SPACING_UM_PX)))
-    found = {name: _detected(run, field) for name, run in trained.items()}
-    truth = read_points(field, SPACING_UM_PX).positions
-    picture = draw_detections(read_image(field, SPACING_UM_PX), truth, found, MITOSIS.hit_px, out / "detections.png")
-    scatter = sum(one.fair.std(axis=0) for one in turned.values())
-    shown = np.argsort(-np.asarray(scatter), kind="stable")[:SHOWN_WINDOWS].tolist()
+        networks[name] = runs.load(out / name)
+        console.print(f"Predicting rotated test images with {name}.")
+        predictions[name] = predict_rotated_inputs(networks[name], dataset.split("test"), CPU, max_windows=WINDOWS)
     sections = [
-        Section(
-            "Scores on the test cases",
-            "Both networks have about 34,000 weights and saw the same windows. Scatter is the standard deviation of "
-            "the prediction when a window is turned, on average; a decision changes if it is not the same at every "
-            "angle.",
-            table,
-        ),
-        Section(
-            "Detections",
-            f"{field.name}. Yellow circles: mitoses. Green crosses: detections that hit one. Red crosses: false ones.",
-            picture=picture,
-        ),
-        Section(
-            "Predictions as a window turns",
-            "Radius: the predicted probability of a mitosis, from 0 in the middle to 1 at the rim. A network that does "
-            f"not care how the slide lies draws a circle. Of {WINDOWS} windows, these are the ones on which the two "
-            "networks scatter most.",
-            picture=draw_polar(turned, shown, out / "polar.png"),
-        ),
-        Section("How the layers work", "", picture=draw_layers(out / "layers.png")),
+        _score_section(out, predictions),
+        _detection_section(out, dataset, networks),
+        _rotation_section(out, predictions),
+        Section("How the layers work", LAYERS_TEXT, figure=draw_layers(out / "layers.png")),
     ]
-    lead = (
-        "A tissue section has no up. Here an ordinary network (N=1) and one that looks in eight orientations at once "
-        "(N=8) learnt to find mitoses in synthetic tissue, for a few minutes on this computer. One seed, a short "
-        "training and tissue that is not real: an illustration, no benchmark."
+    title = "rotopath: predictions that do not depend on the orientation of the slide"
+    folders = " and ".join(networks)
+    footer = f"rotopath {rotopath.__version__}. Recipes, logs and weights are in the folders {folders}."
+    return write_page(out / "report.html", title, INTRODUCTION, sections, footer)
+
+
+def _score_section(out: Path, predictions: Mapping[str, RotatedPredictions]) -> Section:
+    """Return a section with a table of scores and robustness to rotation for each network."""
+    header = ["", "F1", "95 % interval", "precision", "recall", "deviation over angles", "changed decisions"]
+    rows = []
+    for name, rotated in predictions.items():
+        scores = json.loads((out / name / runs.METRICS).read_text(encoding="utf-8"))["test"]
+        robustness = measure_robustness(rotated.fair, rotated.fair_decisions)
+        rows.append([name, *_format_scores(scores), f"{robustness.deviation:.4f}", f"{robustness.changed:.1%}"])
+    return Section(
+        "Scores on the test cases",
+        "Both networks have about 34,000 weights and were trained on the same windows. 95 % interval: confidence "
+        "interval of F1. Deviation over angles: the standard deviation of the predicted probability when a window is "
+        "rotated, averaged over windows. Changed decisions: the percentage of windows for which the decision is not "
+        "the same at all angles.",
+        [header, *rows],
     )
-    footer = f"rotopath {rotopath.__version__}; recipes, logs and weights are in the folders {' and '.join(trained)}."
-    return write_page(out / "report.html", "rotopath: the same answer however the slide lies", lead, sections, footer)
 
 
-def _numbers(scores: dict[str, Any]) -> list[str]:
+def _detection_section(out: Path, dataset: Dataset, networks: Mapping[str, runs.Run]) -> Section:
+    """Return a section with the detections in the test image with the most mitotic figures."""
+    field = max(dataset.split("test"), key=lambda sample: len(read_points(sample, SPACING_UM_PX)))
+    image, truth = read_image(field, SPACING_UM_PX), read_points(field, SPACING_UM_PX).positions
+    detections = {name: _detect(run, field) for name, run in networks.items()}
+    return Section(
+        "Detections",
+        f"Test image {field.name}. Yellow circles: mitotic figures. Green crosses: true detections. Red crosses: false "
+        "detections.",
+        figure=draw_detections(image, truth, detections, MITOSIS.match_radius_px, out / "detections.png"),
+    )
+
+
+def _rotation_section(out: Path, predictions: Mapping[str, RotatedPredictions]) -> Section:
+    """Return a section with the windows for which the predictions vary most over angles."""
+    deviation = np.asarray(sum(rotated.fair.std(axis=0) for rotated in predictions.values()))
+    windows = np.argsort(-deviation, kind="stable")[:WINDOWS_SHOWN].tolist()
+    return Section(
+        "Predictions for rotated windows",
+        "Radius: the predicted probability of a mitotic figure, from 0 at the center to 1 at the edge. Angle: the "
+        "rotation of the window. If the prediction does not depend on the rotation, the curve is a circle. Of "
+        f"{WINDOWS} windows, those with the largest standard deviation over angles (sum of both networks) are shown.",
+        figure=draw_window_curves(predictions, windows, out / "polar.png"),
+    )
+
+
+def _format_scores(scores: Mapping[str, Any]) -> list[str]:
+    """Return the table cells F1, its 95 % confidence interval, precision and recall."""
     interval = scores["f1_interval"]
-    spread = f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else "–"
-    return [f"{scores['f1']:.3f}", spread, f"{scores['precision']:.2f}", f"{scores['recall']:.2f}"]
+    limits = f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else "–"
+    return [f"{scores['f1']:.3f}", limits, f"{scores['precision']:.2f}", f"{scores['recall']:.2f}"]
 
 
-def _detected(run: runs.Run, field: Sample) -> NDArray[np.float64]:
-    """Where a network sees mitoses, at its operating point."""
+def _detect(run: runs.Run, field: Sample) -> NDArray[np.float64]:
+    """Return the positions (detections, 2) of detections in an image, at the decision threshold of the run."""
     (evidence,) = gather_evidence(run.task, run.network, [field], CPU)
-    found: NDArray[np.float64] = evidence.detections.positions[evidence.detections.scores >= run.point["threshold"]]
-    return found
+    detections = evidence.detections
+    positions: NDArray[np.float64] = detections.positions[detections.scores >= run.point["threshold"]]
+    return positions
+
+
+def draw_detections(
+    image: NDArray[np.uint8],
+    truth: NDArray[np.float64],
+    detections: Mapping[str, NDArray[np.float64]],
+    radius_px: float,
+    path: Path,
+) -> Path:
+    """Draw the detections of each network on the same image (H, W, 3), side by side, and return `path`.
+
+    `truth` and the arrays in `detections` are positions (k, 2) as (row, column). A detection within `radius_px` pixels
+    of a true position is green, other detections are red.
+    """
+    count = len(detections)
+    figure = Figure(figsize=(5.2 * count, 5.6), dpi=110, facecolor="white")
+    for k, (name, positions) in enumerate(detections.items()):
+        axes = figure.add_axes((k / count + 0.005, 0.01, 0.99 / count, 0.91))
+        axes.imshow(image)
+        for row, column in truth:
+            axes.add_patch(Circle((column, row), radius_px, fill=False, color=TRUTH, linewidth=1.6))
+        distances = np.linalg.norm(positions[:, None] - truth[None], axis=-1)  # (detections, true positions)
+        is_near = distances <= radius_px
+        for (row, column), is_hit in zip(positions, is_near.any(axis=1), strict=True):
+            axes.plot(column, row, "+", color=HIT if is_hit else FALSE, markersize=13, markeredgewidth=2.4)
+        # Set the limits explicitly: markers at the edges would change them, and the scales of the images would differ.
+        axes.set(xlim=(-0.5, image.shape[1] - 0.5), ylim=(image.shape[0] - 0.5, -0.5))
+        axes.set_axis_off()
+        axes.set_title(f"{name}: {int(is_near.any(axis=0).sum())} of {len(truth)} detected", size=12, color=INK)
+    return save_figure(figure, path)
+
+
+def draw_window_curves(predictions: Mapping[str, RotatedPredictions], windows: Sequence[int], path: Path) -> Path:
+    """Draw polar plots: the probability of each network over the rotation angle, for some windows. Return `path`.
+
+    `windows` are the indices of the windows in the predictions.
+    """
+    count = len(windows)
+    figure = Figure(figsize=(2.1 * count, 2.9), dpi=110, facecolor="white")
+    for c, window in enumerate(windows):
+        axes = figure.add_axes((c / count + 0.015, 0.2, 0.97 / count - 0.02, 0.62), projection="polar")
+        for (name, rotated), color in zip(predictions.items(), NETWORK_COLORS, strict=False):
+            angles = np.deg2rad([*rotated.fair_degrees, rotated.fair_degrees[0]])
+            probabilities = [*rotated.fair[:, window], rotated.fair[0, window]]
+            axes.plot(angles, probabilities, color=color, linewidth=1.6, label=name if c == 0 else None)
+        axes.set(ylim=(0, 1), yticks=[0.5, 1.0], xticks=[])
+        axes.set_yticklabels([])
+        label = next(iter(predictions.values())).labels[window]
+        axes.set_title("mitosis" if label else "no mitosis", size=9, color=GRAY, pad=4)
+    figure.legend(loc="lower center", ncols=len(predictions), frameon=False, fontsize=9)
+    return save_figure(figure, path)

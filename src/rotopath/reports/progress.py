@@ -1,16 +1,12 @@
-"""Progress in the terminal: of a training, a bar with loss, pace and time left, and a line for each epoch; of slides, a
-bar for the one that is looked at, one for all of them, and a line for each that is over.
+"""Show the progress of a training, of the prediction of many slides, or of a study.
 
-A study in the terminal: one table of all its runs, and how long they will still take.
-
-In: the state of every job, again and again. Out: a live table, or where there is no terminal a line for each run that
-ends.
+A terminal shows progress bars or a table that are updated while the program runs. If the output is redirected to a
+file, there are no bars: one line is printed when an epoch, a slide or a run has finished.
 """
 
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group
@@ -19,19 +15,22 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeE
 from rich.table import Table
 from rich.text import Text
 
-from rotopath.predicting import SlideOutcome, read_summary
+from rotopath.inference.predict_files import SlideOutcome, read_sentence
 from rotopath.recipe import Recipe
+from rotopath.studies.jobs import JobState
 from rotopath.studies.plan import Job, Study
-from rotopath.studies.schedule import JobState
+
+JOB_MARKS = {"waiting": ("·", "dim"), "done": ("✓", "green"), "failed": ("✗", "bold red")}
+JOB_CELL_WIDTH = 12
 
 
-class _Shown:
-    """A bar on a console, while the block runs that it is opened for."""
+class ProgressBar:
+    """A progress bar with elapsed and remaining time. It is visible inside a `with` block, in a terminal only."""
 
     def __init__(self, console: Console, *columns: ProgressColumn) -> None:
         self._console = console
-        timed = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-        self._bar = Progress(*columns, *timed, console=console, transient=True, disable=not console.is_terminal)
+        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        self._bar = Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal)
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -41,100 +40,104 @@ class _Shown:
         self._bar.stop()
 
 
-class TrainingProgress(_Shown):
-    """Shows the rows of a training's log as they come."""
+class TrainingProgress(ProgressBar):
+    """Progress bar of a training: stage, epoch, loss, validation accuracy and speed."""
 
     def __init__(self, recipe: Recipe, console: Console) -> None:
-        loss = TextColumn("{task.fields[loss]}{task.fields[score]}  {task.fields[pace]}")
-        super().__init__(console, TextColumn("{task.description}"), BarColumn(), loss)
+        numbers = TextColumn("{task.fields[loss]}{task.fields[score]}  {task.fields[speed]}")
+        super().__init__(console, TextColumn("{task.description}"), BarColumn(), numbers)
         self._recipe = recipe
-        self._task = self._bar.add_task("starting", total=recipe.epochs * recipe.steps, loss="", score="", pace="")
+        self._task = self._bar.add_task("starting", total=recipe.epochs * recipe.steps, loss="", score="", speed="")
 
     def show(self, stage: str, row: dict[str, float]) -> None:
-        """One row of a stage's log, or how many samples are scored; a row with a validation loss ends an epoch."""
+        """Show a row of the training log.
+
+        A row with a validation loss ends an epoch, and is also printed as a line. A row with the key "samples" belongs
+        to the scoring after the training: "done" of "samples" images are scored.
+        """
         if "samples" in row:
-            scored = f"{stage}, {row['done']:g} of {row['samples']:g} images"
-            self._bar.update(self._task, description=scored, completed=row["done"], total=row["samples"])
+            description = f"{stage}, {row['done']:g} of {row['samples']:g} images"
+            self._bar.update(self._task, description=description, completed=row["done"], total=row["samples"])
             return
         epochs = self._recipe.epochs
         if stage == "baseline" and self._recipe.mining is not None:
             epochs = self._recipe.mining.epochs
         epoch = f"{stage}, epoch {row['epoch'] + 1:g} of at most {epochs}"
+        speed = f"{row['images_per_second']:,.0f} images/s"
         self._bar.update(
             self._task,
             total=epochs * self._recipe.steps,
             completed=row["step"],
             description=epoch,
             loss=f"loss {row['loss']:.4f}",
-            pace=f"{row['images_per_second']:,.0f} images/s",
+            speed=speed,
         )
         if "validation_loss" in row:
             accuracy = f"{row['validation_accuracy']:.3f}"
             self._bar.update(self._task, score=f"  validation accuracy {accuracy}")
             line = f"{epoch}: loss {row['loss']:.4f}, validation loss {row['validation_loss']:.4f}, accuracy {accuracy}"
-            self._console.print(f"{line}, {row['images_per_second']:,.0f} images/s", highlight=False, soft_wrap=True)
+            self._console.print(f"{line}, {speed}", highlight=False, soft_wrap=True)
 
 
-class SlideProgress(_Shown):
-    """Shows how far a batch of slides is."""
+class SlideProgress(ProgressBar):
+    """Two progress bars, for all slides and for the tiles of the current slide, and a line for each finished slide."""
 
     def __init__(self, slides: int, console: Console) -> None:
-        count = TextColumn("{task.completed:g} of {task.total:g} {task.fields[what]}")
+        count = TextColumn("{task.completed:g} of {task.total:g} {task.fields[unit]}")
         super().__init__(console, TextColumn("{task.description}"), BarColumn(), count)
-        self._all = self._bar.add_task("all", total=slides, what="slides")
-        self._one = self._bar.add_task("", total=1, what="tiles", visible=False)
-        self._at: Path | None = None
+        self._slides = self._bar.add_task("all", total=slides, unit="slides")
+        self._tiles = self._bar.add_task("", total=1, unit="tiles", visible=False)
+        self._current: Path | None = None
 
     def show(self, slide: Path, done: int, tiles: int) -> None:
-        """How many tiles of a slide are done."""
-        if slide != self._at:
-            self._at = slide
-            self._bar.reset(self._one, total=tiles, visible=True, description=slide.name)
-        self._bar.update(self._one, completed=done)
+        """Show that `done` of `tiles` tiles of a slide are predicted."""
+        if slide != self._current:
+            self._current = slide
+            self._bar.reset(self._tiles, total=tiles, visible=True, description=slide.name)
+        self._bar.update(self._tiles, completed=done)
 
-    def tell(self, outcome: SlideOutcome) -> None:
-        """A slide that is over."""
-        self._bar.advance(self._all)
-        self._bar.update(self._one, visible=False)
+    def show_outcome(self, outcome: SlideOutcome) -> None:
+        """Print one line: the result of a slide, that it was skipped, or why it failed."""
+        self._bar.advance(self._slides)
+        self._bar.update(self._tiles, visible=False)
         if outcome.state == "failed":
             line = f"{outcome.path.name} failed: {outcome.reason}"
         elif outcome.state == "skipped":
-            line = f"{outcome.path.name}: done before, skipped"
+            line = f"{outcome.path.name}: skipped, already done"
         else:
-            line = f"{outcome.path.name}: {read_summary(outcome.folder)}"
+            line = f"{outcome.path.name}: {read_sentence(outcome.folder)}"
         self._console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-MARKS = {"waiting": ("·", "dim"), "done": ("✓", "green"), "failed": ("✗", "bold red")}
-
-
 class StudyProgress:
-    """Shows the states of jobs as they change."""
+    """A table of all runs of a study with the estimated remaining time, updated while the study runs.
+
+    Without a terminal, one line is printed for each run that has ended.
+    """
 
     def __init__(self, study: Study, console: Console) -> None:
         self._study, self._console = study, console
         self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
         self._started: dict[Job, float] = {}
-        self._seconds: dict[Job, float] = {}  # that runs took, of those that ended while we watched
-        self._told: set[Job] = set()
+        self._seconds: dict[Job, float] = {}  # durations of runs that started and finished since this object exists
+        self._printed: set[Job] = set()
 
-    def __enter__(self) -> "StudyProgress":
+    def __enter__(self) -> Self:
         if self._live is not None:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
 
     def show(self, states: Mapping[Job, JobState]) -> None:
+        """Show the current state of all jobs."""
         now = time.monotonic()
-        for job, progress in states.items():
-            if progress.state == "running":
+        for job, state in states.items():
+            if state.state == "running":
                 self._started.setdefault(job, now)
-            elif progress.state == "done" and job in self._started:
+            elif state.state == "done" and job in self._started:
                 self._seconds.setdefault(job, now - self._started[job])
         if self._live is not None:
             self._live.update(Group(Text(self._summary(states), "bold"), self._table(states)))
@@ -142,68 +145,80 @@ class StudyProgress:
             self._print_ended(states)
 
     def _print_ended(self, states: Mapping[Job, JobState]) -> None:
-        ended = [job for job, one in states.items() if one.state in ("done", "failed") and job not in self._told]
+        """Print a line for each job that has ended since the last call, then a summary line."""
+        ended = [job for job, state in states.items() if state.state in ("done", "failed") and job not in self._printed]
         for job in ended:
             reason = f": {states[job].reason}" if states[job].reason else ""
             line = f"{job.name} {states[job].state}{reason}"
             self._console.print(line, highlight=False, soft_wrap=True, markup=False)
         if ended:
-            self._told.update(ended)
+            self._printed.update(ended)
             self._console.print(self._summary(states), highlight=False, soft_wrap=True)
 
     def _table(self, states: Mapping[Job, JobState]) -> Table:
-        """A row for each network and training set of a part, a column for each seed; if too long, those at work."""
+        """Return the table of runs: a row for each part, N and amount of training data, and a column for each seed.
+
+        If the terminal has too few lines, only rows with running or failed jobs are shown.
+        """
         seeds = sorted({job.recipe.seed for job in states})
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
         for name in ("part", "N", "regime"):
             table.add_column(name)
         for seed in seeds:
-            table.add_column(f"seed {seed}", min_width=12)
+            table.add_column(f"seed {seed}", min_width=JOB_CELL_WIDTH)
         rows: list[tuple[bool, tuple[str | Text, ...]]] = []
         for part in self._study.parts:
             for n in sorted(part.orientations):
                 for regime in part.regimes:
                     jobs = [part.job(n, regime, seed) for seed in seeds]
-                    marks = [_mark(states[job]) if job in states else Text() for job in jobs]
-                    busy = any(job in states and states[job].state in ("running", "failed") for job in jobs)
-                    rows.append((busy, (part.name, str(n), "all" if regime is None else f"{regime:g}", *marks)))
-        room = self._console.height - 4
-        for busy, row in rows:
-            if busy or len(rows) <= room:
+                    cells = [_job_cell(states[job]) if job in states else Text() for job in jobs]
+                    is_active = any(job in states and states[job].state in ("running", "failed") for job in jobs)
+                    rows.append((is_active, (part.name, str(n), "all" if regime is None else f"{regime:g}", *cells)))
+        lines = self._console.height - 4
+        for is_active, row in rows:
+            if is_active or len(rows) <= lines:
                 table.add_row(*row)
         return table
 
     def _summary(self, states: Mapping[Job, JobState]) -> str:
-        counts = {state: sum(one.state == state for one in states.values()) for state in ("done", "running", "failed")}
-        line = f"{counts['done']} of {len(states)} done, {counts['running']} running, {counts['failed']} failed"
-        left = self._seconds_left(states)
-        return line if left is None else f"{line}, about {_duration(left)} left"
+        """Return the numbers of done, running and failed jobs, and the estimated remaining time, as text."""
+        done, running, failed = (
+            sum(state.state == name for state in states.values()) for name in ("done", "running", "failed")
+        )
+        line = f"{done} of {len(states)} done, {running} running, {failed} failed"
+        seconds = self._seconds_left(states)
+        return line if seconds is None else f"{line}, about {_format_duration(seconds)} left"
 
     def _seconds_left(self, states: Mapping[Job, JobState]) -> float | None:
-        """By what runs of the same network took, or else of any; and as many at once as there are."""
-        if not self._seconds or all(one.state in ("done", "failed") for one in states.values()):
+        """Estimate the remaining time: the expected time of all open jobs / the number of jobs that run in parallel.
+
+        Returns None before the first run has finished, and when no job is open.
+        """
+        if not self._seconds or all(state.state in ("done", "failed") for state in states.values()):
             return None
-        total, at_once = 0.0, 0
-        for job, progress in states.items():
-            if progress.state in ("waiting", "running"):
-                total += self._expected(job) * (1 - progress.share)
-                at_once += progress.state == "running"
-        return total / max(1, at_once)
+        total, running = 0.0, 0
+        for job, state in states.items():
+            if state.state in ("waiting", "running"):
+                total += self._expected_seconds(job) * (1 - state.fraction)
+                running += state.state == "running"
+        return total / max(1, running)
 
-    def _expected(self, job: Job) -> float:
-        alike = (job.part, job.recipe.orientations)
-        same = [s for other, s in self._seconds.items() if (other.part, other.recipe.orientations) == alike]
-        known = same or list(self._seconds.values())
-        return sum(known) / len(known)
-
-
-def _mark(progress: JobState) -> Text:
-    if progress.state == "running":
-        return Text(f"{progress.share:.0%} {progress.stage.split()[0]}"[:12], "cyan")
-    return Text(*MARKS[progress.state])
+    def _expected_seconds(self, job: Job) -> float:
+        """Return the mean duration of finished runs with the same part and N, or else of all finished runs."""
+        key = (job.part, job.recipe.orientations)
+        same = [s for other, s in self._seconds.items() if (other.part, other.recipe.orientations) == key]
+        durations = same or list(self._seconds.values())
+        return sum(durations) / len(durations)
 
 
-def _duration(seconds: float) -> str:
+def _job_cell(state: JobState) -> Text:
+    """Return a table cell with the state of a job, or with the finished part of its training steps and its stage."""
+    if state.state == "running":
+        return Text(f"{state.fraction:.0%} {state.stage.split()[0]}"[:JOB_CELL_WIDTH], "cyan")
+    return Text(*JOB_MARKS[state.state])
+
+
+def _format_duration(seconds: float) -> str:
     minutes = round(seconds / 60)
     if minutes < 1:
         return "a minute"

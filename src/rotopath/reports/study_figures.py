@@ -1,7 +1,7 @@
-"""Figures of a study: scores by network and training data, learning curves, answers as inputs turn.
+"""Draw the figures of a study: scores, learning curves, and predictions for rotated images.
 
-In: summaries and results, and what their run folders keep. Out: each figure as PNG and PDF. Colours are those of
-Okabe and Ito, which people with any colour vision can tell apart.
+Every figure is written as PNG and as PDF. The colors are the palette of Okabe and Ito, which people with any color
+vision can distinguish.
 """
 
 import csv
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -18,151 +19,171 @@ from numpy.typing import NDArray
 
 from rotopath import runs
 from rotopath.evaluation import evaluation_file
-from rotopath.reports.figures import GREY, INK, save_figure
-from rotopath.studies.job import SPLIT
+from rotopath.reports.figures import GRAY, INK, save_figure
+from rotopath.studies.plan import SPLIT
 from rotopath.studies.results import StudyResult, Summary
 
-COLOURS = {1: "#d55e00", 4: "#56b4e9", 8: "#0072b2", 16: "#009e73"}
-TURNED, OTHERS = "#e69f00", ("#cc79a7", "#000000", "#f0e442")
+COLORS = {1: "#d55e00", 4: "#56b4e9", 8: "#0072b2", 16: "#009e73"}  # by number of orientations
+TTA_COLOR, OTHER_COLORS = "#e69f00", ("#cc79a7", "#000000", "#f0e442")
 WHITE_TO_RED = LinearSegmentedColormap.from_list("deviation", ["#ffffff", "#d55e00", "#7f0000"])
-PATCHES, FIELDS = 6, 2  # that are shown
-MOST_DEVIATION = 0.3  # the red end of maps
-SCORES = {"f1": "F1"}  # names of scores as people write them; others are written as they are
-
-
-def colour(orientations: int, rotations: int = 1) -> str:
-    if rotations > 1:
-        return TURNED
-    return COLOURS.get(orientations) or OTHERS[orientations % len(OTHERS)]
+WINDOWS_SHOWN, FIELDS_SHOWN = 6, 2
+MAX_DEVIATION = 0.3  # standard deviation at the red end of the color scale
+SCORE_LABELS = {"f1": "F1"}  # labels of scores that differ from their names
 
 
 def draw_scores(summaries: Sequence[Summary], score: str, regimes: Mapping[float | None, str], path: Path) -> Path:
-    """Scores by training data: a box from a deviation below the mean to one above, and every seed as a dot."""
-    labels = list(dict.fromkeys(one.group.label for one in summaries))
-    wide = max(1.3 * len(labels), 1.2 + 0.42 * len(labels) * len(regimes))  # for the legend, and for the boxes
-    figure = Figure(figsize=(wide, 4.0), dpi=150, layout="constrained")
+    """Draw scores for each amount of training data and network: the mean, one standard deviation, and all seeds.
+
+    The standard deviation over seeds is a box around the mean, and each seed is a dot. `regimes` maps amounts of
+    training data to their labels. Returns the path of the PNG file.
+    """
+    labels = list(dict.fromkeys(summary.condition.label for summary in summaries))
+    inches = max(
+        1.3 * len(labels), 1.2 + 0.42 * len(labels) * len(regimes)
+    )  # wide enough for the legend and for the boxes
+    figure = Figure(figsize=(inches, 4.0), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     width = 0.8 / len(labels)
-    for one in summaries:
-        place = list(regimes).index(one.group.regime) + (labels.index(one.group.label) - (len(labels) - 1) / 2) * width
-        ink = colour(one.group.orientations, one.group.rotations)
-        spread = 0.0 if np.isnan(one.deviation) else one.deviation
-        bottom = one.mean.value - spread
-        box = Rectangle((place - 0.4 * width, bottom), 0.8 * width, 2 * spread, facecolor=ink, alpha=0.25, linewidth=0)
+    for summary in summaries:
+        group = summary.condition
+        x = list(regimes).index(group.regime) + (labels.index(group.label) - (len(labels) - 1) / 2) * width
+        left, right = x - 0.4 * width, x + 0.4 * width
+        color = _color_of(group.orientations, group.rotations)
+        mean, deviation = summary.mean.value, 0.0 if np.isnan(summary.deviation) else summary.deviation
+        box = Rectangle((left, mean - deviation), right - left, 2 * deviation, facecolor=color, alpha=0.25, linewidth=0)
         axes.add_patch(box)
-        axes.plot([place - 0.4 * width, place + 0.4 * width], [one.mean.value] * 2, color=ink, linewidth=2.2)
-        values = [result.score for result in one.results]
-        named = one.group.label if one.group.regime == next(iter(regimes)) else None
-        axes.plot([place] * len(values), values, "o", color=ink, markersize=3.5, label=named)
+        axes.plot([left, right], [mean, mean], color=color, linewidth=2.2)
+        scores = [result.score for result in summary.results]
+        label = group.label if group.regime == next(iter(regimes)) else None
+        axes.plot([x] * len(scores), scores, "o", color=color, markersize=3.5, label=label)
     axes.set_xticks(range(len(regimes)), list(regimes.values()))
-    axes.set_ylabel(f"{SCORES.get(score, score)} on the test set", color=INK)
-    _tidy(axes)
+    axes.set_ylabel(f"{SCORE_LABELS.get(score, score)} on the test set", color=INK)
+    _style(axes)
     axes.tick_params(axis="x", length=0)
     figure.legend(loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
-    return _save(figure, path)
+    return _save_as_pdf_and_png(figure, path)
 
 
 def draw_curves(results: Sequence[StudyResult], path: Path) -> Path:
-    """The loss on validation windows after each epoch, a line a run."""
+    """Draw the validation loss after each epoch, with a line for each run, and return the path of the PNG file."""
     figure = Figure(figsize=(6.4, 3.6), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    seen = set()
-    for one in results:
-        n = one.recipe.orientations
-        steps, losses = _validation(one.folder / runs.LOG)
-        axes.plot(steps, losses, color=colour(n), linewidth=1.2, label=None if n in seen else f"N={n}")
-        seen.add(n)
+    in_legend = set()
+    for result in results:
+        n = result.recipe.orientations
+        steps, losses = _read_validation_losses(result.folder / runs.LOG)
+        axes.plot(steps, losses, color=_color_of(n), linewidth=1.2, label=None if n in in_legend else f"N={n}")
+        in_legend.add(n)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.set_xlabel("steps", color=INK)
     axes.set_ylabel("validation loss", color=INK)
-    _tidy(axes)
-    figure.legend(loc="outside lower center", ncols=len(seen), frameon=False, fontsize=9)
-    return _save(figure, path)
+    _style(axes)
+    figure.legend(loc="outside lower center", ncols=len(in_legend), frameon=False, fontsize=9)
+    return _save_as_pdf_and_png(figure, path)
 
 
-def draw_polar(results: Sequence[StudyResult], classes: Sequence[str], path: Path) -> Path | None:
-    """Windows on which the first network scatters most, and what each network says as they turn."""
-    kept = {f"N={one.recipe.orientations}": (one, _turned(one)) for one in results}
-    if not kept or any(found is None or "fair" not in found for _, found in kept.values()):
+def draw_rotated_windows(results: Sequence[StudyResult], classes: Sequence[str], path: Path) -> Path | None:
+    """Draw windows, and below each a polar plot of the predicted probability over the rotation angle.
+
+    The windows are those for which the predictions of the first network (smallest N) vary most over angles.
+    `classes` are the names of the window labels. Returns the path of the PNG file, or None if a run has no predictions
+    for rotated windows.
+    """
+    predictions = _read_all_rotated(results, "fair")
+    if predictions is None:
         return None
-    first = next(iter(kept.values()))[1]
-    assert first is not None
-    shown = len(first["images"])
-    chosen = np.argsort(-first["fair"][:, :shown].std(axis=0), kind="stable")[:PATCHES]
-    figure = Figure(figsize=(1.75 * len(chosen), 4.3), dpi=150, facecolor="white")
-    for c, number in enumerate(chosen):
-        left, across = c / len(chosen), 1 / len(chosen)
-        image = figure.add_axes((left + 0.14 * across, 0.56, 0.72 * across, 0.36))
-        image.imshow(first["images"][number])
+    first = predictions[0][1]
+    deviation = first["fair"][:, : len(first["images"])].std(axis=0)
+    windows = np.argsort(-deviation, kind="stable")[:WINDOWS_SHOWN]
+    figure = Figure(figsize=(1.75 * len(windows), 4.3), dpi=150, facecolor="white")
+    for c, window in enumerate(windows):
+        left, width = c / len(windows), 1 / len(windows)
+        image = figure.add_axes((left + 0.14 * width, 0.56, 0.72 * width, 0.36))
+        image.imshow(first["images"][window])
         image.set_axis_off()
-        image.set_title(_name_label(classes, int(first["labels"][number])), size=9, color=GREY)
-        axes = figure.add_axes((left + 0.08 * across, 0.11, 0.84 * across, 0.42), projection="polar")
-        for name, (one, found) in kept.items():
-            assert found is not None
-            angles = np.deg2rad([*found["fair_degrees"], found["fair_degrees"][0]])
-            values = [*found["fair"][:, number], found["fair"][0, number]]
-            label = name if c == 0 else None
-            axes.plot(angles, values, color=colour(one.recipe.orientations), linewidth=1.5, label=label)
+        label = int(first["labels"][window])
+        image.set_title(classes[label] if label < len(classes) else "", size=9, color=GRAY)
+        axes = figure.add_axes((left + 0.08 * width, 0.11, 0.84 * width, 0.42), projection="polar")
+        for n, rotated in predictions:
+            angles = np.deg2rad([*rotated["fair_degrees"], rotated["fair_degrees"][0]])
+            probabilities = [*rotated["fair"][:, window], rotated["fair"][0, window]]
+            axes.plot(angles, probabilities, color=_color_of(n), linewidth=1.5, label=f"N={n}" if c == 0 else None)
         axes.set(ylim=(0, 1), yticks=[0.5, 1.0], xticks=[])
         axes.set_yticklabels([])
-    figure.legend(loc="lower center", ncols=len(kept), frameon=False, fontsize=9)
-    return _save(figure, path)
-
-
-def _name_label(classes: Sequence[str], label: int) -> str:
-    return classes[label] if label < len(classes) else ""
+    figure.legend(loc="lower center", ncols=len(predictions), frameon=False, fontsize=9)
+    return _save_as_pdf_and_png(figure, path)
 
 
 def draw_maps(results: Sequence[StudyResult], path: Path) -> Path | None:
-    """Borders of objects, or objects, as images rotate, re-aligned: the mean of all angles, the deviation in red."""
-    kept = [(one, _turned(one)) for one in results]
-    if not kept or any(found is None or "objects_mean" not in found for _, found in kept):
+    """Draw how much maps of annotated image regions (fields) change if the fields are rotated.
+
+    Each field was predicted at many angles, and the maps were rotated back. For each field, one row shows the image and
+    the mean map of each network (gray), and the next row the standard deviation over angles (white to red). The maps
+    contain probabilities of object borders, or of objects if the task has no borders. Returns the path of the PNG
+    file, or None if a run has no such maps.
+    """
+    predictions = _read_all_rotated(results, "objects_mean")
+    if predictions is None:
         return None
-    shown = "borders" if all(found and "borders_mean" in found for _, found in kept) else "objects"
-    rows = 2 * FIELDS
-    figure = Figure(figsize=(2.0 * (len(kept) + 1), 2.0 * rows + 0.3), dpi=100, layout="constrained", facecolor="white")
-    grid = figure.subplots(rows, len(kept) + 1, squeeze=False)
+    shown = "borders" if all("borders_mean" in rotated for _, rotated in predictions) else "objects"
+    rows, columns = 2 * FIELDS_SHOWN, len(predictions) + 1
+    figure = Figure(figsize=(2.0 * columns, 2.0 * rows + 0.3), dpi=100, layout="constrained", facecolor="white")
+    grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat:
         axes.set_axis_off()
-    for k, (one, found) in enumerate(kept):
-        assert found is not None
-        for f in range(min(FIELDS, len(found["images"]))):
-            if k == 0:
-                grid[2 * f, 0].imshow(found["images"][f])
-            mean, deviation = (found[f"{shown}_{name}"][f].astype(np.float32) for name in ("mean", "deviation"))
-            grid[2 * f, k + 1].imshow(mean, cmap="gray_r", vmin=0, vmax=1)
-            grid[2 * f + 1, k + 1].imshow(deviation, cmap=WHITE_TO_RED, vmin=0, vmax=MOST_DEVIATION)
-        grid[0, k + 1].set_title(f"N={one.recipe.orientations}", size=10, color=INK)
-    for f in range(FIELDS):
-        grid[2 * f + 1, 0].text(
-            *(0.98, 0.5), "above: mean over angles\nhere: deviation", ha="right", va="center", size=8, color=GREY
-        )
-    return _save(figure, path)
+    for f, image in enumerate(predictions[0][1]["images"][:FIELDS_SHOWN]):
+        grid[2 * f, 0].imshow(image)
+    for k, (n, rotated) in enumerate(predictions, 1):
+        for f in range(min(FIELDS_SHOWN, len(rotated["images"]))):
+            mean, deviation = (rotated[f"{shown}_{name}"][f].astype(np.float32) for name in ("mean", "deviation"))
+            grid[2 * f, k].imshow(mean, cmap="gray_r", vmin=0, vmax=1)
+            grid[2 * f + 1, k].imshow(deviation, cmap=WHITE_TO_RED, vmin=0, vmax=MAX_DEVIATION)
+        grid[0, k].set_title(f"N={n}", size=10, color=INK)
+    for f in range(FIELDS_SHOWN):
+        text = "above: mean over angles\nthis row: standard deviation"
+        grid[2 * f + 1, 0].text(0.98, 0.5, text, ha="right", va="center", size=8, color=GRAY)
+    return _save_as_pdf_and_png(figure, path)
 
 
-def _turned(result: StudyResult) -> Mapping[str, NDArray[Any]] | None:
-    """The answers to turned inputs that a run folder keeps, if it does."""
-    path = evaluation_file(result.folder, SPLIT).with_suffix(".npz")
-    if not path.exists():
-        return None
-    with np.load(path, allow_pickle=False) as kept:
-        return dict(kept)
+def _read_all_rotated(results: Sequence[StudyResult], key: str) -> list[tuple[int, Mapping[str, NDArray[Any]]]] | None:
+    """Read the predictions for rotated inputs, and return (N, arrays by name) for each network.
+
+    Returns None if a run has no such predictions, or none with the array `key`.
+    """
+    predictions: dict[int, Mapping[str, NDArray[Any]]] = {}
+    for result in results:
+        path = evaluation_file(result.folder, SPLIT).with_suffix(".npz")
+        if not path.exists():
+            return None
+        with np.load(path, allow_pickle=False) as arrays:
+            if key not in arrays:
+                return None
+            predictions[result.recipe.orientations] = dict(arrays)
+    return list(predictions.items()) or None
 
 
-def _validation(log: Path) -> tuple[list[int], list[float]]:
+def _read_validation_losses(log: Path) -> tuple[list[int], list[float]]:
+    """Return the training steps and the validation losses of all epochs in a training log."""
     with log.open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["validation_loss"]]
     return [int(row["step"]) for row in rows], [float(row["validation_loss"]) for row in rows]
 
 
-def _tidy(axes: Any) -> None:
+def _color_of(orientations: int, rotations: int = 1) -> str:
+    """Return the color of a network; `rotations` above 1 means test-time augmentation."""
+    if rotations > 1:
+        return TTA_COLOR
+    return COLORS.get(orientations) or OTHER_COLORS[orientations % len(OTHER_COLORS)]
+
+
+def _style(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=GREY)
+    axes.tick_params(colors=GRAY)
     axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
 
 
-def _save(figure: Figure, path: Path) -> Path:
-    """As PDF for papers, and as PNG for the page; gives the latter."""
+def _save_as_pdf_and_png(figure: Figure, path: Path) -> Path:
+    """Write a figure as PDF for papers and as PNG for the HTML report, and return the path of the PNG file."""
     save_figure(figure, path.with_suffix(".pdf"))
     return save_figure(figure, path.with_suffix(".png"))

@@ -1,12 +1,14 @@
-"""The report of a study: tables and figures from result files alone, as one page, CSV, PNG and PDF.
+"""Write the report of a study: an HTML page, tables and figures.
 
-In: the folder of a study. Out: `report.html`, `results.csv` (a row an evaluation), `summary.csv` (a row a network and
-training set) and figures, in a folder of their own.
+The report is made from the files in the run folders of the study. Its folder contains `report.html`, `results.csv` (a
+row for each evaluation), `summary.csv` (a row for each network and amount of training data), and the figures as PNG
+and PDF.
 """
 
 import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
@@ -16,245 +18,289 @@ from torch.utils.flop_counter import FlopCounterMode
 import rotopath
 from rotopath import runs
 from rotopath.models.protocols import unwrap
-from rotopath.recipe import NetworkOptions, Recipe, write_recipe
+from rotopath.recipe import NetworkOptions, Recipe, format_recipe
 from rotopath.reports.figures import Section, write_page
-from rotopath.reports.study_figures import PATCHES, SCORES, draw_curves, draw_maps, draw_polar, draw_scores
-from rotopath.studies.results import Estimate, StudyResult, Summary, read_results, summarise
+from rotopath.reports.study_figures import (
+    SCORE_LABELS,
+    WINDOWS_SHOWN,
+    draw_curves,
+    draw_maps,
+    draw_rotated_windows,
+    draw_scores,
+)
+from rotopath.studies.results import Estimate, StudyResult, Summary, read_results, summarize
 from rotopath.tasks import PAPER, Classify, Detect, Segment
 from rotopath.writing import write_text
 
-# Lafarge et al. (2020), with all of the training data: mean and deviation of three seeds.
+# Scores of Lafarge et al. (2020) by task and N, with all training data: mean and standard deviation over three seeds.
 PUBLISHED: Mapping[str, Mapping[int, str]] = {
     "mitosis": {1: "0.556 ± 0.016", 8: "0.626 ± 0.015"},
     "nuclei": {1: "0.754 ± 0.006", 8: "0.771 ± 0.006"},
     "tumor": {1: "0.863 ± 0.003", 8: "0.892 ± 0.004"},
 }
+PCAM_TEST_PATCHES, AMIDA13_TEST_MITOSES, KUMAR_TEST_FIELDS = 32_768, 533, 8  # of the paper's test sets
+INTRODUCTION = (
+    "Networks with N orientations, compared with ordinary CNNs (N=1). All networks of a task have about the same "
+    "number of weights and were trained on the same windows. Scores were computed on the test set, with decision "
+    "thresholds that were chosen on the validation set."
+)
+TABLE_TEXT = (
+    "Mean and standard deviation over seeds. In brackets: 95 % confidence intervals. Minus N=1: the mean difference to "
+    "N=1 with the same seeds, without and with test-time augmentation (TTA: mean over rotations of the input). The "
+    "intervals account for the choice of patients (of patches, if slides are unknown) and, if there are several seeds, "
+    "of seeds. Deviation: the standard deviation of predicted probabilities over rotations of the input. Changed: the "
+    "percentage of inputs whose decision is not the same at all angles."
+)
 
 
 def report(study: Path | str, out: Path | str | None = None) -> Path:
-    """Write the page, tables and figures of a study into a folder, its own `report` when left out; gives the page."""
+    """Write the HTML report, tables and figures of a study, and return the path of the HTML file.
+
+    `study` is the folder with all runs of the study. `out` is the folder for the report, by default `study`/report.
+    Raises RunError if the study has no finished runs.
+    """
     study = Path(study)
     out = Path(out) if out else study / "report"
     results = read_results(study)
-    summaries = summarise(results)
+    summaries = summarize(results)
     out.mkdir(parents=True, exist_ok=True)
-    _write_csv(out / "results.csv", [_result_row(one) for one in results])
-    _write_csv(out / "summary.csv", [_summary_row(one) for one in summaries])
+    _write_csv(out / "results.csv", [_result_row(result) for result in results])
+    _write_csv(out / "summary.csv", [_summary_row(summary) for summary in summaries])
     sections: list[Section] = []
-    for part in dict.fromkeys(one.part for one in results):
-        sections += _part_sections(
-            part,
-            [one for one in results if one.part == part],
-            [one for one in summaries if one.group.part == part],
-            out,
+    for name in dict.fromkeys(result.part for result in results):
+        part = PartReport(
+            name,
+            [result for result in results if result.part == name],
+            [summary for summary in summaries if summary.condition.part == name],
+            out / "figures",
         )
-    sections.append(_cost(results))
-    lead = (
-        "Networks that look in N orientations at once, against an ordinary one (N=1) of about as many weights, trained "
-        "on the same windows. Scores are those of the test set, at the operating point of the validation set."
-    )
-    done = len({one.folder for one in results})
-    footer = f"{done} runs, {len(results)} evaluations. Written by rotopath {rotopath.__version__}."
-    return write_page(out / "report.html", f"rotopath: the study {study.name}", lead, sections, footer)
+        sections += part.sections()
+    sections.append(cost_section(results))
+    run_count = len({result.folder for result in results})
+    footer = f"{run_count} runs, {len(results)} evaluations. Written by rotopath {rotopath.__version__}."
+    return write_page(out / "report.html", f"rotopath: study {study.name}", INTRODUCTION, sections, footer)
 
 
-def _part_sections(part: str, results: list[StudyResult], summaries: list[Summary], out: Path) -> list[Section]:
-    recipe, score = results[0].recipe, results[0].recipe.kind.score_name
-    regimes = {one.recipe.regime: _regime(recipe, one.recipe.regime) for one in results}
-    fullest = next(iter(regimes))
-    full = [one for one in results if one.recipe.regime == fullest and one.rotations == 1]
-    first = [one for one in full if one.recipe.seed == full[0].recipe.seed]
-    figures = out / "figures"
-    sections = [
-        Section(
-            f"{part}: scores",
-            f"{SCORES.get(score, score)} by training data. Boxes reach from one standard deviation over seeds below "
-            f"the mean to one above; dots are seeds. {_data(results[0])}",
-            picture=draw_scores(summaries, score, regimes, figures / f"{part}-scores.png"),
-        ),
-        Section(
-            "",
-            "Mean and standard deviation over seeds. In brackets: 95 % intervals of the mean, and of its difference to "
-            "N=1 of the same seeds, as it is and with the mean prediction over turned inputs; for other patients "
-            "(patches where slides are not known) and other seeds, if there are several. Scatter is the standard "
-            "deviation of predictions when inputs turn; decisions change if they depend on the angle.",
-            [_head(score), *_rows(summaries, regimes)],
-        ),
-        _published(recipe, summaries, fullest, regimes[fullest]),
-    ]
-    if polar := draw_polar(first, _label_names(recipe), figures / f"{part}-polar.png"):
-        sections.append(
+@dataclass(frozen=True)
+class PartReport:
+    """Makes the sections of the HTML report about one part of a study (one task on one dataset)."""
+
+    part: str  # name of the part
+    results: Sequence[StudyResult]
+    summaries: Sequence[Summary]
+    figures: Path  # folder for figures
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the first run; other runs differ only in orientations, training data and seed."""
+        return self.results[0].recipe
+
+    @property
+    def regimes(self) -> Mapping[float | None, str]:
+        """Amounts of training data (regimes) and their labels, largest first."""
+        kind = self.recipe.kind
+        amounts = dict.fromkeys(result.recipe.regime for result in self.results)
+        return {regime: "all" if regime is None else kind.describe_regime(regime) for regime in amounts}
+
+    @property
+    def full(self) -> list[StudyResult]:
+        """Results with the largest amount of training data, without test-time augmentation."""
+        regime = next(iter(self.regimes))
+        return [result for result in self.results if result.recipe.regime == regime and result.rotations == 1]
+
+    @property
+    def full_name(self) -> str:
+        """Label of the largest amount of training data."""
+        return next(iter(self.regimes.values()))
+
+    @property
+    def first_seed(self) -> list[StudyResult]:
+        """Results in `full` with the first seed."""
+        return [result for result in self.full if result.recipe.seed == self.full[0].recipe.seed]
+
+    def sections(self) -> list[Section]:
+        """Return all sections: scores, comparison with the paper, rotated predictions, learning curves, settings."""
+        return [
+            *self._score_sections(),
+            self._published_section(),
+            *self._rotation_sections(),
             Section(
-                f"{part}: predictions as windows turn",
-                "Radius: the probability (of several classes, that of the likeliest), from 0 in the middle to 1 at the "
-                "rim; a network that does not care draws a "
-                f"circle. The {PATCHES} windows on which N={first[0].recipe.orientations} scatters most, first "
-                f"seed, training data: {regimes[fullest]}.",
-                picture=polar,
-            )
-        )
-    if maps := draw_maps(first, figures / f"{part}-maps.png"):
-        sections.append(
+                f"{self.part}: learning curves",
+                f"Loss on validation windows after each epoch, for each run. Training data: {self.full_name}.",
+                figure=draw_curves(self.full, self.figures / f"{self.part}-curves.png"),
+            ),
             Section(
-                f"{part}: maps as fields rotate",
-                "Borders of objects (or objects, where a task has no borders) that networks see in fields rotated by "
-                "sixteen angles, rotated back: their mean in grey, and their standard deviation from white to red. "
-                f"First seed, training data: {regimes[fullest]}.",
-                picture=maps,
+                f"{self.part}: settings",
+                "All runs have this recipe; only orientations, training data and seed differ. "
+                f"{_describe_versions(self.results)} Each run folder contains its recipe, log, weights and provenance.",
+                details=format_recipe(self.first_seed[-1].recipe),
+            ),
+        ]
+
+    def _score_sections(self) -> list[Section]:
+        """Return sections with a figure and a table of the main score."""
+        score = self.recipe.kind.score_name
+        data = self.results[0].provenance["data"]
+        path = self.figures / f"{self.part}-scores.png"
+        return [
+            Section(
+                f"{self.part}: scores",
+                f"{SCORE_LABELS.get(score, score)} by training data. Lines are means over seeds, boxes extend one "
+                f"standard deviation above and below the mean, and each dot is a seed. Data: {data['source']}, "
+                f"{data['images']:,} images (fingerprint {data['fingerprint']}).",
+                figure=draw_scores(self.summaries, score, self.regimes, path),
+            ),
+            Section("", TABLE_TEXT, [_score_header(score), *self._score_rows()]),
+        ]
+
+    def _score_rows(self) -> list[list[str]]:
+        """Return a table row for each summary. Only the first row of a regime contains the label of the regime."""
+        rows = []
+        previous: float | str | None = ""  # differs from all regimes, also from None
+        for summary in self.summaries:
+            regime = summary.condition.regime
+            rows.append(
+                [
+                    self.regimes[regime] if regime != previous else "",
+                    summary.condition.label,
+                    _format_mean(summary),
+                    _format_interval(summary.mean),
+                    _format_difference(summary.over_plain),
+                    _format_difference(summary.over_rotated),
+                    "–" if summary.scatter is None else f"{summary.scatter:.4f}",
+                    "–" if summary.changed is None else f"{summary.changed:.1%}",
+                ]
             )
+            previous = regime
+        return rows
+
+    def _published_section(self) -> Section:
+        """Return a section that compares scores with the paper, or that says why they cannot be compared."""
+        recipe = self.recipe
+        if recipe.task not in PAPER or recipe.classes:
+            return Section("", "Lafarge et al. (2020) did not study this task, so there is no published score.")
+        reason = why_not_comparable(self.summaries[0].results[0])
+        if reason is not None:
+            return Section("", f"These scores cannot be compared with Lafarge et al. (2020): {reason}")
+        means = {
+            summary.condition.orientations: _format_mean(summary)
+            for summary in self.summaries
+            if summary.condition.regime == next(iter(self.regimes)) and summary.condition.rotations == 1
+        }
+        rows = [[f"N={n}", paper, means.get(n, "–")] for n, paper in PUBLISHED[recipe.task].items()]
+        text = (
+            "Comparison with the paper. The test set has the same size as in the paper. Training data: "
+            f"{self.full_name}; all settings are listed below."
         )
-    sections.append(
-        Section(
-            f"{part}: learning curves",
-            f"The loss on validation windows after every epoch, every seed, training data: {regimes[fullest]}.",
-            picture=draw_curves(full, figures / f"{part}-curves.png"),
-        )
-    )
-    sections.append(
-        Section(
-            f"{part}: settings",
-            "One recipe; runs differ in orientations, regime and seed alone. "
-            f"{_versions(results)} Each run folder holds its own recipe, log, weights and provenance.",
-            details=write_recipe(first[-1].recipe),
-        )
-    )
-    return sections
+        if recipe.kind is Segment:
+            text += (
+                " Here, an object is a true positive if its IoU is at least 0.5; the rule of the paper may differ "
+                "(see rotopath evaluate --rule)."
+            )
+        return Section("", text, [["", "Lafarge et al. (2020)", "this study"], *rows])
+
+    def _rotation_sections(self) -> list[Section]:
+        """Return sections with figures of predictions for rotated inputs. Figures without data are left out."""
+        results, sections = self.first_seed, []
+        if polar := draw_rotated_windows(results, _list_labels(self.recipe), self.figures / f"{self.part}-polar.png"):
+            sections.append(
+                Section(
+                    f"{self.part}: predictions for rotated windows",
+                    "Radius: the predicted probability (with several classes, that of the most likely class), from 0 "
+                    "at the center to 1 at the edge. Angle: the rotation of the window. If the prediction does not "
+                    f"depend on the rotation, the curve is a circle. Shown are the {WINDOWS_SHOWN} windows with the "
+                    f"largest deviation for N={results[0].recipe.orientations}. First seed; training data: "
+                    f"{self.full_name}.",
+                    figure=polar,
+                )
+            )
+        if maps := draw_maps(results, self.figures / f"{self.part}-maps.png"):
+            sections.append(
+                Section(
+                    f"{self.part}: maps of rotated fields",
+                    "Annotated image regions (fields) were rotated by sixteen angles and predicted, and the maps were "
+                    "rotated back. The maps show object borders, or objects if the task has no borders. Gray: mean "
+                    "over angles. White to red: standard deviation over angles. First seed; training data: "
+                    f"{self.full_name}.",
+                    figure=maps,
+                )
+            )
+        return sections
 
 
-def _data(result: StudyResult) -> str:
-    about = result.provenance["data"]
-    return f"Data: {about['source']}, {about['images']:,} images (fingerprint {about['fingerprint']})."
-
-
-def _label_names(recipe: Recipe) -> Sequence[str]:
-    """What the labels of rotated windows stand for."""
-    task = recipe.make_task()
-    return (task.absent, task.class_names[0].lower()) if task.is_single else task.output_names
-
-
-def _published(recipe: Recipe, summaries: Sequence[Summary], fullest: float | None, regime: str) -> Section:
-    """The paper's numbers beside ours, or a plain word why they are no measure of them."""
-    if recipe.task not in PAPER or recipe.classes:
-        return Section("", "The paper has no such task, so there is nothing to compare these scores with.")
-    reason = incomparable(summaries[0].results[0])
-    if reason is not None:
-        return Section("", f"These scores cannot be compared with those of Lafarge et al. (2020): {reason}")
-    ours = {
-        one.group.orientations: _spread(one)
-        for one in summaries
-        if one.group.regime == fullest and one.group.rotations == 1
-    }
-    rows = [[f"N={n}", paper, ours.get(n, "–")] for n, paper in PUBLISHED[recipe.task].items()]
-    text = f"The test set has as many cases as the paper's; training data: {regime}, and settings as below."
-    if recipe.kind is Segment:
-        text += " Hits have an IoU of at least one half, and the paper may count otherwise (rotopath evaluate --rule)."
-    return Section("", f"Beside the paper's. {text}", [["", "Lafarge et al. (2020)", "here"], *rows])
-
-
-def incomparable(result: StudyResult) -> str | None:
-    """Why a score says nothing about the paper's, if it does not: it is of other test data."""
+def why_not_comparable(result: StudyResult) -> str | None:
+    """Return why a score cannot be compared with the paper; None if the test data are the same."""
     source, scores, kind = result.provenance["data"]["source"], result.scores, result.recipe.kind
     if "synthetic" in source:
-        return "this tissue is synthetic."
-    if kind is Classify and scores["images"] != 32768:
-        return f"the paper tests on the 32,768 patches of PCam's test set, and here there are {scores['images']:,}."
-    if kind is Detect and scores["hits"] + scores["missed"] != 533:
-        mitoses = scores["hits"] + scores["missed"]
-        return f"the paper tests on 533 mitoses in whole high-power fields of 11 cases, and here there are {mitoses}."
-    if kind is Segment and len(scores["images"]) != 8:
-        return f"the paper tests on 8 fields, and here there are {len(scores['images'])}."
+        return "the tissue is synthetic."
+    if kind is Classify and scores["images"] != PCAM_TEST_PATCHES:
+        return f"the paper's test set has 32,768 patches (PCam); this test set has {scores['images']:,}."
+    if kind is Detect and (mitoses := scores["hits"] + scores["missed"]) != AMIDA13_TEST_MITOSES:
+        return f"the paper's test set has 533 mitotic figures of 11 cases; this test set has {mitoses}."
+    if kind is Segment and len(scores["images"]) != KUMAR_TEST_FIELDS:
+        return f"the paper's test set has 8 images; this test set has {len(scores['images'])}."
     return None
 
 
-def _head(score: str) -> list[str]:
-    return [
-        "data",
-        "network",
-        SCORES.get(score, score),
-        "interval",
-        "minus N=1",
-        "minus N=1, turned",
-        "scatter",
-        "changed",
-    ]
+def _list_labels(recipe: Recipe) -> Sequence[str]:
+    """Return the names of the labels of windows. The position in the sequence is the label."""
+    task = recipe.make_task()
+    return (task.background_name, task.class_names[0].lower()) if task.is_single else task.output_names
 
 
-def _rows(summaries: Sequence[Summary], regimes: Mapping[float | None, str]) -> list[list[str]]:
-    """A row for each summary; what training data it is about is said once."""
-    rows = []
-    for before, one in zip([None, *summaries], summaries, strict=False):
-        same = before is not None and before.group.regime == one.group.regime
-        rows.append(
-            [
-                "" if same else regimes[one.group.regime],
-                one.group.label,
-                _spread(one),
-                _bracket(one.mean),
-                _signed(one.over_plain),
-                _signed(one.over_turned),
-                "–" if one.scatter is None else f"{one.scatter:.4f}",
-                "–" if one.changed is None else f"{one.changed:.1%}",
-            ]
-        )
-    return rows
+def _describe_versions(results: Sequence[StudyResult]) -> str:
+    """Return a sentence with the versions of rotopath and torch that the runs were trained with."""
+    records = [result.provenance for result in results]
+    commits = sorted({str(record["commit"]) for record in records})
+    versions = sorted({record["packages"]["torch"] for record in records})
+    return f"rotopath {records[0]['rotopath']} (commit {', '.join(commits)}), torch {', '.join(versions)}."
 
 
-def _spread(one: Summary) -> str:
-    """The mean, and the deviation over seeds where there are several."""
-    return f"{one.mean.value:.3f}" + (f" ± {one.deviation:.3f}" if len(one.results) > 1 else "")
+# Cost
 
 
-def _bracket(estimate: Estimate) -> str:
-    return f"[{estimate.low:.3f}, {estimate.high:.3f}]" if estimate.has_interval else "–"
-
-
-def _signed(difference: Estimate | None) -> str:
-    if difference is None:
-        return "–"
-    interval = f" [{difference.low:+.3f}, {difference.high:+.3f}]" if difference.has_interval else ""
-    return f"{difference.value:+.3f}{interval}"
-
-
-def _cost(results: Sequence[StudyResult]) -> Section:
-    """Weights, arithmetic and time of every network."""
-    rows = []
-    seen: dict[tuple[str, str, int, NetworkOptions], list[StudyResult]] = {}
-    for one in results:
-        if one.rotations == 1:
-            recipe = one.recipe
+def cost_section(results: Sequence[StudyResult]) -> Section:
+    """Return the section about the cost of each network: weights, floating-point operations and training time."""
+    networks: dict[tuple[str, str, int, NetworkOptions], list[StudyResult]] = {}
+    for result in results:
+        if result.rotations == 1:
+            recipe = result.recipe
             key = (recipe.task, recipe.network_name, recipe.orientations, recipe.network_options)
-            seen.setdefault(key, []).append(one)
-    for (task, name, n, options), members in sorted(seen.items(), key=lambda pair: (pair[0][:3], str(pair[0][3]))):
-        network = unwrap(runs.build(members[0].recipe))
-        weights = sum(parameter.numel() for parameter in network.parameters())
-        minutes = [_minutes(one) for one in members]
+            networks.setdefault(key, []).append(result)
+    rows = []
+    for key, members in sorted(networks.items(), key=lambda item: (item[0][:3], str(item[0][3]))):
+        task, name, n, options = key
+        weights = sum(weight.numel() for weight in unwrap(runs.build(members[0].recipe)).parameters())
+        minutes = [_minutes(result) for result in members]
         rows.append(
             [
                 task,
-                f"{name}, N={n}{_differing(options, seen)}",
+                f"{name}, N={n}{_format_differing(options, [other[3] for other in networks])}",
                 f"{weights:,}",
-                f"{_operations(members[0]) / 1e9:.2g}",
+                f"{count_operations(members[0]) / 1e9:.2g}",
                 f"{sum(minutes) / len(minutes):.1f}",
             ]
         )
+    devices = sorted({result.provenance["hardware"]["device"] for result in results})
     return Section(
         "Cost",
-        "Weights; floating-point operations for one window of training, in billions, the rotation of kernels included; "
-        "and the mean duration of a run in minutes, of training and scoring, with whatever ran beside it or "
-        "interrupted it. "
-        f"Hardware: {', '.join(sorted({one.provenance['hardware']['device'] for one in results}))}.",
-        [["task", "network", "weights", "GFLOP a window", "minutes a run"], *rows],
+        "Weights: number of weights. GFLOP per window: billions of floating-point operations to predict one training "
+        "window, including the rotation of kernels. Minutes per run: mean time from the start to the end of training "
+        "and scoring, including interruptions; other programs may have slowed it down. Hardware: "
+        f"{', '.join(devices)}.",
+        [["task", "network", "weights", "GFLOP per window", "minutes per run"], *rows],
     )
 
 
-def _differing(options: NetworkOptions, others: Iterable[tuple[str, str, int, NetworkOptions]]) -> str:
-    """The options in which a network differs from others of this table."""
-    every = [other[3] for other in others]
-    differing = [key for key in options if any(other.get(key) != options[key] for other in every)]
-    return "".join(f", {key} {options[key]}" for key in differing if any(key in other for other in every))
+def _format_differing(options: NetworkOptions, tables: Iterable[NetworkOptions]) -> str:
+    """Return the options of a network that differ between networks as text, such as ", width 8"."""
+    tables = list(tables)
+    differing = [key for key in options if any(table.get(key) != options[key] for table in tables)]
+    return "".join(f", {key} {options[key]}" for key in differing)
 
 
-def _operations(result: StudyResult) -> int:
+def count_operations(result: StudyResult) -> int:
+    """Return the number of floating-point operations that the network of a run needs for one training window."""
     network = runs.build(result.recipe)
     side = runs.describe_network(result.recipe, network).window_px
     module = unwrap(network).to("meta").eval()
@@ -264,59 +310,80 @@ def _operations(result: StudyResult) -> int:
 
 
 def _minutes(result: StudyResult) -> float:
-    begun, finished = (datetime.fromisoformat(result.provenance[key]) for key in ("begun", "finished"))
-    return (finished - begun).total_seconds() / 60
+    """Return the time in minutes from the start to the end of a run."""
+    start, end = (datetime.fromisoformat(result.provenance[key]) for key in ("begun", "finished"))
+    return (end - start).total_seconds() / 60
 
 
-def _versions(results: Sequence[StudyResult]) -> str:
-    about = [one.provenance for one in results]
-    commits = sorted({str(one["commit"]) for one in about})
-    torches = sorted({one["packages"]["torch"] for one in about})
-    return f"rotopath {about[0]['rotopath']} (commit {', '.join(commits)}), torch {', '.join(torches)}."
+# Tables
 
 
-def _regime(recipe: Recipe, regime: float | None) -> str:
-    return "all" if regime is None else recipe.kind.describe_regime(regime)
+def _score_header(score: str) -> list[str]:
+    """Return the column titles of the score table. `score` is the name of the main score."""
+    score = SCORE_LABELS.get(score, score)
+    return ["data", "network", score, "95 % interval", "minus N=1", "minus N=1 with TTA", "deviation", "changed"]
 
 
-def _result_row(one: StudyResult) -> dict[str, object]:
-    turned = one.scores.get("rotation", {}).get("fair", {})
+def _result_row(result: StudyResult) -> dict[str, object]:
+    """Return the row of `results.csv` for one evaluation."""
+    recipe = result.recipe
+    robustness = result.scores.get("rotation", {}).get("fair", {})
     return {
-        "part": one.part,
-        "task": one.recipe.task,
-        "N": one.recipe.orientations,
-        "regime": "all" if one.recipe.regime is None else f"{one.recipe.regime:g}",
-        "seed": one.recipe.seed,
-        "rotations": one.rotations,
-        "score": one.recipe.kind.score_name,
-        "test": f"{one.score:.4f}",
-        "scatter": f"{turned['deviation']:.5f}" if turned else "",
-        "changed": f"{turned['changed']:.4f}" if turned else "",
+        "part": result.part,
+        "task": recipe.task,
+        "N": recipe.orientations,
+        "regime": "all" if recipe.regime is None else f"{recipe.regime:g}",
+        "seed": recipe.seed,
+        "rotations": result.rotations,
+        "score": recipe.kind.score_name,
+        "test": f"{result.score:.4f}",
+        "scatter": f"{robustness['deviation']:.5f}" if robustness else "",
+        "changed": f"{robustness['changed']:.4f}" if robustness else "",
     }
 
 
-def _summary_row(one: Summary) -> dict[str, object]:
-    recipe = one.results[0].recipe
+def _summary_row(summary: Summary) -> dict[str, object]:
+    """Return the row of `summary.csv` for one network and amount of training data."""
+    group, recipe = summary.condition, summary.results[0].recipe
     return {
-        "part": one.group.part,
+        "part": group.part,
         "task": recipe.task,
-        "N": one.group.orientations,
-        "regime": "all" if one.group.regime is None else f"{one.group.regime:g}",
-        "rotations": one.group.rotations,
-        "seeds": len(one.results),
+        "N": group.orientations,
+        "regime": "all" if group.regime is None else f"{group.regime:g}",
+        "rotations": group.rotations,
+        "seeds": len(summary.results),
         "score": recipe.kind.score_name,
-        "mean ± deviation": _spread(one),
-        "interval": _bracket(one.mean),
-        "minus N=1": _signed(one.over_plain),
-        "minus N=1 turned": _signed(one.over_turned),
-        "scatter": "" if one.scatter is None else f"{one.scatter:.4f}",
-        "changed": "" if one.changed is None else f"{one.changed:.3f}",
+        "mean ± deviation": _format_mean(summary),
+        "interval": _format_interval(summary.mean),
+        "minus N=1": _format_difference(summary.over_plain),
+        "minus N=1 turned": _format_difference(summary.over_rotated),
+        "scatter": "" if summary.scatter is None else f"{summary.scatter:.4f}",
+        "changed": "" if summary.changed is None else f"{summary.changed:.3f}",
     }
 
 
 def _write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write rows to a CSV file atomically. The keys of the first row are the header."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     write_text(path, text.getvalue())
+
+
+def _format_mean(summary: Summary) -> str:
+    """Format the mean score, followed by ± the standard deviation over seeds if there are several seeds."""
+    return f"{summary.mean.value:.3f}" + (f" ± {summary.deviation:.3f}" if len(summary.results) > 1 else "")
+
+
+def _format_interval(estimate: Estimate) -> str:
+    """Format the 95 % confidence interval of a mean, or "–" if there is none."""
+    return f"[{estimate.low:.3f}, {estimate.high:.3f}]" if estimate.has_interval else "–"
+
+
+def _format_difference(difference: Estimate | None) -> str:
+    """Format a mean difference with its 95 % confidence interval, or "–" if there is none."""
+    if difference is None:
+        return "–"
+    interval = f" [{difference.low:+.3f}, {difference.high:+.3f}]" if difference.has_interval else ""
+    return f"{difference.value:+.3f}{interval}"

@@ -1,58 +1,65 @@
-"""A study: runs that differ in orientations, training data and seed, described in one TOML file.
+"""Read the plan of a study: trainings that differ in orientations, amount of training data and seed.
 
-In: the file, and single keys to change. Out: its parts, one a task or data set, and the jobs they expand to; or one
-sentence about the key that is wrong.
+A study consists of parts, one for each task or dataset. A part lists orientations, amounts of training data and seeds.
+Every combination of these is a job: one training and its evaluations. Wrong keys raise a RecipeError with their name.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rotopath.recipe import Recipe, RecipeError, make_recipe, read_values
 
 KEYS = ("recipe", "orientations", "regime", "seed", "tta", "set")
-PLAIN = 1  # the number of orientations of an ordinary network, which is also tested on turned inputs
+SPLIT: Literal["test"] = "test"  # the split that runs are evaluated on
+PLAIN = 1  # orientations of an ordinary CNN, the only network that is also tested with test-time augmentation
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run: trained by its recipe, then evaluated; `rotations` of test-time augmentation beside it, if over 1."""
+    """One training and its evaluations on the test set."""
 
-    part: str
+    part: str  # name of the part
     recipe: Recipe
-    rotations: int
+    rotations: int  # if above 1, also evaluate with test-time augmentation (mean over this many rotations)
 
     @property
     def name(self) -> str:
-        """Of its files, below the folder of the study."""
+        """Path of the run folder relative to the folder of the study; without suffix, also of the job's other files."""
         regime = "" if self.recipe.regime is None else f"-regime{self.recipe.regime!r}".removesuffix(".0")
         return f"{self.part}/N{self.recipe.orientations}{regime}-seed{self.recipe.seed}"
 
 
 @dataclass(frozen=True)
 class Part:
-    """Runs of one task on one data set: all combinations of what differs."""
+    """A part of a study: one task on one dataset, with all combinations of orientations, regimes and seeds.
+
+    A regime is a reduced amount of training data.
+    """
 
     name: str
-    recipe: Recipe
+    recipe: Recipe  # all other settings
     orientations: tuple[int, ...]
-    regimes: tuple[float | None, ...]  # none is all of the training data
+    regimes: tuple[float | None, ...]  # None: all training data
     seeds: tuple[int, ...]
-    rotations: int
+    rotations: int  # number of rotations for test-time augmentation, which is used for ordinary CNNs only
 
     def job(self, orientations: int, regime: float | None, seed: int) -> Job:
+        """Return the job for one combination."""
         recipe = replace(self.recipe, orientations=orientations, regime=regime, seed=seed)
         return Job(self.name, recipe, self.rotations if orientations == PLAIN else 1)
 
 
 @dataclass(frozen=True)
 class Study:
+    """A study: all its parts."""
+
     parts: tuple[Part, ...]
 
     @property
     def jobs(self) -> list[Job]:
-        """All of them: a whole study with the first seed, then with the next; in each the largest networks first."""
+        """All jobs, ordered by seed; for each seed, networks with many orientations come first."""
         seeds = dict.fromkeys(seed for part in self.parts for seed in part.seeds)
         return [
             part.job(orientations, regime, seed)
@@ -65,68 +72,73 @@ class Study:
 
 
 def read_study(path: Path, changes: Sequence[str] = ()) -> Study:
-    """The study of a TOML file, with changes such as `tumor.seed=[0]` or `tumor.set.steps=100` applied to it."""
+    """Read a study from a TOML file, and apply overrides such as `tumor.seed=[0]` or `tumor.set.steps=100`."""
     values = read_values(path, changes)
     if not values:
-        raise RecipeError(f"{path} has no parts; a part is a table such as [tumor], with the key 'recipe'.")
+        raise RecipeError(f"{path} has no parts; add a table such as [tumor], with the key 'recipe'.")
     try:
-        return Study(tuple(_part(name, table, path.parent) for name, table in values.items()))
+        return Study(tuple(_read_part(name, table, path.parent) for name, table in values.items()))
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from None
 
 
-def _part(name: str, table: Any, folder: Path) -> Part:
+def _read_part(name: str, table: Any, folder: Path) -> Part:
+    """Read a part from its TOML table. The path of the recipe is relative to `folder`."""
     if not isinstance(table, dict):
-        raise RecipeError(f"{name!r} is no table; parts are tables such as [tumor], with the key 'recipe'.")
+        raise RecipeError(f"the key {name!r} must be a table such as [tumor], with the key 'recipe'; got {table!r}.")
     if not name.replace("-", "").replace("_", "").isalnum():
-        raise RecipeError(f"the part {name!r} names a folder; use letters, digits, - and _.")
+        raise RecipeError(f"the name of the part {name!r} becomes a folder name; use letters, digits, - and _ only.")
     if unknown := [key for key in table if key not in KEYS]:
         raise RecipeError(f"the part {name!r} has no key {unknown[0]!r}; keys are {', '.join(KEYS)}.")
     if not isinstance(table.get("recipe"), str):
-        raise RecipeError(f"the part {name!r} has to name a file with its key 'recipe'.")
+        raise RecipeError(f"the part {name!r} needs the key 'recipe'; set it to the path of a recipe file.")
     if not isinstance(table.get("set", {}), dict):
-        raise RecipeError(
-            f"the key '{name}.set' is {table['set']!r}, where a table of changes to the recipe is expected."
-        )
-    values = _merged(read_values(folder / table["recipe"]), table.get("set", {}))
+        raise RecipeError(f"the key '{name}.set' must be a table with keys of the recipe; got {table['set']!r}.")
+    values = _merge(read_values(folder / table["recipe"]), table.get("set", {}))
     if crossed := [key for key in ("orientations", "regime", "seed") if key in table.get("set", {})]:
-        raise RecipeError(f"the key {crossed[0]!r} is one that runs differ in; list it in the part {name!r} itself.")
+        raise RecipeError(f"the key '{name}.set.{crossed[0]}' is not allowed; list values in '{name}.{crossed[0]}'.")
     recipe = make_recipe({key: value for key, value in values.items() if key != "regime"})
     if recipe.devices * recipe.nodes > 1:
-        raise RecipeError(f"the part {name!r} asks for several devices a run; a study gives each run one of them.")
+        raise RecipeError(
+            f"the part {name!r} sets several devices per run, but runs of a study use one device each; remove the keys "
+            f"'devices' and 'nodes'."
+        )
     rotations = table.get("tta", 1)
     if type(rotations) is not int or rotations < 1:
-        raise RecipeError(f"the key '{name}.tta' is {rotations!r}, where a whole number of rotations is expected.")
+        raise RecipeError(f"the key '{name}.tta' must be a whole number of rotations, 1 or more; got {rotations!r}.")
     part = Part(
         name,
         recipe,
-        orientations=tuple(_listed(name, table, "orientations", int) or [1, 4, 8, 16]),
-        regimes=tuple(float(amount) for amount in _listed(name, table, "regime", int | float)) or (None,),
-        seeds=tuple(_listed(name, table, "seed", int) or [0, 1, 2]),
+        orientations=tuple(_read_list(name, table, "orientations", int) or [1, 4, 8, 16]),
+        regimes=tuple(float(amount) for amount in _read_list(name, table, "regime", int | float)) or (None,),
+        seeds=tuple(_read_list(name, table, "seed", int) or [0, 1, 2]),
         rotations=rotations,
     )
     try:
         for orientations in part.orientations:
             for seed in part.seeds:
                 for regime in part.regimes:
-                    part.job(orientations, regime, seed)  # a recipe checks its own keys
+                    part.job(orientations, regime, seed)  # raises ValueError if a value is wrong
     except ValueError as error:
         raise RecipeError(str(error)) from None
     return part
 
 
-def _listed(part: str, table: Mapping[str, Any], key: str, kind: Any) -> list[Any]:
+def _read_list(part: str, table: Mapping[str, Any], key: str, kind: Any) -> list[Any]:
+    """Return the list of distinct numbers in a key of a part; an empty list if the key is missing."""
     values = table.get(key, [])
-    right = isinstance(values, list) and all(isinstance(one, kind) and not isinstance(one, bool) for one in values)
-    if not right or len(set(values)) < len(values) or (key in table and not values):
-        raise RecipeError(f"the key '{part}.{key}' is {values!r}, where a list of different numbers is expected.")
+    is_valid = isinstance(values, list) and all(
+        isinstance(value, kind) and not isinstance(value, bool) for value in values
+    )
+    if not is_valid or len(set(values)) < len(values) or (key in table and not values):
+        raise RecipeError(f"the key '{part}.{key}' must be a list of distinct numbers; got {values!r}.")
     return list(values)
 
 
-def _merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Values with those of the changes in their place; tables are merged key by key."""
+def _merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the values with overrides applied. Nested tables are merged key by key."""
     merged = dict(values)
     for key, change in changes.items():
         both = isinstance(change, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merged(merged[key], change) if both else change
+        merged[key] = _merge(merged[key], change) if both else change
     return merged

@@ -1,7 +1,8 @@
-"""What came of a study, read from the files of its runs.
+"""Read the results of a study from the files of its runs, and summarize them over seeds.
 
-In: the folder of a study. Out: a result for each evaluation, and summaries over seeds, with intervals over patients and
-seeds, and differences to an ordinary network that saw the same data.
+`read_results` returns one result for each evaluation. `summarize` averages results that differ only in the seed, with
+95 % confidence intervals over patients and seeds, and compares each network with an ordinary CNN (N=1) that was
+trained on the same data.
 """
 
 import json
@@ -18,192 +19,215 @@ from scipy.stats import t
 
 from rotopath import runs
 from rotopath.evaluation import evaluation_file
-from rotopath.metrics.bootstrap import FEWEST_CASES
+from rotopath.metrics.bootstrap import MIN_CASES
 from rotopath.model_file import RunError
 from rotopath.recipe import Recipe
-from rotopath.studies.job import SPLIT
-from rotopath.studies.plan import PLAIN
+from rotopath.studies.plan import PLAIN, SPLIT
 
-REDRAWS, AT_ONCE = 2000, 100
-MIDDLE = (0.025, 0.975)
+RESAMPLES, RESAMPLES_PER_BATCH = 2000, 100
+INTERVAL = (0.025, 0.975)  # quantiles of a 95 % confidence interval
 
 
 @dataclass(frozen=True)
 class StudyResult:
-    """One evaluation of one run."""
+    """One evaluation of one run on the test set."""
 
-    part: str
-    folder: Path
+    part: str  # name of the part of the study
+    folder: Path  # run folder
     recipe: Recipe
-    rotations: int  # of the test images; over 1 is test-time augmentation
-    scores: Mapping[str, Any]
+    rotations: int  # above 1 with test-time augmentation (mean over rotations)
+    scores: Mapping[str, Any]  # all scores by name
 
     @property
     def score(self) -> float:
-        """The main one of the task."""
+        """The main score of the task."""
         return float(self.scores[self.recipe.kind.score_name])
 
+    @property
+    def condition(self) -> "Condition":
+        """Part, regime, orientations and rotations: everything except the seed."""
+        return Condition(self.part, self.recipe.regime, self.recipe.orientations, self.rotations)
+
     @cached_property
-    def tally(self) -> dict[str, tuple[float, float]]:
-        """What each case adds to the two sums of which the score is the ratio."""
-        return self.recipe.kind.tally(self.scores)
+    def score_terms(self) -> dict[str, tuple[float, float]]:
+        """Numerator and denominator of each case. The score is the sum of numerators / the sum of denominators."""
+        return self.recipe.kind.score_terms(self.scores)
 
     @cached_property
     def provenance(self) -> Mapping[str, Any]:
-        about: Mapping[str, Any] = json.loads((self.folder / runs.PROVENANCE).read_text(encoding="utf-8"))
-        return about
+        """Software versions, dataset and hardware of the training."""
+        provenance: Mapping[str, Any] = json.loads((self.folder / runs.PROVENANCE).read_text(encoding="utf-8"))
+        return provenance
 
 
 class Condition(NamedTuple):
-    """Results that differ in their seeds alone."""
+    """The settings of an evaluation except for the seed. Results with equal conditions are averaged."""
 
     part: str
-    regime: float | None
+    regime: float | None  # amount of training data; None: all of it
     orientations: int
-    rotations: int
+    rotations: int  # above 1 with test-time augmentation
 
     @property
     def label(self) -> str:
+        """Name for tables and figures, such as "N=1 + 8 rotations"."""
         return f"N={self.orientations}" + (f" + {self.rotations} rotations" if self.rotations > 1 else "")
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds, and the interval in which that of other patients and other seeds lies, at 95 %.
-
-    Both ends are NaN where there are too few patients for an interval.
-    """
+    """A mean over seeds, with its 95 % confidence interval over patients and seeds."""
 
     value: float
-    low: float
+    low: float  # NaN if there are too few patients for an interval
     high: float
 
     @property
     def has_interval(self) -> bool:
+        """Whether there are enough patients for an interval."""
         return not math.isnan(self.low)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The results of a group, and how much better they are than those of ordinary networks."""
+    """Summary of all seeds of one condition, compared with an ordinary CNN (N=1)."""
 
-    group: Condition
-    results: tuple[StudyResult, ...]  # by seed
+    condition: Condition
+    results: tuple[StudyResult, ...]  # one for each seed
     mean: Estimate
-    deviation: float  # over seeds
-    over_plain: Estimate | None  # the score minus that of N = 1, of the same seeds
-    over_turned: Estimate | None  # minus that of N = 1 with test-time augmentation
-    scatter: float | None  # of predictions over angles
-    changed: float | None  # the share of decisions that depend on the angle
+    deviation: float  # standard deviation of the score over seeds
+    over_plain: Estimate | None  # difference: score minus the score of N=1 with the same seed
+    over_rotated: Estimate | None  # difference: score minus the score of N=1 with test-time augmentation
+    scatter: float | None  # standard deviation of predicted probabilities over rotations, mean over inputs
+    changed: float | None  # fraction of inputs whose decision differs between rotations
 
 
 def read_results(out: Path) -> list[StudyResult]:
-    """Every finished evaluation below the folder of a study, by part, training data, network and seed."""
+    """Read all finished evaluations in the study folder `out`.
+
+    They are ordered by part, amount of training data (largest first), orientations, rotations and seed. Raises RunError
+    if there are none, or if a file is damaged.
+    """
     if not out.is_dir():
-        raise RunError(f"{out} is no folder of a study: there is no such folder.")
-    found = []
-    for written in sorted(out.glob(f"*/*/evaluation-{SPLIT}*.json")):
-        folder = written.parent
+        raise RunError(f"{out} does not exist; choose the folder of a study.")
+    results = []
+    for path in sorted(out.glob(f"*/*/evaluation-{SPLIT}*.json")):
+        folder = path.parent
         try:
-            scores = json.loads(written.read_text(encoding="utf-8"))[SPLIT]
+            scores = json.loads(path.read_text(encoding="utf-8"))[SPLIT]
         except (json.JSONDecodeError, KeyError):
-            raise RunError(f"{written} is damaged; delete it, and run the study again.") from None
-        if written == evaluation_file(folder, SPLIT, scores["rotations"]):
+            raise RunError(f"{path} is damaged; delete the file, and run the study again.") from None
+        if path == evaluation_file(folder, SPLIT, scores["rotations"]):
             recipe = runs.read_run_recipe(folder)
-            found.append(StudyResult(folder.parent.name, folder, recipe, scores["rotations"], scores))
-    if not found:
-        raise RunError(f"{out} has no finished runs; run `rotopath study run` first.")
-    return sorted(
-        found, key=lambda one: (*_group(one)[:1], -(one.recipe.regime or np.inf), *_group(one)[2:], _seed(one))
-    )
+            results.append(StudyResult(folder.parent.name, folder, recipe, scores["rotations"], scores))
+    if not results:
+        raise RunError(f"{out} contains no finished runs; run `rotopath study run` first.")
+    return sorted(results, key=_sort_key)
 
 
-def summarise(results: Sequence[StudyResult]) -> list[Summary]:
-    """A summary for every group, in the order of the results."""
-    groups: dict[Condition, list[StudyResult]] = {}
-    for one in results:
-        groups.setdefault(_group(one), []).append(one)
+def summarize(results: Sequence[StudyResult]) -> list[Summary]:
+    """Return one summary for each condition, in the order of the results."""
+    by_condition: dict[Condition, list[StudyResult]] = {}
+    for result in results:
+        by_condition.setdefault(result.condition, []).append(result)
     summaries = []
-    for group, members in groups.items():
-        plain = groups.get(group._replace(orientations=PLAIN, rotations=1), [])
-        most = max((other.rotations for other in groups if other[:3] == (group.part, group.regime, PLAIN)), default=1)
-        turned = groups.get(group._replace(orientations=PLAIN, rotations=most), []) if most > 1 else []
-        at_angles = [one.scores["rotation"]["fair"] for one in members if "rotation" in one.scores]
-        values = [one.score for one in members]
+    for condition, members in by_condition.items():
+        plain = condition._replace(orientations=PLAIN, rotations=1)
+        most_rotations = max((other.rotations for other in by_condition if other[:3] == plain[:3]), default=1)
+        augmented = plain._replace(rotations=most_rotations)
+        robustness = [result.scores["rotation"]["fair"] for result in members if "rotation" in result.scores]
+        scores = [result.score for result in members]
         summaries.append(
             Summary(
-                group,
-                tuple(members),
-                estimate(members),
-                float(np.std(values, ddof=1)) if len(values) > 1 else float("nan"),
-                _difference(members, plain),
-                _difference(members, turned),
-                float(np.mean([one["deviation"] for one in at_angles])) if at_angles else None,
-                float(np.mean([one["changed"] for one in at_angles])) if at_angles else None,
+                condition=condition,
+                results=tuple(members),
+                mean=estimate(members),
+                deviation=float(np.std(scores, ddof=1)) if len(scores) > 1 else math.nan,
+                over_plain=_compare(members, by_condition.get(plain, [])),
+                over_rotated=_compare(members, by_condition.get(augmented, [])) if most_rotations > 1 else None,
+                scatter=float(np.mean([angles["deviation"] for angles in robustness])) if robustness else None,
+                changed=float(np.mean([angles["changed"] for angles in robustness])) if robustness else None,
             )
         )
     return summaries
 
 
 def estimate(results: Sequence[StudyResult], minus: Sequence[StudyResult] = ()) -> Estimate:
-    """The mean score over seeds, or how much higher it is than that of other results of the same seeds and cases.
+    """Return the mean score over seeds, with its 95 % confidence interval; with `minus`, the mean difference of scores.
 
-    What other patients would change is found by redrawing them, the same for all; what other seeds would, by Student's
-    t, since of three of them redrawing tells too little. One seed alone says nothing about others, and a few patients
-    nothing about other patients: then there is no interval.
+    `minus` contains results of the same seeds and cases, which are subtracted. The interval combines two sources of
+    variation. Over patients: a bootstrap that resamples the same patients for all results. Over seeds: Student's t,
+    because a bootstrap of three seeds would be too narrow. With one seed, the interval is over patients only. With few
+    patients, there is no interval. Raises RunError if results were tested on different cases.
     """
-    cases = list(results[0].tally)
-    if odd := [one for one in (*results, *minus) if one.tally.keys() != results[0].tally.keys()]:
-        raise RunError(f"{odd[0].folder} was tested on other cases than {results[0].folder}; evaluate them alike.")
-    ours, others = (np.array([[one.tally[case] for case in cases] for one in some]) for some in (results, minus))
-    values = _values(ours, others, np.ones((1, len(cases))))[0]  # (seeds,)
-    if len(cases) < FEWEST_CASES:
-        return Estimate(float(values.mean()), math.nan, math.nan)
-    generator = np.random.default_rng(0)
-    redrawn = []
-    for _ in range(0, REDRAWS, AT_ONCE):
-        times = generator.multinomial(len(cases), np.full(len(cases), 1 / len(cases)), AT_ONCE).astype(np.float64)
-        redrawn.append(_values(ours, others, times).mean(axis=1))
-    low, high = np.nanquantile(np.concatenate(redrawn), MIDDLE) - values.mean()  # by patients
-    spread = margin(values)
-    most, least = 1.0, -1.0 if len(minus) else 0.0
-    value = float(values.mean())
-    return Estimate(
-        value, max(least, value - float(np.hypot(low, spread))), min(most, value + float(np.hypot(high, spread)))
+    cases = list(results[0].score_terms)
+    for other in (*results, *minus):
+        if other.score_terms.keys() != results[0].score_terms.keys():
+            raise RunError(
+                f"{other.folder} was tested on different cases than {results[0].folder}; evaluate both on the same "
+                f"data."
+            )
+    ours, others = (
+        np.array([[result.score_terms[case] for case in cases] for result in group]) for group in (results, minus)
     )
+    values = _differences(ours, others, np.ones((1, len(cases))))[0]  # (seeds,)
+    value = float(values.mean())
+    if len(cases) < MIN_CASES:
+        return Estimate(value, math.nan, math.nan)
+    generator = np.random.default_rng(0)
+    resampled = []
+    for _ in range(0, RESAMPLES, RESAMPLES_PER_BATCH):
+        counts = generator.multinomial(len(cases), np.full(len(cases), 1 / len(cases)), RESAMPLES_PER_BATCH)
+        resampled.append(_differences(ours, others, counts.astype(np.float64)).mean(axis=1))
+    low, high = np.nanquantile(np.concatenate(resampled), INTERVAL) - values.mean()  # over patients
+    over_seeds = margin(values)
+    least, most = -1.0 if len(minus) else 0.0, 1.0
+    low, high = value - float(np.hypot(low, over_seeds)), value + float(np.hypot(high, over_seeds))
+    return Estimate(value, max(least, low), min(most, high))
 
 
 def margin(values: NDArray[np.float64]) -> float:
-    """How far the mean over all seeds may lie from that over these, at 95 %, by Student's t; one alone gives 0."""
+    """Return the half-width of the 95 % confidence interval of a mean over seeds, by Student's t; 0 for one seed."""
     if len(values) < 2:
         return 0.0
-    return float(t.ppf(MIDDLE[1], len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values)))
+    return float(t.ppf(INTERVAL[1], len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values)))
 
 
-def _values(ours: NDArray[np.float64], others: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Scores (draws, seeds), or differences between pairs of them."""
-    return _ratios(ours, times) - (_ratios(others, times) if len(others) else 0)
+def _compare(results: Sequence[StudyResult], others: Sequence[StudyResult]) -> Estimate | None:
+    """Return the mean of `results` minus `others` over common seeds.
 
-
-def _ratios(tallies: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The scores (draws, seeds) of cases that are drawn so many times (draws, cases), for tallies (seeds, cases, 2)."""
-    sums = np.einsum("dc,sck->dsk", times, tallies)
-    with np.errstate(invalid="ignore"):
-        found: NDArray[np.float64] = sums[..., 0] / sums[..., 1]
-    return found
-
-
-def _difference(ours: Sequence[StudyResult], others: Sequence[StudyResult]) -> Estimate | None:
-    by_seed = {_seed(one): one for one in others}
-    pairs = [(one, by_seed[_seed(one)]) for one in ours if _seed(one) in by_seed]
-    if not pairs or any(one is other for one, other in pairs):
+    Returns None if there are no common seeds, or if both are the same results.
+    """
+    by_seed = {other.recipe.seed: other for other in others}
+    pairs = [(result, by_seed[result.recipe.seed]) for result in results if result.recipe.seed in by_seed]
+    if not pairs or any(result is other for result, other in pairs):
         return None
-    mine, theirs = zip(*pairs, strict=True)
-    return estimate(mine, theirs)
+    ours, theirs = zip(*pairs, strict=True)
+    return estimate(ours, theirs)
 
 
-def _group(result: StudyResult) -> Condition:
-    return Condition(result.part, result.recipe.regime, result.recipe.orientations, result.rotations)
+def _differences(
+    ours: NDArray[np.float64], others: NDArray[np.float64], counts: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return scores (resamples, seeds) computed from `ours`; if `others` is not empty, minus the scores from `others`.
+
+    The arguments are those of `_compute_scores`.
+    """
+    return _compute_scores(ours, counts) - (_compute_scores(others, counts) if len(others) else 0)
 
 
-def _seed(result: StudyResult) -> int:
-    return result.recipe.seed
+def _compute_scores(terms: NDArray[np.float64], counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return scores (resamples, seeds).
+
+    `terms` (seeds, cases, 2) contains numerators and denominators. `counts` (resamples, cases) is how often each case
+    was drawn.
+    """
+    sums = np.einsum("rc,sct->rst", counts, terms)
+    with np.errstate(invalid="ignore"):
+        scores: NDArray[np.float64] = sums[..., 0] / sums[..., 1]
+    return scores
+
+
+def _sort_key(result: StudyResult) -> tuple[str, float, int, int, int]:
+    """Return the sort key of a result: part, amount of training data (largest first), orientations, rotations, seed."""
+    part, regime, orientations, rotations = result.condition
+    return part, -(regime or np.inf), orientations, rotations, result.recipe.seed

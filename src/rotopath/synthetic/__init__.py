@@ -1,7 +1,7 @@
-"""Synthetic H&E tissue, made from a seed and written in the layouts of the three benchmarks.
+"""Make synthetic H&E tissue from a seed, in the layouts of the three benchmarks.
 
-In: a folder and a seed. Out: mitosis (AMIDA13), nuclei (Kumar) and tumor (PCam) data sets to try everything on. Tissue
-is composed as concentrations of hematoxylin and eosin, cell by cell, and never contains pixels of a patient.
+`make_mitosis`, `make_nuclei` and `make_tumor` write datasets in the layouts of AMIDA13, Kumar et al. and PCam, for
+tests and demos. Tissue is painted cell by cell as concentrations of hematoxylin and eosin; no pixel is from a patient.
 """
 
 from rotopath.synthetic.lymph_nodes import make_tumor

@@ -1,11 +1,8 @@
-"""The ground that nuclei lie in: cells with their cytoplasm and borders, fibrous stroma, and the gaps between.
+"""Paint the tissue around nuclei: epithelium with cytoplasm and cell borders, fibrous stroma, gaps, and blood.
 
-In: how deep each pixel lies within epithelium, where its cells are, and the manner of the tissue. Out: a canvas of
-stain concentrations, on which nuclei, vessels and figures are stamped.
-
-Blood: red cells, and the small vessels that carry them.
-
-In: a canvas and places. The cells and vessels are painted there.
+`paint_ground` returns a canvas of stain concentrations, from the positions of cells, the style of the tissue, and the
+depth of each pixel below the surface of the epithelium. Nuclei and mitotic figures are painted on this canvas later.
+`paint_vessels` and `paint_red_cells` add vessels and red blood cells at given positions.
 """
 
 from dataclasses import dataclass
@@ -21,232 +18,255 @@ from rotopath.synthetic.painting import (
     Points,
     StainCanvas,
     Window,
-    clear_away,
-    draw_directions,
-    fibres,
+    erase_tissue,
+    fiber_noise,
     gradient,
     pixel_positions,
-    ramp,
-    scatter,
+    sample_directions,
+    scatter_points,
     smooth_noise,
+    smoothstep,
 )
 
-FAR_AWAY = np.array([-1e4, -2e4], np.complex64)  # two cells more, so that each place has a nearest one and a next
+FAR_AWAY = np.array([-1e4, -2e4], np.complex64)  # so that there always is a second nearest cell
 
 
 @dataclass(frozen=True)
-class Manner:
-    """How the tissue of a case is: concentrations of stain, and shares between 0 and 1."""
+class TissueStyle:
+    """Appearance of the tissue of a case: concentrations of stains, widths in µm, and fractions from 0 to 1."""
 
     cytoplasm: float = 0.5  # eosin
     basophilia: float = 0.2  # hematoxylin in cytoplasm
     granularity: float = 0.2
-    foam: float = 0.2  # vacuoles in cytoplasm
-    clearing: float = 0.0  # emptiness of cells
+    foam: float = 0.2  # amount of vacuoles in cytoplasm
+    clearing: float = 0.0  # fraction of the cytoplasm that is empty
     borders: float = 0.1  # eosin at cell borders
-    cracks_um: float = 0.5  # width of the gaps that shrinkage tears between cells
-    retraction_um: float = 1.0  # and between epithelium and stroma
-    basement: float = 0.0  # eosin of the membrane around epithelium
+    cracks_um: float = 0.5  # width of the gaps that shrinkage leaves between cells
+    retraction_um: float = 1.0  # width of the gaps between epithelium and stroma
+    basement: float = 0.0  # eosin of the basement membrane
     collagen: float = 0.6  # eosin
     stroma_blue: float = 0.08  # hematoxylin in stroma
-    slits: float = 0.3  # gaps between fibres
-    looseness: float = 0.2  # share of stroma that is swollen: wisps, and little between them
+    slits: float = 0.3  # amount of gaps between fibers
+    looseness: float = 0.2  # fraction of stroma that is edematous: thin, widely separated strands
 
 
-def lay_tissue(
+# Epithelium and stroma
+
+
+def paint_ground(
     rng: np.random.Generator,
     depth_um: Field,
     cells: Points,
     spacing_um_px: float,
-    manner: Manner,
-    loosened: Field | None = None,
+    style: TissueStyle,
+    loosening: Field | None = None,
 ) -> tuple[StainCanvas, Points]:
-    """The ground without nuclei, and the direction of its fibres at each pixel.
+    """Paint tissue without nuclei; return it, and the direction of fibers at each pixel as unit complex numbers.
 
-    Epithelium lies where `depth_um` is positive; `loosened` adds to the looseness of stroma, place by place.
+    `depth_um` (height, width) is positive in epithelium and negative in stroma. `cells` are the centers of epithelial
+    cells. `loosening` (height, width) is added to the looseness of the stroma.
     """
-    shape, um = (depth_um.shape[0], depth_um.shape[1]), 1 / spacing_um_px
-    along, across = _courses(rng, depth_um, um)
-    h_stroma, e_stroma = _stroma(rng, along, across, um, manner, loosened)
-    h_cells, e_cells = _cytoplasm(rng, shape, np.concatenate([cells, FAR_AWAY]), um, manner)
-    edge = depth_um + 0.5 * smooth_noise(rng, shape, 2.5 * um)
-    epithelium = ramp(edge / np.float32(0.8) + np.float32(0.5))
-    hematoxylin = h_stroma + epithelium * (h_cells - h_stroma)
-    eosin = e_stroma + epithelium * (e_cells - e_stroma)
-    width = manner.retraction_um * smooth_noise(rng, shape, 15 * um)
-    torn = ramp((width / 2 - np.abs(edge + width / 2)) * np.float32(1.5))
-    rise = gradient(ndimage.gaussian_filter(across, 2 * um, truncate=2.0))
-    slope = gradient(ndimage.gaussian_filter(depth_um, 1.5 * um, truncate=2.0)) * np.float32(um)
-    beside = ramp(depth_um / 5 + np.float32(1.2))  # cells in narrow gaps lie along the epithelium
-    rise = rise + 2 * beside * slope * np.sign((rise * slope.conj()).real)
+    shape, px_per_um = (depth_um.shape[0], depth_um.shape[1]), 1 / spacing_um_px
+    along, across = _fiber_coordinates(rng, depth_um, px_per_um)
+    stroma_hematoxylin, stroma_eosin = _paint_stroma(rng, along, across, px_per_um, style, loosening)
+    cell_hematoxylin, cell_eosin = _paint_cytoplasm(rng, shape, np.concatenate([cells, FAR_AWAY]), px_per_um, style)
+    edge = depth_um + 0.5 * smooth_noise(rng, shape, 2.5 * px_per_um)
+    epithelium = smoothstep(edge / np.float32(0.8) + np.float32(0.5))
+    hematoxylin = stroma_hematoxylin + epithelium * (cell_hematoxylin - stroma_hematoxylin)
+    eosin = stroma_eosin + epithelium * (cell_eosin - stroma_eosin)
+    gap_um = style.retraction_um * smooth_noise(rng, shape, 15 * px_per_um)
+    gap = smoothstep((gap_um / 2 - np.abs(edge + gap_um / 2)) * np.float32(1.5))
+    rise = gradient(ndimage.gaussian_filter(across, 2 * px_per_um, truncate=2.0))
+    slope = gradient(ndimage.gaussian_filter(depth_um, 1.5 * px_per_um, truncate=2.0)) * np.float32(px_per_um)
+    near = smoothstep(depth_um / 5 + np.float32(1.2))  # in narrow strips, fibers are parallel to the epithelium
+    rise = rise + 2 * near * slope * np.sign((rise * slope.conj()).real)
     canvas = StainCanvas(hematoxylin, eosin, np.zeros(shape, np.float32), spacing_um_px)
-    clear_away(canvas, torn)
-    canvas.eosin[:] += manner.basement * np.exp(-(((edge + np.float32(0.5)) / np.float32(0.6)) ** 2))
+    erase_tissue(canvas, gap)
+    canvas.eosin[:] += style.basement * np.exp(-(((edge + np.float32(0.5)) / np.float32(0.6)) ** 2))
     return canvas, np.asarray(rise * 1j / (np.abs(rise) + 1e-6), np.complex64)
 
 
-def _courses(rng: np.random.Generator, depth_um: Field, um: float) -> tuple[Field, Field]:
-    """Coordinates in pixels along and across the fibres.
+def _fiber_coordinates(rng: np.random.Generator, depth_um: Field, px_per_um: float) -> tuple[Field, Field]:
+    """Return the coordinates of each pixel along and across the fibers, in pixels.
 
-    One direction holds over the whole image. Nests and waves bend it, but rise less steeply than it does: so fibres
-    pass by nests and never close into rings.
+    The fibers have one main direction in the whole image; epithelium and waves bend them. The bending is limited, so
+    that fibers pass around the epithelium and do not form rings.
     """
     shape = (depth_um.shape[0], depth_um.shape[1])
-    straight = pixel_positions(shape) * draw_directions(rng, 1)[0]
-    around = 0.6 * ndimage.gaussian_filter(depth_um, 3 * um, truncate=2.0).clip(-14, 4)
-    sweep = rng.uniform(8, 20) * smooth_noise(rng, shape, 45 * um) + 3 * smooth_noise(rng, shape, 16 * um)
-    crimp = rng.uniform(0.5, 1.6) * smooth_noise(rng, shape, 6 * um)  # collagen is wavy
-    across = straight.real + np.float32(um) * (around + sweep + crimp)
-    along = straight.imag + np.float32(8 * um) * smooth_noise(rng, shape, 12 * um)
+    straight = pixel_positions(shape) * sample_directions(rng, 1)[0]
+    around = 0.6 * ndimage.gaussian_filter(depth_um, 3 * px_per_um, truncate=2.0).clip(-14, 4)
+    sweep = rng.uniform(8, 20) * smooth_noise(rng, shape, 45 * px_per_um)
+    sweep = sweep + 3 * smooth_noise(rng, shape, 16 * px_per_um)
+    crimp = rng.uniform(0.5, 1.6) * smooth_noise(rng, shape, 6 * px_per_um)  # collagen is wavy
+    across = straight.real + np.float32(px_per_um) * (around + sweep + crimp)
+    along = straight.imag + np.float32(8 * px_per_um) * smooth_noise(rng, shape, 12 * px_per_um)
     return along, across
 
 
-def _stroma(
-    rng: np.random.Generator, along: Field, across: Field, um: float, manner: Manner, loosened: Field | None
+def _paint_stroma(
+    rng: np.random.Generator,
+    along: Field,
+    across: Field,
+    px_per_um: float,
+    style: TissueStyle,
+    loosening: Field | None,
 ) -> tuple[Field, Field]:
+    """Return hematoxylin and eosin of stroma: dense bundles of fibers, edematous regions, and slits."""
     shape = (across.shape[0], across.shape[1])
-    ripples = smooth_noise(rng, shape, 3.5 * um)
-    woven = across + np.float32(0.8 * um) * ripples  # fibrils leave one bundle and join the next
-    fibrils = fibres(rng, woven, along, max(0.2 * um, 0.6), 6 * um)
-    bundles = fibres(rng, across, along, max(0.9 * um, 1.6), 16 * um)
-    broad = fibres(rng, woven, along, max(2.8 * um, 2.5), 26 * um)
-    patches = smooth_noise(rng, shape, 28 * um)
-    grain = smooth_noise(rng, shape, 0.25 * um)
-    frayed = ramp(0.45 + 0.5 * smooth_noise(rng, shape, 9 * um))  # elsewhere fibrils are glued together
+    ripples = smooth_noise(rng, shape, 3.5 * px_per_um)
+    woven = across + np.float32(0.8 * px_per_um) * ripples  # so that fibrils differ between bundles
+    fibrils = fiber_noise(rng, woven, along, max(0.2 * px_per_um, 0.6), 6 * px_per_um)
+    bundles = fiber_noise(rng, across, along, max(0.9 * px_per_um, 1.6), 16 * px_per_um)
+    broad = fiber_noise(rng, woven, along, max(2.8 * px_per_um, 2.5), 26 * px_per_um)
+    patches = smooth_noise(rng, shape, 28 * px_per_um)
+    grain = smooth_noise(rng, shape, 0.25 * px_per_um)
+    frayed = smoothstep(0.45 + 0.5 * smooth_noise(rng, shape, 9 * px_per_um))  # elsewhere no fibrils are visible
     dense = 0.9 + frayed * (0.14 * fibrils + 0.09 * bundles) + 0.09 * broad + 0.1 * grain + 0.05 * ripples
     strands = np.exp(-((bundles / np.float32(0.3)) ** 2)) * (0.35 + 0.3 * broad).clip(0)
-    web = np.exp(-((smooth_noise(rng, shape, 6 * um) / np.float32(0.12)) ** 2)) * (0.5 + 0.4 * patches).clip(0)
-    swollen = 0.06 + (strands + 0.5 * web) * (1 + 0.3 * fibrils) + 0.05 * grain
-    loose = 1.2 * patches + np.float32(4 * manner.looseness - 2.2)
-    share = ramp(loose if loosened is None else loose + loosened)
-    eosin = manner.collagen * (dense + share * (swollen - dense)).clip(0.03)
-    # Bundles part along lines, wide here and closed there.
-    opening = (0.2 * bundles + 0.4 * smooth_noise(rng, shape, 8 * um) + np.float32(manner.slits - 0.42)).clip(0, 0.7)
-    slits = ramp((opening - np.abs(broad)) * np.float32(4))
-    blue = manner.stroma_blue * (1 + 0.4 * fibrils + 0.3 * broad).clip(0)
-    return blue * (1 - slits) * (1 - np.float32(0.3) * share), eosin * (1 - 0.93 * slits)
+    web = np.exp(-((smooth_noise(rng, shape, 6 * px_per_um) / np.float32(0.12)) ** 2)) * (0.5 + 0.4 * patches).clip(0)
+    edematous = 0.06 + (strands + 0.5 * web) * (1 + 0.3 * fibrils) + 0.05 * grain
+    loose = 1.2 * patches + np.float32(4 * style.looseness - 2.2)
+    looseness = smoothstep(loose if loosening is None else loose + loosening)
+    eosin = style.collagen * (dense + looseness * (edematous - dense)).clip(0.03)
+    # Bundles separate along lines, with slits of varying width.
+    width = 0.2 * bundles + 0.4 * smooth_noise(rng, shape, 8 * px_per_um) + np.float32(style.slits - 0.42)
+    slits = smoothstep((width.clip(0, 0.7) - np.abs(broad)) * np.float32(4))
+    hematoxylin = style.stroma_blue * (1 + 0.4 * fibrils + 0.3 * broad).clip(0)
+    return hematoxylin * (1 - slits) * (1 - np.float32(0.3) * looseness), eosin * (1 - 0.93 * slits)
 
 
-def _cytoplasm(
-    rng: np.random.Generator, shape: tuple[int, int], cells: Points, um: float, manner: Manner
+def _paint_cytoplasm(
+    rng: np.random.Generator, shape: tuple[int, int], cells: Points, px_per_um: float, style: TissueStyle
 ) -> tuple[Field, Field]:
-    cell, border_um = territories(rng, shape, cells, um)
-    granules = 0.6 * smooth_noise(rng, shape, 0.28 * um)
-    nets = [np.exp(-((smooth_noise(rng, shape, scale * um) / np.float32(0.35)) ** 2)) for scale in (1.3, 0.6)]
-    threads = nets[0] + 0.7 * nets[1] - np.float32(0.58)  # and pale meshes between them
-    swell = smooth_noise(rng, shape, 4 * um)
-    uneven = manner.granularity * (granules + 1.3 * threads + 0.4 * swell)
-    within = ramp(border_um * np.float32(um / 2.5))  # the borders of territories are rough, membranes are not
+    """Return hematoxylin and eosin of epithelial cells that fill the whole image; the caller masks the result."""
+    cell, border_um = assign_cells(rng, shape, cells, px_per_um)
+    granules = 0.6 * smooth_noise(rng, shape, 0.28 * px_per_um)
+    nets = [np.exp(-((smooth_noise(rng, shape, scale * px_per_um) / np.float32(0.35)) ** 2)) for scale in (1.3, 0.6)]
+    threads = nets[0] + 0.7 * nets[1] - np.float32(0.58)  # with pale meshes between them
+    swelling = smooth_noise(rng, shape, 4 * px_per_um)
+    unevenness = style.granularity * (granules + 1.3 * threads + 0.4 * swelling)
+    within = smoothstep(border_um * np.float32(px_per_um / 2.5))  # hides the coarse borders of the regions of cells
     shade = rng.normal(0, 0.22, len(cells)).clip(-0.45, 0.45).astype(np.float32)[cell] * within
-    e = manner.cytoplasm * (1 + uneven + shade).clip(0.08)
-    h = manner.basophilia * (1 + 1.3 * uneven - 0.4 * shade).clip(0.05)
-    if manner.clearing > 0:  # fluff and strands are left in cells that hold fat or sugar
-        emptiness = (manner.clearing * rng.uniform(0.6, 1.2, len(cells))).clip(0, 1).astype(np.float32)[cell] * within
-        fluff = ramp(0.25 + 0.35 * swell + 0.3 * smooth_noise(rng, shape, 1.8 * um))
-        left = 1 - emptiness * ramp(border_um * np.float32(0.8) - np.float32(0.1)) * (1 - 0.6 * fluff)
-        left *= 1 - emptiness * np.float32(0.5) * (1 - ramp(nets[0] * 1.5))
-        e, h = e * left, h * left
-    membrane = np.exp(-((border_um / np.float32(0.32)) ** 2)) * (0.9 + 0.3 * swell).clip(0.2)
-    e = e + manner.borders * membrane
-    h = h + np.float32(0.3 * manner.borders) * membrane
+    eosin = style.cytoplasm * (1 + unevenness + shade).clip(0.08)
+    hematoxylin = style.basophilia * (1 + 1.3 * unevenness - 0.4 * shade).clip(0.05)
+    if style.clearing > 0:  # cells that contained fat or glycogen: only wisps and strands of cytoplasm remain
+        emptiness = (style.clearing * rng.uniform(0.6, 1.2, len(cells))).clip(0, 1).astype(np.float32)[cell] * within
+        wisps = smoothstep(0.25 + 0.35 * swelling + 0.3 * smooth_noise(rng, shape, 1.8 * px_per_um))
+        rest = 1 - emptiness * smoothstep(border_um * np.float32(0.8) - np.float32(0.1)) * (1 - 0.6 * wisps)
+        rest *= 1 - emptiness * np.float32(0.5) * (1 - smoothstep(nets[0] * 1.5))
+        eosin, hematoxylin = eosin * rest, hematoxylin * rest
+    membrane = np.exp(-((border_um / np.float32(0.32)) ** 2)) * (0.9 + 0.3 * swelling).clip(0.2)
+    eosin = eosin + style.borders * membrane
+    hematoxylin = hematoxylin + np.float32(0.3 * style.borders) * membrane
     kept = np.ones(shape, np.float32)
     for scale_um in (0.8, 1.4, 2.6):  # vacuoles of several sizes
-        if scale_um * um < 1:  # too small to be seen
+        if scale_um * px_per_um < 1:  # too small to be visible
             continue
-        bubbles = smooth_noise(rng, shape, scale_um * um) + 0.25 * swell
-        kept *= 1 - np.float32(0.75) * ramp((bubbles - np.float32(2.7 - 1.5 * manner.foam)) * np.float32(1.8))
-    shrinkage = 0.9 * smooth_noise(rng, shape, 9 * um) + 0.8 * smooth_noise(rng, shape, 3 * um)
-    cracks = ramp((manner.cracks_um * shrinkage.clip(0, 1.6) - border_um) * np.float32(1.4))
+        bubbles = smooth_noise(rng, shape, scale_um * px_per_um) + 0.25 * swelling
+        kept *= 1 - np.float32(0.75) * smoothstep((bubbles - np.float32(2.7 - 1.5 * style.foam)) * np.float32(1.8))
+    shrinkage = 0.9 * smooth_noise(rng, shape, 9 * px_per_um) + 0.8 * smooth_noise(rng, shape, 3 * px_per_um)
+    cracks = smoothstep((style.cracks_um * shrinkage.clip(0, 1.6) - border_um) * np.float32(1.4))
     kept *= 1 - np.float32(0.95) * cracks
-    return h * kept, e * kept
+    return hematoxylin * kept, eosin * kept
 
 
-def territories(
-    rng: np.random.Generator, shape: tuple[int, int], cells: Points, um: float, step: int = 2
+# Regions
+
+
+def assign_cells(
+    rng: np.random.Generator, shape: tuple[int, int], cells: Points, px_per_um: float, step: int = 2
 ) -> tuple[NDArray[np.intp], Field]:
-    """Which cell each pixel belongs to, and how far in µm it lies from the border with the next.
+    """Assign each pixel to a cell; return the cell index, and the distance in µm from the border with the next cell.
 
-    Both are found once every `step` pixels.
+    Cells are assigned by distance, with noise for irregular borders. Both results are computed at every `step`-th pixel
+    and enlarged to `shape`.
     """
     small = (-(-shape[0] // step), -(-shape[1] // step))
-    places = pixel_positions(small) * step
-    for scale_um, shift_um in ((4.0, 1.1), (1.2, 0.35)):  # borders of cells are not straight
-        sideways, down = (smooth_noise(rng, small, scale_um * um / step) for _ in range(2))
-        places = places + np.float32(shift_um * um) * (sideways + np.complex64(1j) * down)
+    positions = pixel_positions(small) * step
+    for scale_um, shift_um in ((4.0, 1.1), (1.2, 0.35)):
+        right, down = (smooth_noise(rng, small, scale_um * px_per_um / step) for _ in range(2))
+        positions = positions + np.float32(shift_um * px_per_um) * (right + np.complex64(1j) * down)
     tree = cKDTree(np.stack([cells.real, cells.imag], axis=1))
-    away, which = tree.query(np.stack([places.real, places.imag], axis=-1), k=2)
-    border = np.asarray((away[..., 1] - away[..., 0]) / 2, np.float32)
-    whole = (small[1] * step, small[0] * step)
-    fine = np.asarray(Image.fromarray(border).resize(whole, Image.Resampling.BILINEAR))[: shape[0], : shape[1]]
-    cell = which[..., 0].repeat(step, axis=0).repeat(step, axis=1)[: shape[0], : shape[1]]
-    return cell, np.asarray(fine / um, np.float32)
+    distances, nearest = tree.query(np.stack([positions.real, positions.imag], axis=-1), k=2)
+    border = np.asarray((distances[..., 1] - distances[..., 0]) / 2, np.float32)
+    enlarged = (small[1] * step, small[0] * step)
+    fine = np.asarray(Image.fromarray(border).resize(enlarged, Image.Resampling.BILINEAR))[: shape[0], : shape[1]]
+    cell = nearest[..., 0].repeat(step, axis=0).repeat(step, axis=1)[: shape[0], : shape[1]]
+    return cell, np.asarray(fine / px_per_um, np.float32)
 
 
-def compartments(
-    rng: np.random.Generator, shape: tuple[int, int], width_um: float, stroma_um: float, um: float
+def compartment_depth(
+    rng: np.random.Generator, shape: tuple[int, int], width_um: float, stroma_um: float, px_per_um: float
 ) -> Field:
-    """Depth in µm into rounded compartments of about this width, with stroma of this thickness between them."""
-    margin = int(width_um * um)  # seeds beyond the edge, so that compartments are cut off rather than closed
-    wide = (shape[0] + 2 * margin, shape[1] + 2 * margin)
-    seeds = scatter(rng, wide, width_um * um, jitter=0.2)
-    _, border_um = territories(rng, wide, seeds, um, step=4)
+    """Return the depth in µm of each pixel within rounded compartments; it is negative in the stroma between them.
+
+    `width_um` is the approximate width of compartments, `stroma_um` the approximate thickness of stroma.
+    """
+    margin = int(width_um * px_per_um)  # so that compartments extend beyond the edge of the image
+    padded = (shape[0] + 2 * margin, shape[1] + 2 * margin)
+    seeds = scatter_points(rng, padded, width_um * px_per_um, jitter=0.2)
+    _, border_um = assign_cells(rng, padded, seeds, px_per_um, step=4)
     inner = border_um[margin : margin + shape[0], margin : margin + shape[1]]
-    smooth = ndimage.gaussian_filter(inner, 3 * um, truncate=2.0)
-    uneven = 1 + 0.5 * smooth_noise(rng, shape, 25 * um)
-    depth: Field = smooth - np.float32(stroma_um / 2) * uneven.clip(0.2) - np.float32(1.2)
+    smooth = ndimage.gaussian_filter(inner, 3 * px_per_um, truncate=2.0)
+    unevenness = 1 + 0.5 * smooth_noise(rng, shape, 25 * px_per_um)
+    depth: Field = smooth - np.float32(stroma_um / 2) * unevenness.clip(0.2) - np.float32(1.2)
     return depth
 
 
-def add_red_cells(rng: np.random.Generator, canvas: StainCanvas, centres: Points, strength: float = 2.1) -> None:
-    """Red blood cells: discs, paler in the middle, pressed out of shape."""
-    um = 1 / canvas.spacing_um_px
-    side = int(10 * um) | 1
-    for centre in centres:
-        window = Window.around(canvas, centre, side)
+# Blood
+
+
+def paint_red_cells(rng: np.random.Generator, canvas: StainCanvas, centers: Points, strength: float = 2.1) -> None:
+    """Paint red blood cells: deformed discs, paler in the middle."""
+    px_per_um = 1 / canvas.spacing_um_px
+    side = int(10 * px_per_um) | 1
+    for center in centers:
+        window = Window.around(canvas, center, side)
         if window is None:
             continue
-        radius = rng.uniform(2.4, 3.5) * um
-        offset = window.offset * draw_directions(rng, 1)[0]
-        bulge = 1 + np.float32(rng.normal(0, 0.12)) * (offset / (np.abs(offset) + 1)).real  # egg-shaped, rather
-        away = np.abs(offset.real * rng.uniform(1, 1.7) + 1j * offset.imag) / (radius * bulge)
-        disc = ramp((1 - away) * np.float32(radius) / np.float32(1.3) + np.float32(0.5))
+        radius = rng.uniform(2.4, 3.5) * px_per_um
+        offset = window.offset * sample_directions(rng, 1)[0]
+        bulge = 1 + np.float32(rng.normal(0, 0.12)) * (offset / (np.abs(offset) + 1)).real  # somewhat egg-shaped
+        distance = np.abs(offset.real * rng.uniform(1, 1.7) + 1j * offset.imag) / (radius * bulge)
+        disc = smoothstep((1 - distance) * np.float32(radius) / np.float32(1.3) + np.float32(0.5))
         hollow = np.float32(rng.uniform(0.2, 0.6))
-        stain = disc * np.float32(strength * rng.uniform(0.7, 1.15)) * (1 - hollow * (1 - away**2).clip(0))
+        stain = disc * np.float32(strength * rng.uniform(0.7, 1.15)) * (1 - hollow * (1 - distance**2).clip(0))
         np.maximum(window.view(canvas.blood), stain, out=window.view(canvas.blood))
-        window.shade(canvas, disc, hematoxylin=0.3, eosin=0.15)
+        window.attenuate(canvas, disc, hematoxylin=0.3, eosin=0.15)
 
 
-def add_vessels(
-    rng: np.random.Generator, canvas: StainCanvas, centres: Points, directions: Points
+def paint_vessels(
+    rng: np.random.Generator, canvas: StainCanvas, centers: Points, directions: Points
 ) -> tuple[Points, Points]:
-    """Small vessels along the fibres: a thin wall, and red cells in its lumen.
+    """Paint small vessels along the fibers: a thin wall, and red blood cells in the lumen.
 
-    Returned are the places and the directions of the flat nuclei that line them.
+    Returns the positions and directions of the endothelial nuclei in the walls of the vessels.
     """
-    um = 1 / canvas.spacing_um_px
-    places, courses = [np.zeros(0, np.complex64)], [np.zeros(0, np.complex64)]
-    for centre, direction in zip(centres, directions, strict=True):
-        long, short = rng.uniform(6, 20), rng.uniform(2.5, 6.5)
-        window = Window.around(canvas, centre, int(2 * (1 + 3 / short) * long * um) | 1)
+    px_per_um = 1 / canvas.spacing_um_px
+    endothelium, courses = [np.zeros(0, np.complex64)], [np.zeros(0, np.complex64)]
+    for center, direction in zip(centers, directions, strict=True):
+        long, short = rng.uniform(6, 20), rng.uniform(2.5, 6.5)  # half axes of the lumen in µm
+        window = Window.around(canvas, center, int(2 * (1 + 3 / short) * long * px_per_um) | 1)
         if window is None:
             continue
         shape = (window.offset.shape[0], window.offset.shape[1])
-        local = window.offset * np.conj(direction) / np.float32(um)
-        y = local.imag + np.float32(rng.normal(0, 0.012)) * local.real**2 + 0.5 * smooth_noise(rng, shape, 3 * um)
+        local = window.offset * np.conj(direction) / np.float32(px_per_um)
+        y = local.imag + np.float32(rng.normal(0, 0.012)) * local.real**2
+        y = y + 0.5 * smooth_noise(rng, shape, 3 * px_per_um)
         level = np.hypot(local.real / np.float32(long), y / np.float32(short))
         depth_um = (1 - level) * np.float32(short)
-        lumen = ramp(depth_um + np.float32(0.5))
-        window.shade(canvas, lumen, hematoxylin=0.04, eosin=0.06)
+        lumen = smoothstep(depth_um + np.float32(0.5))
+        window.attenuate(canvas, lumen, hematoxylin=0.04, eosin=0.06)
         wall = np.exp(-(((depth_um + np.float32(0.9)) / np.float32(0.8)) ** 2))
         window.view(canvas.eosin)[:] += np.float32(rng.uniform(0.1, 0.4)) * wall
-        inside = scatter(rng, shape, 4.7 * um, jitter=0.2) - complex(shape[1] // 2, shape[0] // 2)
-        turned = inside * np.conj(direction) / um
-        held = np.hypot(turned.real / (long - 2), turned.imag / max(short - 1.6, 0.5)) < 1
-        held &= rng.random(len(inside)) < rng.choice([0.15, 0.7, 0.95])
-        add_red_cells(rng, canvas, centre + inside[held])
-        around = draw_directions(rng, int(rng.integers(2, 6)))
-        rim = (around.real * (long + 0.5) + 1j * around.imag * (short + 1.2)) * direction * um
-        places.append(np.asarray(centre + rim, np.complex64))
+        red_cells = scatter_points(rng, shape, 4.7 * px_per_um, jitter=0.2) - complex(shape[1] // 2, shape[0] // 2)
+        rotated = red_cells * np.conj(direction) / px_per_um
+        is_inside = np.hypot(rotated.real / (long - 2), rotated.imag / max(short - 1.6, 0.5)) < 1
+        is_inside &= rng.random(len(red_cells)) < rng.choice([0.15, 0.7, 0.95])
+        paint_red_cells(rng, canvas, center + red_cells[is_inside])
+        around = sample_directions(rng, int(rng.integers(2, 6)))
+        rim = (around.real * (long + 0.5) + 1j * around.imag * (short + 1.2)) * direction * px_per_um
+        endothelium.append(np.asarray(center + rim, np.complex64))
         course = (-around.imag * long + 1j * around.real * short) * direction
         courses.append(np.asarray(course / np.abs(course), np.complex64))
-    return np.concatenate(places), np.concatenate(courses)
+    return np.concatenate(endothelium), np.concatenate(courses)

@@ -1,11 +1,10 @@
-"""Parts of slides of lymph nodes at 1 µm/px: metastases, lymphoid tissue, capsule, and what lies around a node.
+"""Make synthetic lymph nodes with and without metastases at 1 µm/px, in the layout of PCam.
 
-In: a random generator. Out: an image, and where its tumor is. Each slide has an architecture and a look of its own.
+`make_tumor` writes patches of 96 × 96 px from synthetic slides to HDF5 files, and the positions of the patches to CSV
+files. Half of the patches are tumor: their central 32 × 32 px contain tumor. Every slide is used in one split only.
 
-Lymph nodes with and without metastases at 1 µm/px, in the layout of PCam.
-
-In: a seed. Out: patches of 96×96 px cut from synthetic slides, balanced over both classes, in HDF5 with a table beside.
-A patch is tumor where its central 32×32 px hold tumor. No slide serves two splits.
+Slides differ in their architecture (metastasis, lymphoid tissue with follicles and sinuses, capsule, fat, glass) and
+in their colors.
 """
 
 from collections.abc import Mapping
@@ -18,29 +17,50 @@ from numpy.typing import NDArray
 from scipy import ndimage
 
 from rotopath.data.splits import SPLITS
-from rotopath.synthetic.ground import Manner, add_red_cells, add_vessels, compartments, lay_tissue, territories
-from rotopath.synthetic.nuclei import Nuclei, NucleusType, draw_fibroblasts, draw_nuclei, join, stamp
+from rotopath.synthetic.ground import (
+    TissueStyle,
+    assign_cells,
+    compartment_depth,
+    paint_ground,
+    paint_red_cells,
+    paint_vessels,
+)
+from rotopath.synthetic.nuclei import (
+    Nuclei,
+    NucleusType,
+    concatenate_nuclei,
+    paint_nuclei,
+    sample_fibroblasts,
+    sample_nuclei,
+)
 from rotopath.synthetic.painting import (
     AT_10X,
     Field,
     Points,
     StainCanvas,
-    clear_away,
-    develop,
-    draw_look,
-    finished_folder,
-    keep_away,
-    look_up,
+    drop_points_near,
+    erase_tissue,
+    new_dataset_folder,
     pixel_positions,
-    ramp,
-    scatter,
+    render_rgb,
+    sample_appearance,
+    scatter_points,
+    select_spaced,
     smooth_noise,
-    thin_out,
+    smoothstep,
+    values_at,
 )
 
-SPACING_UM_PX = 1.0
+SPACING_UM_PX = 1.0  # 1, so that lengths have the same values in µm and in pixels
 SLIDE_PX = 384
-NEAR_UM = 3.0
+NEAR_UM = 3.0  # stroma this close to tumor cells belongs to the outlined tumor
+PATCH_PX = 96
+CENTER_PX = 32  # side of the central part of a patch that determines the label
+STRIDE_PX = 48  # patches overlap, but their centers do not
+MAX_PATCHES_PER_SLIDE = 32
+MIN_SLIDES = 3
+MIN_TUMOR_FRACTION = 0.1  # of the central part of a tumor patch; patches with less (but more than 0) are left out
+PATCHES = MappingProxyType({"train": 2000, "valid": 500, "test": 500})
 Shape = tuple[int, int]
 
 LYMPHOCYTE = NucleusType(
@@ -62,161 +82,151 @@ HISTIOCYTE = NucleusType(
 )
 
 
+# The dataset
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A patch of a slide and its labels."""
+
+    image: NDArray[np.uint8]  # (PATCH_PX, PATCH_PX, 3)
+    corner: tuple[int, int]  # row and column of the upper left pixel in the slide
+    tumor: bool  # whether any part of the patch contains tumor
+    center_tumor: bool  # whether the central part contains tumor: the label
+    slide: str  # name of the slide
+
+
+def make_tumor(out: Path, seed: int = 0, patches: Mapping[str, int] = PATCHES) -> None:
+    """Write the dataset to a new or empty folder; `patches` is the number of patches in each split."""
+    with new_dataset_folder(out) as folder:
+        for number, split in enumerate(SPLITS):
+            _write_split(folder, split, collect_patches(seed, number, patches.get(split, 0)))
+
+
+def collect_patches(seed: int, split: int, count: int) -> list[Patch]:
+    """Return `count` patches from several slides in random order; half of the patches are tumor."""
+    per_slide = -(-count // (2 * max(MIN_SLIDES, -(-count // MAX_PATCHES_PER_SLIDE))))  # of each class
+    collected: dict[bool, list[Patch]] = {True: [], False: []}
+    slide = 0
+    while min(len(patches) for patches in collected.values()) < count - count // 2:
+        slide += 1
+        for label, patches in cut_slide(seed, split, slide).items():
+            collected[label] += patches[:per_slide]
+    balanced = collected[True][: count // 2] + collected[False][: count - count // 2]
+    order = np.random.default_rng([seed, 3, split]).permutation(count)
+    return [balanced[i] for i in order]
+
+
+def cut_slide(seed: int, split: int, slide: int) -> dict[bool, list[Patch]]:
+    """Return the patches of a slide in random order, by label (True for tumor)."""
+    rng = np.random.default_rng([seed, 3, split, slide])
+    image, tumor = render_slide(rng)
+    name = f"synthetic_{SPLITS[split]}_{slide:03d}"
+    by_label: dict[bool, list[Patch]] = {True: [], False: []}
+    margin = (PATCH_PX - CENTER_PX) // 2
+    starts = np.arange(0, SLIDE_PX - PATCH_PX + 1, STRIDE_PX)
+    for row, column in rng.permutation(np.stack(np.meshgrid(starts, starts), axis=-1).reshape(-1, 2)).tolist():
+        window = tumor[row : row + PATCH_PX, column : column + PATCH_PX]
+        fraction = float(window[margin:-margin, margin:-margin].mean())
+        if 0 < fraction < MIN_TUMOR_FRACTION:
+            continue
+        pixels = image[row : row + PATCH_PX, column : column + PATCH_PX]
+        by_label[fraction > 0].append(Patch(pixels, (row, column), bool(window.any()), fraction > 0, name))
+    most = MAX_PATCHES_PER_SLIDE // 2
+    return {label: patches[:most] for label, patches in by_label.items()}
+
+
+def _write_split(folder: Path, split: str, patches: list[Patch]) -> None:
+    import h5py  # an optional package that is slow to import
+
+    stem = f"camelyonpatch_level_2_split_{split}"
+    images = np.array([patch.image for patch in patches], np.uint8).reshape(-1, PATCH_PX, PATCH_PX, 3)
+    labels = np.array([patch.center_tumor for patch in patches], np.uint8).reshape(-1, 1, 1, 1)
+    for key, values in (("x", images), ("y", labels)):
+        storage = {"chunks": (1, *values.shape[1:]), "compression": "gzip"} if len(values) else {}
+        with h5py.File(folder / f"{stem}_{key}.h5", "w") as file:  # without times, so that bytes are reproducible
+            file.create_dataset(key, data=values, track_times=False, **storage)
+    lines = [",coord_y,coord_x,tumor_patch,center_tumor_patch,wsi"]
+    for i, patch in enumerate(patches):
+        lines.append(f"{i},{patch.corner[0]},{patch.corner[1]},{patch.tumor},{patch.center_tumor},{patch.slide}")
+    (folder / f"{stem}_meta.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+# A slide
+
+
 @dataclass(frozen=True)
 class NodePlan:
-    """Where what lies: depths in µm into each tissue, negative outside of it."""
+    """The architecture of a part of a slide. Depths in µm are positive inside a tissue and negative outside."""
 
-    tumor_um: Field  # the metastasis with the stroma that it draws in
-    nest_um: Field  # its cells
-    lumen: Field  # 1 inside of its glands
-    lymphoid_um: Field
-    outside_um: Field  # beyond the capsule
-    empty: Field  # 1 inside of fat cells, and on bare glass
-    wisps: Field  # eosin of what floats on the glass
+    tumor_um: Field  # depth in the metastasis, which includes stroma
+    nest_um: Field  # depth in nests of tumor cells
+    lumen: Field  # 1 in lumens of tumor glands
+    lymphoid_um: Field  # depth in lymphoid tissue
+    outside_um: Field  # distance outside the capsule; negative inside
+    empty: Field  # 1 in fat cells and on bare glass
+    shreds: Field  # eosin of shreds of tissue on the glass
 
 
 def render_slide(rng: np.random.Generator) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    """A part of a slide, and where its tumor is."""
+    """Return the image (H, W, 3) of a part of a slide, and the mask (H, W) of the tumor."""
     shape = (SLIDE_PX, SLIDE_PX)
-    plan = _draw_plan(rng, shape)
-    metastasis = _draw_metastasis(rng)
-    tumor = scatter(rng, shape, metastasis.radius_um * rng.uniform(2.5, 3.4), jitter=0.2)
-    tumor = tumor[(look_up(plan.nest_um, tumor) > 1) & (look_up(plan.lumen, tumor) < 0.3)]
-    emptiness = np.float32(rng.uniform(0.3, 3.5)) * ramp(plan.outside_um / 12)
-    canvas, fibre = lay_tissue(rng, plan.nest_um, tumor, SPACING_UM_PX, _draw_manner(rng), emptiness)
-    clear_away(canvas, plan.lumen)
-    groups = [draw_nuclei(rng, metastasis, tumor, SPACING_UM_PX), *_fill_node(rng, canvas, plan)]
-    spindles = scatter(rng, shape, 9, jitter=0.4)
-    beside = (look_up(plan.nest_um, spindles) < -1) & (look_up(plan.lymphoid_um, spindles) < -1)
-    presence = np.where(look_up(plan.outside_um, spindles) > 8, rng.uniform(0.04, 0.2), rng.uniform(0.25, 0.75))
-    spindles = spindles[beside & (rng.random(len(spindles)) < presence)]
-    hollow = rng.permutation(spindles)
-    hollow = hollow[:40][thin_out(hollow[:40], 60)][: int(rng.integers(0, 6))]
-    spindles = keep_away(spindles, hollow, 6)
-    lining, course = add_vessels(rng, canvas, hollow, look_up(fibre, hollow))
-    spindles, course = np.concatenate([spindles, lining]), np.concatenate([look_up(fibre, spindles), course])
-    groups.append(draw_fibroblasts(rng, spindles, SPACING_UM_PX, course, active=rng.uniform(0.1, 0.7)))
-    _bleed(rng, canvas, plan)
-    nuclei = join(groups)
-    nuclei = nuclei.take(look_up(plan.empty, nuclei.centre) < 0.5)
-    stamp(rng, nuclei, canvas.hematoxylin, canvas.eosin, SPACING_UM_PX)
-    clear_away(canvas, plan.empty)
-    canvas.eosin[:] += plan.wisps
-    canvas.hematoxylin[:] += np.float32(0.3) * plan.wisps
-    _mishandle(rng, canvas)
-    return develop(rng, canvas, draw_look(rng, AT_10X)), _outline(plan)
+    plan = _sample_plan(rng, shape)
+    metastasis = _sample_metastasis(rng)
+    tumor = scatter_points(rng, shape, metastasis.radius_um * rng.uniform(2.5, 3.4), jitter=0.2)
+    tumor = tumor[(values_at(plan.nest_um, tumor) > 1) & (values_at(plan.lumen, tumor) < 0.3)]
+    loosening = np.float32(rng.uniform(0.3, 3.5)) * smoothstep(plan.outside_um / 12)
+    canvas, fibers = paint_ground(rng, plan.nest_um, tumor, SPACING_UM_PX, _sample_style(rng), loosening)
+    erase_tissue(canvas, plan.lumen)
+    groups = [sample_nuclei(rng, metastasis, tumor, SPACING_UM_PX), *_paint_lymphoid_tissue(rng, canvas, plan)]
+    spindles = scatter_points(rng, shape, 9, jitter=0.4)
+    is_stroma = (values_at(plan.nest_um, spindles) < -1) & (values_at(plan.lymphoid_um, spindles) < -1)
+    probability = np.where(values_at(plan.outside_um, spindles) > 8, rng.uniform(0.04, 0.2), rng.uniform(0.25, 0.75))
+    spindles = spindles[is_stroma & (rng.random(len(spindles)) < probability)]
+    vessels = rng.permutation(spindles)[:40]
+    vessels = vessels[select_spaced(vessels, 60)][: int(rng.integers(0, 6))]
+    spindles = drop_points_near(spindles, vessels, 6)
+    endothelium, course = paint_vessels(rng, canvas, vessels, values_at(fibers, vessels))
+    directions = np.concatenate([values_at(fibers, spindles), course])
+    spindles = np.concatenate([spindles, endothelium])
+    groups.append(sample_fibroblasts(rng, spindles, SPACING_UM_PX, directions, active=rng.uniform(0.1, 0.7)))
+    _paint_bleeding(rng, canvas, plan)
+    nuclei = concatenate_nuclei(groups)
+    nuclei = nuclei.select(values_at(plan.empty, nuclei.center) < 0.5)
+    paint_nuclei(rng, nuclei, canvas.hematoxylin, canvas.eosin, SPACING_UM_PX)
+    erase_tissue(canvas, plan.empty)
+    canvas.eosin[:] += plan.shreds
+    canvas.hematoxylin[:] += np.float32(0.3) * plan.shreds
+    _paint_artifacts(rng, canvas)
+    return render_rgb(rng, canvas, sample_appearance(rng, AT_10X)), _mask_tumor(plan)
 
 
-def _outline(plan: NodePlan) -> NDArray[np.bool_]:
-    """What a pathologist would outline: the cells of the metastasis, and the stroma close to them."""
-    outlined: NDArray[np.bool_] = (plan.tumor_um > 0) & (plan.nest_um > -NEAR_UM) & (plan.empty < 0.5)
-    return outlined
+def _mask_tumor(plan: NodePlan) -> NDArray[np.bool_]:
+    """Return the mask that a pathologist would outline: the tumor cells, and the stroma close to the tumor cells."""
+    tumor: NDArray[np.bool_] = (plan.tumor_um > 0) & (plan.nest_um > -NEAR_UM) & (plan.empty < 0.5)
+    return tumor
 
 
-def _draw_plan(rng: np.random.Generator, shape: Shape) -> NodePlan:
-    tumor_um = _zone(rng, shape, rng.uniform(35, 75), rng.uniform(0.35, 0.5))
-    outside_um = _zone(rng, shape, rng.uniform(50, 90), rng.choice([0.03, 0.3, 0.6], p=[0.35, 0.35, 0.3]))
-    inner_um = -outside_um - rng.uniform(4, 18)  # below the capsule
-    trabecula_um = _zone(rng, shape, rng.uniform(20, 45), rng.choice([0.0, 0.03, 0.1]))
-    glass, wisps = _glass(rng, shape, outside_um, tumor_um)
-    empty = np.maximum(glass, _fat(rng, shape, outside_um - 3 * tumor_um.clip(0)))
-    nest_um, lumen = _arrange(rng, shape, tumor_um)
-    lymphoid_um = np.minimum(np.minimum(inner_um, -tumor_um - 1), -trabecula_um)
-    return NodePlan(tumor_um, nest_um, lumen, lymphoid_um, outside_um, empty, wisps)
-
-
-def _arrange(rng: np.random.Generator, shape: Shape, tumor_um: Field) -> tuple[Field, Field]:
-    """Depth into the metastasis's cells, and its lumens: sheets, nests, cords or glands, with stroma in between."""
-    lumen = np.zeros(shape, np.float32)
-    pattern = rng.choice(["sheets", "nests", "cords", "glands"], p=[0.4, 0.25, 0.15, 0.2])
-    if pattern == "sheets":  # with a strand here and there
-        ridge = np.abs(smooth_noise(rng, shape, 24) + 0.3 * smooth_noise(rng, shape, 8)) * 14
-        inner_um = ridge - np.float32(rng.uniform(0, 3))
-    elif pattern == "cords":
-        ridge = np.abs(smooth_noise(rng, shape, 16) + 0.3 * smooth_noise(rng, shape, 6)) * 14
-        inner_um = np.float32(rng.uniform(7, 12)) - ridge
-    else:
-        inner_um = compartments(rng, shape, rng.uniform(32, 60), rng.uniform(2, 9), 1.0)
-    nest_um = np.minimum(tumor_um, inner_um + 1.5 * smooth_noise(rng, shape, 6))
-    if pattern == "glands":
-        wall_um = rng.uniform(7, 11)
-        lumen = ramp((nest_um + 1.2 * smooth_noise(rng, shape, 4) - np.float32(wall_um)) / 2)
-    return nest_um, lumen
-
-
-def _fill_node(rng: np.random.Generator, canvas: StainCanvas, plan: NodePlan) -> list[Nuclei]:
-    """Lymphocytes in a thin haze, germinal centres, and sinuses with histiocytes; some wander into other tissue."""
-    shape = canvas.shape
-    follicle_um = np.minimum(_zone(rng, shape, rng.uniform(30, 50), rng.choice([0.01, 0.1])), plan.lymphoid_um)
-    sinus_um = np.minimum(_zone(rng, shape, rng.uniform(12, 26), rng.uniform(0.02, 0.35)), plan.lymphoid_um)
-    haze = np.float32(0.9) + 0.3 * smooth_noise(rng, shape, 0.8) + 0.25 * smooth_noise(rng, shape, 2.2)
-    gaps = ramp(
-        (smooth_noise(rng, shape, 1.6) + 0.6 * smooth_noise(rng, shape, 14)) * 2 - np.float32(rng.uniform(1.3, 3.2))
-    )
-    haze *= (1 - 0.85 * gaps) * (1 - rng.uniform(0.4, 0.9) * ramp(sinus_um / 4))
-    share = ramp(plan.lymphoid_um / 3 + np.float32(0.5))
-    canvas.eosin[:] += share * (rng.uniform(0.4, 0.75) * haze - canvas.eosin)
-    canvas.hematoxylin[:] += share * (rng.uniform(0.12, 0.4) * haze - canvas.hematoxylin)
-
-    lymphocytes = scatter(rng, shape, rng.uniform(5.8, 6.9), jitter=0.18)
-    present = rng.uniform(0.75, 1) * ramp(look_up(plan.lymphoid_um, lymphocytes) / 2)
-    present *= (1 - rng.uniform(0.5, 0.95) * ramp(look_up(sinus_um, lymphocytes) / 4)) * (
-        1 - 0.85 * ramp(look_up(follicle_um, lymphocytes) / 6)
-    )
-    in_tumor = look_up(plan.tumor_um, lymphocytes) > 0
-    crowd = ramp(look_up(smooth_noise(rng, shape, 14), lymphocytes) - np.float32(rng.uniform(1.0, 3.0)))
-    present = np.maximum(present, np.where(in_tumor, 0.5, 0.6) * crowd)
-    present = np.maximum(present, np.where(look_up(plan.outside_um, lymphocytes) > 0, 0.004, 0.02))
-    lymphocytes = lymphocytes[rng.random(len(lymphocytes)) < present]
-    blasts = scatter(rng, shape, rng.uniform(7.5, 9.5), jitter=0.25)
-    blasts = blasts[look_up(follicle_um, blasts) > 2]
-    histiocytes = scatter(rng, shape, rng.uniform(8, 12), jitter=0.3)
-    histiocytes = histiocytes[look_up(sinus_um, histiocytes) > 1]
-    _add_bodies(rng, canvas, histiocytes)
-    placed = ((LYMPHOCYTE, lymphocytes), (CENTROBLAST, blasts), (HISTIOCYTE, histiocytes))
-    return [draw_nuclei(rng, kind, places, SPACING_UM_PX) for kind, places in placed]
-
-
-def _add_bodies(rng: np.random.Generator, canvas: StainCanvas, centres: Points) -> None:
-    """Pale pink cytoplasm around these cells."""
-    spots = np.zeros(canvas.shape, np.float32)
-    within = (centres.real >= 0) & (centres.imag >= 0)
-    within &= (centres.real < canvas.shape[1] - 1) & (centres.imag < canvas.shape[0] - 1)
-    rows, columns = np.rint(centres[within].imag).astype(int), np.rint(centres[within].real).astype(int)
-    spots[rows, columns] = 1
-    body = ndimage.gaussian_filter(spots, 2.6, truncate=2.5) * np.float32(40) + 0.25 * smooth_noise(
-        rng, canvas.shape, 1.5
-    )
-    canvas.eosin[:] += ramp(body - np.float32(0.3)) * (np.float32(rng.uniform(0.3, 0.5)) - canvas.eosin).clip(0)
-
-
-def _bleed(rng: np.random.Generator, canvas: StainCanvas, plan: NodePlan) -> None:
-    """Red blood cells outside of vessels, in some slides many."""
-    red = scatter(rng, canvas.shape, 4.7, jitter=0.2)
-    flooded = look_up(smooth_noise(rng, canvas.shape, 16), red) > rng.choice([0.8, 2.0, 3.0], p=[0.08, 0.4, 0.52])
-    held = red[flooded & (look_up(plan.nest_um, red) < 0) & (look_up(plan.empty, red) < 0.5)]
-    add_red_cells(rng, canvas, held, strength=rng.uniform(0.9, 1.7))
-
-
-def _draw_metastasis(rng: np.random.Generator) -> NucleusType:
-    vesicular = rng.random() < 0.6
+def _sample_metastasis(rng: np.random.Generator) -> NucleusType:
+    """Sample the nuclei of a metastasis: vesicular (pale, with nucleoli) or dense."""
+    is_vesicular = rng.random() < 0.6
     return NucleusType(
         radius_um=rng.uniform(3.6, 4.9),
         spread=rng.uniform(0.1, 0.22),
         elongation=rng.choice([1.3, 1.6, 2.3], p=[0.5, 0.35, 0.15]),
         wrinkles=rng.uniform(0.05, 0.11),
-        darkness=rng.uniform(0.5, 0.85) if vesicular else rng.uniform(0.65, 1.05),
+        darkness=rng.uniform(0.5, 0.85) if is_vesicular else rng.uniform(0.65, 1.05),
         darkness_spread=rng.uniform(0.15, 0.35),
-        rim=rng.uniform(0.2, 0.5) if vesicular else 0.1,
+        rim=rng.uniform(0.2, 0.5) if is_vesicular else 0.1,
         clumps=rng.uniform(0.1, 0.22),
-        pallor=rng.uniform(0.3, 0.6) if vesicular else 0.0,
-        nucleoli=rng.uniform(0.3, 1.3) if vesicular else 0.2,
+        pallor=rng.uniform(0.3, 0.6) if is_vesicular else 0.0,
+        nucleoli=rng.uniform(0.3, 1.3) if is_vesicular else 0.2,
         blurred=0.25,
     )
 
 
-def _draw_manner(rng: np.random.Generator) -> Manner:
-    return Manner(
+def _sample_style(rng: np.random.Generator) -> TissueStyle:
+    return TissueStyle(
         cytoplasm=rng.uniform(0.35, 0.7),
         basophilia=0.1 + 0.35 * rng.random() ** 2,
         granularity=rng.uniform(0.15, 0.3),
@@ -232,122 +242,148 @@ def _draw_manner(rng: np.random.Generator) -> Manner:
     )
 
 
-def _zone(rng: np.random.Generator, shape: Shape, scale_um: float, share: float) -> Field:
-    """Depth in µm into patches of tissue that cover this share of the image."""
+# The architecture of a slide
+
+
+def _sample_plan(rng: np.random.Generator, shape: Shape) -> NodePlan:
+    tumor_um = _sample_region(rng, shape, rng.uniform(35, 75), rng.uniform(0.35, 0.5))
+    outside_um = _sample_region(rng, shape, rng.uniform(50, 90), rng.choice([0.03, 0.3, 0.6], p=[0.35, 0.35, 0.3]))
+    inside_um = -outside_um - rng.uniform(4, 18)  # depth below the capsule
+    trabecula_um = _sample_region(rng, shape, rng.uniform(20, 45), rng.choice([0.0, 0.03, 0.1]))
+    glass, shreds = _sample_glass(rng, shape, outside_um, tumor_um)
+    empty = np.maximum(glass, _sample_fat(rng, shape, outside_um - 3 * tumor_um.clip(0)))
+    nest_um, lumen = _sample_nests(rng, shape, tumor_um)
+    lymphoid_um = np.minimum(np.minimum(inside_um, -tumor_um - 1), -trabecula_um)
+    return NodePlan(tumor_um, nest_um, lumen, lymphoid_um, outside_um, empty, shreds)
+
+
+def _sample_region(rng: np.random.Generator, shape: Shape, scale_um: float, fraction: float) -> Field:
+    """Return the depth in µm in random regions; the regions cover `fraction` of the image."""
     noise = smooth_noise(rng, shape, scale_um) + 0.25 * smooth_noise(rng, shape, scale_um / 4)
-    depth: Field = (noise - np.float32(np.quantile(noise[::4, ::4], 1 - share))) * np.float32(scale_um / 2)
+    depth: Field = (noise - np.float32(np.quantile(noise[::4, ::4], 1 - fraction))) * np.float32(scale_um / 2)
     return depth
 
 
-def _fat(rng: np.random.Generator, shape: Shape, outside_um: Field) -> Field:
-    """Fat cells side by side with thin walls in between, 1 inside; mostly outside of the node."""
-    zone = _zone(rng, shape, 45, rng.choice([0.03, 0.3, 0.7], p=[0.4, 0.35, 0.25])) + outside_um.clip(-30, 10)
-    seeds = scatter(rng, shape, rng.uniform(30, 62), jitter=0.22)
-    cell, border_um = territories(rng, shape, seeds, 1.0, step=3)
+def _sample_nests(rng: np.random.Generator, shape: Shape, tumor_um: Field) -> tuple[Field, Field]:
+    """Return the depth in µm in groups of tumor cells (sheets, nests, cords or glands), and 1 in lumens of glands."""
+    lumen = np.zeros(shape, np.float32)
+    pattern = rng.choice(["sheets", "nests", "cords", "glands"], p=[0.4, 0.25, 0.15, 0.2])
+    if pattern == "sheets":  # with a few strands of stroma
+        ridge = np.abs(smooth_noise(rng, shape, 24) + 0.3 * smooth_noise(rng, shape, 8)) * 14
+        inner_um = ridge - np.float32(rng.uniform(0, 3))
+    elif pattern == "cords":
+        ridge = np.abs(smooth_noise(rng, shape, 16) + 0.3 * smooth_noise(rng, shape, 6)) * 14
+        inner_um = np.float32(rng.uniform(7, 12)) - ridge
+    else:
+        inner_um = compartment_depth(rng, shape, rng.uniform(32, 60), rng.uniform(2, 9), 1.0)
+    nest_um = np.minimum(tumor_um, inner_um + 1.5 * smooth_noise(rng, shape, 6))
+    if pattern == "glands":
+        wall_um = rng.uniform(7, 11)
+        lumen = smoothstep((nest_um + 1.2 * smooth_noise(rng, shape, 4) - np.float32(wall_um)) / 2)
+    return nest_um, lumen
+
+
+def _sample_fat(rng: np.random.Generator, shape: Shape, outside_um: Field) -> Field:
+    """Return 1 in fat cells, else 0. Fat cells have thin walls between them and are mostly outside the node."""
+    region = _sample_region(rng, shape, 45, rng.choice([0.03, 0.3, 0.7], p=[0.4, 0.35, 0.25]))
+    region = region + outside_um.clip(-30, 10)
+    seeds = scatter_points(rng, shape, rng.uniform(30, 62), jitter=0.22)
+    cell, border_um = assign_cells(rng, shape, seeds, 1.0, step=3)
     rounded = ndimage.gaussian_filter(border_um, 1.5, truncate=2.0) + 0.3 * smooth_noise(rng, shape, 9)
-    full = (look_up(zone, seeds) > 0)[cell]
-    return full * ramp((rounded - np.float32(rng.uniform(1.7, 2.6))) * np.float32(0.9))
+    is_fat = (values_at(region, seeds) > 0)[cell]
+    return is_fat * smoothstep((rounded - np.float32(rng.uniform(1.7, 2.6))) * np.float32(0.9))
 
 
-def _glass(rng: np.random.Generator, shape: Shape, outside_um: Field, tumor_um: Field) -> tuple[Field, Field]:
-    """1 where nothing lies on the glass, around a node in most slides; and thin shreds that float there."""
+def _sample_glass(rng: np.random.Generator, shape: Shape, outside_um: Field, tumor_um: Field) -> tuple[Field, Field]:
+    """Return 1 on bare glass around the node (on most slides), and the eosin of thin shreds of tissue on the glass."""
     if rng.random() < 0.3:
         return np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     edge = smooth_noise(rng, shape, 25) + 0.2 * smooth_noise(rng, shape, 5) + np.float32(rng.uniform(-0.5, 0.5))
-    glass = ramp(edge * 4) * ramp(outside_um / 8) * ramp(-tumor_um / 4)
+    glass = smoothstep(edge * 4) * smoothstep(outside_um / 8) * smoothstep(-tumor_um / 4)
     course = smooth_noise(rng, shape, 15) + 0.12 * smooth_noise(rng, shape, 4)
     width = np.float32(0.04) + 0.16 * smooth_noise(rng, shape, 12).clip(0)
-    shreds = np.exp(-((course / width) ** 2)) * ramp(0.4 + 0.6 * smooth_noise(rng, shape, 22))
+    shreds = np.exp(-((course / width) ** 2)) * smoothstep(0.4 + 0.6 * smooth_noise(rng, shape, 22))
     return glass, glass * shreds * np.float32(rng.uniform(0.15, 0.5))
 
 
-def _mishandle(rng: np.random.Generator, canvas: StainCanvas) -> None:
-    """What goes wrong with a slide now and then: a region out of focus, a fold."""
+# Painting a slide
+
+
+def _paint_lymphoid_tissue(rng: np.random.Generator, canvas: StainCanvas, plan: NodePlan) -> list[Nuclei]:
+    """Paint the pale background of lymphoid tissue, and return nuclei to be painted later.
+
+    The nuclei are lymphocytes (some of them in other tissue), centroblasts in germinal centers, and histiocytes in
+    sinuses.
+    """
+    shape = canvas.shape
+    follicle_um = _sample_region(rng, shape, rng.uniform(30, 50), rng.choice([0.01, 0.1]))
+    follicle_um = np.minimum(follicle_um, plan.lymphoid_um)
+    sinus_um = _sample_region(rng, shape, rng.uniform(12, 26), rng.uniform(0.02, 0.35))
+    sinus_um = np.minimum(sinus_um, plan.lymphoid_um)
+    haze = np.float32(0.9) + 0.3 * smooth_noise(rng, shape, 0.8) + 0.25 * smooth_noise(rng, shape, 2.2)
+    gaps = smoothstep(
+        (smooth_noise(rng, shape, 1.6) + 0.6 * smooth_noise(rng, shape, 14)) * 2 - np.float32(rng.uniform(1.3, 3.2))
+    )
+    haze *= (1 - 0.85 * gaps) * (1 - rng.uniform(0.4, 0.9) * smoothstep(sinus_um / 4))
+    mask = smoothstep(plan.lymphoid_um / 3 + np.float32(0.5))
+    canvas.eosin[:] += mask * (rng.uniform(0.4, 0.75) * haze - canvas.eosin)
+    canvas.hematoxylin[:] += mask * (rng.uniform(0.12, 0.4) * haze - canvas.hematoxylin)
+
+    lymphocytes = scatter_points(rng, shape, rng.uniform(5.8, 6.9), jitter=0.18)
+    probability = rng.uniform(0.75, 1) * smoothstep(values_at(plan.lymphoid_um, lymphocytes) / 2)
+    probability *= (1 - rng.uniform(0.5, 0.95) * smoothstep(values_at(sinus_um, lymphocytes) / 4)) * (
+        1 - 0.85 * smoothstep(values_at(follicle_um, lymphocytes) / 6)
+    )
+    in_tumor = values_at(plan.tumor_um, lymphocytes) > 0
+    crowding = smoothstep(values_at(smooth_noise(rng, shape, 14), lymphocytes) - np.float32(rng.uniform(1.0, 3.0)))
+    probability = np.maximum(probability, np.where(in_tumor, 0.5, 0.6) * crowding)
+    probability = np.maximum(probability, np.where(values_at(plan.outside_um, lymphocytes) > 0, 0.004, 0.02))
+    lymphocytes = lymphocytes[rng.random(len(lymphocytes)) < probability]
+    centroblasts = scatter_points(rng, shape, rng.uniform(7.5, 9.5), jitter=0.25)
+    centroblasts = centroblasts[values_at(follicle_um, centroblasts) > 2]
+    histiocytes = scatter_points(rng, shape, rng.uniform(8, 12), jitter=0.3)
+    histiocytes = histiocytes[values_at(sinus_um, histiocytes) > 1]
+    _paint_cell_bodies(rng, canvas, histiocytes)
+    groups = ((LYMPHOCYTE, lymphocytes), (CENTROBLAST, centroblasts), (HISTIOCYTE, histiocytes))
+    return [sample_nuclei(rng, kind, centers, SPACING_UM_PX) for kind, centers in groups]
+
+
+def _paint_cell_bodies(rng: np.random.Generator, canvas: StainCanvas, centers: Points) -> None:
+    """Paint pale pink cytoplasm around cells."""
+    spots = np.zeros(canvas.shape, np.float32)
+    is_inside = (centers.real >= 0) & (centers.imag >= 0)
+    is_inside &= (centers.real < canvas.shape[1] - 1) & (centers.imag < canvas.shape[0] - 1)
+    rows, columns = np.rint(centers[is_inside].imag).astype(int), np.rint(centers[is_inside].real).astype(int)
+    spots[rows, columns] = 1
+    body = ndimage.gaussian_filter(spots, 2.6, truncate=2.5) * np.float32(40) + 0.25 * smooth_noise(
+        rng, canvas.shape, 1.5
+    )
+    eosin = np.float32(rng.uniform(0.3, 0.5))
+    canvas.eosin[:] += smoothstep(body - np.float32(0.3)) * (eosin - canvas.eosin).clip(0)
+
+
+def _paint_bleeding(rng: np.random.Generator, canvas: StainCanvas, plan: NodePlan) -> None:
+    """Paint red blood cells outside vessels; in some slides there are many."""
+    red_cells = scatter_points(rng, canvas.shape, 4.7, jitter=0.2)
+    density = values_at(smooth_noise(rng, canvas.shape, 16), red_cells)
+    is_bleeding = density > rng.choice([0.8, 2.0, 3.0], p=[0.08, 0.4, 0.52])
+    is_bleeding &= (values_at(plan.nest_um, red_cells) < 0) & (values_at(plan.empty, red_cells) < 0.5)
+    paint_red_cells(rng, canvas, red_cells[is_bleeding], strength=rng.uniform(0.9, 1.7))
+
+
+def _paint_artifacts(rng: np.random.Generator, canvas: StainCanvas) -> None:
+    """Paint artifacts of some slides: a region out of focus, or a fold."""
     shape = canvas.shape
     stains = (canvas.hematoxylin, canvas.eosin, canvas.blood)
     if rng.random() < 0.13:
-        share = ramp(_zone(rng, shape, 60, 0.35) / 20)
-        radius = rng.uniform(0.6, 1.1)
+        mask = smoothstep(_sample_region(rng, shape, 60, 0.35) / 20)
+        blur_px = rng.uniform(0.6, 1.1)
         for stain in stains:
-            stain += share * (ndimage.gaussian_filter(stain, radius, truncate=2.5) - stain)
+            stain += mask * (ndimage.gaussian_filter(stain, blur_px, truncate=2.5) - stain)
     if rng.random() < 0.12:
-        place = pixel_positions(shape) * (rng.standard_normal() + 1j * rng.standard_normal())
-        across = place.real / np.abs(place[0, 1] - place[0, 0]) + 10 * smooth_noise(rng, shape, 60)
-        away = np.abs(across - np.float32(rng.uniform(np.quantile(across, 0.2), np.quantile(across, 0.8))))
-        fold = ramp((np.float32(rng.uniform(4, 12)) - away) / 3)
+        rotated = pixel_positions(shape) * (rng.standard_normal() + 1j * rng.standard_normal())
+        across = rotated.real / np.abs(rotated[0, 1] - rotated[0, 0]) + 10 * smooth_noise(rng, shape, 60)
+        distance = np.abs(across - np.float32(rng.uniform(np.quantile(across, 0.2), np.quantile(across, 0.8))))
+        fold = smoothstep((np.float32(rng.uniform(4, 12)) - distance) / 3)
         for stain in stains:
             stain *= 1 + fold * np.float32(rng.uniform(0.6, 1.2))
-
-
-PATCH_PX = 96
-CENTRE_PX = 32  # the part of a patch that its label speaks of
-STRIDE_PX = 48  # patches overlap, but no two centres do
-PATCHES_A_SLIDE = 32
-FEWEST_SLIDES = 3
-TUMOR_SHARE = 0.1  # at least, of a centre that is called tumor; one with less, but some, is left out
-PATCHES = MappingProxyType({"train": 2000, "valid": 500, "test": 500})
-
-
-def make_tumor(out: Path, seed: int = 0, patches: Mapping[str, int] = PATCHES) -> None:
-    """Write the whole set into `out`, which must not exist or be empty; `patches` says how many in each split."""
-    with finished_folder(out) as folder:
-        for number, split in enumerate(SPLITS):
-            _write_split(folder, split, collect_patches(seed, number, patches.get(split, 0)))
-
-
-@dataclass(frozen=True)
-class Patch:
-    image: NDArray[np.uint8]
-    corner: tuple[int, int]  # row and column within its slide
-    tumor: bool  # anywhere
-    centre_tumor: bool
-    slide: str
-
-
-def collect_patches(seed: int, split: int, count: int) -> list[Patch]:
-    """So many patches, half of them tumor, from several slides, in a random order."""
-    each = -(-count // (2 * max(FEWEST_SLIDES, -(-count // PATCHES_A_SLIDE))))
-    chosen: dict[bool, list[Patch]] = {True: [], False: []}
-    slide = 0
-    while min(len(patches) for patches in chosen.values()) < count - count // 2:
-        slide += 1
-        for label, patches in cut_slide(seed, split, slide).items():
-            chosen[label] += patches[:each]
-    balanced = chosen[True][: count // 2] + chosen[False][: count - count // 2]
-    order = np.random.default_rng([seed, 3, split]).permutation(count)
-    return [balanced[i] for i in order]
-
-
-def cut_slide(seed: int, split: int, slide: int) -> dict[bool, list[Patch]]:
-    """Patches of a slide by their label, each in a random order."""
-    rng = np.random.default_rng([seed, 3, split, slide])
-    image, tumor = render_slide(rng)
-    name = f"synthetic_{SPLITS[split]}_{slide:03d}"
-    found: dict[bool, list[Patch]] = {True: [], False: []}
-    margin = (PATCH_PX - CENTRE_PX) // 2
-    starts = np.arange(0, SLIDE_PX - PATCH_PX + 1, STRIDE_PX)
-    for row, column in rng.permutation(np.stack(np.meshgrid(starts, starts), axis=-1).reshape(-1, 2)).tolist():
-        window = tumor[row : row + PATCH_PX, column : column + PATCH_PX]
-        share = float(window[margin:-margin, margin:-margin].mean())
-        if 0 < share < TUMOR_SHARE:
-            continue
-        pixels = image[row : row + PATCH_PX, column : column + PATCH_PX]
-        found[share > 0].append(Patch(pixels, (row, column), bool(window.any()), share > 0, name))
-    most = PATCHES_A_SLIDE // 2
-    return {label: patches[:most] for label, patches in found.items()}
-
-
-def _write_split(folder: Path, split: str, patches: list[Patch]) -> None:
-    import h5py  # heavy, and in an extra
-
-    stem = f"camelyonpatch_level_2_split_{split}"
-    images = np.array([patch.image for patch in patches], np.uint8).reshape(-1, PATCH_PX, PATCH_PX, 3)
-    labels = np.array([patch.centre_tumor for patch in patches], np.uint8).reshape(-1, 1, 1, 1)
-    for key, values in (("x", images), ("y", labels)):
-        storage = {"chunks": (1, *values.shape[1:]), "compression": "gzip"} if len(values) else {}
-        with h5py.File(folder / f"{stem}_{key}.h5", "w") as file:  # without times, so that bytes repeat
-            file.create_dataset(key, data=values, track_times=False, **storage)
-    lines = [",coord_y,coord_x,tumor_patch,center_tumor_patch,wsi"]
-    for i, patch in enumerate(patches):
-        lines.append(f"{i},{patch.corner[0]},{patch.corner[1]},{patch.tumor},{patch.centre_tumor},{patch.slide}")
-    (folder / f"{stem}_meta.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")

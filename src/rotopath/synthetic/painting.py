@@ -1,23 +1,11 @@
-"""Randomness in two dimensions: smooth fields, fibres along curved paths, directions, scattered points.
+"""Functions for painting synthetic tissue: random fields, points, the canvas of stains, the scanner, and files.
 
-In: a random generator, sizes and scales in pixels. Out: arrays; positions are complex numbers, x + iy.
-
-What tissue is painted on: concentrations of stains, and windows onto parts of them.
-
-In: fields and places. Everything that paints does so in place, on a canvas.
-
-The look of a case: its dyes, its light, its scanner. Concentrations of stains become an RGB image.
-
-In: a canvas. Out: (H, W, 3) bytes, by Beer and Lambert: light falls off exponentially.
-
-Writing data sets whole: a folder appears complete or not at all, and images carry their spacing.
-
-In: pixels, outlines, rows of tables. Out: TIFF and PNG files, Aperio XML, CSV, and a finished folder.
+Sizes and scales are in pixels. Positions and directions are complex numbers x + iy, with x to the right and y down.
+Tissue is painted as concentrations of stains on a `StainCanvas`: functions change the arrays of the canvas.
+`render_rgb` converts the canvas to the image of a scanner. The last section writes files: TIFF, PNG, Aperio XML, CSV.
 """
 
 import io
-import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,177 +18,200 @@ from PIL import Image
 from scipy import ndimage
 from scipy.spatial import cKDTree
 
-from rotopath.data.dataset import SYNTHETIC
+from rotopath.data.dataset import SYNTHETIC_MARKER
 from rotopath.images.files import UM_PER_INCH
+from rotopath.writing import atomic_folder
 
-Field = NDArray[np.floating]  # (height, width), in single precision throughout
-Points = NDArray[np.complexfloating]  # (n,), x to the right and y downwards, in pixels
+Field = NDArray[np.floating]  # (height, width): a number for each pixel, in single precision
+Points = NDArray[np.complexfloating]  # (n,): positions x + iy in pixels
 Number = TypeVar("Number", bound=np.generic)
 
-DEVIATION_AFTER_UNIT_BLUR = 0.2821  # of white noise, once a Gaussian of one pixel has gone over it
-FIBRE_TILE_PX = 256
+BLURRED_NOISE_STD = 0.2821  # standard deviation of white noise after a Gaussian blur of one pixel
+FIBER_TILE_PX = 256
+
+
+# Random fields
 
 
 def smooth_noise(rng: np.random.Generator, shape: tuple[int, int], scale_px: float) -> Field:
-    """A field of mean 0 and deviation 1 that changes over about `scale_px`."""
+    """Return a random field with mean 0 and standard deviation 1 that varies over distances of about `scale_px`."""
     height, width = shape
-    step = max(scale_px, 1.0)  # drawn on a coarse grid, for scales above a pixel, and enlarged
+    step = max(scale_px, 1.0)  # noise of large scales is drawn on a coarse grid and enlarged
     blur = min(scale_px, 1.0)
     coarse = rng.standard_normal((int(height / step) + 7, int(width / step) + 7), np.float32)
     coarse = ndimage.gaussian_filter(coarse, blur, truncate=3.0)
-    coarse *= np.float32(blur / DEVIATION_AFTER_UNIT_BLUR)
+    coarse *= np.float32(blur / BLURRED_NOISE_STD)
     if step == 1.0:
-        cut: Field = coarse[3 : 3 + height, 3 : 3 + width]
-        return cut
-    left, top = rng.uniform(2.5, 3.5, 2)  # the grid itself must not show
+        cropped: Field = coarse[3 : 3 + height, 3 : 3 + width]
+        return cropped
+    left, top = rng.uniform(2.5, 3.5, 2)  # a random offset hides the coarse grid
     box = (left, top, left + width / step, top + height / step)
     fine = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC, box=box)
     return np.asarray(fine, np.float32)
 
 
-def fibres(rng: np.random.Generator, across_px: Field, along_px: Field, thickness_px: float, length_px: float) -> Field:
-    """Noise of mean 0 and deviation 1, drawn out along the lines of equal `across_px`."""
-    tile = rng.standard_normal((FIBRE_TILE_PX, FIBRE_TILE_PX), np.float32)
+def fiber_noise(
+    rng: np.random.Generator, across_px: Field, along_px: Field, thickness_px: float, length_px: float
+) -> Field:
+    """Return noise with mean 0 and standard deviation 1 that looks like fibers: it is stretched along the fibers.
+
+    `across_px` and `along_px` (height, width) are the coordinates of each pixel across and along the fibers.
+    """
+    tile = rng.standard_normal((FIBER_TILE_PX, FIBER_TILE_PX), np.float32)
     tile = ndimage.gaussian_filter(tile, (1.0, 1.5), mode="wrap")
     tile /= tile.std()
-    places = np.stack([across_px / np.float32(thickness_px), along_px * np.float32(1.5 / length_px)])
-    drawn: Field = ndimage.map_coordinates(tile, places, order=1, mode="grid-wrap", output=np.float32)
-    return drawn
+    positions = np.stack([across_px / np.float32(thickness_px), along_px * np.float32(1.5 / length_px)])
+    noise: Field = ndimage.map_coordinates(tile, positions, order=1, mode="grid-wrap", output=np.float32)
+    return noise
 
 
-def draw_directions(rng: np.random.Generator, count: int) -> Points:
-    """Unit complex numbers, every direction as likely as any other."""
-    drawn = rng.standard_normal(count) + 1j * rng.standard_normal(count)
-    return np.asarray(drawn / np.abs(drawn), np.complex64)
-
-
-def pixel_positions(shape: tuple[int, int]) -> Points:
-    """Where each pixel lies, (height, width), as complex numbers."""
-    rows, columns = np.indices(shape, np.float32)
-    return columns + np.complex64(1j) * rows
+def smoothstep(field: Field) -> Field:
+    """Replace values below 0 by 0 and values above 1 by 1, with a smooth transition between."""
+    t = field.clip(0, 1)
+    smooth: Field = t * t * (3 - 2 * t)
+    return smooth
 
 
 def gradient(field: Field) -> Points:
-    """The direction and rate in which the field rises, (height, width), as complex numbers."""
+    """Return the gradient (height, width) of a field as complex numbers: to the right + i · downwards."""
     down, right = np.gradient(field)
     return np.asarray(right + np.complex64(1j) * down, np.complex64)
 
 
-def look_up(field: NDArray[Number], points: Points) -> NDArray[Number]:
-    """The field's values at the pixels nearest to the points, which may lie a little outside."""
+def pixel_positions(shape: tuple[int, int]) -> Points:
+    """Return the position of each pixel, (height, width), as complex numbers."""
+    rows, columns = np.indices(shape, np.float32)
+    return columns + np.complex64(1j) * rows
+
+
+# Points
+
+
+def sample_directions(rng: np.random.Generator, count: int) -> Points:
+    """Sample directions as complex numbers of length 1; all directions are equally likely."""
+    normal = rng.standard_normal(count) + 1j * rng.standard_normal(count)
+    return np.asarray(normal / np.abs(normal), np.complex64)
+
+
+def scatter_points(rng: np.random.Generator, shape: tuple[int, int], spacing_px: float, jitter: float = 0.2) -> Points:
+    """Return points of a randomly rotated hexagonal lattice with random displacements.
+
+    The points cover the image and a margin of `spacing_px`. `jitter` is the standard deviation of displacements,
+    relative to `spacing_px`.
+    """
+    height, width = shape
+    radius = 0.75 * float(np.hypot(height, width)) + 2 * spacing_px
+    rows, columns = np.mgrid[-radius : radius : spacing_px * 0.866, -radius:radius:spacing_px]
+    columns[1::2] += spacing_px / 2
+    lattice = (columns + 1j * rows).ravel() * sample_directions(rng, 1)[0]
+    displaced = lattice + jitter * spacing_px * (
+        rng.standard_normal(lattice.size) + 1j * rng.standard_normal(lattice.size)
+    )
+    points = np.asarray(displaced + complex(width, height) / 2, np.complex64)
+    margin = spacing_px
+    is_inside = (np.abs(points.real - width / 2) < width / 2 + margin) & (
+        np.abs(points.imag - height / 2) < height / 2 + margin
+    )
+    inside: Points = points[is_inside]
+    return inside
+
+
+def values_at(field: NDArray[Number], points: Points) -> NDArray[Number]:
+    """Return the value of a field at each point (n,): at the nearest pixel, also for points outside the field."""
     rows = np.rint(points.imag).astype(int).clip(0, field.shape[0] - 1)
     columns = np.rint(points.real).astype(int).clip(0, field.shape[1] - 1)
     values: NDArray[Number] = field[rows, columns]
     return values
 
 
-def scatter(rng: np.random.Generator, shape: tuple[int, int], spacing_px: float, jitter: float = 0.2) -> Points:
-    """Points all over the image and a little beyond: a hexagonal lattice that is turned, bent and shaken."""
-    height, width = shape
-    reach = 0.75 * float(np.hypot(height, width)) + 2 * spacing_px
-    rows, columns = np.mgrid[-reach : reach : spacing_px * 0.866, -reach:reach:spacing_px]
-    columns[1::2] += spacing_px / 2
-    lattice = (columns + 1j * rows).ravel() * draw_directions(rng, 1)[0]
-    shaken = lattice + jitter * spacing_px * (
-        rng.standard_normal(lattice.size) + 1j * rng.standard_normal(lattice.size)
-    )
-    points = np.asarray(shaken + complex(width, height) / 2, np.complex64)
-    margin = spacing_px
-    inside = (np.abs(points.real - width / 2) < width / 2 + margin) & (
-        np.abs(points.imag - height / 2) < height / 2 + margin
-    )
-    kept: Points = points[inside]
-    return kept
-
-
-def keep_away(points: Points, others: Points, apart_px: float) -> Points:
-    """The points that are at least so far from all others."""
+def drop_points_near(points: Points, others: Points, distance_px: float) -> Points:
+    """Return the points that are at least this distance away from all others."""
     if not len(others):
         return points
-    kept: Points = points[np.abs(points[:, None] - others).min(axis=1) >= apart_px]
+    kept: Points = points[np.abs(points[:, None] - others).min(axis=1) >= distance_px]
     return kept
 
 
-def thin_out(points: Points, apart_px: float) -> NDArray[np.intp]:
-    """Positions of points that keep this distance from each other; earlier points go before later ones."""
-    kept = np.ones(len(points), bool)
+def select_spaced(points: Points, distance_px: float) -> NDArray[np.intp]:
+    """Return indices of points that are farther apart than this distance; of two close points, the first is kept."""
+    is_kept = np.ones(len(points), bool)
     if len(points):
         tree = cKDTree(np.stack([points.real, points.imag], axis=1))
-        pairs = tree.query_pairs(apart_px, output_type="ndarray")  # (pairs, 2), the earlier point first
+        pairs = tree.query_pairs(distance_px, output_type="ndarray")  # (pairs, 2), the earlier point first
         for first, second in pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))]:
-            kept[second] &= not kept[first]
-    return np.flatnonzero(kept)
+            is_kept[second] &= not is_kept[first]
+    return np.flatnonzero(is_kept)
+
+
+# The canvas
 
 
 @dataclass(frozen=True)
 class StainCanvas:
-    """Stain concentrations, painted on in place."""
+    """Concentrations of stains at each pixel; painting functions change these arrays."""
 
     hematoxylin: Field
     eosin: Field
-    blood: Field  # hemoglobin takes eosin up in a hue of its own
+    blood: Field  # hemoglobin stained by eosin; its hue differs from the hue of eosin
     spacing_um_px: float
 
     @property
     def shape(self) -> tuple[int, int]:
+        """Height and width in pixels."""
         return self.hematoxylin.shape[0], self.hematoxylin.shape[1]
 
 
-def clear_away(canvas: StainCanvas, share: Field) -> None:
-    """Take the tissue away where `share` is 1: tears, lumens, fat."""
-    kept = 1 - np.float32(0.97) * share
+def erase_tissue(canvas: StainCanvas, mask: Field) -> None:
+    """Remove tissue (for tears, lumens or fat); `mask` (height, width) is the removed fraction from 0 to 1."""
+    kept = 1 - np.float32(0.97) * mask
     for field in (canvas.hematoxylin, canvas.eosin, canvas.blood):
         np.multiply(field, kept, out=field)
 
 
 @dataclass(frozen=True)
 class Window:
-    """A square part of the canvas around a point, cut off at the canvas's edge."""
+    """A square part of a canvas around a point; parts beyond the edge of the canvas are cut off."""
 
     rows: slice
     columns: slice
-    offset: Points  # of its pixels from the point, in pixels
+    offset: Points  # (rows, columns): vector from the point to each pixel of the window, in pixels
 
     @classmethod
-    def around(cls, canvas: StainCanvas, centre: complex, side: int) -> "Window | None":
-        """None where the window lies outside."""
+    def around(cls, canvas: StainCanvas, center: complex, side: int) -> "Window | None":
+        """Return the window with its side in pixels, or None if it is outside the canvas."""
         height, width = canvas.shape
-        top, left = round(centre.imag) - side // 2, round(centre.real) - side // 2
+        top, left = round(center.imag) - side // 2, round(center.real) - side // 2
         rows = slice(max(top, 0), min(top + side, height))
         columns = slice(max(left, 0), min(left + side, width))
         if rows.start >= rows.stop or columns.start >= columns.stop:
             return None
         y, x = np.mgrid[rows, columns].astype(np.float32)
-        return cls(rows, columns, np.asarray(x + 1j * y - centre, np.complex64))
+        return cls(rows, columns, np.asarray(x + 1j * y - center, np.complex64))
 
     def view(self, field: Field) -> Field:
-        """The same part of a field; writing to it writes to the field."""
+        """Return the part of a field in this window; writing to it changes the field."""
         return field[self.rows, self.columns]
 
-    def shade(self, canvas: StainCanvas, mask: Field, hematoxylin: float, eosin: float) -> None:
-        """Under the mask, leave so much of the stains that are there."""
+    def attenuate(self, canvas: StainCanvas, mask: Field, hematoxylin: float, eosin: float) -> None:
+        """Multiply stains by these factors where `mask` is 1; where it is between 0 and 1, the effect is smaller."""
         self.view(canvas.hematoxylin)[:] *= 1 - mask * np.float32(1 - hematoxylin)
         self.view(canvas.eosin)[:] *= 1 - mask * np.float32(1 - eosin)
 
 
-def ramp(field: Field) -> Field:
-    """0 below 0, 1 above 1, smooth in between."""
-    t = field.clip(0, 1)
-    smooth: Field = t * t * (3 - 2 * t)
-    return smooth
+# From stains to an RGB image
 
 
 @dataclass(frozen=True)
 class Scanner:
-    """What cases from one scanner have in common; pairs are the lowest and the highest value."""
+    """Properties of a scanner and its laboratory; a pair is the lowest and the highest value of a case."""
 
-    hematoxylin: tuple[float, float, float]  # densities of the dye in red, green and blue
+    hematoxylin: tuple[float, float, float]  # optical densities of the dye in red, green and blue
     eosin: tuple[float, float, float]
     blur_px: tuple[float, float]
     sharpening: tuple[float, float]
     grain: tuple[float, float]
-    white: tuple[float, float, float] = (247, 243, 246)  # the light where no tissue is
-    orange: float = 0.7  # how far the hue of blood is from that of eosin
+    white: tuple[float, float, float] = (247, 243, 246)  # color of the light where there is no tissue
+    orange: float = 0.7  # difference between the hues of blood and eosin, from 0 to 1
     eosin_strength: float = 1.0
 
 
@@ -208,35 +219,37 @@ AT_40X = (
     Scanner((0.60, 0.73, 0.33), (0.17, 0.84, 0.50), (0.45, 0.8), (0.5, 1.2), (0.8, 2.2)),
     Scanner((0.62, 0.70, 0.36), (0.14, 0.88, 0.45), (0.45, 0.8), (0.5, 1.2), (0.8, 2.2)),
 )
-AT_10X = (  # detail is lost by reduction, not by blur: such images are crisp
+AT_10X = (  # less blur: a reduced image has less detail but is sharp
     Scanner((0.62, 0.74, 0.27), (0.22, 0.95, 0.20), (0.25, 0.45), (0.4, 1.1), (0.5, 1.6), (228, 226, 232), 0.2, 1.35),
     Scanner((0.55, 0.69, 0.47), (0.16, 0.82, 0.53), (0.25, 0.45), (0.4, 1.1), (0.5, 1.6), (250, 246, 243), 0.4),
     Scanner((0.54, 0.70, 0.46), (0.14, 0.80, 0.56), (0.25, 0.45), (0.4, 1.1), (0.5, 1.6), (250, 246, 243), 0.4),
 )
-ORANGE = np.array([0.04, 0.72, 0.69])  # densities of hemoglobin
+HEMOGLOBIN = np.array([0.04, 0.72, 0.69])  # optical densities in red, green and blue
 
 
 @dataclass(frozen=True)
-class Look:
-    hematoxylin: NDArray[np.float32]  # (3,), density of a unit of stain
+class Appearance:
+    """Colors of the stains and properties of the scanner for one case."""
+
+    hematoxylin: NDArray[np.float32]  # (3,): optical densities of a concentration of 1 in red, green and blue
     eosin: NDArray[np.float32]
     blood: NDArray[np.float32]
     strengths: tuple[float, float]  # of hematoxylin and eosin
-    white: NDArray[np.float32]  # (3,), the light where no tissue is
+    white: NDArray[np.float32]  # (3,), color of the light where there is no tissue
     blur_px: float
-    sharpening: float  # what the scanner's software adds back
-    grain: float  # deviation of the sensor's noise, in grey levels
+    sharpening: float  # strength of the scanner's unsharp mask
+    grain: float  # standard deviation of the sensor noise, in gray levels
     jpeg_quality: int
 
 
-def draw_look(rng: np.random.Generator, scanners: tuple[Scanner, ...]) -> Look:
-    """A case's look, around that of one of the scanners."""
+def sample_appearance(rng: np.random.Generator, scanners: tuple[Scanner, ...]) -> Appearance:
+    """Sample the appearance of a case: choose a scanner at random, and vary its properties at random."""
     scanner = scanners[int(rng.integers(len(scanners)))]
     hematoxylin, eosin = (np.array(dye) + rng.normal(0, 0.04, 3) for dye in (scanner.hematoxylin, scanner.eosin))
-    return Look(
+    return Appearance(
         hematoxylin=(hematoxylin / np.linalg.norm(hematoxylin)).astype(np.float32),
         eosin=(eosin / np.linalg.norm(eosin)).astype(np.float32),
-        blood=(scanner.orange * ORANGE + (1 - scanner.orange) * eosin / np.linalg.norm(eosin)).astype(np.float32),
+        blood=(scanner.orange * HEMOGLOBIN + (1 - scanner.orange) * eosin / np.linalg.norm(eosin)).astype(np.float32),
         strengths=(float(rng.lognormal(0.1, 0.18)), float(scanner.eosin_strength * rng.lognormal(0.0, 0.2))),
         white=(np.array(scanner.white) + rng.normal(0, 3, 3)).clip(0, 254).astype(np.float32),
         blur_px=float(rng.uniform(*scanner.blur_px)),
@@ -246,64 +259,65 @@ def draw_look(rng: np.random.Generator, scanners: tuple[Scanner, ...]) -> Look:
     )
 
 
-def develop(rng: np.random.Generator, canvas: StainCanvas, look: Look) -> NDArray[np.uint8]:
-    """The image that the scanner stores of these stain concentrations, (H, W, 3)."""
-    thickness = 1 + 0.06 * smooth_noise(rng, canvas.shape, 120)  # the knife is never quite even
-    density = (canvas.hematoxylin.clip(0) * thickness * look.strengths[0])[..., None] * look.hematoxylin
-    density += (canvas.eosin.clip(0) * thickness * look.strengths[1])[..., None] * look.eosin
-    density += (canvas.blood * thickness)[..., None] * look.blood
-    light = np.exp(-density)  # (H, W, 3), 1 = white
-    seen = ndimage.gaussian_filter(light, (look.blur_px, look.blur_px, 0), truncate=3.0)
-    veil = ndimage.gaussian_filter(seen, (1.5, 1.5, 0), truncate=2.0)
-    seen = 0.985 * (seen + look.sharpening * (seen - veil)) + 0.015  # stray light: nothing is quite black
-    grain = smooth_noise(rng, canvas.shape, 0.6)[..., None] * look.grain
-    image = (seen * look.white + grain).clip(0, 255).astype(np.uint8)
-    stored = io.BytesIO()
-    Image.fromarray(image).save(stored, "JPEG", quality=look.jpeg_quality, subsampling=0)
-    return np.array(Image.open(stored).convert("RGB"))
+def render_rgb(rng: np.random.Generator, canvas: StainCanvas, appearance: Appearance) -> NDArray[np.uint8]:
+    """Convert a canvas to the image (H, W, 3) that a scanner would store.
+
+    Light decreases exponentially with the concentrations (law of Beer and Lambert). Then the image is blurred,
+    sharpened, made noisy, and compressed with JPEG.
+    """
+    thickness = 1 + 0.06 * smooth_noise(rng, canvas.shape, 120)  # sections have an uneven thickness
+    density = (canvas.hematoxylin.clip(0) * thickness * appearance.strengths[0])[..., None] * appearance.hematoxylin
+    density += (canvas.eosin.clip(0) * thickness * appearance.strengths[1])[..., None] * appearance.eosin
+    density += (canvas.blood * thickness)[..., None] * appearance.blood
+    light = np.exp(-density)  # (H, W, 3), 1 is white
+    light = ndimage.gaussian_filter(light, (appearance.blur_px, appearance.blur_px, 0), truncate=3.0)
+    blurred = ndimage.gaussian_filter(light, (1.5, 1.5, 0), truncate=2.0)
+    light = 0.985 * (light + appearance.sharpening * (light - blurred)) + 0.015  # stray light: nothing is black
+    grain = smooth_noise(rng, canvas.shape, 0.6)[..., None] * appearance.grain
+    image = (light * appearance.white + grain).clip(0, 255).astype(np.uint8)
+    jpeg = io.BytesIO()
+    Image.fromarray(image).save(jpeg, "JPEG", quality=appearance.jpeg_quality, subsampling=0)
+    return np.array(Image.open(jpeg).convert("RGB"))
+
+
+# Files
 
 
 @contextmanager
-def finished_folder(out: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `out` once everything in it is written."""
+def new_dataset_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder for a dataset, and rename it to `out` when all is written.
+
+    Raises FileExistsError if `out` exists and is not an empty folder.
+    """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise FileExistsError(f"{out} exists already and is not an empty folder; choose another place, or remove it.")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
-    try:
+        raise FileExistsError(f"{out} exists already and is not an empty folder; choose another folder, or remove it.")
+    with atomic_folder(out) as unfinished:
         yield unfinished
-        (unfinished / SYNTHETIC).write_text("Tissue of no patient, made by rotopath.\n", encoding="utf-8")
-        unfinished.chmod(0o755)  # mkdtemp keeps others out; a data set is for sharing
-        if out.exists():
-            out.rmdir()
-        unfinished.rename(out)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+        (unfinished / SYNTHETIC_MARKER).write_text("Tissue of no patient, made by rotopath.\n", encoding="utf-8")
 
 
 def write_tiff(path: Path, image: NDArray[np.uint8], spacing_um_px: float) -> None:
-    """An RGB TIFF that says how large its pixels are."""
+    """Write an RGB TIFF; its resolution tags contain the pixel spacing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    density = UM_PER_INCH / spacing_um_px
-    Image.fromarray(image).save(path, "TIFF", compression="tiff_adobe_deflate", dpi=(density, density))
+    dots_per_inch = UM_PER_INCH / spacing_um_px
+    Image.fromarray(image).save(path, "TIFF", compression="tiff_adobe_deflate", dpi=(dots_per_inch, dots_per_inch))
 
 
 def write_labels(path: Path, labels: NDArray[np.int32]) -> None:
-    """Object numbers as a grey PNG of 16 bits."""
+    """Write a label map (height, width) as a gray PNG with 16 bits."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(labels.astype(np.uint16)).save(path)
 
 
 def write_table(path: Path, header: str, rows: Iterable[Iterable[object]]) -> None:
-    """A CSV with a header; also where there are no rows. No cell may contain a comma."""
+    """Write a CSV file with a header and any number of rows. Cells must not contain commas."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [header, *(",".join(map(str, row)) for row in rows)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def write_annotations(path: Path, outlines: list[NDArray[np.float64]], spacing_um_px: float) -> None:
-    """Outlines (k, 2), x and y in pixels, as Aperio ImageScope stores them."""
+def write_aperio_outlines(path: Path, outlines: list[NDArray[np.float64]], spacing_um_px: float) -> None:
+    """Write outlines, arrays (k, 2) of x and y in pixels, in the XML format of Aperio ImageScope."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [
         f'<Annotations MicronsPerPixel="{spacing_um_px:.6f}">',

@@ -1,11 +1,7 @@
-"""Kinds and tasks by name; the paper's three tasks are rows of a table.
+"""Tasks: classify, detect or segment, and the three tasks of the paper.
 
-In: the name of a task or a kind, and perhaps classes, a spacing and a stain of one's own. Out: the task.
-
-Tasks: what is learnt, and every decision that depends on it. A kind is one class in one file.
-
-In: annotated samples, and what a network answered about them. Out: targets and losses, objects, operating points, and
-scores that can be written as JSON.
+A kind of task is a class in one file: `Classify`, `Detect` or `Segment`. The module `rotopath.tasks.task` explains how
+to add a kind. A task is an instance of a kind with its own classes, pixel spacing and stain normalization.
 """
 
 import difflib
@@ -14,36 +10,61 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rotopath.images.stain import Stain
-from rotopath.models.registry import import_named
+from rotopath.inference.slide_pass import ObjectFinder
+from rotopath.models.registry import import_object
 from rotopath.tasks.classify import Classify
 from rotopath.tasks.detect import Detect
 from rotopath.tasks.segment import Segment
-from rotopath.tasks.task import PALETTE, Class, Color, Example, Finder, Frame, Task
+from rotopath.tasks.task import Class, Color, HardExample, Task, TrainingWindow
 
-TUMOR = Classify("tumor", (Class("Tumor", (230, 159, 0)),), spacing_um_px=1.0, absent="normal")
+# The colors of Okabe and Ito, which are distinct for people with any color vision, also on pink and purple tissue.
+PALETTE: tuple[Color, ...] = (
+    (230, 159, 0),
+    (0, 114, 178),
+    (0, 158, 115),
+    (213, 94, 0),
+    (86, 180, 233),
+    (204, 121, 167),
+    (240, 228, 66),
+    (0, 0, 0),
+)
+
+TUMOR = Classify(
+    "tumor",
+    (Class("Tumor", (230, 159, 0)),),
+    spacing_um_px=1.0,
+    background_name="normal",
+)
 MITOSIS = Detect(
-    "mitosis", (Class("Mitosis", (0, 114, 178)),), spacing_um_px=0.25, absent="no mitosis", plural="mitoses"
+    "mitosis",
+    (Class("Mitosis", (0, 114, 178)),),
+    spacing_um_px=0.25,
+    background_name="no mitosis",
+    objects_name="mitoses",
 )
 NUCLEI = Segment(
     "nuclei",
     (Class("Nucleus", (0, 158, 115)),),
     spacing_um_px=0.25,
     stain="macenko",
-    absent="background",
-    plural="nuclei",
+    background_name="background",
+    objects_name="nuclei",
 )
 PAPER: Mapping[str, Task] = {task.name: task for task in (MITOSIS, NUCLEI, TUMOR)}
 KINDS: dict[str, type[Task]] = {kind.kind: kind for kind in (Classify, Detect, Segment)}
 
 
 def register(kind: type[Task]) -> type[Task]:
-    """Make a kind of task known by its name; for use as a decorator."""
+    """Register a kind of task under its `kind`, so that recipes can name it. Also usable as a class decorator."""
     KINDS[kind.kind] = kind
     return kind
 
 
 def find_kind(name: str) -> type[Task]:
-    """The kind of a task of the paper's, a kind itself, or the class that `package.module:Class` names."""
+    """Return the class for a name: of a task of the paper, of a kind, or `package.module:Class`.
+
+    Raises ValueError if there is no such class, or if it is not a complete subclass of Task.
+    """
     if name in PAPER:
         return type(PAPER[name])
     if name in KINDS:
@@ -53,42 +74,47 @@ def find_kind(name: str) -> type[Task]:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}."
         raise ValueError(f"There is no task {name!r}; {hint}")
-    found = import_named(name)
-    if not (isinstance(found, type) and issubclass(found, Task)):
-        raise ValueError(f"The task {name!r} is no class of rotopath.tasks.Task.")
-    if inspect.isabstract(found):
-        missing = ", ".join(sorted(found.__abstractmethods__)[:3])
-        raise ValueError(f"The task {name!r} does not decide everything that a kind has to ({missing}, ...).")
-    return found
+    kind = import_object(name)
+    if not (isinstance(kind, type) and issubclass(kind, Task)):
+        raise ValueError(f"The task {name!r} is not a subclass of rotopath.tasks.Task; name a class that is.")
+    if inspect.isabstract(kind):
+        missing = ", ".join(sorted(kind.__abstractmethods__))
+        raise ValueError(f"The task {name!r} lacks abstract methods of rotopath.tasks.Task; implement {missing}.")
+    return kind
 
 
 @dataclass(frozen=True)
 class Overrides:
-    """What a recipe says about a task; what is left out is the task's own."""
+    """Properties of a task that a recipe sets. Empty or None keeps the default."""
 
-    classes: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()  # names
     colors: tuple[Color, ...] = ()
     spacing_um_px: float | None = None
     stain: Stain | None = None
 
 
-def make_task(name: str, overrides: Overrides = Overrides(), found: Sequence[str] = ()) -> Task:  # noqa: B008
-    """The task of that name; classes that nobody names are those that were `found` in the data.
+def make_task(name: str, overrides: Overrides | None = None, annotated_classes: Sequence[str] = ()) -> Task:
+    """Make a task by the name of a task of the paper, the name of a kind, or `package.module:Class`.
 
-    >>> rp.tasks.make_task("tumor").class_names, rp.tasks.make_task("detect", found=["b", "a"]).class_names
-    (('Tumor',), ('b', 'a'))
+    The classes are taken from the overrides if these name any, then from the task of the paper if `name` is one, and
+    otherwise from `annotated_classes`, the class names in the annotations.
+
+    >>> rp.tasks.make_task("tumor").class_names
+    ('Tumor',)
+    >>> rp.tasks.make_task("detect", annotated_classes=["b", "a"]).class_names
+    ('b', 'a')
     """
-    kind = find_kind(name)
+    kind, overrides = find_kind(name), overrides or Overrides()
     if name in PAPER and not overrides.classes:
         task = PAPER[name]
     else:
-        names = overrides.classes or tuple(found)
+        names = overrides.classes or tuple(annotated_classes)
         colors = (*overrides.colors, *PALETTE[len(overrides.colors) :])
-        classes = tuple(Class(each, colors[i % len(colors)]) for i, each in enumerate(names or ("object",)))
-        usual = PAPER.get(name)
-        absent, plural = (usual.absent, usual.plural) if usual else ("other", "objects")
-        spacing, stain = (usual.spacing_um_px, usual.stain) if usual else (kind.default_spacing_um_px, "none")
-        task = kind(name, classes, spacing, stain, absent, plural, typed=bool(names))
+        classes = tuple(Class(member, colors[i % len(colors)]) for i, member in enumerate(names or ("object",)))
+        if name in PAPER:
+            task = replace(PAPER[name], classes=classes, uses_class_names=bool(names))
+        else:
+            task = kind(name, classes, kind.default_spacing_um_px, uses_class_names=bool(names))
     if overrides.spacing_um_px is not None:
         task = replace(task, spacing_um_px=overrides.spacing_um_px)
     return task if overrides.stain is None else replace(task, stain=overrides.stain)
@@ -103,12 +129,12 @@ __all__ = [
     "Class",
     "Classify",
     "Detect",
-    "Example",
-    "Finder",
-    "Frame",
+    "HardExample",
+    "ObjectFinder",
     "Overrides",
     "Segment",
     "Task",
+    "TrainingWindow",
     "find_kind",
     "make_task",
     "register",

@@ -1,12 +1,11 @@
-"""Detect: objects found as the peaks of maps of probabilities, as mitoses are.
+"""Detect: find points of one or several classes, such as mitoses, at the peaks of a smoothed probability map.
 
-A detection within `HIT_UM` of an object of its class is a hit. Each class has a threshold of its own, the one with the
-highest F1 on the validation set. With a single class a network gives one logit; with several, one for each class and a
-last one for none of them.
+A detection is a true positive if an annotated point of the same class is within `MATCH_RADIUS_UM`. Each class has its
+own threshold, chosen to give the highest F1 on the validation set. With a single class, the network has one output.
+With K classes it has K + 1: one for each class, and a last output for positions without any object.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,84 +16,73 @@ from numpy.typing import NDArray
 from scipy import ndimage
 from scipy.spatial import cKDTree
 from skimage.morphology import local_maxima
-from torch import Tensor
 
-from rotopath.data import DataError, Sample
+from rotopath.data import Sample
 from rotopath.data.annotations import read_points
-from rotopath.data.sampling import Ints, ObjectWindows, Sampler
-from rotopath.data.splits import take_cases
+from rotopath.data.sampling import Ints, ObjectBalancedSampler, ObjectPositions, Sampler, SamplerSettings
+from rotopath.data.splits import select_cases
 from rotopath.images.geojson import Point, SlideObject
 from rotopath.inference.dense import Prediction
-from rotopath.inference.slide_pass import Grid, Tile
-from rotopath.metrics.bootstrap import Numbers, find_interval, name_unit, sum_by_case, tally_objects
-from rotopath.metrics.matching import Counts, Matches, Rule, best_threshold, count, match, pool
-from rotopath.tasks.classify import (
-    binary_cross_entropy,
-    cross_entropy,
-    expect_every_class,
-    expect_one_answer,
-    window_accuracy,
+from rotopath.inference.slide_pass import ObjectFinder
+from rotopath.inference.tiling import Grid, Tile
+from rotopath.metrics.bootstrap import f1_terms, interval_unit, score_interval, sum_by_case
+from rotopath.metrics.matching import (
+    Counts,
+    Floats,
+    PointMatches,
+    PointRule,
+    best_f1_threshold,
+    count_at_threshold,
+    froc_curve,
+    match_points,
+    pool_matches,
 )
-from rotopath.tasks.task import (
-    Example,
-    Finder,
-    Frame,
-    Loss,
-    Map,
-    OperatingPoint,
-    Scores,
-    Task,
-    count_objects,
-    describe_objects,
-    expect_numbers,
-    expect_regime,
-    take_rule,
-)
+from rotopath.tasks.classify import WindowTask, require_every_class
+from rotopath.tasks.task import HardExample, Map, OperatingPoint, Scores, TrainingWindow, check_numbers
 
-HIT_UM = 7.5  # 30 px at 0.25 µm/px
-SMOOTH_UM = 1.5  # deviation of the Gaussian: 6 px at 0.25 µm/px, a little less than the stride of the paper's network
-MERGE_UM = 7.5  # two peaks closer than this are one object, such as the two halves of a cell that divides
-LEAST_SCORE = 0.01  # of a candidate: no operating point lies lower, and there would be thousands in an image
-REACH_DEVIATIONS = 4  # of the Gaussian, that it reads of a map to either side
-PLATEAU_REACH = 5  # outputs further, for plateaus of a few outputs
-FROC_POINTS = 200
+MATCH_RADIUS_UM = 7.5  # 30 px at 0.25 µm/px
+SMOOTH_UM = 1.5  # standard deviation of the Gaussian: 6 px at 0.25 µm/px, a little less than the stride in the paper
+MERGE_UM = 7.5  # peaks closer than this are one object, such as the two halves of a dividing cell
+MIN_SCORE = 0.01  # lower peaks are never candidates, since an image has thousands of them
+GAUSSIAN_REACH = 4  # radius of the Gaussian filter, in standard deviations
+PLATEAU_REACH = 5  # additional outputs of the halo, for plateaus of equal values
 
 
 @dataclass(frozen=True)
 class Detections:
-    """Positions (d, 2), as rows and columns in pixels; scores (d,), which fall; numbers of classes (d,)."""
+    """Detected points with their scores and classes."""
 
-    positions: NDArray[np.float64]
-    scores: NDArray[np.float64]
-    classes: NDArray[np.int64]
+    positions: Floats  # (d, 2) rows and columns in pixels
+    scores: Floats  # (d,) heights of the peaks, 0 to 1
+    classes: Ints  # (d,) class indices
 
-    def take(self, chosen: NDArray[np.generic]) -> "Detections":
-        """Some of them, by their numbers or by a mask."""
-        return Detections(self.positions[chosen], self.scores[chosen], self.classes[chosen])
+    def select(self, indices: NDArray[np.generic]) -> "Detections":
+        """Return the detections at the given indices, or where a boolean mask is true."""
+        return Detections(self.positions[indices], self.scores[indices], self.classes[indices])
 
 
 @dataclass(frozen=True)
 class FieldEvidence:
-    """One image: where its objects are, and where candidates were seen."""
+    """Annotated points and candidate detections of one image, from which the scores are computed."""
 
     name: str
     case: str
-    truth: NDArray[np.float64]  # (t, 2)
-    truth_classes: NDArray[np.int64]  # (t,)
-    detections: Detections
-    radius_px: float  # within which a detection is a hit
+    truth: Floats  # (t, 2) rows and columns in pixels
+    truth_classes: Ints  # (t,) class indices
+    detections: Detections  # all candidates, including those below the thresholds
+    radius_px: float  # maximum distance between a true positive and its annotated point
 
 
-class Detect(Task):
-    """Points of K classes."""
+class Detect(WindowTask):
+    """Task of detecting points, such as mitoses, of one or several classes."""
 
     kind = "detect"
     annotated = "points"
     score_name = "f1"
     default_network = "mitosis"
     default_spacing_um_px = 0.25
-    answers = "map"
-    rules = get_args(Rule)
+    prediction_type = "map"
+    rules = get_args(PointRule)
     regime_unit = "cases"
     can_mine = True
 
@@ -104,321 +92,296 @@ class Detect(Task):
 
     @property
     def output_names(self) -> tuple[str, ...]:
-        return self.class_names if self.is_single else (*self.class_names, self.absent)
+        return self.class_names if self.is_single else (*self.class_names, self.background_name)
 
     @property
-    def activation(self) -> str:  # type: ignore[override]
-        return "sigmoid" if self.is_single else "softmax"
+    def match_radius_px(self) -> float:
+        """Maximum distance, in pixels, between a true positive and its annotated point."""
+        return MATCH_RADIUS_UM / self.spacing_um_px
 
     @property
-    def hit_px(self) -> float:
-        """The radius within which a detection is a hit."""
-        return HIT_UM / self.spacing_um_px
+    def threshold_names(self) -> tuple[str, ...]:
+        """Names of the thresholds in the operating point, one for each class."""
+        return ("threshold",) if self.is_single else tuple(f"threshold {name}" for name in self.class_names)
 
-    # Training
+    # Data and training
 
-    def read_points(self, sample: Sample) -> tuple[NDArray[np.float64], Ints]:
-        """Positions (k, 2) and classes (k,) of the annotated objects that are of one of the task's classes."""
+    def read_points(self, sample: Sample) -> tuple[Floats, Ints]:
+        """Return positions (k, 2), in pixels, and class indices (k,) of the annotated points.
+
+        Points of classes that do not belong to the task are left out.
+        """
         points = read_points(sample, self.spacing_um_px)
-        classes = [self.class_of(name, sample) for name in points.classes]
-        kept = np.array([number is not None for number in classes], bool)
-        return points.positions[kept], np.array([number for number in classes if number is not None], np.int64)
-
-    def make_sampler(
-        self, samples: Sequence[Sample], sizes_px: Ints, frame: Frame, batch: int, seed: int, mined: Ints | None
-    ) -> Sampler:
-        points, labels = zip(*(self.read_points(sample) for sample in samples), strict=True)
-        return ObjectWindows(
-            points,
-            labels,
-            self.class_names,
-            0 if self.is_single else len(self.classes),
-            sizes_px,
-            frame.window_px,
-            batch,
-            seed,
-            self.hit_px,
-            mined,
-            jitter_px=frame.stride_px // 2,
-        )
-
-    def check_frame(self, frame: Frame) -> None:
-        expect_one_answer(frame)
+        indices = [self.class_index(name, sample) for name in points.classes]
+        known = np.array([index is not None for index in indices], bool)
+        return points.positions[known], np.array([index for index in indices if index is not None], np.int64)
 
     def check_training(self, samples: Sequence[Sample]) -> None:
+        """Raise DataError if a class has no annotated point in the training samples."""
         labels = np.concatenate([np.empty(0, np.int64), *(self.read_points(sample)[1] for sample in samples)])
-        expect_every_class(self.class_names, labels)
+        require_every_class(self.class_names, labels)
 
-    def make_loss(self, samples: Sequence[Sample]) -> Loss:
-        del samples
-        return binary_cross_entropy if self.is_single else cross_entropy
-
-    def accuracy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return window_accuracy(logits, targets)
-
-    def take_regime(self, samples: Sequence[Sample], amount: float, seed: int) -> tuple[Sample, ...]:
-        expect_regime(self, amount)
-        try:
-            cases = set(take_cases((sample.case for sample in samples), int(amount), seed))
-        except ValueError as error:
-            raise DataError(str(error)) from None
+    def select_training_subset(self, samples: Sequence[Sample], amount: float, seed: int) -> tuple[Sample, ...]:
+        """Return all samples of `amount` randomly selected cases."""
+        self.require_regime(amount)
+        cases = set(select_cases((sample.case for sample in samples), int(amount), seed))
         return tuple(sample for sample in samples if sample.case in cases)
 
-    def mine(self, evidence: Sequence[FieldEvidence], most: int) -> list[Example]:
-        """Detections where there is no object, the surest first."""
-        found = [
-            Example(each.name, round(float(row)), round(float(column)), float(score))
-            for each, merged in ((each, self.merge(each.detections)) for each in evidence)
-            for (row, column), score in zip(merged.positions, merged.scores, strict=True)
-            if not (np.hypot(*(each.truth - (row, column)).T) <= each.radius_px).any()
-        ]
-        return sorted(found, key=lambda example: -example.score)[:most]
+    def make_sampler(
+        self, samples: Sequence[Sample], settings: SamplerSettings, window: TrainingWindow, mined: Ints | None
+    ) -> Sampler:
+        """Return a sampler that draws half of the windows at annotated points, and half away from them."""
+        positions, classes = zip(*(self.read_points(sample) for sample in samples), strict=True)
+        absent_label = 0 if self.is_single else len(self.classes)
+        objects = ObjectPositions(positions, classes, self.class_names, absent_label, clearance_px=self.match_radius_px)
+        return ObjectBalancedSampler(objects, settings, mined, jitter_px=window.stride_px // 2)
 
-    # Evaluation
+    def find_hard_examples(self, evidence: Sequence[FieldEvidence], max_examples: int) -> list[HardExample]:
+        """Return false positives: detections far from annotated points of any class, from the highest score down."""
+        examples = []
+        for field in evidence:
+            merged = self.merge(field.detections)
+            for (row, column), score in zip(merged.positions, merged.scores, strict=True):
+                if not (np.hypot(*(field.truth - (row, column)).T) <= field.radius_px).any():
+                    examples.append(HardExample(field.name, round(float(row)), round(float(column)), float(score)))
+        return sorted(examples, key=lambda example: -example.score)[:max_examples]
+
+    # From maps to detections
 
     def find_peaks(self, prediction: Prediction, point: OperatingPoint | None = None) -> Detections:
-        """All peaks that reach the thresholds, also those of one object. Each depends on the map within the halo."""
-        found = [
-            _find_peaks(prediction, number, SMOOTH_UM / self.spacing_um_px, self._threshold(number, point))
-            for number in range(len(self.classes))
-        ]
-        return _join(found)
+        """Return the peaks whose scores reach the threshold of their class; one object may have several peaks.
 
-    def merge(self, found: Detections) -> Detections:
-        """The highest first, and of several that are close together that one only, whatever their classes."""
-        return _merge(found, MERGE_UM / self.spacing_um_px)
+        Without an operating point, the threshold is MIN_SCORE. A peak depends only on outputs within `halo` around it.
+        """
+        sigma_px = SMOOTH_UM / self.spacing_um_px
+        peaks = []
+        for index, name in enumerate(self.threshold_names):
+            threshold = MIN_SCORE if point is None else max(MIN_SCORE, point[name])
+            peaks.append(_find_peaks(prediction, index, sigma_px, threshold))
+        return _concatenate(peaks)
+
+    def merge(self, detections: Detections) -> Detections:
+        """Keep one detection for each object: remove those closer than MERGE_UM to one with a higher score.
+
+        The class is ignored. Detections are returned from the highest score to the lowest.
+        """
+        order = np.argsort(-detections.scores, kind="stable")
+        if not len(order):
+            return detections
+        radius_px = np.nextafter(MERGE_UM / self.spacing_um_px, 0)  # detections at this distance are not merged
+        nearby = cKDTree(detections.positions).query_ball_point(detections.positions, radius_px)
+        is_free = np.ones(len(order), bool)
+        kept = []
+        for index in order:
+            if is_free[index]:
+                kept.append(index)
+                is_free[nearby[index]] = False
+        return detections.select(np.array(kept, np.int64))
 
     def decode(self, prediction: Prediction, point: OperatingPoint | None = None) -> Detections:
-        """The detections at an operating point; without one, all candidates that are worth keeping.
+        """Return the detections at an operating point. Without an operating point, return all candidates.
 
-        Candidates of several classes are merged later, when thresholds have said which of them take part.
+        Candidates of several classes are not merged yet: a candidate below its threshold must not remove others.
         """
         peaks = self.find_peaks(prediction, point)
         return self.merge(peaks) if point is not None or self.is_single else peaks
 
-    def examine(self, prediction: Prediction, sample: Sample) -> FieldEvidence:
-        truth, classes = self.read_points(sample)
-        return FieldEvidence(sample.name, sample.case, truth, classes, self.decode(prediction), self.hit_px)
+    # Evaluation
 
-    def choose_point(self, evidence: Sequence[FieldEvidence], rule: str | None = None) -> dict[str, float]:
-        """For each class the threshold with the highest F1, all images pooled."""
-        chosen = cast(Rule, take_rule(self, rule))
+    def collect_evidence(self, prediction: Prediction, sample: Sample) -> FieldEvidence:
+        """Return the annotated points of an image, and all candidate detections in its predicted maps."""
+        truth, classes = self.read_points(sample)
+        return FieldEvidence(sample.name, sample.case, truth, classes, self.decode(prediction), self.match_radius_px)
+
+    def choose_operating_point(self, evidence: Sequence[FieldEvidence], rule: str | None = None) -> dict[str, float]:
+        """Return, for each class, the threshold with the highest F1 over all images."""
+        point_rule = cast(PointRule, self.resolve_rule(rule))
         return {
-            key: best_threshold(self._pool_candidates(evidence, number, chosen))
-            for number, key in enumerate(self._keys)
+            name: best_f1_threshold(self._match_candidates(evidence, index, point_rule))
+            for index, name in enumerate(self.threshold_names)
         }
 
-    def check_point(self, point: Mapping[str, object]) -> dict[str, float]:
-        return expect_numbers(point, dict.fromkeys(self._keys, (0.0, 1.0)))
+    def check_operating_point(self, point: Mapping[str, object]) -> dict[str, float]:
+        return check_numbers(point, dict.fromkeys(self.threshold_names, (0.0, 1.0)))
 
     def score(self, evidence: Sequence[FieldEvidence], point: OperatingPoint, rule: str | None = None) -> Scores:
-        """F1, precision and recall over all images and of each case, the interval of F1 over cases, and FROC curves.
+        """Return F1, precision and recall over all images and of each case, with a 95 % interval, and FROC curves.
 
-        With several classes these are the counts of all classes together; `classes` has each of them.
+        With several classes, these scores pool all classes, and "classes" contains the scores and the FROC curve of
+        each class.
         """
         if not evidence:
-            raise ValueError("There are no fields to score.")
-        chosen = cast(Rule, take_rule(self, rule))
-        decided = [self._at_point(each.detections, point) for each in evidence]
-        rows = np.zeros((len(self.classes), len(evidence), 3))
-        for number, key in enumerate(self._keys):
-            for i, (each, found) in enumerate(zip(evidence, decided, strict=True)):
-                counted = count(_match(each, number, chosen, found), point[key])
-                rows[number, i] = counted.hits, counted.false, counted.missed
-        cases, sums = sum_by_case([each.case or each.name for each in evidence], rows.sum(axis=0))
+            raise ValueError("There are no fields to score; choose a split that contains annotated images.")
+        point_rule = cast(PointRule, self.resolve_rule(rule))
+        accepted = [self._accept(field.detections, point) for field in evidence]
+        rows = np.zeros((len(self.classes), len(evidence), 3))  # TP, FP and FN by class and image
+        for index, name in enumerate(self.threshold_names):
+            for i, (field, detections) in enumerate(zip(evidence, accepted, strict=True)):
+                counts = count_at_threshold(_match_class(field, index, point_rule, detections), point[name])
+                rows[index, i] = counts.true_positives, counts.false_positives, counts.false_negatives
+        cases, sums = sum_by_case([field.case or field.name for field in evidence], rows.sum(axis=0))
         scores: Scores = {
-            "rule": chosen,
+            "rule": point_rule,
             **point,
             "images": len(evidence),
-            **_describe(sums.sum(axis=0)),
-            "f1_interval": find_interval(lambda total: _counts(total).f1, sums),
-            "interval_over": name_unit(evidence),
-            "cases": {case: _describe(total) for case, total in zip(cases, sums, strict=True)},
+            **Counts(*map(int, sums.sum(axis=0))).to_scores(),
+            "f1_interval": score_interval(lambda total: Counts(*map(int, total)).f1, sums),
+            "interval_over": interval_unit(evidence),
+            "cases": {case: Counts(*map(int, total)).to_scores() for case, total in zip(cases, sums, strict=True)},
         }
         curves = [
-            _froc(self._pool_candidates(evidence, number, chosen), len(evidence)) for number in range(len(self.classes))
+            froc_curve(self._match_candidates(evidence, index, point_rule), len(evidence))
+            for index in range(len(self.classes))
         ]
         if self.is_single:
             return scores | {"froc": curves[0]}
-        described = {name: _describe(rows[k].sum(axis=0)) for k, name in enumerate(self.class_names)}
-        scores["macro_f1"] = float(np.mean([each["f1"] for each in described.values()]))
+        totals = zip(self.class_names, rows.sum(axis=1), strict=True)
+        by_class = {name: Counts(*map(int, total)).to_scores() for name, total in totals}
+        scores["macro_f1"] = float(np.mean([class_scores["f1"] for class_scores in by_class.values()]))
         scores["classes"] = {
-            name: {**each, "froc": curve} for (name, each), curve in zip(described.items(), curves, strict=True)
+            name: {**class_scores, "froc": curve}
+            for (name, class_scores), curve in zip(by_class.items(), curves, strict=True)
         }
         return scores
 
     @classmethod
-    def tally(cls, scores: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-        return tally_objects(scores["cases"])
+    def score_terms(cls, scores: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+        """Return the numerator and the denominator of F1 for each case."""
+        return f1_terms(scores["cases"])
 
-    @property
-    def _keys(self) -> tuple[str, ...]:
-        """The names of the thresholds, class by class."""
-        return ("threshold",) if self.is_single else tuple(f"threshold {name}" for name in self.class_names)
+    def _accept(self, candidates: Detections, point: OperatingPoint) -> Detections:
+        """Return the candidates that reach the thresholds of their classes, one for each object."""
+        thresholds = np.array([point[name] for name in self.threshold_names])
+        accepted = candidates.select(candidates.scores >= thresholds[candidates.classes])
+        return accepted if self.is_single else self.merge(accepted)
 
-    def _threshold(self, number: int, point: OperatingPoint | None) -> float:
-        return LEAST_SCORE if point is None else max(LEAST_SCORE, point[self._keys[number]])
+    def _match_candidates(self, evidence: Sequence[FieldEvidence], index: int, rule: PointRule) -> PointMatches:
+        """Match the candidates of one class in all images to the annotated points of that class.
 
-    def _at_point(self, found: Detections, point: OperatingPoint) -> Detections:
-        thresholds = np.array([point[key] for key in self._keys])
-        kept = found.take(found.scores >= thresholds[found.classes])
-        return kept if self.is_single else self.merge(kept)
-
-    def _pool_candidates(self, evidence: Sequence[FieldEvidence], number: int, rule: Rule) -> Matches:
-        """The candidates of one class in all images, matched as if there were no other classes."""
-        found = [self.merge(each.detections.take(each.detections.classes == number)) for each in evidence]
-        return pool([_match(each, number, rule, mine) for each, mine in zip(evidence, found, strict=True)])
+        Candidates of other classes are ignored; they do not remove nearby candidates of this class.
+        """
+        matches = []
+        for field in evidence:
+            candidates = field.detections.select(field.detections.classes == index)
+            matches.append(_match_class(field, index, rule, self.merge(candidates)))
+        return pool_matches(matches)
 
     # Slides
 
-    def make_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> Finder:
-        del folder  # objects are few
+    def make_object_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> ObjectFinder:
+        """Return an object that collects the peaks of all tiles of a slide, and merges them after the last tile."""
+        del folder  # peaks are few and fit in memory
         return PeakFinder(self, grid, point)
 
     def halo(self, stride_px: int) -> int:
-        return math.ceil(REACH_DEVIATIONS * SMOOTH_UM / self.spacing_um_px / stride_px) + PLATEAU_REACH
+        """Return the number of outputs around a tile that smoothing and plateaus need."""
+        return math.ceil(GAUSSIAN_REACH * SMOOTH_UM / self.spacing_um_px / stride_px) + PLATEAU_REACH
 
     def class_maps(self, maps: Map) -> Map:
         return maps[: len(self.classes)]
 
     @property
-    def nothing(self) -> tuple[float, ...]:
+    def background_probabilities(self) -> tuple[float, ...]:
         return (0.0,) if self.is_single else (*(0.0 for _ in self.classes), 1.0)
-
-    def summarise(self, counts: Counter[str], areas_mm2: Counter[str], tissue_mm2: float) -> dict[str, float]:
-        return count_objects(self, counts, areas_mm2, tissue_mm2)
-
-    def describe(self, summary: Mapping[str, float]) -> str:
-        return describe_objects(self, summary)
 
 
 class PeakFinder:
-    """Peaks of the smoothed maps; those of one object are merged in the end, wherever tiles cut it."""
+    """Collect the peaks of a slide tile by tile, and keep one peak for each object after the last tile.
+
+    Merging at the end gives the same detections for any tile size, even where an object crosses a tile border.
+    """
 
     def __init__(self, task: Detect, grid: Grid, point: OperatingPoint) -> None:
         self._task, self._grid, self._point = task, grid, point
-        self._found: list[tuple[float, float, int, float, float]] = []  # row, column, class, score, deviation
-        self._rotated = False
+        self._peaks: list[tuple[float, float, int, float, float]] = []  # row, column, class, score, standard deviation
+        self._has_deviation = False
 
-    def take(self, tile: Tile) -> Iterator[SlideObject]:
-        grid = self._grid
-        first = tuple(grid.first_px[axis] + span.start * grid.stride_px for axis, span in enumerate(tile.around))
-        here = Prediction(tile.probabilities, grid.stride_px, (first[0], first[1]))
-        peaks = self._task.find_peaks(here, self._point)
-        self._rotated = tile.deviations is not None
-        for position, score, number in zip(peaks.positions, peaks.scores, peaks.classes.tolist(), strict=True):
-            # Halves are rounded up in every tile, so that each peak is one tile's.
+    def add_tile(self, tile: Tile) -> Iterator[SlideObject]:
+        """Store the peaks of a tile. Yields nothing, because detections are known only after the last tile."""
+        grid, (rows, columns) = self._grid, tile.with_halo
+        top, left = (
+            first + span.start * grid.stride_px for first, span in zip(grid.first_px, (rows, columns), strict=True)
+        )
+        prediction = Prediction(tile.probabilities, grid.stride_px, (top, left))
+        peaks = self._task.find_peaks(prediction, self._point)
+        self._has_deviation = tile.deviations is not None
+        for position, score, index in zip(peaks.positions, peaks.scores, peaks.classes.tolist(), strict=True):
+            # Halves are always rounded up, so that a peak between two outputs belongs to exactly one tile.
             row, column = np.floor((position - grid.first_px) / grid.stride_px + 0.5).astype(int)
             if tile.rows.start <= row < tile.rows.stop and tile.columns.start <= column < tile.columns.stop:
-                spread = 0.0
+                deviation = 0.0
                 if tile.deviations is not None:
-                    spread = float(tile.deviations[number, row - tile.around[0].start, column - tile.around[1].start])
-                self._found.append((*position.tolist(), number, float(score), spread))
+                    deviation = float(tile.deviations[index, row - rows.start, column - columns.start])
+                self._peaks.append((*position.tolist(), index, float(score), deviation))
         yield from ()
 
     def finish(self) -> Iterator[SlideObject]:
-        rows = sorted(self._found)  # in an order that tiles have no part in
-        found = np.array(rows, np.float64).reshape(-1, 5)
-        spread_of = {(row, column, number): spread for row, column, number, _, spread in rows}
-        merged = self._task.merge(Detections(found[:, :2], found[:, 3], found[:, 2].astype(np.int64)))
-        for position, score, number in zip(merged.positions, merged.scores, merged.classes.tolist(), strict=True):
-            measured = {"score": float(score)}
-            if self._rotated:
-                measured["deviation"] = spread_of[(*position.tolist(), number)]
-            row, column = (position + 0.5) * self._grid.canvas.level0_px
-            each = self._task.classes[number]
-            yield SlideObject(Point(row, column), "annotation", each.name, each.color, measured)
+        """Merge the peaks of all tiles, and yield the detections of the slide."""
+        rows = sorted(self._peaks)  # so that the order does not depend on the tiles
+        peaks = np.array(rows, np.float64).reshape(-1, 5)
+        deviation_at = {(row, column, index): deviation for row, column, index, _, deviation in rows}
+        merged = self._task.merge(Detections(peaks[:, :2], peaks[:, 3], peaks[:, 2].astype(np.int64)))
+        for position, score, index in zip(merged.positions, merged.scores, merged.classes.tolist(), strict=True):
+            measurements = {"score": float(score)}
+            if self._has_deviation:
+                measurements["deviation"] = deviation_at[(*position.tolist(), index)]
+            row, column = (position + 0.5) * self._grid.view.level0_px
+            object_class = self._task.classes[index]
+            shape = Point(row, column)
+            yield SlideObject(shape, "annotation", object_class.name, object_class.color, measurements)
 
 
-def _find_peaks(prediction: Prediction, number: int, smooth_px: float, threshold: float) -> Detections:
-    sigma = smooth_px / prediction.stride_px
-    smooth = ndimage.gaussian_filter(prediction.probabilities[number].astype(np.float64), sigma, mode="nearest")
-    # A peak may be a plateau of equal values, which is one candidate; a map that is flat all over has none.
+# Peaks
+
+
+def _find_peaks(prediction: Prediction, index: int, sigma_px: float, threshold: float) -> Detections:
+    """Return the peaks of one class: maxima of its smoothed map with a value of at least `threshold`."""
+    values = prediction.probabilities[index].astype(np.float64)
+    smooth = ndimage.gaussian_filter(values, sigma_px / prediction.stride_px, mode="nearest")
+    # A plateau of equal values is one peak. A constant map has no peak.
     peaks = local_maxima(smooth)  # type: ignore[no-untyped-call]
-    plateaus, total = ndimage.label(peaks, np.ones((3, 3)))
-    indices = np.array(ndimage.center_of_mass(plateaus > 0, plateaus, range(1, total + 1))).reshape(-1, 2)
-    scores = np.asarray(ndimage.maximum(smooth, plateaus, range(1, total + 1)), np.float64).reshape(-1)
+    plateaus, count = ndimage.label(peaks, np.ones((3, 3)))
+    numbers = range(1, count + 1)
+    centers = np.array(ndimage.center_of_mass(plateaus > 0, plateaus, numbers)).reshape(-1, 2)
+    scores = np.asarray(ndimage.maximum(smooth, plateaus, numbers), np.float64).reshape(-1)
     high = scores >= threshold
-    positions = prediction.positions(indices[high] + _offsets(smooth, indices[high]))
-    return Detections(positions, scores[high], np.full(int(high.sum()), number, np.int64))
+    positions = prediction.positions(centers[high] + _subpixel_offsets(smooth, centers[high]))
+    return Detections(positions, scores[high], np.full(int(high.sum()), index, np.int64))
 
 
-def _merge(found: Detections, radius_px: float) -> Detections:
-    order = np.argsort(-found.scores, kind="stable")
-    if not len(order):
-        return found
-    nearby = cKDTree(found.positions).query_ball_point(found.positions, np.nextafter(radius_px, 0))
-    free = np.ones(len(order), bool)
-    kept = []
-    for candidate in order:
-        if free[candidate]:
-            kept.append(candidate)
-            free[nearby[candidate]] = False
-    return found.take(np.array(kept, np.int64))
+def _subpixel_offsets(values: Floats, peaks: Floats) -> Floats:
+    """Refine the positions of peaks to fractions of a pixel; return the offsets (k, 2) to add to `peaks` (k, 2).
 
-
-def _join(found: Sequence[Detections]) -> Detections:
-    if len(found) == 1:
-        return found[0]
-    return Detections(
-        np.concatenate([each.positions for each in found]),
-        np.concatenate([each.scores for each in found]),
-        np.concatenate([each.classes for each in found]),
-    )
-
-
-def _match(evidence: FieldEvidence, number: int, rule: Rule, found: Detections) -> Matches:
-    """Detections of a class against the objects of that class."""
-    mine = found.take(found.classes == number)
-    truth = evidence.truth[evidence.truth_classes == number]
-    return match(truth, mine.positions, mine.scores, evidence.radius_px, rule)
-
-
-def _counts(total: Numbers) -> Counts:
-    hits, false, missed = (int(value) for value in total)
-    return Counts(hits, false, missed)
-
-
-def _describe(total: Numbers) -> dict[str, float]:
-    counts = _counts(total)
-    return {
-        "f1": counts.f1,
-        "precision": counts.precision,
-        "recall": counts.recall,
-        "hits": counts.hits,
-        "false": counts.false,
-        "missed": counts.missed,
-    }
-
-
-def _froc(matches: Matches, images: int) -> list[dict[str, float]]:
-    """The corners of the FROC curve, where one more object is found, and its end; some of them if there are many."""
-    found, false = matches.found_at[np.isfinite(matches.found_at)], matches.false
-    if not len(found) and not len(false):
-        return []
-    corners = np.unique(np.append(found, min([*found, *false])))[::-1]  # falling
-    chosen = np.unique(np.linspace(0, len(corners) - 1, min(len(corners), FROC_POINTS)).round().astype(int))
-    counted = [(float(threshold), count(matches, threshold)) for threshold in corners[chosen]]
-    return [
-        {"threshold": threshold, "false_per_image": each.false / images, "sensitivity": each.recall}
-        for threshold, each in counted
-    ]
-
-
-def _offsets(values: NDArray[np.float64], peaks: NDArray[np.float64]) -> NDArray[np.float64]:
-    """How far (k, 2) the true peaks lie from the highest values: the tops of parabolas through both neighbours.
-
-    A plateau, or a peak at the rim of the map, stays where it is.
+    `values` (h, w) is the map. Along each axis, a parabola through the peak and its two neighbors is fitted; the offset
+    leads to its top. Plateaus and peaks at the edge of the map have an offset of 0.
     """
     offsets = np.zeros_like(peaks)
     nearest = peaks.astype(np.int64)
     for axis, size in enumerate(values.shape):
         inner = (nearest == peaks).all(axis=1) & (nearest[:, axis] > 0) & (nearest[:, axis] < size - 1)
-        here, step = nearest[inner], np.eye(2, dtype=np.int64)[axis]
-        before, middle, after = (values[tuple((here + k * step).T)] for k in (-1, 0, 1))
-        bend = 2 * middle - before - after
-        sharp = bend > 0
-        top = np.zeros(len(here))
-        top[sharp] = (after - before)[sharp] / (2 * bend[sharp])
+        center, step = nearest[inner], np.eye(2, dtype=np.int64)[axis]
+        before, middle, after = (values[tuple((center + k * step).T)] for k in (-1, 0, 1))
+        curvature = 2 * middle - before - after
+        is_curved = curvature > 0
+        top = np.zeros(len(center))
+        top[is_curved] = (after - before)[is_curved] / (2 * curvature[is_curved])
         offsets[inner, axis] = top.clip(-0.5, 0.5)
     return offsets
+
+
+def _concatenate(parts: Sequence[Detections]) -> Detections:
+    return Detections(
+        np.concatenate([part.positions for part in parts]),
+        np.concatenate([part.scores for part in parts]),
+        np.concatenate([part.classes for part in parts]),
+    )
+
+
+# Scores
+
+
+def _match_class(field: FieldEvidence, index: int, rule: PointRule, detections: Detections) -> PointMatches:
+    """Match the detections of one class to the annotated points of that class."""
+    detected = detections.select(detections.classes == index)
+    truth = field.truth[field.truth_classes == index]
+    return match_points(truth, detected.positions, detected.scores, field.radius_px, rule)

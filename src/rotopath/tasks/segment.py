@@ -1,10 +1,9 @@
-"""Segment: objects pixel by pixel, as nuclei are, grown from seeds inside of them up to their borders.
+"""Segment: outline objects such as nuclei, by a watershed from seeds inside the objects.
 
-A network says of each pixel whether it is inside of an object, at its border, or background; with several classes,
-also which class an object here would be. The class of an object is decided once for all of its pixels.
+For each pixel the network predicts whether it is inside an object, at the border of an object, or background. With
+several classes, further outputs predict the class. All pixels of an object get the same class.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -20,68 +19,55 @@ from skimage.segmentation import watershed
 from torch import Tensor
 
 from rotopath.data import DataError, Sample
-from rotopath.data.annotations import Objects, read_objects
+from rotopath.data.annotations import read_objects
 from rotopath.data.batches import Bytes, SampleReader
-from rotopath.data.sampling import GroupWindows, Ints, Sampler
-from rotopath.data.splits import take_of_each
+from rotopath.data.sampling import Ints, PatientBalancedSampler, Sampler, SamplerSettings
+from rotopath.data.splits import select_per_stratum
 from rotopath.images.geojson import SlideObject, trace_outlines
 from rotopath.inference.dense import Prediction
-from rotopath.inference.slide_pass import Grid, Tile
-from rotopath.inference.tiling import Seams
-from rotopath.metrics.bootstrap import Named, Numbers, find_interval, name_unit, sum_by_case, tally_objects
+from rotopath.inference.seams import Seams
+from rotopath.inference.slide_pass import ObjectFinder
+from rotopath.inference.tiling import Grid, Tile
+from rotopath.metrics.bootstrap import ImageCase, f1_terms
 from rotopath.metrics.matching import (
-    HitRule,
-    ObjectMatches,
-    Overlaps,
-    aggregated_jaccard,
-    aggregated_jaccard_plus,
-    dice,
+    ObjectCounts,
+    OverlapRule,
+    compare_label_maps,
+    find_overlaps,
     match_objects,
-    overlaps,
+    remove_small,
+    score_objects,
 )
-from rotopath.tasks.task import (
-    Finder,
-    Frame,
-    Loss,
-    Map,
-    OperatingPoint,
-    Scores,
-    Task,
-    count_objects,
-    describe_objects,
-    expect_numbers,
-    expect_regime,
-    fraction,
-    take_rule,
-    target_bytes,
-    to_device,
-)
+from rotopath.tasks.task import Loss, Map, OperatingPoint, Scores, Task, TrainingWindow, check_numbers
 
-PARTS = ("inside", "border", "background")  # the first three logits
+Labels = NDArray[np.int32]
+
+PARTS = ("inside", "border", "background")  # the first three outputs
 INSIDE, BORDER, BACKGROUND = range(3)
-UNKNOWN = 255  # the class of pixels that are in no object
-BORDER_UM = 0.5  # how deep the border reaches into an object: 2 px at 0.25 µm/px
-LEAST_SEED_UM2 = 1.25  # smaller ones are specks inside of an object that has a seed already: 20 px at 0.25 µm/px
+NO_CLASS = 255  # value of pixels outside of all objects, in target maps of classes
+BORDER_UM = 0.5  # width of the border, which belongs to the object: 2 px at 0.25 µm/px
+MIN_SEED_UM2 = 1.25  # smaller seeds are ignored, or they would split objects: 20 px at 0.25 µm/px
+# Operating points that are tried on the validation set
 INSIDE_TRIED = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 BACKGROUND_TRIED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
-LEAST_UM2_TRIED = (2.8125, 5.0, 6.875, 8.75, 10.625)  # discs of about 2 to 4 µm across; 45 to 170 px at 0.25 µm/px
-NOTHING = ObjectMatches(0, 0, 0, 0.0)
-Labels = NDArray[np.int32]
+MIN_UM2_TRIED = (2.8125, 5.0, 6.875, 8.75, 10.625)  # discs of about 2 to 4 µm in diameter; 45 to 170 px at 0.25 µm/px
+
+NO_COUNTS = ObjectCounts(0, 0, 0, 0.0)
 
 
 @dataclass(frozen=True)
 class ObjectEvidence:
-    """One image: its objects, and the probabilities from which any thresholds make objects."""
+    """Annotated objects and predicted maps of one image, from which the scores are computed."""
 
     name: str
     case: str
-    truth: Labels  # (H, W)
-    truth_classes: NDArray[np.int64]  # by object number; that of 0 means nothing
-    prediction: Prediction
+    truth: Labels  # (H, W), label map: the number of the annotated object at each pixel, 0 for background
+    truth_classes: Ints  # class index of each object number; entry 0 is not used
+    prediction: Prediction  # maps (K, H, W), which can be decoded at any operating point
 
 
 class Segment(Task):
-    """Instances of K classes."""
+    """Task of outlining objects, such as nuclei, of one or several classes."""
 
     kind = "segment"
     annotated = "objects"
@@ -89,11 +75,11 @@ class Segment(Task):
     default_network = "nuclei"
     default_batch = 16
     default_spacing_um_px = 0.25
-    answers = "map"
-    rotated = "fields"
-    rules = get_args(HitRule)
+    prediction_type = "map"
+    robustness_inputs = "fields"
+    rules = get_args(OverlapRule)
     regime_unit = "fields of each organ"
-    heat_cell = 16
+    heatmap_cell = 16
 
     @property
     def outputs(self) -> int:
@@ -104,339 +90,311 @@ class Segment(Task):
         return PARTS if self.is_single else (*PARTS, *self.class_names)
 
     @property
-    def activation(self) -> str:  # type: ignore[override]
-        types = "" if self.is_single else f", and of the {len(self.classes)} classes by themselves"
-        return f"softmax{f' of the first three{types}' if types else ''}"
+    def activation(self) -> str:
+        classes = f" of the first three, and of the {len(self.classes)} classes by themselves"
+        return "softmax" if self.is_single else f"softmax{classes}"
 
-    def probabilities(self, logits: Tensor) -> Tensor:
+    def to_probabilities(self, logits: Tensor) -> Tensor:
+        """Apply softmax to the three parts, and separately to the classes."""
         parts = logits[:, : len(PARTS)].softmax(dim=1)
         return parts if self.is_single else torch.cat([parts, logits[:, len(PARTS) :].softmax(dim=1)], dim=1)
 
-    # Training
+    # Data
 
-    def read_objects(self, sample: Sample) -> tuple[Labels, NDArray[np.int64]]:
-        """The label map of the task's objects, and their classes by number (that of 0 means nothing)."""
-        return self._number(read_objects(sample, self.spacing_um_px), sample)
+    def check_window(self, window: TrainingWindow) -> None:
+        """Raise DataError if the network does not have an output for every pixel."""
+        if window.stride_px != 1:
+            raise DataError(
+                f"Objects are segmented pixel by pixel, but the network has an output every {window.stride_px} px; use "
+                f"a network with stride 1, such as 'nuclei' or 'unet'."
+            )
 
-    def _number(self, objects: Objects, sample: Sample) -> tuple[Labels, NDArray[np.int64]]:
+    def select_training_subset(self, samples: Sequence[Sample], amount: float, seed: int) -> tuple[Sample, ...]:
+        """Return `amount` randomly selected samples of each organ."""
+        self.require_regime(amount)
+        if unknown := [sample.name for sample in samples if not sample.stratum]:
+            raise DataError(
+                f"A regime takes fields of each organ, but the organ of {unknown[0]} is not known; add it to the data."
+            )
+        names = set(select_per_stratum({sample.name: sample.stratum for sample in samples}, int(amount), seed))
+        return tuple(sample for sample in samples if sample.name in names)
+
+    def read_objects(self, sample: Sample) -> tuple[Labels, Ints]:
+        """Return the label map (H, W) of the annotated objects, and the class index of each object number.
+
+        Objects of classes that do not belong to the task become background.
+        """
+        objects = read_objects(sample, self.spacing_um_px)
         classes = np.zeros(int(objects.labels.max(initial=0)) + 1, np.int64)
-        if not self.typed:
-            return objects.labels, classes
-        dropped = np.zeros(len(classes), bool)
+        is_other = np.zeros(len(classes), bool)
         for number in objects.numbers:
-            found = self.class_of(objects.classes.get(number, ""), sample)
-            dropped[number] = found is None
-            classes[number] = 0 if found is None else found
-        return (np.where(dropped[objects.labels], 0, objects.labels) if dropped.any() else objects.labels), classes
+            index = self.class_index(objects.classes.get(number, ""), sample)
+            is_other[number] = index is None
+            classes[number] = 0 if index is None else index
+        return np.where(is_other[objects.labels], 0, objects.labels) if is_other.any() else objects.labels, classes
 
     def targets(self, sample: Sample) -> Bytes:
-        """The target maps (H, W, k): inside, border or background; with several classes, that of the object here."""
+        """Return the target maps (H, W, k): the part (see PARTS) and, with several classes, the class of each pixel."""
         labels, classes = self.read_objects(sample)
         parts = part_map(labels, max(1, round(BORDER_UM / self.spacing_um_px)))
-        return target_bytes([parts] if self.is_single else [parts, np.where(labels > 0, classes[labels], UNKNOWN)])
+        class_map = np.where(labels > 0, classes[labels], NO_CLASS).astype(np.uint8)
+        return np.dstack([parts] if self.is_single else [parts, class_map])
+
+    # Training
 
     @property
     def reader(self) -> SampleReader:
         return SampleReader(self.spacing_um_px, self.stain, self.targets, 1 if self.is_single else 2)
 
     def make_sampler(
-        self, samples: Sequence[Sample], sizes_px: Ints, frame: Frame, batch: int, seed: int, mined: Ints | None
+        self, samples: Sequence[Sample], settings: SamplerSettings, window: TrainingWindow, mined: Ints | None
     ) -> Sampler:
+        """Return a sampler that draws the same number of windows of each patient."""
         del mined
         patients = [sample.case or sample.name for sample in samples]
-        return GroupWindows(patients, sizes_px, frame.window_px, frame.target_px, batch, seed)
-
-    def check_frame(self, frame: Frame) -> None:
-        if frame.stride_px != 1:
-            raise DataError(
-                f"Objects are segmented pixel by pixel, but the network answers every {frame.stride_px} px; use one "
-                f"such as 'nuclei' or 'unet'."
-            )
+        return PatientBalancedSampler(patients, settings, window.target_px)
 
     def make_loss(self, samples: Sequence[Sample]) -> Loss:
-        """Cross-entropy in which all parts, and all classes, count alike in these samples."""
+        """Return the cross-entropy of the parts plus, with several classes, that of the classes.
+
+        Parts and classes are weighted, so that rare ones contribute as much as frequent ones in these samples.
+        """
         maps = [self.targets(sample) for sample in samples]
-        parts = part_weights(each[..., 0] for each in maps)
+        part_weights = torch.from_numpy(balancing_weights([target[..., 0] for target in maps], PARTS))
         if self.is_single:
-            return lambda logits, targets: weighted_cross_entropy(logits, targets, to_device(parts, logits))
-        types = self._class_weights([each[..., 1] for each in maps])
+            return lambda logits, targets: weighted_cross_entropy(logits, targets, part_weights.to(logits))
+        class_weights = torch.from_numpy(balancing_weights([target[..., 1] for target in maps], self.class_names))
 
         def loss(logits: Tensor, targets: Tensor) -> Tensor:
-            split = len(PARTS)
-            found = weighted_cross_entropy(logits[:, :split], targets[:, 0], to_device(parts, logits))
-            return found + weighted_cross_entropy(logits[:, split:], targets[:, 1], to_device(types, logits))
+            parts, classes = logits[:, : len(PARTS)], logits[:, len(PARTS) :]
+            part_loss = weighted_cross_entropy(parts, targets[:, 0], part_weights.to(logits))
+            return part_loss + weighted_cross_entropy(classes, targets[:, 1], class_weights.to(logits))
 
         return loss
 
-    def _class_weights(self, maps: Sequence[Bytes]) -> NDArray[np.float32]:
-        """Weights (K,) with which every class has the same part of a mean over all pixels, background included."""
-        counts = np.zeros(UNKNOWN + 1)
-        for each in maps:
-            counts += np.bincount(each.ravel(), minlength=UNKNOWN + 1)
-        present = counts[: len(self.classes)]
-        if missing := [name for name, pixels in zip(self.class_names, present, strict=True) if not pixels]:
-            raise DataError(f"The training images have no object of class {missing[0]!r}; every class is needed.")
-        return np.asarray(counts.sum() / (len(self.classes) * present), np.float32)
-
     def accuracy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the fraction of pixels with a correctly predicted part (inside, border or background)."""
         parts = targets if targets.ndim == 3 else targets[:, 0]
-        return fraction(logits[:, : len(PARTS)].argmax(dim=1) == parts)
+        return (logits[:, : len(PARTS)].argmax(dim=1) == parts).double().mean()
 
-    def take_regime(self, samples: Sequence[Sample], amount: float, seed: int) -> tuple[Sample, ...]:
-        expect_regime(self, amount)
-        if bare := [sample.name for sample in samples if not sample.stratum]:
-            raise DataError(f"A regime takes fields of each organ, but that of {bare[0]} is not known; list it.")
-        try:
-            names = set(take_of_each({sample.name: sample.stratum for sample in samples}, int(amount), seed))
-        except ValueError as error:
-            raise DataError(str(error)) from None
-        return tuple(sample for sample in samples if sample.name in names)
-
-    # Evaluation
+    # From maps to objects
 
     def decode(self, prediction: Prediction, point: OperatingPoint) -> Labels:
-        """A label map: seeds are surely inside, objects are what is not surely background, borders are where they meet.
+        """Convert predicted maps to a label map (H, W) of objects.
 
-        The point's "inside" is the least probability of a seed, its "background" the least of what is no object, and
-        its "least_px" the area below which an object is debris.
+        Seeds are pixels with a probability of at least "inside". They grow by a watershed over all pixels with a
+        background probability below "background". Objects of fewer than "least_px" pixels are removed.
         """
-        return drop_small(self._grow(prediction, point["inside"], point["background"]), point["least_px"])
+        return remove_small(self._grow(prediction, point["inside"], point["background"]), point["least_px"])
 
-    def decide_classes(self, labels: Labels, probabilities: Map) -> NDArray[np.int64]:
-        """The class of each object, by its number: the likeliest on average over its pixels. That of 0 is no object."""
+    def decide_classes(self, labels: Labels, probabilities: Map) -> Ints:
+        """Return the class index of each object number: the class with the highest mean probability in the object.
+
+        `labels` is a label map (H, W), `probabilities` are (K, H, W). Entry 0, for the background, is not used.
+        """
         count = int(labels.max(initial=0))
         classes = np.zeros(count + 1, np.int64)
         if count and not self.is_single:
             numbers = np.arange(1, count + 1)
-            means = [ndimage.mean(each, labels, numbers) for each in probabilities[len(PARTS) :]]
+            means = [ndimage.mean(class_map, labels, numbers) for class_map in probabilities[len(PARTS) :]]
             classes[1:] = np.argmax(means, axis=0)
         return classes
 
-    def _grow(self, prediction: Prediction, least_inside: float, least_background: float) -> Labels:
+    def _grow(self, prediction: Prediction, min_inside: float, max_background: float) -> Labels:
+        """Return the label map (H, W) of all objects, including small ones."""
         inside, border, background = (prediction.probabilities[i] for i in (INSIDE, BORDER, BACKGROUND))
-        regions, count = ndimage.label(background < least_background)
-        labels, _ = ndimage.label((regions > 0) & (inside >= least_inside))
-        seeds = drop_small(labels, LEAST_SEED_UM2 / self.spacing_um_px**2)
-        # Slender objects are all border: a region without any seed is an object of its own.
-        seeded = np.bincount(regions[seeds > 0], minlength=count + 1) > 0
-        alone = np.where(seeded, 0, np.arange(count + 1))[regions]
-        seeds = np.where(alone > 0, alone + seeds.max(), seeds)
+        regions, count = ndimage.label(background < max_background)
+        labels, _ = ndimage.label((regions > 0) & (inside >= min_inside))
+        seeds = remove_small(labels, MIN_SEED_UM2 / self.spacing_um_px**2)
+        # Thin objects consist of border pixels only: a region without a seed becomes one object.
+        has_seed = np.bincount(regions[seeds > 0], minlength=count + 1) > 0
+        seedless = np.where(has_seed, 0, np.arange(count + 1))[regions]
+        seeds = np.where(seedless > 0, seedless + seeds.max(), seeds)
         grown: Labels = watershed(border, seeds, mask=regions > 0)  # type: ignore[no-untyped-call]
         return grown
 
-    def examine(self, prediction: Prediction, sample: Sample) -> ObjectEvidence:
+    # Evaluation
+
+    def collect_evidence(self, prediction: Prediction, sample: Sample) -> ObjectEvidence:
+        """Return the annotated objects and the predicted maps of an image."""
         truth, classes = self.read_objects(sample)
-        if prediction.probabilities.shape[1:] != truth.shape:
+        if (size := prediction.probabilities.shape[1:]) != truth.shape:
             raise ValueError(
-                f"{sample.name} has objects on {truth.shape[0]} × {truth.shape[1]} px, but was predicted on "
-                f"{prediction.probabilities.shape[1]} × {prediction.probabilities.shape[2]} px; use one spacing for "
-                f"both."
+                f"The annotations of {sample.name} have {truth.shape[0]} × {truth.shape[1]} px, but the predicted maps "
+                f"{size[0]} × {size[1]} px; use the same pixel spacing for both."
             )
         return ObjectEvidence(sample.name, sample.case, truth, classes, prediction)
 
-    def choose_point(self, evidence: Iterable[ObjectEvidence], rule: str | None = None) -> dict[str, float]:
-        """Of a grid of thresholds those with the highest F1 over the objects of all images; of equals nearest to ½."""
-        chosen = cast(HitRule, take_rule(self, rule))
-        tried = sorted(product(INSIDE_TRIED, BACKGROUND_TRIED), key=lambda pair: sum(abs(each - 0.5) for each in pair))
-        areas = [round(area / self.spacing_um_px**2) for area in LEAST_UM2_TRIED]
-        points = [(*pair, least_px) for pair in tried for least_px in areas]
-        matches = dict.fromkeys(points, NOTHING)
-        for each in evidence:
-            for pair in tried:
-                found = _overlaps(each.truth, self._grow(each.prediction, *pair))
-                for least_px in areas:
-                    matches[*pair, least_px] += match_objects(found.without_small(least_px), chosen)
-        best = max(points, key=lambda point: matches[point].f1)  # the first of equals
+    def choose_operating_point(self, evidence: Iterable[ObjectEvidence], rule: str | None = None) -> dict[str, float]:
+        """Try a grid of operating points, and return the one with the highest F1; in a tie the nearest to 0.5."""
+        overlap_rule = cast(OverlapRule, self.resolve_rule(rule))
+        pairs = list(product(INSIDE_TRIED, BACKGROUND_TRIED))
+        pairs.sort(key=lambda pair: sum(abs(value - 0.5) for value in pair))
+        areas_px = [round(area / self.spacing_um_px**2) for area in MIN_UM2_TRIED]
+        counts = {(*pair, least_px): NO_COUNTS for pair in pairs for least_px in areas_px}
+        for field in evidence:
+            for pair in pairs:
+                overlaps = find_overlaps(field.truth, self._grow(field.prediction, *pair))
+                for least_px in areas_px:
+                    counts[*pair, least_px] += match_objects(overlaps.without_small(least_px), overlap_rule)
+        best = max(counts, key=lambda point: counts[point].f1)  # in a tie the first
         return dict(zip(("inside", "background", "least_px"), best, strict=True))
 
-    def check_point(self, point: Mapping[str, object]) -> dict[str, float]:
-        return expect_numbers(point, {"inside": (0.0, 1.0), "background": (0.0, 1.0), "least_px": (0.0, 1e9)})
+    def check_operating_point(self, point: Mapping[str, object]) -> dict[str, float]:
+        return check_numbers(point, {"inside": (0.0, 1.0), "background": (0.0, 1.0), "least_px": (0.0, 1e9)})
 
     def score(self, evidence: Iterable[ObjectEvidence], point: OperatingPoint, rule: str | None = None) -> Scores:
-        """F1 and PQ over all objects, means over images of AJI, AJI+ and Dice, and intervals of F1 and AJI over cases.
+        """Return F1 and PQ over all objects, and AJI, AJI+ and Dice averaged over images.
 
-        With several classes, `classes` has F1 and PQ of each, for which an object and its match are of that class.
+        F1 and AJI have 95 % confidence intervals. With several classes, "classes" contains F1 and PQ of each class,
+        for which only objects of that class are matched.
         """
-        chosen = cast(HitRule, take_rule(self, rule))
-        images: dict[str, dict[str, float]] = {}
-        cases: list[str] = []
-        rows: list[tuple[float, ...]] = []
-        by_class = [NOTHING] * len(self.classes)
-        known: list[Named] = []
-        for each in evidence:
-            known.append(Named(each.name, each.case))
-            labels = self.decode(each.prediction, point)
-            found = match_objects(_overlaps(each.truth, labels), chosen)
-            images[each.name] = _describe(found) | {
-                "aji": aggregated_jaccard(each.truth, labels),
-                "aji_plus": aggregated_jaccard_plus(each.truth, labels),
-                "dice": dice(each.truth, labels),
-            }
-            cases.append(each.case or each.name)
-            means = [images[each.name][key] for key in ("aji", "aji_plus", "dice")]
-            rows.append((found.hits, found.false, found.missed, found.iou_sum, *means, 1))
-            classes = self.decide_classes(labels, each.prediction.probabilities)
-            for number in range(len(self.classes) if not self.is_single else 0):
-                truth, mine = (
-                    np.where(kinds[values] == number, values, 0)
-                    for kinds, values in ((each.truth_classes, each.truth), (classes, labels))
-                )
-                by_class[number] += match_objects(_overlaps(truth, mine), chosen)
-        if not rows:
-            raise ValueError("There are no fields to score.")
-        names, sums = sum_by_case(cases, np.array(rows, np.float64))
-        total = sums.sum(axis=0)
-        aji, aji_plus, overlap = total[4:7] / total[7]
+        overlap_rule = cast(OverlapRule, self.resolve_rule(rule))
+        images: list[ImageCase] = []  # names only, since the maps of all images may not fit in memory
+        counts: list[ObjectCounts] = []
+        agreements: list[dict[str, float]] = []
+        counts_by_class = [NO_COUNTS] * len(self.classes)
+        for field in evidence:
+            labels = self.decode(field.prediction, point)
+            images.append(ImageCase(field.name, field.case))
+            counts.append(match_objects(find_overlaps(field.truth, labels), overlap_rule))
+            agreements.append(compare_label_maps(field.truth, labels))
+            if not self.is_single:
+                classes = self.decide_classes(labels, field.prediction.probabilities)
+                for index in range(len(self.classes)):
+                    truth = np.where(field.truth_classes[field.truth] == index, field.truth, 0)
+                    predicted = np.where(classes[labels] == index, labels, 0)
+                    counts_by_class[index] += match_objects(find_overlaps(truth, predicted), overlap_rule)
+        if not images:
+            raise ValueError("There are no fields to score; choose a split that contains annotated images.")
         scores: Scores = {
-            "rule": chosen,
+            "rule": overlap_rule,
             "point": dict(point),
-            **_describe(_matches(total)),
-            "f1_interval": find_interval(lambda drawn: _matches(drawn).f1, sums),
-            "interval_over": name_unit(known),
-            "aji": float(aji),
-            "aji_interval": find_interval(lambda drawn: float(drawn[4] / drawn[7]), sums),
-            "aji_plus": float(aji_plus),
-            "dice": float(overlap),
-            "cases": {name: _describe(_matches(each)) for name, each in zip(names, sums, strict=True)},
-            "images": images,
+            **score_objects(images, counts, agreements),
         }
         if not self.is_single:
-            described = {name: _describe(found) for name, found in zip(self.class_names, by_class, strict=True)}
+            by_class = dict(zip(self.class_names, [count.to_scores() for count in counts_by_class], strict=True))
             for key in ("f1", "pq"):
-                scores[f"macro_{key}"] = float(np.mean([each[key] for each in described.values()]))
-            scores["classes"] = described
+                scores[f"macro_{key}"] = float(np.mean([class_scores[key] for class_scores in by_class.values()]))
+            scores["classes"] = by_class
         return scores
 
     @classmethod
-    def tally(cls, scores: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-        return tally_objects(scores["cases"])
+    def score_terms(cls, scores: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+        """Return the numerator and the denominator of F1 for each case."""
+        return f1_terms(scores["cases"])
+
+    def maps_for_report(self, maps: Map) -> dict[str, Map]:
+        return {"objects": self.foreground_map(maps), "borders": maps[BORDER]}
 
     # Slides
 
-    def make_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> Finder:
+    def make_object_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> ObjectFinder:
+        """Return an object that decodes each tile of a slide, and after the last tile objects across tile borders."""
         return InstanceFinder(self, grid, point, folder)
 
     def class_maps(self, maps: Map) -> Map:
-        there: Map = 1 - maps[BACKGROUND][None]
-        return there if self.is_single else there * maps[len(PARTS) :]
+        """Return the probability (classes, h, w) that a pixel belongs to an object of each class."""
+        foreground: Map = 1 - maps[BACKGROUND][None]
+        return foreground if self.is_single else foreground * maps[len(PARTS) :]
 
-    def foreground(self, maps: Map) -> Map:
-        found: Map = 1 - maps[BACKGROUND]
-        return found
+    def foreground_map(self, maps: Map) -> Map:
+        foreground: Map = 1 - maps[BACKGROUND]
+        return foreground
 
-    def report_maps(self, maps: Map) -> dict[str, Map]:
-        return {"objects": self.foreground(maps), "borders": maps[BORDER]}
-
-    def deviation(self, deviations: Map) -> Map:
-        found: Map = deviations[BACKGROUND]  # what is left of the foreground deviates as much
-        return found
+    def foreground_deviation(self, deviations: Map) -> Map:
+        """Return the standard deviation (h, w) of the background probability, and thus also of the foreground."""
+        background: Map = deviations[BACKGROUND]
+        return background
 
     @property
-    def nothing(self) -> tuple[float, ...]:
+    def background_probabilities(self) -> tuple[float, ...]:
         return (0.0, 0.0, 1.0, *(0.0 for _ in range(self.outputs - len(PARTS))))
-
-    def summarise(self, counts: Counter[str], areas_mm2: Counter[str], tissue_mm2: float) -> dict[str, float]:
-        return count_objects(self, counts, areas_mm2, tissue_mm2)
-
-    def describe(self, summary: Mapping[str, float]) -> str:
-        return describe_objects(self, summary)
 
 
 class InstanceFinder:
-    """Objects are grown within connected regions that are no background, each of which is decoded whole."""
+    """Find the objects of a slide tile by tile; a region that crosses tile borders is decoded after the last tile.
+
+    A region is a connected set of pixels that are not background. It may contain several objects.
+    """
 
     def __init__(self, task: Segment, grid: Grid, point: OperatingPoint, folder: Path) -> None:
         self._task, self._grid, self._point = task, grid, point
-        nothing = (*task.nothing, 0.0)  # the last one is the deviation
-        self._nothing = np.array(nothing, np.float32)[:, None, None]
-        self._seams = Seams(grid.size, nothing, folder)
-        self._rotated = False
+        background = (*task.background_probabilities, 0.0)  # the last value is the standard deviation
+        self._background = np.array(background, np.float32)[:, None, None]
+        self._seams = Seams(grid.size, background, folder)
+        self._has_deviation = False
 
-    def take(self, tile: Tile) -> Iterator[SlideObject]:
-        self._rotated = tile.deviations is not None
-        none = np.zeros_like(tile.probabilities[0])
-        spread = none if tile.deviations is None else self._task.deviation(tile.deviations)
-        values = np.concatenate([tile.probabilities, spread[None]])
+    def add_tile(self, tile: Tile) -> Iterator[SlideObject]:
+        """Yield the objects of the regions that are completely inside the tile."""
+        self._has_deviation = tile.deviations is not None
+        deviations = np.zeros_like(tile.probabilities) if tile.deviations is None else tile.deviations
+        values = np.concatenate([tile.probabilities, self._task.foreground_deviation(deviations)[None]])
         mask = values[BACKGROUND] < self._point["background"]
-        whole = self._seams.take(tile.rows, tile.columns, mask, values)
-        yield from self._decode(np.where(whole, values, self._nothing), tile.rows.start, tile.columns.start)
+        is_complete = self._seams.add_tile(tile.rows, tile.columns, mask, values)
+        yield from self._decode(np.where(is_complete, values, self._background), tile.rows.start, tile.columns.start)
 
     def finish(self) -> Iterator[SlideObject]:
+        """Yield the objects of the regions that cross tile borders."""
         for region in self._seams.finish():
             yield from self._decode(region.values, region.top, region.left)
 
     def _decode(self, values: Map, top: int, left: int) -> Iterator[SlideObject]:
+        """Yield the objects in a rectangle of outputs, with its upper left output at row `top` and column `left`.
+
+        `values` (K + 1, h, w) are K probabilities and the standard deviation of the foreground over rotations.
+        """
         task, grid = self._task, self._grid
-        maps = values[:-1]
+        maps, deviations = values[:-1], values[-1]
         labels = task.decode(Prediction(maps, grid.stride_px, (0, 0)), self._point)
         classes = task.decide_classes(labels, maps)
         numbers = np.arange(1, labels.max() + 1)
-        probability = ndimage.mean(task.foreground(maps), labels, numbers)
-        spread = ndimage.mean(values[-1], labels, numbers)
-        areas = np.bincount(labels.ravel(), minlength=len(numbers) + 1)[1:] * grid.canvas.spacing_um_px**2
-        for number, parts in trace_outlines(labels, *grid.output_frame(top, left), fill_holes=True).items():
-            measured = {"area_um2": areas[number - 1], "probability": probability[number - 1]}
-            if self._rotated:
-                measured["deviation"] = spread[number - 1]
-            each = task.classes[classes[number]]
-            yield SlideObject(parts, "detection", each.name, each.color, measured)
+        probability = ndimage.mean(task.foreground_map(maps), labels, numbers)
+        deviation = ndimage.mean(deviations, labels, numbers)
+        areas_um2 = np.bincount(labels.ravel(), minlength=len(numbers) + 1)[1:] * grid.view.spacing_um_px**2
+        for number, polygons in trace_outlines(labels, *grid.output_frame(top, left), fill_holes=True).items():
+            measurements = {"area_um2": areas_um2[number - 1], "probability": probability[number - 1]}
+            if self._has_deviation:
+                measurements["deviation"] = deviation[number - 1]
+            object_class = task.classes[classes[number]]
+            yield SlideObject(polygons, "detection", object_class.name, object_class.color, measurements)
+
+
+# Targets and loss
 
 
 def part_map(labels: NDArray[np.integer], border_px: int = 2) -> Bytes:
-    """The part that each pixel is; the border are those pixels of an object with anything else within `border_px`.
+    """Convert a label map (H, W) to a map (H, W) of indices into PARTS.
 
-    Inside and border together are the objects; where the image ends is no border.
+    A pixel of an object is border if another object or background is within `border_px`, and inside otherwise. The edge
+    of the image does not count as a border.
     """
     steps = np.arange(-border_px, border_px + 1)
-    near = steps[:, None] ** 2 + steps[None, :] ** 2 <= border_px**2
-    lowest = ndimage.minimum_filter(labels, footprint=near, mode="nearest")
-    highest = ndimage.maximum_filter(labels, footprint=near, mode="nearest")
+    disc = steps[:, None] ** 2 + steps[None, :] ** 2 <= border_px**2
+    lowest = ndimage.minimum_filter(labels, footprint=disc, mode="nearest")
+    highest = ndimage.maximum_filter(labels, footprint=disc, mode="nearest")
     return np.where(labels == 0, BACKGROUND, np.where(lowest == highest, INSIDE, BORDER)).astype(np.uint8)
 
 
-def part_weights(maps: Iterable[Bytes]) -> NDArray[np.float32]:
-    """Weights (3,) with which every part counts alike in the loss: inverse frequencies, 1 for the mean pixel."""
-    counts = np.zeros(len(PARTS))
-    for each in maps:
-        counts += np.bincount(each.ravel(), minlength=len(PARTS))
-    if missing := [name for name, pixels in zip(PARTS, counts, strict=True) if pixels == 0]:
-        raise ValueError(f"Class weights need pixels of every class, but the images have none of {missing[0]!r}.")
-    return np.asarray(counts.sum() / (len(PARTS) * counts), np.float32)
+def balancing_weights(maps: Iterable[Bytes], names: Sequence[str]) -> NDArray[np.float32]:
+    """Return a weight for each class, (len(names),), so that all classes contribute equally to the mean loss.
+
+    `maps` are arrays (H, W) of class indices; weights are the inverse frequencies of the classes. Pixels with NO_CLASS
+    count in the total number of pixels. Raises DataError if a class has no pixel.
+    """
+    counts = np.zeros(NO_CLASS + 1)
+    for target in maps:
+        counts += np.bincount(target.ravel(), minlength=NO_CLASS + 1)
+    present = counts[: len(names)]
+    if missing := [name for name, pixels in zip(names, present, strict=True) if not pixels]:
+        raise DataError(f"The training images have no pixel of class {missing[0]!r}; every class is needed.")
+    return np.asarray(counts.sum() / (len(names) * present), np.float32)
 
 
 def weighted_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Cross-entropy of logits (B, K, h, w) and numbers (B, h, w), each pixel weighted by the weight of its number.
+    """Return the weighted cross-entropy for logits (B, K, h, w), class indices (B, h, w) and class weights (K,).
 
-    It is the mean over pixels, and not over weights, so that the losses of the parts of a batch make up that of it.
-    Pixels of an unknown class count as 0.
+    The sum over pixels is divided by the number of pixels, not by the sum of the weights, so that the loss of a batch
+    is the mean of the losses of its windows. Pixels with NO_CLASS have a loss of 0.
     """
-    return F.cross_entropy(logits, targets, weights, reduction="none", ignore_index=UNKNOWN).mean()
-
-
-def drop_small(labels: NDArray[np.integer], least_px: float) -> Labels:
-    """Without the objects that have fewer pixels, and those that are left numbered from 1."""
-    large = np.bincount(labels.ravel()) >= least_px
-    large[0] = False
-    numbers = np.cumsum(large, dtype=np.int32) * large
-    kept: Labels = numbers[labels].astype(np.int32)
-    return kept
-
-
-def _overlaps(truth: Labels, labels: Labels) -> Overlaps:
-    objects = (truth > 0) | (labels > 0)  # the rest counts for nothing, and costs most
-    return overlaps(truth[objects], labels[objects])
-
-
-def _matches(total: Numbers) -> ObjectMatches:
-    hits, false, missed = (int(value) for value in total[:3])
-    return ObjectMatches(hits, false, missed, float(total[3]))
-
-
-def _describe(found: ObjectMatches) -> dict[str, float]:
-    return {
-        "f1": found.f1,
-        "pq": found.panoptic_quality,
-        "hits": found.hits,
-        "false": found.false,
-        "missed": found.missed,
-    }
+    return F.cross_entropy(logits, targets, weights, reduction="none", ignore_index=NO_CLASS).mean()

@@ -1,108 +1,219 @@
-"""Several processes that train one network, each on its share of every batch.
+"""Devices and processes: train on one device, or on several with distributed data parallel.
 
-In: a network. Out: one whose batch norms see all shares, so that it learns what a single process would; and which
-process this is. Lightning, torchrun or SLURM start the processes; the run folder has to be in the sight of all.
+With several devices, each has a process. All processes train the same network, each on its part of every batch.
+Lightning, torchrun or SLURM starts the processes. The run folder must be on a disk that all processes can access.
 """
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.rank_zero import rank_zero_only
+import torch.nn.functional as F
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from rotopath.data import Batches
 from rotopath.model_file import RunError
+from rotopath.recipe import Recipe
+from rotopath.training.checkpoint import LOG_EVERY_STEPS, RunRecorder
+
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm  # GroupBatchNorm2d is a BatchNorm3d
+DDP_TIMEOUT = timedelta(hours=12)  # the other processes wait while the first process mines hard examples
 
 
-def is_first() -> bool:
-    """Whether this is the process that writes and prints; also known before the processes have met."""
+# Processes
+
+
+def is_first_process() -> bool:
+    """Return whether this process has rank 0. Only this process writes files and prints.
+
+    Can be called before the processes are connected.
+    """
     rank: int = rank_zero_only.rank  # type: ignore[attr-defined]
     return rank == 0
 
 
 def expect_processes(count: int) -> None:
-    """Refuse to begin where torchrun has started another number of processes than the recipe has devices."""
+    """Raise a RunError if torchrun has started another number of processes than `count`, one for each device."""
     started = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else count
     if started != count:
         raise RunError(
-            f"torchrun has started {started} processes, but the recipe's devices times nodes are {count}; "
-            f"make them equal, as with --set devices={started}."
+            f"torchrun has started {started} processes, but the recipe has {count} devices (devices · nodes); "
+            f"make both equal, for example with --set devices={started}."
         )
 
 
-def first_alone(act: Callable[[], None]) -> None:
-    """Let the first process do something, while the others wait."""
-    if is_first():
+def run_on_first_process(act: Callable[[], None]) -> None:
+    """Call a function in the first process. The other processes wait until it has finished."""
+    if is_first_process():
         act()
     if dist.is_initialized():
         dist.barrier()
 
 
-def share_statistics(module: nn.Module) -> None:
-    """Replace the batch norms of a module by ones with the same weights that see the shares of all processes.
+# Lightning
 
-    Torch has such a layer for GPUs alone.
+
+def make_trainer(recipe: Recipe, folder: Path, recorder: RunRecorder) -> Trainer:
+    """Return Lightning's trainer for the devices of a recipe. It writes TensorBoard's log into the run folder.
+
+    Raises RunError if the devices are not available.
     """
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    is_distributed = recipe.devices * recipe.nodes > 1
+    try:
+        return Trainer(
+            max_epochs=recipe.epochs,
+            accelerator=recipe.accelerator,
+            devices=recipe.devices,
+            num_nodes=recipe.nodes,
+            strategy=DDPStrategy(timeout=DDP_TIMEOUT) if is_distributed else "auto",
+            precision="32-true" if recipe.precision == "32" else "bf16-mixed",
+            callbacks=[recorder],
+            logger=TensorBoardLogger(folder, name="", version="tensorboard"),
+            log_every_n_steps=min(LOG_EVERY_STEPS, recipe.steps),
+            num_sanity_val_steps=0,
+            enable_checkpointing=False,  # the recorder writes checkpoints
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+    except (MisconfigurationException, ValueError, RuntimeError) as error:
+        reason = str(error).rstrip(".")
+        raise RunError(
+            f"The devices of the recipe are not available: {reason}. Change 'accelerator', 'devices' or 'nodes'."
+        ) from None
+
+
+@contextmanager
+def raise_keyboard_interrupt() -> Iterator[None]:
+    """Raise KeyboardInterrupt after Ctrl-C. Lightning would raise SystemExit, so that callers could not react."""
+    try:
+        yield
+    except SystemExit:
+        raise KeyboardInterrupt from None
+
+
+class EpochLoader:
+    """Data loader for Lightning: in each epoch, iterates over this process's part of every batch.
+
+    `list_steps` returns the steps of the epoch, whose number is `count`; `workers` processes read the images.
+    """
+
+    def __init__(
+        self, batches: Batches, list_steps: Callable[[], range], count: int, trainer: Trainer, workers: int
+    ) -> None:
+        self._batches, self._list_steps, self._count = batches, list_steps, count
+        self._trainer, self._workers = trainer, workers
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        part = self._batches.shard(self._trainer.global_rank, self._trainer.world_size)
+        return part.load(self._list_steps(), self._trainer.strategy.root_device, self._workers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return an empty state, since batches depend on the step only. Lightning requires it to resume an epoch."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+# Batch norm over all processes
+
+
+def synchronize_batch_norms(module: nn.Module) -> None:
+    """Replace all batch norm layers in a module, in place, by `SynchronizedBatchNorm` with the same weights."""
     for name, child in module.named_children():
-        if isinstance(child, _BatchNorm):
-            setattr(module, name, SharedBatchNorm(child))
+        if isinstance(child, BatchNorm):
+            setattr(module, name, SynchronizedBatchNorm(child))
         else:
-            share_statistics(child)
+            synchronize_batch_norms(child)
 
 
-class SharedBatchNorm(_BatchNorm):
-    """Batch norm of (B, C, ...) by the mean and the variance of each channel over the batches of all processes."""
+class SynchronizedBatchNorm(nn.Module):
+    """Batch norm of (B, C, ...) with the mean and variance of each channel over the batches of all processes.
 
-    def __init__(self, norm: _BatchNorm) -> None:
-        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-        self.weight, self.bias = norm.weight, norm.bias
-        self.running_mean, self.running_var = norm.running_mean, norm.running_var
-        self.num_batches_tracked = norm.num_batches_tracked
+    Weights and running statistics are those of the batch norm layer `norm`, under the same names. Processes may have
+    batches of different sizes. Unlike `torch.nn.SyncBatchNorm`, this layer also runs on CPUs.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    def __init__(self, norm: BatchNorm) -> None:
+        super().__init__()
+        self.channels, self.eps, self.momentum = norm.num_features, norm.eps, norm.momentum
+        for name in ("weight", "bias"):
+            self.register_parameter(name, getattr(norm, name))
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            self.register_buffer(name, getattr(norm, name))
         self.train(norm.training)
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
-            return super().forward(input)
+            return F.batch_norm(
+                input,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                training=self.running_mean is None,
+                eps=self.eps,
+            )
         axes = [0, *range(2, input.ndim)]
-        across = (1, -1, *(1 for _ in axes[1:]))  # a value a channel, against the input
+        per_channel = (1, -1, *(1 for _ in axes[1:]))  # shape to which per-channel values (C,) are reshaped
         values = input.to(torch.promote_types(input.dtype, torch.float32))
-        count = values.new_tensor([values.numel() / self.num_features])
-        total = _summed(torch.cat([values.sum(axes), count]))
-        count = total[-1:]
-        mean = total[:-1] / count
-        centred = values - mean.view(across)
-        variance = _summed(centred.square().sum(axes)) / count
+        count = values.new_tensor([values.numel() / self.channels])
+        totals = _sum_over_processes(torch.cat([values.sum(axes), count]))
+        count = totals[-1:]
+        mean = totals[:-1] / count
+        centered = values - mean.view(per_channel)
+        variance = _sum_over_processes(centered.square().sum(axes)) / count
         if self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-            share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-            self.running_mean.lerp_(mean.detach(), share)
-            self.running_var.lerp_((variance * count / (count - 1)).detach(), share)
+            momentum = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+            self.running_mean.lerp_(mean.detach(), momentum)
+            self.running_var.lerp_((variance * count / (count - 1)).detach(), momentum)
         scale = torch.rsqrt(variance + self.eps)
-        normalised = centred * (scale if self.weight is None else scale * self.weight).view(across)
+        normalized = centered * (scale if self.weight is None else scale * self.weight).view(per_channel)
         if self.bias is not None:
-            normalised = normalised + self.bias.view(across)
-        return normalised.to(input.dtype)
+            normalized = normalized + self.bias.view(per_channel)
+        return normalized.to(input.dtype)
 
-    def _check_input_dim(self, input: Tensor) -> None: ...
+    def extra_repr(self) -> str:
+        return f"{self.channels}, eps={self.eps}, momentum={self.momentum}"
 
 
-class _Sum(torch.autograd.Function):
-    """The sum over processes; each one's loss depends on the shares of all, so gradients are summed as well."""
+class _SumOverProcesses(torch.autograd.Function):
+    """Sum a tensor over all processes. The losses of all processes depend on the sum, so gradients are summed too."""
 
     @staticmethod
-    def forward(ctx: Any, share: Tensor) -> Tensor:  # noqa: ARG004
-        total = share.clone()
+    def forward(ctx: Any, part: Tensor) -> Tensor:  # noqa: ARG004
+        total = part.clone()
         dist.all_reduce(total)
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # noqa: ARG004
-        return _Sum.forward(None, gradients[0])
+        return _SumOverProcesses.forward(None, gradients[0])
 
 
-def _summed(share: Tensor) -> Tensor:
-    total: Tensor = _Sum.apply(share)  # type: ignore[no-untyped-call]
+def _sum_over_processes(part: Tensor) -> Tensor:
+    total: Tensor = _SumOverProcesses.apply(part)  # type: ignore[no-untyped-call]
     return total

@@ -1,7 +1,9 @@
-"""Training steps replayed as CUDA graphs: small batches otherwise wait for Python, which launches kernels one by one.
+"""Record training steps as CUDA graphs, to make training with small batches faster.
 
-In: a network on a GPU and a batch of the size that all have, or a whole step. Out: the same, recorded once and then
-replayed. All batches being alike, cuDNN looks for its fastest convolutions while it is recorded.
+With small batches, launching the GPU kernels from Python takes longer than running them. A CUDA graph launches all
+recorded kernels with a single call. `record` records the forward and backward passes of a network, and `record_step` a
+whole training step, including loss and optimizer. All batches must have the same size. During the recording, cuDNN
+measures which of its convolution algorithms is fastest.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,48 +12,49 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-WARM_UP = 3  # steps; optimisers make their buffers in the first
+WARM_UP_STEPS = 3  # before the recording; optimizers allocate their buffers in the first step
 
 
 def record(network: nn.Module, images: Tensor) -> None:
-    """Record the passes of a training step; weights, statistics and random numbers stay as they are.
+    """Record the forward and backward passes of a network on a GPU, and replay them whenever it runs in training mode.
 
-    In evaluation the network runs as ever.
+    `images` (B, 3, H, W) is an example batch; all later batches must have this size. The recording does not change the
+    weights and the batch norm statistics. In evaluation mode, the network runs eagerly, without the graphs.
     """
     before = [buffer.clone() for buffer in network.buffers()]
-    # The precision is the caller's, but casts of weights must not be kept from one replay for the next.
-    precision = (torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"))
-    with _fastest_convolutions(), torch.autocast("cuda", *precision, cache_enabled=False):
+    # Keep the caller's autocast, but disable its cache: every replay must cast the current weights again.
+    autocast = (torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"))
+    with _search_fastest_convolutions(), torch.autocast("cuda", *autocast, cache_enabled=False):
         torch.cuda.make_graphed_callables(network, (images,))
     with torch.no_grad():
         for buffer, value in zip(network.buffers(), before, strict=True):
-            buffer.copy_(value)  # recording takes a few steps to warm up
+            buffer.copy_(value)  # the warm-up steps of the recording have changed the batch norm statistics
 
 
-def forget(network: nn.Module) -> None:
-    """Run the network as ever again."""
-    vars(network).pop("forward", None)
+def release(network: nn.Module) -> None:
+    """Discard the recorded CUDA graphs of a network, so that it runs eagerly again."""
+    vars(network).pop("forward", None)  # `record` has replaced `forward` on the instance
 
 
 def record_step(step: Callable[[], None]) -> Callable[[], None]:
-    """A whole step (passes, loss, backward and optimiser), which nothing but the GPU then has a part in.
+    """Record a whole training step as a CUDA graph, and return a function that replays it.
 
-    It is taken a few times to warm up. What it reads, it reads where it was: the next batch is copied there. Numbers of
-    Python's, such as the learning rate, stay what they were. Gradients are to be set to None in it before they are
-    found.
+    The step is first run a few times to warm up. Before each replay, copy the next batch into the tensors that `step`
+    reads, because the graph always reads the same memory. Python numbers, such as the learning rate, keep their values
+    from the recording. `step` must set gradients to None before it computes them.
     """
-    aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # where graphs want to be warmed up
-    aside.wait_stream(torch.cuda.current_stream())
+    warm_up_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # graphs require a warm-up on a side stream
+    warm_up_stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
-    with _fastest_convolutions():
-        with torch.cuda.stream(aside):
-            for _ in range(WARM_UP):
+    with _search_fastest_convolutions():
+        with torch.cuda.stream(warm_up_stream):
+            for _ in range(WARM_UP_STEPS):
                 step()
-        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.current_stream().wait_stream(warm_up_stream)
         with torch.cuda.graph(graph):
             step()
 
-    # A graph knows where tensors lie, but does not hold them: what the step refers to has to live as long as it does.
+    # A graph contains addresses of tensors, but no references to them. The default argument keeps the tensors alive.
     def replay(_alive: object = step) -> None:
         graph.replay()
 
@@ -59,7 +62,8 @@ def record_step(step: Callable[[], None]) -> Callable[[], None]:
 
 
 @contextmanager
-def _fastest_convolutions() -> Iterator[None]:
+def _search_fastest_convolutions() -> Iterator[None]:
+    """Let cuDNN measure and select the fastest algorithm of each convolution within the block."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     try:

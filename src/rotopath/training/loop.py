@@ -1,50 +1,309 @@
-"""Optimisers and their schedules, as recipes name them.
+"""Train a network as a recipe specifies. The file is ordered like a training, from top to bottom.
 
-In: a network and a recipe. Out: an optimiser with decoupled weight decay, and a schedule that moves at every step.
-
-Fitting a network: Lightning runs the loop, and a keeper sees to it that nothing is lost.
-
-In: a recipe, a network, batches. Out: files in the run folder: the best weights, a log of every step, and a checkpoint
-from which the same command goes on, to the same weights as if nothing had happened.
+`train` opens the data, checks the recipe, prepares the run folder, mines hard examples if the recipe has `[mining]`,
+fits the network, chooses the operating point (decision thresholds), scores the model, and writes the model file and the
+weights. `fit` runs Lightning's training loop; if the run folder has a checkpoint, `fit` resumes from it. The module
+`checkpoint` writes the log and the checkpoints.
 """
 
-import csv
-import io
-import logging
-import math
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from datetime import timedelta
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LRScheduler, StepLR
 
 from rotopath import runs
-from rotopath.data import Batches
-from rotopath.model_file import RunError, load_weights, pack_weights
+from rotopath.data import Batches, DataError, Dataset, Sample, open_data, problems
+from rotopath.data.sampling import Ints
+from rotopath.environment import describe_machine, now
+from rotopath.evaluation import gather_evidence, make_center_batches, make_sampled_batches
+from rotopath.model_file import WEIGHTS, load_weights, pack_weights, read_json, write_model
 from rotopath.models import DenseNetwork
 from rotopath.models.protocols import unwrap
-from rotopath.recipe import Recipe
-from rotopath.tasks import Task
-from rotopath.tasks.task import Loss
+from rotopath.recipe import Recipe, RecipeError, make_recipe, read_recipe
+from rotopath.runs import Run
+from rotopath.tasks import PAPER, Task, TrainingWindow
+from rotopath.tasks.task import Evidence, Loss
 from rotopath.training import graphs
-from rotopath.training.distributed import share_statistics
-from rotopath.writing import atomic_file, write_bytes, write_text
+from rotopath.training.checkpoint import KEPT, RESUME, Row, RunRecorder, prepare_folder
+from rotopath.training.distributed import (
+    EpochLoader,
+    expect_processes,
+    is_first_process,
+    make_trainer,
+    raise_keyboard_interrupt,
+    run_on_first_process,
+    synchronize_batch_norms,
+)
+from rotopath.training.mining import MINED, index_hard_examples, mine_hard_examples, read_hard_examples
+from rotopath.writing import write_bytes, write_json
+
+BASELINE, TRAINING, SCORING = "baseline", "training", "scoring"  # stages; BASELINE is also the name of a subfolder
+OnProgress = Callable[[str, Row], None]  # receives the stage, and a row of the log or the number of scored samples
+VALIDATION_SEED = 1_000_003  # for the validation loss, so that all runs compute it on the same windows
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """A recipe together with its task and its opened dataset."""
+
+    recipe: Recipe  # with the class names of the data, if the recipe had none
+    task: Task
+    dataset: Dataset
+    samples: tuple[Sample, ...]  # the training samples; a subset if the recipe has a `regime`
+
+    @property
+    def validation(self) -> tuple[Sample, ...]:
+        """The samples of the validation set."""
+        return self.dataset.split("valid")
+
+
+def train(
+    recipe: Recipe | Mapping[str, Any] | Path | str,
+    out: Path | str | None = None,
+    changes: Sequence[str] = (),
+    on_progress: OnProgress = lambda _stage, _row: None,
+) -> Run:
+    """Train a network as a recipe specifies, or resume an interrupted training. Returns the finished run.
+
+    `recipe` is a `Recipe`, a mapping of keys to values, or the path of a TOML file. `changes` are overrides for a TOML
+    file, such as "orientations=4". The run folder is `out`, by default the one that `name_folder` returns. If it
+    contains an interrupted training with the same recipe and data, this training is resumed. `on_progress` is called
+    with the stage ("baseline", "training" or "scoring") and a row of the log or the number of scored samples.
+    """
+    recipe, name = _read_recipe(recipe, changes)
+    folder = Path(out) if out else name_folder(name, recipe)
+    expect_processes(recipe.devices * recipe.nodes)
+    plan = make_plan(recipe)
+    check_network(plan)
+    loss = make_loss(plan)
+    if is_first_process():
+        prepare_folder(folder, plan.recipe, plan.dataset)
+    mined = _prepare_hard_examples(plan, loss, folder, on_progress)
+    network, device = fit(plan, loss, folder, mined, partial(on_progress, TRAINING))
+    run_on_first_process(lambda: _finish(plan, network, folder, device, on_progress))
+    return runs.load(folder)
+
+
+# Before the first file is written: read the recipe, open the data, check the network
+
+
+def _read_recipe(recipe: Recipe | Mapping[str, Any] | Path | str, changes: Sequence[str]) -> tuple[Recipe, str]:
+    """Return the recipe as a `Recipe`, and a name for its run folder: the name of its file, or of its task."""
+    if not isinstance(recipe, Recipe | Mapping):
+        return read_recipe(Path(recipe), changes), Path(recipe).stem
+    if changes:
+        raise RecipeError(
+            f"Overrides such as {changes[0]!r} apply to recipe files only; set the key in the recipe object or mapping."
+        )
+    recipe = recipe if isinstance(recipe, Recipe) else make_recipe(recipe)
+    return recipe, recipe.task.rpartition(":")[2]
+
+
+def name_folder(name: str, recipe: Recipe) -> Path:
+    """Return the default run folder of a recipe, such as `runs/tumor-N8-seed0`."""
+    return Path("runs") / f"{name}-N{recipe.orientations}-seed{recipe.seed}"
+
+
+def make_plan(recipe: Recipe) -> TrainingPlan:
+    """Open the dataset of a recipe and select the training samples. Names missing classes from the data.
+
+    Raises DataError if files are missing, if labels do not fit the task, or if there are no validation samples.
+    """
+    dataset = open_data(Path(recipe.data), recipe.kind.annotated, recipe.data_spacing_um_px)
+    _refuse_problems(recipe, problems(dataset.findings))
+    if not recipe.classes and recipe.task not in PAPER:
+        recipe = replace(recipe, classes=recipe.kind.find_classes(dataset))
+    task = recipe.make_task()
+    _refuse_problems(recipe, problems(task.check_data(dataset)))
+    samples = dataset.split("train")
+    dataset.split("valid")  # raises a DataError if the data has no validation samples
+    if recipe.regime is not None:
+        samples = task.select_training_subset(samples, recipe.regime, recipe.seed)
+    return TrainingPlan(recipe, task, dataset, samples)
+
+
+def _refuse_problems(recipe: Recipe, found: Sequence[object]) -> None:
+    """Raise a DataError with the first problem that was found in the data, if there is any."""
+    if found:
+        more = f" There are {len(found) - 1} more problems." if len(found) > 1 else ""
+        raise DataError(f"{recipe.data} has problems: {found[0]}{more} Run `rotopath data check` to list all problems.")
+
+
+def check_network(plan: TrainingPlan) -> DenseNetwork:
+    """Build the network of a plan before any file is written, and return it.
+
+    Raises RecipeError if it cannot be built or the training window does not fit it, and DataError if the task cannot
+    use its outputs.
+    """
+    try:
+        network = runs.build(plan.recipe, plan.task)
+        plan.task.check_window(find_training_window(plan.recipe, network))
+    except (DataError, RecipeError):
+        raise
+    except Exception as error:  # any type: the network may be built by a user's function
+        reason = " ".join(str(error).split()) or type(error).__name__
+        stop = "" if reason.endswith((".", "?")) else "."
+        raise RecipeError(f"The network {plan.recipe.network_name!r} cannot be used: {reason}{stop}") from None
+    return network
+
+
+def find_training_window(recipe: Recipe, network: DenseNetwork) -> TrainingWindow:
+    """Return the size of the training windows of a recipe, and the size and stride of a network's outputs for them.
+
+    Raises RecipeError if the network does not accept images of this size.
+    """
+    geometry = network.geometry
+    window_px = runs.describe_network(recipe, network).window_px
+    if not geometry.fits(window_px):
+        nearest = " or ".join(map(str, geometry.nearest_sizes(window_px)))
+        raise RecipeError(f"the key 'window_px' is {window_px}, which the network does not accept; use {nearest}.")
+    return TrainingWindow(window_px, geometry.output_size(window_px) * geometry.stride_px, geometry.stride_px)
+
+
+def make_loss(plan: TrainingPlan) -> Loss:
+    """Return the loss function of a plan. Raises DataError if a class has no training images."""
+    plan.task.check_training(plan.samples)
+    try:
+        return plan.task.make_loss(plan.samples)
+    except ValueError as error:
+        raise DataError(str(error)) from None
+
+
+# Hard examples
+
+
+def _prepare_hard_examples(plan: TrainingPlan, loss: Loss, folder: Path, on_progress: OnProgress) -> Ints | None:
+    """Return the hard examples for the sampler, or None if the recipe has no mining.
+
+    If the run folder has no `mined.csv` yet, a baseline network is trained in its subfolder `baseline` to mine them.
+    """
+    mining = plan.recipe.mining
+    if mining is None:
+        return None
+    if not (folder / MINED).exists():
+        baseline = replace(plan, recipe=replace(plan.recipe, mining=None, epochs=mining.epochs))
+        if is_first_process():
+            (folder / BASELINE).mkdir(exist_ok=True)
+        network, device = fit(baseline, loss, folder / BASELINE, None, partial(on_progress, BASELINE))
+        mine = partial(mine_hard_examples, plan.task, network, plan.samples, device, mining.examples)
+        run_on_first_process(partial(mine, folder / MINED))
+        (folder / BASELINE / RESUME).unlink(missing_ok=True)
+    return index_hard_examples(read_hard_examples(folder / MINED), plan.task, plan.samples)
+
+
+# Fit the network
+
+
+def fit(
+    plan: TrainingPlan,
+    loss: Loss,
+    folder: Path,
+    mined: Ints | None = None,
+    on_row: Callable[[Row], None] = lambda _row: None,
+) -> tuple[DenseNetwork, torch.device]:
+    """Train a network until the validation loss stops decreasing or the last epoch ends.
+
+    If the folder contains a checkpoint (`resume.ckpt`), training resumes from it. `mined` are the hard examples for the
+    sampler, and `on_row` receives rows of the log. Returns the network with the weights that the recipe's key `keep`
+    selects, and the device that it was trained on.
+    """
+    recipe = plan.recipe
+    network = runs.build(recipe, plan.task)
+    module = unwrap(network)
+    trainer = make_trainer(recipe, folder, RunRecorder(folder, recipe, on_row))
+    if recipe.devices * recipe.nodes > 1:
+        synchronize_batch_norms(module)
+    device = trainer.strategy.root_device
+    training, validation, validation_steps = make_batches(plan, network, mined, device)
+
+    def list_training_steps() -> range:
+        done = trainer.global_step  # an interrupted epoch is resumed at its next step
+        return range(done, (done // recipe.steps + 1) * recipe.steps)
+
+    with warnings.catch_warnings(), raise_keyboard_interrupt():
+        warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)  # caused by Lightning
+        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")  # CUDA graphs use a side stream
+        trainer.fit(
+            TrainingModule(recipe, module, loss, plan.task.accuracy),
+            EpochLoader(training, list_training_steps, recipe.steps, trainer, recipe.workers),
+            EpochLoader(validation, lambda: range(validation_steps), validation_steps, trainer, recipe.workers),
+            ckpt_path=folder / RESUME if (folder / RESUME).exists() else None,  # resume an interrupted training
+            weights_only=True,
+        )
+    load_weights(network, folder / KEPT)
+    return network, device
+
+
+class TrainingModule(LightningModule):
+    """Training step, validation step and optimizer of a network, for Lightning's training loop."""
+
+    def __init__(self, recipe: Recipe, network: nn.Module, loss: Loss, accuracy: Loss) -> None:
+        super().__init__()
+        self.recipe, self.network, self.loss, self.accuracy = recipe, network, loss, accuracy
+        self._is_recorded = False  # whether the network is recorded as a CUDA graph
+        self._validation: list[Tensor] = []  # for each batch: (loss, accuracy, 1) times the number of windows
+
+    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+        images, targets = batch
+        if not self._is_recorded and images.is_cuda and self.trainer.world_size == 1:
+            graphs.record(self.network, images)
+            self._is_recorded = True
+        return self.loss(self.network(images), targets)
+
+    def on_train_end(self) -> None:
+        graphs.release(self.network)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
+        images, targets = batch
+        if len(images):  # the last batch may have fewer windows than there are processes
+            logits = self.network(images)
+            values = torch.stack([self.loss(logits, targets), self.accuracy(logits, targets), targets.new_ones(())])
+            self._validation.append(values.double() * len(images))
+
+    def on_validation_epoch_end(self) -> None:
+        own = torch.stack(self._validation).sum(dim=0) if self._validation else torch.zeros(3, device=self.device)
+        self._validation.clear()
+        loss, accuracy, windows = self.trainer.strategy.reduce(own.double(), reduce_op="sum")
+        self.log("validation_loss", (loss / windows).float(), sync_dist=True)
+        self.log("validation_accuracy", (accuracy / windows).float(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = make_optimizer(self.network, self.recipe)
+        schedule = {"scheduler": make_schedule(optimizer, self.recipe), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+def make_optimizer(network: nn.Module, recipe: Recipe) -> Optimizer:
+    """Return the optimizer of a recipe. Weight decay applies to kernels only, not to biases and batch norm weights."""
+    kernels = [parameter for parameter in network.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in network.parameters() if parameter.ndim <= 1]
+    groups = [{"params": kernels, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    if recipe.optimiser == "adamw":
+        return AdamW(groups, lr=recipe.learning_rate)
+    return DecoupledSGD(groups, recipe.learning_rate, recipe.momentum)
+
+
+def _multiply_each(weights: list[Tensor], factor: float) -> None:
+    for weight in weights:
+        weight.mul_(factor)
+
+
+# torch's function multiplies all weights in a single GPU kernel, but it is private: do without it if it is missing.
+_multiply_all: Callable[[list[Tensor], float], object] = getattr(torch, "_foreach_mul_", _multiply_each)
 
 
 class DecoupledSGD(SGD):
-    """SGD with momentum whose weight decay does not pass through the momentum (Loshchilov and Hutter, 2019).
+    """SGD with momentum and decoupled weight decay, which does not enter the momentum (Loshchilov and Hutter, 2019).
 
-    w ← (1 - lr · decay) · w, and then the step.
+    Each step first computes w ← (1 - lr · decay) · w.
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float) -> None:
@@ -55,273 +314,78 @@ class DecoupledSGD(SGD):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None
-        if closure is not None:  # it computes the gradients, so it goes before the weights change
+        if closure is not None:  # it computes the gradients, so it must run before the weights change
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
             if group["decay"]:
-                torch._foreach_mul_(group["params"], 1 - group["lr"] * group["decay"])
+                _multiply_all(group["params"], 1 - group["lr"] * group["decay"])
         super().step()
         return loss
 
 
-def make_optimiser(network: nn.Module, recipe: Recipe) -> Optimizer:
-    """Kernels decay; biases and the scales of batch norm, which do not grow without bounds, do not."""
-    kernels = [p for p in network.parameters() if p.ndim > 1]
-    others = [p for p in network.parameters() if p.ndim <= 1]
-    groups = [{"params": kernels, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    if recipe.optimiser == "adamw":
-        return AdamW(groups, lr=recipe.learning_rate)
-    return DecoupledSGD(groups, recipe.learning_rate, recipe.momentum)
-
-
-def make_schedule(optimiser: Optimizer, recipe: Recipe) -> LRScheduler:
-    """The learning rate at every step: halved each epoch, along half a cosine to 0, or as it is."""
+def make_schedule(optimizer: Optimizer, recipe: Recipe) -> LRScheduler:
+    """Return the learning rate schedule of a recipe. Call its `step` after every training step."""
     if recipe.schedule == "halve":
-        return StepLR(optimiser, step_size=recipe.steps, gamma=0.5)
+        return StepLR(optimizer, step_size=recipe.steps, gamma=0.5)
     if recipe.schedule == "cosine":
-        return CosineAnnealingLR(optimiser, T_max=recipe.epochs * recipe.steps)
-    return ConstantLR(optimiser, factor=1.0, total_iters=0)
+        return CosineAnnealingLR(optimizer, T_max=recipe.epochs * recipe.steps)
+    return ConstantLR(optimizer, factor=1.0, total_iters=0)
 
 
-LOOK_EVERY_STEPS = 25  # how often losses are fetched from the device
-PATIENCE_WITH_OTHERS = timedelta(hours=12)  # while the first process mines examples
-COLUMNS = ("step", "epoch", "loss", "learning_rate", "images_per_second", "validation_loss", "validation_accuracy")
-Row = dict[str, float]
+def make_batches(
+    plan: TrainingPlan, network: DenseNetwork, mined: Ints | None, device: torch.device
+) -> tuple[Batches, Batches, int]:
+    """Return the training batches, the validation batches, and the number of validation batches in each epoch."""
+    recipe, task = plan.recipe, plan.task
+    window = find_training_window(recipe, network)
+    sampled = partial(
+        make_sampled_batches, task, window=window, batch=recipe.batch_size, cache=recipe.cache, device=device
+    )
+    training = sampled(samples=plan.samples, seed=recipe.seed, augmentation=recipe.augmentation, mined=mined)
+    if task.prediction_type == "window":
+        centers, steps = make_center_batches(task, plan.validation, window.window_px, cache=recipe.cache, device=device)
+        return training, centers, len(steps)
+    return training, sampled(samples=plan.validation, seed=VALIDATION_SEED), recipe.validation_steps
 
 
-class Steps:
-    """One process's share of some batches, asked for anew in every epoch; Lightning takes it for a data loader."""
-
-    def __init__(
-        self, batches: Batches, steps: Callable[[], range], count: int, trainer: Trainer, workers: int
-    ) -> None:
-        self._batches, self._steps, self._count = batches, steps, count
-        self._trainer, self._workers = trainer, workers
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        share = self._batches.shard(self._trainer.global_rank, self._trainer.world_size)
-        return share.load(self._steps(), self._trainer.strategy.root_device, self._workers)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: where to go on follows from the step. That it is here tells Lightning that we can go on."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+# Finish the run: operating point, scores, model file, weights
 
 
-class Fitting(LightningModule):
-    """What Lightning needs to know about a network, its loss and its optimiser."""
-
-    def __init__(self, recipe: Recipe, network: nn.Module, loss: Loss, accuracy: Loss) -> None:
-        super().__init__()
-        self.recipe, self.network, self.loss, self.accuracy = recipe, network, loss, accuracy
-        self._recorded = False
-        self._validation: list[Tensor] = []  # of each batch its loss, its accuracy and 1, times its windows
-
-    def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
-        images, targets = batch
-        if not self._recorded and images.is_cuda and self.trainer.world_size == 1:
-            graphs.record(self.network, images)
-            self._recorded = True
-        return self.loss(self.network(images), targets)
-
-    def on_train_end(self) -> None:
-        graphs.forget(self.network)
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
-        images, targets = batch
-        if len(images):  # the last batch may be too small for every process to have a share
-            logits = self.network(images)
-            found = torch.stack([self.loss(logits, targets), self.accuracy(logits, targets), targets.new_ones(())])
-            self._validation.append(found.double() * len(images))
-
-    def on_validation_epoch_end(self) -> None:
-        own = torch.stack(self._validation).sum(dim=0) if self._validation else torch.zeros(3, device=self.device)
-        self._validation.clear()
-        *totals, windows = self.trainer.strategy.reduce(own.double(), reduce_op="sum")
-        for name, total in zip(("validation_loss", "validation_accuracy"), totals, strict=True):
-            self.log(name, (total / windows).float(), sync_dist=True)
-
-    def configure_optimizers(self) -> Any:
-        optimiser = make_optimiser(self.network, self.recipe)
-        schedule = {"scheduler": make_schedule(optimiser, self.recipe), "interval": "step"}
-        return {"optimizer": optimiser, "lr_scheduler": schedule}
+def _finish(
+    plan: TrainingPlan, network: DenseNetwork, folder: Path, device: torch.device, on_progress: OnProgress
+) -> None:
+    """Write the scores, the model file and, as the last file, the weights, which mark the run as finished."""
+    point, scores = _score(plan, network, device, on_progress)
+    write_json(folder / runs.METRICS, scores)
+    provenance = read_json(folder / runs.PROVENANCE)
+    hardware = describe_machine(device) | {"processes": plan.recipe.devices * plan.recipe.nodes}
+    write_json(folder / runs.PROVENANCE, provenance | {"finished": now(), "hardware": hardware})
+    weights = pack_weights(network)
+    write_model(folder, plan.task, runs.describe_network(plan.recipe, network), point, weights)
+    write_bytes(folder / WEIGHTS, weights)
+    for leftover in (RESUME, KEPT):
+        (folder / leftover).unlink(missing_ok=True)
 
 
-class Keeper(Callback):
-    """Keeps the log, the best weights and the checkpoint, and stops when the validation loss has converged."""
+def _score(
+    plan: TrainingPlan, network: DenseNetwork, device: torch.device, on_progress: OnProgress
+) -> tuple[dict[str, float], dict[str, object]]:
+    """Choose the operating point on the validation set.
 
-    def __init__(self, folder: Path, recipe: Recipe, seen: Callable[[Row], None]) -> None:
-        self._folder, self._recipe, self._seen = folder, recipe, seen
-        self.best, self.worse_epochs = math.inf, 0
-        self.rows: list[Row] = []
-        self._pending: list[tuple[int, float, Tensor]] = []  # step, learning rate, and a loss still on the device
-        self._rate, self._since = recipe.learning_rate, time.perf_counter()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "worse_epochs": self.worse_epochs, "rows": self.rows}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best, self.worse_epochs = state_dict["best"], state_dict["worse_epochs"]
-        self.rows = list(state_dict["rows"])
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        trainer.should_stop = self._has_converged()  # before it was interrupted
-        self._since = time.perf_counter()
-
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        self._rate = trainer.optimizers[0].param_groups[0]["lr"]
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:  # noqa: ARG002
-        step = trainer.global_step
-        self._pending.append((step, self._rate, outputs["loss"].detach()))
-        if step % LOOK_EVERY_STEPS == 0:
-            self._look(trainer)
-        ends_epoch = step % self._recipe.steps == 0  # its checkpoint follows its validation
-        if step % self._recipe.checkpoint_steps == 0 and not ends_epoch:
-            self._keep(trainer)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._look(trainer)
-        loss, accuracy = (float(trainer.callback_metrics[name]) for name in COLUMNS[-2:])
-        _check_finite(loss, trainer.global_step, "validation loss")
-        self.rows[-1] |= {"validation_loss": loss, "validation_accuracy": accuracy}
-        self._seen(dict(self.rows[-1]))
-        better = loss < self.best
-        self.best, self.worse_epochs = (loss, 0) if better else (self.best, self.worse_epochs + 1)
-        if (better or self._recipe.keep == "last") and trainer.is_global_zero:
-            assert isinstance(pl_module, Fitting)
-            write_bytes(self._folder / runs.KEPT, pack_weights(pl_module.network))
-        self._since = time.perf_counter()
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        trainer.should_stop = self._has_converged()
-        self._keep(trainer)
-
-    def _has_converged(self) -> bool:
-        # Along a cosine the rate is high until late, and so is the validation loss: its end is what it is for.
-        stops = self._recipe.keep == "best" and self._recipe.schedule != "cosine"
-        return stops and self.worse_epochs >= self._recipe.patience
-
-    def _look(self, trainer: Trainer) -> None:
-        """Fetch the losses of the last steps, and write them down."""
-        if not self._pending:
-            return
-        shares = torch.stack([loss for _, _, loss in self._pending])
-        losses = trainer.strategy.reduce(shares, reduce_op="mean").tolist()
-        pace = self._recipe.windows * len(losses) / (time.perf_counter() - self._since)
-        for (step, rate, _), loss in zip(self._pending, losses, strict=True):
-            _check_finite(loss, step, "loss")
-            epoch = (step - 1) // self._recipe.steps
-            row = dict(zip(COLUMNS, (step, epoch, loss, rate, round(pace, 1)), strict=False))
-            self.rows.append(row)
-        for logger in trainer.loggers:
-            logger.log_metrics({"loss": losses[-1], "learning_rate": self._rate}, self._pending[-1][0])
-        self._seen(dict(self.rows[-1]))
-        self._pending.clear()
-        self._since = time.perf_counter()
-
-    def _keep(self, trainer: Trainer) -> None:
-        """A point from which the same command goes on."""
-        self._look(trainer)
-        resume = self._folder / runs.RESUME
-        with atomic_file(resume) if trainer.is_global_zero else nullcontext(resume) as unfinished:
-            trainer.save_checkpoint(unfinished)  # all processes take part, the first one writes
-        if trainer.is_global_zero:
-            text = io.StringIO()
-            writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.rows)
-            write_text(self._folder / runs.LOG, text.getvalue())
-
-
-def fit(
-    recipe: Recipe,
-    network: DenseNetwork,
-    task: Task,
-    loss: Loss,
-    batches: Callable[[torch.device], tuple[Batches, Batches, int]],
-    folder: Path,
-    seen: Callable[[Row], None] = lambda _: None,
-) -> torch.device:
-    """Train until the validation loss has converged, or epochs are over; the network then has the weights to keep.
-
-    `batches` gives those of training and of validation, and how many of the latter there are, once the device is known;
-    that is returned.
+    Returns the operating point, and the scores of the validation set and, if the data has one, of the test set.
     """
-    trainer = _make_trainer(recipe, folder, seen)
-    module = unwrap(network)
-    if recipe.devices * recipe.nodes > 1:
-        share_statistics(module)
-    device = trainer.strategy.root_device
-    training, validation, validation_steps = batches(device)
+    task, dataset = plan.task, plan.dataset
 
-    def left_in_epoch() -> range:
-        done = trainer.global_step
-        return range(done, (done // recipe.steps + 1) * recipe.steps)
+    def gather(split: str) -> list[Evidence]:
+        def report(done: int, samples: int) -> None:
+            on_progress(SCORING, {"done": done, "samples": samples})
 
-    resume = folder / runs.RESUME
-    with warnings.catch_warnings(), _interrupts():
-        warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)  # between Lightning and torch
-        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")  # graphs are recorded on one of their own
-        trainer.fit(
-            Fitting(recipe, module, loss, task.accuracy),
-            Steps(training, left_in_epoch, recipe.steps, trainer, recipe.workers),
-            Steps(validation, lambda: range(validation_steps), validation_steps, trainer, recipe.workers),
-            ckpt_path=resume if resume.exists() else None,
-            weights_only=True,
-        )
-    load_weights(network, folder / runs.KEPT)
-    return device
+        return gather_evidence(task, network, dataset.split(split), device, on_progress=report)
 
-
-def _make_trainer(recipe: Recipe, folder: Path, seen: Callable[[Row], None]) -> Trainer:
-    for talkative in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(talkative).setLevel(logging.WARNING)
-    several = recipe.devices * recipe.nodes > 1
-    try:
-        return Trainer(
-            max_epochs=recipe.epochs,
-            accelerator=recipe.accelerator,
-            devices=recipe.devices,
-            num_nodes=recipe.nodes,
-            strategy=DDPStrategy(timeout=PATIENCE_WITH_OTHERS) if several else "auto",
-            precision="32-true" if recipe.precision == "32" else "bf16-mixed",
-            callbacks=[Keeper(folder, recipe, seen)],
-            logger=_tensorboard(folder),
-            log_every_n_steps=min(LOOK_EVERY_STEPS, recipe.steps),
-            num_sanity_val_steps=0,
-            enable_checkpointing=False,  # the keeper does it
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-        )
-    except (MisconfigurationException, ValueError, RuntimeError) as error:
-        raise RunError(f"The devices that the recipe asks for cannot be had: {error}") from None
-
-
-@contextmanager
-def _interrupts() -> Iterator[None]:
-    """Lightning turns Ctrl-C into the end of the program; here it is turned back, for the caller to say a word."""
-    try:
-        yield
-    except SystemExit:
-        raise KeyboardInterrupt from None
-
-
-def _tensorboard(folder: Path) -> Any:
-    from lightning.pytorch.loggers import TensorBoardLogger
-
-    return TensorBoardLogger(folder, name="", version="tensorboard")
-
-
-def _check_finite(loss: float, step: int, name: str) -> None:
-    if not math.isfinite(loss):
-        raise RunError(
-            f"The {name} became {loss} at step {step}; a lower learning_rate may help. The run can be resumed from its "
-            f"last checkpoint, with the same command."
-        )
+    evidence = gather("valid")
+    point = task.choose_operating_point(evidence)
+    scores: dict[str, object] = {"valid": task.score(evidence, point)}
+    if any(sample.split == "test" for sample in dataset.samples):
+        scores["test"] = task.score(gather("test"), point)
+    return point, scores

@@ -1,12 +1,16 @@
-"""Any plain CNN as its counterpart on SE(2,N): images are lifted, features turn along, answers stay as they were.
+"""Convert a plain CNN to its SE(2,N) counterpart, in which features rotate with the image.
 
-In: a module of torch's layers. Out: a module of the same layers on SE(2) features, with the same names and with
-fresh weights; or one sentence about the first step that has no counterpart.
+`equivariant` takes a module of torch's layers. It returns a module with the corresponding layers of `rp.nn`, under the
+same names and with fresh weights. It raises ValueError, with the name of the layer or function, if one has no
+counterpart.
+
+The conversion has four steps: trace the module; classify its nodes, and choose where to lift and project (`nodes`);
+choose channels and build the layers (`group_layers`); write the new graph.
 """
 
 import copy
-import math
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -15,14 +19,29 @@ import torch
 from torch import fx, nn
 
 from rotopath import group
-from rotopath.models.convert import counterparts as widths
-from rotopath.models.convert.counterparts import Channels, ConversionOptions, Width, build, build_projection, count
-from rotopath.models.convert.steps import Rewriter, Step, ValueKind, place, read_step
-from rotopath.models.trace import expect_no_hooks, follow, is_layer
-from rotopath.nn.project import PROJECTIONS, Projection, learned_weights
+from rotopath.models.convert.group_layers import (
+    Channels,
+    ConversionOptions,
+    Width,
+    build_counterpart,
+    build_projection,
+    count_weights,
+    fit_widths,
+    layer_channels,
+    plain_channels,
+    resolve_parts,
+    scale_widths,
+    tie,
+)
+from rotopath.models.convert.nodes import Operation, ValueKind, assign_kinds, classify_node
+from rotopath.models.trace import expect_no_hooks, is_layer, scope_of, trace_graph
+from rotopath.nn import Project
+from rotopath.nn.pool import pad_evenly, resize
+from rotopath.nn.project import PROJECTIONS, Projection, weights_per_channel
 
 Keep = Literal["weights", "channels", "maps"]
 Strides = Literal["keep", "pool"]
+RESIZE_OPTIONS = ("size", "scale_factor", "mode", "align_corners")
 
 
 def equivariant(
@@ -34,12 +53,15 @@ def equivariant(
     strides: Strides = "keep",
     reflections: bool = False,
 ) -> fx.GraphModule:
-    """The module as an SE(2,N) network, with fresh weights: turned images give turned, or the same, answers.
+    """Return the SE(2,N) counterpart of a plain CNN, with fresh weights.
 
-    `keep` says what stays as it is: the number of "weights", for which channels C become about C/√N; the "channels" of
-    every layer, each now with N orientations; or the number of "maps", C·N, and with it memory and time. With
-    `strides="pool"`, strides that cannot lie evenly on even sizes become a mean over windows behind the layer. With
-    `reflections`, kernels are mirrored too, and N counts twice.
+    If the input image is rotated, output maps rotate with it and output vectors stay the same.
+
+    `keep` determines the channels. "weights" keeps the number of weights: C channels become about C/√N channels with N
+    orientations. "channels" keeps C channels in every layer. "maps" keeps the product of channels and orientations, and
+    so memory and time. With `strides="pool"`, layers with a stride that does not fit even image sizes get stride 1,
+    followed by a mean pool. With `reflections`, kernels are also mirrored, which doubles the orientations. Raises
+    ValueError if a layer or function has no counterpart.
 
     >>> plain = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.ReLU(), torch.nn.Conv2d(32, 2, 1))
     >>> net = rp.equivariant(plain, orientations=4, keep="channels")
@@ -61,230 +83,283 @@ def equivariant(
 
 
 @dataclass(frozen=True)
-class Call:
-    """A layer as it will be: what it reads and gives, and how wide that is."""
+class LayerPlan:
+    """Plan of a layer in the new network: the plain layer that it replaces, kinds of input and output, and channels."""
 
     layer: nn.Module
     reads: ValueKind
-    gives: ValueKind
+    returns: ValueKind
     inputs: Channels
     outputs: Channels
 
 
 class Converter:
-    """Goes through the steps of a module twice: for the channels of each value, and to write the new graph."""
+    """Convert a traced module: plan its layers with unknown channels, choose the channels, write the new graph."""
 
     def __init__(self, module: nn.Module, options: ConversionOptions) -> None:
         self.module = module
         self.options = options
-        self.steps = _read_steps(module)
-        self.kinds = place(self.steps)
-        self.channels: dict[fx.Node, Channels | None] = {}  # none where they are not known, as of images
-        self.calls: dict[str, Call] = {}  # by the path of the layer
+        self.operations = _classify_nodes(module)
+        self.kinds = assign_kinds(self.operations)
+        self.channels: dict[fx.Node, Channels | None] = {}  # None if not known, as for images
+        self.plans: dict[str, LayerPlan] = {}  # by path in the new module
         self.paths: dict[fx.Node, str] = {}
-        for node, step in self.steps.items():
-            with _named(node):
-                self.channels[node] = self._follow_channels(node, step)
+        for node, operation in self.operations.items():
+            with _naming_node(node):
+                self.channels[node] = self._propagate_channels(node, operation)
 
     def choose_widths(self, keep: str) -> dict[Width, int]:
+        """Choose the number of channels of each width; see `equivariant` for `keep`."""
         n = self.options.order
-        found = list(
-            dict.fromkeys(w for call in self.calls.values() for w in widths.expand(call.inputs + call.outputs))
-        )
+        widths = list(dict.fromkeys(w for p in self.plans.values() for w in resolve_parts(p.inputs + p.outputs)))
         if keep == "channels":
-            return widths.scale(found, 1.0)
+            return scale_widths(widths, 1.0)
         if keep == "maps":
-            return widths.scale(found, 1 / n)
-        target = sum(p.numel() for p in nn.ModuleList([call.layer for call in self.calls.values()]).parameters())
-        return widths.keep_weights(found, self._count, target, least=1 / n)
+            return scale_widths(widths, 1 / n)
+        target = sum(p.numel() for p in nn.ModuleList([plan.layer for plan in self.plans.values()]).parameters())
+        return fit_widths(widths, self.count_weights, target, least=1 / n)
 
-    def write(self, chosen: dict[Width, int], name: str) -> fx.GraphModule:
-        """The new graph, and its layers under the names that they had."""
-        layers: dict[str, Any] = {}
-        for path, call in self.calls.items():
-            inputs, outputs = (_total(channels, chosen) for channels in (call.inputs, call.outputs))
-            with _named(next(node for node, other in self.paths.items() if other == path)):
-                layers[path] = build(call.layer, call.reads, call.gives, inputs, outputs, self.options)
+    def count_weights(self, chosen: Mapping[Width, int]) -> int:
+        """Return the number of weights of the new network with the chosen widths."""
+        layers = 0
+        for plan in self.plans.values():
+            inputs, outputs = (_count_channels(channels, chosen) for channels in (plan.inputs, plan.outputs))
+            layers += count_weights(plan.layer, plan.reads, plan.returns, inputs, outputs, self.options)
+        per_channel = weights_per_channel(self.options.projection, self.options.orientations)
+        return layers + per_channel * sum(_count_channels(c, chosen) for c in self._projected_channels().values())
+
+    def write(self, chosen: Mapping[Width, int], name: str) -> fx.GraphModule:
+        """Build the layers with the chosen widths, and write the graph that calls them."""
+        layers: dict[str, nn.Module] = {}
+        for path, plan in self.plans.items():
+            inputs, outputs = (_count_channels(channels, chosen) for channels in (plan.inputs, plan.outputs))
+            with _naming_node(next(node for node, other in self.paths.items() if other == path)):
+                layers[path] = build_counterpart(plan.layer, plan.reads, plan.returns, inputs, outputs, self.options)
         projections = {
-            node: build_projection(_total(channels, chosen), self.module, self.options)
-            for node, channels in self._projected().items()
+            node: build_projection(_count_channels(channels, chosen), self.module, self.options)
+            for node, channels in self._projected_channels().items()
         }
-        return Rewriter(self.steps, self.kinds, self.paths, layers, projections).write(name)
+        return GraphRewriter(self.operations, self.kinds, self.paths, layers, projections).write(name)
 
-    def _count(self, chosen: dict[Width, int]) -> int:
-        layers = sum(
-            count(c.layer, c.reads, c.gives, _total(c.inputs, chosen), _total(c.outputs, chosen), self.options)
-            for c in self.calls.values()
-        )
-        each = learned_weights(self.options.projection, self.options.orientations)
-        return layers + each * sum(_total(channels, chosen) for channels in self._projected().values())
-
-    def _projected(self) -> dict[fx.Node, Channels]:
-        """Features that plain steps read."""
+    def _projected_channels(self) -> dict[fx.Node, Channels]:
+        """Return the nodes whose features must be projected because plain nodes use them, with their channels."""
         return {
             node: self.channels[node] or ()
             for node, kind in self.kinds.items()
             if kind is ValueKind.FEATURES and any(self.kinds[user] is ValueKind.PLAIN for user in node.users)
         }
 
-    def _follow_channels(self, node: fx.Node, step: Step) -> Channels | None:
-        read = [each for each in node.all_input_nodes if self.kinds[each] is not ValueKind.NUMBER]
-        if self.kinds[node] is ValueKind.NUMBER or step.role == "placeholder":
+    def _propagate_channels(self, node: fx.Node, operation: Operation) -> Channels | None:
+        """Return the channels of a node's output. Plan its layer, and tie channels of inputs that must be equal."""
+        sources = [source for source in node.all_input_nodes if self.kinds[source] is not ValueKind.NUMBER]
+        if self.kinds[node] is ValueKind.NUMBER or operation.role == "placeholder":
             return None
-        if step.role == "join":
-            return self._join(node, read)
-        if len(read) > 1 and step.role != "output":
-            self._tie(read)
-        if step.role == "output":
-            for each in read:
-                _fix(self.channels[each])
+        if operation.role == "concatenation":
+            return self._concatenate(node, sources)
+        if len(sources) > 1 and operation.role != "output":
+            self._tie_sources(sources)
+        if operation.role == "output":
+            for source in sources:
+                _fix(self.channels[source])
             return None
-        channels = next(
-            (self.channels[each] for each in read if _size(self.channels[each]) != 1), self.channels[read[0]]
-        )
-        if step.layer is None or step.role == "resize":
+        wide = (self.channels[source] for source in sources if not self._has_single_channel(source))
+        channels = next(wide, self.channels[sources[0]])
+        if operation.layer is None or operation.role == "resize":
             return channels
-        return self._call(node, step.layer, self.kinds[read[0]], channels)
+        return self._plan_layer(node, operation.layer, self.kinds[sources[0]], channels)
 
-    def _call(self, node: fx.Node, layer: nn.Module, reads: ValueKind, channels: Channels | None) -> Channels | None:
-        """Note a layer down under the name it had, or once more if what it reads is of another kind."""
-        gives = self.kinds[node]
-        reads = reads if gives is ValueKind.FEATURES else ValueKind.PLAIN
+    def _plan_layer(
+        self, node: fx.Node, layer: nn.Module, reads: ValueKind, channels: Channels | None
+    ) -> Channels | None:
+        """Plan a layer under its own path, or under a second path if it is also applied to values of another kind."""
+        returns = self.kinds[node]
+        reads = reads if returns is ValueKind.FEATURES else ValueKind.PLAIN
         path = str(node.target) if node.op == "call_module" else f"{node.name}_layer"
-        inputs, outputs = _follow_layer(layer, channels, reads, gives)
-        learns = bool(inputs) or any(True for _ in layer.parameters())
-        if path in self.calls and (self.calls[path].reads, self.calls[path].gives) != (reads, gives):
-            if learns:
-                raise ValueError("it is used on features and on images, which are different layers; use two of them")
+        inputs, outputs = layer_channels(layer, channels, reads, returns)
+        has_weights = bool(inputs) or any(True for _ in layer.parameters())
+        if path in self.plans and (self.plans[path].reads, self.plans[path].returns) != (reads, returns):
+            if has_weights:
+                raise ValueError("it is applied to features and to images, which need different layers; use two layers")
             path = f"{path}_{reads.value}"
-        # Raises for a kernel that cannot be.
-        count(layer, reads, gives, widths.plain_size(inputs), widths.plain_size(outputs), self.options)
-        if path not in self.calls:
-            self.calls[path] = Call(layer, reads, gives, inputs, outputs)
-        elif learns:
-            widths.tie(self.calls[path].inputs, inputs)
-            outputs = self.calls[path].outputs
+        # Raises ValueError if the layer has no counterpart.
+        count_weights(layer, reads, returns, plain_channels(inputs), plain_channels(outputs), self.options)
+        if path not in self.plans:
+            self.plans[path] = LayerPlan(layer, reads, returns, inputs, outputs)
+        elif has_weights:
+            tie(self.plans[path].inputs, inputs)
+            outputs = self.plans[path].outputs
         self.paths[node] = path
         return outputs or channels
 
-    def _join(self, node: fx.Node, read: list[fx.Node]) -> Channels | None:
+    def _concatenate(self, node: fx.Node, sources: list[fx.Node]) -> Channels | None:
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
-        if dim not in ((1, -1) if any(map(self._is_flat, read)) else (1, -3)):
-            raise ValueError(f"it joins along axis {dim}; join along the channels, axis 1")
+        if dim not in ((1, -1) if any(map(self._is_vector, sources)) else (1, -3)):
+            raise ValueError(f"it concatenates along axis {dim}; concatenate along axis 1, the channels")
         parts = node.args[0] if node.args else next(iter(node.kwargs.values()))
         assert isinstance(parts, list | tuple)
-        known = [self.channels[each] for each in parts if isinstance(each, fx.Node)]
+        known = [self.channels[part] for part in parts if isinstance(part, fx.Node)]
         if any(channels is None for channels in known):
-            for each in read:
-                _fix(self.channels[each])
+            for source in sources:
+                _fix(self.channels[source])
             return None
         return tuple(width for channels in known if channels for width in channels)
 
-    def _is_flat(self, node: fx.Node) -> bool:
-        """Whether a value is (B, K), without positions."""
-        if self.steps[node].role in ("flatten", "linear") or (node.target in ("mean", "amax", torch.mean, torch.amax)):
-            return self.steps[node].role != "adaptive"
-        return self.kinds[node] is ValueKind.PLAIN and any(map(self._is_flat, node.all_input_nodes))
-
-    def _tie(self, read: list[fx.Node]) -> None:
-        """What is added or multiplied is equally wide, but for single maps, which go with every channel."""
-        known = [self.channels[each] for each in read]
-        wide = [channels for channels in known if _size(channels) != 1]
-        for channels in known:
-            if _size(channels) == 1 or None in wide:
-                _fix(channels)
+    def _tie_sources(self, sources: list[fx.Node]) -> None:
+        """Give values that are added or multiplied the same channels, except single channels, which are broadcast."""
+        wide = [self.channels[source] for source in sources if not self._has_single_channel(source)]
+        for source in sources:
+            if self._has_single_channel(source) or None in wide:
+                _fix(self.channels[source])
         for channels in wide[1:]:
             if channels is not None and wide[0] is not None:
-                widths.tie(wide[0], channels)
+                tie(wide[0], channels)
+
+    def _has_single_channel(self, node: fx.Node) -> bool:
+        channels = self.channels[node]
+        return channels is not None and plain_channels(channels) == 1
+
+    def _is_vector(self, node: fx.Node) -> bool:
+        """Return whether a value is a vector (B, K), not a map (B, K, H, W)."""
+        operation = self.operations[node]
+        if operation.role in ("flatten", "linear") or (node.target in ("mean", "amax", torch.mean, torch.amax)):
+            return operation.role != "adaptive"
+        return self.kinds[node] is ValueKind.PLAIN and any(map(self._is_vector, node.all_input_nodes))
 
 
-def _follow_layer(
-    layer: nn.Module, channels: Channels | None, reads: ValueKind, gives: ValueKind
-) -> tuple[Channels, Channels]:
-    """Channels in and out of a layer that has weights; none of others."""
-    match layer:
-        case nn.Conv2d() | nn.ConvTranspose2d():
-            inputs = _expect_channels(channels, layer.in_channels)
-            if 1 < layer.groups == layer.in_channels and reads is gives:
-                return inputs, inputs * (layer.out_channels // layer.in_channels)
-            outputs = (Width(layer.out_channels, scales=gives is ValueKind.FEATURES),)
-            for width in (*widths.expand(inputs), *outputs):
-                width.multiple = math.lcm(width.multiple, layer.groups)
-            return inputs, outputs
-        case nn.Linear():
-            return _expect_channels(channels, layer.in_features, "Linear"), (Width(layer.out_features),)
-        case nn.BatchNorm2d() | nn.BatchNorm1d() | nn.InstanceNorm2d():
-            return _expect_channels(channels, layer.num_features), ()
-        case nn.GroupNorm():
-            return _expect_channels(channels, layer.num_channels), ()
-        case nn.LayerNorm():
-            return _expect_channels(channels, math.prod(layer.normalized_shape), "LayerNorm"), ()
-        case nn.PReLU() if layer.num_parameters > 1:
-            return _expect_channels(channels, layer.num_parameters), ()
-    return (), ()
+class GraphRewriter:
+    """Write the graph of the converted network.
+
+    `values` maps each old node to its new value: a node, a number, or a tuple of these. `projected` maps old nodes with
+    features to their projections, which plain nodes read instead.
+    """
+
+    def __init__(
+        self,
+        operations: Mapping[fx.Node, Operation],
+        kinds: Mapping[fx.Node, ValueKind],
+        paths: Mapping[fx.Node, str],
+        layers: Mapping[str, nn.Module],
+        projections: Mapping[fx.Node, Project],
+    ) -> None:
+        self.operations = operations
+        self.kinds = kinds
+        self.paths = paths
+        self.projection_names = dict(zip(projections, _projection_names(layers), strict=False))
+        named = {self.projection_names[node]: projection for node, projection in projections.items()}
+        self.layers: dict[str, Any] = {**layers, **named}
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, Any] = {}
+        self.projected: dict[fx.Node, fx.Node] = {}
+
+    def write(self, name: str) -> fx.GraphModule:
+        for node, operation in self.operations.items():
+            self.values[node] = self._rewrite(node, operation)
+            if node in self.projection_names:
+                self.projected[node] = self.graph.call_module(self.projection_names[node], (self.values[node],))
+        for new in reversed(self.graph.nodes):
+            if new.target == "size" and not new.users:
+                self.graph.erase_node(new)
+        return fx.GraphModule(self.layers, self.graph, name)
+
+    def _rewrite(self, node: fx.Node, operation: Operation) -> Any:
+        kind = self.kinds[node]
+        args, kwargs = self._new(node.args, kind), self._new(node.kwargs, kind)
+        if operation.role == "output":
+            return self.graph.output(args[0])
+        if operation.role == "size":
+            return self._rewrite_size(node, args)
+        if operation.role == "constant":
+            self.layers[str(node.target)] = operation.constant
+        if operation.role == "flatten":
+            return self.graph.call_function(torch.flatten, (args[0], 1))
+        if operation.role == "concatenation":
+            parts = args[0] if args else next(iter(kwargs.values()))
+            return self.graph.call_function(torch.cat, (parts,), {"dim": 1})
+        if operation.role == "resize":
+            options = {key: getattr(operation.layer, key, None) for key in RESIZE_OPTIONS} if operation.layer else {}
+            options |= dict(zip(RESIZE_OPTIONS, args[1:], strict=False)) | kwargs
+            options = {key: value for key, value in options.items() if key in RESIZE_OPTIONS and value is not None}
+            return self.graph.call_function(resize, (args[0],), options)
+        if operation.role == "pad":
+            return self.graph.call_function(pad_evenly, args, kwargs)
+        if operation.layer is not None:
+            return self.graph.call_module(self.paths[node], (self._new(node.all_input_nodes[0], kind),))
+        return self.graph.node_copy(node, lambda source: self._new(source, kind))
+
+    def _rewrite_size(self, node: fx.Node, args: Any) -> Any:
+        """Rewrite a size, or a number computed from sizes. Features have size (B, C, H, W), without orientations."""
+        source = node.all_input_nodes[0]
+        if self.kinds[source] is ValueKind.FEATURES:
+            sizes = tuple(self.graph.call_method("size", (self.values[source], axis)) for axis in (0, 1, -2, -1))
+            return sizes[args[1]] if node.target == "size" and len(args) > 1 else sizes
+        if self.kinds[source] is not ValueKind.NUMBER:
+            return self.graph.node_copy(node, lambda old: self.values[old])
+        if isinstance(args[0], tuple):  # an item or a slice of the sizes of features
+            return args[0][args[1]]
+        return self.graph.create_node("call_function", node.target, args)
+
+    def _new(self, old: Any, user: ValueKind) -> Any:
+        """Return an argument with old nodes replaced by new values; a plain user gets their projections."""
+
+        def replace(node: fx.Node) -> Any:
+            value = self.values[node]
+            return self.projected.get(node, value) if user is ValueKind.PLAIN else value
+
+        return fx.map_arg(old, replace)
 
 
-def _expect_channels(channels: Channels | None, size: int, kind: str = "") -> Channels:
-    if channels is None:
-        return (Width(size, fixed=True),)
-    if (found := widths.plain_size(channels)) == size:
-        return channels
-    if kind == "Linear" and size % found == 0:
-        raise ValueError(
-            f"it reads {size} numbers, which are {found} channels at {size // found} positions, and positions change "
-            f"when the image turns; put AdaptiveAvgPool2d(1) before it, and let it read {found}"
-        )
-    if kind == "LayerNorm":
-        raise ValueError(
-            f"it normalises other axes than the {found} channels of answers; for maps use GroupNorm(1, {found})"
-        )
-    raise ValueError(f"it reads {size} channels, but is given {found}")
-
-
-def _read_steps(module: nn.Module) -> dict[fx.Node, Step]:
-    """What the module does, which must be the same in training and evaluation."""
+def _classify_nodes(module: nn.Module) -> dict[fx.Node, Operation]:
+    """Trace a module and classify its nodes. Raises ValueError if `forward()` differs in training and evaluation."""
     expect_no_hooks(module, "equivariant")
     module = copy.deepcopy(module)
-    graph, other = (follow(module.train(mode), "equivariant") for mode in (True, False))
-    if [(n.target, n.name, *map(str, n.all_input_nodes)) for n in graph.nodes] != [
-        (n.target, n.name, *map(str, n.all_input_nodes)) for n in other.nodes
-    ]:
+    graph, other = (trace_graph(module.train(mode), "equivariant") for mode in (True, False))
+    if _describe_graph(graph) != _describe_graph(other):
         raise ValueError(
-            f"equivariant cannot convert {type(module).__name__}, which does something else in training than in "
-            f"evaluation; let its forward do the same, but for dropout."
+            f"equivariant cannot convert {type(module).__name__}, because its forward() differs between training and "
+            f"evaluation mode; use the same code for both (dropout layers are supported)."
         )
-    steps = {}
+    operations = {}
     for node in graph.nodes:
-        with _named(node):
-            steps[node] = read_step(node, module)
-    return steps
+        with _naming_node(node):
+            operations[node] = classify_node(node, module)
+    return operations
+
+
+def _describe_graph(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    return [(node.target, node.name, *map(str, node.all_input_nodes)) for node in graph.nodes]
+
+
+def _projection_names(layers: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Yield unused names for projections: project, project_2, …"""
+    taken = {path.partition(".")[0] for path in layers}
+    name = next(name for name in ("project", "project_layer", "_project") if name not in taken)
+    names = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(2)))
+    return (name for name in names if name not in taken)
+
+
+def _count_channels(channels: Channels, chosen: Mapping[Width, int]) -> int:
+    return sum(chosen[width] for width in resolve_parts(channels))
+
+
+def _fix(channels: Channels | None) -> None:
+    """Fix channels to their numbers in the plain network."""
+    for width in resolve_parts(channels or ()):
+        width.fixed = True
 
 
 @contextmanager
-def _named(node: fx.Node) -> Iterator[None]:
-    """Errors as sentences that begin with the name of the layer, or of the function and where it is called."""
+def _naming_node(node: fx.Node) -> Iterator[None]:
+    """Add to a ValueError the name of the layer, or the name of the function and of the module that calls it."""
     try:
         yield
     except ValueError as error:
         name = str(node.target) if node.op in ("call_module", "get_attr") else node.name
-        where = next(reversed(node.meta.get("nn_module_stack", {})), "")
-        place = f" in {where}" if where and node.op != "call_module" else ""
-        raise ValueError(f"equivariant cannot convert {name!r}{place}: {str(error).rstrip('.')}.") from None
+        scope = f" in {scope_of(node)}" if scope_of(node) and node.op != "call_module" else ""
+        raise ValueError(f"equivariant cannot convert {name!r}{scope}: {str(error).rstrip('.')}.") from None
 
 
 def _expect_choice(name: str, value: object, options: tuple[str, ...]) -> None:
     if value not in options:
-        raise ValueError(f"equivariant knows {name} {' or '.join(map(repr, options))}; got {value!r}.")
-
-
-def _fix(channels: Channels | None) -> None:
-    for width in widths.expand(channels or ()):
-        width.fixed = True
-
-
-def _size(channels: Channels | None) -> int | None:
-    return None if channels is None else widths.plain_size(channels)
-
-
-def _total(channels: Channels, chosen: dict[Width, int]) -> int:
-    return sum(chosen[width] for width in widths.expand(channels))
+        raise ValueError(
+            f"The option {name!r} of equivariant must be {' or '.join(map(repr, options))}; got {value!r}."
+        )

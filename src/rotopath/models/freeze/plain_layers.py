@@ -1,12 +1,11 @@
-"""What a frozen network needs and torch has no module for: five layers on ordinary tensors (B, C, H, W).
+"""Replace each layer of `rp.nn` by a plain layer that computes the same in evaluation mode.
 
-Features of N orientations are (B, C·N, H, W) here, the orientations of a channel side by side. All of them can be
-scripted, traced and exported with any batch, height and width.
+`replace_image_layer` is for layers applied to images, `replace_group_layer` for layers applied to SE(2) features. Both
+return a layer of torch, or one of the five classes below for which torch has no layer, and the number of orientations
+of its output (None for images).
 
-For each layer the plain one that computes the same on (B, C·N, H, W), in evaluation.
-
-In: a layer, and the number of orientations of what it reads (none for images). Out: torch's own layer, or one of
-`plain`, and the number of orientations of what that gives.
+Plain layers store features (B, C, N, H, W) as (B, C·N, H, W): the N orientations of a channel are adjacent. All plain
+layers can be scripted, traced and exported for any batch size, height and width.
 """
 
 import copy
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.jit import is_scripting, is_tracing  # type: ignore[attr-defined]
 
+from rotopath.models.trace import DROPOUTS, POINTWISE_LAYERS
 from rotopath.nn import (
     GroupAvgPool2d,
     GroupBatchNorm2d,
@@ -29,17 +29,107 @@ from rotopath.nn import (
     Project,
     center_crop,
 )
-from rotopath.nn.pool import root, thin_out
-from rotopath.nn.project import add_amplitudes, attend, highest
+from rotopath.nn.pool import blur_and_subsample, smooth_sqrt
+from rotopath.nn.project import project_attention, project_fourier, project_max
+
+# Layers that expect SE(2) features.
+GROUP_LAYERS = (
+    GroupAvgPool2d,
+    GroupBatchNorm2d,
+    GroupConv2d,
+    GroupDropout2d,
+    GroupLayerNorm2d,
+    GroupMaxPool2d,
+    GroupNorm2d,
+    GroupUpsample2d,
+    Project,
+)
 
 
-def is_recorded() -> bool:
-    """Whether the call that runs is written down, for any size, rather than answered."""
+def replace_image_layer(layer: nn.Module) -> tuple[nn.Module, int | None]:
+    """Return the plain layer for a layer applied to images, and the number of orientations of its output."""
+    match layer:
+        case LiftConv2d():
+            return _plain_conv(layer, layer.in_channels), layer.order
+        case nn.BatchNorm2d():
+            return Scale2d(*_batch_norm_affine(layer)), None
+        case nn.Conv2d():
+            plain = copy.deepcopy(layer)
+            return plain.to(memory_format=torch.channels_last), None  # type: ignore[call-overload]
+        case _ if isinstance(layer, DROPOUTS):
+            return nn.Identity(), None
+        case _ if isinstance(layer, GROUP_LAYERS):
+            raise ValueError(
+                f"{_class_name(layer)} expects SE(2) features, but got an image; put a lifting convolution before it"
+            )
+    return copy.deepcopy(layer), None
+
+
+def replace_group_layer(layer: nn.Module, orientations: int) -> tuple[nn.Module, int | None]:
+    """Return the plain layer for a layer applied to SE(2) features, and the number of orientations of its output."""
+    n = orientations
+    match layer:
+        case GroupConv2d():
+            if layer.order != n:
+                raise ValueError(_describe_wrong_orientations(layer, layer.order, n))
+            return _plain_conv(layer, layer.in_channels * n), n
+        case GroupBatchNorm2d():
+            factor, shift = _batch_norm_affine(layer)
+            return Scale2d(factor.repeat_interleave(n), shift.repeat_interleave(n)), n
+        case GroupNorm2d():
+            return _plain_group_norm(layer, n), n
+        case GroupLayerNorm2d():
+            weight, bias = (values.detach().repeat_interleave(n) for values in (layer.weight, layer.bias))
+            return ChannelNorm2d(weight, bias, layer.eps), n
+        case GroupMaxPool2d() | GroupAvgPool2d():
+            return _plain_pool(layer), n
+        case GroupUpsample2d():
+            return nn.Upsample(scale_factor=float(layer.scale), mode=layer.mode), n
+        case nn.AdaptiveAvgPool3d(output_size=(None, *size)):
+            return nn.AdaptiveAvgPool2d(tuple(size)), n
+        case nn.AdaptiveMaxPool3d(output_size=(None, *size)):
+            return nn.AdaptiveMaxPool2d(tuple(size)), n
+        case Project():
+            return _plain_projection(layer, n), None
+        case nn.PReLU():
+            repeats = 1 if layer.num_parameters == 1 else n
+            prelu = nn.PReLU(layer.num_parameters * repeats)
+            prelu.weight = nn.Parameter(layer.weight.detach().repeat_interleave(repeats))
+            return prelu, n
+        case nn.Identity():
+            return nn.Identity(), n
+        case _ if isinstance(layer, DROPOUTS):
+            return nn.Identity(), n
+        case _ if isinstance(layer, POINTWISE_LAYERS):
+            return copy.deepcopy(layer), n
+    raise ValueError(
+        f"{_class_name(layer)} cannot be applied to SE(2) features; use a layer of rp.nn or an elementwise one, or put "
+        f"Project before it"
+    )
+
+
+def fold_scale(conv: nn.Conv2d, scale: "Scale2d") -> nn.Conv2d:
+    """Return one convolution that computes `scale(conv(x))`."""
+    factor, shift = (values.flatten().double().cpu() for values in (scale.factor, scale.shift))
+    folded = copy.deepcopy(conv)
+    weight = conv.weight.double().cpu() * factor[:, None, None, None]
+    bias = shift if conv.bias is None else conv.bias.double().cpu() * factor + shift
+    folded.weight = nn.Parameter(weight.to(conv.weight).contiguous(memory_format=torch.channels_last))
+    folded.bias = nn.Parameter(bias.to(conv.weight))
+    return folded
+
+
+def is_traced_or_exported() -> bool:
+    """Return whether torch.jit.trace or torch.export records this call, so that checks of sizes must be skipped."""
     return bool(is_tracing()) or torch.compiler.is_exporting()  # type: ignore[no-untyped-call]
 
 
 class OrientationPool2d(nn.Module):
-    """Projects the N orientations of each channel, as `rp.nn.Project` does. (B, C·N, H, W) → (B, C, H, W)."""
+    """Project the N orientations of each channel, as `rp.nn.Project` does: (B, C·N, H, W) → (B, C, H, W).
+
+    `mode` is "max", "mean", "attention" or "fourier". `learned` contains the learned weights of the last two modes, and
+    `waves` the sampled cosines of "fourier".
+    """
 
     learned: Tensor
     waves: Tensor
@@ -50,18 +140,18 @@ class OrientationPool2d(nn.Module):
         super().__init__()
         self.orientations = orientations
         self.mode = mode
-        self.register_buffer("learned", _copy(learned), persistent=learned is not None)
-        self.register_buffer("waves", _copy(waves), persistent=False)
+        self.register_buffer("learned", _clone_or_ones(learned), persistent=learned is not None)
+        self.register_buffer("waves", _clone_or_ones(waves), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Over the last axis of memory, which is fast and leaves the answer channels-last; over dim 2 it would not be.
+        # Reducing over the last axis in memory is fast, and the result stays channels-last.
         rows = torch.unflatten(x.permute(0, 2, 3, 1), 3, [-1, self.orientations])  # (B, H, W, C, N), a view
         if self.mode == "max":
-            pooled = highest(rows)
+            pooled = project_max(rows)
         elif self.mode == "attention":
-            pooled = attend(rows, self.learned)
+            pooled = project_attention(rows, self.learned)
         elif self.mode == "fourier":
-            pooled = add_amplitudes(rows, self.waves, self.learned)
+            pooled = project_fourier(rows, self.waves, self.learned)
         else:
             pooled = rows.mean(dim=4)
         return pooled.permute(0, 3, 1, 2)
@@ -70,12 +160,11 @@ class OrientationPool2d(nn.Module):
         return f"{self.orientations}, {self.mode!r}"
 
 
-def _copy(values: Tensor | None) -> Tensor:
-    return torch.ones(1) if values is None else values.clone()  # scripts want a tensor in any case
-
-
 class BlurredPool2d(nn.Module):
-    """Maxima, means or root mean squares of windows at every pixel, blurred before one in `stride` is kept."""
+    """Pool windows of `size` px by maximum, mean or root mean square (`mode`), then blur and subsample by `stride`.
+
+    `taps` are the weights of the blur filter along one axis; None means no blur.
+    """
 
     taps: Tensor
 
@@ -84,7 +173,7 @@ class BlurredPool2d(nn.Module):
         self.size, self.stride, self.padding, self.mode = size, stride, padding, mode
         self.blurs = taps is not None
         self.window_stride = 1 if self.blurs else stride
-        self.register_buffer("taps", _copy(taps), persistent=False)
+        self.register_buffer("taps", _clone_or_ones(taps), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.mode == "max":
@@ -93,15 +182,15 @@ class BlurredPool2d(nn.Module):
             values = x.square() if self.mode == "rms" else x
             pooled = F.avg_pool2d(values, self.size, self.window_stride, self.padding)
         if self.blurs:
-            pooled = thin_out(pooled, self.taps, self.stride)
-        return root(pooled) if self.mode == "rms" else pooled
+            pooled = blur_and_subsample(pooled, self.taps, self.stride)
+        return smooth_sqrt(pooled) if self.mode == "rms" else pooled
 
     def extra_repr(self) -> str:
         return f"{self.size}, stride={self.stride}, padding={self.padding}, {self.mode!r}, taps={len(self.taps)}"
 
 
 class Scale2d(nn.Module):
-    """A line for each channel, y = factor · x + shift: a batch norm that no convolution could take in."""
+    """Scale and shift each channel, y = factor · x + shift: a batch norm that was not folded into a convolution."""
 
     factor: Tensor
     shift: Tensor
@@ -119,7 +208,7 @@ class Scale2d(nn.Module):
 
 
 class ChannelNorm2d(nn.Module):
-    """A layer norm of the channels at each position, with a scale and a shift of each channel."""
+    """Layer norm over the channels at each position, with a scale and a shift per channel."""
 
     def __init__(self, weight: Tensor, bias: Tensor, eps: float) -> None:
         super().__init__()
@@ -128,7 +217,7 @@ class ChannelNorm2d(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.permute(0, 2, 3, 1)  # (B, H, W, C), as it lies in memory
+        rows = x.permute(0, 2, 3, 1)  # (B, H, W, C), contiguous for channels-last x
         return F.layer_norm(rows, self.weight.shape, self.weight, self.bias, self.eps).permute(0, 3, 1, 2)
 
     def extra_repr(self) -> str:
@@ -136,121 +225,18 @@ class ChannelNorm2d(nn.Module):
 
 
 class CenterCrop2d(nn.Module):
-    """The middle height × width pixels of maps (..., H, W); what has no middle is refused, unless a graph is made."""
+    """Crop maps (..., H, W) to their center of height × width px. Sizes are not checked in traces and exports."""
 
     def forward(self, x: Tensor, height: int, width: int) -> Tensor:
-        if not is_scripting():  # noqa: SIM102  # alone: only then a script leaves out what is below
-            if not is_recorded():
+        if not is_scripting():  # noqa: SIM102  # a separate `if`, because only then TorchScript skips the block
+            if not is_traced_or_exported():
                 return center_crop(x, height, width)
         top, left = (x.size(-2) - height) // 2, (x.size(-1) - width) // 2
         return x[..., top : top + height, left : left + width]
 
 
-GROUP_LAYERS = (
-    GroupAvgPool2d,
-    GroupBatchNorm2d,
-    GroupConv2d,
-    GroupDropout2d,
-    GroupLayerNorm2d,
-    GroupMaxPool2d,
-    GroupNorm2d,
-    GroupUpsample2d,
-    Project,
-)
-POINTWISE = (
-    nn.CELU,
-    nn.ELU,
-    nn.GELU,
-    nn.Hardshrink,
-    nn.Hardsigmoid,
-    nn.Hardswish,
-    nn.Hardtanh,
-    nn.LeakyReLU,
-    nn.LogSigmoid,
-    nn.Mish,
-    nn.ReLU,
-    nn.ReLU6,
-    nn.SELU,
-    nn.SiLU,
-    nn.Sigmoid,
-    nn.Softplus,
-    nn.Softshrink,
-    nn.Softsign,
-    nn.Tanh,
-    nn.Tanhshrink,
-    nn.Threshold,
-)
-DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-Line = tuple[Tensor, Tensor]  # factor and shift of each channel
-
-
-def replace_image_layer(layer: nn.Module) -> tuple[nn.Module, int | None]:
-    """What stands for a layer that reads images."""
-    match layer:
-        case LiftConv2d():
-            return _plain_conv(layer, layer.in_channels), layer.order
-        case nn.BatchNorm2d():
-            return Scale2d(*_line(layer)), None
-        case nn.Conv2d():
-            return _keep(layer).to(memory_format=torch.channels_last), None  # type: ignore[call-overload]
-        case _ if isinstance(layer, DROPOUTS):
-            return nn.Identity(), None
-        case _ if isinstance(layer, GROUP_LAYERS):
-            raise ValueError(f"{_name(layer)} reads SE(2) features, but is given images")
-    return _keep(layer), None
-
-
-def replace_group_layer(layer: nn.Module, orientations: int) -> tuple[nn.Module, int | None]:
-    """What stands for a layer that reads SE(2) features."""
-    n = orientations
-    match layer:
-        case GroupConv2d():
-            if layer.order != n:
-                raise ValueError(f"{_name(layer)} has {layer.order} orientations, but is given {n}")
-            return _plain_conv(layer, layer.in_channels * n), n
-        case GroupBatchNorm2d():
-            return Scale2d(*(each.repeat_interleave(n) for each in _line(layer))), n
-        case GroupNorm2d():
-            return _plain_group_norm(layer, n), n
-        case GroupLayerNorm2d():
-            weight, bias = (each.detach().repeat_interleave(n) for each in (layer.weight, layer.bias))
-            return ChannelNorm2d(weight, bias, layer.eps), n
-        case GroupMaxPool2d() | GroupAvgPool2d():
-            return _plain_pool(layer), n
-        case GroupUpsample2d():
-            return nn.Upsample(scale_factor=float(layer.scale), mode=layer.mode), n
-        case nn.AdaptiveAvgPool3d(output_size=(None, *size)):
-            return nn.AdaptiveAvgPool2d(tuple(size)), n
-        case nn.AdaptiveMaxPool3d(output_size=(None, *size)):
-            return nn.AdaptiveMaxPool2d(tuple(size)), n
-        case Project():
-            return _plain_projection(layer, n), None
-        case nn.PReLU():
-            each = 1 if layer.num_parameters == 1 else n
-            wide = nn.PReLU(layer.num_parameters * each)
-            wide.weight = nn.Parameter(layer.weight.detach().repeat_interleave(each))
-            return wide, n
-        case nn.Identity():
-            return nn.Identity(), n
-        case _ if isinstance(layer, DROPOUTS):
-            return nn.Identity(), n
-        case _ if isinstance(layer, POINTWISE):
-            return _keep(layer), n
-    raise ValueError(f"{_name(layer)} is given SE(2) features, and is neither a layer of rp.nn nor point-wise")
-
-
-def fold(conv: nn.Conv2d, scale: Scale2d) -> nn.Conv2d:
-    """The convolution that computes both."""
-    factor, shift = (each.flatten().double().cpu() for each in (scale.factor, scale.shift))
-    folded = copy.deepcopy(conv)
-    weight = conv.weight.double().cpu() * factor[:, None, None, None]
-    bias = shift if conv.bias is None else conv.bias.double().cpu() * factor + shift
-    folded.weight = nn.Parameter(weight.to(conv.weight).contiguous(memory_format=torch.channels_last))
-    folded.bias = nn.Parameter(bias.to(conv.weight))
-    return folded
-
-
 def _plain_conv(layer: LiftConv2d | GroupConv2d, in_channels: int) -> nn.Conv2d:
+    """Return a plain convolution whose weights (C'·N, C·N, k, k) are the rotated kernels."""
     kernels = layer.kernels().detach()
     conv = nn.Conv2d(
         in_channels,
@@ -271,21 +257,21 @@ def _plain_conv(layer: LiftConv2d | GroupConv2d, in_channels: int) -> nn.Conv2d:
 
 
 def _plain_pool(layer: GroupMaxPool2d | GroupAvgPool2d) -> nn.Module:
-    where = (layer.size, layer.stride, layer.padding)
+    size, stride, padding = layer.size, layer.stride, layer.padding
     mode = "max" if isinstance(layer, GroupMaxPool2d) else "mean" if layer.power == 1 else "rms"
     if layer.blur == 1 and mode != "rms":
-        return nn.MaxPool2d(*where) if mode == "max" else nn.AvgPool2d(*where)
-    return BlurredPool2d(*where, mode, layer.taps if layer.blur > 1 else None)
+        return nn.MaxPool2d(size, stride, padding) if mode == "max" else nn.AvgPool2d(size, stride, padding)
+    return BlurredPool2d(size, stride, padding, mode, layer.taps if layer.blur > 1 else None)
 
 
 def _plain_projection(layer: Project, orientations: int) -> OrientationPool2d:
     if layer.order not in (None, orientations):
-        raise ValueError(f"{_name(layer)} has {layer.order} orientations, but is given {orientations}")
+        raise ValueError(_describe_wrong_orientations(layer, layer.order, orientations))
     if layer.mode == "attention":
         return OrientationPool2d(orientations, layer.mode, layer.sharpness.detach())
     if layer.mode == "fourier" and layer.weight.numel():
         return OrientationPool2d(orientations, layer.mode, layer.weight.detach(), layer.waves)
-    return OrientationPool2d(orientations, "max" if layer.mode == "max" else "mean")  # of one orientation all are alike
+    return OrientationPool2d(orientations, "max" if layer.mode == "max" else "mean")  # equal for one orientation
 
 
 def _plain_group_norm(layer: GroupNorm2d, orientations: int) -> nn.GroupNorm:
@@ -296,22 +282,31 @@ def _plain_group_norm(layer: GroupNorm2d, orientations: int) -> nn.GroupNorm:
     return norm
 
 
-def _line(norm: nn.BatchNorm2d | nn.BatchNorm3d) -> Line:
-    """What batch norm does in evaluation, computed in float64 and rounded once."""
+def _batch_norm_affine(norm: nn.BatchNorm2d | nn.BatchNorm3d) -> tuple[Tensor, Tensor]:
+    """Return factor and shift of each channel of a batch norm in evaluation mode, computed in float64."""
     if norm.running_mean is None or norm.running_var is None:
-        raise ValueError(f"{_name(norm)} keeps no running statistics, and normalises by what it sees")
+        raise ValueError(
+            f"{_class_name(norm)} has no running statistics, so its output depends on the whole batch; build it with "
+            f"track_running_stats=True"
+        )
     mean, variance = norm.running_mean.double().cpu(), norm.running_var.double().cpu()
     factor = (variance + norm.eps).rsqrt()
     shift = -mean * factor
     if norm.affine:
-        weight, bias = (each.detach().double().cpu() for each in (norm.weight, norm.bias))
+        weight, bias = (values.detach().double().cpu() for values in (norm.weight, norm.bias))
         factor, shift = factor * weight, shift * weight + bias
     return factor.to(norm.running_mean), shift.to(norm.running_mean)
 
 
-def _keep(layer: nn.Module) -> nn.Module:
-    return copy.deepcopy(layer)
+def _clone_or_ones(values: Tensor | None) -> Tensor:
+    return torch.ones(1) if values is None else values.clone()  # TorchScript needs a tensor in any case
 
 
-def _name(layer: nn.Module) -> str:
+def _describe_wrong_orientations(layer: nn.Module, built_for: int | None, given: int) -> str:
+    return (
+        f"{_class_name(layer)} has {built_for} orientations, but its input has {given}; build both with the same number"
+    )
+
+
+def _class_name(layer: nn.Module) -> str:
     return type(layer).__name__

@@ -1,13 +1,11 @@
-"""Sums over the rows of features, in Triton: the statistics of batch norm, and the gradients of its weights.
+"""Batch norm, ReLU and max pooling on a GPU, in one pass over memory each way.
 
-In: features as rows (pixels) by columns (channels by orientations), which is how they lie in memory. Out: what batch
-norm needs of each channel. Many programs each sum up a part, and a last one for each channel adds up what they found.
+Features (B, H, W, C, N) are read as a matrix: rows are pixels, columns are channels by orientations, contiguous in
+memory. Forward, the features are read twice (statistics, then output) and only the output is written. Backward, they
+are read twice and only their gradient is written. Results between the layers never reach memory.
 
-Batch norm, ReLU and max pooling in one pass each way, in Triton.
-
-In: features as rows (pixels) by columns (channels by orientations), which is how they lie in memory. Out: what the
-three layers give one after another. Forward, features are read twice and the answer is written once; backward, they are
-read twice and their gradient is written once; nothing between the layers ever reaches memory.
+Statistics and weight gradients are sums over rows. Many programs each sum a part of the rows; one program per channel
+adds up their partial sums.
 """
 
 from typing import Any
@@ -19,34 +17,208 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 COLUMNS = 128  # of a tile
-PROGRAMS = 1024  # at most, that sum up columns; each writes what it has found
-ROWS, WARPS = 32, 4  # of a tile, and that read it
+ROWS, WARPS = 32, 4  # rows of a tile, and the warps that sum them
+MAX_PROGRAMS = 1024  # programs that sum rows in parallel; each writes one partial sum per column
+
+
+def norm_relu_pool(x: Tensor, norm: nn.BatchNorm3d, pool: int = 1) -> Tensor:
+    """Apply batch norm, ReLU and max pooling to features (B, C, N, H, W); in evaluation, without gradients."""
+    rows = x.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N), contiguous
+    if norm.training:
+        y: Tensor = NormReluPool.apply(rows, norm.weight, norm.bias, norm, pool)
+    else:
+        mean, inverse_std, weight, bias = running_parameters(norm)
+        y = _apply(rows, torch.stack([mean, inverse_std]), weight, bias, pool)
+    return y.permute(0, 3, 4, 1, 2)
+
+
+class NormReluPool(torch.autograd.Function):
+    """Batch norm with the statistics of the batch, ReLU, and max pooling of features (B, H, W, C, N)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: nn.BatchNorm3d, pool: int) -> Tensor:
+        statistics = compute_statistics(x, norm)
+        y = _apply(x, statistics, weight, bias, pool)
+        ctx.save_for_backward(x, statistics, weight, bias)
+        ctx.pool = pool
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, statistics, weight, bias = ctx.saved_tensors
+        dy, pool = gradients[0].contiguous(), ctx.pool
+        batch, height, width, channels, n = x.shape
+        outputs, columns = batch * (height // pool) * (width // pool), channels * n
+        programs, steps = split_rows(outputs, ROWS)
+        partial_sums = torch.empty(2, programs, columns, device=x.device, dtype=torch.float32)
+        column_tiles = triton.cdiv(columns, COLUMNS)
+        _sum_gradients_kernel[programs, column_tiles](
+            x=x,
+            dy=dy,
+            mean=statistics[0],
+            inverse_std=statistics[1],
+            weight=weight,
+            bias=bias,
+            sums=partial_sums[0],
+            products=partial_sums[1],
+            outputs=outputs,
+            columns=columns,
+            height=height,
+            width=width,
+            steps=steps,
+            N=n,
+            S=pool,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+        )
+        d_weight, d_bias = reduce_gradients(partial_sums, channels)
+        dx = torch.empty_like(x)
+        _backward_kernel[triton.cdiv(outputs, ROWS), column_tiles](
+            x=x,
+            dy=dy,
+            dx=dx,
+            mean=statistics[0],
+            inverse_std=statistics[1],
+            weight=weight,
+            bias=bias,
+            d_weight=d_weight,
+            d_bias=d_bias,
+            outputs=outputs,
+            columns=columns,
+            height=height,
+            width=width,
+            count=batch * height * width * n,
+            N=n,
+            S=pool,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+        )
+        return dx, d_weight.to(weight.dtype), d_bias.to(bias.dtype), None, None
+
+
+def _apply(x: Tensor, statistics: Tensor, weight: Tensor, bias: Tensor, pool: int) -> Tensor:
+    """Apply batch norm, ReLU and max pooling, given mean and inverse standard deviation (2, C) of the channels."""
+    batch, height, width, channels, n = x.shape
+    y = torch.empty(batch, height // pool, width // pool, channels, n, device=x.device, dtype=x.dtype)
+    outputs, columns = batch * (height // pool) * (width // pool), channels * n
+    _forward_kernel[triton.cdiv(outputs, ROWS), triton.cdiv(columns, COLUMNS)](
+        x=x,
+        y=y,
+        mean=statistics[0],
+        inverse_std=statistics[1],
+        weight=weight,
+        bias=bias,
+        outputs=outputs,
+        columns=columns,
+        height=height,
+        width=width,
+        N=n,
+        S=pool,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+    )
+    return y
+
+
+def compute_statistics(x: Tensor, norm: nn.BatchNorm3d) -> Tensor:
+    """Return mean and inverse standard deviation (2, C) of features (B, H, W, C, N), and update running statistics."""
+    batch, height, width, channels, n = x.shape
+    rows, columns = batch * height * width, channels * n
+    programs, steps = split_rows(rows, ROWS)
+    sums, squares = torch.empty(2, programs, columns, device=x.device, dtype=torch.float32)
+    statistics = torch.empty(2, channels, device=x.device, dtype=torch.float32)
+    _sum_columns_kernel[programs, triton.cdiv(columns, COLUMNS)](
+        x=x,
+        pivot=x,
+        sums=sums,
+        squares=squares,
+        rows=rows,
+        columns=columns,
+        steps=steps,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
+        num_warps=WARPS,
+    )
+    _reduce_statistics_kernel[channels,](
+        pivot=x,
+        sums=sums,
+        squares=squares,
+        mean=statistics[0],
+        inverse_std=statistics[1],
+        batches=norm.num_batches_tracked,
+        running_mean=norm.running_mean,
+        running_variance=norm.running_var,
+        programs=programs,
+        rows=rows,
+        momentum=norm.momentum,
+        eps=norm.eps,
+        N=n,
+        N_BLOCK=triton.next_power_of_2(n),
+        PROGRAMS=triton.next_power_of_2(programs),
+    )
+    return statistics
+
+
+def running_parameters(norm: nn.BatchNorm3d) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return running mean, inverse running standard deviation, weight and bias of a batch norm, in float32."""
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    inverse_std = (norm.running_var.float() + norm.eps).rsqrt()
+    return norm.running_mean.float(), inverse_std, norm.weight.float(), norm.bias.float()
+
+
+def reduce_gradients(partial_sums: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+    """Return the gradients (C,) of weight and bias from partial sums (2, programs, C·N) of gradients and products."""
+    programs, n = partial_sums.shape[1], partial_sums.shape[2] // channels
+    d_weight, d_bias = partial_sums.new_empty(2, channels)
+    _reduce_gradients_kernel[channels,](
+        sums=partial_sums[0],
+        products=partial_sums[1],
+        d_weight=d_weight,
+        d_bias=d_bias,
+        programs=programs,
+        N=n,
+        N_BLOCK=triton.next_power_of_2(n),
+        PROGRAMS=triton.next_power_of_2(programs),
+    )
+    return d_weight, d_bias
+
+
+def split_rows(rows: int, tile_rows: int, max_programs: int | None = None) -> tuple[int, int]:
+    """Return the number of programs that share the rows, and the number of tiles that each of them processes."""
+    tiles = triton.cdiv(rows, tile_rows)
+    steps = triton.cdiv(tiles, MAX_PROGRAMS if max_programs is None else max_programs)
+    return triton.cdiv(tiles, steps), steps
 
 
 @triton.jit
-def _sum_columns(x, pivot, sums, squares, rows, columns, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums and sums of squares of the columns, less a pivot, which keeps digits where means are large."""
+def _sum_columns_kernel(x, pivot, sums, squares, rows, columns, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sum each column and its squares over the rows of a program.
+
+    A pivot, the first row, is subtracted first, which keeps precision where means are large.
+    """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < columns
-    origin = tl.load(pivot + column, mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)  # rows are added up at the end, since it takes all threads to do it
+    column_mask = column < columns
+    origin = tl.load(pivot + column, mask=column_mask, other=0.0).to(tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)  # reduced over rows once at the end, as it synchronizes all threads
     total_of_squares = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in range(steps):
         row = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
-        seen = (row < rows)[:, None] & inside[None, :]
-        place = row.to(tl.int64)[:, None] * columns + column[None, :]
-        value = tl.load(x + place, mask=seen, other=0.0).to(tl.float32) - origin[None, :]
-        value = tl.where(seen, value, 0.0)
+        mask = (row < rows)[:, None] & column_mask[None, :]
+        offset = row.to(tl.int64)[:, None] * columns + column[None, :]
+        value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32) - origin[None, :]
+        value = tl.where(mask, value, 0.0)
         total += value
         total_of_squares += value * value
-    place = tl.program_id(0) * columns + column
-    tl.store(sums + place, tl.sum(total, axis=0), mask=inside)
-    tl.store(squares + place, tl.sum(total_of_squares, axis=0), mask=inside)
+    offset = tl.program_id(0) * columns + column
+    tl.store(sums + offset, tl.sum(total, axis=0), mask=column_mask)
+    tl.store(squares + offset, tl.sum(total_of_squares, axis=0), mask=column_mask)
 
 
 @triton.jit
-def move_along(batches, running_mean, running_variance, channel, mean, variance, momentum):
-    """Running statistics, by those of a batch; and the count of batches."""
+def update_running_statistics(batches, running_mean, running_variance, channel, mean, variance, momentum):
+    """Move the running statistics of a channel towards those of the batch, and count the batch."""
     if running_mean is not None:
         old = tl.load(running_mean + channel).to(mean.dtype)
         tl.store(running_mean + channel, old + momentum * (mean - old))
@@ -57,265 +229,161 @@ def move_along(batches, running_mean, running_variance, channel, mean, variance,
 
 
 @triton.jit
-def _find_statistics(
-    pivot, sums, squares, mean, inverse, batches, running_mean, running_variance, programs, rows, momentum, eps,
+def _reduce_statistics_kernel(
+    pivot, sums, squares, mean, inverse_std, batches, running_mean, running_variance, programs, rows, momentum, eps,
     N: tl.constexpr, N_BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Mean and inverse deviation of one channel, over all its columns; running statistics move along."""
+    """Reduce partial sums to the mean and the inverse standard deviation of one channel, over its N columns."""
     channel = tl.program_id(0)
     columns = tl.num_programs(0) * N
     orientation = tl.arange(0, N_BLOCK)
     column = channel * N + orientation
     program = tl.arange(0, PROGRAMS)
-    seen = (program < programs)[:, None] & (orientation < N)[None, :]
-    place = program[:, None] * columns + column[None, :]
-    total = tl.sum(tl.load(sums + place, mask=seen, other=0.0), axis=0)
-    total_of_squares = tl.sum(tl.load(squares + place, mask=seen, other=0.0), axis=0)
+    mask = (program < programs)[:, None] & (orientation < N)[None, :]
+    offset = program[:, None] * columns + column[None, :]
+    total = tl.sum(tl.load(sums + offset, mask=mask, other=0.0), axis=0)
+    total_of_squares = tl.sum(tl.load(squares + offset, mask=mask, other=0.0), axis=0)
     origin = tl.load(pivot + column, mask=orientation < N, other=0.0).to(tl.float32)
-    means = tl.where(orientation < N, origin + total / rows, 0.0)
-    average = tl.sum(means, axis=0) / N
-    apart = tl.where(orientation < N, means - average, 0.0)
-    scattered = tl.sum(total_of_squares - total * total / rows + apart * apart * rows, axis=0)
+    column_means = tl.where(orientation < N, origin + total / rows, 0.0)
+    average = tl.sum(column_means, axis=0) / N
+    deviation = tl.where(orientation < N, column_means - average, 0.0)
+    # Variation within each column, and of the means of the columns.
+    squared_deviations = tl.sum(total_of_squares - total * total / rows + deviation * deviation * rows, axis=0)
     count = rows * N
-    variance = tl.maximum(scattered, 0.0, propagate_nan=tl.PropagateNan.ALL) / count
+    variance = tl.maximum(squared_deviations, 0.0, propagate_nan=tl.PropagateNan.ALL) / count
     tl.store(mean + channel, average)
-    tl.store(inverse + channel, 1.0 / tl.sqrt(variance + eps))
-    move_along(batches, running_mean, running_variance, channel, average, variance * count / (count - 1), momentum)
+    tl.store(inverse_std + channel, 1.0 / tl.sqrt(variance + eps))
+    unbiased = variance * count / (count - 1)
+    update_running_statistics(batches, running_mean, running_variance, channel, average, unbiased, momentum)
 
 
 @triton.jit
-def _find_gradients(
+def _reduce_gradients_kernel(
     sums, products, d_weight, d_bias, programs,
     N: tl.constexpr, N_BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of one channel's weight and bias, over all its columns."""
+    """Reduce partial sums to the gradients of one channel's weight and bias, over its N columns."""
     channel = tl.program_id(0)
     columns = tl.num_programs(0) * N
     orientation = tl.arange(0, N_BLOCK)
     program = tl.arange(0, PROGRAMS)
-    seen = (program < programs)[:, None] & (orientation < N)[None, :]
-    place = program[:, None] * columns + (channel * N + orientation)[None, :]
-    tl.store(d_bias + channel, tl.sum(tl.load(sums + place, mask=seen, other=0.0)))
-    tl.store(d_weight + channel, tl.sum(tl.load(products + place, mask=seen, other=0.0)))
-
-
-def find_statistics(
-    x: Tensor,
-    batches: Tensor | None,
-    running_mean: Tensor | None,
-    running_variance: Tensor | None,
-    momentum: float,
-    eps: float,
-) -> Tensor:
-    """Mean and inverse deviation (2, C) of the channels of features (B, H, W, C, N); running statistics move along."""
-    batch, height, width, channels, n = x.shape
-    rows, columns = batch * height * width, channels * n
-    programs, steps = divide(rows, ROWS)
-    partial = torch.empty(2, programs, columns, device=x.device, dtype=torch.float32)
-    statistics = torch.empty(2, channels, device=x.device, dtype=torch.float32)
-    _sum_columns[programs, triton.cdiv(columns, COLUMNS)](
-        *(x, x, *partial, rows, columns, steps, ROWS, COLUMNS), num_warps=WARPS
-    )
-    _find_statistics[channels,](
-        *(x, *partial, *statistics, batches, running_mean, running_variance, programs, rows, momentum, eps),
-        *(n, triton.next_power_of_2(n), triton.next_power_of_2(programs)),
-    )
-    return statistics
-
-
-def track(norm: nn.BatchNorm3d) -> tuple[Tensor | None, Tensor | None, Tensor | None, float | None, float]:
-    """The count of batches and the running statistics of a batch norm, which move along, by how much, and its eps."""
-    return norm.num_batches_tracked, norm.running_mean, norm.running_var, norm.momentum, norm.eps
-
-
-def recall(norm: nn.BatchNorm3d) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mean and inverse deviation by the running statistics, weight and bias, in float32."""
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    inverse = (norm.running_var.float() + norm.eps).rsqrt()
-    return norm.running_mean.float(), inverse, norm.weight.float(), norm.bias.float()
-
-
-def find_gradients(partial: Tensor, channels: int) -> Tensor:
-    """Gradients (2, C) of weight and bias, from the sums and products that each program found (2, programs, C·N)."""
-    programs, n = partial.shape[1], partial.shape[2] // channels
-    d_line = partial.new_empty(2, channels)
-    _find_gradients[channels,](*partial, *d_line, programs, n, *map(triton.next_power_of_2, (n, programs)))
-    return d_line
-
-
-def divide(rows: int, of_a_tile: int, among: int | None = None) -> tuple[int, int]:
-    """How many programs, and how many tiles each of them sums up."""
-    tiles = triton.cdiv(rows, of_a_tile)
-    steps = triton.cdiv(tiles, PROGRAMS if among is None else among)
-    return triton.cdiv(tiles, steps), steps
+    mask = (program < programs)[:, None] & (orientation < N)[None, :]
+    offset = program[:, None] * columns + (channel * N + orientation)[None, :]
+    tl.store(d_bias + channel, tl.sum(tl.load(sums + offset, mask=mask, other=0.0)))
+    tl.store(d_weight + channel, tl.sum(tl.load(products + offset, mask=mask, other=0.0)))
 
 
 @triton.jit
-def _place_window(output, height, width, S: tl.constexpr):
-    """The first row of the features under each output of the pool, which has S × S windows."""
+def load_scale_shift(mean, inverse_std, weight, bias, channel, mask):
+    """Load batch norm as an affine map of a channel: scale · x + shift."""
+    scale = tl.load(inverse_std + channel, mask=mask, other=0.0) * tl.load(weight + channel, mask=mask, other=0.0)
+    shift = tl.load(bias + channel, mask=mask, other=0.0) - tl.load(mean + channel, mask=mask, other=0.0) * scale
+    return scale, shift
+
+
+@triton.jit
+def _first_row_of_window(output, height, width, S: tl.constexpr):
+    """Return the row (pixel) of the features at the top left of each output's S × S window."""
     out_width = width // S
     out_height = height // S
-    across = output % out_width
+    out_column = output % out_width
     rest = output // out_width
-    down = rest % out_height
+    out_row = rest % out_height
     image = rest // out_height
-    return (image.to(tl.int64) * height + down * S) * width + across * S
+    return (image.to(tl.int64) * height + out_row * S) * width + out_column * S
 
 
 @triton.jit
-def load_line(mean, inverse, weight, bias, channel, inside):
-    """The line that batch norm is: a factor, and what it adds."""
-    factor = tl.load(inverse + channel, mask=inside, other=0.0) * tl.load(weight + channel, mask=inside, other=0.0)
-    shift = tl.load(bias + channel, mask=inside, other=0.0) - tl.load(mean + channel, mask=inside, other=0.0) * factor
-    return factor, shift
-
-
-@triton.jit
-def _forward(
-    x, y, mean, inverse, weight, bias, outputs, columns, height, width,
+def _forward_kernel(
+    x, y, mean, inverse_std, weight, bias, outputs, columns, height, width,
     N: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < columns
-    factor, shift = load_line(mean, inverse, weight, bias, column // N, inside)
+    column_mask = column < columns
+    scale, shift = load_scale_shift(mean, inverse_std, weight, bias, column // N, column_mask)
     output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    seen = (output < outputs)[:, None] & inside[None, :]
-    first = _place_window(output, height, width, S)
-    highest = tl.zeros([ROWS, COLUMNS], tl.float32)  # ReLU lets nothing below pass
+    mask = (output < outputs)[:, None] & column_mask[None, :]
+    first = _first_row_of_window(output, height, width, S)
+    maximum = tl.zeros([ROWS, COLUMNS], tl.float32)  # starting at 0 applies ReLU
     for i in tl.static_range(S):
         for j in tl.static_range(S):
-            place = (first + i * width + j)[:, None] * columns + column[None, :]
-            value = tl.load(x + place, mask=seen, other=0.0).to(tl.float32)
-            here = value * factor[None, :] + shift[None, :]
-            highest = tl.maximum(highest, here, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(y + output.to(tl.int64)[:, None] * columns + column[None, :], highest, mask=seen)
+            offset = (first + i * width + j)[:, None] * columns + column[None, :]
+            value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+            normalized = value * scale[None, :] + shift[None, :]
+            maximum = tl.maximum(maximum, normalized, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(y + output.to(tl.int64)[:, None] * columns + column[None, :], maximum, mask=mask)
 
 
 @triton.jit
-def _sum_gradients(
-    x, dy, mean, inverse, weight, bias, sums, products, outputs, columns, height, width, steps,
+def _sum_gradients_kernel(
+    x, dy, mean, inverse_std, weight, bias, sums, products, outputs, columns, height, width, steps,
     N: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sums over columns of the gradient behind batch norm, and of its products with the normalised features."""
+    """Sum over rows the gradient after batch norm, and its product with the normalized features."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < columns
-    factor, shift = load_line(mean, inverse, weight, bias, column // N, inside)
-    middle = tl.load(mean + column // N, mask=inside, other=0.0)
-    scale = tl.load(inverse + column // N, mask=inside, other=0.0)
+    column_mask = column < columns
+    scale, shift = load_scale_shift(mean, inverse_std, weight, bias, column // N, column_mask)
+    center = tl.load(mean + column // N, mask=column_mask, other=0.0)
+    inverse = tl.load(inverse_std + column // N, mask=column_mask, other=0.0)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     total_of_products = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in range(steps):
         output = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
-        seen = (output < outputs)[:, None] & inside[None, :]
-        first = _place_window(output, height, width, S)
-        highest = tl.zeros([ROWS, COLUMNS], tl.float32)
-        chosen = tl.zeros([ROWS, COLUMNS], tl.float32)  # the feature that was the highest, if it passed
-        passed = tl.zeros([ROWS, COLUMNS], tl.int1)
+        mask = (output < outputs)[:, None] & column_mask[None, :]
+        first = _first_row_of_window(output, height, width, S)
+        maximum = tl.zeros([ROWS, COLUMNS], tl.float32)
+        selected = tl.zeros([ROWS, COLUMNS], tl.float32)  # the input with the largest normalized value
+        is_positive = tl.zeros([ROWS, COLUMNS], tl.int1)  # whether ReLU passed it on
         for i in tl.static_range(S):
             for j in tl.static_range(S):
-                place = (first + i * width + j)[:, None] * columns + column[None, :]
-                value = tl.load(x + place, mask=seen, other=0.0).to(tl.float32)
-                here = value * factor[None, :] + shift[None, :]
-                higher = here > highest
-                highest = tl.where(higher, here, highest)
-                chosen = tl.where(higher, value, chosen)
-                passed = passed | higher
-        gradient = tl.load(dy + output.to(tl.int64)[:, None] * columns + column[None, :], mask=seen, other=0.0)
-        gradient = tl.where(passed & seen, gradient.to(tl.float32), 0.0)
+                offset = (first + i * width + j)[:, None] * columns + column[None, :]
+                value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+                normalized = value * scale[None, :] + shift[None, :]
+                larger = normalized > maximum
+                maximum = tl.where(larger, normalized, maximum)
+                selected = tl.where(larger, value, selected)
+                is_positive = is_positive | larger
+        gradient = tl.load(dy + output.to(tl.int64)[:, None] * columns + column[None, :], mask=mask, other=0.0)
+        gradient = tl.where(is_positive & mask, gradient.to(tl.float32), 0.0)
         total += gradient
-        total_of_products += gradient * (chosen - middle[None, :])
-    place = tl.program_id(0) * columns + column
-    tl.store(sums + place, tl.sum(total, axis=0), mask=inside)
-    tl.store(products + place, tl.sum(total_of_products, axis=0) * scale, mask=inside)
+        total_of_products += gradient * (selected - center[None, :])
+    offset = tl.program_id(0) * columns + column
+    tl.store(sums + offset, tl.sum(total, axis=0), mask=column_mask)
+    tl.store(products + offset, tl.sum(total_of_products, axis=0) * inverse, mask=column_mask)
 
 
 @triton.jit
-def _backward(
-    x, dy, dx, mean, inverse, weight, bias, d_weight, d_bias, outputs, columns, height, width, count,
+def _backward_kernel(
+    x, dy, dx, mean, inverse_std, weight, bias, d_weight, d_bias, outputs, columns, height, width, count,
     N: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Write the gradient of the features, given the gradients of weight and bias."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < columns
+    column_mask = column < columns
     channel = column // N
-    factor, shift = load_line(mean, inverse, weight, bias, channel, inside)
-    middle = tl.load(mean + channel, mask=inside, other=0.0)
-    scale = tl.load(inverse + channel, mask=inside, other=0.0)
-    level = tl.load(d_bias + channel, mask=inside, other=0.0) / count
-    slope = tl.load(d_weight + channel, mask=inside, other=0.0) / count * scale
+    scale, shift = load_scale_shift(mean, inverse_std, weight, bias, channel, column_mask)
+    center = tl.load(mean + channel, mask=column_mask, other=0.0)
+    inverse = tl.load(inverse_std + channel, mask=column_mask, other=0.0)
+    mean_gradient = tl.load(d_bias + channel, mask=column_mask, other=0.0) / count
+    slope = tl.load(d_weight + channel, mask=column_mask, other=0.0) / count * inverse
     output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    seen = (output < outputs)[:, None] & inside[None, :]
-    first = _place_window(output, height, width, S)
-    highest = tl.zeros([ROWS, COLUMNS], tl.float32)
-    winner = tl.full([ROWS, COLUMNS], -1, tl.int32)
+    mask = (output < outputs)[:, None] & column_mask[None, :]
+    first = _first_row_of_window(output, height, width, S)
+    maximum = tl.zeros([ROWS, COLUMNS], tl.float32)
+    argmax = tl.full([ROWS, COLUMNS], -1, tl.int32)
     for i in tl.static_range(S):
         for j in tl.static_range(S):
-            place = (first + i * width + j)[:, None] * columns + column[None, :]
-            here = tl.load(x + place, mask=seen, other=0.0).to(tl.float32) * factor[None, :] + shift[None, :]
-            higher = here > highest
-            highest = tl.where(higher, here, highest)
-            winner = tl.where(higher, i * S + j, winner)
-    gradient = tl.load(dy + output.to(tl.int64)[:, None] * columns + column[None, :], mask=seen, other=0.0)
+            offset = (first + i * width + j)[:, None] * columns + column[None, :]
+            normalized = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32) * scale[None, :] + shift[None, :]
+            larger = normalized > maximum
+            maximum = tl.where(larger, normalized, maximum)
+            argmax = tl.where(larger, i * S + j, argmax)
+    gradient = tl.load(dy + output.to(tl.int64)[:, None] * columns + column[None, :], mask=mask, other=0.0)
     gradient = gradient.to(tl.float32)
     for i in tl.static_range(S):
         for j in tl.static_range(S):
-            place = (first + i * width + j)[:, None] * columns + column[None, :]
-            value = tl.load(x + place, mask=seen, other=0.0).to(tl.float32) - middle[None, :]  # from the cache
-            here = tl.where(winner == i * S + j, gradient, 0.0)
-            tl.store(dx + place, factor[None, :] * (here - level[None, :] - value * slope[None, :]), mask=seen)
-
-
-def norm_relu_pool(x: Tensor, norm: nn.BatchNorm3d, pool: int = 1) -> Tensor:
-    """Batch norm, ReLU, and the maximum over windows, of features (B, C, N, H, W); without gradients in evaluation."""
-    rows = x.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N), as it lies in memory
-    if norm.training:
-        y: Tensor = NormReluPool.apply(rows, norm.weight, norm.bias, pool, *track(norm))
-    else:
-        mean, inverse, weight, bias = recall(norm)
-        y = _apply(rows, torch.stack([mean, inverse]), weight, bias, pool)
-    return y.permute(0, 3, 4, 1, 2)
-
-
-class NormReluPool(torch.autograd.Function):
-    """Batch norm by the statistics of the batch, ReLU, and max pooling of features (B, H, W, C, N)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, pool: int, *tracked: Any) -> Tensor:
-        statistics = find_statistics(x, *tracked)
-        y = _apply(x, statistics, weight, bias, pool)
-        ctx.save_for_backward(x, statistics, weight, bias)
-        ctx.pool, ctx.tracked = pool, len(tracked)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, statistics, weight, bias = ctx.saved_tensors
-        dy, pool = gradients[0].contiguous(), ctx.pool
-        batch, height, width, channels, n = x.shape
-        outputs, columns = batch * (height // pool) * (width // pool), channels * n
-        programs, steps = divide(outputs, ROWS)
-        partial = torch.empty(2, programs, columns, device=x.device, dtype=torch.float32)
-        across = triton.cdiv(columns, COLUMNS)
-        shape = (outputs, columns, height, width)
-        _sum_gradients[programs, across](
-            *(x, dy, *statistics, weight, bias, *partial, *shape, steps, n, pool, ROWS, COLUMNS)
-        )
-        d_line = find_gradients(partial, channels)
-        dx = torch.empty_like(x)
-        _backward[triton.cdiv(outputs, ROWS), across](
-            *(x, dy, dx, *statistics, weight, bias, *d_line, *shape, batch * height * width * n),
-            *(n, pool, ROWS, COLUMNS),
-        )
-        return dx, d_line[0].to(weight.dtype), d_line[1].to(bias.dtype), *[None] * (1 + ctx.tracked)
-
-
-def _apply(x: Tensor, statistics: Tensor, weight: Tensor, bias: Tensor, pool: int) -> Tensor:
-    """The line that batch norm is, ReLU and max pooling, for mean and inverse deviation (2, C) of each channel."""
-    batch, height, width, channels, n = x.shape
-    y = torch.empty(batch, height // pool, width // pool, channels, n, device=x.device, dtype=x.dtype)
-    outputs, columns = batch * (height // pool) * (width // pool), channels * n
-    _forward[triton.cdiv(outputs, ROWS), triton.cdiv(columns, COLUMNS)](
-        *(x, y, *statistics, weight, bias, outputs, columns, height, width, n, pool, ROWS, COLUMNS)
-    )
-    return y
+            offset = (first + i * width + j)[:, None] * columns + column[None, :]
+            centered = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32) - center[None, :]  # cached in L2
+            routed = tl.where(argmax == i * S + j, gradient, 0.0)
+            d_input = scale[None, :] * (routed - mean_gradient[None, :] - centered * slope[None, :])
+            tl.store(dx + offset, d_input, mask=mask)

@@ -1,16 +1,12 @@
-"""What the moments of the patches of images tell about their lifting: batch norm's line, and gradients, in Triton.
+"""Lifting on a GPU, alone or with batch norm, ReLU and a pool in one pass, and the gradients of all of them.
 
-In: sums over patches, by parts, and kernels as rows of taps. Out: the statistics of what lifting gives, which is never
-looked at itself; and the gradients of kernels and of batch norm. In float64, since means are taken from squares.
-
-Lifting with batch norm, ReLU and pooling, and the gradients of all four.
-
-In: images, and kernels turned to all orientations. Out: what the layers give one after another. Lifting is linear: its
-statistics, and the part of its gradient that batch norm adds, follow from the second moments of the image's patches.
+Lifting is linear. So its mean and variance, and the part of its gradient that comes from batch norm, follow from the
+second moments of the image's patches, and the lifted features never have to be stored. These are computed in float64,
+because a variance is a small difference of large squares.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,178 +15,45 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from rotopath.nn.triton import blur_pool, patches
-from rotopath.nn.triton.batch_norm import move_along, recall, track
+from rotopath.nn.triton.batch_norm import running_parameters, update_running_statistics
 from rotopath.nn.triton.blur_pool import Filter
 
-FEW, NUMBERS = 32, 128  # parts that are added up at once, and numbers side by side
-AT_ONCE = 64  # orientations by rows of moments that are looked at at once
+TILE_ROWS = 64  # orientations by rows of moments of a tile
 WARPS = 8
 
-
-@triton.jit
-def _add_up(partial, total, parts, numbers, FEW: tl.constexpr, NUMBERS: tl.constexpr):
-    number = tl.program_id(0) * NUMBERS + tl.arange(0, NUMBERS)
-    inside = (number < numbers)[None, :]
-    sums = tl.zeros([FEW, NUMBERS], tl.float64)
-    for first in range(0, parts, FEW):
-        part = first + tl.arange(0, FEW)
-        place = part.to(tl.int64)[:, None] * numbers + number[None, :]
-        sums += tl.load(partial + place, mask=(part < parts)[:, None] & inside, other=0.0).to(tl.float64)
-    tl.store(total + number, tl.sum(sums, axis=0), mask=number < numbers)
+Pool = int | Filter  # size of a max pool, or the filter of a root-mean-square pool
 
 
-@triton.jit
-def _load_lines(flat, column, taps, tap, n, N: tl.constexpr):
-    inside = (n < N)[:, None] & (tap < taps)[None, :]
-    return tl.load(flat + column[:, None] * taps + tap[None, :], mask=inside, other=0.0).to(tl.float64)
+class _Moments(NamedTuple):
+    """Second moments of the patches of a batch of images."""
+
+    sums: Tensor  # of products of two taps over all patches, as by `patches.sum_moments`
+    patches: int  # number of patches
 
 
-@triton.jit
-def _find_line(
-    moments, flat, weight, bias, mean, inverse, factor, shift, products,
-    batches, running_mean, running_variance, taps, patches, momentum, eps,
-    WIDE: tl.constexpr, N: tl.constexpr, N_BLOCK: tl.constexpr, TAPS: tl.constexpr, SOME: tl.constexpr,
-):  # fmt: skip
-    """Of one channel: statistics over all its orientations, the line for each, and its kernels times the moments."""
-    channel = tl.program_id(0)
-    n, tap = tl.arange(0, N_BLOCK), tl.arange(0, TAPS)
-    column = channel * N + n
-    lines = _load_lines(flat, column, taps, tap, n, N)
-    sums = tl.load(moments + taps * WIDE + tap, mask=tap < taps, other=0.0)
-    count = tl.zeros([], tl.float64) + patches
-    means = tl.sum(lines * sums[None, :], axis=1) / count
-    scattered = tl.zeros([N_BLOCK], tl.float64)
-    for first in range(0, taps, SOME):
-        row = first + tl.arange(0, SOME)
-        place = row[:, None] * WIDE + tap[None, :]
-        squares = tl.load(moments + place, mask=(row < taps)[:, None] & (tap < taps)[None, :], other=0.0)
-        product = tl.sum(lines[:, None, :] * squares[None, :, :], axis=2)  # (N, SOME)
-        here = tl.load(moments + taps * WIDE + row, mask=row < taps, other=0.0)
-        apart = product - means[:, None] * here[None, :]
-        scattered += tl.sum(_load_lines(flat, column, taps, row, n, N) * apart, axis=1)
-        tl.store(
-            products + column[:, None] * WIDE + row[None, :], product, mask=(n < N)[:, None] & (row < taps)[None, :]
-        )
-    average = tl.sum(means, axis=0) / N
-    apart = tl.where(n < N, means - average, 0.0)
-    variances = tl.maximum(scattered / count, 0.0, propagate_nan=tl.PropagateNan.ALL) + apart * apart
-    variance = tl.sum(variances, axis=0) / N
-    scale = 1.0 / tl.sqrt(variance + eps)
-    tl.store(mean + channel, average)
-    tl.store(inverse + channel, scale)
-    slope = tl.load(weight + channel).to(tl.float64) * scale
-    level = tl.load(bias + channel).to(tl.float64) - average * slope
-    tl.store(factor + column, slope + tl.zeros([N_BLOCK], tl.float64), mask=n < N)
-    tl.store(shift + column, level + tl.zeros([N_BLOCK], tl.float64), mask=n < N)
-    values = count * N
-    move_along(batches, running_mean, running_variance, channel, average, variance * values / (values - 1), momentum)
+class _Statistics(NamedTuple):
+    """Batch norm of lifted features, as it follows from the moments."""
 
-
-@triton.jit
-def _find_gradients(
-    sums_of_products, moments, flat, weight, mean, inverse, products, d_flat, d_weight, d_bias, columns, taps, patches,
-    WIDE: tl.constexpr, N: tl.constexpr, N_BLOCK: tl.constexpr, TAPS: tl.constexpr,
-):  # fmt: skip
-    """Of one channel, from the sums of taps times the gradient behind batch norm."""
-    channel = tl.program_id(0)
-    n, tap = tl.arange(0, N_BLOCK), tl.arange(0, TAPS)
-    column = channel * N + n
-    inside = (n < N)[:, None] & (tap < taps)[None, :]
-    lines = _load_lines(flat, column, taps, tap, n, N)
-    gradients = tl.load(sums_of_products + tap[None, :] * columns + column[:, None], mask=inside, other=0.0)
-    middle, scale = tl.load(mean + channel), tl.load(inverse + channel)
-    level = tl.sum(tl.load(sums_of_products + taps * columns + column, mask=n < N, other=0.0), axis=0)
-    slope = scale * (tl.sum(tl.sum(gradients * lines, axis=1), axis=0) - middle * level)
-    tl.store(d_bias + channel, level)
-    tl.store(d_weight + channel, slope)
-    # What batch norm takes from each gradient: its mean, and what goes along with the normalised feature.
-    values = (tl.zeros([], tl.float64) + patches) * N
-    sums = tl.load(moments + taps * WIDE + tap, mask=tap < taps, other=0.0)[None, :]
-    along = tl.load(products + column[:, None] * WIDE + tap[None, :], mask=inside, other=0.0) - middle * sums
-    gradients -= level / values * sums + slope / values * scale * along
-    gradients *= tl.load(weight + channel).to(tl.float64) * scale
-    tl.store(d_flat + column[:, None] * taps + tap[None, :], gradients, mask=inside)
-
-
-def add_up(partial: Tensor) -> Tensor:
-    """The sum over the first axis, in float64."""
-    total = torch.empty(partial.shape[1:], device=partial.device, dtype=torch.float64)
-    _add_up[triton.cdiv(total.numel(), NUMBERS),](partial, total, len(partial), total.numel(), FEW, NUMBERS)
-    return total
-
-
-def find_line(
-    moments: Tensor,
-    patches: int,
-    flat: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    batches: Tensor | None,
-    running_mean: Tensor | None,
-    running_variance: Tensor | None,
-    momentum: float,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and inverse deviation (2, C), factor and shift of each column (2, C·N), and kernels times moments.
-
-    Of the lifting by kernels (C·N, taps), from the moments of so many patches; running statistics move along.
-    """
-    columns, taps = flat.shape
-    n = columns // len(weight)
-    statistics = torch.empty(2, len(weight), device=flat.device, dtype=torch.float64)
-    line = torch.empty(2, columns, device=flat.device, dtype=torch.float32)
-    products = torch.empty(columns, len(moments), device=flat.device, dtype=torch.float64)
-    block = int(triton.next_power_of_2(n))
-    _find_line[len(weight),](
-        *(moments, flat, weight, bias, *statistics, *line, products),
-        *(batches, running_mean, running_variance, taps, patches, momentum, eps),
-        *(len(moments), n, block, int(triton.next_power_of_2(taps)), max(1, AT_ONCE // block)),
-        num_warps=WARPS,
-    )
-    return statistics, line, products
-
-
-def find_gradients(
-    sums: Tensor,
-    moments: Tensor,
-    patches: int,
-    flat: Tensor,
-    weight: Tensor,
-    statistics: Tensor,
-    products: Tensor,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of kernels (C·N, taps), and of batch norm's weight and bias, from sums (taps, C·N) behind batch norm."""
-    columns, taps = flat.shape
-    n = columns // len(weight)
-    d_flat = torch.empty_like(flat, dtype=dtype)
-    d_weight, d_bias = torch.empty_like(weight), torch.empty_like(weight)
-    _find_gradients[len(weight),](
-        *(sums, moments, flat, weight, *statistics, products, d_flat, d_weight, d_bias, columns, taps, patches),
-        *(len(moments), n, *(int(triton.next_power_of_2(number)) for number in (n, taps))),
-        num_warps=WARPS,
-    )
-    return d_flat, d_weight, d_bias
+    normalization: Tensor  # (2, C): mean and inverse standard deviation, in float64
+    scale_shift: Tensor  # (2, C·N): batch norm as an affine map of each column
+    products: Tensor  # (C·N, tile of taps): kernels times moments, for the gradients
 
 
 def lift(x: Tensor, kernels: Tensor, orientations: int) -> Tensor:
-    """Images (B, C', H, W) and kernels (C·N, C', k, k) to features (B, C, N, H, W), in the precision of the images."""
+    """Lift images (B, C', H, W) by kernels (C·N, C', k, k) to features (B, C, N, H, W), keeping their data type."""
     y: Tensor = Lift.apply(x, kernels)
     return torch.unflatten(y, -1, (-1, orientations)).permute(0, 3, 4, 1, 2)
 
 
-Pool = int | Filter  # maxima over windows of that size, or root mean squares by a filter
-
-
 def lift_norm_relu_pool(x: Tensor, kernels: Tensor, norm: nn.BatchNorm3d, pool: Pool = 1) -> Tensor:
-    """The same, with batch norm, ReLU and a pool."""
+    """Lift, then apply batch norm, ReLU and a pool; in evaluation, without gradients."""
     n = kernels.shape[0] // norm.num_features
     if norm.training:
-        y: Tensor = LiftNormReluPool.apply(x, kernels, norm.weight, norm.bias, pool, *track(norm))
+        y: Tensor = LiftNormReluPool.apply(x, kernels, norm.weight, norm.bias, norm, pool)
     else:
-        mean, inverse, weight, bias = recall(norm)
-        line = torch.stack([weight * inverse, bias - mean * weight * inverse]).repeat_interleave(n, 1)
-        y, *_ = _apply(x, _flatten(kernels, x), (mean, inverse, weight, bias), line, pool)
+        mean, inverse_std, weight, bias = running_parameters(norm)
+        scale_shift = torch.stack([weight * inverse_std, bias - mean * weight * inverse_std]).repeat_interleave(n, 1)
+        y, *_ = _apply(x, _to_taps(kernels, x), (mean, inverse_std, weight, bias), scale_shift, pool)
     return torch.unflatten(y, -1, (-1, n)).permute(0, 3, 4, 1, 2)
 
 
@@ -201,71 +64,212 @@ class Lift(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, kernels: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         ctx.like = kernels.new_empty(0, *kernels.shape[1:])
-        return patches.lift(x, _flatten(kernels, x))
+        return patches.lift(x, _to_taps(kernels, x))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        products = patches.find_products(x, gradients[0], ctx.like.shape[-1])
-        return None, _unflatten(products[: math.prod(ctx.like.shape[1:])].t(), ctx.like)
+        products = patches.sum_products(x, gradients[0], ctx.like.shape[-1])
+        return None, _to_kernels(products[: math.prod(ctx.like.shape[1:])].t(), ctx.like)
 
 
 class LiftNormReluPool(torch.autograd.Function):
-    """The same, with batch norm by the statistics of the batch, ReLU and pooling."""
+    """Lifting, batch norm with the statistics of the batch, ReLU and pooling."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, kernels: Tensor, weight: Tensor, bias: Tensor, pool: Pool, *tracked: Any
+        ctx: Any, x: Tensor, kernels: Tensor, weight: Tensor, bias: Tensor, norm: nn.BatchNorm3d, pool: Pool
     ) -> Tensor:
-        flat = _flatten(kernels, x)
-        sums, count = patches.find_moments(x, kernels.shape[-1])
-        statistics, line, products = find_line(sums, count, flat, weight, bias, *tracked)
-        mean, inverse = statistics.float() if isinstance(pool, Filter) else statistics
-        y, *kept = _apply(x, flat, (mean, inverse, weight, bias), line, pool, remember=True)
-        ctx.save_for_backward(x, flat, weight, bias, sums, statistics, products, *kept)
-        ctx.like, ctx.count, ctx.pool = kernels.new_empty(0, *kernels.shape[1:]), count, pool
-        ctx.given = 5 + len(tracked)
+        taps = _to_taps(kernels, x)
+        moments = _Moments(*patches.sum_moments(x, kernels.shape[-1]))
+        statistics = _compute_statistics(moments, taps, norm)
+        mean_std = statistics.normalization.float() if isinstance(pool, Filter) else statistics.normalization
+        y, *kept = _apply(x, taps, (*mean_std, weight, bias), statistics.scale_shift, pool, for_backward=True)
+        ctx.save_for_backward(x, taps, weight, bias, moments.sums, statistics.normalization, statistics.products, *kept)
+        ctx.like, ctx.count, ctx.pool = kernels.new_empty(0, *kernels.shape[1:]), moments.patches, pool
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, flat, weight, bias, sums, statistics, products, *kept = ctx.saved_tensors
+        x, taps, weight, bias, moments, normalization, products, *kept = ctx.saved_tensors
         gradient, side = gradients[0].contiguous(), ctx.like.shape[-1]
         if isinstance(ctx.pool, Filter):
             lifted, y = kept
-            line = (*statistics.float(), weight, bias)
-            gradient = blur_pool.find_gradient(lifted, blur_pool.halve(gradient, y), ctx.pool, line)
-            found = patches.find_products(x, gradient.flatten(-2), side)
+            parameters = (*normalization.float(), weight, bias)
+            d_mean_square = blur_pool.divide_by_root(gradient, y)
+            gradient = blur_pool.compute_gradient(lifted, d_mean_square, ctx.pool, parameters)
+            sums = patches.sum_products(x, gradient.flatten(-2), side)
         else:
-            found = patches.find_products(x, gradient, side, ctx.pool, *kept)
-        d_flat, d_weight, d_bias = find_gradients(
-            found, sums, ctx.count, flat, weight, statistics, products, ctx.like.dtype
+            sums = patches.sum_products(x, gradient, side, ctx.pool, *kept)
+        d_taps = torch.empty_like(taps, dtype=ctx.like.dtype)
+        d_weight, d_bias = torch.empty_like(weight), torch.empty_like(weight)
+        columns, tap_count = taps.shape
+        n = columns // len(weight)
+        _gradients_kernel[len(weight),](
+            sums=sums,
+            moments=moments,
+            kernels=taps,
+            weight=weight,
+            mean=normalization[0],
+            inverse_std=normalization[1],
+            products=products,
+            d_kernels=d_taps,
+            d_weight=d_weight,
+            d_bias=d_bias,
+            columns=columns,
+            taps=tap_count,
+            patches=ctx.count,
+            STRIDE=len(moments),
+            N=n,
+            N_BLOCK=int(triton.next_power_of_2(n)),
+            TAPS=int(triton.next_power_of_2(tap_count)),
+            num_warps=WARPS,
         )
-        return None, _unflatten(d_flat, ctx.like), d_weight, d_bias, *[None] * (ctx.given - 4)
+        return None, _to_kernels(d_taps, ctx.like), d_weight, d_bias, None, None
 
 
 def _apply(
-    x: Tensor, flat: Tensor, norm: tuple[Tensor, ...], line: Tensor, pool: Pool, remember: bool = False
+    x: Tensor,
+    taps: Tensor,
+    parameters: tuple[Tensor, ...],
+    scale_shift: Tensor,
+    pool: Pool,
+    for_backward: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Features (B, H, W, C·N), and what gradients need, for mean, inverse deviation, weight and bias of batch norm.
+    """Return features (B, H, W, C·N), and what the backward pass needs of the pool.
 
-    The line is what they come to for each column.
+    The parameters of batch norm are mean, inverse standard deviation, weight and bias (C,), and the same as scale and
+    shift (2, C·N).
     """
     if isinstance(pool, Filter):
-        lifted = patches.lift(x, flat).unflatten(-1, (len(norm[0]), -1))
-        y = blur_pool.apply(lifted, pool, norm)
+        lifted = patches.lift(x, taps).unflatten(-1, (len(parameters[0]), -1))
+        y = blur_pool.apply(lifted, pool, parameters)
         return y.flatten(-2), lifted, y
-    y, winners = patches.lift_and_pool(x, flat, line, pool, remember)
-    return (y,) if winners is None else (y, winners)
+    y, argmax = patches.lift_and_pool(x, taps, scale_shift, pool, for_backward)
+    return (y,) if argmax is None else (y, argmax)
 
 
-def _flatten(kernels: Tensor, x: Tensor) -> Tensor:
-    """Kernels (C·N, C', k, k) as taps (C·N, k·k·C') in the precision of the images."""
+def _to_taps(kernels: Tensor, x: Tensor) -> Tensor:
+    """Flatten kernels (C·N, C', k, k) to taps (C·N, k·k·C'), in the data type of the images."""
     return kernels.permute(0, 2, 3, 1).flatten(1).to(x.dtype).contiguous()
 
 
-def _unflatten(flat: Tensor, like: Tensor) -> Tensor:
+def _to_kernels(taps: Tensor, like: Tensor) -> Tensor:
+    """Unflatten taps (C·N, k·k·C') to kernels with the shape and the data type of `like`."""
     channels, side, _ = like.shape[1:]
-    return torch.unflatten(flat, 1, (side, side, channels)).permute(0, 3, 1, 2).to(like.dtype)
+    return torch.unflatten(taps, 1, (side, side, channels)).permute(0, 3, 1, 2).to(like.dtype)
+
+
+def _compute_statistics(moments: _Moments, taps: Tensor, norm: nn.BatchNorm3d) -> _Statistics:
+    """Compute batch norm of the lifting by kernels (C·N, taps) from moments, and update the running statistics."""
+    columns, tap_count = taps.shape
+    channels, side_length = norm.num_features, len(moments.sums)
+    n = columns // channels
+    statistics = _Statistics(
+        normalization=torch.empty(2, channels, device=taps.device, dtype=torch.float64),
+        scale_shift=torch.empty(2, columns, device=taps.device, dtype=torch.float32),
+        products=torch.empty(columns, side_length, device=taps.device, dtype=torch.float64),
+    )
+    n_block = int(triton.next_power_of_2(n))
+    _statistics_kernel[channels,](
+        moments=moments.sums,
+        kernels=taps,
+        weight=norm.weight,
+        bias=norm.bias,
+        mean=statistics.normalization[0],
+        inverse_std=statistics.normalization[1],
+        scale=statistics.scale_shift[0],
+        shift=statistics.scale_shift[1],
+        products=statistics.products,
+        batches=norm.num_batches_tracked,
+        running_mean=norm.running_mean,
+        running_variance=norm.running_var,
+        taps=tap_count,
+        patches=moments.patches,
+        momentum=norm.momentum,
+        eps=norm.eps,
+        STRIDE=side_length,
+        N=n,
+        N_BLOCK=n_block,
+        TAPS=int(triton.next_power_of_2(tap_count)),
+        ROWS=max(1, TILE_ROWS // n_block),
+        num_warps=WARPS,
+    )
+    return statistics
+
+
+@triton.jit
+def _load_taps(kernels, column, taps, tap, n, N: tl.constexpr):
+    """Load some taps of the N kernels of one channel, in float64."""
+    mask = (n < N)[:, None] & (tap < taps)[None, :]
+    return tl.load(kernels + column[:, None] * taps + tap[None, :], mask=mask, other=0.0).to(tl.float64)
+
+
+@triton.jit
+def _statistics_kernel(
+    moments, kernels, weight, bias, mean, inverse_std, scale, shift, products,
+    batches, running_mean, running_variance, taps, patches, momentum, eps,
+    STRIDE: tl.constexpr, N: tl.constexpr, N_BLOCK: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Compute the statistics of one channel over its N orientations, scale and shift, and kernels times moments."""
+    channel = tl.program_id(0)
+    n, tap = tl.arange(0, N_BLOCK), tl.arange(0, TAPS)
+    column = channel * N + n
+    kernel = _load_taps(kernels, column, taps, tap, n, N)
+    sums = tl.load(moments + taps * STRIDE + tap, mask=tap < taps, other=0.0)  # of each tap
+    count = tl.zeros([], tl.float64) + patches
+    means = tl.sum(kernel * sums[None, :], axis=1) / count
+    squared_deviations = tl.zeros([N_BLOCK], tl.float64)
+    for first in range(0, taps, ROWS):
+        row = first + tl.arange(0, ROWS)
+        offset = row[:, None] * STRIDE + tap[None, :]
+        squares = tl.load(moments + offset, mask=(row < taps)[:, None] & (tap < taps)[None, :], other=0.0)
+        product = tl.sum(kernel[:, None, :] * squares[None, :, :], axis=2)  # (N, ROWS)
+        row_sums = tl.load(moments + taps * STRIDE + row, mask=row < taps, other=0.0)
+        centered = product - means[:, None] * row_sums[None, :]
+        squared_deviations += tl.sum(_load_taps(kernels, column, taps, row, n, N) * centered, axis=1)
+        tl.store(
+            products + column[:, None] * STRIDE + row[None, :], product, mask=(n < N)[:, None] & (row < taps)[None, :]
+        )
+    average = tl.sum(means, axis=0) / N
+    deviation = tl.where(n < N, means - average, 0.0)
+    variances = tl.maximum(squared_deviations / count, 0.0, propagate_nan=tl.PropagateNan.ALL) + deviation * deviation
+    variance = tl.sum(variances, axis=0) / N
+    inverse = 1.0 / tl.sqrt(variance + eps)
+    tl.store(mean + channel, average)
+    tl.store(inverse_std + channel, inverse)
+    channel_scale = tl.load(weight + channel).to(tl.float64) * inverse
+    channel_shift = tl.load(bias + channel).to(tl.float64) - average * channel_scale
+    tl.store(scale + column, channel_scale + tl.zeros([N_BLOCK], tl.float64), mask=n < N)
+    tl.store(shift + column, channel_shift + tl.zeros([N_BLOCK], tl.float64), mask=n < N)
+    values = count * N
+    unbiased = variance * values / (values - 1)
+    update_running_statistics(batches, running_mean, running_variance, channel, average, unbiased, momentum)
+
+
+@triton.jit
+def _gradients_kernel(
+    sums, moments, kernels, weight, mean, inverse_std, products, d_kernels, d_weight, d_bias, columns, taps, patches,
+    STRIDE: tl.constexpr, N: tl.constexpr, N_BLOCK: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradients of one channel's kernels, weight and bias from sums of taps times the gradient."""
+    channel = tl.program_id(0)
+    n, tap = tl.arange(0, N_BLOCK), tl.arange(0, TAPS)
+    column = channel * N + n
+    mask = (n < N)[:, None] & (tap < taps)[None, :]
+    kernel = _load_taps(kernels, column, taps, tap, n, N)
+    gradients = tl.load(sums + tap[None, :] * columns + column[:, None], mask=mask, other=0.0)
+    center, inverse = tl.load(mean + channel), tl.load(inverse_std + channel)
+    total = tl.sum(tl.load(sums + taps * columns + column, mask=n < N, other=0.0), axis=0)
+    slope = inverse * (tl.sum(tl.sum(gradients * kernel, axis=1), axis=0) - center * total)
+    tl.store(d_bias + channel, total)
+    tl.store(d_weight + channel, slope)
+    # Batch norm subtracts from each gradient its mean, and its component along the normalized features.
+    values = (tl.zeros([], tl.float64) + patches) * N
+    tap_sums = tl.load(moments + taps * STRIDE + tap, mask=tap < taps, other=0.0)[None, :]
+    centered = tl.load(products + column[:, None] * STRIDE + tap[None, :], mask=mask, other=0.0) - center * tap_sums
+    gradients -= total / values * tap_sums + slope / values * inverse * centered
+    gradients *= tl.load(weight + channel).to(tl.float64) * inverse
+    tl.store(d_kernels + column[:, None] * taps + tap[None, :], gradients, mask=mask)

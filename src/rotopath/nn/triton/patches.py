@@ -1,7 +1,10 @@
-"""Patches of images times turned kernels, in Triton: lifting, and the sums that its gradients are made of.
+"""Products of image patches with kernels on a GPU: lifting, and the sums over patches that its gradients need.
 
-In: images, and kernels as rows of taps. Out: features as pixels by columns (channels by orientations). What lifting
-gives is large; with batch norm, ReLU and max pooling behind it in the same pass, it never reaches memory.
+A patch is the k × k × C' numbers of an image under a kernel, in the order (row, column, channel); these are its taps.
+Lifting multiplies the matrix of all patches (one row each) with the kernels (C·N columns of taps). With batch norm,
+ReLU and max pooling in the same pass, its result, the largest tensor of a network, never reaches memory.
+
+A constant tap of 1 follows the taps of each patch, so that sums of products with it are sums of the other factor.
 """
 
 import math
@@ -11,231 +14,331 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rotopath.nn.triton.batch_norm import COLUMNS, divide
-from rotopath.nn.triton.lift import add_up
+from rotopath.nn.triton.batch_norm import COLUMNS, split_rows
 
-OUTPUTS, WINDOWS, PATCHES = 64, 32, 128  # of a tile; of one that is pooled; and of one whose moments are summed up
-SUMMING = 264  # programs at most that sum up, two on each multiprocessor of a large GPU; each writes what it found
-
-
-@triton.jit
-def _load_patches(
-    x, first, seen, by_row, by_column, by_channel,
-    SIDE: tl.constexpr, CHANNELS: tl.constexpr, FROM: tl.constexpr, TAPS: tl.constexpr,
-):  # fmt: skip
-    """Some of what lies under kernels that begin at each of these places, one row for each; behind all taps is a 1."""
-    tap = FROM + tl.arange(0, TAPS)
-    down, across, channel = tap // (SIDE * CHANNELS), (tap // CHANNELS) % SIDE, tap % CHANNELS
-    offset = down * by_row + across * by_column + channel * by_channel
-    used: tl.constexpr = SIDE * SIDE * CHANNELS
-    value = tl.load(x + (first[:, None] + offset[None, :]), mask=seen[:, None] & (tap < used)[None, :], other=0.0)
-    return tl.where((tap == used)[None, :], 1.0, value).to(x.dtype.element_ty)
+LIFT_ROWS, POOL_ROWS, MOMENT_ROWS = 64, 32, 128  # outputs of a tile: lifted; lifted and pooled; patches of moments
+MAX_SUM_PROGRAMS = 264  # programs that sum in parallel: two per multiprocessor of a large GPU
+REDUCE_PARTS, REDUCE_ELEMENTS = 32, 128  # tile of a reduction: partial sums by elements
 
 
-@triton.jit
-def _place_patch(output, height, width, by_image, by_row, by_column, S: tl.constexpr):
-    """Where the first patch begins that each output of a pool of S × S windows looks at."""
-    across = output % width
-    rest = output // width
-    down = rest % height
-    return (rest // height) * by_image + down * S * by_row + across * S * by_column
-
-
-@triton.jit
-def _sum_moments(
-    x, moments, patches, height, width, by_image, by_row, by_column, by_channel, steps,
-    SIDE: tl.constexpr, CHANNELS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Sums of the products of any two taps; those with the last one are sums of the taps themselves."""
-    total = tl.zeros([MAIN, MAIN], tl.float32)
-    if REST:
-        total_across = tl.zeros([MAIN, REST], tl.float32)
-        total_of_rest = tl.zeros([REST, REST], tl.float32)
-    for step in range(steps):
-        patch = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
-        first = _place_patch(patch, height, width, by_image, by_row, by_column, 1)
-        seen = patch < patches
-        rows = _load_patches(x, first, seen, by_row, by_column, by_channel, SIDE, CHANNELS, 0, MAIN)
-        total = tl.dot(tl.trans(rows), rows, total, input_precision="ieee")
-        if REST:
-            rest = _load_patches(x, first, seen, by_row, by_column, by_channel, SIDE, CHANNELS, MAIN, REST)
-            total_across = tl.dot(tl.trans(rows), rest, total_across, input_precision="ieee")
-            total_of_rest = tl.dot(tl.trans(rest), rest, total_of_rest, input_precision="ieee")
-    wide: tl.constexpr = MAIN + REST
-    moments += tl.program_id(0) * wide * wide
-    tap = tl.arange(0, MAIN)
-    tl.store(moments + tap[:, None] * wide + tap[None, :], total)
-    if REST:
-        other = MAIN + tl.arange(0, REST)
-        tl.store(moments + tap[:, None] * wide + other[None, :], total_across)
-        tl.store(moments + other[None, :] * wide + tap[:, None], total_across)
-        tl.store(moments + other[:, None] * wide + other[None, :], total_of_rest)
-
-
-@triton.jit
-def _load_kernels(kernels, column, columns, taps, FROM: tl.constexpr, TAPS: tl.constexpr):
-    tap = FROM + tl.arange(0, TAPS)
-    inside = (tap < taps)[:, None] & (column < columns)[None, :]
-    return tl.load(kernels + column[None, :] * taps + tap[:, None], mask=inside, other=0.0)
-
-
-@triton.jit
-def _correlate(
-    x, patch, seen, by_row, by_column, by_channel, turned, rest,
-    SIDE: tl.constexpr, CHANNELS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
-):  # fmt: skip
-    rows = _load_patches(x, patch, seen, by_row, by_column, by_channel, SIDE, CHANNELS, 0, MAIN)
-    lifted = tl.dot(rows, turned, input_precision="ieee")
-    if REST:
-        rows = _load_patches(x, patch, seen, by_row, by_column, by_channel, SIDE, CHANNELS, MAIN, REST)
-        lifted = tl.dot(rows, rest, lifted, input_precision="ieee")
-    return lifted
-
-
-@triton.jit
-def _forward(
-    x, kernels, y, winners, factor, shift,
-    outputs, columns, height, width, by_image, by_row, by_column, by_channel, steps,
-    NORM: tl.constexpr, SIDE: tl.constexpr, CHANNELS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
-    S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Lifts; with batch norm, ReLU and pooling also tells which of a window was the highest, or -1 if none passed."""
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < columns
-    turned = _load_kernels(kernels, column, columns, SIDE * SIDE * CHANNELS, 0, MAIN)
-    rest = turned
-    if REST:
-        rest = _load_kernels(kernels, column, columns, SIDE * SIDE * CHANNELS, MAIN, REST)
-    if NORM:
-        slope = tl.load(factor + column, mask=inside, other=0.0)[None, :]
-        level = tl.load(shift + column, mask=inside, other=0.0)[None, :]
-    for step in range(steps):
-        output = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
-        seen = output < outputs
-        first = _place_patch(output, height, width, by_image, by_row, by_column, S)
-        place = output.to(tl.int64)[:, None] * columns + column[None, :]
-        both = seen[:, None] & inside[None, :]
-        if NORM:
-            highest = tl.zeros([ROWS, COLUMNS], tl.float32)  # ReLU lets nothing below pass
-            winner = tl.full([ROWS, COLUMNS], -1, tl.int32)
-            for of_window in range(S * S):
-                patch = first + of_window // S * by_row + of_window % S * by_column
-                here = _correlate(
-                    x, patch, seen, by_row, by_column, by_channel, turned, rest, SIDE, CHANNELS, MAIN, REST
-                )
-                here = here * slope + level
-                winner = tl.where(here > highest, of_window, winner)
-                highest = tl.maximum(highest, here, propagate_nan=tl.PropagateNan.ALL)
-            tl.store(y + place, highest, mask=both)
-            if winners is not None:
-                tl.store(winners + place, winner.to(tl.int8), mask=both)
-        else:
-            here = _correlate(x, first, seen, by_row, by_column, by_channel, turned, rest, SIDE, CHANNELS, MAIN, REST)
-            tl.store(y + place, here, mask=both)
-
-
-@triton.jit
-def _sum_products(
-    x, dy, winners, sums, outputs, columns, height, width, by_image, by_row, by_column, by_channel, steps,
-    SIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
-    S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Sums of the products of taps with the gradient in front of the pool; those with the last one are its sums."""
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = column < columns
-    total = tl.zeros([TAPS, COLUMNS], tl.float32)
-    for step in range(steps * S * S):  # gradients come from the cache for all but the first of a window
-        output = (tl.program_id(0) * steps + step // (S * S)) * ROWS + tl.arange(0, ROWS)
-        seen = output < outputs
-        place = output.to(tl.int64)[:, None] * columns + column[None, :]
-        both = seen[:, None] & inside[None, :]
-        gradient = tl.load(dy + place, mask=both, other=0.0)
-        if winners is not None:
-            winner = tl.load(winners + place, mask=both, other=-1)
-            gradient = tl.where(winner == step % (S * S), gradient, 0.0).to(x.dtype.element_ty)
-        first = _place_patch(output, height, width, by_image, by_row, by_column, S)
-        first += step % (S * S) // S * by_row + step % S * by_column
-        rows = _load_patches(x, first, seen, by_row, by_column, by_channel, SIDE, CHANNELS, 0, TAPS)
-        total = tl.dot(tl.trans(rows), gradient, total, input_precision="ieee")
-    tap = tl.program_id(0) * TAPS + tl.arange(0, TAPS)
-    tl.store(sums + tap[:, None] * columns + column[None, :], total, mask=inside[None, :])
-
-
-def lift(x: Tensor, flat: Tensor) -> Tensor:
-    """Images (B, C', H, W) and kernels (C·N, taps) to features (B, H, W, C·N)."""
-    return _launch(x, flat, None, 1, remember=False)[0]
+def lift(x: Tensor, taps: Tensor) -> Tensor:
+    """Multiply patches of images (B, C', H, W) with kernels (C·N, taps): features (B, H, W, C·N)."""
+    return _lift(x, taps, scale_shift=None, pool=1, return_argmax=False)[0]
 
 
 def lift_and_pool(
-    x: Tensor, flat: Tensor, line: Tensor, pool: int, remember: bool = False
+    x: Tensor, taps: Tensor, scale_shift: Tensor, pool: int, return_argmax: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The same behind a factor and a shift of each column, ReLU and max pooling; and what won in each window."""
-    return _launch(x, flat, line, pool, remember)
+    """Lift, then apply scale and shift (2, C·N), ReLU and max pooling; return features (B, H, W, C·N) and the argmax.
+
+    The argmax of each window is an int8, or -1 where ReLU cut off all values of the window.
+    """
+    return _lift(x, taps, scale_shift, pool, return_argmax)
 
 
-def _launch(x: Tensor, flat: Tensor, line: Tensor | None, pool: int, remember: bool) -> tuple[Tensor, Tensor | None]:
-    columns, taps = flat.shape
-    side = math.isqrt(taps // x.shape[1])
+def _lift(
+    x: Tensor, taps: Tensor, scale_shift: Tensor | None, pool: int, return_argmax: bool
+) -> tuple[Tensor, Tensor | None]:
+    columns, tap_count = taps.shape
+    side = math.isqrt(tap_count // x.shape[1])
     height, width = ((size - side + 1) // pool for size in x.shape[-2:])
     y = x.new_empty(x.shape[0], height, width, columns)
-    winners = torch.empty_like(y, dtype=torch.int8) if remember else None
-    factor, shift = (None, None) if line is None else line
+    argmax = torch.empty_like(y, dtype=torch.int8) if return_argmax else None
+    scale, shift = (None, None) if scale_shift is None else scale_shift
     outputs = y[..., 0].numel()
-    rows = OUTPUTS if line is None else WINDOWS
-    programs, steps = divide(outputs, rows)
-    _forward[programs, triton.cdiv(columns, COLUMNS)](
-        *(x, flat, y, winners, factor, shift, outputs, columns, height, width, *_strides(x), steps),
-        *(line is not None, side, x.shape[1], *_cut(taps), pool, rows, COLUMNS),
+    rows = LIFT_ROWS if scale_shift is None else POOL_ROWS
+    programs, steps = split_rows(outputs, rows)
+    image_stride, row_stride, column_stride, channel_stride = _strides(x)
+    main, rest = _split_taps(tap_count)
+    _lift_kernel[programs, triton.cdiv(columns, COLUMNS)](
+        x=x,
+        kernels=taps,
+        y=y,
+        argmax=argmax,
+        scale=scale,
+        shift=shift,
+        outputs=outputs,
+        columns=columns,
+        height=height,
+        width=width,
+        image_stride=image_stride,
+        row_stride=row_stride,
+        column_stride=column_stride,
+        channel_stride=channel_stride,
+        steps=steps,
+        NORM=scale_shift is not None,
+        SIDE=side,
+        CHANNELS=x.shape[1],
+        MAIN=main,
+        REST=rest,
+        S=pool,
+        ROWS=rows,
+        COLUMNS=COLUMNS,
     )
-    return y, winners
+    return y, argmax
 
 
-def find_products(x: Tensor, dy: Tensor, side: int, pool: int = 1, winners: Tensor | None = None) -> Tensor:
-    """Sums over patches of each tap times each gradient in front of the pool, (taps + 1 and more, C·N), in float64.
+def sum_products(x: Tensor, dy: Tensor, side: int, pool: int = 1, argmax: Tensor | None = None) -> Tensor:
+    """Sum, over patches, each tap times each gradient before the pool: (tile of taps, C·N), in float64.
 
-    The last tap is 1; what is behind it is 0.
+    Row `taps` belongs to the constant tap and contains sums of the gradients; rows after it are 0.
     """
     dy = dy.contiguous()
     _, height, width, columns = dy.shape
-    outputs, taps = dy[..., 0].numel(), side * side * x.shape[1]
-    programs, steps = divide(outputs, OUTPUTS, SUMMING)
-    partial = torch.empty(programs, _tile(taps), columns, device=x.device, dtype=torch.float32)
-    _sum_products[programs, triton.cdiv(columns, COLUMNS)](
-        *(x, dy, winners, partial, outputs, columns, height, width, *_strides(x), steps),
-        *(side, x.shape[1], _tile(taps), pool, OUTPUTS, COLUMNS),
+    outputs, tap_count = dy[..., 0].numel(), side * side * x.shape[1]
+    programs, steps = split_rows(outputs, LIFT_ROWS, MAX_SUM_PROGRAMS)
+    tile_taps = _tile_size(tap_count)
+    partial_sums = torch.empty(programs, tile_taps, columns, device=x.device, dtype=torch.float32)
+    image_stride, row_stride, column_stride, channel_stride = _strides(x)
+    _sum_products_kernel[programs, triton.cdiv(columns, COLUMNS)](
+        x=x,
+        dy=dy,
+        argmax=argmax,
+        sums=partial_sums,
+        outputs=outputs,
+        columns=columns,
+        height=height,
+        width=width,
+        image_stride=image_stride,
+        row_stride=row_stride,
+        column_stride=column_stride,
+        channel_stride=channel_stride,
+        steps=steps,
+        SIDE=side,
+        CHANNELS=x.shape[1],
+        TAPS=tile_taps,
+        S=pool,
+        ROWS=LIFT_ROWS,
+        COLUMNS=COLUMNS,
     )
-    return add_up(partial)
+    return _reduce(partial_sums)
 
 
-def find_moments(x: Tensor, side: int) -> tuple[Tensor, int]:
-    """Sums over patches of any tap times any other (taps + 1 and more, as many), in float64; and how many patches.
+def sum_moments(x: Tensor, side: int) -> tuple[Tensor, int]:
+    """Sum, over patches, each tap times each other tap, in float64; return the sums and the number of patches.
 
-    The last tap is 1, so that with it there are sums of the taps themselves; what is behind it is 0.
+    Row and column `taps` belong to the constant tap and contain sums of the taps themselves; those after it are 0.
     """
     height, width = (size - side + 1 for size in x.shape[-2:])
-    taps, patches = side * side * x.shape[1], x.shape[0] * height * width
-    programs, steps = divide(patches, PATCHES, SUMMING)
-    wide = sum(_cut(taps))
-    partial = torch.empty(programs, wide, wide, device=x.device, dtype=torch.float32)
-    _sum_moments[programs,](
-        *(x, partial, patches, height, width, *_strides(x), steps, side, x.shape[1], *_cut(taps), PATCHES)
+    tap_count, patches = side * side * x.shape[1], x.shape[0] * height * width
+    programs, steps = split_rows(patches, MOMENT_ROWS, MAX_SUM_PROGRAMS)
+    main, rest = _split_taps(tap_count)
+    partial_sums = torch.empty(programs, main + rest, main + rest, device=x.device, dtype=torch.float32)
+    image_stride, row_stride, column_stride, channel_stride = _strides(x)
+    _sum_moments_kernel[programs,](
+        x=x,
+        moments=partial_sums,
+        patches=patches,
+        height=height,
+        width=width,
+        image_stride=image_stride,
+        row_stride=row_stride,
+        column_stride=column_stride,
+        channel_stride=channel_stride,
+        steps=steps,
+        SIDE=side,
+        CHANNELS=x.shape[1],
+        MAIN=main,
+        REST=rest,
+        ROWS=MOMENT_ROWS,
     )
-    return add_up(partial), patches
+    return _reduce(partial_sums), patches
+
+
+def _reduce(partial_sums: Tensor) -> Tensor:
+    """Return the sum over the first axis, in float64."""
+    total = torch.empty(partial_sums.shape[1:], device=partial_sums.device, dtype=torch.float64)
+    _reduce_kernel[triton.cdiv(total.numel(), REDUCE_ELEMENTS),](
+        partial_sums=partial_sums,
+        total=total,
+        parts=len(partial_sums),
+        elements=total.numel(),
+        PARTS=REDUCE_PARTS,
+        ELEMENTS=REDUCE_ELEMENTS,
+    )
+    return total
 
 
 def _strides(x: Tensor) -> tuple[int, int, int, int]:
-    """Of images, rows, columns and channels."""
+    """Return the strides of images, rows, columns and channels."""
     image, channel, row, column = x.stride()
     return image, row, column, channel
 
 
-def _tile(taps: int) -> int:
-    """A power of 2, for taps and one more; products of matrices have 16 terms at least."""
+def _tile_size(taps: int) -> int:
+    """Return the smallest power of 2 that holds the taps and the constant tap; `tl.dot` requires at least 16."""
     return max(16, int(triton.next_power_of_2(taps + 1)))
 
 
-def _cut(taps: int) -> tuple[int, int]:
-    """Two such tiles in place of one, where less of them lies idle; the second may be 0."""
-    main = _tile(taps) // 2
-    rest = _tile(taps - main)
-    return (main, rest) if main >= 16 and main + rest < _tile(taps) else (_tile(taps), 0)
+def _split_taps(taps: int) -> tuple[int, int]:
+    """Return one tile size, or two where two smaller tiles hold the taps with less padding; the second may be 0."""
+    main = _tile_size(taps) // 2
+    rest = _tile_size(taps - main)
+    return (main, rest) if main >= 16 and main + rest < _tile_size(taps) else (_tile_size(taps), 0)
+
+
+@triton.jit
+def _reduce_kernel(partial_sums, total, parts, elements, PARTS: tl.constexpr, ELEMENTS: tl.constexpr):
+    element = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
+    element_mask = (element < elements)[None, :]
+    sums = tl.zeros([PARTS, ELEMENTS], tl.float64)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        offset = part.to(tl.int64)[:, None] * elements + element[None, :]
+        sums += tl.load(partial_sums + offset, mask=(part < parts)[:, None] & element_mask, other=0.0).to(tl.float64)
+    tl.store(total + element, tl.sum(sums, axis=0), mask=element < elements)
+
+
+@triton.jit
+def _load_patches(
+    x, first, row_mask, row_stride, column_stride, channel_stride,
+    SIDE: tl.constexpr, CHANNELS: tl.constexpr, FROM: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """Load TAPS taps, starting with tap FROM, of the patches whose first pixels are at the offsets `first`."""
+    tap = FROM + tl.arange(0, TAPS)
+    row, column, channel = tap // (SIDE * CHANNELS), (tap // CHANNELS) % SIDE, tap % CHANNELS
+    offset = row * row_stride + column * column_stride + channel * channel_stride
+    used: tl.constexpr = SIDE * SIDE * CHANNELS
+    mask = row_mask[:, None] & (tap < used)[None, :]
+    value = tl.load(x + (first[:, None] + offset[None, :]), mask=mask, other=0.0)
+    return tl.where((tap == used)[None, :], 1.0, value).to(x.dtype.element_ty)
+
+
+@triton.jit
+def _first_patch_of_window(output, height, width, image_stride, row_stride, column_stride, S: tl.constexpr):
+    """Return the offset in the images of the first patch in each output's window of S × S patches."""
+    out_column = output % width
+    rest = output // width
+    out_row = rest % height
+    return (rest // height) * image_stride + out_row * S * row_stride + out_column * S * column_stride
+
+
+@triton.jit
+def _load_kernels(kernels, column, columns, taps, FROM: tl.constexpr, TAPS: tl.constexpr):
+    """Load TAPS taps, starting with tap FROM, of kernels (columns, taps), transposed."""
+    tap = FROM + tl.arange(0, TAPS)
+    mask = (tap < taps)[:, None] & (column < columns)[None, :]
+    return tl.load(kernels + column[None, :] * taps + tap[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def _multiply(
+    x, first, row_mask, row_stride, column_stride, channel_stride, kernels_main, kernels_rest,
+    SIDE: tl.constexpr, CHANNELS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """Multiply patches with kernels, in one or two tiles of taps."""
+    patches = _load_patches(x, first, row_mask, row_stride, column_stride, channel_stride, SIDE, CHANNELS, 0, MAIN)
+    lifted = tl.dot(patches, kernels_main, input_precision="ieee")
+    if REST:
+        patches = _load_patches(
+            x, first, row_mask, row_stride, column_stride, channel_stride, SIDE, CHANNELS, MAIN, REST
+        )
+        lifted = tl.dot(patches, kernels_rest, lifted, input_precision="ieee")
+    return lifted
+
+
+@triton.jit
+def _lift_kernel(
+    x, kernels, y, argmax, scale, shift,
+    outputs, columns, height, width, image_stride, row_stride, column_stride, channel_stride, steps,
+    NORM: tl.constexpr, SIDE: tl.constexpr, CHANNELS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+    S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Lift; with NORM, also apply scale, shift, ReLU and max pooling, and store the argmax, -1 if ReLU cut off all."""
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    column_mask = column < columns
+    kernels_main = _load_kernels(kernels, column, columns, SIDE * SIDE * CHANNELS, 0, MAIN)
+    kernels_rest = kernels_main
+    if REST:
+        kernels_rest = _load_kernels(kernels, column, columns, SIDE * SIDE * CHANNELS, MAIN, REST)
+    if NORM:
+        column_scale = tl.load(scale + column, mask=column_mask, other=0.0)[None, :]
+        column_shift = tl.load(shift + column, mask=column_mask, other=0.0)[None, :]
+    for step in range(steps):
+        output = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
+        row_mask = output < outputs
+        first = _first_patch_of_window(output, height, width, image_stride, row_stride, column_stride, S)
+        offset = output.to(tl.int64)[:, None] * columns + column[None, :]
+        mask = row_mask[:, None] & column_mask[None, :]
+        if NORM:
+            maximum = tl.zeros([ROWS, COLUMNS], tl.float32)  # starting at 0 applies ReLU
+            position = tl.full([ROWS, COLUMNS], -1, tl.int32)
+            for in_window in range(S * S):
+                patch = first + in_window // S * row_stride + in_window % S * column_stride
+                value = _multiply(
+                    x, patch, row_mask, row_stride, column_stride, channel_stride, kernels_main, kernels_rest,
+                    SIDE, CHANNELS, MAIN, REST,
+                )  # fmt: skip
+                value = value * column_scale + column_shift
+                position = tl.where(value > maximum, in_window, position)
+                maximum = tl.maximum(maximum, value, propagate_nan=tl.PropagateNan.ALL)
+            tl.store(y + offset, maximum, mask=mask)
+            if argmax is not None:
+                tl.store(argmax + offset, position.to(tl.int8), mask=mask)
+        else:
+            value = _multiply(
+                x, first, row_mask, row_stride, column_stride, channel_stride, kernels_main, kernels_rest,
+                SIDE, CHANNELS, MAIN, REST,
+            )  # fmt: skip
+            tl.store(y + offset, value, mask=mask)
+
+
+@triton.jit
+def _sum_products_kernel(
+    x, dy, argmax, sums,
+    outputs, columns, height, width, image_stride, row_stride, column_stride, channel_stride, steps,
+    SIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
+    S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sum the products of all taps with the gradient before the pool, over the patches of a program."""
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    column_mask = column < columns
+    total = tl.zeros([TAPS, COLUMNS], tl.float32)
+    for step in range(steps * S * S):  # gradients of a window are read S² times, from the cache after the first time
+        output = (tl.program_id(0) * steps + step // (S * S)) * ROWS + tl.arange(0, ROWS)
+        row_mask = output < outputs
+        offset = output.to(tl.int64)[:, None] * columns + column[None, :]
+        mask = row_mask[:, None] & column_mask[None, :]
+        gradient = tl.load(dy + offset, mask=mask, other=0.0)
+        if argmax is not None:
+            position = tl.load(argmax + offset, mask=mask, other=-1)
+            gradient = tl.where(position == step % (S * S), gradient, 0.0).to(x.dtype.element_ty)
+        first = _first_patch_of_window(output, height, width, image_stride, row_stride, column_stride, S)
+        first += step % (S * S) // S * row_stride + step % S * column_stride
+        patches = _load_patches(x, first, row_mask, row_stride, column_stride, channel_stride, SIDE, CHANNELS, 0, TAPS)
+        total = tl.dot(tl.trans(patches), gradient, total, input_precision="ieee")
+    tap = tl.program_id(0) * TAPS + tl.arange(0, TAPS)
+    tl.store(sums + tap[:, None] * columns + column[None, :], total, mask=column_mask[None, :])
+
+
+@triton.jit
+def _sum_moments_kernel(
+    x, moments, patches, height, width, image_stride, row_stride, column_stride, channel_stride, steps,
+    SIDE: tl.constexpr, CHANNELS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Sum the products of all pairs of taps over the patches of a program."""
+    total = tl.zeros([MAIN, MAIN], tl.float32)
+    if REST:
+        total_mixed = tl.zeros([MAIN, REST], tl.float32)
+        total_rest = tl.zeros([REST, REST], tl.float32)
+    for step in range(steps):
+        patch = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
+        first = _first_patch_of_window(patch, height, width, image_stride, row_stride, column_stride, 1)
+        row_mask = patch < patches
+        main = _load_patches(x, first, row_mask, row_stride, column_stride, channel_stride, SIDE, CHANNELS, 0, MAIN)
+        total = tl.dot(tl.trans(main), main, total, input_precision="ieee")
+        if REST:
+            rest = _load_patches(
+                x, first, row_mask, row_stride, column_stride, channel_stride, SIDE, CHANNELS, MAIN, REST
+            )
+            total_mixed = tl.dot(tl.trans(main), rest, total_mixed, input_precision="ieee")
+            total_rest = tl.dot(tl.trans(rest), rest, total_rest, input_precision="ieee")
+    size: tl.constexpr = MAIN + REST
+    moments += tl.program_id(0) * size * size
+    tap = tl.arange(0, MAIN)
+    tl.store(moments + tap[:, None] * size + tap[None, :], total)
+    if REST:
+        other = MAIN + tl.arange(0, REST)
+        tl.store(moments + tap[:, None] * size + other[None, :], total_mixed)
+        tl.store(moments + other[None, :] * size + tap[:, None], total_mixed)
+        tl.store(moments + other[:, None] * size + other[None, :], total_rest)

@@ -1,12 +1,12 @@
-"""Base weights to rotated kernels, and back to their gradients, in one pass each way, in Triton.
+"""Rotate base weights to kernels on a GPU, in one pass each way.
 
-In: base weights, and the map of `group` that turns them. Out: kernels as a convolution reads them, channels last and in
-its precision. Batches are small where many networks are trained, and then many small operations are what takes time.
+In: base weights and the rotation map of `rotopath.group`. Out: kernels as a convolution reads them, channels-last and
+in its data type. With small batches, launching many small operations takes most of the time; this is one launch.
 """
 
 import math
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,61 +15,23 @@ from torch import Tensor
 
 from rotopath.group import orientation_shift
 
-COLUMNS = 32  # of a tile: input channels by their orientations
+COLUMNS = 32  # of a tile: input channels by input orientations
 
 
-@triton.jit
-def _load_map(rotation, orientation, taps, entries, TAPS: tl.constexpr, ENTRIES: tl.constexpr):
-    """What the entries of a kernel at this orientation read from the base weights."""
-    tap, entry = tl.arange(0, TAPS), tl.arange(0, ENTRIES)
-    inside = (entry < entries)[:, None] & (tap < taps)[None, :]
-    place = (orientation * entries + entry)[:, None] * taps + tap[None, :]
-    return tl.load(rotation + place, mask=inside, other=0.0).to(tl.float32)
+class _Sizes(NamedTuple):
+    """Sizes of base weights, kernels and tiles."""
 
-
-@triton.jit
-def _turn(
-    weight, rotation, slices, kernels, columns, taps, entries,
-    ORDER: tl.constexpr, READ: tl.constexpr, TAPS: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """The kernels of one output channel at one orientation, for a tile of what they read."""
-    output = tl.program_id(0)
-    orientation = output % ORDER
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (column < columns)[None, :]
-    slice_ = tl.load(slices + orientation * READ + column % READ)
-    row = output // ORDER * columns + column - column % READ + slice_
-    tap, entry = tl.arange(0, TAPS), tl.arange(0, ENTRIES)
-    base = tl.load(weight + row[None, :] * taps + tap[:, None], mask=(tap < taps)[:, None] & inside, other=0.0)
-    turns = _load_map(rotation, orientation, taps, entries, TAPS, ENTRIES)
-    turned = tl.dot(turns, base.to(tl.float32), input_precision="ieee")
-    place = (output * entries + entry)[:, None] * columns + column[None, :]
-    tl.store(kernels + place, turned, mask=(entry < entries)[:, None] & inside)
-
-
-@triton.jit
-def _turn_back(
-    d_kernels, rotation, places, d_weight, columns, taps, entries,
-    ORDER: tl.constexpr, READ: tl.constexpr, TAPS: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """The gradients of the base weights of one output channel: what all orientations have made of them."""
-    channel = tl.program_id(0)
-    row = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = row < columns
-    tap, entry = tl.arange(0, TAPS), tl.arange(0, ENTRIES)
-    total = tl.zeros([COLUMNS, TAPS], tl.float32)
-    for orientation in range(ORDER):
-        column = row - row % READ + tl.load(places + orientation * READ + row % READ)
-        place = ((channel * ORDER + orientation) * entries + entry)[None, :] * columns + column[:, None]
-        gradient = tl.load(d_kernels + place, mask=inside[:, None] & (entry < entries)[None, :], other=0.0)
-        turns = _load_map(rotation, orientation, taps, entries, TAPS, ENTRIES)
-        total = tl.dot(gradient.to(tl.float32), turns, total, input_precision="ieee")
-    place = (channel * columns + row)[:, None] * taps + tap[None, :]
-    tl.store(d_weight + place, total, mask=inside[:, None] & (tap < taps)[None, :])
+    columns: int  # input channels by input orientations
+    taps: int  # base weights of a kernel
+    entries: int  # pixels of a kernel
+    output_orientations: int
+    input_orientations: int  # 1 for lifting
+    tile_taps: int
+    tile_entries: int
 
 
 def rotate(weight: Tensor, rotation: Tensor, reflections: bool, dtype: torch.dtype) -> Tensor:
-    """Base weights (O, C, P) or (O, C, N, P) to the weights (O·N, C, n, n) or (O·N, C·N, n, n) of a convolution."""
+    """Rotate base weights (O, C, P) or (O, C, N, P) to kernels (O·N, C, n, n) or (O·N, C·N, n, n)."""
     kernels: Tensor = RotateKernels.apply(weight, rotation, reflections, dtype)
     return kernels.permute(0, 3, 1, 2)
 
@@ -81,11 +43,27 @@ class RotateKernels(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, rotation: Tensor, reflections: bool, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(rotation)
         ctx.reflections, ctx.shape, ctx.dtype = reflections, weight.shape, weight.dtype
-        order, entries, _ = rotation.shape
-        (slices, _), sizes = _prepare(weight.shape, rotation, reflections)
-        columns, side = sizes[0], math.isqrt(entries)
-        kernels = torch.empty(len(weight) * order, side, side, columns, device=weight.device, dtype=dtype)
-        _turn[len(kernels), triton.cdiv(columns, COLUMNS)](weight.contiguous(), rotation, slices, kernels, *sizes)
+        sizes = _sizes_of(weight.shape, rotation)
+        slices, _ = _orientation_tables(
+            sizes.output_orientations, sizes.input_orientations, reflections, rotation.device
+        )
+        side = math.isqrt(sizes.entries)
+        outputs = len(weight) * sizes.output_orientations
+        kernels = torch.empty(outputs, side, side, sizes.columns, device=weight.device, dtype=dtype)
+        _rotate_kernel[outputs, triton.cdiv(sizes.columns, COLUMNS)](
+            weight=weight.contiguous(),
+            rotation=rotation,
+            slices=slices,
+            kernels=kernels,
+            columns=sizes.columns,
+            taps=sizes.taps,
+            entries=sizes.entries,
+            OUT_ORIENTATIONS=sizes.output_orientations,
+            IN_ORIENTATIONS=sizes.input_orientations,
+            TAPS=sizes.tile_taps,
+            ENTRIES=sizes.tile_entries,
+            COLUMNS=COLUMNS,
+        )
         return kernels
 
     @staticmethod
@@ -95,7 +73,7 @@ class RotateKernels(torch.autograd.Function):
 
 
 class RotateKernelsBackward(torch.autograd.Function):
-    """The gradients of base weights, from those of kernels: the same map the other way, of which it is the gradient."""
+    """Gradients of base weights from gradients of kernels: the transposed map, whose own gradient is the map again."""
 
     @staticmethod
     def forward(
@@ -103,10 +81,24 @@ class RotateKernelsBackward(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rotation)
         ctx.reflections, ctx.dtype = reflections, d_kernels.dtype
-        (_, places), sizes = _prepare(shape, rotation, reflections)
+        sizes = _sizes_of(shape, rotation)
+        _, sources = _orientation_tables(
+            sizes.output_orientations, sizes.input_orientations, reflections, rotation.device
+        )
         d_weight = torch.empty(shape, device=d_kernels.device, dtype=dtype)
-        _turn_back[len(d_weight), triton.cdiv(sizes[0], COLUMNS)](
-            d_kernels.contiguous(), rotation, places, d_weight, *sizes
+        _rotate_back_kernel[len(d_weight), triton.cdiv(sizes.columns, COLUMNS)](
+            d_kernels=d_kernels.contiguous(),
+            rotation=rotation,
+            sources=sources,
+            d_weight=d_weight,
+            columns=sizes.columns,
+            taps=sizes.taps,
+            entries=sizes.entries,
+            OUT_ORIENTATIONS=sizes.output_orientations,
+            IN_ORIENTATIONS=sizes.input_orientations,
+            TAPS=sizes.tile_taps,
+            ENTRIES=sizes.tile_entries,
+            COLUMNS=COLUMNS,
         )
         return d_weight
 
@@ -115,23 +107,89 @@ class RotateKernelsBackward(torch.autograd.Function):
         return RotateKernels.apply(gradients[0], *ctx.saved_tensors, ctx.reflections, ctx.dtype), None, None, None, None
 
 
-def _prepare(shape: torch.Size, rotation: Tensor, reflections: bool) -> tuple[tuple[Tensor, Tensor], tuple[int, ...]]:
-    """Tables for base weights of a shape; and sizes: columns, taps, entries, orientations, those read, and tiles."""
-    order, entries, taps = rotation.shape
-    read = order if len(shape) == 4 else 1
-    sizes = (math.prod(shape[1:-1]), taps, entries, order, read, _tile(taps), _tile(entries), COLUMNS)
-    return _find_tables(order, read, reflections, rotation.device), sizes
+def _sizes_of(shape: torch.Size, rotation: Tensor) -> _Sizes:
+    """Return the sizes for base weights of a shape and a rotation map (N, n², P)."""
+    orientations, entries, taps = rotation.shape
+    return _Sizes(
+        columns=math.prod(shape[1:-1]),
+        taps=taps,
+        entries=entries,
+        output_orientations=orientations,
+        input_orientations=orientations if len(shape) == 4 else 1,
+        tile_taps=_tile_size(taps),
+        tile_entries=_tile_size(entries),
+    )
 
 
 @cache
-def _find_tables(order: int, read: int, reflections: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which slice of the base weights each orientation reads its inputs with; and with which input it reads each."""
+def _orientation_tables(
+    output_orientations: int, input_orientations: int, reflections: bool, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return two tables (output orientations, input orientations).
+
+    The first contains the slice of the base weights with which an output orientation reads each input orientation. The
+    second is its inverse: the input orientation that it reads with each slice.
+    """
     with torch.inference_mode(False):
-        # On the CPU first: inside a graph that is being recorded they would be numbers only once it is replayed.
-        shift = orientation_shift(order // 2 if reflections else order, torch.device("cpu"), reflections)
-        slices = (shift[:, :read] % read).int()
+        # Computed on the CPU: inside a CUDA graph that is being recorded, values would exist only after a replay.
+        orientations = output_orientations // 2 if reflections else output_orientations
+        shift = orientation_shift(orientations, torch.device("cpu"), reflections)
+        slices = (shift[:, :input_orientations] % input_orientations).int()
         return slices.to(device), slices.argsort(dim=1).int().to(device)
 
 
-def _tile(numbers: int) -> int:
-    return max(16, int(triton.next_power_of_2(numbers)))  # products of matrices have 16 terms at least
+def _tile_size(size: int) -> int:
+    return max(16, int(triton.next_power_of_2(size)))  # tl.dot requires at least 16
+
+
+@triton.jit
+def _load_map(rotation, orientation, taps, entries, TAPS: tl.constexpr, ENTRIES: tl.constexpr):
+    """Load the rotation map (entries, taps) of one orientation."""
+    tap, entry = tl.arange(0, TAPS), tl.arange(0, ENTRIES)
+    mask = (entry < entries)[:, None] & (tap < taps)[None, :]
+    offset = (orientation * entries + entry)[:, None] * taps + tap[None, :]
+    return tl.load(rotation + offset, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rotate_kernel(
+    weight, rotation, slices, kernels, columns, taps, entries,
+    OUT_ORIENTATIONS: tl.constexpr, IN_ORIENTATIONS: tl.constexpr,
+    TAPS: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Rotate the kernels of one output channel at one output orientation, for a tile of columns."""
+    output = tl.program_id(0)
+    orientation = output % OUT_ORIENTATIONS
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    column_mask = (column < columns)[None, :]
+    slice_ = tl.load(slices + orientation * IN_ORIENTATIONS + column % IN_ORIENTATIONS)
+    row = output // OUT_ORIENTATIONS * columns + column - column % IN_ORIENTATIONS + slice_
+    tap, entry = tl.arange(0, TAPS), tl.arange(0, ENTRIES)
+    base = tl.load(weight + row[None, :] * taps + tap[:, None], mask=(tap < taps)[:, None] & column_mask, other=0.0)
+    rotation_map = _load_map(rotation, orientation, taps, entries, TAPS, ENTRIES)
+    rotated = tl.dot(rotation_map, base.to(tl.float32), input_precision="ieee")
+    offset = (output * entries + entry)[:, None] * columns + column[None, :]
+    tl.store(kernels + offset, rotated, mask=(entry < entries)[:, None] & column_mask)
+
+
+@triton.jit
+def _rotate_back_kernel(
+    d_kernels, rotation, sources, d_weight, columns, taps, entries,
+    OUT_ORIENTATIONS: tl.constexpr, IN_ORIENTATIONS: tl.constexpr,
+    TAPS: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sum the gradients of the base weights of one output channel over all output orientations."""
+    channel = tl.program_id(0)
+    row = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    row_mask = row < columns
+    tap, entry = tl.arange(0, TAPS), tl.arange(0, ENTRIES)
+    total = tl.zeros([COLUMNS, TAPS], tl.float32)
+    for orientation in range(OUT_ORIENTATIONS):
+        source = tl.load(sources + orientation * IN_ORIENTATIONS + row % IN_ORIENTATIONS)
+        column = row - row % IN_ORIENTATIONS + source
+        offset = ((channel * OUT_ORIENTATIONS + orientation) * entries + entry)[None, :] * columns + column[:, None]
+        gradient = tl.load(d_kernels + offset, mask=row_mask[:, None] & (entry < entries)[None, :], other=0.0)
+        rotation_map = _load_map(rotation, orientation, taps, entries, TAPS, ENTRIES)
+        total = tl.dot(gradient.to(tl.float32), rotation_map, total, input_precision="ieee")
+    offset = (channel * columns + row)[:, None] * taps + tap[None, :]
+    tl.store(d_weight + offset, total, mask=row_mask[:, None] & (tap < taps)[None, :])

@@ -1,0 +1,188 @@
+"""`rotopath data`: check a dataset, draw some of its images, or generate a dataset of synthetic tissue images."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from rotopath.reports import terminal
+
+if TYPE_CHECKING:
+    from rotopath.data import Dataset
+    from rotopath.data.formats import Check
+
+PATH_HELP = (
+    "Dataset: the downloaded folder of AMIDA13, TUPAC16, Kumar, MoNuSeg or PCam; a folder with a subfolder of patches "
+    "for each class; or a manifest (CSV file)."
+)
+SPACING_HELP = "Pixel spacing in µm/px of images that do not specify it."
+IMAGE_SUFFIXES = (".png", ".jpg", ".pdf", ".svg")
+MAX_COLUMNS = 5  # number of counts that fit on a terminal of 80 characters
+
+
+def check_data(
+    path: Annotated[Path, typer.Argument(help=PATH_HELP)],
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="Also check that the data fit a task (mitosis, nuclei, tumor) or a kind of task "
+            "(classify, detect, segment)."
+        ),
+    ] = None,
+    spacing_um_px: Annotated[float | None, typer.Option("--spacing-um-px", help=SPACING_HELP)] = None,
+) -> None:
+    """Read a whole dataset, count images and annotations, and list all problems. Exit code 1 if there are problems."""
+    from rotopath.data import check, open_data, problems
+    from rotopath.evaluation import open_task_data
+    from rotopath.tasks import PAPER, find_kind, make_task
+
+    with terminal.user_errors_in_one_sentence():
+        if task is None:
+            dataset = open_data(path, None, spacing_um_px)
+        elif task in PAPER:
+            dataset = open_task_data(make_task(task), path, spacing_um_px)
+        else:
+            try:
+                kind = find_kind(task)
+            except ValueError as error:
+                terminal.exit_with_error(str(error))
+            dataset = open_data(path, kind.annotated, spacing_um_px)
+        with terminal.transient_progress() as bar:
+            reading = bar.add_task("reading", total=len(dataset.samples))
+            result = check(dataset, on_progress=lambda count: bar.advance(reading, count))
+    terminal.console.print(data_table(result), highlight=False, soft_wrap=True)
+    if problems(result.findings):
+        raise typer.Exit(1)
+
+
+def show_data(
+    path: Annotated[Path, typer.Argument(help=PATH_HELP)],
+    out: Annotated[Path, typer.Option(help="Image file to write (.png, .jpg, .pdf or .svg).")] = Path(
+        "contact-sheet.png"
+    ),
+    seed: Annotated[int, typer.Option(min=0, help="Random seed. A different seed selects different images.")] = 0,
+    spacing_um_px: Annotated[float | None, typer.Option("--spacing-um-px", help=SPACING_HELP)] = None,
+) -> None:
+    """Draw some images of each split with their annotations into one image file (a contact sheet)."""
+    from rotopath.data import open_data
+
+    if out.suffix.lower() not in IMAGE_SUFFIXES:
+        names = f"{', '.join(IMAGE_SUFFIXES[:-1])} or {IMAGE_SUFFIXES[-1]}"
+        terminal.exit_with_error(f"{out} is not an image file; choose a name that ends in {names}.")
+    with terminal.user_errors_in_one_sentence():
+        from rotopath.reports.contact_sheet import draw_contact_sheet
+
+        dataset = open_data(path, None, spacing_um_px)
+        terminal.print_path("Contact sheet", draw_contact_sheet(dataset, out, seed))
+
+
+def make_data(
+    task: Annotated[str, typer.Option(help="Task: mitosis, nuclei or tumor.")],
+    out: Annotated[Path, typer.Option(help="Folder for the dataset. It must be new or empty.")],
+    seed: Annotated[int, typer.Option(min=0, help="Random seed. The same seed generates identical files.")] = 0,
+) -> None:
+    """Generate annotated synthetic tissue images, stored like AMIDA13 (mitosis), Kumar (nuclei) or PCam (tumor)."""
+    from rotopath.synthetic import make_mitosis, make_nuclei, make_tumor
+
+    makers: dict[str, Callable[[Path, int], None]]
+    makers = {"mitosis": make_mitosis, "nuclei": make_nuclei, "tumor": make_tumor}
+    if task not in makers:
+        terminal.exit_with_error(f"There is no synthetic tissue for the task {task!r}; choose {', '.join(makers)}.")
+    with terminal.user_errors_in_one_sentence():
+        makers[task](out, seed)
+    terminal.print_path("Synthetic tissue", out)
+
+
+def data_table(check: "Check") -> Group:
+    """Return a table with the counts of each split, and below it all problems and notes of the check.
+
+    If the numbers of the dataset are published, they are in parentheses.
+    """
+    from rotopath.data import problems
+    from rotopath.data.formats import ANNOTATION_KINDS
+
+    dataset = check.dataset
+    names = list(dict.fromkeys(name for counts in check.counts.values() for name in counts))
+    rows = {
+        split: [_format_count(counts[name], dataset.published.get(split, {}).get(name)) for name in names]
+        for split, counts in check.counts.items()
+    }
+    rows["all"] = [_format_count(sum(counts[name] for counts in check.counts.values())) for name in names]
+    parts: list[Text | Table] = [
+        Text(f"{dataset.source}, {ANNOTATION_KINDS[dataset.annotated]}: {dataset.root}", "bold"),
+        _count_table(names, rows),
+        Text(_describe_spacing(dataset), "dim"),
+    ]
+    if dataset.published:
+        parts.append(Text("In parentheses: published numbers.", "dim"))
+    parts.append(Text())
+    if check.agreement:
+        parts.append(Text(_describe_agreement(check.agreement), "dim"))
+    wrong = problems(check.findings)
+    notes = [finding for finding in check.findings if not finding.is_problem]
+    for title, findings in (("problem", wrong), ("note", notes)):
+        if findings:
+            parts.append(Text(f"{len(findings)} {title}{'s' if len(findings) > 1 else ''}", "bold"))
+            parts += [Text(f"- {finding}") for finding in findings]
+            parts.append(Text())
+    if not wrong:
+        parts.append(Text("No problems.", "green"))
+    return Group(*parts)
+
+
+def _count_table(names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
+    """Return a table with a row for each split and a final row of sums; transposed if there are many counts.
+
+    `rows` contains the formatted counts of each split; its last entry contains the sums.
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
+    if len(names) > MAX_COLUMNS:
+        table.add_column("")
+        for split in rows:
+            table.add_column(split, justify="right")
+        for name, counts in zip(names, zip(*rows.values(), strict=True), strict=True):
+            table.add_row(name, *counts)
+        return table
+    table.add_column("split")
+    for name in names:
+        table.add_column(name, justify="right")
+    *splits, total = rows
+    for split in splits:
+        table.add_row(split, *rows[split])
+    table.add_section()
+    table.add_row(total, *rows[total], style="bold")
+    return table
+
+
+def _format_count(count: int, published: int | None = None) -> str:
+    """Format a count, followed by the published number in parentheses if there is one. A count of 0 becomes "–"."""
+    text = f"{count}" if count else "–"
+    return text if published is None else f"{text} ({published})"
+
+
+def _describe_spacing(dataset: "Dataset") -> str:
+    """Describe the range of pixel spacings in one sentence."""
+    spacings = [sample.spacing_um_px for sample in dataset.samples]
+    if not spacings:
+        return "No images."
+    low, high = min(spacings), max(spacings)
+    values = f"{low:g} µm/px" if low == high else f"{low:g} to {high:g} µm/px"
+    return f"Pixel spacing: {values}. Each model resamples images to its own pixel spacing."
+
+
+def _describe_agreement(agreement: Mapping[str, float]) -> str:
+    """Describe how well label maps and outlines agree in images that have both.
+
+    `agreement` maps image names to the aggregated Jaccard index (AJI) between label map and outlines.
+    """
+    worst = min(agreement, key=agreement.__getitem__)
+    mean = sum(agreement.values()) / len(agreement)
+    return (
+        f"{len(agreement)} images have both a label map and outlines; the label map is used. Their AJI is {mean:.3f} "
+        f"on average, and lowest ({agreement[worst]:.3f}) in {worst}.\n"
+    )

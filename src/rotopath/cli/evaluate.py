@@ -1,0 +1,54 @@
+"""`rotopath evaluate`: compute the scores of a trained model on a dataset, and print them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from rotopath.reports import terminal
+
+if TYPE_CHECKING:
+    from rotopath.evaluation import Split
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="Run folder of a training, or name of a pretrained model.")],
+    data: Annotated[Path | None, typer.Option(help="Dataset. Default: the dataset of the training.")] = None,
+    split: Annotated[str, typer.Option(help="Split of the dataset: train, valid or test.")] = "test",
+    tta: Annotated[
+        int, typer.Option(min=1, help="Test-time augmentation: average predictions over this many rotations.")
+    ] = 1,
+    rule: Annotated[
+        str | None,
+        typer.Option(
+            help="Rule for true positives: amida13 or one-to-one (detection); iou, area or own-area (segmentation)."
+        ),
+    ] = None,
+    robustness: Annotated[
+        bool, typer.Option(help="Also measure how much predictions change when the input images are rotated.")
+    ] = False,
+    spacing_um_px: Annotated[
+        float | None, typer.Option("--spacing-um-px", help="Pixel spacing in µm/px of images that do not specify it.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file for all scores. Default: a file in the run folder.")
+    ] = None,
+) -> None:
+    """Compute the scores of a trained model, on the dataset of its training or on another dataset."""
+    with terminal.user_errors_in_one_sentence():
+        from rotopath.evaluation import evaluate as evaluate_run
+
+        with terminal.transient_progress() as bar:
+            task = bar.add_task("reading")
+            evaluation = evaluate_run(
+                run,
+                data,
+                split=cast("Split", split),  # evaluate_run checks it
+                rotations=tta,
+                robustness=robustness,
+                out=out,
+                rule=rule,
+                spacing_um_px=spacing_um_px,
+                on_progress=lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total),
+            )
+    terminal.print_scores(str(run), evaluation.path)

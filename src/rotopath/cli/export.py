@@ -1,0 +1,28 @@
+"""`rotopath export`: convert a trained network to a file format of other software."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from rotopath.reports import terminal
+
+if TYPE_CHECKING:
+    from rotopath.exporting import Format
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="Run folder of a training, or name of a pretrained model.")],
+    to: Annotated[
+        str, typer.Option(help="Format: torchscript (for WSInfer and QuPath), onnx, or torch (a torch.export program).")
+    ] = "torchscript",
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the exported model. Default: a folder in the run folder.")
+    ] = None,
+) -> None:
+    """Convert a trained network to a plain CNN for other software, with a description of inputs, outputs and origin."""
+    with terminal.user_errors_in_one_sentence():
+        from rotopath.exporting import export as export_run
+
+        folder = export_run(run, cast("Format", to), out)  # export_run checks the format
+    terminal.print_path("Exported", folder)

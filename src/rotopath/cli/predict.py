@@ -1,0 +1,80 @@
+"""`rotopath predict`: apply a model to images and whole slides."""
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from rotopath.reports import terminal
+
+if TYPE_CHECKING:
+    from rotopath.runs import Precision
+
+
+def predict(
+    run: Annotated[Path, typer.Argument(help="Run folder of a training, or name of a pretrained model.")],
+    images: Annotated[list[Path], typer.Argument(help="Slides, images, or folders that contain them.")],
+    out: Annotated[Path, typer.Option(help="Folder for the results. It gets a subfolder for each slide.")],
+    spacing_um_px: Annotated[
+        float | None, typer.Option("--spacing-um-px", help="Pixel spacing in µm/px of files that do not specify it.")
+    ] = None,
+    rotations: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Test-time augmentation: average predictions over this many rotations, and also write their standard "
+            "deviation.",
+        ),
+    ] = 1,
+    everywhere: Annotated[
+        bool, typer.Option("--everywhere", help="Predict the whole slide, also where no tissue was detected.")
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(help="Device: cpu or cuda. Default: the GPU if there is one, else the CPU.")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="Floating-point precision in bits: 16 or 32. Default: 16 on a GPU, 32 on a CPU.")
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Predict slides on a Dask cluster: local, slurm, or the address of a scheduler."),
+    ] = None,
+    at_once: Annotated[
+        int, typer.Option(min=1, help="Workers to start for --cluster local or slurm; else slides per GPU.")
+    ] = 2,
+) -> None:
+    """Apply a model to images and whole slides. Slides that already have results in --out are skipped."""
+    with terminal.user_errors_in_one_sentence():
+        from rotopath.images.files import is_plausible
+        from rotopath.inference.cluster import predict_on_cluster
+        from rotopath.inference.predict_files import FileOptions, list_slides, predict_files
+        from rotopath.inference.slide_pass import PassOptions
+        from rotopath.reports.progress import SlideProgress
+        from rotopath.runs import load, prepare_model
+
+        model, slides = load(run), list_slides(images)
+        if spacing_um_px is not None and not is_plausible(spacing_um_px):
+            terminal.exit_with_error(f"--spacing-um-px is {spacing_um_px:g}; choose a value from 0.05 to 5 µm/px.")
+        pass_options = PassOptions(rotations, everywhere=everywhere)
+        options = FileOptions(pass_options, spacing_um_px, same_precision=precision is not None)
+        bits = cast("Precision | None", precision)  # `prepare` checks it
+        states: list[str] = []
+        with SlideProgress(len(slides), terminal.console) as progress:
+            try:
+                if cluster is None:
+                    outcomes = predict_files(model.prepare(device, bits), slides, out, options, progress.show)
+                else:
+                    reference = (
+                        model.name if model.is_pretrained else model.folder.resolve()
+                    )  # workers run in another folder
+                    make_model = partial(prepare_model, reference, device, bits)
+                    outcomes = predict_on_cluster(make_model, slides, out, options, cluster, at_once)
+                for outcome in outcomes:
+                    progress.show_outcome(outcome)
+                    states.append(outcome.state)
+            except KeyboardInterrupt:
+                terminal.exit_interrupted(out)
+    terminal.print_path("Results", out)
+    if "failed" in states:
+        raise typer.Exit(2 if len(states) == states.count("failed") else 1)

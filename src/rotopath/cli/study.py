@@ -1,0 +1,60 @@
+"""`rotopath study`: run a study (many trainings and evaluations), and write its report."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rotopath.reports import terminal
+
+
+def run_study(
+    study: Annotated[Path, typer.Argument(help="Study file (TOML). The folder studies/ contains examples.")],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Override a key: key=value, such as tumor.set.data=FOLDER. Can be repeated."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for all runs. Default: runs/NAME for the study file NAME.toml.")
+    ] = None,
+    at_once: Annotated[
+        int | None, typer.Option(min=1, help="Number of runs in parallel. Default: depends on GPUs and CPU cores.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Run on a Dask cluster: local, slurm, or the address of a scheduler.")
+    ] = None,
+) -> None:
+    """Run all trainings and evaluations of a study. Finished runs are skipped, and interrupted runs are resumed."""
+    with terminal.user_errors_in_one_sentence():
+        from rotopath.reports.progress import StudyProgress
+        from rotopath.studies.jobs import study as run_jobs
+        from rotopath.studies.plan import read_study
+
+        plan = read_study(study, changes or [])
+        folder = out or Path("runs") / study.stem
+        try:
+            with StudyProgress(plan, terminal.console) as progress:
+                states = run_jobs(plan, folder, at_once=at_once, cluster=cluster, on_progress=progress.show)
+        except KeyboardInterrupt:
+            terminal.exit_interrupted(folder)
+    failed = {job.name: state.reason for job, state in states.items() if state.state == "failed"}
+    for name, reason in failed.items():
+        terminal.print_error(f"{name} failed: {reason}")
+    terminal.print_path("Runs", folder)
+    if failed:
+        raise typer.Exit(1)
+
+
+def report_study(
+    study: Annotated[Path, typer.Argument(help="Folder with all runs of the study.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the report. Default: report/ in the folder of the study."),
+    ] = None,
+) -> None:
+    """Write the HTML report, CSV tables and figures of a study from the results of its finished runs."""
+    with terminal.user_errors_in_one_sentence():
+        from rotopath.reports.study_report import report
+
+        html = report(study, out)
+    terminal.print_path("Report", html)

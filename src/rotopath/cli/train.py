@@ -1,0 +1,48 @@
+"""`rotopath train`: train a network from a recipe, and print its scores."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from rotopath.reports import terminal
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(help="Recipe file (TOML). The folder recipes/ contains examples.")],
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a key of the recipe: key=value. Can be repeated.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Run folder. Default: runs/NAME-N8-seed0 for NAME.toml, N=8 and seed 0.")
+    ] = None,
+) -> None:
+    """Train a network as a recipe specifies, and print its scores. The same command resumes an interrupted training."""
+    with terminal.user_errors_in_one_sentence():
+        from rotopath.recipe import read_recipe
+        from rotopath.reports.progress import TrainingProgress
+        from rotopath.runs import METRICS
+        from rotopath.training import is_first_process, name_folder
+        from rotopath.training import train as train_run
+
+        checked = read_recipe(recipe, changes or [])
+        folder = out or name_folder(recipe.stem, checked)
+        console = terminal.console if is_first_process() else Console(quiet=True)
+        try:
+            with TrainingProgress(checked, console) as progress:
+                run = train_run(checked, folder, on_progress=progress.show)
+        except KeyboardInterrupt:
+            terminal.exit_interrupted(folder)
+        if not is_first_process():
+            raise typer.Exit  # only the first of several processes prints
+        if checked.mining is not None:
+            from rotopath.data import open_data
+            from rotopath.reports.contact_sheet import draw_hard_examples
+            from rotopath.training import MINED, read_hard_examples
+
+            dataset = open_data(checked.data, None, checked.data_spacing_um_px)
+            examples, spacing_um_px = read_hard_examples(folder / MINED), run.task.spacing_um_px
+            sheet = draw_hard_examples(dataset, examples, spacing_um_px, folder / "mined.png")
+            terminal.print_path("Hard examples", sheet)
+    terminal.print_scores(str(folder), folder / METRICS)

@@ -1,0 +1,255 @@
+"""Rotate and flip images and features, and interpolate between the orientations of features.
+
+Positive angles are counter-clockwise on the screen. Rotations by multiples of 90° move pixels without interpolation and
+are exact; other angles interpolate. Features are (B, C, N, H, W), with N orientations. The last section treats the
+values along the orientation axis as N samples of a function of the angle θ.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rotopath.group.grid import centered_coordinates, check_orientations, reflect_index
+
+# All images of a batch by the same angle
+
+
+def rotate(x: Tensor, angle: float) -> Tensor:
+    """Rotate images (..., H, W) about their center by an angle in degrees, counter-clockwise.
+
+    Multiples of 90° are exact; 90° and 270° swap H and W. Other angles keep the size and interpolate with cubic
+    splines. Pixels from outside the image are 0.
+    """
+    if angle % 90 == 0:
+        return torch.rot90(x, int(angle // 90) % 4, (-2, -1))
+    return _rotate_by_splines(x, math.radians(angle))
+
+
+def rotate_features(x: Tensor, angle: float, reflections: bool = False) -> Tensor:
+    """Rotate SE(2) features (B, C, N, H, W): rotate each map, and shift the orientation axis.
+
+    The angle is in degrees, counter-clockwise, and must be a multiple of 360° / N; others raise ValueError. With
+    reflections the orientation axis has 2N entries, and both halves are shifted.
+    """
+    halves = _split_halves(x, reflections)  # (B, C, 1 or 2, N, H, W)
+    orientations = halves.shape[3]
+    steps = angle * orientations / 360
+    if abs(steps - round(steps)) > 1e-9:
+        raise ValueError(
+            f"Features with {orientations} orientations rotate in steps of {360 / orientations:g}°, and {angle:g}° is "
+            f"between two of them; use a multiple of the step, or measure a whole network from images to images."
+        )
+    return rotate(halves, angle).roll(round(steps), dims=3).flatten(2, 3)
+
+
+def flip(x: Tensor) -> Tensor:
+    """Flip images (..., H, W) left to right."""
+    return x.flip(-1)
+
+
+def flip_features(x: Tensor) -> Tensor:
+    """Flip features with reflections (B, C, 2N, H, W) left to right: flip each map, and permute the orientation axis.
+
+    Orientation i becomes -i, and the two halves of the axis (without and with reflection) are swapped.
+    """
+    halves = _split_halves(flip(x), reflections=True)
+    negated = halves.flip(3).roll(1, dims=3)  # the new entry i is the old entry -i
+    return negated.flip(2).flatten(2, 3)
+
+
+def _split_halves(x: Tensor, reflections: bool) -> Tensor:
+    """Split the orientation axis of features (B, C, G, H, W) into halves: (B, C, 1 or 2, N, H, W).
+
+    With reflections there are two halves, without and with reflection; otherwise there is one.
+    """
+    if reflections and x.shape[2] % 2:
+        raise ValueError(
+            f"Features with reflections have an even number of entries along the orientation axis; got {x.shape[2]}."
+        )
+    return torch.unflatten(x, 2, (2 if reflections else 1, -1))
+
+
+def _rotate_by_splines(x: Tensor, radians: float) -> Tensor:
+    """Rotate images (..., H, W) with cubic spline interpolation, which is very accurate for smooth images."""
+    height, width = x.shape[-2:]
+    device = x.device if x.is_cuda else torch.device("cpu")  # coordinates need float64, which MPS does not have
+    right = centered_coordinates(width).repeat(height).to(device)
+    up = -centered_coordinates(height).repeat_interleave(width).to(device)
+    # Each pixel of the result is read at its position rotated in the opposite direction.
+    columns = math.cos(radians) * right + math.sin(radians) * up + (width - 1) / 2
+    rows = math.sin(radians) * right - math.cos(radians) * up + (height - 1) / 2
+    inside = (rows >= -0.5) & (rows <= height - 0.5) & (columns >= -0.5) & (columns <= width - 0.5)
+
+    maps = x.reshape(-1, height, width).to(torch.promote_types(x.dtype, torch.float32))
+    coefficients = _spline_filter(height).to(maps) @ maps @ _spline_filter(width).T.to(maps)
+    rotated = torch.zeros_like(maps).flatten(1)  # (maps, H·W)
+    column_taps = _spline_taps(columns, width)
+    for row, row_weight in _spline_taps(rows, height):
+        for column, column_weight in column_taps:
+            values = coefficients.flatten(1)[:, (row * width + column).to(x.device)]
+            rotated += values * (row_weight * column_weight * inside).to(maps)
+    return rotated.reshape(x.shape).to(x.dtype)
+
+
+def _spline_taps(coordinates: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the four indices of coefficients, and their weights, from which a cubic spline is computed.
+
+    Each of the four pairs (indices, weights) has the shape of `coordinates`, along an axis of `size` samples.
+    """
+    t = coordinates - coordinates.floor()
+    weights = ((1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, 1 + 3 * t * (1 + t - t**2), t**3)
+    first = coordinates.floor().long() - 1
+    return [(reflect_index(first + i, size), weight / 6) for i, weight in enumerate(weights)]
+
+
+@lru_cache(maxsize=8)  # inverting a large matrix is slow, and images of one size are often rotated many times
+def _spline_filter(size: int) -> Tensor:
+    """Return the matrix (size, size) that converts samples to the coefficients of the cubic spline through them."""
+    with torch.inference_mode(False):  # the cached matrix may be used later in training
+        samples = torch.zeros(size, size, dtype=torch.float64, device="cpu")
+        index = torch.arange(size, device="cpu")
+        for step, weight in ((-1, 1 / 6), (0, 4 / 6), (1, 1 / 6)):
+            samples[index, reflect_index(index + step, size)] += weight
+        coefficients: Tensor = torch.linalg.inv(samples)
+        return coefficients
+
+
+# Each image of a batch by its own angle, for augmentation
+
+
+def apply_symmetries(x: Tensor, symmetries: Tensor) -> Tensor:
+    """Rotate and flip each square image (B, C, H, H) of a batch as given by `symmetries` (B,), numbers from 0 to 7.
+
+    Number s is a rotation by 90° · (s mod 4), after swapping rows and columns if s ≥ 4.
+    """
+    size = x.shape[-1]
+    if x.shape[-2] != size:
+        raise ValueError(f"Only squares have all eight symmetries; got images of {x.shape[-2]} × {size} px.")
+    sources = _symmetry_sources(size, x.device)[symmetries]  # (B, H·H)
+    # All channels of a pixel are read together, and the result is channels-last in memory, which convolutions prefer.
+    pixels = x.permute(0, 2, 3, 1).reshape(x.shape[0], size * size, -1)  # (B, H·H, C)
+    moved = pixels.gather(1, sources[:, :, None].expand_as(pixels))
+    return moved.reshape(x.shape[0], size, size, -1).permute(0, 3, 1, 2)
+
+
+@lru_cache(maxsize=8)
+def _symmetry_sources(size: int, device: torch.device) -> Tensor:
+    """Return, for each of the 8 symmetries, the index of the source of each pixel, (8, size²)."""
+    grid = torch.arange(size * size, device=device).view(size, size)
+    rotated = [torch.rot90(square, quarters, (0, 1)) for square in (grid, grid.T) for quarters in range(4)]
+    return torch.stack(rotated).flatten(1)
+
+
+def rotate_each(x: Tensor, degrees: Tensor, nearest: bool = False) -> Tensor:
+    """Rotate each image of a batch (B, C, H, W) by its own angle `degrees` (B,), counter-clockwise.
+
+    Interpolation is bilinear. With `nearest` it is nearest-neighbor, for maps of class numbers. Outside its border, the
+    image is continued by reflection.
+    """
+    angles = torch.deg2rad(degrees.to(torch.float32))
+    cosine, sine, zero = angles.cos(), angles.sin(), torch.zeros_like(angles)
+    height, width = x.shape[-2:]
+    # Source coordinates run from -1 to 1 along both sides, x before y, y downwards.
+    rows = ((cosine, -sine * height / width, zero), (sine * width / height, cosine, zero))
+    theta = torch.stack([torch.stack(row, dim=1) for row in rows], dim=1)  # (B, 2, 3)
+    grid = functional.affine_grid(theta, list(x.shape), align_corners=False)
+    values = x if x.is_floating_point() else x.to(torch.float32)
+    mode = "nearest" if nearest else "bilinear"
+    rotated = functional.grid_sample(values, grid, mode=mode, padding_mode="reflection", align_corners=False)
+    return rotated if x.is_floating_point() else rotated.round().to(x.dtype)
+
+
+# Functions on the circle of orientations
+
+
+def count_frequencies(orientations: int) -> int:
+    """Return the number of Fourier frequencies along the orientation axis that layers use: k = 1 … ⌊N/4⌋.
+
+    These have four or more samples per period. The amplitudes of higher frequencies are less stable: they change if an
+    image is rotated by an angle between two of the N rotations.
+    """
+    check_orientations(orientations)
+    return orientations // 4
+
+
+def fourier_map(orientations: int, reflections: bool = False) -> Tensor:
+    """Return the linear map (G, P, K), in float64, from an orientation axis to Fourier components of K frequencies.
+
+    P = 2 for cosine and sine, or 4 with reflections, for both halves of the axis. The sum over P of the squared
+    components is the squared amplitude: a² for a·cos(kθ - φ). Rotation shifts the axis and does not change this sum.
+    With reflections, the sum is the mean of both halves, so that flips do not change it either.
+
+    >>> values = 3 * torch.cos(2 * torch.pi / 8 * torch.arange(8) - 0.7)
+    >>> components = torch.einsum("g,gpk->pk", values.double(), rp.group.fourier_map(8))
+    >>> [round(float(amplitude), 4) for amplitude in components.square().sum(0).sqrt()]
+    [3.0, 0.0]
+    """
+    steps = torch.arange(orientations, device="cpu")
+    frequencies = torch.arange(1, count_frequencies(orientations) + 1, device="cpu")
+    # Steps are reduced modulo N first, so that equal angles have exactly equal cosines.
+    angles = 2 * math.pi / orientations * (steps[:, None] * frequencies % orientations).double()  # (N, K)
+    components = torch.stack([angles.cos(), angles.sin()], dim=1) * (2 / orientations)  # (N, 2, K)
+    if not reflections:
+        return components
+    both = components.new_zeros(2 * orientations, 2, 2, len(frequencies))  # entry, half, cosine or sine, frequency
+    both[:orientations, 0] = both[orientations:, 1] = components / math.sqrt(2)
+    return both.flatten(1, 2)
+
+
+def interpolate_peak(values: Tensor, reflections: bool = False) -> tuple[Tensor, Tensor]:
+    """Find the peak along the orientation axis of `values` (..., G); return its value and its angle, both (...).
+
+    The angle, in radians from 0 to 2π, is interpolated: it is the maximum of the wave b + a·cos(θ - φ) through the
+    largest value and its two neighbors. With fewer than three orientations it is the angle of the largest value. If all
+    values are equal, it is 0.
+
+    >>> values = 1 + torch.cos(2 * torch.pi / 8 * torch.arange(8) - 0.7)
+    >>> round(float(rp.group.interpolate_peak(values)[1]), 4)
+    0.7
+    """
+    halves = torch.unflatten(values, -1, (2 if reflections else 1, -1))  # (..., 1 or 2, N)
+    orientations = halves.shape[-1]
+    step = 2 * math.pi / orientations
+    maxima, index = halves.max(dim=-1, keepdim=True)  # (..., 1 or 2, 1)
+    angles = index.to(values) * step  # converted, so that angles have the type of the values, such as bfloat16
+    if orientations > 2:
+        before, after = (halves.gather(-1, (index + by) % orientations) for by in (-1, 1))
+        sine_part = (after - before) / (2 * math.sin(step))
+        cosine_part = (2 * maxima - before - after) / (2 - 2 * math.cos(step))
+        angles = angles + torch.atan2(sine_part, cosine_part)
+    higher = maxima.argmax(dim=-2, keepdim=True)
+    angle = angles.gather(-2, higher)[..., 0, 0] % (2 * math.pi)
+    largest = values.amax(dim=-1)  # unlike max, amax divides the gradient among equal values
+    return largest, torch.where(largest > values.amin(dim=-1), angle, torch.zeros_like(angle))
+
+
+def line_angle(kernel: Tensor) -> Tensor:
+    """Return the angle of the lines and edges that a kernel (..., C, S, S) detects, (...), in radians.
+
+    Angles are counter-clockwise from vertical, between -π/2 and π/2, because lines have no direction. The angle is half
+    the argument of the sum of (∂ₓk + i ∂ᵧk)² over channels and entries of the kernel k.
+
+    >>> bar = torch.tensor([[[0.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]])
+    >>> [round(float(rp.group.line_angle(kernel).rad2deg())) for kernel in (bar, bar.mT, torch.eye(3)[None])]
+    [0, 90, 45]
+    """
+    padded = functional.pad(kernel, (1, 1, 1, 1))
+    rightwards = padded.roll(-1, -1) - padded.roll(1, -1)
+    upwards = padded.roll(1, -2) - padded.roll(-1, -2)
+    real, imaginary = rightwards.square() - upwards.square(), 2 * rightwards * upwards
+    return torch.atan2(imaginary.sum((-3, -2, -1)), real.sum((-3, -2, -1))) / 2
+
+
+def line_direction(angle: float) -> tuple[float, float, float]:
+    """Return (fraction, right, up) for a line at an angle from vertical, in radians, counter-clockwise.
+
+    `fraction` is the angle modulo π, divided by π; (right, up) is the unit vector along the line.
+
+    >>> [round(number, 3) for number in rp.group.line_direction(1.25 * torch.pi)]
+    [0.25, -0.707, 0.707]
+    """
+    angle = angle % math.pi
+    return angle / math.pi, -math.sin(angle), math.cos(angle)

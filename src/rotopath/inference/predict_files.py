@@ -1,0 +1,239 @@
+"""Apply a model to image files, folders and whole slides, and write a folder of results for each file.
+
+The folder contains the objects (GeoJSON and CSV), a heat map (OME-TIFF), an overlay, and a summary with the provenance
+of the results. Finished slides are skipped, and interrupted slides are predicted again. A file that cannot be read is
+reported, and does not stop the other files.
+"""
+
+import csv
+import io
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from json import JSONDecodeError, loads
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from rotopath.data.dataset import IMAGE_SUFFIXES, DataError
+from rotopath.environment import describe_machine, describe_software, now
+from rotopath.images import Slide, open_slide
+from rotopath.images.drawing import MAX_DRAWN
+from rotopath.images.geojson import Point, SlideObject, write_geojson
+from rotopath.images.pyramid import write_pyramid
+from rotopath.images.readers import SLIDE_SUFFIXES
+from rotopath.inference.slide_pass import Model, PassOptions, SlidePass
+from rotopath.writing import atomic_folder, recover_folder, write_json
+
+GEOJSON, TABLE, HEAT, DEVIATION = "objects.geojson", "objects.csv", "heatmap.ome.tif", "deviation.ome.tif"
+OVERLAY, SUMMARY = "overlay.png", "summary.json"
+OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")  # in error messages of torch
+OnTile = Callable[[Path, int, int], None]  # slide, number of finished tiles of the slide, number of all its tiles
+OutcomeState = Literal["done", "skipped", "failed"]
+
+
+@dataclass(frozen=True)
+class SlideOutcome:
+    """Outcome of the prediction of one slide: done, skipped or failed."""
+
+    path: Path
+    folder: Path  # contains the results
+    state: OutcomeState
+    reason: str = ""  # error message if the slide failed
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """Options for the prediction of files."""
+
+    slide: PassOptions = field(default_factory=PassOptions)
+    spacing_um_px: float | None = None  # pixel spacing of files that do not specify it
+    same_precision: bool = False  # if True, existing results of another precision (16 or 32) are replaced
+
+
+def list_slides(inputs: Sequence[Path]) -> list[Path]:
+    """Return the given files, and the slides and images in the given folders, without duplicates.
+
+    Raises DataError if a path does not exist, or if a folder contains no slides or images.
+    """
+    slides: list[Path] = []
+    for path in inputs:
+        if path.is_dir():
+            suffixes = (*SLIDE_SUFFIXES, *IMAGE_SUFFIXES)
+            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in suffixes)
+            if not inside:
+                raise DataError(f"{path} contains no slides or images; choose files, or another folder.")
+            slides += inside
+        elif path.exists():
+            slides.append(path)
+        else:
+            raise DataError(f"{path} does not exist; choose a slide, an image, or a folder.")
+    return list(dict.fromkeys(slides))
+
+
+def assign_folders(slides: Sequence[Path], out: Path) -> dict[Path, Path]:
+    """Return the folder of results for each slide: `out` / file name of the slide.
+
+    Raises DataError if two slides have the same file name.
+    """
+    folders = {path: out / path.name for path in slides}
+    if repeated := [name for name, count in Counter(path.name for path in slides).items() if count > 1]:
+        raise DataError(f"There are several slides named {repeated[0]}; predict each of them with a different --out.")
+    return folders
+
+
+def predict_files(
+    model: Model,
+    slides: Sequence[Path],
+    out: Path,
+    options: FileOptions,
+    on_tile: OnTile = lambda _slide, _done, _all: None,
+) -> Iterator[SlideOutcome]:
+    """Predict slides one after another, and yield the outcome of each slide.
+
+    Slides that already have results of the same model and options are skipped. Slides that cannot be read, or that need
+    too much memory, are reported as failed. All other errors are raised.
+    """
+    folders = assign_folders(slides, out)
+    out.mkdir(parents=True, exist_ok=True)
+    for path, folder in folders.items():
+        about = _describe(model, path, options)
+        if _is_done(recover_folder(folder), about, options.same_precision):
+            yield SlideOutcome(path, folder, "skipped")
+            continue
+        try:
+            if folder.exists() and not (folder / SUMMARY).exists() and any(folder.iterdir()):
+                raise DataError(f"{folder} contains files that are not results; choose another folder with --out.")
+            with open_slide(path, options.spacing_um_px) as slide:
+                _write_results(model, slide, options.slide, folder, about, partial(on_tile, path))
+        except ValueError as error:  # for example, the file cannot be read
+            yield SlideOutcome(path, folder, "failed", str(error))
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if model.device.type == "cuda":
+                torch.cuda.empty_cache()  # frees memory for the next slide
+            memory = "the GPU's memory" if model.device.type == "cuda" else "memory"
+            reason = f"{memory} is too small for this slide; use a machine with more memory."
+            yield SlideOutcome(path, folder, "failed", reason)
+        else:
+            yield SlideOutcome(path, folder, "done")
+
+
+def read_sentence(folder: Path) -> str:
+    """Return the sentence in `summary.json` that describes the results in a folder."""
+    sentence: str = loads((folder / SUMMARY).read_text(encoding="utf-8"))["sentence"]
+    return sentence
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error of Python or torch means that there is not enough memory."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return any(message in str(error) for message in OUT_OF_MEMORY)
+
+
+def _write_results(
+    model: Model,
+    slide: Slide,
+    options: PassOptions,
+    folder: Path,
+    about: dict[str, object],
+    on_progress: Callable[[int, int], None],
+) -> None:
+    """Predict a slide, and write all results into a folder atomically. `about` identifies the model and options."""
+    started = time.monotonic()
+    with atomic_folder(folder) as unfinished, SlidePass(model, slide, options) as slide_pass:
+        drawn: list[SlideObject] = []
+        with (unfinished / TABLE).open("w", newline="", encoding="utf-8") as table:
+            objects = _write_table(slide_pass.objects(on_progress), table, drawn, slide.origin_px)
+            write_geojson(unfinished / GEOJSON, objects, slide.origin_px)
+        for name, map_file, values in (
+            (HEAT, slide_pass.heat, "probability"),
+            (DEVIATION, slide_pass.deviation, "deviation"),
+        ):
+            if map_file is not None:
+                write_pyramid(unfinished / name, map_file.strips(), map_file.size, slide_pass.heat_um_px, values)
+        slide_pass.draw_overlay(drawn).save(unfinished / OVERLAY)
+        summary = slide_pass.summary()
+        corner_px, side_px = slide_pass.heat_frame
+        write_json(
+            unfinished / SUMMARY,
+            {
+                **{name: round(value, 6) for name, value in summary.items()},
+                "sentence": model.task.describe_summary(summary),
+                "slide": {
+                    "size_px": slide.size_px,
+                    "spacing_um_px": slide.spacing_um_px,
+                    "origin_px": slide.origin_px,
+                    "stains_normalised": slide_pass.view.stains is not None,
+                },
+                "heatmap": {"spacing_um_px": slide_pass.heat_um_px, "corner_px": corner_px, "side_px": side_px},
+                "seconds": round(time.monotonic() - started, 1),
+                "written": now(),
+                "about": about,
+                **describe_software(),
+                "hardware": describe_machine(model.device),
+            },
+        )
+
+
+def _write_table(
+    objects: Iterator[SlideObject], table: io.TextIOBase, drawn: list[SlideObject], origin_px: tuple[int, int]
+) -> Iterator[SlideObject]:
+    """Write each object as a row of the CSV table, then yield the object. Append the first MAX_DRAWN to `drawn`.
+
+    `origin_px` is the position (row, column) on level 0 from which coordinates in the table are counted.
+    """
+    rows, columns = csv.writer(table, lineterminator="\n"), ["id", "class", "x_px", "y_px"]
+    is_empty = True
+    for detected in objects:
+        if is_empty:
+            rows.writerow([*columns, *detected.measurements])
+            is_empty = False
+        x, y = _find_center(detected, origin_px)
+        measurements = [f"{value:.6g}" for value in detected.measurements.values()]
+        rows.writerow([detected.id, detected.class_name, f"{x:.2f}", f"{y:.2f}", *measurements])
+        if len(drawn) < MAX_DRAWN:
+            drawn.append(detected)
+        yield detected
+    if is_empty:
+        rows.writerow(columns)
+
+
+def _find_center(detected: SlideObject, origin_px: tuple[int, int]) -> tuple[float, float]:
+    """Return the center (x, y) of an object's bounding box, in pixels of level 0 counted from `origin_px`."""
+    if isinstance(detected.shape, Point):
+        row, column = detected.shape
+    else:
+        corners = np.concatenate([polygon.outer for polygon in detected.shape])
+        row, column = (corners.min(axis=0) + corners.max(axis=0)) / 2
+    return column - origin_px[1], row - origin_px[0]
+
+
+def _describe(model: Model, path: Path, options: FileOptions) -> dict[str, object]:
+    """Describe everything that the results depend on: the model, the file, the options and the precision."""
+    return {
+        **model.about,
+        "file": path.name,
+        "file_bytes": path.stat().st_size if path.exists() else 0,
+        "spacing_um_px": options.spacing_um_px,
+        "options": asdict(options.slide) | {"tile_px": None},  # results do not depend on the tile size
+        "precision": model.precision,
+    }
+
+
+def _is_done(folder: Path, about: dict[str, object], same_precision: bool) -> bool:
+    """Return whether a folder contains results for the model, file and options in `about`.
+
+    Results of another precision count as well, unless `same_precision` is true.
+    """
+    try:
+        written = loads((folder / SUMMARY).read_text(encoding="utf-8"))["about"]
+        return bool((written if same_precision else written | {"precision": about["precision"]}) == about)
+    except (OSError, JSONDecodeError, KeyError, TypeError):
+        return False

@@ -1,0 +1,301 @@
+"""Classify the nodes of a plain network by how they behave under rotation, and choose where to lift and to project.
+
+A node is one call of a layer, function or method in the graph that torch.fx traced. `classify_node` returns the
+`Operation` of a node, such as a convolution, a pool or a pointwise function. It raises ValueError if the behavior of
+the node under rotation is not known. `assign_kinds` then chooses the `ValueKind` of each node's output: an image that
+is not lifted yet, SE(2) features, or plain values after the projection.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from rotopath.models.trace import (
+    CONCATENATIONS,
+    DROPOUTS,
+    POINTWISE_FUNCTIONS,
+    POINTWISE_LAYERS,
+    POINTWISE_METHODS,
+    RELUS,
+    get_attribute,
+    is_size,
+)
+from rotopath.nn import center_crop
+
+LAYER_ROLES: dict[type[nn.Module] | tuple[type[nn.Module], ...], str] = {
+    nn.Conv2d: "convolution",
+    nn.ConvTranspose2d: "transposed",
+    (nn.BatchNorm2d, nn.GroupNorm, nn.InstanceNorm2d): "norm",
+    (nn.MaxPool2d, nn.AvgPool2d): "window",
+    (nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d): "adaptive",
+    (nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d): "resize",
+    (*POINTWISE_LAYERS, nn.PReLU, nn.Identity): "pointwise",
+    DROPOUTS: "dropout",
+    nn.Flatten: "flatten",
+    nn.Linear: "linear",
+    (nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.BatchNorm1d, nn.LayerNorm): "plain",
+}
+LAYER_OF_FUNCTION: dict[Callable[..., Any], type[nn.Module]] = {
+    F.max_pool2d: nn.MaxPool2d,
+    torch.max_pool2d: nn.MaxPool2d,
+    F.avg_pool2d: nn.AvgPool2d,
+    F.adaptive_avg_pool2d: nn.AdaptiveAvgPool2d,
+    F.adaptive_max_pool2d: nn.AdaptiveMaxPool2d,
+    F.dropout: nn.Dropout,
+    F.dropout2d: nn.Dropout2d,
+}
+GLOBAL_POOLS = {"mean": nn.AdaptiveAvgPool2d, "amax": nn.AdaptiveMaxPool2d}  # functions that pool all positions
+PLAIN_FUNCTIONS = ("softmax", "log_softmax", "argmax", "squeeze", "normalize")  # for values without orientations
+FLATTEN_FUNCTIONS = ("flatten", "view", "reshape")
+PLAIN_ROLES = ("flatten", "linear", "plain", "output")  # roles that need values without orientations
+# Roles that are equivariant both before and after the projection.
+MOVABLE_ROLES = ("pointwise", "dropout", "norm", "adaptive", "resize", "pad", "crop")
+
+
+class ValueKind(Enum):
+    """Kind of a node's output."""
+
+    IMAGE = "image"  # not lifted yet
+    FEATURES = "features"  # SE(2) features, with orientations
+    PLAIN = "plain"  # after the projection, without orientations
+    NUMBER = "number"  # a size or a constant
+
+
+class Operation(NamedTuple):
+    """What a node does: its role, its layer (for functions, a layer that computes the same), and its constant."""
+
+    role: str
+    layer: nn.Module | None = None
+    constant: Tensor | None = None
+
+    def is_pointwise_conv(self) -> bool:
+        """Return whether the operation is a 1 × 1 convolution with stride 1, which commutes with rotation."""
+        conv = self.layer
+        if not isinstance(conv, nn.Conv2d) or conv.padding not in ("same", "valid", (0, 0)):
+            return False
+        return set(conv.kernel_size) == set(conv.stride) == {1}
+
+
+def classify_node(node: fx.Node, model: nn.Module) -> Operation:
+    """Return the operation of a node. Raises ValueError if its behavior under rotation is not known."""
+    if node.op in ("placeholder", "output"):
+        return Operation(node.op)
+    if node.op == "get_attr":
+        return _classify_constant(node, model)
+    if node.op == "call_module":
+        return _classify_layer(model.get_submodule(str(node.target)))
+    if is_size(node):
+        return Operation("size")
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    pointwise = POINTWISE_FUNCTIONS if node.op == "call_function" else POINTWISE_METHODS
+    if node.target in LAYER_OF_FUNCTION:
+        return _classify_layer(_make_layer(node))
+    if node.target is F.interpolate:
+        return _classify_resize(node.kwargs.get("size", node.args[1] if len(node.args) > 1 else None), node.kwargs)
+    if node.target is F.pad:
+        return _classify_pad(node)
+    if node.target in CONCATENATIONS:
+        return Operation("concatenation")
+    if node.target is center_crop:
+        return Operation("crop")
+    if node.target in RELUS or node.target in pointwise:
+        return Operation("pointwise")
+    if name in GLOBAL_POOLS and _reduces_height_and_width(node):
+        keeps_axes = node.kwargs.get("keepdim", len(node.args) > 2 and node.args[2])
+        return Operation("adaptive", GLOBAL_POOLS[name](1)) if keeps_axes else Operation("plain")
+    if name in FLATTEN_FUNCTIONS and _flattens_to_vectors(node):
+        return Operation("flatten")
+    if name in PLAIN_FUNCTIONS:
+        return Operation("plain")
+    raise ValueError(
+        "its behavior under rotation of the image is not known; use only the layers and functions listed in "
+        "docs/equivariant.md"
+    )
+
+
+def assign_kinds(operations: Mapping[fx.Node, Operation]) -> dict[fx.Node, ValueKind]:
+    """Choose the kind of each node's output, and so where to lift and where to project.
+
+    The first convolutions larger than 1 × 1 lift images to features. The projection comes as late as possible: before
+    operations on values without orientations, such as `Linear`, or before the output. There are two exceptions. A pool
+    over all positions comes after the projection, so that each position chooses its own orientation. In a network
+    without `Linear`, the last 1 × 1 convolution is the classifier and comes after the projection too.
+    """
+    kinds: dict[fx.Node, ValueKind] = {}
+    for node, operation in operations.items():
+        kinds[node] = _earliest_kind(node, operation, kinds)
+    if ValueKind.FEATURES not in kinds.values():
+        raise ValueError(
+            "equivariant needs a convolution larger than 1×1 that reads the image, but the module has none; add one, "
+            "or use the module without conversion."
+        )
+    for node in reversed(kinds):
+        is_last = all(kinds[user] is ValueKind.PLAIN for user in _value_users(node, kinds))
+        if kinds[node] is ValueKind.FEATURES and is_last:
+            for head in _find_head(node, operations, kinds):
+                kinds[head] = ValueKind.PLAIN
+    return kinds
+
+
+def _earliest_kind(node: fx.Node, operation: Operation, kinds: Mapping[fx.Node, ValueKind]) -> ValueKind:
+    """Return the kind of a node's output if features are projected as late as possible."""
+    input_kinds = {kinds[source] for source in node.all_input_nodes} - {ValueKind.NUMBER}
+    if operation.role in ("size", "constant"):
+        return ValueKind.NUMBER
+    if operation.role == "placeholder":
+        return ValueKind.IMAGE
+    if not input_kinds:
+        return ValueKind.NUMBER
+    if operation.role in PLAIN_ROLES or ValueKind.PLAIN in input_kinds or len(input_kinds) > 1:
+        return ValueKind.PLAIN
+    lifts = operation.role in ("convolution", "transposed") and not operation.is_pointwise_conv()
+    return ValueKind.FEATURES if lifts else input_kinds.pop()
+
+
+def _find_head(
+    last: fx.Node, operations: Mapping[fx.Node, Operation], kinds: Mapping[fx.Node, ValueKind]
+) -> list[fx.Node]:
+    """Return the nodes to move after the projection: a chain that ends with `last`, the last node with features."""
+    has_classifier = any(_is_linear_map(operations[node]) for node in _descendants(last) if node in operations)
+    chain: list[fx.Node] = []
+    length = 0  # number of nodes in the chain that are moved
+    node = last
+    while all(user in chain or kinds[user] is ValueKind.PLAIN for user in _value_users(node, kinds)):
+        operation = operations[node]
+        is_classifier = operation.is_pointwise_conv() and not has_classifier
+        if operation.role not in MOVABLE_ROLES and not is_classifier:
+            break
+        chain.append(node)
+        if operation.role == "adaptive" or is_classifier:
+            length = len(chain)
+        has_classifier = has_classifier or is_classifier
+        sources = [source for source in node.all_input_nodes if kinds[source] is ValueKind.FEATURES]
+        if len(sources) != 1:
+            break
+        node = sources[0]
+    return chain[:length]
+
+
+def _is_linear_map(operation: Operation) -> bool:
+    return isinstance(operation.layer, nn.Linear | nn.Conv2d)
+
+
+def _value_users(node: fx.Node, kinds: Mapping[fx.Node, ValueKind]) -> list[fx.Node]:
+    """Return the users of a node that read its values, not only its size."""
+    return [user for user in node.users if kinds[user] is not ValueKind.NUMBER]
+
+
+def _descendants(node: fx.Node) -> set[fx.Node]:
+    """Return all nodes that depend on a node."""
+    descendants: set[fx.Node] = set()
+    stack = list(node.users)
+    while stack:
+        if (user := stack.pop()) not in descendants:
+            descendants.add(user)
+            stack += user.users
+    return descendants
+
+
+# Classification of layers and functions
+
+
+def _classify_layer(layer: nn.Module) -> Operation:
+    for layer_types, role in LAYER_ROLES.items():
+        if isinstance(layer, layer_types):
+            if nn.utils.parametrize.is_parametrized(layer):
+                raise ValueError(
+                    "its weights are parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
+                )
+            if isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) != (1, -1):
+                raise ValueError("it must flatten all axes except the batch axis; use Flatten()")
+            if getattr(layer, "return_indices", False):
+                raise ValueError("it returns indices, which is not supported; use return_indices=False")
+            if role == "resize":
+                return _classify_resize(layer.size, vars(layer), layer)
+            return Operation(role, layer)
+    if type(layer).__module__.startswith("rotopath."):
+        raise ValueError("it is a layer of rotopath already; pass a module that has only layers of torch")
+    raise ValueError(
+        f"{type(layer).__name__} has no SE(2) counterpart; use a layer listed in docs/equivariant.md, or apply it "
+        f"outside the converted module"
+    )
+
+
+def _classify_resize(size: Any, options: Mapping[str, Any], layer: nn.Module | None = None) -> Operation:
+    for value in (size, options.get("scale_factor")):
+        numbers = _as_tuple(value)
+        if all(isinstance(number, int | float) for number in numbers) and len(set(numbers)) > 1:
+            raise ValueError(
+                f"its size or scale_factor is {numbers}, which is not symmetric under rotation; use the same value for "
+                f"height and width"
+            )
+    if options.get("antialias"):
+        raise ValueError("antialias=True is not supported; use a pool to reduce the image")
+    return Operation("resize", layer)
+
+
+def _classify_pad(node: fx.Node) -> Operation:
+    margins = node.args[1] if len(node.args) > 1 else node.kwargs["pad"]
+    mode = node.kwargs.get("mode", node.args[2] if len(node.args) > 2 else "constant")
+    if not isinstance(margins, tuple | list) or len(margins) != 4 or mode != "constant":
+        raise ValueError(
+            "only constant padding of height and width is supported; use pad(x, (left, right, top, bottom)), or the "
+            "padding_mode of a convolution"
+        )
+    return Operation("pad")
+
+
+def _classify_constant(node: fx.Node, model: nn.Module) -> Operation:
+    constant = get_attribute(model, str(node.target))
+    if constant.numel() != 1:
+        raise ValueError(
+            f"it is a tensor of shape {tuple(constant.shape)} that forward() reads directly; use a layer, such as a "
+            f"norm, or a single number"
+        )
+    return Operation("constant", constant=constant)
+
+
+def _make_layer(node: fx.Node) -> nn.Module:
+    """Return the layer that computes the same as a function call."""
+    layer_type = LAYER_OF_FUNCTION[node.target]  # type: ignore[index]
+    arguments = dict(zip(_parameter_names(node.target), node.args[1:], strict=False)) | dict(node.kwargs)
+    known = inspect.signature(layer_type).parameters
+    options = {name: value for name, value in arguments.items() if name in known and name != "input"}
+    if any(isinstance(part, fx.Node) for value in options.values() for part in _as_tuple(value)):
+        raise ValueError("its window depends on the size of the image; use a fixed kernel size, or an adaptive pool")
+    return layer_type(**options)
+
+
+def _parameter_names(function: object) -> list[str]:
+    """Return the names of a function's parameters after its input; `inspect` cannot read them for built-ins."""
+    if function in (F.dropout, F.dropout2d):
+        return ["p", "training", "inplace"]
+    if function is F.avg_pool2d:
+        return ["kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"]
+    if function in (F.adaptive_avg_pool2d, F.adaptive_max_pool2d):
+        return ["output_size", "return_indices"]
+    return ["kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices"]
+
+
+def _reduces_height_and_width(node: fx.Node) -> bool:
+    """Return whether a mean or maximum is computed over height and width."""
+    dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+    return set(_as_tuple(dim)) in ({2, 3}, {-1, -2})
+
+
+def _flattens_to_vectors(node: fx.Node) -> bool:
+    """Return whether a node flattens (B, C, H, W) to (B, K)."""
+    if node.target is torch.flatten or node.target == "flatten":
+        start = node.kwargs.get("start_dim", node.args[1] if len(node.args) > 1 else 0)
+        return bool(start == 1 and node.kwargs.get("end_dim", -1) == -1 and len(node.args) < 3)
+    shape = node.args[1] if len(node.args) == 2 else node.args[1:]
+    return isinstance(shape, tuple | list) and len(shape) == 2
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)

@@ -1,0 +1,406 @@
+"""Run the jobs of a study in parallel, each in its own process, on this machine or on the workers of a cluster.
+
+A job trains a network and evaluates it. Its results are in a run folder. Finished jobs are skipped, interrupted jobs
+are resumed, and a job that fails does not stop the others.
+
+A job `NAME` has these files next to its run folder `NAME`: the recipe `NAME.toml`; the current stage and step
+`NAME.progress`; the error message `NAME.failed`; the output of its process `NAME.log`; and a lock file. The process
+stops when the file `NAME.stop` is created. This module is also the program of the process:
+`python -m rotopath.studies.jobs RECIPE.toml ROTATIONS PARENT_PROCESS_ID`.
+"""
+
+import _thread
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from filelock import FileLock, Timeout
+
+from rotopath import runs
+from rotopath.data import DataError
+from rotopath.data.batches import count_cores
+from rotopath.evaluation import evaluate, evaluation_file
+from rotopath.images import UnreadableFileError
+from rotopath.inference.cluster import connect, describe_failure
+from rotopath.model_file import WEIGHTS, RunError
+from rotopath.recipe import RecipeError, find_changed_key, format_recipe, read_recipe
+from rotopath.studies.plan import PLAIN, SPLIT, Job, Study, read_study
+from rotopath.writing import write_text
+
+READ_STATES_EVERY_S = 0.5
+WRITE_PROGRESS_EVERY_S = 1.0
+CHECK_STOP_EVERY_S = 0.3
+INTERRUPT_AGAIN_S = 5.0  # Python ignores an interrupt inside a destructor, for example; then another one is needed
+WAIT_FOR_LOCK_S = 20.0  # longer than a job needs to end itself after its parent process has died
+JOBS_PER_GPU = 12  # small trainings leave most of a GPU idle; more than 12 were not measured (benchmarks/together.py)
+TRIES = 3  # how often a job is started if its process or its worker is killed
+EXIT_BUSY = 75  # exit code if another process is working on the job; Unix uses it for "try again later"
+EXIT_INTERRUPTED = 130
+State = Literal["waiting", "running", "done", "failed"]
+
+
+@dataclass(frozen=True)
+class JobState:
+    """State and progress of a job."""
+
+    state: State
+    stage: str = ""  # such as "training" or "evaluating"
+    fraction: float = 0.0  # finished part of the training steps, 0 to 1
+    reason: str = ""  # error message if the job failed
+
+
+class JobFuture(Protocol):
+    """The future of a submitted job."""
+
+    def done(self) -> bool:
+        """Return whether the job has ended."""
+
+    def cancel(self) -> object:
+        """Cancel the job, and return whether it was cancelled before it started."""
+
+    def result(self) -> object:
+        """Wait for the job. Return the error message if its files do not contain one, else an empty text."""
+
+
+Submit = Callable[[str, int, str], JobFuture]  # from recipe file, number of rotations, and working directory
+OnProgress = Callable[[Mapping[Job, JobState]], None]
+
+
+# Run a study
+
+
+def study(
+    plan: Study | Path | str,
+    out: Path | str | None = None,
+    changes: Sequence[str] = (),
+    at_once: int | None = None,
+    cluster: str | None = None,
+    on_progress: OnProgress = lambda _states: None,
+) -> Mapping[Job, JobState]:
+    """Run all trainings and evaluations of a study, and return the final state of each job.
+
+    Finished jobs are skipped, and interrupted jobs are resumed. `plan` is a `Study` or a TOML file; `changes` are
+    overrides of keys in the file, such as "tumor.seed=[0]". Runs are written to the folder `out`, by default
+    `runs/NAME` for the file `NAME.toml`. `at_once` jobs run in parallel, on this machine, or on a Dask `cluster`:
+    "local", "slurm", or the address of a scheduler. `on_progress` receives the states of all jobs twice a second.
+    """
+    if changes and isinstance(plan, Study):
+        raise RecipeError("Overrides are possible only for a study that is read from a file; change the Study itself.")
+    chosen = plan if isinstance(plan, Study) else read_study(Path(plan), changes)
+    folder = Path(out) if out else Path("runs") / ("study" if isinstance(plan, Study) else Path(plan).stem)
+    count = at_once or count_at_once()
+    with run_here(count) if cluster is None else run_on_cluster(cluster, count) as submit:
+        return run_study(chosen, folder, submit, on_progress)
+
+
+def run_study(
+    study: Study, out: Path, submit: Submit, on_progress: OnProgress = lambda _states: None
+) -> dict[Job, JobState]:
+    """Run the unfinished jobs of a study, and return the final state of all jobs.
+
+    `submit` starts a job and returns its future. `on_progress` receives the states of all jobs twice a second. If this
+    function is interrupted, it stops all jobs.
+    """
+    jobs = study.jobs
+    _prepare_files(jobs, out)
+    states = {job: read_state(job, out) for job in jobs}
+    futures: dict[Job, JobFuture] = {}
+    try:
+        for job in jobs:
+            if states[job].state != "done":
+                job_file(out, job.name, "failed").unlink(missing_ok=True)
+                futures[job] = submit(str(job_file(out, job.name, "toml").resolve()), job.rotations, str(Path.cwd()))
+        while futures:
+            for job, future in list(futures.items()):
+                if future.done():
+                    states[job] = _read_final_state(job, futures.pop(job), out)
+                else:
+                    states[job] = read_state(job, out)
+            on_progress(states)
+            time.sleep(READ_STATES_EVERY_S if futures else 0)
+    finally:
+        for job, future in futures.items():
+            if not future.cancel():
+                job_file(out, job.name, "stop").touch()
+    on_progress(states)
+    return states
+
+
+def read_state(job: Job, out: Path) -> JobState:
+    """Read the state of a job from its files."""
+    if all(file.exists() for file in list_results(out / job.name, job.recipe.orientations, job.rotations)):
+        return JobState("done", fraction=1.0)
+    if (failed := job_file(out, job.name, "failed")).exists():
+        return JobState("failed", reason=failed.read_text(encoding="utf-8").strip())
+    try:
+        progress = json.loads(job_file(out, job.name, "progress").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        return JobState("waiting")
+    fraction = progress["step"] / progress["steps"] if "step" in progress else 1.0
+    return JobState("running", progress["stage"], fraction)
+
+
+def job_file(out: Path, name: str, kind: str) -> Path:
+    """Return the path of a job's file. `kind` is "toml" for the recipe, "progress", "log", "stop" or "failed"."""
+    return out / f"{name}.{kind}"
+
+
+def list_results(folder: Path, orientations: int, rotations: int) -> list[Path]:
+    """Return the files that exist when a job is done: weights, scores, and scores with test-time augmentation."""
+    evaluations = [evaluation_file(folder, SPLIT)]
+    if orientations == PLAIN and rotations > 1:
+        evaluations.append(evaluation_file(folder, SPLIT, rotations))
+    return [folder / WEIGHTS, *evaluations]
+
+
+def _prepare_files(jobs: Sequence[Job], out: Path) -> None:
+    """Write the recipes of all jobs, and delete files of earlier attempts.
+
+    Raises RunError, before any file is written, if the folder contains runs with other recipes.
+    """
+    for job in jobs:
+        path = job_file(out, job.name, "toml")
+        for existing in (path, out / job.name / runs.RECIPE):
+            if existing.exists() and (key := find_changed_key(read_recipe(existing), job.recipe)):
+                raise RunError(
+                    f"The value of {key!r} in {existing} differs from this study; choose another folder, or delete the "
+                    f"run."
+                )
+    for job in jobs:
+        job_file(out, job.name, "toml").parent.mkdir(parents=True, exist_ok=True)
+        write_text(job_file(out, job.name, "toml"), format_recipe(job.recipe))
+        for leftover in ("progress", "stop"):
+            job_file(out, job.name, leftover).unlink(missing_ok=True)
+
+
+def _read_final_state(job: Job, future: JobFuture, out: Path) -> JobState:
+    """Return the state of a job that has ended: done, or failed with an error message."""
+    job_file(out, job.name, "progress").unlink(missing_ok=True)
+    try:
+        reason = str(future.result() or "it ended without an error message.")
+    except Exception as error:  # for example, a cluster has lost its workers
+        reason = f"{error}"
+    state = read_state(job, out)
+    return state if state.state in ("done", "failed") else JobState("failed", reason=reason)
+
+
+# Start the processes of jobs, here or on a cluster
+
+
+def count_at_once() -> int:
+    """Return how many jobs run in parallel on this machine by default."""
+    gpus = torch.cuda.device_count()
+    return max(1, min(gpus * JOBS_PER_GPU, count_cores() * 3 // 4)) if gpus else max(1, count_cores() // 4)
+
+
+@contextmanager
+def run_here(at_once: int) -> Iterator[Submit]:
+    """Yield a function that submits jobs to this machine. At most `at_once` jobs run in parallel.
+
+    The jobs are distributed evenly over the GPUs, and share the CPU cores equally.
+    """
+    gpus = torch.cuda.device_count()
+    slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for slot in range(at_once):
+        slots.put(slot)
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    gpu_names = visible or [str(number) for number in range(gpus)]
+
+    def run(recipe: str, rotations: int, cwd: str) -> str:
+        slot = slots.get()
+        threads = str(max(1, count_cores() // at_once))
+        environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+        if gpus > 1:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu_names[slot % gpus]
+        try:
+            return run_process(recipe, rotations, cwd, environment)
+        finally:
+            slots.put(slot)
+
+    pool = ThreadPoolExecutor(at_once)
+    try:
+        yield lambda *job: pool.submit(run, *job)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def run_on_cluster(cluster: str, at_once: int) -> Iterator[Submit]:
+    """Yield a function that submits jobs to a Dask cluster. The workers start the processes of jobs."""
+    with connect(cluster, at_once) as workers:
+
+        def submit(recipe: str, rotations: int, cwd: str) -> JobFuture:
+            return _ClusterFuture(workers.submit(run_process, recipe, rotations, cwd, retries=TRIES))
+
+        yield submit
+
+
+class _ClusterFuture:
+    """Adapts a Dask future to `JobFuture`.
+
+    Dask does not report whether a cancelled job had started. `cancel` therefore returns False, as for a started job.
+    """
+
+    def __init__(self, future: Any) -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        return bool(self._future.done())
+
+    def cancel(self) -> bool:
+        self._future.cancel()
+        return False
+
+    def result(self) -> object:
+        try:
+            return self._future.result()
+        except Exception as error:
+            raise RuntimeError(describe_failure(error)) from error
+
+
+def run_process(recipe: str, rotations: int, cwd: str, environment: Mapping[str, str] | None = None) -> str:
+    """Run a job in its own process, and wait for it. Start it again if the process is killed.
+
+    The job writes its results and error messages to its files. Returns an error message only if the process itself
+    failed, else an empty text.
+    """
+    path = Path(recipe)
+    command = [sys.executable, "-m", "rotopath.studies.jobs", recipe, str(rotations), str(os.getpid())]
+    for _ in range(TRIES):
+        with (log := path.with_suffix(".log")).open("ab") as output:
+            code = subprocess.call(
+                command, stdout=output, stderr=output, cwd=cwd, env=os.environ | dict(environment or {})
+            )
+        if not log.stat().st_size:
+            log.unlink()
+        if code == EXIT_BUSY:
+            process_id = log.with_name(f".{path.stem}.pid").read_text()
+            return f"another process (ID {process_id}) is working on this job; wait until that process has ended."
+        if code >= 0 or code == -signal.SIGINT:
+            return f"its process ended with exit code {code}; see {log}." if log.exists() else ""
+    return (
+        f"its process was killed {TRIES} times, the last time by signal {-code}, perhaps for lack of memory; run fewer "
+        f"jobs in parallel (--at-once)."
+    )
+
+
+# The process of one job
+
+
+class BusyError(Exception):
+    """Another process is working on the job."""
+
+
+def main(path: Path, rotations: int, parent: int) -> int:
+    """Run the job of the recipe at `path`, and return the exit code.
+
+    `rotations` is the number of rotations of test-time augmentation, `parent` the ID of the parent process. The exit
+    code is 0 if the job is done, or if it failed and NAME.failed contains the error message; `EXIT_BUSY` if another
+    process is working on the job; `EXIT_INTERRUPTED` if the job was stopped.
+    """
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a process in the background may inherit an ignored SIGINT
+    _stop_on_request(parent, path.with_suffix(".stop"))
+    failed = path.with_suffix(".failed")
+    try:
+        with _hold_lock(path.with_name(f".{path.stem}.lock")):
+            failed.unlink(missing_ok=True)
+            run_job(path, rotations)
+            path.with_suffix(".progress").unlink(missing_ok=True)
+    except KeyboardInterrupt:
+        path.with_suffix(".stop").unlink(missing_ok=True)
+        return EXIT_INTERRUPTED
+    except BusyError:
+        return EXIT_BUSY
+    except (DataError, UnreadableFileError, RecipeError, RunError) as error:
+        write_text(failed, f"{error}\n")
+    except Exception as error:
+        traceback.print_exc()
+        write_text(failed, f"{type(error).__name__}: {error}\n")
+    return 0
+
+
+def run_job(path: Path, rotations: int) -> None:
+    """Train and evaluate the recipe at `path`. Steps whose result files exist are skipped."""
+    from rotopath.training import train  # imports Lightning, which only the process of a job needs
+
+    recipe, folder = read_recipe(path), path.with_suffix("")
+    progress = _ProgressFile(path.with_suffix(".progress"), recipe.epochs * recipe.steps)
+    weights, scores, *rotated_scores = list_results(folder, recipe.orientations, rotations)
+    if not weights.exists():
+        train(recipe, folder, on_progress=progress.write_throttled)
+    if not scores.exists():
+        progress.write("evaluating")
+        evaluate(folder, split=SPLIT, robustness=True)
+    if rotated_scores and not rotated_scores[0].exists():
+        progress.write(f"evaluating {rotations} rotations")
+        evaluate(folder, split=SPLIT, rotations=rotations)
+
+
+class _ProgressFile:
+    """Writes the progress of a job to a file, from which `read_state` reads it."""
+
+    def __init__(self, path: Path, steps: int) -> None:
+        self._path, self._steps, self._written_s = path, steps, 0.0
+
+    def write_throttled(self, stage: str, row: dict[str, float]) -> None:
+        """Write the stage and a row of the training log, but at most once per second. Other rows are dropped."""
+        if time.monotonic() - self._written_s >= WRITE_PROGRESS_EVERY_S:
+            self.write(stage, **row)
+
+    def write(self, stage: str, **numbers: float) -> None:
+        """Write the stage, and numbers such as the current step, as JSON."""
+        self._written_s = time.monotonic()
+        write_text(self._path, json.dumps({"stage": stage, "steps": self._steps, **numbers}))
+
+
+@contextmanager
+def _hold_lock(lock: Path) -> Iterator[None]:
+    """Hold the lock of a job inside a `with` block. Raises BusyError if another process holds the lock.
+
+    The operating system releases the lock when the process ends, also if it is killed. The process ID is written to a
+    separate file, because on Windows other processes cannot read a locked file.
+    """
+    try:  # without the fallback of filelock for file systems without locks, which a killed process would never release
+        held = FileLock(lock, fallback_to_soft=False).acquire(timeout=WAIT_FOR_LOCK_S)
+    except Timeout:
+        raise BusyError(f"{lock} is held by another process.") from None
+    with held:
+        write_text(lock.with_suffix(".pid"), str(os.getpid()))
+        yield
+
+
+def _stop_on_request(parent: int, stop: Path) -> None:
+    """Start a thread that interrupts this process when the file `stop` exists.
+
+    The thread also ends this process when the parent process has died, because a new process may then be started for
+    the same job.
+    """
+
+    def check() -> None:
+        while os.getppid() == parent:
+            time.sleep(CHECK_STOP_EVERY_S)
+            if stop.exists():
+                _thread.interrupt_main()
+                time.sleep(INTERRUPT_AGAIN_S)
+        os._exit(1)
+
+    threading.Thread(target=check, daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

@@ -1,0 +1,270 @@
+"""The run folder during a training: prepare it, and write the log and the checkpoints.
+
+`prepare_folder` creates a run folder, or checks that an existing one belongs to the same recipe and the same data.
+`RunRecorder`, a Lightning callback, writes three files during the training:
+
+- `log.csv`: loss and learning rate of every step, validation loss and accuracy of every epoch;
+- `kept.safetensors`: the weights to keep, either the best or the last;
+- `resume.ckpt`: a checkpoint with weights, optimizer, step and log. `fit` in `loop` loads it (Lightning's `ckpt_path`)
+  if the same command is run again. On the CPU, a resumed training ends with bit-identical weights.
+
+Every file is written atomically, so that it is complete even if the process is killed.
+"""
+
+import csv
+import hashlib
+import io
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from rotopath import runs
+from rotopath.data import Dataset, Sample
+from rotopath.data.annotations import class_table_path
+from rotopath.environment import describe_software, now
+from rotopath.images.files import UnreadableFileError
+from rotopath.model_file import WEIGHTS, RunError, pack_weights, read_json
+from rotopath.recipe import Recipe, find_changed_key, format_recipe
+from rotopath.writing import atomic_file, write_bytes, write_json, write_text
+
+RESUME, KEPT = "resume.ckpt", "kept.safetensors"  # removed when the run is finished
+LOG_COLUMNS = ("step", "epoch", "loss", "learning_rate", "images_per_second", "validation_loss", "validation_accuracy")
+LOG_EVERY_STEPS = 25  # reading a loss from a GPU waits for it, so the losses of several steps are read together
+FINGERPRINT_PREFIX = "content:"  # rotopath 0.1 wrote fingerprints without it, which ignored the content of files
+HASH_BLOCK_BYTES = 2**20
+Row = dict[str, float]  # row of the log: values by column
+
+
+# Create a run folder, or check an existing one
+
+
+def prepare_folder(folder: Path, recipe: Recipe, dataset: Dataset) -> None:
+    """Create the folder of a new run, or check that the interrupted run in it has the same recipe and data.
+
+    Raises RunError if the folder contains a finished run, a run with another recipe or other data, or other files.
+    """
+    if (folder / WEIGHTS).exists() and (folder / runs.RECIPE).exists():
+        raise RunError(f"{folder} contains a finished run; evaluate it, or choose another folder with --out.")
+    if (folder / runs.RECIPE).exists() and not _is_untouched(folder):
+        _check_unchanged(folder, recipe, dataset)
+        return
+    if folder.exists() and not _is_untouched(folder):
+        raise RunError(f"{folder} exists and is not a run folder of rotopath; choose another folder with --out.")
+    provenance = describe_training(recipe.seed, dataset)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / runs.PROVENANCE, provenance)
+    write_text(folder / runs.RECIPE, format_recipe(recipe))
+
+
+def _is_untouched(folder: Path) -> bool:
+    """Return whether a folder contains at most the files that `prepare_folder` writes, so that it can be reused."""
+    names = (runs.PROVENANCE, runs.RECIPE)
+    allowed = {*names, *(f".{name}.unfinished" for name in names)}
+    return folder.is_dir() and allowed.issuperset(path.name for path in folder.iterdir())
+
+
+def _check_unchanged(folder: Path, recipe: Recipe, dataset: Dataset) -> None:
+    """Raise a RunError if the run in the folder was started with another recipe or other data."""
+    first_recipe = runs.read_run_recipe(folder)
+    if key := find_changed_key(first_recipe, recipe):
+        old, new = getattr(first_recipe, key), getattr(recipe, key)
+        raise RunError(
+            f"The training in {folder} was started with {key} = {old!r}; got {new!r}. Restore the value, or choose "
+            f"another folder with --out."
+        )
+    first_fingerprint = _read_fingerprint(folder)
+    if not first_fingerprint.startswith(FINGERPRINT_PREFIX):
+        raise RunError(
+            f"The training in {folder} was started by an older rotopath, which did not record the content of the data; "
+            f"finish it with that version, or choose another folder with --out."
+        )
+    if compute_fingerprint(dataset) != first_fingerprint:
+        raise RunError(
+            f"{recipe.data} has changed since the training in {folder} was started; restore the data, or choose "
+            f"another folder with --out."
+        )
+
+
+def _read_fingerprint(folder: Path) -> str:
+    """Return the fingerprint of the data with which the training in a run folder was started."""
+    data = read_json(folder / runs.PROVENANCE).get("data")
+    fingerprint = data.get("fingerprint") if isinstance(data, dict) else None
+    if not isinstance(fingerprint, str):
+        raise RunError(
+            f"{folder / runs.PROVENANCE} is damaged: it has no fingerprint of the data. Restore the file from a copy, "
+            f"or choose another folder with --out."
+        )
+    return fingerprint
+
+
+def describe_training(seed: int, dataset: Dataset) -> dict[str, object]:
+    """Return the provenance of a new training: current time, versions, git commit, seed and data."""
+    return {
+        "begun": now(),
+        **describe_software(),
+        "seed": seed,
+        "data": {
+            "source": dataset.source,
+            "path": str(dataset.root),
+            "fingerprint": compute_fingerprint(dataset),
+            "images": len(dataset.samples),
+        },
+    }
+
+
+def compute_fingerprint(dataset: Dataset) -> str:
+    """Return a hash of a dataset: of the bytes of its images and annotations, its labels and its splits.
+
+    Modification times and the path of the dataset are not part of the hash.
+    """
+    files = {sample: _list_files(sample) for sample in dataset.samples}
+    paths = sorted({path for listed in files.values() for path in listed})
+    with ThreadPoolExecutor() as pool:
+        hashes = dict(zip(paths, pool.map(_hash_file, paths), strict=True))
+    digest = hashlib.sha256(dataset.annotated.encode())
+    for sample, listed in files.items():
+        columns = (sample.name, sample.case, sample.split, sample.row, sample.label, sample.spacing_um_px)
+        digest.update(repr((*columns, sample.stratum, [hashes[path] for path in listed])).encode())
+    return FINGERPRINT_PREFIX + digest.hexdigest()[:16]
+
+
+def _list_files(sample: Sample) -> list[Path]:
+    """Return the image file of a sample, its annotation files, and the class tables next to the annotation files."""
+    tables = [table for table in map(class_table_path, sample.annotations) if table.is_file()]
+    return [sample.path, *sample.annotations, *tables]
+
+
+def _hash_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(HASH_BLOCK_BYTES):
+                digest.update(block)
+    except OSError as error:
+        raise UnreadableFileError(path, f"cannot be read ({error.strerror}).") from None
+    return digest.hexdigest()
+
+
+# Write the log and checkpoints during the training
+
+
+class RunRecorder(Callback):
+    """Lightning callback: writes the log, the weights to keep and checkpoints, and stops after `patience` epochs.
+
+    It replaces Lightning's ModelCheckpoint and EarlyStopping, which do not write atomically. It also saves the log and
+    the number of epochs without progress at the same step as the weights. A bit-identical resume requires this.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe, on_row: Callable[[Row], None]) -> None:
+        super().__init__()
+        self._folder, self._recipe, self._on_row = folder, recipe, on_row
+        self.best, self.worse_epochs = math.inf, 0
+        self.rows: list[Row] = []
+        self._pending: list[tuple[int, float, Tensor]] = []  # step, learning rate, and loss, which is still on the GPU
+        self._rate, self._timer_start = recipe.learning_rate, time.perf_counter()
+
+    @property
+    def state_key(self) -> str:
+        """The key of this callback's state in checkpoints: the class name in rotopath 0.1, to read its checkpoints."""
+        return "Keeper"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "worse_epochs": self.worse_epochs, "rows": self.rows}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best, self.worse_epochs = state_dict["best"], state_dict["worse_epochs"]
+        self.rows = list(state_dict["rows"])
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        trainer.should_stop = self._has_converged()  # a resumed run may have converged before it was interrupted
+        self._timer_start = time.perf_counter()
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self._rate = trainer.optimizers[0].param_groups[0]["lr"]
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:  # noqa: ARG002
+        step = trainer.global_step
+        self._pending.append((step, self._rate, outputs["loss"].detach()))
+        if step % LOG_EVERY_STEPS == 0:
+            self._log_losses(trainer)
+        ends_epoch = step % self._recipe.steps == 0  # `on_train_epoch_end` then writes a checkpoint, after validation
+        if step % self._recipe.checkpoint_steps == 0 and not ends_epoch:
+            self._write_checkpoint(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._log_losses(trainer)
+        loss = float(trainer.callback_metrics["validation_loss"])
+        accuracy = float(trainer.callback_metrics["validation_accuracy"])
+        _check_finite(loss, trainer.global_step, "validation loss")
+        self.rows[-1] |= {"validation_loss": loss, "validation_accuracy": accuracy}
+        self._on_row(dict(self.rows[-1]))
+        is_better = loss < self.best
+        self.best, self.worse_epochs = (loss, 0) if is_better else (self.best, self.worse_epochs + 1)
+        if (is_better or self._recipe.keep == "last") and trainer.is_global_zero:
+            network = pl_module.network
+            assert isinstance(network, torch.nn.Module)
+            write_bytes(self._folder / KEPT, pack_weights(network))
+        self._timer_start = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        trainer.should_stop = self._has_converged()
+        self._write_checkpoint(trainer)
+
+    def _has_converged(self) -> bool:
+        # With a cosine schedule, the learning rate and therefore the validation loss stay high until the last epochs.
+        can_stop = self._recipe.keep == "best" and self._recipe.schedule != "cosine"
+        return can_stop and self.worse_epochs >= self._recipe.patience
+
+    def _log_losses(self, trainer: Trainer) -> None:
+        """Read the pending losses from the device, and append a row for each step to the log."""
+        if not self._pending:
+            return
+        own_losses = torch.stack([loss for _, _, loss in self._pending])
+        losses = trainer.strategy.reduce(own_losses, reduce_op="mean").tolist()
+        images_per_second = self._recipe.batch_size * len(losses) / (time.perf_counter() - self._timer_start)
+        for (step, rate, _), loss in zip(self._pending, losses, strict=True):
+            _check_finite(loss, step, "loss")
+            self.rows.append(
+                {
+                    "step": step,
+                    "epoch": (step - 1) // self._recipe.steps,
+                    "loss": loss,
+                    "learning_rate": rate,
+                    "images_per_second": round(images_per_second, 1),
+                }
+            )
+        for logger in trainer.loggers:
+            logger.log_metrics({"loss": losses[-1], "learning_rate": self._rate}, self._pending[-1][0])
+        self._on_row(dict(self.rows[-1]))
+        self._pending.clear()
+        self._timer_start = time.perf_counter()
+
+    def _write_checkpoint(self, trainer: Trainer) -> None:
+        """Write the checkpoint, from which `fit` resumes, and the log up to this step."""
+        self._log_losses(trainer)
+        checkpoint = self._folder / RESUME
+        with atomic_file(checkpoint) if trainer.is_global_zero else nullcontext(checkpoint) as unfinished:
+            trainer.save_checkpoint(unfinished)  # all processes must call this; only the first process writes
+        if trainer.is_global_zero:
+            text = io.StringIO()
+            writer = csv.DictWriter(text, LOG_COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows)
+            write_text(self._folder / runs.LOG, text.getvalue())
+
+
+def _check_finite(loss: float, step: int, name: str) -> None:
+    """Raise a RunError if a loss is NaN or infinite."""
+    if not math.isfinite(loss):
+        raise RunError(
+            f"The {name} became {loss} at step {step}; train with a lower learning_rate in another folder, or run the "
+            f"same command again to resume from the last checkpoint."
+        )

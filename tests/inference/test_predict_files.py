@@ -1,0 +1,312 @@
+"""Prediction of files: a folder for each, written atomically; finished files are skipped, bad ones stop nothing."""
+
+import csv
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+import torch
+from layouts import write_image
+from PIL import Image
+from scanner_files import write_mirax
+from typer.testing import CliRunner, Result
+
+import rotopath as rp
+from rotopath import pretrained, runs
+from rotopath.cli import app
+from rotopath.data import DataError
+from rotopath.images.geojson import SlideObject, read_geojson
+from rotopath.inference import predict_files
+from rotopath.inference.slide_pass import SlidePass
+from rotopath.metrics import smooth_images
+
+MODEL = "tumor-pcam-n8"
+FILES = {"heatmap.ome.tif", "objects.csv", "objects.geojson", "overlay.png", "summary.json"}
+
+
+def tissue(height: int, width: int, seed: int = 0) -> np.ndarray:
+    """Return clouds of pink and purple."""
+    smooth = smooth_images(1, max(height, width), blur_px=4, seed=seed)[0, :1, :height, :width]
+    clouds = np.asarray(smooth.permute(1, 2, 0)).clip(-2, 2) / 2
+    return (np.array([190, 110, 170]) + clouds * np.array([40, 60, 30])).astype(np.uint8)
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(app, ["predict", *map(str, words)])
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    write_image(tmp_path / "images" / "a.png", tissue(130, 150))
+    write_image(tmp_path / "images" / "b.tif", tissue(40, 50, 1))  # smaller than the receptive field
+    (tmp_path / "images" / "notes.txt").write_text("no image")
+    return tmp_path / "images"
+
+
+def test_a_folder_of_images(images: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = call(MODEL, images, "--out", out, "--spacing-um-px", 1.0)
+    assert result.exit_code == 0, result.output
+    assert "a.png: tumor in" in result.output
+    assert sorted(path.name for path in out.iterdir()) == ["a.png", "b.tif"]
+    for folder in out.iterdir():
+        assert {path.name for path in folder.iterdir()} == FILES
+        summary = json.loads((folder / "summary.json").read_text())
+        objects = read_geojson(folder / "objects.geojson")
+        with (folder / "objects.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert len(objects) == len(rows) == summary["objects"]
+        assert summary["tumor_share"] <= 1
+        assert {str(region.id) for region in objects} == {row["id"] for row in rows}
+        assert summary["about"]["model"] == MODEL
+        assert summary["about"]["precision"] == ("16" if torch.cuda.is_available() else "32")
+    with tifffile.TiffFile(out / "a.png" / "heatmap.ome.tif") as heat:
+        assert heat.is_ome
+        assert heat.pages[0].shape == (11, 13)
+    with Image.open(out / "a.png" / "overlay.png") as overlay:
+        assert overlay.size == (150, 130)
+
+
+def test_coordinates_on_a_stage_start_at_the_scanned_region(tmp_path: Path) -> None:
+    """As in QuPath, which shows only the scanned region."""
+    pytest.importorskip("openslide")
+    scan = write_mirax(tmp_path / "a.mrxs", tissue(256, 256), (8, 12), first_tile=(4, 8), spacing_um_px=0.972)
+    assert call(MODEL, scan, "--out", tmp_path / "out").exit_code == 0
+    folder = tmp_path / "out" / "a.mrxs"
+    assert json.loads((folder / "summary.json").read_text())["slide"]["origin_px"] == [4 * 256, 8 * 256]
+    with (folder / "objects.csv").open() as file:
+        coordinates = [float(row[name]) for row in csv.DictReader(file) for name in ("x_px", "y_px")]
+    for region in read_geojson(folder / "objects.geojson"):
+        assert isinstance(region.shape, tuple)
+        coordinates.extend(np.concatenate([polygon.outer for polygon in region.shape]).ravel().tolist())
+    assert coordinates
+    assert min(coordinates) > -44, "half a window extends beyond the region"
+    assert max(coordinates) < 300
+
+
+def test_finished_files_are_skipped_unless_options_differ(images: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = (MODEL, images / "a.png", "--out", out, "--spacing-um-px", 1.0)
+    call(*first)
+    written = (out / "a.png" / "summary.json").stat().st_mtime_ns
+    assert "skipped, already done" in call(*first).output
+    assert (out / "a.png" / "summary.json").stat().st_mtime_ns == written
+    again = call(*first, "--rotations", 4)
+    assert "already done" not in again.output
+    assert (out / "a.png" / "deviation.ome.tif").exists()
+
+
+def test_results_of_any_precision_are_kept_unless_another_one_is_requested(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slide may have been predicted on a GPU, or before summaries contained the precision."""
+    words = (MODEL, images / "a.png", "--out", tmp_path / "out", "--spacing-um-px", 1.0, "--device", "cpu")
+    path = tmp_path / "out" / "a.png" / "summary.json"
+    with monkeypatch.context() as patched:  # the CPU can compute in half precision, but is not offered
+        patched.setattr(runs, "_choose_dtype", lambda _device, _precision: torch.bfloat16)
+        assert call(*words).exit_code == 0
+    assert json.loads(path.read_text())["about"]["precision"] == "16"
+    assert "skipped, already done" in call(*words).output
+    assert "already done" not in call(*words, "--precision", 32).output
+    summary = json.loads(path.read_text())
+    assert summary["about"].pop("precision") == "32"
+    assert "skipped, already done" in call(*words, "--precision", 32).output
+    path.write_text(json.dumps(summary))
+    assert "skipped, already done" in call(*words).output
+    assert "already done" not in call(*words, "--precision", 32).output
+
+
+def test_an_interrupted_slide_is_predicted_again(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(predict_files, "write_pyramid", fail)
+        assert call(MODEL, images / "a.png", "--out", out, "--spacing-um-px", 1.0).exit_code == 130
+    assert not (out / "a.png").exists(), "nothing incomplete is left"
+    (out / ".a.png.unfinished").mkdir()  # as a killed process leaves it
+    assert call(MODEL, images / "a.png", "--out", out, "--spacing-um-px", 1.0).exit_code == 0
+    assert [path.name for path in out.iterdir()] == ["a.png"]
+
+
+def test_a_damaged_file_does_not_stop_the_others(images: Path, tmp_path: Path) -> None:
+    whole = (images / "a.png").read_bytes()
+    (images / "cut.png").write_bytes(whole[: len(whole) // 2])
+    result = call(MODEL, images, "--out", tmp_path / "out", "--spacing-um-px", 1.0)
+    assert result.exit_code == 1
+    assert "cut.png failed:" in result.output
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.png", "b.tif"]
+    alone = call(MODEL, images / "cut.png", "--out", tmp_path / "out", "--spacing-um-px", 1.0)
+    assert alone.exit_code == 2
+
+
+def allocate_too_much() -> None:
+    torch.empty(2**50)  # a petabyte and more
+
+
+def raise_error(error: BaseException) -> None:
+    raise error
+
+
+OUT_OF_MEMORY = {
+    "of torch": lambda: raise_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")),
+    "of Python": lambda: raise_error(MemoryError()),
+    "of NumPy": lambda: np.empty(2**52),
+    "of torch's CPU allocator": allocate_too_much,
+    "of that on Windows": lambda: raise_error(RuntimeError("DefaultCPUAllocator: not enough memory: you tried")),
+}
+
+
+@pytest.mark.parametrize("fail", OUT_OF_MEMORY.values(), ids=OUT_OF_MEMORY)
+def test_a_slide_that_needs_too_much_memory_does_not_stop_the_others(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail: Callable[[], None]
+) -> None:
+    """Whatever reports the lack of memory. Nothing of the slide is written, and it is predicted the next time."""
+    detect, out = SlidePass.objects, tmp_path / "out"
+
+    def find(self: SlidePass, *arguments: Any) -> Iterator[SlideObject]:
+        yield from detect(self, *arguments)
+        if self.slide.size_px == (130, 150):
+            fail()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SlidePass, "objects", find)
+        first, second = rp.predict(MODEL, images, out, spacing_um_px=1.0, device="cpu")
+    assert (first.path.name, first.state) == ("a.png", "failed")
+    assert first.reason == "memory is too small for this slide; use a machine with more memory."
+    assert (second.path.name, second.state) == ("b.tif", "done")
+    assert [path.name for path in out.iterdir()] == ["b.tif"]
+    again = rp.predict(MODEL, images, out, spacing_um_px=1.0, device="cpu")
+    assert [outcome.state for outcome in again] == ["done", "skipped"]
+
+
+def test_the_command_reports_a_slide_that_needs_too_much_memory(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(predict_files, "write_pyramid", lambda *_: raise_error(MemoryError()))
+    result = call(MODEL, images, "--out", tmp_path / "out", "--spacing-um-px", 1.0)
+    assert result.exit_code == 2, "no slide was predicted"
+    assert "a.png failed: memory is too small" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Expected all tensors to be on the same device"), AssertionError()])
+def test_other_errors_are_raised(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """They are bugs, which have to be noticed."""
+    monkeypatch.setattr(predict_files, "write_pyramid", lambda *_: raise_error(error))
+    with pytest.raises(type(error)):
+        rp.predict(MODEL, images, tmp_path / "out", spacing_um_px=1.0)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_unusual_images_are_predicted_or_reported(tmp_path: Path) -> None:
+    plain = tissue(100, 100)
+    alpha = np.dstack([plain, np.full(plain.shape[:2], 255, np.uint8)])
+    Image.fromarray(alpha).save(tmp_path / "alpha.png")
+    Image.fromarray(plain[..., 1]).save(tmp_path / "grey.png")
+    Image.fromarray(plain[..., 1].astype(np.uint16) * 257).save(tmp_path / "deep.png")
+    for name in ("alpha", "grey", "deep"):
+        result = call(MODEL, tmp_path / f"{name}.png", "--out", tmp_path / "out", "--spacing-um-px", 1.0)
+        assert result.exit_code in (0, 2)
+        assert result.exit_code == 0 or f"{name}.png" in result.output
+        assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ((MODEL, "a.png", "--out", "out"), "--spacing-um-px"),
+        ((MODEL, "a.png", "--out", "out", "--spacing-um-px", 40), "0.05 to 5"),
+        ((MODEL, "none.svs", "--out", "out"), "does not exist"),
+        ((MODEL, "empty", "--out", "out"), "contains no slides"),
+        (("no-such-model", "a.png", "--out", "out"), "no-such-model"),
+        ((MODEL, "a.png", "--out", "a.png", "--spacing-um-px", 1), "a.png"),
+        ((MODEL, "a.png", "other/a.png", "--out", "out"), "several slides named a.png"),
+        ((MODEL, "a.png", "--out", "out", "--spacing-um-px", 1, "--device", "abacus"), "choose cpu or cuda"),
+        ((MODEL, "a.png", "--out", "out", "--spacing-um-px", 1, "--device", "cuda:99"), "is not available"),
+        ((MODEL, "a.png", "--out", "out", "--spacing-um-px", 1, "--device", "cpu", "--precision", 16), "for GPUs"),
+        ((MODEL, "a.png", "--out", "out", "--spacing-um-px", 1, "--precision", "bf16"), "choose '16' or '32'"),
+    ],
+)
+def test_wrong_arguments_are_reported_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[object, ...], sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_image(tmp_path / "a.png", tissue(100, 100))
+    write_image(tmp_path / "other" / "a.png", tissue(100, 100))
+    (tmp_path / "empty").mkdir()
+    result = call(*words)
+    assert result.exit_code == 2, result.output
+    assert sentence in result.output
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+def test_other_files_in_a_folder_are_not_replaced(images: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "out" / "a.png" / "thesis.txt"
+    precious.parent.mkdir(parents=True)
+    precious.write_text("years of work")
+    result = call(MODEL, images / "a.png", "--out", tmp_path / "out", "--spacing-um-px", 1.0)
+    assert result.exit_code == 2
+    assert "contains files that are not results" in result.output
+    assert precious.read_text() == "years of work"
+
+
+def test_blank_slides_have_results(tmp_path: Path) -> None:
+    write_image(tmp_path / "white.png", np.full((200, 200, 3), 250, np.uint8))
+    result = call(MODEL, tmp_path / "white.png", "--out", tmp_path / "out", "--spacing-um-px", 1.0)
+    assert result.exit_code == 0, result.output
+    assert "0.00 mm² of tissue" in result.output
+    assert {path.name for path in (tmp_path / "out" / "white.png").iterdir()} == FILES
+    assert read_geojson(tmp_path / "out" / "white.png" / "objects.geojson") == []
+
+
+def test_slides_are_listed_once(images: Path) -> None:
+    assert predict_files.list_slides([images, images / "a.png"]) == [images / "a.png", images / "b.tif"]
+    with pytest.raises(DataError, match="does not exist"):
+        predict_files.list_slides([images / "c.png"])
+
+
+def test_the_summary_identifies_the_model_and_the_options(images: Path, tmp_path: Path) -> None:
+    """In this order, by which summaries of earlier versions are compared."""
+    (outcome,) = rp.predict(MODEL, images / "a.png", tmp_path / "out", spacing_um_px=1.0, device="cpu")
+    about = json.loads((outcome.folder / "summary.json").read_text())["about"]
+    weights = pretrained.HOME / MODEL / "weights.safetensors"
+    point = json.loads((pretrained.HOME / MODEL / "model.json").read_text())["operating_point"]
+    assert list(about.items()) == [
+        ("model", MODEL),
+        ("task", "tumor"),
+        ("classes", ["Tumor"]),
+        ("network", "tumor"),
+        ("orientations", 8),
+        ("weights", hashlib.sha256(weights.read_bytes()).hexdigest()[:16]),
+        ("operating_point", point),
+        ("file", "a.png"),
+        ("file_bytes", (images / "a.png").stat().st_size),
+        ("spacing_um_px", 1.0),
+        ("options", {"rotations": 1, "tile_px": None, "everywhere": False}),
+        ("precision", "32"),
+    ]
+
+
+def test_files_and_memory_have_the_same_results(images: Path, tmp_path: Path) -> None:
+    (outcome,) = rp.predict(MODEL, images / "a.png", tmp_path, spacing_um_px=1.0, rotations=4, device="cpu")
+    result = rp.load(MODEL).predict(images / "a.png", spacing_um_px=1.0, rotations=4, device="cpu")
+    written = read_geojson(outcome.folder / "objects.geojson")
+    assert sorted(str(region.id) for region in written) == sorted(str(region.id) for region in result.objects)
+    assert result.deviation is not None
+    for name, expected in (("heatmap", result.map), ("deviation", result.deviation)):
+        with tifffile.TiffFile(outcome.folder / f"{name}.ome.tif") as file:
+            np.testing.assert_allclose(file.pages[0].asarray(), expected, atol=1e-6)
+    with Image.open(outcome.folder / "overlay.png") as overlay:
+        np.testing.assert_array_equal(np.asarray(overlay), np.asarray(result.show()))
+    summary = json.loads((outcome.folder / "summary.json").read_text())
+    for name, value in result.summary.items():
+        assert summary[name] == pytest.approx(value, abs=1e-6)

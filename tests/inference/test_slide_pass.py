@@ -1,0 +1,442 @@
+"""Passes over slides: objects do not depend on the tiles, are at the right positions, and glass changes nothing."""
+
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from drawn_slides import MARK_PX, draw_slide
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.spatial.distance import cdist
+from stub_networks import DarkRegionNetwork
+from torch import nn
+
+import rotopath as rp
+from rotopath import tasks
+from rotopath.images import stain
+from rotopath.images.geojson import Point, SlideObject, fill_outline
+from rotopath.images.slides import Slide, as_slide, open_slide
+from rotopath.images.tissue import find_tissue
+from rotopath.inference import predict
+from rotopath.inference.dense import MixedNetwork
+from rotopath.inference.slide_pass import MEASURED_PX, Model, PassOptions, SlidePass, SlideView, predict_slide
+from rotopath.inference.tiling import Span
+from rotopath.metrics import smooth_images
+from rotopath.model_file import ModelInfo, NetworkInfo
+from rotopath.models import make_dense
+from rotopath.models.architecture import ARCHITECTURES, MITOSIS, NUCLEI, TUMOR
+from rotopath.models.network import Network
+from rotopath.runs import Run
+from rotopath.tasks import PAPER, Class, Classify
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+POINT = {"inside": 0.5, "background": 0.5, "least_px": 45}
+SPACING = {name: task.spacing_um_px for name, task in PAPER.items()}
+SIDE_PX = 640  # of the tissue
+TISSUE_MM2 = (SIDE_PX * 0.25e-3) ** 2
+SLIDES_PX = {"measured all over": (1200, 1600), "measured in samples": (1200, 1900)}
+STAINS = np.array([[0.65, 0.27], [0.70, 0.90], [0.29, 0.35]])  # hematoxylin and eosin of another laboratory
+RADIUS_PX, APART_PX = 15, 160  # nuclei cover 3 % of the tissue, and less than 1 % of a slide
+
+on_glass = pytest.mark.parametrize("size_px", SLIDES_PX.values(), ids=SLIDES_PX)
+everywhere_or_not = pytest.mark.parametrize("everywhere", [False, True], ids=["near tissue", "everywhere"])
+
+
+def untrained(task: str, orientations: int = 1) -> Network:
+    """Return a network in float64, so that rounding in tiles does not move a value across a threshold."""
+    torch.manual_seed(3)
+    network = Network(ARCHITECTURES[task], orientations).double().eval()
+    with torch.no_grad():
+        network.head[0].weight.mul_(8)
+    return network
+
+
+def textured(height: int, width: int, seed: int) -> np.ndarray:
+    smooth = smooth_images(1, max(height, width), blur_px=2.5, seed=seed)[0, :, :height, :width]
+    return (smooth * 45 + 128).clamp(0, 255).byte().permute(1, 2, 0).numpy()
+
+
+def choose_point(task: str, network: Network, image: np.ndarray) -> dict[str, float]:
+    """Return thresholds between the predictions of the network, so that there are objects to find."""
+    maps = predict(network, image, CPU).probabilities
+    if task == "nuclei":
+        inside, _, background = (
+            float(np.quantile(probabilities, q)) for probabilities, q in zip(maps, (0.6, 0.5, 0.5), strict=True)
+        )
+        return {"inside": inside, "background": background, "least_px": 5}
+    return {"threshold": float(np.quantile(maps, 0.6))}
+
+
+def predict_objects(
+    task: str, network: Network, point: dict[str, float], slide: Slide, **options: int
+) -> tuple[list[SlideObject], np.ndarray, np.ndarray | None]:
+    model = Model(PAPER[task], network, point, CPU)
+    chosen = PassOptions(everywhere=True, **options)  # type: ignore[arg-type]
+    with SlidePass(model, slide, chosen) as slide_pass:
+        objects = list(slide_pass.objects())
+        deviation = None if slide_pass.deviation is None else slide_pass.deviation.read()
+        return objects, slide_pass.heat.read(), deviation
+
+
+@pytest.mark.parametrize("task", ["mitosis", "nuclei", "tumor"])
+@settings(max_examples=6, deadline=None)
+@given(height=st.integers(5, 190), width=st.integers(5, 190), tile_px=st.integers(100, 260), seed=st.integers(0, 99))
+@pytest.mark.filterwarnings("ignore:stain normalization left")
+def test_objects_do_not_depend_on_the_tiles(task: str, height: int, width: int, tile_px: int, seed: int) -> None:
+    network, image = untrained(task), textured(height, width, seed)
+    point = choose_point(task, network, image)
+    with as_slide(image, SPACING[task]) as slide:
+        whole, heat, _ = predict_objects(task, network, point, slide, tile_px=4096)
+        tiled, tiled_heat, _ = predict_objects(task, network, point, slide, tile_px=tile_px)
+    assert sorted(nucleus.id for nucleus in whole) == sorted(nucleus.id for nucleus in tiled)
+    np.testing.assert_allclose(heat, tiled_heat, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:stain normalization left")
+def test_nuclei_are_those_of_the_whole_image() -> None:
+    network, image = untrained("nuclei"), textured(150, 170, 1)
+    point = choose_point("nuclei", network, image)
+    with as_slide(image, 0.25) as slide:
+        objects, _, _ = predict_objects("nuclei", network, point, slide, tile_px=100)
+        view = SlideView(slide, rp.tasks.NUCLEI.spacing_um_px, rp.tasks.NUCLEI.stain, find_tissue(slide))
+        pixels = view.read(Span(0, 150), Span(0, 170))  # with normalized stains, if there are any
+    labels = rp.tasks.NUCLEI.decode(predict(network, pixels, CPU), point)
+    assert labels.max() > 5
+    filled = [fill_outline(nucleus.shape, (150, 170)) for nucleus in objects]  # type: ignore[arg-type]
+    assert len(filled) == labels.max()
+    for number in range(1, labels.max() + 1):
+        nucleus = labels == number
+        # Outlines have no holes; where those of labels are filled, there is no other nucleus.
+        assert any((nucleus <= mask).all() and (mask & (labels > 0) <= nucleus).all() for mask in filled)
+
+
+def test_mitoses_are_those_of_the_whole_image() -> None:
+    network, image = untrained("mitosis"), textured(180, 230, 2)
+    point = choose_point("mitosis", network, image)
+    with as_slide(image, 0.25) as slide:
+        objects, _, _ = predict_objects("mitosis", network, point, slide, tile_px=100)
+    expected = rp.tasks.MITOSIS.decode(predict(network, image, CPU), point)
+    assert len(expected.positions) > 3
+    points = [mitosis.shape for mitosis in objects if isinstance(mitosis.shape, Point)]
+    positions = sorted((point.row - 0.5, point.column - 0.5) for point in points)
+    np.testing.assert_allclose(positions, sorted(map(tuple, expected.positions.tolist())), atol=1e-6)
+
+
+@pytest.mark.parametrize("spacing", [0.25, 0.2, 0.3])
+def test_objects_are_at_the_positions_of_what_they_mark(tmp_path: Path, spacing: float) -> None:
+    """Dark marks on a drawn slide, whose pixels are smaller or larger than those of the network."""
+    drawn = draw_slide(tmp_path / "slide.tif", (900, 1100), ((64, 64, 420), (450, 600, 440)), spacing_um_px=spacing)
+    marks = np.array(drawn.marks)
+    with open_slide(drawn.path) as slide:
+        nuclei, _, _ = predict_objects("nuclei", DarkRegionNetwork(NUCLEI), POINT, slide, tile_px=300)
+        mitoses, _, _ = predict_objects("mitosis", DarkRegionNetwork(MITOSIS), {"threshold": 0.05}, slide, tile_px=300)
+    centers = np.array([find_center(nucleus) for nucleus in nuclei if is_a_mark(nucleus, spacing)])
+    assert len(centers) == len(marks)
+    assert cdist(marks, centers).min(axis=1).max() <= 1, "within a pixel of level 0"
+    points = np.array([mitosis.shape for mitosis in mitoses])
+    assert len(points) == len(marks)
+    assert cdist(marks, points).min(axis=1).max() < 8 * 0.25 / spacing, "as exact as a stride of 8 px allows"
+
+
+def is_a_mark(nucleus: SlideObject, spacing_um_px: float) -> bool:
+    """Whether an object is as large as a mark. Normalized stains make some grains of a drawn slide as dark as marks."""
+    return abs(nucleus.measurements["area_um2"] / (MARK_PX * spacing_um_px) ** 2 - 1) < 0.2
+
+
+def find_center(nucleus: SlideObject) -> np.ndarray:
+    """Return the center (row, column) of the bounding box."""
+    corners = np.concatenate([polygon.outer for polygon in nucleus.shape])  # type: ignore[union-attr]
+    center: np.ndarray = (corners.min(axis=0) + corners.max(axis=0)) / 2
+    return center
+
+
+@pytest.mark.filterwarnings("ignore:stain normalization left")
+def test_the_deviation_over_rotations_is_rounding_for_an_equivariant_network() -> None:
+    image = textured(120, 130, 4)
+    deviations = {}
+    for orientations in (1, 4):
+        network = untrained("mitosis", orientations)
+        point = choose_point("mitosis", network, image)
+        with as_slide(image, 0.25) as slide:
+            objects, heat, deviation = predict_objects("mitosis", network, point, slide, tile_px=120, rotations=4)
+        assert deviation is not None
+        assert deviation.shape == heat.shape
+        deviations[orientations] = deviation.max()
+        assert objects
+        assert all("deviation" in mitosis.measurements for mitosis in objects)
+    assert deviations[4] < 1e-6
+    assert deviations[1] > 1e-3
+
+
+def test_glass_is_skipped(tmp_path: Path) -> None:
+    drawn = draw_slide(tmp_path / "slide.tif", (900, 1100), ((64, 64, 420),))
+    network = DarkRegionNetwork(NUCLEI)
+    with (
+        open_slide(drawn.path) as slide,
+        SlidePass(Model(PAPER["nuclei"], network, POINT, CPU), slide, PassOptions(tile_px=200)) as slide_pass,
+    ):
+        assert len([nucleus for nucleus in slide_pass.objects() if is_a_mark(nucleus, 0.25)]) == 5
+        assert 0 < len(network.input_sizes) < len(slide_pass.grid.tiles) / 2
+
+
+@pytest.mark.filterwarnings("ignore:stain normalization left")
+@pytest.mark.parametrize("task", ["mitosis", "nuclei", "tumor"])
+def test_the_summary_counts_all_objects(task: str) -> None:
+    network, image = untrained(task), textured(180, 230, 2)
+    model = Model(PAPER[task], network, choose_point(task, network, image), CPU)
+    chosen = PassOptions(everywhere=True, tile_px=100)
+    with as_slide(image, SPACING[task]) as slide, SlidePass(model, slide, chosen) as slide_pass:
+        objects = list(slide_pass.objects())
+        summary = slide_pass.summary()
+    assert summary["objects"] == len(objects) > 1
+    assert summary["tissue_mm2"] == slide_pass.tissue.area_mm2 > 0
+    if task == "tumor":
+        area_mm2 = sum(region.measurements["area_mm2"] for region in objects)
+        assert summary["tumor_mm2"] == pytest.approx(area_mm2)
+        assert summary["tumor_share"] == pytest.approx(area_mm2 / summary["tissue_mm2"])
+        assert 0 < summary["tumor_share"] < 1
+    else:
+        name = {"mitosis": "mitoses", "nuclei": "nuclei"}[task]
+        assert summary[f"{name}_per_mm2"] == pytest.approx(len(objects) / summary["tissue_mm2"])
+
+
+def test_the_most_likely_of_several_classes_wins_everywhere() -> None:
+    """The network predicts which of three colors a pixel has: two blue regions on red, one with a green hole."""
+    classes = ("red", "green", "blue")
+    task = Classify("colors", tuple(Class(name, (i, i, i)) for i, name in enumerate(classes)), spacing_um_px=1.0)
+    module = nn.Conv2d(3, 3, 1, bias=False)
+    with torch.no_grad():
+        module.weight.copy_(30 * torch.eye(3)[..., None, None])
+    truth = np.zeros((60, 90), int)
+    truth[10:30, 20:40], truth[40:50, 60:80], truth[15:20, 25:35] = 2, 2, 1
+    image = (150 + 60 * np.eye(3)[truth]).astype(np.uint8)
+    model = Model(task, make_dense(module.eval(), 3, 8), {}, CPU)
+    chosen = PassOptions(everywhere=True, tile_px=32, rotations=4)
+    with as_slide(image, 1.0) as slide, SlidePass(model, slide, chosen) as slide_pass:
+        objects = list(slide_pass.objects())
+        assert slide_pass.winner is not None
+        np.testing.assert_array_equal(slide_pass.winner.read(), truth)
+        assert slide_pass.heat.read().min() > 0.99
+        summary = slide_pass.summary()
+    assert sorted(region.class_name for region in objects) == ["blue", "blue", "green", "red"]
+    for number, name in enumerate(classes):
+        regions = [region for region in objects if region.class_name == name]
+        assert sum(region.measurements["area_mm2"] for region in regions) == pytest.approx(
+            (truth == number).sum() / 1e6
+        )
+        assert summary[f"{name}_mm2"] == pytest.approx((truth == number).sum() / 1e6)
+        assert {region.color for region in regions} == {(number, number, number)}
+
+
+def test_a_run_predicts_an_array_in_memory(tmp_path: Path) -> None:
+    image = textured(100, 120, 5)
+    network = rp.models.tumor(4).eval()
+    info = NetworkInfo("tumor", 4, {}, 88, network.geometry)
+    run = Run(tmp_path, ModelInfo(PAPER["tumor"], info, {"threshold": 0.5}, None), network)
+    result = run.predict(image, spacing_um_px=1.0, everywhere=True)
+    assert result.map.shape == (9, 10)
+    assert result.show().size == (120, 100)
+    result.to_geojson(tmp_path / "out.geojson")
+    assert "FeatureCollection" in (tmp_path / "out.geojson").read_text()
+    assert "tumor" in repr(result)
+    with pytest.raises(ValueError, match="spacing_um_px"):
+        run.predict(image)
+    with pytest.raises(ValueError, match=r"image \(H, W, 3\) of uint8"):
+        run.predict(image.astype(float), spacing_um_px=1.0)
+
+
+class DarkerRegionNetwork(DarkRegionNetwork):
+    """Detects nuclei with normalized stains, which are darker than this, and nothing else."""
+
+    darkest = 0.45
+
+
+class GlassResult(NamedTuple):
+    objects: list[SlideObject]
+    summary: dict[str, float]
+    max_concentrations: np.ndarray
+
+
+@cache
+def draw_tissue() -> tuple[np.ndarray, np.ndarray]:
+    """Draw eosin of several strengths, and round nuclei of hematoxylin apart; return pixels and centers of nuclei."""
+    random = np.random.default_rng(0)
+    eosin = random.uniform(0.7, 1.1, (SIDE_PX // 8, SIDE_PX // 8)).repeat(8, 0).repeat(8, 1)
+    hematoxylin = 0.05 * random.random((SIDE_PX, SIDE_PX))
+    rows, columns = np.mgrid[:SIDE_PX, :SIDE_PX]
+    centers = np.stack(np.meshgrid(*[np.arange(APART_PX // 2, SIDE_PX, APART_PX)] * 2), axis=-1).reshape(-1, 2)
+    centers = centers + random.integers(-8, 9, centers.shape)
+    for row, column in centers:
+        inside = np.hypot(rows - row, columns - column) < RADIUS_PX
+        hematoxylin[inside] = random.uniform(1.4, 1.6, inside.sum())
+    intensity = stain.WHITE * np.exp(-np.stack([hematoxylin, eosin], axis=2) @ STAINS.T) - 1
+    return intensity.clip(0, 255).round().astype(np.uint8), centers.astype(float)
+
+
+def put_on_glass(image: np.ndarray, size_px: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return a slide of glass with the image at its center, and the position of the image's corner."""
+    slide = np.full((*size_px, 3), 244, np.uint8)
+    top, left = ((size - side) // 2 for size, side in zip(size_px, image.shape, strict=False))
+    slide[top : top + image.shape[0], left : left + image.shape[1]] = image
+    return slide, np.array([top, left])
+
+
+def predict_nuclei(image: np.ndarray, everywhere: bool) -> GlassResult:
+    model = Model(PAPER["nuclei"], DarkerRegionNetwork(NUCLEI), POINT, CPU)
+    options = PassOptions(everywhere=everywhere)
+    with as_slide(image, 0.25) as slide, SlidePass(model, slide, options) as slide_pass:
+        objects = list(slide_pass.objects())
+        assert slide_pass.view.stains is not None
+        return GlassResult(objects, slide_pass.summary(), slide_pass.view.stains.max_concentrations)
+
+
+@on_glass
+@everywhere_or_not
+def test_tissue_has_the_same_stains_and_nuclei_with_and_without_glass(
+    size_px: tuple[int, int], everywhere: bool
+) -> None:
+    """If glass were measured too, hematoxylin would seem weaker, and normalization would darken it everywhere."""
+    image, centers = draw_tissue()
+    slide, corner = put_on_glass(image, size_px)
+    assert (np.prod(size_px) <= MEASURED_PX) == (size_px == SLIDES_PX["measured all over"])
+    tight, wide = predict_nuclei(image, everywhere), predict_nuclei(slide, everywhere)
+    np.testing.assert_allclose(wide.max_concentrations, tight.max_concentrations, rtol=0.05)
+    with_glass = stain.measure_stains(slide)
+    assert with_glass is not None
+    assert with_glass.max_concentrations[0] < tight.max_concentrations[0] / 2, "or glass would make no difference"
+    for result, shift in ((tight, np.zeros(2)), (wide, corner)):
+        assert len(result.objects) == len(centers)
+        assert (
+            cdist(centers + 0.5 + shift, np.array([find_center(nucleus) for nucleus in result.objects]))
+            .min(axis=1)
+            .max()
+            <= 1
+        )
+    areas = [sum(nucleus.measurements["area_um2"] for nucleus in result.objects) for result in (tight, wide)]
+    assert areas[1] == pytest.approx(areas[0], rel=0.02)
+
+
+@on_glass
+def test_glass_between_narrow_pieces_of_tissue_does_not_change_stains(size_px: tuple[int, int]) -> None:
+    """Most of each sample is glass, and two of four strips have nuclei."""
+    image, _ = draw_tissue()
+    strips = [image[:, left : left + 64] for left in (48, 128, 208, 288)]
+    spread = np.full((*size_px, 3), 244, np.uint8)
+    for i, strip in enumerate(strips):
+        spread[280 : 280 + SIDE_PX, 100 + 400 * i : 164 + 400 * i] = strip
+    concentrations = []
+    for pixels in (np.hstack(strips), spread):
+        with as_slide(pixels, 0.25) as slide:
+            stains = SlideView(slide, 0.25, "macenko", find_tissue(slide)).stains
+        assert stains is not None
+        concentrations.append(stains.max_concentrations)
+    np.testing.assert_allclose(concentrations[1], concentrations[0], rtol=0.1)
+
+
+@on_glass
+def test_stains_do_not_depend_on_the_predicted_area(size_px: tuple[int, int]) -> None:
+    slide, _ = put_on_glass(draw_tissue()[0], size_px)
+    near, all_over = (predict_nuclei(slide, everywhere) for everywhere in (False, True))
+    np.testing.assert_array_equal(near.max_concentrations, all_over.max_concentrations)
+    assert sorted(nucleus.id for nucleus in near.objects) == sorted(nucleus.id for nucleus in all_over.objects)
+
+
+@everywhere_or_not
+def test_areas_and_densities_are_those_of_tissue(everywhere: bool) -> None:
+    image, centers = draw_tissue()
+    size_px = SLIDES_PX["measured all over"]
+    summary = predict_nuclei(put_on_glass(image, size_px)[0], everywhere).summary
+    slide_mm2 = np.prod(size_px) * 0.25e-3**2
+    assert summary["tissue_mm2"] == pytest.approx(TISSUE_MM2, rel=0.15)
+    assert summary["tissue_mm2"] < slide_mm2 / 3
+    assert summary["objects"] == len(centers)
+    assert summary["nuclei_per_mm2"] == pytest.approx(len(centers) / summary["tissue_mm2"])
+
+
+@everywhere_or_not
+def test_the_fraction_of_tumor_is_that_of_tissue(everywhere: bool) -> None:
+    """Everything dark is predicted as tumor: all of the tissue, and no glass."""
+    pink = np.full((320, 320, 3), (90, 40, 70), np.uint8)
+    slide, _ = put_on_glass(pink, (640, 960))
+    model = Model(PAPER["tumor"], DarkerRegionNetwork(TUMOR), {"threshold": 0.5}, CPU)
+    with as_slide(slide, 1.0) as opened:
+        summary = predict_slide(model, opened, PassOptions(everywhere=everywhere)).summary
+    assert summary["tumor_mm2"] == pytest.approx(0.32**2, rel=0.1)
+    assert summary["tissue_mm2"] == pytest.approx(0.32**2, rel=0.15)
+    assert summary["tumor_share"] == pytest.approx(summary["tumor_mm2"] / summary["tissue_mm2"])
+    assert summary["tumor_share"] > 0.8
+
+
+@pytest.mark.parametrize("size_px", [(500, 500), (333, 500), (17, 90)])
+@everywhere_or_not
+def test_an_image_full_of_tissue_has_no_more_tissue_than_image(size_px: tuple[int, int], everywhere: bool) -> None:
+    """Pixels of a mask are 8 µm wide, and 125 µm are no multiple of it."""
+    image = draw_tissue()[0][: size_px[0], : size_px[1]]
+    summary = predict_nuclei(image, everywhere).summary
+    assert summary["tissue_mm2"] == pytest.approx(np.prod(size_px) * 0.25e-3**2, rel=1e-9)
+
+
+@pytest.mark.parametrize("size_px", [(300, 400), (1500, 1500)])
+def test_a_blank_slide_has_no_stains_to_normalise(size_px: tuple[int, int]) -> None:
+    with as_slide(np.full((*size_px, 3), 244, np.uint8), 0.25) as slide:
+        assert SlideView(slide, 0.25, "macenko", find_tissue(slide)).stains is None
+
+
+def test_stains_are_normalized_if_the_task_requires_it() -> None:
+    with as_slide(draw_tissue()[0], 0.25) as slide:
+        tissue = find_tissue(slide)
+        unchanged, normalized = (SlideView(slide, 0.25, how, tissue) for how in ("none", "macenko"))
+        rows = columns = Span(0, 64)
+        np.testing.assert_array_equal(unchanged.read(rows, columns), slide.read(0, 0, 64, 64, 0.25))
+        assert unchanged.stains is None
+        assert normalized.stains is not None
+        expected = normalized.stains.normalize(slide.read(0, 0, 64, 64, 0.25))
+        np.testing.assert_array_equal(normalized.read(rows, columns), expected)
+
+
+def test_tiles_for_a_gpu_are_larger_in_half_precision() -> None:
+    network = untrained("mitosis")
+    half = MixedNetwork(network, torch.float16)
+    sides = {
+        (device.type, form is half): Model(tasks.MITOSIS, form, {}, device).tile_px
+        for device in (CPU, CUDA)
+        for form in (half, network)
+    }
+    assert sides.pop(("cuda", True)) == 2048
+    assert set(sides.values()) == {1024}
+
+
+def test_a_pass_removes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it fails before it is entered."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    model = Model(PAPER["nuclei"], DarkRegionNetwork(NUCLEI), POINT, CPU)
+    with as_slide(textured(60, 70, 1), 0.25) as slide:
+        with SlidePass(model, slide, PassOptions(everywhere=True, rotations=4)) as slide_pass:
+            list(slide_pass.objects())
+            assert len(list(tmp_path.glob("*/*"))) >= 3, "maps and regions"
+        assert list(tmp_path.iterdir()) == []
+        monkeypatch.setattr(Path, "open", raise_disk_full)
+        with pytest.raises(OSError, match="disk full"):
+            SlidePass(model, slide, PassOptions(everywhere=True))
+        assert list(tmp_path.iterdir()) == []
+
+
+def raise_disk_full(*_: object) -> None:
+    raise OSError("disk full")
+
+
+def test_large_heat_maps_are_subsampled_for_the_overlay(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(PAPER["tumor"], untrained("tumor"), {"threshold": 0.5}, CPU)
+    image = textured(300, 260, 1)
+    with as_slide(image, 1.0) as slide, SlidePass(model, slide, PassOptions(everywhere=True)) as slide_pass:
+        objects = list(slide_pass.objects())
+        heat = slide_pass.heat.read()
+        np.testing.assert_array_equal(slide_pass.heat.read_subsampled(3), heat[::3, ::3])
+        whole = slide_pass.draw_overlay(objects)
+        monkeypatch.setattr("rotopath.inference.slide_pass.OVERLAY_HEAT_PX", 10)
+        subsampled = slide_pass.draw_overlay(objects)
+    assert whole.size == subsampled.size == (260, 300)
+    assert np.asarray(whole).tobytes() != np.asarray(subsampled).tobytes()

@@ -1,0 +1,162 @@
+"""Tiles: their outputs equal those of the whole image, a tile is predicted as a whole, and only the network rounds."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from stub_networks import BrightnessNetwork
+from torch import Tensor
+
+import rotopath as rp
+from rotopath.images.slides import as_slide
+from rotopath.images.tissue import SPACING_UM_PX, Tissue
+from rotopath.inference import predict
+from rotopath.inference.dense import MixedNetwork
+from rotopath.inference.slide_pass import SlideView
+from rotopath.inference.tiling import Grid, Tile, predict_tiles
+from rotopath.metrics import smooth_images
+from rotopath.models import DenseNetwork, Network
+from rotopath.models.architecture import MITOSIS, NUCLEI, Architecture
+
+CPU = torch.device("cpu")
+HALF = torch.bfloat16  # which CPUs compute fast
+BUILD: dict[str, Callable[..., Network]] = {
+    "mitosis": rp.models.mitosis,
+    "nuclei": rp.models.nuclei,
+    "tumor": rp.models.tumor,
+}
+
+
+def textured(height: int, width: int) -> np.ndarray:
+    smooth = smooth_images(1, max(height, width), blur_px=3)[0, :, :height, :width]
+    return (smooth * 40 + 128).clamp(0, 255).byte().permute(1, 2, 0).numpy()
+
+
+def untrained(name: str, **options: str) -> Network:
+    torch.manual_seed(1)
+    network = BUILD[name](2, **options).eval()
+    with torch.no_grad():  # logits that vary, so that a mistake shows
+        network.head[0].weight.mul_(5)
+    return network
+
+
+def predict_slide_tiles(
+    network: DenseNetwork, image: np.ndarray, tile_px: int, halo: int = 0, rotations: int = 1
+) -> list[Tile]:
+    """Predict all tiles of an image at 0.25 µm/px."""
+    with as_slide(image, 0.25) as slide:
+        everywhere = Tissue(np.ones(slide.size_at(SPACING_UM_PX), bool), SPACING_UM_PX)
+        grid = Grid(network, SlideView(slide, 0.25, "none", everywhere), tile_px, halo)
+        return list(predict_tiles(grid, grid.tiles, CPU, rotations))
+
+
+@pytest.mark.parametrize(
+    ("name", "tile_px", "rotations"),
+    [
+        ("mitosis", 84, 1),
+        ("mitosis", 150, 1),
+        ("nuclei", 60, 1),
+        ("nuclei", 101, 1),
+        ("mitosis", 84, 8),
+        ("nuclei", 101, 8),
+    ],
+)
+def test_tiles_of_an_image_equal_the_whole_image(name: str, tile_px: int, rotations: int) -> None:
+    network, image = untrained(name), textured(90, 123)
+    whole = predict(network, image, CPU, rotations)
+    tiled = predict(network, image, CPU, rotations, tile_px)
+    assert whole.probabilities.shape == tiled.probabilities.shape
+    assert whole.first_px == tiled.first_px
+    assert whole.probabilities.std() > 1e-3, "or there would be nothing to compare"
+    assert np.abs(whole.probabilities - tiled.probabilities).max() < 1e-5
+
+
+@pytest.mark.parametrize(("name", "tile_px"), [("mitosis", 84), ("nuclei", 60), ("nuclei", 101), ("tumor", 100)])
+def test_tiles_equal_the_whole_image_where_filters_read_beyond_the_tile(name: str, tile_px: int) -> None:
+    network = BUILD[name](2, preset="faithful").eval()
+    image = np.random.default_rng(0).integers(0, 256, (100, 80, 3), dtype=np.uint8)
+    whole, tiled = (predict(network, image, CPU, tile_px=side) for side in (None, tile_px))
+    assert np.abs(whole.probabilities - tiled.probabilities).max() < 1e-5
+
+
+@pytest.mark.parametrize(("name", "preset"), [("mitosis", "paper"), ("nuclei", "paper"), ("mitosis", "faithful")])
+@pytest.mark.parametrize("halo", [0, 3])
+def test_tiles_of_a_slide_equal_the_whole_image(name: str, preset: str, halo: int) -> None:
+    network, image = untrained(name, preset=preset), textured(130, 170)
+    for rotations in (1, 4):
+        whole = predict(network, image, CPU, rotations).probabilities
+        tiles = predict_slide_tiles(network, image, 100, halo, rotations)
+        assert len(tiles) > 1
+        covered = np.zeros(whole.shape[1:], int)
+        for tile in tiles:
+            rows, columns = tile.with_halo
+            np.testing.assert_allclose(tile.probabilities, whole[:, slice(*rows), slice(*columns)], atol=1e-5)
+            covered[slice(*tile.rows), slice(*tile.columns)] += 1
+        assert (covered == 1).all(), "tiles cover all outputs once"
+
+
+def test_no_tile_is_larger_than_requested() -> None:
+    network = BrightnessNetwork(NUCLEI)
+    predict(network, textured(300, 200), CPU, tile_px=101)
+    assert max(max(size) for size in network.input_sizes) <= 101
+    assert len(network.input_sizes) == 5 * 4, "60 outputs of a tile, 300 × 200 in all"
+
+
+@pytest.mark.parametrize("architecture", [MITOSIS, NUCLEI], ids=lambda a: a.name)
+@pytest.mark.parametrize("halo", [0, 5])
+def test_a_tile_of_a_slide_is_predicted_as_a_whole(architecture: Architecture, halo: int) -> None:
+    """Also with its halo, by which it is larger than a tile. Only rotated frames, which are larger still, are cut."""
+    network, image = BrightnessNetwork(architecture), textured(230, 250)
+    tiles = predict_slide_tiles(network, image, 120, halo)
+    assert len(network.input_sizes) == len(tiles) > 1
+    largest_px = max(max(size) for size in network.input_sizes)
+    network.input_sizes.clear()
+    predict_slide_tiles(network, image, 120, halo, rotations=4)
+    assert len(network.input_sizes) == 4 * len(tiles)
+    network.input_sizes.clear()
+    predict_slide_tiles(network, image, 120, halo, rotations=8)
+    assert len(network.input_sizes) > 8 * len(tiles)
+    assert max(max(size) for size in network.input_sizes) <= largest_px, "or rotated frames would need more memory"
+
+
+@pytest.mark.parametrize("architecture", [MITOSIS, NUCLEI], ids=lambda a: a.name)
+def test_only_the_network_computes_in_half_precision(architecture: Architecture) -> None:
+    """The network has no convolution, so any difference would come from rotating tiles, or from averaging them."""
+    image, network = textured(40, 110), BrightnessNetwork(architecture)
+    full, half = (
+        predict_slide_tiles(model, image, 90, rotations=8) for model in (network, MixedNetwork(network, HALF))
+    )
+    assert len(full) == len(half) > 1
+    for tile, rounded in zip(full, half, strict=True):
+        assert tile.deviations is not None
+        assert rounded.deviations is not None
+        assert rounded.probabilities.dtype == rounded.deviations.dtype == np.float32
+        np.testing.assert_array_equal(tile.probabilities, rounded.probabilities)
+        np.testing.assert_array_equal(tile.deviations, rounded.deviations)
+
+
+def test_predictions_that_are_not_finite_end_in_one_sentence() -> None:
+    """Products of numbers that float32 can hold may be too large for half precision."""
+    torch.manual_seed(3)
+    network = Network(MITOSIS, 4).eval()
+    with torch.no_grad():
+        network.stages[1].conv.weight *= 1e6
+    image = textured(150, 150)
+    with pytest.raises(ValueError, match=r"not finite numbers.*--precision 32"):
+        predict_slide_tiles(MixedNetwork(network, torch.float16), image, 1024)
+    assert all(np.isfinite(tile.probabilities).all() for tile in predict_slide_tiles(network, image, 1024))
+
+
+def test_a_network_in_training_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"network\.eval\(\)"):
+        predict_slide_tiles(untrained("mitosis").train(), textured(90, 90), 100)
+
+
+def test_tiles_smaller_than_the_receptive_field_are_refused() -> None:
+    class NeverCalled(BrightnessNetwork):
+        def forward(self, x: Tensor) -> Tensor:
+            raise AssertionError(x.shape)
+
+    with pytest.raises(ValueError, match="at least 68 px"):
+        predict(NeverCalled(MITOSIS), textured(80, 80), CPU, tile_px=50)

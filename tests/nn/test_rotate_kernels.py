@@ -1,0 +1,171 @@
+"""The kernel that rotates base weights against the einsum of `rotopath.group`; interpreted if there is no GPU."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import DEVICE, TOLERANCE
+from torch import Tensor
+
+import rotopath as rp
+from rotopath.nn import triton
+
+pytest.importorskip("triton")
+from rotopath.nn.triton import rotate_kernels
+
+Calls = list[tuple[object, ...]]
+
+
+def make_layer(is_group: bool, *args: object, **options: object) -> rp.nn.LiftConv2d | rp.nn.GroupConv2d:
+    layer = (rp.nn.GroupConv2d if is_group else rp.nn.LiftConv2d)(*args, **{"bias": False} | options)
+    return layer.to(DEVICE)
+
+
+def rotate(layer: rp.nn.LiftConv2d | rp.nn.GroupConv2d, dtype: torch.dtype) -> Tensor:
+    return rotate_kernels.rotate(layer.weight, layer.rotation, layer.reflections, dtype)
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    is_group=st.booleans(),
+    in_channels=st.integers(1, 5),
+    channels=st.integers(1, 3),
+    n=st.sampled_from([1, 2, 3, 4, 6, 8]),
+    side=st.sampled_from([1, 3, 5, triton.MAX_KERNEL_SIZE]),
+    kernel=st.sampled_from(rp.group.KERNELS),
+    reflections=st.booleans(),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    seed=st.integers(0, 10**6),
+)
+def test_kernels_and_gradients_match_the_rotation_map(
+    is_group: bool,
+    in_channels: int,
+    channels: int,
+    n: int,
+    side: int,
+    kernel: str,
+    reflections: bool,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    layer = make_layer(is_group, in_channels, channels, side, n, kernel=kernel, reflections=reflections)
+    exact = make_layer(is_group, in_channels, channels, side, n, kernel=kernel, reflections=reflections).double()
+    exact.load_state_dict(layer.state_dict())
+    actual, expected = rotate(layer, dtype), exact.kernels()
+    assert actual.dtype == dtype
+    assert actual.permute(0, 2, 3, 1).is_contiguous()
+    torch.testing.assert_close(actual.double(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    gradient = torch.randn(actual.shape, device=DEVICE).to(dtype)
+    actual.backward(gradient)
+    expected.backward(gradient.double())
+    torch.testing.assert_close(layer.weight.grad.double(), exact.weight.grad, atol=1e-4, rtol=1e-4)
+
+
+def test_inputs_in_several_tiles() -> None:
+    """The last tile is not full."""
+    layer = make_layer(True, 9, 2, 3, 8)
+    assert 2 * rotate_kernels.COLUMNS < 9 * 8
+    assert 9 * 8 % rotate_kernels.COLUMNS
+    actual, expected = rotate(layer, torch.float32), layer.kernels()
+    torch.testing.assert_close(actual, expected)
+    gradient = torch.randn_like(actual)
+    (actual_gradient,) = torch.autograd.grad(actual, layer.weight, gradient)
+    (expected_gradient,) = torch.autograd.grad(expected, layer.weight, gradient)
+    torch.testing.assert_close(actual_gradient, expected_gradient, atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """The calls of the kernel, by layers that treat every input as if it were on a GPU."""
+    calls: Calls = []
+    real = rotate_kernels.rotate
+    monkeypatch.setattr(rotate_kernels, "rotate", lambda *args: calls.append(args) or real(*args))
+    monkeypatch.setattr(triton, "can_run_on", lambda _: True)
+    monkeypatch.setattr(triton, "can_lift", lambda *_: False)
+    return calls
+
+
+@pytest.mark.parametrize("is_group", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_use_the_kernel(is_group: bool, groups: int, dtype: torch.dtype, calls: Calls) -> None:
+    layer = make_layer(is_group, 2, 4, 3, 4, groups=groups).to(dtype)
+    x = torch.rand(1, 2, *[4] * is_group, 6, 6, device=DEVICE).to(dtype)
+    with torch.no_grad():
+        kernels = layer.double().kernels()
+        expected = torch.nn.functional.conv2d(x.double().flatten(1, -3), kernels, groups=groups).unflatten(1, (4, 4))
+        actual = layer.to(dtype)(x)
+    assert actual.dtype == dtype
+    assert len(calls) == 1
+    torch.testing.assert_close(actual.double(), expected, atol=2 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_the_memory_layout_of_weights_does_not_matter(calls: Calls) -> None:
+    layer = make_layer(True, 2, 3, 3, 4)
+    kernels = layer.kernels()
+    layer.to(memory_format=torch.channels_last)
+    assert not layer.weight.is_contiguous()
+    torch.testing.assert_close(layer.kernels_for(torch.zeros(1, 8, 5, 5, device=DEVICE)), kernels)
+    assert len(calls) == 1
+
+
+def test_second_derivatives(calls: Calls) -> None:
+    def second_derivative(layer: rp.nn.GroupConv2d, kernels: Tensor) -> Tensor:
+        loss = kernels.pow(3).sum()
+        (first,) = torch.autograd.grad(loss, layer.weight, create_graph=True)
+        (second,) = torch.autograd.grad(first.pow(2).sum(), layer.weight)
+        return second
+
+    layer = make_layer(True, 2, 3, 3, 4)
+    actual = second_derivative(layer, layer.kernels_for(torch.zeros(1, 8, 5, 5, device=DEVICE)))
+    assert len(calls) == 1
+    torch.testing.assert_close(actual, second_derivative(layer, layer.kernels()), atol=1e-4, rtol=1e-4)
+
+
+def test_weights_may_change_before_the_backward_pass(calls: Calls) -> None:
+    """As with torch's own operations: the gradient of a linear map does not need its input."""
+    layer = make_layer(True, 2, 3, 3, 4)
+    total = layer.kernels_for(torch.zeros(1, 8, 5, 5, device=DEVICE)).sum()
+    with torch.no_grad():
+        layer.weight.add_(1)
+    total.backward()
+    assert len(calls) == 1
+
+
+def test_overridden_kernels_are_used(calls: Calls) -> None:
+    class Doubled(rp.nn.GroupConv2d):
+        def kernels(self) -> Tensor:
+            return 2 * super().kernels()
+
+    x = torch.zeros(1, 8, 5, 5, device=DEVICE)
+    layer = Doubled(2, 3, 3, 4, bias=False).to(DEVICE)
+    assert layer.kernels_for(x).equal(layer.kernels())
+    layer = make_layer(True, 2, 3, 3, 4)
+    layer.kernels = lambda: torch.ones(12, 8, 3, 3, device=DEVICE)
+    assert layer.kernels_for(x).equal(layer.kernels())
+    assert not calls
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # raised by torch for dual numbers
+def test_unsupported_weights_are_left_to_torch() -> None:
+    class Subclass(Tensor): ...
+
+    x, weight = torch.zeros(1, 3, 9, 9), torch.zeros(2, 3, 21)
+    assert triton.can_rotate(x, torch.nn.Parameter(weight), 5)
+    assert triton.can_rotate(x, weight.half(), 5)
+    for other in (weight.double(), weight.to("meta"), weight.as_subclass(Subclass)):
+        assert not triton.can_rotate(x, other, 5)
+    assert not triton.can_rotate(x, weight, triton.MAX_KERNEL_SIZE + 2)
+    with torch.autograd.forward_ad.dual_level():
+        assert not triton.can_rotate(x, torch.autograd.forward_ad.make_dual(weight, weight), 5)
+
+
+def test_convolutions_compute_in_the_dtype_of_autocast_or_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.zeros(1, dtype=torch.float16), torch.zeros(1)
+    assert triton.compute_dtype(x) == torch.float16
+    assert triton.compute_dtype(x, weight) == torch.float32, "torch raises an error for different data types"
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: True)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.bfloat16)
+    assert triton.compute_dtype(x) == triton.compute_dtype(x, weight) == torch.bfloat16
+    assert triton.compute_dtype(x.double(), weight.double()) == torch.float64

@@ -1,0 +1,357 @@
+"""Studies that are run: jobs are skipped, resumed, failed and killed, here and on a cluster; and their reports."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from layouts import pcam
+from sharing import make_once
+from typer.testing import CliRunner
+
+from rotopath.cli import app
+from rotopath.model_file import MODEL, WEIGHTS, RunError
+from rotopath.reports.study_report import report
+from rotopath.studies import jobs, read_study
+from rotopath.studies.jobs import JobFuture, job_file, run_study
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}  # the same rounding in all processes
+ROTOPATH = (sys.executable, "-m", "rotopath", "study")
+TIMEOUT_S = 300  # processes start slowly on a busy machine; one that hangs would take longer
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_once(tmp_path_factory, "study", _make_study)
+
+
+def _make_study(folder: Path) -> None:
+    """Write a study of two runs, N=1, also with test-time augmentation, and N=4, and run it."""
+    data = pcam(folder / "data", (16, 8, 8))
+    keys = f'task = "tumor"\ndata = "{data}"\nepochs = 2\nsteps = 8\nbatch = 4\ncheckpoint_steps = 3\n'
+    (folder / "r.toml").write_text(keys + 'accelerator = "cpu"\n')
+    (folder / "s.toml").write_text(
+        '[plain]\nrecipe = "r.toml"\norientations = [1]\nseed = [0]\ntta = 4\n'
+        '[turning]\nrecipe = "r.toml"\norientations = [4]\nseed = [0]\n'
+    )
+    done = call("run", str(folder / "s.toml"), "--out", str(folder / "finished"), "--at-once", "2")
+    assert done.returncode == 0, done.stderr
+    assert "2 of 2 done, 0 running, 0 failed" in done.stdout
+
+
+@pytest.fixture
+def study(shared: Path) -> Path:
+    return shared / "s.toml"
+
+
+@pytest.fixture
+def finished(shared: Path) -> Path:
+    return shared / "finished"
+
+
+def call(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*ROTOPATH, *words], capture_output=True, text=True, timeout=TIMEOUT_S, env=ENVIRONMENT)
+
+
+def tables(out: Path) -> list[str]:
+    report(out, folder := out.parent / f"{out.name}-report-{os.getpid()}")
+    return [(folder / f"{name}.csv").read_text() for name in ("results", "summary")]
+
+
+def wait_for(path: Path, process: "subprocess.Popen[Any]") -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not path.exists():
+        assert process.poll() is None, f"it ended before {path} appeared"
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.05)
+
+
+def test_a_finished_study_consists_of_runs_and_recipes(finished: Path) -> None:
+    for part, name in (("plain", "N1-seed0"), ("turning", "N4-seed0")):
+        files = {path.name for path in (finished / part).iterdir() if not path.name.startswith(".")}
+        assert files == {name, f"{name}.toml"}
+    run = {path.name for path in (finished / "plain/N1-seed0").iterdir()}
+    assert {WEIGHTS, MODEL, "evaluation-test.json", "evaluation-test.npz", "evaluation-test-tta4.json"} <= run
+
+
+def test_finished_jobs_are_not_run_again(study: Path, finished: Path) -> None:
+    def never(*job: object) -> JobFuture:
+        raise AssertionError(job)
+
+    states = run_study(read_study(study), finished, never)
+    assert {state.state for state in states.values()} == {"done"}
+
+
+def test_a_folder_of_another_study_is_refused(study: Path, finished: Path) -> None:
+    with pytest.raises(RunError, match=r"The value of 'steps' in .* differs from this study; choose another folder"):
+        run_study(read_study(study, ["plain.set.steps=13"]), finished, lambda *_: pytest.fail("started"))
+
+
+def test_a_study_that_is_killed_twice_ends_in_the_same_tables(study: Path, finished: Path) -> None:
+    """All processes together, as when a machine goes down: at random times, and while a job runs."""
+    out = study.parent / "killed"
+    command = [*ROTOPATH, "run", str(study), "--out", str(out), "--at-once", "2"]
+    for number in range(2):
+        process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+        if number == 0:
+            wait_for(job_file(out, "turning/N4-seed0", "progress"), process)
+        time.sleep(random.uniform(0, 4))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    done = call("run", str(study), "--out", str(out), "--at-once", "2")
+    assert done.returncode == 0, done.stderr
+    assert tables(out) == tables(finished)
+
+
+def test_a_job_ends_if_its_parent_died_before_it_started(study: Path, tmp_path: Path) -> None:
+    """As when the parent is killed while the job still imports: 'true' has ended long before that."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    recipe = tmp_path / "N4-seed0.toml"
+    recipe.write_text((study.parent / "r.toml").read_text().replace("steps = 8", "steps = 100000"))
+    command = [sys.executable, "-m", "rotopath.studies.jobs", str(recipe), "1", str(gone.pid)]
+    done = subprocess.run(command, env=ENVIRONMENT, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 1
+    assert not (tmp_path / "N4-seed0" / WEIGHTS).exists()
+
+
+def test_ctrl_c_stops_all_jobs_and_prints_how_to_resume(study: Path) -> None:
+    out = study.parent / "stopped"
+    command = [*ROTOPATH, "run", str(study), "--out", str(out), "--at-once", "1", "--set", "plain.set.steps=4000"]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+    wait_for(checkpoint := out / "plain/N1-seed0/resume.ckpt", process)
+    process.send_signal(signal.SIGINT)
+    _, output = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130
+    assert f"interrupted; run the same command again to resume {out}" in output.replace("\n", "")
+    assert checkpoint.exists(), "it can be resumed"
+    assert not job_file(out, "plain/N1-seed0", "stop").exists()
+
+
+def test_an_interrupt_that_is_lost_is_repeated(tmp_path: Path) -> None:
+    stop = tmp_path / "run.stop"
+    stop.touch()
+    program = f"""
+import os, time
+from pathlib import Path
+from rotopath.studies import jobs
+
+jobs.INTERRUPT_AGAIN_S = 0.2
+jobs._stop_on_request(os.getppid(), Path({str(stop)!r}))
+for _ in range(2):
+    try:
+        while True:
+            time.sleep(0.05)
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.stdout.split() == ["interrupted", "interrupted"]
+
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from rotopath.studies import jobs
+
+with jobs._hold_lock(Path(sys.argv[1])):
+    child = os.fork() if "fork" in sys.argv else None
+    if child != 0:
+        Path(sys.argv[1]).with_suffix(".child").write_text(str(child))
+        Path(sys.argv[1]).with_suffix(".held").touch()
+    time.sleep(1000)
+"""
+
+
+def hold(lock: Path, *words: str) -> "subprocess.Popen[bytes]":
+    """Start a process that holds a lock."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(lock), *words], env=ENVIRONMENT)
+    wait_for(lock.with_suffix(".held"), process)
+    return process
+
+
+def test_a_job_that_another_process_is_working_on_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on Windows, where no other process can read a locked file."""
+    lock, read_text = tmp_path / ".N4.lock", Path.read_text
+
+    def take_lock(*_: object, **__: object) -> int:
+        with pytest.raises(jobs.BusyError), jobs._hold_lock(lock):
+            pass
+        return jobs.EXIT_BUSY
+
+    def read_unlocked(path: Path, **options: Any) -> str:
+        if path.suffix == ".lock":
+            raise PermissionError(path)
+        return read_text(path, **options)
+
+    monkeypatch.setattr(Path, "read_text", read_unlocked)
+    monkeypatch.setattr(jobs, "WAIT_FOR_LOCK_S", 0.3)
+    monkeypatch.setattr(jobs.subprocess, "call", take_lock)
+    process = hold(lock)
+    try:
+        reason = jobs.run_process(str(tmp_path / "N4.toml"), 1, str(tmp_path))
+    finally:
+        process.kill()
+        process.wait()
+    assert reason == f"another process (ID {process.pid}) is working on this job; wait until that process has ended."
+
+
+def test_the_lock_of_a_killed_process_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "WAIT_FOR_LOCK_S", 2.0)
+    lock = tmp_path / ".N4.lock"
+    process = hold(lock)
+    process.kill()
+    process.wait()
+    for _ in range(2):  # and free again after it is released
+        with jobs._hold_lock(lock):
+            assert (tmp_path / ".N4.pid").read_text() == str(os.getpid())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
+def test_a_lock_ends_with_its_process_and_not_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Children that load data may outlive a killed process."""
+    monkeypatch.setattr(jobs, "WAIT_FOR_LOCK_S", 2.0)
+    lock = tmp_path / ".N4.lock"
+    process = hold(lock, "fork")
+    child = int(lock.with_suffix(".child").read_text())
+    process.kill()
+    process.wait()
+    try:
+        with jobs._hold_lock(lock):
+            assert (tmp_path / ".N4.pid").read_text() == str(os.getpid())
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_jobs_run_on_systems_without_fcntl() -> None:
+    """Such as Windows, where no package may be reported as missing."""
+    program = "import sys; sys.modules['fcntl'] = None; import rotopath.studies.jobs"
+    done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_job_that_fails_does_not_stop_the_others(study: Path, finished: Path) -> None:
+    out = study.parent / "failing"
+    changes = ("--set", "plain.set.data=nowhere")
+    failed = call("run", str(study), *changes, "--out", str(out), "--at-once", "1")
+    assert failed.returncode == 1
+    assert "plain/N1-seed0 failed: nowhere does not exist." in failed.stderr
+    assert (out / "turning/N4-seed0" / WEIGHTS).read_bytes() == (finished / "turning/N4-seed0" / WEIGHTS).read_bytes()
+    assert "plain" not in "".join(tables(out))
+
+
+def test_a_missing_study_and_an_unknown_cluster_are_reported(study: Path, tmp_path: Path) -> None:
+    for words, sentence in (
+        (("report", str(tmp_path)), "contains no finished runs; run `rotopath study run` first."),
+        (("report", str(tmp_path / "gone")), "does not exist; choose the folder of a study."),
+        (("run", str(study), "--out", str(tmp_path / "x"), "--cluster", "moon"), "There is no cluster 'moon'"),
+    ):
+        done = CliRunner().invoke(app, ["study", *words])
+        assert done.exit_code == 2
+        assert sentence in done.stderr
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[tuple[str, Callable[[], "subprocess.Popen[bytes]"]]]:
+    """Start a scheduler; yield its address, and a function that starts a worker. Each is a process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}"
+    processes: list[subprocess.Popen[bytes]] = []
+    with (tmp_path / "dask.log").open("wb") as log:
+
+        def start(*words: str) -> "subprocess.Popen[bytes]":
+            command = [sys.executable, "-m", "dask", *words, "--no-dashboard"]
+            processes.append(subprocess.Popen(command, env=ENVIRONMENT, stdout=log, stderr=log, cwd=tmp_path))
+            return processes[-1]
+
+        start("scheduler", "--host", "127.0.0.1", "--port", str(port))
+        yield address, partial(start, "worker", address, "--nthreads", "1", "--no-nanny", "--resources", "GPU=1")
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_a_job_whose_worker_is_killed_is_resumed_by_another_worker(
+    study: Path, finished: Path, cluster: tuple[str, Callable[[], "subprocess.Popen[bytes]"]]
+) -> None:
+    address, start_worker = cluster
+    out = study.parent / "cluster"
+    command = [*ROTOPATH, "run", str(study), "--out", str(out), "--cluster", address, "--at-once", "1"]
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    first = start_worker()
+    wait_for(job_file(out, "plain/N1-seed0", "progress"), process)
+    first.kill()  # while its job runs
+    start_worker()
+    output, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, errors
+    assert "2 of 2 done, 0 running, 0 failed" in output
+    assert tables(out) == tables(finished)
+
+
+def test_the_papers_scores_are_shown_next_to_comparable_ones(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rotopath.reports.study_report.why_not_comparable", lambda *_: None)
+    CliRunner().invoke(app, ["study", "report", str(finished), "--out", str(tmp_path)])
+    assert "0.863 ± 0.003" in (tmp_path / "report.html").read_text()
+
+
+def test_the_report(finished: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["study", "report", str(finished), "--out", str(tmp_path / "report")])
+    assert done.exit_code == 0, done.stderr
+    page = (tmp_path / "report/report.html").read_text()
+    assert "the paper&#x27;s test set has 32,768 patches (PCam); this test set has 8." in page
+    assert "0.863 ± 0.003" not in page, "the paper's score is not comparable with these"
+    for text in ("N=1 + 4 rotations", "89,425", "orientations = 4"):
+        assert text in page
+    assert "http://" not in page
+    assert "https://" not in page
+    figures = {path.name for path in (tmp_path / "report/figures").iterdir()}
+    expected = {
+        f"{part}-{what}.{kind}"
+        for part in ("plain", "turning")
+        for what in ("scores", "polar", "curves")
+        for kind in ("png", "pdf")
+    }
+    assert figures == expected
+    scores = json.loads((finished / "turning/N4-seed0/evaluation-test.json").read_text())["test"]
+    row = next(
+        line for line in (tmp_path / "report/results.csv").read_text().splitlines() if line.startswith("turning")
+    )
+    assert row.split(",")[7] == f"{scores['accuracy']:.4f}"
+
+
+def test_a_run_of_another_recipe_is_refused_before_any_job_starts(study: Path, tmp_path: Path) -> None:
+    run_folder = tmp_path / "plain/N1-seed0"
+    run_folder.mkdir(parents=True)
+    data = read_study(study).jobs[0].recipe.data
+    (run_folder / "recipe.toml").write_text(f'task = "tumor"\ndata = "{data}"\norientations = 1\nepochs = 9\n')
+    with pytest.raises(RunError, match=r"The value of 'epochs' in .* differs from this study"):
+        run_study(read_study(study), tmp_path, lambda *_: pytest.fail("started"))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "expected"), [(1, 16, 12), (1, 64, 12), (4, 64, 48), (1, 4, 3), (1, 1, 1), (0, 16, 4), (0, 2, 1)]
+)
+def test_the_number_of_jobs_side_by_side_suits_the_machine(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int, expected: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(jobs, "count_cores", lambda: cores)
+    assert jobs.count_at_once() == expected

@@ -1,0 +1,339 @@
+"""Train by a recipe: what a run folder contains, how `train` is called, what is refused, optimizers and schedules."""
+
+import json
+import math
+import shutil
+import sys
+import tomllib
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from layouts import amida13, write_image
+from short_runs import (
+    PATCH_CLASSES,
+    converted_recipe,
+    draw_patch,
+    read_log,
+    read_weights,
+    short_recipe,
+)
+from torch import nn
+
+import rotopath as rp
+from rotopath import runs
+from rotopath.data import DataError, open_data
+from rotopath.model_file import MODEL, WEIGHTS, RunError
+from rotopath.models.protocols import SlidingModule
+from rotopath.recipe import Recipe, RecipeError, format_recipe, read_recipe
+from rotopath.runs import Run
+from rotopath.training import loop, train
+from rotopath.training.checkpoint import compute_fingerprint
+from rotopath.training.loop import make_optimizer, make_schedule
+
+pytestmark = pytest.mark.filterwarnings("ignore:stain normalization left an image unchanged")
+
+
+# The run folder
+
+
+@pytest.mark.parametrize("task", ["mitosis", "nuclei", "tumor"])
+def test_a_run_folder_is_complete(data: dict[str, Path], tmp_path: Path, task: str) -> None:
+    recipe = short_recipe(data, task)
+    rows = []
+    trained = train(recipe, tmp_path / "run", on_progress=lambda _, row: rows.append(row))
+    folder = tmp_path / "run"
+    names = {path.name for path in folder.iterdir()}
+    assert names == {runs.RECIPE, WEIGHTS, MODEL, runs.METRICS, runs.LOG, runs.PROVENANCE, "tensorboard"}
+    assert read_recipe(folder / runs.RECIPE) == recipe
+    assert [int(row["step"]) for row in read_log(folder)] == list(range(1, 11))
+    assert [row["step"] for row in rows if "validation_loss" in row] == [5, 10]
+    assert set(json.loads((folder / runs.METRICS).read_text())) == {"valid", "test"}
+    provenance = json.loads((folder / runs.PROVENANCE).read_text())
+    assert provenance["data"]["fingerprint"] == compute_fingerprint(open_data(data[task]))
+    assert provenance["packages"]["torch"] == version("torch")
+    assert provenance["begun"] <= provenance["finished"]
+    run = runs.load(folder)
+    assert run == trained
+    assert not run.network.training
+    assert not trained.network.training
+    size = run.network.architecture.input_px
+    assert torch.isfinite(run.network(torch.rand(1, 3, size, size))).all()
+    assert run.point == json.loads((folder / MODEL).read_text())["operating_point"]
+    scores = json.loads((folder / runs.METRICS).read_text())["valid"]
+    assert {name: scores.get("point", scores)[name] for name in run.point} == run.point
+
+
+def test_the_run_folder_of_a_converted_network_is_complete(patches: Path, converted_run: Run, tmp_path: Path) -> None:
+    run = converted_run
+    assert isinstance(run.network, SlidingModule)
+    assert run.network.geometry == rp.models.Geometry(3, 32, 16, 16)
+    assert run.task.class_names == PATCH_CLASSES
+    assert run.point == {}
+    assert repr(run) == f"Run({str(run.folder)!r}: classify by resnet18, N=4, classes fat, stroma, tumor)"
+    assert run.recipe == replace(converted_recipe(patches), classes=PATCH_CLASSES), "with the classes of the data"
+    names = {path.name for path in run.folder.iterdir()}
+    assert names == {runs.RECIPE, WEIGHTS, MODEL, runs.METRICS, runs.LOG, runs.PROVENANCE, "tensorboard"}
+    metrics = json.loads((run.folder / runs.METRICS).read_text())
+    assert metrics["test"]["confusion"]["classes"] == [*PATCH_CLASSES]
+    assert np.sum(metrics["test"]["confusion"]["rows_are_truth"], axis=1).tolist() == [3, 3, 3]
+    provenance = json.loads((run.folder / runs.PROVENANCE).read_text())
+    assert provenance["data"]["fingerprint"] == compute_fingerprint(open_data(patches, "labels", 1.0))
+    evaluation = rp.evaluate(run, out=tmp_path / "scores.json")
+    assert {name: evaluation.scores[name] for name in metrics["test"]} == metrics["test"]
+
+
+def test_predictions_of_a_trained_converted_network_are_invariant_to_quarter_rotations(converted_run: Run) -> None:
+    patch = torch.from_numpy(draw_patch("tumor", 9)[4:36, 4:36].copy()).permute(2, 0, 1)[None]
+    with torch.no_grad():
+        upright, rotated = (converted_run.network(x.float() / 255) for x in (patch, patch.rot90(1, (2, 3))))
+    torch.testing.assert_close(upright, rotated, atol=1e-4, rtol=1e-4)
+    assert upright.std() > 1e-3
+
+
+def test_the_seed_determines_the_weights(data: dict[str, Path], tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        train(short_recipe(data, epochs=1, seed=seed), tmp_path / name)
+    assert read_weights(tmp_path / "a") == read_weights(tmp_path / "b") != read_weights(tmp_path / "c")
+
+
+def test_a_regime_trains_on_less_data(data: dict[str, Path], tmp_path: Path) -> None:
+    train(short_recipe(data, epochs=1, regime=0.25), tmp_path / "less")
+    train(short_recipe(data, epochs=1), tmp_path / "all")
+    assert read_weights(tmp_path / "less") != read_weights(tmp_path / "all")
+
+
+def test_damaged_weights_are_refused(data: dict[str, Path], tmp_path: Path) -> None:
+    train(short_recipe(data, epochs=1), tmp_path / "run")
+    path = tmp_path / "run" / WEIGHTS
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(RunError, match="was damaged or replaced: its checksum is not the one in"):
+        runs.load(tmp_path / "run")
+
+
+# How `train` is called
+
+
+def keys_of(recipe: Recipe) -> dict[str, object]:
+    """Return the recipe as a table, as users write it."""
+    return tomllib.loads(format_recipe(recipe))
+
+
+def test_train_accepts_a_recipe_its_keys_or_a_file(
+    data: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = short_recipe(data, epochs=1, steps=2)
+    Path("mine.toml").write_text(format_recipe(replace(recipe, seed=5)))
+    trained = [
+        rp.train(recipe),
+        rp.train(keys_of(recipe), "by-keys"),
+        rp.train("mine.toml", changes=["seed=0"]),
+        rp.train(tmp_path / "mine.toml", tmp_path / "by-path", ["seed=0"]),
+    ]
+    assert [run.folder for run in trained] == [
+        Path("runs/tumor-N1-seed0"),
+        Path("by-keys"),
+        Path("runs/mine-N1-seed0"),
+        tmp_path / "by-path",
+    ]
+    for run in trained:
+        assert isinstance(run, Run)
+        assert run == runs.load(run.folder)
+        assert run.recipe == recipe
+        assert read_weights(run.folder) == read_weights(trained[0].folder)
+        assert not run.network.training
+    for given in (recipe, keys_of(recipe)):
+        with pytest.raises(RecipeError, match="Overrides such as 'seed=0' apply to recipe files only"):
+            rp.train(given, "again", ["seed=0"])
+    assert rp.train("mine.toml").recipe.seed == 5
+    assert {path.name for path in Path("runs").iterdir()} == {"tumor-N1-seed0", "mine-N1-seed0", "mine-N1-seed5"}
+
+
+# What is refused
+
+
+def test_data_with_problems_is_refused_before_anything_is_written(data: dict[str, Path], tmp_path: Path) -> None:
+    root = amida13(tmp_path / "data", cases=[1, 3, 13])
+    (root / "mitoses_ground_truth/01/77.csv").write_text("1,1\n")
+    with pytest.raises(DataError, match=r"has problems: mitoses_ground_truth/01/77.csv: there is no image"):
+        train(replace(short_recipe(data, "mitosis"), data=str(root)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_class_that_only_the_test_set_has_is_refused_before_anything_is_written(
+    patches: Path, tmp_path: Path
+) -> None:
+    """Whether the recipe names the class or not: without training images it cannot be learned."""
+    root = shutil.copytree(patches, tmp_path / "data")
+    write_image(root / "test/zebra/0.png", draw_patch("fat", 7))
+    with pytest.raises(DataError, match=r"test/zebra/0.png has the label 'zebra'; expected is one of 0 \(fat\), 1"):
+        train(converted_recipe(root, classes=[*PATCH_CLASSES]), tmp_path / "run")
+    with pytest.raises(DataError, match="The training images have none of class 'zebra'"):
+        train(converted_recipe(root), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+OWN_NETWORKS = """
+from torch import nn
+
+
+def pooled(*layers):
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), *layers)
+
+
+def one_too_many(outputs):
+    return pooled(nn.Linear(4, outputs + 1))
+
+
+def fails(outputs):
+    raise RuntimeError("no luck\\ntoday")
+
+
+def number(outputs):
+    return 3
+
+
+def good(outputs):
+    return pooled(nn.Linear(4, outputs))
+
+
+good.window_px = 40
+"""
+RESNET = {"network": "resnet18", "network_options": {"width": 2}}
+UNET = {"network": "unet", "network_options": {"width": 2, "depth": 2}}
+CLASSIFY = {"task": "classify"}
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "sentence"),
+    [
+        ("tumor", RESNET | {"network_options": {"widht": 4}}, "has no option 'widht'; did you mean 'width'?"),
+        ("tumor", RESNET | {"network_options": {"width": -4}}, "The network 'resnet18' cannot be used: "),
+        (
+            "tumor",
+            {"kernel": "cubic"},
+            "The option 'kernel' of tumor must be 'bilinear' or 'gaussian' or 'harmonic'; got 'cubic'.",
+        ),
+        ("tumor", {"window_px": 90}, "'window_px' is 90, which the network does not accept; use 88 or 100."),
+        ("tumor", {"window_px": 20}, "'window_px' is 20, which the network does not accept; use 88."),
+        ("tumor", {"window_px": 100}, "in windows of 100 px the network has 2 × 2; set 'window_px' to the smallest"),
+        ("nuclei", {"window_px": 61}, "'window_px' is 61, which the network does not accept; use 60 or 64."),
+        ("nuclei", UNET | {"window_px": 33}, "does not accept windows of 33 × 33 px: "),
+        ("nuclei", UNET | {"window_px": 33, "orientations": 4}, "use 32 or 34 px."),
+        (
+            "nuclei",
+            RESNET,
+            "but the network has an output every 48 px; use a network with stride 1, such as 'nuclei' or 'unet'.",
+        ),
+        ("tumor", UNET, "in windows of 128 px the network has 128 × 128; set 'window_px' to the smallest"),
+        ("tumor", {"network": "own_networks:one_too_many", "window_px": 40}, "returns 2 logits, but the task needs 1"),
+        ("tumor", {"network": "own_networks:fails"}, "'own_networks:fails' cannot be used: no luck today"),
+        (
+            "tumor",
+            {"network": "own_networks:number"},
+            "returned an object of type int; it must return a torch.nn.Module.",
+        ),
+        ("tumor", {"network": "own_networks:zebra"}, "The module own_networks has no 'zebra'"),
+        ("tumor", {"network": "own_networks:pooled"}, "has no parameter 'outputs'"),
+        ("tumor", CLASSIFY | {"classes": ["fat", "stroma"]}, "has the label 'normal'; expected is one of 0 (fat)"),
+        (
+            "tumor",
+            CLASSIFY | {"classes": ["normal", "tumor", "zebra"]},
+            "The training images have none of class 'zebra'",
+        ),
+        ("tumor", {"task": "mitosis"}, "contains a class for each image, but positions of objects are needed"),
+    ],
+)
+def test_recipes_that_cannot_be_trained_are_refused_before_anything_is_written(
+    data: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    task: str,
+    changes: dict[str, object],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_networks", raising=False)
+    Path("own_networks.py").write_text(OWN_NETWORKS)
+    good = keys_of(short_recipe(data, task, epochs=1, steps=1))
+    wrong = {name: value for name, value in good.items() if name != "network_options"} | changes
+    with pytest.raises((RecipeError, DataError)) as refused:
+        rp.train(wrong, tmp_path / "run")
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "run").exists()
+    assert rp.train(good, tmp_path / "run").task.name == task, "the corrected command works in the same folder"
+
+
+def test_a_network_from_a_function_of_the_user_is_trained(
+    data: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_networks", raising=False)
+    Path("own_networks.py").write_text(OWN_NETWORKS)
+    run = rp.train(
+        keys_of(short_recipe(data, epochs=1)) | {"network": "own_networks:good", "network_options": {}}, "run"
+    )
+    assert run.network.geometry.smallest_px == 40
+    assert run.info.network.name == "own_networks:good"
+    assert repr(run) == "Run('run': tumor by own_networks:good, N=1)"
+
+
+# Optimizers and schedules
+
+RECIPE = Recipe("tumor", "data", learning_rate=0.1, momentum=0.9, weight_decay=0.01, steps=4, epochs=3)
+
+
+@pytest.mark.parametrize("multiply", [torch._foreach_mul_, loop._multiply_each], ids=["together", "one by one"])
+def test_weight_decay_is_decoupled_from_momentum(monkeypatch: pytest.MonkeyPatch, multiply: object) -> None:
+    """Compare with three steps of w ← (1 - lr·decay)·w - lr·v, v ← 0.9·v + g, by hand. Biases do not decay.
+
+    `_foreach_mul_` is private in torch: if it is gone, the first case fails, and training uses the second.
+    """
+    monkeypatch.setattr(loop, "_multiply_all", multiply)
+    layer = nn.Linear(1, 1)
+    weight, bias = 2.0, 1.0
+    nn.init.constant_(layer.weight, weight)
+    nn.init.constant_(layer.bias, bias)
+    optimizer = make_optimizer(layer, RECIPE)
+    velocity = bias_velocity = 0.0
+    for gradient in (0.5, -1.0, 0.25):
+        layer.weight.grad = torch.full_like(layer.weight, gradient)
+        layer.bias.grad = torch.full_like(layer.bias, gradient)
+        optimizer.step()
+        velocity, bias_velocity = 0.9 * velocity + gradient, 0.9 * bias_velocity + gradient
+        weight = (1 - 0.1 * 0.01) * weight - 0.1 * velocity
+        bias -= 0.1 * bias_velocity
+    assert layer.weight.item() == pytest.approx(weight, rel=1e-6)
+    assert layer.bias.item() == pytest.approx(bias, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("halve", [0.1] * 4 + [0.05] * 4 + [0.025] * 4),
+        ("constant", [0.1] * 12),
+        ("cosine", [0.05 * (1 + math.cos(math.pi * step / 12)) for step in range(12)]),
+    ],
+)
+def test_learning_rates_follow_the_schedule(schedule: str, expected: list[float]) -> None:
+    recipe = replace(RECIPE, schedule=schedule)  # type: ignore[arg-type]
+    optimizer = make_optimizer(nn.Linear(1, 1), recipe)
+    rates, chosen = [], make_schedule(optimizer, recipe)
+    for _ in range(12):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        chosen.step()
+    assert rates == pytest.approx(expected)
+
+
+def test_adamw_is_the_one_of_torch() -> None:
+    optimizer = make_optimizer(nn.Linear(2, 2), replace(RECIPE, optimiser="adamw"))
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
