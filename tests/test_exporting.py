@@ -403,5 +403,6 @@ def test_a_missing_extra_is_named(
     monkeypatch.setitem(sys.modules, package, None)
     result = command(trained("tumor"), "--to", "onnx", "--out", tmp_path / "model")
     assert result.exit_code == 2
-    assert result.stderr == f"rotopath: This needs {package}: pip install 'rotopath[onnx]'.\n"
+    message = f"This command needs the package {package}; install it with: pip install 'rotopath[onnx]'."
+    assert result.stderr == f"rotopath: {message}\n"
     assert list(tmp_path.iterdir()) == []

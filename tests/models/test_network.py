@@ -367,7 +367,7 @@ def test_a_rotated_batch_gives_the_same_weight_gradients(name: str) -> None:
         ((1, 4, 68, 68), "mitosis was built for 3 input channels, but got 4"),
         ((1, 68, 68, 3), r"but got 68 .* x.permute\(0, 3, 1, 2\)"),
         ((3, 68, 68), r"mitosis takes images \(B, C, H, W\), .* batch axis: x\[None\]"),
-        ((1, 3, 8, 68, 68), r"takes images .* Project them first"),
+        ((1, 3, 8, 68, 68), r"takes images .* apply Project first"),
     ],
 )
 def test_wrong_images_are_refused(shape: tuple[int, ...], sentence: str) -> None:

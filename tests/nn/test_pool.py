@@ -21,7 +21,7 @@ def test_pools_match_torch_on_every_map(arguments: tuple[int, ...]) -> None:
 
 
 def test_padding_of_more_than_half_a_window_is_refused() -> None:
-    with pytest.raises(ValueError, match="at most half its window; got 2 for a window of 2"):
+    with pytest.raises(ValueError, match="at most half its window; got a padding of 2 px for a window of 2 px"):
         rp.nn.GroupMaxPool2d(2, padding=2)
 
 
@@ -66,11 +66,11 @@ def test_the_root_mean_square_has_finite_gradients_everywhere() -> None:
 
 
 def test_wrong_blurs_and_powers_are_refused() -> None:
-    with pytest.raises(ValueError, match="GroupMaxPool2d needs an odd number of taps to blur; got 4"):
+    with pytest.raises(ValueError, match="'blur' of GroupMaxPool2d must be an odd number; got 4"):
         rp.nn.GroupMaxPool2d(2, blur=4)
-    with pytest.raises(ValueError, match="blur as one whole number, 1 or more; got 0"):
+    with pytest.raises(ValueError, match="'blur' of GroupAvgPool2d must be a whole number, 1 or more; got 0"):
         rp.nn.GroupAvgPool2d(2, blur=0)
-    with pytest.raises(ValueError, match="accepts power 1 or 2; got 3"):
+    with pytest.raises(ValueError, match="'power' of GroupAvgPool2d must be 1 or 2; got 3"):
         rp.nn.GroupAvgPool2d(2, power=3)
 
 
@@ -85,9 +85,9 @@ def test_upsampling_matches_torch_on_every_map() -> None:
     for mode in ("nearest", "bilinear"):
         expected = torch.stack([nn.Upsample(scale_factor=3, mode=mode)(x[:, :, i]) for i in range(4)], dim=2)
         torch.testing.assert_close(rp.nn.GroupUpsample2d(3, mode)(x), expected)
-    with pytest.raises(ValueError, match="scale as one whole number"):
+    with pytest.raises(ValueError, match="'scale' of GroupUpsample2d must be a whole number"):
         rp.nn.GroupUpsample2d(1.5)
-    with pytest.raises(ValueError, match="accepts mode 'nearest' or 'bilinear'; got 'cubic'"):
+    with pytest.raises(ValueError, match="'mode' of GroupUpsample2d must be 'nearest' or 'bilinear'; got 'cubic'"):
         rp.nn.GroupUpsample2d(2, "cubic")
 
 
@@ -95,7 +95,7 @@ def test_center_crop_returns_the_center_or_refuses() -> None:
     x = torch.arange(6.0).expand(1, 1, 1, 6, 6)
     assert rp.nn.center_crop(x, 2, 4)[0, 0, 0].tolist() == [[1, 2, 3, 4]] * 2
     for size in (3, 8):
-        with pytest.raises(ValueError, match=f"cannot cut 6 × 6 px to {size} × 6 px"):
+        with pytest.raises(ValueError, match=f"cannot crop 6 × 6 px to {size} × 6 px"):
             rp.nn.center_crop(x, size, 6)
 
 
@@ -103,7 +103,7 @@ def test_concatenate_joins_channels_of_each_orientation() -> None:
     a, b = torch.randn(2, 3, 4, 5, 5), torch.randn(2, 1, 4, 5, 5)
     assert torch.equal(rp.nn.concatenate([a, b]), torch.cat([a, b], dim=1))
     for other in ((2, 1, 8, 5, 5), (2, 1, 4, 6, 5), (2, 1, 5, 5)):
-        with pytest.raises(ValueError, match="equal N, H and W; got shapes"):
+        with pytest.raises(ValueError, match="equal N, H and W; got tensors of shapes"):
             rp.nn.concatenate([a, torch.randn(other)])
 
 

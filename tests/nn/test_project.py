@@ -79,7 +79,7 @@ def test_projection_returns_the_maximum_or_the_mean_over_orientations() -> None:
     x = torch.randn(2, 3, 8, 4, 4)
     assert torch.equal(rp.nn.Project("max")(x), x.max(dim=2).values)
     torch.testing.assert_close(rp.nn.Project("mean")(x), x.mean(dim=2))
-    with pytest.raises(ValueError, match="accepts mode 'max' or 'mean' or 'attention' or 'fourier'; got 'median'"):
+    with pytest.raises(ValueError, match="must be 'max' or 'mean' or 'attention' or 'fourier'; got 'median'"):
         rp.nn.Project("median")
 
 
@@ -225,13 +225,13 @@ def test_repr_lists_the_arguments() -> None:
 
 
 def test_wrong_arguments_and_inputs_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"Project\('attention'\) has weights and requires the arguments channels\."):
+    with pytest.raises(ValueError, match=r"Project\('attention'\) has weights and requires values for channels\."):
         rp.nn.Project("attention")
-    with pytest.raises(ValueError, match="requires the arguments channels and orientations"):
+    with pytest.raises(ValueError, match="requires values for channels and orientations"):
         rp.nn.Project("fourier")
-    with pytest.raises(ValueError, match="requires the arguments orientations"):
+    with pytest.raises(ValueError, match="requires values for orientations"):
         rp.nn.Project("fourier", 4)
-    with pytest.raises(ValueError, match="needs channels as one whole number, 1 or more; got 0"):
+    with pytest.raises(ValueError, match="'channels' of Project must be a whole number, 1 or more; got 0"):
         rp.nn.Project("attention", 0)
     with pytest.raises(ValueError, match="Project was built for 4 input channels, but got 3"):
         rp.nn.Project("attention", 4)(features(8, channels=3))
@@ -286,7 +286,7 @@ def test_with_reflections_a_flip_negates_the_angles() -> None:
     assert distance(flipped_angle, -angle.flip(-1)).max() < 1e-9
     _, rotated_angle = rp.nn.orientation_field(lift(torch.rot90(x, 1, (-2, -1))), reflections=True)
     assert distance(rotated_angle, torch.rot90(angle, 1, (-2, -1)) + math.pi / 2).max() < 1e-9
-    with pytest.raises(ValueError, match="an even number of entries for reflections; got 3"):
+    with pytest.raises(ValueError, match="with reflections takes features with an even number of orientations; got 3"):
         rp.nn.orientation_field(features(3), reflections=True)
 
 

@@ -156,7 +156,7 @@ def test_the_orientation_axis_has_twice_the_entries() -> None:
     assert (conv.orientations, conv.order, conv.weight.shape) == (8, 16, (2, 4, 16, 9))
     with pytest.raises(ValueError, match=r"was built for 16 orientations \(including reflections\), but got 8"):
         conv(torch.zeros(1, 4, 8, 9, 9))
-    with pytest.raises(ValueError, match="accepts reflections False or True; got 'no'"):
+    with pytest.raises(ValueError, match=r"'reflections' of .* must be False or True; got 'no'"):
         rp.nn.LiftConv2d(3, 4, 5, 8, reflections="no")
 
 

@@ -1,6 +1,8 @@
-"""SE(2)-equivariant layers: images (B, C, H, W) are lifted to features (B, C, N, H, W) and projected back.
+"""Layers that are equivariant to rotations: lifting, group convolution, normalization, pooling and projection.
 
-N is the number of orientations. Torch's pointwise activations, such as `nn.ReLU`, apply to features unchanged.
+`LiftConv2d` lifts images (B, C, H, W) to SE(2) features (B, C, N, H, W), which have N orientations at every pixel.
+Group layers transform features, and `Project` reduces them to maps (B, C, H, W). Pointwise layers of torch, such as
+`nn.ReLU`, can be applied to features directly.
 """
 
 from rotopath.nn.conv import GroupConv2d, LiftConv2d

@@ -1,7 +1,8 @@
-"""Check the arguments and inputs of layers, and raise errors that state what was given and what was expected.
+"""Check the arguments and the inputs of layers.
 
-Checks read shapes and data types only, so that networks can be compiled and exported. `check_brightness` is the
-exception: it reads pixel values, on the CPU only.
+Each check raises ValueError with a message that states what was given and what was expected. The checks read only
+shapes and data types, so that networks can be compiled and exported. Only `check_brightness` reads pixel values, and
+only on the CPU.
 """
 
 from numbers import Integral
@@ -12,7 +13,7 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 
 from rotopath import group
 
-MAX_BRIGHTNESS = 20.0  # standardized images have far smaller values, images with values up to 255 far larger ones
+MAX_BRIGHTNESS = 20.0  # far above the values of standardized images, far below the values of images from 0 to 255
 
 
 def check_image(x: Tensor, layer: nn.Module, channels: int) -> None:
@@ -21,7 +22,7 @@ def check_image(x: Tensor, layer: nn.Module, channels: int) -> None:
     if x.ndim != 4:
         hints = {
             3: " Give a single image a batch axis: x[None].",
-            5: " These are SE(2) features already: use a Group layer, or Project them first.",
+            5: " These seem to be SE(2) features: use a Group layer such as GroupConv2d, or apply Project first.",
         }
         raise ValueError(
             f"{_name(layer)} takes images (B, C, H, W), but got a tensor of shape {_shape(x)}.{hints.get(x.ndim, '')}"
@@ -32,9 +33,10 @@ def check_image(x: Tensor, layer: nn.Module, channels: int) -> None:
 
 
 def check_brightness(x: Tensor, layer: nn.Module) -> None:
-    """Require image values from 0 to 1 rather than 0 to 255; values slightly outside the range are accepted.
+    """Require images with values from 0 to 1, and refuse values from 0 to 255.
 
-    Images on a GPU are not checked, because reading their values would wait for all pending work of the GPU.
+    Standardized images are accepted, although some of their values are negative or above 1. Images on a GPU are not
+    checked, because reading their values would wait until the GPU has finished all pending work.
     """
     if x.device.type != "cpu" or is_being_recorded():
         return
@@ -49,7 +51,7 @@ def check_brightness(x: Tensor, layer: nn.Module) -> None:
 def check_features(
     x: Tensor, layer: nn.Module | str, channels: int | None = None, orientations: int | None = None
 ) -> None:
-    """Require SE(2) features (B, C, N, H, W), with C channels and N orientations where the layer fixes them."""
+    """Require SE(2) features (B, C, N, H, W), and the given numbers of channels C and orientations N if not None."""
     _check_tensor(x, layer)
     if x.ndim != 5:
         hint = " This is an image: lift it first with LiftConv2d." if x.ndim == 4 else ""
@@ -61,12 +63,16 @@ def check_features(
     if orientations is not None and x.shape[2] != orientations:
         reflected = " (including reflections)" if getattr(layer, "reflections", False) else ""
         raise ValueError(
-            f"{_name(layer)} was built for {orientations} orientations{reflected}, but got {x.shape[2]} in {_shape(x)}."
+            f"{_name(layer)} was built for {orientations} orientations{reflected}, but got {x.shape[2]} in a tensor of "
+            f"shape {_shape(x)}; use the same number of orientations in all layers."
         )
 
 
 def check_grid(x: Tensor, layer: nn.Module, window: int, stride: int, padding: int, dilation: int = 1) -> None:
-    """Require a height and a width that the windows of a layer cover evenly, with no pixels left over at one end."""
+    """Require a height and a width that the windows of a layer cover exactly, with no pixels left over at one end.
+
+    `window`, `stride` and `padding` are in pixels.
+    """
     for size in x.shape[-2:]:
         try:
             group.output_size(size, window, stride, padding, dilation)
@@ -75,39 +81,42 @@ def check_grid(x: Tensor, layer: nn.Module, window: int, stride: int, padding: i
 
 
 def check_padding(x: Tensor, layer: nn.Module, padding: int, mode: str) -> None:
-    """Require enough pixels for padding by reflection or by wrapping around."""
+    """Require enough pixels for a padding mode that copies pixels of the image."""
     minimum = {"reflect": padding + 1, "circular": padding, "replicate": 1}[mode]
     if min(x.shape[-2:]) < minimum:
         raise ValueError(
             f"{_name(layer)} pads by {padding} px in mode {mode!r}, which needs sides of {minimum} px or more; "
-            f"got {x.shape[-2]} × {x.shape[-1]} px."
+            f"got {x.shape[-2]} × {x.shape[-1]} px. Use larger inputs or less padding."
         )
 
 
 def check_whole_number(layer: nn.Module, minimum: int = 1, **arguments: object) -> None:
-    """Require whole numbers of at least `minimum`; a pair for height and width is refused.
+    """Require that arguments are whole numbers, `minimum` or more.
 
-    A layer with different sizes for height and width is not equivariant to rotations by 90°.
+    Pairs (height, width) are refused, because a layer with two different sizes is not equivariant to rotations by 90°.
     """
     for name, value in arguments.items():
         if not isinstance(value, Integral) or value < minimum:
             same = ", the same for height and width" if isinstance(value, tuple | list) else ""
             raise ValueError(
-                f"{_name(layer)} needs {name} as one whole number, {minimum} or more{same}; got {value!r}."
+                f"The argument {name!r} of {_name(layer)} must be a whole number, {minimum} or more{same}; "
+                f"got {value!r}."
             )
 
 
 def check_choice(layer: nn.Module, options: tuple[object, ...], **arguments: object) -> None:
-    """Require that arguments are among the options."""
+    """Require that each argument is one of the options."""
     for name, value in arguments.items():
         if value not in options:
-            raise ValueError(f"{_name(layer)} accepts {name} {' or '.join(map(repr, options))}; got {value!r}.")
+            raise ValueError(
+                f"The argument {name!r} of {_name(layer)} must be {' or '.join(map(repr, options))}; got {value!r}."
+            )
 
 
 def is_being_recorded() -> bool:
-    """Return whether torch is compiling, tracing or transforming (torch.func) the running code.
+    """Return whether torch is compiling, tracing or transforming (torch.func) the code that is running.
 
-    Tensors may then have no values, and the fast paths of layers must not be used.
+    If so, tensors may have shapes but no values, and layers must compute with torch's own operations only.
     """
     recorded: bool = (
         torch.compiler.is_compiling()
@@ -119,17 +128,18 @@ def is_being_recorded() -> bool:
 
 def _check_tensor(x: object, layer: nn.Module | str) -> None:
     if not isinstance(x, Tensor):
-        raise ValueError(f"{_name(layer)} takes a torch.Tensor, but got {type(x).__name__}; convert it first.")
+        raise ValueError(f"{_name(layer)} takes a torch.Tensor, but got {type(x).__name__}; use torch.as_tensor.")
     if not x.is_floating_point():
         raise ValueError(
-            f"{_name(layer)} takes floating point numbers, but got {x.dtype}; convert first, bytes by x.float() / 255."
+            f"{_name(layer)} takes floating point numbers, but got {x.dtype}; convert bytes by x.float() / 255."
         )
 
 
 def _check_channels(x: Tensor, layer: nn.Module | str, channels: int, hint: str = "") -> None:
     if x.shape[1] != channels:
         raise ValueError(
-            f"{_name(layer)} was built for {channels} input channels, but got {x.shape[1]} in {_shape(x)}.{hint}"
+            f"{_name(layer)} was built for {channels} input channels, but got {x.shape[1]} in a tensor of shape "
+            f"{_shape(x)}.{hint}"
         )
 
 

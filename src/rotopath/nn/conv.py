@@ -1,4 +1,8 @@
-"""Lifting and group convolution: rotated copies of learned base weights, applied as one ordinary convolution."""
+"""Lifting and group convolution.
+
+Both layers rotate their learned kernels to N orientations and apply all copies in one ordinary convolution.
+`rotopath.group.kernel_families` computes the rotated kernels from the learned base weights.
+"""
 
 import math
 from collections.abc import Callable
@@ -15,15 +19,15 @@ from rotopath.nn import triton
 from rotopath.nn.checks import check_choice, check_features, check_grid, check_image, check_padding, check_whole_number
 
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
-LOCAL_CORRELATION = 0.95  # of neighboring pixels under a kernel, as measured by benchmarks/initialisation.py
+LOCAL_CORRELATION = 0.95  # between neighboring pixels under a kernel; measured by benchmarks/initialisation.py
 
 
 class MappedModule(nn.Module):
-    """A layer with constant maps, such as the one that rotates kernels: buffers that are computed and never saved.
+    """Layer with constant matrices (*maps*), such as the matrix that rotates kernels.
 
-    Maps follow the device and data type of the weights. They are computed anew when either changes, since casting a
-    map would keep the rounding of its former data type. Otherwise they stay at the same memory address, because CUDA
-    graphs recorded before read them there.
+    Maps are buffers on the device and in the data type of the weights. They are not saved. When the device or the data
+    type of the weights changes, maps are computed again: casting a map would keep the rounding errors of the old data
+    type. Otherwise maps keep their memory address, because recorded CUDA graphs read from that address.
     """
 
     def __init__(self) -> None:
@@ -31,7 +35,7 @@ class MappedModule(nn.Module):
         self._makers: dict[str, Callable[[], Tensor]] = {}
 
     def register_map(self, name: str, make: Callable[[], Tensor]) -> None:
-        """Register a map; `make` returns it on the CPU in float64. The weights must have been created before."""
+        """Register the map returned by `make`, in float64 on the CPU. Create the weights of the layer first."""
         self._makers[name] = make
         self.register_buffer(name, self._make(name), persistent=False)
 
@@ -42,16 +46,16 @@ class MappedModule(nn.Module):
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)  # may assign weights of another device or data type
+        super()._load_from_state_dict(*args, **kwargs)  # may replace the device or data type of the weights
         self._update_maps(self._maps())
 
     def _maps(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self._makers}
 
     def _update_maps(self, maps: dict[str, Tensor]) -> None:
-        """Keep the maps that still match the weights in device and data type, and compute the others anew."""
+        """Keep maps with the device and data type of the weights, and compute all other maps again."""
         for name, current in maps.items():
-            weight = self._weight()  # a layer without maps may have no weights
+            weight = self._weight()  # inside the loop, because a layer without maps may have no weights
             matches = (current.device, current.dtype) == (weight.device, weight.dtype)
             setattr(self, name, current if matches else self._make(name))
 
@@ -60,13 +64,13 @@ class MappedModule(nn.Module):
             return self._makers[name]().to(self._weight())
 
     def _weight(self) -> Tensor:
-        """Return any parameter, or a buffer that is no map if all parameters were turned into buffers."""
+        """Return any parameter. If all parameters were converted to buffers, return any buffer that is not a map."""
         buffers = (buffer for name, buffer in self.named_buffers() if name not in self._makers)
         return next(chain(self.parameters(), buffers))
 
 
 class _RotatedConv2d(MappedModule):
-    """Common base of lifting and group convolution: arguments, initialization, rotation and convolution."""
+    """Base class of lifting and group convolution: arguments, initialization, rotated kernels and convolution."""
 
     _reads_orientations: ClassVar[bool]  # whether the input has an orientation axis
     weight: nn.Parameter
@@ -98,8 +102,8 @@ class _RotatedConv2d(MappedModule):
         check_choice(self, (False, True), reflections=reflections)
         if in_channels % groups or out_channels % groups:
             raise ValueError(
-                f"{type(self).__name__} needs numbers of channels that are multiples of groups; "
-                f"got {in_channels} in, {out_channels} out, {groups} groups."
+                f"The numbers of channels of {type(self).__name__} must be multiples of the number of groups; "
+                f"got {in_channels} input channels, {out_channels} output channels and {groups} groups."
             )
         self.in_channels = in_channels
         self.out_channels = out_channels
@@ -123,9 +127,11 @@ class _RotatedConv2d(MappedModule):
         self.reset_parameters()
 
     def kernels(self) -> Tensor:
-        """Return the rotated kernels (C'·N, C, k, k), or (C'·N, C·N, k, k) of a group convolution.
+        """Return the weight of the equivalent `torch.nn.Conv2d`: all kernels at all orientations.
 
-        They are the weight of the equivalent `torch.nn.Conv2d` on images (B, C, H, W) or features (B, C·N, H, W).
+        For lifting, the shape is (C'·N, C, k, k) and the equivalent layer convolves images (B, C, H, W). For group
+        convolution, it is (C'·N, C·N, k, k) and the equivalent layer convolves features (B, C·N, H, W). C and C' are
+        the input and output channels, k is the kernel size. With groups, C is the number of channels of one group.
         """
         rotation = self.rotation.to(self.weight)
         if self._reads_orientations:
@@ -133,7 +139,11 @@ class _RotatedConv2d(MappedModule):
         return group.lift_kernels(self.weight, rotation)
 
     def reset_parameters(self) -> None:
-        """Initialize by He's rule; the fan-in counts the channels of a group, orientations, and taps on the disc."""
+        """Draw random weights by He's rule, and set the bias to 0.
+
+        The fan-in is the number of input channels of a group, times the input orientations, times the effective number
+        of taps of a kernel (`group.effective_taps`).
+        """
         taps = group.effective_taps(self.kernel_size, self.orientations, LOCAL_CORRELATION, self.kernel)
         fan_in = math.prod(self.weight.shape[1:-1]) * taps
         nn.init.normal_(self.weight, std=math.sqrt(2 / fan_in))
@@ -158,12 +168,14 @@ class _RotatedConv2d(MappedModule):
         return ", ".join(parts if self.bias is not None else [*parts, "bias=False"])
 
     def _padding_px(self, padding: int | str, kernel_size: int, stride: int, dilation: int) -> int:
-        """Return the pixels to pad on each side."""
+        """Return the number of pixels to pad at each border, given a number, "same" or "valid"."""
         if padding == "valid":
             return 0
         if padding == "same":
             if stride > 1:
-                raise ValueError(f"{type(self).__name__} pads 'same' at stride 1 only; got stride {stride}.")
+                raise ValueError(
+                    f"{type(self).__name__} accepts padding 'same' at stride 1 only; got stride {stride}. Use a number."
+                )
             return dilation * (kernel_size - 1) // 2
         if isinstance(padding, str):
             check_choice(self, ("same", "valid"), padding=padding)
@@ -171,7 +183,7 @@ class _RotatedConv2d(MappedModule):
         return int(padding)
 
     def _convolve(self, x: Tensor) -> Tensor:
-        """Convolve (B, C, H, W), or (B, C·N, H, W) for features, to (B, C', N, H', W')."""
+        """Convolve images (B, C, H, W) or flattened features (B, C·N, H, W) to features (B, C', N, H', W')."""
         check_grid(x, self, self.kernel_size, self.stride, self.padding, self.dilation)
         kernels = self.kernels_for(x)
         bias = self.bias if self.bias is None else self.bias.repeat_interleave(self.order)
@@ -185,9 +197,9 @@ class _RotatedConv2d(MappedModule):
         return torch.unflatten(y, 1, (self.out_channels, self.order))
 
     def kernels_for(self, x: Tensor) -> Tensor:
-        """Return the rotated kernels for a convolution of x, on a GPU already in the data type of the convolution.
+        """Return the rotated kernels for a convolution of x. The Triton kernel also casts them to its data type.
 
-        The rotation itself never runs under autocast, so that interpolation does not lose precision.
+        Rotation does not run under autocast, so that interpolation does not lose precision.
         """
         can_rotate = triton.can_run_on(x) and triton.can_rotate(x, self.weight, self.kernel_size)
         if can_rotate and not self._overrides_kernels():
@@ -207,13 +219,13 @@ class _RotatedConv2d(MappedModule):
 
 
 class LiftConv2d(_RotatedConv2d):
-    """Lift images to SE(2) features: correlate them with N rotated copies of each kernel.
+    """Lift images to SE(2) features: correlate the images with N rotated copies of each kernel.
 
-    Takes the arguments of `torch.nn.Conv2d`, each a single number, and the number of orientations N. `kernel` selects
-    the family of kernels. With `reflections`, mirrored kernels follow the rotated ones, and the orientation axis has
-    2N entries.
+    (B, C, H, W) → (B, C', N, H', W') with C' = `out_channels` and N = `orientations`. The arguments are those of
+    `torch.nn.Conv2d`, but each size is one number for height and width. `kernel` selects the family of kernels. With
+    `reflections`, the orientation axis has 2N entries: N for rotated kernels, then N for mirrored and rotated kernels.
 
-    (k ⋆ f)(x, θ) = Σ_c Σ_x' k_c(R_θ⁻¹(x' - x)) f_c(x'), with (B, C, H, W) → (B, C', N, H', W').
+    At position x and angle θ, the response is (k ⋆ f)(x, θ) = Σ_c Σ_x' k_c(R_θ⁻¹(x' - x)) f_c(x').
 
     >>> lift = rp.nn.LiftConv2d(3, 8, kernel_size=5, orientations=4)
     >>> lift(torch.zeros(2, 3, 68, 68)).shape
@@ -234,13 +246,13 @@ class LiftConv2d(_RotatedConv2d):
 
 
 class GroupConv2d(_RotatedConv2d):
-    """Convolve SE(2) features: correlate them with kernels that are rotated and shifted along θ.
+    """Convolve SE(2) features: correlate the features with kernels that are rotated and shifted along θ.
 
-    Takes the arguments of `torch.nn.Conv2d`, each a single number, and the number of orientations N. `kernel` selects
-    the family of kernels. With `reflections`, mirrored kernels follow the rotated ones, and the orientation axis has
-    2N entries.
+    (B, C, N, H, W) → (B, C', N, H', W') with C' = `out_channels` and N = `orientations`. The arguments are those of
+    `torch.nn.Conv2d`, but each size is one number for height and width. `kernel` selects the family of kernels. With
+    `reflections`, the orientation axis has 2N entries: N for rotated kernels, then N for mirrored and rotated kernels.
 
-    (K ⋆ F)(x, θ) = Σ_c Σ_x' Σ_θ' K_c(R_θ⁻¹(x' - x), θ' - θ) F_c(x', θ'), with (B, C, N, H, W) → (B, C', N, H', W').
+    At position x and angle θ, the response is (K ⋆ F)(x, θ) = Σ_c Σ_x' Σ_θ' K_c(R_θ⁻¹(x' - x), θ' - θ) F_c(x', θ').
 
     >>> conv = rp.nn.GroupConv2d(8, 16, kernel_size=5, orientations=4)
     >>> conv(torch.zeros(2, 8, 4, 32, 32)).shape

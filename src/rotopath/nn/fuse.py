@@ -1,21 +1,19 @@
 """Run a convolution, batch norm, ReLU and a pool in few passes over memory, on CPU and GPU.
 
-`run_stage` takes the layers and their input and returns what the layers return one after another, up to rounding. It
-uses the first of these paths that supports the input and the layers:
+The result of `run_stage` equals that of calling the layers one after another, up to rounding. The table lists the fused
+paths. `run_stage` uses the first path that supports the layers and their input; if there is none, it calls the layers.
 
-| path | device | mode | data type | condition |
+| fused layers | device | used in | data type | condition |
 |---|---|---|---|---|
-| lifting with few taps, batch norm, ReLU, pool | GPU | training, evaluation* | half | `can_fuse_lift` |
-| batch norm, ReLU, pool | GPU | training, evaluation* | half, float32 | `can_fuse_norm` |
+| lifting, batch norm, ReLU, pool | GPU | training, evaluation without gradients | half | `can_fuse_lift` |
+| batch norm, ReLU, pool | GPU | training, evaluation without gradients | half, float32 | `can_fuse_norm` |
 | batch norm, ReLU, max pool | CPU | training | float32, float64 | `can_fuse_norm` |
 | blurred root-mean-square pool alone | GPU | training, evaluation | half, float32 | `run_pool` |
-| the layers one after another | any | any | any | otherwise |
 
-* without gradients. The first three paths include the pool if it passes `can_fuse_pool`. Features must be
-channels-last. Layers with hooks, replaced layers, torch.compile, torch.func and exports always use the layers one after
-another.
+A pool is fused with the layers before it if `can_fuse_pool` returns True. Features must be channels-last. Layers with
+hooks and subclasses of the layers are never fused, nor are layers under torch.compile, torch.func or an export.
 
-The GPU kernels are in `rotopath.nn.triton`, which lists their conditions; the CPU code is in `rotopath.nn.norm`.
+The GPU kernels and their conditions are in `rotopath.nn.triton`, the CPU code is in `rotopath.nn.norm`.
 """
 
 from torch import Tensor, nn
@@ -27,11 +25,11 @@ from rotopath.nn.conv import LiftConv2d
 from rotopath.nn.norm import GroupBatchNorm2d, can_normalize_on_cpu, norm_relu_pool_on_cpu
 from rotopath.nn.pool import GroupAvgPool2d, GroupMaxPool2d
 
-MAX_POOL_SIZE = 11  # largest pool whose argmax fits in int8
+MAX_POOL_SIZE = 11  # px; the positions 0 … 120 in a window of 11 × 11 px fit in int8
 
 
 def run_stage(x: Tensor, conv: nn.Module, norm: nn.Module, relu: nn.Module, pool: nn.Module | None = None) -> Tensor:
-    """Apply a convolution, batch norm, ReLU and optionally a pool, in as few passes as possible."""
+    """Apply a convolution, batch norm, ReLU and, if given, a pool, in as few passes over memory as possible."""
     if can_fuse_lift(x, conv, norm, relu):
         fused_pool = _select_fusible(x, pool)
         x = lift_norm_relu_pool(x, conv, norm, fused_pool)
@@ -45,7 +43,7 @@ def run_stage(x: Tensor, conv: nn.Module, norm: nn.Module, relu: nn.Module, pool
 
 
 def run_pool(x: Tensor, pool: nn.Module) -> Tensor:
-    """Apply a pool to features, on a GPU in one pass if it is a blurred root mean square."""
+    """Apply a pool to features (B, C, N, H, W), in one pass over memory for a root-mean-square pool on a GPU."""
     if triton.can_run_on(x) and triton.has_supported_layout(x) and _is_blurred_rms(pool):
         from rotopath.nn.triton import blur_pool
 
@@ -73,18 +71,25 @@ def can_fuse_norm(x: Tensor, norm: nn.Module, relu: nn.Module) -> bool:
     if not _are_norm_and_relu(norm, relu):
         return False
     assert isinstance(norm, GroupBatchNorm2d)
-    # In evaluation, x may be the placeholder with which `freeze` follows the network, so only its type is read.
+    # In evaluation, x may be the placeholder with which `freeze` traces the network, so only the type of x is read.
     on_cpu = norm.training and can_normalize_on_cpu(x, norm)
     return on_cpu or (triton.can_run_on(x) and triton.can_normalize(x, norm))
 
 
 def can_fuse_pool(x: Tensor, pool: nn.Module) -> bool:
-    """Return whether the fused paths can include a pool: a plain maximum or, on a GPU, a blurred root mean square."""
+    """Return whether a pool can be fused: a max pool without blur or, on a GPU, a root-mean-square pool.
+
+    The stride of the pool must equal its window, and the pool must have no padding. Large windows of a max pool and
+    long blurs are not supported.
+    """
     return _is_plain_max(pool) or (x.is_cuda and _is_blurred_rms(pool))
 
 
 def lift_norm_relu_pool(x: Tensor, lift: nn.Module, norm: nn.Module, pool: nn.Module | None = None) -> Tensor:
-    """Apply lifting, batch norm, ReLU, and a pool that passes `can_fuse_pool`, in one pass on a GPU."""
+    """Apply lifting, batch norm, ReLU and a pool to images (B, C, H, W) in few passes on a GPU.
+
+    Call this only if `can_fuse_lift` and, for a pool, `can_fuse_pool` return True.
+    """
     assert isinstance(lift, LiftConv2d)
     assert isinstance(norm, GroupBatchNorm2d)
     from rotopath.nn.triton import blur_pool
@@ -101,7 +106,10 @@ def lift_norm_relu_pool(x: Tensor, lift: nn.Module, norm: nn.Module, pool: nn.Mo
 
 
 def norm_relu_pool(x: Tensor, norm: nn.Module, pool: nn.Module | None = None) -> Tensor:
-    """Apply batch norm, ReLU, and a pool that passes `can_fuse_pool`, in few passes on CPU or GPU."""
+    """Apply batch norm, ReLU and a pool to features (B, C, N, H, W) in few passes on CPU or GPU.
+
+    Call this only if `can_fuse_norm` and, for a pool, `can_fuse_pool` return True.
+    """
     assert isinstance(norm, GroupBatchNorm2d)
     assert pool is None or isinstance(pool, GroupMaxPool2d | GroupAvgPool2d)
     size = 1 if pool is None else pool.size
@@ -144,11 +152,13 @@ def _is_blurred_rms(pool: nn.Module) -> bool:
 
 def _check_divisible(size: int, height: int, width: int) -> None:
     if height % size or width % size:
-        raise ValueError(f"Windows of {size} px do not cover features of {height} × {width} px evenly.")
+        raise ValueError(
+            f"Windows of {size} px do not cover features of {height} × {width} px evenly; use multiples of {size} px."
+        )
 
 
 def _has_hooks(*layers: nn.Module) -> bool:
-    """Return whether hooks read the inputs or outputs of these layers, or of all modules."""
+    """Return whether these layers have hooks, or torch has hooks for all modules."""
     return bool(_has_any_global_hook()) or any(  # type: ignore[no-untyped-call]
         layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
         for layer in layers

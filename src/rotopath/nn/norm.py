@@ -1,7 +1,8 @@
-"""Normalization with statistics and weights shared over orientations, and dropout of whole channels.
+"""Normalization layers for features (B, C, N, H, W), and dropout of whole channels.
 
-`GroupBatchNorm2d` is equivalent to `torch.nn.BatchNorm3d`. In training on the CPU, `norm_relu_pool_on_cpu` computes it,
-with ReLU and max pooling if they follow, in few passes over memory.
+The N orientations of a channel share their statistics and weights, so that the layers are equivariant.
+`GroupBatchNorm2d` computes the same as `torch.nn.BatchNorm3d`. In training on the CPU, it uses the faster
+`norm_relu_pool_on_cpu`, which also computes a following ReLU and max pool in few passes over memory.
 """
 
 from typing import Any
@@ -17,9 +18,9 @@ CPU_DTYPES = (torch.float32, torch.float64)
 
 
 class GroupBatchNorm2d(nn.BatchNorm3d):
-    """Batch norm with one mean and variance per channel, over batch, positions and orientations.
+    """Batch norm with one mean and variance per channel, over batch, orientations and positions.
 
-    y = γ_c (x - E[x_c]) / √(Var[x_c] + ε) + β_c, with (B, C, N, H, W) → (B, C, N, H, W).
+    (B, C, N, H, W) → (B, C, N, H, W). For channel c, y = γ_c (x - E[x_c]) / √(Var[x_c] + ε) + β_c.
 
     >>> norm = rp.nn.GroupBatchNorm2d(8)
     >>> norm(torch.randn(2, 8, 4, 16, 16)).shape
@@ -44,17 +45,17 @@ class GroupBatchNorm2d(nn.BatchNorm3d):
             return norm_relu_pool_on_cpu(input, self, relu=False)
         if input.is_cuda:
             return super().forward(input)
-        # On the CPU, torch's batch norm is fastest on contiguous memory. Channels-last features are contiguous as
-        # (B·H·W, C, N), with every position as one sample.
+        # On the CPU, torch's batch norm is fastest on contiguous tensors. Channels-last features are contiguous if each
+        # position counts as one sample: (B·H·W, C, N).
         rows = input.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N)
         normalized = super().forward(rows.reshape(-1, *rows.shape[3:], 1, 1))  # (B·H·W, C, N, 1, 1)
         return normalized.view(rows.shape).permute(0, 3, 4, 1, 2)
 
 
 class GroupNorm2d(nn.GroupNorm):
-    """Group norm: normalize each sample over groups of channels, all orientations and all positions.
+    """Group norm: normalize each group of channels of a sample over its channels, orientations and positions.
 
-    With groups=1 it is a layer norm over the whole sample. (B, C, N, H, W) → (B, C, N, H, W).
+    (B, C, N, H, W) → (B, C, N, H, W). With groups=1, the whole sample is normalized together.
 
     >>> norm = rp.nn.GroupNorm2d(2, 8)
     >>> norm(torch.randn(2, 8, 4, 16, 16)).shape
@@ -80,7 +81,7 @@ class GroupNorm2d(nn.GroupNorm):
 class GroupLayerNorm2d(nn.Module):
     """Layer norm: normalize each position of each sample over channels and orientations.
 
-    Scale and shift are learned per channel. (B, C, N, H, W) → (B, C, N, H, W).
+    (B, C, N, H, W) → (B, C, N, H, W). Each channel learns a scale and a shift.
 
     >>> norm = rp.nn.GroupLayerNorm2d(8)
     >>> norm(torch.randn(2, 8, 4, 16, 16)).shape
@@ -112,7 +113,7 @@ class GroupLayerNorm2d(nn.Module):
 
 
 class GroupDropout2d(nn.Dropout3d):
-    """Dropout of whole channels: zero a channel of a sample at all orientations and positions, with probability p.
+    """Dropout of whole channels: with probability p, set a channel of a sample to 0 at all orientations and positions.
 
     >>> drop = rp.nn.GroupDropout2d(0.5)
     >>> drop(torch.ones(2, 8, 4, 16, 16)).shape
@@ -124,12 +125,17 @@ class GroupDropout2d(nn.Dropout3d):
         return super().forward(input)
 
 
-# Batch norm, ReLU and max pooling on the CPU, in training. Allocating memory dominates the time, so the forward pass
-# allocates the output only, and the backward pass the gradient of the features only.
+# Batch norm, ReLU and max pooling on the CPU, in training. Most of the time is spent on allocating memory. So the only
+# large array that the forward pass allocates is the output, and that of the backward pass is the gradient of the input.
+#
+# Arrays: `x` is the input (B, C, N, H, W), `maps` a view of it as (B, C·N, H, W), whose C·N maps are called columns.
+# `y` is the output, `dy` and `dx` are the gradients of the loss with respect to output and input. `weight`, `bias`,
+# `mean`, `variance` and `inverse_std` = 1 / √(variance + ε) have one value per channel (C,). `pool` is the side of the
+# pooling windows in pixels.
 
 
 def can_normalize_on_cpu(x: Tensor, norm: nn.BatchNorm3d) -> bool:
-    """Return whether `norm_relu_pool_on_cpu` can process these features with this batch norm; otherwise use torch's."""
+    """Return whether `norm_relu_pool_on_cpu` can apply this batch norm to features x (B, C, N, H, W)."""
     return (
         not is_being_recorded()
         and norm.training
@@ -139,25 +145,26 @@ def can_normalize_on_cpu(x: Tensor, norm: nn.BatchNorm3d) -> bool:
         and x.device.type == "cpu"
         and x.dtype in CPU_DTYPES
         and x.dtype == norm.weight.dtype
-        and x.numel() > norm.num_features  # a single value per channel has no variance; torch raises the error
+        and x.numel() > norm.num_features  # a single value per channel has no variance; torch's layer raises the error
         and x.permute(0, 3, 4, 1, 2).is_contiguous()
         and not any(has_tangent(tensor) for tensor in (x, norm.weight, norm.bias))
     )
 
 
 def norm_relu_pool_on_cpu(x: Tensor, norm: nn.BatchNorm3d, relu: bool = True, pool: int = 1) -> Tensor:
-    """Apply batch norm with the statistics of the batch, optionally ReLU, and max pooling with windows of pool × pool.
+    """Apply batch norm, ReLU if `relu`, and max pooling over windows of pool × pool pixels, in training on the CPU.
 
-    Takes channels-last features (B, C, N, H, W) and updates the running statistics of the batch norm.
+    Takes channels-last features (B, C, N, H, W), and updates the running statistics of the batch norm.
     """
     y: Tensor = _NormReluPoolOnCpu.apply(x, norm.weight, norm.bias, norm, relu, pool)  # type: ignore[no-untyped-call]
     return y
 
 
 class _NormReluPoolOnCpu(torch.autograd.Function):
-    """Pool before normalizing: batch norm is monotonic in each channel, so it keeps the position of the maximum.
+    """Autograd function of `norm_relu_pool_on_cpu`, which pools first and normalizes only the pooled values.
 
-    In channels with a negative weight, batch norm is decreasing, and the position of the minimum is used instead.
+    The result is the same, because batch norm is monotonic in each channel. Where the weight of a channel is negative,
+    batch norm reverses the order of values, so the minimum of each window is selected instead of the maximum.
     """
 
     @staticmethod
@@ -187,7 +194,7 @@ class _NormReluPoolOnCpu(torch.autograd.Function):
         dy = gradients[0].flatten(1, 2).contiguous(memory_format=torch.channels_last)
         if ctx.relu:
             dy = torch.ops.aten.threshold_backward(dy, y.flatten(1, 2), 0)
-        # Torch's backward pass of batch norm, for every column (C·N), returns the gradients of weight and bias only.
+        # Torch's backward pass of batch norm is called for C·N columns, only for the gradients of weight and bias.
         statistics = (
             weight.repeat_interleave(n),
             None,
@@ -197,7 +204,8 @@ class _NormReluPoolOnCpu(torch.autograd.Function):
         )
         sums = torch.ops.aten.native_batch_norm_backward(dy, pooled, *statistics, True, ctx.eps, [False, True, True])
         d_weight, d_bias = (torch.unflatten(column, 0, (-1, n)).sum(dim=1) for column in sums[1:])
-        # dx = scale · dy at the maxima, plus slope · x + offset everywhere for the mean and variance of the batch.
+        # dx is scale · dy at the positions of the maxima, plus slope · x + offset at all positions. The second part
+        # exists because the mean and the variance of the batch depend on x.
         scale, count = weight * inverse_std, x.numel() // len(mean)
         slope = -scale * inverse_std * d_weight / count
         offset = -scale * d_bias / count - slope * mean
@@ -213,7 +221,7 @@ class _NormReluPoolOnCpu(torch.autograd.Function):
 
 
 def _empty_features(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Allocate channels-last features (B, C, N, H, W) that are no view, so that a ReLU in place needs no copy."""
+    """Allocate channels-last features (B, C, N, H, W), not as a view of another tensor: in-place ReLU would copy it."""
     _, channels, n, height, width = shape
     columns = channels * n
     strides = (height * width * columns, n, 1, width * columns, columns)
@@ -221,7 +229,7 @@ def _empty_features(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _compute_statistics(maps: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Return mean and variance (C,) of channels, from the statistics of the N columns of each channel."""
+    """Return the mean and the variance (C,) of each channel, combined from the statistics of its N columns."""
     columns = torch.batch_norm_update_stats(maps, None, None, 0.0)
     means, variances = (torch.unflatten(column, 0, (-1, n)) for column in columns)
     between, mean = torch.var_mean(means, dim=1, correction=0)
@@ -238,7 +246,7 @@ def _update_running_statistics(norm: nn.BatchNorm3d, mean: Tensor, variance: Ten
 
 
 def _pool_extremes(maps: Tensor, weight: Tensor, pool: int) -> tuple[Tensor, Tensor]:
-    """Return the maximum of each window, or the minimum where the weight of a column is negative, and its position."""
+    """Return the maximum of each window and its position; the minimum in columns with a negative weight (C·N,)."""
     if not bool((weight < 0).any()):
         pooled, argmax = F.max_pool2d(maps, pool, return_indices=True)
         return pooled, argmax
@@ -248,14 +256,14 @@ def _pool_extremes(maps: Tensor, weight: Tensor, pool: int) -> tuple[Tensor, Ten
 
 
 def _per_column(channels: Tensor, n: int) -> Tensor:
-    """Repeat values (C,) for the N columns of each channel: (1, C·N, 1, 1)."""
+    """Repeat values (C,) for the N columns of each channel, and return them as (1, C·N, 1, 1)."""
     return channels.repeat_interleave(n).view(1, -1, 1, 1)
 
 
 def _differentiable_gradients(
     ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Return the same gradients, computed by torch's own layers, which can be differentiated again."""
+    """Return the gradients of x, weight and bias, computed by torch's own layers so that they are differentiable."""
     y = F.batch_norm(x, None, None, weight, bias, training=True, eps=ctx.eps)
     pooled = F.max_pool2d((y.relu() if ctx.relu else y).flatten(1, 2), ctx.pool)
     y = torch.unflatten(pooled, 1, x.shape[1:3])

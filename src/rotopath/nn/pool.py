@@ -1,11 +1,12 @@
-"""Layers and functions that change height and width: pooling, smoothing, upsampling, cropping, padding, joining.
+"""Pooling, smoothing, upsampling, cropping and padding of images and features, and concatenation along channels.
 
-Sizes that cannot be covered evenly are refused rather than cropped at one end, because a rotation would then drop other
-pixels, and the network would not be equivariant.
+All layers refuse sizes that their windows do not cover exactly. Cropping the surplus pixels at one end would not be
+equivariant: after a rotation, other pixels would be cropped.
 
-Plain pooling with a stride keeps values that depend on the pixel grid, which is exact for rotations by multiples of 90°
-only. With `blur`, windows are placed at every pixel, and the results are smoothed by a binomial filter of that many
-taps before subsampling. At the borders of a map, the taps inside the map are renormalized.
+Plain pooling with a stride is exact only for rotations by multiples of 90°, because its windows are tied to the pixel
+grid. The argument `blur` of a pool reduces the error for other angles: it places a window at every pixel, smooths the
+results with a binomial filter of `blur` taps along each axis, and then subsamples. At the borders of a map, the filter
+uses only the taps inside the map, and their weights are rescaled to sum to 1.
 """
 
 import math
@@ -18,11 +19,11 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from rotopath.nn.checks import check_choice, check_features, check_grid, check_whole_number
 
-SQRT_EPS = 1e-6  # added to a mean square before its root is taken, so that the gradient at 0 is finite
+SQRT_EPS = 1e-6  # added to a mean square before taking the square root, so that the gradient at 0 is finite
 
 
 class _GroupPool2d(nn.Module):
-    """Common base of the pools: window, stride, padding and blur."""
+    """Base class of the pools: checks the window, stride, padding and blur, and blurs results."""
 
     taps: Tensor
 
@@ -33,10 +34,11 @@ class _GroupPool2d(nn.Module):
         check_whole_number(self, minimum=0, padding=padding)
         if padding > size // 2:
             raise ValueError(
-                f"{type(self).__name__} pads by at most half its window; got {padding} for a window of {size}."
+                f"The padding of {type(self).__name__} must be at most half its window; got a padding of {padding} px "
+                f"for a window of {size} px."
             )
         if blur % 2 == 0:
-            raise ValueError(f"{type(self).__name__} needs an odd number of taps to blur; got {blur}.")
+            raise ValueError(f"The argument 'blur' of {type(self).__name__} must be an odd number; got {blur}.")
         self.size = size
         self.stride = stride
         self.padding = padding
@@ -64,9 +66,10 @@ class _GroupPool2d(nn.Module):
 
 
 class GroupMaxPool2d(_GroupPool2d):
-    """Max pooling of each orientation's map. (B, C, N, H, W) → (B, C, N, H/s, W/s).
+    """Max pooling over windows of size × size pixels. (B, C, N, H, W) → (B, C, N, H/s, W/s) for the stride s.
 
-    With `blur`, maxima are computed at every pixel and blurred by that many taps before subsampling.
+    The default stride is `size`. With `blur`, the maxima are computed at every pixel, smoothed with a binomial filter
+    of `blur` × `blur` taps, and then subsampled.
 
     >>> pool = rp.nn.GroupMaxPool2d(2)
     >>> pool(torch.zeros(1, 8, 4, 64, 64)).shape
@@ -79,10 +82,11 @@ class GroupMaxPool2d(_GroupPool2d):
 
 
 class GroupAvgPool2d(_GroupPool2d):
-    """Average pooling of each orientation's map. (B, C, N, H, W) → (B, C, N, H/s, W/s).
+    """Average pooling over windows of size × size pixels. (B, C, N, H, W) → (B, C, N, H/s, W/s) for the stride s.
 
-    With `power=2` it is the root of the mean square, which favors high values like a maximum, but smoothly. With
-    `blur`, means are computed at every pixel and blurred by that many taps before subsampling.
+    The default stride is `size`. With `power=2`, the result is the root mean square instead of the mean, a smooth
+    function that favors high values. With `blur`, the means are computed at every pixel, smoothed with a binomial
+    filter of `blur` × `blur` taps, and then subsampled.
 
     >>> pool = rp.nn.GroupAvgPool2d(2, blur=3, power=2)
     >>> pool(torch.zeros(1, 8, 4, 64, 64)).shape
@@ -108,12 +112,12 @@ class GroupAvgPool2d(_GroupPool2d):
 
 
 class Smooth2d(nn.Module):
-    """Smooth images, to remove the finest detail, which a pixel grid holds in some directions only.
+    """Smooth images to remove the finest detail, which a pixel grid can represent in some directions only.
 
-    (B, C, H, W) → (B, C, H, W). Borders are replicated. Waves with a period of four pixels keep about three quarters of
-    their amplitude in every direction. Waves with a period of two pixels along an axis are removed, so that kernels
-    cannot learn to amplify them again. Where a filter with taps 1 2 1 along both axes would keep the fraction b of the
-    amplitude, this filter keeps 1 - (1 - b)².
+    (B, C, H, W) → (B, C, H, W). The image is padded with copies of its border pixels. Waves with a period of four
+    pixels keep about three quarters of their amplitude in every direction. Waves with a period of two pixels along an
+    axis are removed completely, so that later kernels cannot amplify them. The frequency response is 1 - (1 - b)²,
+    where b is the response of the binomial filter with taps 1 2 1 along both axes.
 
     >>> stripes = torch.tensor([0.0, 1.0]).repeat(4).expand(1, 1, 8, 8)
     >>> rp.nn.Smooth2d()(stripes)[0, 0, 4]
@@ -141,7 +145,7 @@ class Smooth2d(nn.Module):
 
 
 class GroupUpsample2d(nn.Module):
-    """Upsample each orientation's map by a whole factor. (B, C, N, H, W) → (B, C, N, sH, sW).
+    """Upsample height and width by the whole number s = `scale`. (B, C, N, H, W) → (B, C, N, s·H, s·W).
 
     >>> up = rp.nn.GroupUpsample2d(2, mode="bilinear")
     >>> up(torch.zeros(1, 8, 4, 16, 16)).shape
@@ -164,7 +168,8 @@ class GroupUpsample2d(nn.Module):
         return f"{self.scale}, mode={self.mode!r}"
 
 
-# The functions below dispatch by has_torch_function as torch's own functions do. So torch.fx records each as one step.
+# The functions below call handle_torch_function, as torch's own functions do, so that torch.fx records each of them as
+# one operation.
 
 
 def resize(
@@ -174,10 +179,10 @@ def resize(
     mode: str = "nearest",
     align_corners: bool | None = None,
 ) -> Tensor:
-    """Resize images (B, C, H, W) or features (B, C, N, H, W) as `torch.nn.functional.interpolate` does.
+    """Resize images (B, C, H, W) or features (B, C, N, H, W) with `torch.nn.functional.interpolate`.
 
-    With mode "nearest" only whole multiples of the size are accepted: for others, the nearest neighbors counted from
-    one end differ from those counted from the other end, and the result is not equivariant.
+    In mode "nearest", raises ValueError unless the new size is a whole multiple of the old size. For other sizes the
+    selected pixels depend on the end from which they are counted, and the result is not equivariant.
 
     >>> rp.nn.pool.resize(torch.zeros(1, 8, 4, 29, 29), size=(57, 57), mode="bilinear").shape
     torch.Size([1, 8, 4, 57, 57])
@@ -190,14 +195,16 @@ def resize(
     for before, after in zip(x.shape[-2:], resized.shape[-2:], strict=True):
         if mode.startswith("nearest") and after % before:
             raise ValueError(
-                f"resize in mode {mode!r} takes sizes to whole multiples of themselves, but got {before} px to become "
-                f"{after} px; use mode='bilinear'."
+                f"resize in mode {mode!r} needs a new size that is a whole multiple of the old size; "
+                f"got {before} px and a new size of {after} px. Use mode='bilinear'."
             )
     return torch.unflatten(resized, 1, x.shape[1:3]) if x.ndim == 5 else resized
 
 
 def center_crop(x: Tensor, height: int, width: int) -> Tensor:
-    """Crop maps (..., H, W) to the height × width pixels at their center; an odd number of surplus pixels is refused.
+    """Crop maps (..., H, W) to the height × width pixels at their center.
+
+    Raises ValueError if an odd number of rows or columns would have to be removed.
 
     >>> rp.nn.center_crop(torch.zeros(1, 8, 4, 24, 24), 16, 16).shape
     torch.Size([1, 8, 4, 16, 16])
@@ -208,15 +215,17 @@ def center_crop(x: Tensor, height: int, width: int) -> Tensor:
     margins = x.shape[-2] - height, x.shape[-1] - width
     if any(margin < 0 or margin % 2 for margin in margins) or min(height, width) < 1:
         raise ValueError(
-            f"center_crop removes the same number of pixels at both ends, so it cannot cut "
-            f"{x.shape[-2]} × {x.shape[-1]} px to {height} × {width} px; use sizes that differ by even numbers."
+            f"center_crop removes the same number of pixels at both ends, so it cannot crop "
+            f"{x.shape[-2]} × {x.shape[-1]} px to {height} × {width} px; use smaller sizes that differ by even numbers."
         )
     top, left = margins[0] // 2, margins[1] // 2
     return x[..., top : top + height, left : left + width]
 
 
 def pad_evenly(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
-    """Pad maps (..., H, W) by `pad` = (left, right, top, bottom) pixels; both ends of an axis need the same number.
+    """Pad maps (..., H, W) by `pad` = (left, right, top, bottom) pixels, with the arguments of `F.pad`.
+
+    Raises ValueError unless left = right and top = bottom, because other padding is not equivariant.
 
     >>> rp.nn.pool.pad_evenly(torch.zeros(1, 8, 4, 14, 14), (1, 1, 0, 0)).shape
     torch.Size([1, 8, 4, 14, 16])
@@ -227,14 +236,14 @@ def pad_evenly(x: Tensor, pad: Sequence[int], mode: str = "constant", value: flo
     left, right, top, bottom = pad
     if left != right or top != bottom:
         raise ValueError(
-            f"pad_evenly puts as many pixels at both ends, but got {left} and {right} px to the left and right, {top} "
-            f"and {bottom} px above and below; use sizes that leave an even number over."
+            f"pad_evenly needs the same padding at both ends, but got {left} px left and {right} px right, {top} px at "
+            f"the top and {bottom} px at the bottom; use sizes that differ by even numbers."
         )
     return F.pad(x, (left, right, top, bottom), mode, value)
 
 
 def concatenate(features: Sequence[Tensor]) -> Tensor:
-    """Concatenate SE(2) features (B, Cᵢ, N, H, W) along channels, to (B, ΣCᵢ, N, H, W), channels-last in memory.
+    """Concatenate SE(2) features (B, Cᵢ, N, H, W) along channels. The result (B, ΣCᵢ, N, H, W) is channels-last.
 
     >>> rp.nn.concatenate([torch.zeros(1, 8, 4, 16, 16), torch.zeros(1, 2, 4, 16, 16)]).shape
     torch.Size([1, 10, 4, 16, 16])
@@ -245,15 +254,17 @@ def concatenate(features: Sequence[Tensor]) -> Tensor:
     first = features[0]
     if any(x.ndim != 5 or x.shape[2:] != first.shape[2:] for x in features):
         shapes = ", ".join([str(tuple(x.shape)) for x in features])
-        raise ValueError(f"concatenate takes SE(2) features (B, C, N, H, W) of equal N, H and W; got shapes {shapes}.")
+        raise ValueError(
+            f"concatenate takes SE(2) features (B, C, N, H, W) with equal N, H and W; got tensors of shapes {shapes}."
+        )
     joined = torch.cat([x.flatten(1, 2) for x in features], dim=1)
     return torch.unflatten(joined, 1, (-1, first.shape[2]))
 
 
 def blur_and_subsample(pooled: Tensor, taps: Tensor, stride: int) -> Tensor:
-    """Blur maps (B, C, H, W) along both axes by a filter, and keep one pixel in `stride`.
+    """Blur maps (B, C, H, W) along both axes with a filter (`taps`,), and keep every `stride`-th row and column.
 
-    At the borders, the filter is renormalized to the taps inside the map.
+    At the borders, only the taps inside the map are used, and their weights are rescaled to sum to 1.
     """
     taps = taps.to(pooled)
     channels, reach = pooled.shape[1], taps.shape[0] // 2
@@ -266,6 +277,6 @@ def blur_and_subsample(pooled: Tensor, taps: Tensor, stride: int) -> Tensor:
 
 
 def smooth_sqrt(mean_square: Tensor, eps: float = SQRT_EPS) -> Tensor:  # an argument, for torch.jit.script
-    """Return √(x + ε) - √ε: nearly the square root, 0 at 0, and with a finite gradient there."""
+    """Return √(x + ε) - √ε, which is close to the square root, is 0 at x = 0, and has a finite gradient there."""
     shifted: Tensor = torch.sqrt(mean_square + eps) - math.sqrt(eps)
     return shifted

@@ -1,4 +1,9 @@
-"""Projection from SE(2) features (B, C, N, H, W) to maps (B, C, H, W), and the orientation of features."""
+"""Reduce SE(2) features over their orientations: to one value per channel and pixel, or to the dominant angle.
+
+`Project` reduces features (B, C, N, H, W) to maps (B, C, H, W) that rotate with the image. `orientation_field` returns
+the orientation with the largest value. The functions `project_…` do the same on rows (..., C, N), whose last axis
+is the orientation. With reflections, this axis has 2N entries.
+"""
 
 from functools import partial
 from typing import Literal, get_args
@@ -16,20 +21,20 @@ from rotopath.nn.pool import smooth_sqrt
 
 Projection = Literal["max", "mean", "attention", "fourier"]
 PROJECTIONS = get_args(Projection)
-MIN_POOL_VALUES = 2**22  # a maximum over more values than these is faster as a pool on a GPU; smaller ones by amax
+MIN_POOL_VALUES = 2**22  # on a GPU, max_pool2d is faster than amax for tensors with more values than this
 
 
 class Project(MappedModule):
-    """Project features over orientations: the result rotates with the input. (B, C, N, H, W) → (B, C, H, W).
+    """Reduce features over orientations to maps that rotate with the image. (B, C, N, H, W) → (B, C, H, W).
 
-    - "max" and "mean" over θ.
-    - "attention": Σ_θ w_θ x_θ with w = softmax_θ(s_c x_θ). Each channel learns a sharpness s_c. It starts at 0, which
-      is the mean, and approaches the maximum for s_c → ∞.
-    - "fourier": the mean + Σ_k u_ck a_k, with a_k the amplitude of frequency k = 1 … ⌊N/4⌋ along θ. Each channel learns
-      a weight u_ck per frequency. They start at 0, which is the mean.
+    - "max" and "mean": maximum or mean over θ.
+    - "attention": weighted mean Σ_θ w_θ x_θ with w = softmax_θ(s_c x_θ). Each channel learns a sharpness s_c. For
+      s_c = 0, the initial value, the result is the mean; for s_c → ∞ it approaches the maximum.
+    - "fourier": mean + Σ_k u_ck a_k, where a_k is the amplitude of frequency k = 1 … ⌊N/4⌋ along θ. Each channel learns
+      one weight u_ck per frequency. The initial weights are 0, so that the result is the mean.
 
-    "attention" and "fourier" have weights and require `channels`; "fourier" also requires `orientations`, and
-    `reflections` if the features have them. "max" and "mean" only check these arguments against the input, if given.
+    "attention" and "fourier" require `channels`. "fourier" also requires `orientations`, and `reflections=True` for
+    features with reflections. "max" and "mean" do not need these arguments, but check the input against them if given.
 
     >>> project = rp.nn.Project("fourier", channels=16, orientations=8)
     >>> project(torch.zeros(2, 16, 8, 20, 20)).shape, project.weight.shape
@@ -55,7 +60,7 @@ class Project(MappedModule):
         needed = {"attention": {"channels": channels}, "fourier": {"channels": channels, "orientations": orientations}}
         missing = [name for name, value in needed.get(mode, {}).items() if value is None]
         if missing:
-            raise ValueError(f"Project({mode!r}) has weights and requires the arguments {' and '.join(missing)}.")
+            raise ValueError(f"Project({mode!r}) has weights and requires values for {' and '.join(missing)}.")
         if channels is not None:
             check_whole_number(self, channels=channels)
         self.mode = mode
@@ -87,7 +92,7 @@ class Project(MappedModule):
         return projected.permute(0, 3, 1, 2)
 
     def reset_parameters(self) -> None:
-        """Set all weights to 0, so that the projection is the mean."""
+        """Set all weights to 0, so that "attention" and "fourier" compute the mean."""
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
@@ -101,31 +106,35 @@ class Project(MappedModule):
 
 
 def weights_per_channel(mode: str, orientations: int) -> int:
-    """Return the number of weights of a projection per channel, which does not depend on reflections."""
+    """Return the number of weights per channel of a projection, with or without reflections."""
     return {"attention": 1, "fourier": group.count_frequencies(orientations)}.get(mode, 0)
 
 
 def project_max(rows: Tensor) -> Tensor:
-    """Return the maximum over the last axis of (..., C, N)."""
+    """Return the maximum over the orientations N of rows (..., C, N)."""
     if not is_scripting():  # noqa: SIM102  # torch.jit.script skips the block only if the condition stands alone
         # On a GPU and over few orientations, a max pool is about four times as fast as amax.
         if triton.can_run_on(rows) and not rows.requires_grad and MIN_POOL_VALUES < rows.numel() < 2**31:
             flat = rows.reshape(1, 1, -1, rows.shape[-2] * rows.shape[-1])
             return F.max_pool2d(flat, (1, rows.shape[-1])).reshape(rows.shape[:-1])
-    # amax divides the gradient among equal maxima. max would select the first one, which is not equivariant.
+    # amax divides the gradient among equal maxima. max would select the first of them, which is not equivariant.
     return rows.amax(dim=-1)
 
 
 def project_attention(rows: Tensor, sharpness: Tensor) -> Tensor:
-    """Return the mean over the last axis of (..., C, N), weighted by a softmax of sharpness (C,) times value."""
+    """Return the weighted mean over the orientations N of rows (..., C, N), with one sharpness (C,) per channel.
+
+    The weights are softmax(sharpness · value) over the orientations.
+    """
     weights = torch.softmax(rows * sharpness[:, None], dim=-1)
     return (weights * rows).sum(dim=-1)
 
 
 def project_fourier(rows: Tensor, waves: Tensor, weight: Tensor) -> Tensor:
-    """Return the mean over the last axis of (..., C, G) plus the weighted amplitudes of the waves along it.
+    """Return the mean over the orientations of rows (..., C, G), plus a weighted sum of amplitudes of K frequencies.
 
-    `waves` is `group.fourier_map`; `weight` is (C, K) for K frequencies.
+    G is N, or 2N with reflections. `waves` (G, P, K), from `group.fourier_map`, computes P Fourier components of each
+    frequency; the amplitude is the root of the sum of their squares. `weight` is (C, K).
     """
     parts = torch.unflatten(rows @ waves.flatten(1), -1, [waves.shape[1], waves.shape[2]])  # (..., C, P, K)
     if parts.dtype == torch.float16:
@@ -135,12 +144,12 @@ def project_fourier(rows: Tensor, waves: Tensor, weight: Tensor) -> Tensor:
 
 
 def orientation_field(features: Tensor, reflections: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the strength and the angle of SE(2) features, both (B, C, H, W).
+    """Return the largest response over θ of SE(2) features, and its angle, both as maps (B, C, H, W).
 
-    The strength is the maximum over θ. The angle is the rotation of the kernel at that maximum, in radians from 0 to
-    2π, counter-clockwise, interpolated between orientations by `group.interpolate_peak`. Rotating the image by 90°
-    rotates the field and adds π/2 to its angles. With reflections, flipping the image negates the angles. Where all
-    orientations have the same value, the angle is 0.
+    The angle is the rotation of the kernel at the largest response, in radians from 0 to 2π, counter-clockwise. It is
+    interpolated between orientations (`group.interpolate_peak`). Rotating the image by 90° rotates both maps and adds
+    π/2 to the angles. With `reflections`, flipping the image negates the angles. Where all orientations have the same
+    value, the angle is 0.
 
     >>> lift = rp.nn.LiftConv2d(3, 16, kernel_size=5, orientations=8)
     >>> strength, angle = rp.nn.orientation_field(lift(torch.rand(1, 3, 68, 68)))
@@ -150,8 +159,8 @@ def orientation_field(features: Tensor, reflections: bool = False) -> tuple[Tens
     check_features(features, "orientation_field")
     if reflections and features.shape[2] % 2:
         raise ValueError(
-            f"orientation_field takes an even number of entries for reflections; got {features.shape[2]} in "
-            f"{tuple(features.shape)}."
+            f"orientation_field with reflections takes features with an even number of orientations; got "
+            f"{features.shape[2]} in a tensor of shape {tuple(features.shape)}."
         )
     strength, angle = group.interpolate_peak(features.permute(0, 3, 4, 1, 2), reflections)
     return strength.permute(0, 3, 1, 2), angle.permute(0, 3, 1, 2)

@@ -1,7 +1,4 @@
-"""Triton kernels for NVIDIA GPUs, and the conditions under which layers use them.
-
-This file does not import Triton; the modules of the package do. So layers first ask a condition below, and import a
-module only if it is met. Otherwise torch computes the same result.
+"""Triton kernels for NVIDIA GPUs, and functions that decide whether a layer can use them.
 
 | module | computes | condition |
 |---|---|---|
@@ -10,7 +7,8 @@ module only if it is met. Otherwise torch computes the same result.
 | `batch_norm` | batch norm, ReLU and max pooling | `can_normalize` |
 | `blur_pool` | blurred root-mean-square pooling, alone or after batch norm and ReLU | `can_normalize` |
 
-All of them also require `can_run_on(x)`.
+Each module also requires `can_run_on(x)`. A layer imports a module only if its conditions are met, because the modules
+import Triton, which may not be installed. Otherwise the layer computes the same result with torch.
 """
 
 from contextlib import AbstractContextManager
@@ -28,13 +26,16 @@ if TYPE_CHECKING:
     from rotopath.nn.conv import LiftConv2d
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_TAPS = 127  # kernel entries times input channels of a lifting layer; with the constant tap, a tile has 128 columns
+MAX_TAPS = 127  # kernel entries times input channels of a lifting layer; a tile holds 128: these and a constant tap
 MAX_KERNEL_SIZE = 7  # the rotation map of larger kernels does not fit in one tile
-MIN_LIFT_CAPABILITY = (8, 0)  # from the Ampere generation on, the tiles of lifting fit in shared memory
+MIN_LIFT_CAPABILITY = (8, 0)  # the Ampere generation; older GPUs have too little shared memory for lifting
 
 
 def can_run_on(x: Tensor) -> bool:
-    """Return whether Triton kernels can read this tensor: an ordinary tensor on a GPU that torch is not recording."""
+    """Return whether Triton kernels can read this tensor.
+
+    It must be an ordinary tensor on a GPU, and torch must not be compiling, tracing or transforming the running code.
+    """
     return (
         not torch.compiler.is_compiling()
         and type(x) is Tensor
@@ -46,12 +47,15 @@ def can_run_on(x: Tensor) -> bool:
 
 
 def supports_device(device: torch.device) -> bool:
-    """Return whether all kernels run on this device; if so, they are faster on large images than a frozen network."""
+    """Return whether all kernels can run on this device.
+
+    If so, a network with these kernels processes large images faster than a frozen network does.
+    """
     return device.type == "cuda" and _has_triton() and torch.cuda.get_device_capability(device) >= MIN_LIFT_CAPABILITY
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[None]:
-    """Return a context that launches kernels on the GPU of this tensor, which need not be the current one."""
+    """Return a context manager inside which kernels are launched on the GPU of this tensor."""
     context: AbstractContextManager[None] = torch.cuda.device_of(x)
     return context
 
@@ -62,10 +66,10 @@ def can_normalize(x: Tensor, norm: nn.BatchNorm3d) -> bool:
 
 
 def can_use_norm(norm: nn.BatchNorm3d, values: int) -> bool:
-    """Return whether kernels can apply this batch norm to channels of this many values each.
+    """Return whether kernels can apply this batch norm to channels that have this number of values each.
 
-    In training, the statistics of the batch are used, and a single value has no variance. In evaluation, the running
-    statistics are used, without gradients.
+    In training, the kernels compute the statistics of the batch, which needs two values or more per channel. In
+    evaluation, the kernels use the running statistics and compute no gradients.
     """
     if not norm.training:
         return norm.affine and norm.running_mean is not None and not torch.is_grad_enabled()
@@ -84,7 +88,10 @@ def has_supported_layout(x: Tensor) -> bool:
 
 
 def can_lift(x: Tensor, layer: "LiftConv2d") -> bool:
-    """Return whether kernels can apply this lifting layer: few taps, half precision, no gradient of the image."""
+    """Return whether kernels can apply this lifting layer to images x (B, C, H, W).
+
+    The layer must have few taps, compute in half precision, and not need the gradient of the image.
+    """
     extent = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return (
         (layer.stride, layer.padding, layer.dilation, layer.groups) == (1, 0, 1, 1)
@@ -101,7 +108,7 @@ def can_lift(x: Tensor, layer: "LiftConv2d") -> bool:
 
 
 def can_rotate(x: Tensor, weight: Tensor, kernel_size: int) -> bool:
-    """Return whether a kernel can rotate these base weights for a convolution of x."""
+    """Return whether a Triton kernel can rotate these base weights for a convolution of x."""
     return (
         type(weight) in (Tensor, nn.Parameter)
         and weight.device == x.device
@@ -112,13 +119,16 @@ def can_rotate(x: Tensor, weight: Tensor, kernel_size: int) -> bool:
 
 
 def compute_dtype(x: Tensor, weight: Tensor | None = None) -> torch.dtype:
-    """Return the data type in which a convolution computes: that of autocast, or of its weights or else its input."""
+    """Return the data type in which a convolution of x computes.
+
+    It is the data type of autocast if enabled, else of the weights if given, else of x.
+    """
     casts = torch.is_autocast_enabled("cuda") and x.dtype != torch.float64
     return torch.get_autocast_dtype("cuda") if casts else (x if weight is None else weight).dtype
 
 
 def has_tangent(x: Tensor) -> bool:
-    """Return whether forward-mode differentiation carries a tangent with this tensor."""
+    """Return whether x is a dual tensor of torch's forward-mode differentiation."""
     return unpack_dual(x).tangent is not None
 
 

@@ -1,11 +1,22 @@
-"""Batch norm, ReLU and max pooling on a GPU, in one pass over memory each way.
+"""Batch norm, ReLU and max pooling on a GPU, as one fused operation.
 
-Features (B, H, W, C, N) are read as a matrix: rows are pixels, columns are channels by orientations, contiguous in
-memory. Forward, the features are read twice (statistics, then output) and only the output is written. Backward, they
-are read twice and only their gradient is written. Results between the layers never reach memory.
+`norm_relu_pool` replaces the three layers where `can_normalize` in `rotopath.nn.triton` returns True. The forward pass
+reads the features twice, for the statistics and for the output, and writes only the output. The backward pass reads the
+features and the gradient of the output twice, and writes only the gradient of the features.
 
-Statistics and weight gradients are sums over rows. Many programs each sum a part of the rows; one program per channel
-adds up their partial sums.
+Arrays of the kernels, all contiguous:
+
+- `x`: features (B, H, W, C, N), read as a matrix with one row per pixel and one column per channel and orientation.
+  `rows` is B·H·W, `columns` is C·N, and `height` and `width` are H and W.
+- `y`: output (B, H/S, W/S, C, N) of max pooling over windows of S × S pixels. `outputs` is the number of its rows.
+- `dy`, `dx`: gradients of the loss with respect to y and to x, with the shapes of y and x.
+- `mean`, `inverse_std`, `weight`, `bias`: batch norm of each channel (C,), with `inverse_std` = 1 / √(variance + ε).
+- `d_weight`, `d_bias`: gradients of the loss with respect to weight and bias (C,).
+- `sums`, `squares`, `products`: partial sums (programs, C·N). Each program of a summing kernel adds up `steps` tiles of
+  rows. A reducing kernel then adds up the programs and the N columns of a channel, with one program per channel.
+
+ROWS and COLUMNS are the size of a tile. Constants that end in _BLOCK, and PROGRAMS, are numbers rounded up to a power
+of 2, as Triton requires.
 """
 
 from typing import Any
@@ -16,13 +27,16 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-COLUMNS = 128  # of a tile
-ROWS, WARPS = 32, 4  # rows of a tile, and the warps that sum them
-MAX_PROGRAMS = 1024  # programs that sum rows in parallel; each writes one partial sum per column
+COLUMNS = 128  # columns of a tile
+ROWS, WARPS = 32, 4  # rows of a tile, and number of warps that sum it
+MAX_PROGRAMS = 1024  # maximum number of programs that sum rows in parallel
 
 
 def norm_relu_pool(x: Tensor, norm: nn.BatchNorm3d, pool: int = 1) -> Tensor:
-    """Apply batch norm, ReLU and max pooling to features (B, C, N, H, W); in evaluation, without gradients."""
+    """Apply batch norm, ReLU and max pooling over pool × pool pixels to features (B, C, N, H, W).
+
+    In training, this updates the running statistics of the batch norm. In evaluation, the result has no gradients.
+    """
     rows = x.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N), contiguous
     if norm.training:
         y: Tensor = NormReluPool.apply(rows, norm.weight, norm.bias, norm, pool)
@@ -33,7 +47,7 @@ def norm_relu_pool(x: Tensor, norm: nn.BatchNorm3d, pool: int = 1) -> Tensor:
 
 
 class NormReluPool(torch.autograd.Function):
-    """Batch norm with the statistics of the batch, ReLU, and max pooling of features (B, H, W, C, N)."""
+    """Autograd function: batch norm with the statistics of the batch, ReLU and max pooling of x (B, H, W, C, N)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: nn.BatchNorm3d, pool: int) -> Tensor:
@@ -98,7 +112,7 @@ class NormReluPool(torch.autograd.Function):
 
 
 def _apply(x: Tensor, statistics: Tensor, weight: Tensor, bias: Tensor, pool: int) -> Tensor:
-    """Apply batch norm, ReLU and max pooling, given mean and inverse standard deviation (2, C) of the channels."""
+    """Apply batch norm, ReLU and max pooling to x, given the mean and inverse standard deviation (2, C)."""
     batch, height, width, channels, n = x.shape
     y = torch.empty(batch, height // pool, width // pool, channels, n, device=x.device, dtype=x.dtype)
     outputs, columns = batch * (height // pool) * (width // pool), channels * n
@@ -122,7 +136,10 @@ def _apply(x: Tensor, statistics: Tensor, weight: Tensor, bias: Tensor, pool: in
 
 
 def compute_statistics(x: Tensor, norm: nn.BatchNorm3d) -> Tensor:
-    """Return mean and inverse standard deviation (2, C) of features (B, H, W, C, N), and update running statistics."""
+    """Return the mean and the inverse standard deviation (2, C) of features x (B, H, W, C, N).
+
+    This also updates the running statistics of the batch norm.
+    """
     batch, height, width, channels, n = x.shape
     rows, columns = batch * height * width, channels * n
     programs, steps = split_rows(rows, ROWS)
@@ -161,7 +178,7 @@ def compute_statistics(x: Tensor, norm: nn.BatchNorm3d) -> Tensor:
 
 
 def running_parameters(norm: nn.BatchNorm3d) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return running mean, inverse running standard deviation, weight and bias of a batch norm, in float32."""
+    """Return the running mean, the inverse running standard deviation, the weight and the bias (C,), in float32."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
     inverse_std = (norm.running_var.float() + norm.eps).rsqrt()
@@ -169,7 +186,7 @@ def running_parameters(norm: nn.BatchNorm3d) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def reduce_gradients(partial_sums: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients (C,) of weight and bias from partial sums (2, programs, C·N) of gradients and products."""
+    """Return the gradients (C,) of weight and bias from the partial sums (2, programs, C·N) `sums` and `products`."""
     programs, n = partial_sums.shape[1], partial_sums.shape[2] // channels
     d_weight, d_bias = partial_sums.new_empty(2, channels)
     _reduce_gradients_kernel[channels,](
@@ -186,7 +203,7 @@ def reduce_gradients(partial_sums: Tensor, channels: int) -> tuple[Tensor, Tenso
 
 
 def split_rows(rows: int, tile_rows: int, max_programs: int | None = None) -> tuple[int, int]:
-    """Return the number of programs that share the rows, and the number of tiles that each of them processes."""
+    """Return the number of programs among which the rows are divided, and the number of tiles per program."""
     tiles = triton.cdiv(rows, tile_rows)
     steps = triton.cdiv(tiles, MAX_PROGRAMS if max_programs is None else max_programs)
     return triton.cdiv(tiles, steps), steps
@@ -194,14 +211,14 @@ def split_rows(rows: int, tile_rows: int, max_programs: int | None = None) -> tu
 
 @triton.jit
 def _sum_columns_kernel(x, pivot, sums, squares, rows, columns, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum each column and its squares over the rows of a program.
+    """Write the sum of each column of x, and of its squares, over the rows of this program.
 
-    A pivot, the first row, is subtracted first, which keeps precision where means are large.
+    First the `pivot`, the first row of x, is subtracted from each row, so that large means do not cost precision.
     """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = column < columns
     origin = tl.load(pivot + column, mask=column_mask, other=0.0).to(tl.float32)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)  # reduced over rows once at the end, as it synchronizes all threads
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)  # summed over rows at the end, because that synchronizes all threads
     total_of_squares = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in range(steps):
         row = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
@@ -218,7 +235,7 @@ def _sum_columns_kernel(x, pivot, sums, squares, rows, columns, steps, ROWS: tl.
 
 @triton.jit
 def update_running_statistics(batches, running_mean, running_variance, channel, mean, variance, momentum):
-    """Move the running statistics of a channel towards those of the batch, and count the batch."""
+    """Update the running mean and variance of one channel, and count the batch in `batches` (one number)."""
     if running_mean is not None:
         old = tl.load(running_mean + channel).to(mean.dtype)
         tl.store(running_mean + channel, old + momentum * (mean - old))
@@ -233,7 +250,7 @@ def _reduce_statistics_kernel(
     pivot, sums, squares, mean, inverse_std, batches, running_mean, running_variance, programs, rows, momentum, eps,
     N: tl.constexpr, N_BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Reduce partial sums to the mean and the inverse standard deviation of one channel, over its N columns."""
+    """Write the mean and inverse standard deviation of one channel from partial sums, and update running statistics."""
     channel = tl.program_id(0)
     columns = tl.num_programs(0) * N
     orientation = tl.arange(0, N_BLOCK)
@@ -247,7 +264,7 @@ def _reduce_statistics_kernel(
     column_means = tl.where(orientation < N, origin + total / rows, 0.0)
     average = tl.sum(column_means, axis=0) / N
     deviation = tl.where(orientation < N, column_means - average, 0.0)
-    # Variation within each column, and of the means of the columns.
+    # Squared deviations of the values from the mean of their column, and of the N column means from the channel mean.
     squared_deviations = tl.sum(total_of_squares - total * total / rows + deviation * deviation * rows, axis=0)
     count = rows * N
     variance = tl.maximum(squared_deviations, 0.0, propagate_nan=tl.PropagateNan.ALL) / count
@@ -262,7 +279,7 @@ def _reduce_gradients_kernel(
     sums, products, d_weight, d_bias, programs,
     N: tl.constexpr, N_BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Reduce partial sums to the gradients of one channel's weight and bias, over its N columns."""
+    """Write the gradients of the weight and the bias of one channel from partial sums."""
     channel = tl.program_id(0)
     columns = tl.num_programs(0) * N
     orientation = tl.arange(0, N_BLOCK)
@@ -275,7 +292,7 @@ def _reduce_gradients_kernel(
 
 @triton.jit
 def load_scale_shift(mean, inverse_std, weight, bias, channel, mask):
-    """Load batch norm as an affine map of a channel: scale · x + shift."""
+    """Load the batch norm of channels, and return it as scale and shift: y = scale · x + shift."""
     scale = tl.load(inverse_std + channel, mask=mask, other=0.0) * tl.load(weight + channel, mask=mask, other=0.0)
     shift = tl.load(bias + channel, mask=mask, other=0.0) - tl.load(mean + channel, mask=mask, other=0.0) * scale
     return scale, shift
@@ -283,7 +300,7 @@ def load_scale_shift(mean, inverse_std, weight, bias, channel, mask):
 
 @triton.jit
 def _first_row_of_window(output, height, width, S: tl.constexpr):
-    """Return the row (pixel) of the features at the top left of each output's S × S window."""
+    """Return, for each output, the row of x for the top left pixel of its window of S × S pixels."""
     out_width = width // S
     out_height = height // S
     out_column = output % out_width
@@ -298,6 +315,7 @@ def _forward_kernel(
     x, y, mean, inverse_std, weight, bias, outputs, columns, height, width,
     N: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    """Write a tile of the output y: batch norm, ReLU and max pooling of x."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = column < columns
     scale, shift = load_scale_shift(mean, inverse_std, weight, bias, column // N, column_mask)
@@ -319,7 +337,11 @@ def _sum_gradients_kernel(
     x, dy, mean, inverse_std, weight, bias, sums, products, outputs, columns, height, width, steps,
     N: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum over rows the gradient after batch norm, and its product with the normalized features."""
+    """Write partial sums, over rows of the output, of the gradients of the bias (`sums`) and weight (`products`).
+
+    The bias gradient is the sum of the gradient with respect to the output of batch norm. The weight gradient is the
+    sum of its products with the normalized x.
+    """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = column < columns
     scale, shift = load_scale_shift(mean, inverse_std, weight, bias, column // N, column_mask)
@@ -332,8 +354,8 @@ def _sum_gradients_kernel(
         mask = (output < outputs)[:, None] & column_mask[None, :]
         first = _first_row_of_window(output, height, width, S)
         maximum = tl.zeros([ROWS, COLUMNS], tl.float32)
-        selected = tl.zeros([ROWS, COLUMNS], tl.float32)  # the input with the largest normalized value
-        is_positive = tl.zeros([ROWS, COLUMNS], tl.int1)  # whether ReLU passed it on
+        selected = tl.zeros([ROWS, COLUMNS], tl.float32)  # value of x that max pooling selects
+        is_positive = tl.zeros([ROWS, COLUMNS], tl.int1)  # whether ReLU passes the selected value
         for i in tl.static_range(S):
             for j in tl.static_range(S):
                 offset = (first + i * width + j)[:, None] * columns + column[None, :]
@@ -357,7 +379,11 @@ def _backward_kernel(
     x, dy, dx, mean, inverse_std, weight, bias, d_weight, d_bias, outputs, columns, height, width, count,
     N: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the features, given the gradients of weight and bias."""
+    """Write a tile of dx, the gradient with respect to x, from dy and the gradients of weight and bias.
+
+    `count` = B·H·W·N is the number of values of a channel. dy is routed to the pixel that max pooling selected. The
+    gradients of weight and bias are needed because the mean and the variance of the batch depend on x.
+    """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = column < columns
     channel = column // N

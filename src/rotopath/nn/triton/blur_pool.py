@@ -1,12 +1,29 @@
-"""Blurred root-mean-square pooling on a GPU, alone or after batch norm and ReLU, in one pass over memory each way.
+"""Blurred root-mean-square pooling on a GPU, alone or after batch norm and ReLU.
 
-A mean over windows, blurred and subsampled, is one filter along each axis. So each output is a weighted sum of squares
-over the block of S × S pixels at its position and the eight neighboring blocks (S is the stride). The weights along an
-axis are computed once (`_compute_weights`); they differ at the borders.
+`blur` replaces `GroupAvgPool2d(size, blur=…, power=2)`; `norm_relu_blur` replaces batch norm, ReLU and that pool. Both
+read the features once (twice for batch norm in training, which needs statistics) and write only the output. The
+backward pass writes only the gradient of the features and small sums.
 
-Features (B, H, W, C, N) are read as a matrix: rows are pixels, columns are channels by orientations. A program covers a
-tile: several vertical strips of images, and COLUMNS columns. It walks down its strips block by block and keeps partial
-sums for three rows of outputs, so that it reads every row of features once. Long strips are split into chunks.
+Method: an image is divided into blocks of S × S pixels, where S is the window and the stride of the pool; each block
+has one output. The mean over windows, the blur and the subsampling together are one filter per axis. So an output is
+√(weighted sum of squares + ε) - √ε over its block and the eight neighboring blocks. `_compute_weights` returns the
+filter weights along one axis; they differ at the borders.
+
+Tiles: a program processes vertical strips of images, which it reads block by block from top to bottom. A strip is two
+outputs wide in the forward pass and one pixel wide in the backward pass. The program keeps partial sums for three rows
+of outputs, so that each row of features is read once. Long strips are divided into chunks.
+
+Arrays of the kernels, all contiguous:
+
+- `x`: features (B, H, W, C, N), read as a matrix with one row per pixel and `columns` = C·N columns. `y` is the output
+  (B, H/S, W/S, C, N); `blocks_down` is H/S and `blocks_across` is W/S.
+- `dy`, `dx`: gradients of the loss with respect to y and to x.
+- `d_mean_square`: gradient with respect to half the weighted sum of squares, which is dy / √(sum + ε), shaped like y.
+- `weights_down`, `weights_across`: filter weights along height and width, from `_compute_weights`.
+- `mean`, `inverse_std`, `weight`, `bias`, `d_weight`, `d_bias`, `sums`, `products`: as in `batch_norm`. They are None
+  without batch norm.
+
+ROWS is the number of strips in a tile, COLUMNS its number of columns. UNIT is a power of 2 that divides `columns`.
 """
 
 import math
@@ -31,32 +48,35 @@ from rotopath.nn.triton.batch_norm import (
     split_rows,
 )
 
-FORWARD_TILE, BACKWARD_TILE = 512, 1024  # elements of a tile: strips by columns
-MAX_BLOCKS = 64  # blocks of a chunk
+FORWARD_TILE, BACKWARD_TILE = 512, 1024  # elements of a tile: number of strips times number of columns
+MAX_BLOCKS = 64  # maximum number of blocks in a chunk
 WARPS = 4
-FLAT_TILE = 4096  # elements of a tile of an elementwise kernel
+FLAT_TILE = 4096  # elements per program of an elementwise kernel
 
 
 class Filter(NamedTuple):
-    """A pool with windows of `size` pixels at every pixel, blurred by `blur` taps and subsampled by `size`."""
+    """Sizes of a pool: windows of size × size pixels at every pixel, then `blur` taps per axis, then stride `size`."""
 
     size: int
     blur: int
 
 
 class _Tiling(NamedTuple):
-    """How images are divided among programs."""
+    """Division of a batch of features among programs."""
 
-    tiles: int  # groups of strips
-    chunks: int  # parts of each strip
-    chunk: int  # blocks of each part
+    tiles: int  # number of tiles, each with `rows` strips
+    chunks: int  # number of chunks of each strip
+    chunk: int  # number of blocks in a chunk
     unit: int  # power of 2 that divides the number of columns
-    rows: int  # strips of a tile
-    columns: int  # columns of a tile
+    rows: int  # number of strips in a tile
+    columns: int  # number of columns in a tile
 
 
 def norm_relu_blur(x: Tensor, norm: nn.BatchNorm3d, pool: GroupAvgPool2d) -> Tensor:
-    """Apply batch norm, ReLU and a pool of power 2 to features (B, C, N, H, W); in evaluation, without gradients."""
+    """Apply batch norm, ReLU and a root-mean-square pool to features (B, C, N, H, W).
+
+    In training, this updates the running statistics of the batch norm. In evaluation, the result has no gradients.
+    """
     rows = x.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N), contiguous
     if norm.training:
         y: Tensor = NormReluBlur.apply(rows, filter_of(pool), norm.weight, norm.bias, norm)
@@ -66,18 +86,18 @@ def norm_relu_blur(x: Tensor, norm: nn.BatchNorm3d, pool: GroupAvgPool2d) -> Ten
 
 
 def blur(x: Tensor, pool: GroupAvgPool2d) -> Tensor:
-    """Apply a pool of power 2 alone to features (B, C, N, H, W)."""
+    """Apply a root-mean-square pool to features (B, C, N, H, W)."""
     y: Tensor = NormReluBlur.apply(x.permute(0, 3, 4, 1, 2), filter_of(pool), None, None, None)
     return y.permute(0, 3, 4, 1, 2)
 
 
 def filter_of(pool: GroupAvgPool2d) -> Filter:
-    """Return window and blur of a pool."""
+    """Return the window and the blur of a pool as a Filter."""
     return Filter(pool.size, pool.blur)
 
 
 class NormReluBlur(torch.autograd.Function):
-    """Blurred root-mean-square pooling of features (B, H, W, C, N), after batch norm and ReLU if a norm is given."""
+    """Autograd function: root-mean-square pool of x (B, H, W, C, N), after batch norm and ReLU unless norm is None."""
 
     @staticmethod
     def forward(
@@ -104,9 +124,9 @@ class NormReluBlur(torch.autograd.Function):
 
 
 def apply(x: Tensor, pool: Filter, parameters: Sequence[Tensor] = ()) -> Tensor:
-    """Pool features (B, H, W, C, N), after batch norm and ReLU if its parameters (C,) are given.
+    """Pool features x (B, H, W, C, N), after batch norm and ReLU if `parameters` are given.
 
-    The parameters are mean, inverse standard deviation, weight and bias.
+    The parameters are the mean, inverse standard deviation, weight and bias (C,) of the batch norm.
     """
     batch, height, width, channels, n = x.shape
     blocks_down, blocks_across, columns = height // pool.size, width // pool.size, channels * n
@@ -143,9 +163,9 @@ def apply(x: Tensor, pool: Filter, parameters: Sequence[Tensor] = ()) -> Tensor:
 
 
 def divide_by_root(dy: Tensor, y: Tensor) -> Tensor:
-    """Return the gradient of half the mean square, given the gradient of its root and the root itself."""
-    # The root is recomputed from y as rounded, which is as precise as y. Its inverse may reach 1000, so that the result
-    # may exceed the range of float16.
+    """Return the gradient with respect to half the mean square, dy / √(mean square + ε), from dy and the output y."""
+    # The root is computed from y, and is as precise as y. Its inverse can be as large as 1000, so that the result could
+    # exceed the range of float16.
     d_mean_square = torch.empty_like(y, dtype=torch.bfloat16 if dy.dtype == torch.bfloat16 else torch.float32)
     _divide_by_root_kernel[triton.cdiv(y.numel(), FLAT_TILE),](
         dy=dy.contiguous(),
@@ -159,7 +179,7 @@ def divide_by_root(dy: Tensor, y: Tensor) -> Tensor:
 
 
 def sum_gradients(x: Tensor, d_mean_square: Tensor, pool: Filter, parameters: Sequence[Tensor]) -> Tensor:
-    """Return partial sums (2, programs, C·N) of the gradient after batch norm, and of its products with the input."""
+    """Return partial sums (2, programs, C·N) of the gradients of the bias and the weight, in this order."""
     return _backward(x, d_mean_square, pool, parameters, d_parameters=(), write=False)
 
 
@@ -170,9 +190,11 @@ def compute_gradient(
     parameters: Sequence[Tensor] = (),
     d_parameters: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Return the gradient of the features before batch norm, given the gradients of weight and bias.
+    """Return a gradient with the shape of x (B, H, W, C, N).
 
-    Without these, return the gradient after batch norm, or of the pool alone if there is no batch norm.
+    - Without `parameters` (no batch norm): the gradient with respect to x.
+    - With `parameters` and `d_parameters`, the gradients of weight and bias: the gradient with respect to x.
+    - With `parameters` only: the gradient with respect to the output of batch norm.
     """
     return _backward(x, d_mean_square, pool, parameters, d_parameters, write=True)
 
@@ -185,6 +207,7 @@ def _backward(
     d_parameters: Sequence[Tensor],
     write: bool,
 ) -> Tensor:
+    """Compute the gradient of each pixel. Return these gradients if `write`, else partial sums for batch norm."""
     batch, height, width, channels, n = x.shape
     blocks_down, blocks_across, columns = height // pool.size, width // pool.size, channels * n
     tiling = _tile(BACKWARD_TILE, batch * width, blocks_down, columns)
@@ -236,6 +259,7 @@ def _backward(
 
 
 def _tile(elements: int, strips: int, blocks_down: int, columns: int) -> _Tiling:
+    """Divide strips and columns into tiles of `elements` = strips times columns."""
     tile_columns = min(triton.next_power_of_2(columns), COLUMNS)
     tile_rows = elements // tile_columns
     chunks = triton.cdiv(blocks_down, MAX_BLOCKS)
@@ -250,18 +274,19 @@ def _tile(elements: int, strips: int, blocks_down: int, columns: int) -> _Tiling
 
 
 def _weights_of(x: Tensor, pool: Filter) -> tuple[Tensor, Tensor]:
-    """Return the filter weights of a pool along the height and the width of features (B, H, W, C, N)."""
+    """Return the filter weights of a pool along the height and along the width of features x (B, H, W, C, N)."""
     down, across = (_compute_weights(pixels // pool.size, pool, x.device) for pixels in x.shape[1:3])
     return down, across
 
 
 @cache
 def _compute_weights(blocks: int, pool: Filter, device: torch.device) -> Tensor:
-    """Return the weights (blocks + 2, 3 · size) of each output along an axis for the pixels of its block and both next.
+    """Return the filter weights (blocks + 2, 3 · size) along one axis of an image with this number of blocks.
 
-    Weights of pixels beyond the border are 0, and so are the first and the last row, which belong to no output.
+    Row i + 1 belongs to output i. It has one weight for each pixel of block i - 1, block i and block i + 1. Weights of
+    pixels outside the image are 0. The first and the last row are 0 too, as outputs outside the image do not exist.
     """
-    few, size = min(blocks, 5), pool.size  # with more blocks, all those in the middle have the same weights
+    few, size = min(blocks, 5), pool.size  # with more than 5 blocks, all blocks in the middle have the same weights
     pixels = few * size
     impulses = torch.eye(pixels, dtype=torch.float64).view(pixels, 1, 1, pixels, 1).expand(-1, -1, -1, -1, size)
     responses = GroupAvgPool2d(size, blur=pool.blur).double()(impulses).view(pixels, few)
@@ -273,10 +298,14 @@ def _compute_weights(blocks: int, pool: Filter, device: torch.device) -> Tensor:
 
 @triton.jit
 def _locate_strips(item, strips, strips_across, blocks_down, chunks, chunk, ROWS: tl.constexpr):
-    """Return the strips of a tile: mask, image, horizontal position, and the first and last block to process."""
+    """Return the strips of work item `item`, which is one chunk of one tile of ROWS strips.
+
+    The results are a mask of existing strips, the image of each strip, its position in the row of strips, and the range
+    of blocks in the chunk: the first block, and the block after the last one.
+    """
     strip = item // chunks * ROWS + tl.arange(0, ROWS)
     exists = strip < strips
-    strip = tl.minimum(strip, strips - 1)  # strips beyond the last one repeat it, and are masked when storing
+    strip = tl.minimum(strip, strips - 1)  # strips after the last one repeat it, and are masked when storing
     start = (item % chunks * chunk).to(tl.int64)
     image = (strip // strips_across).to(tl.int64)
     return exists, image, strip % strips_across, start, tl.minimum(start + chunk, blocks_down)
@@ -289,8 +318,11 @@ def _forward_kernel(
     NORM: tl.constexpr, N: tl.constexpr, S: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute outputs in strips that are two outputs wide, because neighbors share the pixels that they read."""
-    columns = columns // UNIT * UNIT  # no change, but tells the compiler a divisor, so that it vectorizes loads
+    """Write the output y of one chunk of a tile of strips.
+
+    A strip is two outputs wide, `left` and `right`, because neighboring outputs read many pixels in common.
+    """
+    columns = columns // UNIT * UNIT  # the same number; tells the compiler a divisor, so that it vectorizes loads
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = (column < columns)[None, :]
     if NORM:
@@ -315,7 +347,7 @@ def _forward_kernel(
             left_sum = tl.zeros([ROWS, COLUMNS], tl.float32)
             right_sum = tl.zeros([ROWS, COLUMNS], tl.float32)
             for j in tl.static_range(4 * S):
-                # Pixels beyond the border have weight 0; the pixel at the border is read in their place.
+                # Pixels outside the image have weight 0; the pixel at the border is read instead.
                 pixel = tl.minimum(tl.maximum((left - 1) * S + j, 0), blocks_across * S - 1)
                 address = features + (pixel * columns)[:, None] + (block * S + i) * blocks_across * S * columns
                 value = tl.load(address, mask=column_mask).to(tl.float32)
@@ -350,7 +382,7 @@ def _forward_kernel(
 
 @triton.jit
 def _divide_by_root_kernel(dy, y, d_mean_square, count, root_eps, FLAT_TILE: tl.constexpr):
-    """Divide the gradient of each output by its root, √(mean square + ε) = y + √ε."""
+    """Divide each of the `count` elements of dy by the root √(mean square + ε) = y + √ε."""
     offset = tl.program_id(0).to(tl.int64) * FLAT_TILE + tl.arange(0, FLAT_TILE)
     mask = offset < count
     gradient = tl.load(dy + offset, mask=mask, other=0.0).to(tl.float32)
@@ -360,7 +392,11 @@ def _divide_by_root_kernel(dy, y, d_mean_square, count, root_eps, FLAT_TILE: tl.
 
 @triton.jit
 def _gather_row(before, at, after, weight_before, weight_at, weight_after, row, mask):
-    """Sum the gradients of a row of outputs at a pixel: of the outputs before, at and after it, weighted across."""
+    """Return the weighted sum of the gradients of three outputs in one row of outputs.
+
+    The outputs are that of the block of a pixel, and those of the blocks before and after it. `row` is the offset of
+    the row of outputs in memory.
+    """
     total = weight_before[:, None] * tl.load(before + row, mask=mask).to(tl.float32)
     total += weight_at[:, None] * tl.load(at + row, mask=mask).to(tl.float32)
     return total + weight_after[:, None] * tl.load(after + row, mask=mask).to(tl.float32)
@@ -373,8 +409,12 @@ def _backward_kernel(
     NORM: tl.constexpr, WRITE: tl.constexpr,
     N: tl.constexpr, S: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute gradients in strips that are one pixel wide: write them if WRITE, else sum them for batch norm."""
-    columns = columns // UNIT * UNIT  # no change, but tells the compiler a divisor, so that it vectorizes loads
+    """Compute the gradient of each pixel, for strips that are one pixel wide.
+
+    If WRITE, the gradients are written to dx. Otherwise their partial sums for the gradients of the bias and the weight
+    of batch norm are written to `sums` and `products`. `count` = B·H·W·N is the number of values of a channel.
+    """
+    columns = columns // UNIT * UNIT  # the same number; tells the compiler a divisor, so that it vectorizes loads
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = (column < columns)[None, :]
     if NORM:
@@ -396,14 +436,14 @@ def _backward_kernel(
         features = (image * blocks_down * S * blocks_across * S + pixel)[:, None] * columns + column[None, :]
         output = pixel // S
         outputs = d_mean_square + (image * blocks_down * blocks_across)[:, None] * columns + column[None, :]
-        before = outputs + (tl.maximum(output - 1, 0) * columns)[:, None]  # beyond the border, its weight is 0
+        before = outputs + (tl.maximum(output - 1, 0) * columns)[:, None]  # outside the image, the weight is 0
         at = outputs + (output * columns)[:, None]
         after = outputs + (tl.minimum(output + 1, blocks_across - 1) * columns)[:, None]
         weights = weights_across + pixel % S
         weight_before = tl.load(weights + (output * 3 + 2) * S, mask=exists, other=0.0)
         weight_at = tl.load(weights + ((output + 1) * 3 + 1) * S, mask=exists, other=0.0)
         weight_after = tl.load(weights + (output + 2) * 3 * S, mask=exists, other=0.0)
-        length = blocks_across * columns  # elements of a row of outputs
+        length = blocks_across * columns  # number of elements in a row of outputs
         row = tl.maximum(start - 1, 0) * length
         above = _gather_row(before, at, after, weight_before, weight_at, weight_after, row, column_mask)
         here = _gather_row(before, at, after, weight_before, weight_at, weight_after, start * length, column_mask)

@@ -1,8 +1,16 @@
-"""Lifting on a GPU, alone or with batch norm, ReLU and a pool in one pass, and the gradients of all of them.
+"""Lifting on a GPU, alone or fused with batch norm, ReLU and a pool, with the gradients of kernels and batch norm.
 
-Lifting is linear. So its mean and variance, and the part of its gradient that comes from batch norm, follow from the
-second moments of the image's patches, and the lifted features never have to be stored. These are computed in float64,
-because a variance is a small difference of large squares.
+`lift` replaces a `LiftConv2d` where `can_lift` in `rotopath.nn.triton` returns True. `lift_norm_relu_pool` replaces the
+lifting, batch norm, ReLU and pool of the first stage of a network. With a max pool, it never stores the lifted
+features, which are the largest tensor of the network.
+
+Method: the statistics of batch norm are needed before the output can be computed. Lifting is linear, so the mean and
+the variance of the lifted features follow from the kernels and the *moments*: sums over all patches of the images (see
+`patches`) of the products of each pair of taps. The gradients need the moments too. They are in float64, because the
+variance is a small difference of large numbers.
+
+Arrays: `x` is the images (B, C', H, W), and `kernels` are (C·N, C', k, k) for C output channels and N orientations.
+`taps` are the kernels flattened to (C·N, k·k·C'). Features are (B, H, W, C·N); their last axis are the `columns`.
 """
 
 import math
@@ -18,35 +26,38 @@ from rotopath.nn.triton import blur_pool, patches
 from rotopath.nn.triton.batch_norm import running_parameters, update_running_statistics
 from rotopath.nn.triton.blur_pool import Filter
 
-TILE_ROWS = 64  # orientations by rows of moments of a tile
+TILE_ROWS = 64  # size of a tile: number of orientations times number of rows of the moments
 WARPS = 8
 
-Pool = int | Filter  # size of a max pool, or the filter of a root-mean-square pool
+Pool = int | Filter  # window of a max pool in pixels, or the filter of a root-mean-square pool
 
 
 class _Moments(NamedTuple):
-    """Second moments of the patches of a batch of images."""
+    """Moments of the patches of a batch of images, as returned by `patches.sum_moments`."""
 
-    sums: Tensor  # of products of two taps over all patches, as by `patches.sum_moments`
+    sums: Tensor  # (tile of taps, tile of taps): sums of the products of two taps over all patches, in float64
     patches: int  # number of patches
 
 
 class _Statistics(NamedTuple):
-    """Batch norm of lifted features, as it follows from the moments."""
+    """Statistics of lifted features that batch norm needs, computed from the moments."""
 
     normalization: Tensor  # (2, C): mean and inverse standard deviation, in float64
-    scale_shift: Tensor  # (2, C·N): batch norm as an affine map of each column
-    products: Tensor  # (C·N, tile of taps): kernels times moments, for the gradients
+    scale_shift: Tensor  # (2, C·N): batch norm of each column as scale · value + shift
+    products: Tensor  # (C·N, tile of taps): kernels times moments, for the backward pass
 
 
 def lift(x: Tensor, kernels: Tensor, orientations: int) -> Tensor:
-    """Lift images (B, C', H, W) by kernels (C·N, C', k, k) to features (B, C, N, H, W), keeping their data type."""
+    """Lift images (B, C', H, W) with kernels (C·N, C', k, k) to features (B, C, N, H, W) of the same data type."""
     y: Tensor = Lift.apply(x, kernels)
     return torch.unflatten(y, -1, (-1, orientations)).permute(0, 3, 4, 1, 2)
 
 
 def lift_norm_relu_pool(x: Tensor, kernels: Tensor, norm: nn.BatchNorm3d, pool: Pool = 1) -> Tensor:
-    """Lift, then apply batch norm, ReLU and a pool; in evaluation, without gradients."""
+    """Lift images (B, C', H, W) with kernels (C·N, C', k, k), and apply batch norm, ReLU and a pool.
+
+    In training, this updates the running statistics of the batch norm. In evaluation, the result has no gradients.
+    """
     n = kernels.shape[0] // norm.num_features
     if norm.training:
         y: Tensor = LiftNormReluPool.apply(x, kernels, norm.weight, norm.bias, norm, pool)
@@ -58,7 +69,7 @@ def lift_norm_relu_pool(x: Tensor, kernels: Tensor, norm: nn.BatchNorm3d, pool: 
 
 
 class Lift(torch.autograd.Function):
-    """Correlation of images (B, C', H, W) with kernels (C·N, C', k, k): features (B, H, W, C·N)."""
+    """Autograd function: correlate images (B, C', H, W) with kernels (C·N, C', k, k) to features (B, H, W, C·N)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, kernels: Tensor) -> Tensor:
@@ -75,7 +86,7 @@ class Lift(torch.autograd.Function):
 
 
 class LiftNormReluPool(torch.autograd.Function):
-    """Lifting, batch norm with the statistics of the batch, ReLU and pooling."""
+    """Autograd function: lifting, batch norm with the statistics of the batch, ReLU and pooling."""
 
     @staticmethod
     def forward(
@@ -138,10 +149,11 @@ def _apply(
     pool: Pool,
     for_backward: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Return features (B, H, W, C·N), and what the backward pass needs of the pool.
+    """Lift and apply batch norm, ReLU and a pool; return the features (B, H, W, C·N) and tensors for the backward pass.
 
-    The parameters of batch norm are mean, inverse standard deviation, weight and bias (C,), and the same as scale and
-    shift (2, C·N).
+    `parameters` are the mean, inverse standard deviation, weight and bias (C,) of the batch norm, and `scale_shift`
+    (2, C·N) is the same batch norm as scale · value + shift. The further tensors are the argmax of a max pool, if
+    `for_backward`, or the lifted features and the output of a root-mean-square pool.
     """
     if isinstance(pool, Filter):
         lifted = patches.lift(x, taps).unflatten(-1, (len(parameters[0]), -1))
@@ -163,7 +175,7 @@ def _to_kernels(taps: Tensor, like: Tensor) -> Tensor:
 
 
 def _compute_statistics(moments: _Moments, taps: Tensor, norm: nn.BatchNorm3d) -> _Statistics:
-    """Compute batch norm of the lifting by kernels (C·N, taps) from moments, and update the running statistics."""
+    """Return the statistics of images lifted with kernels `taps` (C·N, k·k·C'), and update the running statistics."""
     columns, tap_count = taps.shape
     channels, side_length = norm.num_features, len(moments.sums)
     n = columns // channels
@@ -202,7 +214,7 @@ def _compute_statistics(moments: _Moments, taps: Tensor, norm: nn.BatchNorm3d) -
 
 @triton.jit
 def _load_taps(kernels, column, taps, tap, n, N: tl.constexpr):
-    """Load some taps of the N kernels of one channel, in float64."""
+    """Load the taps with numbers `tap` of the N kernels of one channel, in float64."""
     mask = (n < N)[:, None] & (tap < taps)[None, :]
     return tl.load(kernels + column[:, None] * taps + tap[None, :], mask=mask, other=0.0).to(tl.float64)
 
@@ -213,12 +225,17 @@ def _statistics_kernel(
     batches, running_mean, running_variance, taps, patches, momentum, eps,
     STRIDE: tl.constexpr, N: tl.constexpr, N_BLOCK: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the statistics of one channel over its N orientations, scale and shift, and kernels times moments."""
+    """Write the statistics of one channel over its N orientations, and update its running statistics.
+
+    `moments` (STRIDE, STRIDE) are the sums of `_Moments`; row `taps` contains the sums of the single taps. `kernels`
+    are (C·N, taps). The outputs are `mean` and `inverse_std` (C,), `scale` and `shift` (C·N,), and `products`
+    (C·N, STRIDE), the kernels times the moments.
+    """
     channel = tl.program_id(0)
     n, tap = tl.arange(0, N_BLOCK), tl.arange(0, TAPS)
     column = channel * N + n
     kernel = _load_taps(kernels, column, taps, tap, n, N)
-    sums = tl.load(moments + taps * STRIDE + tap, mask=tap < taps, other=0.0)  # of each tap
+    sums = tl.load(moments + taps * STRIDE + tap, mask=tap < taps, other=0.0)  # sum of each tap
     count = tl.zeros([], tl.float64) + patches
     means = tl.sum(kernel * sums[None, :], axis=1) / count
     squared_deviations = tl.zeros([N_BLOCK], tl.float64)
@@ -254,7 +271,11 @@ def _gradients_kernel(
     sums, moments, kernels, weight, mean, inverse_std, products, d_kernels, d_weight, d_bias, columns, taps, patches,
     STRIDE: tl.constexpr, N: tl.constexpr, N_BLOCK: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of one channel's kernels, weight and bias from sums of taps times the gradient."""
+    """Write the gradients of the kernels, the weight and the bias of one channel.
+
+    `sums` (STRIDE, C·N) are the results of `patches.sum_products`. `moments`, `kernels`, `mean`, `inverse_std` and
+    `products` are the arrays of `_statistics_kernel`.
+    """
     channel = tl.program_id(0)
     n, tap = tl.arange(0, N_BLOCK), tl.arange(0, TAPS)
     column = channel * N + n
@@ -266,7 +287,8 @@ def _gradients_kernel(
     slope = inverse * (tl.sum(tl.sum(gradients * kernel, axis=1), axis=0) - center * total)
     tl.store(d_bias + channel, total)
     tl.store(d_weight + channel, slope)
-    # Batch norm subtracts from each gradient its mean, and its component along the normalized features.
+    # The backward pass of batch norm subtracts, from the gradients, their mean and their component along the normalized
+    # features.
     values = (tl.zeros([], tl.float64) + patches) * N
     tap_sums = tl.load(moments + taps * STRIDE + tap, mask=tap < taps, other=0.0)[None, :]
     centered = tl.load(products + column[:, None] * STRIDE + tap[None, :], mask=mask, other=0.0) - center * tap_sums

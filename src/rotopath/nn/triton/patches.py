@@ -1,10 +1,27 @@
-"""Products of image patches with kernels on a GPU: lifting, and the sums over patches that its gradients need.
+"""Matrix products of image patches on a GPU, from which `rotopath.nn.triton.lift` computes lifting and its gradients.
 
-A patch is the k × k × C' numbers of an image under a kernel, in the order (row, column, channel); these are its taps.
-Lifting multiplies the matrix of all patches (one row each) with the kernels (C·N columns of taps). With batch norm,
-ReLU and max pooling in the same pass, its result, the largest tensor of a network, never reaches memory.
+`lift` and `lift_and_pool` multiply patches with kernels, the latter with batch norm, ReLU and max pooling in the same
+pass, so that the lifted features are not stored. `sum_products` computes the sums for the gradient of the kernels, and
+`sum_moments` the sums for batch norm.
 
-A constant tap of 1 follows the taps of each patch, so that sums of products with it are sums of the other factor.
+A *patch* is the k × k × C' pixel values of an image that a kernel covers. Its *taps* are these values in the order
+(row, column, channel). All patches form a matrix with one row per patch and one column per tap. A constant tap of 1 is
+appended to each patch, so that sums of products with this tap are plain sums of the other factor.
+
+Arrays of the kernels:
+
+- `x`: images (B, C', H, W) with any strides; CHANNELS is C' and SIDE is k. `first` are the offsets in x of the first
+  (top left) pixels of patches.
+- `kernels`: (C·N, k·k·C'), contiguous; `columns` is C·N, for C output channels and N orientations.
+- `y`: output (B, height, width, C·N), one row per window of S × S patches; S is 1 without pooling. `outputs` is the
+  number of these rows, B · height · width.
+- `argmax`: shaped like y; position (row · S + column) of the maximum in each window, or -1 where no value is positive,
+  so that the output is 0.
+- `scale`, `shift`: batch norm of each column (C·N,), as scale · value + shift.
+- `dy`: gradient of the loss with respect to y.
+
+ROWS and COLUMNS are the size of a tile of outputs. MAIN and REST are the numbers of taps in the first and the second
+tile of taps; REST is 0 if there is only one tile. Each program processes `steps` tiles of rows.
 """
 
 import math
@@ -16,22 +33,26 @@ from torch import Tensor
 
 from rotopath.nn.triton.batch_norm import COLUMNS, split_rows
 
-LIFT_ROWS, POOL_ROWS, MOMENT_ROWS = 64, 32, 128  # outputs of a tile: lifted; lifted and pooled; patches of moments
-MAX_SUM_PROGRAMS = 264  # programs that sum in parallel: two per multiprocessor of a large GPU
-REDUCE_PARTS, REDUCE_ELEMENTS = 32, 128  # tile of a reduction: partial sums by elements
+LIFT_ROWS, POOL_ROWS, MOMENT_ROWS = 64, 32, 128  # rows of a tile: for lifting, for lifting and pooling, for moments
+MAX_SUM_PROGRAMS = 264  # maximum number of programs that sum in parallel: two per multiprocessor of a large GPU
+REDUCE_PARTS, REDUCE_ELEMENTS = (
+    32,
+    128,
+)  # tile of `_reduce_kernel`: number of partial sums and of elements
 
 
 def lift(x: Tensor, taps: Tensor) -> Tensor:
-    """Multiply patches of images (B, C', H, W) with kernels (C·N, taps): features (B, H, W, C·N)."""
+    """Lift images (B, C', H, W) with kernels `taps` (C·N, k·k·C') to features (B, H, W, C·N)."""
     return _lift(x, taps, scale_shift=None, pool=1, return_argmax=False)[0]
 
 
 def lift_and_pool(
     x: Tensor, taps: Tensor, scale_shift: Tensor, pool: int, return_argmax: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Lift, then apply scale and shift (2, C·N), ReLU and max pooling; return features (B, H, W, C·N) and the argmax.
+    """Lift images, apply scale and shift (2, C·N), ReLU and max pooling; return features (B, H, W, C·N) and argmax.
 
-    The argmax of each window is an int8, or -1 where ReLU cut off all values of the window.
+    The argmax is the position of the maximum in its window of pool × pool pixels, as int8, or -1 where no value is
+    positive. It is None unless `return_argmax`.
     """
     return _lift(x, taps, scale_shift, pool, return_argmax)
 
@@ -39,6 +60,7 @@ def lift_and_pool(
 def _lift(
     x: Tensor, taps: Tensor, scale_shift: Tensor | None, pool: int, return_argmax: bool
 ) -> tuple[Tensor, Tensor | None]:
+    """Lift images. If `scale_shift` is given, also apply batch norm, ReLU and max pooling."""
     columns, tap_count = taps.shape
     side = math.isqrt(tap_count // x.shape[1])
     height, width = ((size - side + 1) // pool for size in x.shape[-2:])
@@ -79,9 +101,10 @@ def _lift(
 
 
 def sum_products(x: Tensor, dy: Tensor, side: int, pool: int = 1, argmax: Tensor | None = None) -> Tensor:
-    """Sum, over patches, each tap times each gradient before the pool: (tile of taps, C·N), in float64.
+    """Return the sums over patches of tap times gradient, for each tap and column: (tile of taps, C·N), in float64.
 
-    Row `taps` belongs to the constant tap and contains sums of the gradients; rows after it are 0.
+    `side` is the kernel size k, `dy` the gradient of the output. After a max pool, given by `pool` and `argmax`, dy is
+    routed to the patches of the maxima. Row k·k·C' (constant tap) contains sums of the gradients. Later rows are 0.
     """
     dy = dy.contiguous()
     _, height, width, columns = dy.shape
@@ -115,9 +138,10 @@ def sum_products(x: Tensor, dy: Tensor, side: int, pool: int = 1, argmax: Tensor
 
 
 def sum_moments(x: Tensor, side: int) -> tuple[Tensor, int]:
-    """Sum, over patches, each tap times each other tap, in float64; return the sums and the number of patches.
+    """Return the sums over patches of the product of each pair of taps, in float64, and the number of patches.
 
-    Row and column `taps` belong to the constant tap and contain sums of the taps themselves; those after it are 0.
+    The sums are a square matrix (tile of taps, tile of taps). `side` is the kernel size k. Row and column k·k·C', of
+    the constant tap, contain the sums of single taps. Later rows and columns are 0.
     """
     height, width = (size - side + 1 for size in x.shape[-2:])
     tap_count, patches = side * side * x.shape[1], x.shape[0] * height * width
@@ -146,7 +170,7 @@ def sum_moments(x: Tensor, side: int) -> tuple[Tensor, int]:
 
 
 def _reduce(partial_sums: Tensor) -> Tensor:
-    """Return the sum over the first axis, in float64."""
+    """Return the sum of partial sums (programs, …) over their first axis, in float64."""
     total = torch.empty(partial_sums.shape[1:], device=partial_sums.device, dtype=torch.float64)
     _reduce_kernel[triton.cdiv(total.numel(), REDUCE_ELEMENTS),](
         partial_sums=partial_sums,
@@ -160,7 +184,7 @@ def _reduce(partial_sums: Tensor) -> Tensor:
 
 
 def _strides(x: Tensor) -> tuple[int, int, int, int]:
-    """Return the strides of images, rows, columns and channels."""
+    """Return the strides of images (B, C', H, W) in the order image, row, column, channel."""
     image, channel, row, column = x.stride()
     return image, row, column, channel
 
@@ -171,7 +195,10 @@ def _tile_size(taps: int) -> int:
 
 
 def _split_taps(taps: int) -> tuple[int, int]:
-    """Return one tile size, or two where two smaller tiles hold the taps with less padding; the second may be 0."""
+    """Return the sizes of the two tiles that hold the taps and the constant tap.
+
+    The second size is 0 unless two tiles are smaller in total than one tile.
+    """
     main = _tile_size(taps) // 2
     rest = _tile_size(taps - main)
     return (main, rest) if main >= 16 and main + rest < _tile_size(taps) else (_tile_size(taps), 0)
@@ -179,6 +206,7 @@ def _split_taps(taps: int) -> tuple[int, int]:
 
 @triton.jit
 def _reduce_kernel(partial_sums, total, parts, elements, PARTS: tl.constexpr, ELEMENTS: tl.constexpr):
+    """Sum `partial_sums` (parts, elements) over the parts, and write `total` (elements,) in float64."""
     element = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
     element_mask = (element < elements)[None, :]
     sums = tl.zeros([PARTS, ELEMENTS], tl.float64)
@@ -194,7 +222,7 @@ def _load_patches(
     x, first, row_mask, row_stride, column_stride, channel_stride,
     SIDE: tl.constexpr, CHANNELS: tl.constexpr, FROM: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Load TAPS taps, starting with tap FROM, of the patches whose first pixels are at the offsets `first`."""
+    """Load the taps FROM to FROM + TAPS - 1 of the patches at the offsets `first`, as a tile (patches, TAPS)."""
     tap = FROM + tl.arange(0, TAPS)
     row, column, channel = tap // (SIDE * CHANNELS), (tap // CHANNELS) % SIDE, tap % CHANNELS
     offset = row * row_stride + column * column_stride + channel * channel_stride
@@ -206,7 +234,7 @@ def _load_patches(
 
 @triton.jit
 def _first_patch_of_window(output, height, width, image_stride, row_stride, column_stride, S: tl.constexpr):
-    """Return the offset in the images of the first patch in each output's window of S × S patches."""
+    """Return, for each output, the offset in x of the top left patch of its window of S × S patches."""
     out_column = output % width
     rest = output // width
     out_row = rest % height
@@ -215,7 +243,7 @@ def _first_patch_of_window(output, height, width, image_stride, row_stride, colu
 
 @triton.jit
 def _load_kernels(kernels, column, columns, taps, FROM: tl.constexpr, TAPS: tl.constexpr):
-    """Load TAPS taps, starting with tap FROM, of kernels (columns, taps), transposed."""
+    """Load the taps FROM to FROM + TAPS - 1 of kernels (columns, taps), transposed to a tile (TAPS, columns)."""
     tap = FROM + tl.arange(0, TAPS)
     mask = (tap < taps)[:, None] & (column < columns)[None, :]
     return tl.load(kernels + column[None, :] * taps + tap[:, None], mask=mask, other=0.0)
@@ -226,7 +254,7 @@ def _multiply(
     x, first, row_mask, row_stride, column_stride, channel_stride, kernels_main, kernels_rest,
     SIDE: tl.constexpr, CHANNELS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Multiply patches with kernels, in one or two tiles of taps."""
+    """Return the products (patches, columns) of patches with kernels, computed in one or two tiles of taps."""
     patches = _load_patches(x, first, row_mask, row_stride, column_stride, channel_stride, SIDE, CHANNELS, 0, MAIN)
     lifted = tl.dot(patches, kernels_main, input_precision="ieee")
     if REST:
@@ -244,7 +272,7 @@ def _lift_kernel(
     NORM: tl.constexpr, SIDE: tl.constexpr, CHANNELS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Lift; with NORM, also apply scale, shift, ReLU and max pooling, and store the argmax, -1 if ReLU cut off all."""
+    """Write tiles of lifted features y. With NORM, also apply scale, shift, ReLU and max pooling; write argmax."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = column < columns
     kernels_main = _load_kernels(kernels, column, columns, SIDE * SIDE * CHANNELS, 0, MAIN)
@@ -290,11 +318,14 @@ def _sum_products_kernel(
     SIDE: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
     S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum the products of all taps with the gradient before the pool, over the patches of a program."""
+    """Write the sums, over the patches of this program, of the products of all taps with the gradient.
+
+    The gradient is that of the lifted features: dy without a pool, or dy at the patches of the maxima and 0 elsewhere.
+    """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = column < columns
     total = tl.zeros([TAPS, COLUMNS], tl.float32)
-    for step in range(steps * S * S):  # gradients of a window are read S² times, from the cache after the first time
+    for step in range(steps * S * S):  # reads the gradients of a window S² times, mostly from the cache
         output = (tl.program_id(0) * steps + step // (S * S)) * ROWS + tl.arange(0, ROWS)
         row_mask = output < outputs
         offset = output.to(tl.int64)[:, None] * columns + column[None, :]
@@ -316,7 +347,10 @@ def _sum_moments_kernel(
     x, moments, patches, height, width, image_stride, row_stride, column_stride, channel_stride, steps,
     SIDE: tl.constexpr, CHANNELS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sum the products of all pairs of taps over the patches of a program."""
+    """Write the sums, over the patches of this program, of the products of all pairs of taps.
+
+    `moments` is (programs, MAIN + REST, MAIN + REST), and `patches` is the number of all patches.
+    """
     total = tl.zeros([MAIN, MAIN], tl.float32)
     if REST:
         total_mixed = tl.zeros([MAIN, REST], tl.float32)

@@ -1,7 +1,21 @@
-"""Rotate base weights to kernels on a GPU, in one pass each way.
+"""Compute the rotated kernels of a convolution on a GPU in one launch.
 
-In: base weights and the rotation map of `rotopath.group`. Out: kernels as a convolution reads them, channels-last and
-in its data type. With small batches, launching many small operations takes most of the time; this is one launch.
+`rotate` computes kernels from base weights and the rotation map of `rotopath.group`. The kernels are channels-last and
+in the data type of the convolution. For small batches, launching several small operations takes most of the time of a
+layer, so forward and backward pass are one launch each.
+
+Sizes: O output channels, C input channels, N orientations (2N with reflections), n × n entries of a kernel, and P base
+weights (taps) per kernel.
+
+Arrays of the kernels, all contiguous:
+
+- `weight`, `d_weight`: base weights (O, C, P) for lifting or (O, C, N, P) for group convolution, and their gradient.
+  `columns` is the number of input channels and orientations, C or C·N.
+- `rotation`: rotation map (N, n², P); for each orientation, a matrix from base weights to kernel entries.
+- `kernels`, `d_kernels`: rotated kernels (O·N, n, n, columns), and their gradient.
+- `slices`, `sources`: tables (output orientations, input orientations) of `_orientation_tables`.
+
+`taps` is P, `entries` is n². TAPS, ENTRIES and COLUMNS are the sizes of a tile.
 """
 
 import math
@@ -15,15 +29,15 @@ from torch import Tensor
 
 from rotopath.group import orientation_shift
 
-COLUMNS = 32  # of a tile: input channels by input orientations
+COLUMNS = 32  # columns of a tile
 
 
 class _Sizes(NamedTuple):
     """Sizes of base weights, kernels and tiles."""
 
-    columns: int  # input channels by input orientations
-    taps: int  # base weights of a kernel
-    entries: int  # pixels of a kernel
+    columns: int  # number of input channels times number of input orientations
+    taps: int  # number of base weights of a kernel
+    entries: int  # number of pixels of a kernel, n²
     output_orientations: int
     input_orientations: int  # 1 for lifting
     tile_taps: int
@@ -31,13 +45,13 @@ class _Sizes(NamedTuple):
 
 
 def rotate(weight: Tensor, rotation: Tensor, reflections: bool, dtype: torch.dtype) -> Tensor:
-    """Rotate base weights (O, C, P) or (O, C, N, P) to kernels (O·N, C, n, n) or (O·N, C·N, n, n)."""
+    """Compute kernels (O·N, C, n, n) from base weights (O, C, P), or (O·N, C·N, n, n) from (O, C, N, P)."""
     kernels: Tensor = RotateKernels.apply(weight, rotation, reflections, dtype)
     return kernels.permute(0, 3, 1, 2)
 
 
 class RotateKernels(torch.autograd.Function):
-    """Rotated kernels (O·N, n, n, C·N) of base weights, by a map (N, n², P)."""
+    """Autograd function: rotated kernels (O·N, n, n, columns) from base weights and a rotation map (N, n², P)."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rotation: Tensor, reflections: bool, dtype: torch.dtype) -> Tensor:
@@ -73,7 +87,10 @@ class RotateKernels(torch.autograd.Function):
 
 
 class RotateKernelsBackward(torch.autograd.Function):
-    """Gradients of base weights from gradients of kernels: the transposed map, whose own gradient is the map again."""
+    """Autograd function: the gradient of base weights from the gradient of kernels.
+
+    This applies the transposed rotation map. Its own gradient is therefore the rotation, `RotateKernels`.
+    """
 
     @staticmethod
     def forward(
@@ -108,7 +125,7 @@ class RotateKernelsBackward(torch.autograd.Function):
 
 
 def _sizes_of(shape: torch.Size, rotation: Tensor) -> _Sizes:
-    """Return the sizes for base weights of a shape and a rotation map (N, n², P)."""
+    """Return the sizes for base weights of this shape and a rotation map (N, n², P)."""
     orientations, entries, taps = rotation.shape
     return _Sizes(
         columns=math.prod(shape[1:-1]),
@@ -125,13 +142,14 @@ def _sizes_of(shape: torch.Size, rotation: Tensor) -> _Sizes:
 def _orientation_tables(
     output_orientations: int, input_orientations: int, reflections: bool, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return two tables (output orientations, input orientations).
+    """Return the tables `slices` and `sources`, both (output orientations, input orientations).
 
-    The first contains the slice of the base weights with which an output orientation reads each input orientation. The
-    second is its inverse: the input orientation that it reads with each slice.
+    A slice is the part of a base kernel for one input orientation. `slices[g, h]` is the slice that is applied to input
+    orientation h to compute output orientation g. `sources[g, s]` is the inverse: the input orientation to which slice
+    s is applied.
     """
     with torch.inference_mode(False):
-        # Computed on the CPU: inside a CUDA graph that is being recorded, values would exist only after a replay.
+        # Computed on the CPU, because values computed while a CUDA graph is recorded exist only after it is replayed.
         orientations = output_orientations // 2 if reflections else output_orientations
         shift = orientation_shift(orientations, torch.device("cpu"), reflections)
         slices = (shift[:, :input_orientations] % input_orientations).int()
@@ -144,7 +162,7 @@ def _tile_size(size: int) -> int:
 
 @triton.jit
 def _load_map(rotation, orientation, taps, entries, TAPS: tl.constexpr, ENTRIES: tl.constexpr):
-    """Load the rotation map (entries, taps) of one orientation."""
+    """Load the rotation map of one orientation as a tile (ENTRIES, TAPS)."""
     tap, entry = tl.arange(0, TAPS), tl.arange(0, ENTRIES)
     mask = (entry < entries)[:, None] & (tap < taps)[None, :]
     offset = (orientation * entries + entry)[:, None] * taps + tap[None, :]
@@ -157,7 +175,7 @@ def _rotate_kernel(
     OUT_ORIENTATIONS: tl.constexpr, IN_ORIENTATIONS: tl.constexpr,
     TAPS: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the kernels of one output channel at one output orientation, for a tile of columns."""
+    """Write the rotated kernels of one output channel and one output orientation, for a tile of columns."""
     output = tl.program_id(0)
     orientation = output % OUT_ORIENTATIONS
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -178,7 +196,7 @@ def _rotate_back_kernel(
     OUT_ORIENTATIONS: tl.constexpr, IN_ORIENTATIONS: tl.constexpr,
     TAPS: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gradients of the base weights of one output channel over all output orientations."""
+    """Write the gradient of the base weights of one output channel, summed over all output orientations."""
     channel = tl.program_id(0)
     row = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row_mask = row < columns
