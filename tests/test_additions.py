@@ -14,6 +14,8 @@ from rotopath.studies.results import read_results
 from rotopath.tasks import TUMOR
 from rotopath.writing import write_bytes, write_json, write_text
 
+pytestmark = pytest.mark.slow
+
 
 def make_run(part: Path, seed: int, auc: float, wrong: int = 4, rotated: bool = True, **keys: object) -> None:
     recipe = make_recipe({"task": "tumor", "data": "d", "seed": seed, **keys})

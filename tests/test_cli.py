@@ -18,6 +18,8 @@ from rotopath.cli import app
 from rotopath.model_file import FORMAT, MODEL
 from rotopath.models import ARCHITECTURES
 
+pytestmark = pytest.mark.slow
+
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments, env={"COLUMNS": "80"})

@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 import rotopath
 from rotopath.cli import app
 
+pytestmark = pytest.mark.slow
+
 PAGE = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
 PACKAGE = Path(rotopath.__file__).parent
 TRAIN, PREDICT = (re.findall(r"[a-z_/]+\.py", walk) for walk in re.findall("```mermaid\n(.*?)```", PAGE, re.DOTALL))

@@ -22,6 +22,8 @@ from rotopath.inference.tiling import Grid, Tile
 from rotopath.tasks import Task, TrainingWindow
 from rotopath.tasks.task import Evidence, Loss, Map, Scores, check_numbers
 
+pytestmark = pytest.mark.slow
+
 QUICK = {"epochs": 1, "steps": 3, "validation_steps": 1, "accelerator": "cpu", "cache": "memory"}
 
 

@@ -9,6 +9,8 @@ import pytest
 
 import rotopath as rp
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results" / "RESULTS.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", RESULTS, *sorted((ROOT / "docs").glob("*.md"))]

@@ -15,7 +15,7 @@ from rotopath.models import Network
 from rotopath.runs import Run
 from rotopath.tasks import PAPER, Class, Classify, Task
 
-pytestmark = pytest.mark.filterwarnings("ignore:stain normalization left an image unchanged")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:stain normalization left an image unchanged")]
 CPU = torch.device("cpu")
 POINTS = {
     "mitosis": {"threshold": 0.5},

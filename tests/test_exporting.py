@@ -19,6 +19,8 @@ from rotopath.cli import app
 from rotopath.exporting import MODELS, check_outputs, export
 from rotopath.model_file import RunError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:

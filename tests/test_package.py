@@ -12,6 +12,8 @@ import pytest
 
 import rotopath as rp
 
+pytestmark = pytest.mark.slow
+
 SOURCE = Path(rp.__file__).parent
 VERBS = ("evaluate", "export", "predict", "study", "train")  # commands that are also functions
 NAMED_TASK = re.compile(r'== *"(tumor|mitosis|nuclei)"')

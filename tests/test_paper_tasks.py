@@ -18,6 +18,8 @@ from rotopath.metrics.matching import OverlapRule
 from rotopath.recipe import make_recipe
 from rotopath.training.mining import MINED
 
+pytestmark = pytest.mark.slow
+
 SHORT = {"epochs": 1, "steps": 2, "batch": 4, "validation_steps": 1, "accelerator": "cpu", "cache": "memory"}
 
 

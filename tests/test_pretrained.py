@@ -20,6 +20,8 @@ from rotopath.model_file import MODEL, WEIGHTS, RunError, pack_weights, write_mo
 from rotopath.recipe import format_recipe, make_recipe
 from rotopath.writing import write_bytes, write_json, write_text
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 FILES = {runs.RECIPE, WEIGHTS, MODEL, runs.METRICS, runs.PROVENANCE, pretrained.CARD}
 SECTIONS = ["Use", "Data and its terms", "Recipe", "Scores", "Limits"]

@@ -22,6 +22,8 @@ from rotopath.runs import Run, _choose_dtype
 from rotopath.tasks import TUMOR
 from rotopath.writing import write_json
 
+pytestmark = pytest.mark.slow
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 WEIGHT = "stages.1.conv.weight"
 
@@ -210,7 +212,11 @@ def test_a_model_file_has_precedence_over_an_old_operating_point(run: Path) -> N
         (runs.OLD_POINT, '{"threshold": true}', "is damaged: 'threshold' of the operating point is True"),
         (runs.OLD_POINT, "{}", "is damaged: an operating point has threshold; got nothing"),
         (runs.OLD_POINT, "[0.5]", "is damaged: it must contain a JSON object; got [0.5]. Restore"),
-        (runs.OLD_POINT, '{"threshold": NaN}', "is damaged: it is not valid JSON (NaN is not allowed). Restore"),
+        (
+            runs.OLD_POINT,
+            '{"threshold": NaN}',
+            "is damaged: it is not valid JSON (it contains NaN, which JSON does not allow). Restore",
+        ),
         (runs.RECIPE, 'task = "tumor"\n', "the required key 'data' is missing"),
         (runs.RECIPE, 'task = "tumor"\ndata = "d"\nkernel = "cubic"\n', "'kernel' of tumor must be"),
         (runs.RECIPE, "task = ", "is not valid TOML"),

@@ -18,6 +18,8 @@ from rotopath.inference import dense
 from rotopath.models import Network
 from rotopath.selftest import SelfTestFailedError, SelfTestResult
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 
 

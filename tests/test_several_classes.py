@@ -14,6 +14,8 @@ from rotopath.data import DataError
 from rotopath.images.geojson import Point, read_geojson
 from rotopath.models.protocols import make_dense
 
+pytestmark = pytest.mark.slow
+
 # Patches of three classes, classified by a converted ResNet
 
 STRIPES, DOTS, PLAIN = "stripes", "dots", "plain"

@@ -268,4 +268,4 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not allowed")  # Python's json module would accept NaN and Infinity
+    raise ValueError(f"it contains {name}, which JSON does not allow")  # Python's json module would accept it

@@ -28,6 +28,8 @@ from rotopath.evaluation import make_center_batches, make_sampled_batches
 from rotopath.images.files import UnreadableFileError
 from rotopath.tasks import MITOSIS, NUCLEI, PAPER, TUMOR, Class, Detect, Segment, TrainingWindow
 
+pytestmark = pytest.mark.slow
+
 EVERYTHING = Augmentation(free_rotation=True, stain=0.1)
 TRAINING_WINDOWS = {
     "mitosis": TrainingWindow(68, 8, 8),

@@ -22,6 +22,8 @@ from rotopath.images import readers as readers_module
 from rotopath.images import slides as slides_module
 from rotopath.images.slides import Slide
 
+pytestmark = pytest.mark.slow
+
 SPACINGS = (0.25, 0.3, 0.5, 0.972, 1.0, 1.01, 2.0, 4.0)
 EVEN, ODD = (1536, 2048), (1539, 2051)  # odd sizes lead to downsamples that are not whole numbers
 

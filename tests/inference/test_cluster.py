@@ -22,6 +22,8 @@ from rotopath.inference.predict_files import FileOptions, SlideOutcome
 from rotopath.inference.slide_pass import Model
 from rotopath.runs import prepare_model
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("distributed")
 MODEL = "tumor-pcam-n8"
 OPTIONS = FileOptions(spacing_um_px=1.0)

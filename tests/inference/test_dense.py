@@ -25,6 +25,8 @@ from rotopath.models.architecture import ARCHITECTURES, MITOSIS, NUCLEI, TUMOR, 
 from rotopath.models.network import Network
 from rotopath.nn import center_crop, triton
 
+pytestmark = pytest.mark.slow
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 HALF = torch.bfloat16  # which CPUs compute fast
 BUILD: dict[str, Callable[[int], Network]] = {

@@ -25,6 +25,8 @@ from rotopath.inference import predict_files
 from rotopath.inference.slide_pass import SlidePass
 from rotopath.metrics import smooth_images
 
+pytestmark = pytest.mark.slow
+
 MODEL = "tumor-pcam-n8"
 FILES = {"heatmap.ome.tif", "objects.csv", "objects.geojson", "overlay.png", "summary.json"}
 

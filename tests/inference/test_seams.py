@@ -11,6 +11,8 @@ from scipy import ndimage
 from rotopath.inference.seams import Region, Seams
 from rotopath.inference.tiling import Span
 
+pytestmark = pytest.mark.slow
+
 BACKGROUND = (0.0, 1.0)
 
 

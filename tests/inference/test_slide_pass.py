@@ -32,6 +32,8 @@ from rotopath.models.network import Network
 from rotopath.runs import Run
 from rotopath.tasks import PAPER, Class, Classify
 
+pytestmark = pytest.mark.slow
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 POINT = {"inside": 0.5, "background": 0.5, "least_px": 45}
 SPACING = {name: task.spacing_um_px for name, task in PAPER.items()}

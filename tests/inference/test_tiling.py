@@ -19,6 +19,8 @@ from rotopath.metrics import smooth_images
 from rotopath.models import DenseNetwork, Network
 from rotopath.models.architecture import MITOSIS, NUCLEI, Architecture
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 HALF = torch.bfloat16  # which CPUs compute fast
 BUILD: dict[str, Callable[..., Network]] = {

@@ -19,6 +19,8 @@ from rotopath.models.convert.group_layers import ConversionOptions, Width, plain
 from rotopath.nn.pool import pad_evenly, resize
 from rotopath.nn.project import PROJECTIONS
 
+pytestmark = pytest.mark.slow
+
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "resnet": (lambda: ResNet18((24, 48, 48)), 33),
     "densenet": (DenseNet, 16),
@@ -462,7 +464,9 @@ def test_convolutions_after_the_projection_are_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.next(torch.cat([x, self.conv(x)], 1))
 
-    with pytest.raises(ValueError, match="cannot convert 'next': it reads neighboring pixels after the projection"):
+    with pytest.raises(
+        ValueError, match="cannot convert 'next': it reads neighboring pixels of values that have no orientations"
+    ):
         rp.equivariant(Mixes())
 
 

@@ -24,6 +24,8 @@ from rotopath.models import FrozenNetwork, Network
 from rotopath.models.freeze.plain_layers import BlurredPool2d, CenterCrop2d, ChannelNorm2d, OrientationPool2d, Scale2d
 from rotopath.nn.project import PROJECTIONS
 
+pytestmark = pytest.mark.slow
+
 BUILDERS = {"mitosis": rp.models.mitosis, "nuclei": rp.models.nuclei, "tumor": rp.models.tumor}
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 4e-2, torch.float32: 1e-5, torch.float64: 1e-12}
 HALVES = (torch.float16, torch.bfloat16)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 import rotopath as rp
 from rotopath.models import ARCHITECTURES, Architecture, Network
 
+pytestmark = pytest.mark.slow
+
 BUILDERS = {"mitosis": rp.models.mitosis, "nuclei": rp.models.nuclei, "tumor": rp.models.tumor}
 PAPER = {  # N to the weights of each layer, as printed in the paper
     "mitosis": {

@@ -22,6 +22,8 @@ from rotopath.models.protocols import (
     unwrap,
 )
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 PAPER = {
     "mitosis": Geometry(outputs=1, smallest_px=68, step_px=8, stride_px=8, rim=0),

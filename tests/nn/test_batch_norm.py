@@ -13,6 +13,8 @@ from rotopath.nn import fuse, triton
 pytest.importorskip("triton")
 from rotopath.nn.triton.batch_norm import compute_statistics, norm_relu_pool
 
+pytestmark = pytest.mark.slow
+
 
 @settings(deadline=None, max_examples=25)
 @given(

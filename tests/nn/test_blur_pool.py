@@ -14,6 +14,8 @@ pytest.importorskip("triton")
 from rotopath.nn.triton import blur_pool
 from rotopath.nn.triton.blur_pool import Filter
 
+pytestmark = pytest.mark.slow
+
 NEAR_ZERO = 1e-3  # tolerance of gradients of a root near 0, which magnify the rounding of batch norm a thousand times
 
 

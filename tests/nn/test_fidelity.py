@@ -11,6 +11,8 @@ import rotopath as rp
 from rotopath import group
 from rotopath.metrics import smooth_images, untrained_errors
 
+pytestmark = pytest.mark.slow
+
 ESCNN = 0.018  # error of two layers of steerable kernels of escnn
 ESCNN_POOLED = 0.094  # with a pool between the layers
 

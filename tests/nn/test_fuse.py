@@ -9,6 +9,8 @@ import rotopath as rp
 from rotopath.nn import fuse, norm
 from rotopath.nn.fuse import can_fuse_lift, can_fuse_norm, can_fuse_pool, run_pool
 
+pytestmark = pytest.mark.slow
+
 
 class OnGpu:
     """A stand-in for features on a GPU."""

@@ -13,6 +13,8 @@ from rotopath.nn import triton
 pytest.importorskip("triton")
 from rotopath.nn.triton import rotate_kernels
 
+pytestmark = pytest.mark.slow
+
 Calls = list[tuple[object, ...]]
 
 

@@ -18,6 +18,8 @@ from torch.nn.utils import prune
 import rotopath as rp
 from rotopath.nn.checks import is_being_recorded
 
+pytestmark = pytest.mark.slow
+
 NETWORKS = [rp.models.mitosis, rp.models.nuclei, rp.models.tumor]
 
 

@@ -28,6 +28,8 @@ from rotopath.reports.contact_sheet import (
 from rotopath.reports.figures import save_figure
 from rotopath.tasks import HardExample
 
+pytestmark = pytest.mark.slow
+
 
 def draw_tile(dataset: Dataset, center: tuple[float, float] | None = None, note: str = "") -> Axes:
     """Draw the first sample of a dataset at 0.25 µm/px."""

@@ -9,6 +9,8 @@ from matplotlib.figure import Figure
 
 from rotopath.reports import demo_report
 
+pytestmark = pytest.mark.slow
+
 
 def test_markers_do_not_change_the_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []

@@ -10,6 +10,8 @@ from rotopath.recipe import NetworkOptions, Recipe
 from rotopath.reports.study_report import cost_section, why_not_comparable
 from rotopath.studies.results import StudyResult
 
+pytestmark = pytest.mark.slow
+
 
 def test_networks_with_other_options_have_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     options = NetworkOptions(width=4)

@@ -25,6 +25,8 @@ from rotopath.reports.study_report import report
 from rotopath.studies import jobs, read_study
 from rotopath.studies.jobs import JobFuture, job_file, run_study
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}  # the same rounding in all processes
 ROTOPATH = (sys.executable, "-m", "rotopath", "study")
 TIMEOUT_S = 300  # processes start slowly on a busy machine; one that hangs would take longer

@@ -10,6 +10,8 @@ from rotopath.model_file import RunError
 from rotopath.recipe import Recipe, format_recipe
 from rotopath.studies.results import StudyResult, estimate, margin, read_results, summarize
 
+pytestmark = pytest.mark.slow
+
 
 def result(wrong: list[int], images: int = 10, n: int = 1, seed: int = 0, rotations: int = 1) -> StudyResult:
     scores = {"accuracy": 1 - len(wrong) / images, "slides": None, "wrong": wrong, "images": images}

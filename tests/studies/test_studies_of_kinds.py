@@ -29,6 +29,8 @@ from rotopath.studies import read_study
 from rotopath.studies.jobs import run_here, run_study
 from rotopath.studies.results import read_results
 
+pytestmark = pytest.mark.slow
+
 CLASSES = ("dots", "plain", "stripes")
 ORIENTATIONS = (1, 4)
 COUNTS = {"train": 4, "valid": 2, "test": 3}  # patches of each class

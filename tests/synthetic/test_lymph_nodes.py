@@ -5,9 +5,12 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import pytest
 from synthetic_datasets import FEW_PATCHES
 
 from rotopath.synthetic.lymph_nodes import cut_slide, render_slide
+
+pytestmark = pytest.mark.slow
 
 
 def test_files_have_the_layout_of_pcam_balanced_and_without_shared_slides(datasets: Path) -> None:

@@ -14,6 +14,8 @@ from rotopath.synthetic import make_mitosis, make_tumor
 from rotopath.synthetic.lymph_nodes import collect_patches
 from rotopath.synthetic.mitoses import render_mitosis_field
 
+pytestmark = pytest.mark.slow
+
 
 def digests(folder: Path) -> dict[str, str]:
     """The SHA-256 of each file, by its path within the folder."""

@@ -12,6 +12,8 @@ from rotopath.images.files import read_rgb
 from rotopath.synthetic.mitoses import SMUDGED, TUMOR, label_objects, render_mitosis_field
 from rotopath.synthetic.nuclei import LYMPHOCYTE, concatenate_nuclei
 
+pytestmark = pytest.mark.slow
+
 
 def test_files_have_the_layout_of_amida13(datasets: Path) -> None:
     root = datasets / "mitosis"

@@ -14,6 +14,8 @@ from rotopath.images.files import read_labels, read_rgb
 from rotopath.synthetic.nuclei import LYMPHOCYTE, NEEDLE, concatenate_nuclei
 from rotopath.synthetic.organs import EPITHELIAL, outline_visible_nuclei, render_organ_field
 
+pytestmark = pytest.mark.slow
+
 ORGANS = ("breast", "kidney", "liver", "prostate")
 
 

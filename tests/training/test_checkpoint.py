@@ -32,7 +32,7 @@ from rotopath.training.checkpoint import FINGERPRINT_PREFIX, KEPT, RESUME, compu
 from rotopath.training.loop import TrainingModule
 from rotopath.writing import write_json, write_text
 
-pytestmark = pytest.mark.filterwarnings("ignore:stain normalization left an image unchanged")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:stain normalization left an image unchanged")]
 
 
 # Resuming

@@ -24,6 +24,8 @@ from rotopath.tasks.segment import weighted_cross_entropy
 from rotopath.training import MINED, read_hard_examples, train
 from rotopath.training.distributed import SynchronizedBatchNorm, synchronize_batch_norms
 
+pytestmark = pytest.mark.slow
+
 
 def make_norms() -> nn.Sequential:
     torch.manual_seed(0)

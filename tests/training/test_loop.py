@@ -34,7 +34,7 @@ from rotopath.training import loop, train
 from rotopath.training.checkpoint import compute_fingerprint
 from rotopath.training.loop import make_optimizer, make_schedule
 
-pytestmark = pytest.mark.filterwarnings("ignore:stain normalization left an image unchanged")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:stain normalization left an image unchanged")]
 
 
 # The run folder

@@ -12,6 +12,8 @@ from rotopath.training import MINED, read_hard_examples, train
 from rotopath.training.checkpoint import RESUME
 from rotopath.training.mining import index_hard_examples, write_hard_examples
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_run_killed_while_it_trains_the_baseline_resumes_to_identical_weights(
     data: dict[str, Path], tmp_path: Path

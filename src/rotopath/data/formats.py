@@ -3,8 +3,9 @@
 `FORMATS` is the table of all formats. To add a format:
 
 1. Write `data/my_format.py` with two functions: `is_my_format(root)` recognizes a folder by file names, without
-   reading the files; `open_my_format(root)` returns a `Dataset` and reports faulty files as findings. kumar.py is an
-   example; dataset.py contains functions for all formats.
+   reading the files; `open_my_format(root)` returns a `Dataset` and reports faulty files as findings. If the files do
+   not state their pixel spacing, it also takes `spacing_um_px`. kumar.py is an example; dataset.py contains functions
+   for all formats.
 2. Add a row to `FORMATS`.
 3. Add a function that writes a tiny example to tests/layouts.py, and tests in tests/data/test_my_format.py.
 4. Describe the format in docs/data.md.

@@ -202,7 +202,10 @@ class SlidePass:
             yield detected
 
     def summary(self) -> dict[str, float]:
-        """Return counts, areas and densities by name. Densities are per mm² of tissue, also with `everywhere`."""
+        """Return counts, areas in mm² and densities per mm² of tissue by name.
+
+        The area of tissue is that of the tissue mask, also if glass was predicted too (`everywhere`).
+        """
         tissue_mm2 = self.tissue.area_mm2
         return {"tissue_mm2": tissue_mm2, **self.model.task.summarize(self._counts, self._areas_mm2, tissue_mm2)}
 
@@ -369,7 +372,7 @@ class MapFile:
         return np.concatenate([strip[::step, ::step] for strip in self.strips(512 * step)])
 
     def strips(self, rows: int = 512) -> Iterator[NDArray[np.float32]]:
-        """Yield the map in strips of `rows` complete rows each, from top to bottom. The last strip may be smaller."""
+        """Yield the map in strips (rows, width), from top to bottom. The last strip may have fewer rows."""
         for top in range(0, self.size[0], rows):
             yield self.read(top, top + rows)
 

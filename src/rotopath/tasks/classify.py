@@ -263,10 +263,7 @@ class Classify(WindowTask):
 
     @classmethod
     def score_terms(cls, scores: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-        """Return the numbers of correct patches and of all patches, for each slide.
-
-        If the slides are unknown, each patch is a case.
-        """
+        """Return (correct patches, all patches) for each slide. If slides are unknown, for each patch."""
         if scores["slides"] is not None:
             return {slide: (correct, patches) for slide, (correct, patches) in scores["slides"].items()}
         wrong = set(scores["wrong"])

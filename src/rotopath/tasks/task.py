@@ -271,7 +271,10 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, evidence: Sequence[Evidence], point: OperatingPoint, rule: str | None = None) -> Scores:
-        """Return all scores of a split at an operating point. The key `score_name` has the main score."""
+        """Return all scores of a split at an operating point. The main score is `scores[score_name]`.
+
+        `rule` decides which predictions count as true positives; None means the first of `rules`.
+        """
 
     @classmethod
     @abstractmethod

@@ -253,8 +253,8 @@ def _build_conv(
     if returns is not ValueKind.FEATURES:
         if isinstance(layer, nn.ConvTranspose2d) or max(layer.kernel_size) > 1 or max(layer.stride) > 1:
             raise ValueError(
-                "it reads neighboring pixels after the projection, where values have no orientations; apply it to "
-                "features only, and combine its output with images or projected values"
+                "it reads neighboring pixels of values that have no orientations, such as the image or projected maps; "
+                "apply it to features before the projection"
             )
         groups = _group_count(layer, inputs)
         return nn.Conv2d(inputs, outputs, 1, groups=groups, bias=bias, **_device_and_dtype(layer))

@@ -243,7 +243,10 @@ def _first_patch_of_window(output, height, width, image_stride, row_stride, colu
 
 @triton.jit
 def _load_kernels(kernels, column, columns, taps, FROM: tl.constexpr, TAPS: tl.constexpr):
-    """Load the taps FROM to FROM + TAPS - 1 of kernels (columns, taps), transposed to a tile (TAPS, columns)."""
+    """Load the taps FROM to FROM + TAPS - 1 of kernels (columns, taps), as a transposed tile (TAPS, len(column)).
+
+    `column` has the indices of the columns to load. Taps and columns that do not exist are 0.
+    """
     tap = FROM + tl.arange(0, TAPS)
     mask = (tap < taps)[:, None] & (column < columns)[None, :]
     return tl.load(kernels + column[None, :] * taps + tap[:, None], mask=mask, other=0.0)

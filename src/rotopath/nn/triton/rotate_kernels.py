@@ -51,7 +51,11 @@ def rotate(weight: Tensor, rotation: Tensor, reflections: bool, dtype: torch.dty
 
 
 class RotateKernels(torch.autograd.Function):
-    """Autograd function: rotated kernels (O·N, n, n, columns) from base weights and a rotation map (N, n², P)."""
+    """Autograd function: rotate base weights with a rotation map (N, n², P) to kernels (O·N, n, n, columns).
+
+    N orientations, O output channels, kernel size n, P base weights in each kernel. The last axis has one column for
+    each input channel and input orientation.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, rotation: Tensor, reflections: bool, dtype: torch.dtype) -> Tensor:
