@@ -11,10 +11,10 @@ demo: $(READY)
 	$(BIN)/rotopath demo --out demo
 
 test: lint
-	$(BIN)/pytest -n 2 --cov --cov-report=term
+	$(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term
 
 quick: style
-	$(BIN)/pytest -n 2 -m "not slow" --hypothesis-profile=quick -q
+	$(BIN)/pytest -n 2 --dist worksteal -m "not slow" --hypothesis-profile=quick -q
 
 style: $(READY)
 	$(BIN)/ruff check

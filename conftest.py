@@ -10,6 +10,7 @@ import torch
 
 import rotopath
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, which share the cores, too
 collect_ignore_glob = [] if find_spec("triton") else ["src/rotopath/nn/triton/*.py"]
 # A suite in the background inherits that Ctrl-C is ignored, and would pass this on to programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -98,7 +98,7 @@ class PatchClassifier(nn.Module):
 
 
 def _make_module(run: Run, to: Format, frozen: bool = True) -> nn.Module:
-    """Return a copy of the network, frozen to a plain CNN if `frozen`, and as a patch classifier if required."""
+    """Return a copy of the network, frozen to a plain CNN if `frozen`; a patch classifier if the format needs one."""
     module = unwrap(run.network)
     try:
         layers = freeze(module) if frozen and is_equivariant(module) else copy.deepcopy(module)

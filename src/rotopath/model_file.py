@@ -200,7 +200,10 @@ def _get_whole(table: Mapping[str, Any], name: str, low: int) -> int:
 
 
 def pack_weights(network: DenseNetwork | nn.Module) -> bytes:
-    """Return the weights as the content of a safetensors file. Names are those in the trained module, unwrapped."""
+    """Return the weights as the content of a safetensors file.
+
+    Names are those of the trained module, without the prefix of a DenseModule or SlidingModule that wraps it.
+    """
     state = unwrap(network).state_dict()
     return save({name: tensor.contiguous().cpu() for name, tensor in state.items()})
 

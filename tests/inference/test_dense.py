@@ -25,7 +25,7 @@ from rotopath.models.architecture import ARCHITECTURES, MITOSIS, NUCLEI, TUMOR, 
 from rotopath.models.network import Network
 from rotopath.nn import center_crop, triton
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # a sweep of numbers: tracing it would take minutes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 HALF = torch.bfloat16  # which CPUs compute fast

@@ -19,7 +19,7 @@ from rotopath.metrics import smooth_images
 from rotopath.models import DenseNetwork, Network
 from rotopath.models.architecture import MITOSIS, NUCLEI, Architecture
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # a sweep of numbers: tracing it would take minutes
 
 CPU = torch.device("cpu")
 HALF = torch.bfloat16  # which CPUs compute fast

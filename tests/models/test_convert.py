@@ -282,7 +282,7 @@ def test_padding_to_the_size_of_a_skip_must_be_even() -> None:
     torch.testing.assert_close(rp.freeze(net)(images(9)).shape, net(images(9)).shape)
     net.get_submodule("conv").padding = 0
     net(images(9))  # two pixels at either end
-    with pytest.raises(ValueError, match="as many pixels at both ends, but got 0 and 1 px"):
+    with pytest.raises(ValueError, match="needs the same padding at both ends, but got 0 px left and 1 px right"):
         pad_evenly(images(9), (0, 1, 2, 2))
 
 
@@ -487,7 +487,7 @@ def test_hooks_are_refused() -> None:
 
 def test_resize_refuses_nearest_for_fractional_factors() -> None:
     features = torch.rand(1, 2, 4, 3, 3, dtype=torch.float64)
-    with pytest.raises(ValueError, match="3 px to become 5 px; use mode='bilinear'"):
+    with pytest.raises(ValueError, match=r"got 3 px and a new size of 5 px\. Use mode='bilinear'"):
         resize(features, size=(5, 5))
     for mode, size in (("nearest", 9), ("bilinear", 5), ("bicubic", 7)):
         resized = resize(features, size=size, mode=mode)

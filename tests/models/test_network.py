@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import rotopath as rp
 from rotopath.models import ARCHITECTURES, Architecture, Network
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # a sweep of numbers: tracing it would take minutes
 
 BUILDERS = {"mitosis": rp.models.mitosis, "nuclei": rp.models.nuclei, "tumor": rp.models.tumor}
 PAPER = {  # N to the weights of each layer, as printed in the paper

@@ -20,7 +20,7 @@ from rotopath.models.registry import (
     is_equivariant,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # a sweep of numbers: tracing it would take minutes
 
 SMALL = {"resnet18": {"width": 8}, "resnet34": {"width": 8}, "resnet50": {"width": 8}, "unet": {"width": 8, "depth": 3}}
 WEIGHTS = {"resnet18": 11_689_512, "resnet34": 21_797_672, "resnet50": 25_557_032}  # in torchvision, for 1000 classes

@@ -11,7 +11,7 @@ import rotopath as rp
 from rotopath import group
 from rotopath.metrics import smooth_images, untrained_errors
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # a sweep of numbers: tracing it would take minutes
 
 ESCNN = 0.018  # error of two layers of steerable kernels of escnn
 ESCNN_POOLED = 0.094  # with a pool between the layers

@@ -52,9 +52,9 @@ def test_the_papers_regimes_have_the_right_size_and_are_nested(
     ("task", "amount", "sentence"),
     [
         ("mitosis", 9, "is 9 cases; expected 1 to 8"),
-        ("mitosis", 0, "is a whole number of cases; got 0"),
-        ("mitosis", 1.5, "is a whole number of cases; got 1.5"),
-        ("nuclei", 1.5, "is a whole number of fields of each organ; got 1.5"),
+        ("mitosis", 0, "must be a whole number of cases; got 0"),
+        ("mitosis", 1.5, "must be a whole number of cases; got 1.5"),
+        ("nuclei", 1.5, "must be a whole number of fields of each organ; got 1.5"),
         ("nuclei", 4, "is 4 images of each organ; expected 1 to 3"),
         ("tumor", 2, "is 2; expected a fraction of the training set above 0 and up to 1"),
         ("tumor", float("nan"), "is nan; expected a fraction of the training set above 0 and up to 1"),

@@ -41,7 +41,10 @@ def predict(
         typer.Option(help="Predict slides on a Dask cluster: local, slurm, or the address of a scheduler."),
     ] = None,
     at_once: Annotated[
-        int, typer.Option(min=1, help="Workers to start for --cluster local or slurm; else slides per GPU.")
+        int,
+        typer.Option(
+            min=1, help="Number of workers of a local or SLURM cluster; with an address, slides at a time on each GPU."
+        ),
     ] = 2,
 ) -> None:
     """Apply a model to images and whole slides. Slides that already have results in --out are skipped."""

@@ -232,7 +232,7 @@ def _corner_reach_px(geometry: Geometry) -> int:
 
 
 def _read_rotated(geometry: Geometry, read_pixels: ReadPixels, frame: Frame, angle: float) -> Tensor:
-    """Read an image, rotate it by less than 90°, and return the pixels of a frame as floats (B, 3, h, w), 0 to 1."""
+    """Return the pixels of a frame of the image rotated by `angle` degrees (0 to 90): floats (B, 3, h, w), 0 to 1."""
     rows, columns = frame
     reach_px = _corner_reach_px(geometry)
     pixels = read_pixels(rows.widened(reach_px), columns.widened(reach_px))

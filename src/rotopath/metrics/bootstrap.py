@@ -1,8 +1,8 @@
-"""Bootstrap 95 % confidence intervals of scores, by resampling patients with replacement.
+"""Bootstrap 95 % confidence intervals of scores, by resampling cases with replacement.
 
-Images of one patient are not independent, so patients are resampled and not images. A task counts events in each image
-(such as true and false positives) and adds them up for each patient. The score is then computed for many resampled sets
-of patients. A case is a patient or, for classification, a slide.
+Images of one patient are not independent, so cases are resampled and not images: a case is a patient or, for patches, a
+slide. A task counts events in each image (such as true and false positives) and adds them up for each case. The score
+is then computed for many resampled sets of cases.
 """
 
 import math

@@ -248,7 +248,10 @@ class Architecture:
         return tuple([self.receptive_field + k * self.size_step for k in range(max(below, 0), max(below + 2, 1))])
 
     def output_size(self, size: int) -> int:
-        """Output side for an image of `size` px. Raises ValueError if `size` is not on the pooling grid."""
+        """Return the side of the output, in output positions, for an image of `size` px.
+
+        Raises ValueError if a pool or a stride would not cover its input evenly.
+        """
         self.expect_size(size)
         return self.sizes(size)[-1]
 

@@ -47,7 +47,7 @@ LAYERS_TEXT = "All kernels and feature maps in this figure were computed with th
 
 
 def run_demo(out: Path, console: Console, steps: int, size_px: int) -> Path:
-    """Generate a synthetic dataset, train both networks on it, write the report, and return the path of the report.
+    """Generate synthetic tissue, train networks with N=1 and N=8, write the report, and return its path.
 
     `steps` is the number of training steps per epoch; there are three epochs. `size_px` is the height and width of the
     synthetic images.

@@ -111,7 +111,11 @@ def _paint_stroma(
     style: TissueStyle,
     loosening: Field | None,
 ) -> tuple[Field, Field]:
-    """Return hematoxylin and eosin of stroma: dense bundles of fibers, edematous regions, and slits."""
+    """Return hematoxylin and eosin of stroma: dense bundles of fibers, edematous regions, and slits.
+
+    `along` and `across` are the coordinates of each pixel along and across the fibers, in px. `loosening` is how
+    edematous the stroma is at each pixel, if it is at all.
+    """
     shape = (across.shape[0], across.shape[1])
     ripples = smooth_noise(rng, shape, 3.5 * px_per_um)
     woven = across + np.float32(0.8 * px_per_um) * ripples  # so that fibrils differ between bundles

@@ -258,7 +258,10 @@ def _sample_plan(rng: np.random.Generator, shape: Shape) -> NodePlan:
 
 
 def _sample_region(rng: np.random.Generator, shape: Shape, scale_um: float, fraction: float) -> Field:
-    """Return the depth in µm in random regions; the regions cover `fraction` of the image."""
+    """Return how far each pixel is inside random regions, in µm; outside of the regions the values are negative.
+
+    The regions have details of about `scale_um` and cover `fraction` of the image.
+    """
     noise = smooth_noise(rng, shape, scale_um) + 0.25 * smooth_noise(rng, shape, scale_um / 4)
     depth: Field = (noise - np.float32(np.quantile(noise[::4, ::4], 1 - fraction))) * np.float32(scale_um / 2)
     return depth

@@ -191,7 +191,10 @@ class Task(ABC):
 
     @classmethod
     def check_regime(cls, amount: float) -> str | None:
-        """Return None if `amount` is valid, otherwise a description of valid amounts: "a whole number of images"."""
+        """Check `amount`, the amount of training data of a regime.
+
+        Returns None if it is valid, otherwise a description of valid amounts, such as "a whole number of images".
+        """
         is_whole = amount >= 1 and float(amount).is_integer()
         return None if is_whole else f"a whole number of {cls.regime_unit}"
 
@@ -203,7 +206,7 @@ class Task(ABC):
     def require_regime(self, amount: float) -> None:
         """Raise DataError if `amount` is not valid for a regime."""
         if expected := self.check_regime(amount):
-            raise DataError(f"A regime of the task {self.name} is {expected}; got {amount:g}.")
+            raise DataError(f"The regime (amount of training data) of {self.name} must be {expected}; got {amount:g}.")
 
     # Training
 

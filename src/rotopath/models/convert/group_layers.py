@@ -77,7 +77,10 @@ Channels = tuple[Width, ...]
 
 
 def resolve_parts(channels: Iterable[Width]) -> Channels:
-    """Replace each width that was tied to others by the widths that took its place."""
+    """Return channels in which each width that `tie` has split is replaced by its parts.
+
+    Layers whose outputs are added must have equal widths; `tie` splits widths until they correspond one to one.
+    """
     return tuple(part for width in channels for part in (resolve_parts(width.parts) if width.parts else (width,)))
 
 

@@ -186,7 +186,11 @@ def running_parameters(norm: nn.BatchNorm3d) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def reduce_gradients(partial_sums: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients (C,) of weight and bias from the partial sums (2, programs, C·N) `sums` and `products`."""
+    """Return the gradients (C,) of weight and bias from partial sums (2, programs, C·N).
+
+    The first of the two are sums of the gradients of the outputs, for the bias; the second are sums of these gradients
+    times the normalized values, for the weight.
+    """
     programs, n = partial_sums.shape[1], partial_sums.shape[2] // channels
     d_weight, d_bias = partial_sums.new_empty(2, channels)
     _reduce_gradients_kernel[channels,](

@@ -207,7 +207,11 @@ def _backward(
     d_parameters: Sequence[Tensor],
     write: bool,
 ) -> Tensor:
-    """Compute the gradient of each pixel. Return these gradients if `write`, else partial sums for batch norm."""
+    """Compute the gradient of the loss with respect to x (B, H, W, C, N), the input of batch norm.
+
+    `d_mean_square` is the gradient with respect to the output of the pool before its root. Returns the gradient if
+    `write`, else the partial sums from which the gradients of the batch norm parameters follow.
+    """
     batch, height, width, channels, n = x.shape
     blocks_down, blocks_across, columns = height // pool.size, width // pool.size, channels * n
     tiling = _tile(BACKWARD_TILE, batch * width, blocks_down, columns)

@@ -40,7 +40,7 @@ class _Moments(NamedTuple):
 
 
 class _Statistics(NamedTuple):
-    """Statistics of lifted features that batch norm needs, computed from the moments."""
+    """Statistics of lifted features that batch norm needs, computed from the moments of the image patches."""
 
     normalization: Tensor  # (2, C): mean and inverse standard deviation, in float64
     scale_shift: Tensor  # (2, C·N): batch norm of each column as scale · value + shift
@@ -152,8 +152,8 @@ def _apply(
     """Lift and apply batch norm, ReLU and a pool; return the features (B, H, W, C·N) and tensors for the backward pass.
 
     `parameters` are the mean, inverse standard deviation, weight and bias (C,) of the batch norm, and `scale_shift`
-    (2, C·N) is the same batch norm as scale · value + shift. The further tensors are the argmax of a max pool, if
-    `for_backward`, or the lifted features and the output of a root-mean-square pool.
+    (2, C·N) is the same batch norm as scale · value + shift. The further tensors are, for a max pool, its argmax (only
+    if `for_backward`); for a root-mean-square pool, the lifted features and the output of the pool.
     """
     if isinstance(pool, Filter):
         lifted = patches.lift(x, taps).unflatten(-1, (len(parameters[0]), -1))

@@ -129,7 +129,7 @@ class RotateKernelsBackward(torch.autograd.Function):
 
 
 def _sizes_of(shape: torch.Size, rotation: Tensor) -> _Sizes:
-    """Return the sizes for base weights of this shape and a rotation map (N, n², P)."""
+    """Return the sizes for base weights of this shape and a rotation map (N, n², P) to kernels of n × n entries."""
     orientations, entries, taps = rotation.shape
     return _Sizes(
         columns=math.prod(shape[1:-1]),
