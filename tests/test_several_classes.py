@@ -14,7 +14,7 @@ from rotopath.data import DataError
 from rotopath.images.geojson import Point, read_geojson
 from rotopath.models.protocols import make_dense
 
-pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # other tests cover the same lines; tracing takes minutes
+pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # tracing them would take minutes
 
 # Patches of three classes, classified by a converted ResNet
 

@@ -11,7 +11,7 @@ from scipy import ndimage
 from rotopath.inference.seams import Region, Seams
 from rotopath.inference.tiling import Span
 
-pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # other tests cover the same lines; tracing takes minutes
+pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # tracing them would take minutes
 
 BACKGROUND = (0.0, 1.0)
 

@@ -32,7 +32,7 @@ from rotopath.models.network import Network
 from rotopath.runs import Run
 from rotopath.tasks import PAPER, Class, Classify
 
-pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # other tests cover the same lines; tracing takes minutes
+pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # tracing them would take minutes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 POINT = {"inside": 0.5, "background": 0.5, "least_px": 45}

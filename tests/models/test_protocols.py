@@ -22,7 +22,7 @@ from rotopath.models.protocols import (
     unwrap,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # other tests cover the same lines; tracing takes minutes
+pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # tracing them would take minutes
 
 CPU = torch.device("cpu")
 PAPER = {
