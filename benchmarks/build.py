@@ -1,4 +1,4 @@
-"""Measure the time to build layers and networks, and the tumor network (N = 8) of other libraries.
+"""Measure the time to construct layers and networks, and the tumor network (N = 8) with other libraries.
 
 .venv/bin/python benchmarks/build.py
 """
@@ -17,7 +17,7 @@ from rotopath.models import ARCHITECTURES
 
 
 def seconds(build: Callable[[], object], times: int = 9) -> float:
-    """Return the median time of a call, after one call to warm up."""
+    """Return the median time of `times` calls, in seconds, after one call to warm up."""
     build()
     durations = []
     for _ in range(times):
@@ -36,7 +36,7 @@ def twelve_networks() -> list[rp.models.Network]:
 
 
 def compute_harmonics() -> None:
-    """Compute what the first layer with harmonic kernels of 5×5 px computes; later layers of that size reuse it."""
+    """Compute the harmonic functions of 5×5 px, which the first layer of this size computes and later ones reuse."""
     circular_harmonics.cache_clear()
     image_covariance.cache_clear()
     circular_harmonics(5)

@@ -1,10 +1,11 @@
-"""Compare N = 1 and N = 8 with equally many weights, by the paper's preset and the faithful one, on synthetic tissue.
+"""Compare networks with N = 1 orientation (ordinary CNNs) and N = 8 on synthetic tissue, at equal numbers of weights.
 
 .venv/bin/python benchmarks/compare.py [cuda] [--steps 300] [--epochs 16] [--at-once 1] [--out FOLDER]
 
-For each of three tasks, `rotopath train` and `rotopath evaluate --robustness` run with three seeds, in bfloat16 on a
-GPU. Training uses one synthetic dataset. Scores are means over its test split and those of three more datasets that
-`rotopath data make` creates with other seeds. Run the same command again to resume an interrupted comparison.
+N = 8 is trained with the presets "paper" and "faithful". For each of three tasks, `rotopath train` and `rotopath
+evaluate --robustness` run with three seeds, in bfloat16 on a GPU. Training uses one synthetic dataset. Scores are means
+over the test split of this dataset and those of three more datasets, which `rotopath data make` creates with other
+seeds. Run the same command again to resume an interrupted comparison.
 """
 
 import argparse
@@ -25,11 +26,11 @@ from rotopath.model_file import WEIGHTS
 from rotopath.recipe import find_changed_key, read_recipe
 from rotopath.runs import RECIPE
 
-TASKS = {"mitosis": "f1", "nuclei": "f1", "tumor": "accuracy"}
-NETWORKS = ((1, "paper"), (8, "paper"), (8, "faithful"))
+TASKS = {"mitosis": "f1", "nuclei": "f1", "tumor": "accuracy"}  # task → main score
+NETWORKS = ((1, "paper"), (8, "paper"), (8, "faithful"))  # N and preset
 SEEDS = (0, 1, 2)
 TISSUES = (0, 1, 2, 3)  # seeds of `rotopath data make`; the first is for training, validation and robustness
-# In the paper's windows of 60 px, the filters of the faithful network reach beyond the window at every output.
+# In the paper's windows of 60 px, every output of the faithful network would read pixels outside of the window.
 SETTINGS: dict[str, dict[str, object]] = {"nuclei": {"window_px": 124}}
 
 
@@ -46,14 +47,18 @@ def tissue_folder(options: argparse.Namespace, task: str, tissue: int) -> Path:
 
 
 def make_tissue(options: argparse.Namespace, dataset: tuple[str, int]) -> None:
-    """Create a dataset for a task and a seed, unless it exists."""
+    """Create the synthetic dataset for a task and a seed, unless it exists."""
     task, tissue = dataset
     if not (folder := tissue_folder(options, task, tissue)).exists():
         run_command("data", "make", "--task", task, "--seed", str(tissue), "--out", str(folder))
 
 
 def train_and_evaluate(options: argparse.Namespace, job: tuple[str, int, str, int]) -> dict[str, Any]:
-    """Return the mean score of a run over all test splits, and its robustness on that of its own dataset."""
+    """Train a network and evaluate it on all datasets. Results that exist are not computed again.
+
+    `job` is task, orientations, preset and seed. Returns the mean score over all test splits, and the robustness on the
+    test split of the dataset for training.
+    """
     task, orientations, preset, seed = job
     run = options.out / f"{task}-N{orientations}-{preset}-seed{seed}"
     recipe = options.out / f"{task}.toml"
@@ -92,13 +97,12 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for task in TASKS:
-        # With so few steps, halving the learning rate every epoch would leave both networks half trained.
         precision = "bf16" if options.device == "cuda" else "32"
         data = str(tissue_folder(options, task, TISSUES[0]))
         settings: dict[str, object] = {
             "task": task,
             "data": data,
-            "schedule": "cosine",
+            "schedule": "cosine",  # the default halves the learning rate every epoch, too early for so few steps
             "keep": "last",
             "precision": precision,
         }

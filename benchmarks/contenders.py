@@ -1,7 +1,11 @@
-"""Networks for comparison, with the same stages and channels: images (B, 3, H, W) to logits.
+"""Networks to compare with those of rotopath: the same stages and channels, built without the layers of rotopath.
 
-A plain CNN of channels times orientations; a straightforward implementation of SE(2,N); and implementations with
-escnn, e2cnn and se2cnn, if they can be imported.
+They map images (B, 3, H, W) to logits. `PlainCNN` is an ordinary CNN of the same width: in each layer, it has as many
+channels as the network of rotopath has channels times orientations. `straightforward` is a simple implementation of the
+SE(2,N) network with layers of torch. `Steerable` uses escnn or e2cnn, and `by_se2cnn` uses se2cnn, if they are
+installed. All except `PlainCNN` lack skip connections, so they support the mitosis and tumor networks only.
+
+Axes in comments: B images, C input channels, O output channels, N orientations, k × k pixels of a kernel.
 """
 
 import math
@@ -22,10 +26,11 @@ from rotopath.models.protocols import IMAGE_CHANNELS
 
 
 class PlainCNN(nn.Module):
-    """The stages of an architecture with ordinary channels-last convolutions, as written without rotopath.
+    """An ordinary CNN with the stages of an architecture and its channels multiplied by `orientations`, channels-last.
 
-    With batch norm for training. Without it, convolutions have a bias, as after folding batch norm into them. With
-    `relu_last`, ReLU follows the pool, where it has fewer values, unless a skip connection reads the values before it.
+    With `norm`, a batch norm follows each convolution, as in training. Otherwise each convolution has a bias, as if
+    batch norm had been folded into it. With `relu_last`, ReLU follows the pool, which leaves fewer values to compute. A
+    stage keeps ReLU before its pool if a skip connection reads its output before the pool.
     """
 
     def __init__(self, table: Architecture, orientations: int, norm: bool = True, relu_last: bool = False) -> None:
@@ -67,7 +72,7 @@ class PlainCNN(nn.Module):
 
 
 class GridSampleConv2d(nn.Module):
-    """A straightforward lifting or group convolution, which rotates all kernels by `grid_sample` at every step."""
+    """A simple lifting or group convolution, which rotates all kernels with `grid_sample` in every forward pass."""
 
     grid: Tensor
     disc: Tensor
@@ -96,7 +101,7 @@ class GridSampleConv2d(nn.Module):
 
 
 def straightforward(table: Architecture, orientations: int) -> nn.Module:
-    """Return a network on features (B, C, N, H, W) with torch's layers for volumes, without any fusion."""
+    """Return a network of `GridSampleConv2d` on features (B, C, N, H, W). Norms and pools are torch's 3D layers."""
 
     def convolve(read: int, channels: int, size: int, first: bool) -> nn.Module:
         return GridSampleConv2d(read, channels, size, orientations, lifts=first)
@@ -105,7 +110,7 @@ def straightforward(table: Architecture, orientations: int) -> nn.Module:
 
 
 def by_se2cnn(table: Architecture, orientations: int) -> nn.Module:
-    """Return a network with the convolutions of se2cnn (its PyTorch port) and torch's layers for volumes."""
+    """Return a network with the convolutions of se2cnn (its PyTorch port). Norms and pools are torch's 3D layers."""
     layers = import_module("se2cnn.nn")
 
     def convolve(read: int, channels: int, size: int, first: bool) -> nn.Module:
@@ -139,7 +144,7 @@ def _in_volumes(
 
 
 class Steerable(nn.Module):
-    """The network by escnn or e2cnn: regular fields, the default basis, and a maximum over orientations at the end."""
+    """A network of escnn or e2cnn: regular fields, the default basis, and the maximum over orientations at the end."""
 
     def __init__(self, library: str, table: Architecture, orientations: int) -> None:
         super().__init__()
@@ -169,7 +174,7 @@ class Steerable(nn.Module):
 
 @cache
 def peers() -> dict[str, Callable[[Architecture, int], nn.Module]]:
-    """Return the builders of the installed libraries, and print which ones are missing."""
+    """Return functions that build a network with each installed library, and print which libraries are missing."""
     builders: dict[str, Callable[[Architecture, int], nn.Module]] = {
         "escnn": lambda table, n: Steerable("escnn", table, n),
         "e2cnn": lambda table, n: Steerable("e2cnn", table, n),
@@ -177,6 +182,6 @@ def peers() -> dict[str, Callable[[Architecture, int], nn.Module]]:
     }
     for name in list(builders):
         if find_spec(name) is None:
-            print(f"{name} is not installed and left out; docs/speed.md describes how to install it.")
+            print(f"{name} is not installed, so it is left out; docs/speed.md describes how to install it.")
             del builders[name]
     return builders

@@ -2,9 +2,10 @@
 
     .venv/bin/python benchmarks/equivariance.py [cuda]
 
-Smooth random images and features, 25 draws of untrained weights: the median, with the worst draw at 90°, and with the
-quartiles at 45° and 22.5°. Layers have 16 orientations, so that 22.5° is one step. Networks are applied to 16 windows
-of their receptive field: one output per window (nuclei: 4 × 4), so that outputs need no resampling.
+Inputs are smooth random images and features; weights are untrained. Each entry is the median over 25 draws of the
+weights. Parentheses contain the largest error (at 90°) or the quartiles (at 45° and 22.5°). Layers have 16
+orientations, which are 22.5° apart. Networks are applied to 16 images of the size of their receptive field. They then
+have one output per image, which needs no resampling (nuclei: 4 × 4 outputs).
 """
 
 import sys
@@ -46,14 +47,14 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 
 
 def _with_random_weights(project: nn.Module) -> nn.Module:
-    """Draw random weights, since the projection starts as the mean."""
+    """Draw random weights for a projection, and return it. With its initial weights, it would be the mean."""
     for parameter in project.parameters():
         nn.init.normal_(parameter)
     return project
 
 
 def measure(name: str, build: Callable[[], nn.Module], x: Tensor) -> dict[str, str]:
-    """Return the row of one layer or network."""
+    """Return the row of one layer or network; `build` makes it with new weights, `x` is its input."""
 
     def errors(angle: float, x: Tensor = x, training: bool = False) -> list[float]:
         return untrained_errors(build, x, angle, draws=25, training=training)
@@ -76,10 +77,10 @@ def measure(name: str, build: Callable[[], nn.Module], x: Tensor) -> dict[str, s
 
 
 def main(device: str = "cpu") -> None:
-    torch.backends.cudnn.allow_tf32 = False  # TF32 would round float32 to ten bits on a GPU
+    torch.backends.cudnn.allow_tf32 = False  # on a GPU, TF32 would round float32 to a mantissa of ten bits
     rows = []
     for name, build in LAYERS.items():
-        odd = "stride" in name  # windows of 3 at stride 2, padded by 1, cover odd sizes evenly
+        odd = "stride" in name  # kernels of 3 px at stride 2, padded by 1, are placed symmetrically only on odd sizes
         maps = smooth_images(count=2, size=65 if odd else 64, channels=4 * N)
         x = maps[:, :4] if "Lift" in name else maps.view(len(maps), 4, N, *maps.shape[2:])
         rows.append(measure(name, build, x.to(device)))

@@ -1,10 +1,12 @@
-"""Measure kernels, pools and networks between multiples of 90°: equivariance error, condition, frequency response.
+"""Measure the equivariance error of kernels, pools, projections and networks at angles between the multiples of 90°.
 
     .venv/bin/python benchmarks/fidelity.py [cuda]
 
-Smooth random images, untrained weights, the median of nine draws. "Two layers" are a lifting and a group convolution.
-Pools are measured between them, after a ReLU, and projections after them, after a second ReLU. If escnn is installed,
-it is measured in the same run on the same images.
+The condition number and the frequency response of kernels are measured as well. Inputs are smooth random images;
+weights are untrained. Errors are medians over nine draws of the weights (seven for networks). "Two layers" are a
+lifting convolution and a group convolution. Pools are measured between these layers, after a ReLU. Projections are
+measured after both layers and a second ReLU. If escnn is installed, its layers are measured in the same run on the same
+images.
 """
 
 import math
@@ -28,8 +30,9 @@ from rotopath.nn import center_crop
 from rotopath.nn.project import Projection
 
 CHANNELS = 4
+# Kernel size in px, N, and rotation of the input in degrees.
 CASES = ((3, 8, 45.0), (5, 8, 45.0), (5, 12, 30.0), (5, 16, 45.0), (5, 16, 22.5), (7, 8, 45.0), (9, 8, 45.0))
-BETWEEN: dict[str, Callable[[], nn.Module]] = {
+BETWEEN: dict[str, Callable[[], nn.Module]] = {  # layers to measure between the two convolutions
     "nothing": nn.Identity,
     "GroupMaxPool2d(2)": lambda: rp.nn.GroupMaxPool2d(2),
     "GroupMaxPool2d(2, blur=3)": lambda: rp.nn.GroupMaxPool2d(2, blur=3),
@@ -46,7 +49,7 @@ BETWEEN: dict[str, Callable[[], nn.Module]] = {
     "GroupUpsample2d(2, mode='bilinear')": lambda: rp.nn.GroupUpsample2d(2, mode="bilinear"),
 }
 ESCNN_BETWEEN = {"nothing": "", "PointwiseMaxPool(2)": "max", "PointwiseMaxPoolAntialiased(2)": "smooth max"}
-LEARNED: dict[str, tuple[Projection, float]] = {  # projections, and weights as training might set them
+LEARNED: dict[str, tuple[Projection, float]] = {  # projection, and a value for all its weights, as after a training
     "max": ("max", 0.0),
     "mean": ("mean", 0.0),
     "attention, sharpness 1": ("attention", 1.0),
@@ -55,7 +58,7 @@ LEARNED: dict[str, tuple[Projection, float]] = {  # projections, and weights as 
     "fourier, weights 0.5": ("fourier", 0.5),
     "fourier, weights 2": ("fourier", 2.0),
 }
-SMOOTHING: dict[str, Callable[[], nn.Module]] = {
+SMOOTHING: dict[str, Callable[[], nn.Module]] = {  # filters of the image before the network
     "nothing": nn.Identity,
     "Smooth2d": rp.nn.Smooth2d,
     "1 2 1 along both axes": lambda: nn.Sequential(nn.AvgPool2d(2, 1), nn.AvgPool2d(2, 1, padding=1)),
@@ -90,7 +93,7 @@ def make_projection(mode: Projection, weight: float) -> nn.Module:
 
 
 class Amplitude(nn.Module):
-    """The amplitude of a single frequency along θ."""
+    """Replaces a projection: from features to the amplitude of a single frequency along the orientation axis θ."""
 
     def __init__(self, frequency: int) -> None:
         super().__init__()
@@ -102,7 +105,7 @@ class Amplitude(nn.Module):
 
 
 class CroppedNetwork(nn.Module):
-    """A network whose outputs are cropped by `rim` at each edge of an image."""
+    """A network whose map of outputs is cropped by `rim` outputs at each edge."""
 
     def __init__(self, build: Callable[[], rp.models.Network], rim: int) -> None:
         super().__init__()
@@ -114,7 +117,10 @@ class CroppedNetwork(nn.Module):
 
 
 class Escnn(nn.Module):
-    """The same two layers of escnn, with fields of the regular representation, and features as (B, C, N, H, W)."""
+    """The same two layers, built with escnn and fields of the regular representation. Returns (B, C, N, H, W).
+
+    Between them are nothing (`between=None`), a ReLU ("") or a ReLU and a pool ("max" or "smooth max").
+    """
 
     def __init__(self, size: int, orientations: int, between: str | None = None) -> None:
         from escnn import gspaces
@@ -146,7 +152,7 @@ def error(build: Callable[[], nn.Module], x: Tensor, angle: float, draws: int = 
 
 
 def condition(matrix: Tensor) -> str:
-    """Return the condition number: the largest gain of a combination of base weights, relative to the smallest."""
+    """Return the condition number of a linear map of base weights: its largest gain relative to its smallest gain."""
     values = torch.linalg.svdvals(matrix)
     return f"{float(values[0] / values[-1]):.1f}" if values[-1] > 1e-9 else "inf"
 
@@ -211,7 +217,10 @@ def measure_frequencies(x: Tensor) -> list[dict[str, object]]:
 
 
 def measure_response(size: int = 5, orientations: int = 16) -> list[dict[str, object]]:
-    """Return the power of white base weights at each frequency along the kernel's axis, relative to frequency 0."""
+    """Return the mean power of random kernels for waves along their own axis, relative to frequency 0.
+
+    Base weights are white noise. Rows are the kernel families at 0°, 22.5° and 45°; columns are frequencies.
+    """
     rows: list[dict[str, object]] = []
     offsets = torch.arange(size, dtype=torch.float64) - size // 2
     for kernel in group.KERNELS:
@@ -227,7 +236,11 @@ def measure_response(size: int = 5, orientations: int = 16) -> list[dict[str, ob
 
 
 def measure_smoothing(device: str) -> list[dict[str, object]]:
-    """Return the amplitude kept of waves of four pixels, and the error of lifting at 45° after the filter."""
+    """Return two effects of each filter: the amplitude that waves keep, and the equivariance error at 45°.
+
+    The amplitude is that of waves with a period of four pixels, at three angles. The error is that of the filter and a
+    lifting convolution, for images with several amounts of blur (px).
+    """
     rows: list[dict[str, object]] = []
     for name, smooth in SMOOTHING.items():
         kept = {f"{angle:g}°": f"{kept_amplitude(smooth(), angle):.3f}" for angle in (0.0, 22.5, 45.0)}
@@ -238,7 +251,10 @@ def measure_smoothing(device: str) -> list[dict[str, object]]:
 
 
 def kept_amplitude(smooth: nn.Module, angle: float, period_px: int = 4, size: int = 65) -> float:
-    """Return the amplitude of a wave at an angle after the filter, measured at its crest in the center of an image."""
+    """Return the amplitude that a wave of amplitude 1 keeps after the filter, at its crest in the center of an image.
+
+    `angle` is the direction of the wave in degrees.
+    """
     position = torch.arange(size, dtype=torch.float64) - size // 2
     along = math.cos(math.radians(angle)) * position + math.sin(math.radians(angle)) * position[:, None]
     wave = torch.cos(2 * math.pi * along / period_px)[None, None]
@@ -250,7 +266,7 @@ def smooth_and_lift(smooth: Callable[[], nn.Module]) -> nn.Module:
 
 
 def describe_harmonics() -> list[dict[str, object]]:
-    """List the gain of each harmonic of a kernel relative to the largest one."""
+    """Return the gains of the circular harmonics of each kernel size, relative to the largest; m is the frequency."""
     rows: list[dict[str, object]] = []
     for size in (3, 5, 7, 9):
         kernels, frequencies = circular_harmonics(size)
@@ -275,7 +291,7 @@ def measure_networks(device: str) -> list[dict[str, object]]:
 
 
 def main(device: str = "cpu") -> None:
-    warnings.simplefilter("ignore")  # raised by escnn
+    warnings.simplefilter("ignore")  # escnn raises warnings
     torch.backends.cudnn.allow_tf32 = False
     x = smooth_images(count=2, size=64).to(device)
     record("fidelity-kernels", measure_kernels(x), device)

@@ -2,9 +2,9 @@
 
 .venv/bin/python benchmarks/frozen.py [cuda] [--orientations 8] [--rounds 15]
 
-The plain CNN does the same work without rotopath: channels-last convolutions with a bias, max pools, and a ReLU in
-place after each pool, in the order that freezing uses. All three run in every round, in random order; medians over
-rounds.
+The plain CNN does the same work as the frozen network, without rotopath: channels-last convolutions with a bias, max
+pools, and ReLU after each pool, as in a frozen network. In every round, all three run in random order. The table has
+medians over rounds.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from rotopath.models import ARCHITECTURES, Network
 from rotopath.models.protocols import IMAGE_CHANNELS
 
 BUILDERS = {"mitosis": rp.models.mitosis, "nuclei": rp.models.nuclei, "tumor": rp.models.tumor}
-IMAGES = {"cpu": ((16, 0), (1, 256)), "cuda": ((256, 0), (4, 1024))}  # batch, and side in pixels; 0 for the smallest
-CALLS = {"cpu": 1, "cuda": 10}  # of one measurement
+IMAGES = {"cpu": ((16, 0), (1, 256)), "cuda": ((256, 0), (4, 1024))}  # batch size, side in px (0: the smallest)
+CALLS = {"cpu": 1, "cuda": 10}  # calls per measurement
 
 
 @torch.no_grad()

@@ -2,8 +2,8 @@
 
 .venv/bin/python benchmarks/hardness.py [cuda] [--steps 1500]
 
-The score is the fraction of correct predictions of balanced windows (mitosis, tumor) or pixels of three classes
-(nuclei).
+The score is the fraction of correct predictions: for windows, of which half are positive (mitosis, tumor), or for
+pixels of three classes (nuclei).
 """
 
 import argparse
@@ -28,7 +28,7 @@ VALIDATION_STEPS = 16
 
 
 def loss_and_correct(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss, and which predictions are correct."""
+    """Return the loss, and whether each prediction is correct."""
     if targets.ndim == 3:
         return cross_entropy(logits, targets), logits.argmax(dim=1) == targets
     scores = logits[:, 0, 0, 0]

@@ -2,10 +2,11 @@
 
     .venv/bin/python benchmarks/inference.py [cuda] [--side 2000] [--rounds 15] [--without compiled]
 
-One image, of the size on the network's grid nearest to `--side`; in bfloat16, float16 and float32 on a GPU, in
-float32 on the CPU. On a GPU, "rotopath" is the network as `rotopath predict` runs it, with weights in float32. In the
-plain CNN, as in a frozen network, batch norm is folded into the convolutions; escnn and e2cnn run as their own
-export. Errors are relative errors of all logits against the network in float64.
+The input is one image. Its side is the valid image side nearest to `--side`. Precisions are bfloat16, float16 and
+float32 on a GPU, and float32 on the CPU. On a GPU, "rotopath" is the network as `rotopath predict` runs it, with
+weights in float32. On the CPU, it is the network before freezing. In the plain CNN, as in a frozen network, batch norm
+is folded into the convolutions. The networks of escnn and e2cnn are exported to plain layers by the library itself.
+Errors are relative errors of all logits, in comparison with the network in float64.
 """
 
 import argparse
@@ -24,14 +25,14 @@ from rotopath.inference.dense import MixedNetwork
 from rotopath.models import Network
 from rotopath.models.protocols import IMAGE_CHANNELS
 
-SIDES = {"cpu": 500, "cuda": 2000}
+SIDES = {"cpu": 500, "cuda": 2000}  # default of --side, in px
 PRECISIONS = {"cpu": (torch.float32,), "cuda": (torch.bfloat16, torch.float16, torch.float32)}
-REPEATS = {"cpu": 1, "cuda": 10}
+REPEATS = {"cpu": 1, "cuda": 10}  # calls per measurement
 TOLERANCES = {
     torch.bfloat16: 0.2,
     torch.float16: 2e-2,
     torch.float32: 5e-3,
-}  # relative errors of logits near 0; float32 is TF32 on a GPU
+}  # largest allowed relative errors: untrained logits are near 0, and on a GPU float32 convolutions use TF32
 Predict = Callable[[], Tensor]
 
 
@@ -53,7 +54,7 @@ def compile_model(model: nn.Module, image: Tensor) -> nn.Module:
 
 def record_graph(model: nn.Module, image: Tensor) -> Predict:
     """Record the model as a CUDA graph, and return a function that replays it."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # recording must be warmed up on another stream
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # a recording requires a warm-up on another stream
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -63,7 +64,7 @@ def record_graph(model: nn.Module, image: Tensor) -> Predict:
     with torch.cuda.graph(graph):
         logits: Tensor = model(image)
 
-    # A graph reads weights and image by address and does not keep them alive; the default argument does.
+    # A graph contains addresses of the weights and the image, but no references. The default argument keeps them alive.
     def replay(_alive: object = (model, image)) -> Tensor:
         graph.replay()
         return logits
@@ -72,7 +73,7 @@ def record_graph(model: nn.Module, image: Tensor) -> Predict:
 
 
 def make_models(network: Network, image: Tensor) -> dict[str, Callable[[], Predict]]:
-    """Return functions that build the models; each returns a function that computes the logits of the image."""
+    """Return functions that build the models, by name. A built model is a function that returns the image's logits."""
 
     def of(make: Callable[[nn.Module, Tensor], nn.Module], model: Callable[[], nn.Module]) -> Callable[[], Predict]:
         return lambda: partial(make(model(), image), image)
@@ -88,7 +89,7 @@ def make_models(network: Network, image: Tensor) -> dict[str, Callable[[], Predi
         return model.export() if isinstance(model, Steerable) else model
 
     makers = {"plain CNN": of(prepare, plain), "rotopath, frozen": of(prepare, frozen)}
-    if image.dtype == torch.bfloat16:  # only once, as compiling takes long
+    if image.dtype == torch.bfloat16:  # in one precision only, because compiling takes long
         makers |= {
             "plain CNN, compiled": of(compile_model, plain),
             "rotopath, frozen and compiled": of(compile_model, frozen),
@@ -141,7 +142,7 @@ def main() -> None:
         "--without",
         nargs="+",
         default=[],
-        help="leave out models whose names contain one of these words; no file is written then",
+        help="leave out models whose names contain one of these words; no file is written in this case",
     )
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -165,7 +166,7 @@ def main() -> None:
 
 
 def warm_up_statistics(network: Network) -> None:
-    """Update the batch norm statistics on a few batches, so that activations are scaled as in a trained network."""
+    """Update the batch norm statistics on a few batches, so that activations have the scale of a trained network."""
     side = network.receptive_field
     with torch.no_grad():
         for _ in range(20):

@@ -1,11 +1,14 @@
-"""Measure how bilinear interpolation of kernels changes the variance of a signal, by orientation and by depth.
+"""Measure how the bilinear interpolation of rotated kernels changes the variance of a signal.
 
     .venv/bin/python benchmarks/initialisation.py
 
-First table: variance after a rotated kernel, relative to the kernel at 0°, for a signal that is constant under the
-kernel and for one that is uncorrelated between pixels. Second table: mean square after the layers of a network at
-initialization with ReLU, averaged over orientations, and of the smallest and largest orientation relative to that
-average. Third table: correlation, under a kernel, of the inputs of these layers.
+Weights are those at initialization.
+
+- First table: variance of the output of a rotated kernel, relative to the kernel at 0°. The signal is constant under
+  the kernel, or uncorrelated between pixels.
+- Second table: mean square of the features after several layers of convolution and ReLU, averaged over orientations.
+  Parentheses contain the smallest and the largest mean square of an orientation, relative to that average.
+- Third table: correlation of the pixels under a kernel, for the inputs of these layers.
 """
 
 import torch
@@ -16,7 +19,7 @@ import rotopath as rp
 from rotopath import group
 from rotopath.metrics import smooth_images
 
-DEPTHS = (1, 2, 3, 5, 10, 20)
+DEPTHS = (1, 2, 3, 5, 10, 20)  # numbers of layers
 
 
 def single_orientations(size: int, orientations: int) -> list[dict[str, object]]:
@@ -38,10 +41,12 @@ def single_orientations(size: int, orientations: int) -> list[dict[str, object]]
 
 
 def over_depth(size: int, orientations: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean squares (depth,), those of orientations relative to them (depth, N), and correlations (depth,).
+    """Return three tensors, with one row for each layer: the numbers for the second and the third table.
 
-    All are means of four draws. Over twenty layers, a network of ordinary width deviates far from the expectation. So
-    gains are measured on 1024 output channels, of which the next layer reads 16.
+    They are the mean squares relative to that of the input x (depth,), the mean squares of single orientations relative
+    to their mean (depth, N), and the correlations of the inputs (depth,). All are means over four draws of the weights.
+    Over twenty layers, a single network of ordinary width would deviate far from the expected value. So each gain is
+    measured on 1024 output channels, of which the next layer reads 16.
     """
     draws = []
     for seed in range(4):
@@ -63,7 +68,10 @@ def over_depth(size: int, orientations: int, x: Tensor) -> tuple[Tensor, Tensor,
 
 
 def local_correlation(x: Tensor, size: int, orientations: int) -> Tensor:
-    """Return the correlation of x under a kernel, from 0 to 1 (constant), derived from the gain of rotated kernels."""
+    """Return the correlation of the pixels of x under a kernel: 0 if they are uncorrelated, 1 if they are equal.
+
+    It is derived from the gain of rotated kernels, which is lower for uncorrelated pixels.
+    """
     rotation = group.rotation_map(size, orientations)
     uncorrelated, constant = (group.effective_taps(size, orientations, correlation) for correlation in (0.0, 1.0))
     patches = nn.functional.unfold(x.reshape(-1, 1, *x.shape[-2:]).double(), size)  # (maps, n², L)
@@ -89,7 +97,7 @@ def main() -> None:
                     for d in DEPTHS
                 }
             )
-            if n > 4:  # rotations by 90° preserve the variance of every signal
+            if n > 4:  # rotations by 90° preserve the variance of every signal, so it does not reveal the correlation
                 correlations.append(case | {f"layer {d}": f"{correlation[d - 1]:.2f}" for d in DEPTHS})
     record("initialisation-depth", variances)
     record("initialisation-correlation", correlations)

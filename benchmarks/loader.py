@@ -1,9 +1,9 @@
-"""Compare the time to load a training batch with the training step: tumor network, N = 8, batches of 64.
+"""Compare the time to load a training batch with the time of a training step: tumor network, N = 8, batches of 64.
 
 .venv/bin/python benchmarks/loader.py [cuda] [--patches 16384] [--data FOLDER]
 
-Unless a PCam folder is given, patches are noise of PCam's size, in HDF5 files like PCam's. The content of patches
-affects the time only by how well it compresses.
+`--data` is a folder with PCam. Without it, the patches are noise, with the size of PCam's patches and in the same file
+format. The content of a patch affects the time only by how well it compresses.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def seconds_per_step(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device, rounds: int, steps: int) -> float:
-    """Return the median over rounds of the time per batch, including all work on the device."""
+    """Return the time per batch in seconds, including all work on the device: the median over rounds."""
     next(batches)
     durations = []
     for _ in range(rounds):
@@ -75,7 +75,7 @@ class Training:
         self.optimizer.step()
 
     def train_on(self, batches: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the batches, after one step on each."""
+        """Train one step on each batch, then yield the batch."""
         for images, labels in batches:
             self.step(images, labels)
             yield images, labels

@@ -2,7 +2,8 @@
 
 .venv/bin/python benchmarks/plot.py [nvidia-h200-torch2.11.0]
 
-Machines are named as in results/; the default is the CPU of this machine.
+The argument is the hardware and the torch version, as in the names of the files in results/. The default is the CPU of
+this machine.
 """
 
 import csv
@@ -20,17 +21,20 @@ Rows = list[dict[str, str]]
 
 
 def read(name: str, machine: str) -> Rows:
-    """Read the rows of a CSV in results/; print a message and return no rows if it does not exist."""
+    """Return the rows of the CSV of a benchmark. If it does not exist, print a message and return no rows."""
     path = RESULTS / f"{name}-{machine}.csv"
     if not path.exists():
-        print(f"{path.name} does not exist and is left out; benchmarks/{name}.py writes it.")
+        print(f"{path.name} does not exist, so it is left out; run benchmarks/{name}.py to create it.")
         return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
 
 def draw_bars(axes: Any, rows: Rows, title: str) -> None:
-    """Draw one bar per network for the first batch size and precision, the fastest on top."""
+    """Draw one bar for each network, the fastest on top.
+
+    Only rows with the batch size, image size and precision of the first row are drawn.
+    """
     first = [
         row for row in rows if all(row[key] == rows[0][key] for key in ("batch", "image", "precision") if key in row)
     ]
@@ -43,7 +47,7 @@ def draw_bars(axes: Any, rows: Rows, title: str) -> None:
 
 
 def draw_orientations(axes: Any, rows: Rows) -> None:
-    """Draw the time of a step by the number of orientations, beside the plain CNN."""
+    """Draw the time of a step over the number of orientations, for rotopath and for the plain CNN."""
     for what, style in (("N, equal weights", "-"), ("N, equal channels", "--")):
         selected = [row for row in rows if row["what grows"] == what]
         for name, color in (("rotopath", OURS), ("plain", OTHERS)):

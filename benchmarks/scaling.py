@@ -2,10 +2,11 @@
 
     .venv/bin/python benchmarks/scaling.py [cuda] [--rounds 9]
 
-Equal weights: fewer channels for larger N, as in the paper. Equal channels: those of N = 8 for every N. Each network
-is compared with a plain CNN of channels times orientations. On a GPU everything runs in bfloat16: whole steps are
-replayed as CUDA graphs, and inference uses the network as `rotopath predict` runs it. On the CPU, inference uses the
-frozen network.
+"Equal weights": networks with about the same number of weights, and so with fewer channels for larger N, as in the
+paper. "Equal channels": networks with the channels of N = 8 for every N. Each network is compared with a plain CNN of
+the same width, which is channels times orientations. On a GPU, everything runs in bfloat16. Whole steps are replayed as
+CUDA graphs, and inference uses the network as `rotopath predict` runs it. On the CPU, inference uses the frozen
+network.
 """
 
 import argparse
@@ -31,11 +32,15 @@ COMPARED = ("plain CNN", "rotopath")
 ORIENTATIONS = (1, 2, 4, 8, 12, 16)
 BATCHES = {"cpu": (2, 4, 16), "cuda": (16, 64, 256, 512, 1024)}
 SIDES = {"cpu": (88, 196, 400), "cuda": (256, 500, 1000, 2000, 4000)}
-DEFAULT = {"cpu": (4, 196), "cuda": (512, 1000)}  # batch and side where neither is varied
+DEFAULT = {"cpu": (4, 196), "cuda": (512, 1000)}  # batch size and image side if neither is varied
 
 
 def cases(device: str) -> Iterator[tuple[str, Architecture, int, int, int]]:
-    """Yield what grows, architecture, N, batch of the step (0: no step) and side for inference (0: no inference)."""
+    """Yield the cases to measure.
+
+    Each is a description of what grows, an architecture, N, the batch size of the step (0: measure no step) and the
+    image side for inference in px (0: measure no inference).
+    """
     batch, side = DEFAULT[device]
     for n in ORIENTATIONS:
         yield "N, equal weights", TUMOR, n, batch, side
@@ -65,13 +70,13 @@ def make_predictors(network: Network, side: int, device: str) -> dict[str, Calla
     image = torch.rand(1, IMAGE_CHANNELS, size, size, device=device)
     image = image.to(dtype, memory_format=torch.channels_last)
     plain = inference.prepare(PlainCNN(network.architecture, network.orientations, norm=False), image)
-    # As `rotopath predict` runs it.
+    # Like `rotopath predict`: the network itself on a GPU, the frozen network on the CPU.
     rotopath = inference.prepare_mixed(network, image) if image.is_cuda else inference.prepare(freeze(network), image)
     return {"plain CNN": lambda: lambda: plain(image), "rotopath": lambda: lambda: rotopath(image)}
 
 
 def build_and_call(make: Callable[[], Callable[[], object]]) -> Callable[[], object]:
-    """Build a function and call it once, so that errors, such as too little memory, occur before the measurement."""
+    """Make a function and call it once, so that errors, such as too little memory, occur before the measurement."""
     call = make()
     call()
     return call

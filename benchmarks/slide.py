@@ -2,9 +2,9 @@
 
 .venv/bin/python benchmarks/slide.py [cuda] [--model NAME]... [--side 20000]
 
-The slides are mostly glass, with islands of tissue. Each prediction is a `rotopath predict` in a process of its own;
-its peak memory is compared with that of loading the model only, and the detected tissue area with the area that was
-drawn.
+The slides are mostly glass, with islands of tissue. Each prediction is a `rotopath predict` in its own process. Its
+peak memory is compared with that of a process that only loads the model. The detected tissue area is compared with the
+area that was drawn.
 """
 
 import argparse
@@ -23,7 +23,7 @@ ISLAND_PX = 3000
 
 
 def measure_process(*command: str) -> tuple[float, float]:
-    """Run a command and return its peak memory in MiB and its time in seconds."""
+    """Run a command in its own process. Return its peak memory in MiB and its time in seconds."""
     watch = (
         "import resource, subprocess, sys, time; begun = time.monotonic(); code = subprocess.call(sys.argv[1:]); "
         "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024, time.monotonic() - begun); sys.exit(code)"

@@ -2,10 +2,11 @@
 
     .venv/bin/python benchmarks/step.py [cuda] [--batch 512 64] [--rounds 15] [--without compiled]
 
-A step is forward, loss, backward and SGD with momentum; in bfloat16 (autocast) on a GPU, where cuDNN searches for the
-fastest convolutions, in float32 on the CPU. All models run in every round on the same batch. Errors are relative
-errors of all logits and of all gradients, in one more step after the measured ones, against float64 with the same
-weights. The script fails if an error is large and more than twice that of torch's own layers in the same precision.
+A step is the forward pass, the loss, the backward pass, and SGD with momentum. On a GPU it uses bfloat16 (autocast) and
+the fastest convolutions that cuDNN finds, on the CPU float32. All models run in every round on the same batch. Errors
+are relative errors of all logits and of all gradients, in one more step after the measured ones, in comparison with
+float64 and the same weights. The script fails if an error is above the limit in ROUNDING and also more than twice that
+of torch's own layers in the same precision.
 """
 
 import argparse
@@ -25,17 +26,17 @@ from rotopath.models import ARCHITECTURES, Network
 from rotopath.training import graphs
 
 TUMOR = ARCHITECTURES["tumor"]
-BATCHES = {"cpu": [16], "cuda": [512, 64]}
-REPEATS = {"cpu": 1, "cuda": 10}
+BATCHES = {"cpu": [16], "cuda": [512, 64]}  # default batch sizes
+REPEATS = {"cpu": 1, "cuda": 10}  # calls per measurement
 BASELINE = "rotopath with torch's batch norm"
-# Smaller errors are accepted: where the input of a ReLU is 0 up to rounding, both of its gradients are correct.
+# Errors up to these limits are accepted: if the input of a ReLU is 0 up to rounding, its gradient may be 0 or 1.
 ROUNDING = {"error of logits": 1e-3, "error of gradients": 0.2}
 
 
 class Training:
-    """A network, its optimizer and the batch of every step."""
+    """A network, its optimizer, and one batch, which every step uses."""
 
-    logits: Tensor  # of the last step; a CUDA graph overwrites them in place
+    logits: Tensor  # of the last step; each replay of a CUDA graph overwrites them
 
     def __init__(self, model: nn.Module, images: Tensor, labels: Tensor) -> None:
         self.model = model.to(images.device).train()
@@ -43,7 +44,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
 
     def autocast(self) -> torch.autocast:
-        mixed = self.images.is_cuda and self.images.dtype == torch.float32  # but not with float64
+        mixed = self.images.is_cuda and self.images.dtype == torch.float32  # not for the reference in float64
         return torch.autocast(self.images.device.type, torch.bfloat16, enabled=mixed)
 
     def compute_gradients(self) -> None:
@@ -65,7 +66,7 @@ class Training:
 
 
 def use_torch_batch_norm(network: Network) -> Network:
-    """Return a copy with the same weights and torch's batch norm, which is never fused."""
+    """Return a copy of the network with the same weights, but with torch's batch norm, which is never fused."""
     network = copy.deepcopy(network)
     for stage in network.stages:
         ours = stage.get_submodule("norm")
@@ -75,7 +76,7 @@ def use_torch_batch_norm(network: Network) -> Network:
 
 
 def record_graphs(model: nn.Module, images: Tensor) -> nn.Module:
-    """Record the passes as CUDA graphs, as `rotopath train` does on a GPU."""
+    """Record the forward and backward passes as CUDA graphs, as `rotopath train` does on a GPU."""
     model = model.to(images.device).train()
     with torch.autocast("cuda", torch.bfloat16):
         graphs.record(model, images)
@@ -88,7 +89,10 @@ def compile_model(model: nn.Module, images: Tensor) -> nn.Module:
 
 
 def make_models(network: Network, images: Tensor) -> dict[str, Callable[[], nn.Module]]:
-    """Return functions that build the models; those of rotopath start from the weights of `network`."""
+    """Return functions that build the models, by name.
+
+    Models of rotopath have the weights of `network`, except for those with the preset "faithful".
+    """
     n = network.orientations
 
     def plain() -> nn.Module:
@@ -116,13 +120,19 @@ def make_models(network: Network, images: Tensor) -> dict[str, Callable[[], nn.M
 
 
 def make_faithful(network: Network) -> Network:
-    """Return a network with the preset "faithful" and as many weights, always the same ones."""
+    """Return a network with the preset "faithful" and as many weights as `network`.
+
+    The weights have the same random values in every call.
+    """
     torch.manual_seed(0)
     return rp.models.tumor(network.orientations, preset="faithful").to(next(network.parameters()).device)
 
 
 def measure_errors(training: Training, step: Callable[[], object], architecture: Network) -> dict[str, str]:
-    """Return the errors of one more step, against torch's own layers with the same weights in float64."""
+    """Run one more step, and return its errors in comparison with float64.
+
+    The reference is a copy of `architecture` with torch's own batch norm and the weights of `training`.
+    """
     network = use_torch_batch_norm(architecture)
     network.load_state_dict(training.model.state_dict())
     exact = Training(network.double(), training.images.double(), training.labels.double())
@@ -173,7 +183,7 @@ def compare(
 
 
 def check_errors(rows: list[dict[str, object]]) -> None:
-    """Exit with an error message if an error is too large."""
+    """Exit with an error message if an error is above its limit: ROUNDING, or twice the baseline's error if larger."""
     baselines = {row["batch"]: row for row in rows if row["what"] == BASELINE}
     for row in rows:
         for what, rounding in ROUNDING.items():
@@ -194,7 +204,7 @@ def main() -> None:
         "--without",
         nargs="+",
         default=[],
-        help="leave out models whose names contain one of these words; no file is written then",
+        help="leave out models whose names contain one of these words; no file is written in this case",
     )
     options = parser.parse_args()
     torch.backends.cudnn.benchmark = True

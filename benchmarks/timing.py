@@ -1,7 +1,8 @@
-"""Time functions against each other: all in every round, in random order; report medians and quartiles.
+"""Compare the speed of functions: measure all of them in every round, in random order; report medians and quartiles.
 
-In: names and functions without arguments. Out: milliseconds per call, or the reason why a function failed. On a GPU,
-CUDA events measure the time, which includes the time of Python wherever the GPU waits for it.
+`build` makes a function, or prints the error if that fails. `measure` returns the milliseconds per call of each
+function, and `describe` converts them to columns of a table. On a GPU, CUDA events measure the time. It includes the
+time in which the GPU waits for Python.
 """
 
 import gc
@@ -18,12 +19,15 @@ Built = TypeVar("Built")
 
 
 def leave_out(entries: dict[str, Built], without: Sequence[str], kept: Sequence[str]) -> dict[str, Built]:
-    """Remove entries whose name contains one of the words, except those in `kept`, the baselines."""
+    """Return the entries whose name contains none of the words in `without`, and all baselines, named in `kept`."""
     return {name: entry for name, entry in entries.items() if name in kept or not any(word in name for word in without)}
 
 
 def build(name: str, make: Callable[[], Built], device: str) -> tuple[Built, str] | None:
-    """Return what `make` returns and its peak GPU memory in MiB; print the error and return None if it fails."""
+    """Call `make`. Return its result, and the peak GPU memory of the call in MiB as a text, which is empty on the CPU.
+
+    If the call raises an error, print the error and return None.
+    """
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -31,7 +35,7 @@ def build(name: str, make: Callable[[], Built], device: str) -> tuple[Built, str
         before = torch.cuda.memory_allocated()
     try:
         made = make()
-    except Exception as error:  # any error of another library or a compiler; the others are still measured
+    except Exception as error:  # of any type, from a library or a compiler; the other functions are still measured
         first_line = (str(error).splitlines() or [""])[0]
         print(f"{name} is left out: {type(error).__name__}: {first_line}", flush=True)
         return None
@@ -42,26 +46,26 @@ def build(name: str, make: Callable[[], Built], device: str) -> tuple[Built, str
 
 
 def reset_compiler(device: str) -> None:
-    """Reset torch.compile, which otherwise compiles for dynamic sizes, or stops, after a few networks or sizes."""
+    """Reset torch.compile. After a few networks or sizes, it would compile for dynamic sizes or stop compiling."""
     if device == "cuda":
         torch.compiler.reset()
 
 
 def reset_peak_memory(name: str, device: str) -> None:
-    """Exclude memory used for compiling; a CUDA graph keeps the memory of its recording, which counts."""
+    """Exclude memory that was used only for compiling. Replayed models are not reset: graphs keep all their memory."""
     if device == "cuda" and "replayed" not in name:
         torch.cuda.reset_peak_memory_stats()
 
 
 def measure(calls: dict[str, Callable[[], object]], device: str, rounds: int, repeats: int) -> dict[str, list[float]]:
-    """Return milliseconds per call in every round; each round is the mean of `repeats` successive calls."""
+    """Return the milliseconds per call in each round, by name. Each is the mean of `repeats` successive calls."""
     names = list(calls)
     times: dict[str, list[float]] = {name: [] for name in names}
     generator = random.Random(0)
     for name in names:
         calls[name]()
     for _ in range(rounds):
-        for name in generator.sample(names, len(names)):  # so that none always follows the same other one
+        for name in generator.sample(names, len(names)):  # so that no function always runs after the same other one
             times[name].append(_measure_once(calls[name], device, repeats))
     return times
 
@@ -84,7 +88,10 @@ def _measure_once(call: Callable[[], object], device: str, repeats: int) -> floa
 
 
 def describe(times: list[float], baseline: list[float] | None = None) -> dict[str, str]:
-    """Return columns of a table; the ratio to the baseline is the median of the ratios of single rounds."""
+    """Return columns of a table from milliseconds per round: median and quartiles, and the ratio to a baseline, if any.
+
+    The ratio is the median of the ratios in single rounds.
+    """
     lower, middle, upper = quantiles(times, n=4) if len(times) > 1 else times * 3
     digits = 1 if middle >= 100 else 2
     columns = {"ms": f"{middle:.{digits}f}", "quartiles": f"{lower:.{digits}f}–{upper:.{digits}f}"}

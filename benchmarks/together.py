@@ -1,11 +1,11 @@
-"""Measure how many trainings in parallel use one GPU best: images per second of all runs together.
+"""Measure how many parallel trainings use one GPU best: images per second of all runs together.
 
 .venv/bin/python benchmarks/together.py [--runs 1 3 6 12] [--orientations 8] [--steps 1500]
 
-Each run is a `rotopath train` of the tumor network on synthetic tissue in bfloat16, in a process of its own with one
-thread, like the runs of `rotopath study run`. Speed is taken from the log of each run, over the second half of its
-steps, when all runs are training. NVIDIA's Multi-Process Service (MPS) speeds this up; the first column states if it
-is active.
+Each run is a `rotopath train` of the tumor network on synthetic tissue in bfloat16, in its own process with one thread,
+like the runs of `rotopath study run`. Speeds are from the logs of the runs, over the second half of the steps, when all
+runs are training. NVIDIA's Multi-Process Service (MPS) makes parallel processes faster; the first column states whether
+it is active.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def start_training(recipe: Path, out: Path, seed: int, steps: int, orientations:
 
 
 def read_speed(out: Path) -> float:
-    """Return images per second, over the second half of the steps."""
+    """Return the mean speed of a run in images per second, over the second half of its steps."""
     with (out / runs.LOG).open(newline="") as file:
         speeds = [float(row["images_per_second"]) for row in csv.DictReader(file)]
     return mean(speeds[len(speeds) // 2 :])
@@ -58,7 +58,7 @@ def main() -> None:
                 start_training(recipe, out, seed, options.steps, options.orientations) for seed, out in enumerate(outs)
             ]
             if any(process.wait() for process in processes):
-                raise SystemExit(f"One of {count} parallel trainings failed.")
+                raise SystemExit(f"One of {count} parallel trainings failed; its error message is printed above.")
             speeds = [read_speed(out) for out in outs]
             mps = "yes" if Path("/tmp/nvidia-mps/control").exists() else "no"
             together = f"{sum(speeds):.0f}"

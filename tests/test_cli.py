@@ -164,7 +164,7 @@ def test_data_show_draws_a_contact_sheet(tmp_path: Path) -> None:
         (("check", "{}", "--task", "detect"), "(PCam) contains a class for each image, but positions of objects are"),
         (
             ("check", "{}", "--task", "kidney"),
-            "There is no task 'kidney'; choose from mitosis, nuclei, tumor, classify, detect, segment.",
+            "There is no task 'kidney'; choose from mitosis, nuclei, tumor, classify, detect, segment, or",
         ),
         (("check", "{}", "--task", "classfy"), "There is no task 'classfy'; did you mean 'classify'?"),
         (("show", "{}/empty"), "empty is empty; expected a folder"),
@@ -252,7 +252,7 @@ def test_labels_of_another_task_are_rejected_in_one_sentence(tmp_path: Path) -> 
     manifest = labeled(tmp_path, 0, 1, 2)
     result = run("data", "check", str(manifest), "--task", "tumor")
     assert result.exit_code == 2
-    assert "does not fit the task tumor: 2.png has the label '2'; expected is one of 0 (normal), 1 (Tumor)." in (
+    assert "does not fit the task tumor: 2.png has the label '2'; expected one of 0 (normal), 1 (Tumor)." in (
         result.stderr
     )
     assert result.stderr.count("\n") == 1

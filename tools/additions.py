@@ -1,9 +1,11 @@
-"""Compare additions to the paper's design: scores of each, and paired differences to `paper` for the same seeds.
+"""Compare additions to the paper's design: the scores of each addition, and its differences from the paper's design.
 
 .venv/bin/python tools/additions.py runs/beyond [runs/samples/tumor] results/beyond.csv
 
-In: the folder of a study whose parts are the additions. Optionally a part of another study with the same recipe, whose
-runs on all training data with the same numbers of orientations are added. Out: a CSV with one row a network.
+The first argument is the folder of a study. Its part `paper` is the paper's design, and each other part is an addition.
+The second argument is optional: a part of another study with the same recipe. Of that part, the table also lists the
+runs on all training data whose number of orientations N occurs in the first study. The last argument is the CSV to
+write. It has one row for each network: a part and its N. Differences are computed between runs of the same seed.
 """
 
 import csv
@@ -23,24 +25,25 @@ from rotopath.recipe import find_changed_key
 from rotopath.studies.results import StudyResult, estimate, margin, read_results
 from rotopath.writing import atomic_file
 
-PAPER, SAME = "paper", "equal weights"
+PAPER, SAME = "paper", "equal weights"  # name of the baseline part; name in the table for the runs of the other study
+# Order of the rows; all other parts come last.
 PARTS = (PAPER, "faithful", "harmonic", "rms-blur", "reflections", "attention", "fourier", "channels", "float32")
 # Recipe keys that may differ between runs; all others must equal those of the paper's design.
 MAY_DIFFER = ("orientations", "network_options", "precision", "seed")
-LAST_STEPS = 500
-NONE = "–"
+LAST_STEPS = 500  # number of training steps over which the training loss is averaged
+NONE = "–"  # entry of the table without a value
 
-Networks = dict[tuple[str, int], list[StudyResult]]  # runs that differ in their seeds, by part and orientations
+Networks = dict[tuple[str, int], list[StudyResult]]  # (part, N) → runs that differ only in their seeds
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A column of the table: a number that is read from each run."""
+    """A column of the table, such as the accuracy. `read` returns the number of one run."""
 
     name: str
     read: Callable[[StudyResult], float]
     digits: int
-    factor: float = 1.0  # from the number that is read to the number that is printed
+    factor: float = 1.0  # multiplied with the number before it is printed; 100 for percentages
 
     def format_mean(self, results: Sequence[StudyResult]) -> str:
         """Format the mean and the standard deviation over seeds."""
@@ -49,7 +52,7 @@ class Measure:
         return f"{text} ± {stdev(values):.{self.digits}f}" if len(values) > 1 else text
 
     def format_difference(self, ours: Sequence[StudyResult], others: Sequence[StudyResult]) -> str:
-        """Format the mean of paired differences, with its 95 % confidence interval over seeds."""
+        """Format the mean of the differences, run by run, with its 95 % confidence interval over seeds."""
         pairs = zip(ours, others, strict=True)
         values = np.array([self.factor * (self.read(our) - self.read(other)) for our, other in pairs])
         difference, half_width = float(values.mean()), margin(values)
@@ -64,11 +67,14 @@ def format_interval(low: float, high: float, digits: int) -> str:
 
 
 def format_signed(value: float, digits: int) -> str:
-    return f"{round(value, digits) + 0.0:+.{digits}f}"  # adding 0.0 turns -0.0 into 0.0
+    return f"{round(value, digits) + 0.0:+.{digits}f}"  # adding 0.0 converts -0.0 to 0.0
 
 
 def read_rotation_score(name: str) -> Callable[[StudyResult], float]:
-    """Return a function that reads how much predictions of a run change when inputs are rotated."""
+    """Return a function that reads from a run how much predictions change when inputs are rotated.
+
+    `name` is "deviation" (standard deviation over angles) or "changed" (fraction of changed decisions).
+    """
 
     def read(result: StudyResult) -> float:
         if "rotation" not in result.scores:
@@ -80,7 +86,7 @@ def read_rotation_score(name: str) -> Callable[[StudyResult], float]:
 
 
 def read_validation_score(name: str) -> Callable[[StudyResult], float]:
-    """Return a function that reads a score of the validation set."""
+    """Return a function that reads the score `name` on the validation set from a run."""
 
     def read(result: StudyResult) -> float:
         return float(json.loads((result.folder / runs.METRICS).read_text(encoding="utf-8"))["valid"][name])
@@ -89,7 +95,7 @@ def read_validation_score(name: str) -> Callable[[StudyResult], float]:
 
 
 def read_loss(result: StudyResult) -> float:
-    """Read the mean training loss of the last steps."""
+    """Return the mean training loss of the last steps of a run."""
     with (result.folder / runs.LOG).open(newline="") as file:
         return mean([float(row["loss"]) for row in csv.DictReader(file)][-LAST_STEPS:])
 
@@ -106,7 +112,11 @@ VALIDATION = (
 
 
 def read_networks(study: Path, beside: Path | None = None) -> Networks:
-    """Read the networks of a study, the paper's first, and those of a part of another study to list beside them."""
+    """Return the networks of a study, the paper's design first, then those of `beside`, a part of another study.
+
+    Raises RunError if the study does not have exactly one baseline network, or if recipes differ in any key that is not
+    in MAY_DIFFER.
+    """
     networks: Networks = {}
     for result in sorted((result for result in read_results(study) if result.rotations == 1), key=_sort_key):
         networks.setdefault((result.part, result.recipe.orientations), []).append(result)
@@ -133,14 +143,16 @@ def _sort_key(result: StudyResult) -> tuple[int, str, int]:
 
 
 def _check_comparable(result: StudyResult, base: StudyResult) -> None:
-    """Raise RunError unless a run was trained with the same settings as the paper's design."""
+    """Raise RunError if the recipe of a run differs from that of the baseline `base` in a key not in MAY_DIFFER."""
     comparable = replace(result.recipe, **{key: getattr(base.recipe, key) for key in MAY_DIFFER})
     if key := find_changed_key(comparable, base.recipe):
-        raise RunError(f"{result.folder} and {base.folder} differ in {key!r}, so they cannot be compared.")
+        raise RunError(
+            f"{result.folder} and {base.folder} differ in {key!r}, so they cannot be compared; use the same recipe."
+        )
 
 
 def tabulate(networks: Networks) -> list[dict[str, str]]:
-    """Make a row of the table for each network."""
+    """Return the rows of the table, one for each network."""
     base = next(results for (part, _), results in networks.items() if part == PAPER)
     base_by_seed = {result.recipe.seed: result for result in base}
     measures = (ACCURACY, AUC, DEVIATION, CHANGED, LOSS, *VALIDATION)
@@ -159,7 +171,10 @@ def tabulate(networks: Networks) -> list[dict[str, str]]:
 
 
 def compare(results: Sequence[StudyResult], base_by_seed: Mapping[int, StudyResult]) -> dict[str, str]:
-    """Format differences to the paper's design, paired by the seeds that both have."""
+    """Return the columns with differences from the paper's design, between runs of the same seed.
+
+    `base_by_seed` contains the runs of the paper's design. Without a common seed, the columns have no values.
+    """
     ours = [result for result in results if result.recipe.seed in base_by_seed]
     others = [base_by_seed[result.recipe.seed] for result in ours]
     over_patches = estimate(ours, others) if ours else None
@@ -176,7 +191,7 @@ def compare(results: Sequence[StudyResult], base_by_seed: Mapping[int, StudyResu
 
 
 def count_weights(result: StudyResult) -> int:
-    """Count the weights of the network of a run."""
+    """Return the number of weights of the network of a run."""
     return sum(weight.numel() for weight in unwrap(runs.load(result.folder).network).parameters())
 
 

@@ -1,9 +1,11 @@
-"""Make pretrained models from the runs of a study: of each part, the seed with the best validation score.
+"""Make pretrained models from the runs of a study: from each part, the run with the best validation score.
 
 .venv/bin/python tools/publish.py runs/samples/mitosis runs/samples/tumor runs/samples/nuclei
 
-Reads the finished runs with 8 orientations and all training data. The data and its terms are described in
-tools/datasets.toml; everything else on a card (tools/card.md) is read from the files of the runs.
+The arguments are parts of a study. Of each part, the finished runs with 8 orientations and the largest amount of
+training data are compared; they differ only in their seed. Each model gets a card, its description in Markdown, from
+the template tools/card.md. The data and its terms of use are described in tools/datasets.toml; everything else on a
+card is read from the files of the runs.
 """
 
 import dataclasses
@@ -33,19 +35,19 @@ LIMITED = (
 )
 ORIENTATIONS = 8
 MAX_WEIGHTS_BYTES = 500_000
-LOCAL_KEYS = ("path",)  # of provenance, which describe the machine
+LOCAL_KEYS = ("path",)  # keys of the data's provenance that are valid on one machine only; they are not published
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """What a card reports about the data that a model was trained on."""
+    """Description of the data that a model was trained on, for its card: a table of tools/datasets.toml."""
 
-    source: str
-    images: int
+    source: str  # `source` and `images` identify the dataset in the provenance of a run
+    images: int  # in all splits
     name: str  # part of the name of the model
     title: str
     terms: str
-    commercial: bool
+    commercial: bool  # whether commercial use is allowed
     about: str
     limits: Sequence[str]
 
@@ -64,14 +66,18 @@ class Trained:
 
 
 def publish(part: Path, home: Path = HOME) -> Path:
-    """Write a pretrained model from the runs of a part of a study; returns its folder, which replaces an older one."""
+    """Write a pretrained model from the runs of a part of a study. Returns its folder in `home`.
+
+    An older model of the same name is replaced.
+    """
     seeds = find_seeds(part)
-    chosen = max(seeds, key=lambda run: run.score("valid"))  # never by the test score
+    chosen = max(seeds, key=lambda run: run.score("valid"))  # never chosen by the test score
     provenance = _read(chosen.folder / runs.PROVENANCE)
     dataset = find_dataset(provenance["data"]["source"], provenance["data"]["images"])
     if (chosen.folder / WEIGHTS).stat().st_size > MAX_WEIGHTS_BYTES:
         raise SystemExit(
-            f"{chosen.folder / WEIGHTS} has more than {MAX_WEIGHTS_BYTES} bytes, the limit for the package."
+            f"{chosen.folder / WEIGHTS} has more than {MAX_WEIGHTS_BYTES} bytes, the limit for models in the package; "
+            f"publish a smaller network."
         )
     provenance["data"] = {key: value for key, value in provenance["data"].items() if key not in LOCAL_KEYS}
     provenance["data"] |= {"title": dataset.title, "terms": dataset.terms, "commercial": dataset.commercial}
@@ -93,7 +99,7 @@ def publish(part: Path, home: Path = HOME) -> Path:
 
 
 def find_seeds(part: Path) -> list[Trained]:
-    """Return the finished runs with 8 orientations and all training data, sorted by seed."""
+    """Return the finished runs with 8 orientations and the largest amount of training data, sorted by seed."""
     finished = []
     for weights in sorted(part.glob(f"*/{WEIGHTS}")):
         folder = weights.parent
@@ -114,7 +120,7 @@ def find_seeds(part: Path) -> list[Trained]:
 
 
 def find_dataset(source: str, images: int) -> Dataset:
-    """Return the description of a dataset from tools/datasets.toml."""
+    """Return the description of the dataset with this source and number of images, from tools/datasets.toml."""
     known = [Dataset(**table) for table in tomllib.loads(DATASETS.read_text(encoding="utf-8"))["dataset"]]
     for dataset in known:
         if (dataset.source, dataset.images) == (source, images):
@@ -123,9 +129,9 @@ def find_dataset(source: str, images: int) -> Dataset:
 
 
 def write_card(name: str, chosen: Trained, seeds: Sequence[Trained], dataset: Dataset) -> str:
-    """Return the card of a model as Markdown."""
+    """Return the card of the model `name` in Markdown. `seeds` are the runs from which `chosen` was chosen."""
     recipe, task, geometry = chosen.recipe, chosen.info.task, chosen.info.network.geometry
-    network = unwrap(runs.load(chosen.folder).network)  # loading also checks its weights
+    network = unwrap(runs.load(chosen.folder).network)  # loading also checks the weights
     held_out = {split: _count(chosen.metrics[split]["images"]) for split in ("valid", "test")}
     counts = held_out | {"train": dataset.images - sum(held_out.values())}
     rows = [(f"{run.recipe.seed}{' (this model)' if run is chosen else ''}", run) for run in seeds]
@@ -172,7 +178,7 @@ def _format_spread(scores: Sequence[float]) -> str:
 
 
 def _format_scores(chosen: Trained) -> str:
-    """Report the scores on the test set and, if they were measured, the changes of predictions under rotation."""
+    """Return sentences on the scores on the test set and, if it was measured, on the robustness to rotation."""
     test = chosen.metrics["test"]
     scores = {name: value for name, value in test.items() if isinstance(value, float) and name not in chosen.info.point}
     text = "On the test set: " + ", ".join(f"{_display_name(name)} {value:.3f}" for name, value in scores.items()) + "."
@@ -192,22 +198,22 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _display_name(name: str) -> str:
-    """Return the name of a score as it is printed."""
+    """Return the name of a score as cards print it, such as "F1" for "f1"."""
     return name.upper() if len(name) < 4 else name.replace("aji_plus", "AJI+").replace("_", " ")
 
 
 def _count(images: int | dict[str, Any]) -> int:
-    """Count images; scores of nuclei list each image."""
+    """Return the number of images. `images` is that number or, in the scores of nuclei, has an entry for each image."""
     return images if isinstance(images, int) else len(images)
 
 
 def _data_amount(recipe: Recipe) -> float:
-    """Return the amount of training data of a recipe; infinite if it uses all of it."""
+    """Return the amount of training data of a recipe (its regime); infinity if it uses all of the data."""
     return float("inf") if recipe.regime is None else recipe.regime
 
 
 def _remove_local_settings(recipe: Recipe, dataset: Dataset) -> Recipe:
-    """Return the recipe without settings that describe the machine it ran on."""
+    """Return the recipe without settings of the machine it ran on. The dataset's name replaces its path."""
     defaults = {field.name: field.default for field in dataclasses.fields(Recipe) if field.name in HARDWARE}
     return dataclasses.replace(recipe, data=dataset.source, **defaults)  # type: ignore[arg-type]
 

@@ -1,4 +1,8 @@
-"""Tabulate F1 of nuclei by each hit rule, for N = 1, 4, 8 and 16: mean and standard deviation over seeds, as CSV.
+"""Tabulate F1 of nuclei by each rule for true positives, for networks with N = 1, 4, 8 and 16 orientations, as CSV.
+
+The table has the mean and the standard deviation over seeds. Arguments: the part of a study with the runs, the regime
+(amount of training data) of the runs, and the CSV to write. First evaluate the runs by the rules other than the default
+rule "iou":
 
 for RUN in runs/samples/nuclei/N*-regime3-seed?; do
     for RULE in area own-area; do rotopath evaluate $RUN --rule $RULE; done
@@ -20,7 +24,7 @@ ORIENTATIONS = (1, 4, 8, 16)
 
 
 def read_scores(part: Path, orientations: int, regime: str, rule: str) -> list[float]:
-    """Read F1 of all seeds."""
+    """Return F1 on the test set by a rule, for each seed."""
     folders = sorted(path for path in part.glob(f"N{orientations}-regime{regime}-seed*") if path.is_dir())
     files = [evaluation_file(folder, "test", rule=None if rule == "iou" else rule) for folder in folders]
     return [json.loads(file.read_text())["test"]["f1"] for file in files]

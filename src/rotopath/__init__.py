@@ -1,8 +1,9 @@
 """Rotation-equivariant networks for computational pathology: SE(2,N) layers, models, training and prediction.
 
-Layers are in `nn`, the geometry of rotated kernels in `group`, networks in `models` (with `models.convert` from a plain
-CNN and `models.freeze` to one), files and slides in `images`, datasets in `data`, the kinds of tasks in `tasks`,
-prediction in `inference`, training in `training`, studies in `studies`, pages and figures in `reports`.
+Layers are in `nn`, the geometry of rotated kernels in `group`, networks in `models`, image files and slides in
+`images`, datasets in `data`, scores in `metrics`, the kinds of tasks in `tasks`, prediction in `inference`, training in
+`training`, studies in `studies`, report pages and figures in `reports`. `models.convert` makes a plain CNN equivariant;
+`models.freeze` converts an equivariant network to a plain CNN.
 
 The main commands of `rotopath` are also functions: `train`, `evaluate`, `predict`, `export`, `study` and `report`.
 Modules are imported at their first use, so that `import rotopath` and `rotopath --help` are fast.

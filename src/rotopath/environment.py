@@ -26,7 +26,8 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {  # for each extra of pyproject.toml:
         "tensorboard": "tensorboard",
         "tomli_w": "tomli-w",
     },
-    "slides": {"openslide": "openslide-python", "tiffslide": "tiffslide"},  # libopenslide may also come from the system
+    # The extra "slides" also installs openslide-bin. It is not listed here, because the system may have that library.
+    "slides": {"openslide": "openslide-python", "tiffslide": "tiffslide"},
     "onnx": {"onnx": "onnx", "onnxruntime": "onnxruntime", "onnxscript": "onnxscript"},
     "cluster": {"dask": "dask", "distributed": "distributed", "dask_jobqueue": "dask-jobqueue"},
 }
@@ -72,7 +73,10 @@ def list_missing(extra: str) -> list[str]:
 
 
 def describe_software(packages: Sequence[str] = PACKAGES) -> dict[str, object]:
-    """Return the versions of rotopath, Python and the installed ones of `packages`, and the git commit of rotopath."""
+    """Return the versions of rotopath, Python and `packages`, and the git commit of rotopath.
+
+    Packages that are not installed are omitted. The commit is None if git is missing or does not track rotopath.
+    """
     versions = {name: _find_version(name) for name in packages}
     return {
         "rotopath": rotopath.__version__,
@@ -102,7 +106,10 @@ def _find_version(package: str) -> str | None:
 
 
 def _find_commit() -> str | None:
-    """Return the git commit of the source tree, with "-dirty" if files were changed. None if git does not track it."""
+    """Return the git commit of the source tree, with "-dirty" if files were changed, or None if git does not track it.
+
+    If the repository has annotated tags, the result starts with the nearest tag, as `git describe` prints it.
+    """
     if not _run_git("ls-files", Path(__file__).name):
         return None  # rotopath may be installed inside another repository, which does not track this file
     return _run_git("describe", "--always", "--dirty", "--abbrev=12")

@@ -3,8 +3,8 @@
 `evaluate` scores a finished run on a split of a dataset and writes the scores to a JSON file. `gather_evidence`
 collects the *evidence*: prediction and ground truth of each sample. From the evidence, a task computes its scores and
 chooses its operating point (decision thresholds). `predict_rotated_inputs` predicts the same inputs rotated by many
-angles, to measure robustness. "Fair" angles all require the same amount of interpolation. "Plain" angles are those of
-the paper: multiples of 22.5°, of which the quarter rotations require no interpolation.
+angles, to measure robustness. "Plain" angles are those of the paper, multiples of 22.5°. Interpolation blurs the
+rotated images, except at multiples of 90°. At "fair" angles, offset by 11.25°, all images are blurred about equally.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,14 +38,14 @@ from rotopath.writing import atomic_file, write_json
 Split = Literal["train", "valid", "test"]
 OnProgress = Callable[[int, int], None]  # receives the number of finished samples, and the number of all samples
 CPU = torch.device("cpu")
-STACK_PX = 2**18  # largest number of pixels in a stack of small images, which are predicted together
+STACK_PX = 2**18  # small images are predicted together, in stacks of up to this number of pixels
 PATCH_BATCH = 256  # patches predicted together
-ROTATED_WINDOWS = 512  # default for the largest number of windows that are rotated
+ROTATED_WINDOWS = 512  # by default, up to this number of windows are rotated
 ROTATED_BATCH = 32  # windows sampled together
 ROTATED_SEED = 1_000_003  # for sampling the windows to rotate
 SHOWN_WINDOWS = 48  # number of windows whose pixels are saved for figures
 FIELD_PX = 200  # side of the central square of each field (annotated image region) in which rotated maps are compared
-FOREGROUND = 0.5  # threshold above which a pixel is foreground
+FOREGROUND = 0.5  # lowest probability of foreground pixels
 
 
 # Scores
@@ -53,7 +53,7 @@ FOREGROUND = 0.5  # threshold above which a pixel is foreground
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores of a model on one split of a dataset, and the JSON file to which they were written."""
+    """Scores of a model on one split of a dataset, and the path of the JSON file with these scores."""
 
     split: str
     scores: Mapping[str, Any]
@@ -81,16 +81,17 @@ def evaluate(
 
     - `model`: a run, a run folder, or the name of a pretrained model. A pretrained model requires `data`.
     - `data`: a dataset; default: the one that the run was trained on.
-    - `rotations`: number of rotations of each image, over which predictions are averaged.
+    - `rotations`: number of rotations of each image, over which predictions are averaged (test-time augmentation).
     - `rule`: rule for counting true positives, one of `task.rules`; default: the first.
     - `robustness`: also measure how predictions change when inputs are rotated, and save the rotated predictions in an
       `.npz` file next to the scores.
-    - `out`: file for the scores; default: `evaluation_file` in the folder of the run, for pretrained models in `runs/`.
-    - `spacing_um_px`: pixel spacing in µm/px of images that do not specify it; default: that in the run's recipe.
+    - `out`: file for the scores; default: `evaluation_file` in the run folder, or in `runs/NAME` of a pretrained model.
+    - `spacing_um_px`: pixel spacing in µm/px of images that do not specify it. For the dataset of the training, the
+      default is the one in the recipe.
     - `on_progress`: receives the split, the number of finished samples and the number of all samples.
 
-    With several rotations or another rule, the operating point is chosen again on the validation set. Raises DataError
-    if the split does not exist or the data does not fit the task.
+    With several rotations, or if `rule` is given, the operating point is chosen again on the validation set. Raises
+    DataError if the split does not exist or the data does not fit the task.
     """
     run = model if isinstance(model, Run) else runs.load(model)
     if split not in SPLITS:
@@ -111,7 +112,7 @@ def evaluate(
 
     evidence = gather(samples=dataset.split(split), on_progress=partial(on_progress, split))
     point = run.point
-    if rotations > 1 or rule is not None:  # averaged probabilities or another score need other thresholds
+    if rotations > 1 or rule is not None:  # other thresholds are best for averaged probabilities, or for another rule
         validation = gather(samples=dataset.split("valid"), on_progress=partial(on_progress, "valid"))
         point = task.choose_operating_point(validation, rule)
     scores = task.score(evidence, point, rule) | {"rotations": rotations, "data": str(dataset.root)}
@@ -124,7 +125,7 @@ def evaluate(
         scores["rotation"] = summarize_rotation(rotated)
         with atomic_file(path.with_suffix(".npz")) as unfinished, unfinished.open("wb") as file:
             np.savez_compressed(file, **pack_for_figures(rotated))  # type: ignore[arg-type]
-    elif out is None and path.exists():  # keep the robustness measured by an earlier evaluation on the same data
+    elif out is None and path.exists():  # keep the robustness of an earlier evaluation on the same data
         before = read_json(path).get(split, {})
         if "rotation" in before and before.get("data") == scores["data"]:
             scores["rotation"] = before["rotation"]
@@ -135,7 +136,7 @@ def evaluate(
 def evaluation_file(
     folder: Path, split: str, rotations: int = 1, rule: str | None = None, data: Path | None = None
 ) -> Path:
-    """Return the path of the scores of a run. Each combination of split, rotations, rule and data has its own file.
+    """Return the path of the scores in a folder. Each combination of split, rotations, rule and data has its own file.
 
     >>> from rotopath.evaluation import evaluation_file
     >>> evaluation_file(Path("runs/a"), "test", rotations=4).as_posix()
@@ -201,9 +202,9 @@ def _gather_patches(
     rotations: int,
     on_progress: OnProgress,
 ) -> list[Evidence]:
-    """Gather the evidence of patches, with one prediction per patch, computed in large batches."""
+    """Return the evidence of patches: one prediction for each patch, computed in large batches."""
     window_px = network.geometry.context_px
-    cut_px = covering_size(window_px) if 4 % rotations else window_px  # rotations other than by 90° need more pixels
+    cut_px = covering_size(window_px) if 4 % rotations else window_px  # larger if an angle is no multiple of 90°
     batches, steps = make_center_batches(task, samples, cut_px, device=device)
     evidence: list[Evidence] = []
     for images, _ in batches.load(steps, device):
@@ -225,7 +226,7 @@ def make_center_batches(
     cache: Cache = "auto",
     device: torch.device = CPU,
 ) -> tuple[Batches, range]:
-    """Return batches of the central window of each sample, in order, and the range of steps that covers all samples."""
+    """Return batches of the central windows of all samples, in order, and the steps that contain each sample once."""
     pixels = open_pixels(samples, task.reader, cache, device)
     sampler = CenterSampler(task.image_targets(samples), pixels.sizes_px, window_px, batch)
     return Batches(pixels, sampler, window_px), range(len(sampler))
@@ -245,8 +246,8 @@ def make_sampled_batches(
 ) -> Batches:
     """Return batches of random windows, drawn by the task's sampler.
 
-    `batch` is the number of windows per batch. Hard examples in `mined`, each beginning with the index of its sample,
-    are drawn more often.
+    `batch` is the number of windows per batch. `mined` are hard examples, which the sampler draws more often, as
+    `task.examples_for_sampler` returns them: indices of samples, or rows that begin with such an index.
     """
     if batch < 1 or seed < 0:
         raise DataError(f"The batch size must be 1 or more and the seed 0 or more; got {batch} and {seed}.")
@@ -266,7 +267,7 @@ def make_sampled_batches(
 class RotatedPredictions:
     """Predictions of the same inputs at fair and at plain angles. Inputs are windows, or the central squares of fields.
 
-    Arrays of probabilities and decisions have the shape (angles, windows) or (angles, fields, height, width).
+    Probabilities and decisions have the shape (angles, windows) or (angles, fields, height, width).
     """
 
     fair_degrees: list[float]  # angles, counterclockwise
@@ -274,10 +275,10 @@ class RotatedPredictions:
     plain_degrees: list[float]  # angles, counterclockwise
     plain: NDArray[np.float32]  # probabilities at the plain angles
     labels: NDArray[np.int64]  # (windows,); empty for fields
-    images: NDArray[np.uint8]  # (k, height, width, 3), unrotated; of windows only the first ones
+    images: NDArray[np.uint8]  # (k, height, width, 3), not rotated; only the first windows, but all fields
     fair_decisions: NDArray[np.generic]
     plain_decisions: NDArray[np.generic]
-    maps: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # of fields, at fair angles, by name
+    maps: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # of fields, at the fair angles, by name
 
 
 def predict_rotated_inputs(
@@ -285,7 +286,7 @@ def predict_rotated_inputs(
 ) -> RotatedPredictions:
     """Predict inputs at all fair and plain angles.
 
-    Inputs are up to `max_windows` windows or the central square of each field, as `task.robustness_inputs` specifies.
+    Inputs are up to `max_windows` windows, or the central square of each field: see `task.robustness_inputs`.
     """
     run.network.to(device).eval()
     if run.task.robustness_inputs == "fields":
@@ -304,9 +305,9 @@ def summarize_rotation(rotated: RotatedPredictions) -> dict[str, object]:
 
 
 def pack_for_figures(rotated: RotatedPredictions) -> dict[str, NDArray[np.generic]]:
-    """Return the arrays for figures: the predictions of windows at all angles.
+    """Return the arrays for figures, by name.
 
-    For fields, return the mean and the standard deviation over angles of each map instead.
+    For windows: predictions at all angles. For fields: mean and standard deviation of each map over the fair angles.
     """
     if not rotated.maps:
         names = ("fair_degrees", "fair", "plain_degrees", "plain", "labels", "images")
@@ -325,7 +326,7 @@ def _predict_rotated_windows(
     images, labels = _read_windows(run, samples, device, max_windows)
     probabilities = predict_rotated(run.network, images, [*fair, *plain], run.task.to_probabilities)  # (angles, B, K)
     decisions = run.task.decide(probabilities, run.point)  # (angles, B)
-    # With several outputs, use the output with the highest mean probability over all angles.
+    # With several channels, use for each window the channel with the highest mean probability over all angles.
     followed = probabilities.mean(axis=0).argmax(axis=-1)
     probability = np.take_along_axis(probabilities, followed[None, :, None], axis=2)[..., 0]  # (angles, B)
     side_px = run.network.geometry.smallest_px
@@ -345,7 +346,7 @@ def _predict_rotated_windows(
 def _read_windows(run: Run, samples: Sequence[Sample], device: torch.device, max_windows: int) -> tuple[Tensor, Tensor]:
     """Return windows (B, 3, S, S) and their labels (B,). Windows are large enough to be rotated by any angle.
 
-    Patches that are smaller are extended by reflection.
+    Patches that are smaller than a window are extended by reflection.
     """
     task, geometry = run.task, run.network.geometry
     cut_px = covering_size(geometry.context_px) + 2 * SPLINE_REACH

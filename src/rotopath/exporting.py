@@ -33,7 +33,9 @@ Format = Literal["torchscript", "onnx", "torch"]
 CONFIG, README, WEIGHTS = "config.json", "README.md", "model.safetensors"
 MODELS: Mapping[Format, str] = {"torchscript": "torchscript_model.pt", "onnx": "model.onnx", "torch": "model.pt2"}
 TOLERANCE = 1e-4  # absolute and relative tolerance for exported logits
-CHECKED_SIZES = ((1, 0, 0), (3, 1, 2), (2, 2, 0))  # batch size, and steps between valid image sizes to add to H and W
+# Batches on which an exported model is checked: batch size, and how many steps H and W exceed the smallest image side.
+# A step is the difference between two successive valid image sides.
+CHECKED_SIZES = ((1, 0, 0), (3, 1, 2), (2, 2, 0))
 
 Predict = Callable[[Tensor], Tensor]  # from images (B, 3, H, W) to logits (B, K) or (B, K, h, w)
 
@@ -41,14 +43,14 @@ Predict = Callable[[Tensor], Tensor]  # from images (B, 3, H, W) to logits (B, K
 def export(model: Run | Path | str, to: Format = "torchscript", out: Path | str | None = None) -> Path:
     """Export the network of a finished run or a pretrained model. Returns the folder of the export.
 
-    The default folder is `export-FORMAT` in the run folder. An older export in the folder is replaced atomically.
-    Raises RunError if the network cannot be exported, if the exported model has other outputs than the network, or if
-    the folder contains other files.
+    The folder is `out`, by default `export-FORMAT` in `run.output_folder`. An older export in the folder is replaced
+    atomically. Raises RunError if the network cannot be exported, if the exported model has other outputs than the
+    network, or if the folder contains other files than an export.
     """
     if to not in get_args(Format):
         raise RunError(f"There is no export format {to!r}; choose from {', '.join(MODELS)}.")
     if to == "onnx":
-        import onnxruntime  # noqa: F401  # fails early if a package is missing
+        import onnxruntime  # noqa: F401  # so that a missing package is reported before any work is done
         import onnxscript  # noqa: F401
     run = model if isinstance(model, Run) else runs.load(model)
     folder = Path(out) if out else run.output_folder / f"export-{to}"
@@ -79,7 +81,7 @@ def _is_export(folder: Path) -> bool:
 
 
 class PatchClassifier(nn.Module):
-    """Wraps a network as a patch classifier: from images (B, 3, H, W) to logits (B, K), means over all positions.
+    """Wraps a network as a patch classifier, from images (B, 3, H, W) to logits (B, K), averaged over all positions.
 
     WSInfer and QuPath apply softmax, also to binary classifiers. A single logit z is therefore returned as two logits
     (0, z): softmax then returns the probability sigmoid(z) for the second class.
@@ -98,7 +100,10 @@ class PatchClassifier(nn.Module):
 
 
 def _make_module(run: Run, to: Format, frozen: bool = True) -> nn.Module:
-    """Return a copy of the network, frozen to a plain CNN if `frozen`; a patch classifier if the format needs one."""
+    """Return a copy of the network on the CPU. It is a patch classifier if `_is_classifier` returns True.
+
+    With `frozen`, a network with SE(2) layers is frozen to a plain CNN. Raises RunError if this is not possible.
+    """
     module = unwrap(run.network)
     try:
         layers = freeze(module) if frozen and is_equivariant(module) else copy.deepcopy(module)
@@ -108,9 +113,10 @@ def _make_module(run: Run, to: Format, frozen: bool = True) -> nn.Module:
 
 
 def _is_classifier(run: Run, to: Format) -> bool:
-    """Return whether to export a patch classifier: as TorchScript, if the network has one output per smallest image.
+    """Return whether the export is a patch classifier, which returns one prediction per image instead of a map.
 
-    WSInfer and QuPath read TorchScript, and can run patch classifiers only.
+    This is so for TorchScript, which WSInfer and QuPath read, because they can run patch classifiers only. The network
+    must have a single output for its smallest image, and its task must have one target for each window, not a map.
     """
     has_one_output = run.network.geometry.block == 1 and not run.task.reader.target_maps
     return to == "torchscript" and has_one_output
@@ -122,13 +128,16 @@ def _has_fixed_size(network: DenseNetwork) -> bool:
 
 
 def _smallest_image_px(network: DenseNetwork) -> int:
-    """Return the smallest image side to use. For padded networks, padding does not influence the central outputs."""
+    """Return the smallest image side to use with an exported model, in px.
+
+    For a `DenseModule`, which may pad, the side is so large that padding does not influence the central outputs.
+    """
     geometry = network.geometry
     is_padded = isinstance(network, DenseModule)
     return geometry.nearest_sizes(geometry.context_px)[-1] if is_padded else geometry.smallest_px
 
 
-# Writers: each writes a file in one format, reads it back, and returns the model from the file
+# Writers: each writes the model to a file in one format, reads the file, and returns the model from it as a function
 
 
 def _write_torchscript(model: nn.Module, network: DenseNetwork, path: Path) -> Predict:
@@ -167,7 +176,7 @@ def _write_onnx(model: nn.Module, network: DenseNetwork, path: Path) -> Predict:
 def _write_torch_program(model: nn.Module, network: DenseNetwork, path: Path) -> Predict:
     example, dynamic_shapes = _make_example(network)
     torch.export.save(torch.export.export(model, (example,), dynamic_shapes=(dynamic_shapes,)), path)
-    # torch adds guards on the strides of tensors, which would reject feature maps of a single pixel for no reason.
+    # torch adds checks (guards) of the strides of tensors, which would wrongly reject feature maps of a single pixel.
     exported: Predict = torch.export.load(path).module(check_guards=False)
     return exported
 
@@ -180,7 +189,10 @@ WRITERS: Mapping[Format, Callable[[nn.Module, DenseNetwork, Path], Predict]] = {
 
 
 def _make_example(network: DenseNetwork) -> tuple[Tensor, dict[int, Any]]:
-    """Return example images (B, 3, H, W) for an exporter, and their dynamic axes: batch, and H and W in valid steps."""
+    """Return example images (B, 3, H, W) for an exporter, and the axes whose size may change later.
+
+    These are the batch and, unless the network accepts one size only, H and W in steps between valid image sides.
+    """
     step, side = network.geometry.step_px, _smallest_image_px(network)
     batch = torch.export.Dim("batch", min=1)
     if _has_fixed_size(network):
@@ -207,7 +219,10 @@ def _suppress_warnings() -> Iterator[None]:
 
 
 def check_outputs(exported: Predict, expected: Predict, network: DenseNetwork) -> None:
-    """Raise a RunError if an exported model returns other logits than expected, for several batch and image sizes."""
+    """Compare the logits of an exported model with those of `expected`, for several batch and image sizes.
+
+    Raises RunError if they differ by more than the tolerance.
+    """
     generator = torch.Generator().manual_seed(0)
     side, step = _smallest_image_px(network), 0 if _has_fixed_size(network) else network.geometry.step_px
     for batch, more_rows, more_columns in CHECKED_SIZES:
@@ -236,7 +251,7 @@ def make_config(run: Run, to: Format) -> dict[str, object]:
     task, network = run.task, run.info.network
     geometry, patches = network.geometry, _is_classifier(run, to)
     class_names = ("Other", *task.output_names) if patches and task.outputs == 1 else task.output_names
-    usual_px = find_window_px(network.name) or network.window_px  # networks that return maps accept many image sizes
+    usual_px = find_window_px(network.name) or network.window_px  # used for maps, which have no patch size
     window_px = usual_px if task.reader.target_maps else geometry.smallest_px
     resize = {"name": "Resize", "arguments": {"size": window_px}}
     reflections = "-reflections" if network.options.get("reflections") else ""
@@ -277,7 +292,7 @@ def _describe_origin(run: Run, to: Format) -> dict[str, object]:
 
 
 def _format_readme(config: Mapping[str, object], to: Format) -> str:
-    """Return the README of an export in Markdown: how to load the model, its inputs and its outputs."""
+    """Return the README of an export, in Markdown: how to load the model, and what its inputs and outputs are."""
     load = {
         "torchscript": 'import torch\nmodel = torch.jit.load("torchscript_model.pt")',
         "onnx": 'import onnxruntime\nmodel = onnxruntime.InferenceSession("model.onnx")  # image in, logits out',
@@ -288,7 +303,9 @@ def _format_readme(config: Mapping[str, object], to: Format) -> str:
     else:
         use = "It returns a map of an image, not a class for a patch; WSInfer and its QuPath extension cannot run it."
     sides: Mapping[str, int] = config["image_sides_px"]  # type: ignore[assignment]
-    sides_px = f"{sides['smallest']} + {sides['step']}·k px" if sides["step"] else f"{sides['smallest']} px"
+    sides_px = (
+        f"{sides['smallest']} + {sides['step']}·k px (k = 0, 1, 2, …)" if sides["step"] else f"{sides['smallest']} px"
+    )
     lines = [
         f"# {config['name']}",
         f"{config['architecture']}, frozen to a plain CNN and exported by rotopath. {use}",

@@ -1,8 +1,9 @@
 """The model file `model.json`: the description of a trained model, beside its weights in `weights.safetensors`.
 
 The file specifies task, classes, pixel spacing, stain normalization, network, geometry of the network (its valid image
-sizes, receptive field and stride), operating point (decision thresholds) and the checksum of the weights. All values
-are checked when the file is read. No file is unpickled, because a pickle from an unknown source can execute any code.
+sizes, stride and rim, see `Geometry`), operating point (decision thresholds) and the checksum of the weights. All
+values are checked when the file is read. No file is unpickled, because a pickle from an unknown source can execute any
+code.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ from rotopath.writing import write_json
 MODEL, WEIGHTS = "model.json", "weights.safetensors"
 FORMAT = 1  # version of the format of model files
 REMEDY = "Restore the file from a copy, or train again."
-LARGEST_WHOLE = 10**6  # upper limit of all sizes and counts in a model file
+LARGEST_WHOLE = 10**6  # upper limit of the sizes and counts in a model file, except the size of the weights file
 
 
 class RunError(ValueError):
@@ -40,11 +41,11 @@ class NetworkInfo:
     """Description of a network: how to build it, and its geometry."""
 
     name: str  # registered name, or "package.module:function"
-    orientations: int
-    options: Mapping[str, Any]
+    orientations: int  # N; 1 is an ordinary CNN
+    options: Mapping[str, Any]  # options of the network by name, as in the recipe
     window_px: int  # side of the training windows
     geometry: Geometry
-    slides: bool = False  # whether the network classifies windows of one size, applied to images as a sliding window
+    slides: bool = False  # whether the network accepts windows of one size only, and is applied as a sliding window
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,11 @@ class ModelInfo:
 
 
 def write_model(folder: Path, task: Task, network: NetworkInfo, point: Mapping[str, float], weights: bytes) -> None:
-    """Write `model.json` into a folder. Write `weights`, the content of `weights.safetensors`, afterwards."""
+    """Write `model.json` into a folder, with the checksum of `weights`, the content of `weights.safetensors`.
+
+    `weights.safetensors` is not written. In a run folder, write it after this call: a run counts as finished as soon as
+    its weights exist.
+    """
     kind = type(task)
     is_built_in = KINDS.get(kind.kind) is kind and kind.__module__.startswith("rotopath.")
     content = {
@@ -92,12 +97,12 @@ def write_model(folder: Path, task: Task, network: NetworkInfo, point: Mapping[s
 
 
 def read_model(folder: Path) -> ModelInfo:
-    """Read the model file in a folder. Raises a RunError that names the first value that is wrong."""
+    """Read the model file in a folder. If a value is missing or wrong, raises a RunError that names the value."""
     path = folder / MODEL
     content = read_json(path)
     version = content.get("format")
     if type(version) is not int or version < 1:
-        raise RunError(f"{path} is damaged: 'format' must be a whole number from 1; got {version!r}. {REMEDY}")
+        raise RunError(f"{path} is damaged: 'format' must be a whole number, 1 or more; got {version!r}. {REMEDY}")
     if version > FORMAT:
         raise RunError(
             f"{path} was written by rotopath {content.get('rotopath', '?')}, which is newer than this one "
@@ -160,7 +165,7 @@ def _parse_checksum(table: Mapping[str, Any]) -> str:
     if _get_text(table, "file") != WEIGHTS:
         raise ValueError(f"'file' must be {WEIGHTS!r}; got {table['file']!r}")
     if type(table.get("bytes")) is not int or table["bytes"] < 0:
-        raise ValueError(f"'bytes' must be a whole number from 0; got {table.get('bytes')!r}")
+        raise ValueError(f"'bytes' must be a whole number, 0 or more; got {table.get('bytes')!r}")
     return _get_text(table, "sha256")
 
 
@@ -202,7 +207,7 @@ def _get_whole(table: Mapping[str, Any], name: str, low: int) -> int:
 def pack_weights(network: DenseNetwork | nn.Module) -> bytes:
     """Return the weights as the content of a safetensors file.
 
-    Names are those of the trained module, without the prefix of a DenseModule or SlidingModule that wraps it.
+    The tensors have their names in the trained module, without the prefix of a DenseModule or SlidingModule around it.
     """
     state = unwrap(network).state_dict()
     return save({name: tensor.contiguous().cpu() for name, tensor in state.items()})
@@ -212,7 +217,7 @@ def load_weights(network: DenseNetwork | nn.Module, path: Path, sha256: str | No
     """Load weights from a safetensors file into a network.
 
     Raises RunError if the SHA-256 checksum of the file is not `sha256` (if given), if names, shapes or types of the
-    weights are not those of the network, or if a weight is not finite. The network is then unchanged.
+    weights are not those of the network, or if a weight is not finite. In all these cases the network is not changed.
     """
     try:
         content = path.read_bytes()
@@ -233,7 +238,10 @@ def hash_weights(folder: Path) -> str:
 
 
 def _find_fault(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
-    """Return a description of the first tensor that is missing, unexpected or wrong, or None if there is none."""
+    """Return a description of the first fault: a missing or unexpected tensor, or a wrong shape, type or value.
+
+    Returns None if `tensors` fits `expected`.
+    """
     for name in sorted(tensors.keys() ^ expected.keys()):
         return f"{name!r} is {'missing' if name in expected else 'not a weight of the network'}"
     for name, tensor in tensors.items():

@@ -1,7 +1,8 @@
-"""The recipe of a training: a frozen, checked dataclass with the task, the data, the network and all settings.
+"""The recipe of a training: a frozen dataclass with the task, the data, the network and all settings.
 
-`read_recipe` reads a recipe from a TOML file and applies overrides such as "orientations=4". `format_recipe` writes a
-recipe as TOML. A mistake in a recipe raises a RecipeError that names the wrong key, its value and the expected value.
+`read_recipe` reads a recipe from a TOML file and applies overrides such as "orientations=4". `format_recipe` converts a
+recipe to TOML. All values are checked: a mistake raises a RecipeError that names the wrong key, its value and the
+expected value.
 """
 
 import dataclasses
@@ -23,11 +24,11 @@ from rotopath.models.registry import NETWORK_OPTIONS, check_options, expand_pres
 from rotopath.tasks import PAPER, Overrides, Task, find_kind, make_task
 
 HARDWARE = ("accelerator", "devices", "nodes", "cache", "workers")  # keys that do not change the result of a training
-RESETTABLE_OPTIONS = ("projection", "widths_of")  # network options that are reset to their default by the value false
+RESETTABLE_OPTIONS = ("projection", "widths_of")  # network options for which the value false means their default
 
 
 class RecipeError(ValueError):
-    """Raised for a mistake in a recipe. The message names the wrong key and the expected value."""
+    """A mistake in a recipe. The message names the wrong key and the expected value."""
 
 
 class NetworkOptions(dict[str, Any]):
@@ -44,8 +45,8 @@ class Mining:
     A baseline network is trained first. Its worst mistakes on the training images are then sampled more often.
     """
 
-    epochs: int = 4  # for which the baseline network is trained
-    examples: int = 2000  # largest number of mistakes to keep, the worst first
+    epochs: int = 4  # number of epochs for which the baseline network is trained
+    examples: int = 2000  # number of worst mistakes to keep, if there are that many
 
     def __post_init__(self) -> None:
         for name in ("epochs", "examples"):
@@ -62,35 +63,37 @@ class Recipe:
     task: str  # "tumor", "mitosis" or "nuclei"; a kind: "classify", "detect" or "segment"; or "package.module:Class"
     data: str  # path of a dataset: a folder or a manifest
     classes: tuple[str, ...] = ()  # class names; default: the classes of the task, or else those in the data
-    colors: tuple[str, ...] = ()  # one for each class, such as "#e69f00"; default: colors of the task
+    colors: tuple[str, ...] = ()  # of the classes, such as "#e69f00"; default: colors of the task
     spacing_um_px: float | None = None  # pixel spacing at which the network reads images; default: that of the task
     stain: Stain | None = None  # stain normalization, "none" or "macenko"; default: that of the task
-    data_spacing_um_px: float | None = None  # pixel spacing of image files that do not specify it
+    data_spacing_um_px: float | None = None  # pixel spacing of images whose files do not specify it; default: an error
     network: str | None = None  # registered name, or "package.module:function"; default: the network of the task
-    orientations: int = 8  # N; 1 is an ordinary CNN
+    orientations: int = 8  # number of orientations N; 1 is an ordinary CNN
     network_options: NetworkOptions = field(default_factory=NetworkOptions)
-    stride_px: int | None = None  # between windows on a slide, for networks that classify whole windows
+    # Distance between windows on a slide, for networks with one prediction for each window. Default: half a window.
+    stride_px: int | None = None
     # Reduced amount of training data: number of cases ("detect"), number of fields (annotated image regions) of each
     # organ ("segment"), or fraction of the patches of each class ("classify"). Default: all training data.
     regime: float | None = None
     seed: int = 0  # of initial weights, sampling and augmentation
-    epochs: int = 20  # largest number of epochs
+    epochs: int = 20  # largest number of epochs; `patience` may stop the training earlier
     steps: int = 500  # batches per epoch
-    batch: int | None = None  # windows per batch, over all devices; default: 64, for "segment" 16
+    batch: int | None = None  # windows per batch, over all devices; default: 16 for "segment", otherwise 64
     window_px: int | None = None  # side of training windows; default: that of the network
     optimiser: Literal["sgd", "adamw"] = "sgd"
     learning_rate: float = 0.01
     momentum: float = 0.9  # of SGD
     weight_decay: float = 5e-4  # decoupled: each step multiplies kernels by 1 - learning_rate · weight_decay
-    schedule: Literal["halve", "cosine", "constant"] = "halve"  # learning rate: halved every epoch, or cosine to 0
-    keep: Literal["best", "last"] = "best"  # "best": keep the weights with the lowest validation loss
-    patience: int = 3  # stop after this number of epochs without a lower validation loss
+    schedule: Literal["halve", "cosine", "constant"] = "halve"  # of the learning rate: halved every epoch, cosine to 0
+    keep: Literal["best", "last"] = "best"  # weights to keep; "best" are those with the lowest validation loss
+    # Stop after this number of epochs without a lower validation loss. Ignored if schedule = "cosine" or keep = "last".
+    patience: int = 3
     validation_steps: int = 32  # batches for the validation loss; "classify" uses all validation patches
     checkpoint_steps: int = 200  # steps between two checkpoints
-    precision: Literal["32", "bf16"] = "32"
+    precision: Literal["32", "bf16"] = "32"  # float32, or mixed precision with bfloat16
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     devices: int = 1  # per node; every batch is divided among all devices of all nodes
-    nodes: int = 1
+    nodes: int = 1  # number of machines
     cache: Cache = "auto"  # where decoded images are kept
     workers: int = 0  # processes that read images; 0 reads them in the training process
     augmentation: Augmentation = field(default_factory=Augmentation)
@@ -121,7 +124,7 @@ class Recipe:
         if self.batch_size % (self.devices * self.nodes):
             raise RecipeError(
                 f"a batch of {self.batch_size} windows cannot be divided equally among "
-                f"{self.devices * self.nodes} devices; change 'batch' or 'devices'."
+                f"{self.devices * self.nodes} devices; change 'batch', 'devices' or 'nodes'."
             )
         if self.regime is not None and (expected := kind.check_regime(self.regime)):
             raise RecipeError(f"the key 'regime' must be {expected}; got {self.regime!r}.")
@@ -130,12 +133,12 @@ class Recipe:
 
     @property
     def batch_size(self) -> int:
-        """The number of windows per batch, over all devices."""
+        """The number of windows per batch, over all devices: the key `batch`, or the default of the kind of task."""
         return self.kind.default_batch if self.batch is None else self.batch
 
     @property
     def kind(self) -> type[Task]:
-        """The subclass of `Task` that the key `task` selects."""
+        """The kind of task that the key `task` names: a subclass of `Task`."""
         return find_kind(self.task)
 
     @property
@@ -144,7 +147,11 @@ class Recipe:
         return self.network or (self.task if self.task in PAPER else self.kind.default_network)
 
     def make_task(self, class_names: Sequence[str] = ()) -> Task:
-        """Return the task. If the recipe has no classes, the task has the given `class_names` of the data."""
+        """Return the task of the recipe.
+
+        `class_names` are those in the data. A task that is not from the paper has these classes, unless the recipe
+        sets `classes`.
+        """
         colors = tuple((int(c[1:3], 16), int(c[3:5], 16), int(c[5:7], 16)) for c in self.colors)
         return make_task(self.task, Overrides(self.classes, colors, self.spacing_um_px, self.stain), class_names)
 
@@ -165,7 +172,7 @@ def read_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
 
 
 def read_values(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
-    """Read the keys and values of a TOML file, and apply the overrides in `changes`, without checking the values."""
+    """Read the keys and values of a TOML file, and apply the overrides in `changes`. The values are not checked."""
     try:
         with path.open("rb") as file:
             values = tomllib.load(file)
@@ -204,10 +211,10 @@ def make_recipe(values: Mapping[str, Any]) -> Recipe:
 
 
 def find_changed_key(before: Recipe, now: Recipe) -> str | None:
-    """Return the first key whose difference changes the result of a training, or None if no key does.
+    """Return the first key with different values in two recipes, or None if there is no difference.
 
-    `before` is the recipe in a run folder, which contains the class names of the data. The key `classes` is therefore
-    not compared if `now` has no classes.
+    Keys in HARDWARE are not compared, because they do not change the result of a training. `before` is the recipe in a
+    run folder, which contains the class names of the data. Therefore `classes` is not compared if `now` has none.
     """
     ignored = (*HARDWARE, *(() if now.classes else ("classes",)))
     names = (key.name for key in dataclasses.fields(Recipe) if key.name not in ignored)
@@ -215,7 +222,7 @@ def find_changed_key(before: Recipe, now: Recipe) -> str | None:
 
 
 def format_recipe(recipe: Recipe) -> str:
-    """Return a recipe as TOML. `read_recipe` reads an equal recipe from it."""
+    """Return a recipe as TOML text. `read_recipe` reads an equal recipe from a file with this text."""
     import tomli_w
 
     tables = dataclasses.asdict(recipe)
@@ -242,7 +249,10 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 
 
 def _make_dataclass(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
-    """Make a dataclass instance from values by name. `prefix` is the TOML table of the values, such as "mining."."""
+    """Make a dataclass instance from a mapping of names to values. Raises RecipeError if a name or a value is wrong.
+
+    `prefix` is the TOML table of the values, such as "mining.", or empty.
+    """
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints = get_type_hints(cls)
     for name in values:
@@ -264,9 +274,9 @@ def _make_dataclass(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
 
 
 def _convert(name: str, value: Any, hint: Any) -> Any:
-    """Convert a value from TOML to the type of its key. Raises RecipeError if it has another type.
+    """Convert the value of the key `name` from TOML to the type `hint`. Raises RecipeError if it has another type.
 
-    Whole numbers are accepted for floats. False is converted to None for an optional key, because TOML has no null.
+    Whole numbers are accepted for floats. False is converted to None if None is allowed, because TOML has no null.
     """
     types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if value is False and NoneType in types:
@@ -298,7 +308,7 @@ def _convert_options(name: str, values: Mapping[str, Any]) -> NetworkOptions:
 
 
 def _describe_type(type_: Any) -> str:
-    """Return a type in words, for an error message."""
+    """Describe a type in words, for error messages."""
     if get_origin(type_) is Literal:
         return "one of " + ", ".join(get_args(type_))
     if dataclasses.is_dataclass(type_) or type_ is NetworkOptions:

@@ -1,10 +1,10 @@
-"""The run folder of a training: load the trained model, apply it to images, and read its recipe.
+"""The run folder of a training: load the trained model, apply it to images, and build the network of a recipe.
 
 `load` reads only `model.json` and `weights.safetensors`. All other files in a run folder describe the training.
 Weights are stored as safetensors. No file is unpickled, because a pickle from an unknown source can execute any code.
 
-The *geometry* of a network is its valid image sizes, its receptive field and its stride: see `Geometry`. The *operating
-point* of a model is its decision thresholds.
+The *geometry* of a network is its valid image sizes, its stride, and its rim: the number of outputs along each image
+edge that padding affects (see `Geometry`). The *operating point* of a model is its decision thresholds.
 """
 
 import difflib
@@ -92,7 +92,10 @@ class Run:
 
     @property
     def output_folder(self) -> Path:
-        """The folder for files derived from this run, such as scores and exports."""
+        """The folder for files derived from this run, such as scores and exports.
+
+        It is the run folder, or `runs/NAME` for the pretrained model NAME.
+        """
         return Path("runs") / self.name if self.is_pretrained else self.folder
 
     def predict(
@@ -114,7 +117,7 @@ class Run:
             return predict_slide(self.prepare(device, precision), slide, PassOptions(rotations, everywhere=everywhere))
 
     def prepare(self, device: torch.device | Device | str | None = None, precision: Precision | None = None) -> Model:
-        """Return a copy of the model for inference on a device, with the network in its fastest form for this device.
+        """Return a copy of the model for inference, with the network in the form that is fastest on the device.
 
         The default device is the first GPU, or the CPU if there is none. The default precision is "16" (float16) on a
         GPU and "32" (float32) on the CPU. The network of this run is not changed. Raises RunError if the device is not
@@ -125,7 +128,7 @@ class Run:
         return Model(self.task, dense.prepare(self.network, target, dtype), self.point, target, self._describe())
 
     def _describe(self) -> dict[str, object]:
-        """Return the entries that identify the model in the summary of a prediction."""
+        """Return the entries that identify the model in the summary file of a prediction."""
         weights = self.folder / WEIGHTS
         sha256 = self.info.weights_sha256 or (hash_weights(self.folder) if weights.exists() else "")
         return {
@@ -142,7 +145,8 @@ class Run:
 def load(run: Path | str) -> Run:
     """Load a finished run from its folder, or a pretrained model by its name. The network is in evaluation mode.
 
-    Raises RunError if the run is not finished, or if its files are missing, damaged or do not fit together.
+    Raises RunError if the run is not finished, if its files are missing or damaged, if the network cannot be built, or
+    if the weights do not fit the network.
 
     >>> rp.load("tumor-pcam-n8")
     Run('tumor-pcam-n8': tumor by tumor, N=8)
@@ -192,7 +196,7 @@ def predict(
 def prepare_model(
     model: Path | str, device: torch.device | Device | str | None = None, precision: Precision | None = None
 ) -> Model:
-    """Load a model by its folder or name, and prepare it for inference on a device. For workers of a cluster."""
+    """Load a model by its folder or name, and prepare it for inference on a device. Workers of a cluster call this."""
     return load(model).prepare(device, precision)
 
 
@@ -202,7 +206,7 @@ def prepare_model(
 def build(recipe: Recipe, task: Task | None = None) -> DenseNetwork:
     """Build the network of a recipe. Its weights are initialized with the seed of the recipe.
 
-    `task` is by default `recipe.make_task()`. The state of torch's global random number generator is not changed.
+    `task` is by default `recipe.make_task()`. The state of torch's random number generator for the CPU is not changed.
     """
     task = task or recipe.make_task()
     name, options = recipe.network_name, recipe.network_options
@@ -222,9 +226,10 @@ def build(recipe: Recipe, task: Task | None = None) -> DenseNetwork:
 def _measure_geometry(
     name: str, outputs: int, orientations: int, options: NetworkOptions, window_px: int | None, stride_px: int | None
 ) -> tuple[Callable[[nn.Module, Geometry], DenseNetwork], Geometry]:
-    """Return the wrapper class for a network without a declared geometry, and the geometry measured on the network.
+    """Return the geometry measured on a network that does not declare one, and the class that wraps such a network.
 
-    The result is cached, because measuring a large network takes seconds.
+    The class comes first; it is `SlidingModule` or `DenseModule`. The result is cached, because measuring a large
+    network takes seconds.
     """
     network = make_dense(build_network(name, outputs, orientations, options), outputs, window_px, stride_px)
     return SlidingModule if isinstance(network, SlidingModule) else DenseModule, network.geometry
@@ -279,7 +284,7 @@ def _read_old_run(folder: Path) -> ModelInfo:
 
 
 def _is_newer(writer: str) -> bool:
-    """Return whether a version of rotopath such as "0.3.1" is newer than the installed one."""
+    """Return whether the version `writer` of rotopath, such as "0.3.1", is newer than the installed version."""
 
     def parts(text: str) -> list[int]:
         return [int(part) for part in text.split(".") if part.isdecimal()]
@@ -288,9 +293,9 @@ def _is_newer(writer: str) -> bool:
 
 
 def _find_folder(run: Path | str) -> Path:
-    """Return a run folder that exists, or else the folder of the pretrained model with this name.
+    """Return `run` if it is a folder, else the folder of the pretrained model with this name.
 
-    Raises RunError if there is neither.
+    Raises RunError if `run` is neither.
     """
     if (folder := Path(run)).is_dir():
         return folder
@@ -305,8 +310,8 @@ def _find_folder(run: Path | str) -> Path:
 def _wrap_module(module: nn.Module, network: NetworkInfo, folder: Path) -> DenseNetwork:
     """Return the module as a dense network, which accepts images of many sizes.
 
-    Raises RunError if the model file specifies another geometry (image sizes, stride and rim) than the module has:
-    predictions would fail or be at wrong positions.
+    Raises RunError if the module has another geometry than the model file specifies: predictions would fail or be at
+    wrong positions. If the module does not declare its geometry, only the shapes of its outputs are checked.
     """
     declared = getattr(module, "geometry", None)
     if isinstance(declared, Geometry):
@@ -315,8 +320,8 @@ def _wrap_module(module: nn.Module, network: NetworkInfo, folder: Path) -> Dense
         fits = has_geometry(module, network.geometry, network.window_px, network.slides)
     if not fits:
         raise RunError(
-            f"{folder / MODEL} specifies another geometry (image sizes, stride, rim, number of outputs) than that of "
-            f"the network {network.name!r}; restore the file, or train again."
+            f"{folder / MODEL} specifies another geometry (image sizes, stride, rim, number of outputs) than the "
+            f"network {network.name!r} has; restore the file, or train again."
         )
     if isinstance(declared, Geometry):
         return module  # type: ignore[return-value]
@@ -324,7 +329,10 @@ def _wrap_module(module: nn.Module, network: NetworkInfo, folder: Path) -> Dense
 
 
 def _find_device(device: torch.device | str | None) -> torch.device:
-    """Return a device by its name, or by default a GPU if there is one. Raises RunError if it is not available."""
+    """Return the device with this name, by default the first GPU or, without a GPU, the CPU.
+
+    Raises RunError if the device does not exist or is not available.
+    """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -337,9 +345,10 @@ def _find_device(device: torch.device | str | None) -> torch.device:
 
 
 def _choose_dtype(device: torch.device, precision: str | None) -> torch.dtype:
-    """Return float32 on the CPU or if "32" is requested, else float16. Raises RunError for "16" on the CPU.
+    """Return the data type for inference: float32 on the CPU or if `precision` is "32", else float16.
 
-    float16 has the same number of mantissa bits as TF32, to which GPUs round float32 convolutions by default.
+    float16 has the same number of mantissa bits as TF32, to which GPUs round float32 convolutions by default. Raises
+    RunError for "16" on the CPU, and for any other precision than "16", "32" and None.
     """
     if precision not in (None, *get_args(Precision)):
         raise RunError(f"There is no precision {precision!r}; choose '16' or '32'.")

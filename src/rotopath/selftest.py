@@ -1,8 +1,9 @@
-"""Self-tests of an installation: list what is installed and what is missing, and test whether it works.
+"""Self-tests of an installation: list what is installed and what is missing, and test whether rotopath works.
 
 `describe_installation` returns versions, devices, image readers and extras as a dictionary for JSON. `run_self_tests`
 takes a few seconds. The result of each test is a state ("works", "fails" or "not tested") and a detail in words. The
-state is "not tested" for software that is not installed. An error in a test is its result, and is not raised.
+state is "not tested" if a test needs software or hardware that is missing. If a test raises an error, its state is
+"fails", and the next test runs.
 """
 
 import os
@@ -35,7 +36,7 @@ from rotopath.nn.triton import supports_device
 
 PACKAGES = ("torch", "numpy", "scipy", "scikit-image", "pillow", "tifffile", "safetensors", "typer", "rich")
 FLOAT32_TOLERANCE, FLOAT16_TOLERANCE, BF16_TOLERANCE = 1e-4, 1e-2, 5e-2  # smaller errors are due to rounding
-PATCH_PX = 124  # a size that all networks accept
+PATCH_PX = 124  # an image side that all pretrained networks accept
 CPU = torch.device("cpu")
 State = Literal["works", "fails", "not tested"]
 
@@ -77,7 +78,7 @@ def describe_installation() -> dict[str, Any]:
 
 
 def _torch_build() -> str:
-    """Return the GPU platform that torch is built for, in words."""
+    """Return the platform that torch is built for, such as "for CUDA 12.8"."""
     for platform_name, version in (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip)):
         if version:
             return f"for {platform_name} {version}"
@@ -146,7 +147,7 @@ def run_self_tests() -> Iterator[SelfTestResult]:
 
 
 def _run_test(name: str, test: Callable[[], str]) -> SelfTestResult:
-    """Run a test, which returns a detail or raises an error, and return its result."""
+    """Run a test and return its result. `test` returns a detail in words, or raises an error."""
     start = time.perf_counter()
     state: State = "works"
     try:

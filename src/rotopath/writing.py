@@ -14,10 +14,10 @@ from pathlib import Path
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path. Write the file there; at the end of the block, it replaces the file at `path`.
+    """Yield a temporary path. The caller writes a file there, which replaces `path` at the end of the `with` block.
 
     If the block raises an error, the temporary file is removed and `path` is not changed. The temporary path depends on
-    `path` only, so that the unfinished file of a killed process is overwritten by the next process. Therefore, only one
+    `path` only, so that the next process overwrites the unfinished file of a killed process. Therefore, only one
     process at a time may write to a path.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
@@ -33,7 +33,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder. Write all files there; at the end of the block, it replaces the folder `path`.
+    """Yield a temporary folder for the caller's files. It replaces the folder `path` at the end of the `with` block.
 
     If the block raises an error, the temporary folder is removed and `path` is not changed. If the process is killed,
     the old or the new folder is complete, possibly under its temporary name; `recover_folder` and the next writer
@@ -59,7 +59,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 def recover_folder(path: Path) -> Path:
     """Restore a folder after its writer was killed between moving away the old folder and renaming the new folder.
 
-    Call this before you read the folder. If the folder exists or was never complete, nothing is done. Returns `path`.
+    Call this before you read the folder. Nothing is done if the folder exists, or if there is no complete new folder.
+    Returns `path`.
     """
     resolved, _, finished = _state_paths(path)
     if not resolved.exists():

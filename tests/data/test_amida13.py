@@ -72,8 +72,8 @@ def test_tupac16_cases_need_a_split_file(tmp_path: Path) -> None:
         ("nan,4", "line 2 has an object at row nan"),
         (
             "60,10",
-            "line 2 has an object at row 60, column 10, outside the image of 60 × 80 px (height × width); the row "
-            "comes first, in pixels.",
+            "line 2 has an object at row 60, column 10, outside the image of 60 × 80 px (height × width); check "
+            "that positions are in pixels, and that row and column are not swapped.",
         ),
         ("-1,10", "line 2 has an object at row -1, column 10, outside the image"),
     ],
@@ -139,7 +139,7 @@ def test_split_file_is_compared_with_the_folder(tmp_path: Path) -> None:
     assert problem_messages(dataset) == [
         "split.csv: line 3 repeats '01'; list it once.",
         "split.csv: line 5 has the split 'x'; choose from train, valid, test.",
-        "split.csv: lists 1 case (07) that the folder does not contain.",
+        "split.csv: lists 1 case (07) that the folder does not contain; correct these lines.",
     ]
     assert any("2 cases (02, 13) without a split: left out" in note for note in note_messages(dataset))
     assert {(sample.case, sample.split) for sample in dataset.samples} == {("01", "train")}

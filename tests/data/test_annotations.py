@@ -77,8 +77,8 @@ def test_points_without_a_header_are_row_and_column(tmp_path: Path) -> None:
         ("mitosis,10", "line 3 has row '10' and column ''; expected two numbers in pixels."),
         (
             "mitosis,60,10",
-            "line 3 has an object at row 60, column 10, outside the image of 60 × 80 px (height × width); the row "
-            "comes first, in pixels.",
+            "line 3 has an object at row 60, column 10, outside the image of 60 × 80 px (height × width); check "
+            "that positions are in pixels, and that row and column are not swapped.",
         ),
         ("mitosis,nan,10", "line 3 has an object at row nan, column 10, outside the image of 60 × 80 px"),
     ],
@@ -144,8 +144,8 @@ def test_point_outside_of_the_image_is_reported(tmp_path: Path) -> None:
     points, faults = parse_points(sample(tmp_path, path))
     assert points.positions.tolist() == [[10, 20]]
     assert faults == [
-        "feature 2 has an object at row 60, column 10, outside the image of 60 × 80 px (height × width); the row comes "
-        "first, in pixels."
+        "feature 2 has an object at row 60, column 10, outside the image of 60 × 80 px (height × width); check that "
+        "positions are in pixels, and that row and column are not swapped."
     ]
 
 

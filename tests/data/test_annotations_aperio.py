@@ -88,8 +88,8 @@ def test_self_crossing_outline_is_filled_on_both_sides() -> None:
 @pytest.mark.parametrize(
     ("vertices", "fault"),
     [
-        ([], "region 7 has 0 vertices; at least 3 are needed."),
-        ([(1, 1), (5, 5)], "region 7 has 2 vertices; at least 3 are needed."),
+        ([], "region 7 is left out: it has 0 vertices; at least 3 are needed."),
+        ([(1, 1), (5, 5)], "region 7 is left out: it has 2 vertices; at least 3 are needed."),
         ([(1, 1), (3, 3), (5, 5)], "region 7 is left out: it is a line or a point, without an area."),
         ([(2, 2), (2, 2), (2, 2)], "region 7 is left out: it is a line or a point, without an area."),
         (square(2.2, 2.2, 0.5), "region 7 is left out: it covers no pixel of the image."),

@@ -92,8 +92,8 @@ def test_split_file_is_compared_with_the_folder_and_leaks_are_reported(tmp_path:
     write_csv(tmp_path / "split.csv", [("image", "split", "group"), *rows])
     assert problem_messages(open_data(tmp_path, spacing_um_px=1.0)) == [
         "split.csv: line 4 has the split 'x'; choose from train, valid, test.",
-        "split.csv: lists 1 image (no.png) that the folder does not contain.",
-        "patient p1 is in train and test; move all images to one split.",
+        "split.csv: lists 1 image (no.png) that the folder does not contain; correct these lines.",
+        "patient or slide p1 is in train and test; move all of its images to one split.",
     ]
 
 
@@ -196,7 +196,7 @@ def test_split_file_assigns_patients_in_folders_of_splits(tmp_path: Path) -> Non
     write_csv(tmp_path / "split.csv", [("image", "split", "group"), *rows])
     dataset = open_data(tmp_path, spacing_um_px=1.0)
     assert {sample.case for sample in dataset.samples} == {"p1", "p2"}
-    assert any("patient p1 is in train and test" in message for message in problem_messages(dataset))
+    assert any("patient or slide p1 is in train and test" in message for message in problem_messages(dataset))
 
 
 @pytest.mark.parametrize("spacing", [-1.0, 0.0, 100.0, float("nan")])

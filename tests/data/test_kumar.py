@@ -106,7 +106,8 @@ def test_mask_without_object_numbers_is_a_problem(tmp_path: Path) -> None:
     mask[5:11, 8:14] = mask[20:26, 22:25] = 255
     write_image(tmp_path / "Label Maps/a.png", mask)
     assert problem_messages(open_and_check(tmp_path)) == [
-        "Label Maps/a.png: has 2 separate objects with the same number, which count as one; number the objects."
+        "Label Maps/a.png: has 2 separate objects with the same number, which count as one; give each object its own "
+        "number."
     ]
 
 
@@ -133,7 +134,7 @@ def test_spacing_is_read_from_files(tmp_path: Path) -> None:
         ),
         (
             lambda root: (root / "Tissue Images/a.tif").unlink(),
-            "split.csv: lists 1 image (a) that the folder does not contain.",
+            "split.csv: lists 1 image (a) that the folder does not contain; correct these lines.",
         ),
         (lambda root: truncate(root / "Tissue Images/a.tif", 0.02), "Tissue Images/a.tif: is"),
         (
@@ -181,7 +182,7 @@ def test_patient_in_two_splits_is_a_leak(tmp_path: Path) -> None:
     """Leaks are result when the data is opened, not only when it is checked."""
     names = ["TCGA-A7-A13E-01Z-00-DX1", "TCGA-A7-A13E-01Z-00-DX2", "TCGA-A7-A13F-01Z-00-DX1"]
     result = problem_messages(open_data(kumar(tmp_path, names)))
-    assert result == ["patient TCGA-A7-A13E is in train and valid; move all images to one split."]
+    assert result == ["patient or slide TCGA-A7-A13E is in train and valid; move all of its images to one split."]
 
 
 def monuseg_test(root: Path, names: tuple[str, ...] = ("TCGA-B0-5698-01Z-00-DX1", "TCGA-2Z-A9J9-01A-01-TS1")) -> Path:
@@ -203,7 +204,8 @@ def test_flat_folder_of_monuseg_is_a_test_set(tmp_path: Path) -> None:
     assert np.unique(read_objects(result.dataset.samples[0], 0.25).labels).tolist() == [0, 1, 2]
     assert problem_messages(result) == []
     assert note_messages(result)[0] == (
-        "images and XML files are in one folder, as in MoNuSeg's test set: all images have the split 'test'."
+        "images and XML files are in one folder, as in MoNuSeg's test set: all images have the split 'test'; for other "
+        "splits, add a split.csv (image,split,organ)."
     )
     assert result.dataset.published == {}, "published counts do not apply to this test set"
 

@@ -135,7 +135,7 @@ def test_missing_images_and_leaks_are_reported(tmp_path: Path) -> None:
     write_text(tmp_path / "manifest.csv", "image,label,group,split,spacing\na.png,1,g,test,1\nb.png,0,g,train,1\n")
     result = check(open_data(tmp_path))
     assert [str(finding) for finding in result.findings] == [
-        "patient g is in train and test; move all images to one split.",
+        "patient or slide g is in train and test; move all of its images to one split.",
         "b.png: does not exist.",
         "the split 'valid' contains no images.",
     ]
@@ -154,7 +154,7 @@ def test_missing_images_and_leaks_are_reported(tmp_path: Path) -> None:
             "annotations of type .csv, .xml; use either CSV files",
         ),
         ("image,annotation\na.png,\n", "has annotations of type none"),
-        ("image,label\na.png,1,2\n", "has 3 cells in line 2, but only 2 columns."),
+        ("image,label\na.png,1,2\n", "has 3 cells in line 2, but only 2 columns; remove the additional cells"),
         ("\x00", "has no column 'image'"),
     ],
 )

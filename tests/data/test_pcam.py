@@ -33,7 +33,7 @@ def test_single_patches_are_read(tmp_path: Path) -> None:
         "test": (4, 2, 2),
     }
     assert problem_messages(result) == []
-    assert "leaks between splits cannot be detected" in note_messages(result)[0]
+    assert "slides that are in two splits cannot be detected" in note_messages(result)[0]
     with h5py.File(tmp_path / pcam_name("valid", "x")) as file:
         expected = file["x"][3]
     sample = result.dataset.split("valid")[3]
@@ -44,7 +44,7 @@ def test_single_patches_are_read(tmp_path: Path) -> None:
 def test_incomplete_slide_names_are_noted(tmp_path: Path) -> None:
     pcam(tmp_path)
     write_csv(tmp_path / "camelyonpatch_level_2_split_train_meta.csv", [("", "wsi"), *((i, "s") for i in range(8))])
-    assert "without all *_meta.csv files" in note_messages(open_data(tmp_path))[0]
+    assert "without a *_meta.csv file for each split" in note_messages(open_data(tmp_path))[0]
 
 
 def test_slides_are_checked_for_leaks(tmp_path: Path) -> None:
@@ -55,7 +55,9 @@ def test_slides_are_checked_for_leaks(tmp_path: Path) -> None:
         header = ("", "coord_y", "coord_x", "tumor_patch", "center_tumor_patch", "wsi")
         write_csv(tmp_path / f"camelyonpatch_level_2_split_{split}_meta.csv", [header, *rows])
     result = open_and_check(tmp_path)
-    assert problem_messages(result) == ["patient slide_0 is in train and valid and test; move all images to one split."]
+    assert problem_messages(result) == [
+        "patient or slide slide_0 is in train and valid and test; move all of its images to one split."
+    ]
     assert [result.counts[s]["cases"] for s in ("train", "valid", "test")] == [2, 2, 1]
 
 
@@ -69,7 +71,7 @@ def test_slides_are_checked_for_leaks(tmp_path: Path) -> None:
         (
             lambda root: write_hdf5(root / pcam_name("valid", "y"), "y", np.zeros((3, 1, 1, 1), np.uint8)),
             f"{pcam_name('valid', 'x')}: has 4 patches, but the labels in {pcam_name('valid', 'y')} have shape "
-            "(3, 1, 1, 1).",
+            "(3, 1, 1, 1); download both again.",
         ),
         (
             lambda root: write_hdf5(root / pcam_name("valid", "x"), "x", np.zeros((4, 3, 96, 96), np.uint8)),
@@ -85,7 +87,8 @@ def test_slides_are_checked_for_leaks(tmp_path: Path) -> None:
         ),
         (
             lambda root: write_hdf5(root / pcam_name("valid", "y"), "y", np.uint8(1)),
-            f"{pcam_name('valid', 'x')}: has 4 patches, but the labels in {pcam_name('valid', 'y')} have shape ().",
+            f"{pcam_name('valid', 'x')}: has 4 patches, but the labels in {pcam_name('valid', 'y')} have shape (); "
+            "download both again.",
         ),
         (
             lambda root: truncate(root / pcam_name("valid", "x")),
@@ -98,7 +101,7 @@ def test_slides_are_checked_for_leaks(tmp_path: Path) -> None:
         ),
         (
             lambda root: write_csv(root / "camelyonpatch_level_2_split_valid_meta.csv", [("", "wsi"), (0, "a")]),
-            "camelyonpatch_level_2_split_valid_meta.csv: has 1 rows, but there are 4 patches.",
+            "camelyonpatch_level_2_split_valid_meta.csv: has 1 rows, but there are 4 patches; download it again.",
         ),
     ],
     ids=["keys", "lengths", "shape", "floats", "labels", "scalar", "truncated", "missing", "packed", "meta"],
@@ -139,7 +142,9 @@ def test_kaggle_patches_are_split_within_each_class(tmp_path: Path) -> None:
         ("0001", "train", "tumor"),
         ("0003", "test", "tumor"),
     ]
-    assert problem_messages(dataset) == ["split.csv: lists 1 id (beef) that the folder does not contain."]
+    assert problem_messages(dataset) == [
+        "split.csv: lists 1 id (beef) that the folder does not contain; correct these lines."
+    ]
     assert any("18 ids (0000, 0002, 0004, 0005, 0006, ...) without a split" in note for note in note_messages(dataset))
 
 

@@ -104,7 +104,8 @@ def test_impossible_regimes_are_refused() -> None:
     for count in (0, 3):
         with pytest.raises(ValueError, match=f"is {count} cases; expected 1 to 2"):
             splits.select_cases(["a", "b"], count, seed=0)
-        with pytest.raises(ValueError, match=rf"is {count} images of each organ; expected 1 to 2 \('x'\)"):
+        message = rf"is {count} images of each organ; expected 1 to 2, the number of training images of 'x'"
+        with pytest.raises(ValueError, match=message):
             splits.select_per_stratum({"a": "x", "b": "x"}, count, seed=0)
     for fraction in (0.0, 1.5, -0.1):
         with pytest.raises(ValueError, match="above 0 and up to 1"):
@@ -113,5 +114,7 @@ def test_impossible_regimes_are_refused() -> None:
 
 def test_patients_in_two_splits_are_reported() -> None:
     pairs = [("p1", "train"), ("p1", "train"), ("p2", "test"), ("p2", "train"), ("p3", "valid")]
-    assert splits.find_leaks(pairs) == ["patient p2 is in train and test; move all images to one split."]
+    assert splits.find_leaks(pairs) == [
+        "patient or slide p2 is in train and test; move all of its images to one split."
+    ]
     assert splits.find_leaks([("p1", "train"), ("p2", "test")]) == []

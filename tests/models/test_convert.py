@@ -434,7 +434,7 @@ class DiffersInTraining(nn.Module):
         (small(parametrizations.weight_norm(nn.Conv2d(8, 8, 3))), "'1': its weights are parametrized"),
         (small(nn.LayerNorm((8, 9, 9))), r"'1': it normalizes other axes .* use GroupNorm\(1, 8\) for maps"),
         (small(rp.nn.Project()), "'1': it is a layer of rotopath already"),
-        (nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(3, 8, 3)), "'0': it pools the image itself"),
+        (nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(3, 8, 3)), "'0': it pools the image or projected maps; move it"),
         (nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU()), "needs a convolution larger than 1×1"),
         (nn.Sequential(small(), nn.Flatten(2)), "cannot convert '1'"),
         (Function(lambda x: x.flip(-1)), "cannot convert 'flip': its behavior under rotation of the image is"),

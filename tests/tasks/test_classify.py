@@ -125,7 +125,7 @@ def test_evidence_has_the_label_of_the_sample(tmp_path: Path) -> None:
     assert TUMOR.collect_evidence(np.array([0.25], np.float32), sample) == PatchEvidence(
         "x.h5[3]", "slide 1", 1, (0.25,)
     )
-    with pytest.raises(DataError, match=r"^a.png has no label; expected is one of 0 \(normal\), 1 \(Tumor\)\.$"):
+    with pytest.raises(DataError, match=r"^a.png has no label; expected one of 0 \(normal\), 1 \(Tumor\)\.$"):
         TUMOR.collect_evidence(np.array([0.25]), Sample(tmp_path / "a.png", "a.png", "", "test", 1.0))
 
 
@@ -204,7 +204,7 @@ def test_an_unknown_label_is_refused(label: str | None) -> None:
     with pytest.raises(DataError) as caught:
         GLEASON.label_index(sample_with(label))
     actual = f"has the label {label!r}" if label else "has no label"
-    assert str(caught.value) == f"a.png {actual}; expected is one of 0 (Benign), 1 (Three), 2 (Four)."
+    assert str(caught.value) == f"a.png {actual}; expected one of 0 (Benign), 1 (Three), 2 (Four)."
 
 
 def manifest(root: Path, *labels: str) -> Path:
@@ -217,7 +217,7 @@ def manifest(root: Path, *labels: str) -> Path:
 def test_labels_of_data_are_checked_against_the_task(tmp_path: Path) -> None:
     path = manifest(tmp_path, "0", "2", "tumor", "2", "stroma")
     findings = TUMOR.check_data(open_data(path))
-    expected = "expected is one of 0 (normal), 1 (Tumor)."
+    expected = "expected one of 0 (normal), 1 (Tumor)."
     assert [str(finding) for finding in findings] == [
         f"1.png has the label '2'; {expected}",
         f"4.png has the label 'stroma'; {expected}",

@@ -170,7 +170,7 @@ def test_a_class_that_only_the_test_set_has_is_refused_before_anything_is_writte
     """Whether the recipe names the class or not: without training images it cannot be learned."""
     root = shutil.copytree(patches, tmp_path / "data")
     write_image(root / "test/zebra/0.png", draw_patch("fat", 7))
-    with pytest.raises(DataError, match=r"test/zebra/0.png has the label 'zebra'; expected is one of 0 \(fat\), 1"):
+    with pytest.raises(DataError, match=r"test/zebra/0.png has the label 'zebra'; expected one of 0 \(fat\), 1"):
         train(converted_recipe(root, classes=[*PATCH_CLASSES]), tmp_path / "run")
     with pytest.raises(DataError, match="The training images have none of class 'zebra'"):
         train(converted_recipe(root), tmp_path / "run")
@@ -239,7 +239,7 @@ CLASSIFY = {"task": "classify"}
         ),
         ("tumor", {"network": "own_networks:zebra"}, "The module own_networks has no 'zebra'"),
         ("tumor", {"network": "own_networks:pooled"}, "has no parameter 'outputs'"),
-        ("tumor", CLASSIFY | {"classes": ["fat", "stroma"]}, "has the label 'normal'; expected is one of 0 (fat)"),
+        ("tumor", CLASSIFY | {"classes": ["fat", "stroma"]}, "has the label 'normal'; expected one of 0 (fat)"),
         (
             "tumor",
             CLASSIFY | {"classes": ["normal", "tumor", "zebra"]},

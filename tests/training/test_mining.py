@@ -58,5 +58,5 @@ def test_hard_examples_are_indexed_by_their_image(data: dict[str, Path]) -> None
     assert index_hard_examples(examples, MITOSIS, samples).tolist() == [[2, 5, 6], [0, 7, 8]]
     patches = open_data(data["tumor"]).split("train")
     assert index_hard_examples([HardExample(patches[3].name, 0, 0, 0.9)], TUMOR, patches).tolist() == [3]
-    with pytest.raises(DataError, match=r"The hard example 'zebra' in mined\.csv is not among the training images"):
+    with pytest.raises(DataError, match=r"The image 'zebra' of a hard example in mined\.csv is not among"):
         index_hard_examples([HardExample("zebra", 5, 6, 0.9)], MITOSIS, samples)

@@ -30,7 +30,7 @@ def check_data(
     task: Annotated[
         str | None,
         typer.Option(
-            help="Also check that the data fit a task (mitosis, nuclei, tumor) or a kind of task "
+            help="Also check that the dataset fits a task (mitosis, nuclei, tumor) or a kind of task "
             "(classify, detect, segment)."
         ),
     ] = None,
@@ -101,7 +101,7 @@ def make_data(
 def data_table(check: "Check") -> Group:
     """Return a table with the counts of each split, and below it all problems and notes of the check.
 
-    If the numbers of the dataset are published, they are in parentheses.
+    If the counts of a benchmark are published, they are shown in parentheses.
     """
     from rotopath.data import problems
     from rotopath.data.formats import ANNOTATION_KINDS
@@ -119,7 +119,7 @@ def data_table(check: "Check") -> Group:
         Text(_describe_spacing(dataset), "dim"),
     ]
     if dataset.published:
-        parts.append(Text("In parentheses: published numbers.", "dim"))
+        parts.append(Text("In parentheses: published counts.", "dim"))
     parts.append(Text())
     if check.agreement:
         parts.append(Text(_describe_agreement(check.agreement), "dim"))
@@ -138,7 +138,7 @@ def data_table(check: "Check") -> Group:
 def _count_table(names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
     """Return a table with a row for each split and a final row of sums; transposed if there are many counts.
 
-    `rows` contains the formatted counts of each split; its last entry contains the sums.
+    `names` are the names of the counts. `rows` maps each split to its formatted counts; its last entry has the sums.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
     if len(names) > MAX_COLUMNS:

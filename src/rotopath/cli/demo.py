@@ -18,7 +18,8 @@ def demo(
 ) -> None:
     """Train an ordinary and a rotation-equivariant network on synthetic tissue, and compare them in an HTML report.
 
-    The report shows scores, detections, and predictions for rotated images of both networks. It takes a few minutes.
+    The report shows the scores and detections of both networks, and their predictions for rotated images. The demo
+    takes a few minutes.
     """
     if out.exists() and not out.is_dir():
         terminal.exit_with_error(f"{out} is a file, but the demo needs a folder; choose another --out.")

@@ -27,7 +27,7 @@ MARKS: Mapping["State", tuple[str, str]] = {  # people with any color vision can
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, to be attached to a bug report.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, for a bug report.")] = False,
 ) -> None:
     """List installed and missing packages and devices, and run self-tests. Exit code 1 if a self-test fails."""
     from rotopath.selftest import describe_installation, run_self_tests
@@ -50,7 +50,7 @@ def doctor(
 
 
 def installation_lines(installation: Mapping[str, Any]) -> Group:
-    """Return lines about versions, devices, readers and extras, from `selftest.describe_installation`."""
+    """Return lines about versions, devices, readers and extras, from the result of `selftest.describe_installation`."""
     software = installation["software"]
     commit = f", commit {software['commit']}" if software["commit"] else ""
     packages = {name: version for name, version in software["packages"].items() if name != "torch"}

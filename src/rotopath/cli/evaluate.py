@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Run folder of a training, or name of a pretrained model.")],
-    data: Annotated[Path | None, typer.Option(help="Dataset. Default: the dataset of the training.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Dataset. Default: the dataset of the run. Required for a pretrained model.")
+    ] = None,
     split: Annotated[str, typer.Option(help="Split of the dataset: train, valid or test.")] = "test",
     tta: Annotated[
         int, typer.Option(min=1, help="Test-time augmentation: average predictions over this many rotations.")
@@ -31,7 +33,10 @@ def evaluate(
         float | None, typer.Option("--spacing-um-px", help="Pixel spacing in µm/px of images that do not specify it.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="JSON file for all scores. Default: a file in the run folder.")
+        Path | None,
+        typer.Option(
+            help="JSON file for all scores. Default: a file in the run folder, or in runs/NAME for a pretrained model."
+        ),
     ] = None,
 ) -> None:
     """Compute the scores of a trained model, on the dataset of its training or on another dataset."""
@@ -43,7 +48,7 @@ def evaluate(
             evaluation = evaluate_run(
                 run,
                 data,
-                split=cast("Split", split),  # evaluate_run checks it
+                split=cast("Split", split),  # evaluate_run checks the value
                 rotations=tta,
                 robustness=robustness,
                 out=out,

@@ -17,12 +17,16 @@ def export(
         str, typer.Option(help="Format: torchscript (for WSInfer and QuPath), onnx, or torch (a torch.export program).")
     ] = "torchscript",
     out: Annotated[
-        Path | None, typer.Option(help="Folder for the exported model. Default: a folder in the run folder.")
+        Path | None,
+        typer.Option(
+            help="Folder for the exported model. Default: export-FORMAT in the run folder, or in runs/NAME for a "
+            "pretrained model."
+        ),
     ] = None,
 ) -> None:
     """Convert a trained network to a plain CNN for other software, with a description of inputs, outputs and origin."""
     with terminal.user_errors_in_one_sentence():
         from rotopath.exporting import export as export_run
 
-        folder = export_run(run, cast("Format", to), out)  # export_run checks the format
+        folder = export_run(run, cast("Format", to), out)  # export_run checks the value
     terminal.print_path("Exported", folder)

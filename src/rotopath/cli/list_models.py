@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PAPER_ORIENTATIONS = [1, 4, 8, 16]
 CARD_WIDTH = 100  # longer lines are hard to read
-FIRST_COLUMNS_WIDTH, PAIR_WIDTH = 32, 11  # in characters: columns "layer" and "px"; columns "c" and "w" of one N
+FIRST_COLUMNS_WIDTH, PAIR_WIDTH = 32, 11  # in characters: columns "layer" and "px"; columns "c" and "w" for one N
 
 
 def list_models(
@@ -29,7 +29,7 @@ def list_models(
     ] = None,
     orientations: Annotated[
         list[int],
-        typer.Option("--orientations", "-n", help="Number of orientations N to show. Can be repeated."),
+        typer.Option("--orientations", "-n", help="Number of orientations N in the tables. Can be repeated."),
     ] = PAPER_ORIENTATIONS,
 ) -> None:
     """List pretrained models and network architectures, or describe one of them.
@@ -88,7 +88,7 @@ def pretrained_table(folders: Sequence[Path]) -> Group:
 
 
 def architecture_table(architecture: "Architecture", orientations: Sequence[int]) -> Group:
-    """Return a table of layers: side of the output in pixels, and numbers of channels and weights for each N.
+    """Return a table of layers: the side of the output in pixels, and for each N the numbers of channels and weights.
 
     N is the number of orientations.
     """
@@ -113,10 +113,10 @@ def architecture_table(architecture: "Architecture", orientations: Sequence[int]
         f"px: side of the output for an image of {a.input_px} px; c: channels; w: weights.\n"
         f"Lift and GConv include batch norm and ReLU. "
         f"Receptive field {a.receptive_field} px, stride {a.stride} px.\n"
-        f"The sides of an image must be {a.receptive_field} + {a.size_step}·k px.\n"
+        f"The sides of an image must be {a.receptive_field} + {a.size_step}·k px, with k = 0, 1, 2, ...\n"
     )
     if any(stage.skip is not None for stage in a.stages):
-        legend = f"Up 2, join k: upsample by 2, concatenate with layer k before its pool.\n{legend}"
+        legend = f"Up 2, join i: upsample by 2, concatenate with layer i before its pool.\n{legend}"
     return Group(Text(f"{a.name}: {a.task}", style="bold"), table, Text(legend, style="dim"))
 
 

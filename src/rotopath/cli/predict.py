@@ -43,11 +43,16 @@ def predict(
     at_once: Annotated[
         int,
         typer.Option(
-            min=1, help="Number of workers of a local or SLURM cluster; with an address, slides at a time on each GPU."
+            min=1,
+            help="With --cluster local or slurm: number of workers. With an address: number of slides that are "
+            "predicted at the same time on each GPU.",
         ),
     ] = 2,
 ) -> None:
-    """Apply a model to images and whole slides. Slides that already have results in --out are skipped."""
+    """Apply a model to images and whole slides. Write a folder of results for each slide.
+
+    Slides for which --out already contains results of the same model and options are skipped.
+    """
     with terminal.user_errors_in_one_sentence():
         from rotopath.images.files import is_plausible
         from rotopath.inference.cluster import predict_on_cluster
@@ -61,7 +66,7 @@ def predict(
             terminal.exit_with_error(f"--spacing-um-px is {spacing_um_px:g}; choose a value from 0.05 to 5 µm/px.")
         pass_options = PassOptions(rotations, everywhere=everywhere)
         options = FileOptions(pass_options, spacing_um_px, same_precision=precision is not None)
-        bits = cast("Precision | None", precision)  # `prepare` checks it
+        bits = cast("Precision | None", precision)  # `prepare` checks the value
         states: list[str] = []
         with SlideProgress(len(slides), terminal.console) as progress:
             try:
@@ -70,7 +75,7 @@ def predict(
                 else:
                     reference = (
                         model.name if model.is_pretrained else model.folder.resolve()
-                    )  # workers run in another folder
+                    )  # absolute, because workers run in another folder
                     make_model = partial(prepare_model, reference, device, bits)
                     outcomes = predict_on_cluster(make_model, slides, out, options, cluster, at_once)
                 for outcome in outcomes:

@@ -1,4 +1,4 @@
-"""AMIDA13 and TUPAC16: images of breast cancer (high-power fields), with the positions of mitoses in CSV files.
+"""AMIDA13 and TUPAC16: images (high-power fields) of breast cancer, with the positions of mitoses in CSV files.
 
 The dataset folder contains `mitoses_image_data_part_*/CASE/FIELD.tif` and `mitoses_ground_truth/CASE/FIELD.csv`. An
 optional `split.csv` with the columns case and split replaces the published split.

@@ -2,7 +2,8 @@
 
 `read_points` and `read_objects` return the objects of a sample at a requested pixel spacing. `parse_points` and
 `parse_objects` keep the sample's own pixel spacing, and also return a message for each invalid part of the file. Points
-come from CSV or GeoJSON files. Label maps come from images, GeoJSON polygons, or outlines in Aperio XML.
+are read from CSV or GeoJSON files. Label maps are read from images, or painted from the outlines in GeoJSON polygons or
+Aperio XML.
 
 Positions are (row, column) in pixels; (0, 0) is the center of the upper left pixel. Classes are names here; a task
 converts them to numbers.
@@ -29,7 +30,7 @@ PointRow = tuple[str, float, float, str]  # line or feature (for messages), row,
 
 
 class AnnotationError(UnreadableFileError):
-    """An annotation file that cannot be used."""
+    """Raised if an annotation file cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Objects:
 def read_points(sample: Sample, spacing_um_px: float) -> Points:
     """Read the annotated points of a sample, with positions at the requested pixel spacing.
 
-    A sample without an annotation file has no points. Raises AnnotationError if any line of the file is invalid.
+    A sample without an annotation file has no points. Raises AnnotationError if any point in the file is invalid.
     """
     points, faults = parse_points(sample)
     if faults:
@@ -72,7 +73,7 @@ def read_points(sample: Sample, spacing_um_px: float) -> Points:
 
 
 def parse_points(sample: Sample) -> tuple[Points, list[str]]:
-    """Read all valid points at the sample's own pixel spacing; also return a message for each invalid line."""
+    """Read all valid points at the sample's own pixel spacing; also return a message for each invalid point."""
     if not sample.annotations:
         return Points(np.empty((0, 2)), ()), []
     path = sample.annotations[0]
@@ -85,14 +86,14 @@ def parse_points(sample: Sample) -> tuple[Points, list[str]]:
         else:
             faults.append(
                 f"{source} has an object at row {row:g}, column {column:g}, outside the image of {height} × {width} px "
-                f"(height × width); the row comes first, in pixels."
+                f"(height × width); check that positions are in pixels, and that row and column are not swapped."
             )
     positions = np.array([(row, column) for row, column, _ in inside], np.float64).reshape(-1, 2)
     return Points(positions, tuple(name for *_, name in inside)), faults
 
 
 def _read_geojson_points(path: Path) -> tuple[list[PointRow], list[str]]:
-    """Read points, and the centers of the bounding boxes of polygons; the list of messages is empty."""
+    """Read points, and the center of the bounding box of each polygon. The list of messages is always empty."""
     rows: list[PointRow] = []
     for i, item in enumerate(read_geojson(path), 1):
         if isinstance(item.shape, Point):
@@ -106,7 +107,7 @@ def _read_geojson_points(path: Path) -> tuple[list[PointRow], list[str]]:
 
 
 def _read_csv_points(path: Path) -> tuple[list[PointRow], list[str]]:
-    """Read `row,column` without a header, or named columns below a header; also return a message per invalid line."""
+    """Read lines `row,column`, or named columns if the file has a header; also return a message per invalid line."""
     lines = read_csv(path)
     header = [cell.lower() for cell in lines[0][1]] if lines else []
     if any(name in header for name in ROW_NAMES) and any(name in header for name in COLUMN_NAMES):
@@ -137,7 +138,7 @@ def _read_named_columns(path: Path) -> tuple[list[PointRow], list[str]]:
 
 
 def _find_cell(row: Row, names: Sequence[str]) -> str:
-    """Return the cell of the first of these columns that exists, or an empty string if none exists."""
+    """Return the cell of the first column in `names` that exists, or an empty string if none exists."""
     return next((row[name] for name in names if name in row), "")
 
 
@@ -178,12 +179,15 @@ def parse_objects(sample: Sample, annotation: Path) -> tuple[Objects, list[str]]
 
 
 def class_table_path(label_map: Path) -> Path:
-    """Return where the optional CSV table of a label map's classes is expected; its columns are object and class."""
+    """Return the path of the optional CSV table with the classes of a label map: `NAME.csv` for `NAME.png`."""
     return label_map.with_suffix(".csv")
 
 
 def _read_class_table(label_map: Path, labels: NDArray[np.int32]) -> dict[int, str]:
-    """Return the class name of each object number in a label map; empty if there is no table."""
+    """Return the class name of each object number in a label map, or an empty dictionary if there is no table.
+
+    The columns of the table are object and class. Raises TableError if it does not give each object exactly one class.
+    """
     path = class_table_path(label_map)
     if not path.is_file():
         return {}
@@ -200,7 +204,7 @@ def _read_class_table(label_map: Path, labels: NDArray[np.int32]) -> dict[int, s
 
 
 def _paint_geojson(objects: Sequence[SlideObject], height: int, width: int) -> tuple[Objects, list[str]]:
-    """Paint polygons into a label map (height, width), numbered from 1; also return a message per object left out.
+    """Paint polygons into a label map (height, width), numbered from 1; return a message for each object left out.
 
     Where polygons overlap, a pixel belongs to the first of them, as in `paint_labels`.
     """
@@ -238,11 +242,11 @@ class Outline:
     """The outline of one object in an Aperio XML file."""
 
     region: str  # Id of the region in the file
-    vertices: NDArray[np.float64]  # (k, 2): x (right) and y (down) in pixels; (0, 0) is the center of the first pixel
+    vertices: NDArray[np.float64]  # (k, 2): x (right), y (down) in pixels; (0, 0): center of the upper left pixel
 
 
 def read_aperio_outlines(path: Path) -> tuple[Outline, ...]:
-    """Read all outlines in the order of the file, except for regions that ImageScope marks as holes."""
+    """Read all outlines in the order of the file. Regions that ImageScope marks as holes are left out."""
     import defusedxml.ElementTree
     from defusedxml import DefusedXmlException
 
@@ -296,7 +300,9 @@ def paint_labels(outlines: tuple[Outline, ...], height: int, width: int) -> tupl
     number = 0
     for outline in outlines:
         if len(outline.vertices) < 3:
-            faults.append(f"region {outline.region} has {len(outline.vertices)} vertices; at least 3 are needed.")
+            faults.append(
+                f"region {outline.region} is left out: it has {len(outline.vertices)} vertices; at least 3 are needed."
+            )
             continue
         if np.linalg.matrix_rank(outline.vertices - outline.vertices[0]) < 2:
             faults.append(f"region {outline.region} is left out: it is a line or a point, without an area.")
@@ -334,12 +340,12 @@ def _parse_number(element: Element, attribute: str, path: Path) -> float:
 def _find_pixels_inside(
     vertices: NDArray[np.float64], height: int, width: int
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return the rows and columns of all pixels with their center inside an outline (k, 2), by the even-odd rule."""
+    """Return the rows and columns of all pixels whose centers are inside an outline (k, 2), by the even-odd rule."""
     left, top = np.floor(vertices.min(axis=0)).clip(0).astype(int)
     right, bottom = np.minimum(np.floor(vertices.max(axis=0)) + 1, (width, height)).astype(int)
     if right <= left or bottom <= top:
         return np.empty(0, np.intp), np.empty(0, np.intp)
-    # Pixel centers are whole numbers, so that outlines and label maps of the same image agree.
+    # Whole numbers are pixel centers, so that outlines and label maps of the same image agree.
     mask = polygon2mask((bottom - top, right - left), vertices[:, ::-1] - (top, left))  # type: ignore[no-untyped-call]
     rows, columns = np.nonzero(mask)
     return rows + top, columns + left

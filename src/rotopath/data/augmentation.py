@@ -1,7 +1,7 @@
 """Augment batches: flips, rotations, and changes of brightness and stain, drawn for each window separately.
 
-`Augmentation.draw` draws random changes; they depend on a random generator only. `augment` applies the changes on the
-device that holds the batch. Target maps are flipped and rotated together with their images.
+`Augmentation.draw` draws random changes from a random generator. `augment` applies the changes on the device that holds
+the batch. Target maps are flipped and rotated together with their images.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from rotopath.nn import center_crop
 class DrawnChanges(NamedTuple):
     """Random changes for B windows."""
 
-    symmetries: Tensor  # (B,): flip and quarter turns, 0 to 7, as in `group.apply_symmetries`
-    degrees: Tensor | None  # (B,): angle of a free rotation, counter-clockwise
-    stains: Tensor | None  # (B, 2): factors for the concentrations of hematoxylin and eosin
+    symmetries: Tensor  # (B,): flips and rotations by multiples of 90°, 0 to 7, as in `group.apply_symmetries`
+    degrees: Tensor | None  # (B,): angle of a rotation by any angle, counter-clockwise; None for no such rotation
+    stains: Tensor | None  # (B, 2): factors for the concentrations of hematoxylin and eosin; None for no change
     brightness: Tensor  # (B, 3): added to red, green and blue, as a fraction of full brightness
 
     def to(self, device: torch.device) -> "DrawnChanges":
@@ -34,7 +34,7 @@ class DrawnChanges(NamedTuple):
         )
 
     def shard(self, rank: int, count: int) -> "DrawnChanges":
-        """Return the changes of every `count`-th window, starting with window `rank`."""
+        """Return the changes for one of `count` processes: of every `count`-th window, starting with window `rank`."""
         return DrawnChanges(
             self.symmetries[rank::count],
             None if self.degrees is None else self.degrees[rank::count],
@@ -45,7 +45,7 @@ class DrawnChanges(NamedTuple):
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Types and strengths of random changes; by default those of the paper: transposition, quarter turns, brightness.
+    """Types and strengths of random changes. The defaults are those of the paper.
 
     >>> import numpy as np
     >>> from rotopath.data import Augmentation
@@ -53,9 +53,9 @@ class Augmentation:
     torch.Size([4, 3])
     """
 
-    transpose: bool = True
-    quarter_turns: bool = True
-    free_rotation: bool = False  # by any angle, for networks that are not equivariant
+    transpose: bool = True  # swap rows and columns
+    quarter_turns: bool = True  # rotate by multiples of 90°
+    free_rotation: bool = False  # rotate by any angle, for networks that are not equivariant
     brightness: float = 0.1  # largest shift of a color channel, as a fraction of full brightness
     stain: float = 0.0  # largest relative change of the concentration of a stain
 
@@ -65,7 +65,7 @@ class Augmentation:
                 raise ValueError(f"The augmentation {name!r} is {amount}; expected a fraction from 0 to below 1.")
 
     def draw(self, count: int, generator: np.random.Generator) -> DrawnChanges:
-        """Draw changes for `count` windows; disabling one type of change does not alter the values of the others."""
+        """Draw changes for `count` windows. Disabling one type of change does not alter the values of the others."""
         transposed, quarters = generator.integers(2, size=count), generator.integers(4, size=count)
         degrees = generator.uniform(0, 360, count)
         stains = generator.uniform(1 - self.stain, 1 + self.stain, (count, 2))
@@ -85,8 +85,8 @@ def augment(windows: Tensor, changes: DrawnChanges, size_px: int) -> tuple[Tenso
     """Apply random changes to windows (B, 3 + k, s, s) of bytes: red, green, blue, and k target maps.
 
     Returns the centers of the windows: images (B, 3, size_px, size_px) as floats from 0 to 1, and target maps
-    (B, k, size_px, size_px) as integers, or None if there are no target maps. A free rotation needs windows larger than
-    `size_px`, because the corners of a rotated image come from pixels around it.
+    (B, k, size_px, size_px) as integers, or None if there are no target maps. Rotation by any angle needs windows
+    larger than `size_px`, because the corners of the rotated image come from pixels outside its central square.
     """
     if changes.degrees is not None:
         images, targets = windows[:, :3], windows[:, 3:]
@@ -103,9 +103,12 @@ def augment(windows: Tensor, changes: DrawnChanges, size_px: int) -> tuple[Tenso
 
 
 def change_stains(images: Tensor, factors: Tensor) -> Tensor:
-    """Multiply the concentrations of hematoxylin and eosin in images (B, 3, H, W) from 0 to 1 by factors (B, 2)."""
+    """Multiply the concentrations of hematoxylin and eosin in images by factors (B, 2), and return the changed images.
+
+    Images (B, 3, H, W) have values from 0 to 1.
+    """
     stains, unmixing = (matrix.to(images) for matrix in _stain_matrices())
-    factors = torch.cat([factors, torch.ones_like(factors[:, :1])], dim=1)  # the third component is kept
+    factors = torch.cat([factors, torch.ones_like(factors[:, :1])], dim=1)  # the third component does not change
     change = torch.einsum("rs,bs,sc->brc", stains, factors, unmixing)  # (B, 3, 3), from densities to densities
     density = -torch.log((255 * images + 1) / WHITE)
     changed = torch.einsum("brc,bchw->brhw", change, density)
@@ -114,9 +117,10 @@ def change_stains(images: Tensor, factors: Tensor) -> Tensor:
 
 @cache
 def _stain_matrices() -> tuple[Tensor, Tensor]:
-    """Return a matrix (3, 3) of optical densities, and its inverse.
+    """Return a matrix (3, 3) of optical densities of the reference stains, and its inverse.
 
-    The columns are hematoxylin, eosin, and the direction orthogonal to both; the rows are red, green and blue.
+    The columns of the matrix are hematoxylin, eosin, and the direction orthogonal to both; its rows are red, green and
+    blue.
     """
     orthogonal = np.cross(REFERENCE_STAINS[:, 0], REFERENCE_STAINS[:, 1])
     stains = np.column_stack([REFERENCE_STAINS, orthogonal / np.linalg.norm(orthogonal)])

@@ -1,10 +1,10 @@
-"""Training batches: a sampler chooses windows of images; they are cut out and augmented.
+"""Make training batches: a sampler chooses windows; they are cut from the images and augmented.
 
 `Batches` returns the batch of any step. The bytes of a batch are the same with every cache and any number of workers.
 An epoch is a range of steps; an interrupted epoch resumes with the remaining steps.
 
-The cache mode states where images are kept: on the GPU (`device`), in RAM (`memory`), or in their files (`none`). If a
-window extends beyond an image, it contains the reflection of the image at the edge.
+The cache mode states where images are kept: on the GPU ("device"), in RAM ("memory"), or only in their files ("none").
+Where a window extends beyond an image, the image is continued by reflection at its edge.
 """
 
 import os
@@ -41,10 +41,10 @@ Cache = Literal["auto", "device", "memory", "none"]
 Bytes = NDArray[np.uint8]
 
 CPU = torch.device("cpu")
-CACHE_FRACTION = 0.5  # of free memory that cached images may occupy
-ASSUMED_FREE_BYTES = 4 * 2**30  # the assumption if free memory cannot be measured
-KEPT_BYTES = 2**29  # of decoded images that each process keeps with the cache "none"
-MAX_COPIED_PIXELS = 2**24  # approximate limit for one copy to the device
+CACHE_FRACTION = 0.5  # fraction of free memory that cached images may occupy
+ASSUMED_FREE_BYTES = 4 * 2**30  # assumed if free memory cannot be measured
+KEPT_BYTES = 2**29  # memory for decoded images in each process with the cache "none"
+MAX_COPIED_PIXELS = 2**24  # approximate number of pixels in one copy to the device
 
 
 # Batches
@@ -59,9 +59,12 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """Batches of all training steps.
+    """The batches of all steps of a training, or of a validation.
 
     `batches[step]` returns a batch before augmentation; `batches.load(steps)` yields augmented images and targets.
+
+    `pixels` holds the images, `sampler` chooses the windows, and `window_px` is the side of a window. `target_px` is
+    the side of the central part of the target maps that is returned; by default, the maps are as large as the window.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class Batches:
         self._rank, self._ranks = 0, 1
 
     def shard(self, rank: int, count: int) -> "Batches":
-        """Return the part of one of `count` processes: every `count`-th window of each batch, from window `rank` on."""
+        """Return the batches for one of `count` processes: every `count`-th window, starting with window `rank`."""
         part = copy(self)
         part._rank, part._ranks = rank, count
         return part
@@ -99,9 +102,9 @@ class Batches:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield augmented images and targets, step by step, on the device.
 
-        Images are floats (B, 3, s, s) from 0 to 1, with s = `window_px`. Targets are class numbers (B,), or for each
-        image one target map (B, t, t) or k target maps (B, k, t, t), with t = `target_px`. With the cache "none",
-        `workers` processes read ahead.
+        Images are floats (B, 3, s, s) from 0 to 1, with s = `window_px`. Targets are class numbers (B,). If the images
+        have target maps, targets are maps instead: (B, t, t) for one map and (B, k, t, t) for k maps, with
+        t = `target_px`. With the cache "none", `workers` processes read batches ahead of time.
         """
         read_ahead = workers > 0 and self.pixels.in_files
         batches = self._read_ahead(steps, device, workers) if read_ahead else (self[step] for step in steps)
@@ -134,7 +137,10 @@ class Batches:
 
 
 class _BatchesOrErrors(TorchDataset[Batch | UnreadableFileError]):
-    """Batches, or errors about unreadable files: if raised, DataLoader would add a traceback to their messages."""
+    """Batches by step. An error about an unreadable file is returned instead of raised.
+
+    If a worker process raised the error, DataLoader would add a traceback to its message.
+    """
 
     def __init__(self, batches: Batches) -> None:
         super().__init__()
@@ -156,11 +162,11 @@ class SampleReader:
 
     spacing_um_px: float
     stain: Stain = "none"
-    targets: Callable[[Sample], Bytes] | None = None  # returns target maps (H, W, k) at this pixel spacing
+    targets: Callable[[Sample], Bytes] | None = None  # returns the target maps (H, W, k) of a sample at `spacing_um_px`
     target_maps: int = 0  # number k of target maps
 
     def read(self, sample: Sample) -> Bytes:
-        """Read an image and its target maps as one array (H, W, 3 + k)."""
+        """Read the image of a sample and its target maps as one array (H, W, 3 + k)."""
         return self.prepare(sample, read_together([sample])[0])
 
     def prepare(self, sample: Sample, image: Bytes) -> Bytes:
@@ -179,7 +185,7 @@ class SampleReader:
         return SampleReader(self.spacing_um_px, self.stain)
 
     def size_px(self, sample: Sample) -> tuple[int, int]:
-        """Return height and width at this reader's pixel spacing, without decoding the image."""
+        """Return height and width of a sample at this reader's pixel spacing, without decoding the image."""
         if sample.row is None:
             height, width = image_size_px(sample.path)
         else:
@@ -202,18 +208,18 @@ def load_images(samples: Sequence[Sample], reader: SampleReader) -> list[Bytes]:
 
 
 class Pixels(Protocol):
-    """Cached images from which windows are cut."""
+    """Images from which windows are cut. The images are on a device, in RAM, or in files."""
 
     sizes_px: Ints  # (n, 2): height and width of each image
     in_files: bool  # whether images are decoded for every batch; if so, workers can read ahead
 
     def cut(self, windows: Windows, size_px: int) -> Tensor:
-        """Cut out windows and return them as bytes (B, C, size_px, size_px)."""
+        """Cut windows with sides of `size_px`, and return them as bytes (B, C, size_px, size_px), with C = 3 + k."""
         ...
 
 
 def open_pixels(samples: Sequence[Sample], reader: SampleReader, cache: Cache, device: torch.device) -> Pixels:
-    """Open the images of samples with a cache mode; "auto" selects the fastest mode that fits into free memory.
+    """Open the images of samples with a cache mode. With "auto", `choose_cache` selects the mode.
 
     Raises DataError if there are no samples or the cache mode is unknown.
     """
@@ -234,10 +240,10 @@ def open_pixels(samples: Sequence[Sample], reader: SampleReader, cache: Cache, d
 
 
 def choose_cache(size_bytes: int, device: torch.device) -> Cache:
-    """Return the fastest cache mode for images of `size_bytes` in total.
+    """Return the fastest possible cache mode for images of `size_bytes` in total.
 
-    Images are kept on the device, or else in RAM, if they fit into half of the free memory there. Otherwise the mode is
-    "none".
+    This is "device" if the images fit into half of the free memory of the GPU, else "memory" if they fit into half of
+    the free RAM, else "none".
     """
     if device.type == "cuda" and size_bytes <= CACHE_FRACTION * torch.cuda.mem_get_info(device)[0]:
         return "device"
@@ -289,7 +295,7 @@ class DecodedOnDemand:
 
 
 class DevicePixels:
-    """Images concatenated in one tensor on a device; a single indexing operation cuts out a whole batch."""
+    """Images concatenated in one tensor on a device; a single indexing operation cuts all windows of a batch."""
 
     def __init__(self, images: Sequence[Bytes], device: torch.device) -> None:
         self.in_files = False
@@ -324,7 +330,7 @@ class DevicePixels:
 
 
 def _cut_window(image: Bytes, top: int, left: int, size_px: int) -> Bytes:
-    """Return a window (size_px, size_px, C) of an image (H, W, C); the image is reflected at its edges."""
+    """Return a window (size_px, size_px, C) of an image (H, W, C), which is continued by reflection at its edges."""
     height, width = image.shape[:2]
     if top >= 0 and left >= 0 and top + size_px <= height and left + size_px <= width:
         return image[top : top + size_px, left : left + size_px]

@@ -15,16 +15,16 @@ NOT_CLASSES = {"image", "images", "img", "imgs", "mask", "masks", "label", "labe
 
 
 def is_class_folders(root: Path) -> bool:
-    """Return whether `root`, or its folders train, valid and test, contain at least two folders of images.
+    """Return whether `root`, or its subfolders train, valid and test, contain at least two class folders with images.
 
-    If a folder is called images, masks or similar, the dataset has another format, and the result is False.
+    If one of them is called images, masks or similar, the dataset has another format, and the result is False.
     """
     names = _find_class_folders(root)
     return len(names) > 1 and not any(name.casefold() in NOT_CLASSES for name in names)
 
 
 def open_class_folders(root: Path, spacing_um_px: float | None = None) -> Dataset:
-    """Open all images in the class folders; `spacing_um_px` applies to files that specify no pixel spacing."""
+    """Open all images in the class folders; `spacing_um_px` is the pixel spacing of files that do not specify it."""
     folders_of = _find_class_folders(root)
     images = {
         path.relative_to(root).as_posix(): (label, path)
@@ -41,7 +41,7 @@ def open_class_folders(root: Path, spacing_um_px: float | None = None) -> Datase
         except (DataError, UnreadableFileError) as error:
             findings.append(Finding(name, str(error).removeprefix(f"{name!r} ").removeprefix(f"{path} ")))
             if isinstance(error, DataError):
-                break  # the other patches lack a pixel spacing, too; one message is enough
+                break  # the other patches probably lack a pixel spacing, too; one message is enough
             continue
         samples.append(Sample(path, name, patients.get(name, ""), splits[name], spacing, label=label))
     classes = tuple(sorted(folders_of))
@@ -49,7 +49,7 @@ def open_class_folders(root: Path, spacing_um_px: float | None = None) -> Datase
 
 
 def _find_class_folders(root: Path) -> dict[str, list[Path]]:
-    """Return the folders of each class by class name: one folder, or one for each split."""
+    """Return a dictionary from class names to folders: one folder for each class, or one for each class and split."""
     parents = [folder for split in SPLITS if (folder := root / split).is_dir()] or [root]
     classes: dict[str, list[Path]] = {}
     for parent in parents:
@@ -60,7 +60,7 @@ def _find_class_folders(root: Path) -> dict[str, list[Path]]:
 
 
 def _assign_splits(root: Path, labels: dict[str, str]) -> tuple[dict[str, str], dict[str, str], list[Finding]]:
-    """Return the split of each image, the patient of each image (only if known), and findings."""
+    """Return the split of each image, the patient of each image whose patient is known, and findings."""
     table, findings = read_split_file(root, "image", labels)
     if table is not None:
         patients = {name: row["group"] for name, row in table.items() if row.get("group")}

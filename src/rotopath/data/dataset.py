@@ -1,7 +1,8 @@
 """Classes that describe datasets of annotated images, and functions that read their files.
 
-The module of a format (see formats.py) turns a folder into a `Dataset`: samples with their splits, and findings about
-files. Pixels are read later, for one sample or for many together, at any pixel spacing.
+Each dataset format has a module (see formats.py), which reads the file names and tables of a folder and returns a
+`Dataset`: samples with their splits, and findings (problems and notes). Pixels are read later: `read_image` reads one
+sample at any pixel spacing, and `read_together` reads a group of samples at their own pixel spacing.
 
 The second half of this module contains functions for all formats: listing files, CSV tables, and arrays in HDF5 files.
 """
@@ -23,27 +24,27 @@ from rotopath.images.files import UnreadableFileError, read_rgb, resample
 if TYPE_CHECKING:
     import h5py
 
-Annotated = Literal["labels", "points", "objects"]  # class of each image, or positions or outlines of objects
+Annotated = Literal["labels", "points", "objects"]  # class of an image, positions of objects, outlines of objects
 Row = dict[str, str]  # cells of a row of a CSV table, by column name
 
 SYNTHETIC_MARKER = "SYNTHETIC.txt"  # a file that marks synthetic tissue in the layout of a benchmark
 IMAGE_SUFFIXES = frozenset({".tif", ".tiff", ".png", ".jpg", ".jpeg"})
-SAME_SPACING = 0.05  # relative difference of pixel spacings that is ignored, because resampling by so little only blurs
-MAX_ROWS_PER_READ = 1024  # of an HDF5 file
+SAME_SPACING = 0.05  # a smaller relative difference of pixel spacings is ignored: resampling would only blur the image
+MAX_ROWS_PER_READ = 1024  # rows of an HDF5 file that are read at once
 MAX_NAMES_LISTED = 5
 SNIFFED_CHARACTERS = 10_000  # read from a CSV file to detect the delimiter of its columns
 
 
 class DataError(ValueError):
-    """Data cannot be used; the message for the user is one sentence."""
+    """Raised if data cannot be used. The message is one sentence for the user."""
 
 
 class TableError(UnreadableFileError):
-    """A file that is not a CSV table, or lacks a required column."""
+    """Raised if a file is not a CSV table, or lacks a required column."""
 
 
 class UnreadableHdf5Error(UnreadableFileError):
-    """An HDF5 file that is damaged, or lacks an expected array."""
+    """Raised if an HDF5 file is damaged, or lacks an expected array."""
 
 
 # Datasets
@@ -55,18 +56,18 @@ class Sample:
 
     path: Path
     name: str  # for messages
-    case: str  # patient; all images of a patient must be in one split; empty if unknown
+    case: str  # patient (PCam: slide), whose images must all be in one split; empty if unknown
     split: str  # train, valid or test
     spacing_um_px: float
-    row: int | None = None  # row in an HDF5 file
+    row: int | None = None  # row in an HDF5 file; None for an image file
     label: str | None = None  # class name of the whole image, if the dataset has labels
-    annotations: tuple[Path, ...] = ()  # annotation files; the first is used, `check` compares others with it
+    annotations: tuple[Path, ...] = ()  # training uses the first file; `check` compares the second with it
     stratum: str = ""  # organ, for regimes (reduced training sets) with some images of each organ
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A message about a file: either a problem, which prevents training, or a note."""
+    """A message about a file or a dataset: a problem, which must be solved before training, or a note."""
 
     file: str  # relative to the root; empty if the message is about the whole dataset
     message: str
@@ -91,8 +92,8 @@ class Dataset:
     root: Path
     samples: tuple[Sample, ...]
     findings: tuple[Finding, ...] = ()  # about file names and tables; `check` adds findings about file contents
-    published: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # published counts by split
-    objects: str = "objects"  # display name of the annotated objects, such as mitoses
+    published: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # published counts, by split and name
+    objects: str = "objects"  # name of the annotated objects in tables of counts, such as mitoses
     classes: tuple[str, ...] = ()  # class names of images, if the format defines their order
 
     def split(self, name: str) -> tuple[Sample, ...]:
@@ -117,7 +118,7 @@ def read_image(sample: Sample, spacing_um_px: float) -> NDArray[np.uint8]:
 
 
 def read_together(samples: Sequence[Sample]) -> list[NDArray[np.uint8]]:
-    """Read the pixels (H, W, 3) of each sample in a group of `group_for_reading`, without resampling."""
+    """Read the pixels (H, W, 3) of all samples in a group from `group_for_reading`, without resampling them."""
     first = samples[0]
     if first.row is None:
         return [read_rgb(first.path)]
@@ -125,7 +126,10 @@ def read_together(samples: Sequence[Sample]) -> list[NDArray[np.uint8]]:
 
 
 def group_for_reading(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Divide samples into groups that are read at once: single image files, or consecutive rows of an HDF5 file."""
+    """Divide samples into groups that `read_together` reads at once.
+
+    A group is a single image file, or consecutive rows of an HDF5 file in the same split.
+    """
 
     def key(position: int, sample: Sample) -> tuple[Path, str, int, int]:
         # Row minus position is constant as long as rows are consecutive.
@@ -136,7 +140,10 @@ def group_for_reading(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def resampling_factor(sample: Sample, spacing_um_px: float) -> float:
-    """Return the factor by which an image grows when resampled; exactly 1 if the pixel spacings differ by up to 5 %."""
+    """Return the factor by which height and width of an image change if it is resampled to `spacing_um_px`.
+
+    The factor is exactly 1 if the two pixel spacings differ by 5 % or less.
+    """
     factor = sample.spacing_um_px / spacing_um_px
     return 1.0 if abs(factor - 1) <= SAME_SPACING else factor
 
@@ -145,7 +152,10 @@ def resampling_factor(sample: Sample, spacing_um_px: float) -> float:
 
 
 def find_files(folder: Path | None, suffixes: Collection[str]) -> list[Path]:
-    """Return all files with one of the suffixes at any depth, sorted, without hidden files (`._x.tif` of a Mac)."""
+    """Return all files with one of the suffixes in a folder and its subfolders, sorted; none if the folder is None.
+
+    Hidden files, such as `._x.tif` of macOS, are left out. The suffixes are in lower case.
+    """
     if folder is None:
         return []
     return sorted(
@@ -157,7 +167,10 @@ def find_files(folder: Path | None, suffixes: Collection[str]) -> list[Path]:
 
 
 def index_by_stem(root: Path, paths: Iterable[Path]) -> tuple[dict[str, Path], list[Finding]]:
-    """Return files by name without suffix. If two files have the same name, the second is left out, with a finding."""
+    """Return a dictionary from file names without suffix to paths, and findings.
+
+    If two files have the same name without suffix, the second is left out and reported as a finding.
+    """
     files: dict[str, Path] = {}
     findings = []
     for path in paths:
@@ -184,7 +197,8 @@ def count_and_list(names: Sequence[str], noun: str) -> str:
 def read_table(path: Path, required: Collection[str]) -> list[tuple[int, Row]]:
     """Read a CSV file with a header; return (line number, row) for each row that is not empty.
 
-    Rows are dictionaries by column name in lower case. Raises TableError if a required column is missing.
+    A row is a dictionary from column names in lower case to cells. Raises TableError if a required column is missing,
+    or if a row has more cells than there are columns.
     """
     rows = read_csv(path)
     header = [name.lower() for name in rows[0][1]] if rows else []
@@ -193,7 +207,11 @@ def read_table(path: Path, required: Collection[str]) -> list[tuple[int, Row]]:
     table = []
     for line, cells in rows[1:]:
         if any(cells[len(header) :]):
-            raise TableError(path, f"has {len(cells)} cells in line {line}, but only {len(header)} columns.")
+            raise TableError(
+                path,
+                f"has {len(cells)} cells in line {line}, but only {len(header)} columns; remove the "
+                f"additional cells, or put quotes around cells that contain the delimiter.",
+            )
         table.append((line, dict(zip(header, cells + [""] * len(header), strict=False))))
     return table
 
@@ -216,7 +234,7 @@ def read_csv(path: Path) -> list[tuple[int, list[str]]]:
 
 
 def _find_delimiter(text: str) -> str:
-    """Return the delimiter of columns: the most frequent of comma, semicolon and tab in the first line."""
+    """Return the delimiter of columns: the most frequent of comma, semicolon and tab in the first line with text."""
     header = next((line for line in text.splitlines() if line.strip(",;\t ")), "")
     return max(",;\t", key=header.count)
 
@@ -225,7 +243,7 @@ def _find_delimiter(text: str) -> str:
 
 
 def read_hdf5_shape(path: Path, key: str) -> tuple[int, ...]:
-    """Return the shape of an array without reading it. Raises UnreadableHdf5Error if it does not contain bytes."""
+    """Return the shape of an array without reading the array. Raises UnreadableHdf5Error if its type is not uint8."""
     array = _open_hdf5_array(path, key)
     if array.dtype != np.uint8:
         raise UnreadableHdf5Error(path, f"contains {array.dtype} in {key!r}; expected bytes (uint8).")
@@ -233,7 +251,7 @@ def read_hdf5_shape(path: Path, key: str) -> tuple[int, ...]:
 
 
 def read_hdf5_rows(path: Path, key: str, start: int, stop: int) -> NDArray[np.uint8]:
-    """Read rows `start` to `stop - 1` of an array."""
+    """Read rows `start` to `stop - 1` of an array of bytes (uint8)."""
     try:
         rows: NDArray[np.uint8] = _open_hdf5_array(path, key)[start:stop]
     except OSError as error:
@@ -253,9 +271,10 @@ def _open_hdf5_array(path: Path, key: str) -> "h5py.Dataset":
 
 @lru_cache(maxsize=16)
 def _open_once(path: Path, key: str, process: int, modified_ns: int) -> "h5py.Dataset":  # noqa: ARG001
-    """Open an array, once in each process and again after the file changed.
+    """Open an array, or return it from a cache if this process has already opened the unchanged file.
 
-    `process` and `modified_ns` are part of the cache key: forked workers must not share an open file.
+    `process` and `modified_ns` are used only as keys of the cache: forked workers must not share an open file, and a
+    changed file must be opened again.
     """
     import h5py
 

@@ -3,11 +3,12 @@
 `FORMATS` is the table of all formats. To add a format:
 
 1. Write `data/my_format.py` with two functions: `is_my_format(root)` recognizes a folder by file names, without
-   reading the files; `open_my_format(root)` returns a `Dataset` and reports faulty files as findings. If the files do
-   not state their pixel spacing, it also takes `spacing_um_px`. kumar.py is an example; dataset.py contains functions
-   for all formats.
+   reading the files; `open_my_format(root)` returns a `Dataset` and reports faulty files as findings. If some images
+   do not specify their pixel spacing, `open_my_format` also takes `spacing_um_px`. kumar.py is an example; dataset.py
+   contains functions for all formats.
 2. Add a row to `FORMATS`.
-3. Add a function that writes a tiny example to tests/layouts.py, and tests in tests/data/test_my_format.py.
+3. In tests/layouts.py, add a function that writes a tiny dataset in the format. Add tests to
+   tests/data/test_my_format.py.
 4. Describe the format in docs/data.md.
 """
 
@@ -155,14 +156,14 @@ class Check:
     """Result of checking a dataset: counts and findings."""
 
     dataset: Dataset
-    counts: dict[str, Counter[str]]  # by split: number of images, cases, and objects (or images) of each class
+    counts: dict[str, Counter[str]]  # by split and name: numbers of images, of cases, and of objects or images by class
     findings: tuple[Finding, ...]  # problems and notes
-    agreement: dict[str, float]  # by image with both annotations: AJI between label map and outlines
+    agreement: dict[str, float]  # by image with both: AJI (aggregated Jaccard index) of label map and outlines
 
 
 @dataclass
 class _Contents:
-    """Counts and findings of samples that were read together."""
+    """Counts and findings of one group of samples, see `group_for_reading`."""
 
     objects: Counter[str] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
@@ -170,7 +171,7 @@ class _Contents:
 
 
 def check(dataset: Dataset, on_progress: Callable[[int], object] = lambda _: None) -> Check:
-    """Read every image and annotation, count them, and collect all problems and notes.
+    """Read every image and annotation of a dataset, count them, and collect all problems and notes.
 
     `on_progress` receives the number of samples that have just been read.
     """
@@ -201,7 +202,7 @@ def _find_empty_splits(dataset: Dataset) -> list[Finding]:
 
 
 def _check_group(dataset: Dataset, samples: list[Sample]) -> _Contents:
-    """Read samples that belong together, and count their objects and problems."""
+    """Read a group of samples; return the numbers of their objects, and findings."""
     contents = _Contents()
     try:
         read_together(samples)
@@ -230,7 +231,7 @@ def _check_points(sample: Sample, dataset: Dataset, contents: _Contents) -> None
 
 
 def _check_objects(sample: Sample, dataset: Dataset, contents: _Contents) -> None:
-    """Read all annotations of a sample; training uses only the first, but problems of the others are reported, too."""
+    """Read all annotation files of a sample. Training uses only the first, but problems of all files are reported."""
     label_maps = []
     for annotation in sample.annotations:
         try:
@@ -245,14 +246,17 @@ def _check_objects(sample: Sample, dataset: Dataset, contents: _Contents) -> Non
             contents.objects[dataset.objects] += len(objects.numbers)
             contents.objects.update(objects.classes.values())
             if (parts := _count_parts_of_single_object(objects)) > 1:
-                fault = f"has {parts} separate objects with the same number, which count as one; number the objects."
+                fault = (
+                    f"has {parts} separate objects with the same number, which count as one; give each object its own "
+                    f"number."
+                )
                 contents.findings.append(Finding.from_error(AnnotationError(annotation, fault), dataset.root))
     if len(label_maps) == 2:
         contents.agreement[sample.name] = aggregated_jaccard(*label_maps)
 
 
 def _count_parts_of_single_object(objects: Objects) -> int:
-    """Return the number of connected components if a label map has a single object number, else 1.
+    """Return the number of connected components of a label map if it has a single object number, else 1.
 
     More than one component means that the file is a mask in which objects were not numbered.
     """

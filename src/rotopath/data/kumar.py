@@ -1,8 +1,8 @@
-"""Kumar et al. (2017) and MoNuSeg: images of several organs (fields) in which every nucleus is outlined.
+"""Kumar et al. (2017) and MoNuSeg: images (fields) of several organs, in which every nucleus is outlined.
 
 The dataset folder contains `Tissue Images`, and `Annotations` (Aperio XML) or `Label Maps` (16-bit images). It may also
 be a flat folder of images, each with an XML file of the same name, such as MoNuSeg's test set. If a field has both
-annotations, the label map is used. An optional `split.csv` has the columns image, split and organ.
+annotations, the label map is used. An optional `split.csv` has the columns image, split and (optionally) organ.
 """
 
 import re
@@ -16,7 +16,7 @@ from rotopath.data.splits import KUMAR_FIELDS, SPLIT_FILE, note_without_split, r
 from rotopath.images.files import UnreadableFileError, spacing_um_px
 
 SPACING_UM_PX = 0.25
-SPLIT_SEED = 0  # of the random split without a split.csv; the paper does not list the fields of its splits
+SPLIT_SEED = 0  # for random splits without a split.csv; the paper does not list the fields of its splits
 ORGANS = {  # TCGA codes of the 24 fields of the paper
     "breast": ("A7-A13E", "A7-A13F", "AR-A1AK", "AR-A1AS", "E2-A14V", "E2-A1B5"),
     "kidney": ("B0-5698", "B0-5710", "B0-5711", "HE-7128", "HE-7129", "HE-7130"),
@@ -31,18 +31,18 @@ PUBLISHED = {
 
 
 def is_kumar(root: Path) -> bool:
-    """Return whether a folder has the layout of Kumar et al., or is a flat folder of images and XML files."""
+    """Return whether a folder contains `Tissue Images`, or is a flat folder of images and XML files."""
     return _find_folder(root, "tissue images") is not None or is_flat(root)
 
 
 def is_flat(root: Path) -> bool:
-    """Return whether the folder itself contains images, and XML files with the same names."""
+    """Return whether a folder itself, without its subfolders, contains an image and an XML file of the same name."""
     stems = {path.stem for path in root.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES}
     return any(path.stem in stems for path in root.iterdir() if path.suffix.lower() == ".xml")
 
 
 def open_kumar(root: Path) -> Dataset:
-    """Open all fields that have a split and annotated nuclei."""
+    """Open all fields that have a split and an annotation file."""
     image_folder = _find_folder(root, "tissue images")
     flat = image_folder is None
     image_files = _list_files(root, IMAGE_SUFFIXES) if flat else find_files(image_folder, IMAGE_SUFFIXES)
@@ -77,7 +77,7 @@ def open_kumar(root: Path) -> Dataset:
 
 
 def find_patient(stem: str) -> str:
-    """Return the patient of a TCGA image; for any other image, the name of the image.
+    """Return the patient in the name of a TCGA image; for any other image, return the whole name.
 
     >>> from rotopath.data.kumar import find_patient
     >>> find_patient("TCGA-A7-A13E-01Z-00-DX1"), find_patient("my-image")
@@ -104,7 +104,10 @@ def _assign_splits(root: Path, images: dict[str, Path], flat: bool) -> tuple[dic
         rows = sorted(table.items())
         return {stem: _SplitAndOrgan(row["split"], row.get("organ") or organs[stem]) for stem, row in rows}, findings
     if flat:
-        message = "images and XML files are in one folder, as in MoNuSeg's test set: all images have the split 'test'."
+        message = (
+            "images and XML files are in one folder, as in MoNuSeg's test set: all images have the split 'test'; for "
+            "other splits, add a split.csv (image,split,organ)."
+        )
         note = Finding("", message, is_problem=False)
         return {stem: _SplitAndOrgan("test", organs[stem]) for stem in sorted(images)}, [note]
     known = {stem: organ for stem, organ in organs.items() if organ}
@@ -122,7 +125,7 @@ def _remove_suffix(name: str) -> str:
 
 
 def _find_spacing(image: Path, outlines: Path | None) -> float:
-    """Return the pixel spacing that the image or XML file specifies (fields may be your own), else 0.25 µm/px."""
+    """Return the pixel spacing in the image file, else that in the XML file, else 0.25 µm/px."""
     try:
         spacing = spacing_um_px(image)
     except UnreadableFileError:
@@ -136,5 +139,5 @@ def _list_files(folder: Path, suffixes: Collection[str]) -> list[Path]:
 
 
 def _find_folder(root: Path, name: str) -> Path | None:
-    """Return the subfolder with this name; upper and lower case are ignored. Returns None if it does not exist."""
+    """Return the subfolder whose name in lower case is `name`, or None if it does not exist."""
     return next((path for path in sorted(root.iterdir()) if path.is_dir() and path.name.lower() == name), None)

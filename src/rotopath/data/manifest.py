@@ -1,7 +1,7 @@
 """Your own images, listed in a CSV manifest.
 
 A manifest has the columns `image` and either `label` or `annotation`, and optionally `group` (the patient), `split`,
-`spacing` (of pixels, in µm/px) and `organ`. Paths are relative to the manifest. A `label` is the class of a whole
+`spacing` (pixel spacing in µm/px) and `organ`. Paths are relative to the manifest. A `label` is the class of a whole
 image. An `annotation` is a file of points (CSV, or GeoJSON of points) or of outlines (label map, Aperio XML, or GeoJSON
 of polygons).
 """
@@ -17,7 +17,7 @@ from rotopath.images.files import PLAUSIBLE_UM_PX, UnreadableFileError, is_plaus
 from rotopath.images.geojson import Point, read_geojson
 
 MANIFEST_FILE = "manifest.csv"
-# Without a column `split`, these fractions of the patients are in each split.
+# Fractions of the patients in each split, if there is no column `split`.
 FRACTIONS = {"train": 0.6, "valid": 0.2, "test": 0.2}
 SPLIT_SEED = 0
 
@@ -46,9 +46,11 @@ def open_manifest(path: Path, default_spacing_um_px: float | None = None) -> Dat
 
 
 def find_spacing(path: Path, name: str, text: str, default_um_px: float | None) -> float:
-    """Return the pixel spacing of an image in µm/px: from the cell `text` of a table, else its file, else the default.
+    """Return the pixel spacing of an image in µm/px.
 
-    Raises DataError if the pixel spacing is unknown, or if `text` is not a plausible number.
+    It is read from `text`, a cell of a table. If `text` is empty, it is read from the image file at `path`. If the file
+    does not specify it, the default is returned. Raises DataError if there is no default, or if `text` is not a
+    plausible number. `name` is the name of the image in messages.
     """
     if not text:
         if spacing := spacing_um_px(path) or default_um_px:
@@ -68,7 +70,7 @@ def find_spacing(path: Path, name: str, text: str, default_um_px: float | None) 
 
 
 def _find_annotated(path: Path, table: list[tuple[int, Row]]) -> Annotated:
-    """Return the type of annotation, according to the columns and the suffixes of annotation files."""
+    """Return the type of annotation, according to the columns, and the suffixes and contents of annotation files."""
     columns = table[0][1].keys()
     if ("label" in columns) == ("annotation" in columns):
         raise DataError(
@@ -92,7 +94,7 @@ def _find_annotated(path: Path, table: list[tuple[int, Row]]) -> Annotated:
 
 
 def _find_annotated_in_geojson(files: list[Path]) -> Annotated:
-    """Return "points" if the first file that contains objects contains only points, else "objects"."""
+    """Return "points" if the first file with any object contains only points, else "objects"."""
     for file in files:
         try:
             objects = read_geojson(file)

@@ -1,7 +1,9 @@
 """PCam: patches of lymph nodes, with or without tumor at their center, as HDF5 files or in the form of Kaggle.
 
-The dataset folder contains `camelyonpatch_level_2_split_{train,valid,test}_{x,y}.h5`, or, in the form of Kaggle,
-`train/ID.tif` and `train_labels.csv`. Pixels are read later, when they are needed.
+The dataset folder contains `camelyonpatch_level_2_split_{train,valid,test}_{x,y}.h5`, and optionally tables
+`..._meta.csv` with the slide of each patch. In the form in which Kaggle distributes PCam, the folder contains
+`train/ID.tif` (one file for each patch) and `train_labels.csv`, and optionally a `split.csv` with the columns id and
+split. Only labels and tables are read here; pixels are read when they are needed.
 """
 
 from pathlib import Path
@@ -28,7 +30,7 @@ from rotopath.images.files import UnreadableFileError
 
 SPACING_UM_PX = 0.972  # level 2 of slides scanned at 0.243 µm/px
 CLASSES = ("normal", "tumor")
-SPLIT_SEED = 0  # of the random split of Kaggle's form, which has no published split
+SPLIT_SEED = 0  # for random splits in Kaggle's form, which has no published split
 KAGGLE_SPLIT = {"train": 0.8, "valid": 0.1, "test": 0.1}
 KAGGLE_LABELS = "train_labels.csv"
 PUBLISHED = {"train": {"images": 262_144}, "valid": {"images": 32_768}, "test": {"images": 32_768}}
@@ -43,7 +45,7 @@ def is_pcam(root: Path) -> bool:
 
 
 def open_pcam(root: Path) -> Dataset:
-    """Open the patches of the three published splits; the optional `_meta.csv` files state the slide of each patch."""
+    """Open the patches of the three published splits, in HDF5 files."""
     samples: list[Sample] = []
     findings: list[Finding] = []
     for split in SPLITS:
@@ -52,7 +54,10 @@ def open_pcam(root: Path) -> Dataset:
         except UnreadableFileError as error:
             findings.append(Finding.from_error(error, root))
     if not all(sample.case for sample in samples):
-        message = "without all *_meta.csv files, slides are unknown, so leaks between splits cannot be detected."
+        message = (
+            "without a *_meta.csv file for each split, slides are unknown, and slides that are in two splits cannot be "
+            "detected; to detect them, add the files."
+        )
         findings.append(Finding("", message, is_problem=False))
     return Dataset("labels", "PCam", root, tuple(samples), tuple(findings), PUBLISHED, classes=CLASSES)
 
@@ -67,7 +72,8 @@ def _open_split(root: Path, split: str) -> list[Sample]:
         raise UnreadableHdf5Error(images, f"contains an array of shape {shape}; expected (n, 96, 96, 3).")
     if label_shape[:1] != shape[:1] or int(np.prod(label_shape)) != shape[0]:
         raise UnreadableHdf5Error(
-            images, f"has {shape[0]} patches, but the labels in {labels.name} have shape {label_shape}."
+            images,
+            f"has {shape[0]} patches, but the labels in {labels.name} have shape {label_shape}; download both again.",
         )
     values = _read_labels(labels, shape[0])
     slides = _read_slides(images.with_name(images.name.replace("_x.h5", "_meta.csv")), shape[0])
@@ -92,7 +98,7 @@ def _read_slides(meta: Path, count: int) -> list[str]:
         return [""] * count
     slides = [row["wsi"] for _, row in read_table(meta, ("wsi",))]
     if len(slides) != count:
-        raise TableError(meta, f"has {len(slides)} rows, but there are {count} patches.")
+        raise TableError(meta, f"has {len(slides)} rows, but there are {count} patches; download it again.")
     return slides
 
 
@@ -105,7 +111,7 @@ def is_kaggle(root: Path) -> bool:
 
 
 def open_kaggle(root: Path) -> Dataset:
-    """Open all labeled patches; splits come from `split.csv` (id,split), else are random within each class."""
+    """Open all labeled patches. Splits come from `split.csv`; without this file, they are random within each class."""
     images, findings = index_by_stem(root, find_files(root / "train", IMAGE_SUFFIXES))
     labels, label_findings = _read_kaggle_labels(root / KAGGLE_LABELS, images)
     findings += label_findings

@@ -1,8 +1,9 @@
-"""Samplers choose the windows (squares cut from images) of each training batch.
+"""Samplers choose the windows of each training batch. A window is a square that is cut from an image.
 
-A sampler is made from image sizes, labels or annotated objects, and a seed. It returns the image, position and label of
-each window of any step. The windows depend on the seed and the step only. Therefore the number of workers does not
-matter, and an interrupted run resumes with exactly the remaining batches.
+A sampler is constructed from the image sizes, a seed, and what it balances: labels, annotated objects or patients. For
+any training step, `draw` returns the image, position and label of each window of the batch. They depend only on the
+seed and the step. Therefore the number of workers does not matter, and an interrupted run resumes with exactly the
+remaining batches.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from rotopath.data.dataset import DataError
 
 Ints = NDArray[np.int64]
 Positions = NDArray[np.float64]  # (k, 2): row and column in pixels; or (k, 3): image number, row, column
-MAX_ATTEMPTS = 200  # at drawing enough positions away from objects
+MAX_ATTEMPTS = 200  # to draw enough positions away from objects
 
 
 class Windows(NamedTuple):
@@ -33,7 +34,7 @@ class Windows(NamedTuple):
 
 
 class Sampler(Protocol):
-    """Chooses the windows of any step, independently of all other steps."""
+    """Chooses the windows of a step. They do not depend on which other steps were drawn before."""
 
     def draw(self, step: int) -> Windows: ...
 
@@ -50,13 +51,13 @@ class SamplerSettings:
 
 @dataclass(frozen=True)
 class ObjectPositions:
-    """Annotated objects of all images; and for windows without an object, their label and distance from objects."""
+    """Annotated objects of all images. `absent_label` and `clearance_px` describe windows without an object."""
 
     positions: Sequence[Positions]  # for each image (k, 2): row and column of each object, in pixels
     classes: Sequence[Ints]  # for each image (k,): class number of each object
     class_names: Sequence[str]
     absent_label: int  # label of windows without an object
-    clearance_px: float  # windows without an object have their center farther than this from every object
+    clearance_px: float  # the center of a window without an object is farther than this from every object
 
 
 # Samplers
@@ -65,8 +66,8 @@ class ObjectPositions:
 class ClassBalancedSampler:
     """Draw equally many windows of every class, at random positions; all images of a class are used equally often.
 
-    `mined` lists the numbers of difficult images, found by a baseline network. They provide half of the windows of
-    their class.
+    `mined` lists the numbers of images that a baseline network classified incorrectly. If a class has mined images,
+    half of its windows come from them, and the other half from all images of the class.
     """
 
     def __init__(
@@ -93,10 +94,10 @@ class ClassBalancedSampler:
 class ObjectBalancedSampler:
     """Draw half of the windows around objects, equally many of every class, and the other half without an object.
 
-    Windows without an object are centered on random pixels. All pixels of all images that are farther than
-    `clearance_px` from every object are equally likely. `mined` lists positions (image, row, column) that a baseline
-    network mistook for objects; if there are any, half of the windows without an object are centered on them. Windows
-    around objects are shifted at random by up to `jitter_px` pixels.
+    Windows around objects are shifted at random by up to `jitter_px` pixels in each direction. Windows without an
+    object are centered on random pixels that are farther than `clearance_px` from every object; all such pixels of all
+    images are equally likely. `mined` lists positions (image, row, column) of false detections of a baseline network.
+    If there are any, half of the windows without an object are centered on them.
     """
 
     def __init__(
@@ -114,9 +115,9 @@ class ObjectBalancedSampler:
                 count = len(objects.positions)
                 raise DataError(
                     f"No {name} is annotated in the {count} images of a split; training and validation need at least "
-                    f"one each (`rotopath data check` shows the numbers of each split)."
+                    f"one each; add images (`rotopath data check` shows the numbers of each split)."
                 )
-        self._labels = [1] if len(names) == 1 else list(range(len(names)))  # a single class is present or absent
+        self._labels = [1] if len(names) == 1 else list(range(len(names)))  # a single class: 1 present, 0 absent
         self._mined = np.empty((0, 3)) if mined is None else mined
         self._with_object = batch // 2
         self._from_mined = -(-batch // 4) if len(self._mined) else 0
@@ -143,7 +144,7 @@ class ObjectBalancedSampler:
         centers = np.concatenate([*of_classes, mined, self._draw_away_from_objects(self._at_random, generator)])
         without_object = self._from_mined + self._at_random
         labels = np.repeat([*self._labels, self._objects.absent_label], [*map(len, of_classes), without_object])
-        # On a slide, a network predicts at every few pixels, so objects are rarely at the exact center of a window.
+        # On a slide, windows are several pixels apart, so objects are rarely at the exact center of a window.
         jitter = generator.integers(-self._jitter_px, self._jitter_px + 1, (len(centers), 2))
         jitter[self._with_object :] = 0
         corners = np.floor(centers[:, 1:] + jitter - (settings.window_px - 1) / 2 + 0.5).astype(np.int64)
@@ -172,8 +173,8 @@ class ObjectBalancedSampler:
 class PatientBalancedSampler:
     """Draw equally many windows of every patient, at random positions.
 
-    The target region of a window is its central square of `target_px` pixels. This region is inside the image (if the
-    image is large enough); the rest of the window may extend beyond the image.
+    The target region of a window is its central square with sides of `target_px` pixels. It is inside the image, if the
+    image is large enough. The rest of the window may extend beyond the image.
     """
 
     def __init__(self, patients: Sequence[str], settings: SamplerSettings, target_px: int) -> None:
@@ -200,7 +201,7 @@ class CenterSampler:
         self._corners = (sizes_px - window_px) // 2
 
     def __len__(self) -> int:
-        """Return the number of steps in which every image is used once."""
+        """Return the number of steps that use every image once."""
         return -(-len(self._labels) // self._batch)
 
     def draw(self, step: int) -> Windows:
@@ -213,7 +214,10 @@ class CenterSampler:
 
 
 class ClassQuotas:
-    """Divide the windows of a batch equally among classes; at every step, other classes receive the remainder."""
+    """Divide the windows of a batch equally among classes.
+
+    If this leaves a remainder, some classes receive one more window; these classes change from step to step.
+    """
 
     def __init__(self, batch: int, classes: int) -> None:
         if batch < classes:
@@ -224,7 +228,7 @@ class ClassQuotas:
         self._classes = classes
 
     def at(self, class_number: int, step: int) -> tuple[int, int]:
-        """Return the number of windows of a class in all earlier steps together, and in this step."""
+        """Return two numbers of windows of a class: in all earlier steps together, and in this step."""
         cycles, rest = divmod(step, self._classes)
         extra = sum(self._has_extra(class_number, k) for k in range(rest))
         earlier = step * self._minimum + cycles * self._remainder + extra
@@ -245,7 +249,7 @@ class EndlessShuffle:
 
     def __init__(self, count: int, seed: Sequence[int]) -> None:
         self._count, self._seed = count, list(seed)
-        self._orders: dict[int, Ints] = {}  # order by number of the pass, for the current and the previous pass
+        self._orders: dict[int, Ints] = {}  # orders of the current and the previous pass, by number of the pass
 
     def take(self, start: int, number: int) -> Ints:
         """Return `number` elements of the sequence, beginning with element `start`."""
@@ -273,7 +277,10 @@ class _ClassImages:
         self._mined_order = EndlessShuffle(len(mined), (*seed, 1))
 
     def take(self, start: int, count: int) -> Ints:
-        """Return `count` images, starting with number `start`; half of them are mined images, if there are any."""
+        """Return the numbers of `count` images. Half of them are mined images, if there are any.
+
+        `start` is the number of images that earlier steps have taken.
+        """
         if not len(self._mined):
             return self._members[self._order.take(start, count)]
         mined_start = -(-start // 2)
@@ -283,18 +290,19 @@ class _ClassImages:
 
 
 def _step_generator(seed: int, step: int) -> np.random.Generator:
-    """Return the random generator of a step; the 2 separates it from the generators of shuffling and augmentation."""
+    """Return the random generator of a step; the 2 distinguishes it from the generator of augmentation (3)."""
     return np.random.default_rng([seed, 2, step])
 
 
 def _draw_corners(slack: Ints, generator: np.random.Generator) -> Ints:
-    """Draw random corners (B, 2) from 0 to `slack`, the image size minus the window size, (B, 2).
+    """Draw the upper left corners (B, 2) of squares, as rows and columns in pixels, at random positions in images.
 
-    If the image is smaller than the window (slack < 0), it is centered in the window.
+    `slack` (B, 2) is the height and width of the image minus the side of the square; corners are between 0 and `slack`.
+    If an image is smaller than its square (slack < 0), the image is centered in the square.
     """
     return np.where(slack >= 0, generator.integers(np.maximum(slack, 0) + 1), slack // 2)
 
 
 def _prepend_image(image: int, positions: Positions) -> Positions:
-    """Return positions (k, 3) with the image number in front of row and column."""
+    """Return positions (k, 3): the given image number, row and column."""
     return np.column_stack([np.full(len(positions), float(image)), positions]).reshape(-1, 3)

@@ -1,8 +1,8 @@
 """Divide samples into training, validation and test sets, and select reduced training sets (regimes).
 
-Splits come from a `split.csv` of the user, or are drawn at random within strata (groups such as organs or classes). The
-same seed has the same result on every machine and for any order of the items. A smaller regime is always a subset of
-a larger one.
+The items that are divided are samples, or the cases (patients) of the samples. Splits come from a `split.csv` of the
+user, or are drawn at random within strata (groups of items, such as organs or classes). The same seed gives the same
+result on every machine and for any order of the items. A smaller regime is always a subset of a larger one.
 """
 
 from collections import defaultdict
@@ -21,7 +21,7 @@ AMIDA13_VALID_CASES = frozenset({3, 5, 7, 10})  # with 92 mitoses, as in the pap
 AMIDA13_TRAIN_CASES = frozenset(range(1, 13)) - AMIDA13_VALID_CASES
 AMIDA13_TEST_CASES = frozenset(range(13, 24))
 
-KUMAR_FIELDS = {"train": 3, "valid": 1, "test": 2}  # of the six fields of an organ
+KUMAR_FIELDS = {"train": 3, "valid": 1, "test": 2}  # number of fields of each organ
 
 
 # Splits
@@ -42,7 +42,7 @@ def split_strata(strata: Mapping[str, str], counts: Mapping[str, int], seed: int
     """Divide the items of every stratum at random, with a fixed number of items in each split.
 
     `strata` maps each item to its stratum; `counts` maps each split to its number of items. Returns the split of each
-    item. Raises ValueError if a stratum has another number of items than all splits together.
+    item. Raises ValueError unless every stratum has exactly as many items as all splits together.
     """
     splits: dict[str, str] = {}
     for stratum, items in _group_by_stratum(strata).items():
@@ -60,8 +60,9 @@ def split_strata(strata: Mapping[str, str], counts: Mapping[str, int], seed: int
 def split_fractions(strata: Mapping[str, str], fractions: Mapping[str, float], seed: int) -> dict[str, str]:
     """Divide the items of every stratum at random, with a fixed fraction of items in each split.
 
-    Fractions are rounded down; the first split receives the remainder. If a stratum has enough items, each split
-    receives at least one. Returns the split of each item.
+    `strata` maps each item to its stratum; `fractions` maps each split to its fraction. Numbers of items are rounded
+    down; the first split receives the remainder. If a stratum has enough items, each split receives at least one.
+    Returns the split of each item.
     """
     first, *others = fractions
     splits: dict[str, str] = {}
@@ -76,10 +77,11 @@ def split_fractions(strata: Mapping[str, str], fractions: Mapping[str, float], s
 def read_split_file(
     root: Path, column: str, present: Collection[str], key_of: Callable[[str], str] = str
 ) -> tuple[dict[str, Row] | None, list[Finding]]:
-    """Read the `split.csv` of a folder; return its rows by item, and findings.
+    """Read the `split.csv` of a folder; return a dictionary from items to rows, and findings.
 
     `column` is the column with the names of items (case, image or id); `key_of` converts a cell to the name of an item.
-    Rows of items that are not in `present` are left out, with a finding. The rows are None if the file does not exist.
+    `present` are the items in the folder. Rows of other items are left out, with a finding. If the file does not exist,
+    None is returned instead of the dictionary.
     """
     path = root / SPLIT_FILE
     if not path.is_file():
@@ -98,7 +100,10 @@ def read_split_file(
         findings.append(Finding(path.name, message))
     if missing := sorted(rows.keys() - set(present)):
         findings.append(
-            Finding(path.name, f"lists {count_and_list(missing, column)} that the folder does not contain.")
+            Finding(
+                path.name,
+                f"lists {count_and_list(missing, column)} that the folder does not contain; correct these lines.",
+            )
         )
     if unlisted := sorted(set(present) - rows.keys()):
         findings.append(note_without_split(unlisted, column))
@@ -115,12 +120,13 @@ def note_without_split(names: Sequence[str], column: str) -> Finding:
 
 
 def find_leaks(splits: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a message for every patient that is in more than one split; `splits` contains pairs (patient, split)."""
+    """Return a message for every patient (or slide) in more than one split; `splits` are pairs (patient, split)."""
     splits_of: dict[str, set[str]] = defaultdict(set)
     for patient, split in splits:
         splits_of[patient].add(split)
     return [
-        f"patient {patient} is in {' and '.join(s for s in SPLITS if s in names)}; move all images to one split."
+        f"patient or slide {patient} is in {' and '.join(s for s in SPLITS if s in names)}; move all of its images to "
+        f"one split."
         for patient, names in sorted(splits_of.items())
         if len(names) > 1
     ]
@@ -148,15 +154,19 @@ def select_per_stratum(strata: Mapping[str, str], count: int, seed: int) -> list
     selected: list[str] = []
     for stratum, items in _group_by_stratum(strata).items():
         if not 1 <= count <= len(items):
-            raise DataError(f"The regime is {count} images of each organ; expected 1 to {len(items)} ({stratum!r}).")
+            raise DataError(
+                f"The regime is {count} images of each organ; expected 1 to {len(items)}, the number of training "
+                f"images of {stratum!r}."
+            )
         selected += _shuffle(items, seed, stratum)[:count]
     return sorted(selected)
 
 
 def select_fraction(labels: NDArray[np.integer], fraction: float, seed: int) -> NDArray[np.int64]:
-    """Select a fraction of the items of every class at random, at least one item of each.
+    """Select a fraction of the items of every class at random, at least one item of each class.
 
-    Returns indices into `labels`, in increasing order. A smaller selection is a subset of a larger one.
+    `labels` contains the class number of each item. Returns indices into `labels`, in increasing order. A smaller
+    selection is a subset of a larger one.
     """
     if not 0 < fraction <= 1:
         raise DataError(f"The regime is {fraction}; expected a fraction of the training set above 0 and up to 1.")
@@ -176,7 +186,7 @@ def _group_by_stratum(strata: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _shuffle(items: Sequence[str], seed: int, *context: Hashable) -> list[str]:
-    """Return the items in a random order; it depends on the seed and the set of items, not on their given order."""
+    """Return the items in a random order, which depends on the seed, the context and the set of items."""
     ordered = sorted(items)
     return [ordered[i] for i in _generator(seed, *context).permutation(len(ordered))]
 

@@ -46,8 +46,8 @@ def order(orientations: int, reflections: bool = False) -> int:
 def multiplication_table(orientations: int, reflections: bool = False, device: torch.device | None = None) -> Tensor:
     """Return the multiplication table (G, G) of the group.
 
-    Row g, column h has the index of the product g·h, which applies h first and then g. The table follows from
-    Rᵢ Mᵐ · Rⱼ Mⁿ = R_{i ± j} Mᵐ⁺ⁿ, with the minus sign if m is 1.
+    The entry in row g and column h is the index of the product g·h, which applies h first and then g. The table follows
+    from Rᵢ Mᵐ · Rⱼ Mⁿ = R_{i ± j} Mᵐ⁺ⁿ, with the minus sign if m is 1.
 
     >>> rp.group.multiplication_table(1, reflections=True).tolist()
     [[0, 1], [1, 0]]
@@ -106,7 +106,7 @@ def disc_mask(size: int) -> Tensor:
     21
     """
     if size < 1 or size % 2 == 0:
-        raise ValueError(f"kernel_size must be odd and at least 1, so that a rotation has a center; got {size}.")
+        raise ValueError(f"kernel_size must be odd and at least 1, so that the kernel has a center pixel; got {size}.")
     squared = centered_coordinates(size) ** 2
     return squared[:, None] + squared[None, :] <= (size / 2) ** 2
 
@@ -150,8 +150,8 @@ def reflect_index(index: Tensor, size: int | Tensor) -> Tensor:
 def output_size(size: int, window: int, stride: int = 1, padding: int = 0, dilation: int = 1) -> int:
     """Return the output size of a convolution or pooling layer along one axis of `size` pixels.
 
-    All sizes are in pixels. Raises ValueError if the windows do not cover the axis exactly: remaining pixels at one end
-    would make the layer not equivariant, without any other error. The message names sizes that fit.
+    All sizes are in pixels. Raises ValueError if the windows do not cover the axis exactly, because the layer would
+    ignore the remaining pixels at one end and not be equivariant. The message names sizes that fit.
 
     >>> rp.group.output_size(68, window=5), rp.group.output_size(64, window=2, stride=2)
     (64, 32)

@@ -4,7 +4,7 @@ A kernel has size × size entries, with an odd size, and P base weights. P is th
 diameter `size` (`disc_mask`), so that networks of all families have the same number of weights. The rotated kernel is
 a matrix (size², P) times the base weights. A family is a function that returns this matrix in float64, for a size and
 an angle in radians. "bilinear" interpolates, as in the paper; "gaussian" and "harmonic" rotate a basis of smooth
-functions.
+functions. N is the number of orientations, G the length of the orientation axis: N, or 2N with reflections.
 
 To add a family, write such a function, add a row to KERNEL_FAMILIES, and add its name to `Kernel`.
 """
@@ -30,11 +30,12 @@ KERNELS = get_args(Kernel)
 
 GAUSSIAN_PX = 0.6  # standard deviation; narrower Gaussians miss pixels, wider ones overlap their neighbors too much
 
-# Harmonics are fitted to a statistical model of images: Gaussian blobs of several sizes, an octave apart, because
-# natural images look alike on all scales, and a little white noise, for details that do not rotate with the image.
+# Harmonics are fitted to a statistical model of images: Gaussian blobs plus a little white noise. The blobs have
+# several sizes, each twice the previous one, because natural images look alike on all scales. The noise stands for
+# details that do not rotate with the image.
 BLOBS_PX = (1.0, 2.0, 4.0, 8.0)  # standard deviations
 NOISE = 1e-4  # variance
-GAIN_EXPONENT = 1 / 12  # the gain of a harmonic is its energy to this power: smooth harmonics weigh more
+GAIN_EXPONENT = 1 / 12  # harmonics are scaled by their energy to this power, so that smooth harmonics weigh more
 QUADRANT_ANGLES = 16  # number of angles from 0° to 90° over which the response to rotated images is averaged
 
 
@@ -44,9 +45,9 @@ QUADRANT_ANGLES = 16  # number of angles from 0° to 90° over which the respons
 def rotation_map(size: int, orientations: int, kernel: str = "bilinear", reflections: bool = False) -> Tensor:
     """Return the matrices that convert base weights to the kernels of all orientations, (G, size², P) in float64.
 
-    Slice i times the base weights (P,) is the kernel rotated by θᵢ, as (size²,). G is the number of orientations N, or
-    2N with reflections. Rotations by 90° and flips only permute the rows of a matrix, and are therefore exact. Raises
-    ValueError for an unknown kernel family.
+    Matrix i times the base weights (P,) is the kernel (size²,) rotated by θᵢ = 360°·i / N. With reflections, matrix
+    N + i is for the kernel that is flipped left to right and then rotated by θᵢ. Rotations by 90° and flips permute the
+    rows of a matrix only, and are therefore exact. Raises ValueError for an unknown kernel family.
     """
     check_orientations(orientations)
     if kernel not in KERNEL_FAMILIES:
@@ -65,29 +66,30 @@ def rotation_map(size: int, orientations: int, kernel: str = "bilinear", reflect
 
 
 def lift_kernels(weight: Tensor, rotation: Tensor) -> Tensor:
-    """Return the weights of an ordinary convolution, (O·N, C, n, n), that is equal to a lifting convolution.
+    """Return the weights (O·G, C, n, n) of an ordinary convolution that is equal to a lifting convolution.
 
-    `weight` (O, C, P) are the base weights, for O output and C input channels. `rotation` is a `rotation_map`.
+    `weight` (O, C, P) are the base weights, for O output and C input channels. `rotation` is a `rotation_map` for the
+    kernel size n.
     """
     kernels = torch.einsum("ocp,irp->oirc", weight, rotation)
     return _as_conv2d_weight(kernels)
 
 
 def group_kernels(weight: Tensor, rotation: Tensor, reflections: bool = False) -> Tensor:
-    """Return the weights of an ordinary convolution, (O·N, C·N, n, n), that is equal to a group convolution.
+    """Return the weights (O·G, C·G, n, n) of an ordinary convolution that is equal to a group convolution.
 
-    `weight` (O, C, N, P) are the base weights, for O output and C input channels. `rotation` is a `rotation_map`. With
-    reflections, N is the length of the whole orientation axis, including reflected entries.
+    `weight` (O, C, G, P) are the base weights, for O output and C input channels. `rotation` is a `rotation_map` for
+    the kernel size n.
     """
     orientations = weight.shape[2] // 2 if reflections else weight.shape[2]
     shift = orientation_shift(orientations, weight.device, reflections)
-    shifted = weight[:, :, shift]  # (O, C, N, N, P), the two N for output and input orientation
-    kernels = torch.einsum("ocijp,irp->oircj", shifted, rotation).flatten(3)  # (O, N, n², C·N)
+    shifted = weight[:, :, shift]  # (O, C, G, G, P), the two G for output and input orientation
+    kernels = torch.einsum("ocijp,irp->oircj", shifted, rotation).flatten(3)  # (O, G, n², C·G)
     return _as_conv2d_weight(kernels)
 
 
 def _as_conv2d_weight(kernels: Tensor) -> Tensor:
-    """Reshape kernels (O, N, n², C) to the weights of a convolution (O·N, C, n, n), channels-last in memory."""
+    """Reshape kernels (O, G, n², C) to the weights of a convolution (O·G, C, n, n), channels-last in memory."""
     size = math.isqrt(kernels.shape[2])
     outputs, orientations, _, inputs = kernels.shape
     # With a single orientation, a reshape alone would keep the memory layout of the einsum.
@@ -95,12 +97,13 @@ def _as_conv2d_weight(kernels: Tensor) -> Tensor:
 
 
 def effective_taps(size: int, orientations: int, correlation: float, kernel: str = "bilinear") -> float:
-    """Return the effective number of base weights of a rotated kernel: the fan-in for weight initialization.
+    """Return the effective number of base weights of a rotated kernel, for the fan-in of weight initialization.
 
-    It is less than P, because interpolation reduces the variance of the outputs at angles other than multiples of 90°:
-    for a 5 × 5 kernel at 45° to 86 % if all pixels of a patch are equal, and to 43 % if they are uncorrelated.
-    `correlation` is that of the pixels in a patch, from 0 (uncorrelated) to 1 (equal). The result is averaged over
-    orientations.
+    It is the variance of the output of a kernel, for base weights and pixels of variance 1, averaged over orientations.
+    `correlation` is the correlation of the pixels under the kernel, from 0 (uncorrelated) to 1 (equal). For "bilinear",
+    the result is P at most, because interpolation at angles other than multiples of 90° reduces the variance: for a
+    5 × 5 kernel at 45° to 86 % if the pixels are equal, and to 43 % if they are uncorrelated. For "gaussian" and
+    "harmonic", it can be greater than P.
     """
     rotation = rotation_map(size, orientations, kernel)
     constant = rotation.sum(dim=1).square().sum(dim=1).mean()
@@ -149,8 +152,9 @@ def gaussian_map(size: int, radians: float) -> Tensor:
 def harmonic_map(size: int, radians: float) -> Tensor:
     """Return the matrix (size², P) of a basis of circular harmonics: kernels that are easy to rotate.
 
-    Rotating a harmonic of frequency m by θ multiplies it by exp(-imθ). The real and the imaginary part of each harmonic
-    have a base weight each, and rotation mixes these two only. The norm of a kernel does not depend on the angle.
+    Rotating a harmonic of frequency m by θ multiplies it by exp(-imθ). Its real part and its imaginary part have one
+    base weight each, and a rotation mixes only these two. A harmonic of frequency 0 is real and has one base weight.
+    The norm of a kernel does not depend on the angle.
     """
     kernels, frequencies = circular_harmonics(size)
     rotated = kernels * torch.polar(torch.ones_like(frequencies), -frequencies * radians)
@@ -179,11 +183,11 @@ class _Harmonic(NamedTuple):
 
 @lru_cache(maxsize=16)
 def circular_harmonics(size: int) -> tuple[Tensor, Tensor]:
-    """Choose the K harmonics that rotate most exactly; return kernels (size², K), complex, and frequencies (K,).
+    """Choose the K harmonics that rotate most exactly. Return complex kernels (size², K) and their frequencies (K,).
 
-    Harmonics of frequency 0 are real and need one base weight, all others two; in total P weights are used. Harmonics
-    that rotate more exactly, and smoother ones, have a higher gain. Together the kernels have the same norm as the
-    bilinear kernels at 0°.
+    Harmonics of frequency 0 need one base weight, all others need two. K is the number of harmonics that need P base
+    weights in total. Harmonics that rotate more exactly, and smoother ones, are scaled to larger values. Together, the
+    kernels have the same norm as the bilinear kernels at 0°.
     """
     candidates = [harmonic for frequency in range(2 * size - 1) for harmonic in _find_harmonics(size, frequency)]
     taps = left = int(disc_mask(size).sum())
@@ -234,10 +238,10 @@ def _find_harmonics(size: int, frequency: int) -> list[_Harmonic]:
 
 
 def _symmetric_kernels(size: int, frequency: int) -> Tensor:
-    """Return a basis (size², Q), complex, of all kernels that behave as harmonics under 90° rotations and reflections.
+    """Return a complex basis (size², Q) of all kernels that behave as harmonics under 90° rotations and reflections.
 
-    A rotation by 90° multiplies such a kernel by iᵐ, and a reflection conjugates it. Harmonics are real linear
-    combinations of this basis.
+    A counter-clockwise rotation by 90° multiplies such a kernel by (-i)ᵐ, for the frequency m. An up-down flip
+    conjugates it. Harmonics are real linear combinations of this basis.
     """
     x, y = rotated_coordinates(size)
     far, near = torch.maximum(x.abs(), y.abs()), torch.minimum(x.abs(), y.abs())

@@ -1,8 +1,9 @@
 """Rotate and flip images and features, and interpolate between the orientations of features.
 
 Positive angles are counter-clockwise on the screen. Rotations by multiples of 90° move pixels without interpolation and
-are exact; other angles interpolate. Features are (B, C, N, H, W), with N orientations. The last section treats the
-values along the orientation axis as N samples of a function of the angle θ.
+are exact. Rotations by other angles interpolate. Features are (B, C, N, H, W) with N orientations, or (B, C, 2N, H, W)
+with reflections. The functions from `count_frequencies` to `interpolate_peak` treat the values along the orientation
+axis as N samples of a function of the angle θ.
 """
 
 import math
@@ -14,7 +15,7 @@ from torch.nn import functional
 
 from rotopath.group.grid import centered_coordinates, check_orientations, reflect_index
 
-# All images of a batch by the same angle
+# Rotate all images of a batch by the same angle
 
 
 def rotate(x: Tensor, angle: float) -> Tensor:
@@ -40,7 +41,8 @@ def rotate_features(x: Tensor, angle: float, reflections: bool = False) -> Tenso
     if abs(steps - round(steps)) > 1e-9:
         raise ValueError(
             f"Features with {orientations} orientations rotate in steps of {360 / orientations:g}°, and {angle:g}° is "
-            f"between two of them; use a multiple of the step, or measure a whole network from images to images."
+            f"between two of them; use a multiple of {360 / orientations:g}°. For other angles, measure a network "
+            f"whose outputs are maps (B, C, H, W), such as a network that ends with Project."
         )
     return rotate(halves, angle).roll(round(steps), dims=3).flatten(2, 3)
 
@@ -67,7 +69,8 @@ def _split_halves(x: Tensor, reflections: bool) -> Tensor:
     """
     if reflections and x.shape[2] % 2:
         raise ValueError(
-            f"Features with reflections have an even number of entries along the orientation axis; got {x.shape[2]}."
+            f"Features with reflections have an even number of entries along the orientation axis; got {x.shape[2]}. "
+            f"Build all layers with reflections=True."
         )
     return torch.unflatten(x, 2, (2 if reflections else 1, -1))
 
@@ -95,9 +98,10 @@ def _rotate_by_splines(x: Tensor, radians: float) -> Tensor:
 
 
 def _spline_taps(coordinates: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the four indices of coefficients, and their weights, from which a cubic spline is computed.
+    """Return four pairs (indices, weights), with which a cubic spline is evaluated at `coordinates`.
 
-    Each of the four pairs (indices, weights) has the shape of `coordinates`, along an axis of `size` samples.
+    The value of the spline is the sum over the pairs of weight times coefficient at the index. `coordinates` are
+    positions along an axis of `size` samples. Indices and weights have the shape of `coordinates`.
     """
     t = coordinates - coordinates.floor()
     weights = ((1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, 1 + 3 * t * (1 + t - t**2), t**3)
@@ -117,7 +121,7 @@ def _spline_filter(size: int) -> Tensor:
         return coefficients
 
 
-# Each image of a batch by its own angle, for augmentation
+# Rotate each image of a batch by its own angle, for augmentation
 
 
 def apply_symmetries(x: Tensor, symmetries: Tensor) -> Tensor:
@@ -127,7 +131,9 @@ def apply_symmetries(x: Tensor, symmetries: Tensor) -> Tensor:
     """
     size = x.shape[-1]
     if x.shape[-2] != size:
-        raise ValueError(f"Only squares have all eight symmetries; got images of {x.shape[-2]} × {size} px.")
+        raise ValueError(
+            f"Only squares have all eight symmetries; got images of {x.shape[-2]} × {size} px. Crop them to squares."
+        )
     sources = _symmetry_sources(size, x.device)[symmetries]  # (B, H·H)
     # All channels of a pixel are read together, and the result is channels-last in memory, which convolutions prefer.
     pixels = x.permute(0, 2, 3, 1).reshape(x.shape[0], size * size, -1)  # (B, H·H, C)
@@ -168,8 +174,8 @@ def rotate_each(x: Tensor, degrees: Tensor, nearest: bool = False) -> Tensor:
 def count_frequencies(orientations: int) -> int:
     """Return the number of Fourier frequencies along the orientation axis that layers use: k = 1 … ⌊N/4⌋.
 
-    These have four or more samples per period. The amplitudes of higher frequencies are less stable: they change if an
-    image is rotated by an angle between two of the N rotations.
+    These frequencies have four or more samples per period. The amplitudes of higher frequencies are less stable: they
+    change if an image is rotated by an angle between two of the N rotations.
     """
     check_orientations(orientations)
     return orientations // 4
@@ -178,9 +184,10 @@ def count_frequencies(orientations: int) -> int:
 def fourier_map(orientations: int, reflections: bool = False) -> Tensor:
     """Return the linear map (G, P, K), in float64, from an orientation axis to Fourier components of K frequencies.
 
-    P = 2 for cosine and sine, or 4 with reflections, for both halves of the axis. The sum over P of the squared
-    components is the squared amplitude: a² for a·cos(kθ - φ). Rotation shifts the axis and does not change this sum.
-    With reflections, the sum is the mean of both halves, so that flips do not change it either.
+    Each frequency has P = 2 components, cosine and sine, or P = 4 with reflections: two for each half of the axis. The
+    sum over P of the squared components is the squared amplitude: a² for a·cos(kθ - φ). A rotation shifts the axis and
+    does not change this sum. With reflections, the sum is the mean of the squared amplitudes of both halves, so that
+    flips do not change it either.
 
     >>> values = 3 * torch.cos(2 * torch.pi / 8 * torch.arange(8) - 0.7)
     >>> components = torch.einsum("g,gpk->pk", values.double(), rp.group.fourier_map(8))
@@ -200,11 +207,12 @@ def fourier_map(orientations: int, reflections: bool = False) -> Tensor:
 
 
 def interpolate_peak(values: Tensor, reflections: bool = False) -> tuple[Tensor, Tensor]:
-    """Find the peak along the orientation axis of `values` (..., G); return its value and its angle, both (...).
+    """Return the largest of `values` (..., G) along the orientation axis, and its angle, both (...).
 
-    The angle, in radians from 0 to 2π, is interpolated: it is the maximum of the wave b + a·cos(θ - φ) through the
-    largest value and its two neighbors. With fewer than three orientations it is the angle of the largest value. If all
-    values are equal, it is 0.
+    The angle is in radians from 0 to 2π. It is interpolated: the wave b + a·cos(θ - φ) through the largest value and
+    its two neighbors has its maximum at this angle. With fewer than three orientations, the angle is that of the
+    largest value. If all values are equal, it is 0. With reflections, only the half of the orientation axis with the
+    largest value is used.
 
     >>> values = 1 + torch.cos(2 * torch.pi / 8 * torch.arange(8) - 0.7)
     >>> round(float(rp.group.interpolate_peak(values)[1]), 4)
@@ -224,6 +232,9 @@ def interpolate_peak(values: Tensor, reflections: bool = False) -> tuple[Tensor,
     angle = angles.gather(-2, higher)[..., 0, 0] % (2 * math.pi)
     largest = values.amax(dim=-1)  # unlike max, amax divides the gradient among equal values
     return largest, torch.where(largest > values.amin(dim=-1), angle, torch.zeros_like(angle))
+
+
+# Lines
 
 
 def line_angle(kernel: Tensor) -> Tensor:
@@ -246,7 +257,7 @@ def line_angle(kernel: Tensor) -> Tensor:
 def line_direction(angle: float) -> tuple[float, float, float]:
     """Return (fraction, right, up) for a line at an angle from vertical, in radians, counter-clockwise.
 
-    `fraction` is the angle modulo π, divided by π; (right, up) is the unit vector along the line.
+    `fraction` is the angle modulo π, divided by π: from 0 to 1. (right, up) is the unit vector along the line.
 
     >>> [round(number, 3) for number in rp.group.line_direction(1.25 * torch.pi)]
     [0.25, -0.707, 0.707]

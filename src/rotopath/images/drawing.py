@@ -1,7 +1,8 @@
 """Draw predictions on images: a heat map and objects on a slide, or an orientation field on an image.
 
 `draw_overlay` returns a reduced image of a slide that fits on a screen. `draw_orientations` returns an enlarged image
-with short lines (strokes) that show the orientation of structures.
+with short lines (strokes) that show the orientation of structures. An orientation field is a strength and an angle at
+each pixel.
 """
 
 import colorsys
@@ -17,11 +18,11 @@ from rotopath.images.slides import Slide
 
 MAX_OVERLAY_PX = 1600  # maximum length of the longer side of an overlay
 MAX_HEAT_OPACITY = 0.55  # opacity of the color where the heat map is 1
-MAX_OUTLINE_UM_PX = 2.0  # at coarser pixel spacings, outlines of nuclei would be dots, and are not drawn
-RING_RADIUS_UM, MIN_RING_RADIUS_PX = 15.0, 7  # of the rings around points
+MAX_OUTLINE_UM_PX = 2.0  # at coarser pixel spacings, outlines of detections would be dots, and are not drawn
+RING_RADIUS_UM, MIN_RING_RADIUS_PX = 15.0, 7  # radius of the rings around points
 MAX_DRAWN = 20_000  # maximum number of objects that are drawn
 
-ORIENTATION_SCALE = 4  # enlargement of the image
+ORIENTATION_SCALE = 4  # `draw_orientations` enlarges the image by this factor
 SUPERSAMPLING = 2  # strokes are drawn larger by this factor and then reduced, for smooth lines
 MIN_STROKE = 0.3  # strokes shorter than this fraction of the longest stroke are not drawn
 SATURATION = 0.45  # the color saturation of the image is reduced to this fraction, so that strokes stand out
@@ -41,13 +42,13 @@ def draw_overlay(
     """Draw a heat map and objects on a slide, and return the image, reduced to fit on a screen.
 
     `heat` (rows, columns) are probabilities. `top_class` (rows, columns) is the index of the most probable class at
-    each pixel of the heat map, and selects its color from `colors`; if it is None, the first color is used.
-    `heat_frame` is the upper left corner (row, column) of the heat map and the side of a heat-map pixel, both in pixels
-    of level 0.
+    each pixel of the heat map, and selects the color of the pixel from `colors`; if it is None, the first color is
+    used. `heat_frame` is the upper left corner (row, column) of the heat map and the side of a heat-map pixel, both in
+    pixels of level 0. Only the first `MAX_DRAWN` objects are drawn; objects without a color get the first color.
     """
     spacing = max(slide.spacing_um_px, max(slide.size_px) * slide.spacing_um_px / MAX_OVERLAY_PX)
     height, width = slide.size_at(spacing)
-    scale = slide.spacing_um_px / spacing  # from level 0 to the overlay
+    scale = slide.spacing_um_px / spacing  # side of a pixel of level 0, in pixels of the overlay
     overlay = Image.fromarray(slide.read(0, 0, height, width, spacing))
     (top, left), side = heat_frame
     step = 1 / (scale * side)
@@ -71,7 +72,11 @@ def draw_overlay(
 def _draw_object(
     pen: ImageDraw.ImageDraw, item: SlideObject, color: tuple[int, int, int], scale: float, spacing_um_px: float
 ) -> None:
-    """Draw a ring around a point, or the outline of an object if it is large enough to be visible."""
+    """Draw a ring around a point, or the outline of an object.
+
+    Outlines of detections are drawn only if the pixel spacing of the overlay is at most `MAX_OUTLINE_UM_PX`. `scale` is
+    the side of a pixel of level 0, in pixels of the overlay.
+    """
     if isinstance(item.shape, Point):
         row, column = item.shape.row * scale, item.shape.column * scale
         radius = max(MIN_RING_RADIUS_PX, RING_RADIUS_UM / spacing_um_px)
@@ -96,9 +101,10 @@ def draw_orientations(
     """Draw an orientation field on an image (H, W, 3), and return the image, enlarged four times.
 
     `strength` and `angle` (h, w) are the field; maps smaller than the image are centered on it. Each square of
-    `every_px` by `every_px` pixels gets one stroke, at its strongest pixel. Length shows the strength, color the angle.
-    Angles are in radians from vertical, counter-clockwise. `line_angle` is added to all angles; pass
-    `group.line_angle(kernel)` to draw the lines to which a kernel responds. Raises ValueError if the maps do not fit.
+    `every_px` by `every_px` pixels gets at most one stroke, at the pixel with the highest strength. The length of a
+    stroke shows the strength, and its color shows the angle. Angles are in radians from vertical, counter-clockwise.
+    `line_angle` is added to all angles; pass `group.line_angle(kernel)` to draw the lines to which a kernel responds.
+    Raises ValueError if an argument has the wrong type or shape, or if the maps cannot be centered on the image.
     """
     top, left = _expect_margins(image, strength, angle, every_px)
     scale = ORIENTATION_SCALE * SUPERSAMPLING
@@ -137,14 +143,17 @@ def _stroke_color(fraction: float) -> tuple[int, int, int]:
 def _expect_margins(
     image: NDArray[np.uint8], strength: NDArray[np.floating], angle: NDArray[np.floating], every_px: int
 ) -> tuple[int, int]:
-    """Check the arguments of `draw_orientations`; return the widths of the image above and to the left of the maps."""
+    """Check the arguments of `draw_orientations`, and return the position of the maps on the image.
+
+    Returns the number of image rows above the maps, and the number of image columns to the left of them.
+    """
     if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
         raise ValueError(
             f"draw_orientations needs an image (H, W, 3) of uint8; got {image.dtype} of shape {image.shape}."
         )
     if strength.ndim != 2 or strength.shape != angle.shape:
         raise ValueError(
-            f"draw_orientations needs strength and angle of one channel, (H, W) both; got {strength.shape} and "
+            f"draw_orientations needs strength and angle of the same shape (h, w); got {strength.shape} and "
             f"{angle.shape}."
         )
     if every_px < 1:
@@ -152,7 +161,7 @@ def _expect_margins(
     rows, columns = image.shape[0] - strength.shape[0], image.shape[1] - strength.shape[1]
     if min(rows, columns) < 0 or rows % 2 or columns % 2:
         raise ValueError(
-            f"draw_orientations needs maps that can be centered on the image, but maps of {strength.shape} px cannot "
-            f"be centered on {image.shape[:2]} px; crop the image or the maps."
+            f"draw_orientations needs maps as large as the image, or smaller by an even number of rows and of columns; "
+            f"maps of {strength.shape} px cannot be centered on {image.shape[:2]} px; crop the image or the maps."
         )
     return rows // 2, columns // 2

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 
-PLAUSIBLE_UM_PX = (0.05, 5.0)  # a pixel spacing outside this range is that of a print or a screen, not of a microscope
+PLAUSIBLE_UM_PX = (0.05, 5.0)  # a spacing outside this range is for a printer or a screen, not of a microscope
 UM_PER_INCH = 25_400.0
 NUMBER_PATTERN = r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)"
 _WARNING_FILTERS = Lock()  # warning filters belong to the whole process, so only one thread changes them at a time
@@ -63,16 +63,16 @@ def read_labels(path: Path) -> NDArray[np.int32]:
         if len(image.getbands()) != 1 or image.mode in ("F", "1"):
             raise UnreadableImageError(
                 path,
-                f"is not a label map: it has mode {image.mode}, but object numbers need one gray channel "
-                f"of 8, 16 or 32 bits.",
+                f"is not a label map: it has mode {image.mode}, but object numbers need one gray channel of 8, 16 or "
+                f"32 bits; save it in this form.",
             )
         labels = np.array(image)
     largest = np.iinfo(np.int32).max
     if labels.min() < 0 or labels.max() > largest:
         raise UnreadableImageError(
             path,
-            f"is not a label map: it holds numbers from {labels.min()} to {labels.max()}, but object numbers "
-            f"are 0 to {largest}.",
+            f"is not a label map: it holds numbers from {labels.min()} to {labels.max()}, but object numbers are 0 to "
+            f"{largest}; renumber its objects.",
         )
     return labels.astype(np.int32)
 
@@ -95,7 +95,10 @@ def image_size_px(path: Path) -> tuple[int, int]:
 
 
 def spacing_um_px(path: Path) -> float | None:
-    """Read the pixel spacing in µm/px from the metadata (Aperio, OME, TIFF or PNG); None if it is not stated."""
+    """Read the pixel spacing in µm/px (the width of a pixel) from the metadata (Aperio, OME, TIFF or PNG).
+
+    Returns None if it is missing or implausible.
+    """
     size = pixel_size_um(path)
     return None if size is None else size[1]
 
@@ -114,7 +117,10 @@ def pixel_size_um(path: Path) -> tuple[float, float] | None:
 
 
 def parse_pixel_size_um(description: str) -> tuple[float, float] | None:
-    """Return the height and width of a pixel in µm from a TIFF description by Aperio or OME software, or None."""
+    """Parse the height and width of a pixel in µm from the image description in a TIFF file (Aperio or OME).
+
+    Returns None if they are missing or implausible.
+    """
     if aperio := re.search(rf"\bMPP\s*=\s*{NUMBER_PATTERN}", description):
         return _plausible_size(float(aperio[1]), float(aperio[1]))
     if not (width := _parse_ome_size_um(description, "X")):
@@ -123,7 +129,7 @@ def parse_pixel_size_um(description: str) -> tuple[float, float] | None:
 
 
 def is_plausible(spacing: float) -> bool:
-    """Return whether a pixel spacing in µm/px is possible for a microscope image."""
+    """Return whether a pixel spacing in µm/px is plausible for a microscope image."""
     return PLAUSIBLE_UM_PX[0] <= spacing <= PLAUSIBLE_UM_PX[1]
 
 
@@ -150,7 +156,9 @@ def _open_image(path: Path) -> Iterator[Image.Image]:
     except FileNotFoundError:
         raise UnreadableImageError(path, "does not exist.") from None
     except UnidentifiedImageError:
-        raise UnreadableImageError(path, "is not an image that can be read (TIFF, PNG, JPEG, ...).") from None
+        raise UnreadableImageError(
+            path, "is not an image in a supported format; convert it to TIFF, PNG or JPEG."
+        ) from None
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
         raise UnreadableImageError(
             path, "is too large to be read as a whole; save it as a tiled TIFF, which is read in parts."

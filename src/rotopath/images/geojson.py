@@ -1,8 +1,8 @@
 """Trace the outlines of objects in label maps, and read and write objects as GeoJSON files for QuPath.
 
 A label map (H, W) contains an object number at each pixel, and 0 for background. Outlines are polygons. A polygon has
-an outer ring and a ring for each hole. Vertices are (row, column) at corners of pixels, as in QuPath: pixel (0, 0)
-extends from (0, 0) to (1, 1). Filling an outline gives exactly the pixels that it was traced from.
+an outer ring and a ring for each hole; a ring is a closed line. Vertices are (row, column) at corners of pixels, as in
+QuPath: pixel (0, 0) extends from (0, 0) to (1, 1). Filling an outline gives exactly the pixels that it was traced from.
 
 GeoJSON files are FeatureCollections (RFC 7946) and are written atomically. Objects in memory have coordinates (row,
 column) in pixels of level 0. Positions in GeoJSON files are (x, y), that is (column, row).
@@ -27,7 +27,7 @@ from rotopath.writing import atomic_file
 
 DECIMALS = 2  # coordinates in files are rounded to a hundredth of a pixel
 HEAD, TAIL = '{"type": "FeatureCollection", "features": [\n', "\n]}\n"
-DETECTION_TYPES = ("detection", "cell", "tile")  # QuPath's other types are read as annotations
+DETECTION_TYPES = ("detection", "cell", "tile")  # QuPath types that are read as detections; others become annotations
 EAST, SOUTH, WEST, NORTH = range(4)
 STEPS = np.array([(0, 1), (1, 0), (0, -1), (-1, 0)])  # (rows, columns) of one step in each of these directions
 
@@ -76,7 +76,7 @@ class SlideObject:
     """An object on a slide, with coordinates in pixels of level 0."""
 
     shape: Point | tuple[Polygon, ...]  # a position, or the polygons of an outline
-    kind: Literal["detection", "annotation"] = "detection"  # QuPath users can edit annotations only
+    kind: Literal["detection", "annotation"] = "detection"  # in QuPath, users can edit annotations but not detections
     class_name: str = ""
     color: tuple[int, int, int] | None = None  # of the class
     measurements: Mapping[str, float] = field(default_factory=dict)
@@ -91,7 +91,10 @@ class SlideObject:
         return UUID(bytes=hashlib.sha256(content.encode()).digest()[:16], version=5)
 
     def to_feature(self, origin_px: tuple[float, float] = (0, 0)) -> dict[str, Any]:
-        """Convert to a GeoJSON feature, relative to an origin (row, column); NaN and infinity raise ValueError."""
+        """Return the object as a GeoJSON feature, with coordinates relative to `origin_px` (row, column) on level 0.
+
+        Raises ValueError if a coordinate or a measurement is NaN or infinite.
+        """
         properties: dict[str, Any] = {"objectType": self.kind}
         if self.class_name:
             color = {} if self.color is None else {"color": list(self.color)}
@@ -127,7 +130,7 @@ def trace_outlines(
     [[1.0, 5.0], [3.0, 5.0], [3.0, 2.0], [1.0, 2.0]]
     """
     parts: NDArray[np.int64] = label(labels, background=0, connectivity=1)  # type: ignore[no-untyped-call]
-    numbers = np.zeros(int(parts.max(initial=0)) + 1, np.int64)  # number of the object of each part
+    numbers = np.zeros(int(parts.max(initial=0)) + 1, np.int64)  # object number of each part
     numbers[parts.ravel()] = labels.ravel()
     rings: defaultdict[int, list[Ring]] = defaultdict(list)
     for part, ring in _trace_rings(parts):
@@ -146,7 +149,7 @@ def fill_outline(
     """Return a mask (H, W) of `size_px` that is true at pixels with their centers inside the polygons.
 
     `offset_px` is the (row, column) of the upper left corner of the mask, in the coordinates of the polygons. Where
-    polygons overlap, the even-odd rule applies.
+    polygons overlap, the even-odd rule applies: pixels inside two polygons are false.
     """
     height, width = size_px
     crossings = np.zeros((height, width + 1), np.int64)
@@ -164,7 +167,7 @@ def signed_area(ring: Ring) -> float:
 
 
 def _next_vertices(ring: Ring) -> Ring:
-    """Return the vertices in the same order, but starting with the second: row i is the vertex after vertex i."""
+    """Return an array whose row i is the vertex after vertex i of the ring."""
     return np.concatenate([ring[1:], ring[:1]])
 
 
@@ -177,9 +180,9 @@ def _trace_rings(parts: NDArray[np.int64]) -> Iterator[tuple[int, Ring]]:
     owners, directions, starts = _find_edges(parts)
     width = parts.shape[1] + 1
     ends = starts + (STEPS @ (width, 1))[directions]
-    # Link each edge to the next edge. At each corner, the same number of edges of a part end and start. Both are sorted
-    # by part and corner and linked in this order. Where two pixels touch at a corner only, two edges end and two start;
-    # they may be linked either way, because the ring is split there afterwards.
+    # Link each edge to the next edge. At each corner, as many edges of a part end as start. Ends and starts are sorted
+    # by part and corner, and linked in this order. Where two pixels touch only at a corner, two edges end and two
+    # start; they may be linked either way, because the ring is split there afterwards.
     owner_key = owners * (math.prod(parts.shape) + sum(parts.shape) + 1)
     following = np.empty_like(starts)
     following[np.argsort(owner_key + ends, kind="stable")] = np.argsort(owner_key + starts, kind="stable")
@@ -201,16 +204,16 @@ def _trace_rings(parts: NDArray[np.int64]) -> Iterator[tuple[int, Ring]]:
 
 
 def _find_edges(parts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Find the edges between each part and its surroundings: sides of pixels of the part.
+    """Find the edges of each part: the sides of its pixels that separate the part from its surroundings.
 
     Returns three arrays (edges,): the number of the part, the direction, and the corner at which the edge starts.
-    Corners are numbered row by row; a row has one corner more than pixels.
+    Corners are numbered row by row, W + 1 corners in a row for W pixels.
     """
     width = parts.shape[1] + 1
     padded = np.pad(parts, 1)
     owners, directions, starts = [], [], []
-    above, below = padded[:-1, 1:-1], padded[1:, 1:-1]  # of each horizontal edge
-    before, after = padded[1:-1, :-1], padded[1:-1, 1:]  # of each vertical edge
+    above, below = padded[:-1, 1:-1], padded[1:, 1:-1]  # parts above and below each horizontal edge
+    before, after = padded[1:-1, :-1], padded[1:-1, 1:]  # parts left and right of each vertical edge
     for owner, neighbor, direction, shift in (
         (below, above, EAST, 0),
         (before, after, SOUTH, 0),
@@ -246,7 +249,8 @@ def _split_ring(ring: list[int]) -> Iterator[list[int]]:
 def _count_crossings(crossings: NDArray[np.int64], ring: Ring) -> None:
     """Add the crossings of a ring with rows of pixels to `crossings` (H, W + 1), in place.
 
-    Where an edge of the ring crosses the center line of a row, 1 is added at the first pixel to the right of it.
+    Where an edge of the ring crosses the center line of a row, 1 is added at the first pixel with its center at the
+    crossing or to the right of it. Column W counts the crossings to the right of all W pixels.
     """
     height, last = crossings.shape[0], crossings.shape[1] - 1
     following = _next_vertices(ring)
@@ -289,7 +293,10 @@ def _make_geometry(shape: Point | tuple[Polygon, ...], origin_px: tuple[float, f
 
 
 def _to_positions(vertices: Ring, origin_px: tuple[float, float]) -> list[list[float]]:
-    """Convert vertices (row, column) to rounded positions [x, y], as integers if all of them are whole numbers."""
+    """Convert vertices (row, column) to positions [x, y] relative to `origin_px`, rounded to `DECIMALS` decimals.
+
+    Returns integers if all rounded positions are whole numbers.
+    """
     positions = np.round(vertices[:, ::-1] - origin_px[::-1], DECIMALS)
     if not np.isfinite(positions).all():
         raise ValueError(f"An object has NaN or infinite coordinates (row, column): {vertices.tolist()}; remove it.")
@@ -335,11 +342,11 @@ def read_geojson(path: Path, origin_px: tuple[float, float] = (0, 0)) -> list[Sl
 
 
 class _UnknownShapeError(ValueError):
-    """The geometry of a feature is not supported or not valid. The message is shown in parentheses."""
+    """The geometry of a feature is not supported or not valid. `read_geojson` shows the message in parentheses."""
 
 
 def _parse_feature(feature: Any, origin_px: tuple[float, float]) -> Iterator[SlideObject]:
-    """Yield the object of a feature; a MultiPoint, as QuPath writes for several points, yields one for each point."""
+    """Yield the object of a feature, or one object for each point of a MultiPoint (QuPath writes these)."""
     properties = feature.get("properties") or {}
     object_type = properties.get("objectType", properties.get("object_type"))
     kind: Literal["detection", "annotation"] = "detection" if object_type in DETECTION_TYPES else "annotation"
@@ -353,7 +360,7 @@ def _parse_feature(feature: Any, origin_px: tuple[float, float]) -> Iterator[Sli
 
 
 def _parse_classification(classification: Mapping[str, Any]) -> tuple[str, tuple[int, int, int] | None]:
-    """Return the name and the color (red, green, blue) of a class."""
+    """Return the name and the color (red, green, blue) of a class; the color is None if the file does not state it."""
     names = classification.get("names") or [classification.get("name") or ""]
     color = classification.get("color")
     if (packed := classification.get("colorRGB")) is not None:  # before QuPath 0.4
@@ -382,7 +389,10 @@ def _parse_geometry(
 
 
 def _parse_polygon(rings: list[Any], origin_px: tuple[float, float]) -> Polygon:
-    """Return a polygon. Rings in the opposite direction, as other software may write them, are reversed."""
+    """Return a polygon from its rings; the first is the outer ring.
+
+    Rings that do not run in the direction that `Polygon` requires are reversed: other software may write them so.
+    """
     outer, *holes = (_parse_ring(ring, origin_px) for ring in rings)
     return Polygon(
         outer if signed_area(outer) >= 0 else outer[::-1],

@@ -1,8 +1,9 @@
 """Write large maps and images as image pyramids: tiled OME-TIFF files with several resolution levels.
 
 QuPath, Bio-Formats and `open_slide` read parts of such files quickly. The pixels are passed as horizontal strips from
-top to bottom, arrays (h, W) or (h, W, 3) of float32 or uint8. Only one row of tiles is in memory at a time; pixels of
-the lower levels are kept in temporary files, which need a third of the size of level 0. Files are written atomically.
+top to bottom, arrays (h, W) or (h, W, 3) of float32 or uint8. Level 0 has the full resolution. Only one row of tiles is
+in memory at a time; the pixels of the other levels are kept in temporary files, which need a third of the size of level
+0. Files are written atomically.
 """
 
 import math
@@ -21,7 +22,7 @@ from rotopath.writing import atomic_file
 
 TILE_PX = 512
 UM_PER_CM = 1e4
-MAX_CLASSIC_BYTES = 2**31  # larger files need BigTIFF: the offsets of a classic TIFF have 32 bits
+MAX_CLASSIC_BYTES = 2**31  # if level 0 is larger, a BigTIFF is written: offsets in a classic TIFF have only 32 bits
 Pixels = NDArray[Any]
 
 
@@ -31,13 +32,15 @@ def write_pyramid(
     """Write a map or an image with `size_px` (rows, columns) from strips of any height.
 
     `spacing_um_px` is the pixel spacing of level 0, and `name` the image name in the metadata. Each further level has
-    half the resolution of the previous one, until it fits in a single tile; its pixels are means of 2 × 2 pixels.
-    Raises ValueError if the strips do not fit.
+    half the resolution of the previous one, and its pixels are means of 2 × 2 pixels. The last level fits in a single
+    tile. Raises ValueError if the strips differ in width or type, or do not add up to `size_px`.
     """
     incoming = iter(strips)
     first = next(incoming, None)
     if first is None or min(size_px) < 1:
-        raise ValueError(f"A pyramid of {size_px[0]} × {size_px[1]} px needs at least one pixel, but got none.")
+        raise ValueError(
+            f"A pyramid of {size_px[0]} × {size_px[1]} px needs at least one pixel, but got none; pass all rows."
+        )
     if first.dtype not in (np.float32, np.uint8) or first.shape[2:] not in ((), (3,)):
         raise ValueError(
             f"A pyramid needs strips (h, W) or (h, W, 3) of float32 or uint8; got {first.shape} of {first.dtype}."
@@ -82,7 +85,7 @@ def _level_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _regroup(strips: Iterable[Pixels], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[Pixels]:
-    """Yield the same pixels in strips of the height of a tile; the last strip may be lower."""
+    """Yield the same pixels in strips that are as high as a tile. The last strip may have fewer rows."""
     height = shape[0]
     tile_row = np.empty((min(TILE_PX, height), *shape[1:]), dtype)
     filled = done = 0
@@ -90,7 +93,8 @@ def _regroup(strips: Iterable[Pixels], shape: tuple[int, ...], dtype: np.dtype[A
         if strip.shape[1:] != shape[1:] or strip.dtype != dtype or done + filled + len(strip) > height:
             raise ValueError(
                 f"A pyramid of {' × '.join(map(str, shape))} {dtype} got a strip of {strip.shape} {strip.dtype} at row "
-                f"{done + filled}, which does not fit; all strips must have the same width and type."
+                f"{done + filled}, which does not fit; strips must have the width and type of the pyramid, and "
+                f"together its height."
             )
         copied = 0
         while copied < len(strip):
@@ -106,7 +110,7 @@ def _regroup(strips: Iterable[Pixels], shape: tuple[int, ...], dtype: np.dtype[A
 
 
 def _read_tile_rows(file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[Pixels]:
-    """Yield strips of the height of a tile from the temporary file of a level."""
+    """Read the temporary file of a level, and yield strips that are as high as a tile. The last may have fewer rows."""
     file.seek(0)
     for top in range(0, shape[0], TILE_PX):
         size = (min(TILE_PX, shape[0] - top), *shape[1:])
@@ -123,7 +127,7 @@ def _cut_tiles(tile_rows: Iterable[Pixels], reduced: IO[bytes] | None) -> Iterat
 
 
 def _halve(pixels: Pixels) -> Pixels:
-    """Return the means of 2 × 2 pixels; at the edge of an odd size, of the one or two pixels that exist."""
+    """Return the means of 2 × 2 pixels. At an edge of odd size, return means of the one or two pixels that exist."""
     odd_rows, odd_columns = pixels.shape[0] % 2, pixels.shape[1] % 2
     padded = np.pad(pixels, [(0, odd_rows), (0, odd_columns), *[(0, 0)] * (pixels.ndim - 2)], mode="edge")
     squares = padded.reshape(padded.shape[0] // 2, 2, padded.shape[1] // 2, 2, *pixels.shape[2:])

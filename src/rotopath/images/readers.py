@@ -1,7 +1,7 @@
 """Open slide and image files, and read their levels, pixel sizes and pixels.
 
 A level is one resolution of a slide; level 0 is the highest. `open_reader` opens a file with OpenSlide, with tiffslide
-(for TIFF pyramids of which OpenSlide reads only the first level), or with Pillow (for ordinary images). Errors of these
+(for TIFF pyramids of which OpenSlide does not read all levels), or with Pillow (for ordinary images). Errors of these
 libraries are converted to an `UnreadableImageError`, whose message is one sentence.
 """
 
@@ -20,7 +20,7 @@ from rotopath.environment import install_command
 from rotopath.images.files import UnreadableImageError, parse_pixel_size_um, pixel_size_um, read_rgb
 
 SLIDE_SUFFIXES = {".svs", ".ndpi", ".ndpis", ".mrxs", ".scn", ".svslide", ".bif", ".vms", ".vmu", ".czi", ".dcm"}
-COLOR_DTYPES = ("uint8", "uint16")
+COLOR_DTYPES = ("uint8", "uint16")  # numbers of these types in a TIFF file are read as colors
 BLOCK_PX = 512  # side of the blocks that _OpenSlideReader caches
 MAX_CACHED_BLOCKS = 64  # 48 MB
 WHITE = 255
@@ -47,7 +47,7 @@ class SlideReader(Protocol):
 
 
 def open_reader(path: Path) -> SlideReader:
-    """Open a file with the library that reads most of its levels; raise UnreadableImageError if none can."""
+    """Open a file with the library that reads the most levels; raise UnreadableImageError if no library can read it."""
     if not path.exists():
         raise UnreadableImageError(path, "does not exist.")
     if path.is_dir():
@@ -68,7 +68,7 @@ def open_reader(path: Path) -> SlideReader:
         slide = _OpenSlideReader(path)
         if len(slide.levels) >= level_count and dtype in COLOR_DTYPES:
             return slide
-        slide.close()  # an OME-TIFF stores its lower levels in sub-IFDs, which OpenSlide does not read
+        slide.close()  # an OME-TIFF stores all levels but the first in sub-IFDs, which OpenSlide does not read
     if level_count > 1:
         return _TiffSlideReader(path)
     if is_slide:
@@ -120,9 +120,9 @@ class _OpenSlideReader:
     def read(self, level: int, top: int, left: int, height: int, width: int) -> NDArray[np.uint8]:
         """Read a rectangle of a level. A pixel has the same value in every rectangle that contains it.
 
-        OpenSlide expects the corner in whole pixels of level 0, and interpolates if the corner is between two pixels of
-        the level. With a downsample such as 4.0001, pixel values would therefore depend on the corner. Such levels are
-        read in blocks with fixed corners, and the rectangle is assembled from the blocks.
+        OpenSlide expects the upper left corner in whole pixels of level 0, and interpolates if the corner is between
+        two pixels of the level. With a downsample such as 4.0001, pixel values would therefore depend on
+        the corner. Such levels are read in blocks with fixed corners, and the rectangle is assembled from the blocks.
         """
         if float(self._slide.level_downsamples[level]).is_integer():
             return self._read_region(level, top, left, height, width)
@@ -150,7 +150,7 @@ class _OpenSlideReader:
 
 
 class _TiffSlideReader:
-    """Reads a TIFF pyramid with tiffslide, which opens the file once for each thread."""
+    """Reads a TIFF pyramid with tiffslide, which keeps a separate Zarr group for each thread."""
 
     origin_px = (0, 0)
 
@@ -169,7 +169,8 @@ class _TiffSlideReader:
             self.close()
             raise UnreadableImageError(
                 path,
-                f"holds {series.dtype} numbers along the axes {series.axes}; expected are colors of 8 or 16 bits.",
+                f"holds {series.dtype} numbers along the axes {series.axes}, but must hold gray or RGB values of 8 or "
+                f"16 bits; export it again as an RGB image.",
             )
         self.levels = _make_levels(sizes, self._slide.level_downsamples)
         height_um, width_um = properties.get("tiffslide.mpp-y"), properties.get("tiffslide.mpp-x")
@@ -194,8 +195,8 @@ class _TiffSlideReader:
 def _make_levels(sizes: list[tuple[int, int]], downsamples: tuple[float, ...]) -> tuple[Level, ...]:
     """Return the levels with their sizes (rows, columns) and downsamples.
 
-    Libraries compute a downsample as the ratio of two rounded sizes, for example 4.0001 instead of 4. It is rounded to
-    a whole number if this moves every pixel by less than one pixel of the level.
+    Libraries compute a downsample as the ratio of two rounded sizes, for example 4.0001 instead of 4. A downsample is
+    rounded to a whole number if this moves every pixel by less than one pixel of the level.
     """
     levels = []
     for size, downsample in zip(sizes, downsamples, strict=True):

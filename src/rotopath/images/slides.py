@@ -1,8 +1,9 @@
 """Read rectangles of pixels from whole slides and ordinary images, at any pixel spacing.
 
-`open_slide` opens a file as a `Slide`. `Slide.read` returns a rectangle of pixels (h, w, 3) as uint8; its coordinates
-are in pixels of the requested spacing, in µm/px. A pixel has the same value in every rectangle that contains it (up to
-rounding), so that adjacent tiles show no seams. Level 0 is the highest resolution in a file.
+`open_slide` opens a file as a `Slide`. `Slide.read` returns a rectangle of pixels (h, w, 3) as uint8. The position and
+size of the rectangle are in pixels at the requested pixel spacing (µm/px). A pixel has the same value in every
+rectangle that contains it (up to rounding), so that adjacent tiles show no seams. Level 0 is the highest resolution in
+a file.
 """
 
 import math
@@ -21,7 +22,7 @@ from rotopath.images.readers import WHITE, ImageReader, Level, SlideReader, open
 
 LEVEL_TOLERANCE = 1.02  # a level may be coarser than the requested pixel spacing by this factor
 SQUARE_TOLERANCE = 1.01  # pixels whose sides differ by less than this factor are treated as square
-SAME_SCALE = 1e-6  # a scale closer to 1 is treated as 1: pixels move by a tenth of a pixel at most on any slide
+SAME_SCALE = 1e-6  # a scale closer to 1 is treated as 1; this moves pixels by a tenth of a pixel at most
 LANCZOS_PX = 3  # radius of the filter, in pixels of the coarser grid
 BLOCK_PX = 2048  # side, in pixels of a level, of blocks in which larger rectangles are resampled, to limit memory
 
@@ -47,7 +48,10 @@ class Slide:
         self._reader = reader
 
     def size_at(self, spacing_um_px: float) -> tuple[int, int]:
-        """Return the number of rows and of columns at a pixel spacing, at least 1: pixels with centers on the slide."""
+        """Return the number of rows and of columns at a pixel spacing, each at least 1.
+
+        Rows and columns are counted if the centers of their pixels are on the slide.
+        """
         scale = self._expect_scale(spacing_um_px)
         rows, columns = (max(1, math.ceil(size / scale - 0.5)) for size in self.size_px)
         return rows, columns
@@ -58,7 +62,7 @@ class Slide:
         """Read a rectangle of pixels (height, width, 3) at a pixel spacing, by default that of level 0.
 
         Position and size are in pixels of this spacing. Pixels are read from the coarsest level that is fine enough,
-        and low-pass filtered if the level has a finer spacing. Pixels outside the slide are white.
+        and resampled with a low-pass filter if the level has another spacing. Pixels outside the slide are white.
         """
         if height_px < 0 or width_px < 0:
             raise ValueError(f"A rectangle of {height_px} × {width_px} px was requested; sides must be 0 or more.")
@@ -136,24 +140,25 @@ class Slide:
         return repeated
 
     def _expect_scale(self, spacing_um_px: float) -> float:
-        """Return the side of a pixel at a pixel spacing, in pixels of level 0; the spacing must be above 0."""
+        """Return the side of a pixel at a pixel spacing, in pixels of level 0. The spacing must be > 0 and finite."""
         if not (math.isfinite(spacing_um_px) and spacing_um_px > 0):
-            raise ValueError(f"A pixel spacing of {spacing_um_px} µm/px was requested; it must be above 0.")
+            raise ValueError(f"A pixel spacing of {spacing_um_px} µm/px was requested; it must be above 0 and finite.")
         return spacing_um_px / self.spacing_um_px
 
 
 def open_slide(path: Path | str, spacing_um_px: float | None = None) -> Slide:
     """Open a whole slide, or an ordinary image as a slide with one level.
 
-    `spacing_um_px` is the pixel spacing of level 0; by default it is read from the file. Raises `UnreadableImageError`
-    if the file cannot be read or does not state its pixel spacing.
+    `spacing_um_px` is the pixel spacing of level 0; by default it is read from the file. Raises
+    `UnreadableImageError` if the file cannot be read, does not state its pixel spacing, or has pixels that are not
+    square. Raises ValueError if `spacing_um_px` is implausible.
     """
     path = Path(path)
     if spacing_um_px is not None and not is_plausible(spacing_um_px):
         low, high = PLAUSIBLE_UM_PX
         raise ValueError(
             f"The pixel spacing given for {path} is {spacing_um_px} µm/px; expected a number from {low:g} to {high:g}, "
-            f"as of microscopes."
+            f"the range of microscopes."
         )
     reader = open_reader(path)
     try:
@@ -182,7 +187,7 @@ def as_slide(image: NDArray[np.uint8] | Path | str | Slide, spacing_um_px: float
                 f"Expected an image (H, W, 3) of uint8 that is not empty; got shape {pixels.shape} of {pixels.dtype}."
             )
         if spacing_um_px is None:
-            raise ValueError("An array does not state its pixel spacing; give it in µm/px as spacing_um_px.")
+            raise ValueError("An array does not state its pixel spacing; pass it in µm/px as spacing_um_px.")
         yield Slide(Path("image"), ImageReader(pixels), spacing_um_px)
 
 
@@ -192,12 +197,16 @@ def _expect_spacing(path: Path, size_um: tuple[float, float] | None) -> float:
     Raises UnreadableImageError if these are missing or implausible, or if the pixels are not square.
     """
     if size_um is None or not all(is_plausible(side) for side in size_um):
-        raise UnreadableImageError(path, "does not state the size of its pixels; give it in µm/px as --spacing-um-px.")
+        raise UnreadableImageError(
+            path,
+            "does not state the size of its pixels, or states an implausible size; give it in µm/px with "
+            "--spacing-um-px (or spacing_um_px=...).",
+        )
     height_um, width_um = size_um
     if max(size_um) > min(size_um) * SQUARE_TOLERANCE:
         raise UnreadableImageError(
             path,
             f"has pixels {height_um:g} µm high and {width_um:g} µm wide, but they must be square; "
-            f"resample it, or give the true pixel spacing as --spacing-um-px.",
+            f"resample it, or give the true pixel spacing with --spacing-um-px (or spacing_um_px=...).",
         )
     return (height_um + width_um) / 2

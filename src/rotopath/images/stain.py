@@ -2,7 +2,8 @@
 
 The method is that of Macenko et al. (2009), with the constants in common use. In optical density, the two stains of a
 pixel add up: the density (3,) of red, green and blue is the matrix of stain vectors (3, 2) times the concentrations
-(2,) of hematoxylin and eosin. Normalization replaces both by reference values.
+(2,) of hematoxylin and eosin. Normalization replaces the stain vectors by those of a reference, and scales the
+concentrations so that their highest values equal those of the reference.
 """
 
 import warnings
@@ -15,9 +16,10 @@ from numpy.typing import NDArray
 Stain = Literal["none", "macenko"]  # stain normalization of images before a network reads them
 WHITE = 240.0  # brightness of empty glass
 MIN_DENSITY = 0.15  # pixels with a lower optical density in any channel are background
-ANGLE_PERCENT = 1.0  # percentage of the most extreme colors, at both ends, that is ignored as noise
+ANGLE_PERCENT = 1.0  # percentage of pixels with the most extreme colors that is ignored as noise, for each stain
 MAX_PERCENTILE = 99.0  # this percentile of the concentrations is scaled to that of the reference
-REFERENCE_STAINS = np.array([[0.5626, 0.2159], [0.7201, 0.8012], [0.4062, 0.5581]])  # (rgb, hematoxylin and eosin)
+# Rows: red, green, blue. Columns: hematoxylin, eosin.
+REFERENCE_STAINS = np.array([[0.5626, 0.2159], [0.7201, 0.8012], [0.4062, 0.5581]])
 REFERENCE_CONCENTRATIONS = np.array([1.9705, 1.0308])
 MIN_TISSUE_PIXELS = 100  # needed to estimate two stain vectors
 
@@ -42,7 +44,7 @@ class Stains:
     """Measured stains of an image: color and highest concentration of hematoxylin and of eosin."""
 
     vectors: NDArray[np.float64]  # (3, 2), optical density of red, green and blue; each column has length 1
-    max_concentrations: NDArray[np.float64]  # (2,), the MAX_PERCENTILE of the concentrations
+    max_concentrations: NDArray[np.float64]  # (2,), percentile MAX_PERCENTILE of the concentrations
 
     def normalize(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Replace these stains in an image (H, W, 3) by the reference stains, and scale their concentrations."""
@@ -87,6 +89,9 @@ def estimate_stain_vectors(density: NDArray[np.float64]) -> NDArray[np.float64] 
 
 
 def optical_density(image: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """Return the optical density of each channel, -ln((I + 1) / 240): a measure of the light that tissue absorbs."""
+    """Return the optical density of each channel, a measure of the light that tissue absorbs.
+
+    For a pixel value I, it is -ln((I + 1) / 240).
+    """
     density: NDArray[np.float64] = -np.log((image.astype(np.float64) + 1) / WHITE)
     return density

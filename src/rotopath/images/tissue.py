@@ -1,7 +1,8 @@
 """Find the tissue on a slide, so that the glass around it does not have to be processed.
 
 The slide is read at a low resolution. Pixels that absorb light are tissue, except pen marks and the black border of a
-scan, which are recognized by their colors. The result, `Tissue`, has a mask and answers where there is tissue.
+scan, which are recognized by their colors. `find_tissue` returns a `Tissue`: a mask of the slide, with methods that
+return whether there is tissue in a rectangle or at given positions.
 """
 
 import math
@@ -14,15 +15,15 @@ from skimage.filters import threshold_otsu
 
 from rotopath.images.slides import Slide
 
-SPACING_UM_PX = 8.0
+SPACING_UM_PX = 8.0  # default pixel spacing of the mask
 MAX_MASK_PX = 2**20  # masks of large slides get a coarser pixel spacing, to limit memory
-DENSITY_BOUNDS = (0.06, 0.14)  # bounds of the threshold: glass has less, the palest fat and mucus about 0.14
-GLASS_BOUNDS = (200, 255)  # brightness of glass; if the image shows no glass, its brightest pixels may be darker
+DENSITY_BOUNDS = (0.06, 0.14)  # bounds of the threshold: glass has a lower density, the palest fat and mucus about 0.14
+GLASS_BOUNDS = (200, 255)  # bounds of the brightness of glass: in an image without glass, all pixels may be darker
 GLASS_PERCENTILE = 95  # percentile of the brightness of all pixels that is taken as the brightness of glass
 BLACK = 50  # maximum brightness of black; no stain is as dark when averaged over a few cells
 COLD_INK = 0.24  # in blue and green ink, the optical density of red exceeds that of green by more than this
 WARM_INK = 1.6  # minimum optical density of green and of blue in red ink; blood has less
-SMOOTHING_UM = 12.0
+SMOOTHING_UM = 12.0  # twice the standard deviation of the Gaussian filter that smooths the density
 MIN_TISSUE_MM2 = 0.002  # smaller specks are dust or a few detached cells
 MAX_HOLE_MM2 = 0.05  # smaller holes are vessels, ducts and fat within the tissue, and are filled
 
@@ -33,11 +34,11 @@ class Tissue:
 
     mask: NDArray[np.bool_]  # (rows, columns), true where there is tissue, from the upper left corner of the slide
     spacing_um_px: float  # pixel spacing of the mask
-    size_um: tuple[float, float] | None = None  # height and width of the slide; may exceed the mask by half a pixel
+    size_um: tuple[float, float] | None = None  # height and width of the slide; may exceed the mask by half its pixel
 
     @property
     def area_mm2(self) -> float:
-        """Area of the tissue in mm². The last row and column of pixels count only up to the edge of the slide."""
+        """Area of the tissue in mm². Pixels in the last row and column are counted up to the edge of the slide."""
         heights, widths = (np.full(count, self.spacing_um_px) for count in self.mask.shape)
         if self.size_um is not None:
             for sides, total in zip((heights, widths), self.size_um, strict=True):
@@ -60,7 +61,8 @@ class Tissue:
     def is_tissue_at(self, rows_um: NDArray[np.float64], columns_um: NDArray[np.float64]) -> NDArray[np.bool_]:
         """Return a mask (rows, columns) of where there is tissue on a grid of positions.
 
-        `rows_um` (rows,) and `columns_um` (columns,) are distances from the upper left corner of the slide.
+        `rows_um` (rows,) and `columns_um` (columns,) are distances from the top and from the left edge of the slide.
+        Positions outside the mask have the value of the nearest mask pixel.
         """
         rows, columns = (
             np.floor(positions / self.spacing_um_px).astype(int).clip(0, size - 1)
@@ -124,10 +126,10 @@ def _is_ink(density: NDArray[np.float32]) -> NDArray[np.bool_]:
 
 
 def _choose_threshold(density: NDArray[np.float32]) -> float:
-    """Return the optical density that separates tissue from glass, for the densities (n,) of all pixels.
+    """Return the optical density that separates tissue from glass, for the densities (n,) of all pixels without ink.
 
-    It is Otsu's threshold, limited to `DENSITY_BOUNDS`, because Otsu's method also divides images that show only glass
-    or only tissue.
+    This is Otsu's threshold, limited to `DENSITY_BOUNDS`, because Otsu's method also divides images that show only
+    glass. If there is no glass, the lower bound is returned.
     """
     low, high = DENSITY_BOUNDS
     if not len(density):
@@ -138,9 +140,9 @@ def _choose_threshold(density: NDArray[np.float32]) -> float:
 
 
 def _drop_specks(mask: NDArray[np.bool_], min_px: float) -> NDArray[np.bool_]:
-    """Remove connected components of fewer than `min_px` pixels from a mask.
+    """Remove connected components (specks) of fewer than `min_px` pixels from a mask.
 
-    Components at the edge of the image are kept, since they may continue outside.
+    Components at the edge of the image are kept, because they may continue outside.
     """
     components, count = ndimage.label(mask, np.ones((3, 3)))
     is_kept = np.bincount(components.ravel(), minlength=count + 1) >= min_px

@@ -33,7 +33,7 @@ class Workers:
     """The workers of a connected cluster."""
 
     client: Any  # Dask client
-    resources: dict[str, float] | None  # GPUs that one job reserves; None if no worker declares GPUs
+    resources: dict[str, float] | None  # fraction of a GPU that one call reserves; None if no worker declares GPUs
 
     def submit(self, function: Callable[..., object], *arguments: object, retries: int = 0) -> Any:
         """Call a function on a worker, and return a Dask future of the result.
@@ -50,8 +50,8 @@ def connect(cluster: str, at_once: int) -> Iterator[Workers]:
     """Connect to a Dask cluster, wait for its first worker, and yield the workers.
 
     `cluster` is "local" to start `at_once` workers on this machine, "slurm" to start `at_once` SLURM jobs, or the
-    address of a running scheduler. If workers declare GPUs (`--resources GPU=1`), `at_once` jobs share a GPU. Raises
-    ClusterError for any other `cluster`, and if SLURM jobs are not configured.
+    address of a running scheduler. If workers declare GPUs (`dask worker --resources GPU=1`), up to `at_once` calls of
+    `Workers.submit` share a GPU. Raises ClusterError for any other `cluster`, and if SLURM jobs are not configured.
     """
     from distributed import Client
 
@@ -59,7 +59,7 @@ def connect(cluster: str, at_once: int) -> Iterator[Workers]:
         client.wait_for_workers(1, JOIN_WITHIN_S)
         workers = client.scheduler_info()["workers"].values()
         have_gpus = any(worker["resources"].get("GPU") for worker in workers)
-        # Slightly less than 1 / at_once: otherwise rounding could leave no room on the GPU for the last job.
+        # Slightly less than 1 / at_once: otherwise rounding could leave no room on the GPU for the last call.
         yield Workers(client, {"GPU": 1 / at_once - 1e-6} if have_gpus else None)
 
 
@@ -73,10 +73,10 @@ def predict_on_cluster(
 ) -> Iterator[SlideOutcome]:
     """Predict slides on the workers of a cluster, and yield the outcome of each slide as soon as it is finished.
 
-    The files written to `out` are the same as those of `predict_files`. `at_once` is explained in `connect`. For each
-    slide, a worker calls `make_model`, which must be picklable, such as
-    `functools.partial(rotopath.runs.prepare_model, "tumor-pcam-n8")`. If a worker dies, another worker predicts the
-    slide. After several deaths the slide is reported as failed.
+    The files written to `out` are the same as those of `predict_files`. For `cluster` and `at_once` see `connect`. For
+    each slide, a worker calls `make_model`, which must be picklable, such as
+    `functools.partial(rotopath.runs.prepare_model, "tumor-pcam-n8")`. If a worker dies, another worker predicts
+    the slide. After several deaths the slide is reported as failed.
     """
     from distributed import as_completed
 
@@ -101,7 +101,7 @@ def _predict_slide(make_model: Callable[[], Model], path: Path, out: Path, optio
 
 
 def _collect(future: Any) -> tuple[OutcomeState, str]:
-    """Return the state of a finished slide, and the reason if the slide failed, else an empty text."""
+    """Return the state of a finished slide, and the reason why the slide failed, or "" if it did not fail."""
     try:
         outcome: SlideOutcome = future.result()
     except Exception as error:  # of the prediction, or of Dask
@@ -125,7 +125,7 @@ def _start_cluster(cluster: str, at_once: int) -> Iterator[Any]:
     if cluster == "local":
         from distributed import LocalCluster
 
-        # Logs of errors are silenced because the outcomes of slides and jobs report them.
+        # Dask does not log errors here, because the results of the calls report them.
         options = {"dashboard_address": ":0", "silence_logs": logging.CRITICAL}
         with LocalCluster(n_workers=at_once, threads_per_worker=1, **options) as local:
             yield local

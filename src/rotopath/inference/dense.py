@@ -1,10 +1,11 @@
-"""Predict images in memory: probability maps of whole images, and probabilities of single windows.
+"""Predict images in memory: probability maps of whole images, and probabilities at the center of patches.
 
 The network must be in evaluation mode, and images must have the pixel spacing (µm/px) that the network was trained on.
-A window is a square that is just large enough for one output. Functions with the argument `rotations` offer test-time
-augmentation (mean over rotations): the input is rotated by 0°, 360°/rotations, …, each rotated input is predicted, and
-the probabilities are averaged. `prepare` converts a trained network to the form and precision that are fast on a
-device.
+A patch is a square image for which only the output at its center is predicted. The window of a patch is the central
+square that this output depends on; its side is `geometry.context_px`. Functions with the argument `rotations` offer
+test-time augmentation (mean over rotations): the input is rotated by 0°, 360°/rotations, …, each rotated input is
+predicted, maps are rotated back, and the probabilities are averaged. `prepare` converts a trained network to the form
+and precision that are fast on a device.
 """
 
 import copy
@@ -45,11 +46,11 @@ class Prediction:
     """Probability map of an image, and the positions of its outputs. The center of the first pixel is at (0, 0)."""
 
     probabilities: NDArray[np.float32]  # (K, h, w)
-    stride_px: int  # between neighboring outputs
+    stride_px: int  # distance between neighboring outputs
     first_px: tuple[float, float]  # (row, column) of the first output
 
     def positions(self, indices: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Convert map indices (k, 2), which may be fractions, to image positions (k, 2), as (row, column) in pixels."""
+        """Convert map indices (n, 2), which may be fractions, to image positions (n, 2), as (row, column) in pixels."""
         return np.asarray(self.first_px) + self.stride_px * indices
 
 
@@ -65,9 +66,9 @@ def predict(
     """Predict probabilities of a whole image (H, W, 3).
 
     With `rotations` above 1 this is test-time augmentation (mean over rotations). The network must be on `device`. The
-    image is reflected beyond its edges, so that the outputs cover the whole image.
-    Outputs are one stride apart. With `full` they are one pixel apart, at stride² times the cost. Images larger than
-    `tile_px` are predicted in tiles, with the same result up to rounding.
+    image is reflected beyond its edges, so that the outputs cover the whole image. Outputs are one stride apart. With
+    `full` they are one pixel apart, at stride² times the cost. Images larger than `tile_px` (by default 1024) are
+    predicted in tiles, with the same result up to rounding. `activation` converts logits to probabilities.
 
     >>> import numpy as np
     >>> network = rp.models.tumor(orientations=1).eval()
@@ -109,7 +110,7 @@ def predict_rotations(
     full: bool = False,
     activation: Activation = activate,
 ) -> Iterator[NDArray[np.float32]]:
-    """For each angle, rotate images (B, H, W, 3), predict them, rotate the maps (B, K, h, w) back, and yield them.
+    """For each angle, rotate images (B, H, W, 3), predict them, rotate the maps (B, K, h, w) back, and yield the maps.
 
     Angles are in degrees, counter-clockwise. Multiples of 90° are exact. For other angles more pixels are reflected
     beyond the edges, to fill the corners of the rotated images. The other arguments are those of `predict`. The mean
@@ -144,10 +145,10 @@ def _predict_refined(
 ) -> Tensor:
     """Predict a frame (B, 3, H, W), and return a map (B, K, h, w) with outputs stride / refinement pixels apart.
 
-    A frame is an image of a size that the network accepts. `refinement` is a divisor of the stride. With 1, this is
-    the network's usual map, of h₁ × w₁ outputs. Otherwise the frame is predicted again for each shift by a multiple of
-    stride / refinement pixels down and right, and the maps are interleaved: h = (h₁ - 1) · refinement + 1, and the same
-    for w.
+    A frame is an image of a size that the network accepts. `refinement` is a divisor of the stride. If it is 1, the
+    result is the network's usual map, of h₁ × w₁ outputs. Otherwise the frame is also predicted for each shift by a
+    multiple of stride / refinement pixels down and right, and all maps are interleaved: the result has the height
+    h = (h₁ - 1) · refinement + 1 and the width w = (w₁ - 1) · refinement + 1.
     """
     unshifted = predict_in_tiles(network, frame, tile_px, activation)
     if refinement == 1:
@@ -162,7 +163,7 @@ def _predict_refined(
         for right in range(refinement if width > 1 else 1)
     ]
     for down, right in shifts[1:]:
-        # Along a side with a shift there is one output less, since each one is between two unshifted outputs.
+        # Along a shifted side there is one output less, because each shifted output is between two unshifted ones.
         rows, columns = (
             slice(shift * step, size - (stride - shift * step) % stride)
             for shift, size in zip((down, right), frame.shape[-2:], strict=True)
@@ -180,15 +181,16 @@ def read_reflected(pixels: Tensor, rows: Span, columns: Span) -> Tensor:
     return pixels[..., row_indices[:, None], column_indices]
 
 
-# Single windows
+# Patches
 
 
 def predict_patches(
     network: DenseNetwork, windows: Tensor, rotations: int = 1, activation: Activation = activate
 ) -> NDArray[np.float32]:
-    """Predict class probabilities (B, K) at the center of patches (B, 3, S, S).
+    """Predict class probabilities (B, K) at the center of patches.
 
-    With `rotations` above 1 this is test-time augmentation (mean over rotations). Patches are as in `predict_rotated`.
+    `windows` (B, 3, S, S) are the patches, as in `predict_rotated`. With `rotations` above 1 this is test-time
+    augmentation (mean over rotations).
     """
     probabilities = predict_rotated(network, windows, group.angles(rotations), activation)
     mean: NDArray[np.float32] = probabilities.mean(axis=0)
@@ -198,12 +200,13 @@ def predict_patches(
 def predict_rotated(
     network: DenseNetwork, images: Tensor, degrees: Sequence[float], activation: Activation = activate
 ) -> NDArray[np.float32]:
-    """Predict class probabilities (angles, B, K) at the center of images (B, 3, S, S), rotated by each angle.
+    """Predict class probabilities (angles, B, K) at the center of patches, rotated by each angle.
 
-    Angles are in degrees, counter-clockwise. Images contain bytes, or floats from 0 to 1, and are on the device of the
-    network. Each image is rotated; then the square that can influence the central output (side
-    `geometry.context_px`) is cut out of its center and predicted. The result therefore equals the prediction at this
-    position in a whole slide. If the image is too small, the missing pixels are reflected.
+    Angles are in degrees, counter-clockwise. `images` (B, 3, S, S) are the patches: bytes, or floats from 0 to 1, on
+    the device of the network. S must be `geometry.smallest_px`, or larger by an even number of pixels. Each patch is
+    rotated, and its window (the central square of side `geometry.context_px`) is predicted. The result therefore equals
+    the prediction at this position in a whole slide. If a patch is too small for the rotated window, the missing pixels
+    are reflected. Raises ValueError if the network has several outputs for its smallest image.
     """
     expect_eval(network)
     geometry = network.geometry
@@ -216,14 +219,14 @@ def predict_rotated(
         )
     if geometry.block != 1:
         raise ValueError(
-            f"Single windows need a network with one output for its smallest image, but this network returns a map of "
-            f"{geometry.block} × {geometry.block} outputs for it; use `predict`."
+            f"Patches need a network with one output for its smallest image, but this network returns a map of "
+            f"{geometry.block} × {geometry.block} outputs for it; use `rotopath.inference.predict`."
         )
     probabilities = np.empty((len(degrees), len(images), geometry.outputs), np.float32)
     batch_size = max(1, PIXELS_PER_BATCH // window_px**2)
     for start in range(0, len(images), batch_size):
         batch = images[start : start + batch_size]
-        windows: dict[float, Tensor] = {}  # key: angle modulo 90°; only this part of the rotation interpolates
+        windows: dict[float, Tensor] = {}  # key: angle modulo 90°; only this part of a rotation interpolates
         for i, angle in enumerate(degrees):
             between = angle % 90
             if between not in windows:
@@ -235,7 +238,7 @@ def predict_rotated(
 
 
 def _rotate_windows(images: Tensor, window_px: int, angle: float) -> Tensor:
-    """Rotate images (B, 3, S, S) by less than 90°, and return their center, at least `window_px` in height and width.
+    """Rotate patches (B, 3, S, S) by less than 90°, and return their center, at least `window_px` in height and width.
 
     Pixels that are missing in the corners are reflected first.
     """
@@ -271,7 +274,7 @@ class MixedNetwork(nn.Module):
 
 
 def prepare(network: DenseNetwork, device: torch.device, dtype: torch.dtype = torch.float32) -> DenseNetwork:
-    """Return a copy of a network that evaluates fast on a device, with convolutions in `dtype`.
+    """Return a copy of a network that is fast on a device, in evaluation mode, with convolutions in `dtype`.
 
     The copy has the same geometry (receptive field, stride, valid image sizes), and the same outputs up to rounding. On
     GPUs with Triton kernels the copy keeps its SE(2) layers, because they need fewer passes over memory there than a
@@ -283,7 +286,7 @@ def prepare(network: DenseNetwork, device: torch.device, dtype: torch.dtype = to
 
 
 def _freeze_if_possible(network: DenseNetwork) -> DenseNetwork:
-    """Return the network as a plain CNN. A network without SE(2) layers, or that cannot be traced, is only copied."""
+    """Return the network as a plain CNN. A network that has no SE(2) layers or cannot be traced is only copied."""
     module = unwrap(network)
     if not is_equivariant(module):
         return copy.deepcopy(network)

@@ -51,8 +51,8 @@ class FileOptions:
     """Options for the prediction of files."""
 
     slide: PassOptions = field(default_factory=PassOptions)
-    spacing_um_px: float | None = None  # pixel spacing of files that do not specify it
-    same_precision: bool = False  # if True, existing results of another precision (16 or 32) are replaced
+    spacing_um_px: float | None = None  # pixel spacing of all files; if None, each file must state its own
+    same_precision: bool = False  # if True, existing results of another precision (16 or 32 bits) are replaced
 
 
 def list_slides(inputs: Sequence[Path]) -> list[Path]:
@@ -95,8 +95,9 @@ def predict_files(
 ) -> Iterator[SlideOutcome]:
     """Predict slides one after another, and yield the outcome of each slide.
 
-    Slides that already have results of the same model and options are skipped. Slides that cannot be read, or that need
-    too much memory, are reported as failed. All other errors are raised.
+    Slides that already have results of the same model and options are skipped. Slides that raise a ValueError (for
+    example, because the file cannot be read) or need too much memory are reported as failed. All other errors are
+    raised.
     """
     folders = assign_folders(slides, out)
     out.mkdir(parents=True, exist_ok=True)
@@ -145,7 +146,7 @@ def _write_results(
     about: dict[str, object],
     on_progress: Callable[[int, int], None],
 ) -> None:
-    """Predict a slide, and write all results into a folder atomically. `about` identifies the model and options."""
+    """Predict a slide, and write all results into a folder atomically. `about` is explained in `_describe`."""
     started = time.monotonic()
     with atomic_folder(folder) as unfinished, SlidePass(model, slide, options) as slide_pass:
         drawn: list[SlideObject] = []

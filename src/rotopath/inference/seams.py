@@ -2,8 +2,8 @@
 
 `Seams` receives the tiles of a slide, row by row, each with a mask. A region is a connected component of the mask. A
 region that touches no border to another tile is complete, and is returned immediately. The parts of all other regions
-are merged after the last tile. Their pixels are kept in files until then; only a table of which parts belong together
-stays in memory.
+are merged after the last tile. Until then, the pixels of the parts are kept in files; only a table of which parts
+belong together stays in memory.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ from scipy import ndimage
 
 from rotopath.inference.tiling import Span
 
-LARGEST_PX = 2**24  # largest bounding box of a merged region, in map pixels (px²); about 1 mm², far above a nucleus
+LARGEST_PX = 2**24  # largest bounding box of a merged region, in px²; 1 mm² at 0.25 µm/px, far more than a nucleus
 TILES_IN_MEMORY = 16  # tiles whose files are cached while regions are merged
 RegionKey = tuple[int, int]  # tile number, region number in this tile
 Edge = tuple[int, NDArray[np.int32]]  # tile number, region number of each pixel along one edge of the tile (0: none)
@@ -95,9 +95,10 @@ class Seams:
             yield from self._merge([self._read_piece(key) for key in keys])
 
     def _merge(self, pieces: list[tuple[NDArray[np.int64], NDArray[np.float32]]]) -> Iterator[Region]:
-        """Yield one region with the pixels of all pieces. If its bounding box would be too large, yield each piece.
+        """Yield one region with the pixels of all pieces.
 
-        A piece is the part of a region in one tile, as `_read_piece` returns it.
+        A piece is the part of a region in one tile, as `_read_piece` returns it. If the bounding box of the region is
+        larger than `LARGEST_PX`, each piece is yielded as a separate region.
         """
         positions = np.concatenate([positions for positions, _ in pieces], axis=1)  # (2, pixels)
         top, left = positions.min(axis=1)

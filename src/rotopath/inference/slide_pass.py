@@ -31,13 +31,13 @@ from rotopath.inference.tiling import TILE_PX, Grid, Span, Tile, predict_tiles
 from rotopath.models import DenseNetwork
 
 GPU_TILE_PX = 2 * TILE_PX  # smaller tiles leave a GPU idle, because Python launches its kernels one by one
-MEASURED_PX = 2**21  # px²; stains are measured on the whole slide if its area is smaller, else on samples of this area
+MEASURED_PX = 2**21  # px²; stains are measured on the whole slide up to this area, else on samples of this total area
 SAMPLE_PX = 256  # side of each sample
 BLOCK_PX, CACHED_BLOCKS = 512, 32  # slides are read in square blocks, which adjacent tiles share; the cache needs 25 MB
-OVERLAY_HEAT_PX = 4096  # larger heat maps are subsampled before they are drawn on an overlay
+OVERLAY_HEAT_PX = 4096  # heat maps with a longer side are subsampled before they are drawn on an overlay
 OnProgress = Callable[[int, int], None]  # number of finished tiles, number of all tiles
 Map = NDArray[np.float32]
-Color = tuple[int, int, int]
+Color = tuple[int, int, int]  # red, green, blue
 
 
 class ObjectFinder(Protocol):
@@ -104,7 +104,7 @@ class Model:
 class PassOptions:
     """Options for the prediction of a slide."""
 
-    rotations: int = 1  # of each tile for test-time augmentation; if above 1, also compute the standard deviation
+    rotations: int = 1  # number of angles for test-time augmentation; if above 1, also compute the standard deviation
     tile_px: int | None = None  # largest side of a tile; by default `Model.tile_px`
     everywhere: bool = False  # also predict where no tissue was detected
 
@@ -157,8 +157,10 @@ def predict_slide(model: Model, slide: Slide, options: PassOptions) -> SlideResu
 class SlidePass:
     """Predicts a slide once, tile by tile. A context manager: it removes its temporary files at the end.
 
-    First iterate over `objects()` to the end. Only then are the maps (`heat`, `winner`, `deviation`), `summary()` and
-    `draw_overlay()` complete. A pixel of a map is the mean of `task.heatmap_cell` × `task.heatmap_cell` outputs.
+    First iterate over `objects()` to the end. Only then are `summary()`, `draw_overlay()` and these maps complete:
+    `heat` (probability of the objects that the model detects), `winner` (index of the most probable class; None with
+    one class) and `deviation` (standard deviation over rotations; None with one rotation). Each pixel of a map is
+    computed from means over `task.heatmap_cell` × `task.heatmap_cell` outputs.
     """
 
     def __init__(self, model: Model, slide: Slide, options: PassOptions) -> None:
@@ -246,7 +248,7 @@ class SlidePass:
             self.deviation.write(top, left, self._pool_outputs(tile, task.foreground_deviation(tile.deviations)))
 
     def _is_near_tissue(self, rows: Span, columns: Span) -> bool:
-        """Return whether a tile contains tissue, or a part of the margin around it, and so has to be predicted."""
+        """Return whether a tile has to be predicted: whether it contains tissue or a part of the margin around it."""
         if self._near_tissue is None:
             return True
         down, across = (self.grid.extent_um(span, axis) for axis, span in enumerate((rows, columns)))
@@ -255,7 +257,7 @@ class SlidePass:
     def _clear_glass(self, tile: Tile) -> Tile:
         """Return the tile with all outputs away from tissue set to background.
 
-        Otherwise the results on glass would depend on the tile size: only tiles near tissue are predicted.
+        Otherwise the results on glass would depend on the tile size, because only tiles near tissue are predicted.
         """
         if self._near_tissue is None:
             return tile
@@ -290,12 +292,12 @@ class SlideView:
         self.slide = slide
         self.spacing_um_px = spacing_um_px
         self.size_px = slide.size_at(self.spacing_um_px)
-        self.level0_px = self.spacing_um_px / slide.spacing_um_px  # pixels of level 0
+        self.level0_px = self.spacing_um_px / slide.spacing_um_px  # side of a pixel of the view, in pixels of level 0
         self.stains = self._measure_stains(tissue) if stain == "macenko" else None
         self._block = lru_cache(CACHED_BLOCKS)(self._read_block)
 
     def read(self, rows: Span, columns: Span) -> NDArray[np.uint8]:
-        """Return the pixels (h, w, 3) of a rectangle. Beyond its edges the slide is reflected, as in training."""
+        """Return the pixels (h, w, 3) of a rectangle. Beyond its edges, the slide is reflected, as in training."""
         down, across = (
             reflect_index(torch.arange(*span), size).numpy()
             for span, size in zip((rows, columns), self.size_px, strict=True)
@@ -313,7 +315,8 @@ class SlideView:
     def _read_block(self, row: int, column: int) -> NDArray[np.uint8]:
         """Return the pixels of block (row, column), with normalized stains if required.
 
-        The blocks do not depend on the tiles: resampling from another rectangle may change pixels by one gray level.
+        Blocks have fixed positions that do not depend on the tiles, because a pixel may differ by one gray level if it
+        is resampled as part of another rectangle.
         """
         top, left = row * BLOCK_PX, column * BLOCK_PX
         height, width = (min(BLOCK_PX, size - start) for size, start in zip(self.size_px, (top, left), strict=True))
@@ -321,7 +324,10 @@ class SlideView:
         return pixels if self.stains is None else self.stains.normalize(pixels)
 
     def _measure_stains(self, tissue: Tissue) -> Stains | None:
-        """Measure the stains of the tissue, without glass, which would make them seem weaker. None without tissue."""
+        """Measure the stains of the tissue, without glass, which would make them seem weaker.
+
+        Returns None if there is too little tissue or only one stain.
+        """
         if math.prod(self.size_px) <= MEASURED_PX:
             pixels = self.slide.read(0, 0, *self.size_px, self.spacing_um_px)
             return measure_stains(pixels[self._is_tissue(tissue, Span(0, self.size_px[0]), Span(0, self.size_px[1]))])
@@ -348,7 +354,7 @@ class SlideView:
 
 
 class MapFile:
-    """A map (rows, columns) of float32 in a file. It is written in rectangles; pixels never written are 0."""
+    """A map (rows, columns) of float32 in a file. It is written in rectangles; pixels that are never written are 0."""
 
     def __init__(self, path: Path, size: tuple[int, int]) -> None:
         self.size = size

@@ -30,7 +30,7 @@ from rotopath.models import DenseNetwork, Geometry
 from rotopath.nn import center_crop
 
 TILE_PX = 1024  # default side of a tile, for which a network with 8 orientations needs about 1.5 GB of memory
-SPLINE_REACH = 4  # pixels around a position that spline interpolation depends on; all others contribute about 1 %
+SPLINE_REACH = 4  # spline interpolation depends on this many pixels in each direction; the rest adds about 1 %
 READERS = 2  # threads that read the next tiles; each waiting tile needs a few megabytes
 
 
@@ -76,7 +76,7 @@ class Layout:
     frame_px: Span  # pixels that the network reads for the whole image
     outputs: int  # number of outputs of the frame
     kept: Span  # outputs that are on the image, counted from the first output of the frame
-    first_px: float  # position on the image of the first kept output
+    first_px: float  # position on the image of the first kept output; the center of the first pixel is at 0
 
     def frame_of(self, geometry: Geometry, outputs: Span) -> Span:
         """Return the pixels that the network reads to compute `outputs`, which must be complete blocks."""
@@ -111,17 +111,19 @@ def divide(
 
     `outputs` is the number of all outputs along the side. Yields two spans for each tile: the outputs of the tile, and
     the outputs that the network has to compute for it (see `add_overlap`). All tiles except the last have the same
-    size, a multiple of `multiple` outputs. Raises ValueError if `tile_px` is smaller than the network's smallest image.
+    size, a multiple of `multiple` outputs; if these need a longer frame, it exceeds `tile_px`. Raises ValueError if
+    `tile_px` is smaller than the network's smallest image.
     """
     if tile_px < geometry.smallest_px:
         raise ValueError(
-            f"The tile size is {tile_px} px, but the network needs tiles of at least {geometry.smallest_px} px; choose "
-            f"larger tiles."
+            f"The tile size is {tile_px} px, but the network needs tiles of at least {geometry.smallest_px} px; pass a "
+            f"larger tile_px."
         )
     if outputs * geometry.stride_px + geometry.margins_px <= tile_px:
         yield wanted, Span(0, outputs)  # one tile covers the whole side
         return
     block = geometry.block
+    # Unless tiles consist of complete blocks, `add_overlap` extends them by up to block - 1 outputs at each end.
     unaligned = 0 if wanted.start % block == multiple % block == 0 else 2 * (block - 1)
     largest = geometry.output_size(geometry.nearest_sizes(tile_px)[0]) - 2 * _rim(geometry) - unaligned
     step = max(multiple, largest - largest % multiple)
@@ -131,9 +133,10 @@ def divide(
 
 
 def add_overlap(geometry: Geometry, tile: Span, outputs: int) -> Span:
-    """Extend a tile to the outputs that the network has to compute, so that the tile equals the whole image there.
+    """Extend a tile to the outputs that the network has to compute for it.
 
-    The tile is extended to complete blocks, and then by the rim, as far as there are `outputs` along the side.
+    The outputs of the tile then equal those for the whole image. The tile is extended to complete blocks, and then by
+    the rim, but not beyond the `outputs` along the side.
     """
     block, rim = geometry.block, _rim(geometry)
     start, stop = tile.start // block * block, -(-tile.stop // block) * block
@@ -173,9 +176,9 @@ def predict_frame(
 ) -> Tensor:
     """Rotate a frame by an angle, predict it, and rotate the maps (B, K, h, w) back.
 
-    The angle is in degrees, counter-clockwise. `predict` returns the maps of a frame of pixels, with outputs a stride
-    apart, or stride / `refinement` pixels. Multiples of 90° are exact. For other angles a larger frame is read and
-    rotated, so that its corners contain pixels of the image; `area_to_read` returns which pixels are read.
+    The angle is in degrees, counter-clockwise. `predict` returns the maps of a frame of pixels, with outputs
+    stride / `refinement` pixels apart. Multiples of 90° are exact. For other angles a larger frame is read and rotated,
+    so that its corners contain pixels of the image; `area_to_read` returns which pixels are read.
 
     The mean of the maps over several angles is test-time augmentation (mean over rotations).
     """
@@ -199,7 +202,10 @@ def area_to_read(geometry: Geometry, frame: Frame, degrees: Sequence[float]) -> 
 def predict_in_tiles(
     network: DenseNetwork, frame: Tensor, largest_px: int, activation: Activation = activate
 ) -> Tensor:
-    """Predict a frame (B, 3, H, W), and return probabilities (B, K, h, w). Sides above `largest_px` are tiled."""
+    """Predict a frame (B, 3, H, W), and return probabilities (B, K, h, w).
+
+    A frame with a side longer than `largest_px` is divided into tiles.
+    """
     geometry = network.geometry
     stride, margins = geometry.stride_px, geometry.margins_px
     height, width = (geometry.output_size(size) for size in frame.shape[-2:])
@@ -226,13 +232,16 @@ def _widen_for_rotation(geometry: Geometry, frame: Frame) -> Frame:
 
 
 def _corner_reach_px(geometry: Geometry) -> int:
-    """Return by how many pixels the corners of rotated receptive fields extend beyond a frame."""
+    """Return by how many pixels, at most, the corners of rotated receptive fields extend beyond a frame."""
     field_px = geometry.smallest_px
     return (group.covering_size(field_px) - field_px) // 2 + geometry.step_px + SPLINE_REACH
 
 
 def _read_rotated(geometry: Geometry, read_pixels: ReadPixels, frame: Frame, angle: float) -> Tensor:
-    """Return the pixels of a frame of the image rotated by `angle` degrees (0 to 90): floats (B, 3, h, w), 0 to 1."""
+    """Rotate an image by `angle` degrees (0 to 90), and return the pixels of a frame of the rotated image.
+
+    The pixels (B, 3, h, w) are floats from 0 to 1.
+    """
     rows, columns = frame
     reach_px = _corner_reach_px(geometry)
     pixels = read_pixels(rows.widened(reach_px), columns.widened(reach_px))
@@ -255,7 +264,7 @@ class PixelSource(Protocol):
         """Side of a pixel of this image, in pixels of level 0 of the slide."""
 
     def read(self, rows: Span, columns: Span) -> NDArray[np.uint8]:
-        """Return the pixels (h, w, 3) of a rectangle. Beyond its edges the image is reflected."""
+        """Return the pixels (h, w, 3) of a rectangle. Beyond its edges, the image is reflected."""
 
 
 class Tile(NamedTuple):
@@ -277,15 +286,16 @@ class TileFrame(NamedTuple):
     """Rectangles (rows, columns) of outputs and pixels that belong to a tile."""
 
     with_halo: tuple[Span, Span]  # outputs of the tile and its halo
-    outputs: tuple[Span, Span]  # outputs that the network computes: with halo, complete blocks and rim
+    outputs: tuple[Span, Span]  # outputs that the network computes: `with_halo`, complete blocks and rim
     pixels: Frame  # pixels that the network reads to compute these outputs
 
 
 class Grid:
     """The grid of outputs of a network on a slide, and its division into tiles.
 
-    `tile_px` is the largest side of a tile in pixels, `halo` the number of outputs added around each tile. Tiles start
-    at multiples of `multiple` outputs: the size of a heat-map pixel, so that no heat-map pixel crosses a tile border.
+    `tile_px` is the largest side of a tile in pixels, but at least `geometry.context_px`. `halo` is the number of
+    outputs added around each tile. Tiles start at multiples of `multiple` outputs, the side of a heat-map pixel, so
+    that no heat-map pixel crosses a tile border.
     """
 
     def __init__(
@@ -330,7 +340,7 @@ class Grid:
         return (row, column), self.stride_px * self.view.level0_px
 
     def frame_of(self, rows: Span, columns: Span) -> TileFrame:
-        """Return the outputs and pixels that the network computes and reads for a tile."""
+        """Return the outputs that the network computes for a tile, and the pixels that it reads for them."""
         geometry = self.network.geometry
         wide, computed, pixels = [], [], []
         for span, size, layout in zip((rows, columns), self.size, self.layouts, strict=True):

@@ -1,4 +1,4 @@
-"""Score predictions, compute 95 % confidence intervals, and measure how predictions change under rotation.
+"""Score predictions, compute 95 % confidence intervals, and measure how predictions change if inputs are rotated.
 
 `classification` and `matching` compare predictions with the ground truth. `bootstrap` computes confidence intervals.
 `equivariance` compares the outputs of a model for original and rotated inputs.

@@ -1,8 +1,8 @@
 """Bootstrap 95 % confidence intervals of scores, by resampling cases with replacement.
 
-Images of one patient are not independent, so cases are resampled and not images: a case is a patient or, for patches, a
-slide. A task counts events in each image (such as true and false positives) and adds them up for each case. The score
-is then computed for many resampled sets of cases.
+A case is a patient or, for patches, a slide. Cases are resampled instead of images, because images of one patient are
+not independent. A task counts results in each image, such as true and false positives, and adds them up for each case.
+The score is then computed for many resampled sets of cases.
 """
 
 import math
@@ -23,8 +23,8 @@ def bootstrap_interval(
 ) -> tuple[float, float]:
     """Return the bootstrap confidence interval (low, high) of a score; `level` is its coverage.
 
-    `units` is the number of units, such as patients. `score` receives the indices (units,) of resampled units, in which
-    an index may occur more than once. Resamples with a score of NaN are ignored.
+    `units` is the number of units that are resampled, such as patients. `score` computes the score for an array of
+    indices (units,) of units, in which an index may occur more than once. Scores of NaN are ignored.
     """
     generator = np.random.default_rng(seed)
     scores = [score(generator.integers(units, size=units)) for _ in range(RESAMPLES)]
@@ -33,9 +33,10 @@ def bootstrap_interval(
 
 
 def score_interval(score: Callable[[Numbers], float], sums: Numbers) -> list[float] | None:
-    """Return the 95 % confidence interval [low, high] of a score, or None with fewer than MIN_CASES cases.
+    """Return the 95 % confidence interval [low, high] of a score; None if it is undefined or cases are too few.
 
-    `sums` (cases, k) has k counts for each case. `score` receives the total counts (k,) of the resampled cases.
+    At least MIN_CASES cases are required. `sums` (cases, k) has k counts for each case. `score` computes the score for
+    the total counts (k,) of resampled cases.
     """
     if len(sums) < MIN_CASES:
         return None
@@ -71,7 +72,7 @@ class ImageCase(NamedTuple):
 
 
 def interval_unit(images: Sequence[HasCase]) -> str:
-    """Return the unit that confidence intervals resample: "patients", or "images" if the patients are unknown."""
+    """Return what is resampled for confidence intervals: "patients", or "images" if the patients are unknown."""
     return "images" if all(image.case in ("", image.name) for image in images) else "patients"
 
 

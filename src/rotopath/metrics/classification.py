@@ -72,15 +72,15 @@ def macro_auc(labels: Ints, scores: Floats) -> float:
 
 
 def binary_or_macro_auc(labels: Ints, probabilities: Floats) -> float:
-    """Return the AUC for labels (n,) and probabilities (n, K): of two classes if K = 1, else averaged over classes."""
+    """Return the AUC for labels (n,) and probabilities (n, K): `auc` if K = 1, else `macro_auc`."""
     return auc(labels, probabilities[:, 0]) if probabilities.shape[1] == 1 else macro_auc(labels, probabilities)
 
 
 def auc_interval(labels: Ints, probabilities: Floats, units: Sequence[str]) -> list[float] | None:
     """Return the 95 % confidence interval of the AUC for labels (n,) and probabilities (n, K).
 
-    `units` (n,) names the slide or patch of each input; these units are resampled. Returns None if only one class is
-    present, or with fewer than MIN_CASES units.
+    `units` (n,) names the unit of each input, its slide or patch; units are resampled. Returns None if only one class
+    is present, or if there are fewer than MIN_CASES units.
     """
     _, unit_indices = np.unique(np.array(units), return_inverse=True)
     order = np.argsort(unit_indices, kind="stable")
@@ -118,7 +118,7 @@ def score_each_class(
 
 
 def confusion_matrix(labels: Ints, predicted: Ints, classes: int) -> Ints:
-    """Count how many inputs of each true class (rows) were predicted as each class (columns), (classes, classes).
+    """Count how many inputs of each true class (row) were predicted as each class (column): (classes, classes).
 
     >>> from rotopath.metrics.classification import confusion_matrix
     >>> confusion_matrix(np.array([0, 1, 1]), np.array([0, 0, 1]), 2).tolist()
@@ -137,10 +137,10 @@ def balanced_accuracy(labels: Ints, predicted: Ints, classes: int) -> float:
 
 
 def reliability_curve(labels: Ints, probabilities: Floats, bins: int = CALIBRATION_BINS) -> tuple[Floats, Floats, Ints]:
-    """Compare predicted probabilities with observed frequencies, in equal intervals (bins) of the probability.
+    """Compare predicted probabilities with observed frequencies, in `bins` equal intervals from 0 to 1.
 
-    `labels` (n,) are 0 or 1, and `probabilities` (n,) those of class 1. Returns three arrays with an entry for each bin
-    that is not empty: the mean probability, the fraction of inputs of class 1, and the number of inputs.
+    `labels` (n,) are 0 or 1, and `probabilities` (n,) are those of class 1. Returns three arrays with an entry for each
+    interval that is not empty: the mean probability, the fraction of inputs of class 1, and the number of inputs.
     """
     indices = np.minimum((probabilities * bins).astype(np.int64), bins - 1)
     counts = np.bincount(indices, minlength=bins)
@@ -151,6 +151,9 @@ def reliability_curve(labels: Ints, probabilities: Floats, bins: int = CALIBRATI
 
 
 def calibration_error(labels: Ints, probabilities: Floats, bins: int = CALIBRATION_BINS) -> float:
-    """Return the expected calibration error (ECE): the mean difference between predicted and observed frequencies."""
+    """Return the expected calibration error (ECE) for the arguments of `reliability_curve`.
+
+    It is the mean absolute difference between predicted and observed frequencies, weighted by the number of inputs.
+    """
     predicted, observed, counts = reliability_curve(labels, probabilities, bins)
     return float((np.abs(predicted - observed) * counts).sum() / counts.sum())

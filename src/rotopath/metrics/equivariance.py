@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from rotopath import group
 
-FADE_FROM = 0.7  # from this fraction of the inscribed radius inputs fade to zero, if the angle is no multiple of 90°
+FADE_FROM = 0.7  # fraction of the radius of the inscribed disc from which inputs fade to zero
 ROBUSTNESS_STEPS = 16  # rotations in a full circle, 22.5° apart, as in the paper
 
 
@@ -31,14 +31,14 @@ def equivariance_error(
     flip: bool = False,
     reflections: bool | None = None,
 ) -> float:
-    """Measure whether rotating the input of a model rotates its output; 0 is perfect equivariance.
+    """Return the equivariance error of a model; it is 0 if rotating the input only rotates the output.
 
-    Returns the relative error ‖model(Rx) - R model(x)‖ / ‖R model(x)‖. R is a rotation by `angle` degrees,
+    The error is relative: ‖model(Rx) - R model(x)‖ / ‖R model(x)‖. R is a rotation by `angle` degrees,
     counter-clockwise; with `flip`, R is a left-right flip followed by the rotation.
 
-    Inputs and outputs are images (B, C, H, W) or SE(2) features (B, C, N, H, W); R also shifts the orientation axis N
-    of features. `reflections` states whether half of that axis is reflected; by default it is read from the layers of
-    the model. Outputs may also be (B, K), which R does not change.
+    Inputs and outputs are images (B, C, H, W) or SE(2) features (B, C, N, H, W). R also shifts the orientation axis N
+    of features. `reflections` states whether the second half of this axis is for reflected orientations; by default,
+    the layers of the model determine it. Outputs may also be (B, K); R does not change them.
 
     Multiples of 90° move pixels without interpolation, so that an exactly equivariant model has only rounding errors.
     For other angles, images are resampled. The input is then faded to zero towards the edge of its inscribed disc, so
@@ -95,7 +95,7 @@ def untrained_errors(
 
 
 def smooth_images(count: int, size: int, channels: int = 3, blur_px: float = 2.0, seed: int = 0) -> Tensor:
-    """Return smooth random images (count, channels, size, size), which can be rotated with little interpolation error.
+    """Return smooth random images (count, channels, size, size), which rotate with little interpolation error.
 
     The images are white noise after a Gaussian blur with a standard deviation of `blur_px`, scaled to unit variance.
     """
@@ -107,7 +107,7 @@ def smooth_images(count: int, size: int, channels: int = 3, blur_px: float = 2.0
 
 
 def _call(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return the output of a model, with the same random numbers in every call; the buffers are not changed."""
+    """Return the output of a model. Each call uses the same random numbers, and leaves the buffers unchanged."""
     x = x.clone()  # the model may change its input in place
     with torch.random.fork_rng([x.device] if x.is_cuda else []):
         if not isinstance(model, nn.Module):
@@ -119,11 +119,11 @@ def _call(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Transform:
-    """Flip (optionally) and then rotate images, features or outputs."""
+    """Flip (optionally) and then rotate images or features. Tensors without pixels, such as (B, K), do not change."""
 
     angle: float  # in degrees, counter-clockwise
     flip: bool  # left to right
-    reflections: bool  # whether half of the orientation axis of features is reflected
+    reflections: bool  # whether the second half of the orientation axis of features is for reflected orientations
 
     def __call__(self, x: Tensor) -> Tensor:
         if isinstance(x, Tensor) and x.ndim < 3:
@@ -141,8 +141,8 @@ def _check_has_positions(x: object) -> None:
     if not isinstance(x, Tensor) or x.ndim not in (4, 5) or not x.is_floating_point():
         got = f"a tensor of shape {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(
-            f"equivariance_error takes models from images (B, C, H, W) or SE(2) features (B, C, N, H, W) to one tensor "
-            f"of images, features, or outputs (B, K), all in floating point; got {got}."
+            f"equivariance_error takes models that map images (B, C, H, W) or SE(2) features (B, C, N, H, W) to one "
+            f"tensor: images, features, or outputs (B, K), all in floating point; got {got}."
         )
 
 
@@ -160,9 +160,9 @@ class Robustness:
 def robustness_angles(fair: bool = True) -> list[float]:
     """Return the 16 angles, in degrees, at which predictions are compared.
 
-    With `fair=False` these are the angles of the paper: 0°, 22.5°, 45°, … Rotations by multiples of 90° are exact and
-    the others blur the image, which alone changes predictions. With `fair=True` all angles are offset by 11.25°, so
-    that all rotations blur alike and only the network causes differences.
+    With `fair=False`, these are the angles of the paper: 0°, 22.5°, 45°, … Of these, multiples of 90° are exact, but
+    all other rotations blur the image, and the blur alone changes predictions. With `fair=True`, all angles are offset
+    by 11.25°. All rotations then blur the image about equally, so that only the network causes differences.
 
     >>> from rotopath.metrics.equivariance import robustness_angles
     >>> robustness_angles(fair=False)[:3], robustness_angles()[:3]
@@ -173,9 +173,10 @@ def robustness_angles(fair: bool = True) -> list[float]:
 
 
 def measure_robustness(probabilities: NDArray[np.floating], decisions: NDArray[np.generic]) -> Robustness:
-    """Measure the change of predictions over angles, for probabilities and decisions (angles, inputs).
+    """Measure how much predictions of the same inputs change over angles.
 
-    Further axes, such as pixels, count as inputs. Raises ValueError if the shapes differ or an array is empty.
+    `probabilities` and `decisions` are (angles, inputs); further axes, such as pixels, count as inputs. Raises
+    ValueError if the shapes differ or an array is empty.
     """
     if probabilities.ndim < 2 or 0 in probabilities.shape or decisions.shape != probabilities.shape:
         raise ValueError(

@@ -3,7 +3,7 @@
 Detected points are matched to annotated points. The matches yield true positives, false positives and false negatives
 at every score threshold, and from these F1 and the FROC curve. Objects of two label maps (H, W) are matched for F1 and
 panoptic quality (PQ). The aggregated Jaccard index (AJI, AJI+) and the Dice coefficient compare two label maps.
-A rule defines which predictions count as true positives.
+A rule, such as "one-to-one", defines which predictions count as true positives.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ Ints = NDArray[np.int64]
 PointRule = Literal["amida13", "one-to-one"]
 OverlapRule = Literal["iou", "area", "own-area"]
 
-MIN_OVERLAP = 0.5  # matched objects share at least this fraction of an area; the rule defines which area
+MIN_OVERLAP = 0.5  # objects match if they share at least this fraction of an area; the rule defines which area
 FROC_POINTS = 200  # maximum number of points of a FROC curve
 
 
@@ -66,7 +66,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class PointMatches:
-    """Matches of detections to annotated points. `count_at_threshold` counts them for any score threshold."""
+    """Matches of detections to annotated points. `count_at_threshold` counts them at any score threshold."""
 
     detected_at: Floats  # (t,) highest threshold at which each annotated point is detected; -inf if never detected
     false_scores: Floats  # (f,) scores of the false positives
@@ -75,12 +75,13 @@ class PointMatches:
 def match_points(
     truth: Floats, detected: Floats, scores: Floats, radius_px: float, rule: PointRule = "amida13"
 ) -> PointMatches:
-    """Match the detections of an image to its annotated points, within a radius.
+    """Match the detections of an image to annotated points at a distance of up to `radius_px`.
 
     `truth` (t, 2) and `detected` (d, 2) are (row, column) in pixels, `scores` are (d,). With the rule "amida13" of the
-    AMIDA13 challenge, several detections near one point count as one true positive. With "one-to-one", as in the MIDOG
-    challenge, each detection, from the highest score to the lowest, is matched to the nearest point that has no match
-    yet. Detections without a match are false positives.
+    AMIDA13 challenge, an annotated point is a true positive if any detection is in this radius; several detections
+    count once. With "one-to-one", as in the MIDOG challenge, a detection matches at most one point. Detections are
+    matched in the order of their scores, the highest first, each to the nearest point that has no match yet. With both
+    rules, detections without a match are false positives.
     """
     distance = np.hypot(*(truth[:, None] - detected[None]).transpose(2, 0, 1)).reshape(len(truth), len(detected))
     near = distance <= radius_px
@@ -109,14 +110,17 @@ def pool_matches(matches: Sequence[PointMatches]) -> PointMatches:
 
 
 def count_at_threshold(matches: PointMatches, threshold: float) -> Counts:
-    """Return the counts when only detections with a score of at least `threshold` are accepted."""
+    """Return the counts of true positives, false positives and false negatives at a score threshold.
+
+    Detections with scores below `threshold` are ignored.
+    """
     true_positives = int((matches.detected_at >= threshold).sum())
     false_positives = int((matches.false_scores >= threshold).sum())
     return Counts(true_positives, false_positives, len(matches.detected_at) - true_positives)
 
 
 def best_f1_threshold(matches: PointMatches) -> float:
-    """Return the threshold with the highest F1; the highest such threshold in a tie, and 0.5 without detections."""
+    """Return the threshold with the highest F1: in a tie the highest such threshold, without detections 0.5."""
     detected = matches.detected_at[np.isfinite(matches.detected_at)]
     candidates = candidate_thresholds(np.concatenate([detected, matches.false_scores]))
     if not len(candidates):
@@ -131,7 +135,7 @@ def froc_curve(matches: PointMatches, images: int) -> list[dict[str, float]]:
     """Return the FROC curve: sensitivity against false positives per image, from the highest threshold to the lowest.
 
     `images` is the number of images. The curve has a point for each threshold at which a further annotated point is
-    detected, and one for the lowest threshold. Longer curves are thinned to FROC_POINTS.
+    detected, and one for the lowest score. Curves with more than FROC_POINTS points are thinned to this number.
     """
     detected, false = matches.detected_at[np.isfinite(matches.detected_at)], matches.false_scores
     if not len(detected) and not len(false):
@@ -151,7 +155,7 @@ def froc_curve(matches: PointMatches, images: int) -> list[dict[str, float]]:
 
 @dataclass(frozen=True)
 class Overlaps:
-    """Areas of annotated and predicted objects, and all pairs of them that share pixels. Objects are counted from 0."""
+    """Areas of annotated and predicted objects, and all pairs of them that share pixels. Indices start at 0."""
 
     truth_areas: Ints  # (t,) area of each annotated object, in px²
     predicted_areas: Ints  # (p,) area of each predicted object, in px²
@@ -166,7 +170,10 @@ class Overlaps:
         return self.intersection / union
 
     def without_small(self, least_px: float) -> "Overlaps":
-        """Return the overlaps after `remove_small` on the predicted objects, without computing them again."""
+        """Return the overlaps without predicted objects of fewer than `least_px` pixels.
+
+        Faster than `find_overlaps` after `remove_small`, with the same result.
+        """
         large = self.predicted_areas >= least_px
         kept = large[self.predicted]
         new_number = np.cumsum(large) - 1
@@ -223,7 +230,7 @@ def find_overlaps(truth: NDArray[np.integer], predicted: NDArray[np.integer]) ->
 class ObjectCounts(Counts):
     """Counts of objects matched one to one. Add the counts of several images with `+`."""
 
-    iou_sum: float  # sum of the IoU of all true positives
+    iou_sum: float  # sum of the IoU of all matched pairs
 
     def __add__(self, other: "ObjectCounts") -> "ObjectCounts":
         return ObjectCounts(
@@ -235,7 +242,7 @@ class ObjectCounts(Counts):
 
     @property
     def panoptic_quality(self) -> float:
-        """PQ: F1 times the mean IoU of the true positives; 1 if nothing is annotated and nothing was predicted."""
+        """PQ: F1 times the mean IoU of the matched pairs; 1 if nothing is annotated and nothing was predicted."""
         total = 2 * self.true_positives + self.false_positives + self.false_negatives
         return 2 * self.iou_sum / total if total else 1.0
 
@@ -271,9 +278,9 @@ def match_objects(overlaps: Overlaps, rule: OverlapRule = "iou") -> ObjectCounts
 def aggregated_jaccard(truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> float:
     """Return the aggregated Jaccard index (AJI) of two label maps (H, W), after Kumar et al. (2017).
 
-    Each annotated object is matched to the predicted object with the highest IoU. AJI is the sum of their
-    intersections, divided by the sum of their unions and of the areas of all predicted objects without a match. It is 1
-    if both maps are empty.
+    Each annotated object is matched to the predicted object with the highest IoU, if any overlaps. AJI is the sum of
+    the intersections of all matched pairs, divided by the sum of their unions and of the areas of all objects without a
+    match. It is 1 if both maps are empty.
 
     >>> truth = np.array([[1, 1, 0, 2]])
     >>> rp.metrics.aggregated_jaccard(truth, np.array([[5, 0, 0, 3]]))
@@ -293,7 +300,7 @@ def aggregated_jaccard(truth: NDArray[np.integer], predicted: NDArray[np.integer
 
 
 def aggregated_jaccard_plus(truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> float:
-    """Return AJI+: like AJI, but objects are matched one to one, so that the sum of IoUs is as high as possible."""
+    """Return AJI+: like AJI, but objects are matched one to one, with the highest possible sum of IoUs."""
     overlaps = find_overlaps(truth, predicted)
     pairs = _best_pairs(overlaps)
     intersection = overlaps.intersection[pairs].sum()
@@ -321,9 +328,10 @@ def score_objects(
 ) -> dict[str, object]:
     """Return F1 and PQ over all images, of each case and of each image, and AJI, AJI+ and Dice averaged over images.
 
-    `counts` and `agreements` have the results of `match_objects` and `compare_label_maps` for each image. F1 and AJI
+    `counts` and `agreements` contain the results of `match_objects` and `compare_label_maps` for each image. F1 and AJI
     have 95 % confidence intervals.
     """
+    # Columns: TP, FP, FN, sum of IoUs, AJI, AJI+, Dice, and 1 to count the images.
     rows = [(*astuple(count), *scores.values(), 1) for count, scores in zip(counts, agreements, strict=True)]
     names, sums = sum_by_case([image.case or image.name for image in images], np.array(rows, np.float64))
     total = sums.sum(axis=0)
@@ -345,12 +353,12 @@ def score_objects(
 
 
 def _to_counts(row: Numbers) -> ObjectCounts:
-    """Convert an array that starts with TP, FP, FN and the sum of IoUs."""
+    """Convert an array that starts with TP, FP, FN and the sum of IoUs to counts."""
     return ObjectCounts(int(row[0]), int(row[1]), int(row[2]), float(row[3]))
 
 
 def _best_pairs(overlaps: Overlaps) -> Ints:
-    """Return the indices of the pairs that form the one-to-one matching with the highest sum of IoUs."""
+    """Return the indices of the pairs in the one-to-one matching with the highest sum of IoUs."""
     shape = (len(overlaps.truth_areas), len(overlaps.predicted_areas))
     pair_at = np.full(shape, -1)
     pair_at[overlaps.truth, overlaps.predicted] = np.arange(len(overlaps.intersection))

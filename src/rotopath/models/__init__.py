@@ -1,4 +1,10 @@
-"""Networks: build the paper's networks for any N, convert plain CNNs to SE(2,N), and freeze networks to plain CNNs."""
+"""Build networks with N orientations, convert plain CNNs to such networks, and freeze the networks.
+
+`mitosis`, `nuclei` and `tumor` build the networks of the paper (Lafarge et al., arXiv:2002.08725). `build_network`
+builds these and well-known networks by name. `equivariant` converts a plain CNN to its SE(2,N) counterpart, whose
+features have N orientations. `freeze` converts an SE(2,N) network to a plain CNN with the same outputs. `make_dense`
+adapts any network, so that it can be applied to images of many sizes.
+"""
 
 from rotopath.models.architecture import ARCHITECTURES, Architecture, Choices, Stage
 from rotopath.models.convert import equivariant

@@ -1,8 +1,9 @@
 """Tables of the paper's three networks. They define channels, numbers of weights and valid image sizes.
 
-An `Architecture` computes the channels and weights of each layer for N orientations, and the receptive field, the
-stride and the valid image sizes of the network. An image size is valid, or *on the pooling grid*, if all pools divide
-their input without a remainder. This module contains no tensors; `network` builds modules from these tables.
+An `Architecture` is one such table. It computes the channels and the number of weights of each layer for N
+orientations, and the receptive field, the stride and the valid image sizes of the network. An image side is valid, or
+*on the pooling grid*, if it is not smaller than the receptive field and every pool divides its input without a
+remainder. This module contains no tensors; `network` builds modules from the tables.
 """
 
 from dataclasses import dataclass, field, replace
@@ -19,11 +20,11 @@ Pooling = Literal["max", "max-blur", "rms-blur"]
 Upsampling = Literal["nearest", "bilinear"]
 Preset = Literal["paper", "faithful"]
 UPSAMPLING_FACTOR = 2  # in stages with a skip connection
-WEIGHTS_TOLERANCE = 0.05  # relative difference allowed from the number of weights at N = 1, for N not in the paper
+WEIGHTS_TOLERANCE = 0.05  # for N not in the paper: allowed relative difference from the number of weights at N = 1
 
 
 class Choices(TypedDict, total=False):
-    """Options of the paper's networks. Each overrides the same option of the preset."""
+    """Options of the paper's networks, explained in `Architecture`. Each overrides the same option of the preset."""
 
     outputs: int  # logits per output position
     kernel: group.Kernel
@@ -42,17 +43,18 @@ CHOICES = tuple(Choices.__annotations__)
 class Stage:
     """Convolution, batch norm, ReLU and pool. With `skip`, up-sampling and a skip connection come before them."""
 
-    channels: str | int  # output channels; "body" and "wide" stand for numbers that depend on N
+    channels: str | int  # output channels; "body" and "wide" stand for numbers that depend on N, see `published`
     kernel: int = 5  # side in px
     pool: int = 1  # side and stride of the pool; 1 means no pool
-    skip: int | None = (
-        None  # index of the stage that the skip connection comes from; its output is read before its pool
-    )
+    skip: int | None = None  # index of the stage from which a skip connection comes: its output before the pool
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Table of a network: stages, options, and the channels for each number of orientations.
+    """Table of one of the paper's networks: its stages, its options, and its channels for each number of orientations.
+
+    After the last stage, the projection removes the orientation axis, and the head, a 1 × 1 convolution, returns
+    logits.
 
     >>> from rotopath.models import ARCHITECTURES
     >>> tumor = ARCHITECTURES["tumor"]
@@ -65,15 +67,15 @@ class Architecture:
     name: str
     task: str
     stages: tuple[Stage, ...]
-    projection: Projection
+    projection: Projection  # mode of `rp.nn.Project`
     outputs: int  # logits per output position
     head_norm: bool  # whether a batch norm, instead of a bias, follows the last convolution
     input_px: int  # image side in the paper
     published: dict[int, tuple[int, int]]  # N → channels of ("body", "wide")
-    faithful: dict[str, str | bool]  # options of the preset "faithful", which is closer to exact equivariance
-    kernel: group.Kernel = "bilinear"
-    pooling: Pooling = "max"
-    upsampling: Upsampling = "nearest"
+    faithful: dict[str, str | bool]  # options of the preset "faithful", with smaller errors between multiples of 90°
+    kernel: group.Kernel = "bilinear"  # kernel family of `rp.nn.GroupConv2d`
+    pooling: Pooling = "max"  # maximum, maximum with blur, or root mean square with blur
+    upsampling: Upsampling = "nearest"  # interpolation before each skip connection
     smoothing: bool = False  # blur the image before the first convolution
     reflections: bool = False  # equivariant to flips too; N orientations then have the channels of 2N
     widths_of: int | None = None  # use the channels for this number of orientations, whatever N is
@@ -102,7 +104,7 @@ class Architecture:
         if self.widths_of is not None:
             if isinstance(self.widths_of, bool):
                 raise ValueError(
-                    f"The option 'widths_of' of {self.name} must be a number of orientations; got {self.widths_of}."
+                    f"The option 'widths_of' of {self.name} must be a whole number, 1 or more; got {self.widths_of}."
                 )
             group.check_orientations(self.widths_of)
         object.__setattr__(self, "receptive_field", self._compute_receptive_field())
@@ -130,7 +132,7 @@ class Architecture:
         return self._stage_channels(*self._find_widths(group.order(self.widths_of or orientations, self.reflections)))
 
     def weights(self, orientations: int) -> tuple[int, ...]:
-        """Number of learned weights of each stage with its batch norm. The last entry counts projection and head."""
+        """Number of learned weights of each stage with its batch norm. The last entry is for projection plus head."""
         channels = self.channels(orientations)
         *stages, head = self._count_weights(group.order(orientations, self.reflections), channels)
         return *stages, channels[-1] * weights_per_channel(self.projection, orientations) + head
@@ -143,7 +145,11 @@ class Architecture:
         return channels[stage - 1] + (0 if skip is None else channels[skip])
 
     def _find_widths(self, orientations: int) -> tuple[int, int]:
-        """Return the channels ("body", "wide"): the paper's, or others with about as many weights as N = 1."""
+        """Return the numbers of channels ("body", "wide") for an orientation axis of length `orientations`.
+
+        For lengths in the paper, they are the paper's. For other lengths, they are chosen so that the network has about
+        as many weights as for N = 1.
+        """
         if orientations in self.published:
             return self.published[orientations]
         target = sum(self._count_weights(1, self._stage_channels(*self.published[1])))
@@ -171,7 +177,7 @@ class Architecture:
     def _count_weights(self, orientations: int, channels: tuple[int, ...]) -> tuple[int, ...]:
         counts = []
         for i, stage in enumerate(self.stages):
-            axes = orientations if i else 1  # the first stage reads the image, the others read all orientations
+            axes = orientations if i else 1  # the first stage reads an image, which has no orientations
             counts.append(channels[i] * (self.in_channels(i, channels) * axes * _count_taps(stage.kernel) + 2))
         counts.append(self.outputs * (channels[-1] + (2 if self.head_norm else 1)))
         return tuple(counts)
@@ -228,8 +234,8 @@ class Architecture:
                 size *= UPSAMPLING_FACTOR
                 if before_pool[stage.skip] < size or (before_pool[stage.skip] - size) % 2:
                     raise ValueError(
-                        f"{self.name} cannot center-crop a skip of {before_pool[stage.skip]} px to {size} px; "
-                        f"use an image side of {self.receptive_field} + {self.size_step}·k px."
+                        f"{self.name} cannot crop its skip connection evenly from {before_pool[stage.skip]} px to "
+                        f"{size} px; use an image side of {self.receptive_field} + {self.size_step}·k px (k = 0, 1 …)."
                     )
             before_pool.append(group.output_size(size, stage.kernel))
             size = group.output_size(before_pool[-1], stage.pool, stage.pool)
@@ -237,11 +243,11 @@ class Architecture:
         return tuple(sizes)
 
     def fits(self, size: int) -> bool:
-        """Return whether an image side, in px, is on the pooling grid: receptive field + k · `size_step`."""
+        """Return whether an image side, in px, is on the pooling grid: receptive field + k · `size_step`, k ≥ 0."""
         return size >= self.receptive_field and (size - self.receptive_field) % self.size_step == 0
 
     def nearest_sizes(self, size: int) -> tuple[int, ...]:
-        """Return `size` itself if it is on the pooling grid, otherwise the next smaller and larger valid sides."""
+        """Return `size` if it is on the pooling grid, otherwise the next smaller (if any) and the next larger side."""
         if self.fits(size):
             return (size,)
         below = (size - self.receptive_field) // self.size_step
@@ -250,20 +256,20 @@ class Architecture:
     def output_size(self, size: int) -> int:
         """Return the side of the output, in output positions, for an image of `size` px.
 
-        Raises ValueError if a pool or a stride would not cover its input evenly.
+        Raises ValueError if `size` is not on the pooling grid.
         """
         self.expect_size(size)
         return self.sizes(size)[-1]
 
     def expect_size(self, size: int) -> None:
-        """Raise ValueError, which states the nearest valid sides, if an image side is not on the pooling grid."""
+        """Raise ValueError if an image side is not on the pooling grid. The message states valid sides."""
         if self.fits(size):
             return
         grid = f"{self.receptive_field} + {self.size_step}·k px"
         if size < self.receptive_field:
             raise ValueError(
                 f"{self.name} accepts images of {self.receptive_field} px or more, but got {size} px; "
-                f"use larger images, or pad them to {grid}."
+                f"use larger images, or pad them to {grid} (k = 0, 1, 2 …)."
             )
         nearest = " or ".join(map(str, self.nearest_sizes(size)))
         raise ValueError(f"{self.name} accepts image sides of {grid}, but got {size} px; crop or pad to {nearest} px.")
@@ -273,14 +279,17 @@ class Architecture:
         for stage in reversed(self.stages):
             side = side * stage.pool + stage.kernel - 1
             if stage.skip is not None:
-                # Largest number of pixels before up-sampling that a window of this side reads.
+                # Largest number of pixels before up-sampling from which a window of `side` px is computed.
                 side = (side + UPSAMPLING_FACTOR - 2) // UPSAMPLING_FACTOR + 1
         return side
 
 
 @cache
 def _count_taps(kernel: int) -> int:
-    """Number of learned weights of a kernel for one input and one output channel: its pixels inside a disc."""
+    """Return the number of learned weights of a kernel of `kernel` px per side, for one input and one output channel.
+
+    These are the weights of the pixels inside a disc.
+    """
     return int(group.disc_mask(kernel).sum())
 
 
@@ -290,7 +299,8 @@ def _suggest_option(unknown: str) -> str:
         return "use 'outputs'"
     if "channels" in unknown:
         return (
-            f"images have {IMAGE_CHANNELS} channels, and the channels of layers follow from the number of orientations"
+            f"images have {IMAGE_CHANNELS} channels, and the channels of layers follow from the number of "
+            f"orientations, so remove this option"
         )
     return f"options are {', '.join(CHOICES)}"
 

@@ -26,12 +26,18 @@ def resnet50(outputs: int, width: int = 64) -> "ResNet":
 
 
 def unet(outputs: int, width: int = 32, depth: int = 4) -> "UNet":
-    """Build a U-Net that returns logits for every pixel. It has `depth` levels, the first with `width` channels."""
+    """Build a U-Net that returns logits for every pixel.
+
+    It has `depth` levels. The first level has `width` channels, and each further level twice as many as the one before.
+    """
     return UNet(outputs, width, depth)
 
 
 class ResNet(nn.Module):
-    """ResNet of He et al. (2016): maps images (B, 3, H, W) to logits (B, K), one prediction per image."""
+    """ResNet of He et al. (2016): maps images (B, 3, H, W) to K = `outputs` logits per image, (B, K).
+
+    `block` is the class of the residual blocks. `depths` are the numbers of blocks in the four parts of the network.
+    """
 
     def __init__(self, block: Any, depths: tuple[int, ...], outputs: int, width: int = 64) -> None:
         super().__init__()
@@ -63,7 +69,7 @@ class ResNet(nn.Module):
 class BasicBlock(nn.Module):
     """Two 3 × 3 convolutions with a shortcut around them."""
 
-    expansion = 1
+    expansion = 1  # output channels divided by `width`
 
     def __init__(self, inputs: int, width: int, stride: int = 1) -> None:
         super().__init__()
@@ -84,7 +90,7 @@ class BasicBlock(nn.Module):
 class Bottleneck(nn.Module):
     """A 3 × 3 convolution between two 1 × 1 convolutions, with a shortcut around them."""
 
-    expansion = 4
+    expansion = 4  # output channels divided by `width`
 
     def __init__(self, inputs: int, width: int, stride: int = 1) -> None:
         super().__init__()
@@ -107,7 +113,10 @@ class Bottleneck(nn.Module):
 
 
 class UNet(nn.Module):
-    """U-Net of Ronneberger et al. (2015), with padding: maps images (B, 3, H, W) to logits (B, K, H, W)."""
+    """U-Net of Ronneberger et al. (2015) with padding: maps images (B, 3, H, W) to K = `outputs` logits, (B, K, H, W).
+
+    H and W must be multiples of 2^(`depth` - 1).
+    """
 
     def __init__(self, outputs: int, width: int = 32, depth: int = 4) -> None:
         super().__init__()
@@ -133,7 +142,10 @@ class UNet(nn.Module):
 
 
 def _build_shortcut(inputs: int, outputs: int, stride: int) -> nn.Module | None:
-    """Return the 1 × 1 convolution of a shortcut, or None if input and output of the block have the same shape."""
+    """Return the 1 × 1 convolution and batch norm of a shortcut.
+
+    Return None if they are not needed, because input and output of the block have the same shape.
+    """
     if stride == 1 and inputs == outputs:
         return None
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))

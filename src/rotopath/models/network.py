@@ -49,7 +49,7 @@ def tumor(orientations: int = 8, preset: Preset = "paper", **choices: Unpack[Cho
 
 
 class ArchitectureNetwork(nn.Module):
-    """Base class of `Network` and `FrozenNetwork`: a module that accepts the image sizes of an `Architecture`."""
+    """Base class of `Network` and `FrozenNetwork`, with the geometry and the image checks of an `Architecture`."""
 
     def __init__(self, architecture: Architecture, orientations: int) -> None:
         super().__init__()
@@ -72,11 +72,11 @@ class ArchitectureNetwork(nn.Module):
         return self.architecture.stride
 
     def fits(self, size: int) -> bool:
-        """Return whether an image side, in px, is on the pooling grid: the sides that all pools divide exactly."""
+        """Return whether an image side, in px, is on the pooling grid: every pool divides its input exactly."""
         return self.architecture.fits(size)
 
     def nearest_sizes(self, size: int) -> tuple[int, ...]:
-        """Return `size` itself if it is on the pooling grid, otherwise the next smaller and larger valid sides."""
+        """Return `size` if it is on the pooling grid, otherwise the next smaller (if any) and the next larger side."""
         return self.architecture.nearest_sizes(size)
 
     def output_size(self, size: int) -> int:
@@ -84,7 +84,10 @@ class ArchitectureNetwork(nn.Module):
         return self.architecture.output_size(size)
 
     def check_images(self, x: Tensor) -> None:
-        """Raise ValueError unless x contains floating point images (B, 3, H, W) from 0 to 1 of a valid size."""
+        """Raise ValueError unless x contains floating-point images (B, 3, H, W) of a valid size.
+
+        Images with values up to 255 instead of 1 are refused too, if they are on the CPU.
+        """
         check_image(x, self, IMAGE_CHANNELS)
         check_brightness(x, self)
         for size in x.shape[-2:]:
@@ -101,9 +104,9 @@ class ArchitectureNetwork(nn.Module):
 class Network(ArchitectureNetwork):
     """One of the paper's networks: maps images (B, 3, H, W) to logits (B, K, H', W').
 
-    Each position of the output is the prediction for one window of `receptive_field` px; windows are `stride` px apart.
-    Images are floats from 0 to 1, or bytes (uint8), which the network scales to 0 … 1. `fits` and `nearest_sizes`
-    report which heights and widths are valid.
+    Each of the H' × W' output positions has K logits for one window of `receptive_field` px. Windows are `stride` px
+    apart. Images are floats from 0 to 1, or bytes (uint8), which the network scales to 0 … 1. `fits` and
+    `nearest_sizes` report which heights and widths are valid.
 
     >>> net = rp.models.tumor(orientations=8)
     >>> net.receptive_field, net.stride, net.nearest_sizes(200)

@@ -1,9 +1,10 @@
 """Interface of networks that can be trained, evaluated and applied to slides; `make_dense` adapts any module to it.
 
-A `DenseNetwork` accepts images (B, 3, H, W) of many sizes and returns a map of logits (B, K, h, w).
+A `DenseNetwork` accepts images (B, 3, H, W) of many sizes and returns a map of logits (B, K, h, w): K logits at each of
+h × w positions, which are also called its *outputs*.
 
-The `Geometry` of a dense network states which image sizes are valid, and which pixels each position of the map depends
-on. `make_dense` measures the geometry of a fully convolutional module.
+The `Geometry` of a dense network states which image sizes are valid, and which pixels each output depends on.
+`make_dense` measures the geometry of a fully convolutional module.
 
 A `WindowNetwork` accepts images of one fixed size only and returns one prediction per image, logits (B, K).
 `make_dense` turns it into a dense network by applying it as a sliding window.
@@ -19,19 +20,19 @@ from torch import Tensor, nn
 IMAGE_CHANNELS = 3
 # Differences between valid image sides that `measure_geometry` tries.
 STEP_CANDIDATES_PX = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
-LARGEST_PROBE_PX = (
-    1536  # a network whose outputs read all pixels of an image of this side has no finite receptive field
-)
+# To measure the receptive field, the image width is doubled until it exceeds this. If one column of pixels still
+# affects all outputs, the receptive field is not finite.
+LARGEST_PROBE_PX = 1536
 WINDOW_BATCH_PX = 2**20  # pixels per batch of sliding windows
-PROBE_TOLERANCE = 1e-6  # largest difference of float64 outputs that count as equal
+PROBE_TOLERANCE = 1e-6  # float64 outputs with at most this difference count as equal
 
 
 @dataclass(frozen=True)
 class Geometry:
     """Geometry of a dense network: its valid image sizes, and the positions of its outputs on the image.
 
-    Valid image sides are `smallest_px` + k · `step_px`. Neighboring outputs are `stride_px` apart, and the map of
-    outputs is centered on the image. All numbers apply to height and to width.
+    Valid image sides are `smallest_px` + k · `step_px` for k = 0, 1, 2 … Neighboring outputs are `stride_px` apart, and
+    the map of outputs is centered on the image. All numbers apply to height and to width.
 
     >>> from rotopath.models import Geometry
     >>> tumor = Geometry(outputs=1, smallest_px=88, step_px=12, stride_px=12)
@@ -59,17 +60,23 @@ class Geometry:
 
     @property
     def block(self) -> int:
-        """Number of outputs along a side of the smallest image, and number that each further `step_px` adds."""
+        """Number of outputs along a side of the smallest image; each further `step_px` of the side adds as many."""
         return self.step_px // self.stride_px
 
     @property
     def margins_px(self) -> int:
-        """Image side minus the side that the outputs cover (`stride_px` each), in px: both margins together."""
+        """Sum of the two margins along an axis, in px: image side minus the side that the outputs cover.
+
+        Each output covers `stride_px`.
+        """
         return self.smallest_px - self.step_px
 
     @property
     def context_px(self) -> int:
-        """Side, in px, of a window whose central outputs padding does not affect: smallest image plus the rim."""
+        """Side, in px, of a window in which padding does not affect the central outputs.
+
+        It is the smallest image side plus the rims at both edges.
+        """
         return self.smallest_px + 2 * self.rim * self.stride_px
 
     def fits(self, size: int) -> bool:
@@ -77,7 +84,7 @@ class Geometry:
         return size >= self.smallest_px and (size - self.smallest_px) % self.step_px == 0
 
     def nearest_sizes(self, size: int) -> tuple[int, ...]:
-        """Return `size` itself if it is valid, otherwise the next smaller and larger valid sides."""
+        """Return `size` if it is valid, otherwise the next smaller (if any) and the next larger valid side."""
         if self.fits(size):
             return (size,)
         below = (size - self.smallest_px) // self.step_px
@@ -121,12 +128,13 @@ class WindowNetwork(Protocol):
 def make_dense(
     module: nn.Module, outputs: int, window_px: int | None = None, stride_px: int | None = None
 ) -> DenseNetwork:
-    """Return a module as a dense network, which can be applied to images of many sizes.
+    """Return a dense network that applies a module to images of many sizes.
 
-    A module with an attribute `geometry` is returned unchanged. The geometry of any other module is measured on images
-    of `window_px` px. If the module returns one prediction per image, it is applied as a sliding window with stride
-    `stride_px` (default: half a window). Raises ValueError if the module does not return `outputs` logits per position,
-    or if each position of its map depends on the whole image.
+    If the module has an attribute `geometry`, a `Geometry`, the module itself is returned. The geometry of any other
+    module is measured on images of `window_px` px (default: the module's attribute `window_px`). If the module returns
+    one prediction per image, it is applied as a sliding window with stride `stride_px` (default: half a window). Raises
+    ValueError if the module does not return `outputs` logits per position, or if it returns a map that cannot be
+    computed tile by tile, for example because each output depends on the whole image.
 
     >>> net = rp.models.make_dense(torch.nn.Conv2d(3, 2, kernel_size=5), outputs=2, window_px=16)
     >>> net.geometry
@@ -151,15 +159,15 @@ def make_dense(
             return DenseModule(module, measured)
         if shape[2] > 1:
             raise ValueError(
-                f"{_name(module)} returns a map in which each output depends on the whole image, so it cannot be "
-                f"computed tile by tile; use layers that read only a limited neighborhood."
+                f"{_name(module)} returns a map that cannot be computed tile by tile; use layers that accept images "
+                f"of several sizes and compute each output in the same way from a limited neighborhood."
             )
     stride_px = stride_px or max(1, window_px // 2)
     return SlidingModule(module, Geometry(outputs, window_px, stride_px, stride_px))
 
 
 def replace_module(network: DenseNetwork, module: nn.Module) -> DenseNetwork:
-    """Return a dense network with the same geometry and another module, such as the frozen one."""
+    """Return a dense network with the geometry of `network` that applies `module`, such as its frozen module."""
     if isinstance(network, WrappedModule):
         return type(network)(module, network.geometry)
     return module  # type: ignore[return-value]
@@ -208,16 +216,17 @@ class SlidingModule(WrappedModule):
 
 
 def as_floats(x: Tensor, module: nn.Module) -> Tensor:
-    """Scale images of bytes to floats from 0 to 1, in the dtype of the module. Return images of floats unchanged."""
+    """Scale images of bytes (uint8) to floats from 0 to 1, in the dtype of the module. Return floats unchanged."""
     if x.dtype != torch.uint8:
         return x
     return x.to(_float_dtype(module)) / 255
 
 
 def has_geometry(module: nn.Module, geometry: Geometry, window_px: int, slides: bool) -> bool:
-    """Return whether the shapes of a module's outputs agree with a stored geometry; cheaper than measuring it again.
+    """Return whether the output shapes of a module agree with a stored geometry.
 
-    Set `slides` if the module is applied as a sliding window. Which pixels an output depends on is not checked.
+    This is faster than measuring the geometry again. It does not check which pixels each output depends on. Set
+    `slides` if the module is applied as a sliding window.
     """
     probe = _Probe(module)
     try:
@@ -234,10 +243,11 @@ def has_geometry(module: nn.Module, geometry: Geometry, window_px: int, slides: 
 
 
 def measure_geometry(module: nn.Module, window_px: int) -> Geometry | None:
-    """Measure the geometry of a module that maps images to maps. Return None if outputs depend on the whole image.
+    """Measure the geometry of a module that returns a map of logits. Return None if the map has no geometry.
 
-    Valid sizes and stride follow from output shapes for several image sizes. To find which pixels an output depends on,
-    pixels are set to NaN: the outputs that depend on them become NaN too.
+    The map has none if an output depends on the whole image or on its position in the image, or if the output shapes
+    for several image sizes fit no `Geometry`. To find which pixels an output depends on, pixels are set to NaN: the
+    outputs that depend on them become NaN too.
     """
     probe = _Probe(module)
     outputs, side = probe.output_shape(window_px)[1], probe.output_side(window_px)
@@ -252,7 +262,8 @@ def measure_geometry(module: nn.Module, window_px: int) -> Geometry | None:
         if (side * stride) % step:
             continue
         smallest = window_px - (side * stride // step - 1) * step
-        # If a pool does not divide its input side, it drops the remainder, and outputs are not centered on the image.
+        # A pool of torch drops the remainder of its input, so several image sides have the same number of outputs. The
+        # outputs are centered on the image only for the smallest of these sides.
         while smallest > 1 and probe.output_side(smallest - 1) == step // stride:
             smallest -= 1
         if smallest < 1:
@@ -316,7 +327,7 @@ class _Probe:
         return None if shape is None or len(shape) != 4 else shape[2]
 
     def measure_reach(self, geometry: Geometry, window_px: int) -> tuple[float, float] | None:
-        """Return how many px an output reads left and right of its position; None if it reads the whole image."""
+        """Return how many px an output reads left and right of its position; None if it reads the whole width."""
         size = window_px
         while size <= LARGEST_PROBE_PX:
             size = geometry.nearest_sizes(2 * size)[-1]
@@ -328,7 +339,10 @@ class _Probe:
         return None
 
     def _measure_column(self, geometry: Geometry, width: int, column: int) -> tuple[float, float] | None:
-        """Return distances (px) of the farthest outputs right and left of a column that read it; None if all do."""
+        """Return the distances (px) from a column of pixels to the farthest outputs that read it, right and left.
+
+        Return None if all outputs read the column.
+        """
         images = torch.zeros(1, IMAGE_CHANNELS, geometry.smallest_px, width, dtype=torch.float64)
         images[..., column] = float("nan")
         is_affected = self._predict(images).isnan().any(dim=1)[0].any(dim=0)  # (w,)
@@ -348,7 +362,7 @@ class _Probe:
         return max(0, -int(-beyond // geometry.stride_px))
 
     def is_translation_equivariant(self, geometry: Geometry, window_px: int) -> bool:
-        """Return whether outputs, except near edges, stay equal if first rows and columns of an image are cropped."""
+        """Return whether outputs stay equal, except near edges, if the first `step_px` rows and columns are cropped."""
         rim, block = geometry.rim, geometry.block
         size = max(window_px, geometry.smallest_px + (-(-2 * rim // block) + 2) * geometry.step_px)
         size = geometry.nearest_sizes(size)[-1]

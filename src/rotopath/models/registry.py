@@ -2,7 +2,7 @@
 
 A name is a network of the paper ("tumor"), a well-known CNN ("resnet18"), or a function of the user
 ("package.module:function"). `build_network` returns a module with fresh weights for this name, a number of outputs, a
-number of orientations and options. It raises ValueError, which names the wrong option, if that is not possible.
+number of orientations and options. It raises ValueError if the name or an option is wrong.
 """
 
 import difflib
@@ -22,13 +22,12 @@ from rotopath.models.convert import Keep, Strides, equivariant
 from rotopath.models.network import Network
 from rotopath.nn.project import PROJECTIONS
 
-Builder = Callable[
-    ..., nn.Module
-]  # function that builds a network; parameters: outputs, orientations?, options by name
+# Function that builds a network. Its parameters are `outputs`, optionally `orientations`, and the network's options.
+Builder = Callable[..., nn.Module]
 Options = Mapping[str, Any]
 # Options of the paper's networks. `outputs` is not an option in recipes, because it follows from the task.
 NETWORK_OPTIONS = ("preset", *(name for name in CHOICES if name != "outputs"))
-# Options of `equivariant`, which converts plain networks → their possible values.
+# Options of `equivariant`, which converts plain networks, and the possible values of each.
 CONVERSION_OPTIONS: Options = {
     "keep": get_args(Keep),
     "kernel": group.KERNELS,
@@ -36,7 +35,8 @@ CONVERSION_OPTIONS: Options = {
     "strides": get_args(Strides),
     "reflections": (False, True),
 }
-# The strided convolutions of well-known networks fit odd image sizes only; with pools instead, even sizes fit.
+# In well-known networks, convolutions with stride 2 accept only odd image sizes. With pools instead, the networks
+# accept even sizes.
 CONVERSION_DEFAULTS: Options = {"strides": "pool"}
 BACKBONES: Mapping[str, Builder] = {
     "resnet18": backbones.resnet18,
@@ -112,8 +112,8 @@ def find_builder(name: str) -> Builder:
             f"The network {name!r} is an object of type {type(build).__name__}; it must be a function that builds a "
             f"network."
         )
-    # For safety: a model file from an unknown source may name any function, such as os.system. Only functions with the
-    # parameter `outputs` are called, which functions that build networks have.
+    # For safety: a model file from an unknown source may name any function, such as os.system. Therefore a function is
+    # called only if it has a parameter `outputs`, as every function that builds a network has.
     if "outputs" not in _parameter_names(build):
         raise ValueError(
             f"The function {name!r} has no parameter 'outputs', the number of logits of its network; "
@@ -146,7 +146,10 @@ def import_object(name: str) -> object:
 
 
 def check_options(name: str, options: Options) -> None:
-    """Raise ValueError if a network lacks one of the options, or if the value of an option is not allowed."""
+    """Raise ValueError if a network does not have one of the options, or if a value of an option is not allowed.
+
+    Values of the options that a function itself defines are not checked here.
+    """
     is_paper = name in ARCHITECTURES
     own = [] if is_paper else _own_options(name)
     known = list_options(name)
@@ -163,7 +166,7 @@ def check_options(name: str, options: Options) -> None:
 
 
 def list_options(name: str) -> list[str]:
-    """Return the names of a network's options. If the network is converted, options of the conversion come last."""
+    """Return the names of a network's options. If it is converted, the conversion options come last."""
     if name in ARCHITECTURES:
         return [*NETWORK_OPTIONS]
     own = _own_options(name)
@@ -173,7 +176,10 @@ def list_options(name: str) -> list[str]:
 
 
 def expand_preset(name: str, options: Options) -> dict[str, Any]:
-    """Replace the option `preset` by the options that it sets, so that later versions may change the preset.
+    """Return all options of one of the paper's networks. The values that `preset` sets replace `preset` itself.
+
+    Stored options then keep their meaning if a later version changes the preset. The options of other networks are
+    returned unchanged.
 
     >>> from rotopath.models.registry import expand_preset
     >>> expand_preset("mitosis", {"preset": "faithful"})["kernel"]
@@ -187,7 +193,10 @@ def expand_preset(name: str, options: Options) -> dict[str, Any]:
 
 
 def find_window_px(name: str) -> int | None:
-    """Return the default side, in px, of training windows; None if a user's function has no attribute `window_px`."""
+    """Return the default side of training windows in px.
+
+    For a function of the user, it is the function's attribute `window_px`, or None if it has none.
+    """
     if name in WINDOW_PX:
         return WINDOW_PX[name]
     window_px = getattr(find_builder(name), "window_px", None)

@@ -1,10 +1,11 @@
-"""Trace modules with `torch.fx`: record `forward()` as a graph with one node per layer. For `equivariant` and `freeze`.
+"""Trace modules with `torch.fx`, for `equivariant` and `freeze`: record `forward()` as a graph.
 
-`trace_graph` returns the graph, or raises ValueError with the reason why `forward()` cannot be traced.
+A node of the graph is one call of a layer, function or method. `trace_graph` returns the graph, or raises ValueError
+with the reason why `forward()` cannot be traced.
 
-While torch.fx traces, it patches methods of `nn.Module` for all threads of the process. Therefore only one thread
-traces at a time, and calls from other threads are passed through unchanged. Modules compiled by `torch.compile` raise
-an error if they run during tracing.
+While torch.fx traces, it replaces methods of `nn.Module` for all threads of the process. Therefore only one thread
+traces at a time, and modules that other threads call meanwhile run as usual and are not recorded. Only modules compiled
+by `torch.compile` raise an error if they run during tracing.
 """
 
 import operator
@@ -20,8 +21,8 @@ from torch.amp import autocast_mode
 
 from rotopath.models.network import ArchitectureNetwork
 
-# Layers and functions that process each number independently. They commute with rotation, and apply equally to features
-# of shape (B, C, N, H, W) and of shape (B, C·N, H, W).
+# Layers and functions that process each element of a tensor independently. They commute with rotation, and can be
+# applied to features of shape (B, C, N, H, W) and of shape (B, C·N, H, W).
 POINTWISE_LAYERS = (
     nn.CELU,
     nn.ELU,
@@ -58,7 +59,7 @@ POINTWISE_METHODS = frozenset().union(
     {"add_", "sub_", "mul_", "div_", "neg_", "sigmoid_", "tanh_", "clamp_"},
     {"maximum", "minimum", "clone", "detach"},
 )
-# Functions and methods that compute a ReLU → whether they always work in place.
+# Functions and methods that compute a ReLU, and whether they always work in place.
 RELUS = {torch.relu: False, F.relu: False, torch.relu_: True, F.relu_: True, "relu": False, "relu_": True}
 CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
@@ -68,9 +69,9 @@ TRACE_LOCK = RLock()
 
 
 def trace_graph(module: nn.Module, caller: str = "freeze") -> fx.Graph:
-    """Return the graph of `module.forward()`. For the paper's networks, it starts after the checks of the image.
+    """Return the graph of `module.forward()`. For the paper's networks, the graph does not contain the image checks.
 
-    `caller` is the name of the public function that error messages mention.
+    `caller` is the name of the public function in error messages. Raises ValueError if `forward()` cannot be traced.
     """
     with TRACE_LOCK:
         tracer = LayerTracer()
@@ -111,7 +112,10 @@ def active_autocasts() -> Mapping[str, torch.dtype]:
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Return whether `module.forward()` is defined in torch or rotopath. True also if a subclass inherits it."""
+    """Return whether a module is a layer: its `forward()` is that of a class in torch.nn or rotopath.nn.
+
+    A subclass that inherits `forward()` is a layer too. `nn.Sequential` is not.
+    """
     defined_in = type(module).forward.__module__ or ""  # None if the class was defined in an interpreter
     return defined_in.startswith(("torch.nn.", "rotopath.nn.")) and not isinstance(module, nn.Sequential)
 
@@ -125,7 +129,7 @@ def is_size(node: fx.Node) -> bool:
 
 
 def scope_of(node: fx.Node) -> str:
-    """Return the path of the submodule that calls a node in its `forward()`; empty for the traced module itself."""
+    """Return the path of the submodule whose `forward()` contains the node; empty for the traced module itself."""
     return str(next(reversed(node.meta.get("nn_module_stack", {})), ""))
 
 
@@ -177,7 +181,7 @@ class LayerTracer(fx.Tracer):
         return str(stack[-1] if stack else type(self.root).__name__)
 
     def _expect_same_autocast(self) -> None:
-        """Raise AutocastError if `forward()` switched autocast on or off, because nodes do not record it."""
+        """Raise AutocastError if `forward()` switched autocast on or off, because the graph would not contain that."""
         if active_autocasts() != self.autocasts:
             raise AutocastError
 
@@ -193,7 +197,7 @@ class ValueProxy(fx.Proxy):
             return -index.start
         raise TypeError("the number of axes of a tensor is not known during tracing; write x.shape[-2:]")
 
-    # torch.fx would record x += y as x + y. Other variables for the same tensor would then keep the old values.
+    # torch.fx would record x += y as x = x + y. Other variables for the same tensor would then keep the old values.
     def __iadd__(self, other: object) -> fx.Proxy:
         return self._change_in_place(operator.iadd, other)
 
@@ -215,7 +219,7 @@ class AutocastError(Exception):
 
 
 def _find_traced_method(network: nn.Module) -> str:
-    """Return "compute_logits", which has no checks of images, or "forward" if a subclass overrides `forward()`."""
+    """Return "compute_logits", which has no image checks, or "forward" if a subclass overrides only `forward()`."""
     methods = ("compute_logits", "forward")
     return next(method for kind in type(network).__mro__ for method in methods if method in vars(kind))
 

@@ -1,8 +1,11 @@
 """Layers that are equivariant to rotations: lifting, group convolution, normalization, pooling and projection.
 
-`LiftConv2d` lifts images (B, C, H, W) to SE(2) features (B, C, N, H, W), which have N orientations at every pixel.
-Group layers transform features, and `Project` reduces them to maps (B, C, H, W). Pointwise layers of torch, such as
-`nn.ReLU`, can be applied to features directly.
+A layer is equivariant if rotating its input rotates its output in the same way. Shapes are (B, C, H, W) for images and
+maps, and (B, C, N, H, W) for SE(2) features: batch, channels, orientations, height and width. Features have one value
+for each of N orientations at every pixel and channel; with reflections, the orientation axis has 2N entries.
+
+`LiftConv2d` computes features from images. Group layers take and return features. `Project` reduces features to maps.
+Pointwise layers of torch, such as `nn.ReLU`, can be applied to features directly.
 """
 
 from rotopath.nn.conv import GroupConv2d, LiftConv2d

@@ -1,8 +1,7 @@
 """Check the arguments and the inputs of layers.
 
-Each check raises ValueError with a message that states what was given and what was expected. The checks read only
-shapes and data types, so that networks can be compiled and exported. Only `check_brightness` reads pixel values, and
-only on the CPU.
+Each check raises ValueError with a message that states what was given and what was expected. All checks except
+`check_brightness` read only shapes and data types, so that networks can be compiled and exported.
 """
 
 from numbers import Integral
@@ -17,7 +16,7 @@ MAX_BRIGHTNESS = 20.0  # far above the values of standardized images, far below 
 
 
 def check_image(x: Tensor, layer: nn.Module, channels: int) -> None:
-    """Require a batch of floating-point images (B, C, H, W)."""
+    """Require a batch of floating-point images (B, C, H, W) with C = `channels`."""
     _check_tensor(x, layer)
     if x.ndim != 4:
         hints = {
@@ -33,25 +32,29 @@ def check_image(x: Tensor, layer: nn.Module, channels: int) -> None:
 
 
 def check_brightness(x: Tensor, layer: nn.Module) -> None:
-    """Require images with values from 0 to 1, and refuse values from 0 to 255.
+    """Refuse images with values above MAX_BRIGHTNESS: their values are probably from 0 to 255 instead of 0 to 1.
 
     Standardized images are accepted, although some of their values are negative or above 1. Images on a GPU are not
-    checked, because reading their values would wait until the GPU has finished all pending work.
+    checked, because reading their values would wait until the GPU has finished all pending work. Nothing is checked
+    while torch compiles or traces the code, because the images may then have no values.
     """
     if x.device.type != "cpu" or is_being_recorded():
         return
     brightest = float(x.detach().amax()) if x.numel() else 0.0
     if brightest > MAX_BRIGHTNESS:
         raise ValueError(
-            f"{_name(layer)} takes images from 0 to 1, but got values up to {brightest:g}; divide bytes by 255, or "
-            f"pass them as torch.uint8."
+            f"{_name(layer)} takes images from 0 to 1, but got values up to {brightest:g}; divide the values by "
+            f"255, or pass the images as torch.uint8."
         )
 
 
 def check_features(
     x: Tensor, layer: nn.Module | str, channels: int | None = None, orientations: int | None = None
 ) -> None:
-    """Require SE(2) features (B, C, N, H, W), and the given numbers of channels C and orientations N if not None."""
+    """Require SE(2) features (B, C, N, H, W), with C = `channels` and N = `orientations` where these are not None.
+
+    N is the length of the orientation axis, including reflected entries.
+    """
     _check_tensor(x, layer)
     if x.ndim != 5:
         hint = " This is an image: lift it first with LiftConv2d." if x.ndim == 4 else ""
@@ -64,7 +67,7 @@ def check_features(
         reflected = " (including reflections)" if getattr(layer, "reflections", False) else ""
         raise ValueError(
             f"{_name(layer)} was built for {orientations} orientations{reflected}, but got {x.shape[2]} in a tensor of "
-            f"shape {_shape(x)}; use the same number of orientations in all layers."
+            f"shape {_shape(x)}; use the same orientations and reflections in all layers."
         )
 
 
@@ -81,7 +84,7 @@ def check_grid(x: Tensor, layer: nn.Module, window: int, stride: int, padding: i
 
 
 def check_padding(x: Tensor, layer: nn.Module, padding: int, mode: str) -> None:
-    """Require enough pixels for a padding mode that copies pixels of the image."""
+    """Require enough pixels for padding in mode "reflect", "circular" or "replicate", which copies pixels of x."""
     minimum = {"reflect": padding + 1, "circular": padding, "replicate": 1}[mode]
     if min(x.shape[-2:]) < minimum:
         raise ValueError(
@@ -131,7 +134,8 @@ def _check_tensor(x: object, layer: nn.Module | str) -> None:
         raise ValueError(f"{_name(layer)} takes a torch.Tensor, but got {type(x).__name__}; use torch.as_tensor.")
     if not x.is_floating_point():
         raise ValueError(
-            f"{_name(layer)} takes floating point numbers, but got {x.dtype}; convert bytes by x.float() / 255."
+            f"{_name(layer)} takes floating point numbers, but got {x.dtype}; convert 8-bit images with "
+            f"x.float() / 255."
         )
 
 

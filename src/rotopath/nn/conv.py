@@ -19,7 +19,7 @@ from rotopath.nn import triton
 from rotopath.nn.checks import check_choice, check_features, check_grid, check_image, check_padding, check_whole_number
 
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
-LOCAL_CORRELATION = 0.95  # between neighboring pixels under a kernel; measured by benchmarks/initialisation.py
+LOCAL_CORRELATION = 0.95  # typical correlation of the pixels under a kernel; measured by benchmarks/initialisation.py
 
 
 class MappedModule(nn.Module):
@@ -35,7 +35,10 @@ class MappedModule(nn.Module):
         self._makers: dict[str, Callable[[], Tensor]] = {}
 
     def register_map(self, name: str, make: Callable[[], Tensor]) -> None:
-        """Register the map returned by `make`, in float64 on the CPU. Create the weights of the layer first."""
+        """Add a map as the buffer `name`. `make` returns the map in float64 on the CPU.
+
+        Create the weights of the layer first, because the buffer gets their device and data type.
+        """
         self._makers[name] = make
         self.register_buffer(name, self._make(name), persistent=False)
 
@@ -53,7 +56,7 @@ class MappedModule(nn.Module):
         return {name: getattr(self, name) for name in self._makers}
 
     def _update_maps(self, maps: dict[str, Tensor]) -> None:
-        """Keep maps with the device and data type of the weights, and compute all other maps again."""
+        """Keep the maps that have the device and data type of the weights, and compute all other maps again."""
         for name, current in maps.items():
             weight = self._weight()  # inside the loop, because a layer without maps may have no weights
             matches = (current.device, current.dtype) == (weight.device, weight.dtype)
@@ -131,7 +134,8 @@ class _RotatedConv2d(MappedModule):
 
         For lifting, the shape is (C'·N, C, k, k) and the equivalent layer convolves images (B, C, H, W). For group
         convolution, it is (C'·N, C·N, k, k) and the equivalent layer convolves features (B, C·N, H, W). C and C' are
-        the input and output channels, k is the kernel size. With groups, C is the number of channels of one group.
+        the input and output channels, k is the kernel size, and N includes reflected entries. With several groups, the
+        weight has only the input channels of one group, as in torch.
         """
         rotation = self.rotation.to(self.weight)
         if self._reads_orientations:
@@ -139,7 +143,7 @@ class _RotatedConv2d(MappedModule):
         return group.lift_kernels(self.weight, rotation)
 
     def reset_parameters(self) -> None:
-        """Draw random weights by He's rule, and set the bias to 0.
+        """Draw random weights with He initialization, and set the bias to 0.
 
         The fan-in is the number of input channels of a group, times the input orientations, times the effective number
         of taps of a kernel (`group.effective_taps`).
@@ -174,7 +178,8 @@ class _RotatedConv2d(MappedModule):
         if padding == "same":
             if stride > 1:
                 raise ValueError(
-                    f"{type(self).__name__} accepts padding 'same' at stride 1 only; got stride {stride}. Use a number."
+                    f"{type(self).__name__} accepts padding 'same' at stride 1 only; got stride {stride}. Give the "
+                    f"padding as a number of pixels."
                 )
             return dilation * (kernel_size - 1) // 2
         if isinstance(padding, str):
@@ -197,9 +202,10 @@ class _RotatedConv2d(MappedModule):
         return torch.unflatten(y, 1, (self.out_channels, self.order))
 
     def kernels_for(self, x: Tensor) -> Tensor:
-        """Return the rotated kernels for a convolution of x. The Triton kernel also casts them to its data type.
+        """Return the rotated kernels for a convolution of x, with the shape of `kernels`.
 
-        Rotation does not run under autocast, so that interpolation does not lose precision.
+        On a GPU, a Triton function computes them if `can_rotate` allows it, in the data type of the convolution.
+        Otherwise `kernels` computes them. Autocast is disabled for this, because interpolation would lose precision.
         """
         can_rotate = triton.can_run_on(x) and triton.can_rotate(x, self.weight, self.kernel_size)
         if can_rotate and not self._overrides_kernels():
@@ -222,10 +228,12 @@ class LiftConv2d(_RotatedConv2d):
     """Lift images to SE(2) features: correlate the images with N rotated copies of each kernel.
 
     (B, C, H, W) → (B, C', N, H', W') with C' = `out_channels` and N = `orientations`. The arguments are those of
-    `torch.nn.Conv2d`, but each size is one number for height and width. `kernel` selects the family of kernels. With
-    `reflections`, the orientation axis has 2N entries: N for rotated kernels, then N for mirrored and rotated kernels.
+    `torch.nn.Conv2d`, but each size is one number for height and width. `kernel` is the family of kernels: "bilinear",
+    "gaussian" or "harmonic" (`rotopath.group.kernel_families`). With `reflections`, the orientation axis has 2N
+    entries: N for rotated kernels, then N for mirrored and rotated kernels.
 
-    At position x and angle θ, the response is (k ⋆ f)(x, θ) = Σ_c Σ_x' k_c(R_θ⁻¹(x' - x)) f_c(x').
+    For an image f with channels f_c, a kernel k and the rotation R_θ by the angle θ, the response at position x is
+    (k ⋆ f)(x, θ) = Σ_c Σ_x' k_c(R_θ⁻¹(x' - x)) f_c(x'), with a sum over all positions x'.
 
     >>> lift = rp.nn.LiftConv2d(3, 8, kernel_size=5, orientations=4)
     >>> lift(torch.zeros(2, 3, 68, 68)).shape
@@ -249,10 +257,13 @@ class GroupConv2d(_RotatedConv2d):
     """Convolve SE(2) features: correlate the features with kernels that are rotated and shifted along θ.
 
     (B, C, N, H, W) → (B, C', N, H', W') with C' = `out_channels` and N = `orientations`. The arguments are those of
-    `torch.nn.Conv2d`, but each size is one number for height and width. `kernel` selects the family of kernels. With
-    `reflections`, the orientation axis has 2N entries: N for rotated kernels, then N for mirrored and rotated kernels.
+    `torch.nn.Conv2d`, but each size is one number for height and width. `kernel` is the family of kernels: "bilinear",
+    "gaussian" or "harmonic" (`rotopath.group.kernel_families`). With `reflections`, the orientation axis has 2N
+    entries: N for rotated kernels, then N for mirrored and rotated kernels.
 
-    At position x and angle θ, the response is (K ⋆ F)(x, θ) = Σ_c Σ_x' Σ_θ' K_c(R_θ⁻¹(x' - x), θ' - θ) F_c(x', θ').
+    For features F with channels F_c, a kernel K and the rotation R_θ by the angle θ, the response at position x is
+    (K ⋆ F)(x, θ) = Σ_c Σ_x' Σ_θ' K_c(R_θ⁻¹(x' - x), θ' - θ) F_c(x', θ'), with sums over all positions x' and all
+    orientations θ' of the input.
 
     >>> conv = rp.nn.GroupConv2d(8, 16, kernel_size=5, orientations=4)
     >>> conv(torch.zeros(2, 8, 4, 32, 32)).shape

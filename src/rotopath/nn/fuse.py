@@ -1,17 +1,19 @@
 """Run a convolution, batch norm, ReLU and a pool in few passes over memory, on CPU and GPU.
 
-The result of `run_stage` equals that of calling the layers one after another, up to rounding. The table lists the fused
-paths. `run_stage` uses the first path that supports the layers and their input; if there is none, it calls the layers.
+To fuse layers means to compute them together, without writing the result of each layer to memory. `run_stage` returns
+the same result as calling the layers one after another, up to rounding. The table lists the layers that can be fused.
+`run_stage` uses the first row that supports the layers and their input. If no row does, it calls the layers.
 
-| fused layers | device | used in | data type | condition |
+| fused layers | device | used in | data type | condition is in |
 |---|---|---|---|---|
 | lifting, batch norm, ReLU, pool | GPU | training, evaluation without gradients | half | `can_fuse_lift` |
 | batch norm, ReLU, pool | GPU | training, evaluation without gradients | half, float32 | `can_fuse_norm` |
 | batch norm, ReLU, max pool | CPU | training | float32, float64 | `can_fuse_norm` |
-| blurred root-mean-square pool alone | GPU | training, evaluation | half, float32 | `run_pool` |
+| root-mean-square pool alone, with or without blur | GPU | training, evaluation | half, float32 | `run_pool` |
 
-A pool is fused with the layers before it if `can_fuse_pool` returns True. Features must be channels-last. Layers with
-hooks and subclasses of the layers are never fused, nor are layers under torch.compile, torch.func or an export.
+"half" is float16 or bfloat16. A pool is fused with the layers before it if `can_fuse_pool` returns True. Features must
+be channels-last. Layers with hooks and subclasses of the layers are never fused. Nothing is fused under torch.compile,
+torch.func or an export.
 
 The GPU kernels and their conditions are in `rotopath.nn.triton`, the CPU code is in `rotopath.nn.norm`.
 """
@@ -25,11 +27,15 @@ from rotopath.nn.conv import LiftConv2d
 from rotopath.nn.norm import GroupBatchNorm2d, can_normalize_on_cpu, norm_relu_pool_on_cpu
 from rotopath.nn.pool import GroupAvgPool2d, GroupMaxPool2d
 
-MAX_POOL_SIZE = 11  # px; the positions 0 … 120 in a window of 11 × 11 px fit in int8
+MAX_POOL_SIZE = 11  # px; the largest window whose argmax (0 … 120) fits in int8
 
 
 def run_stage(x: Tensor, conv: nn.Module, norm: nn.Module, relu: nn.Module, pool: nn.Module | None = None) -> Tensor:
-    """Apply a convolution, batch norm, ReLU and, if given, a pool, in as few passes over memory as possible."""
+    """Apply a convolution, batch norm, ReLU and, if given, a pool, in as few passes over memory as possible.
+
+    `x` is the input of the convolution: images (B, C, H, W) for `LiftConv2d`, else features (B, C, N, H, W). Returns
+    features.
+    """
     if can_fuse_lift(x, conv, norm, relu):
         fused_pool = _select_fusible(x, pool)
         x = lift_norm_relu_pool(x, conv, norm, fused_pool)
@@ -43,7 +49,7 @@ def run_stage(x: Tensor, conv: nn.Module, norm: nn.Module, relu: nn.Module, pool
 
 
 def run_pool(x: Tensor, pool: nn.Module) -> Tensor:
-    """Apply a pool to features (B, C, N, H, W), in one pass over memory for a root-mean-square pool on a GPU."""
+    """Apply a pool to features (B, C, N, H, W). On a GPU, a root-mean-square pool takes one pass over memory."""
     if triton.can_run_on(x) and triton.has_supported_layout(x) and _is_blurred_rms(pool):
         from rotopath.nn.triton import blur_pool
 
@@ -71,7 +77,7 @@ def can_fuse_norm(x: Tensor, norm: nn.Module, relu: nn.Module) -> bool:
     if not _are_norm_and_relu(norm, relu):
         return False
     assert isinstance(norm, GroupBatchNorm2d)
-    # In evaluation, x may be the placeholder with which `freeze` traces the network, so only the type of x is read.
+    # When `freeze` traces a network in evaluation mode, x is a placeholder without values. Only its type may be read.
     on_cpu = norm.training and can_normalize_on_cpu(x, norm)
     return on_cpu or (triton.can_run_on(x) and triton.can_normalize(x, norm))
 
@@ -79,8 +85,8 @@ def can_fuse_norm(x: Tensor, norm: nn.Module, relu: nn.Module) -> bool:
 def can_fuse_pool(x: Tensor, pool: nn.Module) -> bool:
     """Return whether a pool can be fused: a max pool without blur or, on a GPU, a root-mean-square pool.
 
-    The stride of the pool must equal its window, and the pool must have no padding. Large windows of a max pool and
-    long blurs are not supported.
+    The stride of the pool must equal its window, and the pool must have no padding. The window of a max pool must be at
+    most MAX_POOL_SIZE, and the blur of a root-mean-square pool at most 2 · window + 1 taps.
     """
     return _is_plain_max(pool) or (x.is_cuda and _is_blurred_rms(pool))
 

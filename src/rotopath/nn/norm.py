@@ -1,8 +1,8 @@
 """Normalization layers for features (B, C, N, H, W), and dropout of whole channels.
 
 The N orientations of a channel share their statistics and weights, so that the layers are equivariant.
-`GroupBatchNorm2d` computes the same as `torch.nn.BatchNorm3d`. In training on the CPU, it uses the faster
-`norm_relu_pool_on_cpu`, which also computes a following ReLU and max pool in few passes over memory.
+`GroupBatchNorm2d` computes the same as `torch.nn.BatchNorm3d`. In training on the CPU, it calls the faster
+`norm_relu_pool_on_cpu`. This function can also compute the ReLU and the max pool that follow (see `nn.fuse`).
 """
 
 from typing import Any
@@ -20,7 +20,8 @@ CPU_DTYPES = (torch.float32, torch.float64)
 class GroupBatchNorm2d(nn.BatchNorm3d):
     """Batch norm with one mean and variance per channel, over batch, orientations and positions.
 
-    (B, C, N, H, W) → (B, C, N, H, W). For channel c, y = γ_c (x - E[x_c]) / √(Var[x_c] + ε) + β_c.
+    (B, C, N, H, W) → (B, C, N, H, W). For channel c, y = γ_c (x - E[x_c]) / √(Var[x_c] + ε) + β_c, with a learned scale
+    γ_c and a learned shift β_c.
 
     >>> norm = rp.nn.GroupBatchNorm2d(8)
     >>> norm(torch.randn(2, 8, 4, 16, 16)).shape
@@ -125,13 +126,14 @@ class GroupDropout2d(nn.Dropout3d):
         return super().forward(input)
 
 
-# Batch norm, ReLU and max pooling on the CPU, in training. Most of the time is spent on allocating memory. So the only
-# large array that the forward pass allocates is the output, and that of the backward pass is the gradient of the input.
+# Batch norm, ReLU and max pooling on the CPU, in training. Most of the time is spent on allocating memory. So the code
+# allocates few large arrays: without a pool, only the output in the forward pass, and the gradient of the input in the
+# backward pass.
 #
-# Arrays: `x` is the input (B, C, N, H, W), `maps` a view of it as (B, C·N, H, W), whose C·N maps are called columns.
-# `y` is the output, `dy` and `dx` are the gradients of the loss with respect to output and input. `weight`, `bias`,
-# `mean`, `variance` and `inverse_std` = 1 / √(variance + ε) have one value per channel (C,). `pool` is the side of the
-# pooling windows in pixels.
+# Arrays: `x` is the input (B, C, N, H, W). `maps` is a view of it as (B, C·N, H, W). Each of the C·N maps is called a
+# column. `y` is the output. `dy` and `dx` are the gradients of the loss with respect to output and input. `weight`,
+# `bias`, `mean`, `variance` and `inverse_std` = 1 / √(variance + ε) have one value per channel (C,). `n` is N, the
+# number of columns per channel. `pool` is the side of the pooling windows in pixels, or 1 for no pooling.
 
 
 def can_normalize_on_cpu(x: Tensor, norm: nn.BatchNorm3d) -> bool:
@@ -161,10 +163,10 @@ def norm_relu_pool_on_cpu(x: Tensor, norm: nn.BatchNorm3d, relu: bool = True, po
 
 
 class _NormReluPoolOnCpu(torch.autograd.Function):
-    """Autograd function of `norm_relu_pool_on_cpu`, which pools first and normalizes only the pooled values.
+    """Autograd function of `norm_relu_pool_on_cpu`. It pools first, and normalizes only the pooled values.
 
-    The result is the same, because batch norm is monotonic in each channel. Where the weight of a channel is negative,
-    batch norm reverses the order of values, so the minimum of each window is selected instead of the maximum.
+    The result is the same as if it normalized first, because batch norm is monotonic in each channel. If the weight of
+    a channel is negative, batch norm reverses the order of values. The minimum of each window is then selected.
     """
 
     @staticmethod
@@ -204,8 +206,8 @@ class _NormReluPoolOnCpu(torch.autograd.Function):
         )
         sums = torch.ops.aten.native_batch_norm_backward(dy, pooled, *statistics, True, ctx.eps, [False, True, True])
         d_weight, d_bias = (torch.unflatten(column, 0, (-1, n)).sum(dim=1) for column in sums[1:])
-        # dx is scale · dy at the positions of the maxima, plus slope · x + offset at all positions. The second part
-        # exists because the mean and the variance of the batch depend on x.
+        # dx is scale · dy at the positions that the pool selected, plus slope · x + offset at all positions. The second
+        # part exists because the mean and the variance of the batch depend on x.
         scale, count = weight * inverse_std, x.numel() // len(mean)
         slope = -scale * inverse_std * d_weight / count
         offset = -scale * d_bias / count - slope * mean
@@ -221,7 +223,10 @@ class _NormReluPoolOnCpu(torch.autograd.Function):
 
 
 def _empty_features(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Allocate channels-last features (B, C, N, H, W), not as a view of another tensor: in-place ReLU would copy it."""
+    """Allocate channels-last features (B, C, N, H, W) with the data type and device of `like`.
+
+    They are not a view of another tensor, because an in-place ReLU would copy a view.
+    """
     _, channels, n, height, width = shape
     columns = channels * n
     strides = (height * width * columns, n, 1, width * columns, columns)
@@ -246,7 +251,10 @@ def _update_running_statistics(norm: nn.BatchNorm3d, mean: Tensor, variance: Ten
 
 
 def _pool_extremes(maps: Tensor, weight: Tensor, pool: int) -> tuple[Tensor, Tensor]:
-    """Return the maximum of each window and its position; the minimum in columns with a negative weight (C·N,)."""
+    """Return the maximum of each window, or the minimum in columns with a negative weight, and its position.
+
+    `weight` (C·N,) has one value per column. A position is the index row · W + column in a map.
+    """
     if not bool((weight < 0).any()):
         pooled, argmax = F.max_pool2d(maps, pool, return_indices=True)
         return pooled, argmax

@@ -1,7 +1,7 @@
 """Pooling, smoothing, upsampling, cropping and padding of images and features, and concatenation along channels.
 
-All layers refuse sizes that their windows do not cover exactly. Cropping the surplus pixels at one end would not be
-equivariant: after a rotation, other pixels would be cropped.
+All pools refuse sizes that their windows do not cover exactly. The pools of torch ignore the remaining pixels at one
+end. That is not equivariant: after a rotation, they ignore other pixels.
 
 Plain pooling with a stride is exact only for rotations by multiples of 90°, because its windows are tied to the pixel
 grid. The argument `blur` of a pool reduces the error for other angles: it places a window at every pixel, smooths the
@@ -66,10 +66,11 @@ class _GroupPool2d(nn.Module):
 
 
 class GroupMaxPool2d(_GroupPool2d):
-    """Max pooling over windows of size × size pixels. (B, C, N, H, W) → (B, C, N, H/s, W/s) for the stride s.
+    """Max pooling over windows of size × size pixels. (B, C, N, H, W) → (B, C, N, H', W').
 
-    The default stride is `size`. With `blur`, the maxima are computed at every pixel, smoothed with a binomial filter
-    of `blur` × `blur` taps, and then subsampled.
+    H' = (H + 2 · padding - size) / stride + 1. The default stride is `size`, for which H' = H / size without padding.
+    With `blur`, the maxima are computed at every pixel, smoothed with a binomial filter of `blur` × `blur` taps, and
+    then subsampled.
 
     >>> pool = rp.nn.GroupMaxPool2d(2)
     >>> pool(torch.zeros(1, 8, 4, 64, 64)).shape
@@ -82,11 +83,12 @@ class GroupMaxPool2d(_GroupPool2d):
 
 
 class GroupAvgPool2d(_GroupPool2d):
-    """Average pooling over windows of size × size pixels. (B, C, N, H, W) → (B, C, N, H/s, W/s) for the stride s.
+    """Average pooling over windows of size × size pixels. (B, C, N, H, W) → (B, C, N, H', W').
 
-    The default stride is `size`. With `power=2`, the result is the root mean square instead of the mean, a smooth
-    function that favors high values. With `blur`, the means are computed at every pixel, smoothed with a binomial
-    filter of `blur` × `blur` taps, and then subsampled.
+    H' = (H + 2 · padding - size) / stride + 1. The default stride is `size`, for which H' = H / size without padding.
+    Padding adds zeros, which count in the mean. With `power=2`, the result is the root mean square instead of the mean:
+    a smooth function in which high values weigh more. With `blur`, the means (or mean squares) are computed at every
+    pixel, smoothed with a binomial filter of `blur` × `blur` taps, and then subsampled. The root is taken last.
 
     >>> pool = rp.nn.GroupAvgPool2d(2, blur=3, power=2)
     >>> pool(torch.zeros(1, 8, 4, 64, 64)).shape
@@ -168,8 +170,8 @@ class GroupUpsample2d(nn.Module):
         return f"{self.scale}, mode={self.mode!r}"
 
 
-# The functions below call handle_torch_function, as torch's own functions do, so that torch.fx records each of them as
-# one operation.
+# `resize`, `center_crop`, `pad_evenly` and `concatenate` call handle_torch_function, as torch's own functions do. So
+# torch.fx records each call of them as one operation.
 
 
 def resize(
@@ -181,8 +183,8 @@ def resize(
 ) -> Tensor:
     """Resize images (B, C, H, W) or features (B, C, N, H, W) with `torch.nn.functional.interpolate`.
 
-    In mode "nearest", raises ValueError unless the new size is a whole multiple of the old size. For other sizes the
-    selected pixels depend on the end from which they are counted, and the result is not equivariant.
+    In mode "nearest", raises ValueError unless the new size is a whole multiple of the old size. For other sizes,
+    counting from the left and from the right selects different pixels, so that the result is not equivariant.
 
     >>> rp.nn.pool.resize(torch.zeros(1, 8, 4, 29, 29), size=(57, 57), mode="bilinear").shape
     torch.Size([1, 8, 4, 57, 57])
@@ -243,7 +245,9 @@ def pad_evenly(x: Tensor, pad: Sequence[int], mode: str = "constant", value: flo
 
 
 def concatenate(features: Sequence[Tensor]) -> Tensor:
-    """Concatenate SE(2) features (B, Cᵢ, N, H, W) along channels. The result (B, ΣCᵢ, N, H, W) is channels-last.
+    """Concatenate SE(2) features (B, Cᵢ, N, H, W) along channels to (B, ΣCᵢ, N, H, W).
+
+    If all inputs are channels-last in memory, the result is too.
 
     >>> rp.nn.concatenate([torch.zeros(1, 8, 4, 16, 16), torch.zeros(1, 2, 4, 16, 16)]).shape
     torch.Size([1, 10, 4, 16, 16])
@@ -255,14 +259,15 @@ def concatenate(features: Sequence[Tensor]) -> Tensor:
     if any(x.ndim != 5 or x.shape[2:] != first.shape[2:] for x in features):
         shapes = ", ".join([str(tuple(x.shape)) for x in features])
         raise ValueError(
-            f"concatenate takes SE(2) features (B, C, N, H, W) with equal N, H and W; got tensors of shapes {shapes}."
+            f"concatenate takes SE(2) features (B, C, N, H, W) with equal N, H and W; got tensors of shapes {shapes}. "
+            f"Use center_crop to make H and W equal."
         )
     joined = torch.cat([x.flatten(1, 2) for x in features], dim=1)
     return torch.unflatten(joined, 1, (-1, first.shape[2]))
 
 
 def blur_and_subsample(pooled: Tensor, taps: Tensor, stride: int) -> Tensor:
-    """Blur maps (B, C, H, W) along both axes with a filter (`taps`,), and keep every `stride`-th row and column.
+    """Blur maps (B, C, H, W) along both axes with the filter `taps` (n,), and keep every `stride`-th row and column.
 
     At the borders, only the taps inside the map are used, and their weights are rescaled to sum to 1.
     """
@@ -276,7 +281,11 @@ def blur_and_subsample(pooled: Tensor, taps: Tensor, stride: int) -> Tensor:
     return blurred / (rows[..., None] * columns[:, :, None]).to(blurred)
 
 
-def smooth_sqrt(mean_square: Tensor, eps: float = SQRT_EPS) -> Tensor:  # an argument, for torch.jit.script
-    """Return √(x + ε) - √ε, which is close to the square root, is 0 at x = 0, and has a finite gradient there."""
+def smooth_sqrt(mean_square: Tensor, eps: float = SQRT_EPS) -> Tensor:
+    """Return √(x + ε) - √ε for x = `mean_square` and ε = `eps`.
+
+    The result is close to √x, is 0 at x = 0, and has a finite gradient there. `eps` is an argument, because
+    torch.jit.script does not support global variables.
+    """
     shifted: Tensor = torch.sqrt(mean_square + eps) - math.sqrt(eps)
     return shifted

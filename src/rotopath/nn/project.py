@@ -1,8 +1,9 @@
 """Reduce SE(2) features over their orientations: to one value per channel and pixel, or to the dominant angle.
 
 `Project` reduces features (B, C, N, H, W) to maps (B, C, H, W) that rotate with the image. `orientation_field` returns
-the orientation with the largest value. The functions `project_…` do the same on rows (..., C, N), whose last axis
-is the orientation. With reflections, this axis has 2N entries.
+the largest value over the orientations, and its angle. `project_max`, `project_attention` and `project_fourier` compute
+the projections of `Project`. They take rows (..., C, N): features with the orientations on the last axis. With
+reflections, the orientation axis has 2N entries.
 """
 
 from functools import partial
@@ -26,6 +27,8 @@ MIN_POOL_VALUES = 2**22  # on a GPU, max_pool2d is faster than amax for tensors 
 
 class Project(MappedModule):
     """Reduce features over orientations to maps that rotate with the image. (B, C, N, H, W) → (B, C, H, W).
+
+    The modes, for the value x_θ of channel c at orientation θ:
 
     - "max" and "mean": maximum or mean over θ.
     - "attention": weighted mean Σ_θ w_θ x_θ with w = softmax_θ(s_c x_θ). Each channel learns a sharpness s_c. For
@@ -106,7 +109,7 @@ class Project(MappedModule):
 
 
 def weights_per_channel(mode: str, orientations: int) -> int:
-    """Return the number of weights per channel of a projection, with or without reflections."""
+    """Return the number of weights per channel of a projection. It is the same with and without reflections."""
     return {"attention": 1, "fourier": group.count_frequencies(orientations)}.get(mode, 0)
 
 
@@ -160,7 +163,8 @@ def orientation_field(features: Tensor, reflections: bool = False) -> tuple[Tens
     if reflections and features.shape[2] % 2:
         raise ValueError(
             f"orientation_field with reflections takes features with an even number of orientations; got "
-            f"{features.shape[2]} in a tensor of shape {tuple(features.shape)}."
+            f"{features.shape[2]} in a tensor of shape {tuple(features.shape)}. Pass reflections=False if the layers "
+            f"have no reflections."
         )
     strength, angle = group.interpolate_peak(features.permute(0, 3, 4, 1, 2), reflections)
     return strength.permute(0, 3, 1, 2), angle.permute(0, 3, 1, 2)

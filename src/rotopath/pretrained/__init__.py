@@ -1,6 +1,7 @@
-"""Pretrained models, which are part of the package: for each a folder with the files of a run, and a card.
+"""Pretrained models. They are part of the package: one folder for each model, with the files of a run and a card.
 
-They were made from the runs of a study by `tools/publish.py`.
+A card describes a model in Markdown: its data, scores, limits and terms of use. `tools/publish.py` made the folders
+from the runs of a study.
 """
 
 from pathlib import Path

@@ -1,6 +1,7 @@
 """Draw a contact sheet: small tiles of some images of a dataset, with their annotations.
 
-There is a row for each split, or rows of hard examples in order of their error. All tiles have the same pixel spacing.
+`draw_contact_sheet` draws a row for each split. `draw_hard_examples` draws the worst mistakes of a baseline network on
+the training images (hard examples). All tiles have the same pixel spacing.
 """
 
 from collections import Counter
@@ -24,7 +25,7 @@ from rotopath.tasks.detect import MATCH_RADIUS_UM
 
 COLUMNS = 6
 MAX_EXAMPLE_ROWS = 3
-TILE_PX: Mapping[Annotated, int] = {"points": 192, "objects": 192, "labels": 96}
+TILE_PX: Mapping[Annotated, int] = {"points": 192, "objects": 192, "labels": 96}  # largest side of a tile
 FINEST_UM_PX: Mapping[Annotated, float] = {"points": 0.25, "objects": 0.25, "labels": 1.0}  # smallest pixel spacing
 LEGENDS: Mapping[Annotated, str] = {
     "points": f"circles: {{objects}}; a detection inside a circle (radius {MATCH_RADIUS_UM:g} µm) is a true positive",
@@ -32,7 +33,7 @@ LEGENDS: Mapping[Annotated, str] = {
     "labels": "text: class of the image; squares: the part of a PCam patch to which its label refers",
 }
 PCAM_CENTER_PX = 32  # the label of a PCam patch refers to its central 32 × 32 px
-CAPTION_LETTERS = 36  # that fit below a tile
+CAPTION_LETTERS = 36  # number of letters that fit below a tile
 DEFAULT_COLOR = "#facc15"  # yellow: no stain has this color
 COLORS = (DEFAULT_COLOR, "#22d3ee", "#a3e635", "#fb7185", "#f97316", "#c084fc", "#ffffff", "#000000")  # of classes
 
@@ -46,11 +47,11 @@ class SheetTile:
 
     sample: Sample
     center: NDArray[np.float64] | None = None  # (row, column); by default the first point, or the center of the image
-    note: str = ""  # printed before the caption
+    note: str = ""  # text before the caption
 
 
 def draw_contact_sheet(dataset: Dataset, path: Path, seed: int = 0) -> Path:
-    """Draw some images of each split into the file `path`, and return the path.
+    """Draw up to COLUMNS random images of each split into the file `path`, and return the path.
 
     Raises DataError if the dataset contains no images.
     """
@@ -66,9 +67,9 @@ def draw_contact_sheet(dataset: Dataset, path: Path, seed: int = 0) -> Path:
 
 
 def draw_hard_examples(dataset: Dataset, examples: Sequence[HardExample], spacing_um_px: float, path: Path) -> Path:
-    """Draw the hardest examples of a training into the file `path`, and return the path.
+    """Draw the worst hard examples into the file `path`, and return the path.
 
-    `examples` are in order of the error of the baseline network, which is printed below each tile.
+    `examples` are ordered by the error of the baseline network, worst first. The error is printed below each tile.
     """
     samples = {sample.name: sample for sample in dataset.samples}
     rows = []
@@ -78,7 +79,7 @@ def draw_hard_examples(dataset: Dataset, examples: Sequence[HardExample], spacin
             center = np.array([example.row, example.column], float) if dataset.annotated == "points" else None
             tiles.append(SheetTile(samples[example.image], center, f"{example.score:.2f}, "))
         rows.append((f"{first + 1} to {first + len(tiles)}", tiles))
-    legend = f"the hardest of {len(examples)}, with the error of the baseline network; {_legend(dataset)}"
+    legend = f"the worst of {len(examples)} hard examples, with the error of the baseline network; {_legend(dataset)}"
     figure = _draw_sheet(f"{dataset.source}: hard examples", legend, rows, TilePainter(dataset, spacing_um_px))
     return save_figure(figure, path)
 
@@ -88,7 +89,7 @@ def _legend(dataset: Dataset) -> str:
 
 
 def _select_samples(dataset: Dataset, split: str, seed: int) -> list[Sample]:
-    """Select random samples of a split for one row, from many different cases or classes, with objects if possible."""
+    """Select random samples of a split for one row: from many different cases or classes, preferably with objects."""
     samples = [sample for sample in dataset.samples if sample.split == split]
     shuffled = [samples[i] for i in np.random.default_rng(seed).permutation(len(samples))]
     counts: Counter[str | None] = Counter()
@@ -104,7 +105,7 @@ def _select_samples(dataset: Dataset, split: str, seed: int) -> list[Sample]:
 
 
 class ClassColors(dict[str, str]):
-    """Colors by class name. A class gets its color when it is drawn for the first time."""
+    """Colors by class name. A class gets a color when its color is requested for the first time."""
 
     def color_of(self, name: str) -> str:
         """Return the color of a class; for an empty name, the default color."""
@@ -154,7 +155,7 @@ class TilePainter:
         return points.positions
 
     def _draw_objects(self, axes: Axes, sample: Sample, top: int, left: int, size: int) -> None:
-        """Draw the outlines of all objects in a square of the image. `top`, `left` and `size` are in pixels."""
+        """Draw the outlines of all objects in a square of the image; its `top`, `left` and `size` are in pixels."""
         objects = read_objects(sample, self.spacing_um_px)
         labels = objects.labels[top : top + size, left : left + size]
         for number in np.unique(labels[labels > 0]):
@@ -165,7 +166,7 @@ class TilePainter:
 
 
 def _tile_corner(shape: tuple[int, ...], center: NDArray[np.float64], size: int) -> tuple[int, int, int]:
-    """Return top, left and side in pixels of a square around a center, moved and shrunk to be inside the image."""
+    """Return top, left and side in pixels of a square around a center, moved or shrunk if it does not fit the image."""
     size = min(size, *shape)
     top, left = (int(np.clip(c - size / 2, 0, side - size)) for c, side in zip(center, shape, strict=True))
     return top, left, size
@@ -185,7 +186,7 @@ def _caption(sample: Sample) -> str:
 def _draw_sheet(
     title: str, legend: str, rows: Sequence[tuple[str, Sequence[SheetTile]]], painter: TilePainter
 ) -> Figure:
-    """Draw a sheet with a title, a legend, and rows with a name and up to COLUMNS tiles each."""
+    """Draw a sheet with a title, a legend, and rows of tiles; each row has a name and up to COLUMNS tiles."""
     height = HEADER + len(rows) * (TILE + CAPTION)
     figure = Figure(figsize=(COLUMNS * (TILE + TILE_GAP) + 0.2, height), dpi=150, facecolor="white")
     figure.text(0.01, 1 - 0.28 / height, title, size=13, color=INK, weight="bold")
@@ -201,7 +202,7 @@ def _draw_sheet(
 
 
 def _name_classes(figure: Figure, colors: Mapping[str, str], height: float) -> None:
-    """Write the class names, on their colors as background, into the upper right corner, from right to left."""
+    """Write the class names into the upper right corner, from right to left, each on a background of its color."""
     right, down = 0.99, 0.0
     for name, color in sorted(colors.items(), reverse=True):
         width = (0.09 * len(name) + 0.25) / figure.get_figwidth()  # about the width of the letters

@@ -33,10 +33,10 @@ from rotopath.training import train
 SPACING_UM_PX = MITOSIS.spacing_um_px
 ORIENTATIONS = {"N=1": 1, "N=8": 8}  # by name of the network
 WINDOWS = 64  # number of test windows that are rotated
-WINDOWS_SHOWN = 6
+WINDOWS_SHOWN = 6  # number of these windows in the report
 CPU = torch.device("cpu")
 NETWORK_COLORS = ("#dc2626", "#2563eb")
-HIT, FALSE, TRUTH = "#16a34a", "#dc2626", "#facc15"
+HIT, FALSE, TRUTH = "#16a34a", "#dc2626", "#facc15"  # colors of true and false detections, and of annotations
 INTRODUCTION = (
     "A tissue section has no natural orientation. Here, an ordinary network (N=1) and a network with eight "
     "orientations (N=8) were trained to detect mitotic figures in synthetic tissue, for a few minutes on this "
@@ -50,7 +50,7 @@ def run_demo(out: Path, console: Console, steps: int, size_px: int) -> Path:
     """Generate synthetic tissue, train networks with N=1 and N=8, write the report, and return its path.
 
     `steps` is the number of training steps per epoch; there are three epochs. `size_px` is the height and width of the
-    synthetic images.
+    synthetic images. If the folder `out` contains tissue or finished runs, these are reused.
     """
     tissue = out / "tissue"
     if not tissue.exists():
@@ -115,8 +115,8 @@ def _detection_section(out: Path, dataset: Dataset, networks: Mapping[str, runs.
     detections = {name: _detect(run, field) for name, run in networks.items()}
     return Section(
         "Detections",
-        f"Test image {field.name}. Yellow circles: mitotic figures. Green crosses: true detections. Red crosses: false "
-        "detections.",
+        f"Test image {field.name}. Yellow circles: mitotic figures. Green crosses: true detections, which are inside a "
+        "circle. Red crosses: false detections.",
         figure=draw_detections(image, truth, detections, MITOSIS.match_radius_px, out / "detections.png"),
     )
 
@@ -128,14 +128,15 @@ def _rotation_section(out: Path, predictions: Mapping[str, RotatedPredictions]) 
     return Section(
         "Predictions for rotated windows",
         "Radius: the predicted probability of a mitotic figure, from 0 at the center to 1 at the edge. Angle: the "
-        "rotation of the window. If the prediction does not depend on the rotation, the curve is a circle. Of "
-        f"{WINDOWS} windows, those with the largest standard deviation over angles (sum of both networks) are shown.",
+        "rotation of the window. If the prediction does not depend on the rotation, the curve is a circle. The "
+        "figure shows the windows with the largest standard deviation over angles (sum of both networks), out of "
+        f"{WINDOWS} windows.",
         figure=draw_window_curves(predictions, windows, out / "polar.png"),
     )
 
 
 def _format_scores(scores: Mapping[str, Any]) -> list[str]:
-    """Return the table cells F1, its 95 % confidence interval, precision and recall."""
+    """Return four table cells: F1, its 95 % confidence interval, precision and recall."""
     interval = scores["f1_interval"]
     limits = f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else "–"
     return [f"{scores['f1']:.3f}", limits, f"{scores['precision']:.2f}", f"{scores['recall']:.2f}"]
@@ -158,8 +159,9 @@ def draw_detections(
 ) -> Path:
     """Draw the detections of each network on the same image (H, W, 3), side by side, and return `path`.
 
-    `truth` and the arrays in `detections` are positions (k, 2) as (row, column). A detection within `radius_px` pixels
-    of a true position is green, other detections are red.
+    `truth` contains the positions of annotated objects, `detections` those of the detections of each network. All
+    positions are arrays (k, 2) of row and column. A detection is green if a true position is within `radius_px` pixels;
+    other detections are red.
     """
     count = len(detections)
     figure = Figure(figsize=(5.2 * count, 5.6), dpi=110, facecolor="white")
@@ -180,9 +182,9 @@ def draw_detections(
 
 
 def draw_window_curves(predictions: Mapping[str, RotatedPredictions], windows: Sequence[int], path: Path) -> Path:
-    """Draw polar plots: the probability of each network over the rotation angle, for some windows. Return `path`.
+    """Draw a polar plot for each window, and return `path`: the predicted probability over the rotation angle.
 
-    `windows` are the indices of the windows in the predictions.
+    Each network has its own curve. `windows` are the indices of the windows in the predictions.
     """
     count = len(windows)
     figure = Figure(figsize=(2.1 * count, 2.9), dpi=110, facecolor="white")

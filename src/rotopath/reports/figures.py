@@ -38,7 +38,7 @@ details { margin: 1rem 0; } summary { cursor: pointer; } pre { background: #f9fa
 # The figure of the layers
 ORIENTATIONS = 8
 KERNEL_PX = 7
-# Kernel: a line with a hook at one end, without rotational symmetry. Corners are outside of the disc of weights.
+# Kernel: a line with a hook at one end, without rotational symmetry. The corners are outside the disc of weights.
 STROKE = [
     [0.0, 0.0, -0.3, 0.5, 1.0, 0.0, 0.0],
     [0.0, -0.3, -0.4, 1.0, 1.0, 0.4, 0.0],
@@ -48,17 +48,17 @@ STROKE = [
     [0.0, -0.3, -0.5, 1.0, -0.5, -0.3, 0.0],
     [0.0, 0.0, -0.4, 0.8, -0.4, 0.0, 0.0],
 ]
-ORIENTATION_WEIGHTS = [1.0, 0.55, 0.25, -0.35, -0.6, -0.35, 0.25, 0.55]  # factor of the kernel for each orientation
+ORIENTATION_WEIGHTS = [1.0, 0.55, 0.25, -0.35, -0.6, -0.35, 0.25, 0.55]  # factor of STROKE for each input orientation
 STAINS = ([0.30, 0.72, 0.42], [0.65, 0.70, 0.29])  # eosin and hematoxylin: optical density of red, green, blue
-# Nuclei in the synthetic tissue: (row, column) in pixels, and angle in degrees, counter-clockwise
+# Nuclei in the synthetic tissue: row and column of a corner (in pixels, before cropping), and counter-clockwise degrees
 NUCLEI = [(14, 16, 10), (20, 47, 60), (46, 20, 120), (55, 52, 160), (34, 36, 95), (6, 60, 35), (63, 6, 80)]
-FRAME = "#c2410c"
+FRAME = "#c2410c"  # color of the frame around one slice of each group kernel
 LEFT, RIGHT = 0.02, 0.985  # edges of the panels, as fractions of the figure's width
 ROTATIONS_SHOWN = 4  # rows of group kernels in the figure
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a figure to a file atomically, and return the path. The format follows from the suffix.
+    """Write a figure to a file atomically, and return the path. The suffix of the path selects the format.
 
     The folder is created if necessary.
     """
@@ -80,7 +80,7 @@ class Section:
     text: str
     table: Sequence[Sequence[str]] = ()  # rows of cells; the first row is the header
     figure: Path | None = None  # PNG file
-    details: str = ""  # recipe, shown when the reader expands it
+    details: str = ""  # a recipe, which is hidden until the reader expands it
 
 
 def write_page(path: Path, title: str, introduction: str, sections: Sequence[Section], footer: str) -> Path:
@@ -150,7 +150,7 @@ def draw_layers(path: Path) -> Path:
 
 
 def _make_layers(orientations: int) -> tuple[LiftConv2d, GroupConv2d]:
-    """Return a lifting and a group convolution with the kernel STROKE; with one orientation, an ordinary CNN."""
+    """Return a lifting and a group convolution with kernels made from STROKE; with one orientation, an ordinary CNN."""
     stroke = torch.tensor(STROKE)[group.disc_mask(KERNEL_PX)]  # (37,)
     lift = LiftConv2d(1, 1, KERNEL_PX, orientations, padding="same", padding_mode="replicate", bias=False)
     conv = GroupConv2d(1, 1, KERNEL_PX, orientations, padding="same", padding_mode="replicate", bias=False)

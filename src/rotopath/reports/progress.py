@@ -1,7 +1,7 @@
 """Show the progress of a training, of the prediction of many slides, or of a study.
 
 A terminal shows progress bars or a table that are updated while the program runs. If the output is redirected to a
-file, there are no bars: one line is printed when an epoch, a slide or a run has finished.
+file, there are no bars or tables: one line is printed when an epoch, a slide or a run has finished.
 """
 
 import time
@@ -50,10 +50,10 @@ class TrainingProgress(ProgressBar):
         self._task = self._bar.add_task("starting", total=recipe.epochs * recipe.steps, loss="", score="", speed="")
 
     def show(self, stage: str, row: dict[str, float]) -> None:
-        """Show a row of the training log.
+        """Show the stage ("baseline", "training" or "scoring"), and a row with the current numbers.
 
-        A row with a validation loss ends an epoch, and is also printed as a line. A row with the key "samples" belongs
-        to the scoring after the training: "done" of "samples" images are scored.
+        During training, this is a row of the training log. A row with a validation loss ends an epoch, and is also
+        printed as a line. During scoring, the row has two numbers: "done" of "samples" images are scored.
         """
         if "samples" in row:
             description = f"{stage}, {row['done']:g} of {row['samples']:g} images"
@@ -80,7 +80,7 @@ class TrainingProgress(ProgressBar):
 
 
 class SlideProgress(ProgressBar):
-    """Two progress bars, for all slides and for the tiles of the current slide, and a line for each finished slide."""
+    """Two progress bars, for all slides and for the tiles of the current slide. Each finished slide prints a line."""
 
     def __init__(self, slides: int, console: Console) -> None:
         count = TextColumn("{task.completed:g} of {task.total:g} {task.fields[unit]}")
@@ -110,16 +110,16 @@ class SlideProgress(ProgressBar):
 
 
 class StudyProgress:
-    """A table of all runs of a study with the estimated remaining time, updated while the study runs.
+    """A table of all jobs (runs) of a study with the estimated remaining time, updated while the study runs.
 
-    Without a terminal, one line is printed for each run that has ended.
+    Without a terminal, one line is printed for each job that has ended, and then a summary.
     """
 
     def __init__(self, study: Study, console: Console) -> None:
         self._study, self._console = study, console
         self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
         self._started: dict[Job, float] = {}
-        self._seconds: dict[Job, float] = {}  # durations of runs that started and finished since this object exists
+        self._seconds: dict[Job, float] = {}  # durations of jobs that started and finished while this was shown
         self._printed: set[Job] = set()
 
     def __enter__(self) -> Self:
@@ -156,9 +156,9 @@ class StudyProgress:
             self._console.print(self._summary(states), highlight=False, soft_wrap=True)
 
     def _table(self, states: Mapping[Job, JobState]) -> Table:
-        """Return the table of runs: a row for each part, N and amount of training data, and a column for each seed.
+        """Return the table of jobs. Each row is a part, N and amount of training data (regime); each column is a seed.
 
-        If the terminal has too few lines, only rows with running or failed jobs are shown.
+        If the terminal has too few lines for all rows, only rows with running or failed jobs are shown.
         """
         seeds = sorted({job.recipe.seed for job in states})
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
@@ -190,9 +190,9 @@ class StudyProgress:
         return line if seconds is None else f"{line}, about {_format_duration(seconds)} left"
 
     def _seconds_left(self, states: Mapping[Job, JobState]) -> float | None:
-        """Estimate the remaining time: the expected time of all open jobs / the number of jobs that run in parallel.
+        """Estimate the remaining time: the expected time of all unfinished jobs / the number of running jobs.
 
-        Returns None before the first run has finished, and when no job is open.
+        Returns None before the first job has finished, and when all jobs have ended.
         """
         if not self._seconds or all(state.state in ("done", "failed") for state in states.values()):
             return None
@@ -204,7 +204,7 @@ class StudyProgress:
         return total / max(1, running)
 
     def _expected_seconds(self, job: Job) -> float:
-        """Return the mean duration of finished runs with the same part and N, or else of all finished runs."""
+        """Return the mean duration of finished jobs with the same part and N or, if there are none, of all of them."""
         key = (job.part, job.recipe.orientations)
         same = [s for other, s in self._seconds.items() if (other.part, other.recipe.orientations) == key]
         durations = same or list(self._seconds.values())
@@ -212,7 +212,7 @@ class StudyProgress:
 
 
 def _job_cell(state: JobState) -> Text:
-    """Return a table cell with the state of a job, or with the finished part of its training steps and its stage."""
+    """Return the table cell of a job: a symbol or, if the job runs, its stage and the percentage of finished steps."""
     if state.state == "running":
         return Text(f"{state.fraction:.0%} {state.stage.split()[0]}"[:JOB_CELL_WIDTH], "cyan")
     return Text(*JOB_MARKS[state.state])

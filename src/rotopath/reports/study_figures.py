@@ -26,16 +26,16 @@ from rotopath.studies.results import StudyResult, Summary
 COLORS = {1: "#d55e00", 4: "#56b4e9", 8: "#0072b2", 16: "#009e73"}  # by number of orientations
 TTA_COLOR, OTHER_COLORS = "#e69f00", ("#cc79a7", "#000000", "#f0e442")
 WHITE_TO_RED = LinearSegmentedColormap.from_list("deviation", ["#ffffff", "#d55e00", "#7f0000"])
-WINDOWS_SHOWN, FIELDS_SHOWN = 6, 2
+WINDOWS_SHOWN, FIELDS_SHOWN = 6, 2  # number of windows and of annotated image regions (fields) in the figures
 MAX_DEVIATION = 0.3  # standard deviation at the red end of the color scale
-SCORE_LABELS = {"f1": "F1"}  # labels of scores that differ from their names
+SCORE_LABELS = {"f1": "F1"}  # labels of scores in figures, where they differ from the names
 
 
 def draw_scores(summaries: Sequence[Summary], score: str, regimes: Mapping[float | None, str], path: Path) -> Path:
-    """Draw scores for each amount of training data and network: the mean, one standard deviation, and all seeds.
+    """Draw the scores of each network for each amount of training data (regime), and return the path of the PNG file.
 
-    The standard deviation over seeds is a box around the mean, and each seed is a dot. `regimes` maps amounts of
-    training data to their labels. Returns the path of the PNG file.
+    A line is the mean over seeds, a box extends one standard deviation above and below it, and each seed is a dot.
+    `score` is the name of the score, and `regimes` maps amounts of training data to their labels.
     """
     labels = list(dict.fromkeys(summary.condition.label for summary in summaries))
     inches = max(
@@ -85,9 +85,9 @@ def draw_curves(results: Sequence[StudyResult], path: Path) -> Path:
 def draw_rotated_windows(results: Sequence[StudyResult], classes: Sequence[str], path: Path) -> Path | None:
     """Draw windows, and below each a polar plot of the predicted probability over the rotation angle.
 
-    The windows are those for which the predictions of the first network (smallest N) vary most over angles.
-    `classes` are the names of the window labels. Returns the path of the PNG file, or None if a run has no predictions
-    for rotated windows.
+    The windows are those for which the predictions of the first network (smallest N) vary most over angles, among the
+    windows with saved pixels. `classes` are the names of the window labels. Returns the path of the PNG file, or None
+    if a run has no predictions for rotated windows.
     """
     predictions = _read_all_rotated(results, "fair")
     if predictions is None:
@@ -115,12 +115,12 @@ def draw_rotated_windows(results: Sequence[StudyResult], classes: Sequence[str],
 
 
 def draw_maps(results: Sequence[StudyResult], path: Path) -> Path | None:
-    """Draw how much maps of annotated image regions (fields) change if the fields are rotated.
+    """Draw how the predicted maps of annotated image regions (fields) change when the fields are rotated.
 
     Each field was predicted at many angles, and the maps were rotated back. For each field, one row shows the image and
     the mean map of each network (gray), and the next row the standard deviation over angles (white to red). The maps
     contain probabilities of object borders, or of objects if the task has no borders. Returns the path of the PNG
-    file, or None if a run has no such maps.
+    file, or None if a run has no predictions for rotated fields.
     """
     predictions = _read_all_rotated(results, "objects_mean")
     if predictions is None:
@@ -148,7 +148,7 @@ def draw_maps(results: Sequence[StudyResult], path: Path) -> Path | None:
 def _read_all_rotated(results: Sequence[StudyResult], key: str) -> list[tuple[int, Mapping[str, NDArray[Any]]]] | None:
     """Read the predictions for rotated inputs, and return (N, arrays by name) for each network.
 
-    Returns None if a run has no such predictions, or none with the array `key`.
+    Returns None if the file of a run does not exist or does not contain the array `key`, or if there are no results.
     """
     predictions: dict[int, Mapping[str, NDArray[Any]]] = {}
     for result in results:

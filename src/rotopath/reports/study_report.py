@@ -45,11 +45,11 @@ INTRODUCTION = (
     "thresholds that were chosen on the validation set."
 )
 TABLE_TEXT = (
-    "Mean and standard deviation over seeds. In brackets: 95 % confidence intervals. Minus N=1: the mean difference to "
-    "N=1 with the same seeds, without and with test-time augmentation (TTA: mean over rotations of the input). The "
-    "intervals account for the choice of patients (of patches, if slides are unknown) and, if there are several seeds, "
-    "of seeds. Deviation: the standard deviation of predicted probabilities over rotations of the input. Changed: the "
-    "percentage of inputs whose decision is not the same at all angles."
+    "Mean and standard deviation over seeds. In brackets: 95 % confidence intervals. They account for the choice of "
+    "patients (of patches, if slides are unknown) and, if there are several seeds, of seeds. Minus N=1: the mean "
+    "difference to the score of N=1 with the same seed. Minus N=1 with TTA: the same for N=1 with test-time "
+    "augmentation (mean over rotations of the input). Deviation: the standard deviation of predicted probabilities "
+    "over rotations of the input. Changed: the percentage of inputs whose decision is not the same at all angles."
 )
 
 
@@ -97,7 +97,7 @@ class PartReport:
 
     @property
     def regimes(self) -> Mapping[float | None, str]:
-        """Amounts of training data (regimes) and their labels, largest first."""
+        """Labels of the amounts of training data (regimes), by amount, largest first."""
         kind = self.recipe.kind
         amounts = dict.fromkeys(result.recipe.regime for result in self.results)
         return {regime: "all" if regime is None else kind.describe_regime(regime) for regime in amounts}
@@ -119,7 +119,7 @@ class PartReport:
         return [result for result in self.full if result.recipe.seed == self.full[0].recipe.seed]
 
     def sections(self) -> list[Section]:
-        """Return all sections: scores, comparison with the paper, rotated predictions, learning curves, settings."""
+        """Return all sections: scores, comparison with the paper, rotated inputs, learning curves, settings."""
         return [
             *self._score_sections(),
             self._published_section(),
@@ -145,9 +145,9 @@ class PartReport:
         return [
             Section(
                 f"{self.part}: scores",
-                f"{SCORE_LABELS.get(score, score)} by training data. Lines are means over seeds, boxes extend one "
-                f"standard deviation above and below the mean, and each dot is a seed. Data: {data['source']}, "
-                f"{data['images']:,} images (fingerprint {data['fingerprint']}).",
+                f"{SCORE_LABELS.get(score, score)} by training data. Lines are means over seeds, boxes "
+                "extend one standard deviation above and below the mean, and each dot is a seed. Data: "
+                f"{data['source']}, {data['images']:,} images (fingerprint {data['fingerprint']}).",
                 figure=draw_scores(self.summaries, score, self.regimes, path),
             ),
             Section("", TABLE_TEXT, [_score_header(score), *self._score_rows()]),
@@ -175,7 +175,7 @@ class PartReport:
         return rows
 
     def _published_section(self) -> Section:
-        """Return a section that compares scores with the paper, or that says why they cannot be compared."""
+        """Return a section that compares scores with those of the paper, or that says why this is not possible."""
         recipe = self.recipe
         if recipe.task not in PAPER or recipe.classes:
             return Section("", "Lafarge et al. (2020) did not study this task, so there is no published score.")
@@ -208,9 +208,9 @@ class PartReport:
                     f"{self.part}: predictions for rotated windows",
                     "Radius: the predicted probability (with several classes, that of the most likely class), from 0 "
                     "at the center to 1 at the edge. Angle: the rotation of the window. If the prediction does not "
-                    f"depend on the rotation, the curve is a circle. Shown are the {WINDOWS_SHOWN} windows with the "
-                    f"largest deviation for N={results[0].recipe.orientations}. First seed; training data: "
-                    f"{self.full_name}.",
+                    f"depend on the rotation, the curve is a circle. Of the windows that "
+                    f"were saved with the evaluation, the figure shows the {WINDOWS_SHOWN} with the largest deviation "
+                    f"for N={results[0].recipe.orientations}. First seed; training data: {self.full_name}.",
                     figure=polar,
                 )
             )
@@ -229,7 +229,10 @@ class PartReport:
 
 
 def why_not_comparable(result: StudyResult) -> str | None:
-    """Return why a score cannot be compared with the paper; None if the test data are the same."""
+    """Return why a score cannot be compared with the paper.
+
+    Returns None if the tissue is not synthetic and the test set has the same size as in the paper.
+    """
     source, scores, kind = result.provenance["data"]["source"], result.scores, result.recipe.kind
     if "synthetic" in source:
         return "the tissue is synthetic."
@@ -243,7 +246,7 @@ def why_not_comparable(result: StudyResult) -> str | None:
 
 
 def _list_labels(recipe: Recipe) -> Sequence[str]:
-    """Return the names of the labels of windows. The position in the sequence is the label."""
+    """Return the names of the labels of windows. The index of a name is the label."""
     task = recipe.make_task()
     return (task.background_name, task.class_names[0].lower()) if task.is_single else task.output_names
 
@@ -293,7 +296,7 @@ def cost_section(results: Sequence[StudyResult]) -> Section:
 
 
 def _format_differing(options: NetworkOptions, tables: Iterable[NetworkOptions]) -> str:
-    """Return the options of a network that differ between networks as text, such as ", width 8"."""
+    """Return as text, such as ", width 8", those options of a network that are not the same in all `tables`."""
     tables = list(tables)
     differing = [key for key in options if any(table.get(key) != options[key] for table in tables)]
     return "".join(f", {key} {options[key]}" for key in differing)

@@ -23,7 +23,7 @@ console = Console()
 
 @contextmanager
 def user_errors_in_one_sentence() -> Iterator[None]:
-    """Inside this `with` block, print errors that the user can correct in one sentence, and exit with code 2.
+    """If the user can correct an error inside this `with` block, print one sentence about it, and exit with code 2.
 
     All other errors are raised.
     """
@@ -115,7 +115,7 @@ def _add_class_rows(table: Table, splits: list[dict[str, Any]]) -> None:
 
 
 def _format_score(value: object, interval: object = None) -> str:
-    """Return a number, with its confidence interval if given, or a text as a table cell. All else becomes empty."""
+    """Return a number, with its confidence interval if given, or a text. Other values become an empty text."""
     if isinstance(value, str | int):
         return str(value)
     if not isinstance(value, float):
@@ -126,7 +126,7 @@ def _format_score(value: object, interval: object = None) -> str:
 
 
 def _explain_intervals(metrics: Mapping[str, Mapping[str, object]]) -> str:
-    """Return a note below the table: how confidence intervals were computed, or why there are none."""
+    """Return the note below the table: how confidence intervals were computed, or why there are none."""
     intervals = [value for scores in metrics.values() for key, value in scores.items() if key.endswith("_interval")]
     if not any(intervals):
         return "No confidence intervals: there are too few patients, slides or patches.\n"

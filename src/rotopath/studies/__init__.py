@@ -1,4 +1,4 @@
-"""Studies: many trainings and evaluations, planned in one TOML file, and their results.
+"""Studies: a study is a set of trainings and evaluations, planned in one TOML file.
 
 `plan` reads the file, `jobs` runs the study on this machine or on a cluster, and `results` reads the results.
 """

@@ -3,10 +3,18 @@
 A job trains a network and evaluates it. Its results are in a run folder. Finished jobs are skipped, interrupted jobs
 are resumed, and a job that fails does not stop the others.
 
-A job `NAME` has these files next to its run folder `NAME`: the recipe `NAME.toml`; the current stage and step
-`NAME.progress`; the error message `NAME.failed`; the output of its process `NAME.log`; and a lock file. The process
-stops when the file `NAME.stop` is created. This module is also the program of the process:
-`python -m rotopath.studies.jobs RECIPE.toml ROTATIONS PARENT_PROCESS_ID`.
+The run folder of a job is `PART/NAME`, such as `tumor/N8-seed0`. These files are next to it:
+
+- `NAME.toml`: the recipe.
+- `NAME.progress`: the current stage and step, while the job is running.
+- `NAME.failed`: the error message, if the job failed.
+- `NAME.log`: what the process of the job printed.
+- `NAME.stop`: if this file is created, the process stops.
+- `.NAME.lock` and `.NAME.pid`: the lock that the process holds, and its process ID.
+
+The process of a job runs this module as a program:
+`python -m rotopath.studies.jobs RECIPE.toml ROTATIONS PARENT_PROCESS_ID`. ROTATIONS is the number of rotations for
+test-time augmentation; 1 means none.
 """
 
 import _thread
@@ -43,10 +51,10 @@ from rotopath.writing import write_text
 READ_STATES_EVERY_S = 0.5
 WRITE_PROGRESS_EVERY_S = 1.0
 CHECK_STOP_EVERY_S = 0.3
-INTERRUPT_AGAIN_S = 5.0  # Python ignores an interrupt inside a destructor, for example; then another one is needed
-WAIT_FOR_LOCK_S = 20.0  # longer than a job needs to end itself after its parent process has died
+INTERRUPT_AGAIN_S = 5.0  # time until an interrupt is repeated: Python ignores an interrupt in a destructor, for example
+WAIT_FOR_LOCK_S = 20.0  # longer than a process needs to end itself after its parent process has died
 JOBS_PER_GPU = 12  # small trainings leave most of a GPU idle; more than 12 were not measured (benchmarks/together.py)
-TRIES = 3  # how often a job is started if its process or its worker is killed
+TRIES = 3  # largest number of starts of a process that is killed; on a cluster, also of repeats after an error
 EXIT_BUSY = 75  # exit code if another process is working on the job; Unix uses it for "try again later"
 EXIT_INTERRUPTED = 130
 State = Literal["waiting", "running", "done", "failed"]
@@ -58,24 +66,24 @@ class JobState:
 
     state: State
     stage: str = ""  # such as "training" or "evaluating"
-    fraction: float = 0.0  # finished part of the training steps, 0 to 1
+    fraction: float = 0.0  # finished fraction of the training steps, 0 to 1
     reason: str = ""  # error message if the job failed
 
 
 class JobFuture(Protocol):
-    """The future of a submitted job."""
+    """A submitted job. It has the methods of a `concurrent.futures.Future` that `run_study` uses."""
 
     def done(self) -> bool:
         """Return whether the job has ended."""
 
     def cancel(self) -> object:
-        """Cancel the job, and return whether it was cancelled before it started."""
+        """Cancel the job if it has not started, and return True. Return False if it has started, or may have."""
 
     def result(self) -> object:
-        """Wait for the job. Return the error message if its files do not contain one, else an empty text."""
+        """Wait until the job has ended. Return the result of `run_process`: a message, or an empty text."""
 
 
-Submit = Callable[[str, int, str], JobFuture]  # from recipe file, number of rotations, and working directory
+Submit = Callable[[str, int, str], JobFuture]  # starts a job; arguments: recipe file, rotations, working directory
 OnProgress = Callable[[Mapping[Job, JobState]], None]
 
 
@@ -92,10 +100,15 @@ def study(
 ) -> Mapping[Job, JobState]:
     """Run all trainings and evaluations of a study, and return the final state of each job.
 
-    Finished jobs are skipped, and interrupted jobs are resumed. `plan` is a `Study` or a TOML file; `changes` are
-    overrides of keys in the file, such as "tumor.seed=[0]". Runs are written to the folder `out`, by default
-    `runs/NAME` for the file `NAME.toml`. `at_once` jobs run in parallel, on this machine, or on a Dask `cluster`:
-    "local", "slurm", or the address of a scheduler. `on_progress` receives the states of all jobs twice a second.
+    Finished jobs are skipped, and interrupted jobs are resumed.
+
+    - `plan`: a `Study`, or a TOML file that describes it.
+    - `out`: folder for the runs; default: `runs/NAME` for the file `NAME.toml`, and `runs/study` for a `Study`.
+    - `changes`: overrides of keys in the file, such as "tumor.seed=[0]".
+    - `at_once`: number of jobs that run in parallel; default: the result of `count_at_once`. `connect` in
+      `rotopath.inference.cluster` explains its meaning on a cluster.
+    - `cluster`: a Dask cluster ("local", "slurm", or the address of a scheduler); default: this machine, without Dask.
+    - `on_progress`: function that receives the states of all jobs, about twice a second.
     """
     if changes and isinstance(plan, Study):
         raise RecipeError("Overrides are possible only for a study that is read from a file; change the Study itself.")
@@ -111,8 +124,8 @@ def run_study(
 ) -> dict[Job, JobState]:
     """Run the unfinished jobs of a study, and return the final state of all jobs.
 
-    `submit` starts a job and returns its future. `on_progress` receives the states of all jobs twice a second. If this
-    function is interrupted, it stops all jobs.
+    Runs are written to the folder `out`. `submit` starts a job and returns its future. `on_progress` receives the
+    states of all jobs about twice a second. If this function is interrupted, it stops all jobs.
     """
     jobs = study.jobs
     _prepare_files(jobs, out)
@@ -159,7 +172,11 @@ def job_file(out: Path, name: str, kind: str) -> Path:
 
 
 def list_results(folder: Path, orientations: int, rotations: int) -> list[Path]:
-    """Return the files that exist when a job is done: weights, scores, and scores with test-time augmentation."""
+    """Return the files that exist when a job is done: the weights, the scores and, for some jobs, a second score file.
+
+    `orientations` is that of the network. Ordinary CNNs are also scored with test-time augmentation if `rotations` is
+    above 1; the second score file has these scores.
+    """
     evaluations = [evaluation_file(folder, SPLIT)]
     if orientations == PLAIN and rotations > 1:
         evaluations.append(evaluation_file(folder, SPLIT, rotations))
@@ -167,7 +184,7 @@ def list_results(folder: Path, orientations: int, rotations: int) -> list[Path]:
 
 
 def _prepare_files(jobs: Sequence[Job], out: Path) -> None:
-    """Write the recipes of all jobs, and delete files of earlier attempts.
+    """Write the recipes of all jobs, and delete the progress and stop files of earlier attempts.
 
     Raises RunError, before any file is written, if the folder contains runs with other recipes.
     """
@@ -187,7 +204,7 @@ def _prepare_files(jobs: Sequence[Job], out: Path) -> None:
 
 
 def _read_final_state(job: Job, future: JobFuture, out: Path) -> JobState:
-    """Return the state of a job that has ended: done, or failed with an error message."""
+    """Return the state of a job whose future is done: "done", or "failed" with an error message."""
     job_file(out, job.name, "progress").unlink(missing_ok=True)
     try:
         reason = str(future.result() or "it ended without an error message.")
@@ -272,10 +289,12 @@ class _ClusterFuture:
 
 
 def run_process(recipe: str, rotations: int, cwd: str, environment: Mapping[str, str] | None = None) -> str:
-    """Run a job in its own process, and wait for it. Start it again if the process is killed.
+    """Run a job in its own process, and wait until it ends. Start the process again if it is killed.
 
-    The job writes its results and error messages to its files. Returns an error message only if the process itself
-    failed, else an empty text.
+    `cwd` is the working directory of the process; `environment` contains additional environment variables. The job
+    writes its results, or the error message if it fails, to its files. Returns a message if the process could not run
+    the job or if the log is not empty, else an empty text. The message is used only if the files contain neither the
+    results nor an error message.
     """
     path = Path(recipe)
     command = [sys.executable, "-m", "rotopath.studies.jobs", recipe, str(rotations), str(os.getpid())]
@@ -301,19 +320,19 @@ def run_process(recipe: str, rotations: int, cwd: str, environment: Mapping[str,
 
 
 class BusyError(Exception):
-    """Another process is working on the job."""
+    """Raised if another process is working on the job."""
 
 
 def main(path: Path, rotations: int, parent: int) -> int:
     """Run the job of the recipe at `path`, and return the exit code.
 
-    `rotations` is the number of rotations of test-time augmentation, `parent` the ID of the parent process. The exit
-    code is 0 if the job is done, or if it failed and NAME.failed contains the error message; `EXIT_BUSY` if another
-    process is working on the job; `EXIT_INTERRUPTED` if the job was stopped.
+    `rotations` is the number of rotations for test-time augmentation, `parent` the ID of the parent process. Exit
+    codes: 0 if the job is done, and also if it failed and its error message was written to `NAME.failed`; `EXIT_BUSY`
+    if another process is working on the job; `EXIT_INTERRUPTED` if the job was stopped.
     """
     signal.signal(
         signal.SIGINT, signal.default_int_handler
-    )  # a process in the background may inherit an ignored SIGINT
+    )  # restore the default, because a process in the background may inherit that SIGINT is ignored
     _stop_on_request(parent, path.with_suffix(".stop"))
     failed = path.with_suffix(".failed")
     try:
@@ -335,7 +354,7 @@ def main(path: Path, rotations: int, parent: int) -> int:
 
 
 def run_job(path: Path, rotations: int) -> None:
-    """Train and evaluate the recipe at `path`. Steps whose result files exist are skipped."""
+    """Train the recipe at `path`, and evaluate the run. The training, and each evaluation, is skipped if it is done."""
     from rotopath.training import train  # imports Lightning, which only the process of a job needs
 
     recipe, folder = read_recipe(path), path.with_suffix("")
@@ -375,7 +394,9 @@ def _hold_lock(lock: Path) -> Iterator[None]:
     The operating system releases the lock when the process ends, also if it is killed. The process ID is written to a
     separate file, because on Windows other processes cannot read a locked file.
     """
-    try:  # without the fallback of filelock for file systems without locks, which a killed process would never release
+    # fallback_to_soft=False: on file systems without locks, filelock would create a file in place of a lock. A killed
+    # process would never remove this file.
+    try:
         held = FileLock(lock, fallback_to_soft=False).acquire(timeout=WAIT_FOR_LOCK_S)
     except Timeout:
         raise BusyError(f"{lock} is held by another process.") from None
@@ -387,7 +408,7 @@ def _hold_lock(lock: Path) -> Iterator[None]:
 def _stop_on_request(parent: int, stop: Path) -> None:
     """Start a thread that interrupts this process when the file `stop` exists.
 
-    The thread also ends this process when the parent process has died, because a new process may then be started for
+    The thread also ends this process if the process `parent` has died, because a new process may then be started for
     the same job.
     """
 

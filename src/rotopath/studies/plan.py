@@ -1,7 +1,8 @@
-"""Read the plan of a study: trainings that differ in orientations, amount of training data and seed.
+"""Read the plan of a study: trainings that differ in the number of orientations, amount of training data and seed.
 
-A study consists of parts, one for each task or dataset. A part lists orientations, amounts of training data and seeds.
-Every combination of these is a job: one training and its evaluations. Wrong keys raise a RecipeError with their name.
+A study consists of parts, for example one for each task. A part has a recipe, and lists numbers of orientations,
+amounts of training data (*regimes*) and seeds. Each combination of these three is a job: one training and its
+evaluations. A wrong key raises a RecipeError that names the key.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,46 +21,46 @@ PLAIN = 1  # orientations of an ordinary CNN, the only network that is also test
 class Job:
     """One training and its evaluations on the test set."""
 
-    part: str  # name of the part
+    part: str  # name of the part of the study
     recipe: Recipe
     rotations: int  # if above 1, also evaluate with test-time augmentation (mean over this many rotations)
 
     @property
     def name(self) -> str:
-        """Path of the run folder relative to the folder of the study; without suffix, also of the job's other files."""
+        """Path of the run folder, relative to the folder of the study. The job's other files add a suffix to it."""
         regime = "" if self.recipe.regime is None else f"-regime{self.recipe.regime!r}".removesuffix(".0")
         return f"{self.part}/N{self.recipe.orientations}{regime}-seed{self.recipe.seed}"
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a study: one task on one dataset, with all combinations of orientations, regimes and seeds.
+    """A part of a study: one recipe, with all combinations of orientations, regimes and seeds.
 
-    A regime is a reduced amount of training data.
+    A regime is an amount of training data, in the unit of the key `regime` of recipes.
     """
 
     name: str
-    recipe: Recipe  # all other settings
-    orientations: tuple[int, ...]
+    recipe: Recipe  # all other settings of the trainings
+    orientations: tuple[int, ...]  # numbers of orientations
     regimes: tuple[float | None, ...]  # None: all training data
     seeds: tuple[int, ...]
-    rotations: int  # number of rotations for test-time augmentation, which is used for ordinary CNNs only
+    rotations: int  # for test-time augmentation, which is used for ordinary CNNs only; 1: no test-time augmentation
 
     def job(self, orientations: int, regime: float | None, seed: int) -> Job:
-        """Return the job for one combination."""
+        """Return the job for one combination of orientations, regime and seed."""
         recipe = replace(self.recipe, orientations=orientations, regime=regime, seed=seed)
         return Job(self.name, recipe, self.rotations if orientations == PLAIN else 1)
 
 
 @dataclass(frozen=True)
 class Study:
-    """A study: all its parts."""
+    """A study. It consists of parts, and each part consists of jobs."""
 
     parts: tuple[Part, ...]
 
     @property
     def jobs(self) -> list[Job]:
-        """All jobs, ordered by seed; for each seed, networks with many orientations come first."""
+        """All jobs, ordered by seed, then by part. In each part, networks with many orientations come first."""
         seeds = dict.fromkeys(seed for part in self.parts for seed in part.seeds)
         return [
             part.job(orientations, regime, seed)
@@ -125,18 +126,24 @@ def _read_part(name: str, table: Any, folder: Path) -> Part:
 
 
 def _read_list(part: str, table: Mapping[str, Any], key: str, kind: Any) -> list[Any]:
-    """Return the list of distinct numbers in a key of a part; an empty list if the key is missing."""
+    """Return the list in a key of a part: distinct numbers of the type `kind`.
+
+    Returns an empty list if the key is missing. Raises RecipeError for any other value.
+    """
     values = table.get(key, [])
     is_valid = isinstance(values, list) and all(
         isinstance(value, kind) and not isinstance(value, bool) for value in values
     )
     if not is_valid or len(set(values)) < len(values) or (key in table and not values):
-        raise RecipeError(f"the key '{part}.{key}' must be a list of distinct numbers; got {values!r}.")
+        raise RecipeError(
+            f"the key '{part}.{key}' must be a list of one or more distinct numbers, whole numbers except for "
+            f"'regime'; got {values!r}."
+        )
     return list(values)
 
 
 def _merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the values with overrides applied. Nested tables are merged key by key."""
+    """Return a copy of `values`, with the values in `changes` replaced or added. Nested tables are merged by key."""
     merged = dict(values)
     for key, change in changes.items():
         both = isinstance(change, dict) and isinstance(merged.get(key), dict)

@@ -1,8 +1,10 @@
 """Read the results of a study from the files of its runs, and summarize them over seeds.
 
 `read_results` returns one result for each evaluation. `summarize` averages results that differ only in the seed, with
-95 % confidence intervals over patients and seeds, and compares each network with an ordinary CNN (N=1) that was
-trained on the same data.
+95 % confidence intervals over cases and seeds, and compares each network with an ordinary CNN (N=1) that was trained
+on the same data. N is the number of orientations.
+
+A *case* is a patient, or, for patches, a slide. If patients or slides are unknown, each image or patch is a case.
 """
 
 import json
@@ -24,7 +26,7 @@ from rotopath.model_file import RunError
 from rotopath.recipe import Recipe
 from rotopath.studies.plan import PLAIN, SPLIT
 
-RESAMPLES, RESAMPLES_PER_BATCH = 2000, 100
+RESAMPLES, RESAMPLES_PER_BATCH = 2000, 100  # of the bootstrap
 INTERVAL = (0.025, 0.975)  # quantiles of a 95 % confidence interval
 
 
@@ -35,7 +37,7 @@ class StudyResult:
     part: str  # name of the part of the study
     folder: Path  # run folder
     recipe: Recipe
-    rotations: int  # above 1 with test-time augmentation (mean over rotations)
+    rotations: int  # if above 1, the scores are those with test-time augmentation (mean over this many rotations)
     scores: Mapping[str, Any]  # all scores by name
 
     @property
@@ -45,12 +47,12 @@ class StudyResult:
 
     @property
     def condition(self) -> "Condition":
-        """Part, regime, orientations and rotations: everything except the seed."""
+        """The settings except for the seed: part, regime, orientations and rotations."""
         return Condition(self.part, self.recipe.regime, self.recipe.orientations, self.rotations)
 
     @cached_property
     def score_terms(self) -> dict[str, tuple[float, float]]:
-        """Numerator and denominator of each case. The score is the sum of numerators / the sum of denominators."""
+        """Numerator and denominator of each case. The main score is the sum of numerators / sum of denominators."""
         return self.recipe.kind.score_terms(self.scores)
 
     @cached_property
@@ -66,7 +68,7 @@ class Condition(NamedTuple):
     part: str
     regime: float | None  # amount of training data; None: all of it
     orientations: int
-    rotations: int  # above 1 with test-time augmentation
+    rotations: int  # above 1 for test-time augmentation
 
     @property
     def label(self) -> str:
@@ -75,15 +77,15 @@ class Condition(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds, with its 95 % confidence interval over patients and seeds."""
+    """A mean over seeds, with its 95 % confidence interval over cases and seeds."""
 
     value: float
-    low: float  # NaN if there are too few patients for an interval
+    low: float  # NaN, as is `high`, if there are too few cases for an interval
     high: float
 
     @property
     def has_interval(self) -> bool:
-        """Whether there are enough patients for an interval."""
+        """Whether there are enough cases for an interval."""
         return not math.isnan(self.low)
 
 
@@ -93,19 +95,21 @@ class Summary:
 
     condition: Condition
     results: tuple[StudyResult, ...]  # one for each seed
-    mean: Estimate
-    deviation: float  # standard deviation of the score over seeds
-    over_plain: Estimate | None  # difference: score minus the score of N=1 with the same seed
-    over_rotated: Estimate | None  # difference: score minus the score of N=1 with test-time augmentation
-    scatter: float | None  # standard deviation of predicted probabilities over rotations, mean over inputs
-    changed: float | None  # fraction of inputs whose decision differs between rotations
+    mean: Estimate  # of the main score
+    deviation: float  # standard deviation of the main score over seeds; NaN for one seed
+    # Mean difference over seeds: main score minus that of N=1 for the same seed. None without results to compare with.
+    over_plain: Estimate | None  # N=1 without test-time augmentation
+    over_rotated: Estimate | None  # N=1 with test-time augmentation
+    # Robustness to rotation, mean over seeds. None if it was not measured.
+    scatter: float | None  # standard deviation of predicted probabilities over angles, mean over inputs
+    changed: float | None  # fraction of inputs whose decision is not the same at all angles
 
 
 def read_results(out: Path) -> list[StudyResult]:
     """Read all finished evaluations in the study folder `out`.
 
-    They are ordered by part, amount of training data (largest first), orientations, rotations and seed. Raises RunError
-    if there are none, or if a file is damaged.
+    The results are ordered by part, amount of training data (largest first), orientations, rotations and seed. Raises
+    RunError if there are no results, or if a file is damaged.
     """
     if not out.is_dir():
         raise RunError(f"{out} does not exist; choose the folder of a study.")
@@ -152,12 +156,15 @@ def summarize(results: Sequence[StudyResult]) -> list[Summary]:
 
 
 def estimate(results: Sequence[StudyResult], minus: Sequence[StudyResult] = ()) -> Estimate:
-    """Return the mean score over seeds, with its 95 % confidence interval; with `minus`, the mean difference of scores.
+    """Return the mean of the main score over seeds, with its 95 % confidence interval.
 
-    `minus` contains results of the same seeds and cases, which are subtracted. The interval combines two sources of
-    variation. Over patients: a bootstrap that resamples the same patients for all results. Over seeds: Student's t,
-    because a bootstrap of three seeds would be too narrow. With one seed, the interval is over patients only. With few
-    patients, there is no interval. Raises RunError if results were tested on different cases.
+    If `minus` is not empty, return the mean difference instead: the score of each result minus the score of the result
+    with the same seed in `minus`. Both sequences must have the same seeds, in the same order.
+
+    The interval combines two sources of variation. For other cases: a bootstrap that resamples the same cases for all
+    results. For other seeds: Student's t, because a bootstrap of three seeds would give too narrow an interval. With
+    one seed, the interval is over cases only. With fewer than `MIN_CASES` cases, there is no interval. Raises RunError
+    if the results were tested on different cases.
     """
     cases = list(results[0].score_terms)
     for other in (*results, *minus):
@@ -178,7 +185,7 @@ def estimate(results: Sequence[StudyResult], minus: Sequence[StudyResult] = ()) 
     for _ in range(0, RESAMPLES, RESAMPLES_PER_BATCH):
         counts = generator.multinomial(len(cases), np.full(len(cases), 1 / len(cases)), RESAMPLES_PER_BATCH)
         resampled.append(_differences(ours, others, counts.astype(np.float64)).mean(axis=1))
-    low, high = np.nanquantile(np.concatenate(resampled), INTERVAL) - values.mean()  # over patients
+    low, high = np.nanquantile(np.concatenate(resampled), INTERVAL) - values.mean()  # over cases
     over_seeds = margin(values)
     least, most = -1.0 if len(minus) else 0.0, 1.0
     low, high = value - float(np.hypot(low, over_seeds)), value + float(np.hypot(high, over_seeds))
@@ -186,16 +193,19 @@ def estimate(results: Sequence[StudyResult], minus: Sequence[StudyResult] = ()) 
 
 
 def margin(values: NDArray[np.float64]) -> float:
-    """Return the half-width of the 95 % confidence interval of a mean over seeds, by Student's t; 0 for one seed."""
+    """Return the half-width of the 95 % confidence interval of the mean of `values`, by Student's t; 0 for one value.
+
+    `values` (seeds,) contains one number for each seed.
+    """
     if len(values) < 2:
         return 0.0
     return float(t.ppf(INTERVAL[1], len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values)))
 
 
 def _compare(results: Sequence[StudyResult], others: Sequence[StudyResult]) -> Estimate | None:
-    """Return the mean of `results` minus `others` over common seeds.
+    """Return the mean difference of scores, `results` minus `others`, over the seeds that both have.
 
-    Returns None if there are no common seeds, or if both are the same results.
+    Returns None if they have no common seed, or if `others` contains the same results.
     """
     by_seed = {other.recipe.seed: other for other in others}
     pairs = [(result, by_seed[result.recipe.seed]) for result in results if result.recipe.seed in by_seed]
@@ -208,18 +218,18 @@ def _compare(results: Sequence[StudyResult], others: Sequence[StudyResult]) -> E
 def _differences(
     ours: NDArray[np.float64], others: NDArray[np.float64], counts: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return scores (resamples, seeds) computed from `ours`; if `others` is not empty, minus the scores from `others`.
+    """Return the scores of `ours` minus those of `others`, (resamples, seeds). If `others` is empty, subtract nothing.
 
-    The arguments are those of `_compute_scores`.
+    `ours` and `others` are `terms` of `_compute_scores`, and `counts` is the same as there.
     """
     return _compute_scores(ours, counts) - (_compute_scores(others, counts) if len(others) else 0)
 
 
 def _compute_scores(terms: NDArray[np.float64], counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return scores (resamples, seeds).
+    """Return the score of each seed on each resampled set of cases, (resamples, seeds).
 
-    `terms` (seeds, cases, 2) contains numerators and denominators. `counts` (resamples, cases) is how often each case
-    was drawn.
+    `terms` (seeds, cases, 2) contains the numerator and the denominator of each case. `counts` (resamples, cases) is
+    how often each case was drawn.
     """
     sums = np.einsum("rc,sct->rst", counts, terms)
     with np.errstate(invalid="ignore"):

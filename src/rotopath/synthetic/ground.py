@@ -1,8 +1,8 @@
 """Paint the tissue around nuclei: epithelium with cytoplasm and cell borders, fibrous stroma, gaps, and blood.
 
-`paint_ground` returns a canvas of stain concentrations, from the positions of cells, the style of the tissue, and the
-depth of each pixel below the surface of the epithelium. Nuclei and mitotic figures are painted on this canvas later.
-`paint_vessels` and `paint_red_cells` add vessels and red blood cells at given positions.
+`paint_ground` returns a canvas of stain concentrations. It takes the positions of cells, the style of the tissue, and
+the depth of each pixel in the epithelium, which is negative in stroma. The callers paint nuclei and mitotic figures on
+this canvas. `paint_vessels` and `paint_red_cells` add vessels and red blood cells at given positions.
 """
 
 from dataclasses import dataclass
@@ -28,26 +28,26 @@ from rotopath.synthetic.painting import (
     smoothstep,
 )
 
-FAR_AWAY = np.array([-1e4, -2e4], np.complex64)  # so that there always is a second nearest cell
+FAR_AWAY = np.array([-1e4, -2e4], np.complex64)  # added to the cells, so that there are at least two
 
 
 @dataclass(frozen=True)
 class TissueStyle:
     """Appearance of the tissue of a case: concentrations of stains, widths in µm, and fractions from 0 to 1."""
 
-    cytoplasm: float = 0.5  # eosin
+    cytoplasm: float = 0.5  # eosin in cytoplasm
     basophilia: float = 0.2  # hematoxylin in cytoplasm
-    granularity: float = 0.2
+    granularity: float = 0.2  # contrast of the granules and threads in cytoplasm
     foam: float = 0.2  # amount of vacuoles in cytoplasm
     clearing: float = 0.0  # fraction of the cytoplasm that is empty
     borders: float = 0.1  # eosin at cell borders
     cracks_um: float = 0.5  # width of the gaps that shrinkage leaves between cells
     retraction_um: float = 1.0  # width of the gaps between epithelium and stroma
     basement: float = 0.0  # eosin of the basement membrane
-    collagen: float = 0.6  # eosin
+    collagen: float = 0.6  # eosin in the fibers of stroma
     stroma_blue: float = 0.08  # hematoxylin in stroma
-    slits: float = 0.3  # amount of gaps between fibers
-    looseness: float = 0.2  # fraction of stroma that is edematous: thin, widely separated strands
+    slits: float = 0.3  # amount of gaps between bundles of fibers
+    looseness: float = 0.2  # amount of edematous stroma, which has thin, widely separated strands
 
 
 # Epithelium and stroma
@@ -61,10 +61,11 @@ def paint_ground(
     style: TissueStyle,
     loosening: Field | None = None,
 ) -> tuple[StainCanvas, Points]:
-    """Paint tissue without nuclei; return it, and the direction of fibers at each pixel as unit complex numbers.
+    """Paint tissue without nuclei; return the canvas, and the direction of the fibers at each pixel.
 
     `depth_um` (height, width) is positive in epithelium and negative in stroma. `cells` are the centers of epithelial
-    cells. `loosening` (height, width) is added to the looseness of the stroma.
+    cells. Where `loosening` (height, width) is positive, more stroma is edematous. The directions (height, width) are
+    complex numbers of length 1.
     """
     shape, px_per_um = (depth_um.shape[0], depth_um.shape[1]), 1 / spacing_um_px
     along, across = _fiber_coordinates(rng, depth_um, px_per_um)
@@ -78,7 +79,7 @@ def paint_ground(
     gap = smoothstep((gap_um / 2 - np.abs(edge + gap_um / 2)) * np.float32(1.5))
     rise = gradient(ndimage.gaussian_filter(across, 2 * px_per_um, truncate=2.0))
     slope = gradient(ndimage.gaussian_filter(depth_um, 1.5 * px_per_um, truncate=2.0)) * np.float32(px_per_um)
-    near = smoothstep(depth_um / 5 + np.float32(1.2))  # in narrow strips, fibers are parallel to the epithelium
+    near = smoothstep(depth_um / 5 + np.float32(1.2))  # close to epithelium, fibers are parallel to it
     rise = rise + 2 * near * slope * np.sign((rise * slope.conj()).real)
     canvas = StainCanvas(hematoxylin, eosin, np.zeros(shape, np.float32), spacing_um_px)
     erase_tissue(canvas, gap)
@@ -89,8 +90,8 @@ def paint_ground(
 def _fiber_coordinates(rng: np.random.Generator, depth_um: Field, px_per_um: float) -> tuple[Field, Field]:
     """Return the coordinates of each pixel along and across the fibers, in pixels.
 
-    The fibers have one main direction in the whole image; epithelium and waves bend them. The bending is limited, so
-    that fibers pass around the epithelium and do not form rings.
+    All fibers in the image have the same main direction, but they are wavy and bend around epithelium. The bending is
+    limited, so that fibers do not form rings around epithelium.
     """
     shape = (depth_um.shape[0], depth_um.shape[1])
     straight = pixel_positions(shape) * sample_directions(rng, 1)[0]
@@ -113,8 +114,8 @@ def _paint_stroma(
 ) -> tuple[Field, Field]:
     """Return hematoxylin and eosin of stroma: dense bundles of fibers, edematous regions, and slits.
 
-    `along` and `across` are the coordinates of each pixel along and across the fibers, in px. `loosening` is how
-    edematous the stroma is at each pixel, if it is at all.
+    `along` and `across` are the coordinates of each pixel along and across the fibers, in pixels. Where `loosening` is
+    positive, more stroma is edematous.
     """
     shape = (across.shape[0], across.shape[1])
     ripples = smooth_noise(rng, shape, 3.5 * px_per_um)
@@ -124,7 +125,7 @@ def _paint_stroma(
     broad = fiber_noise(rng, woven, along, max(2.8 * px_per_um, 2.5), 26 * px_per_um)
     patches = smooth_noise(rng, shape, 28 * px_per_um)
     grain = smooth_noise(rng, shape, 0.25 * px_per_um)
-    frayed = smoothstep(0.45 + 0.5 * smooth_noise(rng, shape, 9 * px_per_um))  # elsewhere no fibrils are visible
+    frayed = smoothstep(0.45 + 0.5 * smooth_noise(rng, shape, 9 * px_per_um))  # where this is 0, no fibrils are visible
     dense = 0.9 + frayed * (0.14 * fibrils + 0.09 * bundles) + 0.09 * broad + 0.1 * grain + 0.05 * ripples
     strands = np.exp(-((bundles / np.float32(0.3)) ** 2)) * (0.35 + 0.3 * broad).clip(0)
     web = np.exp(-((smooth_noise(rng, shape, 6 * px_per_um) / np.float32(0.12)) ** 2)) * (0.5 + 0.4 * patches).clip(0)
@@ -132,7 +133,7 @@ def _paint_stroma(
     loose = 1.2 * patches + np.float32(4 * style.looseness - 2.2)
     looseness = smoothstep(loose if loosening is None else loose + loosening)
     eosin = style.collagen * (dense + looseness * (edematous - dense)).clip(0.03)
-    # Bundles separate along lines, with slits of varying width.
+    # Slits of varying width separate the bundles.
     width = 0.2 * bundles + 0.4 * smooth_noise(rng, shape, 8 * px_per_um) + np.float32(style.slits - 0.42)
     slits = smoothstep((width.clip(0, 0.7) - np.abs(broad)) * np.float32(4))
     hematoxylin = style.stroma_blue * (1 + 0.4 * fibrils + 0.3 * broad).clip(0)
@@ -142,18 +143,21 @@ def _paint_stroma(
 def _paint_cytoplasm(
     rng: np.random.Generator, shape: tuple[int, int], cells: Points, px_per_um: float, style: TissueStyle
 ) -> tuple[Field, Field]:
-    """Return hematoxylin and eosin of epithelial cells that fill the whole image; the caller masks the result."""
+    """Return hematoxylin and eosin of epithelial cells that fill the whole image.
+
+    `cells` are the centers of the cells. The caller uses only the part of the result that is in epithelium.
+    """
     cell, border_um = assign_cells(rng, shape, cells, px_per_um)
     granules = 0.6 * smooth_noise(rng, shape, 0.28 * px_per_um)
     nets = [np.exp(-((smooth_noise(rng, shape, scale * px_per_um) / np.float32(0.35)) ** 2)) for scale in (1.3, 0.6)]
-    threads = nets[0] + 0.7 * nets[1] - np.float32(0.58)  # with pale meshes between them
+    threads = nets[0] + 0.7 * nets[1] - np.float32(0.58)  # the meshes between the threads are pale
     swelling = smooth_noise(rng, shape, 4 * px_per_um)
     unevenness = style.granularity * (granules + 1.3 * threads + 0.4 * swelling)
-    within = smoothstep(border_um * np.float32(px_per_um / 2.5))  # hides the coarse borders of the regions of cells
+    within = smoothstep(border_um * np.float32(px_per_um / 2.5))  # hides the borders of cells, which have coarse steps
     shade = rng.normal(0, 0.22, len(cells)).clip(-0.45, 0.45).astype(np.float32)[cell] * within
     eosin = style.cytoplasm * (1 + unevenness + shade).clip(0.08)
     hematoxylin = style.basophilia * (1 + 1.3 * unevenness - 0.4 * shade).clip(0.05)
-    if style.clearing > 0:  # cells that contained fat or glycogen: only wisps and strands of cytoplasm remain
+    if style.clearing > 0:  # the cells contained fat or glycogen: only wisps and strands of cytoplasm remain
         emptiness = (style.clearing * rng.uniform(0.6, 1.2, len(cells))).clip(0, 1).astype(np.float32)[cell] * within
         wisps = smoothstep(0.25 + 0.35 * swelling + 0.3 * smooth_noise(rng, shape, 1.8 * px_per_um))
         rest = 1 - emptiness * smoothstep(border_um * np.float32(0.8) - np.float32(0.1)) * (1 - 0.6 * wisps)
@@ -180,10 +184,10 @@ def _paint_cytoplasm(
 def assign_cells(
     rng: np.random.Generator, shape: tuple[int, int], cells: Points, px_per_um: float, step: int = 2
 ) -> tuple[NDArray[np.intp], Field]:
-    """Assign each pixel to a cell; return the cell index, and the distance in µm from the border with the next cell.
+    """Assign each pixel to the nearest cell; return the index of the cell, and the distance in µm to its border.
 
-    Cells are assigned by distance, with noise for irregular borders. Both results are computed at every `step`-th pixel
-    and enlarged to `shape`.
+    `cells` are the centers of at least two cells. Noise makes the borders irregular. Both results are computed at every
+    `step`-th pixel and enlarged to `shape`.
     """
     small = (-(-shape[0] // step), -(-shape[1] // step))
     positions = pixel_positions(small) * step
@@ -202,9 +206,10 @@ def assign_cells(
 def compartment_depth(
     rng: np.random.Generator, shape: tuple[int, int], width_um: float, stroma_um: float, px_per_um: float
 ) -> Field:
-    """Return the depth in µm of each pixel within rounded compartments; it is negative in the stroma between them.
+    """Return the depth in µm of each pixel in compartments; the depth is negative in the stroma between them.
 
-    `width_um` is the approximate width of compartments, `stroma_um` the approximate thickness of stroma.
+    Compartments are rounded regions of epithelium, such as nests, tubules or glands. `width_um` is their approximate
+    width, `stroma_um` the approximate thickness of the stroma.
     """
     margin = int(width_um * px_per_um)  # so that compartments extend beyond the edge of the image
     padded = (shape[0] + 2 * margin, shape[1] + 2 * margin)
@@ -221,7 +226,7 @@ def compartment_depth(
 
 
 def paint_red_cells(rng: np.random.Generator, canvas: StainCanvas, centers: Points, strength: float = 2.1) -> None:
-    """Paint red blood cells: deformed discs, paler in the middle."""
+    """Paint red blood cells at `centers`: deformed discs, paler in the middle. `strength` is their stain."""
     px_per_um = 1 / canvas.spacing_um_px
     side = int(10 * px_per_um) | 1
     for center in centers:
@@ -242,14 +247,15 @@ def paint_red_cells(rng: np.random.Generator, canvas: StainCanvas, centers: Poin
 def paint_vessels(
     rng: np.random.Generator, canvas: StainCanvas, centers: Points, directions: Points
 ) -> tuple[Points, Points]:
-    """Paint small vessels along the fibers: a thin wall, and red blood cells in the lumen.
+    """Paint small vessels: a thin wall, and red blood cells in the lumen.
 
-    Returns the positions and directions of the endothelial nuclei in the walls of the vessels.
+    `centers` and `directions` have one entry for each vessel. Returns the positions and directions of the endothelial
+    nuclei in the walls; the caller paints them.
     """
     px_per_um = 1 / canvas.spacing_um_px
     endothelium, courses = [np.zeros(0, np.complex64)], [np.zeros(0, np.complex64)]
     for center, direction in zip(centers, directions, strict=True):
-        long, short = rng.uniform(6, 20), rng.uniform(2.5, 6.5)  # half axes of the lumen in µm
+        long, short = rng.uniform(6, 20), rng.uniform(2.5, 6.5)  # semi-axes of the lumen in µm
         window = Window.around(canvas, center, int(2 * (1 + 3 / short) * long * px_per_um) | 1)
         if window is None:
             continue

@@ -1,10 +1,9 @@
 """Make synthetic lymph nodes with and without metastases at 1 µm/px, in the layout of PCam.
 
 `make_tumor` writes patches of 96 × 96 px from synthetic slides to HDF5 files, and the positions of the patches to CSV
-files. Half of the patches are tumor: their central 32 × 32 px contain tumor. Every slide is used in one split only.
-
-Slides differ in their architecture (metastasis, lymphoid tissue with follicles and sinuses, capsule, fat, glass) and
-in their colors.
+files. Half of the patches have the label tumor: their central 32 × 32 px contain tumor. All patches of a slide are in
+one split. Slides differ in their architecture (metastasis, lymphoid tissue with follicles and sinuses, capsule, fat,
+glass) and in their colors. Only a part of each slide is rendered.
 """
 
 from collections.abc import Mapping
@@ -52,15 +51,15 @@ from rotopath.synthetic.painting import (
 )
 
 SPACING_UM_PX = 1.0  # 1, so that lengths have the same values in µm and in pixels
-SLIDE_PX = 384
-NEAR_UM = 3.0  # stroma this close to tumor cells belongs to the outlined tumor
+SLIDE_PX = 384  # side of the part of a slide that is rendered
+NEAR_UM = 3.0  # stroma up to this distance from tumor cells is part of the tumor mask
 PATCH_PX = 96
 CENTER_PX = 32  # side of the central part of a patch that determines the label
-STRIDE_PX = 48  # patches overlap, but their centers do not
+STRIDE_PX = 48  # patches overlap, but their central parts do not
 MAX_PATCHES_PER_SLIDE = 32
 MIN_SLIDES = 3
-MIN_TUMOR_FRACTION = 0.1  # of the central part of a tumor patch; patches with less (but more than 0) are left out
-PATCHES = MappingProxyType({"train": 2000, "valid": 500, "test": 500})
+MIN_TUMOR_FRACTION = 0.1  # of the central part of a tumor patch; a patch with less, but more than 0, is left out
+PATCHES = MappingProxyType({"train": 2000, "valid": 500, "test": 500})  # number of patches in each split
 Shape = tuple[int, int]
 
 LYMPHOCYTE = NucleusType(
@@ -104,8 +103,8 @@ def make_tumor(out: Path, seed: int = 0, patches: Mapping[str, int] = PATCHES) -
 
 
 def collect_patches(seed: int, split: int, count: int) -> list[Patch]:
-    """Return `count` patches from several slides in random order; half of the patches are tumor."""
-    per_slide = -(-count // (2 * max(MIN_SLIDES, -(-count // MAX_PATCHES_PER_SLIDE))))  # of each class
+    """Return `count` patches of the split SPLITS[`split`] in random order; half of them have the label tumor."""
+    per_slide = -(-count // (2 * max(MIN_SLIDES, -(-count // MAX_PATCHES_PER_SLIDE))))  # of each label
     collected: dict[bool, list[Patch]] = {True: [], False: []}
     slide = 0
     while min(len(patches) for patches in collected.values()) < count - count // 2:
@@ -118,7 +117,10 @@ def collect_patches(seed: int, split: int, count: int) -> list[Patch]:
 
 
 def cut_slide(seed: int, split: int, slide: int) -> dict[bool, list[Patch]]:
-    """Return the patches of a slide in random order, by label (True for tumor)."""
+    """Return up to MAX_PATCHES_PER_SLIDE patches of a slide in random order, by label (True for tumor).
+
+    `split` is the index of the split in SPLITS, `slide` the number of the slide.
+    """
     rng = np.random.default_rng([seed, 3, split, slide])
     image, tumor = render_slide(rng)
     name = f"synthetic_{SPLITS[split]}_{slide:03d}"
@@ -157,13 +159,13 @@ def _write_split(folder: Path, split: str, patches: list[Patch]) -> None:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """The architecture of a part of a slide. Depths in µm are positive inside a tissue and negative outside."""
+    """Architecture of a lymph node. Depths in µm are positive inside a tissue and negative outside."""
 
-    tumor_um: Field  # depth in the metastasis, which includes stroma
+    tumor_um: Field  # depth in the metastasis: nests of tumor cells and the stroma between them
     nest_um: Field  # depth in nests of tumor cells
     lumen: Field  # 1 in lumens of tumor glands
     lymphoid_um: Field  # depth in lymphoid tissue
-    outside_um: Field  # distance outside the capsule; negative inside
+    outside_um: Field  # distance from the capsule; negative inside the lymph node
     empty: Field  # 1 in fat cells and on bare glass
     shreds: Field  # eosin of shreds of tissue on the glass
 
@@ -202,13 +204,13 @@ def render_slide(rng: np.random.Generator) -> tuple[NDArray[np.uint8], NDArray[n
 
 
 def _mask_tumor(plan: NodePlan) -> NDArray[np.bool_]:
-    """Return the mask that a pathologist would outline: the tumor cells, and the stroma close to the tumor cells."""
+    """Return the mask of the tumor as a pathologist would outline it: tumor cells, and the stroma close to them."""
     tumor: NDArray[np.bool_] = (plan.tumor_um > 0) & (plan.nest_um > -NEAR_UM) & (plan.empty < 0.5)
     return tumor
 
 
 def _sample_metastasis(rng: np.random.Generator) -> NucleusType:
-    """Sample the nuclei of a metastasis: vesicular (pale, with nucleoli) or dense."""
+    """Sample the appearance of the nuclei of a metastasis: vesicular (pale, with nucleoli) or dense."""
     is_vesicular = rng.random() < 0.6
     return NucleusType(
         radius_um=rng.uniform(3.6, 4.9),
@@ -258,9 +260,9 @@ def _sample_plan(rng: np.random.Generator, shape: Shape) -> NodePlan:
 
 
 def _sample_region(rng: np.random.Generator, shape: Shape, scale_um: float, fraction: float) -> Field:
-    """Return how far each pixel is inside random regions, in µm; outside of the regions the values are negative.
+    """Return the approximate depth in µm of each pixel in random regions; the depth is negative outside of them.
 
-    The regions have details of about `scale_um` and cover `fraction` of the image.
+    The regions cover the given `fraction` of the image. Their outlines vary over distances of about `scale_um`.
     """
     noise = smooth_noise(rng, shape, scale_um) + 0.25 * smooth_noise(rng, shape, scale_um / 4)
     depth: Field = (noise - np.float32(np.quantile(noise[::4, ::4], 1 - fraction))) * np.float32(scale_um / 2)
@@ -268,7 +270,10 @@ def _sample_region(rng: np.random.Generator, shape: Shape, scale_um: float, frac
 
 
 def _sample_nests(rng: np.random.Generator, shape: Shape, tumor_um: Field) -> tuple[Field, Field]:
-    """Return the depth in µm in groups of tumor cells (sheets, nests, cords or glands), and 1 in lumens of glands."""
+    """Return the depth in µm in groups of tumor cells, and a mask that is 1 in the lumens of glands.
+
+    One of four patterns is chosen at random: sheets, nests, cords or glands. Only glands have lumens.
+    """
     lumen = np.zeros(shape, np.float32)
     pattern = rng.choice(["sheets", "nests", "cords", "glands"], p=[0.4, 0.25, 0.15, 0.2])
     if pattern == "sheets":  # with a few strands of stroma
@@ -287,7 +292,7 @@ def _sample_nests(rng: np.random.Generator, shape: Shape, tumor_um: Field) -> tu
 
 
 def _sample_fat(rng: np.random.Generator, shape: Shape, outside_um: Field) -> Field:
-    """Return 1 in fat cells, else 0. Fat cells have thin walls between them and are mostly outside the node."""
+    """Return a mask that is 1 in fat cells; most are where `outside_um` is positive, with thin walls between them."""
     region = _sample_region(rng, shape, 45, rng.choice([0.03, 0.3, 0.7], p=[0.4, 0.35, 0.25]))
     region = region + outside_um.clip(-30, 10)
     seeds = scatter_points(rng, shape, rng.uniform(30, 62), jitter=0.22)
@@ -298,7 +303,7 @@ def _sample_fat(rng: np.random.Generator, shape: Shape, outside_um: Field) -> Fi
 
 
 def _sample_glass(rng: np.random.Generator, shape: Shape, outside_um: Field, tumor_um: Field) -> tuple[Field, Field]:
-    """Return 1 on bare glass around the node (on most slides), and the eosin of thin shreds of tissue on the glass."""
+    """Return a mask that is 1 on bare glass (on most slides), and the eosin of thin shreds of tissue on the glass."""
     if rng.random() < 0.3:
         return np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     edge = smooth_noise(rng, shape, 25) + 0.2 * smooth_noise(rng, shape, 5) + np.float32(rng.uniform(-0.5, 0.5))
@@ -313,10 +318,10 @@ def _sample_glass(rng: np.random.Generator, shape: Shape, outside_um: Field, tum
 
 
 def _paint_lymphoid_tissue(rng: np.random.Generator, canvas: StainCanvas, plan: NodePlan) -> list[Nuclei]:
-    """Paint the pale background of lymphoid tissue, and return nuclei to be painted later.
+    """Paint the pale background of lymphoid tissue and the cytoplasm of histiocytes, and return nuclei.
 
     The nuclei are lymphocytes (some of them in other tissue), centroblasts in germinal centers, and histiocytes in
-    sinuses.
+    sinuses. The caller paints them.
     """
     shape = canvas.shape
     follicle_um = _sample_region(rng, shape, rng.uniform(30, 50), rng.choice([0.01, 0.1]))
@@ -352,7 +357,7 @@ def _paint_lymphoid_tissue(rng: np.random.Generator, canvas: StainCanvas, plan: 
 
 
 def _paint_cell_bodies(rng: np.random.Generator, canvas: StainCanvas, centers: Points) -> None:
-    """Paint pale pink cytoplasm around cells."""
+    """Paint pale pink cytoplasm around the centers of cells."""
     spots = np.zeros(canvas.shape, np.float32)
     is_inside = (centers.real >= 0) & (centers.imag >= 0)
     is_inside &= (centers.real < canvas.shape[1] - 1) & (centers.imag < canvas.shape[0] - 1)
@@ -375,7 +380,7 @@ def _paint_bleeding(rng: np.random.Generator, canvas: StainCanvas, plan: NodePla
 
 
 def _paint_artifacts(rng: np.random.Generator, canvas: StainCanvas) -> None:
-    """Paint artifacts of some slides: a region out of focus, or a fold."""
+    """Paint artifacts on some slides: a region out of focus, a fold, or both."""
     shape = canvas.shape
     stains = (canvas.hematoxylin, canvas.eosin, canvas.blood)
     if rng.random() < 0.13:

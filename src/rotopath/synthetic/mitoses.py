@@ -1,12 +1,13 @@
 """Make synthetic breast cancer at 0.25 µm/px with mitotic figures, in the layout of AMIDA13.
 
-`make_mitosis` writes fields (images) of 23 cases as TIFF, and a CSV with `row,column` of the mitoses of each field that
-contains mitoses. In addition, `look_alikes/CASE/FIELD.csv` lists the mitoses and look-alikes of each field with their
-classes, and `manifest-classes.csv` lists all fields as a dataset with these classes.
+`make_mitosis` writes fields (images) of 23 cases as TIFF. For each field with mitoses, a CSV file contains the
+positions of the mitoses (`row,column`). In addition, `look_alikes/CASE/FIELD.csv` lists the mitoses and look-alikes of
+each field with their classes, and `manifest-classes.csv` lists all fields as a dataset with these classes.
 
-Mitotic figures are painted in one of five phases. Their look-alikes are dying cells, smudged nuclei and lymphocytes.
-A shape is described by the depth in µm of each pixel below the surface of the shape. Noise is added to the positions of
-pixels, so that the edges of chromosomes are rough and hairy.
+Mitotic figures are painted in one of four phases; metaphases are seen from the side or from a pole. Look-alikes are
+objects that resemble mitotic figures: dying cells, smudged nuclei and lymphocytes. A shape is computed as the depth of
+each pixel: its distance in µm from the outline of the shape, positive inside and negative outside. Noise is added to
+the positions of pixels, so that the edges of chromosomes are rough and hairy.
 """
 
 from collections.abc import Callable
@@ -53,14 +54,14 @@ from rotopath.synthetic.painting import (
 
 SPACING_UM_PX = 0.25
 CASES = range(1, 24)
-CASES_IN_PART_1 = 12
-MARGIN_PX = 20  # mitotic figures are this far from the edge of the field, so that they are recognizable
+CASES_IN_PART_1 = 12  # AMIDA13 has two folders of images; the first contains these cases
+MARGIN_PX = 20  # mitotic figures are farther from the edge of the field, so that they are recognizable
 # Mean number of mitoses in a field of (128 µm)² for each case; as in reality, a few cases have most mitoses.
 MITOSES_PER_FIELD = (6, 4, 4, 7, 2, 6, 5, 1, 0.5, 0, 2, 1, 0.5, 2, 5, 1, 1, 7, 0.5, 0, 6, 5, 3)
 MAX_MITOSES = 8
-LOOK_ALIKES_PER_FIELD = 9  # dying cells and smudged nuclei; lymphocytes are added
-HIDDEN_UM = 3.5  # if two centers are closer than this, the object behind is hardly visible
-WINDOW_UM = 30.0  # side of the window in which a mitotic figure is painted
+LOOK_ALIKES_PER_FIELD = 9  # mean number of dying cells and smudged nuclei in (128 µm)²; there are also lymphocytes
+HIDDEN_UM = 3.5  # if two centers are closer than this, the object behind is not annotated
+WINDOW_UM = 30.0  # side of the window in which a mitotic figure or dying cell is painted
 
 TUMOR = NucleusType(
     4.3, spread=0.2, elongation=1.35, wrinkles=0.06, darkness=0.75, rim=0.55, clumps=0.4, pallor=0.45, nucleoli=0.9
@@ -82,7 +83,7 @@ MITOSIS = "mitosis"
 APOPTOTIC = "apoptotic"  # a dying cell: a shrunken nucleus, or fragments of a nucleus
 LOOK_ALIKE_NUCLEI = (LYMPHOCYTE.cell, SMUDGED.cell)
 
-Shape = tuple[Field, Field]  # depth in µm below the surface of the chromatin, and below the surface of the cell
+Shape = tuple[Field, Field]  # depth in µm in the chromatin, and in the cell
 
 
 class LabeledObject(NamedTuple):
@@ -97,7 +98,10 @@ class LabeledObject(NamedTuple):
 
 
 def make_mitosis(out: Path, seed: int = 0, fields_per_case: int = 2, size_px: int = 512) -> None:
-    """Write the dataset to a new or empty folder."""
+    """Write the dataset to a new or empty folder: for each of 23 cases, `fields_per_case` images of side `size_px`.
+
+    Raises FileExistsError if `out` exists and is not an empty folder.
+    """
     with new_dataset_folder(out) as folder:
         manifest: list[tuple[object, ...]] = []
         for case in CASES:
@@ -168,7 +172,10 @@ def render_mitosis_field(
 
 
 def label_objects(mitoses: Points, apoptotic: Points, nuclei: Nuclei, size_px: int) -> list[LabeledObject]:
-    """Return all mitoses and apoptotic cells, and those look-alike nuclei that other nuclei do not hide."""
+    """Return the objects to annotate: mitoses, apoptotic cells, and the look-alike nuclei that no other object hides.
+
+    Objects with a center outside the image are left out.
+    """
     is_look_alike = np.isin(nuclei.cell, LOOK_ALIKE_NUCLEI)
     look_alikes, others = nuclei.select(is_look_alike), nuclei.select(~is_look_alike)
     vertices = [np.stack([ring.real, ring.imag], axis=1).astype(np.float64) for ring in trace_nuclei(others)]
@@ -217,7 +224,7 @@ def _sample_case(rng: np.random.Generator) -> tuple[Appearance, TissueStyle, Nuc
 def _choose_mitosis_candidates(rng: np.random.Generator, cells: Points, size_px: int) -> Points:
     """Select cells that may be replaced by mitotic figures or dying cells, in random order.
 
-    The cells are at least MARGIN_PX away from the edge of the field, and at least 16 µm away from each other.
+    The cells are more than MARGIN_PX away from the edge of the field, and more than 16 µm away from each other.
     """
     is_inside = (np.abs(cells.real - size_px / 2) < size_px / 2 - MARGIN_PX) & (
         np.abs(cells.imag - size_px / 2) < size_px / 2 - MARGIN_PX
@@ -290,8 +297,8 @@ def paint_apoptotic_cell(rng: np.random.Generator, canvas: StainCanvas, center: 
     window.view(canvas.hematoxylin)[:] += mask * np.float32(rng.uniform(1.6, 2.9))
 
 
-# Phases of mitosis: each function returns the depth in chromatin and in the cell, in µm. `position` is the position of
-# each pixel relative to the center, in µm; `rough` is `position` with random displacements; `lumps` is noise.
+# Phases of mitosis: each function returns the depth in the chromatin and in the cell, in µm. `position` is the position
+# of each pixel relative to the center, in µm; `rough` is `position` with random displacements; `lumps` is noise.
 
 
 def _prometaphase(rng: np.random.Generator, rough: Points, position: Points, lumps: Field) -> Shape:
@@ -332,7 +339,10 @@ _PHASE_PROBABILITIES = (0.26, 0.42, 0.08, 0.13, 0.11)
 
 
 def _two_plates(rng: np.random.Generator, rough: Points, distance: float, length: float, thickness: float) -> Field:
-    """Return the depth in µm in two parallel plates, each `distance` µm from the center, curved around the poles."""
+    """Return the depth in µm in two parallel, slightly curved plates, each `distance` µm from the center.
+
+    `length` and `thickness` are half of the sides of a plate.
+    """
     curvature = rng.uniform(-0.01, 0.07)
     folded = rough.real + 1j * (np.abs(rough.imag) - distance - curvature * rough.real**2)
     tilted = folded * np.exp(1j * rng.normal(0, 0.08))
@@ -340,7 +350,7 @@ def _two_plates(rng: np.random.Generator, rough: Points, distance: float, length
 
 
 def _plate(position: Points, length: float, thickness: float) -> Field:
-    """Return the depth in µm in a plate with rounded ends; `length` and `thickness` are half of its sides."""
+    """Return the depth in µm in a plate with rounded ends; `length` and `thickness` are half of its sides, in µm."""
     level = (np.abs(position.real) / length) ** 3 + (np.abs(position.imag) / thickness) ** 3
     depth: Field = ((1 - np.cbrt(level)) * thickness).astype(np.float32)
     return depth
@@ -353,10 +363,15 @@ def _round_cell(rng: np.random.Generator, position: Points) -> Field:
 
 
 def _window_around(canvas: StainCanvas, center: complex) -> Window:
-    """Return the window for painting a mitotic figure or dying cell. Raises ValueError if it is outside the canvas."""
+    """Return the window in which a mitotic figure or dying cell is painted.
+
+    Raises ValueError if the whole window is outside the canvas.
+    """
     window = Window.around(canvas, center, int(WINDOW_UM / canvas.spacing_um_px))
     if window is None:
-        raise ValueError(f"The center of a cell is {center}; expected a position inside the image.")
+        raise ValueError(
+            f"The center of a cell, {center} (x + iy in pixels), is outside the image; choose a position inside it."
+        )
     return window
 
 
@@ -366,6 +381,6 @@ def _displacement(rng: np.random.Generator, shape: tuple[int, int], scale_px: fl
 
 
 def _local_positions(rng: np.random.Generator, window: Window, canvas: StainCanvas) -> Points:
-    """Return the position of each pixel relative to the center of a window, in µm and rotated at random."""
+    """Return the position of each pixel relative to the center of a window, in µm, rotated by one random angle."""
     rotated: Points = window.offset * np.float32(canvas.spacing_um_px) * sample_directions(rng, 1)[0]
     return rotated

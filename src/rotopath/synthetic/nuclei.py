@@ -1,4 +1,4 @@
-"""Sample nuclei with smooth irregular outlines, and paint them with their chromatin, many at a time.
+"""Sample nuclei with smooth irregular outlines, and paint many nuclei with their chromatin at once.
 
 `sample_nuclei` samples the parameters of nuclei at given positions; a `NucleusType` states how large, dark and uneven
 they are. `trace_nuclei` returns their outlines, and `paint_nuclei` adds their stain to the tissue. An outline is a bent
@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 
 from rotopath.synthetic.painting import Field, Points, sample_directions, smooth_noise
 
-Numbers = NDArray[np.floating]  # (n,): a number for each nucleus
-HARMONICS = 5  # of the outline: of orders 2 (oval) to 6 (wrinkled)
+Numbers = NDArray[np.floating]  # (n,): a number for each of n nuclei or pixels
+HARMONICS = 5  # number of harmonics of an outline; their orders are 2 (oval) to 6 (wrinkled)
 OUTLINE_VERTICES = 40
-# Nuclei of similar size are painted together, in windows with the next larger of these sides.
+# Sides of the windows in which nuclei are painted. Each nucleus gets the smallest window that contains it, and nuclei
+# with windows of the same size are painted together.
 WINDOWS_PX = (8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 160)
 BATCH_PX = 1 << 20  # maximum number of pixels that are painted together, to limit memory
-MEMBRANE_UM = np.float32(0.35)  # apparent width in focus
+MEMBRANE_UM = np.float32(0.35)  # apparent width of a nuclear membrane that is in focus
 TRANSPARENCY = 0.3  # visible fraction of the stain of a nucleus behind another nucleus
 
 
@@ -26,19 +27,19 @@ TRANSPARENCY = 0.3  # visible fraction of the stain of a nucleus behind another 
 class NucleusType:
     """Appearance of one type of nuclei. Lengths are in µm; the stain of a nucleus of normal darkness is 1."""
 
-    radius_um: float
+    radius_um: float  # typical radius
     spread: float = 0.12  # relative standard deviation of radii
     elongation: float = 1.25  # mean ratio of the long to the short axis
     wrinkles: float = 0.05  # relative deviation of the outline from an ellipse
-    bend: float = 0.1
+    bend: float = 0.1  # curvature of the long axis: standard deviation, relative to 1 / radius
     wave: float = 0.0  # bend in opposite directions at the two ends
-    darkness: float = 0.8
-    darkness_spread: float = 0.15
+    darkness: float = 0.8  # typical amount of hematoxylin
+    darkness_spread: float = 0.15  # relative standard deviation of darkness
     rim: float = 0.5  # additional stain at the nuclear membrane
     clumps: float = 0.35  # contrast of chromatin
     pallor: float = 0.0  # fraction of the stain that is missing inside (vesicular nuclei)
-    nucleoli: float = 0.0  # mean number
-    blurred: float = 0.06  # fraction that is out of focus
+    nucleoli: float = 0.0  # mean number in a nucleus; at most three are painted
+    blurred: float = 0.06  # fraction of nuclei that are out of focus
     cell: str = ""  # class in annotations; empty if the type is not annotated
 
 
@@ -93,19 +94,19 @@ class Nuclei:
     clumps: Numbers
     pallor: Numbers
     softness_px: Numbers  # width over which the edge fades
-    nucleoli: NDArray[np.complexfloating]  # (n, 3): positions relative to the ellipse; far outside if absent
-    cell: NDArray[np.str_]  # class
+    nucleoli: NDArray[np.complexfloating]  # (n, 3): positions in units of the semi-axes; 100 if absent
+    cell: NDArray[np.str_]  # class in annotations
 
     def __len__(self) -> int:
         return len(self.center)
 
     def select(self, chosen: NDArray[np.generic]) -> "Nuclei":
-        """Return the nuclei at these indices, or those where this mask is true."""
+        """Return some of the nuclei; `chosen` is an array of indices, or a mask (n,) that is true for these nuclei."""
         return Nuclei(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
 
 def concatenate_nuclei(groups: list[Nuclei]) -> Nuclei:
-    """Return all nuclei of the groups, in this order."""
+    """Return the nuclei of all groups together, in the order of the groups."""
     return Nuclei(*(np.concatenate([getattr(group, field.name) for group in groups]) for field in fields(Nuclei)))
 
 
@@ -115,7 +116,7 @@ def concatenate_nuclei(groups: list[Nuclei]) -> Nuclei:
 def sample_nuclei(
     rng: np.random.Generator, kind: NucleusType, centers: Points, spacing_um_px: float, directions: Points | None = None
 ) -> Nuclei:
-    """Sample nuclei of a type at these positions, with these directions of the long axis, or random directions."""
+    """Sample nuclei of the type `kind` at `centers`. `directions` are those of the long axes; by default at random."""
     n = len(centers)
     radius = kind.radius_um / spacing_um_px * rng.lognormal(0, kind.spread, n)
     stretch = np.sqrt(1 + (kind.elongation - 1) * rng.gamma(3, 1 / 3, n))
@@ -147,7 +148,7 @@ def sample_nuclei(
 def sample_fibroblasts(
     rng: np.random.Generator, centers: Points, spacing_um_px: float, directions: Points, active: float = 0.4
 ) -> Nuclei:
-    """Sample spindle-shaped nuclei roughly along these directions; `active` is the fraction of plump nuclei."""
+    """Sample spindle-shaped nuclei with long axes close to `directions`; the fraction `active` of them is plump."""
     tilted = directions * np.exp(1j * rng.normal(0, 0.16, len(directions)))
     is_plump = rng.random(len(centers)) < active
     return concatenate_nuclei(
@@ -159,8 +160,8 @@ def sample_fibroblasts(
 
 
 def trace_nuclei(nuclei: Nuclei) -> NDArray[np.complexfloating]:
-    """Return the vertices of outlines (n, OUTLINE_VERTICES) as complex numbers x + iy, in pixels."""
-    circle = np.fft.fft(np.eye(1, OUTLINE_VERTICES, 1)[0])  # the roots of unity
+    """Return the vertices of the outlines, (n, OUTLINE_VERTICES), as complex numbers x + iy in pixels."""
+    circle = np.fft.fft(np.eye(1, OUTLINE_VERTICES, 1)[0])  # points on the unit circle
     scaled = circle * _outline_scale(nuclei.harmonics[:, :, None], circle[None])
     x = nuclei.long_px[:, None] * scaled.real
     y = nuclei.short_px[:, None] * scaled.imag - nuclei.bend[:, None] * x**2 / 2 - nuclei.wave[:, None] * x**3
@@ -173,9 +174,9 @@ def trace_nuclei(nuclei: Nuclei) -> NDArray[np.complexfloating]:
 def paint_nuclei(
     rng: np.random.Generator, nuclei: Nuclei, hematoxylin: Field, eosin: Field, spacing_um_px: float
 ) -> None:
-    """Add the stain of nuclei to `hematoxylin` and `eosin`, (height, width) each.
+    """Paint nuclei on the arrays `hematoxylin` and `eosin`, (height, width) each, which are changed in place.
 
-    The first nuclei are in front; a part of the stain of nuclei behind them remains visible.
+    The nuclei are ordered from front to back. Where nuclei overlap, a part of the stain of those behind is visible.
     """
     shape = hematoxylin.shape
     front, strongest, cover = (np.zeros(hematoxylin.size, np.float32) for _ in range(3))
@@ -183,7 +184,7 @@ def paint_nuclei(
     clumps = np.tanh(2.2 * smooth_noise(rng, shape, 0.42 * px_per_um) - np.float32(0.7)) + np.float32(0.4)
     grain = 0.5 * smooth_noise(rng, shape, 0.22 * px_per_um) + 0.5 * clumps
     grain = grain + 0.3 * smooth_noise(rng, shape, 1.0 * px_per_um)
-    bulge = 1 + np.abs(nuclei.harmonics).sum(axis=1)  # the outline is at most this much larger than the ellipse
+    bulge = 1 + np.abs(nuclei.harmonics).sum(axis=1)  # the outline is at most this many times larger than the ellipse
     size = 2 * (nuclei.long_px * bulge + nuclei.softness_px + 1)
     window = np.array(WINDOWS_PX)[np.searchsorted(WINDOWS_PX, size).clip(max=len(WINDOWS_PX) - 1)]
     painted = []
@@ -210,7 +211,7 @@ def _stain_pixels(
     """Compute the stain of nuclei in windows of `side` pixels; `grain` (height, width) is the texture of chromatin.
 
     Returns four arrays with an entry for each pixel of each nucleus: the index of the nucleus, the flat index of the
-    pixel in the image, the amount of hematoxylin, and the coverage by the nucleus from 0 to 1.
+    pixel in the image, the amount of hematoxylin, and how much the nucleus covers the pixel, from 0 to 1.
     """
     height, width = grain.shape
     corner_x = np.rint(nuclei.center.real).astype(int)[:, None, None] - side // 2
@@ -234,7 +235,7 @@ def _stain_pixels(
     mask = (depth_um / softness_um + np.float32(0.5)).clip(0, 1)
     mask *= mask * (3 - 2 * mask)
 
-    shift = rng.integers(0, min(height, width), (2, n, 1, 1))  # so that neighbors have different chromatin
+    shift = rng.integers(0, min(height, width), (2, n, 1, 1))  # so that adjacent nuclei have different chromatin
     chromatin = grain[(rows + shift[0]) % height, (columns + shift[1]) % width]
     rim_um = np.float32(0.2) + np.float32(0.4) * softness_um
     rim = (
@@ -248,7 +249,7 @@ def _stain_pixels(
     for k in range(nuclei.nucleoli.shape[1]):
         position = nuclei.nucleoli[:, k]
         present = np.flatnonzero(np.abs(position) < 1)
-        size = np.float32((0.85 - 0.17 * k) / spacing_um_px) ** 2  # the first one is the largest
+        size = np.float32((0.85 - 0.17 * k) / spacing_um_px) ** 2  # the first nucleolus is the largest
         distance2 = (x[present] - (nuclei.long_px * position.real)[present, new, new]) ** 2
         distance2 += (y[present] - (nuclei.short_px * position.imag)[present, new, new]) ** 2
         inside[present] += np.float32(1.1) * np.exp(-((distance2 / size) ** 2))

@@ -1,11 +1,11 @@
 """Make synthetic tissue of four organs at 0.25 µm/px with all nuclei outlined, in the layout of Kumar et al.
 
 `make_nuclei` writes 24 fields (images) as TIFF, the nuclei of each field as outlines (Aperio XML) and as a 16-bit label
-map, and a `split.csv`. A CSV beside each label map contains the class of each nucleus: epithelial, lymphocyte or
+map, and a `split.csv`. A CSV file next to each label map contains the class of each nucleus: epithelial, lymphocyte or
 fibroblast. `manifest-classes.csv` lists all fields as a dataset with these classes.
 
 Each organ has a function that samples an `OrganPlan`: the positions of epithelium, lumens and cells in a field, and the
-appearance of nuclei and cytoplasm.
+appearance of the tissue and its nuclei.
 """
 
 from collections.abc import Callable
@@ -68,25 +68,28 @@ class NucleusOutline(Outline):
 
 @dataclass(frozen=True)
 class OrganPlan:
-    """Architecture of a field, and appearance of its tissue."""
+    """Architecture of a field, and appearance of its tissue and nuclei."""
 
-    depth_um: Field  # depth below the surface of the epithelium; negative in stroma
+    depth_um: Field  # depth in the epithelium; negative in stroma
     lumen: Field  # 1 in empty lumens
     cells: Points  # centers of epithelial cells
-    epithelial: NucleusType
+    epithelial: NucleusType  # appearance of the epithelial nuclei
     style: TissueStyle
     stroma_cells: float = 0.4  # fraction of positions in stroma that have a fibroblast
-    immune: float = 1.9  # rarity of lymphocytes: a threshold in standard deviations
-    red_cells: float = 2.4  # rarity of bleeding into stroma: a threshold in standard deviations
+    immune: float = 1.9  # threshold on noise, in standard deviations: the higher, the fewer lymphocytes
+    red_cells: float = 2.4  # the same for red blood cells in stroma, outside vessels
     vessels: int = 3  # maximum number in a field of (128 µm)²
-    eccentricity_um: float = 0.0  # distance of nuclei from the centers of their cells
+    eccentricity_um: float = 0.0  # typical distance of nuclei from the centers of their cells
 
 
 # The dataset
 
 
 def make_nuclei(out: Path, seed: int = 0, size_px: int = 512) -> None:
-    """Write the dataset to a new or empty folder."""
+    """Write the dataset to a new or empty folder; `size_px` is the height and width of the images.
+
+    Raises FileExistsError if `out` exists and is not an empty folder.
+    """
     splits = [split for split, count in KUMAR_FIELDS.items() for _ in range(count)]
     with new_dataset_folder(out) as folder:
         fields: list[tuple[str, str, str]] = []
@@ -155,7 +158,11 @@ def render_organ_field(seed: int, organ: str, number: int, size_px: int) -> tupl
 
 
 def outline_visible_nuclei(nuclei: Nuclei, size_px: int) -> tuple[NucleusOutline, ...]:
-    """Return the outlines and classes of visible nuclei, with coordinates rounded as in the XML file."""
+    """Return the outlines and classes of visible nuclei, with coordinates rounded as in the XML file.
+
+    The nuclei are ordered from front to back. A nucleus is visible if at least MIN_VISIBLE_PX of its pixels are in the
+    image and not covered by visible nuclei in front of it.
+    """
     is_covered = np.zeros((size_px, size_px), bool)
     visible: list[NucleusOutline] = []
     for ring, cell in zip(trace_nuclei(nuclei), nuclei.cell, strict=True):
@@ -172,7 +179,7 @@ def outline_visible_nuclei(nuclei: Nuclei, size_px: int) -> tuple[NucleusOutline
 
 
 def _breast(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
-    """Solid nests and ducts of pleomorphic cells in dense stroma with lymphocytes."""
+    """Sample a field of breast: solid nests of pleomorphic cells in dense stroma with lymphocytes."""
     scale_um = rng.uniform(25, 50)
     depth = (smooth_noise(rng, shape, scale_um * PX_PER_UM) + rng.uniform(-0.4, 0.6)) * np.float32(scale_um / 2)
     radius = rng.uniform(3.6, 5.2)
@@ -204,7 +211,7 @@ def _breast(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
 
 
 def _kidney(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
-    """Dense tubules with cuboidal cells around a small lumen; or clear cells in a network of vessels."""
+    """Sample a field of kidney: dense tubules of cuboidal cells around small lumens, or clear cells with vessels."""
     is_clear = rng.random() < 0.4
     depth = compartment_depth(rng, shape, rng.uniform(42, 58), 1.5 if is_clear else 2.0, PX_PER_UM)
     wall_um = rng.uniform(9, 12)
@@ -252,7 +259,7 @@ def _kidney(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
 
 
 def _liver(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
-    """Plates of large polygonal cells with round nuclei, sinusoids between them, and some fat."""
+    """Sample a field of liver: plates of large polygonal cells with round nuclei, between sinusoids, and some fat."""
     ridges = np.abs(smooth_noise(rng, shape, 14 * PX_PER_UM) + 0.5 * smooth_noise(rng, shape, 7 * PX_PER_UM))
     depth = ridges * 9 - np.float32(rng.uniform(1.0, 2.2))
     cells = scatter_points(rng, shape, rng.uniform(13, 16) * PX_PER_UM, jitter=0.15)
@@ -288,7 +295,7 @@ def _liver(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
 
 
 def _prostate(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
-    """Glands in muscular stroma: columnar cells with basal nuclei around a frilled lumen."""
+    """Sample a field of prostate: glands in muscular stroma; columnar cells, basal nuclei, frilled lumens."""
     depth = compartment_depth(rng, shape, rng.uniform(60, 95), rng.uniform(4, 10), PX_PER_UM)
     wall_um = rng.uniform(11, 16)
     cells = _cells_at_depth(rng, shape, depth, rng.uniform(4.5, 6), 6.6)
@@ -329,7 +336,7 @@ ORGANS: dict[str, Callable[[np.random.Generator, tuple[int, int]], OrganPlan]] =
 
 
 def _lumen(rng: np.random.Generator, depth_um: Field, wall_um: float) -> Field:
-    """Return 1 in lumens, else 0; a lumen with a frilled edge begins at the depth `wall_um` in the epithelium."""
+    """Return a mask that is 1 in lumens: where `depth_um` exceeds `wall_um`. The edges of lumens are frilled."""
     shape = (depth_um.shape[0], depth_um.shape[1])
     frill = 1.6 * smooth_noise(rng, shape, 5 * PX_PER_UM) + 0.6 * smooth_noise(rng, shape, 1.5 * PX_PER_UM)
     return smoothstep((depth_um + frill - np.float32(wall_um)) * np.float32(1.2))
@@ -338,7 +345,7 @@ def _lumen(rng: np.random.Generator, depth_um: Field, wall_um: float) -> Field:
 def _cells_at_depth(
     rng: np.random.Generator, shape: tuple[int, int], depth_um: Field, target_um: float, distance_um: float
 ) -> Points:
-    """Return centers of cells that are at a depth of about `target_um`, and at least `distance_um` apart."""
+    """Return centers of cells at a depth of about `target_um` that are more than `distance_um` apart."""
     points = rng.permutation(scatter_points(rng, shape, 0.45 * distance_um * PX_PER_UM, jitter=0.3))
     points = points[np.abs(values_at(depth_um, points) - target_um) < 4]
     slope = gradient(depth_um)
@@ -353,7 +360,7 @@ def _cells_at_depth(
 
 
 def _fat_droplets(rng: np.random.Generator, centers: Points, shape: tuple[int, int]) -> Field:
-    """Return 1 in droplets of fat, else 0; most droplets are small, and all have irregular edges."""
+    """Return a mask that is 1 in droplets of fat; most droplets are small, and all have irregular edges."""
     dents = 1.1 * smooth_noise(rng, shape, 4 * PX_PER_UM) + 0.5 * smooth_noise(rng, shape, 1.5 * PX_PER_UM)
     rows, columns = np.ogrid[: shape[0], : shape[1]]
     mask = np.zeros(shape, np.float32)

@@ -1,8 +1,11 @@
-"""Functions for painting synthetic tissue: random fields, points, the canvas of stains, the scanner, and files.
+"""Functions for painting synthetic tissue: noise, points, the canvas of stains, the image of a scanner, and files.
 
-Sizes and scales are in pixels. Positions and directions are complex numbers x + iy, with x to the right and y down.
+Sizes and scales are in pixels. Positions and directions are complex numbers x + iy, with x to the right and y down. A
+field is an array (height, width) with a number for each pixel.
+
 Tissue is painted as concentrations of stains on a `StainCanvas`: functions change the arrays of the canvas.
-`render_rgb` converts the canvas to the image of a scanner. The last section writes files: TIFF, PNG, Aperio XML, CSV.
+`render_rgb` converts the canvas to the image that a scanner would store. The last section writes files: TIFF, PNG,
+Aperio XML and CSV.
 """
 
 import io
@@ -26,15 +29,15 @@ Field = NDArray[np.floating]  # (height, width): a number for each pixel, in sin
 Points = NDArray[np.complexfloating]  # (n,): positions x + iy in pixels
 Number = TypeVar("Number", bound=np.generic)
 
-BLURRED_NOISE_STD = 0.2821  # standard deviation of white noise after a Gaussian blur of one pixel
-FIBER_TILE_PX = 256
+BLURRED_NOISE_STD = 0.2821  # standard deviation of white noise after a Gaussian blur with a sigma of one pixel
+FIBER_TILE_PX = 256  # side of the noise that `fiber_noise` repeats
 
 
-# Random fields
+# Noise
 
 
 def smooth_noise(rng: np.random.Generator, shape: tuple[int, int], scale_px: float) -> Field:
-    """Return a random field with mean 0 and standard deviation 1 that varies over distances of about `scale_px`."""
+    """Return noise with mean 0 and standard deviation 1 that varies over distances of about `scale_px`."""
     height, width = shape
     step = max(scale_px, 1.0)  # noise of large scales is drawn on a coarse grid and enlarged
     blur = min(scale_px, 1.0)
@@ -66,14 +69,14 @@ def fiber_noise(
 
 
 def smoothstep(field: Field) -> Field:
-    """Replace values below 0 by 0 and values above 1 by 1, with a smooth transition between."""
+    """Return values from 0 to 1: 0 for values below 0, 1 for values above 1, and a smooth transition between them."""
     t = field.clip(0, 1)
     smooth: Field = t * t * (3 - 2 * t)
     return smooth
 
 
 def gradient(field: Field) -> Points:
-    """Return the gradient (height, width) of a field as complex numbers: to the right + i · downwards."""
+    """Return the gradient (height, width) of a field as complex numbers: slope to the right + i · slope downwards."""
     down, right = np.gradient(field)
     return np.asarray(right + np.complex64(1j) * down, np.complex64)
 
@@ -117,7 +120,7 @@ def scatter_points(rng: np.random.Generator, shape: tuple[int, int], spacing_px:
 
 
 def values_at(field: NDArray[Number], points: Points) -> NDArray[Number]:
-    """Return the value of a field at each point (n,): at the nearest pixel, also for points outside the field."""
+    """Return the value (n,) of a field at the pixel nearest to each point, also for points outside the image."""
     rows = np.rint(points.imag).astype(int).clip(0, field.shape[0] - 1)
     columns = np.rint(points.real).astype(int).clip(0, field.shape[1] - 1)
     values: NDArray[Number] = field[rows, columns]
@@ -125,7 +128,7 @@ def values_at(field: NDArray[Number], points: Points) -> NDArray[Number]:
 
 
 def drop_points_near(points: Points, others: Points, distance_px: float) -> Points:
-    """Return the points that are at least this distance away from all others."""
+    """Return those of `points` that are at least `distance_px` away from all points in `others`."""
     if not len(others):
         return points
     kept: Points = points[np.abs(points[:, None] - others).min(axis=1) >= distance_px]
@@ -133,7 +136,7 @@ def drop_points_near(points: Points, others: Points, distance_px: float) -> Poin
 
 
 def select_spaced(points: Points, distance_px: float) -> NDArray[np.intp]:
-    """Return indices of points that are farther apart than this distance; of two close points, the first is kept."""
+    """Return indices of points that are more than `distance_px` apart; of two close points, the first is kept."""
     is_kept = np.ones(len(points), bool)
     if len(points):
         tree = cKDTree(np.stack([points.real, points.imag], axis=1))
@@ -148,11 +151,11 @@ def select_spaced(points: Points, distance_px: float) -> NDArray[np.intp]:
 
 @dataclass(frozen=True)
 class StainCanvas:
-    """Concentrations of stains at each pixel; painting functions change these arrays."""
+    """Concentrations of stains at each pixel, (height, width) each; painting functions change these arrays."""
 
     hematoxylin: Field
     eosin: Field
-    blood: Field  # hemoglobin stained by eosin; its hue differs from the hue of eosin
+    blood: Field  # hemoglobin stained by eosin, which is more orange than other eosin
     spacing_um_px: float
 
     @property
@@ -178,7 +181,7 @@ class Window:
 
     @classmethod
     def around(cls, canvas: StainCanvas, center: complex, side: int) -> "Window | None":
-        """Return the window with its side in pixels, or None if it is outside the canvas."""
+        """Return the window of `side` pixels around `center`, or None if it is completely outside the canvas."""
         height, width = canvas.shape
         top, left = round(center.imag) - side // 2, round(center.real) - side // 2
         rows = slice(max(top, 0), min(top + side, height))
@@ -189,11 +192,11 @@ class Window:
         return cls(rows, columns, np.asarray(x + 1j * y - center, np.complex64))
 
     def view(self, field: Field) -> Field:
-        """Return the part of a field in this window; writing to it changes the field."""
+        """Return the part of a field in this window. It is a view: changing it changes the field."""
         return field[self.rows, self.columns]
 
     def attenuate(self, canvas: StainCanvas, mask: Field, hematoxylin: float, eosin: float) -> None:
-        """Multiply stains by these factors where `mask` is 1; where it is between 0 and 1, the effect is smaller."""
+        """Multiply stains by the factors `hematoxylin` and `eosin` where `mask` is 1; a mask below 1 changes less."""
         self.view(canvas.hematoxylin)[:] *= 1 - mask * np.float32(1 - hematoxylin)
         self.view(canvas.eosin)[:] *= 1 - mask * np.float32(1 - eosin)
 
@@ -203,7 +206,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Scanner:
-    """Properties of a scanner and its laboratory; a pair is the lowest and the highest value of a case."""
+    """Properties of a scanner and its laboratory; a pair is the range from which the value of a case is sampled."""
 
     hematoxylin: tuple[float, float, float]  # optical densities of the dye in red, green and blue
     eosin: tuple[float, float, float]
@@ -215,11 +218,12 @@ class Scanner:
     eosin_strength: float = 1.0
 
 
+# Scanners at 0.25 µm/px (40x) and at 1 µm/px (10x)
 AT_40X = (
     Scanner((0.60, 0.73, 0.33), (0.17, 0.84, 0.50), (0.45, 0.8), (0.5, 1.2), (0.8, 2.2)),
     Scanner((0.62, 0.70, 0.36), (0.14, 0.88, 0.45), (0.45, 0.8), (0.5, 1.2), (0.8, 2.2)),
 )
-AT_10X = (  # less blur: a reduced image has less detail but is sharp
+AT_10X = (  # less blur, because an image is sharp after downsampling
     Scanner((0.62, 0.74, 0.27), (0.22, 0.95, 0.20), (0.25, 0.45), (0.4, 1.1), (0.5, 1.6), (228, 226, 232), 0.2, 1.35),
     Scanner((0.55, 0.69, 0.47), (0.16, 0.82, 0.53), (0.25, 0.45), (0.4, 1.1), (0.5, 1.6), (250, 246, 243), 0.4),
     Scanner((0.54, 0.70, 0.46), (0.14, 0.80, 0.56), (0.25, 0.45), (0.4, 1.1), (0.5, 1.6), (250, 246, 243), 0.4),
@@ -285,15 +289,19 @@ def render_rgb(rng: np.random.Generator, canvas: StainCanvas, appearance: Appear
 
 @contextmanager
 def new_dataset_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder for a dataset, and rename it to `out` when all is written.
+    """Yield a temporary folder for a dataset, and rename it to `out` at the end of the `with` block.
 
     Raises FileExistsError if `out` exists and is not an empty folder.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise FileExistsError(f"{out} exists already and is not an empty folder; choose another folder, or remove it.")
+        raise FileExistsError(
+            f"{out} exists already and is not an empty folder; choose another folder, or delete this one."
+        )
     with atomic_folder(out) as unfinished:
         yield unfinished
-        (unfinished / SYNTHETIC_MARKER).write_text("Tissue of no patient, made by rotopath.\n", encoding="utf-8")
+        (unfinished / SYNTHETIC_MARKER).write_text(
+            "Synthetic tissue, made by rotopath. It is not from a patient.\n", encoding="utf-8"
+        )
 
 
 def write_tiff(path: Path, image: NDArray[np.uint8], spacing_um_px: float) -> None:
@@ -310,7 +318,7 @@ def write_labels(path: Path, labels: NDArray[np.int32]) -> None:
 
 
 def write_table(path: Path, header: str, rows: Iterable[Iterable[object]]) -> None:
-    """Write a CSV file with a header and any number of rows. Cells must not contain commas."""
+    """Write a CSV file with a header and any number of rows. The text of a cell must not contain commas."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [header, *(",".join(map(str, row)) for row in rows)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

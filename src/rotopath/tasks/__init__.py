@@ -1,7 +1,8 @@
-"""Tasks: classify, detect or segment, and the three tasks of the paper.
+"""Tasks that a network can learn: three kinds (classify, detect and segment), and the three tasks of the paper.
 
-A kind of task is a class in one file: `Classify`, `Detect` or `Segment`. The module `rotopath.tasks.task` explains how
-to add a kind. A task is an instance of a kind with its own classes, pixel spacing and stain normalization.
+A kind of task is a Python class in a file of its own: `Classify`, `Detect` or `Segment`. A task is an instance of such
+a class. It has its own classes (such as tumor), pixel spacing and stain normalization. The module `rotopath.tasks.task`
+explains how to add a kind.
 """
 
 import difflib
@@ -17,7 +18,7 @@ from rotopath.tasks.detect import Detect
 from rotopath.tasks.segment import Segment
 from rotopath.tasks.task import Class, Color, HardExample, Task, TrainingWindow
 
-# The colors of Okabe and Ito, which are distinct for people with any color vision, also on pink and purple tissue.
+# Default colors of classes, by Okabe and Ito. They differ for color-blind people too, also on pink and purple tissue.
 PALETTE: tuple[Color, ...] = (
     (230, 159, 0),
     (0, 114, 178),
@@ -55,15 +56,16 @@ KINDS: dict[str, type[Task]] = {kind.kind: kind for kind in (Classify, Detect, S
 
 
 def register(kind: type[Task]) -> type[Task]:
-    """Register a kind of task under its `kind`, so that recipes can name it. Also usable as a class decorator."""
+    """Register a kind of task, so that recipes can use its name, `kind.kind`. Can be used as a class decorator."""
     KINDS[kind.kind] = kind
     return kind
 
 
 def find_kind(name: str) -> type[Task]:
-    """Return the class for a name: of a task of the paper, of a kind, or `package.module:Class`.
+    """Return the kind of task that a name stands for: a subclass of `Task`.
 
-    Raises ValueError if there is no such class, or if it is not a complete subclass of Task.
+    The name is that of a task of the paper, that of a kind, or `package.module:Class`. Raises ValueError if there is no
+    such class, if it is not a subclass of `Task`, or if it does not implement all abstract methods.
     """
     if name in PAPER:
         return type(PAPER[name])
@@ -72,11 +74,11 @@ def find_kind(name: str) -> type[Task]:
     if ":" not in name:
         known = [*PAPER, *KINDS]
         near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}."
+        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(known)}, or package.module:Class."
         raise ValueError(f"There is no task {name!r}; {hint}")
     kind = import_object(name)
     if not (isinstance(kind, type) and issubclass(kind, Task)):
-        raise ValueError(f"The task {name!r} is not a subclass of rotopath.tasks.Task; name a class that is.")
+        raise ValueError(f"The task {name!r} is not a subclass of rotopath.tasks.Task; name such a subclass.")
     if inspect.isabstract(kind):
         missing = ", ".join(sorted(kind.__abstractmethods__))
         raise ValueError(f"The task {name!r} lacks abstract methods of rotopath.tasks.Task; implement {missing}.")
@@ -85,19 +87,20 @@ def find_kind(name: str) -> type[Task]:
 
 @dataclass(frozen=True)
 class Overrides:
-    """Properties of a task that a recipe sets. Empty or None keeps the default."""
+    """Properties of a task that a recipe sets. An empty tuple or None keeps the default of the task."""
 
     classes: tuple[str, ...] = ()  # names
-    colors: tuple[Color, ...] = ()
+    colors: tuple[Color, ...] = ()  # of the classes; ignored for a task of the paper that keeps its own classes
     spacing_um_px: float | None = None
     stain: Stain | None = None
 
 
 def make_task(name: str, overrides: Overrides | None = None, annotated_classes: Sequence[str] = ()) -> Task:
-    """Make a task by the name of a task of the paper, the name of a kind, or `package.module:Class`.
+    """Make a task. `name` is that of a task of the paper, that of a kind, or `package.module:Class`.
 
-    The classes are taken from the overrides if these name any, then from the task of the paper if `name` is one, and
-    otherwise from `annotated_classes`, the class names in the annotations.
+    If `overrides` contain classes, the task has these classes. Otherwise, a task of the paper keeps its own classes,
+    and any other task has `annotated_classes`, the class names in the annotations. If all of these are empty, the task
+    has a single class with the name "object".
 
     >>> rp.tasks.make_task("tumor").class_names
     ('Tumor',)

@@ -1,8 +1,8 @@
 """Classify: predict one class for each window, such as tumor or normal; on a slide, outline the regions of each class.
 
-With a single class the network has one output, and a window belongs to the class if its probability reaches a
+With a single class the network has one channel, and a window belongs to the class if its probability reaches a
 threshold. The threshold is chosen to give the highest accuracy on the validation set. With several classes the network
-has one output for each class, and the class with the highest probability is predicted.
+has one channel for each class, and the class with the highest probability is predicted.
 """
 
 import math
@@ -52,11 +52,11 @@ from rotopath.tasks.task import (
 class WindowTask(Task):
     """Base class of Classify and Detect, whose networks have one output position for each training window.
 
-    The loss is binary cross-entropy with a single class, and cross-entropy over all outputs with several classes.
+    The loss is binary cross-entropy with a single class, and cross-entropy over all channels with several classes.
     """
 
     def check_window(self, window: TrainingWindow) -> None:
-        """Raise DataError if the network has more than one output position in a training window."""
+        """Raise DataError unless the network has exactly one output position in a training window."""
         positions = window.target_px // window.stride_px
         if positions != 1:
             raise DataError(
@@ -85,12 +85,12 @@ class PatchEvidence:
 
     name: str
     case: str  # name of the slide that contains the patch; empty if unknown
-    label: int  # index of the true label in `label_names`
-    probabilities: tuple[float, ...]  # (K,), one for each output
+    label: int  # index of the true label in `Classify.label_names`
+    probabilities: tuple[float, ...]  # (K,), one for each class
 
 
 class Classify(WindowTask):
-    """Task of predicting one of several classes for each window, or whether a single class is present."""
+    """Task of predicting the class of each window. With a single class, predict whether it is present."""
 
     kind = "classify"
     annotated = "labels"
@@ -127,12 +127,12 @@ class Classify(WindowTask):
             return int(text)
         expected = ", ".join(f"{i} ({name})" for i, name in enumerate(self.label_names))
         actual = f"has the label {sample.label!r}" if sample.label else "has no label"
-        raise DataError(f"{sample.name} {actual}; expected is one of {expected}.")
+        raise DataError(f"{sample.name} {actual}; expected one of {expected}.")
 
     # Data
 
     def check_data(self, dataset: Dataset) -> list[Finding]:
-        """Report each label in the dataset that is not a class of the task."""
+        """Return a problem for each label in the dataset that is not one of `label_names`."""
         first_samples: dict[str | None, Sample] = {}
         for sample in dataset.samples:
             first_samples.setdefault(sample.label, sample)
@@ -145,11 +145,11 @@ class Classify(WindowTask):
         return findings
 
     def check_training(self, samples: Sequence[Sample]) -> None:
-        """Raise DataError if a class has no training image."""
+        """Raise DataError if a label has no training image."""
         require_every_class(self.label_names, self.image_targets(samples))
 
     def select_training_subset(self, samples: Sequence[Sample], amount: float, seed: int) -> tuple[Sample, ...]:
-        """Return the fraction `amount` of the samples of each class, selected at random."""
+        """Return the fraction `amount` of the samples of each label, selected at random."""
         return tuple(samples[i] for i in select_fraction(self.image_targets(samples), amount, seed))
 
     @classmethod
@@ -168,12 +168,12 @@ class Classify(WindowTask):
     def make_sampler(
         self, samples: Sequence[Sample], settings: SamplerSettings, window: TrainingWindow, mined: Ints | None
     ) -> Sampler:
-        """Return a sampler that draws the same number of windows of every label."""
+        """Return a sampler that draws equally many windows of every label."""
         del window
         return ClassBalancedSampler(self.image_targets(samples), self.label_names, settings, mined)
 
     def find_hard_examples(self, evidence: Sequence[PatchEvidence], max_examples: int) -> list[HardExample]:
-        """Return the worst misclassified patches of each label, worst first; `max_examples` is divided among labels."""
+        """Return the worst misclassified patches, worst first: up to `max_examples`, equally divided among labels."""
         examples: list[HardExample] = []
         per_label = max_examples // len(self.label_names)
         for label in range(len(self.label_names)):
@@ -207,13 +207,13 @@ class Classify(WindowTask):
         return PatchEvidence(sample.name, sample.case, self.label_index(sample), probabilities)
 
     def choose_operating_point(self, evidence: Sequence[PatchEvidence], rule: str | None = None) -> dict[str, float]:
-        """Return the threshold with the highest accuracy, or an empty dictionary with several classes."""
+        """Return the threshold with the highest accuracy. With several classes, return an empty dictionary."""
         del rule
         labels, probabilities = _stack_evidence(evidence)
         return {"threshold": best_accuracy_threshold(labels, probabilities[:, 0])} if self.is_single else {}
 
     def check_operating_point(self, point: Mapping[str, object]) -> dict[str, float]:
-        # The best threshold may be just above 1, so that every patch is classified as background.
+        # A threshold just above 1 is valid: it is the best one if all patches should be classified as background.
         return check_numbers(point, {"threshold": (0.0, math.nextafter(1.0, 2.0))} if self.is_single else {})
 
     def score(self, evidence: Sequence[PatchEvidence], point: OperatingPoint, rule: str | None = None) -> Scores:
@@ -263,7 +263,7 @@ class Classify(WindowTask):
 
     @classmethod
     def score_terms(cls, scores: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-        """Return (correct patches, all patches) for each slide. If slides are unknown, for each patch."""
+        """Return the numbers of correct patches and of all patches for each slide, or patch if slides are unknown."""
         if scores["slides"] is not None:
             return {slide: (correct, patches) for slide, (correct, patches) in scores["slides"].items()}
         wrong = set(scores["wrong"])
@@ -272,8 +272,8 @@ class Classify(WindowTask):
     # Slides
 
     def make_object_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> ObjectFinder:
-        """Return an object that collects the map of a slide, and outlines its regions after the last tile."""
-        del folder  # the map fits in memory, because one output represents many pixels
+        """Return an object finder that collects the maps of a slide, and outlines regions after the last tile."""
+        del folder  # the maps fit in memory, because one output covers many pixels
         return RegionFinder(self, grid, point)
 
     def class_maps(self, maps: Map) -> Map:
@@ -288,7 +288,7 @@ class Classify(WindowTask):
     def tissue_margin_um(self) -> float:
         """Width, in µm, of the margin around tissue that is also predicted.
 
-        With several classes it is 0: a class would also be predicted on the empty glass around the tissue.
+        With several classes it is 0, because one of them would also be predicted on the empty glass around the tissue.
         """
         return super().tissue_margin_um if self.is_single else 0.0
 
@@ -310,7 +310,7 @@ class Classify(WindowTask):
 
 
 class RegionFinder:
-    """Collect the map of a slide tile by tile, and outline the connected regions of each class after the last tile."""
+    """Collect the maps of a slide tile by tile, and outline the connected regions of each class after the last tile."""
 
     def __init__(self, task: Classify, grid: Grid, point: OperatingPoint) -> None:
         self._task, self._grid, self._point = task, grid, point
@@ -319,7 +319,7 @@ class RegionFinder:
         self._has_deviation = False
 
     def add_tile(self, tile: Tile) -> Iterator[SlideObject]:
-        """Copy a tile into the map. Yields nothing, because regions are known only after the last tile."""
+        """Copy a tile into the maps. Yields nothing, because regions are known only after the last tile."""
         area = (slice(*tile.rows), slice(*tile.columns))
         self._maps[:, *area] = tile.probabilities[:, *tile.core]
         if tile.deviations is not None:
@@ -328,9 +328,10 @@ class RegionFinder:
         yield from ()
 
     def finish(self) -> Iterator[SlideObject]:
-        """Yield the regions of the first class, then of the next class, and so on. Outlines include holes."""
+        """Yield the regions of the first class, then of the next class, and so on. Outlines may have holes."""
         grid, task = self._grid, self._task
         best = np.zeros(grid.size, np.int64) if task.is_single else self._maps.argmax(axis=0)
+        # Regions of a slide that were not predicted have probabilities of 0. They belong to no class.
         least = self._point["threshold"] if task.is_single else np.finfo(np.float32).tiny
         output_um = grid.stride_px * grid.view.spacing_um_px
         for index, region_class in enumerate(task.classes):
@@ -374,8 +375,8 @@ def require_every_class(names: Sequence[str], labels: Ints) -> None:
     for index, name in enumerate(names):
         if not (labels == index).any():
             raise DataError(
-                f"The training images have none of class {name!r}; every class is needed, so add some or change "
-                f"'classes' in the recipe."
+                f"The training images have none of class {name!r}; every class is needed, so add annotations of this "
+                f"class, or change 'classes' in the recipe."
             )
 
 

@@ -1,8 +1,8 @@
 """Detect: find points of one or several classes, such as mitoses, at the peaks of a smoothed probability map.
 
 A detection is a true positive if an annotated point of the same class is within `MATCH_RADIUS_UM`. Each class has its
-own threshold, chosen to give the highest F1 on the validation set. With a single class, the network has one output.
-With K classes it has K + 1: one for each class, and a last output for positions without any object.
+own threshold, chosen to give the highest F1 on the validation set. With a single class, the network has one channel.
+With several classes it has a channel for each class, and a last channel for positions without any object.
 """
 
 import math
@@ -41,9 +41,9 @@ from rotopath.tasks.classify import WindowTask, require_every_class
 from rotopath.tasks.task import HardExample, Map, OperatingPoint, Scores, TrainingWindow, check_numbers
 
 MATCH_RADIUS_UM = 7.5  # 30 px at 0.25 µm/px
-SMOOTH_UM = 1.5  # standard deviation of the Gaussian: 6 px at 0.25 µm/px, a little less than the stride in the paper
-MERGE_UM = 7.5  # peaks closer than this are one object, such as the two halves of a dividing cell
-MIN_SCORE = 0.01  # lower peaks are never candidates, since an image has thousands of them
+SMOOTH_UM = 1.5  # standard deviation of the Gaussian filter: 6 px at 0.25 µm/px, where the paper's stride is 8 px
+MERGE_UM = 7.5  # peaks closer than this belong to one object, for example to the two halves of a dividing cell
+MIN_SCORE = 0.01  # lower peaks are ignored, because an image has thousands of them
 GAUSSIAN_REACH = 4  # radius of the Gaussian filter, in standard deviations
 PLATEAU_REACH = 5  # additional outputs of the halo, for plateaus of equal values
 
@@ -53,7 +53,7 @@ class Detections:
     """Detected points with their scores and classes."""
 
     positions: Floats  # (d, 2) rows and columns in pixels
-    scores: Floats  # (d,) heights of the peaks, 0 to 1
+    scores: Floats  # (d,) smoothed probabilities at the peaks
     classes: Ints  # (d,) class indices
 
     def select(self, indices: NDArray[np.generic]) -> "Detections":
@@ -66,10 +66,10 @@ class FieldEvidence:
     """Annotated points and candidate detections of one image, from which the scores are computed."""
 
     name: str
-    case: str
-    truth: Floats  # (t, 2) rows and columns in pixels
+    case: str  # name of the patient; empty if unknown
+    truth: Floats  # (t, 2) rows and columns of the annotated points in pixels
     truth_classes: Ints  # (t,) class indices
-    detections: Detections  # all candidates, including those below the thresholds
+    detections: Detections  # candidates: all detections, including those below the thresholds
     radius_px: float  # maximum distance between a true positive and its annotated point
 
 
@@ -130,7 +130,7 @@ class Detect(WindowTask):
     def make_sampler(
         self, samples: Sequence[Sample], settings: SamplerSettings, window: TrainingWindow, mined: Ints | None
     ) -> Sampler:
-        """Return a sampler that draws half of the windows at annotated points, and half away from them."""
+        """Return a sampler that draws half of the windows at annotated points, and the other half away from them."""
         positions, classes = zip(*(self.read_points(sample) for sample in samples), strict=True)
         absent_label = 0 if self.is_single else len(self.classes)
         objects = ObjectPositions(positions, classes, self.class_names, absent_label, clearance_px=self.match_radius_px)
@@ -151,7 +151,8 @@ class Detect(WindowTask):
     def find_peaks(self, prediction: Prediction, point: OperatingPoint | None = None) -> Detections:
         """Return the peaks whose scores reach the threshold of their class; one object may have several peaks.
 
-        Without an operating point, the threshold is MIN_SCORE. A peak depends only on outputs within `halo` around it.
+        Thresholds are at least MIN_SCORE; without an operating point, they are MIN_SCORE. The outputs that a peak
+        depends on are at most `halo` outputs away from it.
         """
         sigma_px = SMOOTH_UM / self.spacing_um_px
         peaks = []
@@ -161,14 +162,14 @@ class Detect(WindowTask):
         return _concatenate(peaks)
 
     def merge(self, detections: Detections) -> Detections:
-        """Keep one detection for each object: remove those closer than MERGE_UM to one with a higher score.
+        """Return one detection for each object, from the highest score to the lowest.
 
-        The class is ignored. Detections are returned from the highest score to the lowest.
+        A detection is removed if it is closer than MERGE_UM to a kept detection with a higher score, of any class.
         """
         order = np.argsort(-detections.scores, kind="stable")
         if not len(order):
             return detections
-        radius_px = np.nextafter(MERGE_UM / self.spacing_um_px, 0)  # detections at this distance are not merged
+        radius_px = np.nextafter(MERGE_UM / self.spacing_um_px, 0)  # detections exactly MERGE_UM apart are not merged
         nearby = cKDTree(detections.positions).query_ball_point(detections.positions, radius_px)
         is_free = np.ones(len(order), bool)
         kept = []
@@ -181,7 +182,7 @@ class Detect(WindowTask):
     def decode(self, prediction: Prediction, point: OperatingPoint | None = None) -> Detections:
         """Return the detections at an operating point. Without an operating point, return all candidates.
 
-        Candidates of several classes are not merged yet: a candidate below its threshold must not remove others.
+        With several classes, candidates are not merged yet: a candidate below its threshold must not remove others.
         """
         peaks = self.find_peaks(prediction, point)
         return self.merge(peaks) if point is not None or self.is_single else peaks
@@ -205,10 +206,10 @@ class Detect(WindowTask):
         return check_numbers(point, dict.fromkeys(self.threshold_names, (0.0, 1.0)))
 
     def score(self, evidence: Sequence[FieldEvidence], point: OperatingPoint, rule: str | None = None) -> Scores:
-        """Return F1, precision and recall over all images and of each case, with a 95 % interval, and FROC curves.
+        """Return F1 (with a 95 % confidence interval), precision and recall over all images, and of each case.
 
-        With several classes, these scores pool all classes, and "classes" contains the scores and the FROC curve of
-        each class.
+        With a single class, also return its FROC curve. With several classes, these scores are computed from all
+        classes together, and "classes" contains the scores and the FROC curve of each class.
         """
         if not evidence:
             raise ValueError("There are no fields to score; choose a split that contains annotated images.")
@@ -258,7 +259,7 @@ class Detect(WindowTask):
     def _match_candidates(self, evidence: Sequence[FieldEvidence], index: int, rule: PointRule) -> PointMatches:
         """Match the candidates of one class in all images to the annotated points of that class.
 
-        Candidates of other classes are ignored; they do not remove nearby candidates of this class.
+        Candidates of other classes do not affect the result, even if they are close to candidates of this class.
         """
         matches = []
         for field in evidence:
@@ -269,12 +270,12 @@ class Detect(WindowTask):
     # Slides
 
     def make_object_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> ObjectFinder:
-        """Return an object that collects the peaks of all tiles of a slide, and merges them after the last tile."""
+        """Return an object finder that collects the peaks of all tiles of a slide, and merges them at the end."""
         del folder  # peaks are few and fit in memory
         return PeakFinder(self, grid, point)
 
     def halo(self, stride_px: int) -> int:
-        """Return the number of outputs around a tile that smoothing and plateaus need."""
+        """Return the number of outputs around a tile that the Gaussian filter and plateaus need."""
         return math.ceil(GAUSSIAN_REACH * SMOOTH_UM / self.spacing_um_px / stride_px) + PLATEAU_REACH
 
     def class_maps(self, maps: Map) -> Map:
@@ -325,6 +326,7 @@ class PeakFinder:
             measurements = {"score": float(score)}
             if self._has_deviation:
                 measurements["deviation"] = deviation_at[(*position.tolist(), index)]
+            # Positions count from the center of the first pixel, shapes on a slide from its corner.
             row, column = (position + 0.5) * self._grid.view.level0_px
             object_class = self._task.classes[index]
             shape = Point(row, column)
@@ -350,10 +352,11 @@ def _find_peaks(prediction: Prediction, index: int, sigma_px: float, threshold: 
 
 
 def _subpixel_offsets(values: Floats, peaks: Floats) -> Floats:
-    """Refine the positions of peaks to fractions of a pixel; return the offsets (k, 2) to add to `peaks` (k, 2).
+    """Return offsets (k, 2), in map pixels, that refine the positions of peaks to fractions of a map pixel.
 
-    `values` (h, w) is the map. Along each axis, a parabola through the peak and its two neighbors is fitted; the offset
-    leads to its top. Plateaus and peaks at the edge of the map have an offset of 0.
+    `values` (h, w) is the map, `peaks` (k, 2) are the rows and columns of its peaks. Along each axis, the offset is the
+    distance from the peak to the top of a parabola through the peak and its two neighbors. For plateaus and for peaks
+    at the edge of the map it is 0.
     """
     offsets = np.zeros_like(peaks)
     nearest = peaks.astype(np.int64)

@@ -1,7 +1,7 @@
 """Segment: outline objects such as nuclei, by a watershed from seeds inside the objects.
 
 For each pixel the network predicts whether it is inside an object, at the border of an object, or background. With
-several classes, further outputs predict the class. All pixels of an object get the same class.
+several classes, further channels predict the class. All pixels of an object get the same class.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,12 +42,12 @@ from rotopath.tasks.task import Loss, Map, OperatingPoint, Scores, Task, Trainin
 
 Labels = NDArray[np.int32]
 
-PARTS = ("inside", "border", "background")  # the first three outputs
+PARTS = ("inside", "border", "background")  # the first three channels of the network
 INSIDE, BORDER, BACKGROUND = range(3)
 NO_CLASS = 255  # value of pixels outside of all objects, in target maps of classes
 BORDER_UM = 0.5  # width of the border, which belongs to the object: 2 px at 0.25 µm/px
-MIN_SEED_UM2 = 1.25  # smaller seeds are ignored, or they would split objects: 20 px at 0.25 µm/px
-# Operating points that are tried on the validation set
+MIN_SEED_UM2 = 1.25  # smaller seeds are ignored, because they would split objects; 20 px at 0.25 µm/px
+# Operating points that are tried on the validation set: two thresholds, and the minimum area of objects
 INSIDE_TRIED = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 BACKGROUND_TRIED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 MIN_UM2_TRIED = (2.8125, 5.0, 6.875, 8.75, 10.625)  # discs of about 2 to 4 µm in diameter; 45 to 170 px at 0.25 µm/px
@@ -60,7 +60,7 @@ class ObjectEvidence:
     """Annotated objects and predicted maps of one image, from which the scores are computed."""
 
     name: str
-    case: str
+    case: str  # name of the patient; empty if unknown
     truth: Labels  # (H, W), label map: the number of the annotated object at each pixel, 0 for background
     truth_classes: Ints  # class index of each object number; entry 0 is not used
     prediction: Prediction  # maps (K, H, W), which can be decoded at any operating point
@@ -95,7 +95,7 @@ class Segment(Task):
         return "softmax" if self.is_single else f"softmax{classes}"
 
     def to_probabilities(self, logits: Tensor) -> Tensor:
-        """Apply softmax to the three parts, and separately to the classes."""
+        """Convert logits (B, K, h, w) to probabilities: softmax of the three parts, and separately of the classes."""
         parts = logits[:, : len(PARTS)].softmax(dim=1)
         return parts if self.is_single else torch.cat([parts, logits[:, len(PARTS) :].softmax(dim=1)], dim=1)
 
@@ -157,7 +157,7 @@ class Segment(Task):
     def make_loss(self, samples: Sequence[Sample]) -> Loss:
         """Return the cross-entropy of the parts plus, with several classes, that of the classes.
 
-        Parts and classes are weighted, so that rare ones contribute as much as frequent ones in these samples.
+        Rare parts and rare classes have higher weights, so that they contribute as much as frequent ones.
         """
         maps = [self.targets(sample) for sample in samples]
         part_weights = torch.from_numpy(balancing_weights([target[..., 0] for target in maps], PARTS))
@@ -182,8 +182,8 @@ class Segment(Task):
     def decode(self, prediction: Prediction, point: OperatingPoint) -> Labels:
         """Convert predicted maps to a label map (H, W) of objects.
 
-        Seeds are pixels with a probability of at least "inside". They grow by a watershed over all pixels with a
-        background probability below "background". Objects of fewer than "least_px" pixels are removed.
+        Seeds are pixels with an inside probability of at least "inside". They grow by a watershed over the foreground:
+        all pixels with a background probability below "background". Objects below "least_px" pixels are removed.
         """
         return remove_small(self._grow(prediction, point["inside"], point["background"]), point["least_px"])
 
@@ -226,7 +226,7 @@ class Segment(Task):
         return ObjectEvidence(sample.name, sample.case, truth, classes, prediction)
 
     def choose_operating_point(self, evidence: Iterable[ObjectEvidence], rule: str | None = None) -> dict[str, float]:
-        """Try a grid of operating points, and return the one with the highest F1; in a tie the nearest to 0.5."""
+        """Return the operating point with the highest F1; in a tie, the one with thresholds nearest to 0.5."""
         overlap_rule = cast(OverlapRule, self.resolve_rule(rule))
         pairs = list(product(INSIDE_TRIED, BACKGROUND_TRIED))
         pairs.sort(key=lambda pair: sum(abs(value - 0.5) for value in pair))
@@ -290,7 +290,7 @@ class Segment(Task):
     # Slides
 
     def make_object_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> ObjectFinder:
-        """Return an object that decodes each tile of a slide, and after the last tile objects across tile borders."""
+        """Return an object finder that decodes each tile, and after the last tile the regions across tile borders."""
         return InstanceFinder(self, grid, point, folder)
 
     def class_maps(self, maps: Map) -> Map:
@@ -315,7 +315,7 @@ class Segment(Task):
 class InstanceFinder:
     """Find the objects of a slide tile by tile; a region that crosses tile borders is decoded after the last tile.
 
-    A region is a connected set of pixels that are not background. It may contain several objects.
+    A region is a connected part of the foreground (see `Segment.decode`). It may contain several objects.
     """
 
     def __init__(self, task: Segment, grid: Grid, point: OperatingPoint, folder: Path) -> None:
@@ -379,15 +379,15 @@ def part_map(labels: NDArray[np.integer], border_px: int = 2) -> Bytes:
 def balancing_weights(maps: Iterable[Bytes], names: Sequence[str]) -> NDArray[np.float32]:
     """Return a weight for each class, (len(names),), so that all classes contribute equally to the mean loss.
 
-    `maps` are arrays (H, W) of class indices; weights are the inverse frequencies of the classes. Pixels with NO_CLASS
-    count in the total number of pixels. Raises DataError if a class has no pixel.
+    `maps` are arrays (H, W) of class indices. The weight of a class is the number of all pixels, including those with
+    NO_CLASS, divided by the number of classes and by the pixels of the class. Raises DataError if a class has no pixel.
     """
     counts = np.zeros(NO_CLASS + 1)
     for target in maps:
         counts += np.bincount(target.ravel(), minlength=NO_CLASS + 1)
     present = counts[: len(names)]
     if missing := [name for name, pixels in zip(names, present, strict=True) if not pixels]:
-        raise DataError(f"The training images have no pixel of class {missing[0]!r}; every class is needed.")
+        raise DataError(f"The training images have no pixel of class {missing[0]!r}; every class is needed, so add it.")
     return np.asarray(counts.sum() / (len(names) * present), np.float32)
 
 

@@ -1,12 +1,13 @@
-"""Define what a task is: a class with all decisions that depend on what a network learns.
+"""Base class of tasks. A task defines all that depends on what a network learns: targets, loss, scores, objects.
 
 A kind of task is a subclass of `Task` in one file: `Classify`, `Detect` or `Segment`. To add a kind, derive a class
 from `Task`, set its class variables, and implement its abstract methods; the other methods have defaults. Name the
-class in a recipe as `task = "package.module:Class"`, or by its `kind` after `rotopath.tasks.register`. Training,
-evaluation and prediction work with any kind. Only reports that show published scores refer to particular kinds.
+class in a recipe as `task = "package.module:Class"`, or by its `kind` after `rotopath.tasks.register`.
 
 The methods of `Task` are in the order in which they are called: classes, network, data, training, evaluation, slides.
-`tests/test_custom_task.py` has a complete example.
+`tests/test_custom_task.py` has a complete example. Training, evaluation and prediction work with any kind.
+
+A network returns K channels at h × w positions of an image. These positions are called outputs.
 """
 
 from abc import ABC, abstractmethod
@@ -31,7 +32,7 @@ from rotopath.inference.tiling import Grid, activate
 
 Color = tuple[int, int, int]  # red, green, blue, 0 to 255
 Loss = Callable[[Tensor, Tensor], Tensor]  # from logits and targets to a scalar tensor
-Map = NDArray[np.float32]
+Map = NDArray[np.float32]  # values at all outputs: (h, w), or (channels, h, w)
 Evidence = Any  # prediction and ground truth of one image, from which scores are computed; each kind has its own type
 Scores = dict[str, object]  # can be written as JSON
 OperatingPoint = Mapping[str, float]  # the decision thresholds of a model, by name
@@ -46,48 +47,48 @@ class Class:
 
 
 class TrainingWindow(NamedTuple):
-    """Size of the square training windows, and of the area that the outputs of a network cover; sides in pixels."""
+    """Size, in pixels, of the square training windows, and of the area in a window that the network predicts."""
 
     window_px: int  # side of a window
-    target_px: int  # side of the central area of the window for which the network has outputs
+    target_px: int  # side of the central area of a window for which the network has outputs
     stride_px: int  # distance between two adjacent outputs
 
 
 class HardExample(NamedTuple):
-    """A mistake of a trained network: the image, the position in pixels, and how confident the network was."""
+    """A mistake of a baseline network: the image, the position in pixels, and how confident the network was."""
 
     image: str  # name of the sample
     row: int  # row and column are 0 if the mistake concerns the whole image
     column: int
-    score: float  # higher is worse
+    score: float  # confidence of the network in its wrong prediction; higher is worse
 
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """A task with its classes, pixel spacing and stain normalization. A subclass is a kind of task."""
+    """A task with its classes, pixel spacing and stain normalization. Each kind of task is a subclass."""
 
-    name: str  # "tumor", or the name of the kind
+    name: str  # the key `task` of the recipe: "tumor", a kind such as "classify", or "package.module:Class"
     classes: tuple[Class, ...]
     spacing_um_px: float  # pixel spacing of the images that the network reads
     stain: Stain = "none"  # stain normalization of these images
-    background_name: str = "other"  # name for pixels and objects that belong to none of the classes
+    background_name: str = "other"  # name for images, pixels and positions that belong to none of the classes
     objects_name: str = "objects"  # plural noun for summaries, such as "mitoses"
     uses_class_names: bool = False  # if False, annotated objects of any class belong to the first class
 
     # Every kind sets these
     kind: ClassVar[str]
     annotated: ClassVar[Annotated]  # type of the required annotations: "labels", "points" or "objects"
-    score_name: ClassVar[str]  # key of the main score, by which operating points and checkpoints are selected
+    score_name: ClassVar[str]  # key of the main score, by which studies and reports compare models
     default_network: ClassVar[str]
-    prediction_type: ClassVar[Literal["window", "map"]]  # type of the prediction that `collect_evidence` receives
+    prediction_type: ClassVar[Literal["window", "map"]]  # what `collect_evidence` receives for each image
     # Defaults that a kind may change
     default_batch: ClassVar[int] = 64
     default_spacing_um_px: ClassVar[float] = 0.5
-    robustness_inputs: ClassVar[Literal["windows", "fields"]] = "windows"  # images that are rotated to test robustness
-    rules: ClassVar[tuple[str, ...]] = ()  # which predictions count as true positives; the first is the default
-    regime_unit: ClassVar[str] = "images"  # unit of a regime, which is a reduced amount of training data
+    robustness_inputs: ClassVar[Literal["windows", "fields"]] = "windows"  # what is rotated to measure robustness
+    rules: ClassVar[tuple[str, ...]] = ()  # names of the rules for counting true positives; the first is the default
+    regime_unit: ClassVar[str] = "images"  # unit of a regime (reduced amount of training data)
     can_mine: ClassVar[bool] = False  # whether `find_hard_examples` is implemented
-    heatmap_cell: ClassVar[int] = 1  # number of outputs along each side of a heat-map pixel
+    heatmap_cell: ClassVar[int] = 1  # side of a heat-map pixel, in outputs
 
     def __post_init__(self) -> None:
         if not self.classes:
@@ -114,9 +115,10 @@ class Task(ABC):
         return len(self.classes) == 1
 
     def class_index(self, name: str, sample: Sample) -> int | None:
-        """Convert the class name of an annotated object to a class index, or to None if the task has no such class.
+        """Return the class index of an annotated object with the class `name`, or None if the task has no such class.
 
-        With a single class, objects without a class name have index 0. With several classes, they raise DataError.
+        If `uses_class_names` is False, the index of every object is 0. If the name is empty, the index is 0 for a task
+        with a single class; for a task with several classes, DataError is raised. `sample` is for its message.
         """
         if not self.uses_class_names or (self.is_single and not name):
             return 0
@@ -130,9 +132,9 @@ class Task(ABC):
 
     @classmethod
     def find_classes(cls, dataset: Dataset) -> tuple[str, ...]:
-        """Return the class names in the annotations of a dataset. They are used if a recipe does not set 'classes'.
+        """Return the class names in the annotations of a dataset. A task without other classes has these.
 
-        Labels keep the order of the dataset; classes of points and objects are sorted by name.
+        Labels are in the order of `dataset.classes`; further labels follow, sorted. Other class names are sorted.
         """
         if dataset.annotated == "labels":
             used = {sample.label or "" for sample in dataset.samples}
@@ -154,12 +156,12 @@ class Task(ABC):
     @property
     @abstractmethod
     def outputs(self) -> int:
-        """Number of output channels of the network, K."""
+        """Number of channels that the network returns, K."""
 
     @property
     @abstractmethod
     def output_names(self) -> tuple[str, ...]:
-        """Names of the K outputs, for exported models and figures."""
+        """Names of the K channels, for exported models and figures."""
 
     @property
     def activation(self) -> str:
@@ -173,7 +175,7 @@ class Task(ABC):
     # Data: these checks run before the training writes its first file
 
     def check_data(self, dataset: Dataset) -> list[Finding]:
-        """Report problems in the annotations of a dataset, such as unknown classes; reports nothing by default."""
+        """Return problems in the annotations of a dataset, such as unknown classes; none by default."""
         del dataset
         return []
 
@@ -187,7 +189,7 @@ class Task(ABC):
 
     @abstractmethod
     def select_training_subset(self, samples: Sequence[Sample], amount: float, seed: int) -> tuple[Sample, ...]:
-        """Select the training samples of a regime. For the same seed, a smaller subset is part of every larger one."""
+        """Return a random subset for a regime. For the same seed, a smaller subset is part of every larger one."""
 
     @classmethod
     def check_regime(cls, amount: float) -> str | None:
@@ -223,7 +225,7 @@ class Task(ABC):
     def make_sampler(
         self, samples: Sequence[Sample], settings: SamplerSettings, window: TrainingWindow, mined: Ints | None
     ) -> Sampler:
-        """Return a sampler, which chooses the windows of each training batch.
+        """Return a sampler that chooses the windows of each training batch.
 
         `settings` contains the image sizes, the batch size and the seed. `mined` is the array that
         `examples_for_sampler` returned, or None if the recipe does not mine hard examples.
@@ -233,22 +235,22 @@ class Task(ABC):
     def make_loss(self, samples: Sequence[Sample]) -> Loss:
         """Return the loss, a function of logits (B, K, h, w) and targets.
 
-        Targets are one number for each window (B,). If `reader` reads target maps, they are (B, h, w) for one map and
-        (B, k, h, w) for k maps. The training samples may determine the loss, for example the weights of the classes.
+        Targets are one number for each window (B,). If `reader` reads target maps, targets are (B, h, w) for one map
+        and (B, k, h, w) for k maps. The loss may depend on the training samples, for example to weight rare classes.
         """
 
     @abstractmethod
     def accuracy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the accuracy of a training batch, a scalar tensor for the log, from the arguments of the loss."""
+        """Return the accuracy of a validation batch, a scalar tensor for the log. Arguments are those of the loss."""
 
     def find_hard_examples(self, evidence: Sequence[Evidence], max_examples: int) -> list[HardExample]:
-        """Return the worst mistakes of a baseline network, worst first, and no more than `max_examples`.
+        """Return up to `max_examples` mistakes of a baseline network, the worst first.
 
-        `evidence` has what `collect_evidence` returned for each training sample. The method is called if the recipe
-        mines hard examples; this requires `can_mine`.
+        `evidence` contains the result of `collect_evidence` for each training sample. This method is only called if the
+        recipe mines hard examples, which requires that `can_mine` is True.
         """
         del evidence, max_examples
-        raise DataError(f"Hard examples cannot be mined for tasks of the kind {self.kind!r}; remove 'mining'.")
+        raise DataError(f"Hard examples cannot be mined for tasks of the kind {self.kind!r}; set mining=false.")
 
     def examples_for_sampler(self, examples: Ints) -> Ints:
         """Convert hard examples (k, 3), with columns image index, row and column, to `mined` for `make_sampler`."""
@@ -258,7 +260,7 @@ class Task(ABC):
 
     @abstractmethod
     def collect_evidence(self, prediction: Any, sample: Sample) -> Evidence:
-        """Combine the prediction and the ground truth of one sample, for `score`.
+        """Return the evidence of one sample: its prediction together with its ground truth, for `score`.
 
         If `prediction_type` is "window", the prediction is an array of probabilities (K,). If it is "map", it is a
         `rotopath.inference.Prediction` with maps (K, h, w) of the whole image.
@@ -266,23 +268,23 @@ class Task(ABC):
 
     @abstractmethod
     def choose_operating_point(self, evidence: Sequence[Evidence], rule: str | None = None) -> dict[str, float]:
-        """Return the thresholds with the best main score. `evidence` is that of the validation set."""
+        """Return the thresholds with the best scores. `evidence` is of the validation set; `rule` is as in `score`."""
 
     @abstractmethod
     def check_operating_point(self, point: Mapping[str, object]) -> dict[str, float]:
-        """Return the operating point in a model file; raise ValueError if its names or values do not fit the task."""
+        """Check and return the operating point of a model file. Raises ValueError if it does not fit the task."""
 
     @abstractmethod
     def score(self, evidence: Sequence[Evidence], point: OperatingPoint, rule: str | None = None) -> Scores:
         """Return all scores of a split at an operating point. The main score is `scores[score_name]`.
 
-        `rule` decides which predictions count as true positives; None means the first of `rules`.
+        `rule` is the name of the rule for counting true positives; None means the first of `rules`.
         """
 
     @classmethod
     @abstractmethod
     def score_terms(cls, scores: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-        """Return a numerator and a denominator for each case, from the result of `score`, as read from its file.
+        """Return a numerator and a denominator for each case, from the result of `score`, as read from a JSON file.
 
         The main score is the sum of the numerators divided by the sum of the denominators. Studies resample the cases
         to compute 95 % confidence intervals.
@@ -303,7 +305,7 @@ class Task(ABC):
     def decide(self, probabilities: NDArray[np.floating], point: OperatingPoint) -> NDArray[np.generic]:
         """Convert probabilities (..., K) to decisions (...,), to measure how often rotation changes a decision.
 
-        By default, the decision is the class with the highest probability; if K = 1, it is whether the probability
+        By default, the decision is the index of the highest probability. If K = 1, it is True where the probability
         reaches the threshold.
         """
         if probabilities.shape[-1] == 1:
@@ -311,16 +313,16 @@ class Task(ABC):
         return np.asarray(probabilities.argmax(axis=-1))
 
     def maps_for_report(self, maps: Map) -> dict[str, Map]:
-        """Convert probabilities (K, h, w) to the named maps (h, w) that a report shows. One name must be "objects"."""
+        """Convert probabilities (K, h, w) to the maps (h, w) that reports show, by name; one must be "objects"."""
         return {"objects": self.foreground_map(maps)}
 
     # Slides
 
     @abstractmethod
     def make_object_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> ObjectFinder:
-        """Return an object that receives the predicted tiles of one slide and yields the detected objects.
+        """Return an object finder: it receives the predicted tiles of one slide, and yields the detected objects.
 
-        `grid` defines the positions of the outputs, `point` the thresholds. Temporary files may be put in `folder`.
+        `grid` defines the positions of the outputs, `point` the thresholds. `folder` is for temporary files.
         """
 
     def halo(self, stride_px: int) -> int:
@@ -330,7 +332,7 @@ class Task(ABC):
 
     @abstractmethod
     def class_maps(self, maps: Map) -> Map:
-        """Convert the probabilities of all outputs (K, h, w) to probabilities of the classes (classes, h, w)."""
+        """Convert the probabilities of all K channels (K, h, w) to probabilities of the classes (classes, h, w)."""
 
     def foreground_map(self, maps: Map) -> Map:
         """Convert probabilities (K, h, w) to the heat map: the probability (h, w) that any class is present."""
@@ -338,24 +340,25 @@ class Task(ABC):
         return foreground
 
     def foreground_deviation(self, deviations: Map) -> Map:
-        """Return the standard deviation over rotations of the heat map, (h, w), from that of all outputs, (K, h, w)."""
+        """Convert standard deviations over rotations (K, h, w) to one map (h, w); by default the largest of the K."""
         largest: Map = deviations.max(axis=0)
         return largest
 
     @property
     def tissue_margin_um(self) -> float:
-        """Width, in µm, of the predicted margin around tissue, so that objects at the edge of tissue are complete."""
+        """Width, in µm, of the margin around tissue that is also predicted, to complete objects at the edge."""
         return 32.0
 
     @property
     @abstractmethod
     def background_probabilities(self) -> tuple[float, ...]:
-        """Probabilities (K,) of background, for regions of a slide that are not predicted."""
+        """Probabilities (K,) that regions of a slide receive if they are not predicted, such as glass."""
 
     def summarize(self, counts: Counter[str], areas_mm2: Counter[str], tissue_mm2: float) -> dict[str, float]:
-        """Summarize a slide, from number and area of the objects of each class. "objects" is a required key.
+        """Return the summary of a slide: values by name. It must contain "objects", the number of all objects.
 
-        By default, returns number and density per mm² of tissue of the objects, also for each of several classes.
+        `counts` and `areas_mm2` are the number and the total area of the objects of each class. By default, the summary
+        has number and density (per mm² of tissue) of all objects and, if there are several classes, of each class.
         """
         del areas_mm2
         total = sum(counts.values())
@@ -367,7 +370,7 @@ class Task(ABC):
         return summary
 
     def describe_summary(self, summary: Mapping[str, float]) -> str:
-        """Return one line of text for a summary that also contains "tissue_mm2"."""
+        """Return one line of text for a summary to which the area of tissue was added as "tissue_mm2"."""
         count = int(summary["objects"])
         name = self.class_names[0].lower() if count == 1 and self.is_single else self.objects_name
         by_class = "" if self.is_single else ", ".join(f"{summary[name]:,.0f} {name}" for name in self.class_names)

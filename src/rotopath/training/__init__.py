@@ -1,7 +1,8 @@
 """Train a network as a recipe specifies, and write the trained model and its provenance to a run folder.
 
-`loop` contains `train`, the whole training, and `fit`, which runs the epochs. To resume an interrupted training, `fit`
-loads the checkpoint in the run folder. `checkpoint` prepares the run folder and writes the log and the checkpoints.
+`loop` contains `train`, which does the whole training, and `fit`, which runs the epochs. To resume an interrupted
+training, `fit` loads the checkpoint in the run folder. `checkpoint` prepares the run folder and writes the log and the
+checkpoints.
 `mining` finds hard examples, `distributed` sets up devices and processes, and `graphs` records CUDA graphs.
 """
 

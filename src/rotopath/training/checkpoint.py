@@ -3,10 +3,12 @@
 `prepare_folder` creates a run folder, or checks that an existing one belongs to the same recipe and the same data.
 `RunRecorder`, a Lightning callback, writes three files during the training:
 
-- `log.csv`: loss and learning rate of every step, validation loss and accuracy of every epoch;
-- `kept.safetensors`: the weights to keep, either the best or the last;
+- `log.csv`: loss, learning rate and speed of every step, validation loss and accuracy of every epoch;
+- `kept.safetensors`: weights of the network after the best epoch (lowest validation loss) or after the last epoch, as
+  the recipe's key `keep` selects;
 - `resume.ckpt`: a checkpoint with weights, optimizer, step and log. `fit` in `loop` loads it (Lightning's `ckpt_path`)
-  if the same command is run again. On the CPU, a resumed training ends with bit-identical weights.
+  if the same command is run again. On the CPU, a resumed training ends with exactly the weights of an uninterrupted
+  one.
 
 Every file is written atomically, so that it is complete even if the process is killed.
 """
@@ -38,9 +40,9 @@ from rotopath.writing import atomic_file, write_bytes, write_json, write_text
 RESUME, KEPT = "resume.ckpt", "kept.safetensors"  # removed when the run is finished
 LOG_COLUMNS = ("step", "epoch", "loss", "learning_rate", "images_per_second", "validation_loss", "validation_accuracy")
 LOG_EVERY_STEPS = 25  # reading a loss from a GPU waits for it, so the losses of several steps are read together
-FINGERPRINT_PREFIX = "content:"  # rotopath 0.1 wrote fingerprints without it, which ignored the content of files
+FINGERPRINT_PREFIX = "content:"  # fingerprints of rotopath 0.1 had no prefix, and ignored the content of files
 HASH_BLOCK_BYTES = 2**20
-Row = dict[str, float]  # row of the log: values by column
+Row = dict[str, float]  # row of the log: values by column name
 
 
 # Create a run folder, or check an existing one
@@ -65,7 +67,10 @@ def prepare_folder(folder: Path, recipe: Recipe, dataset: Dataset) -> None:
 
 
 def _is_untouched(folder: Path) -> bool:
-    """Return whether a folder contains at most the files that `prepare_folder` writes, so that it can be reused."""
+    """Return whether a folder exists and contains no files except those that `prepare_folder` writes.
+
+    If so, a new run can use the folder.
+    """
     names = (runs.PROVENANCE, runs.RECIPE)
     allowed = {*names, *(f".{name}.unfinished" for name in names)}
     return folder.is_dir() and allowed.issuperset(path.name for path in folder.iterdir())
@@ -121,9 +126,10 @@ def describe_training(seed: int, dataset: Dataset) -> dict[str, object]:
 
 
 def compute_fingerprint(dataset: Dataset) -> str:
-    """Return a hash of a dataset: of the bytes of its images and annotations, its labels and its splits.
+    """Return a hash of the content of a dataset.
 
-    Modification times and the path of the dataset are not part of the hash.
+    The hash depends on the bytes of the image and annotation files, and on the name, case, split, label and the other
+    properties of each sample. It does not depend on modification times or on the path of the dataset.
     """
     files = {sample: _list_files(sample) for sample in dataset.samples}
     paths = sorted({path for listed in files.values() for path in listed})
@@ -149,7 +155,7 @@ def _hash_file(path: Path) -> str:
             while block := file.read(HASH_BLOCK_BYTES):
                 digest.update(block)
     except OSError as error:
-        raise UnreadableFileError(path, f"cannot be read ({error.strerror}).") from None
+        raise UnreadableFileError(path, f"cannot be read ({error.strerror}); restore the file.") from None
     return digest.hexdigest()
 
 
@@ -157,10 +163,14 @@ def _hash_file(path: Path) -> str:
 
 
 class RunRecorder(Callback):
-    """Lightning callback: writes the log, the weights to keep and checkpoints, and stops after `patience` epochs.
+    """Lightning callback: writes the log, the weights to keep and the checkpoints, and stops the training early.
 
-    It replaces Lightning's ModelCheckpoint and EarlyStopping, which do not write atomically. It also saves the log and
-    the number of epochs without progress at the same step as the weights. A bit-identical resume requires this.
+    The training stops after `patience` epochs without a lower validation loss, unless the recipe keeps the last weights
+    or has a cosine schedule. `on_row` receives the last row of the log whenever the log has new values.
+
+    This class replaces Lightning's ModelCheckpoint and EarlyStopping, because files must be written atomically. It also
+    saves the log and the number of epochs without progress in the checkpoint, at the same step as the weights.
+    Otherwise a resumed training could end with other weights than an uninterrupted one.
     """
 
     def __init__(self, folder: Path, recipe: Recipe, on_row: Callable[[Row], None]) -> None:
@@ -173,7 +183,10 @@ class RunRecorder(Callback):
 
     @property
     def state_key(self) -> str:
-        """The key of this callback's state in checkpoints: the class name in rotopath 0.1, to read its checkpoints."""
+        """The key of this callback's state in a checkpoint.
+
+        It is the class name from rotopath 0.1, so that checkpoints of that version can be read.
+        """
         return "Keeper"
 
     def state_dict(self) -> dict[str, Any]:
@@ -219,12 +232,15 @@ class RunRecorder(Callback):
         self._write_checkpoint(trainer)
 
     def _has_converged(self) -> bool:
-        # With a cosine schedule, the learning rate and therefore the validation loss stay high until the last epochs.
+        # With a cosine schedule, the learning rate stays high until the last epochs, and so does the validation loss.
         can_stop = self._recipe.keep == "best" and self._recipe.schedule != "cosine"
         return can_stop and self.worse_epochs >= self._recipe.patience
 
     def _log_losses(self, trainer: Trainer) -> None:
-        """Read the pending losses from the device, and append a row for each step to the log."""
+        """Read the losses that are still on the device, and append a row for each of their steps to the log.
+
+        With several processes, the logged loss is the mean over processes.
+        """
         if not self._pending:
             return
         own_losses = torch.stack([loss for _, _, loss in self._pending])

@@ -1,7 +1,8 @@
-"""Devices and processes: train on one device, or on several with distributed data parallel.
+"""Devices and processes: train on one device, or on several devices with distributed data parallel (DDP).
 
-With several devices, each has a process. All processes train the same network, each on its part of every batch.
-Lightning, torchrun or SLURM starts the processes. The run folder must be on a disk that all processes can access.
+With several devices, there is one process for each device. All processes train the same network, each on its own part
+of every batch. Lightning, torchrun or SLURM starts the processes. The run folder must be on a disk that all processes
+can access.
 """
 
 import logging
@@ -28,28 +29,31 @@ from rotopath.recipe import Recipe
 from rotopath.training.checkpoint import LOG_EVERY_STEPS, RunRecorder
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm  # GroupBatchNorm2d is a BatchNorm3d
-DDP_TIMEOUT = timedelta(hours=12)  # the other processes wait while the first process mines hard examples
+DDP_TIMEOUT = timedelta(hours=12)  # the others wait while the first process mines hard examples or scores the model
 
 
 # Processes
 
 
 def is_first_process() -> bool:
-    """Return whether this process has rank 0. Only this process writes files and prints.
+    """Return whether this process has rank 0. Only the process of rank 0 writes files and prints.
 
-    Can be called before the processes are connected.
+    This function can be called before the processes are connected.
     """
     rank: int = rank_zero_only.rank  # type: ignore[attr-defined]
     return rank == 0
 
 
 def expect_processes(count: int) -> None:
-    """Raise a RunError if torchrun has started another number of processes than `count`, one for each device."""
+    """Raise a RunError if torchrun has started more or fewer processes than `count`, the number of devices.
+
+    Without torchrun, this does nothing.
+    """
     started = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else count
     if started != count:
         raise RunError(
             f"torchrun has started {started} processes, but the recipe has {count} devices (devices · nodes); "
-            f"make both equal, for example with --set devices={started}."
+            f"make the two numbers equal, for example with --set devices={started}."
         )
 
 
@@ -92,13 +96,14 @@ def make_trainer(recipe: Recipe, folder: Path, recorder: RunRecorder) -> Trainer
     except (MisconfigurationException, ValueError, RuntimeError) as error:
         reason = str(error).rstrip(".")
         raise RunError(
-            f"The devices of the recipe are not available: {reason}. Change 'accelerator', 'devices' or 'nodes'."
+            f"The devices of the recipe are not available: {reason}. Change the keys 'accelerator', 'devices' or "
+            f"'nodes' of the recipe."
         ) from None
 
 
 @contextmanager
 def raise_keyboard_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt after Ctrl-C. Lightning would raise SystemExit, so that callers could not react."""
+    """Return a context manager that converts SystemExit, which Lightning raises after Ctrl-C, to KeyboardInterrupt."""
     try:
         yield
     except SystemExit:
@@ -108,7 +113,8 @@ def raise_keyboard_interrupt() -> Iterator[None]:
 class EpochLoader:
     """Data loader for Lightning: in each epoch, iterates over this process's part of every batch.
 
-    `list_steps` returns the steps of the epoch, whose number is `count`; `workers` processes read the images.
+    `list_steps` is called at the start of an epoch and returns its steps. In a resumed epoch, these are the remaining
+    steps. `count` is the number of steps of a whole epoch. `workers` processes read the images.
     """
 
     def __init__(
@@ -125,7 +131,7 @@ class EpochLoader:
         return part.load(self._list_steps(), self._trainer.strategy.root_device, self._workers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty state, since batches depend on the step only. Lightning requires it to resume an epoch."""
+        """Return an empty state: batches depend on the step only. Lightning requires this method to resume an epoch."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
@@ -146,8 +152,8 @@ def synchronize_batch_norms(module: nn.Module) -> None:
 class SynchronizedBatchNorm(nn.Module):
     """Batch norm of (B, C, ...) with the mean and variance of each channel over the batches of all processes.
 
-    Weights and running statistics are those of the batch norm layer `norm`, under the same names. Processes may have
-    batches of different sizes. Unlike `torch.nn.SyncBatchNorm`, this layer also runs on CPUs.
+    Its weights and running statistics are those of the batch norm layer `norm`, with the same names. The batches of the
+    processes may have different sizes. Unlike `torch.nn.SyncBatchNorm`, this layer also runs on CPUs.
     """
 
     weight: nn.Parameter | None
@@ -201,7 +207,10 @@ class SynchronizedBatchNorm(nn.Module):
 
 
 class _SumOverProcesses(torch.autograd.Function):
-    """Sum a tensor over all processes. The losses of all processes depend on the sum, so gradients are summed too."""
+    """Autograd function: sum a tensor over all processes.
+
+    The losses of all processes depend on the sum. The backward pass therefore sums gradients over all processes, too.
+    """
 
     @staticmethod
     def forward(ctx: Any, part: Tensor) -> Tensor:  # noqa: ARG004

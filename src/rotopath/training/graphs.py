@@ -12,14 +12,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-WARM_UP_STEPS = 3  # before the recording; optimizers allocate their buffers in the first step
+WARM_UP_STEPS = 3  # steps before the recording; in the first step, optimizers allocate their buffers
 
 
 def record(network: nn.Module, images: Tensor) -> None:
-    """Record the forward and backward passes of a network on a GPU, and replay them whenever it runs in training mode.
+    """Record the forward and backward passes of a network on a GPU. Changes the network in place.
 
-    `images` (B, 3, H, W) is an example batch; all later batches must have this size. The recording does not change the
-    weights and the batch norm statistics. In evaluation mode, the network runs eagerly, without the graphs.
+    In training mode, the network then replays the recorded passes. In evaluation mode, it runs eagerly, without CUDA
+    graphs. `images` (B, 3, H, W) is an example batch; all later batches in training mode must have the same shape. The
+    recording changes neither the weights nor the batch norm statistics.
     """
     before = [buffer.clone() for buffer in network.buffers()]
     # Keep the caller's autocast, but disable its cache: every replay must cast the current weights again.
@@ -54,7 +55,8 @@ def record_step(step: Callable[[], None]) -> Callable[[], None]:
         with torch.cuda.graph(graph):
             step()
 
-    # A graph contains addresses of tensors, but no references to them. The default argument keeps the tensors alive.
+    # A graph contains addresses of tensors, but no references to them. The default argument keeps `step` and
+    # therefore its tensors alive.
     def replay(_alive: object = step) -> None:
         graph.replay()
 
@@ -63,7 +65,7 @@ def record_step(step: Callable[[], None]) -> Callable[[], None]:
 
 @contextmanager
 def _search_fastest_convolutions() -> Iterator[None]:
-    """Let cuDNN measure and select the fastest algorithm of each convolution within the block."""
+    """Return a context manager in which cuDNN measures the algorithms of each convolution and selects the fastest."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     try:

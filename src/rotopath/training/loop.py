@@ -1,4 +1,4 @@
-"""Train a network as a recipe specifies. The file is ordered like a training, from top to bottom.
+"""Train a network as a recipe specifies. The functions in this file are in the order in which a training calls them.
 
 `train` opens the data, checks the recipe, prepares the run folder, mines hard examples if the recipe has `[mining]`,
 fits the network, chooses the operating point (decision thresholds), scores the model, and writes the model file and the
@@ -46,8 +46,9 @@ from rotopath.training.mining import MINED, index_hard_examples, mine_hard_examp
 from rotopath.writing import write_bytes, write_json
 
 BASELINE, TRAINING, SCORING = "baseline", "training", "scoring"  # stages; BASELINE is also the name of a subfolder
-OnProgress = Callable[[str, Row], None]  # receives the stage, and a row of the log or the number of scored samples
-VALIDATION_SEED = 1_000_003  # for the validation loss, so that all runs compute it on the same windows
+# Receives the stage, and a row of the log; in the stage "scoring", the numbers of scored samples and of all samples.
+OnProgress = Callable[[str, Row], None]
+VALIDATION_SEED = 1_000_003  # for the validation windows, so that the validation loss of all runs is comparable
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,13 @@ def train(
 ) -> Run:
     """Train a network as a recipe specifies, or resume an interrupted training. Returns the finished run.
 
-    `recipe` is a `Recipe`, a mapping of keys to values, or the path of a TOML file. `changes` are overrides for a TOML
-    file, such as "orientations=4". The run folder is `out`, by default the one that `name_folder` returns. If it
-    contains an interrupted training with the same recipe and data, this training is resumed. `on_progress` is called
-    with the stage ("baseline", "training" or "scoring") and a row of the log or the number of scored samples.
+    - `recipe`: a `Recipe`, a mapping of keys to values, or the path of a TOML file.
+    - `out`: the run folder; default: the folder that `name_folder` returns. If the folder contains an interrupted
+      training with the same recipe and data, this training is resumed.
+    - `changes`: overrides for a TOML file, such as "orientations=4".
+    - `on_progress`: receives the stage and a dictionary. In the stages "baseline" and "training", the dictionary is a
+      row of the log. In the stage "scoring", it has the keys `done` (number of scored samples) and `samples` (number of
+      all samples).
     """
     recipe, name = _read_recipe(recipe, changes)
     folder = Path(out) if out else name_folder(name, recipe)
@@ -96,7 +100,10 @@ def train(
 
 
 def _read_recipe(recipe: Recipe | Mapping[str, Any] | Path | str, changes: Sequence[str]) -> tuple[Recipe, str]:
-    """Return the recipe as a `Recipe`, and a name for its run folder: the name of its file, or of its task."""
+    """Return the recipe as a `Recipe`, and a name for its run folder.
+
+    The name is that of the recipe file, or that of the task if the recipe was not given as a file.
+    """
     if not isinstance(recipe, Recipe | Mapping):
         return read_recipe(Path(recipe), changes), Path(recipe).stem
     if changes:
@@ -113,9 +120,11 @@ def name_folder(name: str, recipe: Recipe) -> Path:
 
 
 def make_plan(recipe: Recipe) -> TrainingPlan:
-    """Open the dataset of a recipe and select the training samples. Names missing classes from the data.
+    """Open the dataset of a recipe and select the training samples.
 
-    Raises DataError if files are missing, if labels do not fit the task, or if there are no validation samples.
+    If neither the recipe nor its task specifies classes, those in the data are added to the recipe. Raises DataError if
+    the data has problems, such as missing files, if its annotations do not fit the task, or if there are no training or
+    no validation samples.
     """
     dataset = open_data(Path(recipe.data), recipe.kind.annotated, recipe.data_spacing_um_px)
     _refuse_problems(recipe, problems(dataset.findings))
@@ -133,15 +142,15 @@ def make_plan(recipe: Recipe) -> TrainingPlan:
 def _refuse_problems(recipe: Recipe, found: Sequence[object]) -> None:
     """Raise a DataError with the first problem that was found in the data, if there is any."""
     if found:
-        more = f" There are {len(found) - 1} more problems." if len(found) > 1 else ""
+        more = f" Number of further problems: {len(found) - 1}." if len(found) > 1 else ""
         raise DataError(f"{recipe.data} has problems: {found[0]}{more} Run `rotopath data check` to list all problems.")
 
 
 def check_network(plan: TrainingPlan) -> DenseNetwork:
-    """Build the network of a plan before any file is written, and return it.
+    """Build the network of a plan, and return it. `train` calls this before any file is written.
 
-    Raises RecipeError if it cannot be built or the training window does not fit it, and DataError if the task cannot
-    use its outputs.
+    Raises RecipeError if the network cannot be built or does not accept the training window, and DataError if the task
+    cannot use the outputs of the network.
     """
     try:
         network = runs.build(plan.recipe, plan.task)
@@ -156,9 +165,9 @@ def check_network(plan: TrainingPlan) -> DenseNetwork:
 
 
 def find_training_window(recipe: Recipe, network: DenseNetwork) -> TrainingWindow:
-    """Return the size of the training windows of a recipe, and the size and stride of a network's outputs for them.
+    """Return the size of a training window, and the size and the stride of the network's output for such a window.
 
-    Raises RecipeError if the network does not accept images of this size.
+    Raises RecipeError if the network does not accept images of the size of a window.
     """
     geometry = network.geometry
     window_px = runs.describe_network(recipe, network).window_px
@@ -169,7 +178,10 @@ def find_training_window(recipe: Recipe, network: DenseNetwork) -> TrainingWindo
 
 
 def make_loss(plan: TrainingPlan) -> Loss:
-    """Return the loss function of a plan. Raises DataError if a class has no training images."""
+    """Return the loss function of a plan.
+
+    Raises DataError if the task cannot be learned from the training samples, for example if they lack a class.
+    """
     plan.task.check_training(plan.samples)
     try:
         return plan.task.make_loss(plan.samples)
@@ -209,11 +221,11 @@ def fit(
     mined: Ints | None = None,
     on_row: Callable[[Row], None] = lambda _row: None,
 ) -> tuple[DenseNetwork, torch.device]:
-    """Train a network until the validation loss stops decreasing or the last epoch ends.
+    """Train the network of a plan for the epochs of the recipe, or until `RunRecorder` stops the training early.
 
-    If the folder contains a checkpoint (`resume.ckpt`), training resumes from it. `mined` are the hard examples for the
-    sampler, and `on_row` receives rows of the log. Returns the network with the weights that the recipe's key `keep`
-    selects, and the device that it was trained on.
+    If the folder contains a checkpoint (`resume.ckpt`), the training resumes from it. `mined` are the hard examples for
+    the sampler, and `on_row` receives rows of the log. Returns the network with the weights that the recipe's key
+    `keep` selects, and the device on which it was trained.
     """
     recipe = plan.recipe
     network = runs.build(recipe, plan.task)
@@ -263,7 +275,7 @@ class TrainingModule(LightningModule):
 
     def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
         images, targets = batch
-        if len(images):  # the last batch may have fewer windows than there are processes
+        if len(images):  # this process has no windows if the last batch has fewer windows than there are processes
             logits = self.network(images)
             values = torch.stack([self.loss(logits, targets), self.accuracy(logits, targets), targets.new_ones(())])
             self._validation.append(values.double() * len(images))
@@ -296,14 +308,16 @@ def _multiply_each(weights: list[Tensor], factor: float) -> None:
         weight.mul_(factor)
 
 
-# torch's function multiplies all weights in a single GPU kernel, but it is private: do without it if it is missing.
+# torch's function multiplies all weights in a single GPU kernel, but it is private. If it is missing, weights are
+# multiplied one by one.
 _multiply_all: Callable[[list[Tensor], float], object] = getattr(torch, "_foreach_mul_", _multiply_each)
 
 
 class DecoupledSGD(SGD):
-    """SGD with momentum and decoupled weight decay, which does not enter the momentum (Loshchilov and Hutter, 2019).
+    """SGD with momentum and decoupled weight decay (Loshchilov and Hutter, 2019).
 
-    Each step first computes w ← (1 - lr · decay) · w.
+    Each step first computes w ← (1 - lr · decay) · w for each weight w. The decay is not part of the gradient, and
+    therefore does not enter the momentum.
     """
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float) -> None:
@@ -325,7 +339,7 @@ class DecoupledSGD(SGD):
 
 
 def make_schedule(optimizer: Optimizer, recipe: Recipe) -> LRScheduler:
-    """Return the learning rate schedule of a recipe. Call its `step` after every training step."""
+    """Return the learning rate schedule of a recipe. Call its method `step` after every training step."""
     if recipe.schedule == "halve":
         return StepLR(optimizer, step_size=recipe.steps, gamma=0.5)
     if recipe.schedule == "cosine":
@@ -371,9 +385,9 @@ def _finish(
 def _score(
     plan: TrainingPlan, network: DenseNetwork, device: torch.device, on_progress: OnProgress
 ) -> tuple[dict[str, float], dict[str, object]]:
-    """Choose the operating point on the validation set.
+    """Choose the operating point on the validation set, and score the model at this operating point.
 
-    Returns the operating point, and the scores of the validation set and, if the data has one, of the test set.
+    Returns the operating point, and the scores of each split: "valid", and "test" if the data has a test set.
     """
     task, dataset = plan.task, plan.dataset
 

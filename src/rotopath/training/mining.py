@@ -1,7 +1,8 @@
 """Hard example mining: find the worst mistakes of a baseline network on the training images.
 
-The loop trains a baseline network first. `mine_hard_examples` writes its worst mistakes to `mined.csv` in the run
-folder, one row per mistake, the worst first. The sampler of the training then samples these positions more often.
+`loop` first trains a baseline network. `mine_hard_examples` writes the worst mistakes of this network to `mined.csv` in
+the run folder, one row per mistake, the worst first. In the training that follows, the sampler draws windows at these
+positions more often.
 """
 
 import csv
@@ -27,7 +28,7 @@ MINED_COLUMNS = ("image", "row", "column", "score")
 def mine_hard_examples(
     task: Task, network: DenseNetwork, samples: Sequence[Sample], device: torch.device, max_examples: int, path: Path
 ) -> None:
-    """Predict the training samples with a baseline network, and write its worst mistakes to a CSV file.
+    """Predict the training samples with a baseline network, and write its worst mistakes to the CSV file `path`.
 
     At most `max_examples` mistakes are written, the worst first.
     """
@@ -53,15 +54,15 @@ def read_hard_examples(path: Path) -> list[HardExample]:
 
 
 def index_hard_examples(examples: Sequence[HardExample], task: Task, samples: Sequence[Sample]) -> Ints:
-    """Convert hard examples to the array that the task's sampler accepts, with image indices instead of image names.
+    """Convert hard examples to the array that the task's sampler accepts.
 
-    Raises DataError if an image is not among the training samples.
+    The array has indices of `samples` instead of image names. Raises DataError if an image is not among the samples.
     """
     index_of = {sample.name: index for index, sample in enumerate(samples)}
     if unknown := [example.image for example in examples if example.image not in index_of]:
         raise DataError(
-            f"The hard example {unknown[0]!r} in {MINED} is not among the training images; restore the data, or train "
-            f"in another folder."
+            f"The image {unknown[0]!r} of a hard example in {MINED} is not among the training images; restore the "
+            f"data, or choose another folder with --out."
         )
     positions = [(index_of[example.image], example.row, example.column) for example in examples]
     return task.examples_for_sampler(np.array(positions, np.int64).reshape(-1, 3))

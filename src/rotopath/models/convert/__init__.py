@@ -1,10 +1,11 @@
 """Convert a plain CNN to its SE(2,N) counterpart, in which features rotate with the image.
 
 `equivariant` takes a module of torch's layers. It returns a module with the corresponding layers of `rp.nn`, under the
-same names and with fresh weights. It raises ValueError, with the name of the layer or function, if one has no
-counterpart.
+same names and with fresh weights. If a layer or function has no counterpart, it raises ValueError with the name of that
+layer or function.
 
-The conversion has four steps: trace the module; classify its nodes, and choose where to lift and project (`nodes`);
+The conversion has four steps: trace the module, which gives a graph with one node for each call of a layer, function or
+method; classify the nodes, and choose where to lift images to features and where to project features to maps (`nodes`);
 choose channels and build the layers (`group_layers`); write the new graph.
 """
 
@@ -59,9 +60,10 @@ def equivariant(
 
     `keep` determines the channels. "weights" keeps the number of weights: C channels become about C/√N channels with N
     orientations. "channels" keeps C channels in every layer. "maps" keeps the product of channels and orientations, and
-    so memory and time. With `strides="pool"`, layers with a stride that does not fit even image sizes get stride 1,
-    followed by a mean pool. With `reflections`, kernels are also mirrored, which doubles the orientations. Raises
-    ValueError if a layer or function has no counterpart.
+    so memory and time. `kernel` is the kernel family of `rp.nn.GroupConv2d`, and `projection` the mode of
+    `rp.nn.Project`. With `strides="pool"`, a layer that does not accept image sides that are multiples of its stride
+    gets stride 1, followed by a mean pool. With `reflections`, kernels are also mirrored, which doubles the
+    orientations. Raises ValueError if a layer or function has no counterpart.
 
     >>> plain = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.ReLU(), torch.nn.Conv2d(32, 2, 1))
     >>> net = rp.equivariant(plain, orientations=4, keep="channels")
@@ -84,7 +86,7 @@ def equivariant(
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Plan of a layer in the new network: the plain layer that it replaces, kinds of input and output, and channels."""
+    """Plan of a layer in the new network: the plain layer, the kinds of its input and output, and its channels."""
 
     layer: nn.Module
     reads: ValueKind
@@ -109,7 +111,7 @@ class Converter:
                 self.channels[node] = self._propagate_channels(node, operation)
 
     def choose_widths(self, keep: str) -> dict[Width, int]:
-        """Choose the number of channels of each width; see `equivariant` for `keep`."""
+        """Choose the number of channels of each `Width` (unknown number); see `equivariant` for `keep`."""
         n = self.options.order
         widths = list(dict.fromkeys(w for p in self.plans.values() for w in resolve_parts(p.inputs + p.outputs)))
         if keep == "channels":
@@ -142,7 +144,7 @@ class Converter:
         return GraphRewriter(self.operations, self.kinds, self.paths, layers, projections).write(name)
 
     def _projected_channels(self) -> dict[fx.Node, Channels]:
-        """Return the nodes whose features must be projected because plain nodes use them, with their channels."""
+        """Return the nodes whose features must be projected because PLAIN nodes use them, and the channels of each."""
         return {
             node: self.channels[node] or ()
             for node, kind in self.kinds.items()
@@ -150,7 +152,7 @@ class Converter:
         }
 
     def _propagate_channels(self, node: fx.Node, operation: Operation) -> Channels | None:
-        """Return the channels of a node's output. Plan its layer, and tie channels of inputs that must be equal."""
+        """Return the channels of a node's output. Plan the node's layer, and tie inputs that need equal channels."""
         sources = [source for source in node.all_input_nodes if self.kinds[source] is not ValueKind.NUMBER]
         if self.kinds[node] is ValueKind.NUMBER or operation.role == "placeholder":
             return None
@@ -171,7 +173,11 @@ class Converter:
     def _plan_layer(
         self, node: fx.Node, layer: nn.Module, reads: ValueKind, channels: Channels | None
     ) -> Channels | None:
-        """Plan a layer under its own path, or under a second path if it is also applied to values of another kind."""
+        """Plan the layer of a node, and return the channels of its output.
+
+        The plan is stored under the layer's path, or under a second path if another node applies the same layer to
+        values of another kind.
+        """
         returns = self.kinds[node]
         reads = reads if returns is ValueKind.FEATURES else ValueKind.PLAIN
         path = str(node.target) if node.op == "call_module" else f"{node.name}_layer"
@@ -179,7 +185,9 @@ class Converter:
         has_weights = bool(inputs) or any(True for _ in layer.parameters())
         if path in self.plans and (self.plans[path].reads, self.plans[path].returns) != (reads, returns):
             if has_weights:
-                raise ValueError("it is applied to features and to images, which need different layers; use two layers")
+                raise ValueError(
+                    "it is applied to values of two kinds (images, SE(2) features or projected maps); use two layers"
+                )
             path = f"{path}_{reads.value}"
         # Raises ValueError if the layer has no counterpart.
         count_weights(layer, reads, returns, plain_channels(inputs), plain_channels(outputs), self.options)
@@ -205,7 +213,7 @@ class Converter:
         return tuple(width for channels in known if channels for width in channels)
 
     def _tie_sources(self, sources: list[fx.Node]) -> None:
-        """Give values that are added or multiplied the same channels, except single channels, which are broadcast."""
+        """Tie the channels of values that are added or multiplied. Single channels are broadcast and stay single."""
         wide = [self.channels[source] for source in sources if not self._has_single_channel(source)]
         for source in sources:
             if self._has_single_channel(source) or None in wide:
@@ -229,8 +237,8 @@ class Converter:
 class GraphRewriter:
     """Write the graph of the converted network.
 
-    `values` maps each old node to its new value: a node, a number, or a tuple of these. `projected` maps old nodes with
-    features to their projections, which plain nodes read instead.
+    `values` maps each old node to its new value: a node, a number, or a tuple of nodes and numbers. `projected` maps an
+    old node that returns features to the node that projects them. Nodes of the kind PLAIN read the projection.
     """
 
     def __init__(
@@ -287,7 +295,10 @@ class GraphRewriter:
         return self.graph.node_copy(node, lambda source: self._new(source, kind))
 
     def _rewrite_size(self, node: fx.Node, args: Any) -> Any:
-        """Rewrite a size, or a number computed from sizes. Features have size (B, C, H, W), without orientations."""
+        """Rewrite a size, or a number computed from sizes.
+
+        `forward()` was written for maps (B, C, H, W), so the orientation axis of features is left out of their size.
+        """
         source = node.all_input_nodes[0]
         if self.kinds[source] is ValueKind.FEATURES:
             sizes = tuple(self.graph.call_method("size", (self.values[source], axis)) for axis in (0, 1, -2, -1))
@@ -299,7 +310,10 @@ class GraphRewriter:
         return self.graph.create_node("call_function", node.target, args)
 
     def _new(self, old: Any, user: ValueKind) -> Any:
-        """Return an argument with old nodes replaced by new values; a plain user gets their projections."""
+        """Return an argument with old nodes replaced by their new values.
+
+        `user` is the kind of the node that has this argument. If it is PLAIN, features are replaced by projections.
+        """
 
         def replace(node: fx.Node) -> Any:
             value = self.values[node]
@@ -349,7 +363,7 @@ def _fix(channels: Channels | None) -> None:
 
 @contextmanager
 def _naming_node(node: fx.Node) -> Iterator[None]:
-    """Add to a ValueError the name of the layer, or the name of the function and of the module that calls it."""
+    """Add the name of a node to each ValueError: the layer, or the function and the module that calls it."""
     try:
         yield
     except ValueError as error:

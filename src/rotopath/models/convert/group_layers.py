@@ -1,7 +1,8 @@
 """Choose the channels of a converted network, and build the SE(2,N) counterpart of each plain layer.
 
-The numbers of channels are unknown at first; each is a `Width`. Sums and skip connections require that some widths are
-equal. Then one common factor scales all widths, so that the network has about the required number of weights.
+The numbers of channels are unknown at first. A `Width` is one such unknown number. `tie` makes widths equal where sums
+and skip connections require it. `fit_widths` then scales all widths by one common factor, so that the network has about
+the required number of weights.
 
 `build_counterpart` takes a layer of torch, the kinds of its input and output, and its numbers of channels. It returns a
 layer of `rp.nn` or of torch, or raises ValueError with the reason why the layer has no counterpart.
@@ -33,7 +34,7 @@ from rotopath.nn import (
 )
 from rotopath.nn.project import Projection
 
-WEIGHTS_TOLERANCE = 0.02  # if the number of weights differs by a larger fraction, single layers are widened
+WEIGHTS_TOLERANCE = 0.02  # if the number of weights differs from the target by a larger fraction, widen single layers
 SCALE_FACTORS = 400  # number of candidates for the common factor
 
 
@@ -57,12 +58,15 @@ class ConversionOptions:
 
 
 class Width:
-    """Unknown number of channels. Layers that must have equally many share a `Width`; a concatenation has several."""
+    """Unknown number of channels. Layers that must have the same number of channels share a `Width`.
+
+    The channels of a value are a tuple of widths: one width for most layers, several for a concatenation.
+    """
 
     def __init__(self, plain: int, scales: bool = False, fixed: bool = False) -> None:
         self.plain = plain  # channels in the plain network
-        self.scales = scales  # whether the common factor applies, as to features
-        self.fixed = fixed  # whether the plain number is kept even if `scales`, as for images and outputs
+        self.scales = scales  # whether the common factor scales it; True for channels of features
+        self.fixed = fixed  # whether it stays `plain` even if `scales` is True, as for images and outputs
         self.multiple = 1  # the new number must be a multiple of this, for grouped convolutions
         self.parts: Channels = ()  # widths that replaced this one when it was tied to others
 
@@ -77,10 +81,7 @@ Channels = tuple[Width, ...]
 
 
 def resolve_parts(channels: Iterable[Width]) -> Channels:
-    """Return channels in which each width that `tie` has split is replaced by its parts.
-
-    Layers whose outputs are added must have equal widths; `tie` splits widths until they correspond one to one.
-    """
+    """Return channels in which each width that `tie` has merged or split is replaced by its parts."""
     return tuple(part for width in channels for part in (resolve_parts(width.parts) if width.parts else (width,)))
 
 
@@ -90,7 +91,11 @@ def plain_channels(channels: Channels) -> int:
 
 
 def tie(first: Channels, second: Channels) -> None:
-    """Make the channels of two values equal, width by width. A width is split if it corresponds to several others."""
+    """Make the channels of two values equal, width by width.
+
+    A width that corresponds to several widths of the other value is split into parts, until widths correspond one to
+    one. Raises ValueError if the two values have different numbers of channels in the plain network.
+    """
     if plain_channels(first) != plain_channels(second):
         raise ValueError(
             f"it combines {plain_channels(first)} channels with {plain_channels(second)}; use equal numbers of channels"
@@ -115,12 +120,16 @@ def _copy_width(width: Width, plain: int) -> Width:
 def layer_channels(
     layer: nn.Module, channels: Channels | None, reads: ValueKind, returns: ValueKind
 ) -> tuple[Channels, Channels]:
-    """Return input and output channels of a layer. () means: no weights per channel, or output channels = input."""
+    """Return the input channels and the output channels of a layer.
+
+    () as input channels means that the layer has no weights per channel. () as output channels means that the output
+    has the channels of the input.
+    """
     match layer:
         case nn.Conv2d() | nn.ConvTranspose2d():
             inputs = _expect_channels(channels, layer.in_channels)
             if 1 < layer.groups == layer.in_channels and reads is returns:
-                return inputs, inputs * (layer.out_channels // layer.in_channels)
+                return inputs, inputs * (layer.out_channels // layer.in_channels)  # depthwise: repeats the tuple
             outputs = (Width(layer.out_channels, scales=returns is ValueKind.FEATURES),)
             for width in (*resolve_parts(inputs), *outputs):
                 width.multiple = math.lcm(width.multiple, layer.groups)
@@ -165,8 +174,9 @@ def fit_widths(
     """Choose the number of channels of each width, so that the network has about `target` weights.
 
     `count` returns the number of weights for a choice of channels. All widths are scaled by one factor between `least`
-    and 1. In small networks, no factor may come within the tolerance. Then the largest factor below the target is used,
-    and single widths are increased as long as the target is not exceeded.
+    and 1. In some small networks, no factor meets `WEIGHTS_TOLERANCE`. Then the largest factor that does not exceed the
+    target is used, and each width is increased once if the target is still not exceeded. The result is this choice or
+    that of the best single factor, whichever is closer to the target.
     """
     factors = [least ** (i / SCALE_FACTORS) for i in range(SCALE_FACTORS + 1)]  # decreasing
     counted = [(count(chosen), chosen) for chosen in (scale_widths(widths, factor) for factor in factors)]
@@ -190,8 +200,9 @@ def build_counterpart(
 ) -> nn.Module:
     """Build the counterpart of a plain layer.
 
-    `reads` and `returns` are the kinds of its input and output. `inputs` and `outputs` are its numbers of channels;
-    they are ignored if it has no weights per channel.
+    `reads` and `returns` are the kinds of the layer's input and output. `inputs` and `outputs` are the counterpart's
+    numbers of channels, which are ignored if the layer has no weights per channel. Raises ValueError if the layer has
+    no counterpart.
     """
     if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
         return _build_conv(layer, reads, returns, inputs, outputs, options)
@@ -284,7 +295,7 @@ def _build_conv(
     if options.strides == "keep" or _fits_multiples_of_stride(size, stride, padding_px, dilation):
         return conv_type(inputs, outputs, size, stride=stride, **settings)
     conv, pool = conv_type(inputs, outputs, size, **settings), GroupAvgPool2d(stride)
-    if size == 1 and conv_type is GroupConv2d:  # pool first, which returns the same and is faster
+    if size == 1 and conv_type is GroupConv2d:  # the order does not change the result, and the pool first is faster
         return nn.Sequential(OrderedDict(pool=pool, conv=conv))
     return nn.Sequential(OrderedDict(conv=conv, pool=pool))
 
@@ -308,7 +319,9 @@ def _build_plain(layer: nn.Module, inputs: int, outputs: int) -> nn.Module:
     """Build a plain layer with new numbers of channels, for values without orientations."""
     match layer:
         case nn.MaxPool2d() | nn.AvgPool2d():
-            raise ValueError("it pools the image itself; put a convolution before it")
+            raise ValueError(
+                "it pools the image or projected maps; move it after the first convolution and before the projection"
+            )
         case nn.AdaptiveAvgPool2d() | nn.AdaptiveMaxPool2d():
             _square(layer.output_size, "output_size")
         case nn.BatchNorm2d() | nn.BatchNorm1d():
@@ -353,7 +366,7 @@ def _kernel_size(layer: nn.Conv2d | nn.ConvTranspose2d) -> int:
 
 
 def _upsampling_factor(layer: nn.ConvTranspose2d) -> int:
-    """Return the stride of a transposed convolution. Raises ValueError if it does not enlarge images exactly by it."""
+    """Return the stride of a transposed convolution. Raises ValueError unless images grow by this factor."""
     stride, padding, dilation = (_square(getattr(layer, f), f) for f in ("stride", "padding", "dilation"))
     size, extra = _square(layer.kernel_size, "kernel_size"), _square(layer.output_padding, "output_padding")
     if dilation * (size - 1) + 1 + extra - 2 * padding != stride:
@@ -386,7 +399,10 @@ def _square(value: object, name: str) -> int:
 
 @cache
 def _count_disc_taps(size: int) -> int:
-    """Return the number of learned weights of a kernel for one input and one output channel: pixels inside a disc."""
+    """Return the number of learned weights of a kernel of `size` px per side, for one input and one output channel.
+
+    These are the weights of the pixels inside a disc.
+    """
     return int(group.disc_mask(size).sum())
 
 

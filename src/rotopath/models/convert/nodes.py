@@ -3,7 +3,7 @@
 A node is one call of a layer, function or method in the graph that torch.fx traced. `classify_node` returns the
 `Operation` of a node, such as a convolution, a pool or a pointwise function. It raises ValueError if the behavior of
 the node under rotation is not known. `assign_kinds` then chooses the `ValueKind` of each node's output: an image that
-is not lifted yet, SE(2) features, or plain values after the projection.
+is not lifted yet, SE(2) features, plain values after the projection, or a number.
 """
 
 import inspect
@@ -27,6 +27,7 @@ from rotopath.models.trace import (
 )
 from rotopath.nn import center_crop
 
+# Layers of torch, and the role of each in the conversion. `classify_node` adds roles for functions, such as "pad".
 LAYER_ROLES: dict[type[nn.Module] | tuple[type[nn.Module], ...], str] = {
     nn.Conv2d: "convolution",
     nn.ConvTranspose2d: "transposed",
@@ -67,7 +68,7 @@ class ValueKind(Enum):
 
 
 class Operation(NamedTuple):
-    """What a node does: its role, its layer (for functions, a layer that computes the same), and its constant."""
+    """What a node does: its role, its layer (for some functions, a layer that computes the same), and its constant."""
 
     role: str
     layer: nn.Module | None = None
@@ -122,9 +123,9 @@ def assign_kinds(operations: Mapping[fx.Node, Operation]) -> dict[fx.Node, Value
     """Choose the kind of each node's output, and so where to lift and where to project.
 
     The first convolutions larger than 1 × 1 lift images to features. The projection comes as late as possible: before
-    operations on values without orientations, such as `Linear`, or before the output. There are two exceptions. A pool
-    over all positions comes after the projection, so that each position chooses its own orientation. In a network
-    without `Linear`, the last 1 × 1 convolution is the classifier and comes after the projection too.
+    operations that need values without orientations, such as `Linear`, or before the output. There are two exceptions.
+    A pool over all positions comes after the projection, so that each position chooses its own orientation. In a
+    network without `Linear`, the last 1 × 1 convolution is the classifier and comes after the projection too.
     """
     kinds: dict[fx.Node, ValueKind] = {}
     for node, operation in operations.items():
@@ -143,7 +144,7 @@ def assign_kinds(operations: Mapping[fx.Node, Operation]) -> dict[fx.Node, Value
 
 
 def _earliest_kind(node: fx.Node, operation: Operation, kinds: Mapping[fx.Node, ValueKind]) -> ValueKind:
-    """Return the kind of a node's output if features are projected as late as possible."""
+    """Return the kind of a node's output if the projection comes as late as possible, without the two exceptions."""
     input_kinds = {kinds[source] for source in node.all_input_nodes} - {ValueKind.NUMBER}
     if operation.role in ("size", "constant"):
         return ValueKind.NUMBER
@@ -160,7 +161,10 @@ def _earliest_kind(node: fx.Node, operation: Operation, kinds: Mapping[fx.Node, 
 def _find_head(
     last: fx.Node, operations: Mapping[fx.Node, Operation], kinds: Mapping[fx.Node, ValueKind]
 ) -> list[fx.Node]:
-    """Return the nodes to move after the projection: a chain that ends with `last`, the last node with features."""
+    """Return the nodes that the two exceptions of `assign_kinds` move after the projection.
+
+    They are a chain of nodes that ends with `last`, a node directly before a projection. The list starts with `last`.
+    """
     has_classifier = any(_is_linear_map(operations[node]) for node in _descendants(last) if node in operations)
     chain: list[fx.Node] = []
     length = 0  # number of nodes in the chain that are moved
@@ -272,7 +276,7 @@ def _make_layer(node: fx.Node) -> nn.Module:
 
 
 def _parameter_names(function: object) -> list[str]:
-    """Return the names of a function's parameters after its input; `inspect` cannot read them for built-ins."""
+    """Return the names of a function's parameters after the input. `inspect` cannot read them from built-ins."""
     if function in (F.dropout, F.dropout2d):
         return ["p", "training", "inplace"]
     if function is F.avg_pool2d:

@@ -1,7 +1,8 @@
 """Freeze an SE(2,N) network to a plain CNN with the same outputs: kernels are rotated once, batch norm is folded.
 
-`freeze` takes one of the paper's networks, or any module built from `rp.nn`. It returns layers of torch on tensors
-(B, C·N, H, W). It traces the module, translates the graph node by node to plain layers, and simplifies the new graph.
+`freeze` takes one of the paper's networks, or any module built from `rp.nn`. It returns a module of plain layers, which
+store features (B, C, N, H, W) as tensors (B, C·N, H, W). It traces the module, translates the graph node by node to
+plain layers, and simplifies the new graph.
 """
 
 import copy
@@ -37,9 +38,9 @@ def freeze(model: nn.Module) -> nn.Module:
     same checks of images. Other modules lose their checks of image sizes.
 
     Every layer keeps its dtype. Raises ValueError if a layer or function has no plain counterpart, or if `forward()`
-    enables `torch.autocast`; run the frozen model within autocast instead. If `forward()` disables autocast for a part,
-    the frozen model does not. Several threads may freeze models, and use other models, at the same time; only models
-    compiled by `torch.compile` cannot be used meanwhile.
+    enables `torch.autocast`; run the frozen model within autocast instead. If `forward()` disables autocast for some
+    layers, the frozen model does not. Several threads may freeze models and use other models at the same time. Only
+    models compiled by `torch.compile` cannot be used while a model is being frozen.
 
     >>> net = rp.models.tumor(orientations=8).eval()
     >>> x = torch.rand(2, 3, 88, 100)
@@ -50,7 +51,7 @@ def freeze(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     expect_no_hooks(model)
     with torch.no_grad(), _autocast_disabled():
-        model = copy.deepcopy(model).eval()  # not to trace branches for training
+        model = copy.deepcopy(model).eval()  # so that code for training is not traced
         if is_layer(model):
             model = nn.Sequential(model)
         plain = Translator(model, freeze).translate()
@@ -60,10 +61,10 @@ def freeze(model: nn.Module) -> nn.Module:
 
 
 class FrozenNetwork(ArchitectureNetwork):
-    """Frozen network of the paper: plain layers, with the geometry and the image checks of the original."""
+    """One of the paper's networks as plain layers, with the geometry and the image checks of the `Network`."""
 
     __jit_unused_properties__ = ("geometry", "receptive_field", "stride")  # TorchScript cannot compile them
-    white: Tensor  # 255, the value of white in images of bytes
+    white: Tensor  # 255, the value of white in uint8 images
 
     def __init__(self, network: ArchitectureNetwork, layers: nn.Module) -> None:
         super().__init__(network.architecture, network.orientations)
@@ -93,10 +94,11 @@ class FrozenNetwork(ArchitectureNetwork):
 
 
 def simplify(module: fx.GraphModule) -> None:
-    """Simplify a graph of plain layers in place, without changing its outputs. Each layer must be called only once.
+    """Simplify a graph of plain layers in place, without changing its outputs.
 
-    Scales are folded into convolutions. Max pools are moved before ReLU, which then processes fewer values. ReLU works
-    in place if no other node reads its input.
+    The graph must call each layer only once. Each `Scale2d` is folded into the convolution before it. Each ReLU is
+    moved after the max pools that follow it, so that it processes fewer values. A ReLU works in place if no other node
+    reads its input.
     """
     dtypes = {parameter.dtype for parameter in module.parameters()}
     for node in reversed(module.graph.nodes):
@@ -109,7 +111,7 @@ def simplify(module: fx.GraphModule) -> None:
             if not _fold_into_conv(module, node, layer) and dtypes - {layer.factor.dtype}:
                 _cast_to_input_dtype(module, node)
         elif isinstance(layer, OrientationPool2d) and layer.orientations == 1 and _is_only_user(node):
-            _erase(module, node)  # a projection of one orientation copies its input
+            _erase(module, node)  # with one orientation, the output of a projection equals its input
     for node in list(module.graph.nodes):
         if isinstance(_get_layer(module, node), nn.ReLU):
             _move_after_max_pools(module, node)
@@ -122,7 +124,10 @@ def simplify(module: fx.GraphModule) -> None:
 
 
 def _fold_into_conv(module: fx.GraphModule, node: fx.Node, scale: Scale2d) -> bool:
-    """Fold a scale into the convolution before it. Return False if that is impossible or the output has other users."""
+    """Fold a scale into the convolution before it, and return True.
+
+    Return False if there is no convolution before it, or if other nodes read the output of the convolution.
+    """
     source = node.args[0]
     assert isinstance(source, fx.Node)
     conv = _get_layer(module, source)
@@ -134,7 +139,10 @@ def _fold_into_conv(module: fx.GraphModule, node: fx.Node, scale: Scale2d) -> bo
 
 
 def _cast_to_input_dtype(module: fx.GraphModule, node: fx.Node) -> None:
-    """Cast the output of a scale to the dtype of its input, as batch norm does. A float32 scale returns float32."""
+    """Cast the output of a `Scale2d` to the dtype of its input, which is what batch norm returns.
+
+    Without the cast, a float32 `Scale2d` would return float32 for input of any dtype.
+    """
     with module.graph.inserting_after(node):
         cast = module.graph.call_method("type_as", (node, node.args[0]))
     node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
@@ -146,7 +154,7 @@ def _move_after_max_pools(module: fx.GraphModule, relu: fx.Node) -> None:
     assert isinstance(source, fx.Node)
     assert isinstance(layer, nn.ReLU)
     if layer.inplace and not _can_be_overwritten(module, source):
-        return  # other nodes may use the tensor that it overwrites
+        return  # other nodes may use the tensor that this ReLU overwrites
     while (pool := _get_only_user(relu)) and _is_only_user(relu) and _is_maximum(_get_layer(module, pool)):
         pool.replace_input_with(relu, source)
         pool.replace_all_uses_with(relu)
@@ -184,7 +192,7 @@ def _get_layer(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
 
 
 def _erase(module: fx.GraphModule, node: fx.Node) -> None:
-    """Remove a node. Its users get its first input instead."""
+    """Remove a node. The nodes that use its output then use its first input."""
     node.replace_all_uses_with(node.all_input_nodes[0])
     module.graph.erase_node(node)
 

@@ -1,8 +1,8 @@
 """Replace each layer of `rp.nn` by a plain layer that computes the same in evaluation mode.
 
 `replace_image_layer` is for layers applied to images, `replace_group_layer` for layers applied to SE(2) features. Both
-return a layer of torch, or one of the five classes below for which torch has no layer, and the number of orientations
-of its output (None for images).
+return two values: the plain layer, and the number of orientations of its output (None for images and projected maps).
+The plain layer is a layer of torch. If torch has none that computes the same, it is one of the five classes below.
 
 Plain layers store features (B, C, N, H, W) as (B, C·N, H, W): the N orientations of a channel are adjacent. All plain
 layers can be scripted, traced and exported for any batch size, height and width.
@@ -127,8 +127,8 @@ def is_traced_or_exported() -> bool:
 class OrientationPool2d(nn.Module):
     """Project the N orientations of each channel, as `rp.nn.Project` does: (B, C·N, H, W) → (B, C, H, W).
 
-    `mode` is "max", "mean", "attention" or "fourier". `learned` contains the learned weights of the last two modes, and
-    `waves` the sampled cosines of "fourier".
+    `mode` is "max", "mean", "attention" or "fourier". `learned` contains the learned weights of the modes "attention"
+    and "fourier", and `waves` the cosines and sines of "fourier" (`group.fourier_map`).
     """
 
     learned: Tensor
@@ -161,9 +161,10 @@ class OrientationPool2d(nn.Module):
 
 
 class BlurredPool2d(nn.Module):
-    """Pool windows of `size` px by maximum, mean or root mean square (`mode`), then blur and subsample by `stride`.
+    """Pool windows of `size` px with a stride, optionally with a blur before the subsampling.
 
-    `taps` are the weights of the blur filter along one axis; None means no blur.
+    `mode` is "max", "mean" or "rms" (root mean square). `taps` are the weights of the blur filter along one axis; None
+    means no blur.
     """
 
     taps: Tensor
@@ -225,7 +226,7 @@ class ChannelNorm2d(nn.Module):
 
 
 class CenterCrop2d(nn.Module):
-    """Crop maps (..., H, W) to their center of height × width px. Sizes are not checked in traces and exports."""
+    """Crop maps (..., H, W) to the height × width px at their center. Traces and exports do not check the sizes."""
 
     def forward(self, x: Tensor, height: int, width: int) -> Tensor:
         if not is_scripting():  # noqa: SIM102  # a separate `if`, because only then TorchScript skips the block
@@ -236,7 +237,10 @@ class CenterCrop2d(nn.Module):
 
 
 def _plain_conv(layer: LiftConv2d | GroupConv2d, in_channels: int) -> nn.Conv2d:
-    """Return a plain convolution whose weights (C'·N, C·N, k, k) are the rotated kernels."""
+    """Return a plain convolution whose weights are the rotated kernels.
+
+    It maps `in_channels` to C'·N channels, where C' is the number of output channels of `layer`.
+    """
     kernels = layer.kernels().detach()
     conv = nn.Conv2d(
         in_channels,
@@ -271,7 +275,7 @@ def _plain_projection(layer: Project, orientations: int) -> OrientationPool2d:
         return OrientationPool2d(orientations, layer.mode, layer.sharpness.detach())
     if layer.mode == "fourier" and layer.weight.numel():
         return OrientationPool2d(orientations, layer.mode, layer.weight.detach(), layer.waves)
-    return OrientationPool2d(orientations, "max" if layer.mode == "max" else "mean")  # equal for one orientation
+    return OrientationPool2d(orientations, "max" if layer.mode == "max" else "mean")  # "fourier" with N < 4 is the mean
 
 
 def _plain_group_norm(layer: GroupNorm2d, orientations: int) -> nn.GroupNorm:
@@ -283,7 +287,7 @@ def _plain_group_norm(layer: GroupNorm2d, orientations: int) -> nn.GroupNorm:
 
 
 def _batch_norm_affine(norm: nn.BatchNorm2d | nn.BatchNorm3d) -> tuple[Tensor, Tensor]:
-    """Return factor and shift of each channel of a batch norm in evaluation mode, computed in float64."""
+    """Return the factor and the shift of each channel of a batch norm in evaluation mode, computed in float64."""
     if norm.running_mean is None or norm.running_var is None:
         raise ValueError(
             f"{_class_name(norm)} has no running statistics, so its output depends on the whole batch; build it with "

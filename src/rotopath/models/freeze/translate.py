@@ -1,7 +1,9 @@
 """Translate the graph of a module with SE(2) features (B, C, N, H, W) to plain layers on tensors (B, C·N, H, W).
 
-`Translator` takes a module in evaluation mode and returns a graph module that computes the same. It raises ValueError,
-with the name of the layer or function, if one has no plain counterpart.
+`Translator` takes a module in evaluation mode and returns a graph module that computes the same. If a layer or function
+has no plain counterpart, it raises ValueError with the name of that layer or function.
+
+An old node is a node of the traced graph: one call of a layer, function or method. The new graph contains plain layers.
 """
 
 import operator
@@ -39,9 +41,9 @@ UNKNOWN_EFFECT = (
 class Translator:
     """Translate a module: visit the nodes of its graph in order, and write a new graph with plain layers.
 
-    `freeze_network` freezes the paper's networks inside the module. `values` maps each old node to its new value: a
-    node, a number, or a tuple of these. `orientations` maps each old node that returns SE(2) features to its number of
-    orientations.
+    The function `freeze_network` freezes those of the paper's networks that the module contains; `networks` maps their
+    old nodes to the frozen networks. `values` maps each old node to its new value: a node, a number, or a tuple of
+    nodes and numbers. `orientations` maps each old node that returns SE(2) features to its number of orientations.
     """
 
     def __init__(self, model: nn.Module, freeze_network: Callable[[ArchitectureNetwork], nn.Module]) -> None:
@@ -55,7 +57,7 @@ class Translator:
 
     def translate(self) -> fx.GraphModule:
         nodes = trace_graph(self.model).nodes
-        for node in nodes:  # networks inside first, so that error messages name them
+        for node in nodes:  # outside the `try` below, so that error messages name a layer of the network inside
             if isinstance(network := self._layer(node), ArchitectureNetwork):
                 self.networks[node] = self.freeze_network(network)
         for node in nodes:
@@ -66,7 +68,7 @@ class Translator:
                 raise ValueError(f"freeze cannot translate {node.name!r}{scope}: {str(error).rstrip('.')}.") from None
         return fx.GraphModule(self.layers, self.graph, f"Frozen{type(self.model).__name__}")
 
-    # One method for each kind of node; `translate` calls them by name
+    # One method for each type of node (`node.op`), which `translate` calls by name
 
     def _translate_placeholder(self, node: fx.Node) -> Any:
         value = self.graph.node_copy(node, self._new)
@@ -167,7 +169,7 @@ class Translator:
         """Add a plain layer under the name of the node that it replaces, and call it."""
         self.layers.add_module(name := _unused_name(node.name), layer)
         args, kwargs = self._new(node.args), self._new(node.kwargs)
-        if len(args) + len(kwargs) == 1:  # by position, because layers have different names for it
+        if len(args) + len(kwargs) == 1:  # by position: the plain layer may have another name for this argument
             args, kwargs = (*args, *kwargs.values()), {}
         return self.graph.call_module(name, args, kwargs)
 
@@ -182,7 +184,7 @@ class Translator:
         self._set_orientations(node, orientations)
         kwargs = dict(node.kwargs)
         if orientations is not None:
-            kwargs.pop("memory_format", None)  # it is for five axes, but plain tensors have four
+            kwargs.pop("memory_format", None)  # a format for five axes, but plain tensors have four
         return self.graph.call_method(str(node.target), self._new(node.args), self._new(kwargs))
 
     def _concatenate(self, node: fx.Node, orientations: int) -> fx.Node:
@@ -240,7 +242,10 @@ class Translator:
             self.orientations[node] = orientations
 
     def _find_input_orientations(self, node: fx.Node) -> int | None:
-        """Return the number of orientations of a model's input, found from layers that use it; None for images."""
+        """Return the number of orientations of the model's input, derived from the layers that use it.
+
+        Return None if the input is an image.
+        """
         users = [node]
         for user in users:  # breadth first; the list grows during the loop
             layer = self._layer(user)
@@ -252,7 +257,8 @@ class Translator:
                     convolutions = f"convolutions with {' and '.join(map(str, sorted(orders)))} orientations"
                     raise ValueError(
                         f"its number of orientations cannot be determined, because the model has "
-                        f"{convolutions if orders else 'no SE(2) convolution'}; freeze it with the layers before it"
+                        f"{convolutions if orders else 'no SE(2) convolution'}; freeze it together with the layers "
+                        f"before it"
                     )
                 return int(orders.pop())
             if not is_size(user):
@@ -275,7 +281,8 @@ class Translator:
         orders = {self.orientations.get(source, 0) for source in tensors}  # 0 for tensors that are not SE(2) features
         if len(orders) > 1 and 0 in orders:
             raise ValueError(
-                "it combines SE(2) features with a tensor without orientations; lift it, or project the features"
+                "it combines SE(2) features with a tensor without orientations; lift this tensor, or project the "
+                "features"
             )
         if len(orders) > 1:
             numbers = " and ".join(map(str, sorted(orders)))

@@ -1,14 +1,20 @@
 """Triton kernels for NVIDIA GPUs, and functions that decide whether a layer can use them.
 
-| module | computes | condition |
+In this package, a *Triton kernel* is a function that runs on the GPU, and a *kernel* is a convolution kernel. *Lifting*
+is the convolution (`LiftConv2d`) of images (B, C', H, W) with rotated kernels. It returns features (B, C, N, H, W) for
+N orientations, which include the reflected orientations if there are any.
+
+| module | computes | conditions |
 |---|---|---|
 | `rotate_kernels` | rotated kernels from base weights, and the gradients of the base weights | `can_rotate` |
-| `lift`, `patches` | lifting, alone or with batch norm, ReLU and a pool | `can_lift`, `can_use_norm` |
+| `lift`, `patches` | lifting | `can_lift` |
+| `lift`, `patches` | lifting, batch norm, ReLU and a pool | `can_lift`, `can_use_norm` |
 | `batch_norm` | batch norm, ReLU and max pooling | `can_normalize` |
-| `blur_pool` | blurred root-mean-square pooling, alone or after batch norm and ReLU | `can_normalize` |
+| `blur_pool` | blurred root-mean-square pooling | `has_supported_layout` |
+| `blur_pool` | batch norm, ReLU and blurred root-mean-square pooling | `can_normalize` |
 
-Each module also requires `can_run_on(x)`. A layer imports a module only if its conditions are met, because the modules
-import Triton, which may not be installed. Otherwise the layer computes the same result with torch.
+All rows also require `can_run_on(x)`. The modules import Triton, which may not be installed. Other code therefore
+imports a module only after it has checked the conditions. If they are not met, torch computes the same result.
 """
 
 from contextlib import AbstractContextManager
@@ -26,15 +32,16 @@ if TYPE_CHECKING:
     from rotopath.nn.conv import LiftConv2d
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_TAPS = 127  # kernel entries times input channels of a lifting layer; a tile holds 128: these and a constant tap
-MAX_KERNEL_SIZE = 7  # the rotation map of larger kernels does not fit in one tile
+MAX_TAPS = 127  # largest kernel_size² · in_channels of a lifting layer; with a constant tap, it fills a tile of 128
+MAX_KERNEL_SIZE = 7  # for larger kernels, the matrix that rotates base weights does not fit in one tile
 MIN_LIFT_CAPABILITY = (8, 0)  # the Ampere generation; older GPUs have too little shared memory for lifting
 
 
 def can_run_on(x: Tensor) -> bool:
-    """Return whether Triton kernels can read this tensor.
+    """Return whether Triton kernels can be launched on this tensor.
 
-    It must be an ordinary tensor on a GPU, and torch must not be compiling, tracing or transforming the running code.
+    Triton must be installed. x must be a plain `torch.Tensor` on a GPU, without a tangent of forward-mode
+    differentiation. torch must not be compiling, tracing or transforming (torch.func) the running code.
     """
     return (
         not torch.compiler.is_compiling()
@@ -47,29 +54,29 @@ def can_run_on(x: Tensor) -> bool:
 
 
 def supports_device(device: torch.device) -> bool:
-    """Return whether all kernels can run on this device.
+    """Return whether all Triton kernels of this package can run on this device.
 
-    If so, a network with these kernels processes large images faster than a frozen network does.
+    If so, a network processes large images faster with its SE(2) layers than after freezing it to a plain CNN.
     """
     return device.type == "cuda" and _has_triton() and torch.cuda.get_device_capability(device) >= MIN_LIFT_CAPABILITY
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[None]:
-    """Return a context manager inside which kernels are launched on the GPU of this tensor."""
+    """Return a context manager that makes the GPU of x the current one, on which Triton kernels are launched."""
     context: AbstractContextManager[None] = torch.cuda.device_of(x)
     return context
 
 
 def can_normalize(x: Tensor, norm: nn.BatchNorm3d) -> bool:
-    """Return whether kernels can apply this batch norm to these features (B, C, N, H, W)."""
+    """Return whether the Triton kernels can apply this batch norm to features x (B, C, N, H, W)."""
     return has_supported_layout(x) and can_use_norm(norm, x.numel() // norm.num_features)
 
 
 def can_use_norm(norm: nn.BatchNorm3d, values: int) -> bool:
-    """Return whether kernels can apply this batch norm to channels that have this number of values each.
+    """Return whether the Triton kernels can apply this batch norm to features with `values` = B·N·H·W per channel.
 
-    In training, the kernels compute the statistics of the batch, which needs two values or more per channel. In
-    evaluation, the kernels use the running statistics and compute no gradients.
+    In training, the Triton kernels compute the statistics of the batch, which requires at least two values per channel.
+    In evaluation, they use the running statistics and compute no gradients, so gradients must be disabled.
     """
     if not norm.training:
         return norm.affine and norm.running_mean is not None and not torch.is_grad_enabled()
@@ -83,14 +90,18 @@ def can_use_norm(norm: nn.BatchNorm3d, values: int) -> bool:
 
 
 def has_supported_layout(x: Tensor) -> bool:
-    """Return whether features (B, C, N, H, W) are contiguous channels-last and of a supported data type."""
+    """Return whether features x (B, C, N, H, W) are not empty, contiguous channels-last and of a supported data type.
+
+    Contiguous channels-last means that the order of the axes in memory is B, H, W, C, N.
+    """
     return x.dtype in DTYPES and x.numel() > 0 and x.permute(0, 3, 4, 1, 2).is_contiguous()
 
 
 def can_lift(x: Tensor, layer: "LiftConv2d") -> bool:
-    """Return whether kernels can apply this lifting layer to images x (B, C, H, W).
+    """Return whether the Triton kernels can apply this lifting layer to images x (B, C', H, W).
 
-    The layer must have few taps, compute in half precision, and not need the gradient of the image.
+    The layer must have stride 1, no padding, no dilation, no groups, no bias and at most MAX_TAPS taps. It must compute
+    in half precision. The gradient with respect to x is not computed, so x must not require it.
     """
     extent = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return (
@@ -102,13 +113,13 @@ def can_lift(x: Tensor, layer: "LiftConv2d") -> bool:
         and (torch.is_autocast_enabled("cuda") or layer.weight.dtype == x.dtype)
         and layer.weight.device == x.device
         and x.numel() > 0
-        and extent < 2**31  # kernels compute offsets with 32 bits
+        and extent < 2**31  # the Triton kernels compute offsets in x with 32 bits
         and (not x.is_cuda or torch.cuda.get_device_capability(x.device) >= MIN_LIFT_CAPABILITY)
     )
 
 
 def can_rotate(x: Tensor, weight: Tensor, kernel_size: int) -> bool:
-    """Return whether a Triton kernel can rotate these base weights for a convolution of x."""
+    """Return whether a Triton kernel can compute the rotated kernels of a convolution of x from base weights."""
     return (
         type(weight) in (Tensor, nn.Parameter)
         and weight.device == x.device
@@ -121,14 +132,15 @@ def can_rotate(x: Tensor, weight: Tensor, kernel_size: int) -> bool:
 def compute_dtype(x: Tensor, weight: Tensor | None = None) -> torch.dtype:
     """Return the data type in which a convolution of x computes.
 
-    It is the data type of autocast if enabled, else of the weights if given, else of x.
+    It is the data type of autocast if autocast is enabled and x is not float64. Otherwise it is the data type of
+    `weight`, or that of x if no weight is given.
     """
     casts = torch.is_autocast_enabled("cuda") and x.dtype != torch.float64
     return torch.get_autocast_dtype("cuda") if casts else (x if weight is None else weight).dtype
 
 
 def has_tangent(x: Tensor) -> bool:
-    """Return whether x is a dual tensor of torch's forward-mode differentiation."""
+    """Return whether x is a dual tensor, which has a tangent for torch's forward-mode differentiation."""
     return unpack_dual(x).tangent is not None
 
 

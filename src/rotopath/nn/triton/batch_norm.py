@@ -1,22 +1,26 @@
 """Batch norm, ReLU and max pooling on a GPU, as one fused operation.
 
 `norm_relu_pool` replaces the three layers where `can_normalize` in `rotopath.nn.triton` returns True. The forward pass
-reads the features twice, for the statistics and for the output, and writes only the output. The backward pass reads the
-features and the gradient of the output twice, and writes only the gradient of the features.
+reads the features once for the output and, in training, once before that for the statistics. It writes only the output.
+The backward pass reads the features and the gradient of the output twice, and writes only the gradient of the features.
 
-Arrays of the kernels, all contiguous:
+Arguments of the Triton kernels; all arrays are contiguous:
 
 - `x`: features (B, H, W, C, N), read as a matrix with one row per pixel and one column per channel and orientation.
   `rows` is B·H·W, `columns` is C·N, and `height` and `width` are H and W.
-- `y`: output (B, H/S, W/S, C, N) of max pooling over windows of S × S pixels. `outputs` is the number of its rows.
+- `y`: output (B, H/S, W/S, C, N) of max pooling over windows of S × S pixels, read as a matrix with `outputs` rows.
 - `dy`, `dx`: gradients of the loss with respect to y and to x, with the shapes of y and x.
 - `mean`, `inverse_std`, `weight`, `bias`: batch norm of each channel (C,), with `inverse_std` = 1 / √(variance + ε).
 - `d_weight`, `d_bias`: gradients of the loss with respect to weight and bias (C,).
-- `sums`, `squares`, `products`: partial sums (programs, C·N). Each program of a summing kernel adds up `steps` tiles of
-  rows. A reducing kernel then adds up the programs and the N columns of a channel, with one program per channel.
+- `running_mean`, `running_variance`: running statistics (C,) of the batch norm, or None. `batches`: the number of
+  batches that they were computed from, or None.
+- `sums`, `squares`, `products`: partial sums (`programs`, C·N).
 
-ROWS and COLUMNS are the size of a tile. Constants that end in _BLOCK, and PROGRAMS, are numbers rounded up to a power
-of 2, as Triton requires.
+Sums over rows have two stages. In the first, each program adds up `steps` tiles of rows. In the second, one program per
+channel adds up the partial sums of all `programs` of the first stage and of the N columns of the channel.
+
+ROWS and COLUMNS are the size of a tile. N_BLOCK and PROGRAMS are N and `programs`, rounded up to a power of 2, as
+Triton requires.
 """
 
 from typing import Any
@@ -28,7 +32,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 COLUMNS = 128  # columns of a tile
-ROWS, WARPS = 32, 4  # rows of a tile, and number of warps that sum it
+ROWS, WARPS = 32, 4  # rows of a tile, and number of warps of a program of `_sum_columns_kernel`
 MAX_PROGRAMS = 1024  # maximum number of programs that sum rows in parallel
 
 
@@ -112,7 +116,10 @@ class NormReluPool(torch.autograd.Function):
 
 
 def _apply(x: Tensor, statistics: Tensor, weight: Tensor, bias: Tensor, pool: int) -> Tensor:
-    """Apply batch norm, ReLU and max pooling to x, given the mean and inverse standard deviation (2, C)."""
+    """Apply batch norm, ReLU and max pooling to features x (B, H, W, C, N).
+
+    `statistics` (2, C) are the mean and the inverse standard deviation of the batch norm.
+    """
     batch, height, width, channels, n = x.shape
     y = torch.empty(batch, height // pool, width // pool, channels, n, device=x.device, dtype=x.dtype)
     outputs, columns = batch * (height // pool) * (width // pool), channels * n
@@ -138,7 +145,7 @@ def _apply(x: Tensor, statistics: Tensor, weight: Tensor, bias: Tensor, pool: in
 def compute_statistics(x: Tensor, norm: nn.BatchNorm3d) -> Tensor:
     """Return the mean and the inverse standard deviation (2, C) of features x (B, H, W, C, N).
 
-    This also updates the running statistics of the batch norm.
+    This also updates the running statistics of the batch norm, if it has any.
     """
     batch, height, width, channels, n = x.shape
     rows, columns = batch * height * width, channels * n
@@ -186,10 +193,10 @@ def running_parameters(norm: nn.BatchNorm3d) -> tuple[Tensor, Tensor, Tensor, Te
 
 
 def reduce_gradients(partial_sums: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients (C,) of weight and bias from partial sums (2, programs, C·N).
+    """Return the gradients (C,) of the weight and the bias of a batch norm from partial sums (2, programs, C·N).
 
-    The first of the two are sums of the gradients of the outputs, for the bias; the second are sums of these gradients
-    times the normalized values, for the weight.
+    `partial_sums[0]` are sums of the gradient with respect to the output of the batch norm, for the bias.
+    `partial_sums[1]` are sums of this gradient times the normalized features, for the weight.
     """
     programs, n = partial_sums.shape[1], partial_sums.shape[2] // channels
     d_weight, d_bias = partial_sums.new_empty(2, channels)
@@ -207,7 +214,10 @@ def reduce_gradients(partial_sums: Tensor, channels: int) -> tuple[Tensor, Tenso
 
 
 def split_rows(rows: int, tile_rows: int, max_programs: int | None = None) -> tuple[int, int]:
-    """Return the number of programs among which the rows are divided, and the number of tiles per program."""
+    """Divide rows into tiles of `tile_rows` rows, and the tiles among at most `max_programs` programs.
+
+    Returns the number of programs and the number of tiles per program. `max_programs` is by default MAX_PROGRAMS.
+    """
     tiles = triton.cdiv(rows, tile_rows)
     steps = triton.cdiv(tiles, MAX_PROGRAMS if max_programs is None else max_programs)
     return triton.cdiv(tiles, steps), steps
@@ -215,21 +225,22 @@ def split_rows(rows: int, tile_rows: int, max_programs: int | None = None) -> tu
 
 @triton.jit
 def _sum_columns_kernel(x, pivot, sums, squares, rows, columns, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Write the sum of each column of x, and of its squares, over the rows of this program.
+    """Write, for each column of x, the sum of its values and the sum of their squares over the rows of this program.
 
-    First the `pivot`, the first row of x, is subtracted from each row, so that large means do not cost precision.
+    The first row of x, `pivot`, is subtracted from every row before summing. Otherwise, sums of squares would lose
+    precision where the mean is large.
     """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = column < columns
     origin = tl.load(pivot + column, mask=column_mask, other=0.0).to(tl.float32)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)  # summed over rows at the end, because that synchronizes all threads
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)  # summed over ROWS after the loop: each such sum synchronizes threads
     total_of_squares = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in range(steps):
         row = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & column_mask[None, :]
         offset = row.to(tl.int64)[:, None] * columns + column[None, :]
         value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32) - origin[None, :]
-        value = tl.where(mask, value, 0.0)
+        value = tl.where(mask, value, 0.0)  # masked values were -pivot
         total += value
         total_of_squares += value * value
     offset = tl.program_id(0) * columns + column
@@ -239,7 +250,7 @@ def _sum_columns_kernel(x, pivot, sums, squares, rows, columns, steps, ROWS: tl.
 
 @triton.jit
 def update_running_statistics(batches, running_mean, running_variance, channel, mean, variance, momentum):
-    """Update the running mean and variance of one channel, and count the batch in `batches` (one number)."""
+    """Update the running mean and variance of one channel. For channel 0, also add 1 to the number `batches`."""
     if running_mean is not None:
         old = tl.load(running_mean + channel).to(mean.dtype)
         tl.store(running_mean + channel, old + momentum * (mean - old))
@@ -254,7 +265,10 @@ def _reduce_statistics_kernel(
     pivot, sums, squares, mean, inverse_std, batches, running_mean, running_variance, programs, rows, momentum, eps,
     N: tl.constexpr, N_BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Write the mean and inverse standard deviation of one channel from partial sums, and update running statistics."""
+    """Write the mean and inverse standard deviation of one channel, and update its running statistics.
+
+    Both are computed from the partial sums of `_sum_columns_kernel`, which has subtracted `pivot` from all rows.
+    """
     channel = tl.program_id(0)
     columns = tl.num_programs(0) * N
     orientation = tl.arange(0, N_BLOCK)
@@ -268,7 +282,8 @@ def _reduce_statistics_kernel(
     column_means = tl.where(orientation < N, origin + total / rows, 0.0)
     average = tl.sum(column_means, axis=0) / N
     deviation = tl.where(orientation < N, column_means - average, 0.0)
-    # Squared deviations of the values from the mean of their column, and of the N column means from the channel mean.
+    # Sum of the squared deviations of all values from the mean of the channel. A column contributes the squared
+    # deviations from its own mean, and `rows` times the squared deviation of its mean from that of the channel.
     squared_deviations = tl.sum(total_of_squares - total * total / rows + deviation * deviation * rows, axis=0)
     count = rows * N
     variance = tl.maximum(squared_deviations, 0.0, propagate_nan=tl.PropagateNan.ALL) / count
@@ -296,7 +311,7 @@ def _reduce_gradients_kernel(
 
 @triton.jit
 def load_scale_shift(mean, inverse_std, weight, bias, channel, mask):
-    """Load the batch norm of channels, and return it as scale and shift: y = scale · x + shift."""
+    """Return the batch norm of the channels with indices `channel` as scale and shift: y = scale · x + shift."""
     scale = tl.load(inverse_std + channel, mask=mask, other=0.0) * tl.load(weight + channel, mask=mask, other=0.0)
     shift = tl.load(bias + channel, mask=mask, other=0.0) - tl.load(mean + channel, mask=mask, other=0.0) * scale
     return scale, shift
@@ -304,7 +319,7 @@ def load_scale_shift(mean, inverse_std, weight, bias, channel, mask):
 
 @triton.jit
 def _first_row_of_window(output, height, width, S: tl.constexpr):
-    """Return, for each output, the row of x for the top left pixel of its window of S × S pixels."""
+    """Return, for each row `output` of y, the row of x that is the top left pixel of its window of S × S pixels."""
     out_width = width // S
     out_height = height // S
     out_column = output % out_width
@@ -341,10 +356,11 @@ def _sum_gradients_kernel(
     x, dy, mean, inverse_std, weight, bias, sums, products, outputs, columns, height, width, steps,
     N: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write partial sums, over rows of the output, of the gradients of the bias (`sums`) and weight (`products`).
+    """Write partial sums, over rows of dy, for the gradients of the bias (`sums`) and of the weight (`products`).
 
-    The bias gradient is the sum of the gradient with respect to the output of batch norm. The weight gradient is the
-    sum of its products with the normalized x.
+    The gradient of the bias is the sum of the gradient with respect to the output of batch norm. The gradient of the
+    weight is the sum of this gradient times the normalized x. For each window, only the pixel that max pooling selected
+    contributes, and only if ReLU passed its value.
     """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = column < columns
@@ -385,8 +401,8 @@ def _backward_kernel(
 ):  # fmt: skip
     """Write a tile of dx, the gradient with respect to x, from dy and the gradients of weight and bias.
 
-    `count` = B·H·W·N is the number of values of a channel. dy is routed to the pixel that max pooling selected. The
-    gradients of weight and bias are needed because the mean and the variance of the batch depend on x.
+    `count` = B·H·W·N is the number of values of a channel. In each window, dy is passed to the pixel that max pooling
+    selected. The gradients of weight and bias are needed because the mean and the variance of the batch depend on x.
     """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = column < columns
@@ -413,7 +429,7 @@ def _backward_kernel(
     for i in tl.static_range(S):
         for j in tl.static_range(S):
             offset = (first + i * width + j)[:, None] * columns + column[None, :]
-            centered = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32) - center[None, :]  # cached in L2
+            centered = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32) - center[None, :]  # in L2 cache
             routed = tl.where(argmax == i * S + j, gradient, 0.0)
             d_input = scale[None, :] * (routed - mean_gradient[None, :] - centered * slope[None, :])
             tl.store(dx + offset, d_input, mask=mask)

@@ -1,29 +1,37 @@
 """Blurred root-mean-square pooling on a GPU, alone or after batch norm and ReLU.
 
 `blur` replaces `GroupAvgPool2d(size, blur=…, power=2)`; `norm_relu_blur` replaces batch norm, ReLU and that pool. Both
-read the features once (twice for batch norm in training, which needs statistics) and write only the output. The
-backward pass writes only the gradient of the features and small sums.
+read the features once for the output and write only the output. Batch norm in training reads the features once more,
+for the statistics. The backward pass writes the gradient of the features, an array of the size of the output, and small
+sums.
 
-Method: an image is divided into blocks of S × S pixels, where S is the window and the stride of the pool; each block
-has one output. The mean over windows, the blur and the subsampling together are one filter per axis. So an output is
-√(weighted sum of squares + ε) - √ε over its block and the eight neighboring blocks. `_compute_weights` returns the
-filter weights along one axis; they differ at the borders.
+Method: an image is divided into *blocks* of S × S pixels, where S is the window and the stride of the pool. Each block
+has one output. The pool averages the squares over a window at every pixel, blurs the averages and subsamples them.
+Together, these operations are one filter per axis. Because `blur` is at most 2 · S + 1, the filter of an output covers
+only its own block and the eight neighboring blocks. The output is √(m + ε) - √ε, where the *mean square* m is the sum
+of the squares weighted by the filter. `_compute_weights` returns the filter weights along one axis; they differ at the
+borders.
 
-Tiles: a program processes vertical strips of images, which it reads block by block from top to bottom. A strip is two
-outputs wide in the forward pass and one pixel wide in the backward pass. The program keeps partial sums for three rows
-of outputs, so that each row of features is read once. Long strips are divided into chunks.
+Tiles: a program processes vertical *strips* of images, block by block from top to bottom. A strip is two outputs wide
+in the forward pass and one pixel wide in the backward pass. Pixels of a block contribute to three rows of outputs: that
+of the block above, that of the block itself ("here") and that of the block below. The forward pass keeps partial sums
+for these three rows, and the backward pass keeps their gradients, so that a strip is read once. Long strips are divided
+into *chunks* of blocks.
 
-Arrays of the kernels, all contiguous:
+Arguments of the Triton kernels; all arrays are contiguous:
 
-- `x`: features (B, H, W, C, N), read as a matrix with one row per pixel and `columns` = C·N columns. `y` is the output
-  (B, H/S, W/S, C, N); `blocks_down` is H/S and `blocks_across` is W/S.
+- `x`: features (B, H, W, C, N), read as a matrix with one row per pixel and `columns` = C·N columns.
+- `y`: output (B, H/S, W/S, C, N). `blocks_down` is H/S and `blocks_across` is W/S.
 - `dy`, `dx`: gradients of the loss with respect to y and to x.
-- `d_mean_square`: gradient with respect to half the weighted sum of squares, which is dy / √(sum + ε), shaped like y.
+- `d_mean_square`: gradient dy / √(m + ε) with respect to m/2, shaped like y. The gradient with respect to a pixel is
+  its value times the sum over outputs of filter weight times `d_mean_square`, without a factor of 2.
 - `weights_down`, `weights_across`: filter weights along height and width, from `_compute_weights`.
 - `mean`, `inverse_std`, `weight`, `bias`, `d_weight`, `d_bias`, `sums`, `products`: as in `batch_norm`. They are None
   without batch norm.
+- `strips`: number of strips in the batch. `chunks`: number of chunks of a strip. `chunk`: number of blocks in a chunk.
 
-ROWS is the number of strips in a tile, COLUMNS its number of columns. UNIT is a power of 2 that divides `columns`.
+ROWS and COLUMNS are the numbers of strips and columns in a tile. UNIT is a power of 2 that divides `columns`.
+If NORM, batch norm and ReLU are applied before the pool.
 """
 
 import math
@@ -48,14 +56,14 @@ from rotopath.nn.triton.batch_norm import (
     split_rows,
 )
 
-FORWARD_TILE, BACKWARD_TILE = 512, 1024  # elements of a tile: number of strips times number of columns
+FORWARD_TILE, BACKWARD_TILE = 512, 1024  # size of a tile: number of strips times number of columns
 MAX_BLOCKS = 64  # maximum number of blocks in a chunk
 WARPS = 4
 FLAT_TILE = 4096  # elements per program of an elementwise kernel
 
 
 class Filter(NamedTuple):
-    """Sizes of a pool: windows of size × size pixels at every pixel, then `blur` taps per axis, then stride `size`."""
+    """Root-mean-square pool: windows of size × size px at every pixel, `blur` taps of blur per axis, stride `size`."""
 
     size: int
     blur: int
@@ -92,7 +100,7 @@ def blur(x: Tensor, pool: GroupAvgPool2d) -> Tensor:
 
 
 def filter_of(pool: GroupAvgPool2d) -> Filter:
-    """Return the window and the blur of a pool as a Filter."""
+    """Return the sizes of the window and of the blur of a pool as a `Filter`."""
     return Filter(pool.size, pool.blur)
 
 
@@ -124,7 +132,7 @@ class NormReluBlur(torch.autograd.Function):
 
 
 def apply(x: Tensor, pool: Filter, parameters: Sequence[Tensor] = ()) -> Tensor:
-    """Pool features x (B, H, W, C, N), after batch norm and ReLU if `parameters` are given.
+    """Apply a root-mean-square pool to features x (B, H, W, C, N), after batch norm and ReLU if `parameters` are given.
 
     The parameters are the mean, inverse standard deviation, weight and bias (C,) of the batch norm.
     """
@@ -164,8 +172,8 @@ def apply(x: Tensor, pool: Filter, parameters: Sequence[Tensor] = ()) -> Tensor:
 
 def divide_by_root(dy: Tensor, y: Tensor) -> Tensor:
     """Return the gradient with respect to half the mean square, dy / √(mean square + ε), from dy and the output y."""
-    # The root is computed from y, and is as precise as y. Its inverse can be as large as 1000, so that the result could
-    # exceed the range of float16.
+    # The root is y + √ε, so it is as precise as y. Its inverse can be as large as 1 / √ε = 1000, so that the result can
+    # exceed the range of float16. Therefore, it is stored in float32, or in bfloat16, which has the same range.
     d_mean_square = torch.empty_like(y, dtype=torch.bfloat16 if dy.dtype == torch.bfloat16 else torch.float32)
     _divide_by_root_kernel[triton.cdiv(y.numel(), FLAT_TILE),](
         dy=dy.contiguous(),
@@ -179,7 +187,10 @@ def divide_by_root(dy: Tensor, y: Tensor) -> Tensor:
 
 
 def sum_gradients(x: Tensor, d_mean_square: Tensor, pool: Filter, parameters: Sequence[Tensor]) -> Tensor:
-    """Return partial sums (2, programs, C·N) of the gradients of the bias and the weight, in this order."""
+    """Return partial sums (2, programs, C·N), first for the gradient of the bias and then for that of the weight.
+
+    Bias and weight are those of the batch norm. The arguments are those of `compute_gradient`.
+    """
     return _backward(x, d_mean_square, pool, parameters, d_parameters=(), write=False)
 
 
@@ -190,11 +201,14 @@ def compute_gradient(
     parameters: Sequence[Tensor] = (),
     d_parameters: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Return a gradient with the shape of x (B, H, W, C, N).
+    """Return the gradient with respect to x (B, H, W, C, N), or with respect to the output of batch norm.
 
-    - Without `parameters` (no batch norm): the gradient with respect to x.
-    - With `parameters` and `d_parameters`, the gradients of weight and bias: the gradient with respect to x.
-    - With `parameters` only: the gradient with respect to the output of batch norm.
+    `d_mean_square` is the result of `divide_by_root`. `parameters` are those of `apply`, and `d_parameters` are the
+    gradients of the weight and the bias of the batch norm.
+
+    - Without `parameters`, there is no batch norm. Returns the gradient with respect to x.
+    - With `parameters` and `d_parameters`, returns the gradient with respect to x.
+    - With `parameters` only, returns the gradient with respect to the output of batch norm, which has the shape of x.
     """
     return _backward(x, d_mean_square, pool, parameters, d_parameters, write=True)
 
@@ -207,11 +221,7 @@ def _backward(
     d_parameters: Sequence[Tensor],
     write: bool,
 ) -> Tensor:
-    """Compute the gradient of the loss with respect to x (B, H, W, C, N), the input of batch norm.
-
-    `d_mean_square` is the gradient with respect to the output of the pool before its root. Returns the gradient if
-    `write`, else the partial sums from which the gradients of the batch norm parameters follow.
-    """
+    """Return the result of `compute_gradient` if `write` is True, or else that of `sum_gradients`."""
     batch, height, width, channels, n = x.shape
     blocks_down, blocks_across, columns = height // pool.size, width // pool.size, channels * n
     tiling = _tile(BACKWARD_TILE, batch * width, blocks_down, columns)
@@ -263,7 +273,7 @@ def _backward(
 
 
 def _tile(elements: int, strips: int, blocks_down: int, columns: int) -> _Tiling:
-    """Divide strips and columns into tiles of `elements` = strips times columns."""
+    """Divide strips and columns into tiles of `elements` elements: number of strips times number of columns."""
     tile_columns = min(triton.next_power_of_2(columns), COLUMNS)
     tile_rows = elements // tile_columns
     chunks = triton.cdiv(blocks_down, MAX_BLOCKS)
@@ -290,10 +300,10 @@ def _compute_weights(blocks: int, pool: Filter, device: torch.device) -> Tensor:
     Row i + 1 belongs to output i. It has one weight for each pixel of block i - 1, block i and block i + 1. Weights of
     pixels outside the image are 0. The first and the last row are 0 too, as outputs outside the image do not exist.
     """
-    few, size = min(blocks, 5), pool.size  # with more than 5 blocks, all blocks in the middle have the same weights
+    few, size = min(blocks, 5), pool.size  # weights are computed for 5 blocks; with more, the middle row is repeated
     pixels = few * size
     impulses = torch.eye(pixels, dtype=torch.float64).view(pixels, 1, 1, pixels, 1).expand(-1, -1, -1, -1, size)
-    responses = GroupAvgPool2d(size, blur=pool.blur).double()(impulses).view(pixels, few)
+    responses = GroupAvgPool2d(size, blur=pool.blur).double()(impulses).view(pixels, few)  # (pixels, outputs)
     windows = F.pad(responses, (0, 0, size, size)).unfold(0, 3 * size, size)  # (blocks, outputs, 3 · size)
     weights = windows.diagonal(dim1=0, dim2=1).T  # (outputs, 3 · size)
     weights = torch.cat([weights[: few // 2], weights[few // 2].expand(blocks - few + 1, -1), weights[few // 2 + 1 :]])
@@ -302,14 +312,15 @@ def _compute_weights(blocks: int, pool: Filter, device: torch.device) -> Tensor:
 
 @triton.jit
 def _locate_strips(item, strips, strips_across, blocks_down, chunks, chunk, ROWS: tl.constexpr):
-    """Return the strips of work item `item`, which is one chunk of one tile of ROWS strips.
+    """Return the strips and the blocks of work item `item`, which is one chunk of one tile of ROWS strips.
 
-    The results are a mask of existing strips, the image of each strip, its position in the row of strips, and the range
-    of blocks in the chunk: the first block, and the block after the last one.
+    `strips_across` is the number of strips in an image. The results are, for each strip, whether it exists, the index
+    of its image, and its index among the strips of this image, from left to right; then the first block of the chunk,
+    and the block after its last block.
     """
     strip = item // chunks * ROWS + tl.arange(0, ROWS)
     exists = strip < strips
-    strip = tl.minimum(strip, strips - 1)  # strips after the last one repeat it, and are masked when storing
+    strip = tl.minimum(strip, strips - 1)  # strips that do not exist read the last strip; their results are not stored
     start = (item % chunks * chunk).to(tl.int64)
     image = (strip // strips_across).to(tl.int64)
     return exists, image, strip % strips_across, start, tl.minimum(start + chunk, blocks_down)
@@ -324,7 +335,9 @@ def _forward_kernel(
 ):  # fmt: skip
     """Write the output y of one chunk of a tile of strips.
 
-    A strip is two outputs wide, `left` and `right`, because neighboring outputs read many pixels in common.
+    A strip is two outputs wide, `left` and `right`, because neighboring outputs read many pixels in common. The chunk
+    has the blocks from `start` to `stop` - 1. The blocks before and after it are also read, because they contribute to
+    its outputs. `eps` is the ε under the root.
     """
     columns = columns // UNIT * UNIT  # the same number; tells the compiler a divisor, so that it vectorizes loads
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -339,7 +352,8 @@ def _forward_kernel(
     right_mask = (exists & (left + 1 < blocks_across))[:, None] & column_mask
     features = x + (image * blocks_down * S * blocks_across * S)[:, None] * columns + column[None, :]
     outputs = y + (image * blocks_down * blocks_across + left)[:, None] * columns + column[None, :]
-    # Partial sums of the left and the right output, for the rows of outputs above, at and below the current block.
+    # Partial sums of the mean squares of the left and the right output, in the rows of outputs above the current block,
+    # at the current block (here) and below it.
     left_above = tl.zeros([ROWS, COLUMNS], tl.float32)
     right_above = tl.zeros([ROWS, COLUMNS], tl.float32)
     left_here = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -350,7 +364,7 @@ def _forward_kernel(
         for i in range(S):
             left_sum = tl.zeros([ROWS, COLUMNS], tl.float32)
             right_sum = tl.zeros([ROWS, COLUMNS], tl.float32)
-            for j in tl.static_range(4 * S):
+            for j in tl.static_range(4 * S):  # pixels of the blocks left - 1, left, left + 1 (right) and left + 2
                 # Pixels outside the image have weight 0; the pixel at the border is read instead.
                 pixel = tl.minimum(tl.maximum((left - 1) * S + j, 0), blocks_across * S - 1)
                 address = features + (pixel * columns)[:, None] + (block * S + i) * blocks_across * S * columns
@@ -363,6 +377,7 @@ def _forward_kernel(
                     left_sum += tl.load(weights_across + (left + 1) * 3 * S + j)[:, None] * square
                 if j >= S:
                     right_sum += tl.load(weights_across + (left + 2) * 3 * S + j - S)[:, None] * square
+            # Row o + 1 of the weights belongs to output o, and has S weights each for the blocks o - 1, o and o + 1.
             weight_above = tl.load(weights_down + (block * 3 + 2) * S + i)
             weight_here = tl.load(weights_down + ((block + 1) * 3 + 1) * S + i)
             weight_below = tl.load(weights_down + (block + 2) * 3 * S + i)
@@ -386,7 +401,7 @@ def _forward_kernel(
 
 @triton.jit
 def _divide_by_root_kernel(dy, y, d_mean_square, count, root_eps, FLAT_TILE: tl.constexpr):
-    """Divide each of the `count` elements of dy by the root √(mean square + ε) = y + √ε."""
+    """Divide each of the `count` elements of dy by the root √(mean square + ε) = y + √ε; `root_eps` is √ε."""
     offset = tl.program_id(0).to(tl.int64) * FLAT_TILE + tl.arange(0, FLAT_TILE)
     mask = offset < count
     gradient = tl.load(dy + offset, mask=mask, other=0.0).to(tl.float32)
@@ -396,10 +411,11 @@ def _divide_by_root_kernel(dy, y, d_mean_square, count, root_eps, FLAT_TILE: tl.
 
 @triton.jit
 def _gather_row(before, at, after, weight_before, weight_at, weight_after, row, mask):
-    """Return the weighted sum of the gradients of three outputs in one row of outputs.
+    """Return the sum over three neighboring outputs of filter weight times gradient, for pixels in the same column.
 
-    The outputs are that of the block of a pixel, and those of the blocks before and after it. `row` is the offset of
-    the row of outputs in memory.
+    `at` points to the gradient of the output of the pixel's own block in the first row of outputs; `before` and `after`
+    point to those of the blocks to its left and right. `row` is the offset in memory from the first row of outputs to
+    the row that is read.
     """
     total = weight_before[:, None] * tl.load(before + row, mask=mask).to(tl.float32)
     total += weight_at[:, None] * tl.load(at + row, mask=mask).to(tl.float32)
@@ -415,8 +431,10 @@ def _backward_kernel(
 ):  # fmt: skip
     """Compute the gradient of each pixel, for strips that are one pixel wide.
 
-    If WRITE, the gradients are written to dx. Otherwise their partial sums for the gradients of the bias and the weight
-    of batch norm are written to `sums` and `products`. `count` = B·H·W·N is the number of values of a channel.
+    If WRITE, the gradients are written to dx: with `d_bias` or without batch norm, those with respect to x; otherwise
+    those with respect to the output of batch norm. If not WRITE, partial sums for the gradients of the bias and the
+    weight of batch norm are written to `sums` and `products`. A program processes `steps` work items, which are chunks
+    of tiles of strips. `count` = B·H·W·N is the number of values of a channel.
     """
     columns = columns // UNIT * UNIT  # the same number; tells the compiler a divisor, so that it vectorizes loads
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

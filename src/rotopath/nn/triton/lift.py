@@ -4,13 +4,32 @@
 lifting, batch norm, ReLU and pool of the first stage of a network. With a max pool, it never stores the lifted
 features, which are the largest tensor of the network.
 
-Method: the statistics of batch norm are needed before the output can be computed. Lifting is linear, so the mean and
-the variance of the lifted features follow from the kernels and the *moments*: sums over all patches of the images (see
-`patches`) of the products of each pair of taps. The gradients need the moments too. They are in float64, because the
-variance is a small difference of large numbers.
+Method: in training, batch norm needs the mean and the variance of the lifted features before the output can be
+computed. A lifted value is a sum of products of a kernel and an image patch (see `patches`). The mean and the variance
+therefore follow from the kernels and the *moments* of the images: for each pair of taps of a patch, the sum of their
+product over all patches. The gradients need the moments too. The moments are in float64, because the variance is a
+small difference of large numbers.
 
-Arrays: `x` is the images (B, C', H, W), and `kernels` are (C·N, C', k, k) for C output channels and N orientations.
-`taps` are the kernels flattened to (C·N, k·k·C'). Features are (B, H, W, C·N); their last axis are the `columns`.
+Sizes: C' input channels, kernels of k × k pixels, C output channels, N orientations. H and W are the height and the
+width of the tensor that is described; lifting reduces both by k - 1. T is k·k·C' + 1, rounded up to the size of one or
+two tiles: k·k·C' taps, a constant tap of 1, and unused taps.
+
+Arguments of the Triton kernels; all arrays are contiguous:
+
+- `kernels`: the convolution kernels, flattened to (C·N, k·k·C'). Elsewhere in this file, this array is called `taps`,
+  and `kernels` are (C·N, C', k, k). A row of the array, and a channel and orientation of the features, is a `column`:
+  the last axis of features (B, H, W, C·N) has `columns` = C·N entries.
+- `taps`: the number k·k·C', which is also the index of the constant tap.
+- `patches`: the number of all patches of the batch, B·H·W for lifted features with height H and width W.
+- `moments`: the moments (T, T). STRIDE is this T.
+- `products`: kernels times moments (C·N, T), of which the first `taps` columns are used.
+- `mean`, `inverse_std`, `weight`, `bias`: batch norm of each channel (C,), with `inverse_std` = 1 / √(variance + ε).
+- `scale`, `shift`: the same batch norm for each column (C·N,), as scale · value + shift.
+- `batches`, `running_mean`, `running_variance`: number of batches and running statistics of the batch norm, or None.
+- `sums`: results (T, C·N) of `patches.sum_products`, for the gradient with respect to the output of batch norm.
+- `d_kernels`, `d_weight`, `d_bias`: gradients of the loss with respect to kernels, weight and bias.
+
+One program processes one channel with its N orientations. N_BLOCK and TAPS are N and `taps`, rounded up to powers of 2.
 """
 
 import math
@@ -26,37 +45,41 @@ from rotopath.nn.triton import blur_pool, patches
 from rotopath.nn.triton.batch_norm import running_parameters, update_running_statistics
 from rotopath.nn.triton.blur_pool import Filter
 
-TILE_ROWS = 64  # size of a tile: number of orientations times number of rows of the moments
+TILE_ROWS = 64  # orientations times rows of the moments that a program of `_statistics_kernel` processes at a time
 WARPS = 8
 
-Pool = int | Filter  # window of a max pool in pixels, or the filter of a root-mean-square pool
+Pool = int | Filter  # side of the windows of a max pool in pixels (1: no pool), or a root-mean-square pool
 
 
 class _Moments(NamedTuple):
     """Moments of the patches of a batch of images, as returned by `patches.sum_moments`."""
 
-    sums: Tensor  # (tile of taps, tile of taps): sums of the products of two taps over all patches, in float64
+    sums: Tensor  # (T, T): for each pair of taps, the sum of their product over all patches, in float64
     patches: int  # number of patches
 
 
 class _Statistics(NamedTuple):
-    """Statistics of lifted features that batch norm needs, computed from the moments of the image patches."""
+    """Statistics of lifted features for batch norm, computed from the moments of the image patches."""
 
     normalization: Tensor  # (2, C): mean and inverse standard deviation, in float64
     scale_shift: Tensor  # (2, C·N): batch norm of each column as scale · value + shift
-    products: Tensor  # (C·N, tile of taps): kernels times moments, for the backward pass
+    products: Tensor  # (C·N, T): kernels times moments, for the backward pass, in float64
 
 
 def lift(x: Tensor, kernels: Tensor, orientations: int) -> Tensor:
-    """Lift images (B, C', H, W) with kernels (C·N, C', k, k) to features (B, C, N, H, W) of the same data type."""
+    """Lift images x (B, C', H, W) with kernels (C·N, C', k, k), for N = `orientations`.
+
+    Returns features (B, C, N, H, W) in the data type of x. The gradient with respect to x is not computed.
+    """
     y: Tensor = Lift.apply(x, kernels)
     return torch.unflatten(y, -1, (-1, orientations)).permute(0, 3, 4, 1, 2)
 
 
 def lift_norm_relu_pool(x: Tensor, kernels: Tensor, norm: nn.BatchNorm3d, pool: Pool = 1) -> Tensor:
-    """Lift images (B, C', H, W) with kernels (C·N, C', k, k), and apply batch norm, ReLU and a pool.
+    """Lift images x (B, C', H, W) with kernels (C·N, C', k, k), and apply batch norm, ReLU and a pool.
 
-    In training, this updates the running statistics of the batch norm. In evaluation, the result has no gradients.
+    Returns features (B, C, N, H, W) in the data type of x. In training, this updates the running statistics of the
+    batch norm. In evaluation, the result has no gradients. The gradient with respect to x is never computed.
     """
     n = kernels.shape[0] // norm.num_features
     if norm.training:
@@ -74,7 +97,7 @@ class Lift(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, kernels: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.like = kernels.new_empty(0, *kernels.shape[1:])
+        ctx.like = kernels.new_empty(0, *kernels.shape[1:])  # empty: keeps only the shape and the data type
         return patches.lift(x, _to_taps(kernels, x))
 
     @staticmethod
@@ -86,7 +109,10 @@ class Lift(torch.autograd.Function):
 
 
 class LiftNormReluPool(torch.autograd.Function):
-    """Autograd function: lifting, batch norm with the statistics of the batch, ReLU and pooling."""
+    """Autograd function: lifting of images (B, C', H, W), batch norm with batch statistics, ReLU and a pool.
+
+    Returns features (B, H, W, C·N). `weight` and `bias` (C,) are those of the batch norm `norm`.
+    """
 
     @staticmethod
     def forward(
@@ -149,11 +175,12 @@ def _apply(
     pool: Pool,
     for_backward: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Lift and apply batch norm, ReLU and a pool; return the features (B, H, W, C·N) and tensors for the backward pass.
+    """Lift images and apply batch norm, ReLU and a pool.
 
-    `parameters` are the mean, inverse standard deviation, weight and bias (C,) of the batch norm, and `scale_shift`
-    (2, C·N) is the same batch norm as scale · value + shift. The further tensors are, for a max pool, its argmax (only
-    if `for_backward`); for a root-mean-square pool, the lifted features and the output of the pool.
+    The batch norm is given in two forms. `parameters` are its mean, inverse standard deviation, weight and bias (C,).
+    `scale_shift` (2, C·N) describes it as scale · value + shift. Returns the features (B, H, W, C·N), followed by
+    tensors for the backward pass: the lifted features and the output of a root-mean-square pool, or the argmax of a max
+    pool. The argmax is returned only if `for_backward`.
     """
     if isinstance(pool, Filter):
         lifted = patches.lift(x, taps).unflatten(-1, (len(parameters[0]), -1))
@@ -175,7 +202,10 @@ def _to_kernels(taps: Tensor, like: Tensor) -> Tensor:
 
 
 def _compute_statistics(moments: _Moments, taps: Tensor, norm: nn.BatchNorm3d) -> _Statistics:
-    """Return the statistics of images lifted with kernels `taps` (C·N, k·k·C'), and update the running statistics."""
+    """Return the statistics of lifted features, and update the running statistics of the batch norm.
+
+    `moments` are those of the images, and `taps` are the flattened kernels (C·N, k·k·C').
+    """
     columns, tap_count = taps.shape
     channels, side_length = norm.num_features, len(moments.sums)
     n = columns // channels
@@ -214,7 +244,10 @@ def _compute_statistics(moments: _Moments, taps: Tensor, norm: nn.BatchNorm3d) -
 
 @triton.jit
 def _load_taps(kernels, column, taps, tap, n, N: tl.constexpr):
-    """Load the taps with numbers `tap` of the N kernels of one channel, in float64."""
+    """Load the taps with indices `tap` of the N kernels of one channel, as a tile (len(n), len(tap)) in float64.
+
+    `n` are the indices of orientations, and `column` those of the kernels.
+    """
     mask = (n < N)[:, None] & (tap < taps)[None, :]
     return tl.load(kernels + column[:, None] * taps + tap[None, :], mask=mask, other=0.0).to(tl.float64)
 
@@ -227,15 +260,14 @@ def _statistics_kernel(
 ):  # fmt: skip
     """Write the statistics of one channel over its N orientations, and update its running statistics.
 
-    `moments` (STRIDE, STRIDE) are the sums of `_Moments`; row `taps` contains the sums of the single taps. `kernels`
-    are (C·N, taps). The outputs are `mean` and `inverse_std` (C,), `scale` and `shift` (C·N,), and `products`
-    (C·N, STRIDE), the kernels times the moments.
+    Reads `moments`, whose row `taps` (constant tap) contains the sums of single taps, `kernels`, `weight` and `bias`.
+    Writes `mean`, `inverse_std`, `scale`, `shift` and `products`. In each step, the loop reads ROWS rows of moments.
     """
     channel = tl.program_id(0)
     n, tap = tl.arange(0, N_BLOCK), tl.arange(0, TAPS)
     column = channel * N + n
     kernel = _load_taps(kernels, column, taps, tap, n, N)
-    sums = tl.load(moments + taps * STRIDE + tap, mask=tap < taps, other=0.0)  # sum of each tap
+    sums = tl.load(moments + taps * STRIDE + tap, mask=tap < taps, other=0.0)  # sum of each tap over all patches
     count = tl.zeros([], tl.float64) + patches
     means = tl.sum(kernel * sums[None, :], axis=1) / count
     squared_deviations = tl.zeros([N_BLOCK], tl.float64)
@@ -243,7 +275,7 @@ def _statistics_kernel(
         row = first + tl.arange(0, ROWS)
         offset = row[:, None] * STRIDE + tap[None, :]
         squares = tl.load(moments + offset, mask=(row < taps)[:, None] & (tap < taps)[None, :], other=0.0)
-        product = tl.sum(kernel[:, None, :] * squares[None, :, :], axis=2)  # (N, ROWS)
+        product = tl.sum(kernel[:, None, :] * squares[None, :, :], axis=2)  # (N_BLOCK, ROWS)
         row_sums = tl.load(moments + taps * STRIDE + row, mask=row < taps, other=0.0)
         centered = product - means[:, None] * row_sums[None, :]
         squared_deviations += tl.sum(_load_taps(kernels, column, taps, row, n, N) * centered, axis=1)
@@ -273,8 +305,8 @@ def _gradients_kernel(
 ):  # fmt: skip
     """Write the gradients of the kernels, the weight and the bias of one channel.
 
-    `sums` (STRIDE, C·N) are the results of `patches.sum_products`. `moments`, `kernels`, `mean`, `inverse_std` and
-    `products` are the arrays of `_statistics_kernel`.
+    Reads `sums`, whose row `taps` (constant tap) contains the sums of the gradients, and the arrays that
+    `_statistics_kernel` has read and written.
     """
     channel = tl.program_id(0)
     n, tap = tl.arange(0, N_BLOCK), tl.arange(0, TAPS)
@@ -287,8 +319,8 @@ def _gradients_kernel(
     slope = inverse * (tl.sum(tl.sum(gradients * kernel, axis=1), axis=0) - center * total)
     tl.store(d_bias + channel, total)
     tl.store(d_weight + channel, slope)
-    # The backward pass of batch norm subtracts, from the gradients, their mean and their component along the normalized
-    # features.
+    # The backward pass of batch norm subtracts, from the gradient with respect to its output, the mean of this gradient
+    # and its part that is proportional to the normalized features.
     values = (tl.zeros([], tl.float64) + patches) * N
     tap_sums = tl.load(moments + taps * STRIDE + tap, mask=tap < taps, other=0.0)[None, :]
     centered = tl.load(products + column[:, None] * STRIDE + tap[None, :], mask=mask, other=0.0) - center * tap_sums

@@ -1,27 +1,32 @@
 """Matrix products of image patches on a GPU, from which `rotopath.nn.triton.lift` computes lifting and its gradients.
 
-`lift` and `lift_and_pool` multiply patches with kernels, the latter with batch norm, ReLU and max pooling in the same
-pass, so that the lifted features are not stored. `sum_products` computes the sums for the gradient of the kernels, and
-`sum_moments` the sums for batch norm.
+`lift` and `lift_and_pool` multiply patches with kernels. `lift_and_pool` also applies batch norm, ReLU and max pooling
+in the same pass, so that the lifted features are not stored. `sum_products` computes the sums for the gradient of the
+kernels, and `sum_moments` the sums for batch norm.
 
-A *patch* is the k × k × C' pixel values of an image that a kernel covers. Its *taps* are these values in the order
-(row, column, channel). All patches form a matrix with one row per patch and one column per tap. A constant tap of 1 is
-appended to each patch, so that sums of products with this tap are plain sums of the other factor.
+A *patch* is the part of an image that a kernel covers: k × k pixels with C' channels. Its *taps* are these k·k·C'
+values in the order (row, column, channel). A kernel has as many taps, its weights, in the same order. The patches form
+a matrix (patches, taps). A *constant tap* of 1 is appended to each patch. The sum of products of the constant tap and
+another factor is the plain sum of that factor.
 
-Arrays of the kernels:
+T is the length of an axis of taps: k·k·C' taps, the constant tap, and unused taps up to the size of one or two tiles.
 
-- `x`: images (B, C', H, W) with any strides; CHANNELS is C' and SIDE is k. `first` are the offsets in x of the first
-  (top left) pixels of patches.
-- `kernels`: (C·N, k·k·C'), contiguous; `columns` is C·N, for C output channels and N orientations.
-- `y`: output (B, height, width, C·N), one row per window of S × S patches; S is 1 without pooling. `outputs` is the
-  number of these rows, B · height · width.
-- `argmax`: shaped like y; position (row · S + column) of the maximum in each window, or -1 where no value is positive,
-  so that the output is 0.
+Arguments of the Triton kernels; all arrays but x are contiguous:
+
+- `x`: images (B, C', H, W) with any strides, given in elements. CHANNELS is C' and SIDE is k.
+- `first`: for each patch of a tile, the offset in x of its first (top left) pixel.
+- `kernels`: the convolution kernels (C·N, k·k·C') for C output channels and N orientations; `columns` is C·N.
+- `y`: output (B, height, width, C·N), read as a matrix with one row per window of S × S neighboring patches and one
+  column per kernel. S is 1 without pooling. `outputs` is the number of rows, B · height · width.
+- `argmax`: shaped like y. It contains the position (row · S + column) of the maximum in each window, or -1 where no
+  value is positive and the output of ReLU is 0.
 - `scale`, `shift`: batch norm of each column (C·N,), as scale · value + shift.
 - `dy`: gradient of the loss with respect to y.
+- `sums`, `moments`, `partial_sums`: partial sums; the first axis has one entry per program.
 
-ROWS and COLUMNS are the size of a tile of outputs. MAIN and REST are the numbers of taps in the first and the second
-tile of taps; REST is 0 if there is only one tile. Each program processes `steps` tiles of rows.
+ROWS and COLUMNS are the size of a tile of outputs. TAPS is the size of a tile of taps. If the taps are divided into two
+tiles, MAIN and REST are their sizes; otherwise MAIN is the size of the only tile and REST is 0. Each program processes
+`steps` tiles of rows.
 """
 
 import math
@@ -38,21 +43,25 @@ MAX_SUM_PROGRAMS = 264  # maximum number of programs that sum in parallel: two p
 REDUCE_PARTS, REDUCE_ELEMENTS = (
     32,
     128,
-)  # tile of `_reduce_kernel`: number of partial sums and of elements
+)  # size of a tile of `_reduce_kernel`: number of partial sums times number of elements of each
 
 
 def lift(x: Tensor, taps: Tensor) -> Tensor:
-    """Lift images (B, C', H, W) with kernels `taps` (C·N, k·k·C') to features (B, H, W, C·N)."""
+    """Lift images x (B, C', H, W) with flattened kernels `taps` (C·N, k·k·C').
+
+    Returns features (B, H - k + 1, W - k + 1, C·N) in the data type of x.
+    """
     return _lift(x, taps, scale_shift=None, pool=1, return_argmax=False)[0]
 
 
 def lift_and_pool(
     x: Tensor, taps: Tensor, scale_shift: Tensor, pool: int, return_argmax: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Lift images, apply scale and shift (2, C·N), ReLU and max pooling; return features (B, H, W, C·N) and argmax.
+    """Lift images x (B, C', H, W), and apply batch norm, ReLU and max pooling over windows of pool × pool pixels.
 
-    The argmax is the position of the maximum in its window of pool × pool pixels, as int8, or -1 where no value is
-    positive. It is None unless `return_argmax`.
+    `taps` (C·N, k·k·C') are the flattened kernels, and `scale_shift` (2, C·N) is the batch norm as scale · value +
+    shift. Returns features (B, height, width, C·N) and, if `return_argmax`, the argmax of the same shape, otherwise
+    None. The argmax is the position of the maximum in its window as int8, or -1 where no value is positive.
     """
     return _lift(x, taps, scale_shift, pool, return_argmax)
 
@@ -60,7 +69,7 @@ def lift_and_pool(
 def _lift(
     x: Tensor, taps: Tensor, scale_shift: Tensor | None, pool: int, return_argmax: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Lift images. If `scale_shift` is given, also apply batch norm, ReLU and max pooling."""
+    """Lift images. If `scale_shift` is given, also apply batch norm, ReLU and max pooling. Returns y and argmax."""
     columns, tap_count = taps.shape
     side = math.isqrt(tap_count // x.shape[1])
     height, width = ((size - side + 1) // pool for size in x.shape[-2:])
@@ -101,10 +110,12 @@ def _lift(
 
 
 def sum_products(x: Tensor, dy: Tensor, side: int, pool: int = 1, argmax: Tensor | None = None) -> Tensor:
-    """Return the sums over patches of tap times gradient, for each tap and column: (tile of taps, C·N), in float64.
+    """Return, for each tap and column, the sum over all patches of tap times gradient: (T, C·N) in float64.
 
-    `side` is the kernel size k, `dy` the gradient of the output. After a max pool, given by `pool` and `argmax`, dy is
-    routed to the patches of the maxima. Row k·k·C' (constant tap) contains sums of the gradients. Later rows are 0.
+    `side` is the kernel size k, and `dy` (B, height, width, C·N) is the gradient with respect to the output. If the
+    output is that of a max pool, give `pool` (side of its windows) and `argmax`; each patch of a maximum then has the
+    gradient dy of its window, and all other patches have the gradient 0. Row k·k·C' of the result (constant tap)
+    contains the sums of the gradients. Later rows are 0.
     """
     dy = dy.contiguous()
     _, height, width, columns = dy.shape
@@ -138,10 +149,10 @@ def sum_products(x: Tensor, dy: Tensor, side: int, pool: int = 1, argmax: Tensor
 
 
 def sum_moments(x: Tensor, side: int) -> tuple[Tensor, int]:
-    """Return the sums over patches of the product of each pair of taps, in float64, and the number of patches.
+    """Return, for each pair of taps, the sum of their product over all patches, and the number of patches.
 
-    The sums are a square matrix (tile of taps, tile of taps). `side` is the kernel size k. Row and column k·k·C', of
-    the constant tap, contain the sums of single taps. Later rows and columns are 0.
+    The sums are a matrix (T, T) in float64. `side` is the kernel size k. Row and column k·k·C' (constant tap) contain
+    the sums of single taps. Later rows and columns are 0.
     """
     height, width = (size - side + 1 for size in x.shape[-2:])
     tap_count, patches = side * side * x.shape[1], x.shape[0] * height * width
@@ -197,7 +208,7 @@ def _tile_size(taps: int) -> int:
 def _split_taps(taps: int) -> tuple[int, int]:
     """Return the sizes of the two tiles that hold the taps and the constant tap.
 
-    The second size is 0 unless two tiles are smaller in total than one tile.
+    Sizes are powers of 2. If two tiles are not smaller in total than one tile, the second size is 0.
     """
     main = _tile_size(taps) // 2
     rest = _tile_size(taps - main)
@@ -222,7 +233,10 @@ def _load_patches(
     x, first, row_mask, row_stride, column_stride, channel_stride,
     SIDE: tl.constexpr, CHANNELS: tl.constexpr, FROM: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Load the taps FROM to FROM + TAPS - 1 of the patches at the offsets `first`, as a tile (patches, TAPS)."""
+    """Load the taps FROM to FROM + TAPS - 1 of the patches at the offsets `first`, as a tile (patches, TAPS).
+
+    Taps of masked patches are 0, except for the constant tap, which is 1 in every patch. Unused taps are 0.
+    """
     tap = FROM + tl.arange(0, TAPS)
     row, column, channel = tap // (SIDE * CHANNELS), (tap // CHANNELS) % SIDE, tap % CHANNELS
     offset = row * row_stride + column * column_stride + channel * channel_stride
@@ -234,7 +248,7 @@ def _load_patches(
 
 @triton.jit
 def _first_patch_of_window(output, height, width, image_stride, row_stride, column_stride, S: tl.constexpr):
-    """Return, for each output, the offset in x of the top left patch of its window of S × S patches."""
+    """Return, for each row `output` of y, the offset in x of the top left patch of its window of S × S patches."""
     out_column = output % width
     rest = output // width
     out_row = rest % height
@@ -245,7 +259,7 @@ def _first_patch_of_window(output, height, width, image_stride, row_stride, colu
 def _load_kernels(kernels, column, columns, taps, FROM: tl.constexpr, TAPS: tl.constexpr):
     """Load the taps FROM to FROM + TAPS - 1 of kernels (columns, taps), as a transposed tile (TAPS, len(column)).
 
-    `column` has the indices of the columns to load. Taps and columns that do not exist are 0.
+    `column` are the indices of the kernels to load. Taps and kernels that do not exist are 0.
     """
     tap = FROM + tl.arange(0, TAPS)
     mask = (tap < taps)[:, None] & (column < columns)[None, :]
@@ -257,7 +271,7 @@ def _multiply(
     x, first, row_mask, row_stride, column_stride, channel_stride, kernels_main, kernels_rest,
     SIDE: tl.constexpr, CHANNELS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Return the products (patches, columns) of patches with kernels, computed in one or two tiles of taps."""
+    """Return the matrix product (patches, columns) of patches and kernels, computed from one or two tiles of taps."""
     patches = _load_patches(x, first, row_mask, row_stride, column_stride, channel_stride, SIDE, CHANNELS, 0, MAIN)
     lifted = tl.dot(patches, kernels_main, input_precision="ieee")
     if REST:
@@ -275,7 +289,10 @@ def _lift_kernel(
     NORM: tl.constexpr, SIDE: tl.constexpr, CHANNELS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write tiles of lifted features y. With NORM, also apply scale, shift, ReLU and max pooling; write argmax."""
+    """Write tiles of lifted features y.
+
+    If NORM, scale, shift, ReLU and max pooling are applied before y is written. argmax is written unless it is None.
+    """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = column < columns
     kernels_main = _load_kernels(kernels, column, columns, SIDE * SIDE * CHANNELS, 0, MAIN)
@@ -323,12 +340,13 @@ def _sum_products_kernel(
 ):  # fmt: skip
     """Write the sums, over the patches of this program, of the products of all taps with the gradient.
 
-    The gradient is that of the lifted features: dy without a pool, or dy at the patches of the maxima and 0 elsewhere.
+    Without a max pool, the gradient is dy. With a max pool, the gradient is dy at the patches of the maxima, and 0 at
+    all other patches. `sums` is (programs, TAPS, C·N).
     """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = column < columns
     total = tl.zeros([TAPS, COLUMNS], tl.float32)
-    for step in range(steps * S * S):  # reads the gradients of a window S² times, mostly from the cache
+    for step in range(steps * S * S):  # a step is one position in the windows of a tile; dy is mostly read from a cache
         output = (tl.program_id(0) * steps + step // (S * S)) * ROWS + tl.arange(0, ROWS)
         row_mask = output < outputs
         offset = output.to(tl.int64)[:, None] * columns + column[None, :]
@@ -352,7 +370,8 @@ def _sum_moments_kernel(
 ):  # fmt: skip
     """Write the sums, over the patches of this program, of the products of all pairs of taps.
 
-    `moments` is (programs, MAIN + REST, MAIN + REST), and `patches` is the number of all patches.
+    `moments` is (programs, MAIN + REST, MAIN + REST), and `patches` is the number of all patches of the batch. The sums
+    are computed in up to four blocks: MAIN × MAIN, REST × REST, and MAIN × REST, which is also written transposed.
     """
     total = tl.zeros([MAIN, MAIN], tl.float32)
     if REST:

@@ -1,21 +1,33 @@
 """Compute the rotated kernels of a convolution on a GPU in one launch.
 
-`rotate` computes kernels from base weights and the rotation map of `rotopath.group`. The kernels are channels-last and
-in the data type of the convolution. For small batches, launching several small operations takes most of the time of a
-layer, so forward and backward pass are one launch each.
+`rotate` computes convolution kernels from base weights and the rotation map of `rotopath.group`. The kernels are
+channels-last and in the data type of the convolution. With small batches, a layer spends most of its time on launching
+small operations. The forward pass and the backward pass are therefore one launch each.
 
-Sizes: O output channels, C input channels, N orientations (2N with reflections), n × n entries of a kernel, and P base
-weights (taps) per kernel.
+Sizes: O output channels, C input channels, N orientations (including the reflected ones, if any), n × n entries of a
+kernel, and P base weights (*taps*), from which the entries of a kernel are computed.
 
-Arrays of the kernels, all contiguous:
+Method: the base weights of a group convolution have one *slice* of P taps for each input orientation. For input channel
+c, input orientation h, output channel o and output orientation g, the kernel is the product of a matrix and a slice:
+
+    kernels[o·N + g, :, :, c·N + h] = rotation[g] · weight[o, c, slices[g, h]]
+
+The backward pass is the transposed operation, where `sources` is the inverse of `slices`:
+
+    d_weight[o, c, s] = sum over g of rotation[g]ᵀ · d_kernels[o·N + g, :, :, c·N + sources[g, s]]
+
+For lifting, there is one input orientation and one slice: h and s are 0, and c·N is replaced by c.
+
+Arguments of the Triton kernels; all arrays are contiguous:
 
 - `weight`, `d_weight`: base weights (O, C, P) for lifting or (O, C, N, P) for group convolution, and their gradient.
-  `columns` is the number of input channels and orientations, C or C·N.
-- `rotation`: rotation map (N, n², P); for each orientation, a matrix from base weights to kernel entries.
+- `columns`: C for lifting, C·N for group convolution. The base weights are read as a matrix (O · columns, P).
+- `rotation`: rotation map (N, n², P). It has one matrix from base weights to kernel entries for each orientation.
 - `kernels`, `d_kernels`: rotated kernels (O·N, n, n, columns), and their gradient.
 - `slices`, `sources`: tables (output orientations, input orientations) of `_orientation_tables`.
-
-`taps` is P, `entries` is n². TAPS, ENTRIES and COLUMNS are the sizes of a tile.
+- `taps` is P, `entries` is n². OUT_ORIENTATIONS is N, IN_ORIENTATIONS is N, or 1 for lifting.
+- TAPS and ENTRIES are `taps` and `entries`, rounded up to the size of a tile. COLUMNS is the number of columns of a
+  tile.
 """
 
 import math
@@ -36,8 +48,8 @@ class _Sizes(NamedTuple):
     """Sizes of base weights, kernels and tiles."""
 
     columns: int  # number of input channels times number of input orientations
-    taps: int  # number of base weights of a kernel
-    entries: int  # number of pixels of a kernel, n²
+    taps: int  # number of base weights of a kernel, P
+    entries: int  # number of entries of a kernel, n²
     output_orientations: int
     input_orientations: int  # 1 for lifting
     tile_taps: int
@@ -45,7 +57,11 @@ class _Sizes(NamedTuple):
 
 
 def rotate(weight: Tensor, rotation: Tensor, reflections: bool, dtype: torch.dtype) -> Tensor:
-    """Compute kernels (O·N, C, n, n) from base weights (O, C, P), or (O·N, C·N, n, n) from (O, C, N, P)."""
+    """Return the rotated kernels of a convolution, in the data type `dtype`, from its base weights.
+
+    For lifting, the base weights are (O, C, P) and the kernels (O·N, C, n, n). For group convolution, the base weights
+    are (O, C, N, P) and the kernels (O·N, C·N, n, n). `rotation` is the rotation map (N, n², P).
+    """
     kernels: Tensor = RotateKernels.apply(weight, rotation, reflections, dtype)
     return kernels.permute(0, 3, 1, 2)
 
@@ -53,8 +69,8 @@ def rotate(weight: Tensor, rotation: Tensor, reflections: bool, dtype: torch.dty
 class RotateKernels(torch.autograd.Function):
     """Autograd function: rotate base weights with a rotation map (N, n², P) to kernels (O·N, n, n, columns).
 
-    N orientations, O output channels, kernel size n, P base weights in each kernel. The last axis has one column for
-    each input channel and input orientation.
+    The sizes are those of the module docstring. The last axis of the kernels has one column for each input channel and
+    input orientation.
     """
 
     @staticmethod
@@ -91,9 +107,9 @@ class RotateKernels(torch.autograd.Function):
 
 
 class RotateKernelsBackward(torch.autograd.Function):
-    """Autograd function: the gradient of base weights from the gradient of kernels.
+    """Autograd function: compute the gradient of the base weights from the gradient of the kernels.
 
-    This applies the transposed rotation map. Its own gradient is therefore the rotation, `RotateKernels`.
+    It applies the transposed rotation map. Its own backward pass therefore applies the rotation map: `RotateKernels`.
     """
 
     @staticmethod
@@ -148,9 +164,9 @@ def _orientation_tables(
 ) -> tuple[Tensor, Tensor]:
     """Return the tables `slices` and `sources`, both (output orientations, input orientations).
 
-    A slice is the part of a base kernel for one input orientation. `slices[g, h]` is the slice that is applied to input
-    orientation h to compute output orientation g. `sources[g, s]` is the inverse: the input orientation to which slice
-    s is applied.
+    To compute output orientation g, slice `slices[g, h]` of the base weights is applied to input orientation h.
+    `sources[g, s]` is the inverse: the input orientation to which slice s is applied. The numbers of orientations
+    include the reflected ones.
     """
     with torch.inference_mode(False):
         # Computed on the CPU, because values computed while a CUDA graph is recorded exist only after it is replayed.
@@ -179,7 +195,11 @@ def _rotate_kernel(
     OUT_ORIENTATIONS: tl.constexpr, IN_ORIENTATIONS: tl.constexpr,
     TAPS: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the rotated kernels of one output channel and one output orientation, for a tile of columns."""
+    """Write the rotated kernels of one output channel o and one output orientation g, for a tile of columns.
+
+    `output` is o·N + g, and `column` is c·N + h. `row` is the row of the matrix of base weights that contains slice
+    `slices[g, h]` of input channel c and output channel o.
+    """
     output = tl.program_id(0)
     orientation = output % OUT_ORIENTATIONS
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -200,7 +220,10 @@ def _rotate_back_kernel(
     OUT_ORIENTATIONS: tl.constexpr, IN_ORIENTATIONS: tl.constexpr,
     TAPS: tl.constexpr, ENTRIES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the base weights of one output channel, summed over all output orientations."""
+    """Write the gradient of the base weights of one output channel, summed over all output orientations.
+
+    `row` is c·N + s, for slice s of input channel c. `column` is c·N + sources[g, s].
+    """
     channel = tl.program_id(0)
     row = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row_mask = row < columns
