@@ -5,12 +5,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test quick style lint format clean
+.PHONY: demo test quick style types lint tests format clean
 
 demo: $(READY)
 	$(BIN)/rotopath demo --out demo
 
-test: lint
+test: style
+	$(MAKE) --no-print-directory -j 2 types tests
+
+tests: $(READY)
 	$(BIN)/pytest -n 2 --dist worksteal --cov --cov-report=term
 
 quick: style
@@ -20,9 +23,11 @@ style: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
-lint: style
+types: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+lint: style types
 
 format: $(READY)
 	$(BIN)/ruff check --fix

@@ -170,7 +170,7 @@ def test_a_model_with_other_outputs_is_not_put_in_place(
         return lambda images: model(images) + 2e-4
 
     monkeypatch.setattr(exporting, "WRITERS", {"torchscript": write_wrong})
-    with pytest.raises(RunError, match="has other outputs than the network for images of shape"):
+    with pytest.raises(RunError, match="and the network compute different logits for images of shape"):
         export(trained("tumor"), "torchscript", out)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing half-written is left"

@@ -108,7 +108,7 @@ def test_a_value_of_the_wrong_type_is_named(run: Path, key: str) -> None:
     for value in (MISSING, *WRONG_VALUES[TYPES[key]]):
         write_json(run / MODEL, with_value(content, key, value))
         name, given = key.rpartition(".")[2], None if value is MISSING else value
-        message = f"{name!r} must be {EXPECTED[TYPES[key]]}; got {given!r}. Restore the file from a copy"
+        message = f"the key {name!r} must be {EXPECTED[TYPES[key]]}; got {given!r}. Restore the file from a copy"
         assert f"{run / MODEL} is damaged: {message}" in error_of_loading(run)
     write_json(run / MODEL, content)
     rp.load(run)
@@ -155,9 +155,9 @@ def test_a_value_of_the_wrong_type_is_named(run: Path, key: str) -> None:
         ("network.geometry.stride_px", 6, "than the network 'tumor' has; restore"),
         ("network.geometry.outputs", 2, "than the network 'tumor' has; restore"),
         ("network.geometry.rim", 2, "than the network 'tumor' has; restore"),
-        ("operating_point", {}, "an operating point has threshold; got nothing"),
-        ("operating_point", {"limit": 0.5}, "an operating point has threshold; got limit"),
-        ("operating_point.limit", 0.5, "an operating point has threshold; got threshold, limit"),
+        ("operating_point", {}, "the operating point must contain threshold; got nothing"),
+        ("operating_point", {"limit": 0.5}, "the operating point must contain threshold; got limit"),
+        ("operating_point.limit", 0.5, "the operating point must contain threshold; got threshold, limit"),
         ("operating_point.threshold", -5, "'threshold' of the operating point is -5; a number from 0 to 1"),
         ("operating_point.threshold", 1.5, "'threshold' of the operating point is 1.5"),
         ("operating_point.threshold", True, "'threshold' of the operating point is True"),
@@ -179,7 +179,7 @@ def test_nan_and_infinity_are_named(run: Path, key: str, value: str) -> None:
     """They are not JSON, but Python's json module reads and writes them."""
     path = run / MODEL
     path.write_text(json.dumps(with_value(read_json(path), key, float(value))))
-    reason = f"it is not valid JSON (it contains {value}, which JSON does not allow)"
+    reason = f"it is not valid JSON (JSON does not allow the number {value})"
     assert error_of_loading(run) == f"{path} is damaged: {reason}. Restore the file from a copy."
 
 
@@ -199,7 +199,7 @@ def test_nan_and_infinity_are_named(run: Path, key: str, value: str) -> None:
         ("network.options.kernel", None, "got None"),
         ("network.options.smoothing", "yes", "'smoothing' of tumor must be False or True; got 'yes'"),
         ("network.options.widths_of", 0, "orientations must be a whole number, 1 or more"),
-        ("network.orientations", 999_999, "No channels give tumor about 89425 weights with 999999 orientations"),
+        ("network.orientations", 999_999, "tumor cannot have 999999 orientations, because with every choice"),
     ],
 )
 def test_a_network_that_cannot_be_built_is_named(run: Path, key: str, value: object, message: str) -> None:
@@ -270,10 +270,14 @@ def test_thresholds_may_be_at_their_bounds(run: Path) -> None:
     ("task", "point", "message"),
     [
         ("mitosis", {"threshold": 1.001}, "'threshold' of the operating point is 1.001"),
-        ("nuclei", {"inside": 0.5, "background": 0.5}, "an operating point has inside, background, least_px; got ins"),
+        (
+            "nuclei",
+            {"inside": 0.5, "background": 0.5},
+            "the operating point must contain inside, background, least_px; got inside, background",
+        ),
         ("nuclei", {"inside": 0.5, "background": -0.5, "least_px": 3}, "'background' of the operating point is -0.5"),
         ("nuclei", {"inside": 0.5, "background": 0.5, "least_px": -3}, "'least_px' of the operating point is -3"),
-        ("nuclei", THRESHOLD, "an operating point has inside, background, least_px; got threshold"),
+        ("nuclei", THRESHOLD, "the operating point must contain inside, background, least_px; got threshold"),
     ],
 )
 def test_operating_points_are_checked_by_the_task(tmp_path: Path, task: str, point: Table, message: str) -> None:
@@ -286,7 +290,7 @@ def test_several_classes_have_no_threshold(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", "classify", classes=["a", "b", "c"], orientations=1)
     assert rp.load(folder).point == {}
     write_json(folder / MODEL, read_json(folder / MODEL) | {"operating_point": THRESHOLD})
-    assert "an operating point has no numbers; got threshold" in error_of_loading(folder)
+    assert "the operating point must contain no numbers; got threshold" in error_of_loading(folder)
 
 
 def test_a_model_file_of_a_newer_version_is_reported_as_newer(run: Path) -> None:

@@ -70,9 +70,9 @@ def test_changes_apply_and_texts_need_no_quotes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "changes", "sentence"),
     [
-        (MINIMAL, ["orientation=4"], "there is no key 'orientation'; did you mean 'orientations'?"),
-        (MINIMAL, ["augmentation.stains=0.1"], "there is no key 'augmentation.stains'; did you mean"),
-        (MINIMAL, ["zebra=red"], "there is no key 'zebra'; choose from task, data, classes, colors, spacing_um_px"),
+        (MINIMAL, ["orientation=4"], "the key 'orientation' is unknown; did you mean 'orientations'?"),
+        (MINIMAL, ["augmentation.stains=0.1"], "the key 'augmentation.stains' is unknown; did you mean"),
+        (MINIMAL, ["zebra=red"], "the key 'zebra' is unknown; choose from task, data, classes, colors, spacing_um_px"),
         ('data = "x"', [], "the required key 'task' is missing; add it."),
         (MINIMAL, ["task=kidney"], "There is no task 'kidney'; choose from mitosis, nuclei, tumor, classify"),
         (MINIMAL, ["task=tumour"], "There is no task 'tumour'; did you mean 'tumor'?"),
@@ -88,7 +88,7 @@ def test_changes_apply_and_texts_need_no_quotes(tmp_path: Path) -> None:
         (MINIMAL, ["network_options=4"], "the key 'network_options' must be a table; got 4."),
         (MINIMAL, ["network_options.orientations=4"], "has no option 'orientations'"),
         (MINIMAL, ["network_options.outputs=4"], "The network 'tumor' has no option 'outputs'"),
-        (MINIMAL, ["kernal=harmonic"], "there is no key 'kernal'; did you mean 'kernel'?"),
+        (MINIMAL, ["kernal=harmonic"], "the key 'kernal' is unknown; did you mean 'kernel'?"),
         (MINIMAL, ["reflections=1"], "reflections"),
         (MINIMAL, ["smoothing=0"], "smoothing"),
         (MINIMAL, ["widths_of=true"], "got True"),

@@ -95,7 +95,7 @@ def test_a_recipe_of_a_newer_version_is_reported_as_newer_and_not_as_damaged(
     sentence = str(refused.value)
     assert str(run) in sentence
     assert ("was trained by rotopath " in sentence and "which is newer than this one" in sentence) == is_newer
-    assert ("is damaged" in sentence and "there is no key 'quantum'" in sentence) == (not is_newer)
+    assert ("is damaged" in sentence and "the key 'quantum' is unknown" in sentence) == (not is_newer)
 
 
 def test_a_run_of_a_newer_version_without_a_model_file_is_reported_as_newer(run: Path) -> None:
@@ -210,12 +210,12 @@ def test_a_model_file_has_precedence_over_an_old_operating_point(run: Path) -> N
     [
         (runs.OLD_POINT, '{"threshold": -5}', "is damaged: 'threshold' of the operating point is -5"),
         (runs.OLD_POINT, '{"threshold": true}', "is damaged: 'threshold' of the operating point is True"),
-        (runs.OLD_POINT, "{}", "is damaged: an operating point has threshold; got nothing"),
+        (runs.OLD_POINT, "{}", "is damaged: the operating point must contain threshold; got nothing"),
         (runs.OLD_POINT, "[0.5]", "is damaged: it must contain a JSON object; got [0.5]. Restore"),
         (
             runs.OLD_POINT,
             '{"threshold": NaN}',
-            "is damaged: it is not valid JSON (it contains NaN, which JSON does not allow). Restore",
+            "is damaged: it is not valid JSON (JSON does not allow the number NaN). Restore",
         ),
         (runs.RECIPE, 'task = "tumor"\n', "the required key 'data' is missing"),
         (runs.RECIPE, 'task = "tumor"\ndata = "d"\nkernel = "cubic"\n', "'kernel' of tumor must be"),

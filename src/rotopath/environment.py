@@ -45,7 +45,7 @@ GIT_TIMEOUT_S = 10
 
 
 def find_extra(module: str) -> str | None:
-    """Return the extra of rotopath that installs a module, or None if there is none.
+    """Return the extra (group of optional packages) of rotopath that installs a module, or None if there is none.
 
     >>> from rotopath.environment import find_extra
     >>> find_extra("openslide")
@@ -106,9 +106,10 @@ def _find_version(package: str) -> str | None:
 
 
 def _find_commit() -> str | None:
-    """Return the git commit of the source tree, with "-dirty" if files were changed, or None if git does not track it.
+    """Return the git commit of the source tree, with "-dirty" if files were changed.
 
-    If the repository has annotated tags, the result starts with the nearest tag, as `git describe` prints it.
+    If the repository has annotated tags, the result starts with the nearest tag, as in the output of `git describe`.
+    Returns None if git is missing or does not track this file.
     """
     if not _run_git("ls-files", Path(__file__).name):
         return None  # rotopath may be installed inside another repository, which does not track this file
@@ -116,7 +117,7 @@ def _find_commit() -> str | None:
 
 
 def _run_git(*arguments: str) -> str | None:
-    """Return the output of a git command in the folder of this file, or None if it fails or prints nothing."""
+    """Run a git command in the folder of this file. Return its output, or None if git fails or prints nothing."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=GIT_TIMEOUT_S)

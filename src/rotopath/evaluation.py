@@ -82,16 +82,17 @@ def evaluate(
     - `model`: a run, a run folder, or the name of a pretrained model. A pretrained model requires `data`.
     - `data`: a dataset; default: the one that the run was trained on.
     - `rotations`: number of rotations of each image, over which predictions are averaged (test-time augmentation).
-    - `rule`: rule for counting true positives, one of `task.rules`; default: the first.
-    - `robustness`: also measure how predictions change when inputs are rotated, and save the rotated predictions in an
+    - `rule`: rule for counting true positives, one of `task.rules`; default: the first of these.
+    - `robustness`: also measure how predictions change when inputs are rotated, and save the results for figures in an
       `.npz` file next to the scores.
-    - `out`: file for the scores; default: `evaluation_file` in the run folder, or in `runs/NAME` of a pretrained model.
-    - `spacing_um_px`: pixel spacing in µm/px of images that do not specify it. For the dataset of the training, the
-      default is the one in the recipe.
+    - `out`: file for the scores; default: the path that `evaluation_file` returns for the run folder or, if the model
+      is pretrained, for the folder `runs/NAME`.
+    - `spacing_um_px`: pixel spacing in µm/px of images that do not specify it. For the dataset that the run was trained
+      on, the default is `data_spacing_um_px` of the recipe.
     - `on_progress`: receives the split, the number of finished samples and the number of all samples.
 
-    With several rotations, or if `rule` is given, the operating point is chosen again on the validation set. Raises
-    DataError if the split does not exist or the data does not fit the task.
+    With several rotations, or if `rule` is given, the operating point is chosen again on the validation set of
+    the dataset. Raises DataError if the split does not exist or the data does not fit the task.
     """
     run = model if isinstance(model, Run) else runs.load(model)
     if split not in SPLITS:
@@ -136,7 +137,9 @@ def evaluate(
 def evaluation_file(
     folder: Path, split: str, rotations: int = 1, rule: str | None = None, data: Path | None = None
 ) -> Path:
-    """Return the path of the scores in a folder. Each combination of split, rotations, rule and data has its own file.
+    """Return the path in `folder` of the file for scores. The path differs by split, rotations, rule and data.
+
+    `rule` is None for the default rule. `data` is the path of the dataset, or None for the dataset of the training.
 
     >>> from rotopath.evaluation import evaluation_file
     >>> evaluation_file(Path("runs/a"), "test", rotations=4).as_posix()
@@ -151,7 +154,7 @@ def evaluation_file(
 def open_task_data(task: Task, data: Path | str, spacing_um_px: float | None = None) -> Dataset:
     """Open a dataset with the annotations that a task needs.
 
-    Raises DataError if annotations are missing, or if the dataset contains labels that are not classes of the task.
+    Raises DataError if the dataset has another type of annotation, or labels that are not classes of the task.
     """
     dataset = open_data(data, task.annotated, spacing_um_px)
     if errors := problems(task.check_data(dataset)):
@@ -170,7 +173,11 @@ def gather_evidence(
     rotations: int = 1,
     on_progress: OnProgress = lambda _done, _all: None,
 ) -> list[Evidence]:
-    """Predict all samples, and return the evidence of each sample: its prediction and its ground truth."""
+    """Predict all samples, and return the evidence of each sample: its prediction and its ground truth.
+
+    Predictions are averaged over `rotations` rotations of each image. `on_progress` receives the number of finished
+    samples and the number of all samples.
+    """
     network = network.to(device).eval()
     if task.prediction_type == "window":
         return _gather_patches(task, network, samples, device, rotations, on_progress)
@@ -226,7 +233,10 @@ def make_center_batches(
     cache: Cache = "auto",
     device: torch.device = CPU,
 ) -> tuple[Batches, range]:
-    """Return batches of the central windows of all samples, in order, and the steps that contain each sample once."""
+    """Return batches of the central window of each sample, in the order of the samples, and the range of all steps.
+
+    `batch` is the number of windows per batch; the last batch may be smaller. Each sample is in exactly one batch.
+    """
     pixels = open_pixels(samples, task.reader, cache, device)
     sampler = CenterSampler(task.image_targets(samples), pixels.sizes_px, window_px, batch)
     return Batches(pixels, sampler, window_px), range(len(sampler))
@@ -246,8 +256,9 @@ def make_sampled_batches(
 ) -> Batches:
     """Return batches of random windows, drawn by the task's sampler.
 
-    `batch` is the number of windows per batch. `mined` are hard examples, which the sampler draws more often, as
-    `task.examples_for_sampler` returns them: indices of samples, or rows that begin with such an index.
+    `batch` is the number of windows per batch. `mined` is the array that `task.examples_for_sampler` returns: hard
+    examples, which the sampler draws more often. An array of shape (k,) contains indices of samples; an array with
+    several columns contains these indices in the first column. None means no hard examples.
     """
     if batch < 1 or seed < 0:
         raise DataError(f"The batch size must be 1 or more and the seed 0 or more; got {batch} and {seed}.")
@@ -274,11 +285,11 @@ class RotatedPredictions:
     fair: NDArray[np.float32]  # probabilities at the fair angles
     plain_degrees: list[float]  # angles, counterclockwise
     plain: NDArray[np.float32]  # probabilities at the plain angles
-    labels: NDArray[np.int64]  # (windows,); empty for fields
+    labels: NDArray[np.int64]  # class numbers (windows,); empty for fields
     images: NDArray[np.uint8]  # (k, height, width, 3), not rotated; only the first windows, but all fields
     fair_decisions: NDArray[np.generic]
     plain_decisions: NDArray[np.generic]
-    maps: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # of fields, at the fair angles, by name
+    maps: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # by name, at fair angles; empty for windows
 
 
 def predict_rotated_inputs(
@@ -286,7 +297,8 @@ def predict_rotated_inputs(
 ) -> RotatedPredictions:
     """Predict inputs at all fair and plain angles.
 
-    Inputs are up to `max_windows` windows, or the central square of each field: see `task.robustness_inputs`.
+    The inputs are the central square of each field if `task.robustness_inputs` is "fields", and otherwise up to
+    `max_windows` windows.
     """
     run.network.to(device).eval()
     if run.task.robustness_inputs == "fields":
@@ -295,7 +307,11 @@ def predict_rotated_inputs(
 
 
 def summarize_rotation(rotated: RotatedPredictions) -> dict[str, object]:
-    """Return the robustness for the JSON file: standard deviation over angles, and fraction of changed decisions."""
+    """Return the robustness for the JSON file, at fair and at plain angles.
+
+    The robustness consists of the standard deviation of probabilities over angles, and the fraction of inputs whose
+    decision changes with the angle.
+    """
     return {
         "inputs": "pixels of fields" if rotated.maps else "windows",
         "count": int(np.prod(rotated.fair.shape[1:])),
@@ -307,7 +323,8 @@ def summarize_rotation(rotated: RotatedPredictions) -> dict[str, object]:
 def pack_for_figures(rotated: RotatedPredictions) -> dict[str, NDArray[np.generic]]:
     """Return the arrays for figures, by name.
 
-    For windows: predictions at all angles. For fields: mean and standard deviation of each map over the fair angles.
+    If the inputs are windows, these are the predictions at all angles. If the inputs are fields, these are the mean and
+    the standard deviation of each map over the fair angles.
     """
     if not rotated.maps:
         names = ("fair_degrees", "fair", "plain_degrees", "plain", "labels", "images")
@@ -344,9 +361,10 @@ def _predict_rotated_windows(
 
 
 def _read_windows(run: Run, samples: Sequence[Sample], device: torch.device, max_windows: int) -> tuple[Tensor, Tensor]:
-    """Return windows (B, 3, S, S) and their labels (B,). Windows are large enough to be rotated by any angle.
+    """Return up to `max_windows` windows (B, 3, s, s) and their labels (B,).
 
-    Patches that are smaller than a window are extended by reflection.
+    The windows are larger than the input of the network, so that they can be rotated by any angle without empty
+    corners. Patches that are smaller than a window are extended by reflection.
     """
     task, geometry = run.task, run.network.geometry
     cut_px = covering_size(geometry.context_px) + 2 * SPLINE_REACH

@@ -1,8 +1,8 @@
 """Export a trained network for other software: TorchScript (for WSInfer and QuPath), ONNX, or a torch.export program.
 
-`export` freezes the network to a plain CNN. It writes a folder with the model, its weights, a configuration and its
-provenance. The exported model is read back, and its outputs are compared with those of the network. If they differ,
-nothing is written.
+`export` converts a network with SE(2) layers to a plain CNN with the same logits, which is called freezing. Then
+`export` writes a folder with the model, its weights, a configuration and its provenance. The exported model is read
+back, and its logits are compared with those of the network. If the logits differ, nothing is written.
 """
 
 import copy
@@ -43,9 +43,11 @@ Predict = Callable[[Tensor], Tensor]  # from images (B, 3, H, W) to logits (B, K
 def export(model: Run | Path | str, to: Format = "torchscript", out: Path | str | None = None) -> Path:
     """Export the network of a finished run or a pretrained model. Returns the folder of the export.
 
-    The folder is `out`, by default `export-FORMAT` in `run.output_folder`. An older export in the folder is replaced
-    atomically. Raises RunError if the network cannot be exported, if the exported model has other outputs than the
-    network, or if the folder contains other files than an export.
+    `model` is a run, the path of a run folder, or the name of a pretrained model. `to` is the format: "torchscript",
+    "onnx" or "torch" (a torch.export program). The folder of the export is `out`, by default `export-FORMAT` in
+    `run.output_folder`. An older export in the folder is replaced atomically. Raises RunError if the network cannot be
+    exported, if the exported model computes other logits than the network, or if the folder contains files that are not
+    an export of rotopath.
     """
     if to not in get_args(Format):
         raise RunError(f"There is no export format {to!r}; choose from {', '.join(MODELS)}.")
@@ -100,9 +102,10 @@ class PatchClassifier(nn.Module):
 
 
 def _make_module(run: Run, to: Format, frozen: bool = True) -> nn.Module:
-    """Return a copy of the network on the CPU. It is a patch classifier if `_is_classifier` returns True.
+    """Return a copy of the network on the CPU, in a `PatchClassifier` if `_is_classifier` returns True.
 
-    With `frozen`, a network with SE(2) layers is frozen to a plain CNN. Raises RunError if this is not possible.
+    If `frozen` is true, a network with SE(2) layers is converted to a plain CNN with the same logits. Raises RunError
+    if this conversion is not possible.
     """
     module = unwrap(run.network)
     try:
@@ -115,8 +118,9 @@ def _make_module(run: Run, to: Format, frozen: bool = True) -> nn.Module:
 def _is_classifier(run: Run, to: Format) -> bool:
     """Return whether the export is a patch classifier, which returns one prediction per image instead of a map.
 
-    This is so for TorchScript, which WSInfer and QuPath read, because they can run patch classifiers only. The network
-    must have a single output for its smallest image, and its task must have one target for each window, not a map.
+    Three conditions must hold. The format is TorchScript, which is for WSInfer and QuPath; these programs can only run
+    patch classifiers. The network returns a map of 1 × 1 positions for its smallest image. The task has one target for
+    each window, not a map of targets.
     """
     has_one_output = run.network.geometry.block == 1 and not run.task.reader.target_maps
     return to == "torchscript" and has_one_output
@@ -189,9 +193,10 @@ WRITERS: Mapping[Format, Callable[[nn.Module, DenseNetwork, Path], Predict]] = {
 
 
 def _make_example(network: DenseNetwork) -> tuple[Tensor, dict[int, Any]]:
-    """Return example images (B, 3, H, W) for an exporter, and the axes whose size may change later.
+    """Return example images (B, 3, H, W) for an exporter, and a dictionary of the axes whose size may vary.
 
-    These are the batch and, unless the network accepts one size only, H and W in steps between valid image sides.
+    The dictionary maps axis numbers to symbolic sizes (`torch.export.Dim`). It has axis 0 (batch, any size) and, unless
+    the network accepts one image size only, axes 2 and 3 (H and W, any valid image side).
     """
     step, side = network.geometry.step_px, _smallest_image_px(network)
     batch = torch.export.Dim("batch", min=1)
@@ -219,9 +224,10 @@ def _suppress_warnings() -> Iterator[None]:
 
 
 def check_outputs(exported: Predict, expected: Predict, network: DenseNetwork) -> None:
-    """Compare the logits of an exported model with those of `expected`, for several batch and image sizes.
+    """Compare the logits of an exported model with those of the model before export, for several sizes of images.
 
-    Raises RunError if they differ by more than the tolerance.
+    `exported` and `expected` are these two models, as functions from images to logits. `network` states the valid image
+    sizes. Raises RunError if the logits differ in shape, or in value by more than `TOLERANCE`.
     """
     generator = torch.Generator().manual_seed(0)
     side, step = _smallest_image_px(network), 0 if _has_fixed_size(network) else network.geometry.step_px
@@ -234,8 +240,8 @@ def check_outputs(exported: Predict, expected: Predict, network: DenseNetwork) -
             logits, expected_logits, rtol=TOLERANCE, atol=TOLERANCE
         ):
             raise RunError(
-                f"The exported model has other outputs than the network for images of shape {size}, so nothing was "
-                f"written; please report this problem with the versions of torch and onnxruntime."
+                f"The exported model and the network compute different logits for images of shape {size}, so nothing "
+                f"was written; please report this problem with the versions of torch and onnxruntime."
             )
 
 
@@ -299,9 +305,9 @@ def _format_readme(config: Mapping[str, object], to: Format) -> str:
         "torch": 'import torch\nmodel = torch.export.load("model.pt2").module(check_guards=False)',
     }[to]
     if "spec_version" in config:
-        use = "It classifies patches. It runs in WSInfer, and in QuPath as a local model of the WSInfer extension."
+        use = "The model classifies patches. It runs in WSInfer, and as a local model in QuPath's WSInfer extension."
     else:
-        use = "It returns a map of an image, not a class for a patch; WSInfer and its QuPath extension cannot run it."
+        use = "The model returns a map, not a class for a patch; WSInfer and its QuPath extension cannot run it."
     sides: Mapping[str, int] = config["image_sides_px"]  # type: ignore[assignment]
     sides_px = (
         f"{sides['smallest']} + {sides['step']}·k px (k = 0, 1, 2, …)" if sides["step"] else f"{sides['smallest']} px"
@@ -313,6 +319,6 @@ def _format_readme(config: Mapping[str, object], to: Format) -> str:
         f"sides of {sides_px}.",
         f"- Output: {config['output']}; apply {config['activation']}. Classes: {', '.join(config['class_names'])}.",  # type: ignore[arg-type]
         f"```python\n{load}\n```",
-        f"`{WEIGHTS}` contains the same weights. `{runs.PROVENANCE}` records how the model was trained and exported.",
+        f"`{WEIGHTS}` contains only the weights. `{runs.PROVENANCE}` records how the model was trained and exported.",
     ]
     return "\n\n".join(lines) + "\n"

@@ -62,10 +62,10 @@ class ModelInfo:
 
 
 def write_model(folder: Path, task: Task, network: NetworkInfo, point: Mapping[str, float], weights: bytes) -> None:
-    """Write `model.json` into a folder, with the checksum of `weights`, the content of `weights.safetensors`.
+    """Write `model.json` into a folder. `weights` is the content of `weights.safetensors`, for its checksum.
 
-    `weights.safetensors` is not written. In a run folder, write it after this call: a run counts as finished as soon as
-    its weights exist.
+    `weights.safetensors` itself is not written. In a run folder, write `weights.safetensors` after this call: a run
+    counts as finished as soon as its weights exist.
     """
     kind = type(task)
     is_built_in = KINDS.get(kind.kind) is kind and kind.__module__.startswith("rotopath.")
@@ -102,7 +102,9 @@ def read_model(folder: Path) -> ModelInfo:
     content = read_json(path)
     version = content.get("format")
     if type(version) is not int or version < 1:
-        raise RunError(f"{path} is damaged: 'format' must be a whole number, 1 or more; got {version!r}. {REMEDY}")
+        raise RunError(
+            f"{path} is damaged: the key 'format' must be a whole number, 1 or more; got {version!r}. {REMEDY}"
+        )
     if version > FORMAT:
         raise RunError(
             f"{path} was written by rotopath {content.get('rotopath', '?')}, which is newer than this one "
@@ -122,10 +124,10 @@ def _parse_task(table: Mapping[str, Any]) -> Task:
     kind = find_kind(_get_text(table, "kind"))
     entries = table.get("classes")
     if not isinstance(entries, list) or not entries:
-        raise ValueError(f"'classes' must be a list of one class or more; got {entries!r}")
+        raise ValueError(f"the key 'classes' must be a list of one class or more; got {entries!r}")
     stain = _get_text(table, "stain")
     if stain not in get_args(Stain):
-        raise ValueError(f"'stain' must be one of {', '.join(get_args(Stain))}; got {stain!r}")
+        raise ValueError(f"the key 'stain' must be one of {', '.join(get_args(Stain))}; got {stain!r}")
     return kind(
         name=_get_text(table, "name"),
         classes=tuple(map(_parse_class, entries)),
@@ -163,41 +165,41 @@ def _parse_network(table: Mapping[str, Any]) -> NetworkInfo:
 
 def _parse_checksum(table: Mapping[str, Any]) -> str:
     if _get_text(table, "file") != WEIGHTS:
-        raise ValueError(f"'file' must be {WEIGHTS!r}; got {table['file']!r}")
+        raise ValueError(f"the key 'file' must be {WEIGHTS!r}; got {table['file']!r}")
     if type(table.get("bytes")) is not int or table["bytes"] < 0:
-        raise ValueError(f"'bytes' must be a whole number, 0 or more; got {table.get('bytes')!r}")
+        raise ValueError(f"the key 'bytes' must be a whole number, 0 or more; got {table.get('bytes')!r}")
     return _get_text(table, "sha256")
 
 
 def _get_table(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(value := table.get(name), dict):
-        raise ValueError(f"{name!r} must be a JSON object; got {value!r}")
+        raise ValueError(f"the key {name!r} must be a JSON object; got {value!r}")
     return value
 
 
 def _get_text(table: Mapping[str, Any], name: str) -> str:
     if not isinstance(value := table.get(name), str) or not value:
-        raise ValueError(f"{name!r} must be a string that is not empty; got {value!r}")
+        raise ValueError(f"the key {name!r} must be a string that is not empty; got {value!r}")
     return value
 
 
 def _get_flag(table: Mapping[str, Any], name: str) -> bool:
     if not isinstance(value := table.get(name), bool):
-        raise ValueError(f"{name!r} must be true or false; got {value!r}")
+        raise ValueError(f"the key {name!r} must be true or false; got {value!r}")
     return value
 
 
 def _get_number(table: Mapping[str, Any], name: str, low: float, high: float) -> float:
     value = table.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise ValueError(f"{name!r} must be a number from {low:g} to {high:g}; got {value!r}")
+        raise ValueError(f"the key {name!r} must be a number from {low:g} to {high:g}; got {value!r}")
     return float(value)
 
 
 def _get_whole(table: Mapping[str, Any], name: str, low: int) -> int:
     value = table.get(name)
     if type(value) is not int or not low <= value <= LARGEST_WHOLE:
-        raise ValueError(f"{name!r} must be a whole number from {low} to {LARGEST_WHOLE}; got {value!r}")
+        raise ValueError(f"the key {name!r} must be a whole number from {low} to {LARGEST_WHOLE}; got {value!r}")
     return value
 
 
@@ -262,7 +264,7 @@ def _name_dtype(tensor: Tensor) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file that contains an object. Raises RunError if the file is missing or contains anything else."""
+    """Read a file that contains a JSON object. Raises RunError if the file is missing or contains anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except FileNotFoundError:
@@ -279,4 +281,4 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"it contains {name}, which JSON does not allow")  # Python's json module would accept it
+    raise ValueError(f"JSON does not allow the number {name}")  # Python's json module would accept it

@@ -57,19 +57,20 @@ class Mining:
 class Recipe:
     """All settings of a training. The defaults are those of the paper, as far as the paper specifies them.
 
-    Most optional keys accept None for their default. In TOML and in overrides, None is written as `false`.
+    In a key whose type includes None, None stands for the default that is stated beside the key. In TOML and in
+    overrides, None is written as `false`.
     """
 
     task: str  # "tumor", "mitosis" or "nuclei"; a kind: "classify", "detect" or "segment"; or "package.module:Class"
     data: str  # path of a dataset: a folder or a manifest
     classes: tuple[str, ...] = ()  # class names; default: the classes of the task, or else those in the data
-    colors: tuple[str, ...] = ()  # of the classes, such as "#e69f00"; default: colors of the task
+    colors: tuple[str, ...] = ()  # colors of the classes, such as "#e69f00"; default: colors of the task
     spacing_um_px: float | None = None  # pixel spacing at which the network reads images; default: that of the task
     stain: Stain | None = None  # stain normalization, "none" or "macenko"; default: that of the task
     data_spacing_um_px: float | None = None  # pixel spacing of images whose files do not specify it; default: an error
     network: str | None = None  # registered name, or "package.module:function"; default: the network of the task
     orientations: int = 8  # number of orientations N; 1 is an ordinary CNN
-    network_options: NetworkOptions = field(default_factory=NetworkOptions)
+    network_options: NetworkOptions = field(default_factory=NetworkOptions)  # options of the network, by name
     # Distance between windows on a slide, for networks with one prediction for each window. Default: half a window.
     stride_px: int | None = None
     # Reduced amount of training data: number of cases ("detect"), number of fields (annotated image regions) of each
@@ -81,7 +82,7 @@ class Recipe:
     batch: int | None = None  # windows per batch, over all devices; default: 16 for "segment", otherwise 64
     window_px: int | None = None  # side of training windows; default: that of the network
     optimiser: Literal["sgd", "adamw"] = "sgd"
-    learning_rate: float = 0.01
+    learning_rate: float = 0.01  # at the start of the training
     momentum: float = 0.9  # of SGD
     weight_decay: float = 5e-4  # decoupled: each step multiplies kernels by 1 - learning_rate · weight_decay
     schedule: Literal["halve", "cosine", "constant"] = "halve"  # of the learning rate: halved every epoch, cosine to 0
@@ -94,7 +95,7 @@ class Recipe:
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     devices: int = 1  # per node; every batch is divided among all devices of all nodes
     nodes: int = 1  # number of machines
-    cache: Cache = "auto"  # where decoded images are kept
+    cache: Cache = "auto"  # where decoded images are kept: "device", "memory", "none" (only in files), or "auto"
     workers: int = 0  # processes that read images; 0 reads them in the training process
     augmentation: Augmentation = field(default_factory=Augmentation)
     mining: Mining | None = None  # default: no hard example mining
@@ -149,8 +150,8 @@ class Recipe:
     def make_task(self, class_names: Sequence[str] = ()) -> Task:
         """Return the task of the recipe.
 
-        `class_names` are those in the data. A task that is not from the paper has these classes, unless the recipe
-        sets `classes`.
+        `class_names` are the class names in the data. A task that is not from the paper has these classes, unless the
+        recipe sets `classes`.
         """
         colors = tuple((int(c[1:3], 16), int(c[3:5], 16), int(c[5:7], 16)) for c in self.colors)
         return make_task(self.task, Overrides(self.classes, colors, self.spacing_um_px, self.stain), class_names)
@@ -181,7 +182,7 @@ def read_values(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
     except OSError as error:
         raise RecipeError(f"{path} cannot be read ({error.strerror}); check the path.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not valid TOML ({error}); correct this line.") from None
+        raise RecipeError(f"{path} is not valid TOML ({error}); correct the file.") from None
     for override in changes:
         _apply_override(values, override)
     return values
@@ -214,7 +215,8 @@ def find_changed_key(before: Recipe, now: Recipe) -> str | None:
     """Return the first key with different values in two recipes, or None if there is no difference.
 
     Keys in HARDWARE are not compared, because they do not change the result of a training. `before` is the recipe in a
-    run folder, which contains the class names of the data. Therefore `classes` is not compared if `now` has none.
+    run folder, in which `classes` contains the class names of the data; `now` is the recipe of the user. `classes` is
+    not compared if it is empty in `now`.
     """
     ignored = (*HARDWARE, *(() if now.classes else ("classes",)))
     names = (key.name for key in dataclasses.fields(Recipe) if key.name not in ignored)
@@ -251,7 +253,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 def _make_dataclass(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
     """Make a dataclass instance from a mapping of names to values. Raises RecipeError if a name or a value is wrong.
 
-    `prefix` is the TOML table of the values, such as "mining.", or empty.
+    `prefix` precedes names in error messages: the name of a TOML table with a dot, such as "mining.", or nothing.
     """
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints = get_type_hints(cls)
@@ -260,7 +262,7 @@ def _make_dataclass(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
             options = () if prefix else NETWORK_OPTIONS
             near = difflib.get_close_matches(name, (*fields, *options), n=1)
             hint = f"did you mean {prefix + near[0]!r}?" if near else f"choose from {', '.join(fields)}."
-            raise RecipeError(f"there is no key {prefix + name!r}; {hint}")
+            raise RecipeError(f"the key {prefix + name!r} is unknown; {hint}")
     for name, f in fields.items():
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and name not in values:
             raise RecipeError(f"the required key {prefix + name!r} is missing; add it.")
@@ -274,7 +276,7 @@ def _make_dataclass(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
 
 
 def _convert(name: str, value: Any, hint: Any) -> Any:
-    """Convert the value of the key `name` from TOML to the type `hint`. Raises RecipeError if it has another type.
+    """Convert the value of the key `name` from TOML to the type `hint`. Raises RecipeError if this is not possible.
 
     Whole numbers are accepted for floats. False is converted to None if None is allowed, because TOML has no null.
     """
@@ -298,12 +300,14 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
 
 
 def _convert_options(name: str, values: Mapping[str, Any]) -> NetworkOptions:
-    """Convert a table to network options. Raises RecipeError for nested tables and dates."""
+    """Convert the table with the key `name` to network options. Raises RecipeError for nested tables and dates."""
     options = NetworkOptions({key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
     for key, value in options.items():
         for item in value if isinstance(value, tuple) else (value,):
             if not isinstance(item, str | int | float | bool):
-                raise RecipeError(f"the key '{name}.{key}' must be a string or a number; got {value!r}.")
+                raise RecipeError(
+                    f"the key '{name}.{key}' must be a string, a number, true, false or a list of these; got {value!r}."
+                )
     return options
 
 
@@ -320,7 +324,7 @@ def _describe_type(type_: Any) -> str:
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function. Any ValueError or TypeError becomes a RecipeError with the same message."""
+    """Call a function and return the result. A ValueError or TypeError becomes a RecipeError with the same message."""
     try:
         return function(*arguments)
     except (ValueError, TypeError) as error:

@@ -109,9 +109,10 @@ class Run:
     ) -> SlideResult:
         """Apply the model to an image array (H, W, 3), an image file or an open slide. Returns the result in memory.
 
-        `spacing_um_px` is the pixel spacing in µm/px of images that do not specify it. With `rotations` > 1, each tile
-        is predicted at this number of equally spaced angles; the result contains the mean and the standard deviation
-        over angles. Only tissue is predicted unless `everywhere` is True. For `device` and `precision` see `prepare`.
+        `spacing_um_px` is the pixel spacing of the image in µm/px. It is required for an array, replaces the spacing
+        that a file specifies, and is ignored for an open slide. With `rotations` > 1, each tile is predicted at this
+        number of equally spaced angles; the result contains the mean and the standard deviation over angles. Only
+        tissue is predicted unless `everywhere` is True. For `device` and `precision` see `prepare`.
         """
         with as_slide(image, spacing_um_px) as slide:
             return predict_slide(self.prepare(device, precision), slide, PassOptions(rotations, everywhere=everywhere))
@@ -119,9 +120,9 @@ class Run:
     def prepare(self, device: torch.device | Device | str | None = None, precision: Precision | None = None) -> Model:
         """Return a copy of the model for inference, with the network in the form that is fastest on the device.
 
-        The default device is the first GPU, or the CPU if there is none. The default precision is "16" (float16) on a
-        GPU and "32" (float32) on the CPU. The network of this run is not changed. Raises RunError if the device is not
-        available or does not support the precision.
+        `device` is by default the first GPU, or the CPU if there is no GPU. `precision` is "16" (float16, GPU only) or
+        "32" (float32); the default is "16" on a GPU and "32" on the CPU. The network of this run is not changed. Raises
+        RunError if the device is not available or does not support the precision.
         """
         target = _find_device(device)
         dtype = _choose_dtype(target, precision)
@@ -181,9 +182,11 @@ def predict(
 ) -> list[SlideOutcome]:
     """Apply a model to images, slides or folders of them. Writes one folder of results per file into `out`.
 
-    Returns the outcome of each file. Files with finished results are skipped, and a file that cannot be read does not
-    stop the others. After each tile, `on_tile` is called with the path of the file, the number of finished tiles and
-    the number of all tiles. All other arguments are those of `Run.predict`, which returns its result in memory instead.
+    Returns the outcome of each file. A file is skipped if `out` contains its results for the same model and options
+    (and the same precision, if `precision` is given). A file that cannot be read does not stop the prediction of the
+    others. After each tile, the function `on_tile` is called with the path of the file, the number of its finished
+    tiles and the number of all its tiles to predict. `Run.predict` explains all other arguments. It predicts a single
+    image, and returns the result in memory.
     """
     run = model if isinstance(model, Run) else load(model)
     given = [images] if isinstance(images, Path | str) else images
@@ -226,10 +229,12 @@ def build(recipe: Recipe, task: Task | None = None) -> DenseNetwork:
 def _measure_geometry(
     name: str, outputs: int, orientations: int, options: NetworkOptions, window_px: int | None, stride_px: int | None
 ) -> tuple[Callable[[nn.Module, Geometry], DenseNetwork], Geometry]:
-    """Return the geometry measured on a network that does not declare one, and the class that wraps such a network.
+    """Build a network that does not declare its geometry, and measure the geometry.
 
-    The class comes first; it is `SlidingModule` or `DenseModule`. The result is cached, because measuring a large
-    network takes seconds.
+    Returns the class that wraps such a network (`SlidingModule` or `DenseModule`), and the geometry. `outputs` is the
+    number of logits per position. `window_px` is the side of the images on which the geometry is measured; None means
+    the network's attribute `window_px`. `stride_px` is the distance between sliding windows; None means half a window.
+    Only a `SlidingModule` has sliding windows. The result is cached, because measuring a large network takes seconds.
     """
     network = make_dense(build_network(name, outputs, orientations, options), outputs, window_px, stride_px)
     return SlidingModule if isinstance(network, SlidingModule) else DenseModule, network.geometry
@@ -266,9 +271,9 @@ def read_run_recipe(folder: Path) -> Recipe:
         if isinstance(writer, str) and _is_newer(writer):
             raise RunError(
                 f"{folder} was trained by rotopath {writer}, which is newer than this one ({rotopath.__version__}); "
-                f"upgrade rotopath to use it."
+                f"upgrade rotopath to use this run."
             ) from None
-        raise RunError(f"The recipe of the run is damaged: {error} Restore the file, or train again.") from None
+        raise RunError(f"The recipe of the run is damaged: {error} Restore the recipe file, or train again.") from None
 
 
 def _read_old_run(folder: Path) -> ModelInfo:
@@ -310,8 +315,9 @@ def _find_folder(run: Path | str) -> Path:
 def _wrap_module(module: nn.Module, network: NetworkInfo, folder: Path) -> DenseNetwork:
     """Return the module as a dense network, which accepts images of many sizes.
 
-    Raises RunError if the module has another geometry than the model file specifies: predictions would fail or be at
-    wrong positions. If the module does not declare its geometry, only the shapes of its outputs are checked.
+    Raises RunError if the module has another geometry than the model file specifies, because predictions would then
+    fail or be at wrong positions. If the module does not declare its geometry, only the shapes of its logits are
+    checked.
     """
     declared = getattr(module, "geometry", None)
     if isinstance(declared, Geometry):
@@ -320,7 +326,7 @@ def _wrap_module(module: nn.Module, network: NetworkInfo, folder: Path) -> Dense
         fits = has_geometry(module, network.geometry, network.window_px, network.slides)
     if not fits:
         raise RunError(
-            f"{folder / MODEL} specifies another geometry (image sizes, stride, rim, number of outputs) than the "
+            f"{folder / MODEL} specifies another geometry (image sizes, stride, rim, number of logits) than the "
             f"network {network.name!r} has; restore the file, or train again."
         )
     if isinstance(declared, Geometry):

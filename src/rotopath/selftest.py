@@ -201,7 +201,7 @@ def _test_device(device: torch.device) -> str:
 
 
 def _test_bf16(device: torch.device) -> str:
-    """Test that predictions in bf16 and in float32 are the same."""
+    """Test that predictions in bf16 and in float32 are the same, up to rounding."""
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise NotTestedError('this GPU does not support bf16; train with precision = "32"')
     network: Any = runs.load(pretrained.list_pretrained()[0]).network.to(device)
@@ -216,7 +216,7 @@ def _test_bf16(device: torch.device) -> str:
 
 
 def _test_fused_kernels(device: torch.device) -> str:
-    """Test that fused kernels compute the same outputs and gradients as separate layers."""
+    """Test that fused kernels (norm, ReLU and pooling) compute the same outputs and gradients as separate layers."""
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(4, 24, 24, 8, 8, generator=generator).to(device).permute(0, 3, 4, 1, 2)
     if not can_fuse_norm(features, nn.GroupBatchNorm2d(8).to(device), torch.nn.ReLU()):
@@ -228,7 +228,10 @@ def _test_fused_kernels(device: torch.device) -> str:
 
 
 def _fused_error(features: Tensor, pool: torch.nn.Module) -> float:
-    """Return the largest difference between a fused kernel and separate layers, in outputs and gradients."""
+    """Return the largest difference between a fused kernel and separate layers, in outputs and input gradients.
+
+    `features` (B, C, N, H, W) are normalized, and then pooled by the layer `pool`.
+    """
     norms = [nn.GroupBatchNorm2d(features.shape[1]).to(features.device).train() for _ in range(2)]
     inputs = [features.clone(memory_format=torch.preserve_format).requires_grad_() for _ in norms]
     fused, separate = norm_relu_pool(inputs[0], norms[0], pool), pool(F.relu(norms[1](inputs[1])))
@@ -244,7 +247,7 @@ def _test_slide_reader() -> str:
     if "openslide-python" not in missing:
         import_module("openslide")  # if its shared library cannot be loaded, the error message becomes the result
     if missing:
-        raise NotTestedError(f"{' and '.join(missing)} not installed: {install_command('slides')}")
+        raise NotTestedError(f"missing: {' and '.join(missing)}; to install, run {install_command('slides')}")
     rows, columns, spacing_um_px = 600, 1100, 0.5
     image = np.random.default_rng(0).integers(0, 256, (rows, columns, 3), np.uint8)
     with tempfile.TemporaryDirectory() as folder:
@@ -261,7 +264,7 @@ def _test_slide_reader() -> str:
 
 
 def _require(condition: bool, message: str) -> None:
-    """Raise a SelfTestFailedError if a condition is false."""
+    """Raise a SelfTestFailedError with the message if the condition is false."""
     if not condition:
         raise SelfTestFailedError(message)
 
@@ -273,7 +276,10 @@ def _make_patch() -> Tensor:
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    """Compute convolutions in full float32. On a GPU, rounding to TF32 would hide the error to be measured."""
+    """Context manager: convolutions inside are computed in full float32.
+
+    On a GPU, errors from rounding to TF32 would be larger than the errors that the test measures.
+    """
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
     try:

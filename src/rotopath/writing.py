@@ -33,11 +33,12 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder for the caller's files. It replaces the folder `path` at the end of the `with` block.
+    """Yield a temporary folder for the caller's files, which replaces the folder `path` at the end of the `with` block.
 
-    If the block raises an error, the temporary folder is removed and `path` is not changed. If the process is killed,
-    the old or the new folder is complete, possibly under its temporary name; `recover_folder` and the next writer
-    rename it to `path`. Only one process at a time may write to a path.
+    If the block raises an error, the temporary folder is removed and `path` is not changed. If the process is killed
+    while it replaces an old folder, `path` may be missing; the complete new folder then has a temporary name, and
+    `recover_folder` or the next call of `atomic_folder` renames it to `path`. Only one process at a time may write to a
+    path.
     """
     path, unfinished, finished = _state_paths(path)
     _replace_with_finished(path)  # an earlier process may have been killed before it did this
@@ -57,9 +58,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def recover_folder(path: Path) -> Path:
-    """Restore a folder after its writer was killed between moving away the old folder and renaming the new folder.
+    """If the writer of a complete new folder was killed before it renamed the folder to `path`, rename it now.
 
-    Call this before you read the folder. Nothing is done if the folder exists, or if there is no complete new folder.
+    Call this before you read the folder. Nothing is done if `path` exists, or if there is no complete new folder.
     Returns `path`.
     """
     resolved, _, finished = _state_paths(path)
@@ -87,7 +88,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 def _replace_with_finished(path: Path) -> None:
-    """Replace the folder at `path` by the complete new folder, if there is one under its temporary name."""
+    """If a killed writer has left a complete new folder, rename it to `path`. An old folder at `path` is removed."""
     path, unfinished, finished = _state_paths(path)
     if not finished.exists():
         return
@@ -99,7 +100,11 @@ def _replace_with_finished(path: Path) -> None:
 
 
 def _state_paths(path: Path) -> tuple[Path, Path, Path]:
-    """Return the final path of a folder, its path while files are written, and its path when it is complete."""
+    """Return three paths of a folder: `path` in absolute form, and two temporary paths of the new folder beside it.
+
+    The new folder is at the second path (unfinished) while its files are written. It is at the third path (finished)
+    from the time when all its files are on the disk until it replaces the old folder.
+    """
     path = path.resolve()  # the path "." has no name, and a symbolic link must not be replaced
     return path, path.with_name(f".{path.name}.unfinished"), path.with_name(f".{path.name}.finished")
 
@@ -111,7 +116,7 @@ def _rename(old: Path, new: Path) -> None:
 
 
 def _sync_tree(folder: Path) -> None:
-    """Wait until all files in a folder and its subfolders are on the disk, with their names."""
+    """Wait until the content and the names of all files in a folder and its subfolders are on the disk."""
     for subfolder, _, names in os.walk(folder, topdown=False):
         for name in names:
             if not (path := Path(subfolder, name)).is_symlink():  # symbolic links have no content to write

@@ -41,8 +41,8 @@ def test_field_without_csv_has_no_mitoses(tmp_path: Path) -> None:
     assert read_points(first, 0.25).positions.tolist() == [[10, 20], [30, 40]]
     assert read_points(second, 0.25).positions.shape == (0, 2)
     assert (
-        "no CSV file, thus counted as free of mitoses: 1 field (mitoses_image_data_part_1/01/02.tif)."
-        in note_messages(dataset)[0]
+        "has no CSV file for 1 field (mitoses_image_data_part_1/01/02.tif); a field without a file counts as a field "
+        "without mitoses." in note_messages(dataset)[0]
     )
 
 

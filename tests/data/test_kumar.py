@@ -139,7 +139,8 @@ def test_spacing_is_read_from_files(tmp_path: Path) -> None:
         (lambda root: truncate(root / "Tissue Images/a.tif", 0.02), "Tissue Images/a.tif: is"),
         (
             lambda root: write_image(root / "Label Maps/a.png", np.zeros((40, 41), np.uint16)),
-            "Label Maps/a.png: is a map of 40 × 41 px, but its image has 40 × 40 px; export a map of the same size.",
+            "Label Maps/a.png: is a label map of 40 × 41 px, but the image has 40 × 40 px (height × width); export a "
+            "label map of the size of the image.",
         ),
         (lambda root: write_image(root / "Label Maps/a.png", pixels(40, 40)), "Label Maps/a.png: is not a label map"),
         (

@@ -105,7 +105,7 @@ def test_default_spacing_applies_to_images_without_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("b.png,,g,train,0.5", "the label is missing; write the class of the image."),
+        ("b.png,,g,train,0.5", "the column `label` is empty; write the class of the image."),
         ("b.png,1,g,training,0.5", "the split is 'training'; choose from train, valid, test."),
         ("b.png,1,g,train,coarse", "the spacing is 'coarse'; expected a number from 0.05 to 5 (µm/px)."),
         ("b.png,1,g,train,-1", "the spacing is '-1'; expected a number from 0.05 to 5 (µm/px)."),
@@ -151,9 +151,9 @@ def test_missing_images_and_leaks_are_reported(tmp_path: Path) -> None:
         ("image,label,annotation\na.png,1,a.csv\n", "but not both"),
         (
             "image,annotation\na.png,a.csv\nb.png,b.xml\n",
-            "annotations of type .csv, .xml; use either CSV files",
+            "annotation files of these types: .csv, .xml; use either CSV files",
         ),
-        ("image,annotation\na.png,\n", "has annotations of type none"),
+        ("image,annotation\na.png,\n", "lists annotation files of these types: none"),
         ("image,label\na.png,1,2\n", "has 3 cells in line 2, but only 2 columns; remove the additional cells"),
         ("\x00", "has no column 'image'"),
     ],

@@ -79,7 +79,7 @@ def test_slides_are_checked_for_leaks(tmp_path: Path) -> None:
         ),
         (
             lambda root: write_hdf5(root / pcam_name("valid", "x"), "x", np.zeros((4, 96, 96, 3), np.float32)),
-            f"{pcam_name('valid', 'x')}: contains float32 in 'x'; expected bytes (uint8).",
+            f"{pcam_name('valid', 'x')}: has an array 'x' of type float32; expected bytes (uint8).",
         ),
         (
             lambda root: write_hdf5(root / pcam_name("valid", "y"), "y", np.full((4, 1, 1, 1), 2, np.uint8)),
@@ -155,7 +155,7 @@ def test_invalid_kaggle_labels_are_problems(tmp_path: Path) -> None:
     assert problem_messages(dataset) == [
         "train_labels.csv: line 3 has the label 'yes'; expected 0 (normal) or 1 (tumor).",
         "train_labels.csv: line 5 repeats '0002'; list it once.",
-        "train_labels.csv: there is no image in train for 1 label (ffff).",
+        "train_labels.csv: there is no image in train for 1 label (ffff); add the images, or remove the labels.",
     ]
     assert any("no label for 2 images (0001, 0003)" in note for note in note_messages(dataset))
     write_text(tmp_path / "train_labels.csv", "name,label\n0000,1\n")

@@ -44,7 +44,7 @@ def test_organs_are_split_independently_and_seeds_differ() -> None:
 
 def test_stratum_of_wrong_size_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"3 train, 1 valid, 2 test needs exactly 6 items in each group, but 'liver' has 5"
+        ValueError, match=r"3 train, 1 valid, 2 test needs exactly 6 items in each stratum .*, but 'liver' has 5"
     ):
         splits.split_strata({k: v for k, v in ORGANS.items() if k != "liver-0"}, splits.KUMAR_FIELDS, seed=0)
 
@@ -104,7 +104,7 @@ def test_impossible_regimes_are_refused() -> None:
     for count in (0, 3):
         with pytest.raises(ValueError, match=f"is {count} cases; expected 1 to 2"):
             splits.select_cases(["a", "b"], count, seed=0)
-        message = rf"is {count} images of each organ; expected 1 to 2, the number of training images of 'x'"
+        message = rf"is {count} images of each organ; expected 1 to 2, the number of training images of the organ 'x'"
         with pytest.raises(ValueError, match=message):
             splits.select_per_stratum({"a": "x", "b": "x"}, count, seed=0)
     for fraction in (0.0, 1.5, -0.1):

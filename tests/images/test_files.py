@@ -76,7 +76,7 @@ def test_labels_keep_their_numbers(tmp_path: Path, dtype: type, name: str) -> No
 def test_a_color_image_is_not_a_label_map(tmp_path: Path, pixels: np.ndarray) -> None:
     Image.fromarray(pixels).save(tmp_path / "a.png")
     with pytest.raises(
-        UnreadableImageError, match="is not a label map: it has mode RGB, but object numbers need one gray"
+        UnreadableImageError, match="is not a label map: its Pillow mode is RGB, but object numbers need one gray"
     ):
         read_labels(tmp_path / "a.png")
 

@@ -334,7 +334,7 @@ def test_wrong_arguments_are_refused_in_one_sentence() -> None:
     for side in (60, 69):
         with pytest.raises(ValueError, match="side S of 68 px"):
             predict_rotated(network, torch.zeros(1, 3, side, side), [0])
-    with pytest.raises(ValueError, match="this network returns a map of"):
+    with pytest.raises(ValueError, match="but this network returns a map of"):
         predict_rotated(untrained("nuclei", 1), torch.zeros(1, 3, 60, 60), [0])
 
 

@@ -103,7 +103,7 @@ def test_unfit_inputs_and_outputs_are_refused() -> None:
             rp.equivariance_error(nn.Identity(), wrong)
     with pytest.raises(ValueError, match=r"in floating point; got a tensor of shape .* torch.uint8"):
         rp.equivariance_error(nn.Identity(), torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="compares equal shapes"):
+    with pytest.raises(ValueError, match="compares outputs of equal shape"):
         rp.equivariance_error(lambda x: x[..., :4], torch.randn(2, 3, 8, 8))
     with pytest.raises(ValueError, match="got tuple"):
         rp.equivariance_error(lambda x: (x, x), torch.randn(2, 3, 8, 8))

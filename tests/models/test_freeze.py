@@ -542,7 +542,7 @@ class Branches(nn.Module):
         ),
         (
             nn.Sequential(rp.models.tumor(4), rp.nn.GroupMaxPool2d(2)),
-            r"GroupMaxPool2d expects SE\(2\) features, but got an image; put a lifting convolution before it",
+            r"GroupMaxPool2d expects SE\(2\) features, but got an image or projected maps; put LiftConv2d before it",
         ),
         (
             nn.Sequential(rp.nn.LiftConv2d(3, 2, 3, 4), rp.models.tumor(4)),
@@ -777,8 +777,8 @@ def test_autocast_in_a_forward_is_refused(wrap: Callable[[nn.Module], nn.Module]
     with pytest.raises(ValueError, match="autocast") as error:
         rp.freeze(model)
     assert str(error.value) == (
-        f"freeze does not support torch.autocast, which forward() of {name} uses; call freeze on the network inside, "
-        f"and run the result within torch.autocast."
+        f"freeze does not support torch.autocast, which forward() of {name} uses; call freeze on the submodule that "
+        f"this forward() calls, and run the result within torch.autocast."
     )
     assert not torch.is_autocast_enabled("cpu")
 
@@ -822,7 +822,7 @@ def test_an_overridden_forward_is_frozen() -> None:
 
 def test_an_overridden_forward_may_not_call_the_original() -> None:
     with pytest.raises(
-        ValueError, match=r"forward\(\) of Doubled .* compute_logits\(\) in it instead of super\(\)\.forward\(\), and"
+        ValueError, match=r"forward\(\) of Doubled .* compute_logits\(\) in forward\(\) instead of .*, and"
     ):
         rp.freeze(Doubled(rp.models.mitosis(4).architecture, 4))
 

@@ -13,7 +13,7 @@ from rotopath.nn import fuse, triton
 pytest.importorskip("triton")
 from rotopath.nn.triton.batch_norm import compute_statistics, norm_relu_pool
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # tracing interpreted kernels would take minutes
 
 
 @settings(deadline=None, max_examples=25)

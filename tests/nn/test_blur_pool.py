@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from rotopath.nn.triton import blur_pool
 from rotopath.nn.triton.blur_pool import Filter
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # tracing interpreted kernels would take minutes
 
 NEAR_ZERO = 1e-3  # tolerance of gradients of a root near 0, which magnify the rounding of batch norm a thousand times
 

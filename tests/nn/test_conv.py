@@ -222,11 +222,11 @@ def test_wrong_arguments_are_refused(layer: type[nn.Module], arguments: dict[str
         (rp.nn.GroupConv2d(3, 4, 5, 8), (1, 4, 8, 9, 9), "GroupConv2d was built for 3 input channels, but got 4"),
         (rp.nn.GroupConv2d(3, 4, 5, 8), (1, 3, 4, 9, 9), "GroupConv2d was built for 8 orientations, but got 4"),
         (rp.nn.GroupConv2d(3, 4, 5, 8), (1, 3, 9, 9), "GroupConv2d takes SE.* lift it first with LiftConv2d"),
-        (rp.nn.GroupConv2d(3, 4, 3, 8, stride=2), (1, 3, 8, 9, 12), "12 px is off the grid: .* use 11 or 13 px"),
+        (rp.nn.GroupConv2d(3, 4, 3, 8, stride=2), (1, 3, 8, 9, 12), "not cover .* 12 px exactly, .* use 11 or 13 px"),
         (
             rp.nn.LiftConv2d(3, 4, 7, 8, padding=2),
             (1, 3, 2, 9),
-            "does not fit into 2 px padded by 2 px; use at least 3",
+            "does not fit into an input side of 2 px padded by 2 px; use at least 3",
         ),
         (rp.nn.LiftConv2d(3, 4, 5, 8, padding=2, padding_mode="reflect"), (1, 3, 9, 2), "needs sides of 3 px or more"),
         (

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from rotopath.nn.triton import batch_norm, lift, patches
 from rotopath.nn.triton.blur_pool import Filter
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # tracing interpreted kernels would take minutes
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 if DEVICE.type == "cuda":  # Triton's interpreter cannot multiply matrices of bfloat16

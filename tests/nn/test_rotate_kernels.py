@@ -13,7 +13,7 @@ from rotopath.nn import triton
 pytest.importorskip("triton")
 from rotopath.nn.triton import rotate_kernels
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # tracing interpreted kernels would take minutes
 
 Calls = list[tuple[object, ...]]
 

@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 import rotopath as rp
 from rotopath.nn.checks import is_being_recorded
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # tracing torch's compiler would take minutes
 
 NETWORKS = [rp.models.mitosis, rp.models.nuclei, rp.models.tumor]
 

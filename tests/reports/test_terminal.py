@@ -113,7 +113,7 @@ def test_single_class_has_no_rows_for_classes() -> None:
 def test_intervals_over_patches_are_explained_where_slides_are_unknown() -> None:
     shown = show({"test": score_patches([""] * 12)})
     assert "95 % confidence intervals, by bootstrap over patches." in shown
-    assert "Intervals over slides, which are unknown, would be wider." in shown
+    assert "The slides are unknown. Intervals over slides are usually wider." in shown
     assert re.fullmatch(r"0\.500 \[0\.\d{3}, 0\.\d{3}\]", read_rows(shown)["accuracy"][0])
 
 

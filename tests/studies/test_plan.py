@@ -50,10 +50,13 @@ def test_the_studies_of_this_repository(name: str, count: int) -> None:
         ("", "has no parts"),
         ("a = 1\n", "'a' must be a table such as [tumor]"),
         ('["a/b"]\nrecipe = "r.toml"\n', "the name of the part 'a/b' becomes a folder name"),
-        ('[a]\nrecipe = "r.toml"\norientation = [1]\n', "the part 'a' has no key 'orientation'; keys are recipe"),
+        (
+            '[a]\nrecipe = "r.toml"\norientation = [1]\n',
+            "the part 'a' has the unknown key 'orientation'; valid keys are recipe",
+        ),
         ("[a]\nseed = [1]\n", "needs the key 'recipe'; set it to the path of a recipe file"),
         ('[a]\nrecipe = "gone.toml"\n', "gone.toml does not exist"),
-        ('[a]\nrecipe = "r.toml"\nseed = 1\n', "numbers, whole numbers except for 'regime'; got 1."),
+        ('[a]\nrecipe = "r.toml"\nseed = 1\n', "only 'regime' may contain numbers that are not whole; got 1."),
         ('[a]\nrecipe = "r.toml"\nseed = [1, 1]\n', "must be a list of one or more distinct numbers"),
         ('[a]\nrecipe = "r.toml"\nseed = [0.5]\n', "must be a list of one or more distinct numbers"),
         ('[a]\nrecipe = "r.toml"\nseed = [-1]\n', "the key 'seed' must be 0 or more; got -1."),
@@ -65,9 +68,9 @@ def test_the_studies_of_this_repository(name: str, count: int) -> None:
         ('[a]\nrecipe = "r.toml"\nset = { devices = 2 }\n', "runs of a study use one device each"),
         (
             '[a]\nrecipe = "r.toml"\nset = { seed = 3 }\n',
-            "'a.set.seed' is not allowed; list values in 'a.seed'",
+            "'a.set.seed' is not allowed; set the key 'a.seed' to a list of values",
         ),
-        ('[a]\nrecipe = "r.toml"\nset = { stepps = 3 }\n', "there is no key 'stepps'; did you mean 'steps'?"),
+        ('[a]\nrecipe = "r.toml"\nset = { stepps = 3 }\n', "the key 'stepps' is unknown; did you mean 'steps'?"),
     ],
 )
 def test_errors_in_a_plan_are_named(tmp_path: Path, study: str, sentence: str) -> None:

@@ -249,4 +249,4 @@ def test_scores_in_the_terminal_have_a_row_for_each_class(finished: Path, tmp_pa
         assert re.search(rf"{name}: images +{COUNTS['test']}\n", done.stdout.replace(" \n", "\n"))
         assert f"{name}: recall" in done.stdout
     output = " ".join(done.stdout.split())
-    assert "by bootstrap over patches. Intervals over slides, which are unknown, would be wider." in output
+    assert "by bootstrap over patches. The slides are unknown. Intervals over slides are usually wider." in output

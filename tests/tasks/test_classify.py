@@ -148,7 +148,7 @@ def test_the_loss_of_a_single_class_is_the_binary_cross_entropy() -> None:
 
 def test_windows_with_more_than_one_output_are_refused() -> None:
     TUMOR.check_window(TrainingWindow(88, 8, 8))
-    with pytest.raises(DataError, match="in windows of 96 px the network has 2 × 2; set 'window_px' to the smallest"):
+    with pytest.raises(DataError, match="in windows of 96 px the network has 2 × 2 outputs; set 'window_px'"):
         TUMOR.check_window(TrainingWindow(96, 16, 8))
     with pytest.raises(ValueError, match="needs one output"):
         TUMOR.make_loss([])(torch.zeros(3, 1, 2, 2), torch.tensor([0, 1, 1]))
@@ -294,9 +294,9 @@ def test_several_classes_need_no_threshold() -> None:
     evidence = patches_of_three_classes()
     assert GLEASON.choose_operating_point(evidence) == {}
     assert GLEASON.check_operating_point({}) == {}
-    with pytest.raises(ValueError, match="an operating point has no numbers; got threshold"):
+    with pytest.raises(ValueError, match="the operating point must contain no numbers; got threshold"):
         GLEASON.check_operating_point({"threshold": 0.5})
-    with pytest.raises(ValueError, match="an operating point has threshold; got nothing"):
+    with pytest.raises(ValueError, match="the operating point must contain threshold; got nothing"):
         TUMOR.check_operating_point({})
     decided = GLEASON.decide(np.array([patch.probabilities for patch in evidence]), {})
     assert decided.tolist() == [0, 1, 1, 0, 2, 2]

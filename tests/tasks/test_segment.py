@@ -287,7 +287,7 @@ def test_fields_with_one_or_no_object_have_scores(truth: np.ndarray, labels: np.
 
 
 def test_empty_evidence_is_refused() -> None:
-    with pytest.raises(ValueError, match="no fields"):
+    with pytest.raises(ValueError, match="no images"):
         NUCLEI.score([], POINT)
 
 
@@ -298,7 +298,7 @@ def test_evidence_has_nuclei_at_the_spacing_of_the_model(tmp_path: Path) -> None
     evidence = NUCLEI.collect_evidence(predict_nearly_perfectly(disc(40.5, 40.5, 1, radius=10)), sample)
     assert (evidence.name, evidence.case, evidence.truth.shape) == ("a.png", "7", (80, 80))
     assert NUCLEI.score([evidence], POINT)["f1"] == 1
-    with pytest.raises(ValueError, match="have 40 × 40 px, but the predicted maps 80 × 80 px"):
+    with pytest.raises(ValueError, match="have 40 × 40 px, but the predicted maps have 80 × 80 px"):
         make_task("nuclei", Overrides(spacing_um_px=0.5)).collect_evidence(
             predict_nearly_perfectly(disc(40, 40)), sample
         )

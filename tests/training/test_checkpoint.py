@@ -171,9 +171,9 @@ def test_the_best_weights_are_kept_and_training_stops_when_it_has_converged(
 def test_folders_that_cannot_be_used_are_refused(data: dict[str, Path], tmp_path: Path) -> None:
     recipe = short_recipe(data, epochs=1)
     train_until_killed(recipe, tmp_path / "run", 3)
-    with pytest.raises(RunError, match=r"was started with orientations = 1; got 4\. Restore the value"):
+    with pytest.raises(RunError, match=r"was started with orientations = 1; the recipe now has 4\. Restore the value"):
         train(replace(recipe, orientations=4), tmp_path / "run")
-    with pytest.raises(RunError, match=r"was started with mining = None; got Mining"):
+    with pytest.raises(RunError, match=r"was started with mining = None; the recipe now has Mining"):
         train(replace(recipe, mining=Mining()), tmp_path / "run")
     with pytest.raises(RunError, match="is not finished; run the same training command again"):
         runs.load(tmp_path / "run")
@@ -192,11 +192,11 @@ def test_folders_that_cannot_be_used_are_refused(data: dict[str, Path], tmp_path
 
 def test_a_folder_is_refused_if_the_network_or_the_classes_have_changed(patches: Path, tmp_path: Path) -> None:
     train_until_killed(converted_recipe(patches), tmp_path / "run", 3)
-    with pytest.raises(RunError, match=r"was started with network_options = \{'width': 4\}; got \{'width': 6\}"):
+    with pytest.raises(RunError, match=r"was started with network_options = \{'width': 4\}; .* now has \{'width': 6\}"):
         train(converted_recipe(patches, network_options={"width": 6}), tmp_path / "run")
-    with pytest.raises(RunError, match="was started with window_px = 32; got 64"):
+    with pytest.raises(RunError, match="was started with window_px = 32; the recipe now has 64"):
         train(converted_recipe(patches, window_px=64), tmp_path / "run")
-    with pytest.raises(RunError, match=r"was started with classes = .*; got .*'tumor', 'stroma'"):
+    with pytest.raises(RunError, match=r"was started with classes = .*; the recipe now has .*'tumor', 'stroma'"):
         train(converted_recipe(patches, classes=["fat", "tumor", "stroma"]), tmp_path / "run")
     train(converted_recipe(patches, classes=[*PATCH_CLASSES]), tmp_path / "run")
 

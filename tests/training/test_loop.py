@@ -172,7 +172,7 @@ def test_a_class_that_only_the_test_set_has_is_refused_before_anything_is_writte
     write_image(root / "test/zebra/0.png", draw_patch("fat", 7))
     with pytest.raises(DataError, match=r"test/zebra/0.png has the label 'zebra'; expected one of 0 \(fat\), 1"):
         train(converted_recipe(root, classes=[*PATCH_CLASSES]), tmp_path / "run")
-    with pytest.raises(DataError, match="The training images have none of class 'zebra'"):
+    with pytest.raises(DataError, match="No training image has an annotation of class 'zebra'"):
         train(converted_recipe(root), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -220,7 +220,7 @@ CLASSIFY = {"task": "classify"}
         ),
         ("tumor", {"window_px": 90}, "'window_px' is 90, which the network does not accept; use 88 or 100."),
         ("tumor", {"window_px": 20}, "'window_px' is 20, which the network does not accept; use 88."),
-        ("tumor", {"window_px": 100}, "in windows of 100 px the network has 2 × 2; set 'window_px' to the smallest"),
+        ("tumor", {"window_px": 100}, "in windows of 100 px the network has 2 × 2 outputs; set 'window_px'"),
         ("nuclei", {"window_px": 61}, "'window_px' is 61, which the network does not accept; use 60 or 64."),
         ("nuclei", UNET | {"window_px": 33}, "does not accept windows of 33 × 33 px: "),
         ("nuclei", UNET | {"window_px": 33, "orientations": 4}, "use 32 or 34 px."),
@@ -229,7 +229,7 @@ CLASSIFY = {"task": "classify"}
             RESNET,
             "but the network has an output every 48 px; use a network with stride 1, such as 'nuclei' or 'unet'.",
         ),
-        ("tumor", UNET, "in windows of 128 px the network has 128 × 128; set 'window_px' to the smallest"),
+        ("tumor", UNET, "in windows of 128 px the network has 128 × 128 outputs; set 'window_px'"),
         ("tumor", {"network": "own_networks:one_too_many", "window_px": 40}, "returns 2 logits, but the task needs 1"),
         ("tumor", {"network": "own_networks:fails"}, "'own_networks:fails' cannot be used: no luck today"),
         (
@@ -243,7 +243,7 @@ CLASSIFY = {"task": "classify"}
         (
             "tumor",
             CLASSIFY | {"classes": ["normal", "tumor", "zebra"]},
-            "The training images have none of class 'zebra'",
+            "No training image has an annotation of class 'zebra'",
         ),
         ("tumor", {"task": "mitosis"}, "contains a class for each image, but positions of objects are needed"),
     ],

@@ -73,7 +73,7 @@ def show_data(
 
     if out.suffix.lower() not in IMAGE_SUFFIXES:
         names = f"{', '.join(IMAGE_SUFFIXES[:-1])} or {IMAGE_SUFFIXES[-1]}"
-        terminal.exit_with_error(f"{out} is not an image file; choose a name that ends in {names}.")
+        terminal.exit_with_error(f"--out {out} has no supported image format; choose a name that ends in {names}.")
     with terminal.user_errors_in_one_sentence():
         from rotopath.reports.contact_sheet import draw_contact_sheet
 
@@ -101,7 +101,7 @@ def make_data(
 def data_table(check: "Check") -> Group:
     """Return a table with the counts of each split, and below it all problems and notes of the check.
 
-    If the counts of a benchmark are published, they are shown in parentheses.
+    If the counts of a dataset are published, the published counts are shown in parentheses.
     """
     from rotopath.data import problems
     from rotopath.data.formats import ANNOTATION_KINDS
@@ -138,7 +138,7 @@ def data_table(check: "Check") -> Group:
 def _count_table(names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
     """Return a table with a row for each split and a final row of sums; transposed if there are many counts.
 
-    `names` are the names of the counts. `rows` maps each split to its formatted counts; its last entry has the sums.
+    `names` are the names of the counts. `rows` maps each split to its formatted counts; the last entry has the sums.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
     if len(names) > MAX_COLUMNS:
@@ -183,6 +183,6 @@ def _describe_agreement(agreement: Mapping[str, float]) -> str:
     worst = min(agreement, key=agreement.__getitem__)
     mean = sum(agreement.values()) / len(agreement)
     return (
-        f"{len(agreement)} images have both a label map and outlines; the label map is used. Their AJI is {mean:.3f} "
-        f"on average, and lowest ({agreement[worst]:.3f}) in {worst}.\n"
+        f"{len(agreement)} images have both a label map and outlines; the label map is used. The agreement of label "
+        f"map and outlines (AJI) is {mean:.3f} on average, and lowest ({agreement[worst]:.3f}) in {worst}.\n"
     )

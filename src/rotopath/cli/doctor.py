@@ -93,7 +93,7 @@ def verdict(results: Sequence["SelfTestResult"]) -> Text:
         return Text("\n✓ Everything that is installed works.", MARKS["works"][1])
     return Text(
         f"\n✗ {len(failed)} of {len(results)} self-tests failed: {'; '.join(failed)}. "
-        f"If you report this, add the output of `rotopath doctor --json`.",
+        f"If you report a failure, add the output of `rotopath doctor --json`.",
         MARKS["fails"][1],
     )
 

@@ -12,9 +12,13 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="Run folder of a training, or name of a pretrained model.")],
+    run: Annotated[Path, typer.Argument(help="Run folder from `rotopath train`, or name of a pretrained model.")],
     data: Annotated[
-        Path | None, typer.Option(help="Dataset. Default: the dataset of the run. Required for a pretrained model.")
+        Path | None,
+        typer.Option(
+            help="Dataset: a folder or a manifest (CSV file), as for `rotopath data check`. Default: the dataset that "
+            "the run was trained on. Required for a pretrained model."
+        ),
     ] = None,
     split: Annotated[str, typer.Option(help="Split of the dataset: train, valid or test.")] = "test",
     tta: Annotated[
@@ -23,7 +27,8 @@ def evaluate(
     rule: Annotated[
         str | None,
         typer.Option(
-            help="Rule for true positives: amida13 or one-to-one (detection); iou, area or own-area (segmentation)."
+            help="Rule for counting true positives. Detection: amida13 (default) or one-to-one. Segmentation: iou "
+            "(default), area or own-area."
         ),
     ] = None,
     robustness: Annotated[

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="Run folder of a training, or name of a pretrained model.")],
+    run: Annotated[Path, typer.Argument(help="Run folder from `rotopath train`, or name of a pretrained model.")],
     to: Annotated[
         str, typer.Option(help="Format: torchscript (for WSInfer and QuPath), onnx, or torch (a torch.export program).")
     ] = "torchscript",

@@ -88,9 +88,9 @@ def pretrained_table(folders: Sequence[Path]) -> Group:
 
 
 def architecture_table(architecture: "Architecture", orientations: Sequence[int]) -> Group:
-    """Return a table of layers: the side of the output in pixels, and for each N the numbers of channels and weights.
+    """Return a table of layers: the side of a layer's output in pixels, and its numbers of channels and weights.
 
-    N is the number of orientations.
+    The numbers of channels and weights are shown for each number of orientations N in `orientations`.
     """
     a = architecture
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)

@@ -13,11 +13,16 @@ if TYPE_CHECKING:
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(help="Run folder of a training, or name of a pretrained model.")],
+    run: Annotated[Path, typer.Argument(help="Run folder from `rotopath train`, or name of a pretrained model.")],
     images: Annotated[list[Path], typer.Argument(help="Slides, images, or folders that contain them.")],
     out: Annotated[Path, typer.Option(help="Folder for the results. It gets a subfolder for each slide.")],
     spacing_um_px: Annotated[
-        float | None, typer.Option("--spacing-um-px", help="Pixel spacing in µm/px of files that do not specify it.")
+        float | None,
+        typer.Option(
+            "--spacing-um-px",
+            help="Pixel spacing in µm/px of all files. It replaces the spacing that a file specifies. Required if a "
+            "file specifies none.",
+        ),
     ] = None,
     rotations: Annotated[
         int,
@@ -44,7 +49,7 @@ def predict(
         int,
         typer.Option(
             min=1,
-            help="With --cluster local or slurm: number of workers. With an address: number of slides that are "
+            help="With --cluster local or slurm: number of workers. With --cluster ADDRESS: number of slides that are "
             "predicted at the same time on each GPU.",
         ),
     ] = 2,

@@ -12,13 +12,23 @@ def run_study(
     study: Annotated[Path, typer.Argument(help="Study file (TOML). The folder studies/ contains examples.")],
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Override a key: key=value, such as tumor.set.data=FOLDER. Can be repeated."),
+        typer.Option(
+            "--set",
+            help="Override a key of the study file: key=value, such as tumor.tta=4. Keys PART.set.KEY override the "
+            "recipe of a part, such as tumor.set.data=FOLDER. Can be repeated.",
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for all runs. Default: runs/NAME for the study file NAME.toml.")
     ] = None,
     at_once: Annotated[
-        int | None, typer.Option(min=1, help="Number of runs in parallel. Default: depends on GPUs and CPU cores.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of runs in parallel. With --cluster local or slurm: number of workers. With --cluster "
+            "ADDRESS: number of runs at the same time on each GPU. Default: depends on the GPUs and CPU cores of this "
+            "machine.",
+        ),
     ] = None,
     cluster: Annotated[
         str | None, typer.Option(help="Run on a Dask cluster: local, slurm, or the address of a scheduler.")

@@ -15,7 +15,11 @@ def train(
         list[str] | None, typer.Option("--set", help="Override a key of the recipe: key=value. Can be repeated.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Run folder. Default: runs/NAME-N8-seed0 for NAME.toml, N=8 and seed 0.")
+        Path | None,
+        typer.Option(
+            help="Run folder, for the trained model, the log and the scores. Default for a recipe NAME.toml with 8 "
+            "orientations and seed 0: runs/NAME-N8-seed0."
+        ),
     ] = None,
 ) -> None:
     """Train a network as a recipe specifies, and print its scores. The same command resumes an interrupted training."""

@@ -19,12 +19,16 @@ PUBLISHED = {
 
 
 def is_amida13(root: Path) -> bool:
-    """Return whether a folder has the subfolders of AMIDA13."""
+    """Return whether a folder has a subfolder of AMIDA13: `mitoses_image_data*` or `mitoses_ground_truth`."""
     return any(root.glob("mitoses_image_data*/")) or (root / "mitoses_ground_truth").is_dir()
 
 
 def open_amida13(root: Path) -> Dataset:
-    """Open all fields of the cases that have a split. A field without a CSV file has no mitoses."""
+    """Open the images (fields) of all cases that have a split.
+
+    The other cases are left out and reported in `findings` of the returned dataset. A field without a CSV file counts
+    as a field without mitoses.
+    """
     images = [path for part in sorted(root.glob("mitoses_image_data*")) for path in find_files(part, IMAGE_SUFFIXES)]
     annotations = {_case_and_field(path): path for path in find_files(root / "mitoses_ground_truth", {".csv"})}
     cases = {case for case, _ in map(_case_and_field, images)}
@@ -54,12 +58,19 @@ def open_amida13(root: Path) -> Dataset:
 
 
 def _check_annotations(samples: Collection[Sample], has_annotations: bool) -> list[Finding]:
-    """Return a problem if no field has a CSV file, or a note about the fields without one."""
+    """Check which samples have a CSV file with positions, and return findings.
+
+    `has_annotations` states whether the dataset contains any CSV file. If it contains none, the finding is a problem.
+    Otherwise, the finding is a note that lists the samples without a CSV file, if there are any.
+    """
     if samples and not has_annotations:
         message = "contains no CSV file; at least one file with positions of mitoses is needed."
         return [Finding("mitoses_ground_truth", message)]
     if without_csv := [sample.name for sample in samples if not sample.annotations]:
-        message = f"no CSV file, thus counted as free of mitoses: {count_and_list(without_csv, 'field')}."
+        message = (
+            f"has no CSV file for {count_and_list(without_csv, 'field')}; a field without a file counts as a field "
+            f"without mitoses."
+        )
         return [Finding("mitoses_ground_truth", message, is_problem=False)]
     return []
 
@@ -69,5 +80,5 @@ def _case_and_field(path: Path) -> tuple[str, str]:
 
 
 def _normalize_case(name: str) -> str:
-    """Return the case number with two digits, because spreadsheets remove leading zeros."""
+    """Return the name of a case; a number gets two digits (`3` becomes `03`), as spreadsheets remove leading zeros."""
     return name.zfill(2) if name.isdecimal() else name

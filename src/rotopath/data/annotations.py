@@ -38,7 +38,7 @@ class Points:
     """Positions and classes of annotated objects."""
 
     positions: NDArray[np.float64]  # (k, 2): row and column in pixels
-    classes: tuple[str, ...]  # (k,): class names; empty strings if the file contains no classes
+    classes: tuple[str, ...]  # (k,): class name of each point; an empty string if the point has no class
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -62,7 +62,7 @@ class Objects:
 
 
 def read_points(sample: Sample, spacing_um_px: float) -> Points:
-    """Read the annotated points of a sample, with positions at the requested pixel spacing.
+    """Read the annotated points of a sample, with positions in pixels of the image resampled to `spacing_um_px`.
 
     A sample without an annotation file has no points. Raises AnnotationError if any point in the file is invalid.
     """
@@ -93,7 +93,11 @@ def parse_points(sample: Sample) -> tuple[Points, list[str]]:
 
 
 def _read_geojson_points(path: Path) -> tuple[list[PointRow], list[str]]:
-    """Read points, and the center of the bounding box of each polygon. The list of messages is always empty."""
+    """Read the points of a GeoJSON file. A polygon becomes one point: the center of the bounding box of the polygon.
+
+    Also returns a list of messages, as `_read_csv_points` does. The list is always empty, because `read_geojson` raises
+    an error if the file is invalid.
+    """
     rows: list[PointRow] = []
     for i, item in enumerate(read_geojson(path), 1):
         if isinstance(item.shape, Point):
@@ -107,7 +111,11 @@ def _read_geojson_points(path: Path) -> tuple[list[PointRow], list[str]]:
 
 
 def _read_csv_points(path: Path) -> tuple[list[PointRow], list[str]]:
-    """Read lines `row,column`, or named columns if the file has a header; also return a message per invalid line."""
+    """Read the points of a CSV file; also return a message for each invalid line.
+
+    If the first line names the two columns of positions, `_read_named_columns` reads the file. Otherwise, the file has
+    no header, and each line is `row,column`, in pixels.
+    """
     lines = read_csv(path)
     header = [cell.lower() for cell in lines[0][1]] if lines else []
     if any(name in header for name in ROW_NAMES) and any(name in header for name in COLUMN_NAMES):
@@ -125,7 +133,10 @@ def _read_csv_points(path: Path) -> tuple[list[PointRow], list[str]]:
 
 
 def _read_named_columns(path: Path) -> tuple[list[PointRow], list[str]]:
-    """Read rows, columns and classes from a table with a header; also return a message per invalid line."""
+    """Read the points of a CSV file with a header; also return a message for each invalid line.
+
+    The names in the header are row (or y), column (or col, or x), and optionally class (or label, or type).
+    """
     rows: list[PointRow] = []
     faults: list[str] = []
     for line, cells in read_table(path, ()):
@@ -146,7 +157,7 @@ def _find_cell(row: Row, names: Sequence[str]) -> str:
 
 
 def read_objects(sample: Sample, spacing_um_px: float) -> Objects:
-    """Read the label map (H, W) and the classes of a sample's objects, resampled to the requested pixel spacing."""
+    """Read the objects of a sample: their classes, and their label map (H, W), resampled to `spacing_um_px`."""
     objects, _ = parse_objects(sample, sample.annotations[0])
     factor = resampling_factor(sample, spacing_um_px)
     if factor == 1:
@@ -172,8 +183,8 @@ def parse_objects(sample: Sample, annotation: Path) -> tuple[Objects, list[str]]
     if labels.shape != (height, width):
         raise AnnotationError(
             annotation,
-            f"is a map of {labels.shape[0]} × {labels.shape[1]} px, but its image has {height} × {width} px; export a "
-            f"map of the same size.",
+            f"is a label map of {labels.shape[0]} × {labels.shape[1]} px, but the image has {height} × {width} px "
+            f"(height × width); export a label map of the size of the image.",
         )
     return Objects(labels, _read_class_table(annotation, labels)), []
 
@@ -186,7 +197,7 @@ def class_table_path(label_map: Path) -> Path:
 def _read_class_table(label_map: Path, labels: NDArray[np.int32]) -> dict[int, str]:
     """Return the class name of each object number in a label map, or an empty dictionary if there is no table.
 
-    The columns of the table are object and class. Raises TableError if it does not give each object exactly one class.
+    The columns of the table are object and class. Raises TableError unless each object has exactly one class.
     """
     path = class_table_path(label_map)
     if not path.is_file():
@@ -196,7 +207,7 @@ def _read_class_table(label_map: Path, labels: NDArray[np.int32]) -> dict[int, s
         if not row["object"].isdecimal() or not row["class"]:
             raise TableError(path, f"needs an object number and a class in line {line}, such as `17,lymphocyte`.")
         if classes.setdefault(int(row["object"]), row["class"]) != row["class"]:
-            raise TableError(path, f"has a second class for object {row['object']} in line {line}; keep one line.")
+            raise TableError(path, f"has a second class for object {row['object']} in line {line}; keep one class.")
     present = np.unique(labels[labels > 0]).tolist()
     if missing := [number for number in present if number not in classes]:
         raise TableError(path, f"has no class for object {missing[0]} of {label_map.name}; list every object.")
@@ -204,9 +215,9 @@ def _read_class_table(label_map: Path, labels: NDArray[np.int32]) -> dict[int, s
 
 
 def _paint_geojson(objects: Sequence[SlideObject], height: int, width: int) -> tuple[Objects, list[str]]:
-    """Paint polygons into a label map (height, width), numbered from 1; return a message for each object left out.
+    """Paint polygons into a label map (height, width); also return a message for each object that is left out.
 
-    Where polygons overlap, a pixel belongs to the first of them, as in `paint_labels`.
+    Painted objects are numbered from 1, in the given order. Where polygons overlap, a pixel belongs to the first one.
     """
     labels = np.zeros((height, width), np.int32)
     classes: dict[int, str] = {}
@@ -246,7 +257,7 @@ class Outline:
 
 
 def read_aperio_outlines(path: Path) -> tuple[Outline, ...]:
-    """Read all outlines in the order of the file. Regions that ImageScope marks as holes are left out."""
+    """Read all outlines of an Aperio XML file, in file order. Regions that ImageScope marks as holes are left out."""
     import defusedxml.ElementTree
     from defusedxml import DefusedXmlException
 
@@ -340,7 +351,10 @@ def _parse_number(element: Element, attribute: str, path: Path) -> float:
 def _find_pixels_inside(
     vertices: NDArray[np.float64], height: int, width: int
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return the rows and columns of all pixels whose centers are inside an outline (k, 2), by the even-odd rule."""
+    """Return the rows and columns of all pixels whose centers are inside an outline, by the even-odd rule.
+
+    `vertices` (k, 2) are x and y in pixels, as in `Outline`.
+    """
     left, top = np.floor(vertices.min(axis=0)).clip(0).astype(int)
     right, bottom = np.minimum(np.floor(vertices.max(axis=0)) + 1, (width, height)).astype(int)
     if right <= left or bottom <= top:

@@ -20,8 +20,8 @@ from rotopath.nn import center_crop
 class DrawnChanges(NamedTuple):
     """Random changes for B windows."""
 
-    symmetries: Tensor  # (B,): flips and rotations by multiples of 90°, 0 to 7, as in `group.apply_symmetries`
-    degrees: Tensor | None  # (B,): angle of a rotation by any angle, counter-clockwise; None for no such rotation
+    symmetries: Tensor  # (B,): number 0 to 7 of a flip and quarter turns; see `group.apply_symmetries`
+    degrees: Tensor | None  # (B,): angle of an additional rotation, counter-clockwise; None for no such rotation
     stains: Tensor | None  # (B, 2): factors for the concentrations of hematoxylin and eosin; None for no change
     brightness: Tensor  # (B, 3): added to red, green and blue, as a fraction of full brightness
 
@@ -34,7 +34,7 @@ class DrawnChanges(NamedTuple):
         )
 
     def shard(self, rank: int, count: int) -> "DrawnChanges":
-        """Return the changes for one of `count` processes: of every `count`-th window, starting with window `rank`."""
+        """Return the part of process `rank` (0 to count - 1): the changes of windows rank, rank + count, and so on."""
         return DrawnChanges(
             self.symmetries[rank::count],
             None if self.degrees is None else self.degrees[rank::count],
@@ -65,7 +65,7 @@ class Augmentation:
                 raise ValueError(f"The augmentation {name!r} is {amount}; expected a fraction from 0 to below 1.")
 
     def draw(self, count: int, generator: np.random.Generator) -> DrawnChanges:
-        """Draw changes for `count` windows. Disabling one type of change does not alter the values of the others."""
+        """Draw changes for `count` windows. The values of one type do not depend on which other types are enabled."""
         transposed, quarters = generator.integers(2, size=count), generator.integers(4, size=count)
         degrees = generator.uniform(0, 360, count)
         stains = generator.uniform(1 - self.stain, 1 + self.stain, (count, 2))
@@ -84,9 +84,9 @@ NO_AUGMENTATION = Augmentation(transpose=False, quarter_turns=False, brightness=
 def augment(windows: Tensor, changes: DrawnChanges, size_px: int) -> tuple[Tensor, Tensor | None]:
     """Apply random changes to windows (B, 3 + k, s, s) of bytes: red, green, blue, and k target maps.
 
-    Returns the centers of the windows: images (B, 3, size_px, size_px) as floats from 0 to 1, and target maps
-    (B, k, size_px, size_px) as integers, or None if there are no target maps. Rotation by any angle needs windows
-    larger than `size_px`, because the corners of the rotated image come from pixels outside its central square.
+    Returns the central squares of the windows: images (B, 3, size_px, size_px) as floats from 0 to 1, and target maps
+    (B, k, size_px, size_px) as integers, or None if there are no target maps. For rotations by any angle, s must be
+    larger than `size_px`, because the corners of a rotated square come from pixels outside the central square.
     """
     if changes.degrees is not None:
         images, targets = windows[:, :3], windows[:, 3:]

@@ -1,4 +1,4 @@
-"""Make training batches: a sampler chooses windows; they are cut from the images and augmented.
+"""Make training batches: a sampler chooses windows; the windows are cut from the images and augmented.
 
 `Batches` returns the batch of any step. The bytes of a batch are the same with every cache and any number of workers.
 An epoch is a range of steps; an interrupted epoch resumes with the remaining steps.
@@ -65,6 +65,7 @@ class Batches:
 
     `pixels` holds the images, `sampler` chooses the windows, and `window_px` is the side of a window. `target_px` is
     the side of the central part of the target maps that is returned; by default, the maps are as large as the window.
+    `augmentation` and `seed` determine the random changes; by default, windows are not changed.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Batches:
         self._rank, self._ranks = 0, 1
 
     def shard(self, rank: int, count: int) -> "Batches":
-        """Return the batches for one of `count` processes: every `count`-th window, starting with window `rank`."""
+        """Return the part of process `rank` (0 to count - 1): of each batch, windows rank, rank + count, and so on."""
         part = copy(self)
         part._rank, part._ranks = rank, count
         return part
@@ -100,11 +101,12 @@ class Batches:
     def load(
         self, steps: Iterable[int], device: torch.device = CPU, workers: int = 0
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield augmented images and targets, step by step, on the device.
+        """Yield the augmented images and the targets of each step in `steps`, on the device.
 
         Images are floats (B, 3, s, s) from 0 to 1, with s = `window_px`. Targets are class numbers (B,). If the images
         have target maps, targets are maps instead: (B, t, t) for one map and (B, k, t, t) for k maps, with
-        t = `target_px`. With the cache "none", `workers` processes read batches ahead of time.
+        t = `target_px`. With the cache "none", `workers` processes read batches ahead of time; with the other cache
+        modes, `workers` has no effect.
         """
         read_ahead = workers > 0 and self.pixels.in_files
         batches = self._read_ahead(steps, device, workers) if read_ahead else (self[step] for step in steps)
@@ -139,7 +141,7 @@ class Batches:
 class _BatchesOrErrors(TorchDataset[Batch | UnreadableFileError]):
     """Batches by step. An error about an unreadable file is returned instead of raised.
 
-    If a worker process raised the error, DataLoader would add a traceback to its message.
+    If a worker process raised the error, DataLoader would add a traceback to the error message.
     """
 
     def __init__(self, batches: Batches) -> None:
@@ -160,9 +162,9 @@ class _BatchesOrErrors(TorchDataset[Batch | UnreadableFileError]):
 class SampleReader:
     """Read samples as arrays of bytes (H, W, 3 + k): red, green, blue and k target maps."""
 
-    spacing_um_px: float
-    stain: Stain = "none"
-    targets: Callable[[Sample], Bytes] | None = None  # returns the target maps (H, W, k) of a sample at `spacing_um_px`
+    spacing_um_px: float  # pixel spacing of the arrays
+    stain: Stain = "none"  # stain normalization of the images
+    targets: Callable[[Sample], Bytes] | None = None  # returns target maps (H, W, k) at `spacing_um_px`; None: no maps
     target_maps: int = 0  # number k of target maps
 
     def read(self, sample: Sample) -> Bytes:
@@ -195,7 +197,7 @@ class SampleReader:
 
 
 def load_images(samples: Sequence[Sample], reader: SampleReader) -> list[Bytes]:
-    """Read all samples with several threads; return one array (H, W, 3 + k) for each sample."""
+    """Read all samples with several threads; return an array (H, W, 3 + k) for each, as `SampleReader.read` does."""
 
     def load_group(members: list[Sample]) -> list[Bytes]:
         return [reader.prepare(sample, image) for sample, image in zip(members, read_together(members), strict=True)]
@@ -214,7 +216,7 @@ class Pixels(Protocol):
     in_files: bool  # whether images are decoded for every batch; if so, workers can read ahead
 
     def cut(self, windows: Windows, size_px: int) -> Tensor:
-        """Cut windows with sides of `size_px`, and return them as bytes (B, C, size_px, size_px), with C = 3 + k."""
+        """Cut B windows; return bytes (B, 3 + k, size_px, size_px): red, green, blue and k target maps."""
         ...
 
 
@@ -242,8 +244,8 @@ def open_pixels(samples: Sequence[Sample], reader: SampleReader, cache: Cache, d
 def choose_cache(size_bytes: int, device: torch.device) -> Cache:
     """Return the fastest possible cache mode for images of `size_bytes` in total.
 
-    This is "device" if the images fit into half of the free memory of the GPU, else "memory" if they fit into half of
-    the free RAM, else "none".
+    The mode is "device" if `device` is a GPU and the images fit into half of its free memory, else "memory" if they fit
+    into half of the free RAM, else "none".
     """
     if device.type == "cuda" and size_bytes <= CACHE_FRACTION * torch.cuda.mem_get_info(device)[0]:
         return "device"
@@ -330,7 +332,10 @@ class DevicePixels:
 
 
 def _cut_window(image: Bytes, top: int, left: int, size_px: int) -> Bytes:
-    """Return a window (size_px, size_px, C) of an image (H, W, C), which is continued by reflection at its edges."""
+    """Return a window (size_px, size_px, C) of an image (H, W, C), with its first row at `top` and column at `left`.
+
+    Where the window extends beyond the image, the image is continued by reflection at its edges.
+    """
     height, width = image.shape[:2]
     if top >= 0 and left >= 0 and top + size_px <= height and left + size_px <= width:
         return image[top : top + size_px, left : left + size_px]

@@ -1,7 +1,7 @@
 """Patches in one folder for each class, in the layout of torchvision's ImageFolder.
 
 The class of a patch is the name of its folder: `CLASS/IMAGE`, or `train/CLASS/IMAGE` if each split has a folder. An
-optional `split.csv` with the columns image, split and group (patient) overrides the folders of splits.
+optional `split.csv` with the columns image, split and (optionally) group (the patient) has priority over such folders.
 """
 
 from pathlib import Path
@@ -15,16 +15,21 @@ NOT_CLASSES = {"image", "images", "img", "imgs", "mask", "masks", "label", "labe
 
 
 def is_class_folders(root: Path) -> bool:
-    """Return whether `root`, or its subfolders train, valid and test, contain at least two class folders with images.
+    """Return whether a dataset folder contains at least two class folders with images.
 
-    If one of them is called images, masks or similar, the dataset has another format, and the result is False.
+    The class folders are directly in `root`, or in the subfolders train, valid and test of `root`. If a class folder is
+    called images, masks or similar, the result is False, because the dataset has another format.
     """
     names = _find_class_folders(root)
     return len(names) > 1 and not any(name.casefold() in NOT_CLASSES for name in names)
 
 
 def open_class_folders(root: Path, spacing_um_px: float | None = None) -> Dataset:
-    """Open all images in the class folders; `spacing_um_px` is the pixel spacing of files that do not specify it."""
+    """Open all images in the class folders.
+
+    `spacing_um_px` is the pixel spacing of image files that do not specify it. If `spacing_um_px` is None, the first
+    such file is reported as a problem in `findings` of the returned dataset.
+    """
     folders_of = _find_class_folders(root)
     images = {
         path.relative_to(root).as_posix(): (label, path)
@@ -60,7 +65,11 @@ def _find_class_folders(root: Path) -> dict[str, list[Path]]:
 
 
 def _assign_splits(root: Path, labels: dict[str, str]) -> tuple[dict[str, str], dict[str, str], list[Finding]]:
-    """Return the split of each image, the patient of each image whose patient is known, and findings."""
+    """Return the split of each image, the patient of each image whose patient is known, and findings about the splits.
+
+    `labels` maps each image to its class. In `labels` and in both returned dictionaries, an image is given by its path
+    relative to `root`.
+    """
     table, findings = read_split_file(root, "image", labels)
     if table is not None:
         patients = {name: row["group"] for name, row in table.items() if row.get("group")}

@@ -54,22 +54,22 @@ class UnreadableHdf5Error(UnreadableFileError):
 class Sample:
     """One annotated image: a file, or a row of an HDF5 file."""
 
-    path: Path
+    path: Path  # image file, or HDF5 file
     name: str  # for messages
     case: str  # patient (PCam: slide), whose images must all be in one split; empty if unknown
     split: str  # train, valid or test
-    spacing_um_px: float
-    row: int | None = None  # row in an HDF5 file; None for an image file
+    spacing_um_px: float  # pixel spacing of the image
+    row: int | None = None  # index of the image in an HDF5 file; None for an image file
     label: str | None = None  # class name of the whole image, if the dataset has labels
-    annotations: tuple[Path, ...] = ()  # training uses the first file; `check` compares the second with it
-    stratum: str = ""  # organ, for regimes (reduced training sets) with some images of each organ
+    annotations: tuple[Path, ...] = ()  # training uses the first; `check` compares a second with the first
+    stratum: str = ""  # organ, or empty if unknown; a regime (reduced training set) can have images of each organ
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """A message about a file or a dataset: a problem, which must be solved before training, or a note."""
 
-    file: str  # relative to the root; empty if the message is about the whole dataset
+    file: str  # path relative to the root of the dataset; empty if the message is about the whole dataset
     message: str
     is_problem: bool = True
 
@@ -87,12 +87,13 @@ class Finding:
 class Dataset:
     """All samples of a folder or manifest, with one type of annotation."""
 
-    annotated: Annotated
+    annotated: Annotated  # type of annotation: "labels", "points" or "objects"
     source: str  # name of the format, for display
-    root: Path
+    root: Path  # folder of the dataset or of the manifest
     samples: tuple[Sample, ...]
     findings: tuple[Finding, ...] = ()  # about file names and tables; `check` adds findings about file contents
-    published: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # published counts, by split and name
+    # Published numbers for comparison: published[split][name], with names such as "images", "cases" and "mitoses".
+    published: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     objects: str = "objects"  # name of the annotated objects in tables of counts, such as mitoses
     classes: tuple[str, ...] = ()  # class names of images, if the format defines their order
 
@@ -100,7 +101,9 @@ class Dataset:
         """Return the samples of a split. Raises DataError if the split is empty."""
         samples = tuple(sample for sample in self.samples if sample.split == name)
         if not samples:
-            raise DataError(f"{self.root} has no images in the split {name!r}; run `rotopath data check` on it.")
+            raise DataError(
+                f"{self.root} has no images in the split {name!r}; run `rotopath data check` on the dataset."
+            )
         return samples
 
 
@@ -128,7 +131,7 @@ def read_together(samples: Sequence[Sample]) -> list[NDArray[np.uint8]]:
 def group_for_reading(samples: Sequence[Sample]) -> list[list[Sample]]:
     """Divide samples into groups that `read_together` reads at once.
 
-    A group is a single image file, or consecutive rows of an HDF5 file in the same split.
+    A group is a single image file, or images of the same split in consecutive rows of an HDF5 file.
     """
 
     def key(position: int, sample: Sample) -> tuple[Path, str, int, int]:
@@ -142,7 +145,7 @@ def group_for_reading(samples: Sequence[Sample]) -> list[list[Sample]]:
 def resampling_factor(sample: Sample, spacing_um_px: float) -> float:
     """Return the factor by which height and width of an image change if it is resampled to `spacing_um_px`.
 
-    The factor is exactly 1 if the two pixel spacings differ by 5 % or less.
+    The factor is exactly 1 if the pixel spacing of the sample differs from `spacing_um_px` by 5 % or less.
     """
     factor = sample.spacing_um_px / spacing_um_px
     return 1.0 if abs(factor - 1) <= SAME_SPACING else factor
@@ -154,7 +157,8 @@ def resampling_factor(sample: Sample, spacing_um_px: float) -> float:
 def find_files(folder: Path | None, suffixes: Collection[str]) -> list[Path]:
     """Return all files with one of the suffixes in a folder and its subfolders, sorted; none if the folder is None.
 
-    Hidden files, such as `._x.tif` of macOS, are left out. The suffixes are in lower case.
+    Hidden files, such as `._x.tif` of macOS, are left out. `suffixes` are in lower case; the case of letters in file
+    names does not matter.
     """
     if folder is None:
         return []
@@ -169,7 +173,8 @@ def find_files(folder: Path | None, suffixes: Collection[str]) -> list[Path]:
 def index_by_stem(root: Path, paths: Iterable[Path]) -> tuple[dict[str, Path], list[Finding]]:
     """Return a dictionary from file names without suffix to paths, and findings.
 
-    If two files have the same name without suffix, the second is left out and reported as a finding.
+    If two files have the same name without suffix, the second is left out and reported as a finding, with its path
+    relative to `root`.
     """
     files: dict[str, Path] = {}
     findings = []
@@ -197,8 +202,8 @@ def count_and_list(names: Sequence[str], noun: str) -> str:
 def read_table(path: Path, required: Collection[str]) -> list[tuple[int, Row]]:
     """Read a CSV file with a header; return (line number, row) for each row that is not empty.
 
-    A row is a dictionary from column names in lower case to cells. Raises TableError if a required column is missing,
-    or if a row has more cells than there are columns.
+    A row is a dictionary from column names in lower case to cells. Raises TableError if a column in `required` is
+    missing, or if a row has more cells than there are columns.
     """
     rows = read_csv(path)
     header = [name.lower() for name in rows[0][1]] if rows else []
@@ -243,15 +248,18 @@ def _find_delimiter(text: str) -> str:
 
 
 def read_hdf5_shape(path: Path, key: str) -> tuple[int, ...]:
-    """Return the shape of an array without reading the array. Raises UnreadableHdf5Error if its type is not uint8."""
+    """Return the shape of the array `key` in an HDF5 file, without reading the array.
+
+    Raises UnreadableHdf5Error if the elements of the array are not bytes (uint8).
+    """
     array = _open_hdf5_array(path, key)
     if array.dtype != np.uint8:
-        raise UnreadableHdf5Error(path, f"contains {array.dtype} in {key!r}; expected bytes (uint8).")
+        raise UnreadableHdf5Error(path, f"has an array {key!r} of type {array.dtype}; expected bytes (uint8).")
     return tuple(int(length) for length in array.shape)
 
 
 def read_hdf5_rows(path: Path, key: str, start: int, stop: int) -> NDArray[np.uint8]:
-    """Read rows `start` to `stop - 1` of an array of bytes (uint8)."""
+    """Read rows `start` to `stop - 1`, along the first axis, of the array `key` (uint8) in an HDF5 file."""
     try:
         rows: NDArray[np.uint8] = _open_hdf5_array(path, key)[start:stop]
     except OSError as error:
@@ -271,10 +279,10 @@ def _open_hdf5_array(path: Path, key: str) -> "h5py.Dataset":
 
 @lru_cache(maxsize=16)
 def _open_once(path: Path, key: str, process: int, modified_ns: int) -> "h5py.Dataset":  # noqa: ARG001
-    """Open an array, or return it from a cache if this process has already opened the unchanged file.
+    """Open an array, or return the array from a cache if this process has already opened the unchanged file.
 
-    `process` and `modified_ns` are used only as keys of the cache: forked workers must not share an open file, and a
-    changed file must be opened again.
+    The process ID and the time of the last change of the file only distinguish entries of the cache: forked workers
+    must not share an open file, and a changed file must be opened again.
     """
     import h5py
 

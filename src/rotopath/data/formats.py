@@ -50,7 +50,7 @@ class Format:
     example: str  # description of a folder in this format, for error messages
     detect: Callable[[Path], bool]  # returns whether a folder has this format
     open: Callable[[Path, float | None], Dataset]  # receives the folder, and a pixel spacing for images without one
-    fallback: bool = False  # tried last, if no other format fits the folder or a subfolder
+    fallback: bool = False  # whether to try the format last, if no other format fits the folder or a subfolder
 
 
 # A manifest comes first, because it has priority over the layout of the files beside it.
@@ -101,8 +101,9 @@ ANNOTATION_KINDS: Mapping[Annotated, str] = {
 def open_data(path: Path | str, annotated: Annotated | None = None, spacing_um_px: float | None = None) -> Dataset:
     """Open the dataset at a path: a folder in a known format, its parent folder, or a CSV manifest.
 
-    `annotated` is the required type of annotation, if any. `spacing_um_px` is the pixel spacing of your own images that
-    do not specify one. Raises DataError if there is no usable dataset, or if it has another type of annotation.
+    `annotated` is the required type of annotation; None allows any type. `spacing_um_px` is the pixel spacing of your
+    own images that do not specify one. Raises DataError if there is no usable dataset at the path, or if the dataset
+    has another type of annotation.
     """
     if spacing_um_px is not None and not is_plausible(spacing_um_px):
         raise DataError(f"The pixel spacing is {spacing_um_px:g} µm/px; expected 0.05 to 5 µm/px.")
@@ -156,24 +157,24 @@ class Check:
     """Result of checking a dataset: counts and findings."""
 
     dataset: Dataset
-    counts: dict[str, Counter[str]]  # by split and name: numbers of images, of cases, and of objects or images by class
+    counts: dict[str, Counter[str]]  # counts[split][name]; names: "images", "cases", `dataset.objects`, and classes
     findings: tuple[Finding, ...]  # problems and notes
-    agreement: dict[str, float]  # by image with both: AJI (aggregated Jaccard index) of label map and outlines
+    agreement: dict[str, float]  # by name of an image with label map and outlines: their aggregated Jaccard index
 
 
 @dataclass
 class _Contents:
-    """Counts and findings of one group of samples, see `group_for_reading`."""
+    """What `_check_group` counts and finds in one group of samples (see `group_for_reading`)."""
 
-    objects: Counter[str] = field(default_factory=Counter)
+    objects: Counter[str] = field(default_factory=Counter)  # as in `Check.counts`, without "images" and "cases"
     findings: list[Finding] = field(default_factory=list)
-    agreement: dict[str, float] = field(default_factory=dict)
+    agreement: dict[str, float] = field(default_factory=dict)  # as in `Check`
 
 
 def check(dataset: Dataset, on_progress: Callable[[int], object] = lambda _: None) -> Check:
     """Read every image and annotation of a dataset, count them, and collect all problems and notes.
 
-    `on_progress` receives the number of samples that have just been read.
+    `on_progress` receives the number of samples that were read since its previous call.
     """
     counts = {split: Counter[str]() for split in SPLITS}
     findings = list(dataset.findings)
@@ -202,7 +203,7 @@ def _find_empty_splits(dataset: Dataset) -> list[Finding]:
 
 
 def _check_group(dataset: Dataset, samples: list[Sample]) -> _Contents:
-    """Read a group of samples; return the numbers of their objects, and findings."""
+    """Read the images and the annotations of a group of samples; return counts and findings."""
     contents = _Contents()
     try:
         read_together(samples)
@@ -231,7 +232,10 @@ def _check_points(sample: Sample, dataset: Dataset, contents: _Contents) -> None
 
 
 def _check_objects(sample: Sample, dataset: Dataset, contents: _Contents) -> None:
-    """Read all annotation files of a sample. Training uses only the first, but problems of all files are reported."""
+    """Read all annotation files of a sample, and add the number of its objects and all findings to `contents`.
+
+    Only the objects in the first file are counted, because training uses only this file. Findings are about all files.
+    """
     label_maps = []
     for annotation in sample.annotations:
         try:
@@ -256,7 +260,7 @@ def _check_objects(sample: Sample, dataset: Dataset, contents: _Contents) -> Non
 
 
 def _count_parts_of_single_object(objects: Objects) -> int:
-    """Return the number of connected components of a label map if it has a single object number, else 1.
+    """Return the number of connected components of a label map with a single object number; for other maps, return 1.
 
     More than one component means that the file is a mask in which objects were not numbered.
     """

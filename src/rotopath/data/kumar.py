@@ -1,8 +1,9 @@
 """Kumar et al. (2017) and MoNuSeg: images (fields) of several organs, in which every nucleus is outlined.
 
 The dataset folder contains `Tissue Images`, and `Annotations` (Aperio XML) or `Label Maps` (16-bit images). It may also
-be a flat folder of images, each with an XML file of the same name, such as MoNuSeg's test set. If a field has both
-annotations, the label map is used. An optional `split.csv` has the columns image, split and (optionally) organ.
+be a flat folder of images, each with an XML file of the same name, such as MoNuSeg's test set. If a field has an
+XML file and a label map, training uses the label map. An optional `split.csv` has the columns image, split and
+(optionally) organ.
 """
 
 import re
@@ -42,7 +43,10 @@ def is_flat(root: Path) -> bool:
 
 
 def open_kumar(root: Path) -> Dataset:
-    """Open all fields that have a split and an annotation file."""
+    """Open all images (fields) that have a split and an annotation file.
+
+    The other fields are left out; `findings` of the returned dataset states the reasons.
+    """
     image_folder = _find_folder(root, "tissue images")
     flat = image_folder is None
     image_files = _list_files(root, IMAGE_SUFFIXES) if flat else find_files(image_folder, IMAGE_SUFFIXES)
@@ -93,9 +97,11 @@ class _SplitAndOrgan(NamedTuple):
 
 
 def _assign_splits(root: Path, images: dict[str, Path], flat: bool) -> tuple[dict[str, _SplitAndOrgan], list[Finding]]:
-    """Return the split and organ of each image that is used: from split.csv, else at random within each organ.
+    """Return the split and the organ of each image that has a split, and findings about the splits.
 
-    In a flat folder without a split.csv, all images are in the split "test".
+    Splits come from split.csv. Without this file, all images of a flat folder are in the split "test", and images of
+    other folders are divided at random within each organ. `images` maps file names without suffix to paths; the
+    returned dictionary contains the same names. `flat` states whether `root` is a flat folder.
     """
     organ_of = {code: organ for organ, codes in ORGANS.items() for code in codes}
     organs = {stem: organ_of.get(find_patient(stem).removeprefix("TCGA-"), "") for stem in images}
@@ -125,7 +131,10 @@ def _remove_suffix(name: str) -> str:
 
 
 def _find_spacing(image: Path, outlines: Path | None) -> float:
-    """Return the pixel spacing in the image file, else that in the XML file, else 0.25 µm/px."""
+    """Return the pixel spacing of an image: from the image file or, if missing there, from the XML file `outlines`.
+
+    If neither file contains a pixel spacing, 0.25 µm/px is returned.
+    """
     try:
         spacing = spacing_um_px(image)
     except UnreadableFileError:
@@ -134,7 +143,7 @@ def _find_spacing(image: Path, outlines: Path | None) -> float:
 
 
 def _list_files(folder: Path, suffixes: Collection[str]) -> list[Path]:
-    """Return the files that are directly in a folder, not in its subfolders."""
+    """Return the files with one of the suffixes that are directly in a folder, not in its subfolders."""
     return [path for path in find_files(folder, suffixes) if path.parent == folder]
 
 

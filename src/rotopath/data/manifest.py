@@ -25,7 +25,8 @@ SPLIT_SEED = 0
 def open_manifest(path: Path, default_spacing_um_px: float | None = None) -> Dataset:
     """Open the images of all valid rows, and report each invalid row as a finding.
 
-    `default_spacing_um_px` is the pixel spacing of images for which neither the manifest nor the file specifies one.
+    `default_spacing_um_px` is the pixel spacing of images for which neither the manifest nor the image file specifies
+    one. If it is None, the rows of such images are invalid.
     """
     table = read_table(path, ("image",))
     if not table:
@@ -48,9 +49,9 @@ def open_manifest(path: Path, default_spacing_um_px: float | None = None) -> Dat
 def find_spacing(path: Path, name: str, text: str, default_um_px: float | None) -> float:
     """Return the pixel spacing of an image in µm/px.
 
-    It is read from `text`, a cell of a table. If `text` is empty, it is read from the image file at `path`. If the file
-    does not specify it, the default is returned. Raises DataError if there is no default, or if `text` is not a
-    plausible number. `name` is the name of the image in messages.
+    The pixel spacing comes from `text`, a cell of a table; if `text` is empty, from the image file at `path`; if the
+    file does not specify a pixel spacing, from `default_um_px`. Raises DataError if `text` is not a plausible number,
+    or if none of the three gives a pixel spacing. `name` is the name of the image in messages.
     """
     if not text:
         if spacing := spacing_um_px(path) or default_um_px:
@@ -70,7 +71,10 @@ def find_spacing(path: Path, name: str, text: str, default_um_px: float | None) 
 
 
 def _find_annotated(path: Path, table: list[tuple[int, Row]]) -> Annotated:
-    """Return the type of annotation, according to the columns, and the suffixes and contents of annotation files."""
+    """Return the type of annotation of the manifest at `path`; `table` contains its rows.
+
+    The type follows from the columns, and from the suffixes and the contents of the annotation files.
+    """
     columns = table[0][1].keys()
     if ("label" in columns) == ("annotation" in columns):
         raise DataError(
@@ -88,8 +92,8 @@ def _find_annotated(path: Path, table: list[tuple[int, Row]]) -> Annotated:
     if suffixes and ".csv" not in suffixes:
         return "objects"
     raise DataError(
-        f"{path} has annotations of type {', '.join(sorted(suffixes)) or 'none'}; use either CSV files only (positions "
-        f"of objects), or label maps, XML and GeoJSON only (outlines of objects)."
+        f"{path} lists annotation files of these types: {', '.join(sorted(suffixes)) or 'none'}; use either CSV files "
+        f"only (positions of objects), or label maps, XML and GeoJSON only (outlines of objects)."
     )
 
 
@@ -106,7 +110,10 @@ def _find_annotated_in_geojson(files: list[Path]) -> Annotated:
 
 
 def _assign_splits(table: list[tuple[int, Row]]) -> dict[int, str]:
-    """Return the split of each line: from the column `split`, or at random by patient if there is no such column."""
+    """Return a dictionary from line numbers of the manifest to splits.
+
+    Splits come from the column `split`. If there is no such column, the patients are divided at random.
+    """
     if "split" in table[0][1]:
         return {line: row["split"] for line, row in table}
     labels: dict[str, Counter[str]] = defaultdict(Counter)
@@ -137,13 +144,13 @@ def _make_sample(folder: Path, row: Row, annotated: Annotated, split: str, defau
     annotations: tuple[Path, ...] = ()
     if annotated == "labels":
         if not (label := row["label"]):
-            raise DataError("the label is missing; write the class of the image.")
+            raise DataError("the column `label` is empty; write the class of the image.")
     elif row["annotation"]:
         annotations = (folder / row["annotation"],)
         if not annotations[0].is_file():
             raise DataError(f"the annotation file {row['annotation']!r} does not exist; correct its path.")
     elif annotated == "objects":
-        raise DataError("the annotation is missing; an image without objects needs a label map of zeros.")
+        raise DataError("the column `annotation` is empty; an image without objects needs a label map of zeros.")
     return Sample(
         path,
         row["image"],

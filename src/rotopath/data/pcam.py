@@ -45,7 +45,7 @@ def is_pcam(root: Path) -> bool:
 
 
 def open_pcam(root: Path) -> Dataset:
-    """Open the patches of the three published splits, in HDF5 files."""
+    """Open the patches of the three published splits, from HDF5 files."""
     samples: list[Sample] = []
     findings: list[Finding] = []
     for split in SPLITS:
@@ -93,7 +93,7 @@ def _read_labels(path: Path, count: int) -> NDArray[np.uint8]:
 
 
 def _read_slides(meta: Path, count: int) -> list[str]:
-    """Return the slide of each patch, or empty strings if the file `meta` does not exist."""
+    """Return the slide of each of `count` patches, or empty strings if the file `meta` does not exist."""
     if not meta.is_file():
         return [""] * count
     slides = [row["wsi"] for _, row in read_table(meta, ("wsi",))]
@@ -138,7 +138,7 @@ def open_kaggle(root: Path) -> Dataset:
 
 
 def _read_kaggle_labels(path: Path, images: dict[str, Path]) -> tuple[dict[str, str], list[Finding]]:
-    """Return the class of each image, and a finding for each invalid line."""
+    """Return the class of each labeled image by ID, and findings about invalid lines. `images` maps IDs to paths."""
     labels: dict[str, str] = {}
     findings: list[Finding] = []
     without_image: list[str] = []
@@ -156,5 +156,11 @@ def _read_kaggle_labels(path: Path, images: dict[str, Path]) -> tuple[dict[str, 
             continue
         findings.append(Finding(path.name, message))
     if without_image:
-        findings.append(Finding(path.name, f"there is no image in train for {count_and_list(without_image, 'label')}."))
+        findings.append(
+            Finding(
+                path.name,
+                f"there is no image in train for {count_and_list(without_image, 'label')}; add the images, or "
+                f"remove the labels.",
+            )
+        )
     return labels, findings

@@ -1,8 +1,8 @@
 """Samplers choose the windows of each training batch. A window is a square that is cut from an image.
 
 A sampler is constructed from the image sizes, a seed, and what it balances: labels, annotated objects or patients. For
-any training step, `draw` returns the image, position and label of each window of the batch. They depend only on the
-seed and the step. Therefore the number of workers does not matter, and an interrupted run resumes with exactly the
+any training step, `draw` returns the image, position and label of each window of the batch. The windows depend only on
+the seed and the step. Therefore the number of workers does not matter, and an interrupted run resumes with exactly the
 remaining batches.
 """
 
@@ -24,17 +24,17 @@ class Windows(NamedTuple):
     """Image number, upper left corner and label of each of B windows; a window may extend beyond the image."""
 
     images: Ints  # (B,) image numbers
-    tops: Ints  # (B,) first rows, in pixels
-    lefts: Ints  # (B,) first columns, in pixels
+    tops: Ints  # (B,) first row of each window, in pixels of the image; may be negative
+    lefts: Ints  # (B,) first column of each window, in pixels of the image; may be negative
     labels: Ints  # (B,) class numbers; zeros if the targets are maps
 
     def shard(self, rank: int, count: int) -> "Windows":
-        """Return every `count`-th window, starting with window `rank`."""
+        """Return the part of process `rank` (0 to count - 1): windows rank, rank + count, and so on."""
         return Windows(*(column[rank::count] for column in self))
 
 
 class Sampler(Protocol):
-    """Chooses the windows of a step. They do not depend on which other steps were drawn before."""
+    """Chooses the windows of a step. The windows depend on the step, but not on which steps were drawn before."""
 
     def draw(self, step: int) -> Windows: ...
 
@@ -64,10 +64,11 @@ class ObjectPositions:
 
 
 class ClassBalancedSampler:
-    """Draw equally many windows of every class, at random positions; all images of a class are used equally often.
+    """Draw equally many windows of every class, at random positions.
 
-    `mined` lists the numbers of images that a baseline network classified incorrectly. If a class has mined images,
-    half of its windows come from them, and the other half from all images of the class.
+    `labels` contains the class number of each image. `mined` lists the numbers of images that a baseline network
+    classified incorrectly. If a class has mined images, half of its windows come from the mined images. All other
+    windows of a class come from all images of the class, which are used equally often.
     """
 
     def __init__(
@@ -94,10 +95,11 @@ class ClassBalancedSampler:
 class ObjectBalancedSampler:
     """Draw half of the windows around objects, equally many of every class, and the other half without an object.
 
-    Windows around objects are shifted at random by up to `jitter_px` pixels in each direction. Windows without an
-    object are centered on random pixels that are farther than `clearance_px` from every object; all such pixels of all
-    images are equally likely. `mined` lists positions (image, row, column) of false detections of a baseline network.
-    If there are any, half of the windows without an object are centered on them.
+    Windows around objects are centered on an object, and then shifted at random by up to `jitter_px` pixels along each
+    axis. Windows without an object are centered on random pixels that are farther than `clearance_px` from every
+    object; all such pixels of all images are equally likely. `mined` lists positions (image, row, column) of false
+    detections of a baseline network. If `mined` is not empty, half of the windows without an object are centered on
+    these positions.
     """
 
     def __init__(
@@ -114,8 +116,8 @@ class ObjectBalancedSampler:
             if not len(members):
                 count = len(objects.positions)
                 raise DataError(
-                    f"No {name} is annotated in the {count} images of a split; training and validation need at least "
-                    f"one each; add images (`rotopath data check` shows the numbers of each split)."
+                    f"No {name} is annotated in the {count} images of a split; every split that is used needs at least "
+                    f"one; add images (`rotopath data check` counts the objects of each split)."
                 )
         self._labels = [1] if len(names) == 1 else list(range(len(names)))  # a single class: 1 present, 0 absent
         self._mined = np.empty((0, 3)) if mined is None else mined
@@ -173,8 +175,9 @@ class ObjectBalancedSampler:
 class PatientBalancedSampler:
     """Draw equally many windows of every patient, at random positions.
 
-    The target region of a window is its central square with sides of `target_px` pixels. It is inside the image, if the
-    image is large enough. The rest of the window may extend beyond the image.
+    `patients` contains the patient of each image. The target region of a window is its central square with sides of
+    `target_px` pixels. This region is inside the image, unless the image is smaller than the region. The rest of the
+    window may extend beyond the image.
     """
 
     def __init__(self, patients: Sequence[str], settings: SamplerSettings, target_px: int) -> None:
@@ -201,7 +204,7 @@ class CenterSampler:
         self._corners = (sizes_px - window_px) // 2
 
     def __len__(self) -> int:
-        """Return the number of steps that use every image once."""
+        """Return the number of steps that together use every image exactly once."""
         return -(-len(self._labels) // self._batch)
 
     def draw(self, step: int) -> Windows:
@@ -222,13 +225,14 @@ class ClassQuotas:
     def __init__(self, batch: int, classes: int) -> None:
         if batch < classes:
             raise DataError(
-                f"There are {batch} windows for {classes} classes; increase `batch`, so that each class has one."
+                f"A batch has only {batch} windows for {classes} classes; increase `batch`, so that each class has one "
+                f"or more (in detection, half of the windows of a batch have no object)."
             )
         self._minimum, self._remainder = divmod(batch, classes)
         self._classes = classes
 
     def at(self, class_number: int, step: int) -> tuple[int, int]:
-        """Return two numbers of windows of a class: in all earlier steps together, and in this step."""
+        """Return the number of windows of a class in all steps before `step` together, and the number in `step`."""
         cycles, rest = divmod(step, self._classes)
         extra = sum(self._has_extra(class_number, k) for k in range(rest))
         earlier = step * self._minimum + cycles * self._remainder + extra
@@ -277,9 +281,9 @@ class _ClassImages:
         self._mined_order = EndlessShuffle(len(mined), (*seed, 1))
 
     def take(self, start: int, count: int) -> Ints:
-        """Return the numbers of `count` images. Half of them are mined images, if there are any.
+        """Return the numbers of `count` images. If the class has mined images, half of the numbers are of mined images.
 
-        `start` is the number of images that earlier steps have taken.
+        `start` is the number of images that were taken in earlier steps.
         """
         if not len(self._mined):
             return self._members[self._order.take(start, count)]
@@ -290,7 +294,7 @@ class _ClassImages:
 
 
 def _step_generator(seed: int, step: int) -> np.random.Generator:
-    """Return the random generator of a step; the 2 distinguishes it from the generator of augmentation (3)."""
+    """Return the random generator of a step, seeded with (seed, 2, step). Augmentation uses (seed, 3, step)."""
     return np.random.default_rng([seed, 2, step])
 
 
@@ -304,5 +308,5 @@ def _draw_corners(slack: Ints, generator: np.random.Generator) -> Ints:
 
 
 def _prepend_image(image: int, positions: Positions) -> Positions:
-    """Return positions (k, 3): the given image number, row and column."""
+    """Convert positions (k, 2) in an image to positions (k, 3): image number, row and column."""
     return np.column_stack([np.full(len(positions), float(image)), positions]).reshape(-1, 3)

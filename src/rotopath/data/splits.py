@@ -2,7 +2,7 @@
 
 The items that are divided are samples, or the cases (patients) of the samples. Splits come from a `split.csv` of the
 user, or are drawn at random within strata (groups of items, such as organs or classes). The same seed gives the same
-result on every machine and for any order of the items. A smaller regime is always a subset of a larger one.
+result on every machine and for any order of the items. For the same seed, a smaller regime is a subset of a larger one.
 """
 
 from collections import defaultdict
@@ -41,16 +41,17 @@ def amida13_split(case: int) -> str:
 def split_strata(strata: Mapping[str, str], counts: Mapping[str, int], seed: int) -> dict[str, str]:
     """Divide the items of every stratum at random, with a fixed number of items in each split.
 
-    `strata` maps each item to its stratum; `counts` maps each split to its number of items. Returns the split of each
-    item. Raises ValueError unless every stratum has exactly as many items as all splits together.
+    `strata` maps each item to its stratum; `counts` maps each split to the number of items that it receives from every
+    stratum. Returns the split of each item. Raises ValueError unless every stratum has exactly as many items as the sum
+    of `counts`.
     """
     splits: dict[str, str] = {}
     for stratum, items in _group_by_stratum(strata).items():
         if len(items) != sum(counts.values()):
             parts = ", ".join(f"{count} {split}" for split, count in counts.items())
             raise ValueError(
-                f"A split into {parts} needs exactly {sum(counts.values())} items in each group, but {stratum!r} has "
-                f"{len(items)}; provide your own split."
+                f"A split into {parts} needs exactly {sum(counts.values())} items in each stratum (such as an organ), "
+                f"but {stratum!r} has {len(items)}; provide your own split."
             )
         names = [split for split, count in counts.items() for _ in range(count)]
         splits.update(zip(_shuffle(items, seed, stratum), names, strict=True))
@@ -60,9 +61,9 @@ def split_strata(strata: Mapping[str, str], counts: Mapping[str, int], seed: int
 def split_fractions(strata: Mapping[str, str], fractions: Mapping[str, float], seed: int) -> dict[str, str]:
     """Divide the items of every stratum at random, with a fixed fraction of items in each split.
 
-    `strata` maps each item to its stratum; `fractions` maps each split to its fraction. Numbers of items are rounded
-    down; the first split receives the remainder. If a stratum has enough items, each split receives at least one.
-    Returns the split of each item.
+    `strata` maps each item to its stratum; `fractions` maps each split to its fraction. In all splits but the first
+    one in `fractions`, the number of items is rounded down, but it is at least 1 if the stratum has at least as many
+    items as there are splits. The first split receives all remaining items. Returns the split of each item.
     """
     first, *others = fractions
     splits: dict[str, str] = {}
@@ -77,11 +78,12 @@ def split_fractions(strata: Mapping[str, str], fractions: Mapping[str, float], s
 def read_split_file(
     root: Path, column: str, present: Collection[str], key_of: Callable[[str], str] = str
 ) -> tuple[dict[str, Row] | None, list[Finding]]:
-    """Read the `split.csv` of a folder; return a dictionary from items to rows, and findings.
+    """Read the `split.csv` of a folder; return a dictionary from items to rows, and findings about the file.
 
-    `column` is the column with the names of items (case, image or id); `key_of` converts a cell to the name of an item.
-    `present` are the items in the folder. Rows of other items are left out, with a finding. If the file does not exist,
-    None is returned instead of the dictionary.
+    `column` is the name of the column with the items (case, image or id); `key_of` converts a cell of this column to
+    the name of an item. `present` are the names of the items in the folder. Invalid rows and rows of items that are not
+    in the folder are left out and reported as findings. If the file does not exist, None is returned instead of the
+    dictionary.
     """
     path = root / SPLIT_FILE
     if not path.is_file():
@@ -111,7 +113,7 @@ def read_split_file(
 
 
 def note_without_split(names: Sequence[str], column: str) -> Finding:
-    """Return a note that some items have no split and are therefore left out."""
+    """Return a note that the items `names` have no split and are left out; `column` is their column in split.csv."""
     message = (
         f"{count_and_list(names, column)} without a split: left out; to use them, add them to a "
         f"{SPLIT_FILE} ({column},split)."
@@ -136,7 +138,7 @@ def find_leaks(splits: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def select_cases(cases: Iterable[str], count: int, seed: int) -> list[str]:
-    """Select `count` cases at random, sorted; a smaller selection is a subset of a larger one.
+    """Return `count` random cases, sorted. For the same seed, a smaller selection is a subset of a larger one.
 
     >>> from rotopath.data.splits import select_cases
     >>> few, more = (select_cases(["01", "02", "04", "06", "08"], count, seed=0) for count in (2, 4))
@@ -150,13 +152,16 @@ def select_cases(cases: Iterable[str], count: int, seed: int) -> list[str]:
 
 
 def select_per_stratum(strata: Mapping[str, str], count: int, seed: int) -> list[str]:
-    """Select `count` items of every stratum at random, sorted; a smaller selection is a subset of a larger one."""
+    """Return `count` random items of every stratum, sorted; `strata` maps each item to its stratum.
+
+    For the same seed, a smaller selection is a subset of a larger one.
+    """
     selected: list[str] = []
     for stratum, items in _group_by_stratum(strata).items():
         if not 1 <= count <= len(items):
             raise DataError(
                 f"The regime is {count} images of each organ; expected 1 to {len(items)}, the number of training "
-                f"images of {stratum!r}."
+                f"images of the organ {stratum!r}."
             )
         selected += _shuffle(items, seed, stratum)[:count]
     return sorted(selected)
@@ -165,8 +170,8 @@ def select_per_stratum(strata: Mapping[str, str], count: int, seed: int) -> list
 def select_fraction(labels: NDArray[np.integer], fraction: float, seed: int) -> NDArray[np.int64]:
     """Select a fraction of the items of every class at random, at least one item of each class.
 
-    `labels` contains the class number of each item. Returns indices into `labels`, in increasing order. A smaller
-    selection is a subset of a larger one.
+    `labels` contains the class number of each item. Returns indices into `labels`, in increasing order. For the same
+    seed, a smaller selection is a subset of a larger one.
     """
     if not 0 < fraction <= 1:
         raise DataError(f"The regime is {fraction}; expected a fraction of the training set above 0 and up to 1.")
@@ -186,7 +191,7 @@ def _group_by_stratum(strata: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _shuffle(items: Sequence[str], seed: int, *context: Hashable) -> list[str]:
-    """Return the items in a random order, which depends on the seed, the context and the set of items."""
+    """Return the items in a random order. It depends on seed and context (see `_generator`), not on the given order."""
     ordered = sorted(items)
     return [ordered[i] for i in _generator(seed, *context).permutation(len(ordered))]
 

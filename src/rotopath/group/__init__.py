@@ -1,8 +1,8 @@
 """Geometry of rotations: the group SE(2,N) of translations, N rotations and, optionally, reflections.
 
-`grid` numbers the elements of the group and computes sizes for which rotations are exact. `kernel_families` makes
-rotated kernels for lifting and group convolutions. `rotation` rotates images and features. Positive angles are
-counter-clockwise on the screen, where row 0 is at the top, as in `torch.rot90(x, 1, (-2, -1))`.
+`grid` numbers the elements of the group and computes sizes of pixel grids for which rotations are exact.
+`kernel_families` makes rotated kernels for lifting and group convolutions. `rotation` rotates images and features.
+Positive angles are counter-clockwise on the screen, where row 0 is at the top, as in `torch.rot90(x, 1, (-2, -1))`.
 """
 
 from rotopath.group.grid import (

@@ -1,9 +1,9 @@
 """Elements of the rotation group, and sizes of pixel grids for which rotations are exact.
 
-Features have an orientation axis with one entry for each element of the group. Without reflections it has N entries:
-entry i is Rᵢ, the rotation by θᵢ = 360°·i / N (the cyclic group C(N)). With reflections it has 2N entries: entry N + i
-is Rᵢ M, a left-right flip M followed by the rotation by θᵢ (the dihedral group D(N), in which M Rⱼ = R₋ⱼ M).
-G is the number of entries: N or 2N.
+Features have an orientation axis with one entry for each element of the group. Without reflections, this axis has N
+entries: entry i is Rᵢ, the rotation by θᵢ = 360°·i / N (the cyclic group C(N)). With reflections, it has 2N entries:
+entry N + i is Rᵢ M, a left-right flip M followed by the rotation by θᵢ (the dihedral group D(N), in which
+M Rⱼ = R₋ⱼ M). G is the number of entries: N or 2N. A counter-clockwise rotation has a positive angle.
 """
 
 import math
@@ -71,8 +71,9 @@ def inverses(orientations: int, reflections: bool = False, device: torch.device 
 def orientation_shift(orientations: int, device: torch.device | None = None, reflections: bool = False) -> Tensor:
     """Return which slice of the base weights a group convolution uses for each pair of orientations, (G, G).
 
-    Row g is the output orientation, column h the input orientation, and the slice is g⁻¹h. Without reflections this is
-    (h - g) mod N.
+    The base weights (output channels, input channels, G, P) have G slices along their third axis. The entry in row g
+    and column h is the index of the slice that computes output orientation g from input orientation h: g⁻¹h. Without
+    reflections this is (h - g) mod N.
     """
     table = multiplication_table(orientations, reflections, device)
     return table[inverses(orientations, reflections, device)]
@@ -89,8 +90,8 @@ def centered_coordinates(size: int) -> Tensor:
 def rotated_coordinates(size: int, radians: float = 0.0) -> tuple[Tensor, Tensor]:
     """Return the positions at which a rotated kernel of size × size entries samples the unrotated kernel.
 
-    Returns x (size²,) and y (size²,) in pixels from the center, with x to the right and y upwards. The rotation is
-    counter-clockwise.
+    `radians` is the angle of the rotation, counter-clockwise. Returns x (size²,) and y (size²,) in pixels from the
+    center, with x to the right and y upwards.
     """
     x = centered_coordinates(size).repeat(size)
     y = -centered_coordinates(size).repeat_interleave(size)
@@ -127,7 +128,7 @@ def inscribed_disc(height: int, width: int, inner: float = 1.0) -> Tensor:
 def covering_size(size: int) -> int:
     """Return the side, in pixels, of the smallest square that contains a square of side `size` for every rotation.
 
-    Both have the same center; the difference of the sides is therefore even.
+    Both squares have the same center; the difference of their sides is therefore even.
 
     >>> rp.group.covering_size(88)
     126
@@ -137,7 +138,7 @@ def covering_size(size: int) -> int:
 
 
 def reflect_index(index: Tensor, size: int | Tensor) -> Tensor:
-    """Map indices outside of 0 … size - 1 to indices inside, by reflection at the first and last pixel.
+    """Map indices outside of 0 … `size` - 1 to indices inside, by reflection at the first and the last pixel.
 
     >>> rp.group.reflect_index(torch.tensor([-2, -1, 0, 1, 2, 3, 4]), 3).tolist()
     [2, 1, 0, 1, 2, 1, 0]
@@ -150,8 +151,10 @@ def reflect_index(index: Tensor, size: int | Tensor) -> Tensor:
 def output_size(size: int, window: int, stride: int = 1, padding: int = 0, dilation: int = 1) -> int:
     """Return the output size of a convolution or pooling layer along one axis of `size` pixels.
 
-    All sizes are in pixels. Raises ValueError if the windows do not cover the axis exactly, because the layer would
-    ignore the remaining pixels at one end and not be equivariant. The message names sizes that fit.
+    `window` is the side of the kernel or the pool, and `padding` the padding at each end of the axis, both in pixels.
+    `dilation` is the distance between neighboring taps of a window. Raises ValueError if the windows do not cover the
+    axis exactly, because the layer would ignore the remaining pixels at one end and not be equivariant. The message
+    names sizes that fit.
 
     >>> rp.group.output_size(68, window=5), rp.group.output_size(64, window=2, stride=2)
     (64, 32)
@@ -161,12 +164,15 @@ def output_size(size: int, window: int, stride: int = 1, padding: int = 0, dilat
     if free < 0:
         padded = f" padded by {padding} px" if padding else ""
         least = extent - 2 * padding
-        raise ValueError(f"a window of {extent} px does not fit into {size} px{padded}; use at least {least} px.")
+        raise ValueError(
+            f"the layer's window of {extent} px does not fit into an input side of {size} px{padded}; use at least "
+            f"{least} px."
+        )
     if free % stride:
         below, above = size - free % stride, size - free % stride + stride
         nearest = f"{below} or {above} px" if below > 0 else f"{above} px"
         raise ValueError(
-            f"{size} px is off the grid: windows of {extent} px at stride {stride} would leave pixels over at one end "
-            f"only, and rotations would not be exact; use {nearest}."
+            f"windows of {extent} px at stride {stride} do not cover an input side of {size} px exactly, and a layer "
+            f"that ignores the remaining pixels is not equivariant; use {nearest}."
         )
     return free // stride + 1

@@ -3,8 +3,9 @@
 A kernel has size × size entries, with an odd size, and P base weights. P is the number of entries inside the disc of
 diameter `size` (`disc_mask`), so that networks of all families have the same number of weights. The rotated kernel is
 a matrix (size², P) times the base weights. A family is a function that returns this matrix in float64, for a size and
-an angle in radians. "bilinear" interpolates, as in the paper; "gaussian" and "harmonic" rotate a basis of smooth
-functions. N is the number of orientations, G the length of the orientation axis: N, or 2N with reflections.
+a counter-clockwise angle in radians. "bilinear" interpolates, as in the paper of Lafarge et al. (arXiv:2002.08725);
+"gaussian" and "harmonic" rotate a basis of smooth functions. N is the number of orientations, G the length of the
+orientation axis: N, or 2N with reflections.
 
 To add a family, write such a function, add a row to KERNEL_FAMILIES, and add its name to `Kernel`.
 """
@@ -46,8 +47,8 @@ def rotation_map(size: int, orientations: int, kernel: str = "bilinear", reflect
     """Return the matrices that convert base weights to the kernels of all orientations, (G, size², P) in float64.
 
     Matrix i times the base weights (P,) is the kernel (size²,) rotated by θᵢ = 360°·i / N. With reflections, matrix
-    N + i is for the kernel that is flipped left to right and then rotated by θᵢ. Rotations by 90° and flips permute the
-    rows of a matrix only, and are therefore exact. Raises ValueError for an unknown kernel family.
+    N + i is for the kernel that is flipped left to right and then rotated by θᵢ. Rotations by multiples of 90° and
+    flips only permute the rows of a matrix, and are therefore exact. Raises ValueError for an unknown kernel family.
     """
     check_orientations(orientations)
     if kernel not in KERNEL_FAMILIES:
@@ -68,8 +69,8 @@ def rotation_map(size: int, orientations: int, kernel: str = "bilinear", reflect
 def lift_kernels(weight: Tensor, rotation: Tensor) -> Tensor:
     """Return the weights (O·G, C, n, n) of an ordinary convolution that is equal to a lifting convolution.
 
-    `weight` (O, C, P) are the base weights, for O output and C input channels. `rotation` is a `rotation_map` for the
-    kernel size n.
+    `weight` (O, C, P) are the base weights, for O output and C input channels. `rotation` (G, n², P) is the result of
+    `rotation_map` for the kernel size n.
     """
     kernels = torch.einsum("ocp,irp->oirc", weight, rotation)
     return _as_conv2d_weight(kernels)
@@ -78,8 +79,8 @@ def lift_kernels(weight: Tensor, rotation: Tensor) -> Tensor:
 def group_kernels(weight: Tensor, rotation: Tensor, reflections: bool = False) -> Tensor:
     """Return the weights (O·G, C·G, n, n) of an ordinary convolution that is equal to a group convolution.
 
-    `weight` (O, C, G, P) are the base weights, for O output and C input channels. `rotation` is a `rotation_map` for
-    the kernel size n.
+    `weight` (O, C, G, P) are the base weights, for O output and C input channels. `rotation` (G, n², P) is the result
+    of `rotation_map` for the kernel size n and the same `reflections`.
     """
     orientations = weight.shape[2] // 2 if reflections else weight.shape[2]
     shift = orientation_shift(orientations, weight.device, reflections)
@@ -99,11 +100,11 @@ def _as_conv2d_weight(kernels: Tensor) -> Tensor:
 def effective_taps(size: int, orientations: int, correlation: float, kernel: str = "bilinear") -> float:
     """Return the effective number of base weights of a rotated kernel, for the fan-in of weight initialization.
 
-    It is the variance of the output of a kernel, for base weights and pixels of variance 1, averaged over orientations.
-    `correlation` is the correlation of the pixels under the kernel, from 0 (uncorrelated) to 1 (equal). For "bilinear",
-    the result is P at most, because interpolation at angles other than multiples of 90° reduces the variance: for a
-    5 × 5 kernel at 45° to 86 % if the pixels are equal, and to 43 % if they are uncorrelated. For "gaussian" and
-    "harmonic", it can be greater than P.
+    This number is the variance of the output of a kernel, for base weights and pixels of variance 1, averaged over
+    orientations. `correlation` is the correlation of the pixels under the kernel, from 0 (uncorrelated) to 1 (equal).
+    For "bilinear", the result is P at most, because interpolation at angles other than multiples of 90° reduces the
+    variance: for a 5 × 5 kernel at 45° to 86 % if the pixels are equal, and to 43 % if they are uncorrelated. For
+    "gaussian" and "harmonic", the result can be greater than P.
     """
     rotation = rotation_map(size, orientations, kernel)
     constant = rotation.sum(dim=1).square().sum(dim=1).mean()
@@ -115,7 +116,7 @@ def effective_taps(size: int, orientations: int, correlation: float, kernel: str
 
 
 def bilinear_map(size: int, radians: float) -> Tensor:
-    """Return the matrix (size², P) of bilinear interpolation, as in the paper. Base weights are the kernel at 0°."""
+    """Return the matrix (size², P) of bilinear interpolation. The base weights are the entries of the kernel at 0°."""
     mask = disc_mask(size).flatten()
     x, y = rotated_coordinates(size, radians)
     grid = centered_coordinates(size)
@@ -134,9 +135,10 @@ def _interpolation_weights(coordinates: Tensor, grid: Tensor) -> Tensor:
 
 
 def gaussian_map(size: int, radians: float) -> Tensor:
-    """Return the matrix (size², P) of a basis of Gaussians. Their centers rotate with the kernel.
+    """Return the matrix (size², P) of a basis of P Gaussians. Their centers rotate with the kernel.
 
-    At 0°, one Gaussian is centered on each entry inside the disc, and the matrix has the same norm as the bilinear one.
+    At 0°, one Gaussian is centered on each entry inside the disc, and the matrix has the same norm as that of
+    `bilinear_map`.
     """
     mask = disc_mask(size).flatten()
     center_x, center_y = (axis[mask] for axis in rotated_coordinates(size))
@@ -152,8 +154,9 @@ def gaussian_map(size: int, radians: float) -> Tensor:
 def harmonic_map(size: int, radians: float) -> Tensor:
     """Return the matrix (size², P) of a basis of circular harmonics: kernels that are easy to rotate.
 
-    Rotating a harmonic of frequency m by θ multiplies it by exp(-imθ). Its real part and its imaginary part have one
-    base weight each, and a rotation mixes only these two. A harmonic of frequency 0 is real and has one base weight.
+    Rotating a harmonic of frequency m by θ multiplies it by exp(-imθ). The real part and the imaginary part of a
+    harmonic have one base weight each, and a rotation mixes only these two parts. A harmonic of frequency 0 is real and
+    has one base weight.
     The norm of a kernel does not depend on the angle.
     """
     kernels, frequencies = circular_harmonics(size)
@@ -175,8 +178,8 @@ KERNEL_FAMILIES: dict[str, Callable[[int, float], Tensor]] = {
 class _Harmonic(NamedTuple):
     """A kernel that approximates a circular harmonic of frequency m on the pixel grid."""
 
-    fraction: float  # fraction of the energy of its response that rotates exactly as frequency m requires
-    energy: float  # energy of this part of the response
+    fraction: float  # fraction of the energy of the kernel's response that rotates exactly as frequency m requires
+    energy: float  # energy of this fraction of the response
     frequency: int  # m
     kernel: Tensor  # (size²,), complex, of norm 1
 
@@ -185,9 +188,9 @@ class _Harmonic(NamedTuple):
 def circular_harmonics(size: int) -> tuple[Tensor, Tensor]:
     """Choose the K harmonics that rotate most exactly. Return complex kernels (size², K) and their frequencies (K,).
 
-    Harmonics of frequency 0 need one base weight, all others need two. K is the number of harmonics that need P base
-    weights in total. Harmonics that rotate more exactly, and smoother ones, are scaled to larger values. Together, the
-    kernels have the same norm as the bilinear kernels at 0°.
+    Harmonics of frequency 0 need one base weight, all other harmonics need two. K is the number of harmonics that need
+    P base weights in total. Harmonics that rotate more exactly, and smoother harmonics, are multiplied by larger
+    factors. Together, the kernels have the same norm as the kernels of `bilinear_map` at 0°.
     """
     candidates = [harmonic for frequency in range(2 * size - 1) for harmonic in _find_harmonics(size, frequency)]
     taps = left = int(disc_mask(size).sum())
@@ -269,7 +272,11 @@ def _phase_factors(size: int, frequency: int) -> Tensor:
 
 @lru_cache(maxsize=16)
 def image_covariance(size: int) -> Tensor:
-    """Return the covariances between the pixels of an image and of the same image rotated, (angles, size², size²)."""
+    """Return the covariances between the pixels of an image (size × size) and those of the same image after a rotation.
+
+    The axes of the result (angles, size², size²) are the angles of `_quadrant_angles`, the pixels of the image, and the
+    pixels of the rotated image. The images consist of random Gaussian blobs with the standard deviations BLOBS_PX.
+    """
     point = torch.complex(*rotated_coordinates(size))
     rotated = point * torch.polar(torch.ones_like(_quadrant_angles()), _quadrant_angles())[:, None]  # (angles, size²)
     squared = (point[:, None] - rotated[:, None, :]).abs().square()

@@ -32,8 +32,8 @@ def rotate(x: Tensor, angle: float) -> Tensor:
 def rotate_features(x: Tensor, angle: float, reflections: bool = False) -> Tensor:
     """Rotate SE(2) features (B, C, N, H, W): rotate each map, and shift the orientation axis.
 
-    The angle is in degrees, counter-clockwise, and must be a multiple of 360° / N; others raise ValueError. With
-    reflections the orientation axis has 2N entries, and both halves are shifted.
+    The angle is in degrees, counter-clockwise, and must be a multiple of 360° / N; other angles raise ValueError. With
+    `reflections` the orientation axis has 2N entries, and both halves are shifted.
     """
     halves = _split_halves(x, reflections)  # (B, C, 1 or 2, N, H, W)
     orientations = halves.shape[3]
@@ -41,8 +41,8 @@ def rotate_features(x: Tensor, angle: float, reflections: bool = False) -> Tenso
     if abs(steps - round(steps)) > 1e-9:
         raise ValueError(
             f"Features with {orientations} orientations rotate in steps of {360 / orientations:g}°, and {angle:g}° is "
-            f"between two of them; use a multiple of {360 / orientations:g}°. For other angles, measure a network "
-            f"whose outputs are maps (B, C, H, W), such as a network that ends with Project."
+            f"between two of them; use a multiple of {360 / orientations:g}°. To measure the equivariance at other "
+            f"angles, use a network whose outputs are maps (B, C, H, W), such as a network that ends with `Project`."
         )
     return rotate(halves, angle).roll(round(steps), dims=3).flatten(2, 3)
 
@@ -98,9 +98,9 @@ def _rotate_by_splines(x: Tensor, radians: float) -> Tensor:
 
 
 def _spline_taps(coordinates: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
-    """Return four pairs (indices, weights), with which a cubic spline is evaluated at `coordinates`.
+    """Return four pairs (indices, weights), from which the values of a cubic spline at `coordinates` are computed.
 
-    The value of the spline is the sum over the pairs of weight times coefficient at the index. `coordinates` are
+    Each value is the sum, over the four pairs, of weight times spline coefficient at the index. `coordinates` are
     positions along an axis of `size` samples. Indices and weights have the shape of `coordinates`.
     """
     t = coordinates - coordinates.floor()
@@ -127,7 +127,7 @@ def _spline_filter(size: int) -> Tensor:
 def apply_symmetries(x: Tensor, symmetries: Tensor) -> Tensor:
     """Rotate and flip each square image (B, C, H, H) of a batch as given by `symmetries` (B,), numbers from 0 to 7.
 
-    Number s is a rotation by 90° · (s mod 4), after swapping rows and columns if s ≥ 4.
+    Number s is a counter-clockwise rotation by 90° · (s mod 4), after swapping rows and columns if s ≥ 4.
     """
     size = x.shape[-1]
     if x.shape[-2] != size:
@@ -143,17 +143,20 @@ def apply_symmetries(x: Tensor, symmetries: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _symmetry_sources(size: int, device: torch.device) -> Tensor:
-    """Return, for each of the 8 symmetries, the index of the source of each pixel, (8, size²)."""
+    """Return, for each of the 8 symmetries and each pixel of the result, the index of the pixel that it copies.
+
+    The indices are (8, size²). The pixel in row y and column x has the index y · size + x.
+    """
     grid = torch.arange(size * size, device=device).view(size, size)
     rotated = [torch.rot90(square, quarters, (0, 1)) for square in (grid, grid.T) for quarters in range(4)]
     return torch.stack(rotated).flatten(1)
 
 
 def rotate_each(x: Tensor, degrees: Tensor, nearest: bool = False) -> Tensor:
-    """Rotate each image of a batch (B, C, H, W) by its own angle `degrees` (B,), counter-clockwise.
+    """Rotate each image of a batch (B, C, H, W) by its own angle in `degrees` (B,), counter-clockwise.
 
-    Interpolation is bilinear. With `nearest` it is nearest-neighbor, for maps of class numbers. Outside its border, the
-    image is continued by reflection.
+    Interpolation is bilinear or, if `nearest` is True, nearest-neighbor, for maps of class numbers. Pixels from outside
+    the image are read inside, by reflection at the image border.
     """
     angles = torch.deg2rad(degrees.to(torch.float32))
     cosine, sine, zero = angles.cos(), angles.sin(), torch.zeros_like(angles)
@@ -207,12 +210,12 @@ def fourier_map(orientations: int, reflections: bool = False) -> Tensor:
 
 
 def interpolate_peak(values: Tensor, reflections: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the largest of `values` (..., G) along the orientation axis, and its angle, both (...).
+    """Return the largest of `values` (..., G) along the orientation axis, and its angle, both of shape (...).
 
     The angle is in radians from 0 to 2π. It is interpolated: the wave b + a·cos(θ - φ) through the largest value and
-    its two neighbors has its maximum at this angle. With fewer than three orientations, the angle is that of the
-    largest value. If all values are equal, it is 0. With reflections, only the half of the orientation axis with the
-    largest value is used.
+    its two neighbors has its maximum at this angle. With fewer than three orientations, the angle is the orientation of
+    the largest value. If all values are equal, the angle is 0. With reflections, only the half of the orientation axis
+    that contains the largest value is used.
 
     >>> values = 1 + torch.cos(2 * torch.pi / 8 * torch.arange(8) - 0.7)
     >>> round(float(rp.group.interpolate_peak(values)[1]), 4)
@@ -238,7 +241,7 @@ def interpolate_peak(values: Tensor, reflections: bool = False) -> tuple[Tensor,
 
 
 def line_angle(kernel: Tensor) -> Tensor:
-    """Return the angle of the lines and edges that a kernel (..., C, S, S) detects, (...), in radians.
+    """Return the angle, of shape (...) and in radians, of the lines and edges that a kernel (..., C, S, S) detects.
 
     Angles are counter-clockwise from vertical, between -π/2 and π/2, because lines have no direction. The angle is half
     the argument of the sum of (∂ₓk + i ∂ᵧk)² over channels and entries of the kernel k.
@@ -255,9 +258,9 @@ def line_angle(kernel: Tensor) -> Tensor:
 
 
 def line_direction(angle: float) -> tuple[float, float, float]:
-    """Return (fraction, right, up) for a line at an angle from vertical, in radians, counter-clockwise.
+    """Return (fraction, right, up) for a line at `angle`, in radians and counter-clockwise from vertical.
 
-    `fraction` is the angle modulo π, divided by π: from 0 to 1. (right, up) is the unit vector along the line.
+    The fraction is the angle modulo π, divided by π: from 0 to 1. (right, up) is the unit vector along the line.
 
     >>> [round(number, 3) for number in rp.group.line_direction(1.25 * torch.pi)]
     [0.25, -0.707, 0.707]

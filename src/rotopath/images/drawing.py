@@ -41,10 +41,11 @@ def draw_overlay(
 ) -> Image.Image:
     """Draw a heat map and objects on a slide, and return the image, reduced to fit on a screen.
 
-    `heat` (rows, columns) are probabilities. `top_class` (rows, columns) is the index of the most probable class at
-    each pixel of the heat map, and selects the color of the pixel from `colors`; if it is None, the first color is
-    used. `heat_frame` is the upper left corner (row, column) of the heat map and the side of a heat-map pixel, both in
-    pixels of level 0. Only the first `MAX_DRAWN` objects are drawn; objects without a color get the first color.
+    `heat` (rows, columns) is the heat map; its probabilities are drawn as opacity. `heat_frame` is the upper left
+    corner (row, column) of the heat map and the side of a heat-map pixel, both in pixels of level 0. `colors` has the
+    color (red, green, blue) of each class. `top_class` (rows, columns) is the index of the most probable class at each
+    pixel of the heat map; if it is None, all pixels have the first color. Objects without a color also have the first
+    color. Only the first `MAX_DRAWN` objects are drawn.
     """
     spacing = max(slide.spacing_um_px, max(slide.size_px) * slide.spacing_um_px / MAX_OVERLAY_PX)
     height, width = slide.size_at(spacing)
@@ -72,10 +73,10 @@ def draw_overlay(
 def _draw_object(
     pen: ImageDraw.ImageDraw, item: SlideObject, color: tuple[int, int, int], scale: float, spacing_um_px: float
 ) -> None:
-    """Draw a ring around a point, or the outline of an object.
+    """Draw an object on the overlay: a ring around its position if the object is a point, otherwise its outline.
 
     Outlines of detections are drawn only if the pixel spacing of the overlay is at most `MAX_OUTLINE_UM_PX`. `scale` is
-    the side of a pixel of level 0, in pixels of the overlay.
+    the side of a pixel of level 0, in pixels of the overlay, and `spacing_um_px` the pixel spacing of the overlay.
     """
     if isinstance(item.shape, Point):
         row, column = item.shape.row * scale, item.shape.column * scale
@@ -100,11 +101,13 @@ def draw_orientations(
 ) -> Image.Image:
     """Draw an orientation field on an image (H, W, 3), and return the image, enlarged four times.
 
-    `strength` and `angle` (h, w) are the field; maps smaller than the image are centered on it. Each square of
-    `every_px` by `every_px` pixels gets at most one stroke, at the pixel with the highest strength. The length of a
-    stroke shows the strength, and its color shows the angle. Angles are in radians from vertical, counter-clockwise.
-    `line_angle` is added to all angles; pass `group.line_angle(kernel)` to draw the lines to which a kernel responds.
-    Raises ValueError if an argument has the wrong type or shape, or if the maps cannot be centered on the image.
+    `strength` and `angle` (h, w) are the maps of the field. Maps smaller than the image are centered on the image. Each
+    square of `every_px` by `every_px` pixels gets at most one stroke, at the pixel with the highest strength. The
+    length of a stroke shows the strength, and its color shows the angle. Angles are in radians from vertical,
+    counter-clockwise. `line_angle`, also in radians, is added to all angles. If the field is the response of a lifting
+    layer to an image, pass `group.line_angle(kernel)` for the layer's kernel, so that strokes are parallel to the lines
+    that the kernel detects. Raises ValueError if an argument has the wrong type or shape, or if the maps cannot be
+    centered on the image.
     """
     top, left = _expect_margins(image, strength, angle, every_px)
     scale = ORIENTATION_SCALE * SUPERSAMPLING
@@ -126,7 +129,7 @@ def draw_orientations(
 
 
 def _strongest_pixels(strength: NDArray[np.floating], every_px: int) -> Iterator[tuple[int, int]]:
-    """Yield the row and column of the maximum in each square of `every_px` by `every_px` pixels."""
+    """Yield the row and column of the highest strength in each square of `every_px` by `every_px` pixels."""
     for top in range(0, strength.shape[0], every_px):
         for left in range(0, strength.shape[1], every_px):
             cell = strength[top : top + every_px, left : left + every_px]
@@ -161,7 +164,8 @@ def _expect_margins(
     rows, columns = image.shape[0] - strength.shape[0], image.shape[1] - strength.shape[1]
     if min(rows, columns) < 0 or rows % 2 or columns % 2:
         raise ValueError(
-            f"draw_orientations needs maps as large as the image, or smaller by an even number of rows and of columns; "
-            f"maps of {strength.shape} px cannot be centered on {image.shape[:2]} px; crop the image or the maps."
+            f"draw_orientations needs strength and angle as large as the image, or smaller by an even number of rows "
+            f"and of columns; {strength.shape} px cannot be centered on {image.shape[:2]} px; crop the image or the "
+            f"maps."
         )
     return rows // 2, columns // 2

@@ -1,7 +1,7 @@
 """Read image files in any format that Pillow supports: RGB pixels, label maps, and the pixel spacing.
 
 Pixels are (H, W, 3) as uint8; label maps are (H, W) as int32, with an object number at each pixel and 0 for background.
-A file that cannot be used raises `UnreadableImageError`, whose message is one sentence.
+If a file cannot be used, `UnreadableImageError` is raised, with a message of one sentence.
 """
 
 import re
@@ -22,7 +22,7 @@ _WARNING_FILTERS = Lock()  # warning filters belong to the whole process, so onl
 
 
 class UnreadableFileError(ValueError):
-    """A file is missing, damaged or of the wrong type. The message is the path followed by `fault`."""
+    """A file is missing, damaged or of the wrong type. The message is the path, then `fault`: what is wrong with it."""
 
     def __init__(self, path: Path | str, fault: str = "") -> None:
         super().__init__(path, fault)
@@ -33,7 +33,7 @@ class UnreadableFileError(ValueError):
 
 
 class UnreadableImageError(UnreadableFileError):
-    """A file is not an image, or is a damaged image."""
+    """An image file, label map or slide cannot be used. The attribute `fault` states the reason."""
 
 
 # Pixels
@@ -63,8 +63,8 @@ def read_labels(path: Path) -> NDArray[np.int32]:
         if len(image.getbands()) != 1 or image.mode in ("F", "1"):
             raise UnreadableImageError(
                 path,
-                f"is not a label map: it has mode {image.mode}, but object numbers need one gray channel of 8, 16 or "
-                f"32 bits; save it in this form.",
+                f"is not a label map: its Pillow mode is {image.mode}, but object numbers need one gray channel of 8, "
+                f"16 or 32 bits; save it with such a channel.",
             )
         labels = np.array(image)
     largest = np.iinfo(np.int32).max
@@ -89,7 +89,7 @@ def resample(image: NDArray[np.uint8], scale: float) -> NDArray[np.uint8]:
 
 
 def image_size_px(path: Path) -> tuple[int, int]:
-    """Return (height, width) from the header of the file, without decoding its pixels."""
+    """Return (height, width) of an image in pixels. Only the header of the file is read."""
     with _open_image(path) as image:
         return image.height, image.width
 
@@ -97,7 +97,7 @@ def image_size_px(path: Path) -> tuple[int, int]:
 def spacing_um_px(path: Path) -> float | None:
     """Read the pixel spacing in µm/px (the width of a pixel) from the metadata (Aperio, OME, TIFF or PNG).
 
-    Returns None if it is missing or implausible.
+    Returns None if the height or the width of a pixel is missing or not in the range `PLAUSIBLE_UM_PX`.
     """
     size = pixel_size_um(path)
     return None if size is None else size[1]
@@ -129,7 +129,7 @@ def parse_pixel_size_um(description: str) -> tuple[float, float] | None:
 
 
 def is_plausible(spacing: float) -> bool:
-    """Return whether a pixel spacing in µm/px is plausible for a microscope image."""
+    """Return whether a pixel spacing in µm/px is plausible for a microscope image: in the range `PLAUSIBLE_UM_PX`."""
     return PLAUSIBLE_UM_PX[0] <= spacing <= PLAUSIBLE_UM_PX[1]
 
 

@@ -46,7 +46,7 @@ class Polygon:
     """Outline of one part of an object. The pixels of a part are connected by their sides, not only by corners.
 
     On the screen, outer rings run clockwise and have a positive `signed_area`; holes run counter-clockwise and have a
-    negative one. This is the right-hand rule of GeoJSON, in coordinates with y pointing down.
+    negative `signed_area`. This is the right-hand rule of GeoJSON, in coordinates with y pointing down.
     """
 
     outer: Ring
@@ -78,12 +78,12 @@ class SlideObject:
     shape: Point | tuple[Polygon, ...]  # a position, or the polygons of an outline
     kind: Literal["detection", "annotation"] = "detection"  # in QuPath, users can edit annotations but not detections
     class_name: str = ""
-    color: tuple[int, int, int] | None = None  # of the class
+    color: tuple[int, int, int] | None = None  # (red, green, blue) of the class
     measurements: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def id(self) -> UUID:
-        """Identifier of the object, computed from its kind, class and shape, so that it is the same in every file."""
+        """Identifier, computed from the kind, class and shape of the object, and therefore the same in every file."""
         return self._identify(_make_geometry(self.shape))
 
     def _identify(self, geometry: dict[str, Any]) -> UUID:
@@ -91,9 +91,10 @@ class SlideObject:
         return UUID(bytes=hashlib.sha256(content.encode()).digest()[:16], version=5)
 
     def to_feature(self, origin_px: tuple[float, float] = (0, 0)) -> dict[str, Any]:
-        """Return the object as a GeoJSON feature, with coordinates relative to `origin_px` (row, column) on level 0.
+        """Return the object as a GeoJSON feature.
 
-        Raises ValueError if a coordinate or a measurement is NaN or infinite.
+        `origin_px` (row, column), in pixels of level 0, is subtracted from all coordinates. Raises ValueError if a
+        coordinate or a measurement is NaN or infinite.
         """
         properties: dict[str, Any] = {"objectType": self.kind}
         if self.class_name:
@@ -121,8 +122,8 @@ def trace_outlines(
     """Trace the outlines of all objects in a label map (H, W).
 
     Returns a dictionary from object numbers to outlines. An outline has one polygon for each connected part of the
-    object. Vertices are (row, column), multiplied by `scale` and then shifted by `offset_px`, for example to convert
-    them to pixels of level 0. With `fill_holes`, polygons have no holes.
+    object. Vertices (row, column) are multiplied by `scale`, and then `offset_px` (row, column) is added, for example
+    to convert vertices to pixels of level 0. With `fill_holes`, polygons have no holes.
 
     >>> labels = np.zeros((4, 6), np.int32)
     >>> labels[1:3, 2:5] = 7
@@ -146,10 +147,10 @@ def trace_outlines(
 def fill_outline(
     polygons: Iterable[Polygon], size_px: tuple[int, int], offset_px: tuple[float, float] = (0, 0)
 ) -> NDArray[np.bool_]:
-    """Return a mask (H, W) of `size_px` that is true at pixels with their centers inside the polygons.
+    """Return a mask (H, W) that is true at pixels with their centers inside the polygons.
 
-    `offset_px` is the (row, column) of the upper left corner of the mask, in the coordinates of the polygons. Where
-    polygons overlap, the even-odd rule applies: pixels inside two polygons are false.
+    `size_px` is (H, W). `offset_px` is the (row, column) of the upper left corner of the mask, in the coordinates of
+    the polygons. Where polygons overlap, the even-odd rule applies: pixels inside two polygons are false.
     """
     height, width = size_px
     crossings = np.zeros((height, width + 1), np.int64)
@@ -172,10 +173,10 @@ def _next_vertices(ring: Ring) -> Ring:
 
 
 def _trace_rings(parts: NDArray[np.int64]) -> Iterator[tuple[int, Ring]]:
-    """Trace the rings around all parts and their holes. Yields the number of the part and the ring.
+    """Trace the rings around all parts and around their holes. Yields the part number and the vertices of each ring.
 
-    `parts` (H, W) has the number of the part at each pixel. The pixels of the part are on the right-hand side of the
-    ring. Only vertices at which the ring changes direction are kept.
+    `parts` (H, W) has the part number of each pixel, and 0 for background. Along the ring, from vertex to vertex, the
+    pixels of the part are on the right. Only vertices at which the ring changes direction are kept.
     """
     owners, directions, starts = _find_edges(parts)
     width = parts.shape[1] + 1
@@ -206,8 +207,9 @@ def _trace_rings(parts: NDArray[np.int64]) -> Iterator[tuple[int, Ring]]:
 def _find_edges(parts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Find the edges of each part: the sides of its pixels that separate the part from its surroundings.
 
-    Returns three arrays (edges,): the number of the part, the direction, and the corner at which the edge starts.
-    Corners are numbered row by row, W + 1 corners in a row for W pixels.
+    `parts` (H, W) is as in `_trace_rings`. Returns three arrays with an entry for each edge: the part number, the
+    direction (EAST, SOUTH, WEST or NORTH), and the number of the corner at which the edge starts. Corners of pixels are
+    numbered row by row; a row of W pixels has W + 1 corners.
     """
     width = parts.shape[1] + 1
     padded = np.pad(parts, 1)
@@ -228,7 +230,10 @@ def _find_edges(parts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np
 
 
 def _split_ring(ring: list[int]) -> Iterator[list[int]]:
-    """Split a ring that passes a corner twice into rings that pass each corner only once."""
+    """Split a ring that passes a corner twice into rings that pass each corner only once.
+
+    Rings are lists of corner numbers, as in `_find_edges`.
+    """
     if len(set(ring)) == len(ring):
         yield ring
         return
@@ -249,8 +254,9 @@ def _split_ring(ring: list[int]) -> Iterator[list[int]]:
 def _count_crossings(crossings: NDArray[np.int64], ring: Ring) -> None:
     """Add the crossings of a ring with rows of pixels to `crossings` (H, W + 1), in place.
 
-    Where an edge of the ring crosses the center line of a row, 1 is added at the first pixel with its center at the
-    crossing or to the right of it. Column W counts the crossings to the right of all W pixels.
+    Where an edge of the ring crosses the center line of a row of pixels, 1 is added in this row, at the first pixel
+    whose center is at the crossing or to the right of the crossing. Column W counts the crossings to the right of all
+    pixel centers.
     """
     height, last = crossings.shape[0], crossings.shape[1] - 1
     following = _next_vertices(ring)
@@ -270,7 +276,7 @@ def _count_crossings(crossings: NDArray[np.int64], ring: Ring) -> None:
 def write_geojson(path: Path, objects: Iterable[SlideObject], origin_px: tuple[float, float] = (0, 0)) -> int:
     """Write objects to a GeoJSON file, one on each line, and return the number of objects.
 
-    Coordinates in the file are relative to `origin_px` (row, column); for QuPath, use `slide.origin_px`.
+    `origin_px` (row, column) is subtracted from all coordinates; for QuPath, pass `slide.origin_px`.
     """
     count = 0
     with atomic_file(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
@@ -293,9 +299,10 @@ def _make_geometry(shape: Point | tuple[Polygon, ...], origin_px: tuple[float, f
 
 
 def _to_positions(vertices: Ring, origin_px: tuple[float, float]) -> list[list[float]]:
-    """Convert vertices (row, column) to positions [x, y] relative to `origin_px`, rounded to `DECIMALS` decimals.
+    """Convert vertices (row, column) to positions [x, y], rounded to `DECIMALS` decimals.
 
-    Returns integers if all rounded positions are whole numbers.
+    `origin_px` (row, column) is subtracted from the vertices. Returns integers if all rounded coordinates are whole
+    numbers.
     """
     positions = np.round(vertices[:, ::-1] - origin_px[::-1], DECIMALS)
     if not np.isfinite(positions).all():
@@ -325,7 +332,7 @@ def read_geojson(path: Path, origin_px: tuple[float, float] = (0, 0)) -> list[Sl
     except OSError as error:
         raise UnreadableFileError(path, f"cannot be read ({error.strerror}).") from None
     except ValueError as error:  # not JSON, or not UTF-8
-        raise UnreadableFileError(path, f"is cut off or not GeoJSON ({error}); export it again.") from None
+        raise UnreadableFileError(path, f"is cut off or not valid JSON ({error}); export it again.") from None
     features = content.get("features", [content]) if isinstance(content, dict) else content
     if not isinstance(features, list):
         raise UnreadableFileError(path, "is not GeoJSON: expected a FeatureCollection or a list of features.")
@@ -336,17 +343,20 @@ def read_geojson(path: Path, origin_px: tuple[float, float] = (0, 0)) -> list[Sl
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             reason = error if isinstance(error, _UnknownShapeError) else f"{type(error).__name__}: {error}"
             raise UnreadableFileError(
-                path, f"has a feature, number {number}, that cannot be used ({reason}); correct or remove it."
+                path, f"has a feature, number {number}, that cannot be used ({reason}); correct or remove this feature."
             ) from None
     return objects
 
 
 class _UnknownShapeError(ValueError):
-    """The geometry of a feature is not supported or not valid. `read_geojson` shows the message in parentheses."""
+    """The geometry of a feature is not supported or not valid. `read_geojson` inserts this message into its own."""
 
 
 def _parse_feature(feature: Any, origin_px: tuple[float, float]) -> Iterator[SlideObject]:
-    """Yield the object of a feature, or one object for each point of a MultiPoint (QuPath writes these)."""
+    """Yield the object of a GeoJSON feature, or one object for each point of a MultiPoint (QuPath writes MultiPoints).
+
+    `origin_px` (row, column) is added to all coordinates, as in `read_geojson`.
+    """
     properties = feature.get("properties") or {}
     object_type = properties.get("objectType", properties.get("object_type"))
     kind: Literal["detection", "annotation"] = "detection" if object_type in DETECTION_TYPES else "annotation"
@@ -374,7 +384,10 @@ def _parse_classification(classification: Mapping[str, Any]) -> tuple[str, tuple
 def _parse_geometry(
     geometry: Mapping[str, Any], origin_px: tuple[float, float]
 ) -> Iterator[Point | tuple[Polygon, ...]]:
-    """Yield the points of a geometry, or its polygons as one outline, with coordinates (row, column)."""
+    """Yield each point of a GeoJSON geometry, or all of its polygons as one outline, with coordinates (row, column).
+
+    `origin_px` (row, column) is added to all coordinates.
+    """
     kind, coordinates = geometry["type"], geometry["coordinates"]
     if kind in ("Point", "MultiPoint"):
         for x, y, *_ in [coordinates] if kind == "Point" else coordinates:
@@ -389,9 +402,10 @@ def _parse_geometry(
 
 
 def _parse_polygon(rings: list[Any], origin_px: tuple[float, float]) -> Polygon:
-    """Return a polygon from its rings; the first is the outer ring.
+    """Convert the rings of a polygon in a file to a `Polygon`. The first ring is the outer ring, the others are holes.
 
-    Rings that do not run in the direction that `Polygon` requires are reversed: other software may write them so.
+    A ring in a file is a list of positions [x, y]. `origin_px` (row, column) is added to all positions. Other software
+    may write rings in a direction that `Polygon` does not allow; these rings are reversed.
     """
     outer, *holes = (_parse_ring(ring, origin_px) for ring in rings)
     return Polygon(

@@ -39,7 +39,8 @@ def write_pyramid(
     first = next(incoming, None)
     if first is None or min(size_px) < 1:
         raise ValueError(
-            f"A pyramid of {size_px[0]} × {size_px[1]} px needs at least one pixel, but got none; pass all rows."
+            f"A pyramid needs a size of 1 × 1 px or more, and at least one strip of pixels. Its size is {size_px[0]} × "
+            f"{size_px[1]} px (rows × columns); if this size is valid, there are no strips."
         )
     if first.dtype not in (np.float32, np.uint8) or first.shape[2:] not in ((), (3,)):
         raise ValueError(
@@ -76,7 +77,7 @@ def write_pyramid(
 
 
 def _level_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the shapes of all levels, the largest first. Halves of odd sizes are rounded up: no pixel is lost."""
+    """Return the shapes of all levels, first that of level 0. Halves of odd sizes are rounded up: no pixel is lost."""
     shapes = [shape]
     while max(shapes[-1][:2]) > TILE_PX:
         height, width = shapes[-1][:2]
@@ -85,7 +86,7 @@ def _level_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _regroup(strips: Iterable[Pixels], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[Pixels]:
-    """Yield the same pixels in strips that are as high as a tile. The last strip may have fewer rows."""
+    """Convert strips of any height to strips that are as high as a tile. The last strip may have fewer rows."""
     height = shape[0]
     tile_row = np.empty((min(TILE_PX, height), *shape[1:]), dtype)
     filled = done = 0
@@ -93,8 +94,8 @@ def _regroup(strips: Iterable[Pixels], shape: tuple[int, ...], dtype: np.dtype[A
         if strip.shape[1:] != shape[1:] or strip.dtype != dtype or done + filled + len(strip) > height:
             raise ValueError(
                 f"A pyramid of {' × '.join(map(str, shape))} {dtype} got a strip of {strip.shape} {strip.dtype} at row "
-                f"{done + filled}, which does not fit; strips must have the width and type of the pyramid, and "
-                f"together its height."
+                f"{done + filled}, which does not fit; each strip must have the width and type of the pyramid, and the "
+                f"heights of all strips must add up to the height of the pyramid."
             )
         copied = 0
         while copied < len(strip):
@@ -118,7 +119,10 @@ def _read_tile_rows(file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype[Any
 
 
 def _cut_tiles(tile_rows: Iterable[Pixels], reduced: IO[bytes] | None) -> Iterator[Pixels]:
-    """Yield all tiles, row by row. Also write the pixels at half the resolution to `reduced`, for the next level."""
+    """Cut strips that are as high as a tile into tiles, and yield the tiles row by row.
+
+    Unless `reduced` is None, also write the pixels at half the resolution to the file `reduced`, for the next level.
+    """
     for tile_row in tile_rows:
         if reduced is not None:
             reduced.write(_halve(tile_row).tobytes())

@@ -34,14 +34,18 @@ class Level(NamedTuple):
 
 
 class SlideReader(Protocol):
-    """An open file. Several threads may read at the same time; close it only after all of them have finished."""
+    """An open slide or image file. Several threads may read at the same time; close it after the last one."""
 
     levels: tuple[Level, ...]
     pixel_size_um: tuple[float, float] | None  # height and width at level 0; None if the file does not state them
     origin_px: tuple[int, int]  # row and column of level 0 at which the scanned region begins
 
     def read(self, level: int, top: int, left: int, height: int, width: int) -> NDArray[np.uint8]:
-        """Read pixels (height, width, 3) of a level; the rectangle must not extend beyond the level."""
+        """Read a rectangle of pixels (height, width, 3) from a level.
+
+        `level` is the index of the level. All other arguments are in pixels of this level, also `top` and `left`. The
+        rectangle must not extend beyond the level.
+        """
 
     def close(self) -> None: ...
 
@@ -222,13 +226,16 @@ def _to_rgb(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _overlap(start: int, size: int, other_start: int, other_size: int) -> tuple[slice, slice]:
-    """Return the overlap of two ranges of rows or columns, as a slice of the first and a slice of the second range."""
+    """Return the overlap of two ranges of rows or columns, as a slice of the first and a slice of the second range.
+
+    A range is given by its first row or column and by the number of its rows or columns.
+    """
     first, end = max(start, other_start), min(start + size, other_start + other_size)
     return slice(first - start, end - start), slice(first - other_start, end - other_start)
 
 
 def _inspect_tiff(path: Path) -> tuple[int, str]:
-    """Return the number of levels and the dtype of the first image in a TIFF file; 0 and "" if it cannot be read."""
+    """Return the number of levels and the dtype of the first image of a TIFF file; 0 and "" for an unreadable file."""
     from tifffile import TiffFile
 
     log = logging.getLogger("tifffile")

@@ -31,7 +31,7 @@ class Slide:
     """An open slide or image with a known pixel spacing.
 
     At a pixel spacing of s µm/px, pixel i covers the interval [i·s, (i+1)·s) µm from the top or left edge of level 0.
-    Several threads may read from a slide at the same time; close it only after all of them have finished.
+    Several threads may read from a slide at the same time; close the slide only after all threads have finished.
 
     >>> pixels = np.full((100, 200, 3), 255, np.uint8)
     >>> with as_slide(pixels, spacing_um_px=0.25) as slide:
@@ -61,8 +61,9 @@ class Slide:
     ) -> NDArray[np.uint8]:
         """Read a rectangle of pixels (height, width, 3) at a pixel spacing, by default that of level 0.
 
-        Position and size are in pixels of this spacing. Pixels are read from the coarsest level that is fine enough,
-        and resampled with a low-pass filter if the level has another spacing. Pixels outside the slide are white.
+        Position and size are in pixels of this spacing. Pixels are read from the coarsest level whose spacing is at
+        most 2 % above the requested spacing, or from level 0 if there is no such level. They are resampled with a
+        low-pass filter if the level has another spacing. Pixels outside the slide are white.
         """
         if height_px < 0 or width_px < 0:
             raise ValueError(f"A rectangle of {height_px} × {width_px} px was requested; sides must be 0 or more.")
@@ -93,7 +94,7 @@ class Slide:
         self.close()
 
     def _choose_level(self, spacing_um_px: float) -> tuple[int, float]:
-        """Return the coarsest level that is fine enough, and the side of a requested pixel, in pixels of that level."""
+        """Return the index of the level that `read` reads, and the side of a requested pixel in pixels of the level."""
         scale = self._expect_scale(spacing_um_px)
         fine_enough = [i for i, level in enumerate(self.levels) if level.downsample <= scale * LEVEL_TOLERANCE]
         chosen = max(fine_enough, key=lambda i: self.levels[i].downsample, default=0)
@@ -102,10 +103,10 @@ class Slide:
     def _read_block(
         self, level: int, scale: float, rows: tuple[int, int], columns: tuple[int, int]
     ) -> NDArray[np.uint8]:
-        """Read a rectangle on the slide from a level, and resample it.
+        """Read a rectangle on the slide from a level, and resample its pixels to the requested pixel spacing.
 
-        `rows` and `columns` are (first, end) at the requested spacing; `scale` is the side of a requested pixel, in
-        pixels of the level.
+        `rows` and `columns` are ranges (first, end), without `end`, in pixels at the requested spacing. `scale` is the
+        side of such a pixel, in pixels of the level.
         """
         if abs(scale - 1) < SAME_SCALE:
             return self._read_level(level, rows, columns)
@@ -128,7 +129,7 @@ class Slide:
         return np.stack(channels, axis=2).round().clip(0, WHITE).astype(np.uint8)
 
     def _read_level(self, level: int, rows: tuple[int, int], columns: tuple[int, int]) -> NDArray[np.uint8]:
-        """Read rows and columns (first, end) of a level. Beyond its edges, the edge pixels are repeated."""
+        """Read ranges (first, end) of rows and columns of a level. Beyond the level, its edge pixels are repeated."""
         height, width = self.levels[level].size_px
         row_indices = np.arange(*rows).clip(0, height - 1)
         column_indices = np.arange(*columns).clip(0, width - 1)
@@ -171,9 +172,11 @@ def open_slide(path: Path | str, spacing_um_px: float | None = None) -> Slide:
 
 @contextmanager
 def as_slide(image: NDArray[np.uint8] | Path | str | Slide, spacing_um_px: float | None = None) -> Iterator[Slide]:
-    """Convert pixels (H, W, 3), the path of a file or an open slide to a slide, within a `with` statement.
+    """Yield a slide from an array of pixels (H, W, 3), the path of a file, or an open slide, for a `with` statement.
 
-    A file is closed at the end of the statement; a slide that was already open stays open.
+    `spacing_um_px` is the pixel spacing of level 0 in µm/px. It is required for an array. For a file, it replaces the
+    spacing that the file states. For an open slide, it is ignored. A file is closed at the end of the `with` statement;
+    a slide that was already open stays open.
     """
     if isinstance(image, Slide):
         yield image
@@ -187,7 +190,7 @@ def as_slide(image: NDArray[np.uint8] | Path | str | Slide, spacing_um_px: float
                 f"Expected an image (H, W, 3) of uint8 that is not empty; got shape {pixels.shape} of {pixels.dtype}."
             )
         if spacing_um_px is None:
-            raise ValueError("An array does not state its pixel spacing; pass it in µm/px as spacing_um_px.")
+            raise ValueError("An array does not state its pixel spacing; pass the spacing in µm/px as spacing_um_px.")
         yield Slide(Path("image"), ImageReader(pixels), spacing_um_px)
 
 
@@ -199,14 +202,14 @@ def _expect_spacing(path: Path, size_um: tuple[float, float] | None) -> float:
     if size_um is None or not all(is_plausible(side) for side in size_um):
         raise UnreadableImageError(
             path,
-            "does not state the size of its pixels, or states an implausible size; give it in µm/px with "
-            "--spacing-um-px (or spacing_um_px=...).",
+            "does not state the size of its pixels, or states an implausible size; give the pixel spacing in µm/px "
+            "with --spacing-um-px (or spacing_um_px=...).",
         )
     height_um, width_um = size_um
     if max(size_um) > min(size_um) * SQUARE_TOLERANCE:
         raise UnreadableImageError(
             path,
             f"has pixels {height_um:g} µm high and {width_um:g} µm wide, but they must be square; "
-            f"resample it, or give the true pixel spacing with --spacing-um-px (or spacing_um_px=...).",
+            f"resample the image, or give the true pixel spacing with --spacing-um-px (or spacing_um_px=...).",
         )
     return (height_um + width_um) / 2

@@ -55,9 +55,9 @@ class Stains:
 
 
 def measure_stains(image: NDArray[np.uint8]) -> Stains | None:
-    """Measure the stains in pixels (..., 3) of tissue. Returns None if the pixels do not have two stains.
+    """Measure the stains in pixels (..., 3) of tissue. Returns None if there is too little tissue or only one stain.
 
-    Pass as few pixels of glass as possible: they lower the percentiles, as if the tissue was stained more weakly.
+    Pass as few pixels of glass as possible: glass lowers the percentiles, as if the tissue were stained more weakly.
     """
     density = optical_density(image).reshape(-1, 3)
     vectors = estimate_stain_vectors(density)
@@ -91,7 +91,7 @@ def estimate_stain_vectors(density: NDArray[np.float64]) -> NDArray[np.float64] 
 def optical_density(image: NDArray[np.uint8]) -> NDArray[np.float64]:
     """Return the optical density of each channel, a measure of the light that tissue absorbs.
 
-    For a pixel value I, it is -ln((I + 1) / 240).
+    The optical density of a pixel value I is -ln((I + 1) / 240).
     """
     density: NDArray[np.float64] = -np.log((image.astype(np.float64) + 1) / WHITE)
     return density

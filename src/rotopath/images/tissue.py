@@ -34,7 +34,8 @@ class Tissue:
 
     mask: NDArray[np.bool_]  # (rows, columns), true where there is tissue, from the upper left corner of the slide
     spacing_um_px: float  # pixel spacing of the mask
-    size_um: tuple[float, float] | None = None  # height and width of the slide; may exceed the mask by half its pixel
+    # Height and width of the slide. They can differ from those of the mask by half a mask pixel. None: as the mask.
+    size_um: tuple[float, float] | None = None
 
     @property
     def area_mm2(self) -> float:
@@ -48,7 +49,8 @@ class Tissue:
     def touches(self, top_um: float, left_um: float, height_um: float, width_um: float) -> bool:
         """Return whether a rectangle on the slide contains tissue.
 
-        The slide may extend beyond the mask by up to half a pixel. There, the last row or column of the mask is used.
+        `top_um` and `left_um` are distances from the top and from the left edge of the slide. The slide may extend
+        beyond the mask by up to half a mask pixel. There, the last row or column of the mask is used.
         """
         spans = []
         for start, length, size in ((top_um, height_um, self.mask.shape[0]), (left_um, width_um, self.mask.shape[1])):
@@ -59,7 +61,7 @@ class Tissue:
         return bool(self.mask[tuple(spans)].any())
 
     def is_tissue_at(self, rows_um: NDArray[np.float64], columns_um: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Return a mask (rows, columns) of where there is tissue on a grid of positions.
+        """Return a mask (rows, columns) for a grid of positions on the slide: true where there is tissue.
 
         `rows_um` (rows,) and `columns_um` (columns,) are distances from the top and from the left edge of the slide.
         Positions outside the mask have the value of the nearest mask pixel.
@@ -80,9 +82,9 @@ class Tissue:
 
 
 def find_tissue(slide: Slide, spacing_um_px: float | None = None) -> Tissue:
-    """Find the tissue on a slide. A blank slide has none; an image without any glass is all tissue.
+    """Find the tissue on a slide. A blank slide has no tissue; an image without any glass is all tissue.
 
-    The pixel spacing of the mask is 8 µm/px by default, or 16, 32, … µm/px on large slides.
+    `spacing_um_px` is the pixel spacing of the mask, by default 8 µm/px, or 16, 32, … µm/px for large slides.
     """
     if spacing_um_px is None:
         spacing_um_px = SPACING_UM_PX

@@ -101,7 +101,7 @@ def _predict_slide(make_model: Callable[[], Model], path: Path, out: Path, optio
 
 
 def _collect(future: Any) -> tuple[OutcomeState, str]:
-    """Return the state of a finished slide, and the reason why the slide failed, or "" if it did not fail."""
+    """Return state and reason of a `SlideOutcome` from its Dask future. The reason is "" unless the slide failed."""
     try:
         outcome: SlideOutcome = future.result()
     except Exception as error:  # of the prediction, or of Dask
@@ -121,7 +121,7 @@ def describe_failure(error: Exception) -> str:
 
 @contextmanager
 def _start_cluster(cluster: str, at_once: int) -> Iterator[Any]:
-    """Start a local or SLURM cluster, and yield it; or yield the address of a running cluster."""
+    """Start a local or SLURM cluster and yield the cluster, or yield `cluster` if it is an address. See `connect`."""
     if cluster == "local":
         from distributed import LocalCluster
 

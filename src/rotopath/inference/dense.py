@@ -1,11 +1,12 @@
 """Predict images in memory: probability maps of whole images, and probabilities at the center of patches.
 
 The network must be in evaluation mode, and images must have the pixel spacing (µm/px) that the network was trained on.
-A patch is a square image for which only the output at its center is predicted. The window of a patch is the central
-square that this output depends on; its side is `geometry.context_px`. Functions with the argument `rotations` offer
-test-time augmentation (mean over rotations): the input is rotated by 0°, 360°/rotations, …, each rotated input is
-predicted, maps are rotated back, and the probabilities are averaged. `prepare` converts a trained network to the form
-and precision that are fast on a device.
+An output is one position of the map that a network returns, with K logits or probabilities. A patch is a square image
+for which only the output at its center is predicted. The window of a patch is the central square that this output
+depends on; the side of the window is `geometry.context_px`. Functions with the argument `rotations` offer test-time
+augmentation (mean over rotations): the input is rotated by 0°, 360°/rotations, …, each rotated input is predicted, maps
+are rotated back, and the probabilities are averaged. `prepare` converts a trained network to the form and precision
+that are fast on a device.
 """
 
 import copy
@@ -43,14 +44,17 @@ PIXELS_PER_BATCH = 2**20  # 135 windows of 88 px, for which a network with 8 ori
 
 @dataclass(frozen=True)
 class Prediction:
-    """Probability map of an image, and the positions of its outputs. The center of the first pixel is at (0, 0)."""
+    """Probability map of an image, and the positions of the map's outputs on the image.
+
+    Positions are (row, column) in pixels. The center of the first pixel of the image is at (0, 0).
+    """
 
     probabilities: NDArray[np.float32]  # (K, h, w)
     stride_px: int  # distance between neighboring outputs
-    first_px: tuple[float, float]  # (row, column) of the first output
+    first_px: tuple[float, float]  # position of the first output
 
     def positions(self, indices: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Convert map indices (n, 2), which may be fractions, to image positions (n, 2), as (row, column) in pixels."""
+        """Convert (row, column) indices in the map, which may be fractions, to positions on the image; both (n, 2)."""
         return np.asarray(self.first_px) + self.stride_px * indices
 
 
@@ -67,8 +71,9 @@ def predict(
 
     With `rotations` above 1 this is test-time augmentation (mean over rotations). The network must be on `device`. The
     image is reflected beyond its edges, so that the outputs cover the whole image. Outputs are one stride apart. With
-    `full` they are one pixel apart, at stride² times the cost. Images larger than `tile_px` (by default 1024) are
-    predicted in tiles, with the same result up to rounding. `activation` converts logits to probabilities.
+    `full`, outputs are one pixel apart, at stride² times the cost. Images with a side longer than `tile_px` pixels (by
+    default 1024) are predicted in tiles, with the same result up to rounding. `activation` is the function that
+    converts logits to probabilities: by default, sigmoid for a single logit, otherwise softmax.
 
     >>> import numpy as np
     >>> network = rp.models.tumor(orientations=1).eval()
@@ -112,9 +117,10 @@ def predict_rotations(
 ) -> Iterator[NDArray[np.float32]]:
     """For each angle, rotate images (B, H, W, 3), predict them, rotate the maps (B, K, h, w) back, and yield the maps.
 
-    Angles are in degrees, counter-clockwise. Multiples of 90° are exact. For other angles more pixels are reflected
-    beyond the edges, to fill the corners of the rotated images. The other arguments are those of `predict`. The mean
-    over angles is test-time augmentation; the standard deviation measures robustness to rotation.
+    The angles `degrees` are counter-clockwise. Rotations by multiples of 90° are exact. Other rotations interpolate,
+    and more pixels are reflected beyond the edges, to fill the corners of the rotated images. The other arguments are
+    those of `predict`. The mean of the maps over the angles is test-time augmentation; the standard deviation of the
+    maps measures robustness to rotation.
     """
     expect_eval(network)
     if images.ndim != 4 or images.shape[3] != 3 or images.dtype != np.uint8 or 0 in images.shape:
@@ -145,10 +151,11 @@ def _predict_refined(
 ) -> Tensor:
     """Predict a frame (B, 3, H, W), and return a map (B, K, h, w) with outputs stride / refinement pixels apart.
 
-    A frame is an image of a size that the network accepts. `refinement` is a divisor of the stride. If it is 1, the
-    result is the network's usual map, of h₁ × w₁ outputs. Otherwise the frame is also predicted for each shift by a
-    multiple of stride / refinement pixels down and right, and all maps are interleaved: the result has the height
-    h = (h₁ - 1) · refinement + 1 and the width w = (w₁ - 1) · refinement + 1.
+    A frame is an image of a size that the network accepts. `refinement` is a divisor of the stride. If `refinement` is
+    1, the result is the network's usual map, of h₁ × w₁ outputs. Otherwise, refinement² parts of the frame are
+    predicted. For i and j from 0 to refinement - 1, a part starts i · stride / refinement pixels below the top and
+    j · stride / refinement pixels right of the left edge of the frame. The maps of all parts are interleaved: the
+    result has the height h = (h₁ - 1) · refinement + 1 and the width w = (w₁ - 1) · refinement + 1.
     """
     unshifted = predict_in_tiles(network, frame, tile_px, activation)
     if refinement == 1:
@@ -202,11 +209,16 @@ def predict_rotated(
 ) -> NDArray[np.float32]:
     """Predict class probabilities (angles, B, K) at the center of patches, rotated by each angle.
 
-    Angles are in degrees, counter-clockwise. `images` (B, 3, S, S) are the patches: bytes, or floats from 0 to 1, on
+    The angles `degrees` are counter-clockwise. `images` (B, 3, S, S) are the patches: bytes, or floats from 0 to 1, on
     the device of the network. S must be `geometry.smallest_px`, or larger by an even number of pixels. Each patch is
-    rotated, and its window (the central square of side `geometry.context_px`) is predicted. The result therefore equals
-    the prediction at this position in a whole slide. If a patch is too small for the rotated window, the missing pixels
-    are reflected. Raises ValueError if the network has several outputs for its smallest image.
+    rotated, and its window (the central square of side `geometry.context_px`) is predicted. A patch that is smaller
+    than its window, or too small to fill the corners of the rotated window, is reflected beyond its edges.
+
+    If S is at least `geometry.context_px` and the angle is a multiple of 90°, the probabilities equal those that
+    `predict_rotations` computes for an output at the center of the patch in a larger image, up to rounding. At other
+    angles the probabilities differ slightly, because `predict_rotations` interpolates its rotated maps.
+
+    Raises ValueError if the network returns a map of more than 1 × 1 outputs for its smallest valid image.
     """
     expect_eval(network)
     geometry = network.geometry
@@ -219,8 +231,9 @@ def predict_rotated(
         )
     if geometry.block != 1:
         raise ValueError(
-            f"Patches need a network with one output for its smallest image, but this network returns a map of "
-            f"{geometry.block} × {geometry.block} outputs for it; use `rotopath.inference.predict`."
+            f"Patches need a network that returns a map of 1 × 1 positions for its smallest valid image, but this "
+            f"network returns a map of {geometry.block} × {geometry.block}; predict whole images with "
+            f"`rotopath.inference.predict` instead."
         )
     probabilities = np.empty((len(degrees), len(images), geometry.outputs), np.float32)
     batch_size = max(1, PIXELS_PER_BATCH // window_px**2)
@@ -238,9 +251,10 @@ def predict_rotated(
 
 
 def _rotate_windows(images: Tensor, window_px: int, angle: float) -> Tensor:
-    """Rotate patches (B, 3, S, S) by less than 90°, and return their center, at least `window_px` in height and width.
+    """Rotate patches (B, 3, S, S) counter-clockwise by `angle` degrees (0 to less than 90), and return the results.
 
-    Pixels that are missing in the corners are reflected first.
+    First, a patch is cropped to the size that the rotation needs. A patch that is smaller than this size is reflected
+    beyond its edges. The central `window_px` × `window_px` pixels of the rotated patch therefore have no gaps.
     """
     needed_px = group.covering_size(window_px) + 2 * SPLINE_REACH if angle else window_px
     missing = needed_px - images.shape[-1]  # negative if the image is larger
@@ -276,9 +290,9 @@ class MixedNetwork(nn.Module):
 def prepare(network: DenseNetwork, device: torch.device, dtype: torch.dtype = torch.float32) -> DenseNetwork:
     """Return a copy of a network that is fast on a device, in evaluation mode, with convolutions in `dtype`.
 
-    The copy has the same geometry (receptive field, stride, valid image sizes), and the same outputs up to rounding. On
-    GPUs with Triton kernels the copy keeps its SE(2) layers, because they need fewer passes over memory there than a
-    plain CNN. Elsewhere it is frozen to a plain CNN if possible.
+    The copy has the same geometry (receptive field, stride, valid image sizes), and the same logits up to rounding. On
+    GPUs with Triton kernels the copy keeps its SE(2) layers, because these need fewer passes over memory there than a
+    plain CNN. On other devices, the copy is frozen to a plain CNN if possible.
     """
     ready = copy.deepcopy(network) if triton.supports_device(device) else _freeze_if_possible(network)
     ready = ready.to(device).eval()

@@ -95,9 +95,11 @@ def predict_files(
 ) -> Iterator[SlideOutcome]:
     """Predict slides one after another, and yield the outcome of each slide.
 
-    Slides that already have results of the same model and options are skipped. Slides that raise a ValueError (for
-    example, because the file cannot be read) or need too much memory are reported as failed. All other errors are
-    raised.
+    The results of a slide are written into a subfolder of `out`, which `assign_folders` names after the slide.
+    Slides that already have results of the same model and options are skipped. A slide is reported as failed if its
+    prediction raises a ValueError (for example, because the file cannot be read) or needs too much memory. All other
+    errors are raised. After each tile, the function `on_tile` is called with the path of the slide, the number of
+    finished tiles and the number of all tiles to predict in this slide.
     """
     folders = assign_folders(slides, out)
     out.mkdir(parents=True, exist_ok=True)
@@ -146,7 +148,10 @@ def _write_results(
     about: dict[str, object],
     on_progress: Callable[[int, int], None],
 ) -> None:
-    """Predict a slide, and write all results into a folder atomically. `about` is explained in `_describe`."""
+    """Predict a slide, and write all results into a folder atomically.
+
+    `about` (from `_describe`) becomes a part of the summary. `SlidePass.objects` calls `on_progress` after each tile.
+    """
     started = time.monotonic()
     with atomic_folder(folder) as unfinished, SlidePass(model, slide, options) as slide_pass:
         drawn: list[SlideObject] = []
@@ -186,9 +191,9 @@ def _write_results(
 def _write_table(
     objects: Iterator[SlideObject], table: io.TextIOBase, drawn: list[SlideObject], origin_px: tuple[int, int]
 ) -> Iterator[SlideObject]:
-    """Write each object as a row of the CSV table, then yield the object. Append the first MAX_DRAWN to `drawn`.
+    """Write each object as a row of the CSV table, then yield it. Append the first `MAX_DRAWN` objects to `drawn`.
 
-    `origin_px` is the position (row, column) on level 0 from which coordinates in the table are counted.
+    `origin_px` (row, column), in pixels of level 0, is subtracted from the coordinates in the table.
     """
     rows, columns = csv.writer(table, lineterminator="\n"), ["id", "class", "x_px", "y_px"]
     is_empty = True
@@ -207,7 +212,7 @@ def _write_table(
 
 
 def _find_center(detected: SlideObject, origin_px: tuple[int, int]) -> tuple[float, float]:
-    """Return the center (x, y) of an object's bounding box, in pixels of level 0 counted from `origin_px`."""
+    """Return the center (x, y) of an object's bounding box in pixels of level 0, minus `origin_px` (row, column)."""
     if isinstance(detected.shape, Point):
         row, column = detected.shape
     else:

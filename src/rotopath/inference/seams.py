@@ -25,18 +25,22 @@ Edge = tuple[int, NDArray[np.int32]]  # tile number, region number of each pixel
 
 
 class Region(NamedTuple):
-    """The bounding box of one region on the whole map. Pixels of the box outside the region have background values."""
+    """The values of one region, in its bounding box on the whole map.
 
-    top: int  # first row
-    left: int  # first column
-    values: NDArray[np.float32]  # (k, h, w)
+    Pixels of the box that are outside the region have the fill values `background` of `Seams`.
+    """
+
+    top: int  # first row of the box
+    left: int  # first column of the box
+    values: NDArray[np.float32]  # (k, h, w): k channels
 
 
 class Seams:
     """Collects regions from tiles, and merges the parts of regions that cross borders between tiles.
 
-    `size` is the number of rows and columns of the whole map. `background` contains the k values of pixels outside of
-    regions. Regions are 4-connected. Temporary files are written to `folder`.
+    `size` is the number of rows and of columns of the whole map. `background` has a fill value for each of the k
+    channels, for pixels that are in the bounding box of a `Region` but outside the region. Regions are 4-connected.
+    Temporary files are written to `folder`.
     """
 
     def __init__(self, size: tuple[int, ...], background: Sequence[float], folder: Path) -> None:
@@ -51,10 +55,11 @@ class Seams:
     def add_tile(
         self, rows: Span, columns: Span, mask: NDArray[np.bool_], values: NDArray[np.float32]
     ) -> NDArray[np.bool_]:
-        """Return the mask (h, w) of the complete regions. Store the other regions for `finish`.
+        """Return a mask (h, w) of the complete regions in a tile. Store the other regions for `finish`.
 
-        `rows` and `columns` are the position of the tile on the whole map. `mask` (h, w) is true in regions. `values`
-        (k, h, w) are copied to the merged regions. A region is complete if it touches no border to another tile.
+        `rows` and `columns` are the rows and columns of the whole map that the tile covers. `mask` (h, w) is true in
+        regions. `values` (k, h, w) are the k channels of the tile, which are copied to the merged regions. A region is
+        complete if it touches no border to another tile.
         """
         regions, _ = ndimage.label(mask)
         number = len(self._tiles)
@@ -87,7 +92,7 @@ class Seams:
         return mask & ~is_cut
 
     def finish(self) -> Iterator[Region]:
-        """Merge the parts of all regions that touch a border, and yield the regions. Call this after the last tile."""
+        """Merge and yield the regions that touch a border between tiles. Call this after the last tile."""
         groups: defaultdict[RegionKey, list[RegionKey]] = defaultdict(list)
         for key in self._parents:
             groups[self._find_root(key)].append(key)
@@ -95,9 +100,9 @@ class Seams:
             yield from self._merge([self._read_piece(key) for key in keys])
 
     def _merge(self, pieces: list[tuple[NDArray[np.int64], NDArray[np.float32]]]) -> Iterator[Region]:
-        """Yield one region with the pixels of all pieces.
+        """Merge the pieces of one region, and yield the region.
 
-        A piece is the part of a region in one tile, as `_read_piece` returns it. If the bounding box of the region is
+        A piece is the part of the region in one tile, as `_read_piece` returns it. If the bounding box of the region is
         larger than `LARGEST_PX`, each piece is yielded as a separate region.
         """
         positions = np.concatenate([positions for positions, _ in pieces], axis=1)  # (2, pixels)
@@ -114,7 +119,10 @@ class Seams:
         yield Region(int(top), int(left), box)
 
     def _read_piece(self, key: RegionKey) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Return the pixels of a region in one tile: positions on the whole map (2, pixels) and values (k, pixels)."""
+        """Return the part of a region in one tile: pixel positions on the whole map (2, pixels) and values (k, pixels).
+
+        `key` is the number of the tile and the number of the region in this tile.
+        """
         number, region = key
         pixels, regions, values = self._load(number)
         inside = regions == region
@@ -127,9 +135,11 @@ class Seams:
             return arrays["pixels"], arrays["regions"], arrays["values"]
 
     def _join(self, number: int, edge: NDArray[np.int32], neighbor: Edge | None) -> None:
-        """Mark regions of a tile as connected to those of a neighbor where their pixels touch across the border.
+        """Mark regions of a tile and of a neighbor as parts of one region if their pixels touch across the border.
 
-        `edge` contains the region numbers of tile `number` along the border.
+        `number` is the number of the tile. `edge` has the region number of each pixel of this tile along the border (0:
+        no region). `neighbor` is the tile number and the edge of the tile on the other side of the border; None if
+        there is no such tile.
         """
         if neighbor is None:
             return

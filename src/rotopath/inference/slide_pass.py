@@ -1,8 +1,8 @@
 """Apply a model to a whole slide, and return the objects in it, a heat map, and a summary.
 
 A `SlidePass` predicts a slide tile by tile, and yields each object as soon as it is complete. The heat map, and regions
-that cross tile borders, are kept in temporary files. Memory use therefore does not grow with the slide. There are two
-ways to use it: `predict_slide` collects all results in memory, and `predict_files` writes them to a folder.
+that cross tile borders, are kept in temporary files. Memory use therefore does not grow with the slide. Two functions
+use a `SlidePass`: `predict_slide` collects all results in memory, and `predict_files` writes them to a folder.
 """
 
 import math
@@ -121,12 +121,12 @@ class SlideResult:
     map: NDArray[np.float32]  # heat map (h, w): probability of the objects that the model detects
     deviation: NDArray[np.float32] | None  # (h, w): standard deviation over rotations; None for one rotation
     map_um: float  # pixel spacing of the map in µm/px
-    summary: Mapping[str, float]
+    summary: Mapping[str, float]  # as returned by `SlidePass.summary`
     origin_px: tuple[int, int]  # (row, column) on level 0 from which QuPath counts coordinates
     overlay: Image.Image  # the slide with the heat map and the objects drawn on it
 
     def to_geojson(self, path: Path | str) -> None:
-        """Write the objects as GeoJSON for QuPath."""
+        """Write the objects to a GeoJSON file for QuPath."""
         write_geojson(Path(path), self.objects, self.origin_px)
 
     def show(self) -> Image.Image:
@@ -155,12 +155,12 @@ def predict_slide(model: Model, slide: Slide, options: PassOptions) -> SlideResu
 
 
 class SlidePass:
-    """Predicts a slide once, tile by tile. A context manager: it removes its temporary files at the end.
+    """Predicts a slide once, tile by tile. Use it in a `with` statement, which removes the temporary files at its end.
 
     First iterate over `objects()` to the end. Only then are `summary()`, `draw_overlay()` and these maps complete:
     `heat` (probability of the objects that the model detects), `winner` (index of the most probable class; None with
-    one class) and `deviation` (standard deviation over rotations; None with one rotation). Each pixel of a map is
-    computed from means over `task.heatmap_cell` × `task.heatmap_cell` outputs.
+    one class) and `deviation` (standard deviation over rotations; None with one rotation). Each pixel of these maps is
+    computed from means over `task.heatmap_cell` × `task.heatmap_cell` outputs of the network.
     """
 
     def __init__(self, model: Model, slide: Slide, options: PassOptions) -> None:
@@ -195,7 +195,12 @@ class SlidePass:
         self._files.close()
 
     def objects(self, on_progress: OnProgress = lambda _done, _all: None) -> Iterator[SlideObject]:
-        """Predict all tiles near tissue, and yield each object as soon as it is complete."""
+        """Predict the tiles of the slide, and yield each object as soon as it is complete.
+
+        Tiles without tissue are predicted only with the option `everywhere`, or if they are within
+        `task.tissue_margin_um` of tissue. After each tile, the function `on_progress` is called with the number of
+        finished tiles and the number of all tiles to predict.
+        """
         self._counts, self._areas_mm2 = Counter[str](), Counter[str]()
         for detected in self._detect(on_progress):
             self._counts[detected.class_name] += 1
@@ -204,9 +209,10 @@ class SlidePass:
             yield detected
 
     def summary(self) -> dict[str, float]:
-        """Return counts, areas in mm² and densities per mm² of tissue by name.
+        """Return the summary of the slide as a dictionary from names to values.
 
-        The area of tissue is that of the tissue mask, also if glass was predicted too (`everywhere`).
+        "tissue_mm2" is the area of the tissue mask, even if glass was predicted too (`everywhere`). The other values
+        are those of `task.summarize`, such as the number of objects and their density per mm² of tissue.
         """
         tissue_mm2 = self.tissue.area_mm2
         return {"tissue_mm2": tissue_mm2, **self.model.task.summarize(self._counts, self._areas_mm2, tissue_mm2)}
@@ -226,7 +232,7 @@ class SlidePass:
         return corner, side * self._outputs_per_px
 
     def _detect(self, on_progress: OnProgress) -> Iterator[SlideObject]:
-        """Predict the tiles near tissue, write their maps, and yield the objects of the task's object finder."""
+        """Predict all tiles that have to be predicted, write them into the maps, and yield the objects in them."""
         task = self.model.task
         wanted = [tile for tile in self.grid.tiles if self._is_near_tissue(*tile)]
         tiles = predict_tiles(self.grid, wanted, self.model.device, self.options.rotations, task.to_probabilities)
@@ -237,7 +243,7 @@ class SlidePass:
         yield from self._finder.finish()
 
     def _write_maps(self, tile: Tile) -> None:
-        """Write a tile into the heat map and, if present, into the maps of classes and standard deviations."""
+        """Write a tile into the map `heat` and, unless they are None, into the maps `winner` and `deviation`."""
         task = self.model.task
         top, left = tile.rows.start // self._outputs_per_px, tile.columns.start // self._outputs_per_px
         self.heat.write(top, left, self._pool_outputs(tile, task.foreground_map(tile.probabilities)))
@@ -248,16 +254,22 @@ class SlidePass:
             self.deviation.write(top, left, self._pool_outputs(tile, task.foreground_deviation(tile.deviations)))
 
     def _is_near_tissue(self, rows: Span, columns: Span) -> bool:
-        """Return whether a tile has to be predicted: whether it contains tissue or a part of the margin around it."""
+        """Return whether a tile, given as rows and columns of outputs, has to be predicted.
+
+        With the option `everywhere`, this is true for all tiles. Otherwise, it is true for tiles that contain tissue or
+        are within `task.tissue_margin_um` of tissue.
+        """
         if self._near_tissue is None:
             return True
         down, across = (self.grid.extent_um(span, axis) for axis, span in enumerate((rows, columns)))
         return self._near_tissue.touches(down.start, across.start, down.size, across.size)
 
     def _clear_glass(self, tile: Tile) -> Tile:
-        """Return the tile with all outputs away from tissue set to background.
+        """Return the tile with the task's background probabilities at all outputs that are on glass.
 
-        Otherwise the results on glass would depend on the tile size, because only tiles near tissue are predicted.
+        An output is on glass if it is farther than `task.tissue_margin_um` from tissue. Its standard deviation over
+        rotations becomes 0. If predictions on glass were kept, the results would depend on the tile size, because only
+        tiles near tissue are predicted. With the option `everywhere`, the tile is not changed.
         """
         if self._near_tissue is None:
             return tile
@@ -270,9 +282,9 @@ class SlidePass:
         return tile._replace(probabilities=np.where(near, tile.probabilities, background), deviations=deviations)
 
     def _pool_outputs(self, tile: Tile, values: Map) -> Map:
-        """Return the pixels of the heat map for a tile without its halo: means over small squares of outputs.
+        """Return the pixels of a map for a tile without its halo: means over small squares of outputs.
 
-        `values` (h, w) are the outputs of the tile with its halo.
+        `values` (h, w) has the value of each output of the tile with its halo.
         """
         means = values[tile.core].astype(np.float64)
         for axis in (0, 1):
@@ -297,7 +309,10 @@ class SlideView:
         self._block = lru_cache(CACHED_BLOCKS)(self._read_block)
 
     def read(self, rows: Span, columns: Span) -> NDArray[np.uint8]:
-        """Return the pixels (h, w, 3) of a rectangle. Beyond its edges, the slide is reflected, as in training."""
+        """Return the pixels (h, w, 3) in a range of rows and of columns, both counted at the view's pixel spacing.
+
+        Beyond its edges, the slide is reflected, as in training.
+        """
         down, across = (
             reflect_index(torch.arange(*span), size).numpy()
             for span, size in zip((rows, columns), self.size_px, strict=True)
@@ -324,7 +339,7 @@ class SlideView:
         return pixels if self.stains is None else self.stains.normalize(pixels)
 
     def _measure_stains(self, tissue: Tissue) -> Stains | None:
-        """Measure the stains of the tissue, without glass, which would make them seem weaker.
+        """Measure the stains of the tissue. Glass is left out, because it would make the stains seem weaker.
 
         Returns None if there is too little tissue or only one stain.
         """
@@ -368,17 +383,17 @@ class MapFile:
             self._file.write(row.astype(np.float32).tobytes())
 
     def read(self, top: int = 0, bottom: int | None = None) -> NDArray[np.float32]:
-        """Return the rows from `top` up to, but without, `bottom`; by default all rows."""
+        """Return the rows of the map from `top` up to, but without, `bottom`; by default all rows of the map."""
         rows = (self.size[0] if bottom is None else min(bottom, self.size[0])) - top
         self._file.seek(4 * top * self.size[1])
         return np.frombuffer(self._file.read(4 * rows * self.size[1]), np.float32).reshape(rows, self.size[1])
 
     def read_subsampled(self, step: int) -> NDArray[np.float32]:
-        """Return every `step`-th row and column."""
+        """Return the values of the map in every `step`-th row and column."""
         return np.concatenate([strip[::step, ::step] for strip in self.strips(512 * step)])
 
     def strips(self, rows: int = 512) -> Iterator[NDArray[np.float32]]:
-        """Yield the map in strips (rows, width), from top to bottom. The last strip may have fewer rows."""
+        """Yield the map from top to bottom in strips of `rows` rows. The last strip may have fewer rows."""
         for top in range(0, self.size[0], rows):
             yield self.read(top, top + rows)
 

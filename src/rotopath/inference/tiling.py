@@ -1,16 +1,18 @@
 """Cut images and slides into overlapping tiles, and run a network on them.
 
+- Output: one position of the map that the network returns, with K logits or probabilities. Neighboring outputs are one
+  stride apart.
+- Tile: a rectangle of outputs.
 - Overlap: an output depends on the pixels around its position (the receptive field). For each tile, the network
   therefore reads more pixels than the tile covers. Tiled outputs thus equal the outputs for the whole image.
 - Frame: a rectangle of pixels whose sides the network accepts, `smallest_px` plus multiples of `step_px`. Frames may
   extend beyond the image, which is reflected there.
-- Block: the outputs that each `step_px` adds along a side. Outputs are one stride apart, and a frame always contains
-  complete blocks.
+- Block: the outputs that each `step_px` of a frame adds along a side. A frame always contains complete blocks.
 - Rim: outputs along the edges of a frame that would change if the image continued beyond the frame. They are computed
   but not used, except at the edges of the image.
 - Halo: outputs around a tile that are also returned, because objects near the border of the tile depend on them.
 
-These sizes are in `Geometry`, except for the halo, which the task defines.
+`Geometry` has the sizes of frames, blocks and the rim. The task defines the halo.
 """
 
 import math
@@ -37,22 +39,22 @@ READERS = 2  # threads that read the next tiles; each waiting tile needs a few m
 class Span(NamedTuple):
     """A range of rows or columns from `start` up to, but without, `stop`, in pixels or outputs.
 
-    It may extend beyond the image.
+    A span may extend beyond the image.
     """
 
     start: int
     stop: int
 
     def widened(self, by: int) -> "Span":
-        """Return the span extended by `by` on both sides."""
+        """Return the span extended by `by` pixels or outputs at both ends, or shortened if `by` is negative."""
         return Span(self.start - by, self.stop + by)
 
     def shifted(self, by: int) -> "Span":
-        """Return the span moved by `by`."""
+        """Return the span with `by` added to `start` and `stop`."""
         return Span(self.start + by, self.stop + by)
 
     def within(self, whole: "Span") -> slice:
-        """Return the slice that cuts this span out of an array that covers the span `whole`."""
+        """Return the slice that cuts this span out of an array that covers the larger span `whole`."""
         return slice(self.start - whole.start, self.stop - whole.start)
 
     @property
@@ -71,22 +73,29 @@ Predict = Callable[[Tensor], Tensor]  # from the pixels of a frame (B, 3, H, W) 
 
 @dataclass(frozen=True)
 class Layout:
-    """Positions of the outputs of a network along one side of an image. The frame is centered on the image."""
+    """Positions of the outputs of a network along one side (height or width) of an image.
 
-    frame_px: Span  # pixels that the network reads for the whole image
-    outputs: int  # number of outputs of the frame
+    The frame is the range of pixels that the network reads to predict the whole image. The frame extends beyond the
+    image by the same number of pixels at both ends, or by one pixel more at the end.
+    """
+
+    frame_px: Span  # the frame; pixel 0 is the first pixel of the image
+    outputs: int  # number of outputs in the frame
     kept: Span  # outputs that are on the image, counted from the first output of the frame
     first_px: float  # position on the image of the first kept output; the center of the first pixel is at 0
 
     def frame_of(self, geometry: Geometry, outputs: Span) -> Span:
-        """Return the pixels that the network reads to compute `outputs`, which must be complete blocks."""
+        """Return the range of pixels that the network reads to compute a range of outputs.
+
+        `outputs` are counted from the first output of the frame, and must be complete blocks.
+        """
         stride = geometry.stride_px
         pixels = Span(outputs.start * stride, outputs.stop * stride + geometry.margins_px)
         return pixels.shifted(self.frame_px.start)
 
 
 def lay_out(geometry: Geometry, size_px: int) -> Layout:
-    """Return the positions of outputs along an image side of `size_px` pixels. The outputs cover the whole side.
+    """Return the layout of the outputs along an image side of `size_px` pixels. The outputs cover the whole side.
 
     >>> from rotopath.inference.tiling import lay_out
     >>> from rotopath.models import Geometry
@@ -107,12 +116,12 @@ def lay_out(geometry: Geometry, size_px: int) -> Layout:
 def divide(
     geometry: Geometry, wanted: Span, outputs: int, tile_px: int, multiple: int = 1
 ) -> Iterator[tuple[Span, Span]]:
-    """Divide the outputs `wanted` along a side into tiles whose frames are at most `tile_px` long.
+    """Divide the range `wanted` of outputs along an image side into tiles whose frames are at most `tile_px` long.
 
     `outputs` is the number of all outputs along the side. Yields two spans for each tile: the outputs of the tile, and
-    the outputs that the network has to compute for it (see `add_overlap`). All tiles except the last have the same
-    size, a multiple of `multiple` outputs; if these need a longer frame, it exceeds `tile_px`. Raises ValueError if
-    `tile_px` is smaller than the network's smallest image.
+    the outputs that the network has to compute for this tile (see `add_overlap`). All tiles except the last have the
+    same number of outputs, a multiple of `multiple`. A frame is longer than `tile_px` only if even a tile of `multiple`
+    outputs needs more pixels. Raises ValueError if `tile_px` is smaller than the network's smallest image.
     """
     if tile_px < geometry.smallest_px:
         raise ValueError(
@@ -133,10 +142,11 @@ def divide(
 
 
 def add_overlap(geometry: Geometry, tile: Span, outputs: int) -> Span:
-    """Extend a tile to the outputs that the network has to compute for it.
+    """Return the range of outputs that the network has to compute for `tile`, a range of outputs along an image side.
 
     The outputs of the tile then equal those for the whole image. The tile is extended to complete blocks, and then by
-    the rim, but not beyond the `outputs` along the side.
+    the rim, but not beyond the first and the last output of the image side. `outputs` is the number of all outputs
+    along this side.
     """
     block, rim = geometry.block, _rim(geometry)
     start, stop = tile.start // block * block, -(-tile.stop // block) * block
@@ -152,7 +162,7 @@ def _rim(geometry: Geometry) -> int:
 
 
 def activate(logits: Tensor) -> Tensor:
-    """Convert logits (B, K, h, w) to probabilities of the same shape: sigmoid if K = 1, else softmax over the K."""
+    """Convert logits (B, K, h, w) to probabilities of the same shape: sigmoid if K = 1, else softmax over K."""
     return logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(dim=1)
 
 
@@ -176,9 +186,11 @@ def predict_frame(
 ) -> Tensor:
     """Rotate a frame by an angle, predict it, and rotate the maps (B, K, h, w) back.
 
-    The angle is in degrees, counter-clockwise. `predict` returns the maps of a frame of pixels, with outputs
-    stride / `refinement` pixels apart. Multiples of 90° are exact. For other angles a larger frame is read and rotated,
-    so that its corners contain pixels of the image; `area_to_read` returns which pixels are read.
+    The angle is in degrees, counter-clockwise. `frame` is the rows and columns of the frame. `read_pixels` is the
+    function that reads rows and columns of the image. `predict` is the function that computes the maps from the pixels
+    of a frame; neighboring outputs of these maps are stride / `refinement` pixels apart. Rotations by multiples of 90°
+    are exact; other rotations interpolate. Rotations that interpolate read a larger area, so that the corners of the
+    rotated frame contain pixels of the image; `area_to_read` returns this area.
 
     The mean of the maps over several angles is test-time augmentation (mean over rotations).
     """
@@ -192,7 +204,7 @@ def predict_frame(
 
 
 def area_to_read(geometry: Geometry, frame: Frame, degrees: Sequence[float]) -> Frame:
-    """Return the rows and columns of pixels that `predict_frame` reads for all of the angles together."""
+    """Return the rows and columns of pixels that `predict_frame` reads to predict a frame at all angles `degrees`."""
     if all(angle % 90 == 0 for angle in degrees):
         return frame
     rows, columns = (span.widened(_corner_reach_px(geometry)) for span in _widen_for_rotation(geometry, frame))
@@ -219,7 +231,10 @@ def predict_in_tiles(
 
 
 def _widen_for_rotation(geometry: Geometry, frame: Frame) -> Frame:
-    """Return a larger frame with the same center. Rotated by any angle, its outputs cover those of the given frame."""
+    """Return a larger frame with the same center.
+
+    At any angle, the outputs of the rotated larger frame cover all outputs of the given frame.
+    """
     step, stride = geometry.step_px, geometry.stride_px
     counts = [geometry.output_size(span.size) for span in frame]
     # The diagonal of the rectangle of outputs, plus the outputs around it that spline interpolation reads.
@@ -238,9 +253,10 @@ def _corner_reach_px(geometry: Geometry) -> int:
 
 
 def _read_rotated(geometry: Geometry, read_pixels: ReadPixels, frame: Frame, angle: float) -> Tensor:
-    """Rotate an image by `angle` degrees (0 to 90), and return the pixels of a frame of the rotated image.
+    """Rotate an image by `angle` degrees (0 to 90) about the center of a frame, and return the pixels of the frame.
 
-    The pixels (B, 3, h, w) are floats from 0 to 1.
+    `read_pixels` is the function that reads rows and columns of the image. The rotation is counter-clockwise. The
+    returned pixels (B, 3, h, w) are floats from 0 to 1.
     """
     rows, columns = frame
     reach_px = _corner_reach_px(geometry)
@@ -253,7 +269,7 @@ def _read_rotated(geometry: Geometry, read_pixels: ReadPixels, frame: Frame, ang
 
 
 class PixelSource(Protocol):
-    """An image from which tiles are read, at the network's pixel spacing, such as `SlideView`. Must be thread-safe."""
+    """A slide or image at the pixel spacing of a network, such as `SlideView`. Several threads read it at once."""
 
     @property
     def size_px(self) -> tuple[int, int]: ...
@@ -268,11 +284,11 @@ class PixelSource(Protocol):
 
 
 class Tile(NamedTuple):
-    """Maps of a rectangle of outputs and its halo. Outputs are counted from the first output on the slide."""
+    """A tile with the maps of its outputs and its halo. Outputs are counted from the first output on the slide."""
 
-    rows: Span  # of the tile without its halo
+    rows: Span  # outputs of the tile without its halo
     columns: Span
-    with_halo: tuple[Span, Span]  # rows and columns of the maps below
+    with_halo: tuple[Span, Span]  # rows and columns of outputs that the maps below contain
     probabilities: NDArray[np.float32]  # (K, h, w): mean over rotations
     deviations: NDArray[np.float32] | None  # (K, h, w): standard deviation over rotations; None for one rotation
 
@@ -283,7 +299,7 @@ class Tile(NamedTuple):
 
 
 class TileFrame(NamedTuple):
-    """Rectangles (rows, columns) of outputs and pixels that belong to a tile."""
+    """Rectangles of outputs and of pixels that belong to a tile, each as (rows, columns)."""
 
     with_halo: tuple[Span, Span]  # outputs of the tile and its halo
     outputs: tuple[Span, Span]  # outputs that the network computes: `with_halo`, complete blocks and rim
@@ -293,9 +309,11 @@ class TileFrame(NamedTuple):
 class Grid:
     """The grid of outputs of a network on a slide, and its division into tiles.
 
-    `tile_px` is the largest side of a tile in pixels, but at least `geometry.context_px`. `halo` is the number of
-    outputs added around each tile. Tiles start at multiples of `multiple` outputs, the side of a heat-map pixel, so
-    that no heat-map pixel crosses a tile border.
+    `view` is the slide at the pixel spacing of the network. `tile_px` is the largest side, in pixels, of the frame of a
+    tile without its halo (default: 1024), but at least `geometry.context_px`. `halo` is the number of outputs added on
+    each side of a tile. `multiple` is the side of a heat-map pixel, in outputs. Each tile starts at a multiple of this
+    side, so that no heat-map pixel crosses a tile border. If `multiple` outputs need a larger frame, `tile_px` is
+    exceeded.
     """
 
     def __init__(
@@ -321,18 +339,25 @@ class Grid:
         return [(rows, columns) for rows in self._rows for columns in self._columns]
 
     def extent_um(self, outputs: Span, axis: int) -> Span:
-        """Return the range that outputs cover on the slide, in whole µm, along rows (axis 0) or columns (axis 1)."""
+        """Return the range in µm that a range of outputs covers on the slide; each output covers one stride.
+
+        The range is measured from the top edge (axis 0) or the left edge (axis 1), and extended to whole numbers.
+        """
         edges = ((output - 0.5) * self.stride_px + self.first_px[axis] + 0.5 for output in outputs)
         start, stop = (edge * self.view.spacing_um_px for edge in edges)
         return Span(int(np.floor(start)), int(np.ceil(stop)))
 
     def positions_um(self, outputs: Span, axis: int) -> NDArray[np.float64]:
-        """Return the center positions of outputs in µm, along rows (axis 0) or columns (axis 1)."""
+        """Return the center of each output in a range, in µm from the top edge (axis 0) or left edge (axis 1)."""
         positions_px = self.first_px[axis] + self.stride_px * np.arange(*outputs)
         return np.asarray((positions_px + 0.5) * self.view.spacing_um_px)
 
     def output_frame(self, top: int = 0, left: int = 0) -> tuple[tuple[float, float], float]:
-        """Return the top left corner (row, column) of output (top, left), and its side; both in pixels of level 0."""
+        """Return the square that an output covers: its top left corner (row, column), and its side.
+
+        `top` and `left` are the row and column of the output in the grid. The side of the square is the stride of the
+        network. Corner and side are in pixels of level 0.
+        """
         row, column = (
             ((start - 0.5) * self.stride_px + first + 0.5) * self.view.level0_px
             for start, first in zip((top, left), self.first_px, strict=True)
@@ -340,7 +365,10 @@ class Grid:
         return (row, column), self.stride_px * self.view.level0_px
 
     def frame_of(self, rows: Span, columns: Span) -> TileFrame:
-        """Return the outputs that the network computes for a tile, and the pixels that it reads for them."""
+        """Return the outputs that the network computes for a tile, and the pixels that it reads for these outputs.
+
+        `rows` and `columns` are ranges of outputs: the tile without its halo, as in `tiles`.
+        """
         geometry = self.network.geometry
         wide, computed, pixels = [], [], []
         for span, size, layout in zip((rows, columns), self.size, self.layouts, strict=True):
@@ -359,7 +387,7 @@ def predict_tiles(
     rotations: int = 1,
     activation: Activation = activate,
 ) -> Iterator[Tile]:
-    """Predict the tiles `wanted` of a grid, in this order, and yield them.
+    """Predict the tiles `wanted`, which are all or some of `grid.tiles`, and yield them in the same order.
 
     With `rotations` above 1 this is test-time augmentation (mean over rotations), and tiles also contain the standard
     deviation over rotations. The network must be on `device`. Threads read the next tiles while the network computes;
@@ -392,9 +420,10 @@ def predict_tiles(
 def _predict_tile(
     grid: Grid, rows: Span, columns: Span, pixels: Tensor, degrees: Sequence[float], activation: Activation
 ) -> Tile:
-    """Predict one tile at all angles, and return the mean and standard deviation over angles.
+    """Predict one tile at all angles `degrees`, and return the mean and the standard deviation over the angles.
 
-    `pixels` (1, 3, H, W) are those of `area_to_read`.
+    `rows` and `columns` are ranges of outputs: the tile without its halo, as in `Grid.tiles`. `pixels` (1, 3, H, W)
+    are the pixels of the slide in the area that `area_to_read` returns for the frame of this tile.
     """
     with_halo, outputs, frame = grid.frame_of(rows, columns)
     area = area_to_read(grid.network.geometry, frame, degrees)

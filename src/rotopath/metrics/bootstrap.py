@@ -21,10 +21,11 @@ Numbers = NDArray[np.float64]
 def bootstrap_interval(
     score: Callable[[NDArray[np.int64]], float], units: int, seed: int = 0, level: float = 0.95
 ) -> tuple[float, float]:
-    """Return the bootstrap confidence interval (low, high) of a score; `level` is its coverage.
+    """Return the bootstrap confidence interval (low, high) of a score. `level` is the confidence level.
 
-    `units` is the number of units that are resampled, such as patients. `score` computes the score for an array of
-    indices (units,) of units, in which an index may occur more than once. Scores of NaN are ignored.
+    `units` is the number of units that are resampled, such as patients. `score` is a function that takes the indices
+    (units,) of resampled units and returns the score of these units. An index may occur more than once. Scores of NaN
+    are ignored. `seed` is the seed of the resampling.
     """
     generator = np.random.default_rng(seed)
     scores = [score(generator.integers(units, size=units)) for _ in range(RESAMPLES)]
@@ -33,10 +34,11 @@ def bootstrap_interval(
 
 
 def score_interval(score: Callable[[Numbers], float], sums: Numbers) -> list[float] | None:
-    """Return the 95 % confidence interval [low, high] of a score; None if it is undefined or cases are too few.
+    """Return the 95 % confidence interval [low, high] of a score.
 
-    At least MIN_CASES cases are required. `sums` (cases, k) has k counts for each case. `score` computes the score for
-    the total counts (k,) of resampled cases.
+    `sums` (cases, k) has k counts for each case. `score` is a function that takes the total counts (k,) of resampled
+    cases and returns the score, or NaN if the score is undefined. Returns None if there are fewer than MIN_CASES cases,
+    or if all scores are NaN.
     """
     if len(sums) < MIN_CASES:
         return None
@@ -72,7 +74,7 @@ class ImageCase(NamedTuple):
 
 
 def interval_unit(images: Sequence[HasCase]) -> str:
-    """Return what is resampled for confidence intervals: "patients", or "images" if the patients are unknown."""
+    """Return what is resampled for confidence intervals: "images" if all cases are unknown, otherwise "patients"."""
     return "images" if all(image.case in ("", image.name) for image in images) else "patients"
 
 

@@ -1,7 +1,7 @@
 """Score classifications: best threshold, AUC, confusion matrix, balanced accuracy and calibration.
 
-Labels (n,) are class indices. With two classes, scores are (n,), and a higher score means class 1. With K classes,
-scores are (n, K), one for each class.
+Labels (n,) are the class indices of n inputs. With two classes, scores are (n,), and a higher score means class 1. With
+K classes, scores are (n, K), one for each input and class.
 """
 
 import math
@@ -22,8 +22,8 @@ CALIBRATION_BINS = 15
 def candidate_thresholds(scores: Floats) -> Floats:
     """Return one threshold for each distinct score, in increasing order.
 
-    A threshold accepts its score and all higher scores. It is halfway between its score and the next lower score; for
-    the lowest score it is the score itself.
+    The threshold for a score accepts this score and all higher scores. It is halfway between this score and the next
+    lower score. The threshold for the lowest score is this score itself.
 
     >>> from rotopath.metrics.classification import candidate_thresholds
     >>> candidate_thresholds(np.array([3.0, 1.0, 2.0, 1.0])).tolist()
@@ -36,7 +36,7 @@ def candidate_thresholds(scores: Floats) -> Floats:
 
 
 def best_accuracy_threshold(labels: Ints, scores: Floats) -> float:
-    """Return the threshold with the highest accuracy; in a tie, the threshold nearest to 0.5."""
+    """Return the threshold with the highest accuracy. If several have this accuracy, return the one nearest to 0.5."""
     accepts_none = np.nextafter(scores.max(), np.inf)
     candidates = np.append(candidate_thresholds(scores), accepts_none)
     positives, negatives = np.sort(scores[labels == 1]), np.sort(scores[labels != 1])
@@ -58,9 +58,9 @@ def auc(labels: Ints, scores: Floats) -> float:
 
 
 def macro_auc(labels: Ints, scores: Floats) -> float:
-    """Return the AUC of each class against all others, averaged over the classes that are present.
+    """Return the AUC of each class against all other classes, averaged over the classes that are present.
 
-    `labels` are (n,), `scores` (n, K).
+    `labels` are (n,), `scores` (n, K). The result is NaN if only one class is present.
 
     >>> from rotopath.metrics.classification import macro_auc
     >>> macro_auc(np.array([0, 1, 2]), np.eye(3))
@@ -72,15 +72,19 @@ def macro_auc(labels: Ints, scores: Floats) -> float:
 
 
 def binary_or_macro_auc(labels: Ints, probabilities: Floats) -> float:
-    """Return the AUC for labels (n,) and probabilities (n, K): `auc` if K = 1, else `macro_auc`."""
+    """Return the AUC for labels (n,) and probabilities (n, K).
+
+    For K = 1, this is the AUC of class 1, whose probability is the only column, against class 0. For K > 1, it is the
+    mean AUC of each class against all other classes (`macro_auc`).
+    """
     return auc(labels, probabilities[:, 0]) if probabilities.shape[1] == 1 else macro_auc(labels, probabilities)
 
 
 def auc_interval(labels: Ints, probabilities: Floats, units: Sequence[str]) -> list[float] | None:
     """Return the 95 % confidence interval of the AUC for labels (n,) and probabilities (n, K).
 
-    `units` (n,) names the unit of each input, its slide or patch; units are resampled. Returns None if only one class
-    is present, or if there are fewer than MIN_CASES units.
+    The bootstrap resamples units, such as slides, instead of inputs. `units` (n,) has the name of the unit of each
+    input. Returns None if only one class is present, or if there are fewer than MIN_CASES units.
     """
     _, unit_indices = np.unique(np.array(units), return_inverse=True)
     order = np.argsort(unit_indices, kind="stable")
@@ -99,9 +103,11 @@ def auc_interval(labels: Ints, probabilities: Floats, units: Sequence[str]) -> l
 def score_each_class(
     names: Sequence[str], confusion: Ints, labels: Ints, probabilities: Floats
 ) -> dict[str, dict[str, float | None]]:
-    """Return precision, recall, F1 and AUC of each class against all others; None where a score is undefined.
+    """Return, for each class by its name, the number of images, the precision, the recall, the F1 and the AUC.
 
-    `confusion` (K, K) is the confusion matrix, `labels` are (n,), `probabilities` (n, K).
+    Each class is compared with all other classes together. A score is None if it is undefined, such as the recall of a
+    class without images. `names` are the K class names, `confusion` (K, K) is the confusion matrix with the true
+    classes as rows, `labels` are (n,) and `probabilities` (n, K).
     """
     scores = {}
     for i, name in enumerate(names):
@@ -140,7 +146,7 @@ def reliability_curve(labels: Ints, probabilities: Floats, bins: int = CALIBRATI
     """Compare predicted probabilities with observed frequencies, in `bins` equal intervals from 0 to 1.
 
     `labels` (n,) are 0 or 1, and `probabilities` (n,) are those of class 1. Returns three arrays with an entry for each
-    interval that is not empty: the mean probability, the fraction of inputs of class 1, and the number of inputs.
+    interval that is not empty: the mean probability, the observed fraction of class 1, and the number of inputs.
     """
     indices = np.minimum((probabilities * bins).astype(np.int64), bins - 1)
     counts = np.bincount(indices, minlength=bins)
@@ -151,9 +157,10 @@ def reliability_curve(labels: Ints, probabilities: Floats, bins: int = CALIBRATI
 
 
 def calibration_error(labels: Ints, probabilities: Floats, bins: int = CALIBRATION_BINS) -> float:
-    """Return the expected calibration error (ECE) for the arguments of `reliability_curve`.
+    """Return the expected calibration error (ECE). The arguments are those of `reliability_curve`.
 
-    It is the mean absolute difference between predicted and observed frequencies, weighted by the number of inputs.
+    The ECE is the absolute difference between the mean probability and the observed frequency of class 1 in each
+    interval, averaged over the intervals with the number of inputs as weight.
     """
     predicted, observed, counts = reliability_curve(labels, probabilities, bins)
     return float((np.abs(predicted - observed) * counts).sum() / counts.sum())

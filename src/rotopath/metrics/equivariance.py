@@ -18,7 +18,7 @@ from torch.func import functional_call
 from rotopath import group
 
 FADE_FROM = 0.7  # fraction of the radius of the inscribed disc from which inputs fade to zero
-ROBUSTNESS_STEPS = 16  # rotations in a full circle, 22.5° apart, as in the paper
+ROBUSTNESS_STEPS = 16  # rotations in a full circle, 22.5° apart, as in the paper (arXiv:2002.08725)
 
 
 # Equivariance
@@ -37,15 +37,15 @@ def equivariance_error(
     counter-clockwise; with `flip`, R is a left-right flip followed by the rotation.
 
     Inputs and outputs are images (B, C, H, W) or SE(2) features (B, C, N, H, W). R also shifts the orientation axis N
-    of features. `reflections` states whether the second half of this axis is for reflected orientations; by default,
-    the layers of the model determine it. Outputs may also be (B, K); R does not change them.
+    of features. `reflections` states whether the second half of this axis is for reflected orientations; None means
+    True if a layer of the model has reflections, otherwise False. Outputs may also be (B, K); R does not change them.
 
     Multiples of 90° move pixels without interpolation, so that an exactly equivariant model has only rounding errors.
     For other angles, images are resampled. The input is then faded to zero towards the edge of its inscribed disc, so
     that no content is lost at the corners, and outputs are compared on their inscribed disc only.
 
-    The model, its batch statistics and the random state are not changed. Raises ValueError for other tensors, or if the
-    shapes of the two outputs differ.
+    The model, its batch norm statistics and the random state are not changed. Raises ValueError for tensors of other
+    shapes or types, or if the outputs for the original and the rotated input differ in shape.
 
     >>> images = torch.rand(2, 3, 76, 76)
     >>> rp.equivariance_error(rp.models.mitosis(orientations=4), images) < 1e-4
@@ -66,8 +66,9 @@ def equivariance_error(
         actual = _call(model, transform(x)).cpu().double()
     if actual.shape != expected.shape:
         raise ValueError(
-            f"equivariance_error compares equal shapes, but the output for the rotated input is {tuple(actual.shape)} "
-            f"and the rotated output is {tuple(expected.shape)}; use an input size for which they agree."
+            f"equivariance_error compares outputs of equal shape, but the output for the rotated input has the shape "
+            f"{tuple(actual.shape)}, and the rotated output for the original input has the shape "
+            f"{tuple(expected.shape)}; use an input size for which both shapes are equal."
         )
     if not on_grid and expected.ndim >= 4:
         disc = group.inscribed_disc(*expected.shape[-2:]).to(expected)
@@ -83,8 +84,9 @@ def untrained_errors(
 ) -> list[float]:
     """Return the equivariance errors of `draws` newly initialized models, sorted from low to high.
 
-    `build` makes a model, `x` is the input, `angle` is in degrees, and `training` selects training mode. The random
-    seeds are 0, 1, …, so that every call measures the same weights.
+    `build` is a function that returns a new model, `x` is the input, and `angle` is in degrees. The models are in
+    training mode if `training` is True, otherwise in evaluation mode. The random seeds are 0, 1, …, so that every call
+    measures models with the same weights.
     """
     errors = []
     with torch.random.fork_rng(range(torch.cuda.device_count())):
@@ -132,7 +134,7 @@ class _Transform:
         if x.ndim == 4:
             return group.rotate(group.flip(x) if self.flip else x, self.angle)
         if self.flip and not self.reflections:
-            raise ValueError("features without reflections cannot be mirrored; use layers with reflections=True.")
+            raise ValueError("features without reflections cannot be flipped; build layers with reflections=True.")
         return group.rotate_features(group.flip_features(x) if self.flip else x, self.angle, self.reflections)
 
 
@@ -142,7 +144,7 @@ def _check_has_positions(x: object) -> None:
         got = f"a tensor of shape {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(
             f"equivariance_error takes models that map images (B, C, H, W) or SE(2) features (B, C, N, H, W) to one "
-            f"tensor: images, features, or outputs (B, K), all in floating point; got {got}."
+            f"tensor: images, features, or vectors (B, K), all in floating point; got {got}."
         )
 
 
@@ -160,9 +162,10 @@ class Robustness:
 def robustness_angles(fair: bool = True) -> list[float]:
     """Return the 16 angles, in degrees, at which predictions are compared.
 
-    With `fair=False`, these are the angles of the paper: 0°, 22.5°, 45°, … Of these, multiples of 90° are exact, but
-    all other rotations blur the image, and the blur alone changes predictions. With `fair=True`, all angles are offset
-    by 11.25°. All rotations then blur the image about equally, so that only the network causes differences.
+    With `fair=False`, these are the angles of the paper of Lafarge et al. (arXiv:2002.08725): 0°, 22.5°, 45°, …
+    Rotations by multiples of 90° are exact, but all other rotations blur the image, and the blur alone changes
+    predictions. With `fair=True`, 11.25° is added to each angle. All rotations then blur the image about equally, so
+    that only the network causes differences.
 
     >>> from rotopath.metrics.equivariance import robustness_angles
     >>> robustness_angles(fair=False)[:3], robustness_angles()[:3]
@@ -173,10 +176,11 @@ def robustness_angles(fair: bool = True) -> list[float]:
 
 
 def measure_robustness(probabilities: NDArray[np.floating], decisions: NDArray[np.generic]) -> Robustness:
-    """Measure how much predictions of the same inputs change over angles.
+    """Measure how much the predictions for the same inputs differ between rotation angles.
 
-    `probabilities` and `decisions` are (angles, inputs); further axes, such as pixels, count as inputs. Raises
-    ValueError if the shapes differ or an array is empty.
+    `probabilities` contains a probability for each angle and input, and `decisions` the decision, such as the predicted
+    class. Both arrays are (angles, inputs); further axes, such as pixels, count as inputs. Raises ValueError if the
+    shapes of the arrays differ or an array is empty.
     """
     if probabilities.ndim < 2 or 0 in probabilities.shape or decisions.shape != probabilities.shape:
         raise ValueError(

@@ -1,8 +1,9 @@
 """Match predictions to the ground truth, and compute F1, PQ, AJI, AJI+, Dice and the FROC curve.
 
-Detected points are matched to annotated points. The matches yield true positives, false positives and false negatives
-at every score threshold, and from these F1 and the FROC curve. Objects of two label maps (H, W) are matched for F1 and
-panoptic quality (PQ). The aggregated Jaccard index (AJI, AJI+) and the Dice coefficient compare two label maps.
+Detected points are matched to annotated points. The matches yield the numbers of true positives, false positives and
+false negatives at every score threshold, and these numbers yield F1 and the FROC curve. Objects of two label maps
+(H, W) are matched for F1 and panoptic quality (PQ). The aggregated Jaccard index (AJI, AJI+) and the Dice coefficient
+compare two label maps.
 A rule, such as "one-to-one", defines which predictions count as true positives.
 """
 
@@ -66,7 +67,10 @@ class Counts:
 
 @dataclass(frozen=True)
 class PointMatches:
-    """Matches of detections to annotated points. `count_at_threshold` counts them at any score threshold."""
+    """Matches of detections to t annotated points, with f false positives. The scores are those of the detections.
+
+    From these matches, `count_at_threshold` computes TP, FP and FN at any score threshold.
+    """
 
     detected_at: Floats  # (t,) highest threshold at which each annotated point is detected; -inf if never detected
     false_scores: Floats  # (f,) scores of the false positives
@@ -78,7 +82,7 @@ def match_points(
     """Match the detections of an image to annotated points at a distance of up to `radius_px`.
 
     `truth` (t, 2) and `detected` (d, 2) are (row, column) in pixels, `scores` are (d,). With the rule "amida13" of the
-    AMIDA13 challenge, an annotated point is a true positive if any detection is in this radius; several detections
+    AMIDA13 challenge, an annotated point is a true positive if any detection is within this radius; several detections
     count once. With "one-to-one", as in the MIDOG challenge, a detection matches at most one point. Detections are
     matched in the order of their scores, the highest first, each to the nearest point that has no match yet. With both
     rules, detections without a match are false positives.
@@ -120,7 +124,10 @@ def count_at_threshold(matches: PointMatches, threshold: float) -> Counts:
 
 
 def best_f1_threshold(matches: PointMatches) -> float:
-    """Return the threshold with the highest F1: in a tie the highest such threshold, without detections 0.5."""
+    """Return the threshold with the highest F1. If several thresholds have this F1, return the highest of them.
+
+    If there are no detections, returns 0.5.
+    """
     detected = matches.detected_at[np.isfinite(matches.detected_at)]
     candidates = candidate_thresholds(np.concatenate([detected, matches.false_scores]))
     if not len(candidates):
@@ -134,8 +141,10 @@ def best_f1_threshold(matches: PointMatches) -> float:
 def froc_curve(matches: PointMatches, images: int) -> list[dict[str, float]]:
     """Return the FROC curve: sensitivity against false positives per image, from the highest threshold to the lowest.
 
-    `images` is the number of images. The curve has a point for each threshold at which a further annotated point is
-    detected, and one for the lowest score. Curves with more than FROC_POINTS points are thinned to this number.
+    `images` is the number of images. Each entry of the list has "threshold", "false_per_image" and "sensitivity". There
+    is one entry for each threshold at which a further annotated point is detected, and one for the lowest score. If
+    these are more than FROC_POINTS entries, only FROC_POINTS of them are kept, evenly distributed over the list.
+    Without detections, the list is empty.
     """
     detected, false = matches.detected_at[np.isfinite(matches.detected_at)], matches.false_scores
     if not len(detected) and not len(false):
@@ -172,7 +181,7 @@ class Overlaps:
     def without_small(self, least_px: float) -> "Overlaps":
         """Return the overlaps without predicted objects of fewer than `least_px` pixels.
 
-        Faster than `find_overlaps` after `remove_small`, with the same result.
+        The result is that of `remove_small` and `find_overlaps`, but this method is faster.
         """
         large = self.predicted_areas >= least_px
         kept = large[self.predicted]
@@ -198,7 +207,8 @@ def remove_small(labels: NDArray[np.integer], min_px: float) -> NDArray[np.int32
 def find_overlaps(truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> Overlaps:
     """Find all pairs of overlapping objects in two label maps (H, W) of one image.
 
-    In a label map 0 is background, and every other number is an object. Raises ValueError if the shapes differ.
+    In a label map, 0 is background, and all pixels with the same other number are one object. Raises ValueError if the
+    shapes of the maps differ.
     """
     if truth.shape != predicted.shape:
         raise ValueError(
@@ -278,9 +288,9 @@ def match_objects(overlaps: Overlaps, rule: OverlapRule = "iou") -> ObjectCounts
 def aggregated_jaccard(truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> float:
     """Return the aggregated Jaccard index (AJI) of two label maps (H, W), after Kumar et al. (2017).
 
-    Each annotated object is matched to the predicted object with the highest IoU, if any overlaps. AJI is the sum of
-    the intersections of all matched pairs, divided by the sum of their unions and of the areas of all objects without a
-    match. It is 1 if both maps are empty.
+    Each annotated object is matched to the predicted object with the highest IoU, if any predicted object overlaps it.
+    AJI is the sum of the intersections of all matched pairs, divided by the sum of their unions and of the areas of all
+    annotated and predicted objects without a match. It is 1 if both maps are empty.
 
     >>> truth = np.array([[1, 1, 0, 2]])
     >>> rp.metrics.aggregated_jaccard(truth, np.array([[5, 0, 0, 3]]))
@@ -328,8 +338,8 @@ def score_objects(
 ) -> dict[str, object]:
     """Return F1 and PQ over all images, of each case and of each image, and AJI, AJI+ and Dice averaged over images.
 
-    `counts` and `agreements` contain the results of `match_objects` and `compare_label_maps` for each image. F1 and AJI
-    have 95 % confidence intervals.
+    For each image, `counts` contains the result of `match_objects`, and `agreements` that of `compare_label_maps`. F1
+    and AJI have 95 % confidence intervals.
     """
     # Columns: TP, FP, FN, sum of IoUs, AJI, AJI+, Dice, and 1 to count the images.
     rows = [(*astuple(count), *scores.values(), 1) for count, scores in zip(counts, agreements, strict=True)]
@@ -353,12 +363,12 @@ def score_objects(
 
 
 def _to_counts(row: Numbers) -> ObjectCounts:
-    """Convert an array that starts with TP, FP, FN and the sum of IoUs to counts."""
+    """Convert an array that starts with TP, FP, FN and the sum of IoUs to `ObjectCounts`."""
     return ObjectCounts(int(row[0]), int(row[1]), int(row[2]), float(row[3]))
 
 
 def _best_pairs(overlaps: Overlaps) -> Ints:
-    """Return the indices of the pairs in the one-to-one matching with the highest sum of IoUs."""
+    """Return the indices, in `overlaps`, of the pairs of the one-to-one matching with the highest sum of IoUs."""
     shape = (len(overlaps.truth_areas), len(overlaps.predicted_areas))
     pair_at = np.full(shape, -1)
     pair_at[overlaps.truth, overlaps.predicted] = np.arange(len(overlaps.intersection))

@@ -1,9 +1,9 @@
-"""Tables of the paper's three networks. They define channels, numbers of weights and valid image sizes.
+"""Tables of the three networks of the paper by Lafarge et al. (arXiv:2002.08725).
 
-An `Architecture` is one such table. It computes the channels and the number of weights of each layer for N
+An `Architecture` is one such table. It computes the channels and the number of weights of each stage for N
 orientations, and the receptive field, the stride and the valid image sizes of the network. An image side is valid, or
-*on the pooling grid*, if it is not smaller than the receptive field and every pool divides its input without a
-remainder. This module contains no tensors; `network` builds modules from the tables.
+*on the pooling grid*, if it is not smaller than the receptive field and every pool divides the side of its input
+without a remainder. This module contains no tensors; the module `network` builds torch modules from the tables.
 """
 
 from dataclasses import dataclass, field, replace
@@ -24,7 +24,7 @@ WEIGHTS_TOLERANCE = 0.05  # for N not in the paper: allowed relative difference 
 
 
 class Choices(TypedDict, total=False):
-    """Options of the paper's networks, explained in `Architecture`. Each overrides the same option of the preset."""
+    """Options of the paper's networks, explained in `Architecture`. A value set here overrides that of the preset."""
 
     outputs: int  # logits per output position
     kernel: group.Kernel
@@ -41,12 +41,15 @@ CHOICES = tuple(Choices.__annotations__)
 
 @dataclass(frozen=True)
 class Stage:
-    """Convolution, batch norm, ReLU and pool. With `skip`, up-sampling and a skip connection come before them."""
+    """One stage of a network: convolution, batch norm, ReLU and pool.
 
-    channels: str | int  # output channels; "body" and "wide" stand for numbers that depend on N, see `published`
+    If `skip` is set, the input of the stage is first up-sampled and concatenated with features of an earlier stage.
+    """
+
+    channels: str | int  # output channels; "body" and "wide": numbers that depend on N (`Architecture.published`)
     kernel: int = 5  # side in px
     pool: int = 1  # side and stride of the pool; 1 means no pool
-    skip: int | None = None  # index of the stage from which a skip connection comes: its output before the pool
+    skip: int | None = None  # index of the earlier stage; its features before its pool are used; None: no skip
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,8 @@ class Architecture:
     """Table of one of the paper's networks: its stages, its options, and its channels for each number of orientations.
 
     After the last stage, the projection removes the orientation axis, and the head, a 1 × 1 convolution, returns
-    logits.
+    logits. The preset "paper" is the network of the paper; the preset "faithful" has smaller equivariance errors for
+    angles between multiples of 90°.
 
     >>> from rotopath.models import ARCHITECTURES
     >>> tumor = ARCHITECTURES["tumor"]
@@ -69,16 +73,16 @@ class Architecture:
     stages: tuple[Stage, ...]
     projection: Projection  # mode of `rp.nn.Project`
     outputs: int  # logits per output position
-    head_norm: bool  # whether a batch norm, instead of a bias, follows the last convolution
-    input_px: int  # image side in the paper
-    published: dict[int, tuple[int, int]]  # N → channels of ("body", "wide")
-    faithful: dict[str, str | bool]  # options of the preset "faithful", with smaller errors between multiples of 90°
+    head_norm: bool  # whether the head has a batch norm instead of a bias
+    input_px: int  # side of the training images in the paper
+    published: dict[int, tuple[int, int]]  # channels in the paper: N → (those of stages "body", of "wide")
+    faithful: dict[str, str | bool]  # options that the preset "faithful" sets
     kernel: group.Kernel = "bilinear"  # kernel family of `rp.nn.GroupConv2d`
-    pooling: Pooling = "max"  # maximum, maximum with blur, or root mean square with blur
+    pooling: Pooling = "max"  # "max", "max-blur" (maximum and blur), or "rms-blur" (root mean square and blur)
     upsampling: Upsampling = "nearest"  # interpolation before each skip connection
     smoothing: bool = False  # blur the image before the first convolution
-    reflections: bool = False  # equivariant to flips too; N orientations then have the channels of 2N
-    widths_of: int | None = None  # use the channels for this number of orientations, whatever N is
+    reflections: bool = False  # equivariant to flips too; the channels are then those of 2N orientations
+    widths_of: int | None = None  # N whose channels are used, whatever the real N is; None: the real N
     # Computed once, because every forward pass reads them.
     receptive_field: int = field(init=False, repr=False, compare=False)  # px; equals the smallest image side
     size_step: int = field(init=False, repr=False, compare=False)  # px between two valid image sides
@@ -111,7 +115,10 @@ class Architecture:
         object.__setattr__(self, "size_step", prod([stage.pool for stage in self.stages]))
 
     def choose(self, preset: str = "paper", **choices: str | bool | int | None) -> "Architecture":
-        """Return this table with the options of a preset, overridden by `choices`."""
+        """Return a copy of this table with the options of `preset`, "paper" or "faithful".
+
+        `choices` are single options, such as `projection="max"`; they override those of the preset.
+        """
         if preset not in self.presets:
             raise ValueError(
                 f"The preset of {self.name} must be {' or '.join(map(repr, self.presets))}; got {preset!r}."
@@ -122,33 +129,41 @@ class Architecture:
 
     @property
     def presets(self) -> dict[str, dict[str, str | bool]]:
-        """Options that each preset sets. "paper" sets none and keeps the options of the table."""
+        """Options that each preset sets, by name of the preset. "paper" sets none and keeps those of the table."""
         return {"paper": {}, "faithful": self.faithful}
 
     # Channels and weights
 
     def channels(self, orientations: int) -> tuple[int, ...]:
-        """Output channels of each stage."""
+        """Output channels C of each stage for N = `orientations`: the features of the stage are (B, C, N, H, W)."""
         return self._stage_channels(*self._find_widths(group.order(self.widths_of or orientations, self.reflections)))
 
     def weights(self, orientations: int) -> tuple[int, ...]:
-        """Number of learned weights of each stage with its batch norm. The last entry is for projection plus head."""
+        """Number of learned weights of each stage, including its batch norm, for N = `orientations`.
+
+        There is one more entry at the end: the number of weights of the projection and the head.
+        """
         channels = self.channels(orientations)
         *stages, head = self._count_weights(group.order(orientations, self.reflections), channels)
         return *stages, channels[-1] * weights_per_channel(self.projection, orientations) + head
 
     def in_channels(self, stage: int, channels: tuple[int, ...]) -> int:
-        """Input channels of a stage: output channels of the previous stage plus channels of the skip connection."""
+        """Number of input channels of the stage with index `stage`.
+
+        These are the channels of the previous stage and, if there is one, of the skip connection. `channels` are the
+        output channels of all stages, as the method `channels` returns them.
+        """
         if stage == 0:
             return IMAGE_CHANNELS
         skip = self.stages[stage].skip
         return channels[stage - 1] + (0 if skip is None else channels[skip])
 
     def _find_widths(self, orientations: int) -> tuple[int, int]:
-        """Return the numbers of channels ("body", "wide") for an orientation axis of length `orientations`.
+        """Return the numbers of channels of the stages "body" and "wide".
 
-        For lengths in the paper, they are the paper's. For other lengths, they are chosen so that the network has about
-        as many weights as for N = 1.
+        `orientations` is the length of the orientation axis. For the lengths in `published`, the channels are those of
+        the paper. For other lengths, the channels are chosen so that the network has about as many weights as for
+        N = 1; `WEIGHTS_TOLERANCE` limits the difference.
         """
         if orientations in self.published:
             return self.published[orientations]
@@ -162,8 +177,9 @@ class Architecture:
         good = [widths for widths in candidates if deviation(widths) <= WEIGHTS_TOLERANCE]
         if not good:
             raise ValueError(
-                f"No channels give {self.name} about {target} weights with {orientations} orientations; "
-                f"use fewer orientations."
+                f"{self.name} cannot have {orientations} orientations, because with every choice of channels the "
+                f"network has many more or fewer weights than the {target} for one orientation; use fewer "
+                f"orientations."
             )
         # As in the paper, wide · N and body² · N should stay close to their values at N = 1.
         return min(
@@ -191,16 +207,16 @@ class Architecture:
 
     @property
     def stride(self) -> int:
-        """Pixels between neighboring outputs."""
+        """Distance between neighboring outputs, in image px."""
         factors = [UPSAMPLING_FACTOR for stage in self.stages if stage.skip is not None]
         return self.size_step // prod(factors)
 
     @property
     def rim(self) -> int:
-        """Number of outputs along each image edge that would change if the image continued beyond the edge.
+        """Width, in output positions, of the border of the output map that padding affects.
 
-        These outputs are affected by padding: smoothing, blurred pools and bilinear up-sampling read pixels around the
-        window of an output, and pad at image edges.
+        Smoothing, blurred pools and bilinear up-sampling read pixels around the window of an output, and pad at image
+        edges. In a larger image, these pixels would not be padding, and the outputs in this border would be different.
         """
         # For each stage: rim of its output before the pool, and image coordinate (px) of the center of its first pixel.
         before_pool: list[tuple[int, float]] = []
@@ -219,11 +235,11 @@ class Architecture:
         return rim
 
     def blur_taps(self, stage: Stage) -> int:
-        """Side, in px, of the blur filter in the pool of a stage: 2 · stride + 1, or 1 without blur."""
+        """Side, in px, of the blur filter in the pool of a stage: 2 · (stride of the pool) + 1, or 1 without blur."""
         return 1 if self.pooling == "max" or stage.pool == 1 else 2 * stage.pool + 1
 
     def sizes(self, size: int) -> tuple[int, ...]:
-        """Output side of each stage after its pool, for an image of `size` px.
+        """Side of the output of each stage after its pool, in feature map pixels, for an image side of `size` px.
 
         Raises ValueError if `size` is not on the pooling grid.
         """
@@ -247,14 +263,17 @@ class Architecture:
         return size >= self.receptive_field and (size - self.receptive_field) % self.size_step == 0
 
     def nearest_sizes(self, size: int) -> tuple[int, ...]:
-        """Return `size` if it is on the pooling grid, otherwise the next smaller (if any) and the next larger side."""
+        """Return `size` if it is on the pooling grid, otherwise the next smaller (if any) and the next larger side.
+
+        These two sides are on the pooling grid.
+        """
         if self.fits(size):
             return (size,)
         below = (size - self.receptive_field) // self.size_step
         return tuple([self.receptive_field + k * self.size_step for k in range(max(below, 0), max(below + 2, 1))])
 
     def output_size(self, size: int) -> int:
-        """Return the side of the output, in output positions, for an image of `size` px.
+        """Return the side of the output, in output positions, for an image side of `size` px.
 
         Raises ValueError if `size` is not on the pooling grid.
         """
@@ -268,8 +287,8 @@ class Architecture:
         grid = f"{self.receptive_field} + {self.size_step}·k px"
         if size < self.receptive_field:
             raise ValueError(
-                f"{self.name} accepts images of {self.receptive_field} px or more, but got {size} px; "
-                f"use larger images, or pad them to {grid} (k = 0, 1, 2 …)."
+                f"{self.name} accepts image sides of {self.receptive_field} px or more, but got {size} px; "
+                f"use larger images, or pad them to sides of {grid} (k = 0, 1, 2 …)."
             )
         nearest = " or ".join(map(str, self.nearest_sizes(size)))
         raise ValueError(f"{self.name} accepts image sides of {grid}, but got {size} px; crop or pad to {nearest} px.")

@@ -11,22 +11,22 @@ from torch import Tensor, nn
 
 
 def resnet18(outputs: int, width: int = 64) -> "ResNet":
-    """Build a ResNet-18 that classifies windows. `width` is the number of channels of the first layer."""
+    """Build a ResNet-18 that returns `outputs` logits for each window. The first layer has `width` channels."""
     return ResNet(BasicBlock, (2, 2, 2, 2), outputs, width)
 
 
 def resnet34(outputs: int, width: int = 64) -> "ResNet":
-    """Build a ResNet-34 that classifies windows. `width` is the number of channels of the first layer."""
+    """Build a ResNet-34 that returns `outputs` logits for each window. The first layer has `width` channels."""
     return ResNet(BasicBlock, (3, 4, 6, 3), outputs, width)
 
 
 def resnet50(outputs: int, width: int = 64) -> "ResNet":
-    """Build a ResNet-50 that classifies windows. `width` is the number of channels of the first layer."""
+    """Build a ResNet-50 that returns `outputs` logits for each window. The first layer has `width` channels."""
     return ResNet(Bottleneck, (3, 4, 6, 3), outputs, width)
 
 
 def unet(outputs: int, width: int = 32, depth: int = 4) -> "UNet":
-    """Build a U-Net that returns logits for every pixel.
+    """Build a U-Net that returns `outputs` logits for every pixel.
 
     It has `depth` levels. The first level has `width` channels, and each further level twice as many as the one before.
     """
@@ -37,6 +37,7 @@ class ResNet(nn.Module):
     """ResNet of He et al. (2016): maps images (B, 3, H, W) to K = `outputs` logits per image, (B, K).
 
     `block` is the class of the residual blocks. `depths` are the numbers of blocks in the four parts of the network.
+    The first layer has `width` channels.
     """
 
     def __init__(self, block: Any, depths: tuple[int, ...], outputs: int, width: int = 64) -> None:
@@ -67,7 +68,10 @@ class ResNet(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3 × 3 convolutions with a shortcut around them."""
+    """Two 3 × 3 convolutions with a shortcut around them. The first convolution has the stride `stride`.
+
+    The block has `inputs` input channels and `width` output channels.
+    """
 
     expansion = 1  # output channels divided by `width`
 
@@ -88,7 +92,10 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 3 × 3 convolution between two 1 × 1 convolutions, with a shortcut around them."""
+    """A 3 × 3 convolution with the stride `stride` between two 1 × 1 convolutions, with a shortcut around all three.
+
+    The block has `inputs` input channels, `width` channels at the 3 × 3 convolution, and 4 · `width` output channels.
+    """
 
     expansion = 4  # output channels divided by `width`
 
@@ -144,7 +151,7 @@ class UNet(nn.Module):
 def _build_shortcut(inputs: int, outputs: int, stride: int) -> nn.Module | None:
     """Return the 1 × 1 convolution and batch norm of a shortcut.
 
-    Return None if they are not needed, because input and output of the block have the same shape.
+    Return None if the shortcut needs no layers, because input and output of the block have the same shape.
     """
     if stride == 1 and inputs == outputs:
         return None

@@ -34,17 +34,29 @@ from rotopath.nn.checks import check_brightness, check_image
 
 
 def mitosis(orientations: int = 8, preset: Preset = "paper", **choices: Unpack[Choices]) -> "Network":
-    """Build the mitosis detector: one logit every 8 px, for a mitotic figure at the center of a window of 68 px."""
+    """Build the mitosis detector: one logit every 8 px, for a mitotic figure at the center of a window of 68 px.
+
+    `preset` is "paper" or "faithful", which has smaller equivariance errors for angles between multiples of 90°.
+    `choices` are options (`Choices`); they override those of the preset.
+    """
     return Network(MITOSIS.choose(preset, **choices), orientations)
 
 
 def nuclei(orientations: int = 8, preset: Preset = "paper", **choices: Unpack[Choices]) -> "Network":
-    """Build the U-Net for nuclei: logits of inside, border and background at each pixel, except a margin of 20 px."""
+    """Build the U-Net for nuclei: logits of inside, border and background at each pixel, except a margin of 20 px.
+
+    `preset` is "paper" or "faithful", which has smaller equivariance errors for angles between multiples of 90°.
+    `choices` are options (`Choices`); they override those of the preset.
+    """
     return Network(NUCLEI.choose(preset, **choices), orientations)
 
 
 def tumor(orientations: int = 8, preset: Preset = "paper", **choices: Unpack[Choices]) -> "Network":
-    """Build the tumor classifier: one logit every 12 px, for tumor in a window of 88 px."""
+    """Build the tumor classifier: one logit every 12 px, for tumor in a window of 88 px.
+
+    `preset` is "paper" or "faithful", which has smaller equivariance errors for angles between multiples of 90°.
+    `choices` are options (`Choices`); they override those of the preset.
+    """
     return Network(TUMOR.choose(preset, **choices), orientations)
 
 
@@ -86,7 +98,7 @@ class ArchitectureNetwork(nn.Module):
     def check_images(self, x: Tensor) -> None:
         """Raise ValueError unless x contains floating-point images (B, 3, H, W) of a valid size.
 
-        Images with values up to 255 instead of 1 are refused too, if they are on the CPU.
+        Also raise ValueError for images on the CPU with values up to 255 instead of 1. This is not checked on a GPU.
         """
         check_image(x, self, IMAGE_CHANNELS)
         check_brightness(x, self)

@@ -1,7 +1,7 @@
 """Interface of networks that can be trained, evaluated and applied to slides; `make_dense` adapts any module to it.
 
-A `DenseNetwork` accepts images (B, 3, H, W) of many sizes and returns a map of logits (B, K, h, w): K logits at each of
-h × w positions, which are also called its *outputs*.
+A `DenseNetwork` accepts images (B, 3, H, W) of many sizes and returns a map of logits (B, K, h, w). An *output* is one
+position of this map, with its K logits; the map has h × w outputs. The number K itself is named `outputs` in the code.
 
 The `Geometry` of a dense network states which image sizes are valid, and which pixels each output depends on.
 `make_dense` measures the geometry of a fully convolutional module.
@@ -44,7 +44,7 @@ class Geometry:
     smallest_px: int  # smallest valid image side
     step_px: int  # difference between two successive valid image sides
     stride_px: int  # distance between neighboring outputs
-    rim: int = 0  # number of outputs along each image edge that padding affects
+    rim: int = 0  # width, in outputs, of the border of the map that padding affects
 
     def __post_init__(self) -> None:
         for name in ("outputs", "smallest_px", "step_px", "stride_px"):
@@ -60,14 +60,17 @@ class Geometry:
 
     @property
     def block(self) -> int:
-        """Number of outputs along a side of the smallest image; each further `step_px` of the side adds as many."""
+        """Number of outputs along a side of the smallest image.
+
+        If a side becomes longer by `step_px`, this number of outputs is added along the side.
+        """
         return self.step_px // self.stride_px
 
     @property
     def margins_px(self) -> int:
-        """Sum of the two margins along an axis, in px: image side minus the side that the outputs cover.
+        """Sum of the two margins of an image along one axis, in px: image side minus the side that the outputs cover.
 
-        Each output covers `stride_px`.
+        Each output covers a square of `stride_px` × `stride_px` px.
         """
         return self.smallest_px - self.step_px
 
@@ -75,7 +78,7 @@ class Geometry:
     def context_px(self) -> int:
         """Side, in px, of a window in which padding does not affect the central outputs.
 
-        It is the smallest image side plus the rims at both edges.
+        This side is the smallest image side plus twice the rim in px.
         """
         return self.smallest_px + 2 * self.rim * self.stride_px
 
@@ -131,10 +134,10 @@ def make_dense(
     """Return a dense network that applies a module to images of many sizes.
 
     If the module has an attribute `geometry`, a `Geometry`, the module itself is returned. The geometry of any other
-    module is measured on images of `window_px` px (default: the module's attribute `window_px`). If the module returns
-    one prediction per image, it is applied as a sliding window with stride `stride_px` (default: half a window). Raises
-    ValueError if the module does not return `outputs` logits per position, or if it returns a map that cannot be
-    computed tile by tile, for example because each output depends on the whole image.
+    module is measured on square images with a side of `window_px` px (default: the module's attribute `window_px`). If
+    the module returns one prediction per image, it is applied to windows of this size, `stride_px` px apart (default:
+    half a window). Raises ValueError if the module does not return `outputs` logits per output position, or if it
+    returns a map that cannot be computed tile by tile, for example because each output depends on the whole image.
 
     >>> net = rp.models.make_dense(torch.nn.Conv2d(3, 2, kernel_size=5), outputs=2, window_px=16)
     >>> net.geometry
@@ -146,7 +149,10 @@ def make_dense(
         return module  # type: ignore[return-value]
     window_px = window_px or getattr(module, "window_px", None)
     if window_px is None:
-        raise ValueError(f"{_name(module)} does not specify the size of its windows; set 'window_px'.")
+        raise ValueError(
+            f"{_name(module)} does not specify the size of its windows; set 'window_px', the side of a window in px, "
+            f"as an argument or as a key of the recipe."
+        )
     shape = _Probe(module).output_shape(window_px)
     _expect_outputs(module, shape[1], outputs)
     if len(shape) == 4:
@@ -167,7 +173,7 @@ def make_dense(
 
 
 def replace_module(network: DenseNetwork, module: nn.Module) -> DenseNetwork:
-    """Return a dense network with the geometry of `network` that applies `module`, such as its frozen module."""
+    """Return a dense network that applies `module`, for example a frozen one, and has the geometry of `network`."""
     if isinstance(network, WrappedModule):
         return type(network)(module, network.geometry)
     return module  # type: ignore[return-value]
@@ -225,8 +231,9 @@ def as_floats(x: Tensor, module: nn.Module) -> Tensor:
 def has_geometry(module: nn.Module, geometry: Geometry, window_px: int, slides: bool) -> bool:
     """Return whether the output shapes of a module agree with a stored geometry.
 
-    This is faster than measuring the geometry again. It does not check which pixels each output depends on. Set
-    `slides` if the module is applied as a sliding window.
+    The module is applied to square images, one of them with a side of `window_px` px. This is faster than measuring the
+    geometry again, but does not check which pixels each output depends on. `slides` states whether the module is
+    applied as a sliding window.
     """
     probe = _Probe(module)
     try:
@@ -245,9 +252,12 @@ def has_geometry(module: nn.Module, geometry: Geometry, window_px: int, slides: 
 def measure_geometry(module: nn.Module, window_px: int) -> Geometry | None:
     """Measure the geometry of a module that returns a map of logits. Return None if the map has no geometry.
 
-    The map has none if an output depends on the whole image or on its position in the image, or if the output shapes
-    for several image sizes fit no `Geometry`. To find which pixels an output depends on, pixels are set to NaN: the
-    outputs that depend on them become NaN too.
+    The map has no geometry in three cases. An output depends on the whole image. The same pixels give different logits
+    at another position in the image. There is no `step_px` for which each increase of the image side by `step_px` adds
+    the same number of outputs.
+
+    `window_px` is a side of square images that the module accepts. To find which pixels an output depends on, pixels
+    are set to NaN: the outputs that depend on them become NaN too.
     """
     probe = _Probe(module)
     outputs, side = probe.output_shape(window_px)[1], probe.output_side(window_px)
@@ -292,7 +302,7 @@ class _Probe:
             self._meta = None
 
     def output_shape(self, size: int) -> torch.Size:
-        """Return the shape of the logits of two square images of `size` px. Raises ValueError if the module fails."""
+        """Return the shape of the logits of two images of `size` × `size` px. Raises ValueError if the module fails."""
         reason: Exception | None = None
         for module, device in ((self._meta, "meta"), (self._module, None)):
             if module is None:
@@ -327,7 +337,10 @@ class _Probe:
         return None if shape is None or len(shape) != 4 else shape[2]
 
     def measure_reach(self, geometry: Geometry, window_px: int) -> tuple[float, float] | None:
-        """Return how many px an output reads left and right of its position; None if it reads the whole width."""
+        """Return how many px an output reads to the left and to the right of its own position.
+
+        `window_px` is an image side that the module accepts. Return None if an output reads the whole image width.
+        """
         size = window_px
         while size <= LARGEST_PROBE_PX:
             size = geometry.nearest_sizes(2 * size)[-1]
@@ -339,9 +352,11 @@ class _Probe:
         return None
 
     def _measure_column(self, geometry: Geometry, width: int, column: int) -> tuple[float, float] | None:
-        """Return the distances (px) from a column of pixels to the farthest outputs that read it, right and left.
+        """Return how far, in px, outputs read to the left and to the right, measured with one column of pixels.
 
-        Return None if all outputs read the column.
+        Only this column, with the index `column`, is NaN in an image of `width` px, so that the outputs that read the
+        column are NaN. The rightmost of these outputs reads farthest to the left, the leftmost farthest to the right.
+        Return None if all outputs of the map read the column.
         """
         images = torch.zeros(1, IMAGE_CHANNELS, geometry.smallest_px, width, dtype=torch.float64)
         images[..., column] = float("nan")
@@ -356,13 +371,19 @@ class _Probe:
         return rightmost - column, column - leftmost
 
     def find_rim(self, geometry: Geometry, reach: tuple[float, float]) -> int:
-        """Return the number of outputs along an image edge that would read pixels beyond the edge."""
+        """Return the rim: the width, in outputs, of the border of the map in which outputs read beyond an image edge.
+
+        `reach` is the result of `measure_reach`: how many px an output reads to the left and to the right.
+        """
         first = (geometry.smallest_px - 1 - (geometry.block - 1) * geometry.stride_px) / 2
         beyond = max(reach) - first
         return max(0, -int(-beyond // geometry.stride_px))
 
     def is_translation_equivariant(self, geometry: Geometry, window_px: int) -> bool:
-        """Return whether outputs stay equal, except near edges, if the first `step_px` rows and columns are cropped."""
+        """Return whether outputs stay equal if the first `step_px` rows and columns of an image are cropped.
+
+        Outputs in the rim are not compared. The image has `window_px` px per side, or more if the rim requires it.
+        """
         rim, block = geometry.rim, geometry.block
         size = max(window_px, geometry.smallest_px + (-(-2 * rim // block) + 2) * geometry.step_px)
         size = geometry.nearest_sizes(size)[-1]
@@ -389,7 +410,7 @@ class _Probe:
         except Exception as error:  # any kind of error: the module is user code
             size = " × ".join(map(str, images.shape[-2:]))
             raise ValueError(
-                f"{self._name} does not accept images of {size} px in float64: {_first_words(error)}."
+                f"{self._name} does not accept a test image of {size} px with float64 values: {_first_words(error)}."
             ) from None
         return logits
 

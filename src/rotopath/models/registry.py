@@ -2,7 +2,7 @@
 
 A name is a network of the paper ("tumor"), a well-known CNN ("resnet18"), or a function of the user
 ("package.module:function"). `build_network` returns a module with fresh weights for this name, a number of outputs, a
-number of orientations and options. It raises ValueError if the name or an option is wrong.
+number of orientations and options. `build_network` raises ValueError if the name or an option is wrong.
 """
 
 import difflib
@@ -63,10 +63,11 @@ def list_networks() -> list[str]:
 
 
 def build_network(name: str, outputs: int, orientations: int = 8, options: Options | None = None) -> nn.Module:
-    """Build the network `name` for N orientations, with `outputs` logits per position and fresh weights.
+    """Build the network `name` for N = `orientations`, with `outputs` logits per output position and fresh weights.
 
-    A function without a parameter `orientations` builds a plain network. `equivariant` then converts the network,
-    unless N is 1 or the network contains layers of `rp.nn` already.
+    `options` maps names of options (`list_options`) to values. If the function that builds the network has no parameter
+    `orientations`, `equivariant` converts the network that the function returns, unless N is 1 or this network contains
+    layers of `rp.nn` already.
 
     >>> net = rp.models.build_network("unet", outputs=2, orientations=4, options={"width": 8, "depth": 2})
     >>> net(torch.zeros(1, 3, 32, 32)).shape
@@ -116,14 +117,17 @@ def find_builder(name: str) -> Builder:
     # called only if it has a parameter `outputs`, as every function that builds a network has.
     if "outputs" not in _parameter_names(build):
         raise ValueError(
-            f"The function {name!r} has no parameter 'outputs', the number of logits of its network; "
+            f"The function {name!r} has no parameter 'outputs', the number of logits per output position; "
             f"write it as `def {name.rpartition(':')[2]}(outputs, ...)`."
         )
     return build
 
 
 def import_object(name: str) -> object:
-    """Import `package.module:name` from installed packages or from the current folder. Raises ValueError on failure."""
+    """Import the object `package.module:name` from an installed package or from the current folder, and return it.
+
+    Raises ValueError if the object cannot be imported.
+    """
     module_name, _, attribute = name.partition(":")
     here = str(Path.cwd())
     is_missing = here not in sys.path
@@ -146,9 +150,11 @@ def import_object(name: str) -> object:
 
 
 def check_options(name: str, options: Options) -> None:
-    """Raise ValueError if a network does not have one of the options, or if a value of an option is not allowed.
+    """Raise ValueError if the network `name` does not have one of the options, or if the value of an option is wrong.
 
-    Values of the options that a function itself defines are not checked here.
+    For the paper's networks, the values of all options are checked. For other networks, only the values of options of
+    `equivariant`, such as `keep`, are checked. Values for parameters of the function that builds the network, such as
+    `width` of "resnet18", are not checked.
     """
     is_paper = name in ARCHITECTURES
     own = [] if is_paper else _own_options(name)
@@ -166,7 +172,11 @@ def check_options(name: str, options: Options) -> None:
 
 
 def list_options(name: str) -> list[str]:
-    """Return the names of a network's options. If it is converted, the conversion options come last."""
+    """Return the names of a network's options.
+
+    If the function that builds the network has no parameter `orientations`, as for "resnet18", the list ends with the
+    options of `equivariant`, because `build_network` can convert the network that this function returns.
+    """
     if name in ARCHITECTURES:
         return [*NETWORK_OPTIONS]
     own = _own_options(name)
@@ -176,10 +186,11 @@ def list_options(name: str) -> list[str]:
 
 
 def expand_preset(name: str, options: Options) -> dict[str, Any]:
-    """Return all options of one of the paper's networks. The values that `preset` sets replace `preset` itself.
+    """Return the values of all options of one of the paper's networks, including those that the preset sets.
 
-    Stored options then keep their meaning if a later version changes the preset. The options of other networks are
-    returned unchanged.
+    `options` are the options in a recipe, such as the preset. The result does not contain `preset` itself, so that
+    stored options keep their meaning if a later version changes the preset. For other networks, `options` are returned
+    unchanged.
 
     >>> from rotopath.models.registry import expand_preset
     >>> expand_preset("mitosis", {"preset": "faithful"})["kernel"]
@@ -193,9 +204,9 @@ def expand_preset(name: str, options: Options) -> dict[str, Any]:
 
 
 def find_window_px(name: str) -> int | None:
-    """Return the default side of training windows in px.
+    """Return the default side, in px, of the training windows of the network `name`.
 
-    For a function of the user, it is the function's attribute `window_px`, or None if it has none.
+    For a function of the user, this is the function's attribute `window_px`, or None without such an attribute.
     """
     if name in WINDOW_PX:
         return WINDOW_PX[name]

@@ -71,7 +71,8 @@ TRACE_LOCK = RLock()
 def trace_graph(module: nn.Module, caller: str = "freeze") -> fx.Graph:
     """Return the graph of `module.forward()`. For the paper's networks, the graph does not contain the image checks.
 
-    `caller` is the name of the public function in error messages. Raises ValueError if `forward()` cannot be traced.
+    `caller` is the function that error messages name: "freeze" or "equivariant". Raises ValueError if `forward()`
+    cannot be traced.
     """
     with TRACE_LOCK:
         tracer = LayerTracer()
@@ -83,12 +84,13 @@ def trace_graph(module: nn.Module, caller: str = "freeze") -> fx.Graph:
             if _is_caused_by_autocast(error):
                 raise ValueError(
                     f"{caller} does not support torch.autocast, which forward() of {tracer.current_class_name()} uses; "
-                    f"call {caller} on the network inside, and run the result within torch.autocast."
+                    f"call {caller} on the submodule that this forward() calls, and run the result within "
+                    f"torch.autocast."
                 ) from error
             reason = str(error).strip().partition("\n")[0].rstrip(".")
-            remedy = "build it from layers and torch functions"
+            remedy = "use only layers and torch functions in forward()"
             if isinstance(module, ArchitectureNetwork) and tracer.traced_func_name == "forward":
-                remedy = "call compute_logits() in it instead of super().forward()"
+                remedy = "call compute_logits() in forward() instead of super().forward()"
             raise ValueError(
                 f"{caller} cannot trace forward() of {type(module).__name__} ({reason}); {remedy}, and remove branches "
                 f"that depend on the values of a tensor."
@@ -96,7 +98,10 @@ def trace_graph(module: nn.Module, caller: str = "freeze") -> fx.Graph:
 
 
 def expect_no_hooks(model: nn.Module, caller: str = "freeze") -> None:
-    """Raise ValueError if a module has forward hooks, because the traced graph would not contain them."""
+    """Raise ValueError if a model or one of its submodules has forward hooks, which a traced graph would not contain.
+
+    `caller` is the function that the message names: "freeze" or "equivariant".
+    """
     for name, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks:  # torch has no public way to list them
             raise ValueError(
@@ -114,7 +119,7 @@ def active_autocasts() -> Mapping[str, torch.dtype]:
 def is_layer(module: nn.Module) -> bool:
     """Return whether a module is a layer: its `forward()` is that of a class in torch.nn or rotopath.nn.
 
-    A subclass that inherits `forward()` is a layer too. `nn.Sequential` is not.
+    A subclass that inherits `forward()` is a layer too. `nn.Sequential` is not a layer.
     """
     defined_in = type(module).forward.__module__ or ""  # None if the class was defined in an interpreter
     return defined_in.startswith(("torch.nn.", "rotopath.nn.")) and not isinstance(module, nn.Sequential)
@@ -134,7 +139,7 @@ def scope_of(node: fx.Node) -> str:
 
 
 def get_attribute(module: nn.Module, path: str) -> Any:
-    """Return an attribute by its dotted path, as `get_attr` nodes store it."""
+    """Return the attribute of a module at a dotted path, such as "layer1.weight", which `get_attr` nodes store."""
     value: Any = module
     for name in path.split("."):
         value = getattr(value, name)
@@ -181,7 +186,7 @@ class LayerTracer(fx.Tracer):
         return str(stack[-1] if stack else type(self.root).__name__)
 
     def _expect_same_autocast(self) -> None:
-        """Raise AutocastError if `forward()` switched autocast on or off, because the graph would not contain that."""
+        """Raise AutocastError if `forward()` has switched autocast on or off, which the graph would not contain."""
         if active_autocasts() != self.autocasts:
             raise AutocastError
 
@@ -195,7 +200,7 @@ class ValueProxy(fx.Proxy):
         index = args[1] if target is operator.getitem else None
         if isinstance(index, slice) and isinstance(index.start, int) and index.start < 0 and index.stop is None:
             return -index.start
-        raise TypeError("the number of axes of a tensor is not known during tracing; write x.shape[-2:]")
+        raise TypeError("the number of axes of a tensor is not known during tracing; write x.shape[-2:] for H and W")
 
     # torch.fx would record x += y as x = x + y. Other variables for the same tensor would then keep the old values.
     def __iadd__(self, other: object) -> fx.Proxy:
@@ -219,15 +224,18 @@ class AutocastError(Exception):
 
 
 def _find_traced_method(network: nn.Module) -> str:
-    """Return "compute_logits", which has no image checks, or "forward" if a subclass overrides only `forward()`."""
+    """Return the name of the method to trace.
+
+    It is "compute_logits", which has no image checks, or "forward" if a subclass overrides only `forward()`.
+    """
     methods = ("compute_logits", "forward")
     return next(method for kind in type(network).__mro__ for method in methods if method in vars(kind))
 
 
 def _is_caused_by_autocast(error: Exception) -> bool:
-    """Return whether a traced `forward()` failed because it entered torch.autocast, or tried to.
+    """Return whether a traced `forward()` failed with `error` because it entered torch.autocast, or tried to enter it.
 
-    An attempt fails with `torch.autocast(x.device.type)`, because the device is not known during tracing.
+    During tracing, `torch.autocast(x.device.type)` fails, because the device is not known.
     """
     *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
     return isinstance(error, AutocastError) or innermost.f_code.co_filename == autocast_mode.__file__

@@ -4,8 +4,9 @@ A layer is equivariant if rotating its input rotates its output in the same way.
 maps, and (B, C, N, H, W) for SE(2) features: batch, channels, orientations, height and width. Features have one value
 for each of N orientations at every pixel and channel; with reflections, the orientation axis has 2N entries.
 
-`LiftConv2d` computes features from images. Group layers take and return features. `Project` reduces features to maps.
-Pointwise layers of torch, such as `nn.ReLU`, can be applied to features directly.
+`LiftConv2d` computes features from images. Layers whose names start with `Group` take and return features. `Project`
+reduces features to maps. `Smooth2d` smooths images. Pointwise layers of torch, such as `nn.ReLU`, can be applied to
+features directly.
 """
 
 from rotopath.nn.conv import GroupConv2d, LiftConv2d

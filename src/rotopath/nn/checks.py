@@ -1,7 +1,8 @@
 """Check the arguments and the inputs of layers.
 
-Each check raises ValueError with a message that states what was given and what was expected. All checks except
-`check_brightness` read only shapes and data types, so that networks can be compiled and exported.
+Each check raises ValueError with a message that states what was given and what was expected. `layer` is the layer, or
+the name of the function, that the message names. All checks except `check_brightness` read only shapes and data types,
+so that networks can be compiled and exported.
 """
 
 from numbers import Integral
@@ -21,7 +22,7 @@ def check_image(x: Tensor, layer: nn.Module, channels: int) -> None:
     if x.ndim != 4:
         hints = {
             3: " Give a single image a batch axis: x[None].",
-            5: " These seem to be SE(2) features: use a Group layer such as GroupConv2d, or apply Project first.",
+            5: " These seem to be SE(2) features: use a Group layer such as GroupConv2d, or apply rp.nn.Project first.",
         }
         raise ValueError(
             f"{_name(layer)} takes images (B, C, H, W), but got a tensor of shape {_shape(x)}.{hints.get(x.ndim, '')}"
@@ -51,9 +52,10 @@ def check_brightness(x: Tensor, layer: nn.Module) -> None:
 def check_features(
     x: Tensor, layer: nn.Module | str, channels: int | None = None, orientations: int | None = None
 ) -> None:
-    """Require SE(2) features (B, C, N, H, W), with C = `channels` and N = `orientations` where these are not None.
+    """Require SE(2) features (B, C, N, H, W), with C = `channels` and N = `orientations`.
 
-    N is the length of the orientation axis, including reflected entries.
+    N is the length of the orientation axis, including reflected entries. If `channels` or `orientations` is None, the
+    length of this axis is not checked.
     """
     _check_tensor(x, layer)
     if x.ndim != 5:
@@ -67,14 +69,15 @@ def check_features(
         reflected = " (including reflections)" if getattr(layer, "reflections", False) else ""
         raise ValueError(
             f"{_name(layer)} was built for {orientations} orientations{reflected}, but got {x.shape[2]} in a tensor of "
-            f"shape {_shape(x)}; use the same orientations and reflections in all layers."
+            f"shape {_shape(x)}; build all layers with the same orientations and reflections."
         )
 
 
 def check_grid(x: Tensor, layer: nn.Module, window: int, stride: int, padding: int, dilation: int = 1) -> None:
-    """Require a height and a width that the windows of a layer cover exactly, with no pixels left over at one end.
+    """Require that the windows of a layer cover the height and the width of x (..., H, W) exactly.
 
-    `window`, `stride` and `padding` are in pixels.
+    No pixels may be left over at one end of an axis. `window` is the side of a window. `window`, `stride` and `padding`
+    are in pixels, and `dilation` is the distance between neighboring taps of a window in pixels.
     """
     for size in x.shape[-2:]:
         try:
@@ -84,7 +87,10 @@ def check_grid(x: Tensor, layer: nn.Module, window: int, stride: int, padding: i
 
 
 def check_padding(x: Tensor, layer: nn.Module, padding: int, mode: str) -> None:
-    """Require enough pixels for padding in mode "reflect", "circular" or "replicate", which copies pixels of x."""
+    """Require that x (..., H, W) is large enough for padding by `padding` pixels with copies of its own pixels.
+
+    `mode` is "reflect", "circular" or "replicate", as in `torch.nn.functional.pad`.
+    """
     minimum = {"reflect": padding + 1, "circular": padding, "replicate": 1}[mode]
     if min(x.shape[-2:]) < minimum:
         raise ValueError(
@@ -94,7 +100,7 @@ def check_padding(x: Tensor, layer: nn.Module, padding: int, mode: str) -> None:
 
 
 def check_whole_number(layer: nn.Module, minimum: int = 1, **arguments: object) -> None:
-    """Require that arguments are whole numbers, `minimum` or more.
+    """Require that the value of each of `arguments` (name=value) is a whole number, `minimum` or more.
 
     Pairs (height, width) are refused, because a layer with two different sizes is not equivariant to rotations by 90°.
     """
@@ -108,7 +114,7 @@ def check_whole_number(layer: nn.Module, minimum: int = 1, **arguments: object) 
 
 
 def check_choice(layer: nn.Module, options: tuple[object, ...], **arguments: object) -> None:
-    """Require that each argument is one of the options."""
+    """Require that the value of each of `arguments` (name=value) is one of `options`."""
     for name, value in arguments.items():
         if value not in options:
             raise ValueError(

@@ -35,7 +35,7 @@ class MappedModule(nn.Module):
         self._makers: dict[str, Callable[[], Tensor]] = {}
 
     def register_map(self, name: str, make: Callable[[], Tensor]) -> None:
-        """Add a map as the buffer `name`. `make` returns the map in float64 on the CPU.
+        """Add a map as the buffer `name`. `make` is a function that returns the map in float64 on the CPU.
 
         Create the weights of the layer first, because the buffer gets their device and data type.
         """
@@ -56,7 +56,10 @@ class MappedModule(nn.Module):
         return {name: getattr(self, name) for name in self._makers}
 
     def _update_maps(self, maps: dict[str, Tensor]) -> None:
-        """Keep the maps that have the device and data type of the weights, and compute all other maps again."""
+        """Set the buffers to the tensors of `maps` (name: map), but compute a map again if it does not fit the weights.
+
+        A map fits if it has the device and the data type of the weights.
+        """
         for name, current in maps.items():
             weight = self._weight()  # inside the loop, because a layer without maps may have no weights
             matches = (current.device, current.dtype) == (weight.device, weight.dtype)
@@ -67,7 +70,10 @@ class MappedModule(nn.Module):
             return self._makers[name]().to(self._weight())
 
     def _weight(self) -> Tensor:
-        """Return any parameter. If all parameters were converted to buffers, return any buffer that is not a map."""
+        """Return a tensor that has the device and the data type of the weights.
+
+        It is any parameter or, if all parameters were converted to buffers, any buffer that is not a map.
+        """
         buffers = (buffer for name, buffer in self.named_buffers() if name not in self._makers)
         return next(chain(self.parameters(), buffers))
 
@@ -205,7 +211,7 @@ class _RotatedConv2d(MappedModule):
         """Return the rotated kernels for a convolution of x, with the shape of `kernels`.
 
         On a GPU, a Triton function computes them if `can_rotate` allows it, in the data type of the convolution.
-        Otherwise `kernels` computes them. Autocast is disabled for this, because interpolation would lose precision.
+        Otherwise `kernels` computes them without autocast, because interpolation in half precision is less exact.
         """
         can_rotate = triton.can_run_on(x) and triton.can_rotate(x, self.weight, self.kernel_size)
         if can_rotate and not self._overrides_kernels():

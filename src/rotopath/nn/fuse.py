@@ -2,18 +2,18 @@
 
 To fuse layers means to compute them together, without writing the result of each layer to memory. `run_stage` returns
 the same result as calling the layers one after another, up to rounding. The table lists the layers that can be fused.
-`run_stage` uses the first row that supports the layers and their input. If no row does, it calls the layers.
+`run_stage` uses the first row of which all conditions are met. It calls all other layers one by one.
 
-| fused layers | device | used in | data type | condition is in |
+| fused layers | device | used in | data type | conditions are in |
 |---|---|---|---|---|
-| lifting, batch norm, ReLU, pool | GPU | training, evaluation without gradients | half | `can_fuse_lift` |
-| batch norm, ReLU, pool | GPU | training, evaluation without gradients | half, float32 | `can_fuse_norm` |
+| lifting, batch norm, ReLU, pool | GPU | training; evaluation without gradients | half | `can_fuse_lift` |
+| batch norm, ReLU, pool | GPU | training; evaluation without gradients | half, float32 | `can_fuse_norm` |
 | batch norm, ReLU, max pool | CPU | training | float32, float64 | `can_fuse_norm` |
-| root-mean-square pool alone, with or without blur | GPU | training, evaluation | half, float32 | `run_pool` |
+| root-mean-square pool alone, with or without blur | GPU | training; evaluation | half, float32 | `run_pool` |
 
-"half" is float16 or bfloat16. A pool is fused with the layers before it if `can_fuse_pool` returns True. Features must
-be channels-last. Layers with hooks and subclasses of the layers are never fused. Nothing is fused under torch.compile,
-torch.func or an export.
+"half" is float16 or bfloat16. A pool is fused with the layers before it if `can_fuse_pool` returns True; otherwise
+`run_pool` applies it after them. Features must be channels-last. Layers with hooks and subclasses of the layers are
+never fused. Nothing is fused under torch.compile, torch.func or an export.
 
 The GPU kernels and their conditions are in `rotopath.nn.triton`, the CPU code is in `rotopath.nn.norm`.
 """
@@ -164,7 +164,7 @@ def _check_divisible(size: int, height: int, width: int) -> None:
 
 
 def _has_hooks(*layers: nn.Module) -> bool:
-    """Return whether these layers have hooks, or torch has hooks for all modules."""
+    """Return whether any of these layers has hooks, or torch has hooks for all modules."""
     return bool(_has_any_global_hook()) or any(  # type: ignore[no-untyped-call]
         layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
         for layer in layers

@@ -21,7 +21,7 @@ class GroupBatchNorm2d(nn.BatchNorm3d):
     """Batch norm with one mean and variance per channel, over batch, orientations and positions.
 
     (B, C, N, H, W) → (B, C, N, H, W). For channel c, y = γ_c (x - E[x_c]) / √(Var[x_c] + ε) + β_c, with a learned scale
-    γ_c and a learned shift β_c.
+    γ_c and a learned shift β_c. `channels` is C; the other arguments are those of `torch.nn.BatchNorm3d`.
 
     >>> norm = rp.nn.GroupBatchNorm2d(8)
     >>> norm(torch.randn(2, 8, 4, 16, 16)).shape
@@ -56,7 +56,8 @@ class GroupBatchNorm2d(nn.BatchNorm3d):
 class GroupNorm2d(nn.GroupNorm):
     """Group norm: normalize each group of channels of a sample over its channels, orientations and positions.
 
-    (B, C, N, H, W) → (B, C, N, H, W). With groups=1, the whole sample is normalized together.
+    (B, C, N, H, W) → (B, C, N, H, W). `groups` is the number of groups into which the C = `channels` channels are
+    divided. With groups=1, the whole sample is normalized together.
 
     >>> norm = rp.nn.GroupNorm2d(2, 8)
     >>> norm(torch.randn(2, 8, 4, 16, 16)).shape
@@ -156,7 +157,8 @@ def can_normalize_on_cpu(x: Tensor, norm: nn.BatchNorm3d) -> bool:
 def norm_relu_pool_on_cpu(x: Tensor, norm: nn.BatchNorm3d, relu: bool = True, pool: int = 1) -> Tensor:
     """Apply batch norm, ReLU if `relu`, and max pooling over windows of pool × pool pixels, in training on the CPU.
 
-    Takes channels-last features (B, C, N, H, W), and updates the running statistics of the batch norm.
+    Takes channels-last features (B, C, N, H, W), where H and W are multiples of `pool`. Updates the running statistics
+    of the batch norm. Call this only if `can_normalize_on_cpu` returns True.
     """
     y: Tensor = _NormReluPoolOnCpu.apply(x, norm.weight, norm.bias, norm, relu, pool)  # type: ignore[no-untyped-call]
     return y
@@ -234,7 +236,10 @@ def _empty_features(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def _compute_statistics(maps: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Return the mean and the variance (C,) of each channel, combined from the statistics of its N columns."""
+    """Return the mean and the variance of each channel, both (C,), combined from those of its `n` maps.
+
+    `maps` are (B, C·N, H, W), and `n` is N.
+    """
     columns = torch.batch_norm_update_stats(maps, None, None, 0.0)
     means, variances = (torch.unflatten(column, 0, (-1, n)) for column in columns)
     between, mean = torch.var_mean(means, dim=1, correction=0)
@@ -251,9 +256,10 @@ def _update_running_statistics(norm: nn.BatchNorm3d, mean: Tensor, variance: Ten
 
 
 def _pool_extremes(maps: Tensor, weight: Tensor, pool: int) -> tuple[Tensor, Tensor]:
-    """Return the maximum of each window, or the minimum in columns with a negative weight, and its position.
+    """Return the maximum of each window of pool × pool pixels, and its position in the map.
 
-    `weight` (C·N,) has one value per column. A position is the index row · W + column in a map.
+    `maps` are (B, C·N, H, W), and `weight` (C·N,) has one value for each of the C·N maps. For maps with a negative
+    weight, the minimum is returned instead. The position of a pixel is y · W + x, for its row y and its column x.
     """
     if not bool((weight < 0).any()):
         pooled, argmax = F.max_pool2d(maps, pool, return_indices=True)
@@ -264,7 +270,7 @@ def _pool_extremes(maps: Tensor, weight: Tensor, pool: int) -> tuple[Tensor, Ten
 
 
 def _per_column(channels: Tensor, n: int) -> Tensor:
-    """Repeat values (C,) for the N columns of each channel, and return them as (1, C·N, 1, 1)."""
+    """Repeat values (C,), one per channel, for the `n` maps of each channel, and return them as (1, C·N, 1, 1)."""
     return channels.repeat_interleave(n).view(1, -1, 1, 1)
 
 

@@ -149,6 +149,8 @@ class Smooth2d(nn.Module):
 class GroupUpsample2d(nn.Module):
     """Upsample height and width by the whole number s = `scale`. (B, C, N, H, W) → (B, C, N, s·H, s·W).
 
+    `mode` is the interpolation: "nearest" or "bilinear".
+
     >>> up = rp.nn.GroupUpsample2d(2, mode="bilinear")
     >>> up(torch.zeros(1, 8, 4, 16, 16)).shape
     torch.Size([1, 8, 4, 32, 32])
@@ -181,10 +183,11 @@ def resize(
     mode: str = "nearest",
     align_corners: bool | None = None,
 ) -> Tensor:
-    """Resize images (B, C, H, W) or features (B, C, N, H, W) with `torch.nn.functional.interpolate`.
+    """Resize images (B, C, H, W) or features (B, C, N, H, W).
 
-    In mode "nearest", raises ValueError unless the new size is a whole multiple of the old size. For other sizes,
-    counting from the left and from the right selects different pixels, so that the result is not equivariant.
+    The arguments are those of `torch.nn.functional.interpolate`. With nearest-neighbor interpolation, raises ValueError
+    unless the new height and width are whole multiples of the old ones. For other sizes, the interpolation is not
+    equivariant: in the mirror image of x, it selects other pixels than in x.
 
     >>> rp.nn.pool.resize(torch.zeros(1, 8, 4, 29, 29), size=(57, 57), mode="bilinear").shape
     torch.Size([1, 8, 4, 57, 57])
@@ -206,7 +209,7 @@ def resize(
 def center_crop(x: Tensor, height: int, width: int) -> Tensor:
     """Crop maps (..., H, W) to the height × width pixels at their center.
 
-    Raises ValueError if an odd number of rows or columns would have to be removed.
+    Raises ValueError unless H - height and W - width are even and not negative, and height and width are at least 1.
 
     >>> rp.nn.center_crop(torch.zeros(1, 8, 4, 24, 24), 16, 16).shape
     torch.Size([1, 8, 4, 16, 16])
@@ -218,7 +221,8 @@ def center_crop(x: Tensor, height: int, width: int) -> Tensor:
     if any(margin < 0 or margin % 2 for margin in margins) or min(height, width) < 1:
         raise ValueError(
             f"center_crop removes the same number of pixels at both ends, so it cannot crop "
-            f"{x.shape[-2]} × {x.shape[-1]} px to {height} × {width} px; use smaller sizes that differ by even numbers."
+            f"{x.shape[-2]} × {x.shape[-1]} px to {height} × {width} px; choose a height and a width that are smaller "
+            f"by even numbers of pixels."
         )
     top, left = margins[0] // 2, margins[1] // 2
     return x[..., top : top + height, left : left + width]
@@ -239,7 +243,8 @@ def pad_evenly(x: Tensor, pad: Sequence[int], mode: str = "constant", value: flo
     if left != right or top != bottom:
         raise ValueError(
             f"pad_evenly needs the same padding at both ends, but got {left} px left and {right} px right, {top} px at "
-            f"the top and {bottom} px at the bottom; use sizes that differ by even numbers."
+            f"the top and {bottom} px at the bottom; change the padding, or the size of the "
+            f"input if the padding depends on it."
         )
     return F.pad(x, (left, right, top, bottom), mode, value)
 

@@ -2,8 +2,8 @@
 
 `Project` reduces features (B, C, N, H, W) to maps (B, C, H, W) that rotate with the image. `orientation_field` returns
 the largest value over the orientations, and its angle. `project_max`, `project_attention` and `project_fourier` compute
-the projections of `Project`. They take rows (..., C, N): features with the orientations on the last axis. With
-reflections, the orientation axis has 2N entries.
+the projections of `Project`. These functions take `rows` (..., C, N): features with the orientations on the last axis.
+With reflections, the orientation axis has 2N entries.
 """
 
 from functools import partial
@@ -37,7 +37,8 @@ class Project(MappedModule):
       one weight u_ck per frequency. The initial weights are 0, so that the result is the mean.
 
     "attention" and "fourier" require `channels`. "fourier" also requires `orientations`, and `reflections=True` for
-    features with reflections. "max" and "mean" do not need these arguments, but check the input against them if given.
+    features with reflections. "max" and "mean" do not need these arguments, but check the input against those that are
+    given.
 
     >>> project = rp.nn.Project("fourier", channels=16, orientations=8)
     >>> project(torch.zeros(2, 16, 8, 20, 20)).shape, project.weight.shape
@@ -109,12 +110,15 @@ class Project(MappedModule):
 
 
 def weights_per_channel(mode: str, orientations: int) -> int:
-    """Return the number of weights per channel of a projection. It is the same with and without reflections."""
+    """Return the number of weights per channel of a projection with this mode and N = `orientations`.
+
+    With reflections, the number is the same.
+    """
     return {"attention": 1, "fourier": group.count_frequencies(orientations)}.get(mode, 0)
 
 
 def project_max(rows: Tensor) -> Tensor:
-    """Return the maximum over the orientations N of rows (..., C, N)."""
+    """Return the maximum (..., C) over the N orientations of `rows` (..., C, N)."""
     if not is_scripting():  # noqa: SIM102  # torch.jit.script skips the block only if the condition stands alone
         # On a GPU and over few orientations, a max pool is about four times as fast as amax.
         if triton.can_run_on(rows) and not rows.requires_grad and MIN_POOL_VALUES < rows.numel() < 2**31:
@@ -125,19 +129,20 @@ def project_max(rows: Tensor) -> Tensor:
 
 
 def project_attention(rows: Tensor, sharpness: Tensor) -> Tensor:
-    """Return the weighted mean over the orientations N of rows (..., C, N), with one sharpness (C,) per channel.
+    """Return the weighted mean (..., C) over the N orientations of `rows` (..., C, N).
 
-    The weights are softmax(sharpness · value) over the orientations.
+    `sharpness` (C,) has one number per channel. The weights are softmax(sharpness · value) over the orientations.
     """
     weights = torch.softmax(rows * sharpness[:, None], dim=-1)
     return (weights * rows).sum(dim=-1)
 
 
 def project_fourier(rows: Tensor, waves: Tensor, weight: Tensor) -> Tensor:
-    """Return the mean over the orientations of rows (..., C, G), plus a weighted sum of amplitudes of K frequencies.
+    """Return the mean over the orientations of `rows` (..., C, G), plus a weighted sum of amplitudes of K frequencies.
 
-    G is N, or 2N with reflections. `waves` (G, P, K), from `group.fourier_map`, computes P Fourier components of each
-    frequency; the amplitude is the root of the sum of their squares. `weight` is (C, K).
+    G is N, or 2N with reflections. Multiplying rows by `waves` (G, P, K), from `group.fourier_map`, yields P Fourier
+    components of each frequency; the amplitude is the root of the sum of their squares. `weight` (C, K) has the weight
+    of each frequency in the sum.
     """
     parts = torch.unflatten(rows @ waves.flatten(1), -1, [waves.shape[1], waves.shape[2]])  # (..., C, P, K)
     if parts.dtype == torch.float16:
@@ -147,12 +152,12 @@ def project_fourier(rows: Tensor, waves: Tensor, weight: Tensor) -> Tensor:
 
 
 def orientation_field(features: Tensor, reflections: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the largest response over θ of SE(2) features, and its angle, both as maps (B, C, H, W).
+    """Return the largest value over the orientations θ of SE(2) features, and its angle, both as maps (B, C, H, W).
 
-    The angle is the rotation of the kernel at the largest response, in radians from 0 to 2π, counter-clockwise. It is
+    The angle is the rotation of the kernel with the largest response, in radians from 0 to 2π, counter-clockwise. It is
     interpolated between orientations (`group.interpolate_peak`). Rotating the image by 90° rotates both maps and adds
-    π/2 to the angles. With `reflections`, flipping the image negates the angles. Where all orientations have the same
-    value, the angle is 0.
+    π/2 to the angles. For features of layers with reflections, pass `reflections=True`; then flipping the image left to
+    right flips both maps and negates the angles. Where all orientations have the same value, the angle is 0.
 
     >>> lift = rp.nn.LiftConv2d(3, 16, kernel_size=5, orientations=8)
     >>> strength, angle = rp.nn.orientation_field(lift(torch.rand(1, 3, 68, 68)))

@@ -11,7 +11,7 @@ CARD = "card.md"
 
 
 def list_pretrained() -> list[str]:
-    """Return the names of the models that are part of the package, for `rp.load`.
+    """Return the names of the models that are part of the package. `rotopath.load` accepts these names.
 
     >>> rp.models.list_pretrained()
     ['mitosis-amida13-n8', 'nuclei-kumar-n8', 'tumor-pcam-n8']
@@ -20,5 +20,5 @@ def list_pretrained() -> list[str]:
 
 
 def find_folder(name: str) -> Path | None:
-    """Return the folder of a model, or None if there is no model of that name."""
+    """Return the folder of the pretrained model with this name, or None if there is none."""
     return HOME / name if name in list_pretrained() else None

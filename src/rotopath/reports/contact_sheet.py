@@ -1,7 +1,7 @@
 """Draw a contact sheet: small tiles of some images of a dataset, with their annotations.
 
-`draw_contact_sheet` draws a row for each split. `draw_hard_examples` draws the worst mistakes of a baseline network on
-the training images (hard examples). All tiles have the same pixel spacing.
+`draw_contact_sheet` draws a row of tiles for each split. `draw_hard_examples` draws tiles of hard examples, which are
+mistakes of a baseline network on the training images. All tiles of a sheet have the same pixel spacing.
 """
 
 from collections import Counter
@@ -43,21 +43,25 @@ TILE, TILE_GAP, CAPTION, HEADER = 2.0, 0.1, 0.45, 0.75
 
 @dataclass(frozen=True)
 class SheetTile:
-    """A tile of the sheet: a part of one image."""
+    """A tile of the sheet: a part of one image.
+
+    `center` is the center of the tile in the image: row and column in pixels, at the pixel spacing of the sheet. None
+    stands for the first annotated point or, without annotated points, the center of the image.
+    """
 
     sample: Sample
-    center: NDArray[np.float64] | None = None  # (row, column); by default the first point, or the center of the image
+    center: NDArray[np.float64] | None = None
     note: str = ""  # text before the caption
 
 
 def draw_contact_sheet(dataset: Dataset, path: Path, seed: int = 0) -> Path:
-    """Draw up to COLUMNS random images of each split into the file `path`, and return the path.
+    """Draw tiles of up to COLUMNS random images of each split into the file `path`, and return the path.
 
-    Raises DataError if the dataset contains no images.
+    `seed` determines which images are drawn. Raises DataError if the dataset contains no images.
     """
     rows = [(split, samples) for split in SPLITS if (samples := _select_samples(dataset, split, seed))]
     if not rows:
-        raise DataError(f"{dataset.root} contains no images; run `rotopath data check` on it.")
+        raise DataError(f"{dataset.root} contains no images; run `rotopath data check` on this dataset.")
     finest = min(sample.spacing_um_px for sample in dataset.samples)
     painter = TilePainter(dataset, max(finest, FINEST_UM_PX[dataset.annotated]))
     tiles = [(split, [SheetTile(sample) for sample in samples]) for split, samples in rows]
@@ -67,9 +71,11 @@ def draw_contact_sheet(dataset: Dataset, path: Path, seed: int = 0) -> Path:
 
 
 def draw_hard_examples(dataset: Dataset, examples: Sequence[HardExample], spacing_um_px: float, path: Path) -> Path:
-    """Draw the worst hard examples into the file `path`, and return the path.
+    """Draw tiles of the worst hard examples into the file `path`, and return the path.
 
-    `examples` are ordered by the error of the baseline network, worst first. The error is printed below each tile.
+    `examples` are ordered by their error, largest first. The error is the confidence of the baseline network in its
+    wrong prediction; the number below each tile is this error. `spacing_um_px` is the pixel spacing of the tiles and of
+    the positions in `examples`.
     """
     samples = {sample.name: sample for sample in dataset.samples}
     rows = []
@@ -89,7 +95,10 @@ def _legend(dataset: Dataset) -> str:
 
 
 def _select_samples(dataset: Dataset, split: str, seed: int) -> list[Sample]:
-    """Select random samples of a split for one row: from many different cases or classes, preferably with objects."""
+    """Select up to COLUMNS random samples of a split, from as many different classes or cases as possible.
+
+    Classes are used if whole images have labels, and cases otherwise. Samples with annotations are preferred.
+    """
     samples = [sample for sample in dataset.samples if sample.split == split]
     shuffled = [samples[i] for i in np.random.default_rng(seed).permutation(len(samples))]
     counts: Counter[str | None] = Counter()
@@ -126,7 +135,7 @@ class TilePainter:
         return TILE_PX[self.dataset.annotated]
 
     def draw(self, axes: Axes, tile: SheetTile) -> None:
-        """Draw a tile: the image around the center, all annotations in it, and a caption below."""
+        """Draw a tile: the part of the image around the center, all annotations in this part, and a caption below."""
         sample = tile.sample
         image = read_image(sample, self.spacing_um_px)
         axes.imshow(image, interpolation="lanczos")
@@ -146,7 +155,7 @@ class TilePainter:
         axes.set_xlabel(tile.note + _caption(sample), size=6, color=GRAY, labelpad=2, parse_math=False)
 
     def _draw_points(self, axes: Axes, sample: Sample) -> NDArray[np.float64]:
-        """Draw a circle around each annotated point of a sample, and return the positions (points, 2) in pixels."""
+        """Draw a circle around each annotated point of a sample. Return the points: row, column in pixels, (n, 2)."""
         points = read_points(sample, self.spacing_um_px)
         radius = MATCH_RADIUS_UM / self.spacing_um_px
         for (row, column), name in zip(points.positions, points.classes, strict=True):
@@ -155,7 +164,10 @@ class TilePainter:
         return points.positions
 
     def _draw_objects(self, axes: Axes, sample: Sample, top: int, left: int, size: int) -> None:
-        """Draw the outlines of all objects in a square of the image; its `top`, `left` and `size` are in pixels."""
+        """Draw the outlines of all objects in a square of the image.
+
+        The upper left pixel of the square is at row `top` and column `left`. `size` is the side in pixels.
+        """
         objects = read_objects(sample, self.spacing_um_px)
         labels = objects.labels[top : top + size, left : left + size]
         for number in np.unique(labels[labels > 0]):
@@ -166,14 +178,18 @@ class TilePainter:
 
 
 def _tile_corner(shape: tuple[int, ...], center: NDArray[np.float64], size: int) -> tuple[int, int, int]:
-    """Return top, left and side in pixels of a square around a center, moved or shrunk if it does not fit the image."""
+    """Return top, left and side in pixels of a square with side `size` around `center` (row, column).
+
+    A square that extends beyond the edge of an image with the given shape is moved into the image. A square that is
+    larger than the image is also made smaller.
+    """
     size = min(size, *shape)
     top, left = (int(np.clip(c - size / 2, 0, side - size)) for c, side in zip(center, shape, strict=True))
     return top, left, size
 
 
 def _caption(sample: Sample) -> str:
-    """Return the class of a sample and the end of its name, short enough to fit below a tile."""
+    """Return the class of a sample, if the whole image has one, and the end of its name, short enough for a tile."""
     name = "/".join(sample.name.removeprefix("camelyonpatch_level_2_split_").split("/")[-2:])
     if len(name) > CAPTION_LETTERS:
         name = name.rpartition("/")[2][-CAPTION_LETTERS:]
@@ -202,7 +218,10 @@ def _draw_sheet(
 
 
 def _name_classes(figure: Figure, colors: Mapping[str, str], height: float) -> None:
-    """Write the class names into the upper right corner, from right to left, each on a background of its color."""
+    """Write the class names into the upper right corner of the figure, each on a background in the color of the class.
+
+    `colors` maps class names to colors. `height` is the height of the figure in inches.
+    """
     right, down = 0.99, 0.0
     for name, color in sorted(colors.items(), reverse=True):
         width = (0.09 * len(name) + 0.25) / figure.get_figwidth()  # about the width of the letters

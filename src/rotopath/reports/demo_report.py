@@ -47,10 +47,10 @@ LAYERS_TEXT = "All kernels and feature maps in this figure were computed with th
 
 
 def run_demo(out: Path, console: Console, steps: int, size_px: int) -> Path:
-    """Generate synthetic tissue, train networks with N=1 and N=8, write the report, and return its path.
+    """Generate synthetic tissue, train networks with 1 and 8 orientations, and write the report; return its path.
 
     `steps` is the number of training steps per epoch; there are three epochs. `size_px` is the height and width of the
-    synthetic images. If the folder `out` contains tissue or finished runs, these are reused.
+    synthetic images in pixels. If the folder `out` contains synthetic tissue or finished runs, they are reused.
     """
     tissue = out / "tissue"
     if not tissue.exists():
@@ -91,7 +91,10 @@ def run_demo(out: Path, console: Console, steps: int, size_px: int) -> Path:
 
 
 def _score_section(out: Path, predictions: Mapping[str, RotatedPredictions]) -> Section:
-    """Return a section with a table of scores and robustness to rotation for each network."""
+    """Return a section with a table: the test scores and the robustness to rotation of each network.
+
+    `out` contains a run folder for each network; `predictions` maps the names of networks to their predictions.
+    """
     header = ["", "F1", "95 % interval", "precision", "recall", "deviation over angles", "changed decisions"]
     rows = []
     for name, rotated in predictions.items():
@@ -109,7 +112,10 @@ def _score_section(out: Path, predictions: Mapping[str, RotatedPredictions]) -> 
 
 
 def _detection_section(out: Path, dataset: Dataset, networks: Mapping[str, runs.Run]) -> Section:
-    """Return a section with the detections in the test image with the most mitotic figures."""
+    """Return a section with the detections in one test image: the image with the most mitotic figures.
+
+    `out` is the folder for the figure; `networks` maps the names of networks to their runs.
+    """
     field = max(dataset.split("test"), key=lambda sample: len(read_points(sample, SPACING_UM_PX)))
     image, truth = read_image(field, SPACING_UM_PX), read_points(field, SPACING_UM_PX).positions
     detections = {name: _detect(run, field) for name, run in networks.items()}
@@ -122,15 +128,18 @@ def _detection_section(out: Path, dataset: Dataset, networks: Mapping[str, runs.
 
 
 def _rotation_section(out: Path, predictions: Mapping[str, RotatedPredictions]) -> Section:
-    """Return a section with the windows for which the predictions vary most over angles."""
+    """Return a section with polar plots of the windows whose predictions vary most over rotation angles.
+
+    `out` is the folder for the figure; `predictions` maps the names of networks to their predictions.
+    """
     deviation = np.asarray(sum(rotated.fair.std(axis=0) for rotated in predictions.values()))
     windows = np.argsort(-deviation, kind="stable")[:WINDOWS_SHOWN].tolist()
     return Section(
         "Predictions for rotated windows",
         "Radius: the predicted probability of a mitotic figure, from 0 at the center to 1 at the edge. Angle: the "
-        "rotation of the window. If the prediction does not depend on the rotation, the curve is a circle. The "
-        "figure shows the windows with the largest standard deviation over angles (sum of both networks), out of "
-        f"{WINDOWS} windows.",
+        "rotation of the window. If the prediction does not depend on the rotation, the curve is a circle. Of "
+        f"{WINDOWS} windows, the figure shows those with the largest standard deviation of the probability over angles "
+        "(sum of both networks).",
         figure=draw_window_curves(predictions, windows, out / "polar.png"),
     )
 
@@ -143,7 +152,10 @@ def _format_scores(scores: Mapping[str, Any]) -> list[str]:
 
 
 def _detect(run: runs.Run, field: Sample) -> NDArray[np.float64]:
-    """Return the positions (detections, 2) of detections in an image, at the decision threshold of the run."""
+    """Return row and column in pixels, (k, 2), of the k detections in an image.
+
+    Only detections with a score of at least the decision threshold of the run are returned.
+    """
     (evidence,) = gather_evidence(run.task, run.network, [field], CPU)
     detections = evidence.detections
     positions: NDArray[np.float64] = detections.positions[detections.scores >= run.point["threshold"]]
@@ -159,9 +171,9 @@ def draw_detections(
 ) -> Path:
     """Draw the detections of each network on the same image (H, W, 3), side by side, and return `path`.
 
-    `truth` contains the positions of annotated objects, `detections` those of the detections of each network. All
-    positions are arrays (k, 2) of row and column. A detection is green if a true position is within `radius_px` pixels;
-    other detections are red.
+    `truth` contains the positions of annotated objects. `detections` maps the names of networks to the positions of
+    their detections. Positions are arrays (k, 2) of row and column in pixels. A detection is green if an annotated
+    object is within `radius_px` pixels; other detections are red.
     """
     count = len(detections)
     figure = Figure(figsize=(5.2 * count, 5.6), dpi=110, facecolor="white")
@@ -182,9 +194,10 @@ def draw_detections(
 
 
 def draw_window_curves(predictions: Mapping[str, RotatedPredictions], windows: Sequence[int], path: Path) -> Path:
-    """Draw a polar plot for each window, and return `path`: the predicted probability over the rotation angle.
+    """Draw, for each window, a polar plot of the predicted probability over the rotation angle. Return `path`.
 
-    Each network has its own curve. `windows` are the indices of the windows in the predictions.
+    `predictions` maps the names of networks to their predictions; each network has its own curve. `windows` are the
+    indices of the windows to draw.
     """
     count = len(windows)
     figure = Figure(figsize=(2.1 * count, 2.9), dpi=110, facecolor="white")

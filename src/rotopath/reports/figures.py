@@ -58,7 +58,7 @@ ROTATIONS_SHOWN = 4  # rows of group kernels in the figure
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a figure to a file atomically, and return the path. The suffix of the path selects the format.
+    """Write a figure to a file atomically, and return the path. The suffix, such as ".png", selects the format.
 
     The folder is created if necessary.
     """
@@ -84,7 +84,7 @@ class Section:
 
 
 def write_page(path: Path, title: str, introduction: str, sections: Sequence[Section], footer: str) -> Path:
-    """Write an HTML page with embedded figures, and return its path."""
+    """Write an HTML page with the given texts and sections, and return its path. Figures are embedded in the page."""
     body = "\n".join(_render_section(section) for section in sections)
     text = f"""<!doctype html>
 <html lang="en">
@@ -125,7 +125,7 @@ def _render_section(section: Section) -> str:
 
 
 class Box(NamedTuple):
-    """A rectangle in fractions of the figure's width and height."""
+    """The edges of a rectangle, in fractions of the figure's width and height, from the lower left corner."""
 
     left: float
     right: float
@@ -134,7 +134,7 @@ class Box(NamedTuple):
 
 
 def draw_layers(path: Path) -> Path:
-    """Draw the figure that explains lifting, group convolution and projection into a file, and return its path."""
+    """Draw a figure that explains lifting, group convolution and projection. Write it to `path`, and return `path`."""
     tissue = _make_tissue(size=60)
     rotated = group.rotate(tissue, 90)
     layers, ordinary = _make_layers(ORIENTATIONS), _make_layers(1)
@@ -150,7 +150,10 @@ def draw_layers(path: Path) -> Path:
 
 
 def _make_layers(orientations: int) -> tuple[LiftConv2d, GroupConv2d]:
-    """Return a lifting and a group convolution with kernels made from STROKE; with one orientation, an ordinary CNN."""
+    """Return a lifting convolution and a group convolution with kernels made from STROKE.
+
+    With one orientation, these two layers are ordinary convolutions.
+    """
     stroke = torch.tensor(STROKE)[group.disc_mask(KERNEL_PX)]  # (37,)
     lift = LiftConv2d(1, 1, KERNEL_PX, orientations, padding="same", padding_mode="replicate", bias=False)
     conv = GroupConv2d(1, 1, KERNEL_PX, orientations, padding="same", padding_mode="replicate", bias=False)
@@ -208,7 +211,7 @@ def _draw_lifting(figure: Figure, tissue: Tensor, lift: LiftConv2d, lifted: Tens
 
 
 def _draw_group_convolution(figure: Figure, conv: GroupConv2d, convolved: Tensor) -> None:
-    """Draw part 2 of the figure: the first rotated group kernels, and the maps after the group convolution."""
+    """Draw part 2 of the figure: the first ROTATIONS_SHOWN rotated kernels, and the output of the group convolution."""
     _write_heading(
         figure,
         0.655,
@@ -238,7 +241,7 @@ def _draw_group_convolution(figure: Figure, conv: GroupConv2d, convolved: Tensor
 def _draw_projection(figure: Figure, upright: Sequence[Tensor], rotated: Sequence[Tensor]) -> None:
     """Draw part 3 of the figure: the outputs for an image and for the image rotated by 90°.
 
-    Both sequences contain the image, the output of the SE(2) layers, and the output of an ordinary CNN.
+    `upright` and `rotated` each contain the image, the output of the SE(2) layers, and the output of an ordinary CNN.
     """
     errors = []
     for before, after in zip(upright[1:], rotated[1:], strict=True):
@@ -278,10 +281,10 @@ def _write_subtitle(figure: Figure, center: float, top: float, text: str) -> Non
 
 
 def _add_panels(figure: Figure, rows: int, columns: int, box: Box, gap: float = 0.2) -> list[Axes]:
-    """Add a grid of panels inside a box, and return the panels row by row.
+    """Add a grid of panels inside `box`, and return the panels row by row.
 
-    The box is in fractions of the figure's width and height. `gap` is the space between rows, as a fraction of the
-    height of a panel.
+    `rows` and `columns` are the numbers of rows and columns of panels. `gap` is the space between two rows, as a
+    fraction of the height of a panel.
     """
     gap = gap if rows > 1 else 0
     spec = figure.add_gridspec(rows, columns, **box._asdict(), wspace=0.08, hspace=gap)

@@ -1,7 +1,8 @@
 """Show the progress of a training, of the prediction of many slides, or of a study.
 
 A terminal shows progress bars or a table that are updated while the program runs. If the output is redirected to a
-file, there are no bars or tables: one line is printed when an epoch, a slide or a run has finished.
+file, there are no bars or tables: one line is printed when an epoch, a slide or a run has finished. N is the number of
+orientations of a network.
 """
 
 import time
@@ -50,10 +51,11 @@ class TrainingProgress(ProgressBar):
         self._task = self._bar.add_task("starting", total=recipe.epochs * recipe.steps, loss="", score="", speed="")
 
     def show(self, stage: str, row: dict[str, float]) -> None:
-        """Show the stage ("baseline", "training" or "scoring"), and a row with the current numbers.
+        """Show the stage ("baseline", "training" or "scoring") and the current numbers in `row`.
 
-        During training, this is a row of the training log. A row with a validation loss ends an epoch, and is also
-        printed as a line. During scoring, the row has two numbers: "done" of "samples" images are scored.
+        In the stages "baseline" (training of the network that finds hard examples) and "training", `row` is a row of
+        the training log. The last row of an epoch contains a validation loss; a line is then printed. In the stage
+        "scoring", `row` has two numbers: "done", the number of scored images, and "samples", the number of all images.
         """
         if "samples" in row:
             description = f"{stage}, {row['done']:g} of {row['samples']:g} images"
@@ -80,7 +82,10 @@ class TrainingProgress(ProgressBar):
 
 
 class SlideProgress(ProgressBar):
-    """Two progress bars, for all slides and for the tiles of the current slide. Each finished slide prints a line."""
+    """Two progress bars: for all slides, and for the tiles of the current slide.
+
+    A line is printed for each slide that was predicted or skipped, or that failed.
+    """
 
     def __init__(self, slides: int, console: Console) -> None:
         count = TextColumn("{task.completed:g} of {task.total:g} {task.fields[unit]}")
@@ -112,7 +117,7 @@ class SlideProgress(ProgressBar):
 class StudyProgress:
     """A table of all jobs (runs) of a study with the estimated remaining time, updated while the study runs.
 
-    Without a terminal, one line is printed for each job that has ended, and then a summary.
+    Without a terminal, a line is printed for each job that has ended, and a summary line after it.
     """
 
     def __init__(self, study: Study, console: Console) -> None:
@@ -145,7 +150,7 @@ class StudyProgress:
             self._print_ended(states)
 
     def _print_ended(self, states: Mapping[Job, JobState]) -> None:
-        """Print a line for each job that has ended since the last call, then a summary line."""
+        """Print a line for each job that has ended since the last call, then one summary line for all jobs."""
         ended = [job for job, state in states.items() if state.state in ("done", "failed") and job not in self._printed]
         for job in ended:
             reason = f": {states[job].reason}" if states[job].reason else ""
@@ -156,9 +161,10 @@ class StudyProgress:
             self._console.print(self._summary(states), highlight=False, soft_wrap=True)
 
     def _table(self, states: Mapping[Job, JobState]) -> Table:
-        """Return the table of jobs. Each row is a part, N and amount of training data (regime); each column is a seed.
+        """Return the table of jobs. Each column is a seed.
 
-        If the terminal has too few lines for all rows, only rows with running or failed jobs are shown.
+        Each row is a combination of part of the study, N, and regime (amount of training data). If the terminal has too
+        few lines for all rows, only rows with running or failed jobs are shown.
         """
         seeds = sorted({job.recipe.seed for job in states})
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
@@ -190,9 +196,10 @@ class StudyProgress:
         return line if seconds is None else f"{line}, about {_format_duration(seconds)} left"
 
     def _seconds_left(self, states: Mapping[Job, JobState]) -> float | None:
-        """Estimate the remaining time: the expected time of all unfinished jobs / the number of running jobs.
+        """Estimate the remaining time of the study in s.
 
-        Returns None before the first job has finished, and when all jobs have ended.
+        The estimate is the sum of the expected remaining times of all unfinished jobs, divided by the number of running
+        jobs. Returns None before the first job has finished, and when all jobs have ended.
         """
         if not self._seconds or all(state.state in ("done", "failed") for state in states.values()):
             return None
@@ -204,7 +211,10 @@ class StudyProgress:
         return total / max(1, running)
 
     def _expected_seconds(self, job: Job) -> float:
-        """Return the mean duration of finished jobs with the same part and N or, if there are none, of all of them."""
+        """Return the expected duration of a job in s: the mean over the finished jobs with the same part and N.
+
+        If there are no such jobs, return the mean duration of all finished jobs.
+        """
         key = (job.part, job.recipe.orientations)
         same = [s for other, s in self._seconds.items() if (other.part, other.recipe.orientations) == key]
         durations = same or list(self._seconds.values())
@@ -212,7 +222,7 @@ class StudyProgress:
 
 
 def _job_cell(state: JobState) -> Text:
-    """Return the table cell of a job: a symbol or, if the job runs, its stage and the percentage of finished steps."""
+    """Return the table cell of a job: a symbol; for a running job, the percentage of finished steps, and the stage."""
     if state.state == "running":
         return Text(f"{state.fraction:.0%} {state.stage.split()[0]}"[:JOB_CELL_WIDTH], "cyan")
     return Text(*JOB_MARKS[state.state])

@@ -1,7 +1,7 @@
 """Draw the figures of a study: scores, learning curves, and predictions for rotated images.
 
 Every figure is written as PNG and as PDF. The colors are the palette of Okabe and Ito, which people with any color
-vision can distinguish.
+vision can distinguish. N is the number of orientations of a network. An amount of training data is called a *regime*.
 """
 
 import csv
@@ -32,10 +32,10 @@ SCORE_LABELS = {"f1": "F1"}  # labels of scores in figures, where they differ fr
 
 
 def draw_scores(summaries: Sequence[Summary], score: str, regimes: Mapping[float | None, str], path: Path) -> Path:
-    """Draw the scores of each network for each amount of training data (regime), and return the path of the PNG file.
+    """Draw the scores of each network for each regime, and return the path of the PNG file.
 
     A line is the mean over seeds, a box extends one standard deviation above and below it, and each seed is a dot.
-    `score` is the name of the score, and `regimes` maps amounts of training data to their labels.
+    `score` is the name of the score. `regimes` maps regimes to their labels on the x axis, in the order of the axis.
     """
     labels = list(dict.fromkeys(summary.condition.label for summary in summaries))
     inches = max(
@@ -85,9 +85,9 @@ def draw_curves(results: Sequence[StudyResult], path: Path) -> Path:
 def draw_rotated_windows(results: Sequence[StudyResult], classes: Sequence[str], path: Path) -> Path | None:
     """Draw windows, and below each a polar plot of the predicted probability over the rotation angle.
 
-    The windows are those for which the predictions of the first network (smallest N) vary most over angles, among the
-    windows with saved pixels. `classes` are the names of the window labels. Returns the path of the PNG file, or None
-    if a run has no predictions for rotated windows.
+    `results` contains one result for each network, smallest N first. Of the windows with saved pixels, those are drawn
+    for which the predictions of the first network vary most over angles. `classes[i]` is the name of the label i of a
+    window. Returns the path of the PNG file, or None if a run has no predictions for rotated windows.
     """
     predictions = _read_all_rotated(results, "fair")
     if predictions is None:
@@ -117,10 +117,10 @@ def draw_rotated_windows(results: Sequence[StudyResult], classes: Sequence[str],
 def draw_maps(results: Sequence[StudyResult], path: Path) -> Path | None:
     """Draw how the predicted maps of annotated image regions (fields) change when the fields are rotated.
 
-    Each field was predicted at many angles, and the maps were rotated back. For each field, one row shows the image and
-    the mean map of each network (gray), and the next row the standard deviation over angles (white to red). The maps
-    contain probabilities of object borders, or of objects if the task has no borders. Returns the path of the PNG
-    file, or None if a run has no predictions for rotated fields.
+    `results` contains one result for each network. Each field was predicted at many angles, and the maps were rotated
+    back. For each field, one row shows the image and the mean map of each network (gray), and the next row the standard
+    deviation over angles (white to red). The maps contain probabilities of object borders, or of objects if the task
+    has no borders. Returns the path of the PNG file, or None if a run has no predictions for rotated fields.
     """
     predictions = _read_all_rotated(results, "objects_mean")
     if predictions is None:
@@ -146,9 +146,9 @@ def draw_maps(results: Sequence[StudyResult], path: Path) -> Path | None:
 
 
 def _read_all_rotated(results: Sequence[StudyResult], key: str) -> list[tuple[int, Mapping[str, NDArray[Any]]]] | None:
-    """Read the predictions for rotated inputs, and return (N, arrays by name) for each network.
+    """Read the file of predictions for rotated inputs of each result, and return (N, arrays by name) for each network.
 
-    Returns None if the file of a run does not exist or does not contain the array `key`, or if there are no results.
+    Returns None if a file does not exist or does not contain the array `key`, or if there are no results.
     """
     predictions: dict[int, Mapping[str, NDArray[Any]]] = {}
     for result in results:
@@ -170,7 +170,10 @@ def _read_validation_losses(log: Path) -> tuple[list[int], list[float]]:
 
 
 def _color_of(orientations: int, rotations: int = 1) -> str:
-    """Return the color of a network; `rotations` above 1 means test-time augmentation."""
+    """Return the color for a network with this number of orientations.
+
+    `rotations` above 1 means that the network was scored with test-time augmentation.
+    """
     if rotations > 1:
         return TTA_COLOR
     return COLORS.get(orientations) or OTHER_COLORS[orientations % len(OTHER_COLORS)]

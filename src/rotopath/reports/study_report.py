@@ -1,8 +1,11 @@
 """Write the report of a study: an HTML page, tables and figures.
 
-The report is made from the files in the run folders of the study. Its folder contains `report.html`, `results.csv` (a
-row for each evaluation), `summary.csv` (a row for each network and amount of training data), and the figures as PNG
-and PDF.
+The report is made from the files in the run folders of the study. The report folder contains `report.html`,
+`results.csv` (a row for each evaluation), `summary.csv` (a row for each network and amount of training data), and the
+figures as PNG and PDF.
+
+An amount of training data is called a *regime*. N is the number of orientations of a network. TTA is test-time
+augmentation: the mean over rotations of the input. The paper is Lafarge et al. (2020).
 """
 
 import csv
@@ -56,7 +59,7 @@ TABLE_TEXT = (
 def report(study: Path | str, out: Path | str | None = None) -> Path:
     """Write the HTML report, tables and figures of a study, and return the path of the HTML file.
 
-    `study` is the folder with all runs of the study. `out` is the folder for the report, by default `study`/report.
+    `study` is the folder with all runs of the study. `out` is the folder for the report; None: `study`/report.
     Raises RunError if the study has no finished runs.
     """
     study = Path(study)
@@ -97,25 +100,25 @@ class PartReport:
 
     @property
     def regimes(self) -> Mapping[float | None, str]:
-        """Labels of the amounts of training data (regimes), by amount, largest first."""
+        """The regimes, largest first: each amount of training data (None: all) with its label, such as "4 cases"."""
         kind = self.recipe.kind
         amounts = dict.fromkeys(result.recipe.regime for result in self.results)
         return {regime: "all" if regime is None else kind.describe_regime(regime) for regime in amounts}
 
     @property
     def full(self) -> list[StudyResult]:
-        """Results with the largest amount of training data, without test-time augmentation."""
+        """Results of the largest regime, without test-time augmentation."""
         regime = next(iter(self.regimes))
         return [result for result in self.results if result.recipe.regime == regime and result.rotations == 1]
 
     @property
     def full_name(self) -> str:
-        """Label of the largest amount of training data."""
+        """Label of the largest regime, such as "all"."""
         return next(iter(self.regimes.values()))
 
     @property
     def first_seed(self) -> list[StudyResult]:
-        """Results in `full` with the first seed."""
+        """The results of `full` that have the same seed as the first of these results."""
         return [result for result in self.full if result.recipe.seed == self.full[0].recipe.seed]
 
     def sections(self) -> list[Section]:
@@ -138,7 +141,7 @@ class PartReport:
         ]
 
     def _score_sections(self) -> list[Section]:
-        """Return sections with a figure and a table of the main score."""
+        """Return two sections: one with a figure and one with a table of the main score."""
         score = self.recipe.kind.score_name
         data = self.results[0].provenance["data"]
         path = self.figures / f"{self.part}-scores.png"
@@ -175,7 +178,7 @@ class PartReport:
         return rows
 
     def _published_section(self) -> Section:
-        """Return a section that compares scores with those of the paper, or that says why this is not possible."""
+        """Return a section that compares scores with those of the paper, or that says why they cannot be compared."""
         recipe = self.recipe
         if recipe.task not in PAPER or recipe.classes:
             return Section("", "Lafarge et al. (2020) did not study this task, so there is no published score.")
@@ -200,7 +203,10 @@ class PartReport:
         return Section("", text, [["", "Lafarge et al. (2020)", "this study"], *rows])
 
     def _rotation_sections(self) -> list[Section]:
-        """Return sections with figures of predictions for rotated inputs. Figures without data are left out."""
+        """Return a section for each figure of predictions for rotated inputs.
+
+        A figure is left out if a run has no such predictions.
+        """
         results, sections = self.first_seed, []
         if polar := draw_rotated_windows(results, _list_labels(self.recipe), self.figures / f"{self.part}-polar.png"):
             sections.append(
@@ -229,9 +235,10 @@ class PartReport:
 
 
 def why_not_comparable(result: StudyResult) -> str | None:
-    """Return why a score cannot be compared with the paper.
+    """Return the reason why the score of an evaluation cannot be compared with that of the paper.
 
-    Returns None if the tissue is not synthetic and the test set has the same size as in the paper.
+    Returns None if the scores can be compared: the tissue is not synthetic, and the test set has the same size as in
+    the paper.
     """
     source, scores, kind = result.provenance["data"]["source"], result.scores, result.recipe.kind
     if "synthetic" in source:
@@ -246,7 +253,7 @@ def why_not_comparable(result: StudyResult) -> str | None:
 
 
 def _list_labels(recipe: Recipe) -> Sequence[str]:
-    """Return the names of the labels of windows. The index of a name is the label."""
+    """Return the names of the labels of windows: name i belongs to the label i."""
     task = recipe.make_task()
     return (task.background_name, task.class_names[0].lower()) if task.is_single else task.output_names
 
@@ -289,14 +296,17 @@ def cost_section(results: Sequence[StudyResult]) -> Section:
         "Cost",
         "Weights: number of weights. GFLOP per window: billions of floating-point operations to predict one training "
         "window, including the rotation of kernels. Minutes per run: mean time from the start to the end of training "
-        "and scoring, including interruptions; other programs may have slowed it down. Hardware: "
+        "and scoring, including interruptions; other programs may have slowed the runs down. Hardware: "
         f"{', '.join(devices)}.",
         [["task", "network", "weights", "GFLOP per window", "minutes per run"], *rows],
     )
 
 
 def _format_differing(options: NetworkOptions, tables: Iterable[NetworkOptions]) -> str:
-    """Return as text, such as ", width 8", those options of a network that are not the same in all `tables`."""
+    """Return, as text such as ", width 8", those options of a network that differ between networks.
+
+    `options` are the options of this network; `tables` contains the options of each network.
+    """
     tables = list(tables)
     differing = [key for key in options if any(table.get(key) != options[key] for table in tables)]
     return "".join(f", {key} {options[key]}" for key in differing)

@@ -23,9 +23,10 @@ console = Console()
 
 @contextmanager
 def user_errors_in_one_sentence() -> Iterator[None]:
-    """If the user can correct an error inside this `with` block, print one sentence about it, and exit with code 2.
+    """If the `with` block raises an error that the user can correct, print it as one sentence, and exit with code 2.
 
-    All other errors are raised.
+    Such errors are problems with data, recipes, runs, clusters and files, and missing optional packages. All other
+    errors are raised as usual.
     """
     from rotopath.data import DataError
     from rotopath.environment import find_extra, install_command
@@ -71,7 +72,7 @@ def print_path(title: str, path: Path) -> None:
 
 
 def print_scores(title: str, path: Path) -> None:
-    """Read scores from a JSON file of a run, and print them and the path of the file."""
+    """Print the scores in a JSON file of a run as a table with a title, and print the path of the file."""
     console.print(score_table(title, json.loads(path.read_text(encoding="utf-8"))))
     print_path("All scores", path)
 
@@ -115,7 +116,10 @@ def _add_class_rows(table: Table, splits: list[dict[str, Any]]) -> None:
 
 
 def _format_score(value: object, interval: object = None) -> str:
-    """Return a number, with its confidence interval if given, or a text. Other values become an empty text."""
+    """Return the text of a table cell: a number, with its confidence interval if there is one, or a text.
+
+    `interval` is a list [low, high]. For values that are neither numbers nor texts, the cell is empty.
+    """
     if isinstance(value, str | int):
         return str(value)
     if not isinstance(value, float):
@@ -132,5 +136,5 @@ def _explain_intervals(metrics: Mapping[str, Mapping[str, object]]) -> str:
         return "No confidence intervals: there are too few patients, slides or patches.\n"
     unit = next(iter(metrics.values())).get("interval_over", "patients")
     missing = {"patches": "slides", "images": "patients"}.get(str(unit))
-    unknown = f"Intervals over {missing}, which are unknown, would be wider.\n" if missing else ""
+    unknown = f"The {missing} are unknown. Intervals over {missing} are usually wider.\n" if missing else ""
     return f"In brackets: 95 % confidence intervals, by bootstrap over {unit}.\n{unknown}"

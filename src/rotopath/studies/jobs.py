@@ -1,20 +1,20 @@
 """Run the jobs of a study in parallel, each in its own process, on this machine or on the workers of a cluster.
 
-A job trains a network and evaluates it. Its results are in a run folder. Finished jobs are skipped, interrupted jobs
-are resumed, and a job that fails does not stop the others.
+A job trains a network, evaluates it, and writes the results to a run folder. Finished jobs are skipped, interrupted
+jobs are resumed, and a job that fails does not stop the others.
 
-The run folder of a job is `PART/NAME`, such as `tumor/N8-seed0`. These files are next to it:
+The run folder of a job is `PART/NAME`, such as `tumor/N8-seed0`. These files are next to the run folder:
 
 - `NAME.toml`: the recipe.
 - `NAME.progress`: the current stage and step, while the job is running.
 - `NAME.failed`: the error message, if the job failed.
 - `NAME.log`: what the process of the job printed.
-- `NAME.stop`: if this file is created, the process stops.
-- `.NAME.lock` and `.NAME.pid`: the lock that the process holds, and its process ID.
+- `NAME.stop`: a request to stop. The process of the job stops when this file is created.
+- `.NAME.lock` and `.NAME.pid`: the lock that the process of the job holds, and the ID of this process.
 
 The process of a job runs this module as a program:
 `python -m rotopath.studies.jobs RECIPE.toml ROTATIONS PARENT_PROCESS_ID`. ROTATIONS is the number of rotations for
-test-time augmentation; 1 means none.
+test-time augmentation; 1 means no augmentation.
 """
 
 import _thread
@@ -64,7 +64,7 @@ State = Literal["waiting", "running", "done", "failed"]
 class JobState:
     """State and progress of a job."""
 
-    state: State
+    state: State  # "waiting", "running", "done" or "failed"
     stage: str = ""  # such as "training" or "evaluating"
     fraction: float = 0.0  # finished fraction of the training steps, 0 to 1
     reason: str = ""  # error message if the job failed
@@ -77,10 +77,13 @@ class JobFuture(Protocol):
         """Return whether the job has ended."""
 
     def cancel(self) -> object:
-        """Cancel the job if it has not started, and return True. Return False if it has started, or may have."""
+        """Cancel the job if it has not started, and return True.
+
+        Return False if the job has started, or if it is unknown whether the job has started.
+        """
 
     def result(self) -> object:
-        """Wait until the job has ended. Return the result of `run_process`: a message, or an empty text."""
+        """Wait until the job has ended. Return the message of `run_process` about a problem, or an empty text."""
 
 
 Submit = Callable[[str, int, str], JobFuture]  # starts a job; arguments: recipe file, rotations, working directory
@@ -103,15 +106,16 @@ def study(
     Finished jobs are skipped, and interrupted jobs are resumed.
 
     - `plan`: a `Study`, or a TOML file that describes it.
-    - `out`: folder for the runs; default: `runs/NAME` for the file `NAME.toml`, and `runs/study` for a `Study`.
+    - `out`: folder for the runs; default: `runs/FILE` for the file `FILE.toml`, and `runs/study` for a `Study`.
     - `changes`: overrides of keys in the file, such as "tumor.seed=[0]".
-    - `at_once`: number of jobs that run in parallel; default: the result of `count_at_once`. `connect` in
-      `rotopath.inference.cluster` explains its meaning on a cluster.
+    - `at_once`: number of jobs that run in parallel; default: depends on the GPUs and CPU cores of this machine. On a
+      cluster, `at_once` is the number of workers to start ("local", "slurm"), and the largest number of jobs that share
+      a GPU.
     - `cluster`: a Dask cluster ("local", "slurm", or the address of a scheduler); default: this machine, without Dask.
-    - `on_progress`: function that receives the states of all jobs, about twice a second.
+    - `on_progress`: function that is called with the states of all jobs, about twice a second.
     """
     if changes and isinstance(plan, Study):
-        raise RecipeError("Overrides are possible only for a study that is read from a file; change the Study itself.")
+        raise RecipeError("Overrides are possible only for a study that is read from a file; edit the `Study` object.")
     chosen = plan if isinstance(plan, Study) else read_study(Path(plan), changes)
     folder = Path(out) if out else Path("runs") / ("study" if isinstance(plan, Study) else Path(plan).stem)
     count = at_once or count_at_once()
@@ -124,8 +128,10 @@ def run_study(
 ) -> dict[Job, JobState]:
     """Run the unfinished jobs of a study, and return the final state of all jobs.
 
-    Runs are written to the folder `out`. `submit` starts a job and returns its future. `on_progress` receives the
-    states of all jobs about twice a second. If this function is interrupted, it stops all jobs.
+    Runs are written to the folder `out`. `submit` is a function that starts a job and returns the future of the job.
+    `submit` is called with the path of the recipe file, the number of rotations, and the working directory.
+    `on_progress` is a function that is called with the states of all jobs about twice a second. If `run_study` is
+    interrupted, it stops all jobs.
     """
     jobs = study.jobs
     _prepare_files(jobs, out)
@@ -153,7 +159,7 @@ def run_study(
 
 
 def read_state(job: Job, out: Path) -> JobState:
-    """Read the state of a job from its files."""
+    """Read the state of a job from its files in `out`, the folder of the study."""
     if all(file.exists() for file in list_results(out / job.name, job.recipe.orientations, job.rotations)):
         return JobState("done", fraction=1.0)
     if (failed := job_file(out, job.name, "failed")).exists():
@@ -167,15 +173,18 @@ def read_state(job: Job, out: Path) -> JobState:
 
 
 def job_file(out: Path, name: str, kind: str) -> Path:
-    """Return the path of a job's file. `kind` is "toml" for the recipe, "progress", "log", "stop" or "failed"."""
+    """Return the path of one of the files of a job. `out` is the folder of the study, and `name` is `Job.name`.
+
+    `kind` is the suffix of the file: "toml" (the recipe), "progress", "failed", "log" or "stop".
+    """
     return out / f"{name}.{kind}"
 
 
 def list_results(folder: Path, orientations: int, rotations: int) -> list[Path]:
     """Return the files that exist when a job is done: the weights, the scores and, for some jobs, a second score file.
 
-    `orientations` is that of the network. Ordinary CNNs are also scored with test-time augmentation if `rotations` is
-    above 1; the second score file has these scores.
+    `folder` is the run folder, and `orientations` the number of orientations of the network. Ordinary CNNs are also
+    scored with test-time augmentation if `rotations` is above 1; the second score file contains these scores.
     """
     evaluations = [evaluation_file(folder, SPLIT)]
     if orientations == PLAIN and rotations > 1:
@@ -186,7 +195,7 @@ def list_results(folder: Path, orientations: int, rotations: int) -> list[Path]:
 def _prepare_files(jobs: Sequence[Job], out: Path) -> None:
     """Write the recipes of all jobs, and delete the progress and stop files of earlier attempts.
 
-    Raises RunError, before any file is written, if the folder contains runs with other recipes.
+    Raises RunError, before any file is written, if `out` contains a run of one of these jobs with another recipe.
     """
     for job in jobs:
         path = job_file(out, job.name, "toml")
@@ -194,7 +203,7 @@ def _prepare_files(jobs: Sequence[Job], out: Path) -> None:
             if existing.exists() and (key := find_changed_key(read_recipe(existing), job.recipe)):
                 raise RunError(
                     f"The value of {key!r} in {existing} differs from this study; choose another folder, or delete the "
-                    f"run."
+                    f"run: the run folder, and the recipe file next to this folder."
                 )
     for job in jobs:
         job_file(out, job.name, "toml").parent.mkdir(parents=True, exist_ok=True)
@@ -204,10 +213,13 @@ def _prepare_files(jobs: Sequence[Job], out: Path) -> None:
 
 
 def _read_final_state(job: Job, future: JobFuture, out: Path) -> JobState:
-    """Return the state of a job whose future is done: "done", or "failed" with an error message."""
+    """Return the state of a job whose future is done: "done", or "failed" with an error message.
+
+    `out` is the folder of the study. The progress file of the job is deleted.
+    """
     job_file(out, job.name, "progress").unlink(missing_ok=True)
     try:
-        reason = str(future.result() or "it ended without an error message.")
+        reason = str(future.result() or "the process of the job ended without an error message.")
     except Exception as error:  # for example, a cluster has lost its workers
         reason = f"{error}"
     state = read_state(job, out)
@@ -256,7 +268,11 @@ def run_here(at_once: int) -> Iterator[Submit]:
 
 @contextmanager
 def run_on_cluster(cluster: str, at_once: int) -> Iterator[Submit]:
-    """Yield a function that submits jobs to a Dask cluster. The workers start the processes of jobs."""
+    """Yield a function that submits jobs to a Dask cluster. The workers start the processes of jobs.
+
+    `cluster` is "local", "slurm", or the address of a scheduler. `at_once` is the number of workers to start ("local",
+    "slurm"), and the largest number of jobs that share a GPU.
+    """
     with connect(cluster, at_once) as workers:
 
         def submit(recipe: str, rotations: int, cwd: str) -> JobFuture:
@@ -268,7 +284,8 @@ def run_on_cluster(cluster: str, at_once: int) -> Iterator[Submit]:
 class _ClusterFuture:
     """Adapts a Dask future to `JobFuture`.
 
-    Dask does not report whether a cancelled job had started. `cancel` therefore returns False, as for a started job.
+    Dask does not report whether a cancelled job had started. `cancel` therefore always returns False, as for a job that
+    has started.
     """
 
     def __init__(self, future: Any) -> None:
@@ -289,12 +306,18 @@ class _ClusterFuture:
 
 
 def run_process(recipe: str, rotations: int, cwd: str, environment: Mapping[str, str] | None = None) -> str:
-    """Run a job in its own process, and wait until it ends. Start the process again if it is killed.
+    """Run a job in its own process, and wait until the process ends. A killed process is restarted, up to two times.
 
-    `cwd` is the working directory of the process; `environment` contains additional environment variables. The job
-    writes its results, or the error message if it fails, to its files. Returns a message if the process could not run
-    the job or if the log is not empty, else an empty text. The message is used only if the files contain neither the
-    results nor an error message.
+    `recipe` is the path of the recipe file, `rotations` the number of rotations for test-time augmentation, and `cwd`
+    the working directory of the process. `environment` contains additional environment variables.
+
+    Returns a message in three cases: another process is working on the job (the message contains the ID of that
+    process), the process was killed three times (the signal), or the process ended and the log is not empty (the exit
+    code and the path of the log). In all other cases, returns an empty text.
+
+    A log that is not empty is no error: it may contain only warnings. The process writes the results of the job, or the
+    error message of a failed job, to files. The caller uses the message only if there are neither results nor an error
+    message in these files.
     """
     path = Path(recipe)
     command = [sys.executable, "-m", "rotopath.studies.jobs", recipe, str(rotations), str(os.getpid())]
@@ -309,10 +332,10 @@ def run_process(recipe: str, rotations: int, cwd: str, environment: Mapping[str,
             process_id = log.with_name(f".{path.stem}.pid").read_text()
             return f"another process (ID {process_id}) is working on this job; wait until that process has ended."
         if code >= 0 or code == -signal.SIGINT:
-            return f"its process ended with exit code {code}; see {log}." if log.exists() else ""
+            return f"the process of the job ended with exit code {code}; see {log}." if log.exists() else ""
     return (
-        f"its process was killed {TRIES} times, the last time by signal {-code}, perhaps for lack of memory; run fewer "
-        f"jobs in parallel (--at-once)."
+        f"the process of the job was killed {TRIES} times, the last time by signal {-code}, perhaps for lack of "
+        f"memory; run fewer jobs in parallel (--at-once)."
     )
 
 
@@ -354,7 +377,10 @@ def main(path: Path, rotations: int, parent: int) -> int:
 
 
 def run_job(path: Path, rotations: int) -> None:
-    """Train the recipe at `path`, and evaluate the run. The training, and each evaluation, is skipped if it is done."""
+    """Train a network with the recipe at `path`, and evaluate the run. A finished training or evaluation is skipped.
+
+    If `rotations` is above 1, an ordinary CNN is also evaluated with test-time augmentation.
+    """
     from rotopath.training import train  # imports Lightning, which only the process of a job needs
 
     recipe, folder = read_recipe(path), path.with_suffix("")
@@ -377,7 +403,7 @@ class _ProgressFile:
         self._path, self._steps, self._written_s = path, steps, 0.0
 
     def write_throttled(self, stage: str, row: dict[str, float]) -> None:
-        """Write the stage and a row of the training log, but at most once per second. Other rows are dropped."""
+        """Write the stage and a row of the training log, if nothing was written in the last second."""
         if time.monotonic() - self._written_s >= WRITE_PROGRESS_EVERY_S:
             self.write(stage, **row)
 
@@ -389,10 +415,10 @@ class _ProgressFile:
 
 @contextmanager
 def _hold_lock(lock: Path) -> Iterator[None]:
-    """Hold the lock of a job inside a `with` block. Raises BusyError if another process holds the lock.
+    """Hold the lock of a job inside a `with` block. Raises BusyError if another process keeps the lock for too long.
 
-    The operating system releases the lock when the process ends, also if it is killed. The process ID is written to a
-    separate file, because on Windows other processes cannot read a locked file.
+    The operating system releases the lock when the process ends, also if the process is killed. The process ID is
+    written to a separate file, because on Windows other processes cannot read a locked file.
     """
     # fallback_to_soft=False: on file systems without locks, filelock would create a file in place of a lock. A killed
     # process would never remove this file.
@@ -408,8 +434,8 @@ def _hold_lock(lock: Path) -> Iterator[None]:
 def _stop_on_request(parent: int, stop: Path) -> None:
     """Start a thread that interrupts this process when the file `stop` exists.
 
-    The thread also ends this process if the process `parent` has died, because a new process may then be started for
-    the same job.
+    `parent` is the ID of the parent process. If the parent process has died, the thread ends this process, because a
+    new process may then be started for the same job.
     """
 
     def check() -> None:

@@ -27,7 +27,10 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Path of the run folder, relative to the folder of the study. The job's other files add a suffix to it."""
+        """Path of the run folder, relative to the folder of the study, such as "tumor/N8-seed0".
+
+        The other files of the job have this path with a suffix, such as "tumor/N8-seed0.toml".
+        """
         regime = "" if self.recipe.regime is None else f"-regime{self.recipe.regime!r}".removesuffix(".0")
         return f"{self.part}/N{self.recipe.orientations}{regime}-seed{self.recipe.seed}"
 
@@ -36,7 +39,8 @@ class Job:
 class Part:
     """A part of a study: one recipe, with all combinations of orientations, regimes and seeds.
 
-    A regime is an amount of training data, in the unit of the key `regime` of recipes.
+    A regime is an amount of training data. Its unit depends on the kind of task: cases ("detect"), fields of each organ
+    ("segment") or a fraction of the patches of each class ("classify").
     """
 
     name: str
@@ -47,7 +51,7 @@ class Part:
     rotations: int  # for test-time augmentation, which is used for ordinary CNNs only; 1: no test-time augmentation
 
     def job(self, orientations: int, regime: float | None, seed: int) -> Job:
-        """Return the job for one combination of orientations, regime and seed."""
+        """Return the job for one combination of number of orientations, regime and seed."""
         recipe = replace(self.recipe, orientations=orientations, regime=regime, seed=seed)
         return Job(self.name, recipe, self.rotations if orientations == PLAIN else 1)
 
@@ -73,7 +77,11 @@ class Study:
 
 
 def read_study(path: Path, changes: Sequence[str] = ()) -> Study:
-    """Read a study from a TOML file, and apply overrides such as `tumor.seed=[0]` or `tumor.set.steps=100`."""
+    """Read a study from a TOML file.
+
+    `changes` are overrides of keys in the file, such as "tumor.seed=[0]" or "tumor.set.steps=100". Raises RecipeError
+    if the file has no parts, or if a key or a value is wrong.
+    """
     values = read_values(path, changes)
     if not values:
         raise RecipeError(f"{path} has no parts; add a table such as [tumor], with the key 'recipe'.")
@@ -84,20 +92,22 @@ def read_study(path: Path, changes: Sequence[str] = ()) -> Study:
 
 
 def _read_part(name: str, table: Any, folder: Path) -> Part:
-    """Read a part from its TOML table. The path of the recipe is relative to `folder`."""
+    """Make a part from the content of its TOML table. The path of the recipe is relative to `folder`."""
     if not isinstance(table, dict):
         raise RecipeError(f"the key {name!r} must be a table such as [tumor], with the key 'recipe'; got {table!r}.")
     if not name.replace("-", "").replace("_", "").isalnum():
         raise RecipeError(f"the name of the part {name!r} becomes a folder name; use letters, digits, - and _ only.")
     if unknown := [key for key in table if key not in KEYS]:
-        raise RecipeError(f"the part {name!r} has no key {unknown[0]!r}; keys are {', '.join(KEYS)}.")
+        raise RecipeError(f"the part {name!r} has the unknown key {unknown[0]!r}; valid keys are {', '.join(KEYS)}.")
     if not isinstance(table.get("recipe"), str):
         raise RecipeError(f"the part {name!r} needs the key 'recipe'; set it to the path of a recipe file.")
     if not isinstance(table.get("set", {}), dict):
         raise RecipeError(f"the key '{name}.set' must be a table with keys of the recipe; got {table['set']!r}.")
     values = _merge(read_values(folder / table["recipe"]), table.get("set", {}))
     if crossed := [key for key in ("orientations", "regime", "seed") if key in table.get("set", {})]:
-        raise RecipeError(f"the key '{name}.set.{crossed[0]}' is not allowed; list values in '{name}.{crossed[0]}'.")
+        raise RecipeError(
+            f"the key '{name}.set.{crossed[0]}' is not allowed; set the key '{name}.{crossed[0]}' to a list of values."
+        )
     recipe = make_recipe({key: value for key, value in values.items() if key != "regime"})
     if recipe.devices * recipe.nodes > 1:
         raise RecipeError(
@@ -126,9 +136,10 @@ def _read_part(name: str, table: Any, folder: Path) -> Part:
 
 
 def _read_list(part: str, table: Mapping[str, Any], key: str, kind: Any) -> list[Any]:
-    """Return the list in a key of a part: distinct numbers of the type `kind`.
+    """Return the list of numbers that the key `key` has in the table of a part.
 
-    Returns an empty list if the key is missing. Raises RecipeError for any other value.
+    Returns an empty list if the key is missing. Raises RecipeError if the value is not a list of one or more distinct
+    numbers of the type `kind`.
     """
     values = table.get(key, [])
     is_valid = isinstance(values, list) and all(
@@ -136,8 +147,8 @@ def _read_list(part: str, table: Mapping[str, Any], key: str, kind: Any) -> list
     )
     if not is_valid or len(set(values)) < len(values) or (key in table and not values):
         raise RecipeError(
-            f"the key '{part}.{key}' must be a list of one or more distinct numbers, whole numbers except for "
-            f"'regime'; got {values!r}."
+            f"the key '{part}.{key}' must be a list of one or more distinct numbers, such as [1, 8]; only 'regime' may "
+            f"contain numbers that are not whole; got {values!r}."
         )
     return list(values)
 

@@ -52,7 +52,10 @@ class StudyResult:
 
     @cached_property
     def score_terms(self) -> dict[str, tuple[float, float]]:
-        """Numerator and denominator of each case. The main score is the sum of numerators / sum of denominators."""
+        """For each case, by name of the case: the numerator and the denominator of the main score.
+
+        The main score is the sum of all numerators divided by the sum of all denominators.
+        """
         return self.recipe.kind.score_terms(self.scores)
 
     @cached_property
@@ -79,9 +82,9 @@ class Condition(NamedTuple):
 class Estimate(NamedTuple):
     """A mean over seeds, with its 95 % confidence interval over cases and seeds."""
 
-    value: float
-    low: float  # NaN, as is `high`, if there are too few cases for an interval
-    high: float
+    value: float  # the mean
+    low: float  # lower end of the interval; NaN if there are too few cases for an interval
+    high: float  # upper end of the interval; NaN like `low`
 
     @property
     def has_interval(self) -> bool:
@@ -91,16 +94,19 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of all seeds of one condition, compared with an ordinary CNN (N=1)."""
+    """Summary of all seeds of one condition, compared with an ordinary CNN (N=1).
+
+    `over_plain` and `over_rotated` are mean differences over seeds: the main score minus the main score of N=1 with the
+    same seed. They are None if there are no such results of N=1, or if this condition is itself the N=1 in question.
+    `scatter` and `changed` are means over seeds, or None if robustness to rotation was not measured.
+    """
 
     condition: Condition
     results: tuple[StudyResult, ...]  # one for each seed
     mean: Estimate  # of the main score
     deviation: float  # standard deviation of the main score over seeds; NaN for one seed
-    # Mean difference over seeds: main score minus that of N=1 for the same seed. None without results to compare with.
-    over_plain: Estimate | None  # N=1 without test-time augmentation
-    over_rotated: Estimate | None  # N=1 with test-time augmentation
-    # Robustness to rotation, mean over seeds. None if it was not measured.
+    over_plain: Estimate | None  # difference to N=1 without test-time augmentation
+    over_rotated: Estimate | None  # difference to N=1 with test-time augmentation
     scatter: float | None  # standard deviation of predicted probabilities over angles, mean over inputs
     changed: float | None  # fraction of inputs whose decision is not the same at all angles
 
@@ -112,7 +118,7 @@ def read_results(out: Path) -> list[StudyResult]:
     RunError if there are no results, or if a file is damaged.
     """
     if not out.is_dir():
-        raise RunError(f"{out} does not exist; choose the folder of a study.")
+        raise RunError(f"The folder {out} does not exist; choose the folder of a study.")
     results = []
     for path in sorted(out.glob(f"*/*/evaluation-{SPLIT}*.json")):
         folder = path.parent
@@ -129,7 +135,7 @@ def read_results(out: Path) -> list[StudyResult]:
 
 
 def summarize(results: Sequence[StudyResult]) -> list[Summary]:
-    """Return one summary for each condition, in the order of the results."""
+    """Return one summary for each condition, in the order in which conditions occur in the results."""
     by_condition: dict[Condition, list[StudyResult]] = {}
     for result in results:
         by_condition.setdefault(result.condition, []).append(result)
@@ -161,17 +167,17 @@ def estimate(results: Sequence[StudyResult], minus: Sequence[StudyResult] = ()) 
     If `minus` is not empty, return the mean difference instead: the score of each result minus the score of the result
     with the same seed in `minus`. Both sequences must have the same seeds, in the same order.
 
-    The interval combines two sources of variation. For other cases: a bootstrap that resamples the same cases for all
-    results. For other seeds: Student's t, because a bootstrap of three seeds would give too narrow an interval. With
-    one seed, the interval is over cases only. With fewer than `MIN_CASES` cases, there is no interval. Raises RunError
-    if the results were tested on different cases.
+    The interval combines two sources of variation. The variation over cases is estimated by a bootstrap, which draws
+    the same cases for all results. The variation over seeds is estimated by Student's t, because a bootstrap of three
+    seeds gives an interval that is too narrow. With one seed, the interval is over cases only. With fewer than
+    `MIN_CASES` cases, the ends of the interval are NaN. Raises RunError if the runs were tested on different cases.
     """
     cases = list(results[0].score_terms)
     for other in (*results, *minus):
         if other.score_terms.keys() != results[0].score_terms.keys():
             raise RunError(
-                f"{other.folder} was tested on different cases than {results[0].folder}; evaluate both on the same "
-                f"data."
+                f"{other.folder} was tested on different cases than {results[0].folder}; evaluate both "
+                f"runs on the same data."
             )
     ours, others = (
         np.array([[result.score_terms[case] for case in cases] for result in group]) for group in (results, minus)
@@ -203,9 +209,9 @@ def margin(values: NDArray[np.float64]) -> float:
 
 
 def _compare(results: Sequence[StudyResult], others: Sequence[StudyResult]) -> Estimate | None:
-    """Return the mean difference of scores, `results` minus `others`, over the seeds that both have.
+    """Return the mean difference of scores, `results` minus `others`, over the seeds that occur in both sequences.
 
-    Returns None if they have no common seed, or if `others` contains the same results.
+    Returns None if no seed occurs in both, or if the two sequences contain the same results.
     """
     by_seed = {other.recipe.seed: other for other in others}
     pairs = [(result, by_seed[result.recipe.seed]) for result in results if result.recipe.seed in by_seed]
@@ -220,7 +226,8 @@ def _differences(
 ) -> NDArray[np.float64]:
     """Return the scores of `ours` minus those of `others`, (resamples, seeds). If `others` is empty, subtract nothing.
 
-    `ours` and `others` are `terms` of `_compute_scores`, and `counts` is the same as there.
+    `ours` and `others` (seeds, cases, 2) contain the numerator and the denominator of each case. `counts` (resamples,
+    cases) is how often each case was drawn.
     """
     return _compute_scores(ours, counts) - (_compute_scores(others, counts) if len(others) else 0)
 

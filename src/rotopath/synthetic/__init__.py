@@ -1,7 +1,8 @@
-"""Make synthetic H&E tissue from a seed, in the layouts of the three benchmarks.
+"""Make datasets of synthetic H&E tissue from a random seed, for tests and demos.
 
-`make_mitosis`, `make_nuclei` and `make_tumor` write datasets in the layouts of AMIDA13, Kumar et al. and PCam, for
-tests and demos. Tissue is painted cell by cell as concentrations of hematoxylin and eosin; no pixel is from a patient.
+`make_mitosis` writes a dataset in the layout of AMIDA13, `make_nuclei` in the layout of Kumar et al., and `make_tumor`
+in the layout of PCam. Tissue is painted cell by cell as concentrations of hematoxylin and eosin; no pixel is from a
+patient.
 """
 
 from rotopath.synthetic.lymph_nodes import make_tumor

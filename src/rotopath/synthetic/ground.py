@@ -1,8 +1,10 @@
 """Paint the tissue around nuclei: epithelium with cytoplasm and cell borders, fibrous stroma, gaps, and blood.
 
-`paint_ground` returns a canvas of stain concentrations. It takes the positions of cells, the style of the tissue, and
-the depth of each pixel in the epithelium, which is negative in stroma. The callers paint nuclei and mitotic figures on
-this canvas. `paint_vessels` and `paint_red_cells` add vessels and red blood cells at given positions.
+`paint_ground` paints a canvas of stain concentrations from the positions of cells, the style of the tissue, and the
+depth of each pixel. The *depth* is the distance in µm from the border of the epithelium, positive in epithelium and
+negative in stroma. `paint_vessels` and `paint_red_cells` add vessels and red blood cells to a canvas, at given
+positions. Other modules then paint nuclei and mitotic figures on the canvas. Positions are complex numbers x + iy in
+pixels.
 """
 
 from dataclasses import dataclass
@@ -33,7 +35,11 @@ FAR_AWAY = np.array([-1e4, -2e4], np.complex64)  # added to the cells, so that t
 
 @dataclass(frozen=True)
 class TissueStyle:
-    """Appearance of the tissue of a case: concentrations of stains, widths in µm, and fractions from 0 to 1."""
+    """Appearance of the tissue of a case.
+
+    Amounts of eosin and hematoxylin are concentrations of these stains, and widths are in µm. All other numbers are
+    from 0 (none) to 1 (much).
+    """
 
     cytoplasm: float = 0.5  # eosin in cytoplasm
     basophilia: float = 0.2  # hematoxylin in cytoplasm
@@ -64,8 +70,8 @@ def paint_ground(
     """Paint tissue without nuclei; return the canvas, and the direction of the fibers at each pixel.
 
     `depth_um` (height, width) is positive in epithelium and negative in stroma. `cells` are the centers of epithelial
-    cells. Where `loosening` (height, width) is positive, more stroma is edematous. The directions (height, width) are
-    complex numbers of length 1.
+    cells. `loosening` (height, width) adds edema to the stroma: 0 and None add none, and at 4 most stroma is edematous.
+    The directions (height, width) are complex numbers of length 1.
     """
     shape, px_per_um = (depth_um.shape[0], depth_um.shape[1]), 1 / spacing_um_px
     along, across = _fiber_coordinates(rng, depth_um, px_per_um)
@@ -112,10 +118,10 @@ def _paint_stroma(
     style: TissueStyle,
     loosening: Field | None,
 ) -> tuple[Field, Field]:
-    """Return hematoxylin and eosin of stroma: dense bundles of fibers, edematous regions, and slits.
+    """Return the concentrations of hematoxylin and eosin in stroma: dense fiber bundles, edematous regions, and slits.
 
-    `along` and `across` are the coordinates of each pixel along and across the fibers, in pixels. Where `loosening` is
-    positive, more stroma is edematous.
+    `along` and `across` are the coordinates of each pixel along and across the fibers, in pixels. `loosening` is the
+    same as in `paint_ground`.
     """
     shape = (across.shape[0], across.shape[1])
     ripples = smooth_noise(rng, shape, 3.5 * px_per_um)
@@ -143,9 +149,9 @@ def _paint_stroma(
 def _paint_cytoplasm(
     rng: np.random.Generator, shape: tuple[int, int], cells: Points, px_per_um: float, style: TissueStyle
 ) -> tuple[Field, Field]:
-    """Return hematoxylin and eosin of epithelial cells that fill the whole image.
+    """Return the concentrations of hematoxylin and eosin in epithelial cells that fill the whole image.
 
-    `cells` are the centers of the cells. The caller uses only the part of the result that is in epithelium.
+    `cells` are the centers of the cells. The caller uses the concentrations only at pixels in epithelium.
     """
     cell, border_um = assign_cells(rng, shape, cells, px_per_um)
     granules = 0.6 * smooth_noise(rng, shape, 0.28 * px_per_um)
@@ -184,10 +190,10 @@ def _paint_cytoplasm(
 def assign_cells(
     rng: np.random.Generator, shape: tuple[int, int], cells: Points, px_per_um: float, step: int = 2
 ) -> tuple[NDArray[np.intp], Field]:
-    """Assign each pixel to the nearest cell; return the index of the cell, and the distance in µm to its border.
+    """Assign each pixel to the nearest cell; return the index of this cell, and the distance in µm to the cell border.
 
-    `cells` are the centers of at least two cells. Noise makes the borders irregular. Both results are computed at every
-    `step`-th pixel and enlarged to `shape`.
+    `cells` are the centers of at least two cells; the index refers to `cells`. Noise makes the borders irregular. Both
+    arrays are computed at every `step`-th pixel, and enlarged to the image size `shape` (height, width).
     """
     small = (-(-shape[0] // step), -(-shape[1] // step))
     positions = pixel_positions(small) * step
@@ -206,10 +212,11 @@ def assign_cells(
 def compartment_depth(
     rng: np.random.Generator, shape: tuple[int, int], width_um: float, stroma_um: float, px_per_um: float
 ) -> Field:
-    """Return the depth in µm of each pixel in compartments; the depth is negative in the stroma between them.
+    """Return the depth in µm of each pixel: positive in compartments, and negative in the stroma between them.
 
-    Compartments are rounded regions of epithelium, such as nests, tubules or glands. `width_um` is their approximate
-    width, `stroma_um` the approximate thickness of the stroma.
+    Compartments are rounded regions of epithelium, such as nests, tubules or glands. `width_um` is the approximate
+    distance between the centers of neighboring compartments, and `stroma_um` the approximate thickness of the stroma
+    between them.
     """
     margin = int(width_um * px_per_um)  # so that compartments extend beyond the edge of the image
     padded = (shape[0] + 2 * margin, shape[1] + 2 * margin)
@@ -226,7 +233,10 @@ def compartment_depth(
 
 
 def paint_red_cells(rng: np.random.Generator, canvas: StainCanvas, centers: Points, strength: float = 2.1) -> None:
-    """Paint red blood cells at `centers`: deformed discs, paler in the middle. `strength` is their stain."""
+    """Paint red blood cells at `centers`: deformed discs, paler in the middle.
+
+    `strength` is the approximate concentration of stained hemoglobin at the edges of the discs.
+    """
     px_per_um = 1 / canvas.spacing_um_px
     side = int(10 * px_per_um) | 1
     for center in centers:
@@ -249,8 +259,9 @@ def paint_vessels(
 ) -> tuple[Points, Points]:
     """Paint small vessels: a thin wall, and red blood cells in the lumen.
 
-    `centers` and `directions` have one entry for each vessel. Returns the positions and directions of the endothelial
-    nuclei in the walls; the caller paints them.
+    `centers` and `directions` have one entry for each vessel. A direction is the direction of the long axis of the
+    vessel, as a complex number of length 1. Returns the positions and directions of the endothelial nuclei in the
+    walls; the caller paints these nuclei.
     """
     px_per_um = 1 / canvas.spacing_um_px
     endothelium, courses = [np.zeros(0, np.complex64)], [np.zeros(0, np.complex64)]

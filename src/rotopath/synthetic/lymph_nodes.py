@@ -4,6 +4,8 @@
 files. Half of the patches have the label tumor: their central 32 × 32 px contain tumor. All patches of a slide are in
 one split. Slides differ in their architecture (metastasis, lymphoid tissue with follicles and sinuses, capsule, fat,
 glass) and in their colors. Only a part of each slide is rendered.
+
+A *depth* is the distance of a pixel in µm from the border of a tissue: positive inside the tissue, negative outside.
 """
 
 from collections.abc import Mapping
@@ -89,21 +91,28 @@ class Patch:
     """A patch of a slide and its labels."""
 
     image: NDArray[np.uint8]  # (PATCH_PX, PATCH_PX, 3)
-    corner: tuple[int, int]  # row and column of the upper left pixel in the slide
+    corner: tuple[int, int]  # row and column, in the slide, of the upper left pixel of the patch
     tumor: bool  # whether any part of the patch contains tumor
-    center_tumor: bool  # whether the central part contains tumor: the label
+    center_tumor: bool  # whether the central 32 × 32 px contain tumor; this is the label of the patch
     slide: str  # name of the slide
 
 
 def make_tumor(out: Path, seed: int = 0, patches: Mapping[str, int] = PATCHES) -> None:
-    """Write the dataset to a new or empty folder; `patches` is the number of patches in each split."""
+    """Write the dataset to `out`, a new or empty folder. The same `seed` gives the same dataset.
+
+    `patches` maps the names of splits (train, valid, test) to numbers of patches; a missing split gets no patches.
+    Raises FileExistsError if `out` exists and is not an empty folder.
+    """
     with new_dataset_folder(out) as folder:
         for number, split in enumerate(SPLITS):
             _write_split(folder, split, collect_patches(seed, number, patches.get(split, 0)))
 
 
 def collect_patches(seed: int, split: int, count: int) -> list[Patch]:
-    """Return `count` patches of the split SPLITS[`split`] in random order; half of them have the label tumor."""
+    """Return `count` patches of a split in random order; half of the patches have the label tumor.
+
+    `split` is the index of the split in SPLITS.
+    """
     per_slide = -(-count // (2 * max(MIN_SLIDES, -(-count // MAX_PATCHES_PER_SLIDE))))  # of each label
     collected: dict[bool, list[Patch]] = {True: [], False: []}
     slide = 0
@@ -117,9 +126,10 @@ def collect_patches(seed: int, split: int, count: int) -> list[Patch]:
 
 
 def cut_slide(seed: int, split: int, slide: int) -> dict[bool, list[Patch]]:
-    """Return up to MAX_PATCHES_PER_SLIDE patches of a slide in random order, by label (True for tumor).
+    """Render a slide, and return patches of the slide by label: True for tumor, False for no tumor.
 
-    `split` is the index of the split in SPLITS, `slide` the number of the slide.
+    `split` is the index of the split in SPLITS, `slide` the number of the slide. Each label has at most
+    MAX_PATCHES_PER_SLIDE / 2 patches, in random order. The same arguments give the same patches.
     """
     rng = np.random.default_rng([seed, 3, split, slide])
     image, tumor = render_slide(rng)
@@ -159,13 +169,13 @@ def _write_split(folder: Path, split: str, patches: list[Patch]) -> None:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """Architecture of a lymph node. Depths in µm are positive inside a tissue and negative outside."""
+    """Architecture of a lymph node, as maps (height, width). Depths are in µm. Maps without a unit are from 0 to 1."""
 
     tumor_um: Field  # depth in the metastasis: nests of tumor cells and the stroma between them
     nest_um: Field  # depth in nests of tumor cells
     lumen: Field  # 1 in lumens of tumor glands
     lymphoid_um: Field  # depth in lymphoid tissue
-    outside_um: Field  # distance from the capsule; negative inside the lymph node
+    outside_um: Field  # distance in µm from the capsule, positive outside the lymph node and negative inside
     empty: Field  # 1 in fat cells and on bare glass
     shreds: Field  # eosin of shreds of tissue on the glass
 
@@ -260,9 +270,9 @@ def _sample_plan(rng: np.random.Generator, shape: Shape) -> NodePlan:
 
 
 def _sample_region(rng: np.random.Generator, shape: Shape, scale_um: float, fraction: float) -> Field:
-    """Return the approximate depth in µm of each pixel in random regions; the depth is negative outside of them.
+    """Sample random regions, and return the approximate depth in µm of each pixel: positive inside, negative outside.
 
-    The regions cover the given `fraction` of the image. Their outlines vary over distances of about `scale_um`.
+    The regions together cover the given `fraction` of the image. The larger `scale_um`, the larger the regions.
     """
     noise = smooth_noise(rng, shape, scale_um) + 0.25 * smooth_noise(rng, shape, scale_um / 4)
     depth: Field = (noise - np.float32(np.quantile(noise[::4, ::4], 1 - fraction))) * np.float32(scale_um / 2)
@@ -270,9 +280,10 @@ def _sample_region(rng: np.random.Generator, shape: Shape, scale_um: float, frac
 
 
 def _sample_nests(rng: np.random.Generator, shape: Shape, tumor_um: Field) -> tuple[Field, Field]:
-    """Return the depth in µm in groups of tumor cells, and a mask that is 1 in the lumens of glands.
+    """Return the depth of each pixel in groups of tumor cells, and a mask that is 1 in the lumens of glands.
 
-    One of four patterns is chosen at random: sheets, nests, cords or glands. Only glands have lumens.
+    The groups are inside the metastasis, where `tumor_um` is positive. The pattern of the groups is chosen at random:
+    sheets, nests, cords or glands. Only glands have lumens.
     """
     lumen = np.zeros(shape, np.float32)
     pattern = rng.choice(["sheets", "nests", "cords", "glands"], p=[0.4, 0.25, 0.15, 0.2])
@@ -292,7 +303,11 @@ def _sample_nests(rng: np.random.Generator, shape: Shape, tumor_um: Field) -> tu
 
 
 def _sample_fat(rng: np.random.Generator, shape: Shape, outside_um: Field) -> Field:
-    """Return a mask that is 1 in fat cells; most are where `outside_um` is positive, with thin walls between them."""
+    """Return a mask that is 1 in fat cells, and 0 in the thin walls between fat cells and in other tissue.
+
+    `outside_um` is the distance in µm from the capsule of the lymph node, positive outside the node. Most fat cells are
+    where `outside_um` is positive. In the metastasis, where fat is rare, the caller makes `outside_um` smaller.
+    """
     region = _sample_region(rng, shape, 45, rng.choice([0.03, 0.3, 0.7], p=[0.4, 0.35, 0.25]))
     region = region + outside_um.clip(-30, 10)
     seeds = scatter_points(rng, shape, rng.uniform(30, 62), jitter=0.22)
@@ -303,7 +318,10 @@ def _sample_fat(rng: np.random.Generator, shape: Shape, outside_um: Field) -> Fi
 
 
 def _sample_glass(rng: np.random.Generator, shape: Shape, outside_um: Field, tumor_um: Field) -> tuple[Field, Field]:
-    """Return a mask that is 1 on bare glass (on most slides), and the eosin of thin shreds of tissue on the glass."""
+    """Return a mask of bare glass outside the lymph node, and the eosin of thin shreds of tissue on the glass.
+
+    The mask is 1 on bare glass and 0 on tissue. 30 % of slides have no bare glass: both arrays are then 0 everywhere.
+    """
     if rng.random() < 0.3:
         return np.zeros(shape, np.float32), np.zeros(shape, np.float32)
     edge = smooth_noise(rng, shape, 25) + 0.2 * smooth_noise(rng, shape, 5) + np.float32(rng.uniform(-0.5, 0.5))
@@ -318,10 +336,10 @@ def _sample_glass(rng: np.random.Generator, shape: Shape, outside_um: Field, tum
 
 
 def _paint_lymphoid_tissue(rng: np.random.Generator, canvas: StainCanvas, plan: NodePlan) -> list[Nuclei]:
-    """Paint the pale background of lymphoid tissue and the cytoplasm of histiocytes, and return nuclei.
+    """Paint the pale background of lymphoid tissue and the cytoplasm of histiocytes, and return the nuclei.
 
-    The nuclei are lymphocytes (some of them in other tissue), centroblasts in germinal centers, and histiocytes in
-    sinuses. The caller paints them.
+    The nuclei are in three groups: lymphocytes (some of them outside lymphoid tissue), centroblasts in germinal
+    centers, and histiocytes in sinuses. The caller paints the nuclei.
     """
     shape = canvas.shape
     follicle_um = _sample_region(rng, shape, rng.uniform(30, 50), rng.choice([0.01, 0.1]))

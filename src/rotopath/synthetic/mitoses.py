@@ -2,12 +2,12 @@
 
 `make_mitosis` writes fields (images) of 23 cases as TIFF. For each field with mitoses, a CSV file contains the
 positions of the mitoses (`row,column`). In addition, `look_alikes/CASE/FIELD.csv` lists the mitoses and look-alikes of
-each field with their classes, and `manifest-classes.csv` lists all fields as a dataset with these classes.
+each field with their classes. `manifest-classes.csv` is a manifest of all fields, for training with these classes.
 
 Mitotic figures are painted in one of four phases; metaphases are seen from the side or from a pole. Look-alikes are
 objects that resemble mitotic figures: dying cells, smudged nuclei and lymphocytes. A shape is computed as the depth of
 each pixel: its distance in µm from the outline of the shape, positive inside and negative outside. Noise is added to
-the positions of pixels, so that the edges of chromosomes are rough and hairy.
+the positions of pixels, so that the edges of chromosomes are rough and hairy. Positions are complex numbers x + iy.
 """
 
 from collections.abc import Callable
@@ -98,9 +98,10 @@ class LabeledObject(NamedTuple):
 
 
 def make_mitosis(out: Path, seed: int = 0, fields_per_case: int = 2, size_px: int = 512) -> None:
-    """Write the dataset to a new or empty folder: for each of 23 cases, `fields_per_case` images of side `size_px`.
+    """Write the dataset to `out`, a new or empty folder. The same `seed` gives the same dataset.
 
-    Raises FileExistsError if `out` exists and is not an empty folder.
+    Each of the 23 cases has `fields_per_case` images; `size_px` is the height and width of an image in pixels. Raises
+    FileExistsError if `out` exists and is not an empty folder.
     """
     with new_dataset_folder(out) as folder:
         manifest: list[tuple[object, ...]] = []
@@ -123,7 +124,11 @@ def make_mitosis(out: Path, seed: int = 0, fields_per_case: int = 2, size_px: in
 def render_mitosis_field(
     seed: int, case: int, field: int, size_px: int
 ) -> tuple[NDArray[np.uint8], list[LabeledObject]]:
-    """Return the image (H, W, 3) of a field, and a list of its mitoses, followed by look-alikes."""
+    """Return the image (H, W, 3) of a field, and a list of the mitoses and then the look-alikes in the field.
+
+    `case` (1 to 23) is the number of the case, and `field` the number of the field, from 1. `size_px` is the height and
+    width of the image in pixels.
+    """
     appearance, style, tumor = _sample_case(np.random.default_rng([seed, 1, case]))
     rng = np.random.default_rng([seed, 1, case, field])
     shape, px_per_um = (size_px, size_px), 1 / SPACING_UM_PX
@@ -172,9 +177,11 @@ def render_mitosis_field(
 
 
 def label_objects(mitoses: Points, apoptotic: Points, nuclei: Nuclei, size_px: int) -> list[LabeledObject]:
-    """Return the objects to annotate: mitoses, apoptotic cells, and the look-alike nuclei that no other object hides.
+    """Return the objects to annotate: mitoses, apoptotic cells, and look-alike nuclei that no other object hides.
 
-    Objects with a center outside the image are left out.
+    `mitoses` and `apoptotic` are the centers of these cells in pixels. `nuclei` are the nuclei of all other cells of
+    the field. Nuclei of the classes LOOK_ALIKE_NUCLEI are look-alikes, and the other nuclei are not annotated. Objects
+    with a center outside the image are left out.
     """
     is_look_alike = np.isin(nuclei.cell, LOOK_ALIKE_NUCLEI)
     look_alikes, others = nuclei.select(is_look_alike), nuclei.select(~is_look_alike)
@@ -222,9 +229,10 @@ def _sample_case(rng: np.random.Generator) -> tuple[Appearance, TissueStyle, Nuc
 
 
 def _choose_mitosis_candidates(rng: np.random.Generator, cells: Points, size_px: int) -> Points:
-    """Select cells that may be replaced by mitotic figures or dying cells, in random order.
+    """Return the centers of cells that may be replaced by mitotic figures or dying cells, in random order.
 
-    The cells are more than MARGIN_PX away from the edge of the field, and more than 16 µm away from each other.
+    `cells` are the centers of all tumor cells, in pixels. The returned centers are more than MARGIN_PX away from the
+    edge of the field, and more than 16 µm away from each other.
     """
     is_inside = (np.abs(cells.real - size_px / 2) < size_px / 2 - MARGIN_PX) & (
         np.abs(cells.imag - size_px / 2) < size_px / 2 - MARGIN_PX
@@ -237,7 +245,10 @@ def _choose_mitosis_candidates(rng: np.random.Generator, cells: Points, size_px:
 
 
 def paint_mitosis(rng: np.random.Generator, canvas: StainCanvas, center: complex) -> None:
-    """Paint a mitotic figure in a random phase: chromatin without a membrane, in a rounded, cleared cell."""
+    """Paint a mitotic figure in a random phase: chromatin without a nuclear membrane, in a round, pale cell.
+
+    `center` is the center of the mitotic figure, x + iy in pixels.
+    """
     window = _window_around(canvas, center)
     position = _local_positions(rng, window, canvas)
     shape = (position.shape[0], position.shape[1])
@@ -266,7 +277,10 @@ def paint_mitosis(rng: np.random.Generator, canvas: StainCanvas, center: complex
 
 
 def paint_apoptotic_cell(rng: np.random.Generator, canvas: StainCanvas, center: complex) -> None:
-    """Paint a dying cell: a shrunken dark nucleus or its fragments, in dense pink cytoplasm with a pale halo."""
+    """Paint a dying cell: a shrunken or fragmented dark nucleus in dense pink cytoplasm, often with a pale halo.
+
+    `center` is the center of the cell, x + iy in pixels.
+    """
     window = _window_around(canvas, center)
     position = _local_positions(rng, window, canvas)
     shape = (position.shape[0], position.shape[1])
@@ -339,9 +353,10 @@ _PHASE_PROBABILITIES = (0.26, 0.42, 0.08, 0.13, 0.11)
 
 
 def _two_plates(rng: np.random.Generator, rough: Points, distance: float, length: float, thickness: float) -> Field:
-    """Return the depth in µm in two parallel, slightly curved plates, each `distance` µm from the center.
+    """Return the depth in µm in two parallel, slightly curved plates, each `distance` µm from the center of the cell.
 
-    `length` and `thickness` are half of the sides of a plate.
+    `rough` is the position of each pixel relative to this center, in µm, with random displacements. `length` and
+    `thickness` are half the length and half the thickness of a plate, in µm.
     """
     curvature = rng.uniform(-0.01, 0.07)
     folded = rough.real + 1j * (np.abs(rough.imag) - distance - curvature * rough.real**2)
@@ -350,33 +365,43 @@ def _two_plates(rng: np.random.Generator, rough: Points, distance: float, length
 
 
 def _plate(position: Points, length: float, thickness: float) -> Field:
-    """Return the depth in µm in a plate with rounded ends; `length` and `thickness` are half of its sides, in µm."""
+    """Return the depth in µm in a plate with rounded ends.
+
+    `position` is the position of each pixel relative to the center of the plate, in µm. `length` and `thickness` are
+    half the length and half the thickness of the plate, in µm.
+    """
     level = (np.abs(position.real) / length) ** 3 + (np.abs(position.imag) / thickness) ** 3
     depth: Field = ((1 - np.cbrt(level)) * thickness).astype(np.float32)
     return depth
 
 
 def _round_cell(rng: np.random.Generator, position: Points) -> Field:
-    """Return the depth in µm in a round cell."""
+    """Return the depth in µm in a round cell of random size.
+
+    `position` is the position of each pixel relative to the center of the cell, in µm.
+    """
     cell: Field = np.float32(rng.uniform(5.8, 8.0)) - np.abs(position).astype(np.float32)
     return cell
 
 
 def _window_around(canvas: StainCanvas, center: complex) -> Window:
-    """Return the window in which a mitotic figure or dying cell is painted.
+    """Return the window around `center` in which a mitotic figure or dying cell is painted.
 
     Raises ValueError if the whole window is outside the canvas.
     """
     window = Window.around(canvas, center, int(WINDOW_UM / canvas.spacing_um_px))
     if window is None:
         raise ValueError(
-            f"The center of a cell, {center} (x + iy in pixels), is outside the image; choose a position inside it."
+            f"The cell with the center {center} (x + iy in pixels) is outside the image; choose a center in the image."
         )
     return window
 
 
 def _displacement(rng: np.random.Generator, shape: tuple[int, int], scale_px: float) -> Points:
-    """Return random displacements as complex numbers; they vary over distances of about `scale_px`."""
+    """Return a random displacement x + iy for each pixel.
+
+    x and y have mean 0 and standard deviation 1, and vary over distances of about `scale_px` pixels.
+    """
     return smooth_noise(rng, shape, scale_px) + np.complex64(1j) * smooth_noise(rng, shape, scale_px)
 
 

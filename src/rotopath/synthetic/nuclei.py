@@ -1,8 +1,9 @@
 """Sample nuclei with smooth irregular outlines, and paint many nuclei with their chromatin at once.
 
 `sample_nuclei` samples the parameters of nuclei at given positions; a `NucleusType` states how large, dark and uneven
-they are. `trace_nuclei` returns their outlines, and `paint_nuclei` adds their stain to the tissue. An outline is a bent
-ellipse with irregularities, which are harmonics (sine waves) of the angle around the center.
+the nuclei are. `trace_nuclei` returns the outlines of nuclei, and `paint_nuclei` adds the stain of nuclei to the
+tissue. An outline is a bent ellipse with irregularities, which are harmonics (sine waves) of the angle around the
+center. Positions are complex numbers x + iy in pixels, and directions are complex numbers of length 1.
 """
 
 from dataclasses import dataclass, fields
@@ -25,15 +26,15 @@ TRANSPARENCY = 0.3  # visible fraction of the stain of a nucleus behind another 
 
 @dataclass(frozen=True)
 class NucleusType:
-    """Appearance of one type of nuclei. Lengths are in µm; the stain of a nucleus of normal darkness is 1."""
+    """Appearance of one type of nuclei. `rim`, `clumps` and `pallor` are relative to the darkness of a nucleus."""
 
     radius_um: float  # typical radius
     spread: float = 0.12  # relative standard deviation of radii
     elongation: float = 1.25  # mean ratio of the long to the short axis
     wrinkles: float = 0.05  # relative deviation of the outline from an ellipse
-    bend: float = 0.1  # curvature of the long axis: standard deviation, relative to 1 / radius
-    wave: float = 0.0  # bend in opposite directions at the two ends
-    darkness: float = 0.8  # typical amount of hematoxylin
+    bend: float = 0.1  # C-shaped bend of the long axis: standard deviation of (curvature · radius)
+    wave: float = 0.0  # S-shaped bend of the long axis: standard deviation of (cubic coefficient · radius²)
+    darkness: float = 0.8  # typical concentration of hematoxylin
     darkness_spread: float = 0.15  # relative standard deviation of darkness
     rim: float = 0.5  # additional stain at the nuclear membrane
     clumps: float = 0.35  # contrast of chromatin
@@ -80,28 +81,31 @@ LYMPHOCYTE = NucleusType(
 
 @dataclass(frozen=True)
 class Nuclei:
-    """Parameters of n nuclei; each array has one entry for each nucleus."""
+    """Parameters of n nuclei; each array has one entry for each nucleus.
+
+    A field without a comment contains, for each nucleus, the value of the field of `NucleusType` with the same name.
+    """
 
     center: Points  # complex numbers x + iy, in pixels
-    direction: Points  # of the long axis, unit complex numbers
+    direction: Points  # directions of the long axes, complex numbers of length 1
     long_px: Numbers  # half of the long axis
     short_px: Numbers  # half of the short axis
-    bend: Numbers
-    wave: Numbers
+    bend: Numbers  # C-shaped bend: curvature of the long axis, in 1 / px
+    wave: Numbers  # S-shaped bend: cubic coefficient of the long axis, in 1 / px²
     harmonics: NDArray[np.complexfloating]  # (n, HARMONICS): irregularities of the outline
     darkness: Numbers
     rim: Numbers
     clumps: Numbers
     pallor: Numbers
     softness_px: Numbers  # width over which the edge fades
-    nucleoli: NDArray[np.complexfloating]  # (n, 3): positions in units of the semi-axes; 100 if absent
+    nucleoli: NDArray[np.complexfloating]  # (n, 3): positions, relative to center and semi-axes; 100: no nucleolus
     cell: NDArray[np.str_]  # class in annotations
 
     def __len__(self) -> int:
         return len(self.center)
 
     def select(self, chosen: NDArray[np.generic]) -> "Nuclei":
-        """Return some of the nuclei; `chosen` is an array of indices, or a mask (n,) that is true for these nuclei."""
+        """Return the chosen nuclei. `chosen` is an array of indices, or a mask (n,), true for the chosen nuclei."""
         return Nuclei(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
 
@@ -116,7 +120,10 @@ def concatenate_nuclei(groups: list[Nuclei]) -> Nuclei:
 def sample_nuclei(
     rng: np.random.Generator, kind: NucleusType, centers: Points, spacing_um_px: float, directions: Points | None = None
 ) -> Nuclei:
-    """Sample nuclei of the type `kind` at `centers`. `directions` are those of the long axes; by default at random."""
+    """Sample nuclei of the type `kind` at `centers`.
+
+    `directions` are the directions of the long axes of the nuclei; None: random directions.
+    """
     n = len(centers)
     radius = kind.radius_um / spacing_um_px * rng.lognormal(0, kind.spread, n)
     stretch = np.sqrt(1 + (kind.elongation - 1) * rng.gamma(3, 1 / 3, n))
@@ -148,7 +155,7 @@ def sample_nuclei(
 def sample_fibroblasts(
     rng: np.random.Generator, centers: Points, spacing_um_px: float, directions: Points, active: float = 0.4
 ) -> Nuclei:
-    """Sample spindle-shaped nuclei with long axes close to `directions`; the fraction `active` of them is plump."""
+    """Sample spindle-shaped nuclei with long axes close to `directions`; `active` is the fraction of plump nuclei."""
     tilted = directions * np.exp(1j * rng.normal(0, 0.16, len(directions)))
     is_plump = rng.random(len(centers)) < active
     return concatenate_nuclei(
@@ -176,7 +183,8 @@ def paint_nuclei(
 ) -> None:
     """Paint nuclei on the arrays `hematoxylin` and `eosin`, (height, width) each, which are changed in place.
 
-    The nuclei are ordered from front to back. Where nuclei overlap, a part of the stain of those behind is visible.
+    The first nucleus is in front of all others, and the last nucleus is behind all others. Where nuclei overlap, the
+    stain of the nuclei behind is partly visible.
     """
     shape = hematoxylin.shape
     front, strongest, cover = (np.zeros(hematoxylin.size, np.float32) for _ in range(3))
@@ -208,10 +216,11 @@ def paint_nuclei(
 def _stain_pixels(
     rng: np.random.Generator, nuclei: Nuclei, side: int, grain: Field, spacing_um_px: float
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], Numbers, Numbers]:
-    """Compute the stain of nuclei in windows of `side` pixels; `grain` (height, width) is the texture of chromatin.
+    """Compute the stain of nuclei in windows of `side` × `side` pixels around their centers.
 
-    Returns four arrays with an entry for each pixel of each nucleus: the index of the nucleus, the flat index of the
-    pixel in the image, the amount of hematoxylin, and how much the nucleus covers the pixel, from 0 to 1.
+    `grain` (height, width) is the texture of chromatin. Returns four arrays with an entry for each pixel of each
+    nucleus: the index of the nucleus, the flat index of the pixel in the image, the amount of hematoxylin, and how much
+    the nucleus covers the pixel, from 0 to 1.
     """
     height, width = grain.shape
     corner_x = np.rint(nuclei.center.real).astype(int)[:, None, None] - side // 2
@@ -262,7 +271,11 @@ def _stain_pixels(
 
 
 def _outline_scale(harmonics: NDArray[np.complexfloating], unit: NDArray[np.complexfloating]) -> Numbers:
-    """Return the ratio of the outline to the ellipse in the direction `unit`: 1 + Re Σ c_k unit^k, for k = 2 to 6."""
+    """Return the distance of the outline from the center, divided by that of the ellipse, in the directions `unit`.
+
+    `unit` are complex numbers of length 1, in coordinates in which the ellipse is the unit circle. The quotient is
+    1 + Re Σ c_k unit^k for k = 2 to 6, limited to 0.4 to 1.8; the second axis of `harmonics` contains the c_k.
+    """
     total = np.zeros(np.broadcast_shapes(harmonics[:, 0].shape, unit.shape), np.complex64)
     for k in range(HARMONICS - 1, -1, -1):  # Horner's method
         total = (total + harmonics[:, k]) * unit

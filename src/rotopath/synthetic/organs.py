@@ -1,11 +1,13 @@
 """Make synthetic tissue of four organs at 0.25 µm/px with all nuclei outlined, in the layout of Kumar et al.
 
 `make_nuclei` writes 24 fields (images) as TIFF, the nuclei of each field as outlines (Aperio XML) and as a 16-bit label
-map, and a `split.csv`. A CSV file next to each label map contains the class of each nucleus: epithelial, lymphocyte or
-fibroblast. `manifest-classes.csv` lists all fields as a dataset with these classes.
+map, and `split.csv` with the organ and the split of each field. A CSV file next to each label map contains the class
+of each nucleus: epithelial, lymphocyte or fibroblast. `manifest-classes.csv` is a manifest of all fields, for training
+with these classes.
 
 Each organ has a function that samples an `OrganPlan`: the positions of epithelium, lumens and cells in a field, and the
-appearance of the tissue and its nuclei.
+appearance of the tissue and its nuclei. A *depth* is the distance of a pixel in µm from the border of the epithelium:
+positive in epithelium, negative in stroma. Positions are complex numbers x + iy in pixels.
 """
 
 from collections.abc import Callable
@@ -75,10 +77,10 @@ class OrganPlan:
     cells: Points  # centers of epithelial cells
     epithelial: NucleusType  # appearance of the epithelial nuclei
     style: TissueStyle
-    stroma_cells: float = 0.4  # fraction of positions in stroma that have a fibroblast
+    stroma_cells: float = 0.4  # fraction of candidate positions in stroma that get a fibroblast
     immune: float = 1.9  # threshold on noise, in standard deviations: the higher, the fewer lymphocytes
-    red_cells: float = 2.4  # the same for red blood cells in stroma, outside vessels
-    vessels: int = 3  # maximum number in a field of (128 µm)²
+    red_cells: float = 2.4  # a threshold like `immune`, for red blood cells in stroma, outside vessels
+    vessels: int = 3  # maximum number of vessels in a field of 128 µm × 128 µm
     eccentricity_um: float = 0.0  # typical distance of nuclei from the centers of their cells
 
 
@@ -86,9 +88,10 @@ class OrganPlan:
 
 
 def make_nuclei(out: Path, seed: int = 0, size_px: int = 512) -> None:
-    """Write the dataset to a new or empty folder; `size_px` is the height and width of the images.
+    """Write the dataset to `out`, a new or empty folder. The same `seed` gives the same dataset.
 
-    Raises FileExistsError if `out` exists and is not an empty folder.
+    `size_px` is the height and width of the images in pixels. Raises FileExistsError if `out` exists and is not an
+    empty folder.
     """
     splits = [split for split, count in KUMAR_FIELDS.items() for _ in range(count)]
     with new_dataset_folder(out) as folder:
@@ -119,7 +122,11 @@ def make_nuclei(out: Path, seed: int = 0, size_px: int = 512) -> None:
 
 
 def render_organ_field(seed: int, organ: str, number: int, size_px: int) -> tuple[NDArray[np.uint8], Nuclei]:
-    """Return the image (H, W, 3) of a field, and all nuclei of the field, ordered from front to back."""
+    """Return the image (H, W, 3) of a field, and all nuclei of the field, ordered from front to back.
+
+    `organ` is a key of ORGANS, such as "breast", and `number` the number of the field in this organ. `size_px` is the
+    height and width of the image in pixels.
+    """
     rng = np.random.default_rng([seed, 2, list(ORGANS).index(organ), number])
     shape = (size_px, size_px)
     appearance = sample_appearance(rng, AT_40X)
@@ -160,8 +167,8 @@ def render_organ_field(seed: int, organ: str, number: int, size_px: int) -> tupl
 def outline_visible_nuclei(nuclei: Nuclei, size_px: int) -> tuple[NucleusOutline, ...]:
     """Return the outlines and classes of visible nuclei, with coordinates rounded as in the XML file.
 
-    The nuclei are ordered from front to back. A nucleus is visible if at least MIN_VISIBLE_PX of its pixels are in the
-    image and not covered by visible nuclei in front of it.
+    `nuclei` must be ordered from front to back, and the outlines have the same order. A nucleus is visible if at least
+    MIN_VISIBLE_PX pixels of this nucleus are in the image and not covered by visible nuclei in front.
     """
     is_covered = np.zeros((size_px, size_px), bool)
     visible: list[NucleusOutline] = []
@@ -336,7 +343,10 @@ ORGANS: dict[str, Callable[[np.random.Generator, tuple[int, int]], OrganPlan]] =
 
 
 def _lumen(rng: np.random.Generator, depth_um: Field, wall_um: float) -> Field:
-    """Return a mask that is 1 in lumens: where `depth_um` exceeds `wall_um`. The edges of lumens are frilled."""
+    """Return a mask that is 1 in lumens: where the depth exceeds `wall_um`. The edges of lumens are frilled.
+
+    `wall_um` is therefore the approximate thickness of the epithelium around a lumen.
+    """
     shape = (depth_um.shape[0], depth_um.shape[1])
     frill = 1.6 * smooth_noise(rng, shape, 5 * PX_PER_UM) + 0.6 * smooth_noise(rng, shape, 1.5 * PX_PER_UM)
     return smoothstep((depth_um + frill - np.float32(wall_um)) * np.float32(1.2))
@@ -345,7 +355,7 @@ def _lumen(rng: np.random.Generator, depth_um: Field, wall_um: float) -> Field:
 def _cells_at_depth(
     rng: np.random.Generator, shape: tuple[int, int], depth_um: Field, target_um: float, distance_um: float
 ) -> Points:
-    """Return centers of cells at a depth of about `target_um` that are more than `distance_um` apart."""
+    """Return random centers of cells, more than `distance_um` apart, at a depth of about `target_um`."""
     points = rng.permutation(scatter_points(rng, shape, 0.45 * distance_um * PX_PER_UM, jitter=0.3))
     points = points[np.abs(values_at(depth_um, points) - target_um) < 4]
     slope = gradient(depth_um)
@@ -360,7 +370,10 @@ def _cells_at_depth(
 
 
 def _fat_droplets(rng: np.random.Generator, centers: Points, shape: tuple[int, int]) -> Field:
-    """Return a mask that is 1 in droplets of fat; most droplets are small, and all have irregular edges."""
+    """Return a mask that is 1 in one droplet of fat around each of `centers`.
+
+    Most droplets are small, and all have irregular edges.
+    """
     dents = 1.1 * smooth_noise(rng, shape, 4 * PX_PER_UM) + 0.5 * smooth_noise(rng, shape, 1.5 * PX_PER_UM)
     rows, columns = np.ogrid[: shape[0], : shape[1]]
     mask = np.zeros(shape, np.float32)

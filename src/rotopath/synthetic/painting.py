@@ -1,11 +1,11 @@
 """Functions for painting synthetic tissue: noise, points, the canvas of stains, the image of a scanner, and files.
 
-Sizes and scales are in pixels. Positions and directions are complex numbers x + iy, with x to the right and y down. A
-field is an array (height, width) with a number for each pixel.
+Sizes and scales are in pixels. Positions and directions are complex numbers x + iy, with x to the right and y down. In
+this module, a field is an array (height, width) with a number for each pixel.
 
 Tissue is painted as concentrations of stains on a `StainCanvas`: functions change the arrays of the canvas.
-`render_rgb` converts the canvas to the image that a scanner would store. The last section writes files: TIFF, PNG,
-Aperio XML and CSV.
+`render_rgb` converts the canvas to the image that a scanner would store. The functions `write_…` write files: TIFF,
+PNG, Aperio XML and CSV.
 """
 
 import io
@@ -59,6 +59,7 @@ def fiber_noise(
     """Return noise with mean 0 and standard deviation 1 that looks like fibers: it is stretched along the fibers.
 
     `across_px` and `along_px` (height, width) are the coordinates of each pixel across and along the fibers.
+    `thickness_px` and `length_px` are the typical thickness and length of a fiber.
     """
     tile = rng.standard_normal((FIBER_TILE_PX, FIBER_TILE_PX), np.float32)
     tile = ndimage.gaussian_filter(tile, (1.0, 1.5), mode="wrap")
@@ -99,8 +100,8 @@ def sample_directions(rng: np.random.Generator, count: int) -> Points:
 def scatter_points(rng: np.random.Generator, shape: tuple[int, int], spacing_px: float, jitter: float = 0.2) -> Points:
     """Return points of a randomly rotated hexagonal lattice with random displacements.
 
-    The points cover the image and a margin of `spacing_px`. `jitter` is the standard deviation of displacements,
-    relative to `spacing_px`.
+    `spacing_px` is the distance between neighboring points of the lattice. The points cover the image and a margin of
+    `spacing_px` around the image. `jitter` is the standard deviation of displacements, relative to `spacing_px`.
     """
     height, width = shape
     radius = 0.75 * float(np.hypot(height, width)) + 2 * spacing_px
@@ -120,7 +121,10 @@ def scatter_points(rng: np.random.Generator, shape: tuple[int, int], spacing_px:
 
 
 def values_at(field: NDArray[Number], points: Points) -> NDArray[Number]:
-    """Return the value (n,) of a field at the pixel nearest to each point, also for points outside the image."""
+    """Return the value (n,) of a field at the pixel nearest to each point.
+
+    For a point outside the image, this is a pixel at the edge of the image.
+    """
     rows = np.rint(points.imag).astype(int).clip(0, field.shape[0] - 1)
     columns = np.rint(points.real).astype(int).clip(0, field.shape[1] - 1)
     values: NDArray[Number] = field[rows, columns]
@@ -136,7 +140,10 @@ def drop_points_near(points: Points, others: Points, distance_px: float) -> Poin
 
 
 def select_spaced(points: Points, distance_px: float) -> NDArray[np.intp]:
-    """Return indices of points that are more than `distance_px` apart; of two close points, the first is kept."""
+    """Return the indices of the points to keep, so that all kept points are more than `distance_px` apart.
+
+    Of two points that are closer, the later one is dropped.
+    """
     is_kept = np.ones(len(points), bool)
     if len(points):
         tree = cKDTree(np.stack([points.real, points.imag], axis=1))
@@ -165,7 +172,11 @@ class StainCanvas:
 
 
 def erase_tissue(canvas: StainCanvas, mask: Field) -> None:
-    """Remove tissue (for tears, lumens or fat); `mask` (height, width) is the removed fraction from 0 to 1."""
+    """Remove stains from the canvas, for tears, lumens or fat.
+
+    `mask` (height, width) states how much is removed: nothing where `mask` is 0, and 97 % of each stain where `mask`
+    is 1.
+    """
     kept = 1 - np.float32(0.97) * mask
     for field in (canvas.hematoxylin, canvas.eosin, canvas.blood):
         np.multiply(field, kept, out=field)
@@ -177,11 +188,14 @@ class Window:
 
     rows: slice
     columns: slice
-    offset: Points  # (rows, columns): vector from the point to each pixel of the window, in pixels
+    offset: Points  # (rows, columns): vector x + iy from the point to each pixel of the window, in pixels
 
     @classmethod
     def around(cls, canvas: StainCanvas, center: complex, side: int) -> "Window | None":
-        """Return the window of `side` pixels around `center`, or None if it is completely outside the canvas."""
+        """Return the window of `side` × `side` pixels around `center`.
+
+        Returns None if the whole window is outside the canvas.
+        """
         height, width = canvas.shape
         top, left = round(center.imag) - side // 2, round(center.real) - side // 2
         rows = slice(max(top, 0), min(top + side, height))
@@ -192,11 +206,15 @@ class Window:
         return cls(rows, columns, np.asarray(x + 1j * y - center, np.complex64))
 
     def view(self, field: Field) -> Field:
-        """Return the part of a field in this window. It is a view: changing it changes the field."""
+        """Return the part of a field in this window, as a view: changing the view changes the field."""
         return field[self.rows, self.columns]
 
     def attenuate(self, canvas: StainCanvas, mask: Field, hematoxylin: float, eosin: float) -> None:
-        """Multiply stains by the factors `hematoxylin` and `eosin` where `mask` is 1; a mask below 1 changes less."""
+        """Multiply the stains in this window by the factors `hematoxylin` and `eosin` where `mask` is 1.
+
+        `mask` (rows, columns) has the size of the window. The stains are not changed where `mask` is 0, and partly
+        changed where `mask` is between 0 and 1.
+        """
         self.view(canvas.hematoxylin)[:] *= 1 - mask * np.float32(1 - hematoxylin)
         self.view(canvas.eosin)[:] *= 1 - mask * np.float32(1 - eosin)
 
@@ -206,16 +224,19 @@ class Window:
 
 @dataclass(frozen=True)
 class Scanner:
-    """Properties of a scanner and its laboratory; a pair is the range from which the value of a case is sampled."""
+    """Properties of a scanner and of its laboratory. Fields without a comment are explained in `Appearance`.
+
+    A pair of numbers is the range (lowest, highest) from which the value for a case is sampled.
+    """
 
     hematoxylin: tuple[float, float, float]  # optical densities of the dye in red, green and blue
-    eosin: tuple[float, float, float]
+    eosin: tuple[float, float, float]  # as for hematoxylin
     blur_px: tuple[float, float]
     sharpening: tuple[float, float]
     grain: tuple[float, float]
     white: tuple[float, float, float] = (247, 243, 246)  # color of the light where there is no tissue
     orange: float = 0.7  # difference between the hues of blood and eosin, from 0 to 1
-    eosin_strength: float = 1.0
+    eosin_strength: float = 1.0  # factor that multiplies the concentration of eosin
 
 
 # Scanners at 0.25 µm/px (40x) and at 1 µm/px (10x)
@@ -236,11 +257,11 @@ class Appearance:
     """Colors of the stains and properties of the scanner for one case."""
 
     hematoxylin: NDArray[np.float32]  # (3,): optical densities of a concentration of 1 in red, green and blue
-    eosin: NDArray[np.float32]
-    blood: NDArray[np.float32]
-    strengths: tuple[float, float]  # of hematoxylin and eosin
+    eosin: NDArray[np.float32]  # (3,), as for hematoxylin
+    blood: NDArray[np.float32]  # (3,), as for hematoxylin
+    strengths: tuple[float, float]  # factors that multiply the concentrations of hematoxylin and eosin
     white: NDArray[np.float32]  # (3,), color of the light where there is no tissue
-    blur_px: float
+    blur_px: float  # standard deviation of the Gaussian blur
     sharpening: float  # strength of the scanner's unsharp mask
     grain: float  # standard deviation of the sensor noise, in gray levels
     jpeg_quality: int
@@ -291,7 +312,8 @@ def render_rgb(rng: np.random.Generator, canvas: StainCanvas, appearance: Appear
 def new_dataset_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder for a dataset, and rename it to `out` at the end of the `with` block.
 
-    Raises FileExistsError if `out` exists and is not an empty folder.
+    A marker file in the folder states that the tissue is synthetic. Raises FileExistsError if `out` exists and is not
+    an empty folder.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise FileExistsError(
@@ -318,7 +340,10 @@ def write_labels(path: Path, labels: NDArray[np.int32]) -> None:
 
 
 def write_table(path: Path, header: str, rows: Iterable[Iterable[object]]) -> None:
-    """Write a CSV file with a header and any number of rows. The text of a cell must not contain commas."""
+    """Write a CSV file. `header` is the first line of the file, such as "row,column".
+
+    Each of `rows` contains the values of one line. The text of a value must not contain commas.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [header, *(",".join(map(str, row)) for row in rows)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -56,7 +56,7 @@ KINDS: dict[str, type[Task]] = {kind.kind: kind for kind in (Classify, Detect, S
 
 
 def register(kind: type[Task]) -> type[Task]:
-    """Register a kind of task, so that recipes can use its name, `kind.kind`. Can be used as a class decorator."""
+    """Register a kind of task, so that recipes can use its name, `kind.kind`. Also works as a class decorator."""
     KINDS[kind.kind] = kind
     return kind
 
@@ -64,8 +64,9 @@ def register(kind: type[Task]) -> type[Task]:
 def find_kind(name: str) -> type[Task]:
     """Return the kind of task that a name stands for: a subclass of `Task`.
 
-    The name is that of a task of the paper, that of a kind, or `package.module:Class`. Raises ValueError if there is no
-    such class, if it is not a subclass of `Task`, or if it does not implement all abstract methods.
+    `name` is the name of a task of the paper ("tumor", "mitosis", "nuclei"), the name of a kind, such as "classify", or
+    `package.module:Class`. Raises ValueError if there is no task or class with this name, or if the class is not a
+    subclass of `Task` or does not implement all abstract methods.
     """
     if name in PAPER:
         return type(PAPER[name])
@@ -81,7 +82,7 @@ def find_kind(name: str) -> type[Task]:
         raise ValueError(f"The task {name!r} is not a subclass of rotopath.tasks.Task; name such a subclass.")
     if inspect.isabstract(kind):
         missing = ", ".join(sorted(kind.__abstractmethods__))
-        raise ValueError(f"The task {name!r} lacks abstract methods of rotopath.tasks.Task; implement {missing}.")
+        raise ValueError(f"The task {name!r} does not implement all methods of rotopath.tasks.Task; add {missing}.")
     return kind
 
 
@@ -89,18 +90,18 @@ def find_kind(name: str) -> type[Task]:
 class Overrides:
     """Properties of a task that a recipe sets. An empty tuple or None keeps the default of the task."""
 
-    classes: tuple[str, ...] = ()  # names
-    colors: tuple[Color, ...] = ()  # of the classes; ignored for a task of the paper that keeps its own classes
-    spacing_um_px: float | None = None
-    stain: Stain | None = None
+    classes: tuple[str, ...] = ()  # names of the classes
+    colors: tuple[Color, ...] = ()  # colors of the classes; ignored if a task of the paper keeps its own classes
+    spacing_um_px: float | None = None  # pixel spacing of the images that the network reads
+    stain: Stain | None = None  # stain normalization of these images
 
 
 def make_task(name: str, overrides: Overrides | None = None, annotated_classes: Sequence[str] = ()) -> Task:
-    """Make a task. `name` is that of a task of the paper, that of a kind, or `package.module:Class`.
+    """Make the task that `name` stands for; `find_kind` explains the possible names.
 
     If `overrides` contain classes, the task has these classes. Otherwise, a task of the paper keeps its own classes,
-    and any other task has `annotated_classes`, the class names in the annotations. If all of these are empty, the task
-    has a single class with the name "object".
+    and any other task has the classes in `annotated_classes`, the class names in the annotations. If there are none,
+    it has a single class with the name "object".
 
     >>> rp.tasks.make_task("tumor").class_names
     ('Tumor',)

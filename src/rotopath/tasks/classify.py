@@ -1,8 +1,8 @@
 """Classify: predict one class for each window, such as tumor or normal; on a slide, outline the regions of each class.
 
-With a single class the network has one channel, and a window belongs to the class if its probability reaches a
-threshold. The threshold is chosen to give the highest accuracy on the validation set. With several classes the network
-has one channel for each class, and the class with the highest probability is predicted.
+With a single class the network has one channel, and a window belongs to the class if the predicted probability reaches
+a threshold. The threshold is chosen to give the highest accuracy on the validation set. With several classes the
+network has one channel for each class, and the class with the highest probability is predicted.
 """
 
 import math
@@ -61,7 +61,7 @@ class WindowTask(Task):
         if positions != 1:
             raise DataError(
                 f"A training window needs one output, but in windows of {window.window_px} px the network has "
-                f"{positions} × {positions}; set 'window_px' to the smallest window that the network accepts."
+                f"{positions} × {positions} outputs; set 'window_px' to the smallest window that the network accepts."
             )
 
     def make_loss(self, samples: Sequence[Sample]) -> Loss:
@@ -72,7 +72,8 @@ class WindowTask(Task):
     def accuracy(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the fraction of correctly classified windows, as a scalar tensor.
 
-        `logits` are (B, K, 1, 1) or (B, K), `targets` (B,) class indices. With K = 1, a logit above 0 means class 1.
+        `logits` are (B, K, 1, 1) or (B, K); `targets` (B,) are the correct class numbers. With K = 1, these numbers are
+        1 if the class is present and 0 if not, and a logit above 0 predicts that the class is present.
         """
         if logits.shape[1] == 1:
             return ((logits.flatten() > 0) == (targets == 1)).double().mean()
@@ -90,7 +91,7 @@ class PatchEvidence:
 
 
 class Classify(WindowTask):
-    """Task of predicting the class of each window. With a single class, predict whether it is present."""
+    """Task of predicting the class of each window. With a single class, predict whether the class is present."""
 
     kind = "classify"
     annotated = "labels"
@@ -219,7 +220,7 @@ class Classify(WindowTask):
     def score(self, evidence: Sequence[PatchEvidence], point: OperatingPoint, rule: str | None = None) -> Scores:
         """Return accuracy, AUC, confusion matrix and calibration.
 
-        The 95 % confidence intervals resample slides if the slides are known, otherwise patches.
+        To compute 95 % confidence intervals, slides are resampled if they are known, otherwise patches.
         """
         del rule
         labels, probabilities = _stack_evidence(evidence)
@@ -263,7 +264,7 @@ class Classify(WindowTask):
 
     @classmethod
     def score_terms(cls, scores: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-        """Return the numbers of correct patches and of all patches for each slide, or patch if slides are unknown."""
+        """Return the numbers of correct patches and of all patches: by slide, or by patch if slides are unknown."""
         if scores["slides"] is not None:
             return {slide: (correct, patches) for slide, (correct, patches) in scores["slides"].items()}
         wrong = set(scores["wrong"])
@@ -288,7 +289,7 @@ class Classify(WindowTask):
     def tissue_margin_um(self) -> float:
         """Width, in µm, of the margin around tissue that is also predicted.
 
-        With several classes it is 0, because one of them would also be predicted on the empty glass around the tissue.
+        With several classes the width is 0, because one of the classes would be predicted on the glass in the margin.
         """
         return super().tissue_margin_um if self.is_single else 0.0
 
@@ -375,8 +376,8 @@ def require_every_class(names: Sequence[str], labels: Ints) -> None:
     for index, name in enumerate(names):
         if not (labels == index).any():
             raise DataError(
-                f"The training images have none of class {name!r}; every class is needed, so add annotations of this "
-                f"class, or change 'classes' in the recipe."
+                f"No training image has an annotation of class {name!r}; every class is needed, so add annotations of "
+                f"this class, or change 'classes' in the recipe."
             )
 
 

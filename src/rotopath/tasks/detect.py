@@ -1,8 +1,8 @@
 """Detect: find points of one or several classes, such as mitoses, at the peaks of a smoothed probability map.
 
-A detection is a true positive if an annotated point of the same class is within `MATCH_RADIUS_UM`. Each class has its
-own threshold, chosen to give the highest F1 on the validation set. With a single class, the network has one channel.
-With several classes it has a channel for each class, and a last channel for positions without any object.
+A detection is a true positive if it is at most `MATCH_RADIUS_UM` from an annotated point of the same class. Each class
+has its own threshold, chosen to give the highest F1 on the validation set. With a single class, the network has one
+channel. With several classes it has a channel for each class, and a last channel for positions without any object.
 """
 
 import math
@@ -107,7 +107,7 @@ class Detect(WindowTask):
     # Data and training
 
     def read_points(self, sample: Sample) -> tuple[Floats, Ints]:
-        """Return positions (k, 2), in pixels, and class indices (k,) of the annotated points.
+        """Return positions (k, 2), in pixels at `spacing_um_px`, and class indices (k,) of the annotated points.
 
         Points of classes that do not belong to the task are left out.
         """
@@ -137,7 +137,10 @@ class Detect(WindowTask):
         return ObjectBalancedSampler(objects, settings, mined, jitter_px=window.stride_px // 2)
 
     def find_hard_examples(self, evidence: Sequence[FieldEvidence], max_examples: int) -> list[HardExample]:
-        """Return false positives: detections far from annotated points of any class, from the highest score down."""
+        """Return false positives, highest score first.
+
+        A false positive here is a detection farther than `match_radius_px` from every annotated point of any class.
+        """
         examples = []
         for field in evidence:
             merged = self.merge(field.detections)
@@ -151,8 +154,8 @@ class Detect(WindowTask):
     def find_peaks(self, prediction: Prediction, point: OperatingPoint | None = None) -> Detections:
         """Return the peaks whose scores reach the threshold of their class; one object may have several peaks.
 
-        Thresholds are at least MIN_SCORE; without an operating point, they are MIN_SCORE. The outputs that a peak
-        depends on are at most `halo` outputs away from it.
+        `point` contains the thresholds; a threshold below MIN_SCORE is replaced by MIN_SCORE. If `point` is None, all
+        thresholds are MIN_SCORE. A peak depends only on outputs that are at most `halo` outputs away from the peak.
         """
         sigma_px = SMOOTH_UM / self.spacing_um_px
         peaks = []
@@ -162,9 +165,9 @@ class Detect(WindowTask):
         return _concatenate(peaks)
 
     def merge(self, detections: Detections) -> Detections:
-        """Return one detection for each object, from the highest score to the lowest.
+        """Return one detection for each object, sorted from the highest score to the lowest.
 
-        A detection is removed if it is closer than MERGE_UM to a kept detection with a higher score, of any class.
+        A detection is removed if a kept detection with a higher score, of any class, is closer than MERGE_UM.
         """
         order = np.argsort(-detections.scores, kind="stable")
         if not len(order):
@@ -180,9 +183,11 @@ class Detect(WindowTask):
         return detections.select(np.array(kept, np.int64))
 
     def decode(self, prediction: Prediction, point: OperatingPoint | None = None) -> Detections:
-        """Return the detections at an operating point. Without an operating point, return all candidates.
+        """Return the detections at an operating point. If `point` is None, return all candidates instead.
 
-        With several classes, candidates are not merged yet: a candidate below its threshold must not remove others.
+        Candidates are peaks with a score of at least MIN_SCORE. With a single class, candidates are merged (see
+        `merge`). With several classes, they are not merged: a candidate that a threshold rejects later must not remove
+        other candidates.
         """
         peaks = self.find_peaks(prediction, point)
         return self.merge(peaks) if point is not None or self.is_single else peaks
@@ -195,7 +200,7 @@ class Detect(WindowTask):
         return FieldEvidence(sample.name, sample.case, truth, classes, self.decode(prediction), self.match_radius_px)
 
     def choose_operating_point(self, evidence: Sequence[FieldEvidence], rule: str | None = None) -> dict[str, float]:
-        """Return, for each class, the threshold with the highest F1 over all images."""
+        """Return, for each class, the threshold for which the F1 of the class over all images is highest."""
         point_rule = cast(PointRule, self.resolve_rule(rule))
         return {
             name: best_f1_threshold(self._match_candidates(evidence, index, point_rule))
@@ -206,13 +211,13 @@ class Detect(WindowTask):
         return check_numbers(point, dict.fromkeys(self.threshold_names, (0.0, 1.0)))
 
     def score(self, evidence: Sequence[FieldEvidence], point: OperatingPoint, rule: str | None = None) -> Scores:
-        """Return F1 (with a 95 % confidence interval), precision and recall over all images, and of each case.
+        """Return F1, precision and recall over all images and for each case, and a 95 % confidence interval of F1.
 
-        With a single class, also return its FROC curve. With several classes, these scores are computed from all
-        classes together, and "classes" contains the scores and the FROC curve of each class.
+        With a single class, also return the FROC curve. With several classes, these scores are computed from all
+        classes together, and the entry "classes" contains the scores and the FROC curve of each class.
         """
         if not evidence:
-            raise ValueError("There are no fields to score; choose a split that contains annotated images.")
+            raise ValueError("There are no images to score; choose a split that contains annotated images.")
         point_rule = cast(PointRule, self.resolve_rule(rule))
         accepted = [self._accept(field.detections, point) for field in evidence]
         rows = np.zeros((len(self.classes), len(evidence), 3))  # TP, FP and FN by class and image
@@ -259,6 +264,7 @@ class Detect(WindowTask):
     def _match_candidates(self, evidence: Sequence[FieldEvidence], index: int, rule: PointRule) -> PointMatches:
         """Match the candidates of one class in all images to the annotated points of that class.
 
+        `index` is the class index; `rule` is the rule for counting true positives.
         Candidates of other classes do not affect the result, even if they are close to candidates of this class.
         """
         matches = []
@@ -275,7 +281,11 @@ class Detect(WindowTask):
         return PeakFinder(self, grid, point)
 
     def halo(self, stride_px: int) -> int:
-        """Return the number of outputs around a tile that the Gaussian filter and plateaus need."""
+        """Return the width, in outputs, of the margin around a tile that can affect the peaks in the tile.
+
+        The Gaussian filter reads this margin, and a plateau (a peak of several equal values) can extend into the
+        margin. `stride_px` is the distance between two adjacent outputs, in pixels.
+        """
         return math.ceil(GAUSSIAN_REACH * SMOOTH_UM / self.spacing_um_px / stride_px) + PLATEAU_REACH
 
     def class_maps(self, maps: Map) -> Map:
@@ -337,7 +347,10 @@ class PeakFinder:
 
 
 def _find_peaks(prediction: Prediction, index: int, sigma_px: float, threshold: float) -> Detections:
-    """Return the peaks of one class: maxima of its smoothed map with a value of at least `threshold`."""
+    """Return the peaks of the class `index`: maxima of its smoothed map with a value of at least `threshold`.
+
+    `sigma_px` is the standard deviation of the Gaussian filter, in pixels of the image.
+    """
     values = prediction.probabilities[index].astype(np.float64)
     smooth = ndimage.gaussian_filter(values, sigma_px / prediction.stride_px, mode="nearest")
     # A plateau of equal values is one peak. A constant map has no peak.
@@ -355,8 +368,8 @@ def _subpixel_offsets(values: Floats, peaks: Floats) -> Floats:
     """Return offsets (k, 2), in map pixels, that refine the positions of peaks to fractions of a map pixel.
 
     `values` (h, w) is the map, `peaks` (k, 2) are the rows and columns of its peaks. Along each axis, the offset is the
-    distance from the peak to the top of a parabola through the peak and its two neighbors. For plateaus and for peaks
-    at the edge of the map it is 0.
+    distance from the peak to the top of a parabola through the peak and its two neighbors. The offset is 0
+    for plateaus and for peaks at the edge of the map.
     """
     offsets = np.zeros_like(peaks)
     nearest = peaks.astype(np.int64)
@@ -384,7 +397,7 @@ def _concatenate(parts: Sequence[Detections]) -> Detections:
 
 
 def _match_class(field: FieldEvidence, index: int, rule: PointRule, detections: Detections) -> PointMatches:
-    """Match the detections of one class to the annotated points of that class."""
+    """Match the detections of the class `index` to the annotated points of that class."""
     detected = detections.select(detections.classes == index)
     truth = field.truth[field.truth_classes == index]
     return match_points(truth, detected.positions, detected.scores, field.radius_px, rule)

@@ -62,7 +62,7 @@ class ObjectEvidence:
     name: str
     case: str  # name of the patient; empty if unknown
     truth: Labels  # (H, W), label map: the number of the annotated object at each pixel, 0 for background
-    truth_classes: Ints  # class index of each object number; entry 0 is not used
+    truth_classes: Ints  # class index of each object number; entry 0 (background) is not used
     prediction: Prediction  # maps (K, H, W), which can be decoded at any operating point
 
 
@@ -91,11 +91,15 @@ class Segment(Task):
 
     @property
     def activation(self) -> str:
-        classes = f" of the first three, and of the {len(self.classes)} classes by themselves"
+        classes = f" over the first three channels, and another over the {len(self.classes)} channels of classes"
         return "softmax" if self.is_single else f"softmax{classes}"
 
     def to_probabilities(self, logits: Tensor) -> Tensor:
-        """Convert logits (B, K, h, w) to probabilities: softmax of the three parts, and separately of the classes."""
+        """Convert logits (B, K, h, w) to probabilities of the same shape.
+
+        The first three channels are the parts (inside, border, background). With several classes, the other channels
+        are the classes. One softmax is computed over the parts, and a separate one over the classes.
+        """
         parts = logits[:, : len(PARTS)].softmax(dim=1)
         return parts if self.is_single else torch.cat([parts, logits[:, len(PARTS) :].softmax(dim=1)], dim=1)
 
@@ -114,7 +118,8 @@ class Segment(Task):
         self.require_regime(amount)
         if unknown := [sample.name for sample in samples if not sample.stratum]:
             raise DataError(
-                f"A regime takes fields of each organ, but the organ of {unknown[0]} is not known; add it to the data."
+                f"A regime takes images of each organ, but the organ of {unknown[0]} is not known; add a column "
+                f"`organ` to the split.csv or the manifest of the dataset."
             )
         names = set(select_per_stratum({sample.name: sample.stratum for sample in samples}, int(amount), seed))
         return tuple(sample for sample in samples if sample.name in names)
@@ -134,7 +139,12 @@ class Segment(Task):
         return np.where(is_other[objects.labels], 0, objects.labels) if is_other.any() else objects.labels, classes
 
     def targets(self, sample: Sample) -> Bytes:
-        """Return the target maps (H, W, k): the part (see PARTS) and, with several classes, the class of each pixel."""
+        """Return the target maps (H, W, k) of a sample.
+
+        The first map contains the part of each pixel: inside, border or background, as an index into PARTS. With
+        several classes, k is 2, and the second map contains the class index of each pixel, or NO_CLASS outside of all
+        objects.
+        """
         labels, classes = self.read_objects(sample)
         parts = part_map(labels, max(1, round(BORDER_UM / self.spacing_um_px)))
         class_map = np.where(labels > 0, classes[labels], NO_CLASS).astype(np.uint8)
@@ -155,9 +165,10 @@ class Segment(Task):
         return PatientBalancedSampler(patients, settings, window.target_px)
 
     def make_loss(self, samples: Sequence[Sample]) -> Loss:
-        """Return the cross-entropy of the parts plus, with several classes, that of the classes.
+        """Return the loss: the cross-entropy of the parts (inside, border, background).
 
-        Rare parts and rare classes have higher weights, so that they contribute as much as frequent ones.
+        With several classes, the cross-entropy of the classes is added. Rare parts and rare classes have higher
+        weights, so that they contribute as much as frequent ones.
         """
         maps = [self.targets(sample) for sample in samples]
         part_weights = torch.from_numpy(balancing_weights([target[..., 0] for target in maps], PARTS))
@@ -182,15 +193,18 @@ class Segment(Task):
     def decode(self, prediction: Prediction, point: OperatingPoint) -> Labels:
         """Convert predicted maps to a label map (H, W) of objects.
 
-        Seeds are pixels with an inside probability of at least "inside". They grow by a watershed over the foreground:
-        all pixels with a background probability below "background". Objects below "least_px" pixels are removed.
+        `point` contains three numbers. The foreground consists of the pixels whose probability of background is below
+        `point["background"]`. Seeds are the foreground pixels whose probability of inside is at least
+        `point["inside"]`. A watershed grows the seeds over the foreground. Objects smaller than `point["least_px"]`
+        pixels are removed.
         """
         return remove_small(self._grow(prediction, point["inside"], point["background"]), point["least_px"])
 
     def decide_classes(self, labels: Labels, probabilities: Map) -> Ints:
         """Return the class index of each object number: the class with the highest mean probability in the object.
 
-        `labels` is a label map (H, W), `probabilities` are (K, H, W). Entry 0, for the background, is not used.
+        `labels` is a label map (H, W); `probabilities` (K, H, W) are all channels. Entry 0 of the result, for the
+        background, is not used.
         """
         count = int(labels.max(initial=0))
         classes = np.zeros(count + 1, np.int64)
@@ -201,7 +215,10 @@ class Segment(Task):
         return classes
 
     def _grow(self, prediction: Prediction, min_inside: float, max_background: float) -> Labels:
-        """Return the label map (H, W) of all objects, including small ones."""
+        """Return the label map (H, W) of all objects as in `decode`, but without removing small objects.
+
+        `min_inside` and `max_background` are the thresholds `point["inside"]` and `point["background"]`.
+        """
         inside, border, background = (prediction.probabilities[i] for i in (INSIDE, BORDER, BACKGROUND))
         regions, count = ndimage.label(background < max_background)
         labels, _ = ndimage.label((regions > 0) & (inside >= min_inside))
@@ -221,12 +238,12 @@ class Segment(Task):
         if (size := prediction.probabilities.shape[1:]) != truth.shape:
             raise ValueError(
                 f"The annotations of {sample.name} have {truth.shape[0]} × {truth.shape[1]} px, but the predicted maps "
-                f"{size[0]} × {size[1]} px; use the same pixel spacing for both."
+                f"have {size[0]} × {size[1]} px; use the same pixel spacing for both."
             )
         return ObjectEvidence(sample.name, sample.case, truth, classes, prediction)
 
     def choose_operating_point(self, evidence: Iterable[ObjectEvidence], rule: str | None = None) -> dict[str, float]:
-        """Return the operating point with the highest F1; in a tie, the one with thresholds nearest to 0.5."""
+        """Return the operating point with the highest F1; in a tie, the one whose two thresholds are nearest to 0.5."""
         overlap_rule = cast(OverlapRule, self.resolve_rule(rule))
         pairs = list(product(INSIDE_TRIED, BACKGROUND_TRIED))
         pairs.sort(key=lambda pair: sum(abs(value - 0.5) for value in pair))
@@ -246,8 +263,8 @@ class Segment(Task):
     def score(self, evidence: Iterable[ObjectEvidence], point: OperatingPoint, rule: str | None = None) -> Scores:
         """Return F1 and PQ over all objects, and AJI, AJI+ and Dice averaged over images.
 
-        F1 and AJI have 95 % confidence intervals. With several classes, "classes" contains F1 and PQ of each class,
-        for which only objects of that class are matched.
+        F1 and AJI have 95 % confidence intervals. With several classes, the entry "classes" contains F1 and PQ of each
+        class, for which annotated objects of the class are matched to predicted objects of the same class.
         """
         overlap_rule = cast(OverlapRule, self.resolve_rule(rule))
         images: list[ImageCase] = []  # names only, since the maps of all images may not fit in memory
@@ -266,7 +283,7 @@ class Segment(Task):
                     predicted = np.where(classes[labels] == index, labels, 0)
                     counts_by_class[index] += match_objects(find_overlaps(truth, predicted), overlap_rule)
         if not images:
-            raise ValueError("There are no fields to score; choose a split that contains annotated images.")
+            raise ValueError("There are no images to score; choose a split that contains annotated images.")
         scores: Scores = {
             "rule": overlap_rule,
             "point": dict(point),
@@ -303,7 +320,7 @@ class Segment(Task):
         return foreground
 
     def foreground_deviation(self, deviations: Map) -> Map:
-        """Return the standard deviation (h, w) of the background probability, and thus also of the foreground."""
+        """Return the standard deviation (h, w) of the background probability; that of the foreground is the same."""
         background: Map = deviations[BACKGROUND]
         return background
 
@@ -340,9 +357,10 @@ class InstanceFinder:
             yield from self._decode(region.values, region.top, region.left)
 
     def _decode(self, values: Map, top: int, left: int) -> Iterator[SlideObject]:
-        """Yield the objects in a rectangle of outputs, with its upper left output at row `top` and column `left`.
+        """Yield the objects in a rectangle of outputs. `top` and `left` are the first row and column of the rectangle.
 
-        `values` (K + 1, h, w) are K probabilities and the standard deviation of the foreground over rotations.
+        `values` (K + 1, h, w) are K probabilities, and the standard deviation of the foreground probability over
+        rotations.
         """
         task, grid = self._task, self._grid
         maps, deviations = values[:-1], values[-1]
@@ -366,8 +384,8 @@ class InstanceFinder:
 def part_map(labels: NDArray[np.integer], border_px: int = 2) -> Bytes:
     """Convert a label map (H, W) to a map (H, W) of indices into PARTS.
 
-    A pixel of an object is border if another object or background is within `border_px`, and inside otherwise. The edge
-    of the image does not count as a border.
+    A pixel of an object is border if another object or background is at most `border_px` away, and otherwise inside.
+    The edge of the image does not count as a border.
     """
     steps = np.arange(-border_px, border_px + 1)
     disc = steps[:, None] ** 2 + steps[None, :] ** 2 <= border_px**2
@@ -377,17 +395,21 @@ def part_map(labels: NDArray[np.integer], border_px: int = 2) -> Bytes:
 
 
 def balancing_weights(maps: Iterable[Bytes], names: Sequence[str]) -> NDArray[np.float32]:
-    """Return a weight for each class, (len(names),), so that all classes contribute equally to the mean loss.
+    """Return a weight for each class in `names`, so that all classes contribute equally to the mean loss.
 
-    `maps` are arrays (H, W) of class indices. The weight of a class is the number of all pixels, including those with
-    NO_CLASS, divided by the number of classes and by the pixels of the class. Raises DataError if a class has no pixel.
+    `maps` are arrays (H, W) of class indices, which are indices of `names`. The weight of a class is the number of all
+    pixels, including those with NO_CLASS, divided by the number of classes and by the number of pixels of the class.
+    Raises DataError if a class has no pixel.
     """
     counts = np.zeros(NO_CLASS + 1)
     for target in maps:
         counts += np.bincount(target.ravel(), minlength=NO_CLASS + 1)
     present = counts[: len(names)]
     if missing := [name for name, pixels in zip(names, present, strict=True) if not pixels]:
-        raise DataError(f"The training images have no pixel of class {missing[0]!r}; every class is needed, so add it.")
+        raise DataError(
+            f"The training images have no pixel of class {missing[0]!r}; every class is needed, so add images that "
+            f"contain it."
+        )
     return np.asarray(counts.sum() / (len(names) * present), np.float32)
 
 

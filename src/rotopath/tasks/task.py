@@ -76,14 +76,14 @@ class Task(ABC):
     uses_class_names: bool = False  # if False, annotated objects of any class belong to the first class
 
     # Every kind sets these
-    kind: ClassVar[str]
+    kind: ClassVar[str]  # name of the kind, such as "classify", for recipes and model files
     annotated: ClassVar[Annotated]  # type of the required annotations: "labels", "points" or "objects"
     score_name: ClassVar[str]  # key of the main score, by which studies and reports compare models
-    default_network: ClassVar[str]
-    prediction_type: ClassVar[Literal["window", "map"]]  # what `collect_evidence` receives for each image
+    default_network: ClassVar[str]  # registered name of the network for recipes that name none
+    prediction_type: ClassVar[Literal["window", "map"]]  # type of the prediction that `collect_evidence` receives
     # Defaults that a kind may change
-    default_batch: ClassVar[int] = 64
-    default_spacing_um_px: ClassVar[float] = 0.5
+    default_batch: ClassVar[int] = 64  # windows per batch
+    default_spacing_um_px: ClassVar[float] = 0.5  # pixel spacing if the recipe sets none
     robustness_inputs: ClassVar[Literal["windows", "fields"]] = "windows"  # what is rotated to measure robustness
     rules: ClassVar[tuple[str, ...]] = ()  # names of the rules for counting true positives; the first is the default
     regime_unit: ClassVar[str] = "images"  # unit of a regime (reduced amount of training data)
@@ -118,7 +118,7 @@ class Task(ABC):
         """Return the class index of an annotated object with the class `name`, or None if the task has no such class.
 
         If `uses_class_names` is False, the index of every object is 0. If the name is empty, the index is 0 for a task
-        with a single class; for a task with several classes, DataError is raised. `sample` is for its message.
+        with a single class; for a task with several classes, DataError is raised. The error message names `sample`.
         """
         if not self.uses_class_names or (self.is_single and not name):
             return 0
@@ -132,9 +132,11 @@ class Task(ABC):
 
     @classmethod
     def find_classes(cls, dataset: Dataset) -> tuple[str, ...]:
-        """Return the class names in the annotations of a dataset. A task without other classes has these.
+        """Return the class names in the annotations of a dataset.
 
-        Labels are in the order of `dataset.classes`; further labels follow, sorted. Other class names are sorted.
+        A task has these classes if neither the recipe nor the task itself defines classes. Class names of images are in
+        the order of `dataset.classes`; names that `dataset.classes` does not contain follow, sorted. Class names of
+        objects are sorted.
         """
         if dataset.annotated == "labels":
             used = {sample.label or "" for sample in dataset.samples}
@@ -156,7 +158,7 @@ class Task(ABC):
     @property
     @abstractmethod
     def outputs(self) -> int:
-        """Number of channels that the network returns, K."""
+        """Number K of channels that the network returns at each position."""
 
     @property
     @abstractmethod
@@ -189,13 +191,17 @@ class Task(ABC):
 
     @abstractmethod
     def select_training_subset(self, samples: Sequence[Sample], amount: float, seed: int) -> tuple[Sample, ...]:
-        """Return a random subset for a regime. For the same seed, a smaller subset is part of every larger one."""
+        """Return a random subset of the samples for a regime.
+
+        `amount` is the amount of training data, in the unit of `describe_regime`. For the same seed, a smaller subset
+        is part of every larger one.
+        """
 
     @classmethod
     def check_regime(cls, amount: float) -> str | None:
         """Check `amount`, the amount of training data of a regime.
 
-        Returns None if it is valid, otherwise a description of valid amounts, such as "a whole number of images".
+        Returns None if `amount` is valid, otherwise a description of valid amounts, such as "a whole number of images".
         """
         is_whole = amount >= 1 and float(amount).is_integer()
         return None if is_whole else f"a whole number of {cls.regime_unit}"
@@ -218,7 +224,7 @@ class Task(ABC):
         return SampleReader(self.spacing_um_px, self.stain)
 
     def image_targets(self, samples: Sequence[Sample]) -> Ints:
-        """Return one target for each image, such as its class index, (n,); zeros by default."""
+        """Return an array (n,) with a target for each of n images, such as the class index; zeros by default."""
         return np.zeros(len(samples), np.int64)
 
     @abstractmethod
@@ -227,8 +233,9 @@ class Task(ABC):
     ) -> Sampler:
         """Return a sampler that chooses the windows of each training batch.
 
-        `settings` contains the image sizes, the batch size and the seed. `mined` is the array that
-        `examples_for_sampler` returned, or None if the recipe does not mine hard examples.
+        `settings` contains the size of each image, the batch size and the seed; `window` contains the size of a window
+        and of the area in it that the network predicts. `mined` is the array that `examples_for_sampler` returned, or
+        None if the recipe does not mine hard examples.
         """
 
     @abstractmethod
@@ -241,7 +248,7 @@ class Task(ABC):
 
     @abstractmethod
     def accuracy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the accuracy of a validation batch, a scalar tensor for the log. Arguments are those of the loss."""
+        """Return the accuracy of a validation batch, a scalar tensor for the log. See `make_loss` for the arguments."""
 
     def find_hard_examples(self, evidence: Sequence[Evidence], max_examples: int) -> list[HardExample]:
         """Return up to `max_examples` mistakes of a baseline network, the worst first.
@@ -253,7 +260,10 @@ class Task(ABC):
         raise DataError(f"Hard examples cannot be mined for tasks of the kind {self.kind!r}; set mining=false.")
 
     def examples_for_sampler(self, examples: Ints) -> Ints:
-        """Convert hard examples (k, 3), with columns image index, row and column, to `mined` for `make_sampler`."""
+        """Convert hard examples to the argument `mined` of `make_sampler`; by default, return them unchanged.
+
+        `examples` (k, 3) have the columns image index, row and column.
+        """
         return examples
 
     # Evaluation
@@ -268,11 +278,11 @@ class Task(ABC):
 
     @abstractmethod
     def choose_operating_point(self, evidence: Sequence[Evidence], rule: str | None = None) -> dict[str, float]:
-        """Return the thresholds with the best scores. `evidence` is of the validation set; `rule` is as in `score`."""
+        """Return the thresholds with the best scores on the validation set. `evidence` and `rule` are as in `score`."""
 
     @abstractmethod
     def check_operating_point(self, point: Mapping[str, object]) -> dict[str, float]:
-        """Check and return the operating point of a model file. Raises ValueError if it does not fit the task."""
+        """Check the operating point of a model file, and return it. Raises ValueError if it does not fit the task."""
 
     @abstractmethod
     def score(self, evidence: Sequence[Evidence], point: OperatingPoint, rule: str | None = None) -> Scores:
@@ -284,10 +294,10 @@ class Task(ABC):
     @classmethod
     @abstractmethod
     def score_terms(cls, scores: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-        """Return a numerator and a denominator for each case, from the result of `score`, as read from a JSON file.
+        """Return a numerator and a denominator of the main score for each case.
 
-        The main score is the sum of the numerators divided by the sum of the denominators. Studies resample the cases
-        to compute 95 % confidence intervals.
+        `scores` is the result of `score`, read from a JSON file. The main score is the sum of the numerators divided by
+        the sum of the denominators. Studies resample the cases to compute 95 % confidence intervals.
         """
 
     def resolve_rule(self, rule: str | None) -> str:
@@ -305,15 +315,19 @@ class Task(ABC):
     def decide(self, probabilities: NDArray[np.floating], point: OperatingPoint) -> NDArray[np.generic]:
         """Convert probabilities (..., K) to decisions (...,), to measure how often rotation changes a decision.
 
-        By default, the decision is the index of the highest probability. If K = 1, it is True where the probability
-        reaches the threshold.
+        By default, the decision is the index of the channel with the highest probability. If K = 1, the decision is
+        instead whether the probability reaches the threshold.
         """
         if probabilities.shape[-1] == 1:
             return np.asarray(probabilities[..., 0] >= point["threshold"])
         return np.asarray(probabilities.argmax(axis=-1))
 
     def maps_for_report(self, maps: Map) -> dict[str, Map]:
-        """Convert probabilities (K, h, w) to the maps (h, w) that reports show, by name; one must be "objects"."""
+        """Convert probabilities (K, h, w) to a dictionary of the maps (h, w) that reports show.
+
+        The map "objects" is required: the probability that an object of any class is present. Robustness is measured on
+        this map. Other names are free.
+        """
         return {"objects": self.foreground_map(maps)}
 
     # Slides
@@ -326,7 +340,10 @@ class Task(ABC):
         """
 
     def halo(self, stride_px: int) -> int:
-        """Return the number of outputs around a tile that are needed to find the objects in it; 0 by default."""
+        """Return the width, in outputs, of the margin around a tile that is needed to find the objects in the tile.
+
+        The default is 0. `stride_px` is the distance between two adjacent outputs, in pixels.
+        """
         del stride_px
         return 0
 
@@ -340,7 +357,7 @@ class Task(ABC):
         return foreground
 
     def foreground_deviation(self, deviations: Map) -> Map:
-        """Convert standard deviations over rotations (K, h, w) to one map (h, w); by default the largest of the K."""
+        """Convert standard deviations (K, h, w) over rotations to one map (h, w): by default, the largest of the K."""
         largest: Map = deviations.max(axis=0)
         return largest
 
@@ -355,10 +372,11 @@ class Task(ABC):
         """Probabilities (K,) that regions of a slide receive if they are not predicted, such as glass."""
 
     def summarize(self, counts: Counter[str], areas_mm2: Counter[str], tissue_mm2: float) -> dict[str, float]:
-        """Return the summary of a slide: values by name. It must contain "objects", the number of all objects.
+        """Return the summary of a slide: values by name. The value "objects" is required: the number of all objects.
 
-        `counts` and `areas_mm2` are the number and the total area of the objects of each class. By default, the summary
-        has number and density (per mm² of tissue) of all objects and, if there are several classes, of each class.
+        `counts` and `areas_mm2` are the number and the total area of the objects of each class; `tissue_mm2` is the
+        area of the tissue. By default, the summary contains the number and the density (per mm² of tissue) of all
+        objects and, if there are several classes, of the objects of each class.
         """
         del areas_mm2
         total = sum(counts.values())
@@ -392,12 +410,12 @@ def format_area(mm2: float) -> str:
 def check_numbers(point: Mapping[str, object], bounds: Mapping[str, tuple[float, float]]) -> dict[str, float]:
     """Check an operating point and return it.
 
-    `bounds` has the lowest and the highest value for each name. Raises ValueError if a name is missing, unknown, or has
-    a value outside of its bounds.
+    `bounds` contains the lowest and the highest valid value for each name. Raises ValueError if `point` lacks a name,
+    has a name that is not in `bounds`, or has a value outside of the bounds.
     """
     if not isinstance(point, Mapping) or set(point) != set(bounds):
         got = ", ".join(map(str, point)) if isinstance(point, Mapping) and point else "nothing"
-        raise ValueError(f"an operating point has {', '.join(bounds) or 'no numbers'}; got {got}")
+        raise ValueError(f"the operating point must contain {', '.join(bounds) or 'no numbers'}; got {got}")
     numbers: dict[str, float] = {}
     for name, (low, high) in bounds.items():
         value = point[name]

@@ -2,8 +2,8 @@
 
 `loop` contains `train`, which does the whole training, and `fit`, which runs the epochs. To resume an interrupted
 training, `fit` loads the checkpoint in the run folder. `checkpoint` prepares the run folder and writes the log and the
-checkpoints.
-`mining` finds hard examples, `distributed` sets up devices and processes, and `graphs` records CUDA graphs.
+checkpoints. `mining` finds hard examples, `distributed` sets up devices and processes, and `graphs` records CUDA
+graphs.
 """
 
 from rotopath.training.distributed import is_first_process

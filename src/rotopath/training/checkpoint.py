@@ -77,13 +77,13 @@ def _is_untouched(folder: Path) -> bool:
 
 
 def _check_unchanged(folder: Path, recipe: Recipe, dataset: Dataset) -> None:
-    """Raise a RunError if the run in the folder was started with another recipe or other data."""
+    """Raise a RunError if the run in the folder was started with another recipe or other data than those given."""
     first_recipe = runs.read_run_recipe(folder)
     if key := find_changed_key(first_recipe, recipe):
         old, new = getattr(first_recipe, key), getattr(recipe, key)
         raise RunError(
-            f"The training in {folder} was started with {key} = {old!r}; got {new!r}. Restore the value, or choose "
-            f"another folder with --out."
+            f"The training in {folder} was started with {key} = {old!r}; the recipe now has {new!r}. Restore the "
+            f"value, or choose another folder with --out."
         )
     first_fingerprint = _read_fingerprint(folder)
     if not first_fingerprint.startswith(FINGERPRINT_PREFIX):
@@ -143,7 +143,7 @@ def compute_fingerprint(dataset: Dataset) -> str:
 
 
 def _list_files(sample: Sample) -> list[Path]:
-    """Return the image file of a sample, its annotation files, and the class tables next to the annotation files."""
+    """Return the image file of a sample, its annotation files, and the CSV tables with the classes of label maps."""
     tables = [table for table in map(class_table_path, sample.annotations) if table.is_file()]
     return [sample.path, *sample.annotations, *tables]
 
@@ -165,12 +165,13 @@ def _hash_file(path: Path) -> str:
 class RunRecorder(Callback):
     """Lightning callback: writes the log, the weights to keep and the checkpoints, and stops the training early.
 
-    The training stops after `patience` epochs without a lower validation loss, unless the recipe keeps the last weights
-    or has a cosine schedule. `on_row` receives the last row of the log whenever the log has new values.
+    The training stops after `patience` epochs without a lower validation loss (`patience` is a key of the recipe),
+    unless the recipe keeps the last weights or has a cosine schedule. `on_row` is a function that is called with the
+    last row of the log whenever the log has new values.
 
-    This class replaces Lightning's ModelCheckpoint and EarlyStopping, because files must be written atomically. It also
-    saves the log and the number of epochs without progress in the checkpoint, at the same step as the weights.
-    Otherwise a resumed training could end with other weights than an uninterrupted one.
+    This class replaces Lightning's ModelCheckpoint and EarlyStopping, because files must be written atomically. The
+    checkpoint also contains the log and the number of epochs without a lower validation loss, from the same step as the
+    weights. Otherwise a resumed training could end with other weights than an uninterrupted one.
     """
 
     def __init__(self, folder: Path, recipe: Recipe, on_row: Callable[[Row], None]) -> None:
@@ -237,7 +238,7 @@ class RunRecorder(Callback):
         return can_stop and self.worse_epochs >= self._recipe.patience
 
     def _log_losses(self, trainer: Trainer) -> None:
-        """Read the losses that are still on the device, and append a row for each of their steps to the log.
+        """Read the losses of recent steps, which are still on the device, and append one row per step to the log.
 
         With several processes, the logged loss is the mean over processes.
         """
@@ -278,7 +279,7 @@ class RunRecorder(Callback):
 
 
 def _check_finite(loss: float, step: int, name: str) -> None:
-    """Raise a RunError if a loss is NaN or infinite."""
+    """Raise a RunError if a loss is NaN or infinite. `name` is "loss" or "validation loss"."""
     if not math.isfinite(loss):
         raise RunError(
             f"The {name} became {loss} at step {step}; train with a lower learning_rate in another folder, or run the "

@@ -47,7 +47,7 @@ def is_first_process() -> bool:
 def expect_processes(count: int) -> None:
     """Raise a RunError if torchrun has started more or fewer processes than `count`, the number of devices.
 
-    Without torchrun, this does nothing.
+    If torchrun was not used, this function does nothing.
     """
     started = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else count
     if started != count:
@@ -69,9 +69,10 @@ def run_on_first_process(act: Callable[[], None]) -> None:
 
 
 def make_trainer(recipe: Recipe, folder: Path, recorder: RunRecorder) -> Trainer:
-    """Return Lightning's trainer for the devices of a recipe. It writes TensorBoard's log into the run folder.
+    """Return Lightning's trainer for the devices of a recipe. The trainer writes a TensorBoard log into the run folder.
 
-    Raises RunError if the devices are not available.
+    `recorder` is the callback that writes the log and the checkpoints. Raises RunError if the devices are not
+    available.
     """
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -113,8 +114,9 @@ def raise_keyboard_interrupt() -> Iterator[None]:
 class EpochLoader:
     """Data loader for Lightning: in each epoch, iterates over this process's part of every batch.
 
-    `list_steps` is called at the start of an epoch and returns its steps. In a resumed epoch, these are the remaining
-    steps. `count` is the number of steps of a whole epoch. `workers` processes read the images.
+    `list_steps` is a function that is called at the start of each epoch. It returns the indices of the steps of this
+    epoch or, if the epoch is resumed, of the remaining steps. `count` is the number of steps of a whole epoch.
+    `workers` is the number of processes that read the images.
     """
 
     def __init__(
@@ -150,9 +152,9 @@ def synchronize_batch_norms(module: nn.Module) -> None:
 
 
 class SynchronizedBatchNorm(nn.Module):
-    """Batch norm of (B, C, ...) with the mean and variance of each channel over the batches of all processes.
+    """Batch norm of x (B, C, ...) with the mean and variance of each channel over the batches of all processes.
 
-    Its weights and running statistics are those of the batch norm layer `norm`, with the same names. The batches of the
+    Weights and running statistics are those of the batch norm layer `norm`, with the same names. The batches of the
     processes may have different sizes. Unlike `torch.nn.SyncBatchNorm`, this layer also runs on CPUs.
     """
 

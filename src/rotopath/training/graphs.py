@@ -40,9 +40,10 @@ def release(network: nn.Module) -> None:
 def record_step(step: Callable[[], None]) -> Callable[[], None]:
     """Record a whole training step as a CUDA graph, and return a function that replays it.
 
-    The step is first run a few times to warm up. Before each replay, copy the next batch into the tensors that `step`
-    reads, because the graph always reads the same memory. Python numbers, such as the learning rate, keep their values
-    from the recording. `step` must set gradients to None before it computes them.
+    `step` is a function that computes one training step. Before it computes gradients, it must set the old gradients to
+    None. `record_step` first calls `step` a few times to warm up, which changes the weights. Before each replay, copy
+    the next batch into the tensors that `step` reads, because the graph always reads the same memory. Python numbers,
+    such as the learning rate, keep their values from the recording.
     """
     warm_up_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # graphs require a warm-up on a side stream
     warm_up_stream.wait_stream(torch.cuda.current_stream())

@@ -58,7 +58,7 @@ class TrainingPlan:
     recipe: Recipe  # with the class names of the data, if the recipe had none
     task: Task
     dataset: Dataset
-    samples: tuple[Sample, ...]  # the training samples; a subset if the recipe has a `regime`
+    samples: tuple[Sample, ...]  # the training samples; a random subset if the recipe has the key `regime`
 
     @property
     def validation(self) -> tuple[Sample, ...]:
@@ -77,10 +77,10 @@ def train(
     - `recipe`: a `Recipe`, a mapping of keys to values, or the path of a TOML file.
     - `out`: the run folder; default: the folder that `name_folder` returns. If the folder contains an interrupted
       training with the same recipe and data, this training is resumed.
-    - `changes`: overrides for a TOML file, such as "orientations=4".
-    - `on_progress`: receives the stage and a dictionary. In the stages "baseline" and "training", the dictionary is a
-      row of the log. In the stage "scoring", it has the keys `done` (number of scored samples) and `samples` (number of
-      all samples).
+    - `changes`: values that replace values of the TOML file, such as "orientations=4".
+    - `on_progress`: a function that is called with the stage and a dictionary. In the stages "baseline" and "training",
+      the dictionary is a row of the log. In the stage "scoring", the dictionary has the keys `done` (number of scored
+      samples) and `samples` (number of all samples).
     """
     recipe, name = _read_recipe(recipe, changes)
     folder = Path(out) if out else name_folder(name, recipe)
@@ -102,7 +102,7 @@ def train(
 def _read_recipe(recipe: Recipe | Mapping[str, Any] | Path | str, changes: Sequence[str]) -> tuple[Recipe, str]:
     """Return the recipe as a `Recipe`, and a name for its run folder.
 
-    The name is that of the recipe file, or that of the task if the recipe was not given as a file.
+    The name is the file name of the recipe without extension, or the task if the recipe was not given as a file.
     """
     if not isinstance(recipe, Recipe | Mapping):
         return read_recipe(Path(recipe), changes), Path(recipe).stem
@@ -115,16 +115,16 @@ def _read_recipe(recipe: Recipe | Mapping[str, Any] | Path | str, changes: Seque
 
 
 def name_folder(name: str, recipe: Recipe) -> Path:
-    """Return the default run folder of a recipe, such as `runs/tumor-N8-seed0`."""
+    """Return the default run folder of a recipe, such as `runs/tumor-N8-seed0` if `name` is "tumor"."""
     return Path("runs") / f"{name}-N{recipe.orientations}-seed{recipe.seed}"
 
 
 def make_plan(recipe: Recipe) -> TrainingPlan:
     """Open the dataset of a recipe and select the training samples.
 
-    If neither the recipe nor its task specifies classes, those in the data are added to the recipe. Raises DataError if
-    the data has problems, such as missing files, if its annotations do not fit the task, or if there are no training or
-    no validation samples.
+    If neither the recipe nor its task specifies classes, the classes found in the data are added to the recipe of the
+    plan. Raises DataError if the data has problems, such as missing files, if the annotations do not fit the task, or
+    if there are no training samples or no validation samples.
     """
     dataset = open_data(Path(recipe.data), recipe.kind.annotated, recipe.data_spacing_um_px)
     _refuse_problems(recipe, problems(dataset.findings))
@@ -140,7 +140,7 @@ def make_plan(recipe: Recipe) -> TrainingPlan:
 
 
 def _refuse_problems(recipe: Recipe, found: Sequence[object]) -> None:
-    """Raise a DataError with the first problem that was found in the data, if there is any."""
+    """Raise a DataError with the first problem in `found`, the problems of the data; do nothing if there are none."""
     if found:
         more = f" Number of further problems: {len(found) - 1}." if len(found) > 1 else ""
         raise DataError(f"{recipe.data} has problems: {found[0]}{more} Run `rotopath data check` to list all problems.")
@@ -165,7 +165,10 @@ def check_network(plan: TrainingPlan) -> DenseNetwork:
 
 
 def find_training_window(recipe: Recipe, network: DenseNetwork) -> TrainingWindow:
-    """Return the size of a training window, and the size and the stride of the network's output for such a window.
+    """Return three numbers in px, which describe a training window and the outputs of the network for this window.
+
+    They are the side of the window, the side of its central area for which the network has outputs, and the distance
+    between neighboring outputs.
 
     Raises RecipeError if the network does not accept images of the size of a window.
     """
@@ -193,9 +196,9 @@ def make_loss(plan: TrainingPlan) -> Loss:
 
 
 def _prepare_hard_examples(plan: TrainingPlan, loss: Loss, folder: Path, on_progress: OnProgress) -> Ints | None:
-    """Return the hard examples for the sampler, or None if the recipe has no mining.
+    """Return the hard examples as `index_hard_examples` returns them, or None if the recipe has no mining.
 
-    If the run folder has no `mined.csv` yet, a baseline network is trained in its subfolder `baseline` to mine them.
+    If the run folder has no `mined.csv` yet, a baseline network is trained in the subfolder `baseline` to mine them.
     """
     mining = plan.recipe.mining
     if mining is None:
@@ -223,9 +226,10 @@ def fit(
 ) -> tuple[DenseNetwork, torch.device]:
     """Train the network of a plan for the epochs of the recipe, or until `RunRecorder` stops the training early.
 
-    If the folder contains a checkpoint (`resume.ckpt`), the training resumes from it. `mined` are the hard examples for
-    the sampler, and `on_row` receives rows of the log. Returns the network with the weights that the recipe's key
-    `keep` selects, and the device on which it was trained.
+    If the folder contains a checkpoint (`resume.ckpt`), the training resumes from it. `mined` are the hard examples, as
+    `index_hard_examples` returns them. `on_row` is a function that is called with the last row of the log whenever the
+    log has new values. Returns the network with the weights that the recipe's key `keep` selects, and the device on
+    which the network was trained.
     """
     recipe = plan.recipe
     network = runs.build(recipe, plan.task)
@@ -294,7 +298,7 @@ class TrainingModule(LightningModule):
 
 
 def make_optimizer(network: nn.Module, recipe: Recipe) -> Optimizer:
-    """Return the optimizer of a recipe. Weight decay applies to kernels only, not to biases and batch norm weights."""
+    """Return the optimizer of a recipe. Weight decay applies to kernels, but not to biases and batch norm weights."""
     kernels = [parameter for parameter in network.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in network.parameters() if parameter.ndim <= 1]
     groups = [{"params": kernels, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -350,7 +354,10 @@ def make_schedule(optimizer: Optimizer, recipe: Recipe) -> LRScheduler:
 def make_batches(
     plan: TrainingPlan, network: DenseNetwork, mined: Ints | None, device: torch.device
 ) -> tuple[Batches, Batches, int]:
-    """Return the training batches, the validation batches, and the number of validation batches in each epoch."""
+    """Return the training batches, the validation batches, and the number of validation batches in each epoch.
+
+    `mined` are the hard examples, as `index_hard_examples` returns them; None without mining.
+    """
     recipe, task = plan.recipe, plan.task
     window = find_training_window(recipe, network)
     sampled = partial(

@@ -28,9 +28,9 @@ MINED_COLUMNS = ("image", "row", "column", "score")
 def mine_hard_examples(
     task: Task, network: DenseNetwork, samples: Sequence[Sample], device: torch.device, max_examples: int, path: Path
 ) -> None:
-    """Predict the training samples with a baseline network, and write its worst mistakes to the CSV file `path`.
+    """Predict the training samples with a baseline network, and write the worst mistakes to the CSV file `path`.
 
-    At most `max_examples` mistakes are written, the worst first.
+    `samples` are the training samples. At most `max_examples` mistakes are written, the worst first.
     """
     evidence = gather_evidence(task, network, samples, device)
     write_hard_examples(path, task.find_hard_examples(evidence, max_examples))
@@ -54,9 +54,10 @@ def read_hard_examples(path: Path) -> list[HardExample]:
 
 
 def index_hard_examples(examples: Sequence[HardExample], task: Task, samples: Sequence[Sample]) -> Ints:
-    """Convert hard examples to the array that the task's sampler accepts.
+    """Convert hard examples to the array `mined` for the sampler of the task (`Task.make_sampler`).
 
-    The array has indices of `samples` instead of image names. Raises DataError if an image is not among the samples.
+    The array (n, 3) has the columns image index, row and column; for tasks that classify whole images, it is (n,), with
+    the image index only. This index is a position in `samples`. Raises DataError if an image is not among the samples.
     """
     index_of = {sample.name: index for index, sample in enumerate(samples)}
     if unknown := [example.image for example in examples if example.image not in index_of]:

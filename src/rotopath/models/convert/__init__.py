@@ -1,8 +1,8 @@
 """Convert a plain CNN to its SE(2,N) counterpart, in which features rotate with the image.
 
 `equivariant` takes a module of torch's layers. It returns a module with the corresponding layers of `rp.nn`, under the
-same names and with fresh weights. If a layer or function has no counterpart, it raises ValueError with the name of that
-layer or function.
+same names and with fresh weights. If a layer or function has no counterpart, `equivariant` raises ValueError with the
+name of this layer or function.
 
 The conversion has four steps: trace the module, which gives a graph with one node for each call of a layer, function or
 method; classify the nodes, and choose where to lift images to features and where to project features to maps (`nodes`);
@@ -54,16 +54,21 @@ def equivariant(
     strides: Strides = "keep",
     reflections: bool = False,
 ) -> fx.GraphModule:
-    """Return the SE(2,N) counterpart of a plain CNN, with fresh weights.
+    """Return the SE(2,N) counterpart of a plain CNN, with N = `orientations` and fresh weights.
 
     If the input image is rotated, output maps rotate with it and output vectors stay the same.
 
     `keep` determines the channels. "weights" keeps the number of weights: C channels become about C/√N channels with N
     orientations. "channels" keeps C channels in every layer. "maps" keeps the product of channels and orientations, and
     so memory and time. `kernel` is the kernel family of `rp.nn.GroupConv2d`, and `projection` the mode of
-    `rp.nn.Project`. With `strides="pool"`, a layer that does not accept image sides that are multiples of its stride
-    gets stride 1, followed by a mean pool. With `reflections`, kernels are also mirrored, which doubles the
-    orientations. Raises ValueError if a layer or function has no counterpart.
+    `rp.nn.Project`. With `reflections`, kernels are also mirrored: the network is equivariant to flips too, and has 2N
+    orientations.
+
+    `strides` determines which image sides the network accepts, because layers of `rp.nn` raise ValueError if their
+    windows do not cover the input exactly. "keep" keeps all strides; the usual 3 × 3 convolution with stride 2 and
+    padding 1 then accepts odd sides only. "pool" is for even sides: a layer that would not accept sides that are
+    multiples of its stride gets stride 1, followed by a mean pool. Raises ValueError if a layer or function of the
+    module has no counterpart.
 
     >>> plain = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.ReLU(), torch.nn.Conv2d(32, 2, 1))
     >>> net = rp.equivariant(plain, orientations=4, keep="channels")
@@ -86,7 +91,11 @@ def equivariant(
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Plan of a layer in the new network: the plain layer, the kinds of its input and output, and its channels."""
+    """Plan of a layer in the new network.
+
+    `layer` is the corresponding plain layer. `reads` and `returns` are the kinds of the new layer's input and output.
+    `inputs` and `outputs` are its input and output channels, whose numbers are still unknown (`Width`).
+    """
 
     layer: nn.Module
     reads: ValueKind
@@ -96,7 +105,7 @@ class LayerPlan:
 
 
 class Converter:
-    """Convert a traced module: plan its layers with unknown channels, choose the channels, write the new graph."""
+    """Convert a module: plan its layers with unknown numbers of channels, choose the numbers, write the new graph."""
 
     def __init__(self, module: nn.Module, options: ConversionOptions) -> None:
         self.module = module
@@ -111,7 +120,7 @@ class Converter:
                 self.channels[node] = self._propagate_channels(node, operation)
 
     def choose_widths(self, keep: str) -> dict[Width, int]:
-        """Choose the number of channels of each `Width` (unknown number); see `equivariant` for `keep`."""
+        """Choose the number of channels that each `Width` stands for. `keep` is the option of `equivariant`."""
         n = self.options.order
         widths = list(dict.fromkeys(w for p in self.plans.values() for w in resolve_parts(p.inputs + p.outputs)))
         if keep == "channels":
@@ -122,7 +131,7 @@ class Converter:
         return fit_widths(widths, self.count_weights, target, least=1 / n)
 
     def count_weights(self, chosen: Mapping[Width, int]) -> int:
-        """Return the number of weights of the new network with the chosen widths."""
+        """Return the number of weights of the new network. `chosen` contains the number of channels of each `Width`."""
         layers = 0
         for plan in self.plans.values():
             inputs, outputs = (_count_channels(channels, chosen) for channels in (plan.inputs, plan.outputs))
@@ -131,7 +140,10 @@ class Converter:
         return layers + per_channel * sum(_count_channels(c, chosen) for c in self._projected_channels().values())
 
     def write(self, chosen: Mapping[Width, int], name: str) -> fx.GraphModule:
-        """Build the layers with the chosen widths, and write the graph that calls them."""
+        """Build the layers with the chosen numbers of channels, and write the graph that calls them.
+
+        `name` is the class name of the new module.
+        """
         layers: dict[str, nn.Module] = {}
         for path, plan in self.plans.items():
             inputs, outputs = (_count_channels(channels, chosen) for channels in (plan.inputs, plan.outputs))
@@ -144,7 +156,10 @@ class Converter:
         return GraphRewriter(self.operations, self.kinds, self.paths, layers, projections).write(name)
 
     def _projected_channels(self) -> dict[fx.Node, Channels]:
-        """Return the nodes whose features must be projected because PLAIN nodes use them, and the channels of each."""
+        """Return the nodes whose features must be projected, and the channels of each.
+
+        These are the nodes of kind `ValueKind.FEATURES` whose output is an input of a node of kind `ValueKind.PLAIN`.
+        """
         return {
             node: self.channels[node] or ()
             for node, kind in self.kinds.items()
@@ -152,7 +167,11 @@ class Converter:
         }
 
     def _propagate_channels(self, node: fx.Node, operation: Operation) -> Channels | None:
-        """Return the channels of a node's output. Plan the node's layer, and tie inputs that need equal channels."""
+        """Return the channels of a node's output; None if they are not known, as for images and numbers.
+
+        If the node calls a layer, also add the plan of the layer to `plans`. If the node adds or multiplies its inputs,
+        also make the channels of the inputs equal (`tie`).
+        """
         sources = [source for source in node.all_input_nodes if self.kinds[source] is not ValueKind.NUMBER]
         if self.kinds[node] is ValueKind.NUMBER or operation.role == "placeholder":
             return None
@@ -173,10 +192,11 @@ class Converter:
     def _plan_layer(
         self, node: fx.Node, layer: nn.Module, reads: ValueKind, channels: Channels | None
     ) -> Channels | None:
-        """Plan the layer of a node, and return the channels of its output.
+        """Plan the layer of a node, and return the channels of the node's output.
 
-        The plan is stored under the layer's path, or under a second path if another node applies the same layer to
-        values of another kind.
+        `reads` is the kind of the layer's input. `channels` are the channels of this input, or None if they are not
+        known. The plan is stored in `plans` under the layer's path, or under a second path if another node applies the
+        same layer to values of another kind.
         """
         returns = self.kinds[node]
         reads = reads if returns is ValueKind.FEATURES else ValueKind.PLAIN
@@ -186,7 +206,7 @@ class Converter:
         if path in self.plans and (self.plans[path].reads, self.plans[path].returns) != (reads, returns):
             if has_weights:
                 raise ValueError(
-                    "it is applied to values of two kinds (images, SE(2) features or projected maps); use two layers"
+                    "it is applied to two kinds of values (images, SE(2) features or projected maps); use two layers"
                 )
             path = f"{path}_{reads.value}"
         # Raises ValueError if the layer has no counterpart.
@@ -213,7 +233,10 @@ class Converter:
         return tuple(width for channels in known if channels for width in channels)
 
     def _tie_sources(self, sources: list[fx.Node]) -> None:
-        """Tie the channels of values that are added or multiplied. Single channels are broadcast and stay single."""
+        """Make the channels of the outputs of `sources` equal (`tie`), because these values are added or multiplied.
+
+        A value with one channel keeps one channel, because torch broadcasts it over the channels of the other values.
+        """
         wide = [self.channels[source] for source in sources if not self._has_single_channel(source)]
         for source in sources:
             if self._has_single_channel(source) or None in wide:
@@ -227,7 +250,7 @@ class Converter:
         return channels is not None and plain_channels(channels) == 1
 
     def _is_vector(self, node: fx.Node) -> bool:
-        """Return whether a value is a vector (B, K), not a map (B, K, H, W)."""
+        """Return whether the output of a node is a vector (B, K), not a map (B, K, H, W)."""
         operation = self.operations[node]
         if operation.role in ("flatten", "linear") or (node.target in ("mean", "amax", torch.mean, torch.amax)):
             return operation.role != "adaptive"
@@ -237,8 +260,12 @@ class Converter:
 class GraphRewriter:
     """Write the graph of the converted network.
 
-    `values` maps each old node to its new value: a node, a number, or a tuple of nodes and numbers. `projected` maps an
-    old node that returns features to the node that projects them. Nodes of the kind PLAIN read the projection.
+    An old node is a node of the traced graph. `values` maps each old node to its new value: a node, a number, or a
+    tuple of nodes and numbers. `projected` maps an old node that returns features to the new node that projects them.
+    A node of the kind `ValueKind.PLAIN` reads the projected values instead of the features.
+
+    `paths` maps each old node that calls a layer to a path of the new module, and `layers` maps these paths to the new
+    layers. `projections` maps each old node whose features are projected to its layer `Project`.
     """
 
     def __init__(
@@ -295,9 +322,10 @@ class GraphRewriter:
         return self.graph.node_copy(node, lambda source: self._new(source, kind))
 
     def _rewrite_size(self, node: fx.Node, args: Any) -> Any:
-        """Rewrite a size, or a number computed from sizes.
+        """Return the new value of an old node that returns a size, or a number computed from sizes.
 
-        `forward()` was written for maps (B, C, H, W), so the orientation axis of features is left out of their size.
+        `args` are the arguments of the node, with old nodes replaced by their new values. `forward()` was written for
+        maps (B, C, H, W), so the orientation axis of features is left out of their size.
         """
         source = node.all_input_nodes[0]
         if self.kinds[source] is ValueKind.FEATURES:
@@ -312,7 +340,8 @@ class GraphRewriter:
     def _new(self, old: Any, user: ValueKind) -> Any:
         """Return an argument with old nodes replaced by their new values.
 
-        `user` is the kind of the node that has this argument. If it is PLAIN, features are replaced by projections.
+        `user` is the kind of the node that has the argument `old`. If this kind is `ValueKind.PLAIN`, features are
+        replaced by their projections.
         """
 
         def replace(node: fx.Node) -> Any:
@@ -344,7 +373,7 @@ def _describe_graph(graph: fx.Graph) -> list[tuple[Any, ...]]:
 
 
 def _projection_names(layers: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Yield unused names for projections: project, project_2, …"""
+    """Return an iterator over names for the projections that are not yet paths of `layers`: project, project_2, …"""
     taken = {path.partition(".")[0] for path in layers}
     name = next(name for name in ("project", "project_layer", "_project") if name not in taken)
     names = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(2)))
@@ -356,14 +385,17 @@ def _count_channels(channels: Channels, chosen: Mapping[Width, int]) -> int:
 
 
 def _fix(channels: Channels | None) -> None:
-    """Fix channels to their numbers in the plain network."""
+    """Mark channels as fixed: their numbers stay those of the plain network. If `channels` is None, do nothing."""
     for width in resolve_parts(channels or ()):
         width.fixed = True
 
 
 @contextmanager
 def _naming_node(node: fx.Node) -> Iterator[None]:
-    """Add the name of a node to each ValueError: the layer, or the function and the module that calls it."""
+    """Return a context manager that adds the name of a node to the message of each ValueError.
+
+    The name is the path of the layer, or the name of the function and the path of the submodule that calls it.
+    """
     try:
         yield
     except ValueError as error:

@@ -1,11 +1,11 @@
 """Choose the channels of a converted network, and build the SE(2,N) counterpart of each plain layer.
 
 The numbers of channels are unknown at first. A `Width` is one such unknown number. `tie` makes widths equal where sums
-and skip connections require it. `fit_widths` then scales all widths by one common factor, so that the network has about
-the required number of weights.
+and skip connections require equal numbers. `fit_widths` then scales all widths by one common factor, so that the
+network has about the required number of weights.
 
-`build_counterpart` takes a layer of torch, the kinds of its input and output, and its numbers of channels. It returns a
-layer of `rp.nn` or of torch, or raises ValueError with the reason why the layer has no counterpart.
+`build_counterpart` takes a layer of torch, the kinds of its input and output, and the new numbers of channels. It
+returns a layer of `rp.nn` or of torch, or raises ValueError with the reason why the layer has no counterpart.
 """
 
 import copy
@@ -40,7 +40,7 @@ SCALE_FACTORS = 400  # number of candidates for the common factor
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """Options of `equivariant`, except `keep`."""
+    """Options of `equivariant`, except `keep`. They are explained there."""
 
     orientations: int
     kernel: group.Kernel
@@ -60,18 +60,21 @@ class ConversionOptions:
 class Width:
     """Unknown number of channels. Layers that must have the same number of channels share a `Width`.
 
-    The channels of a value are a tuple of widths: one width for most layers, several for a concatenation.
+    The channels of a value are a tuple of widths: one width for the output of most layers, several for a concatenation.
     """
 
     def __init__(self, plain: int, scales: bool = False, fixed: bool = False) -> None:
         self.plain = plain  # channels in the plain network
-        self.scales = scales  # whether the common factor scales it; True for channels of features
-        self.fixed = fixed  # whether it stays `plain` even if `scales` is True, as for images and outputs
+        self.scales = scales  # whether the common factor scales this width; True for channels of features
+        self.fixed = fixed  # whether the number stays `plain` even if `scales` is True, as for the network's outputs
         self.multiple = 1  # the new number must be a multiple of this, for grouped convolutions
         self.parts: Channels = ()  # widths that replaced this one when it was tied to others
 
     def scaled(self, factor: float) -> int:
-        """Return the number of channels in the new network, for a common factor."""
+        """Return the number of channels in the new network: `plain` · `factor`, rounded to a multiple of `multiple`.
+
+        If `fixed` is True or `scales` is False, the number is `plain`.
+        """
         if self.fixed or not self.scales:
             return self.plain
         return self.multiple * max(1, round(self.plain * factor / self.multiple))
@@ -81,20 +84,21 @@ Channels = tuple[Width, ...]
 
 
 def resolve_parts(channels: Iterable[Width]) -> Channels:
-    """Return channels in which each width that `tie` has merged or split is replaced by its parts."""
+    """Return the channels after replacing each width that `tie` has merged or split by its parts."""
     return tuple(part for width in channels for part in (resolve_parts(width.parts) if width.parts else (width,)))
 
 
 def plain_channels(channels: Channels) -> int:
-    """Return the number of channels in the plain network."""
+    """Return the total number of channels that a tuple of widths has in the plain network."""
     return sum(width.plain for width in channels)
 
 
 def tie(first: Channels, second: Channels) -> None:
-    """Make the channels of two values equal, width by width.
+    """Make two values, such as the terms of a sum, share the widths of their channels.
 
-    A width that corresponds to several widths of the other value is split into parts, until widths correspond one to
-    one. Raises ValueError if the two values have different numbers of channels in the plain network.
+    `first` and `second` are the channels of the values. A width that corresponds to several widths of the other value
+    is split into parts, until the widths correspond one to one. Raises ValueError if the two values have different
+    numbers of channels in the plain network.
     """
     if plain_channels(first) != plain_channels(second):
         raise ValueError(
@@ -120,10 +124,11 @@ def _copy_width(width: Width, plain: int) -> Width:
 def layer_channels(
     layer: nn.Module, channels: Channels | None, reads: ValueKind, returns: ValueKind
 ) -> tuple[Channels, Channels]:
-    """Return the input channels and the output channels of a layer.
+    """Return two values: the input channels and the output channels of a plain layer.
 
-    () as input channels means that the layer has no weights per channel. () as output channels means that the output
-    has the channels of the input.
+    `channels` are the channels of the value that the layer is applied to, or None if they are not known. `reads` and
+    `returns` are the kinds of the layer's input and output. () as input channels means that no weight of the layer
+    belongs to a channel, as for a pool. () as output channels means that the output has the channels of the input.
     """
     match layer:
         case nn.Conv2d() | nn.ConvTranspose2d():
@@ -148,7 +153,11 @@ def layer_channels(
 
 
 def _expect_channels(channels: Channels | None, expected: int, layer_type: str = "") -> Channels:
-    """Return the input channels of a layer. Raises ValueError if there are not `expected` channels."""
+    """Return the input channels of a layer: `channels`, or a fixed `Width` if `channels` is None (not known).
+
+    `expected` is the number of input channels for which the plain layer was built. Raises ValueError if `channels` have
+    another number in the plain network. `layer_type` selects the message: "Linear", "LayerNorm" or "" for other layers.
+    """
     if channels is None:
         return (Width(expected, fixed=True),)
     if (given := plain_channels(channels)) == expected:
@@ -160,11 +169,11 @@ def _expect_channels(channels: Channels | None, expected: int, layer_type: str =
         )
     if layer_type == "LayerNorm":
         raise ValueError(f"it normalizes other axes than the {given} channels; use GroupNorm(1, {given}) for maps")
-    raise ValueError(f"it expects {expected} input channels, but its input has {given}; build it with {given}")
+    raise ValueError(f"it expects {expected} input channels, but its input has {given}; build it for {given} channels")
 
 
 def scale_widths(widths: Sequence[Width], factor: float) -> dict[Width, int]:
-    """Return the number of channels of each width, for a common factor."""
+    """Return the new number of channels of each width (`Width.scaled`) for the common factor `factor`."""
     return {width: width.scaled(factor) for width in widths}
 
 
@@ -173,10 +182,12 @@ def fit_widths(
 ) -> dict[Width, int]:
     """Choose the number of channels of each width, so that the network has about `target` weights.
 
-    `count` returns the number of weights for a choice of channels. All widths are scaled by one factor between `least`
-    and 1. In some small networks, no factor meets `WEIGHTS_TOLERANCE`. Then the largest factor that does not exceed the
-    target is used, and each width is increased once if the target is still not exceeded. The result is this choice or
-    that of the best single factor, whichever is closer to the target.
+    `count` is a function that returns the number of weights of the network for a choice of channels. The first choice
+    multiplies all widths by the same factor, between `least` and 1: the factor whose number of weights is closest to
+    `target`. If this number differs from `target` by more than `WEIGHTS_TOLERANCE`, as in some small networks, there is
+    a second choice. It starts from the largest factor whose number of weights does not exceed `target`. Then each width
+    is increased by one step (`Width.multiple`), unless the number of weights would exceed `target`. Of the two choices,
+    the one whose number of weights is closer to `target` is returned.
     """
     factors = [least ** (i / SCALE_FACTORS) for i in range(SCALE_FACTORS + 1)]  # decreasing
     counted = [(count(chosen), chosen) for chosen in (scale_widths(widths, factor) for factor in factors)]
@@ -200,9 +211,9 @@ def build_counterpart(
 ) -> nn.Module:
     """Build the counterpart of a plain layer.
 
-    `reads` and `returns` are the kinds of the layer's input and output. `inputs` and `outputs` are the counterpart's
-    numbers of channels, which are ignored if the layer has no weights per channel. Raises ValueError if the layer has
-    no counterpart.
+    `reads` and `returns` are the kinds of the layer's input and output. `inputs` and `outputs` are the numbers of input
+    and output channels of the counterpart; they have no effect for layers without weights, such as pools. Raises
+    ValueError if the layer has no counterpart.
     """
     if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
         return _build_conv(layer, reads, returns, inputs, outputs, options)
@@ -226,7 +237,7 @@ def build_counterpart(
 
 
 def build_projection(channels: int, module: nn.Module, options: ConversionOptions) -> Project:
-    """Build a projection of `channels` channels, with the device and dtype of `module`."""
+    """Build a projection of features with `channels` channels, on the device and with the dtype of `module`."""
     return Project(
         options.projection, channels or None, options.orientations, options.reflections, **_device_and_dtype(module)
     )
@@ -235,7 +246,10 @@ def build_projection(channels: int, module: nn.Module, options: ConversionOption
 def count_weights(
     layer: nn.Module, reads: ValueKind, returns: ValueKind, inputs: int, outputs: int, options: ConversionOptions
 ) -> int:
-    """Return the number of weights of a layer's counterpart, without building it."""
+    """Return the number of weights of a layer's counterpart, without building it.
+
+    The arguments are those of `build_counterpart`.
+    """
     bias = getattr(layer, "bias", None) is not None
     match layer:
         case nn.Conv2d() | nn.ConvTranspose2d():
@@ -267,8 +281,8 @@ def _build_conv(
     if returns is not ValueKind.FEATURES:
         if isinstance(layer, nn.ConvTranspose2d) or max(layer.kernel_size) > 1 or max(layer.stride) > 1:
             raise ValueError(
-                "it reads neighboring pixels of values that have no orientations, such as the image or projected maps; "
-                "apply it to features before the projection"
+                "it reads neighboring pixels of values that have no orientations; move it before operations that "
+                "remove orientations (such as softmax, or a concatenation or sum of the image with features)"
             )
         groups = _group_count(layer, inputs)
         return nn.Conv2d(inputs, outputs, 1, groups=groups, bias=bias, **_device_and_dtype(layer))
@@ -316,11 +330,12 @@ def _build_pool(layer: nn.MaxPool2d | nn.AvgPool2d, strides: str) -> nn.Module:
 
 
 def _build_plain(layer: nn.Module, inputs: int, outputs: int) -> nn.Module:
-    """Build a plain layer with new numbers of channels, for values without orientations."""
+    """Build a plain layer for values without orientations, with `inputs` input and `outputs` output channels."""
     match layer:
         case nn.MaxPool2d() | nn.AvgPool2d():
             raise ValueError(
-                "it pools the image or projected maps; move it after the first convolution and before the projection"
+                "it pools the image, or values whose orientations were removed; move it after the first convolution "
+                "larger than 1×1, and before operations that remove orientations, such as softmax"
             )
         case nn.AdaptiveAvgPool2d() | nn.AdaptiveMaxPool2d():
             _square(layer.output_size, "output_size")
@@ -340,7 +355,11 @@ def _build_plain(layer: nn.Module, inputs: int, outputs: int) -> nn.Module:
 
 
 def _build_group_norm(norm_type: Any, layer: nn.GroupNorm | nn.InstanceNorm2d, channels: int) -> nn.Module:
-    """Build a group norm with the largest number of groups that divides `channels` and is not above the layer's."""
+    """Build a norm of class `norm_type`, `nn.GroupNorm` or `GroupNorm2d`, for `channels` channels.
+
+    An instance norm, or a group norm with one channel per group, becomes a group norm with one channel per group.
+    Otherwise, the number of groups is the largest divisor of `channels` that does not exceed the old number of groups.
+    """
     if isinstance(layer, nn.InstanceNorm2d):
         if layer.track_running_stats:
             raise ValueError("it keeps running statistics; use a batch norm, or track_running_stats=False")
@@ -366,29 +385,43 @@ def _kernel_size(layer: nn.Conv2d | nn.ConvTranspose2d) -> int:
 
 
 def _upsampling_factor(layer: nn.ConvTranspose2d) -> int:
-    """Return the stride of a transposed convolution. Raises ValueError unless images grow by this factor."""
+    """Return the stride of a transposed convolution.
+
+    Raises ValueError if the layer does not multiply the height and the width of every input by the stride.
+    """
     stride, padding, dilation = (_square(getattr(layer, f), f) for f in ("stride", "padding", "dilation"))
     size, extra = _square(layer.kernel_size, "kernel_size"), _square(layer.output_padding, "output_padding")
     if dilation * (size - 1) + 1 + extra - 2 * padding != stride:
         raise ValueError(
-            f"it does not enlarge every image by its stride of {stride}; use kernel_size={stride} without padding or "
-            f"dilation, or use Upsample and Conv2d"
+            f"it does not enlarge every image by a factor of {stride}, its stride; use kernel_size={stride} without "
+            f"padding or dilation, or use Upsample and Conv2d"
         )
     return stride
 
 
 def _fits_multiples_of_stride(size: int, stride: int, padding: int, dilation: int = 1) -> bool:
-    """Return whether a layer accepts image sides that are multiples of its stride, without a remainder."""
+    """Return whether the windows of a layer leave no remainder on image sides that are multiples of its stride.
+
+    `size` is the side of the window (of a kernel or a pool), and `padding` the padding on each side. All arguments
+    except `dilation` are in px.
+    """
     return (2 * padding - dilation * (size - 1) - 1) % stride == 0
 
 
 def _group_count(layer: nn.Conv2d | nn.ConvTranspose2d, inputs: int) -> int:
-    """Return the number of groups of the new convolution: `inputs` if it is depthwise, otherwise unchanged."""
+    """Return the number of groups of the new convolution, which has `inputs` input channels.
+
+    This number is `inputs` if the plain convolution is depthwise, otherwise the number of groups of the plain
+    convolution.
+    """
     return inputs if 1 < layer.groups == layer.in_channels else layer.groups
 
 
 def _square(value: object, name: str) -> int:
-    """Return the value of a layer's option. Raises ValueError if it differs between height and width."""
+    """Return the value of a layer's option as one number, such as 3 for a kernel size of 3 or (3, 3).
+
+    Raises ValueError with the name of the option if the value differs between height and width.
+    """
     numbers: set[Any] = set(value) if isinstance(value, tuple | list) else {value}
     if len(numbers) > 1:
         raise ValueError(
@@ -407,7 +440,7 @@ def _count_disc_taps(size: int) -> int:
 
 
 def _device_and_dtype(layer: nn.Module) -> Mapping[str, Any]:
-    """Return device and dtype of a layer as keyword arguments; empty if it has neither weights nor statistics."""
+    """Return device and dtype of a layer as keyword arguments; none if the layer has neither weights nor statistics."""
     tensors = (*layer.parameters(), *layer.buffers())
     weight = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
     return {} if weight is None else {"device": weight.device, "dtype": weight.dtype}

@@ -1,5 +1,7 @@
 """Classify the nodes of a plain network by how they behave under rotation, and choose where to lift and to project.
 
+Lifting makes features with N orientations from the image. The projection reduces features over the orientations.
+
 A node is one call of a layer, function or method in the graph that torch.fx traced. `classify_node` returns the
 `Operation` of a node, such as a convolution, a pool or a pointwise function. It raises ValueError if the behavior of
 the node under rotation is not known. `assign_kinds` then chooses the `ValueKind` of each node's output: an image that
@@ -59,7 +61,7 @@ MOVABLE_ROLES = ("pointwise", "dropout", "norm", "adaptive", "resize", "pad", "c
 
 
 class ValueKind(Enum):
-    """Kind of a node's output."""
+    """Kind of the value that a node returns."""
 
     IMAGE = "image"  # not lifted yet
     FEATURES = "features"  # SE(2) features, with orientations
@@ -68,7 +70,13 @@ class ValueKind(Enum):
 
 
 class Operation(NamedTuple):
-    """What a node does: its role, its layer (for some functions, a layer that computes the same), and its constant."""
+    """What a node does.
+
+    `role` is one of the words in `LAYER_ROLES`, such as "convolution", or another word that `classify_node` sets, such
+    as "pad". `layer` is the layer that the node calls or, for some functions, a layer that computes the same. If the
+    node reads a parameter or buffer of the module, `constant` is this tensor. Otherwise, `layer` and `constant` are
+    None.
+    """
 
     role: str
     layer: nn.Module | None = None
@@ -83,7 +91,10 @@ class Operation(NamedTuple):
 
 
 def classify_node(node: fx.Node, model: nn.Module) -> Operation:
-    """Return the operation of a node. Raises ValueError if its behavior under rotation is not known."""
+    """Return the operation of a node in the graph of `model`.
+
+    Raises ValueError if the behavior of the node under rotation is not known.
+    """
     if node.op in ("placeholder", "output"):
         return Operation(node.op)
     if node.op == "get_attr":
@@ -123,9 +134,10 @@ def assign_kinds(operations: Mapping[fx.Node, Operation]) -> dict[fx.Node, Value
     """Choose the kind of each node's output, and so where to lift and where to project.
 
     The first convolutions larger than 1 × 1 lift images to features. The projection comes as late as possible: before
-    operations that need values without orientations, such as `Linear`, or before the output. There are two exceptions.
-    A pool over all positions comes after the projection, so that each position chooses its own orientation. In a
-    network without `Linear`, the last 1 × 1 convolution is the classifier and comes after the projection too.
+    operations that need values without orientations, such as `Linear`, or before the output. Two operations could come
+    before the projection, but are moved after it. The first is an adaptive pool near the end, such as a mean over all
+    positions: each position then chooses its own orientation. The second is the last 1 × 1 convolution of a network
+    without `Linear`, because this convolution is the classifier.
     """
     kinds: dict[fx.Node, ValueKind] = {}
     for node, operation in operations.items():
@@ -144,7 +156,11 @@ def assign_kinds(operations: Mapping[fx.Node, Operation]) -> dict[fx.Node, Value
 
 
 def _earliest_kind(node: fx.Node, operation: Operation, kinds: Mapping[fx.Node, ValueKind]) -> ValueKind:
-    """Return the kind of a node's output if the projection comes as late as possible, without the two exceptions."""
+    """Return the kind of a node's output if the projection comes as late as possible.
+
+    `assign_kinds` then changes the kinds of the nodes that `_find_head` returns. `kinds` contains the kinds of all
+    nodes before this one in the graph.
+    """
     input_kinds = {kinds[source] for source in node.all_input_nodes} - {ValueKind.NUMBER}
     if operation.role in ("size", "constant"):
         return ValueKind.NUMBER
@@ -161,9 +177,11 @@ def _earliest_kind(node: fx.Node, operation: Operation, kinds: Mapping[fx.Node, 
 def _find_head(
     last: fx.Node, operations: Mapping[fx.Node, Operation], kinds: Mapping[fx.Node, ValueKind]
 ) -> list[fx.Node]:
-    """Return the nodes that the two exceptions of `assign_kinds` move after the projection.
+    """Return the nodes that `assign_kinds` moves after the projection: the adaptive pool, the classifier, or both.
 
-    They are a chain of nodes that ends with `last`, a node directly before a projection. The list starts with `last`.
+    The nodes between these and the projection are moved too. `last` is a node directly before a projection. The nodes
+    are a chain: the list starts with `last`, and each further node is the input of the node before it in the list. The
+    list is empty if no node is moved.
     """
     has_classifier = any(_is_linear_map(operations[node]) for node in _descendants(last) if node in operations)
     chain: list[fx.Node] = []
@@ -190,12 +208,12 @@ def _is_linear_map(operation: Operation) -> bool:
 
 
 def _value_users(node: fx.Node, kinds: Mapping[fx.Node, ValueKind]) -> list[fx.Node]:
-    """Return the users of a node that read its values, not only its size."""
+    """Return the nodes that read the output of a node, except those that read only its size."""
     return [user for user in node.users if kinds[user] is not ValueKind.NUMBER]
 
 
 def _descendants(node: fx.Node) -> set[fx.Node]:
-    """Return all nodes that depend on a node."""
+    """Return all nodes whose values depend on the output of a node."""
     descendants: set[fx.Node] = set()
     stack = list(node.users)
     while stack:
@@ -225,8 +243,8 @@ def _classify_layer(layer: nn.Module) -> Operation:
     if type(layer).__module__.startswith("rotopath."):
         raise ValueError("it is a layer of rotopath already; pass a module that has only layers of torch")
     raise ValueError(
-        f"{type(layer).__name__} has no SE(2) counterpart; use a layer listed in docs/equivariant.md, or apply it "
-        f"outside the converted module"
+        f"{type(layer).__name__} has no SE(2) counterpart; replace this layer by one listed in docs/equivariant.md, or "
+        f"apply it outside the converted module"
     )
 
 
@@ -265,7 +283,7 @@ def _classify_constant(node: fx.Node, model: nn.Module) -> Operation:
 
 
 def _make_layer(node: fx.Node) -> nn.Module:
-    """Return the layer that computes the same as a function call."""
+    """Return the layer that computes the same as the function that a node calls."""
     layer_type = LAYER_OF_FUNCTION[node.target]  # type: ignore[index]
     arguments = dict(zip(_parameter_names(node.target), node.args[1:], strict=False)) | dict(node.kwargs)
     known = inspect.signature(layer_type).parameters
@@ -276,7 +294,10 @@ def _make_layer(node: fx.Node) -> nn.Module:
 
 
 def _parameter_names(function: object) -> list[str]:
-    """Return the names of a function's parameters after the input. `inspect` cannot read them from built-ins."""
+    """Return the names of a function's parameters, except the first one, the input.
+
+    They are listed here, because `inspect` cannot read them from built-in functions.
+    """
     if function in (F.dropout, F.dropout2d):
         return ["p", "training", "inplace"]
     if function is F.avg_pool2d:
@@ -287,7 +308,7 @@ def _parameter_names(function: object) -> list[str]:
 
 
 def _reduces_height_and_width(node: fx.Node) -> bool:
-    """Return whether a mean or maximum is computed over height and width."""
+    """Return whether a node computes its mean or maximum over height and width."""
     dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
     return set(_as_tuple(dim)) in ({2, 3}, {-1, -2})
 

@@ -1,8 +1,8 @@
-"""Freeze an SE(2,N) network to a plain CNN with the same outputs: kernels are rotated once, batch norm is folded.
+"""Freeze an SE(2,N) network to a plain CNN with the same outputs: rotate kernels once, fold batch norm into them.
 
 `freeze` takes one of the paper's networks, or any module built from `rp.nn`. It returns a module of plain layers, which
-store features (B, C, N, H, W) as tensors (B, C·N, H, W). It traces the module, translates the graph node by node to
-plain layers, and simplifies the new graph.
+store features (B, C, N, H, W) as tensors (B, C·N, H, W). To do so, `freeze` traces the module, translates the graph
+node by node to plain layers, and simplifies the new graph.
 """
 
 import copy
@@ -31,7 +31,7 @@ def freeze(model: ArchitectureNetwork) -> "FrozenNetwork": ...
 @overload
 def freeze(model: nn.Module) -> nn.Module: ...
 def freeze(model: nn.Module) -> nn.Module:
-    """Return a plain CNN with the same outputs as the model: kernels are rotated once, and batch norm is folded.
+    """Return a plain CNN with the same outputs as `model`: rotate kernels once, and fold batch norm into them.
 
     The result is for evaluation only, also if the model is in training mode: batch norm uses running statistics, and
     dropout is removed. The model is not changed. A `Network` becomes a `FrozenNetwork`, with the same geometry and the
@@ -39,8 +39,8 @@ def freeze(model: nn.Module) -> nn.Module:
 
     Every layer keeps its dtype. Raises ValueError if a layer or function has no plain counterpart, or if `forward()`
     enables `torch.autocast`; run the frozen model within autocast instead. If `forward()` disables autocast for some
-    layers, the frozen model does not. Several threads may freeze models and use other models at the same time. Only
-    models compiled by `torch.compile` cannot be used while a model is being frozen.
+    layers, the frozen model does not disable it. Several threads may freeze models and use other models at the same
+    time. Only models compiled by `torch.compile` cannot be used while a model is being frozen.
 
     >>> net = rp.models.tumor(orientations=8).eval()
     >>> x = torch.rand(2, 3, 88, 100)
@@ -61,7 +61,7 @@ def freeze(model: nn.Module) -> nn.Module:
 
 
 class FrozenNetwork(ArchitectureNetwork):
-    """One of the paper's networks as plain layers, with the geometry and the image checks of the `Network`."""
+    """One of the paper's networks as plain layers, with the geometry and the image checks of the original `Network`."""
 
     __jit_unused_properties__ = ("geometry", "receptive_field", "stride")  # TorchScript cannot compile them
     white: Tensor  # 255, the value of white in uint8 images
@@ -94,11 +94,11 @@ class FrozenNetwork(ArchitectureNetwork):
 
 
 def simplify(module: fx.GraphModule) -> None:
-    """Simplify a graph of plain layers in place, without changing its outputs.
+    """Simplify a graph of plain layers in place, without changing what the graph computes.
 
-    The graph must call each layer only once. Each `Scale2d` is folded into the convolution before it. Each ReLU is
-    moved after the max pools that follow it, so that it processes fewer values. A ReLU works in place if no other node
-    reads its input.
+    The graph must call each layer only once. Each `Scale2d` is folded into the convolution before it, if there is one.
+    Each ReLU is moved after the max pools that directly follow it, because it then processes fewer values. A ReLU works
+    in place if no other node reads its input.
     """
     dtypes = {parameter.dtype for parameter in module.parameters()}
     for node in reversed(module.graph.nodes):
@@ -124,9 +124,9 @@ def simplify(module: fx.GraphModule) -> None:
 
 
 def _fold_into_conv(module: fx.GraphModule, node: fx.Node, scale: Scale2d) -> bool:
-    """Fold a scale into the convolution before it, and return True.
+    """Fold `scale`, the layer that `node` calls, into the convolution directly before this node, and return True.
 
-    Return False if there is no convolution before it, or if other nodes read the output of the convolution.
+    Return False if there is no such convolution, or if other nodes read the output of the convolution.
     """
     source = node.args[0]
     assert isinstance(source, fx.Node)
@@ -139,9 +139,9 @@ def _fold_into_conv(module: fx.GraphModule, node: fx.Node, scale: Scale2d) -> bo
 
 
 def _cast_to_input_dtype(module: fx.GraphModule, node: fx.Node) -> None:
-    """Cast the output of a `Scale2d` to the dtype of its input, which is what batch norm returns.
+    """Cast the output of a `Scale2d`, which `node` calls, to the dtype of its input, as batch norm does.
 
-    Without the cast, a float32 `Scale2d` would return float32 for input of any dtype.
+    Without the cast, a float32 `Scale2d` would return float32 for inputs of all dtypes.
     """
     with module.graph.inserting_after(node):
         cast = module.graph.call_method("type_as", (node, node.args[0]))
@@ -171,19 +171,19 @@ def _is_maximum(layer: nn.Module | None) -> bool:
 
 
 def _can_be_overwritten(module: fx.GraphModule, node: object) -> bool:
-    """Return whether a node returns a new tensor that has at most one user."""
+    """Return whether a node returns a new tensor that at most one other node reads."""
     if not isinstance(node, fx.Node) or len(node.users) > 1:
         return False
     return isinstance(_get_layer(module, node), ALLOCATING_LAYERS) or node.target in ALLOCATING_FUNCTIONS
 
 
 def _get_only_user(node: fx.Node) -> fx.Node | None:
-    """Return the user of a node, or None if it has none or several."""
+    """Return the only node that reads the output of a node, or None if no node or several nodes read it."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
 def _is_only_user(node: fx.Node) -> bool:
-    """Return whether a node is the only user of its first input."""
+    """Return whether a node is the only one that reads its first input."""
     return _get_only_user(node.all_input_nodes[0]) is node
 
 
@@ -210,7 +210,7 @@ def _as_sequential(module: fx.GraphModule) -> nn.Module:
 
 @contextmanager
 def _autocast_disabled() -> Iterator[None]:
-    """Disable autocast, so that kernels are rotated in the dtype of the weights."""
+    """Return a context manager that disables autocast, so that kernels are rotated in the dtype of their weights."""
     with ExitStack() as stack:
         for device in active_autocasts():
             stack.enter_context(torch.autocast(device, enabled=False))

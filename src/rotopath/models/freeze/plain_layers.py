@@ -1,8 +1,9 @@
 """Replace each layer of `rp.nn` by a plain layer that computes the same in evaluation mode.
 
-`replace_image_layer` is for layers applied to images, `replace_group_layer` for layers applied to SE(2) features. Both
-return two values: the plain layer, and the number of orientations of its output (None for images and projected maps).
-The plain layer is a layer of torch. If torch has none that computes the same, it is one of the five classes below.
+`replace_image_layer` is for layers applied to images or projected maps, `replace_group_layer` for layers applied to
+SE(2) features. Both functions return two values: the plain layer, and the number of orientations of the output (None if
+the output has no orientation axis). The plain layer is a layer of torch or, if torch has no layer that computes the
+same, one of the five classes below.
 
 Plain layers store features (B, C, N, H, W) as (B, C·N, H, W): the N orientations of a channel are adjacent. All plain
 layers can be scripted, traced and exported for any batch size, height and width.
@@ -47,7 +48,10 @@ GROUP_LAYERS = (
 
 
 def replace_image_layer(layer: nn.Module) -> tuple[nn.Module, int | None]:
-    """Return the plain layer for a layer applied to images, and the number of orientations of its output."""
+    """Return two values for a layer applied to images or projected maps: the plain layer, and a number or None.
+
+    The number is the number of orientations of the output. It is None except for a lifting convolution.
+    """
     match layer:
         case LiftConv2d():
             return _plain_conv(layer, layer.in_channels), layer.order
@@ -60,13 +64,18 @@ def replace_image_layer(layer: nn.Module) -> tuple[nn.Module, int | None]:
             return nn.Identity(), None
         case _ if isinstance(layer, GROUP_LAYERS):
             raise ValueError(
-                f"{_class_name(layer)} expects SE(2) features, but got an image; put a lifting convolution before it"
+                f"{_class_name(layer)} expects SE(2) features, but got an image or projected maps; put LiftConv2d "
+                f"before it"
             )
     return copy.deepcopy(layer), None
 
 
 def replace_group_layer(layer: nn.Module, orientations: int) -> tuple[nn.Module, int | None]:
-    """Return the plain layer for a layer applied to SE(2) features, and the number of orientations of its output."""
+    """Return two values for a layer applied to SE(2) features: the plain layer, and a number or None.
+
+    `orientations` is the number of orientations of the features. The second value is the number of orientations of the
+    output: None for `Project`, which removes the orientation axis, otherwise `orientations`.
+    """
     n = orientations
     match layer:
         case GroupConv2d():
@@ -103,8 +112,8 @@ def replace_group_layer(layer: nn.Module, orientations: int) -> tuple[nn.Module,
         case _ if isinstance(layer, POINTWISE_LAYERS):
             return copy.deepcopy(layer), n
     raise ValueError(
-        f"{_class_name(layer)} cannot be applied to SE(2) features; use a layer of rp.nn or an elementwise one, or put "
-        f"Project before it"
+        f"{_class_name(layer)} cannot be applied to SE(2) features; use a layer of rp.nn or an elementwise layer such "
+        f"as ReLU, or put the layer rp.nn.Project before it, which removes the orientation axis"
     )
 
 
@@ -125,7 +134,7 @@ def is_traced_or_exported() -> bool:
 
 
 class OrientationPool2d(nn.Module):
-    """Project the N orientations of each channel, as `rp.nn.Project` does: (B, C·N, H, W) → (B, C, H, W).
+    """Reduce the N orientations of each channel to one value, as `rp.nn.Project` does: (B, C·N, H, W) → (B, C, H, W).
 
     `mode` is "max", "mean", "attention" or "fourier". `learned` contains the learned weights of the modes "attention"
     and "fourier", and `waves` the cosines and sines of "fourier" (`group.fourier_map`).
@@ -161,10 +170,10 @@ class OrientationPool2d(nn.Module):
 
 
 class BlurredPool2d(nn.Module):
-    """Pool windows of `size` px with a stride, optionally with a blur before the subsampling.
+    """Pool windows of `size` × `size` px, optionally with a blur between pooling and subsampling.
 
-    `mode` is "max", "mean" or "rms" (root mean square). `taps` are the weights of the blur filter along one axis; None
-    means no blur.
+    `stride` and `padding` are in px. `mode` is "max", "mean" or "rms" (root mean square). `taps` are the weights of the
+    blur filter along one axis; None means no blur.
     """
 
     taps: Tensor
@@ -226,7 +235,7 @@ class ChannelNorm2d(nn.Module):
 
 
 class CenterCrop2d(nn.Module):
-    """Crop maps (..., H, W) to the height × width px at their center. Traces and exports do not check the sizes."""
+    """Crop maps (..., H, W) to `height` × `width` px at their center. Traces and exports do not check the sizes."""
 
     def forward(self, x: Tensor, height: int, width: int) -> Tensor:
         if not is_scripting():  # noqa: SIM102  # a separate `if`, because only then TorchScript skips the block
@@ -239,7 +248,8 @@ class CenterCrop2d(nn.Module):
 def _plain_conv(layer: LiftConv2d | GroupConv2d, in_channels: int) -> nn.Conv2d:
     """Return a plain convolution whose weights are the rotated kernels.
 
-    It maps `in_channels` to C'·N channels, where C' is the number of output channels of `layer`.
+    The plain convolution maps `in_channels` channels to C'·N channels, where C' is the number of output channels of
+    `layer`, and N its number of orientations.
     """
     kernels = layer.kernels().detach()
     conv = nn.Conv2d(
@@ -308,7 +318,8 @@ def _clone_or_ones(values: Tensor | None) -> Tensor:
 
 def _describe_wrong_orientations(layer: nn.Module, built_for: int | None, given: int) -> str:
     return (
-        f"{_class_name(layer)} has {built_for} orientations, but its input has {given}; build both with the same number"
+        f"{_class_name(layer)} has {built_for} orientations, but its input has {given}; build all layers with the same "
+        f"number of orientations"
     )
 
 

@@ -1,7 +1,7 @@
 """Translate the graph of a module with SE(2) features (B, C, N, H, W) to plain layers on tensors (B, C·N, H, W).
 
 `Translator` takes a module in evaluation mode and returns a graph module that computes the same. If a layer or function
-has no plain counterpart, it raises ValueError with the name of that layer or function.
+has no plain counterpart, `Translator` raises ValueError with the name of this layer or function.
 
 An old node is a node of the traced graph: one call of a layer, function or method. The new graph contains plain layers.
 """
@@ -33,17 +33,18 @@ CASTS = ("to", "type", "type_as", "float", "half", "bfloat16", "double")
 # Functions of rp.nn that check sizes → functions of torch that compute the same without checks.
 UNCHECKED_FUNCTIONS: dict[object, Callable[..., Any]] = {resize: F.interpolate, pad_evenly: F.pad}
 UNKNOWN_EFFECT = (
-    "its effect on SE(2) features is not known; use layers and functions of rp.nn, or freeze the modules before and "
-    "after it separately"
+    "its effect on SE(2) features is not known; use layers and functions of rp.nn instead, or freeze the modules "
+    "before and after it separately"
 )
 
 
 class Translator:
     """Translate a module: visit the nodes of its graph in order, and write a new graph with plain layers.
 
-    The function `freeze_network` freezes those of the paper's networks that the module contains; `networks` maps their
-    old nodes to the frozen networks. `values` maps each old node to its new value: a node, a number, or a tuple of
-    nodes and numbers. `orientations` maps each old node that returns SE(2) features to its number of orientations.
+    The argument `freeze_network` is a function that takes one of the paper's networks and returns the frozen network.
+    This function is called for each such network in the module. `networks` maps each old node that calls a network of
+    the paper to the frozen network. `values` maps each old node to its new value: a node, a number, or a tuple of nodes
+    and numbers. `orientations` maps each old node that returns SE(2) features to its number of orientations.
     """
 
     def __init__(self, model: nn.Module, freeze_network: Callable[[ArchitectureNetwork], nn.Module]) -> None:
@@ -122,7 +123,7 @@ class Translator:
             return self._call_relu(node, orientations, bool(in_place))
         if orientations is None:
             if node.target is concatenate:
-                raise ValueError("concatenate expects SE(2) features, but got images; use torch.cat for images")
+                raise ValueError("concatenate expects SE(2) features, but got images or projected maps; use torch.cat")
             return self.graph.node_copy(node, self._new)
         if node.target is concatenate or node.target in CONCATENATIONS:
             return self._concatenate(node, orientations)
@@ -166,7 +167,7 @@ class Translator:
         return fx.map_arg(old, lambda node: self.values[node])
 
     def _call_layer(self, layer: nn.Module, node: fx.Node) -> fx.Node:
-        """Add a plain layer under the name of the node that it replaces, and call it."""
+        """Add a plain layer under the name of the old node, and return the new node that calls this layer."""
         self.layers.add_module(name := _unused_name(node.name), layer)
         args, kwargs = self._new(node.args), self._new(node.kwargs)
         if len(args) + len(kwargs) == 1:  # by position: the plain layer may have another name for this argument
@@ -192,7 +193,7 @@ class Translator:
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0) if node.target is not concatenate else 1
         if dim not in (1, -4):
             raise ValueError(
-                f"it concatenates along axis {dim}, but SE(2) features only concatenate along channels; use axis 1"
+                f"it concatenates along axis {dim}, but SE(2) features must be concatenated along axis 1, the channels"
             )
         self._expect_equal_orientations(node)
         self._set_orientations(node, orientations)
@@ -223,7 +224,10 @@ class Translator:
         return self.graph.call_method("flatten", (result, 1, 2))
 
     def _feature_shape(self, node: fx.Node) -> tuple[Any, ...]:
-        """Return the shape (B, C, N, H, W) of old features, computed from the shape (B, C·N, H, W) of new features."""
+        """Return the shape (B, C, N, H, W) of the SE(2) features that an old node returns.
+
+        The shape is computed from the shape (B, C·N, H, W) of the node's new value.
+        """
         n = self.orientations[node]
         batch, columns, height, width = (self.graph.call_method("size", (self._new(node), i)) for i in range(4))
         return batch, self.graph.call_function(operator.floordiv, (columns, n)), n, height, width
@@ -234,7 +238,7 @@ class Translator:
         return self.model.get_submodule(str(node.target)) if node.op == "call_module" else None
 
     def _input_orientations(self, node: fx.Node) -> int | None:
-        """Return the number of orientations of a node's first input with SE(2) features; None if there is none."""
+        """Return the number of orientations of a node's first input with SE(2) features; None without such an input."""
         return next((self.orientations[source] for source in node.all_input_nodes if source in self.orientations), None)
 
     def _set_orientations(self, node: fx.Node, orientations: int | None) -> None:
@@ -242,9 +246,9 @@ class Translator:
             self.orientations[node] = orientations
 
     def _find_input_orientations(self, node: fx.Node) -> int | None:
-        """Return the number of orientations of the model's input, derived from the layers that use it.
+        """Return the number of orientations of an input of the model, derived from the layers that read this input.
 
-        Return None if the input is an image.
+        `node` is the old node that stands for the input. Return None if the input is an image.
         """
         users = [node]
         for user in users:  # breadth first; the list grows during the loop
@@ -256,9 +260,9 @@ class Translator:
                 if len(orders) != 1:
                     convolutions = f"convolutions with {' and '.join(map(str, sorted(orders)))} orientations"
                     raise ValueError(
-                        f"its number of orientations cannot be determined, because the model has "
-                        f"{convolutions if orders else 'no SE(2) convolution'}; freeze it together with the layers "
-                        f"before it"
+                        f"the number of orientations of this input of the model cannot be determined, because the "
+                        f"model has {convolutions if orders else 'no SE(2) convolution'}; freeze a larger module that "
+                        f"also contains the layers that compute this input"
                     )
                 return int(orders.pop())
             if not is_size(user):
@@ -281,12 +285,15 @@ class Translator:
         orders = {self.orientations.get(source, 0) for source in tensors}  # 0 for tensors that are not SE(2) features
         if len(orders) > 1 and 0 in orders:
             raise ValueError(
-                "it combines SE(2) features with a tensor without orientations; lift this tensor, or project the "
-                "features"
+                "it combines SE(2) features with a tensor without orientations; apply LiftConv2d to this tensor, or "
+                "Project to the features"
             )
         if len(orders) > 1:
             numbers = " and ".join(map(str, sorted(orders)))
-            raise ValueError(f"it combines SE(2) features with {numbers} orientations; build both with the same number")
+            raise ValueError(
+                f"it combines SE(2) features with {numbers} orientations; build all layers with the same number of "
+                f"orientations"
+            )
 
     def _is_number(self, node: fx.Node) -> bool:
         return node.op == "get_attr" and bool(self.layers.get_buffer(str(self.values[node].target)).numel() == 1)

@@ -73,7 +73,9 @@ def can_normalize(x: Tensor, norm: nn.BatchNorm3d) -> bool:
 
 
 def can_use_norm(norm: nn.BatchNorm3d, values: int) -> bool:
-    """Return whether the Triton kernels can apply this batch norm to features with `values` = B·N·H·W per channel.
+    """Return whether the Triton kernels can apply this batch norm to features with `values` values per channel.
+
+    `values` is B·N·H·W for features (B, C, N, H, W).
 
     In training, the Triton kernels compute the statistics of the batch, which requires at least two values per channel.
     In evaluation, they use the running statistics and compute no gradients, so gradients must be disabled.

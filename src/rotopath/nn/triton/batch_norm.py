@@ -250,7 +250,10 @@ def _sum_columns_kernel(x, pivot, sums, squares, rows, columns, steps, ROWS: tl.
 
 @triton.jit
 def update_running_statistics(batches, running_mean, running_variance, channel, mean, variance, momentum):
-    """Update the running mean and variance of one channel. For channel 0, also add 1 to the number `batches`."""
+    """Update the running statistics of one channel with `mean` and `variance`, the statistics of the batch.
+
+    `variance` is the unbiased variance. For channel 0, this also adds 1 to the number `batches`.
+    """
     if running_mean is not None:
         old = tl.load(running_mean + channel).to(mean.dtype)
         tl.store(running_mean + channel, old + momentum * (mean - old))
@@ -298,7 +301,10 @@ def _reduce_gradients_kernel(
     sums, products, d_weight, d_bias, programs,
     N: tl.constexpr, N_BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of the weight and the bias of one channel from partial sums."""
+    """Write the gradients of the weight and the bias of one channel.
+
+    They are computed from partial sums: `sums` for the bias, and `products` for the weight.
+    """
     channel = tl.program_id(0)
     columns = tl.num_programs(0) * N
     orientation = tl.arange(0, N_BLOCK)
@@ -311,7 +317,10 @@ def _reduce_gradients_kernel(
 
 @triton.jit
 def load_scale_shift(mean, inverse_std, weight, bias, channel, mask):
-    """Return the batch norm of the channels with indices `channel` as scale and shift: y = scale · x + shift."""
+    """Return the batch norm of the channels with indices `channel` as scale and shift: y = scale · x + shift.
+
+    Where `mask` is False, the channel does not exist, and scale and shift are 0.
+    """
     scale = tl.load(inverse_std + channel, mask=mask, other=0.0) * tl.load(weight + channel, mask=mask, other=0.0)
     shift = tl.load(bias + channel, mask=mask, other=0.0) - tl.load(mean + channel, mask=mask, other=0.0) * scale
     return scale, shift

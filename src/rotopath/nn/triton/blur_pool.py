@@ -7,10 +7,10 @@ sums.
 
 Method: an image is divided into *blocks* of S × S pixels, where S is the window and the stride of the pool. Each block
 has one output. The pool averages the squares over a window at every pixel, blurs the averages and subsamples them.
-Together, these operations are one filter per axis. Because `blur` is at most 2 · S + 1, the filter of an output covers
-only its own block and the eight neighboring blocks. The output is √(m + ε) - √ε, where the *mean square* m is the sum
-of the squares weighted by the filter. `_compute_weights` returns the filter weights along one axis; they differ at the
-borders.
+Together, these operations are one filter per axis. The blur has at most 2 · S + 1 taps, so the filter of an output
+covers only its own block and the eight neighboring blocks. The output is √(m + ε) - √ε, where the *mean square* m is
+the sum of the squares weighted by the filter. `_compute_weights` returns the filter weights along one axis; they differ
+at the borders.
 
 Tiles: a program processes vertical *strips* of images, block by block from top to bottom. A strip is two outputs wide
 in the forward pass and one pixel wide in the backward pass. Pixels of a block contribute to three rows of outputs: that
@@ -273,7 +273,11 @@ def _backward(
 
 
 def _tile(elements: int, strips: int, blocks_down: int, columns: int) -> _Tiling:
-    """Divide strips and columns into tiles of `elements` elements: number of strips times number of columns."""
+    """Divide `strips` strips, each of `blocks_down` blocks, and `columns` columns among programs.
+
+    `elements` is the size of a tile: its number of strips times its number of columns. Strips of more than MAX_BLOCKS
+    blocks are divided into chunks.
+    """
     tile_columns = min(triton.next_power_of_2(columns), COLUMNS)
     tile_rows = elements // tile_columns
     chunks = triton.cdiv(blocks_down, MAX_BLOCKS)
@@ -312,11 +316,11 @@ def _compute_weights(blocks: int, pool: Filter, device: torch.device) -> Tensor:
 
 @triton.jit
 def _locate_strips(item, strips, strips_across, blocks_down, chunks, chunk, ROWS: tl.constexpr):
-    """Return the strips and the blocks of work item `item`, which is one chunk of one tile of ROWS strips.
+    """Return the strips and the blocks of work item number `item`. A work item is one chunk of one tile of ROWS strips.
 
-    `strips_across` is the number of strips in an image. The results are, for each strip, whether it exists, the index
-    of its image, and its index among the strips of this image, from left to right; then the first block of the chunk,
-    and the block after its last block.
+    `strips_across` is the number of strips in an image. Returns five values. The first three have one entry per strip:
+    whether the strip exists, the index of its image, and the index of the strip in this image, from left to right. The
+    other two are the index of the first block of the chunk, and the index of its last block plus 1.
     """
     strip = item // chunks * ROWS + tl.arange(0, ROWS)
     exists = strip < strips
@@ -411,11 +415,12 @@ def _divide_by_root_kernel(dy, y, d_mean_square, count, root_eps, FLAT_TILE: tl.
 
 @triton.jit
 def _gather_row(before, at, after, weight_before, weight_at, weight_after, row, mask):
-    """Return the sum over three neighboring outputs of filter weight times gradient, for pixels in the same column.
+    """Return, for strips that are one pixel wide, the weighted sum of the gradients of three neighboring outputs.
 
-    `at` points to the gradient of the output of the pixel's own block in the first row of outputs; `before` and `after`
-    point to those of the blocks to its left and right. `row` is the offset in memory from the first row of outputs to
-    the row that is read.
+    The three outputs are in one row of outputs: left of the block of the strip (`before`), at this block (`at`) and
+    right of it (`after`). `before`, `at` and `after` point to their gradients in the first row of outputs. `row` is the
+    offset in memory from the first row to the row that is read. `weight_before`, `weight_at` and `weight_after` are the
+    filter weights of the outputs. `mask` states which columns exist.
     """
     total = weight_before[:, None] * tl.load(before + row, mask=mask).to(tl.float32)
     total += weight_at[:, None] * tl.load(at + row, mask=mask).to(tl.float32)
@@ -431,10 +436,13 @@ def _backward_kernel(
 ):  # fmt: skip
     """Compute the gradient of each pixel, for strips that are one pixel wide.
 
-    If WRITE, the gradients are written to dx: with `d_bias` or without batch norm, those with respect to x; otherwise
-    those with respect to the output of batch norm. If not WRITE, partial sums for the gradients of the bias and the
-    weight of batch norm are written to `sums` and `products`. A program processes `steps` work items, which are chunks
-    of tiles of strips. `count` = B·H·W·N is the number of values of a channel.
+    - If WRITE, the gradients are written to dx. If NORM and `d_bias` is None, they are the gradients with respect to
+      the output of batch norm, otherwise those with respect to x.
+    - If not WRITE, partial sums for the gradients of the bias and the weight of batch norm are written to `sums` and
+      `products`.
+
+    A program processes `steps` work items, which are chunks of tiles of strips (see `_locate_strips`). `count` =
+    B·H·W·N is the number of values of a channel.
     """
     columns = columns // UNIT * UNIT  # the same number; tells the compiler a divisor, so that it vectorizes loads
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

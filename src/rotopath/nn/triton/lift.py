@@ -16,13 +16,14 @@ two tiles: k·k·C' taps, a constant tap of 1, and unused taps.
 
 Arguments of the Triton kernels; all arrays are contiguous:
 
-- `kernels`: the convolution kernels, flattened to (C·N, k·k·C'). Elsewhere in this file, this array is called `taps`,
-  and `kernels` are (C·N, C', k, k). A row of the array, and a channel and orientation of the features, is a `column`:
-  the last axis of features (B, H, W, C·N) has `columns` = C·N entries.
+- `kernels`: the convolution kernels, flattened to (C·N, k·k·C'). In all other functions of this file, this array is
+  called `taps`, and `kernels` are (C·N, C', k, k).
+- `columns`: C·N, the length of the last axis of features (B, H, W, C·N). A *column* is an entry of this axis, that is,
+  one channel at one orientation. The row of `kernels` with the same index computes it.
 - `taps`: the number k·k·C', which is also the index of the constant tap.
 - `patches`: the number of all patches of the batch, B·H·W for lifted features with height H and width W.
 - `moments`: the moments (T, T). STRIDE is this T.
-- `products`: kernels times moments (C·N, T), of which the first `taps` columns are used.
+- `products`: matrix product of kernels and moments (C·N, T). Only the first `taps` entries of each row are used.
 - `mean`, `inverse_std`, `weight`, `bias`: batch norm of each channel (C,), with `inverse_std` = 1 / √(variance + ε).
 - `scale`, `shift`: the same batch norm for each column (C·N,), as scale · value + shift.
 - `batches`, `running_mean`, `running_variance`: number of batches and running statistics of the batch norm, or None.
@@ -179,8 +180,8 @@ def _apply(
 
     The batch norm is given in two forms. `parameters` are its mean, inverse standard deviation, weight and bias (C,).
     `scale_shift` (2, C·N) describes it as scale · value + shift. Returns the features (B, H, W, C·N), followed by
-    tensors for the backward pass: the lifted features and the output of a root-mean-square pool, or the argmax of a max
-    pool. The argmax is returned only if `for_backward`.
+    tensors for the backward pass. For a root-mean-square pool, these are the lifted features and the output of the
+    pool, both with separate axes C and N. For a max pool, it is the argmax, and only if `for_backward` is True.
     """
     if isinstance(pool, Filter):
         lifted = patches.lift(x, taps).unflatten(-1, (len(parameters[0]), -1))
@@ -244,9 +245,10 @@ def _compute_statistics(moments: _Moments, taps: Tensor, norm: nn.BatchNorm3d) -
 
 @triton.jit
 def _load_taps(kernels, column, taps, tap, n, N: tl.constexpr):
-    """Load the taps with indices `tap` of the N kernels of one channel, as a tile (len(n), len(tap)) in float64.
+    """Load taps of the N kernels of one channel, as a tile (len(n), len(tap)) in float64.
 
-    `n` are the indices of orientations, and `column` those of the kernels.
+    `tap` are the indices of the taps, `n` those of the orientations. `column` are the rows of the array `kernels` for
+    these orientations. Taps and orientations that do not exist are 0.
     """
     mask = (n < N)[:, None] & (tap < taps)[None, :]
     return tl.load(kernels + column[:, None] * taps + tap[None, :], mask=mask, other=0.0).to(tl.float64)

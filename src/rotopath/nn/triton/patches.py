@@ -235,7 +235,8 @@ def _load_patches(
 ):  # fmt: skip
     """Load the taps FROM to FROM + TAPS - 1 of the patches at the offsets `first`, as a tile (patches, TAPS).
 
-    Taps of masked patches are 0, except for the constant tap, which is 1 in every patch. Unused taps are 0.
+    `row_mask` states which patches exist. Taps of patches that do not exist are 0, except for the constant tap, which
+    is 1 in every patch. Unused taps are 0.
     """
     tap = FROM + tl.arange(0, TAPS)
     row, column, channel = tap // (SIDE * CHANNELS), (tap // CHANNELS) % SIDE, tap % CHANNELS
