@@ -1,5 +1,6 @@
 """Settings of all tests, and names that examples in docstrings use without importing them: `torch` and `rp`."""
 
+import gc
 import os
 import signal
 from importlib.util import find_spec
@@ -14,6 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, 
 collect_ignore_glob = [] if find_spec("triton") else ["src/rotopath/nn/triton/*.py"]
 # A suite in the background inherits that Ctrl-C is ignored, and would pass this on to programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# A forked process must not collect garbage of its parent: objects of ONNX Runtime would wait for threads that only the
+# parent has, without end.
+os.register_at_fork(after_in_child=gc.freeze)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # run kernels on the CPU, slowly; read when they are imported
 torch.set_num_threads(1)  # test processes share the cores; module fixtures run before the fixture below

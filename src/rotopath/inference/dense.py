@@ -6,7 +6,7 @@ for which only the output at its center is predicted. The window of a patch is t
 depends on; the side of the window is `geometry.context_px`. Functions with the argument `rotations` offer test-time
 augmentation (mean over rotations): the input is rotated by 0°, 360°/rotations, …, each rotated input is predicted, maps
 are rotated back, and the probabilities are averaged. `prepare` converts a trained network to the form and precision
-that are fast on a device.
+that are fast on a device. Slides are predicted by `slide_pass`, tile by tile, with the rotations of `tiling`.
 """
 
 import copy

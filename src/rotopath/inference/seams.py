@@ -3,7 +3,7 @@
 `Seams` receives the tiles of a slide, row by row, each with a mask. A region is a connected component of the mask. A
 region that touches no border to another tile is complete, and is returned immediately. The parts of all other regions
 are merged after the last tile. Until then, the pixels of the parts are kept in files; only a table of which parts
-belong together stays in memory.
+belong together stays in memory. Points, such as mitoses, are merged in `tasks.detect`.
 """
 
 from collections import defaultdict

@@ -12,7 +12,8 @@
   but not used, except at the edges of the image.
 - Halo: outputs around a tile that are also returned, because objects near the border of the tile depend on them.
 
-`Geometry` has the sizes of frames, blocks and the rim. The task defines the halo.
+`Geometry` has the sizes of frames, blocks and the rim. The task defines the halo. With several rotations (test-time
+augmentation), each frame is rotated, predicted and rotated back, and the results are averaged.
 """
 
 import math

@@ -70,8 +70,8 @@ def paint_ground(
     """Paint tissue without nuclei; return the canvas, and the direction of the fibers at each pixel.
 
     `depth_um` (height, width) is positive in epithelium and negative in stroma. `cells` are the centers of epithelial
-    cells. `loosening` (height, width) adds edema to the stroma: 0 and None add none, and at 4 most stroma is edematous.
-    The directions (height, width) are complex numbers of length 1.
+    cells. `loosening` (height, width) adds edema to the stroma: with 0 or None there is no edema, with a value of 4
+    most of the stroma is edematous. The directions (height, width) are complex numbers of length 1.
     """
     shape, px_per_um = (depth_um.shape[0], depth_um.shape[1]), 1 / spacing_um_px
     along, across = _fiber_coordinates(rng, depth_um, px_per_um)

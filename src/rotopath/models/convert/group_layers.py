@@ -84,7 +84,11 @@ Channels = tuple[Width, ...]
 
 
 def resolve_parts(channels: Iterable[Width]) -> Channels:
-    """Return the channels after replacing each width that `tie` has merged or split by its parts."""
+    """Return the channels with current widths only.
+
+    `tie` splits a width into smaller ones, or merges it into another one, and stores the new widths in `parts`. Such a
+    width is replaced by its parts; all others are kept.
+    """
     return tuple(part for width in channels for part in (resolve_parts(width.parts) if width.parts else (width,)))
 
 

@@ -81,7 +81,9 @@ class _Tiling(NamedTuple):
 
 
 def norm_relu_blur(x: Tensor, norm: nn.BatchNorm3d, pool: GroupAvgPool2d) -> Tensor:
-    """Apply batch norm, ReLU and a root-mean-square pool to features (B, C, N, H, W).
+    """Apply batch norm, ReLU and `pool` to features (B, C, N, H, W). Returns features (B, C, N, H/S, W/S).
+
+    `pool` computes the blurred root mean square over pixels, for each channel and orientation, with stride S.
 
     In training, this updates the running statistics of the batch norm. In evaluation, the result has no gradients.
     """
