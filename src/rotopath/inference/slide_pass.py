@@ -282,9 +282,10 @@ class SlidePass:
         return tile._replace(probabilities=np.where(near, tile.probabilities, background), deviations=deviations)
 
     def _pool_outputs(self, tile: Tile, values: Map) -> Map:
-        """Return the pixels of a map for a tile without its halo: means over small squares of outputs.
+        """Return the heat-map pixels of a tile: remove the halo, and average the outputs over small squares.
 
-        `values` (h, w) has the value of each output of the tile with its halo.
+        `values` (h, w) are the outputs of the tile, including the halo. A heat-map pixel is the mean of a square of
+        `_outputs_per_px` × `_outputs_per_px` outputs.
         """
         means = values[tile.core].astype(np.float64)
         for axis in (0, 1):

@@ -310,11 +310,11 @@ class TileFrame(NamedTuple):
 class Grid:
     """The grid of outputs of a network on a slide, and its division into tiles.
 
-    `view` is the slide at the pixel spacing of the network. `tile_px` is the largest side, in pixels, of the frame of a
-    tile without its halo (default: 1024), but at least `geometry.context_px`. `halo` is the number of outputs added on
-    each side of a tile. `multiple` is the side of a heat-map pixel, in outputs. Each tile starts at a multiple of this
-    side, so that no heat-map pixel crosses a tile border. If `multiple` outputs need a larger frame, `tile_px` is
-    exceeded.
+    `view` is the slide at the pixel spacing of the network. `tile_px` is the largest side, in pixels, of what the
+    network reads for a tile, not counting the halo (default: 1024). It is raised to `geometry.context_px` and, if that
+    is more, to what the network reads for one heat-map pixel. `halo` is the number of outputs added on each side of a
+    tile. `multiple` is the side of a heat-map pixel, in outputs. Each tile starts at a multiple of it, so that no
+    heat-map pixel crosses a tile border.
     """
 
     def __init__(

@@ -195,7 +195,10 @@ class ValueProxy(fx.Proxy):
     """Stand-in for a tensor, or for a size or number computed from it, during tracing."""
 
     def __len__(self) -> int:
-        """Return the length of `x.shape[-2:]`, so that `*x.shape[-2:]` can be traced. No other length is known."""
+        """Return the length of `x.shape[-2:]`, which is 2, so that `*x.shape[-2:]` can be traced.
+
+        The number of axes of a tensor is not known during tracing, so all other lengths raise TypeError.
+        """
         target, args = self.node.target, self.node.args
         index = args[1] if target is operator.getitem else None
         if isinstance(index, slice) and isinstance(index.start, int) and index.start < 0 and index.stop is None:
