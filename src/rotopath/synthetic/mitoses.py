@@ -365,7 +365,7 @@ def _two_plates(rng: np.random.Generator, rough: Points, distance: float, length
 
 
 def _plate(position: Points, length: float, thickness: float) -> Field:
-    """Return the depth in µm in a plate with rounded ends.
+    """Return how deep each pixel is inside a plate with rounded ends, in µm; negative outside.
 
     `position` is the position of each pixel relative to the center of the plate, in µm. `length` and `thickness` are
     half the length and half the thickness of the plate, in µm.
@@ -376,7 +376,7 @@ def _plate(position: Points, length: float, thickness: float) -> Field:
 
 
 def _round_cell(rng: np.random.Generator, position: Points) -> Field:
-    """Return the depth in µm in a round cell of random size.
+    """Return how deep each pixel is inside a round cell of random size, in µm; negative outside.
 
     `position` is the position of each pixel relative to the center of the cell, in µm.
     """

@@ -373,7 +373,7 @@ def _describe_graph(graph: fx.Graph) -> list[tuple[Any, ...]]:
 
 
 def _projection_names(layers: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Return an iterator over names for the projections that are not yet paths of `layers`: project, project_2, …"""
+    """Yield names for the projection layers, project, project_2, …, without the names that `layers` already has."""
     taken = {path.partition(".")[0] for path in layers}
     name = next(name for name in ("project", "project_layer", "_project") if name not in taken)
     names = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(2)))

@@ -339,11 +339,11 @@ def _forward_kernel(
     NORM: tl.constexpr, N: tl.constexpr, S: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the output y of one chunk of a tile of strips.
+    """Write the outputs of ROWS strips, for one chunk of blocks: those from `start` to `stop` - 1, top to bottom.
 
-    A strip is two outputs wide, `left` and `right`, because neighboring outputs read many pixels in common. The chunk
-    has the blocks from `start` to `stop` - 1. The blocks before and after it are also read, because they contribute to
-    its outputs. `eps` is the ε under the root.
+    A block is S × S pixels and has one output. A strip is two blocks wide, because the outputs of both, `left` and
+    `right`, read many pixels in common. The filter of an output also covers the neighboring blocks, so the blocks just
+    above and below the chunk are read too. `eps` is the ε in the output √(m + ε) - √ε.
     """
     columns = columns // UNIT * UNIT  # the same number; tells the compiler a divisor, so that it vectorizes loads
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
