@@ -155,7 +155,9 @@ def _hash_file(path: Path) -> str:
             while block := file.read(HASH_BLOCK_BYTES):
                 digest.update(block)
     except OSError as error:
-        raise UnreadableFileError(path, f"cannot be read ({error.strerror}); make it readable, or copy it again from its source.") from None
+        raise UnreadableFileError(
+            path, f"cannot be read ({error.strerror}); make it readable, or copy it again from its source."
+        ) from None
     return digest.hexdigest()
 
 
