@@ -142,12 +142,12 @@ def test_fused_kernels_are_compared_with_separate_layers(monkeypatch: pytest.Mon
     assert selftest._test_fused_kernels(device).startswith("same as separate layers")
     norm_relu_pool = selftest.norm_relu_pool
     monkeypatch.setattr(selftest, "norm_relu_pool", lambda x, norm, pool: norm_relu_pool(x, norm, pool) * 1.01)
-    with pytest.raises(SelfTestFailedError, match="they differ by"):
+    with pytest.raises(SelfTestFailedError, match="differ by"):
         selftest._test_fused_kernels(device)
 
 
 def test_device_is_compared_with_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert selftest._test_device(selftest.CPU).startswith("as a plain CNN in precision 32: same as the CPU")
+    assert selftest._test_device(selftest.CPU).startswith("as a plain CNN in precision 32: same as on the CPU")
     biases = iter([3.0, 0.0])  # of the device, then of the CPU
 
     def prepare(network: Network, _device: torch.device, _dtype: torch.dtype) -> Network:
@@ -156,7 +156,7 @@ def test_device_is_compared_with_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
         return network
 
     monkeypatch.setattr(dense, "prepare", prepare)
-    with pytest.raises(SelfTestFailedError, match="from those on the CPU"):
+    with pytest.raises(SelfTestFailedError, match="from the probabilities on the CPU"):
         selftest._test_device(selftest.CPU)
 
 
@@ -176,7 +176,7 @@ def test_gpu_line_names_the_gpu_or_the_reason_why_there_is_none() -> None:
     console.print(verdict([SelfTestResult("a", "works", ""), SelfTestResult("b", "fails", "")]))
     text = console.export_text()
     assert "✓ GPU 0" in text
-    assert "NVIDIA H200, 150 GB, bf16" in text
+    assert "NVIDIA H200, 150 GB, supports bf16" in text
     assert "– GPU" in text
     assert "the driver is too old" in text
     assert "✗ 1 of 2 self-tests failed: b." in text

@@ -2,8 +2,8 @@
 
 Layers are in `nn`, the geometry of rotated kernels in `group`, networks in `models`, image files and slides in
 `images`, datasets in `data`, scores in `metrics`, the kinds of tasks in `tasks`, prediction in `inference`, training in
-`training`, studies in `studies`, report pages and figures in `reports`. `models.convert` makes a plain CNN equivariant;
-`models.freeze` converts an equivariant network to a plain CNN.
+`training`, studies in `studies`, and report pages and figures in `reports`. `equivariant` converts a plain CNN to an
+SE(2,N) network; `freeze` converts an SE(2,N) network to a plain CNN with the same outputs.
 
 The main commands of `rotopath` are also functions: `train`, `evaluate`, `predict`, `export`, `study` and `report`.
 Modules are imported at their first use, so that `import rotopath` and `rotopath --help` are fast.

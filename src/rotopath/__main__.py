@@ -1,4 +1,4 @@
-"""`python -m rotopath` runs the command `rotopath`."""
+"""Run the command `rotopath` when Python is called with `python -m rotopath`."""
 
 from rotopath.cli import app
 

@@ -1,6 +1,6 @@
-"""Describe the environment of rotopath: versions, git commit, hardware, and installed optional packages.
+"""Describe the environment in which rotopath runs: versions, git commit, hardware, and missing optional packages.
 
-This module is in the lowest layer of the package: it imports only the version of rotopath.
+This module is in the lowest layer of the package: it imports nothing from rotopath except the version number.
 """
 
 import platform
@@ -15,7 +15,9 @@ import torch
 
 import rotopath
 
-EXTRAS: Mapping[str, Mapping[str, str]] = {  # for each extra of pyproject.toml: module name → package name
+# For each extra (a group of optional packages in pyproject.toml): the names of its modules, as in `import`, and the
+# names of the packages that contain the modules, as in `pip install`.
+EXTRAS: Mapping[str, Mapping[str, str]] = {
     "train": {
         "lightning": "lightning",
         "h5py": "h5py",
@@ -26,26 +28,27 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {  # for each extra of pyproject.toml:
         "tensorboard": "tensorboard",
         "tomli_w": "tomli-w",
     },
-    # The extra "slides" also installs openslide-bin. It is not listed here, because the system may have that library.
+    # The extra "slides" also installs the package openslide-bin. It is not listed here, because it is not needed on
+    # systems that have the OpenSlide library.
     "slides": {"openslide": "openslide-python", "tiffslide": "tiffslide"},
     "onnx": {"onnx": "onnx", "onnxruntime": "onnxruntime", "onnxscript": "onnxscript"},
     "cluster": {"dask": "dask", "distributed": "distributed", "dask_jobqueue": "dask-jobqueue"},
 }
-PURPOSE: Mapping[str, str] = {  # for each extra: what it is needed for
-    "train": "training, the demonstration, PCam and Aperio files, figures",
+PURPOSE: Mapping[str, str] = {  # for each extra: the features that need its packages
+    "train": "training, the demo, PCam and Aperio files, figures",
     "slides": "whole slides",
     "onnx": "export to ONNX",
     "cluster": "studies and slides on a Dask cluster",
 }
-PACKAGES = ("torch", "numpy", "scipy", "scikit-image", "lightning", "safetensors")  # their versions are recorded
-GIT_TIMEOUT_S = 10
+PACKAGES = ("torch", "numpy", "scipy", "scikit-image", "lightning", "safetensors")  # provenance contains their versions
+GIT_TIMEOUT_S = 10  # maximum duration of a git command, in seconds
 
 
 # Optional packages
 
 
 def find_extra(module: str) -> str | None:
-    """Return the extra (group of optional packages) of rotopath that installs a module, or None if there is none.
+    """Return the name of the extra that installs a module, or None if no extra of rotopath installs it.
 
     >>> from rotopath.environment import find_extra
     >>> find_extra("openslide")
@@ -65,11 +68,11 @@ def install_command(extra: str) -> str:
 
 
 def list_missing(extra: str) -> list[str]:
-    """Return the names of the packages of an extra that are not installed."""
+    """Return the names of the packages of an extra that are not installed, as in `pip install`."""
     return [package for module, package in EXTRAS[extra].items() if find_spec(module) is None]
 
 
-# Provenance: recorded with every run, prediction and export
+# Provenance: facts that are saved with every run, prediction and export
 
 
 def describe_software(packages: Sequence[str] = PACKAGES) -> dict[str, object]:
@@ -93,7 +96,7 @@ def describe_machine(device: torch.device) -> dict[str, object]:
 
 
 def now() -> str:
-    """Return the current UTC time in ISO 8601 format, with a resolution of one second."""
+    """Return the current time (UTC) in ISO 8601 format, with whole seconds."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -106,18 +109,18 @@ def _find_version(package: str) -> str | None:
 
 
 def _find_commit() -> str | None:
-    """Return the git commit of the source tree, with "-dirty" if files were changed.
+    """Return the git commit of the source code, or None if git is missing or does not track this file.
 
-    If the repository has annotated tags, the result starts with the nearest tag, as in the output of `git describe`.
-    Returns None if git is missing or does not track this file.
+    The text ends in "-dirty" if tracked files differ from the commit. If the repository has annotated tags, the text
+    starts with the nearest tag, as in the output of `git describe`.
     """
     if not _run_git("ls-files", Path(__file__).name):
-        return None  # rotopath may be installed inside another repository, which does not track this file
+        return None  # rotopath may be installed in a folder of another repository, which has different commits
     return _run_git("describe", "--always", "--dirty", "--abbrev=12")
 
 
 def _run_git(*arguments: str) -> str | None:
-    """Run a git command in the folder of this file. Return its output, or None if git fails or prints nothing."""
+    """Run a git command in the folder of this file. Return the printed text, or None if git fails or prints nothing."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=GIT_TIMEOUT_S)

@@ -1,10 +1,13 @@
 """Score a model on annotated images, and measure how its predictions change when the images are rotated.
 
-`evaluate` scores a finished run on a split of a dataset and writes the scores to a JSON file. `gather_evidence`
-collects the *evidence*: prediction and ground truth of each sample. From the evidence, a task computes its scores and
-chooses its operating point (decision thresholds). `predict_rotated_inputs` predicts the same inputs rotated by many
-angles, to measure robustness. "Plain" angles are those of the paper, multiples of 22.5°. Interpolation blurs the
-rotated images, except at multiples of 90°. At "fair" angles, offset by 11.25°, all images are blurred about equally.
+`evaluate` scores a finished run on a split of a dataset, and writes the scores to a JSON file. `gather_evidence`
+collects the *evidence*: the prediction and the ground truth of each sample. From the evidence, a task computes its
+scores and chooses its operating point (decision thresholds).
+
+`predict_rotated_inputs` predicts the same inputs at many angles, to measure robustness to rotation. There are two sets
+of angles. The *plain* angles are those of the paper: 0°, 22.5°, 45°, … Rotation blurs an image by interpolation, except
+at multiples of 90°, and the blur alone changes predictions. The *fair* angles are 11.25°, 33.75°, … At these angles,
+all images are blurred about equally.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,14 +41,14 @@ from rotopath.writing import atomic_file, write_json
 Split = Literal["train", "valid", "test"]
 OnProgress = Callable[[int, int], None]  # receives the number of finished samples, and the number of all samples
 CPU = torch.device("cpu")
-STACK_PX = 2**18  # small images are predicted together, in stacks of up to this number of pixels
+STACK_PX = 2**18  # images of the same size are predicted together, up to this total number of pixels
 PATCH_BATCH = 256  # patches predicted together
-ROTATED_WINDOWS = 512  # by default, up to this number of windows are rotated
-ROTATED_BATCH = 32  # windows sampled together
-ROTATED_SEED = 1_000_003  # for sampling the windows to rotate
+ROTATED_WINDOWS = 512  # default number of windows that are rotated to measure robustness
+ROTATED_BATCH = 32  # number of these windows that are sampled together
+ROTATED_SEED = 1_000_003  # seed for sampling these windows
 SHOWN_WINDOWS = 48  # number of windows whose pixels are saved for figures
 FIELD_PX = 200  # side of the central square of each field (annotated image region) in which rotated maps are compared
-FOREGROUND = 0.5  # lowest probability of foreground pixels
+FOREGROUND = 0.5  # in rotated maps, pixels with at least this probability are foreground
 
 
 # Scores
@@ -55,8 +58,8 @@ FOREGROUND = 0.5  # lowest probability of foreground pixels
 class Evaluation:
     """Scores of a model on one split of a dataset, and the path of the JSON file with these scores."""
 
-    split: str
-    scores: Mapping[str, Any]
+    split: str  # train, valid or test
+    scores: Mapping[str, Any]  # by name, as returned by `Task.score`, and "rotations", "data" and "rotation"
     path: Path
 
     def __repr__(self) -> str:
@@ -77,22 +80,22 @@ def evaluate(
     spacing_um_px: float | None = None,
     on_progress: Callable[[str, int, int], None] = lambda _split, _done, _all: None,
 ) -> Evaluation:
-    """Score a finished run or a pretrained model on a split, and write the scores to a JSON file.
+    """Score a finished run or a pretrained model on a split of a dataset, and write the scores to a JSON file.
 
-    - `model`: a run, a run folder, or the name of a pretrained model. A pretrained model requires `data`.
-    - `data`: a dataset; default: the one that the run was trained on.
+    - `model`: a run, the path of a run folder, or the name of a pretrained model. A pretrained model requires `data`.
+    - `data`: path of the dataset; default: the dataset that the run was trained on.
     - `rotations`: number of rotations of each image, over which predictions are averaged (test-time augmentation).
-    - `rule`: rule for counting true positives, one of `task.rules`; default: the first of these.
-    - `robustness`: also measure how predictions change when inputs are rotated, and save the results for figures in an
-      `.npz` file next to the scores.
+    - `robustness`: also measure how predictions change when inputs are rotated, and save arrays for figures in an
+      `.npz` file beside the scores.
     - `out`: file for the scores; default: the path that `evaluation_file` returns for the run folder or, if the model
       is pretrained, for the folder `runs/NAME`.
+    - `rule`: rule for counting true positives, one of `task.rules`; default: the first of them.
     - `spacing_um_px`: pixel spacing in µm/px of images that do not specify it. For the dataset that the run was trained
       on, the default is `data_spacing_um_px` of the recipe.
-    - `on_progress`: receives the split, the number of finished samples and the number of all samples.
+    - `on_progress`: function that receives the split, the number of finished samples and the number of all samples.
 
-    With several rotations, or if `rule` is given, the operating point is chosen again on the validation set of
-    the dataset. Raises DataError if the split does not exist or the data does not fit the task.
+    With several rotations, or if `rule` is given, the operating point is chosen again on the validation set of the
+    dataset. Raises DataError if the split does not exist or is empty, or if the data does not fit the task.
     """
     run = model if isinstance(model, Run) else runs.load(model)
     if split not in SPLITS:
@@ -113,7 +116,7 @@ def evaluate(
 
     evidence = gather(samples=dataset.split(split), on_progress=partial(on_progress, split))
     point = run.point
-    if rotations > 1 or rule is not None:  # other thresholds are best for averaged probabilities, or for another rule
+    if rotations > 1 or rule is not None:  # the best thresholds may differ from those of the training
         validation = gather(samples=dataset.split("valid"), on_progress=partial(on_progress, "valid"))
         point = task.choose_operating_point(validation, rule)
     scores = task.score(evidence, point, rule) | {"rotations": rotations, "data": str(dataset.root)}
@@ -126,7 +129,7 @@ def evaluate(
         scores["rotation"] = summarize_rotation(rotated)
         with atomic_file(path.with_suffix(".npz")) as unfinished, unfinished.open("wb") as file:
             np.savez_compressed(file, **pack_for_figures(rotated))  # type: ignore[arg-type]
-    elif out is None and path.exists():  # keep the robustness of an earlier evaluation on the same data
+    elif out is None and path.exists():  # keep the robustness that an earlier evaluation measured on the same data
         before = read_json(path).get(split, {})
         if "rotation" in before and before.get("data") == scores["data"]:
             scores["rotation"] = before["rotation"]
@@ -137,9 +140,10 @@ def evaluate(
 def evaluation_file(
     folder: Path, split: str, rotations: int = 1, rule: str | None = None, data: Path | None = None
 ) -> Path:
-    """Return the path in `folder` of the file for scores. The path differs by split, rotations, rule and data.
+    """Return the path of the file for scores in `folder`. Its name contains the split, rotations, rule and data.
 
-    `rule` is None for the default rule. `data` is the path of the dataset, or None for the dataset of the training.
+    `rotations` is 1 without test-time augmentation. `rule` is None for the default rule. `data` is the path of the
+    dataset, or None for the dataset that the run was trained on. Defaults are not part of the name.
 
     >>> from rotopath.evaluation import evaluation_file
     >>> evaluation_file(Path("runs/a"), "test", rotations=4).as_posix()
@@ -175,8 +179,8 @@ def gather_evidence(
 ) -> list[Evidence]:
     """Predict all samples, and return the evidence of each sample: its prediction and its ground truth.
 
-    Predictions are averaged over `rotations` rotations of each image. `on_progress` receives the number of finished
-    samples and the number of all samples.
+    Predictions are averaged over `rotations` rotations of each image. The network is moved to `device`. The function
+    `on_progress` receives the number of finished samples and the number of all samples.
     """
     network = network.to(device).eval()
     if task.prediction_type == "window":
@@ -190,7 +194,7 @@ def gather_evidence(
 
 
 def _stack_images(samples: Sequence[Sample], reader: SampleReader) -> Iterator[NDArray[np.uint8]]:
-    """Yield stacks (B, H, W, 3) of consecutive images of the same size, in the order of the samples."""
+    """Read the samples in order, and yield stacks (B, H, W, 3) of consecutive images of the same size."""
     stack: list[NDArray[np.uint8]] = []
     for image in map(reader.read, samples):
         if stack and (image.shape != stack[0].shape or (len(stack) + 1) * image[..., 0].size > STACK_PX):
@@ -209,9 +213,9 @@ def _gather_patches(
     rotations: int,
     on_progress: OnProgress,
 ) -> list[Evidence]:
-    """Return the evidence of patches: one prediction for each patch, computed in large batches."""
+    """Return the evidence of each patch for tasks with one prediction per patch. Patches are predicted in batches."""
     window_px = network.geometry.context_px
-    cut_px = covering_size(window_px) if 4 % rotations else window_px  # larger if an angle is no multiple of 90°
+    cut_px = covering_size(window_px) if 4 % rotations else window_px  # other angles than k · 90° need more
     batches, steps = make_center_batches(task, samples, cut_px, device=device)
     evidence: list[Evidence] = []
     for images, _ in batches.load(steps, device):
@@ -236,6 +240,7 @@ def make_center_batches(
     """Return batches of the central window of each sample, in the order of the samples, and the range of all steps.
 
     `batch` is the number of windows per batch; the last batch may be smaller. Each sample is in exactly one batch.
+    `cache` and `device` state where the images are kept.
     """
     pixels = open_pixels(samples, task.reader, cache, device)
     sampler = CenterSampler(task.image_targets(samples), pixels.sizes_px, window_px, batch)
@@ -256,9 +261,9 @@ def make_sampled_batches(
 ) -> Batches:
     """Return batches of random windows, drawn by the task's sampler.
 
-    `batch` is the number of windows per batch. `mined` is the array that `task.examples_for_sampler` returns: hard
-    examples, which the sampler draws more often. An array of shape (k,) contains indices of samples; an array with
-    several columns contains these indices in the first column. None means no hard examples.
+    `batch` is the number of windows per batch. `cache` and `device` state where the images are kept. `mined` contains
+    hard examples, which the sampler draws more often, as returned by `task.examples_for_sampler`: indices of samples
+    (k,), or rows (k, 3) that begin with the index of a sample. None means no hard examples.
     """
     if batch < 1 or seed < 0:
         raise DataError(f"The batch size must be 1 or more and the seed 0 or more; got {batch} and {seed}.")
@@ -278,7 +283,8 @@ def make_sampled_batches(
 class RotatedPredictions:
     """Predictions of the same inputs at fair and at plain angles. Inputs are windows, or the central squares of fields.
 
-    Probabilities and decisions have the shape (angles, windows) or (angles, fields, height, width).
+    A field is an annotated image. Probabilities and decisions have the shape (angles, windows) or
+    (angles, fields, height, width).
     """
 
     fair_degrees: list[float]  # angles, counterclockwise
@@ -287,8 +293,8 @@ class RotatedPredictions:
     plain: NDArray[np.float32]  # probabilities at the plain angles
     labels: NDArray[np.int64]  # class numbers (windows,); empty for fields
     images: NDArray[np.uint8]  # (k, height, width, 3), not rotated; only the first windows, but all fields
-    fair_decisions: NDArray[np.generic]
-    plain_decisions: NDArray[np.generic]
+    fair_decisions: NDArray[np.generic]  # decisions at the fair angles, such as predicted classes
+    plain_decisions: NDArray[np.generic]  # decisions at the plain angles
     maps: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # by name, at fair angles; empty for windows
 
 
@@ -307,10 +313,10 @@ def predict_rotated_inputs(
 
 
 def summarize_rotation(rotated: RotatedPredictions) -> dict[str, object]:
-    """Return the robustness for the JSON file, at fair and at plain angles.
+    """Return the robustness at fair and at plain angles, as entries of the JSON file.
 
-    The robustness consists of the standard deviation of probabilities over angles, and the fraction of inputs whose
-    decision changes with the angle.
+    The robustness consists of the standard deviation of the probability over angles, averaged over inputs, and the
+    fraction of inputs with different decisions at different angles.
     """
     return {
         "inputs": "pixels of fields" if rotated.maps else "windows",
@@ -321,10 +327,10 @@ def summarize_rotation(rotated: RotatedPredictions) -> dict[str, object]:
 
 
 def pack_for_figures(rotated: RotatedPredictions) -> dict[str, NDArray[np.generic]]:
-    """Return the arrays for figures, by name.
+    """Return arrays for figures, by name: the images, and their predictions.
 
-    If the inputs are windows, these are the predictions at all angles. If the inputs are fields, these are the mean and
-    the standard deviation of each map over the fair angles.
+    If the inputs are windows, the predictions at all angles are returned. If the inputs are fields, the mean and the
+    standard deviation of each map over the fair angles are returned.
     """
     if not rotated.maps:
         names = ("fair_degrees", "fair", "plain_degrees", "plain", "labels", "images")
@@ -339,11 +345,12 @@ def pack_for_figures(rotated: RotatedPredictions) -> dict[str, NDArray[np.generi
 def _predict_rotated_windows(
     run: Run, samples: Sequence[Sample], device: torch.device, max_windows: int
 ) -> RotatedPredictions:
+    """Predict up to `max_windows` windows at all fair and plain angles."""
     fair, plain = robustness_angles(), robustness_angles(fair=False)
     images, labels = _read_windows(run, samples, device, max_windows)
     probabilities = predict_rotated(run.network, images, [*fair, *plain], run.task.to_probabilities)  # (angles, B, K)
     decisions = run.task.decide(probabilities, run.point)  # (angles, B)
-    # With several channels, use for each window the channel with the highest mean probability over all angles.
+    # With several channels, compare one channel over the angles: the one with the highest mean probability.
     followed = probabilities.mean(axis=0).argmax(axis=-1)
     probability = np.take_along_axis(probabilities, followed[None, :, None], axis=2)[..., 0]  # (angles, B)
     side_px = run.network.geometry.smallest_px
@@ -363,8 +370,8 @@ def _predict_rotated_windows(
 def _read_windows(run: Run, samples: Sequence[Sample], device: torch.device, max_windows: int) -> tuple[Tensor, Tensor]:
     """Return up to `max_windows` windows (B, 3, s, s) and their labels (B,).
 
-    The windows are larger than the input of the network, so that they can be rotated by any angle without empty
-    corners. Patches that are smaller than a window are extended by reflection.
+    The side s is larger than the input of the network, so that windows can be rotated by any angle without empty
+    corners. If s exceeds the side of an image, the image is extended by reflection.
     """
     task, geometry = run.task, run.network.geometry
     cut_px = covering_size(geometry.context_px) + 2 * SPLINE_REACH
@@ -379,6 +386,7 @@ def _read_windows(run: Run, samples: Sequence[Sample], device: torch.device, max
 
 
 def _predict_rotated_fields(run: Run, samples: Sequence[Sample], device: torch.device) -> RotatedPredictions:
+    """Predict the central squares of all fields at all fair and plain angles."""
     fair, plain = robustness_angles(), robustness_angles(fair=False)
     predicted = [_predict_rotated_field(run, sample, device, [*fair, *plain]) for sample in samples]
     images, fields = zip(*predicted, strict=True)
@@ -401,12 +409,12 @@ def _predict_rotated_fields(run: Run, samples: Sequence[Sample], device: torch.d
 def _predict_rotated_field(
     run: Run, sample: Sample, device: torch.device, degrees: Sequence[float]
 ) -> tuple[NDArray[np.uint8], dict[str, NDArray[np.float32]]]:
-    """Return the central square (h, w, 3) of a field, and its maps (angles, h, w) by name.
+    """Return the central square (h, w, 3) of a field, and the maps (angles, h, w) of this square, by name.
 
-    The field is rotated by each angle and predicted, and the maps are rotated back.
+    For each angle in `degrees`, the field is rotated and predicted, and the maps are rotated back.
     """
     image = run.task.reader.without_targets.read(sample)
-    # Read more than the central square, so that the rotated square needs no pixels added by reflection.
+    # Predict more than the central square, so that the rotated square contains no pixels added by reflection.
     read_px = covering_size(FIELD_PX + run.network.geometry.smallest_px)
     top, left = (max(0, (side - read_px) // 2) for side in image.shape[:2])
     part = image[top : top + read_px, left : left + read_px]

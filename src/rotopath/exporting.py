@@ -1,8 +1,9 @@
 """Export a trained network for other software: TorchScript (for WSInfer and QuPath), ONNX, or a torch.export program.
 
-`export` converts a network with SE(2) layers to a plain CNN with the same logits, which is called freezing. Then
-`export` writes a folder with the model, its weights, a configuration and its provenance. The exported model is read
-back, and its logits are compared with those of the network. If the logits differ, nothing is written.
+`export` first converts a network with SE(2) layers to a plain CNN with the same logits; this is called freezing. Then
+`export` writes a folder with the model, its weights, a configuration file, the provenance and a README. The model file
+is read back, and the logits of the exported model are compared with those of the network. If they differ, nothing is
+written.
 """
 
 import copy
@@ -33,20 +34,20 @@ Format = Literal["torchscript", "onnx", "torch"]
 CONFIG, README, WEIGHTS = "config.json", "README.md", "model.safetensors"
 MODELS: Mapping[Format, str] = {"torchscript": "torchscript_model.pt", "onnx": "model.onnx", "torch": "model.pt2"}
 TOLERANCE = 1e-4  # absolute and relative tolerance for exported logits
-# Batches on which an exported model is checked: batch size, and how many steps H and W exceed the smallest image side.
-# A step is the difference between two successive valid image sides.
+# Sizes of the batches on which an exported model is checked. (B, k, m) stands for B images that are k steps higher and
+# m steps wider than the smallest image. A step is the difference between two successive valid image sides.
 CHECKED_SIZES = ((1, 0, 0), (3, 1, 2), (2, 2, 0))
 
 Predict = Callable[[Tensor], Tensor]  # from images (B, 3, H, W) to logits (B, K) or (B, K, h, w)
 
 
 def export(model: Run | Path | str, to: Format = "torchscript", out: Path | str | None = None) -> Path:
-    """Export the network of a finished run or a pretrained model. Returns the folder of the export.
+    """Export the network of a finished run or a pretrained model to a folder, and return the path of this folder.
 
     `model` is a run, the path of a run folder, or the name of a pretrained model. `to` is the format: "torchscript",
-    "onnx" or "torch" (a torch.export program). The folder of the export is `out`, by default `export-FORMAT` in
+    "onnx" or "torch" (a torch.export program). `out` is the folder; by default, it is `export-FORMAT` in
     `run.output_folder`. An older export in the folder is replaced atomically. Raises RunError if the network cannot be
-    exported, if the exported model computes other logits than the network, or if the folder contains files that are not
+    exported, if the exported model computes other logits than the network, or if the folder contains other files than
     an export of rotopath.
     """
     if to not in get_args(Format):
@@ -75,7 +76,7 @@ def export(model: Run | Path | str, to: Format = "torchscript", out: Path | str 
 
 
 def _is_export(folder: Path) -> bool:
-    """Return whether a folder contains an export."""
+    """Return whether a folder contains an export: its configuration, provenance and weights files."""
     return (folder / CONFIG).exists() and (folder / runs.PROVENANCE).exists() and (folder / WEIGHTS).exists()
 
 
@@ -83,10 +84,10 @@ def _is_export(folder: Path) -> bool:
 
 
 class PatchClassifier(nn.Module):
-    """Wraps a network as a patch classifier, from images (B, 3, H, W) to logits (B, K), averaged over all positions.
+    """A network as a patch classifier, which maps images (B, 3, H, W) to logits (B, K), the mean over all positions.
 
-    WSInfer and QuPath apply softmax, also to binary classifiers. A single logit z is therefore returned as two logits
-    (0, z): softmax then returns the probability sigmoid(z) for the second class.
+    A single logit z is returned as two logits (0, z), because WSInfer and QuPath always apply softmax. The softmax of
+    the second logit is the probability sigmoid(z).
     """
 
     def __init__(self, network: nn.Module, outputs: int) -> None:
@@ -102,7 +103,7 @@ class PatchClassifier(nn.Module):
 
 
 def _make_module(run: Run, to: Format, frozen: bool = True) -> nn.Module:
-    """Return a copy of the network on the CPU, in a `PatchClassifier` if `_is_classifier` returns True.
+    """Return a copy of the network on the CPU, in a `PatchClassifier` if the export is a patch classifier.
 
     If `frozen` is true, a network with SE(2) layers is converted to a plain CNN with the same logits. Raises RunError
     if this conversion is not possible.
@@ -118,8 +119,8 @@ def _make_module(run: Run, to: Format, frozen: bool = True) -> nn.Module:
 def _is_classifier(run: Run, to: Format) -> bool:
     """Return whether the export is a patch classifier, which returns one prediction per image instead of a map.
 
-    Three conditions must hold. The format is TorchScript, which is for WSInfer and QuPath; these programs can only run
-    patch classifiers. The network returns a map of 1 × 1 positions for its smallest image. The task has one target for
+    Three conditions must hold: the format is TorchScript, which is for WSInfer and QuPath, and these can only run patch
+    classifiers; the network returns a map of 1 × 1 positions for its smallest image; and the task has one target for
     each window, not a map of targets.
     """
     has_one_output = run.network.geometry.block == 1 and not run.task.reader.target_maps
@@ -127,27 +128,28 @@ def _is_classifier(run: Run, to: Format) -> bool:
 
 
 def _has_fixed_size(network: DenseNetwork) -> bool:
-    """Return whether the network accepts windows of one size only."""
+    """Return whether the exported model accepts images of one size only: rotopath slides it over larger images."""
     return isinstance(network, SlidingModule)
 
 
 def _smallest_image_px(network: DenseNetwork) -> int:
-    """Return the smallest image side to use with an exported model, in px.
+    """Return the smallest image side, in px, that an exported model should be used with.
 
-    For a `DenseModule`, which may pad, the side is so large that padding does not influence the central outputs.
+    A `DenseModule` may pad its input. For such a network, this side is large enough that padding does not affect the
+    outputs at the center.
     """
     geometry = network.geometry
     is_padded = isinstance(network, DenseModule)
     return geometry.nearest_sizes(geometry.context_px)[-1] if is_padded else geometry.smallest_px
 
 
-# Writers: each writes the model to a file in one format, reads the file, and returns the model from it as a function
+# Writers: each function writes a model to a file in one format, reads this file, and returns the model that it has read
 
 
 def _write_torchscript(model: nn.Module, network: DenseNetwork, path: Path) -> Predict:
     try:
         script: Any = torch.jit.script(model)
-    except Exception:  # any type: scripting does not support all of Python, unlike tracing
+    except Exception:  # of any type: scripting does not support all of Python, but tracing works
         side_px = _smallest_image_px(network)
         example = torch.zeros(2, IMAGE_CHANNELS, side_px, side_px)
         script = torch.jit.trace(model, example, check_trace=False)  # type: ignore[no-untyped-call]
@@ -195,8 +197,8 @@ WRITERS: Mapping[Format, Callable[[nn.Module, DenseNetwork, Path], Predict]] = {
 def _make_example(network: DenseNetwork) -> tuple[Tensor, dict[int, Any]]:
     """Return example images (B, 3, H, W) for an exporter, and a dictionary of the axes whose size may vary.
 
-    The dictionary maps axis numbers to symbolic sizes (`torch.export.Dim`). It has axis 0 (batch, any size) and, unless
-    the network accepts one image size only, axes 2 and 3 (H and W, any valid image side).
+    The dictionary maps axis numbers to symbolic sizes (`torch.export.Dim`). The size of axis 0, the batch, may always
+    vary. The sizes of axes 2 and 3, H and W, may vary unless the network accepts one image size only.
     """
     step, side = network.geometry.step_px, _smallest_image_px(network)
     batch = torch.export.Dim("batch", min=1)
@@ -209,7 +211,7 @@ def _make_example(network: DenseNetwork) -> tuple[Tensor, dict[int, Any]]:
 
 @contextmanager
 def _suppress_warnings() -> Iterator[None]:
-    """Suppress warnings of torch's exporters about deprecations and optional packages."""
+    """Suppress warnings of torch's exporters about deprecations and about optional packages."""
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -224,10 +226,11 @@ def _suppress_warnings() -> Iterator[None]:
 
 
 def check_outputs(exported: Predict, expected: Predict, network: DenseNetwork) -> None:
-    """Compare the logits of an exported model with those of the model before export, for several sizes of images.
+    """Compare the logits of an exported model with those of the model before the export, for several image sizes.
 
-    `exported` and `expected` are these two models, as functions from images to logits. `network` states the valid image
-    sizes. Raises RunError if the logits differ in shape, or in value by more than `TOLERANCE`.
+    `exported` is the exported model and `expected` the model before the export; both are functions from images to
+    logits. `network` states the valid image sizes. Raises RunError if the logits differ in shape, or in value by more
+    than `TOLERANCE`.
     """
     generator = torch.Generator().manual_seed(0)
     side, step = _smallest_image_px(network), 0 if _has_fixed_size(network) else network.geometry.step_px
@@ -251,13 +254,13 @@ def check_outputs(exported: Predict, expected: Predict, network: DenseNetwork) -
 def make_config(run: Run, to: Format) -> dict[str, object]:
     """Return the content of `config.json`, which describes inputs and outputs in the format of WSInfer's model zoo.
 
-    Only patch classifiers have the key `spec_version`. WSInfer requires this key, and so rejects models that return
-    maps, which it cannot run.
+    WSInfer can only run patch classifiers, and rejects files without the key `spec_version`. The key is therefore left
+    out if the export is not a patch classifier (see `_is_classifier`).
     """
     task, network = run.task, run.info.network
     geometry, patches = network.geometry, _is_classifier(run, to)
     class_names = ("Other", *task.output_names) if patches and task.outputs == 1 else task.output_names
-    usual_px = find_window_px(network.name) or network.window_px  # used for maps, which have no patch size
+    usual_px = find_window_px(network.name) or network.window_px  # used for segmentation, which has no patch size
     window_px = usual_px if task.reader.target_maps else geometry.smallest_px
     resize = {"name": "Resize", "arguments": {"size": window_px}}
     reflections = "-reflections" if network.options.get("reflections") else ""
@@ -284,7 +287,10 @@ def make_config(run: Run, to: Format) -> dict[str, object]:
 
 
 def _describe_origin(run: Run, to: Format) -> dict[str, object]:
-    """Return the provenance of an export: time, versions, and the recipe and provenance of the run."""
+    """Return the provenance of an export: its time, the versions of software, and the recipe and provenance of the run.
+
+    The recipe and the provenance are None if the run folder does not contain them.
+    """
     provenance, recipe = run.folder / runs.PROVENANCE, run.folder / runs.RECIPE
     return {
         "exported": now(),
@@ -314,7 +320,7 @@ def _format_readme(config: Mapping[str, object], to: Format) -> str:
     )
     lines = [
         f"# {config['name']}",
-        f"{config['architecture']}, frozen to a plain CNN and exported by rotopath. {use}",
+        f"{config['architecture']}, exported by rotopath as a plain network without SE(2) layers. {use}",
         f"- Input: RGB images (B, 3, H, W) from 0 to 1 at {config['spacing_um_px']} µm/px; stain: {config['stain']}; "
         f"sides of {sides_px}.",
         f"- Output: {config['output']}; apply {config['activation']}. Classes: {', '.join(config['class_names'])}.",  # type: ignore[arg-type]

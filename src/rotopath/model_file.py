@@ -1,9 +1,9 @@
-"""The model file `model.json`: the description of a trained model, beside its weights in `weights.safetensors`.
+"""Read and write the files of a trained model: its description `model.json`, and its weights `weights.safetensors`.
 
-The file specifies task, classes, pixel spacing, stain normalization, network, geometry of the network (its valid image
-sizes, stride and rim, see `Geometry`), operating point (decision thresholds) and the checksum of the weights. All
-values are checked when the file is read. No file is unpickled, because a pickle from an unknown source can execute any
-code.
+The model file `model.json` contains the task (classes, pixel spacing, stain normalization), the network, the geometry
+of the network (valid image sizes, stride and rim, see `Geometry`), the operating point (decision thresholds) and the
+checksum of the weights. All values are checked when the file is read. Neither file is a pickle, because a pickle from
+an unknown source can execute any code.
 """
 
 import hashlib
@@ -29,11 +29,11 @@ from rotopath.writing import write_json
 MODEL, WEIGHTS = "model.json", "weights.safetensors"
 FORMAT = 1  # version of the format of model files
 REMEDY = "Restore the file from a copy, or train again."
-LARGEST_WHOLE = 10**6  # upper limit of the sizes and counts in a model file, except the size of the weights file
+LARGEST_WHOLE = 10**6  # upper limit of whole numbers in a model file, except the size of the weights file in bytes
 
 
 class RunError(ValueError):
-    """Raised for a run or a model that cannot be used. The message states the reason and what to do."""
+    """Raised if a run or a model cannot be used. The message states the reason and what to do."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class NetworkInfo:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """The content of a model file: all that is needed for prediction, except the weights."""
+    """The content of a model file: everything that prediction needs, except the weights."""
 
     task: Task
     network: NetworkInfo
@@ -62,10 +62,11 @@ class ModelInfo:
 
 
 def write_model(folder: Path, task: Task, network: NetworkInfo, point: Mapping[str, float], weights: bytes) -> None:
-    """Write `model.json` into a folder. `weights` is the content of `weights.safetensors`, for its checksum.
+    """Write the model file `model.json` to a folder.
 
-    `weights.safetensors` itself is not written. In a run folder, write `weights.safetensors` after this call: a run
-    counts as finished as soon as its weights exist.
+    `point` is the operating point. `weights` is the content of `weights.safetensors`, of which only the checksum and
+    the size are written here. In a run folder, write `weights.safetensors` after this call, because a run counts as
+    finished as soon as this file exists.
     """
     kind = type(task)
     is_built_in = KINDS.get(kind.kind) is kind and kind.__module__.startswith("rotopath.")
@@ -97,7 +98,10 @@ def write_model(folder: Path, task: Task, network: NetworkInfo, point: Mapping[s
 
 
 def read_model(folder: Path) -> ModelInfo:
-    """Read the model file in a folder. If a value is missing or wrong, raises a RunError that names the value."""
+    """Read the model file in a folder. Raises RunError if the file is missing, damaged or from a newer rotopath.
+
+    If a value is missing or wrong, the message names its key.
+    """
     path = folder / MODEL
     content = read_json(path)
     version = content.get("format")
@@ -118,6 +122,9 @@ def read_model(folder: Path) -> ModelInfo:
     except ValueError as error:
         raise RunError(f"{path} is damaged: {str(error).rstrip('.')}. {REMEDY}") from None
     return ModelInfo(task, network, point, weights_sha256)
+
+
+# Parts of a model file. Each function checks its values and raises ValueError; `read_model` adds path and remedy.
 
 
 def _parse_task(table: Mapping[str, Any]) -> Task:
@@ -151,14 +158,14 @@ def _parse_class(entry: Any) -> Class:
 
 def _parse_network(table: Mapping[str, Any]) -> NetworkInfo:
     sizes = _get_table(table, "geometry")
-    smallest = {"outputs": 1, "smallest_px": 1, "step_px": 1, "stride_px": 1, "rim": 0}
+    minimums = {"outputs": 1, "smallest_px": 1, "step_px": 1, "stride_px": 1, "rim": 0}
     options = _get_table(table, "options")
     return NetworkInfo(
         name=_get_text(table, "name"),
         orientations=_get_whole(table, "orientations", 1),
         options={key: tuple(value) if isinstance(value, list) else value for key, value in options.items()},
         window_px=_get_whole(table, "window_px", 1),
-        geometry=Geometry(**{name: _get_whole(sizes, name, low) for name, low in smallest.items()}),
+        geometry=Geometry(**{name: _get_whole(sizes, name, low) for name, low in minimums.items()}),
         slides=_get_flag(table, "slides"),
     )
 
@@ -207,19 +214,21 @@ def _get_whole(table: Mapping[str, Any], name: str, low: int) -> int:
 
 
 def pack_weights(network: DenseNetwork | nn.Module) -> bytes:
-    """Return the weights as the content of a safetensors file.
+    """Return the weights of a network as the content of a safetensors file.
 
-    The tensors have their names in the trained module, without the prefix of a DenseModule or SlidingModule around it.
+    The names of the tensors are those in the trained module. If the module is wrapped in a `DenseModule` or a
+    `SlidingModule`, the names do not contain the prefix of the wrapper.
     """
     state = unwrap(network).state_dict()
     return save({name: tensor.contiguous().cpu() for name, tensor in state.items()})
 
 
 def load_weights(network: DenseNetwork | nn.Module, path: Path, sha256: str | None = None) -> None:
-    """Load weights from a safetensors file into a network.
+    """Load the weights in the safetensors file `path` into a network.
 
-    Raises RunError if the SHA-256 checksum of the file is not `sha256` (if given), if names, shapes or types of the
-    weights are not those of the network, or if a weight is not finite. In all these cases the network is not changed.
+    `sha256` is the expected SHA-256 checksum of the file; None means that the checksum is not checked. Raises RunError
+    if the file cannot be read or has another checksum, if the names, shapes or types of the weights are not those of
+    the network, or if a weight is not finite. The network is not changed in these cases.
     """
     try:
         content = path.read_bytes()
@@ -235,14 +244,15 @@ def load_weights(network: DenseNetwork | nn.Module, path: Path, sha256: str | No
 
 
 def hash_weights(folder: Path) -> str:
-    """Return the SHA-256 checksum of the weights file of a run, in hexadecimal."""
+    """Return the SHA-256 checksum of the weights file in a run folder, in hexadecimal."""
     return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
 
 
 def _find_fault(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
-    """Return a description of the first fault: a missing or unexpected tensor, or a wrong shape, type or value.
+    """Compare the tensors of a file with the tensors that a network expects, both by name.
 
-    Returns None if `tensors` fits `expected`.
+    Returns a description of the first fault (a missing or unexpected tensor, a wrong shape or type, or a value that is
+    not finite), or None if there is no fault.
     """
     for name in sorted(tensors.keys() ^ expected.keys()):
         return f"{name!r} is {'missing' if name in expected else 'not a weight of the network'}"
@@ -281,4 +291,4 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"JSON does not allow the number {name}")  # Python's json module would accept it
+    raise ValueError(f"JSON does not allow the number {name}")  # such as NaN, which json.loads accepts

@@ -1,8 +1,8 @@
 """The recipe of a training: a frozen dataclass with the task, the data, the network and all settings.
 
 `read_recipe` reads a recipe from a TOML file and applies overrides such as "orientations=4". `format_recipe` converts a
-recipe to TOML. All values are checked: a mistake raises a RecipeError that names the wrong key, its value and the
-expected value.
+recipe to TOML. All values are checked. If a value is wrong, a RecipeError is raised that states the key, the value and
+the expected value.
 """
 
 import dataclasses
@@ -24,15 +24,15 @@ from rotopath.models.registry import NETWORK_OPTIONS, check_options, expand_pres
 from rotopath.tasks import PAPER, Overrides, Task, find_kind, make_task
 
 HARDWARE = ("accelerator", "devices", "nodes", "cache", "workers")  # keys that do not change the result of a training
-RESETTABLE_OPTIONS = ("projection", "widths_of")  # network options for which the value false means their default
+RESETTABLE_OPTIONS = ("projection", "widths_of")  # network options that can be set to false, which means the default
 
 
 class RecipeError(ValueError):
-    """A mistake in a recipe. The message names the wrong key and the expected value."""
+    """Raised if a recipe has a mistake. The message states the wrong key and the expected value."""
 
 
 class NetworkOptions(dict[str, Any]):
-    """Options of a network, by name. The dictionary is hashable, so it must not be modified."""
+    """Options of a network, by name. Do not modify the dictionary, because its hash depends on its content."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted((name, repr(value)) for name, value in self.items())))
@@ -42,7 +42,8 @@ class NetworkOptions(dict[str, Any]):
 class Mining:
     """Settings of hard example mining.
 
-    A baseline network is trained first. Its worst mistakes on the training images are then sampled more often.
+    A baseline network is trained first. The main training then draws windows at the worst mistakes of the baseline
+    network, on the training images, more often.
     """
 
     epochs: int = 4  # number of epochs for which the baseline network is trained
@@ -57,27 +58,28 @@ class Mining:
 class Recipe:
     """All settings of a training. The defaults are those of the paper, as far as the paper specifies them.
 
-    In a key whose type includes None, None stands for the default that is stated beside the key. In TOML and in
-    overrides, None is written as `false`.
+    If the value of a key is None or an empty tuple, the default that is stated beside the key is used. In TOML files
+    and in overrides, None is written as `false`.
     """
 
     task: str  # "tumor", "mitosis" or "nuclei"; a kind: "classify", "detect" or "segment"; or "package.module:Class"
     data: str  # path of a dataset: a folder or a manifest
-    classes: tuple[str, ...] = ()  # class names; default: the classes of the task, or else those in the data
+    classes: tuple[str, ...] = ()  # class names; default: those of the task, otherwise those in the data
     colors: tuple[str, ...] = ()  # colors of the classes, such as "#e69f00"; default: colors of the task
     spacing_um_px: float | None = None  # pixel spacing at which the network reads images; default: that of the task
     stain: Stain | None = None  # stain normalization, "none" or "macenko"; default: that of the task
-    data_spacing_um_px: float | None = None  # pixel spacing of images whose files do not specify it; default: an error
+    data_spacing_um_px: float | None = None  # pixel spacing of images that specify none; default: an error
     network: str | None = None  # registered name, or "package.module:function"; default: the network of the task
     orientations: int = 8  # number of orientations N; 1 is an ordinary CNN
     network_options: NetworkOptions = field(default_factory=NetworkOptions)  # options of the network, by name
-    # Distance between windows on a slide, for networks with one prediction for each window. Default: half a window.
+    # Distance between neighboring windows on a slide, for networks that return one prediction for each window.
+    # Default: half a window.
     stride_px: int | None = None
-    # Reduced amount of training data: number of cases ("detect"), number of fields (annotated image regions) of each
-    # organ ("segment"), or fraction of the patches of each class ("classify"). Default: all training data.
+    # Amount of training data, if it is reduced: number of cases ("detect"), number of fields (images) of each organ
+    # ("segment"), or fraction of the patches of each class ("classify"). Default: all training data.
     regime: float | None = None
     seed: int = 0  # of initial weights, sampling and augmentation
-    epochs: int = 20  # largest number of epochs; `patience` may stop the training earlier
+    epochs: int = 20  # largest number of epochs; the training may stop earlier, see `patience`
     steps: int = 500  # batches per epoch
     batch: int | None = None  # windows per batch, over all devices; default: 16 for "segment", otherwise 64
     window_px: int | None = None  # side of training windows; default: that of the network
@@ -85,18 +87,19 @@ class Recipe:
     learning_rate: float = 0.01  # at the start of the training
     momentum: float = 0.9  # of SGD
     weight_decay: float = 5e-4  # decoupled: each step multiplies kernels by 1 - learning_rate · weight_decay
-    schedule: Literal["halve", "cosine", "constant"] = "halve"  # of the learning rate: halved every epoch, cosine to 0
-    keep: Literal["best", "last"] = "best"  # weights to keep; "best" are those with the lowest validation loss
+    # Learning rate: halved after each epoch, decreased to 0 along a cosine, or constant.
+    schedule: Literal["halve", "cosine", "constant"] = "halve"
+    keep: Literal["best", "last"] = "best"  # weights to keep; "best": those with the lowest validation loss
     # Stop after this number of epochs without a lower validation loss. Ignored if schedule = "cosine" or keep = "last".
     patience: int = 3
-    validation_steps: int = 32  # batches for the validation loss; "classify" uses all validation patches
+    validation_steps: int = 32  # batches for each validation loss; "classify" always uses all validation patches
     checkpoint_steps: int = 200  # steps between two checkpoints
     precision: Literal["32", "bf16"] = "32"  # float32, or mixed precision with bfloat16
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     devices: int = 1  # per node; every batch is divided among all devices of all nodes
     nodes: int = 1  # number of machines
     cache: Cache = "auto"  # where decoded images are kept: "device", "memory", "none" (only in files), or "auto"
-    workers: int = 0  # processes that read images; 0 reads them in the training process
+    workers: int = 0  # processes that read images if `cache` is "none"; 0: the training process reads them
     augmentation: Augmentation = field(default_factory=Augmentation)
     mining: Mining | None = None  # default: no hard example mining
 
@@ -150,8 +153,8 @@ class Recipe:
     def make_task(self, class_names: Sequence[str] = ()) -> Task:
         """Return the task of the recipe.
 
-        `class_names` are the class names in the data. A task that is not from the paper has these classes, unless the
-        recipe sets `classes`.
+        `class_names` are the class names in the data. They become the classes of the task, unless the recipe sets
+        `classes` or names a task of the paper, which has its own classes.
         """
         colors = tuple((int(c[1:3], 16), int(c[3:5], 16), int(c[5:7], 16)) for c in self.colors)
         return make_task(self.task, Overrides(self.classes, colors, self.spacing_um_px, self.stain), class_names)
@@ -161,7 +164,7 @@ class Recipe:
 
 
 def read_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
-    """Read a recipe from a TOML file, and apply overrides such as "orientations=4" or "augmentation.stain=0.1".
+    """Read a recipe from a TOML file, and apply the overrides in `changes`, such as "augmentation.stain=0.1".
 
     Raises RecipeError if the file cannot be read, or if a key is unknown or has a wrong value.
     """
@@ -173,7 +176,7 @@ def read_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
 
 
 def read_values(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
-    """Read the keys and values of a TOML file, and apply the overrides in `changes`. The values are not checked."""
+    """Return the keys and values of a TOML file, with the overrides in `changes`. The values are not checked."""
     try:
         with path.open("rb") as file:
             values = tomllib.load(file)
@@ -192,8 +195,8 @@ def make_recipe(values: Mapping[str, Any]) -> Recipe:
     """Make a recipe from a mapping of its keys to their values. Raises RecipeError if a key or a value is wrong.
 
     Options of the paper's networks, such as `kernel = "harmonic"`, may be written beside the other keys or in the table
-    `network_options`. A `preset` is replaced by the options that it stands for, so that the recipe keeps its meaning if
-    a later version of rotopath changes the preset.
+    `network_options`. The option `preset` is replaced by the options that this preset sets, so that the recipe keeps
+    its meaning if a later version of rotopath changes the preset.
 
     >>> make_recipe = rp.recipe.make_recipe
     >>> make_recipe({"task": "tumor", "data": "pcam", "kernel": "harmonic"}).network_options["kernel"]
@@ -214,9 +217,9 @@ def make_recipe(values: Mapping[str, Any]) -> Recipe:
 def find_changed_key(before: Recipe, now: Recipe) -> str | None:
     """Return the first key with different values in two recipes, or None if there is no difference.
 
-    Keys in HARDWARE are not compared, because they do not change the result of a training. `before` is the recipe in a
-    run folder, in which `classes` contains the class names of the data; `now` is the recipe of the user. `classes` is
-    not compared if it is empty in `now`.
+    `before` is the recipe in a run folder; `now` is the recipe of the user. Keys in HARDWARE are not compared, because
+    they do not change the result of a training. The key `classes` is not compared if it is empty in `now`, because
+    `before` then contains the class names of the data.
     """
     ignored = (*HARDWARE, *(() if now.classes else ("classes",)))
     names = (key.name for key in dataclasses.fields(Recipe) if key.name not in ignored)
@@ -224,7 +227,7 @@ def find_changed_key(before: Recipe, now: Recipe) -> str | None:
 
 
 def format_recipe(recipe: Recipe) -> str:
-    """Return a recipe as TOML text. `read_recipe` reads an equal recipe from a file with this text."""
+    """Return a recipe as TOML text. `read_recipe` converts a file with this text to an equal recipe."""
     import tomli_w
 
     tables = dataclasses.asdict(recipe)
@@ -253,7 +256,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 def _make_dataclass(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
     """Make a dataclass instance from a mapping of names to values. Raises RecipeError if a name or a value is wrong.
 
-    `prefix` precedes names in error messages: the name of a TOML table with a dot, such as "mining.", or nothing.
+    `prefix` is written before names in error messages: a TOML table with a dot, such as "mining.", or an empty string.
     """
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints = get_type_hints(cls)
@@ -300,7 +303,7 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
 
 
 def _convert_options(name: str, values: Mapping[str, Any]) -> NetworkOptions:
-    """Convert the table with the key `name` to network options. Raises RecipeError for nested tables and dates."""
+    """Convert the TOML table `name` to network options. Raises RecipeError if it contains nested tables or dates."""
     options = NetworkOptions({key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
     for key, value in options.items():
         for item in value if isinstance(value, tuple) else (value,):
@@ -332,5 +335,6 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _require(holds: bool, name: str, value: object, expected: str) -> None:
+    """Raise RecipeError unless `holds` is True. `name` is the key, and `expected` describes its valid values."""
     if not holds:
         raise RecipeError(f"the key {name!r} must be {expected}; got {value!r}.")

@@ -1,10 +1,11 @@
-"""The run folder of a training: load the trained model, apply it to images, and build the network of a recipe.
+"""Load a trained model from its run folder, apply the model to images, and build the network of a recipe.
 
-`load` reads only `model.json` and `weights.safetensors`. All other files in a run folder describe the training.
-Weights are stored as safetensors. No file is unpickled, because a pickle from an unknown source can execute any code.
+A run folder contains the files that a training writes. `load` reads only `model.json` and `weights.safetensors`; all
+other files describe the training. No file is unpickled, because a pickle from an unknown source can execute any code.
 
-The *geometry* of a network is its valid image sizes, its stride, and its rim: the number of outputs along each image
-edge that padding affects (see `Geometry`). The *operating point* of a model is its decision thresholds.
+The *geometry* of a network consists of its valid image sizes, the distance between adjacent outputs, and the width of
+the border of outputs that padding affects (see `Geometry`). The *operating point* of a model consists of its decision
+thresholds.
 """
 
 import difflib
@@ -44,7 +45,7 @@ from rotopath.recipe import NetworkOptions, Recipe, RecipeError, read_recipe
 from rotopath.tasks import Task
 
 RECIPE, METRICS, LOG, PROVENANCE = "recipe.toml", "metrics.json", "log.csv", "provenance.json"
-OLD_POINT = "operating_point.json"  # in runs of rotopath 0.1, which had no model.json
+OLD_POINT = "operating_point.json"  # file in runs of rotopath 0.1, which have no model.json
 Device = Literal["cpu", "cuda"]
 Precision = Literal["16", "32"]
 
@@ -82,7 +83,7 @@ class Run:
 
     @property
     def is_pretrained(self) -> bool:
-        """Whether the model is part of the package. If so, nothing is written to its folder."""
+        """Whether the model is one of the package's pretrained models. Nothing may be written to their folders."""
         return self.folder.parent == pretrained.HOME
 
     @property
@@ -92,9 +93,9 @@ class Run:
 
     @property
     def output_folder(self) -> Path:
-        """The folder for files derived from this run, such as scores and exports.
+        """The folder for files that are made from this model, such as scores and exports.
 
-        It is the run folder, or `runs/NAME` for the pretrained model NAME.
+        This is the run folder or, for a pretrained model, `runs/NAME` in the current folder.
         """
         return Path("runs") / self.name if self.is_pretrained else self.folder
 
@@ -109,10 +110,11 @@ class Run:
     ) -> SlideResult:
         """Apply the model to an image array (H, W, 3), an image file or an open slide. Returns the result in memory.
 
-        `spacing_um_px` is the pixel spacing of the image in µm/px. It is required for an array, replaces the spacing
-        that a file specifies, and is ignored for an open slide. With `rotations` > 1, each tile is predicted at this
-        number of equally spaced angles; the result contains the mean and the standard deviation over angles. Only
-        tissue is predicted unless `everywhere` is True. For `device` and `precision` see `prepare`.
+        `spacing_um_px` is the pixel spacing of the image in µm/px. It is required for an array, replaces the pixel
+        spacing that a file specifies, and is ignored for an open slide. If `rotations` is above 1, each tile is
+        predicted at this number of equally spaced angles, and the result contains the mean and the standard deviation
+        over the angles. If `everywhere` is False, only tissue is predicted. `prepare` explains `device` and
+        `precision`.
         """
         with as_slide(image, spacing_um_px) as slide:
             return predict_slide(self.prepare(device, precision), slide, PassOptions(rotations, everywhere=everywhere))
@@ -120,16 +122,16 @@ class Run:
     def prepare(self, device: torch.device | Device | str | None = None, precision: Precision | None = None) -> Model:
         """Return a copy of the model for inference, with the network in the form that is fastest on the device.
 
-        `device` is by default the first GPU, or the CPU if there is no GPU. `precision` is "16" (float16, GPU only) or
-        "32" (float32); the default is "16" on a GPU and "32" on the CPU. The network of this run is not changed. Raises
-        RunError if the device is not available or does not support the precision.
+        The default of `device` is the first GPU, or the CPU if there is no GPU. `precision` is "16" (float16, GPU only)
+        or "32" (float32); the default is "16" on a GPU and "32" on the CPU. The network of this run is not changed.
+        Raises RunError if the device is not available or does not support the precision.
         """
         target = _find_device(device)
         dtype = _choose_dtype(target, precision)
         return Model(self.task, dense.prepare(self.network, target, dtype), self.point, target, self._describe())
 
     def _describe(self) -> dict[str, object]:
-        """Return the entries that identify the model in the summary file of a prediction."""
+        """Return the description of the model for the summary file of a prediction."""
         weights = self.folder / WEIGHTS
         sha256 = self.info.weights_sha256 or (hash_weights(self.folder) if weights.exists() else "")
         return {
@@ -160,7 +162,7 @@ def load(run: Path | str) -> Run:
     info = read_model_info(folder)
     try:
         module = build_network(info.network.name, info.task.outputs, info.network.orientations, info.network.options)
-    except Exception as error:  # any type: the network may be built by a user's function
+    except Exception as error:  # any type of error, because a function of the user may build the network
         reason = " ".join(str(error).split()) or type(error).__name__
         stop = "" if reason.endswith((".", "?")) else "."
         raise RunError(f"The network of {folder} cannot be built: {reason}{stop}") from None
@@ -180,13 +182,16 @@ def predict(
     precision: Precision | None = None,
     on_tile: OnTile = lambda _slide, _done, _all: None,
 ) -> list[SlideOutcome]:
-    """Apply a model to images, slides or folders of them. Writes one folder of results per file into `out`.
+    """Apply a model to image files, slides or folders of these files, and write the results into the folder `out`.
 
-    Returns the outcome of each file. A file is skipped if `out` contains its results for the same model and options
-    (and the same precision, if `precision` is given). A file that cannot be read does not stop the prediction of the
-    others. After each tile, the function `on_tile` is called with the path of the file, the number of its finished
-    tiles and the number of all its tiles to predict. `Run.predict` explains all other arguments. It predicts a single
-    image, and returns the result in memory.
+    `model` is a loaded run, the path of a run folder, or the name of a pretrained model. The results of each file are
+    written into a subfolder of `out`. A file is skipped if `out` contains its results for the same model and options
+    (and the same precision, if `precision` is not None). A file that cannot be read does not stop the prediction of the
+    other files. Returns the outcome of each file.
+
+    After each tile, the function `on_tile` is called with the path of the file, the number of its finished tiles, and
+    the number of all its tiles to predict. `Run.predict` explains the other arguments. To predict a single image and
+    receive the result in memory, use `Run.predict` instead.
     """
     run = model if isinstance(model, Run) else load(model)
     given = [images] if isinstance(images, Path | str) else images
@@ -199,7 +204,10 @@ def predict(
 def prepare_model(
     model: Path | str, device: torch.device | Device | str | None = None, precision: Precision | None = None
 ) -> Model:
-    """Load a model by its folder or name, and prepare it for inference on a device. Workers of a cluster call this."""
+    """Load a model by its folder or name, and prepare the model for inference, as `Run.prepare` does.
+
+    Each worker process of a cluster calls this function to load its own copy of the model.
+    """
     return load(model).prepare(device, precision)
 
 
@@ -207,9 +215,10 @@ def prepare_model(
 
 
 def build(recipe: Recipe, task: Task | None = None) -> DenseNetwork:
-    """Build the network of a recipe. Its weights are initialized with the seed of the recipe.
+    """Build the network of a recipe, with random weights that depend on the seed of the recipe.
 
-    `task` is by default `recipe.make_task()`. The state of torch's random number generator for the CPU is not changed.
+    If `task` is None, the task is `recipe.make_task()`. The state of torch's random number generator for the CPU is not
+    changed.
     """
     task = task or recipe.make_task()
     name, options = recipe.network_name, recipe.network_options
@@ -229,19 +238,20 @@ def build(recipe: Recipe, task: Task | None = None) -> DenseNetwork:
 def _measure_geometry(
     name: str, outputs: int, orientations: int, options: NetworkOptions, window_px: int | None, stride_px: int | None
 ) -> tuple[Callable[[nn.Module, Geometry], DenseNetwork], Geometry]:
-    """Build a network that does not declare its geometry, and measure the geometry.
+    """Measure the geometry of a network that does not declare its geometry.
 
-    Returns the class that wraps such a network (`SlidingModule` or `DenseModule`), and the geometry. `outputs` is the
+    Returns the class that wraps the network, and the geometry. The class is `SlidingModule` for a network that returns
+    one prediction for each window, otherwise `DenseModule`. `name` and `options` specify the network; `outputs` is the
     number of logits per position. `window_px` is the side of the images on which the geometry is measured; None means
-    the network's attribute `window_px`. `stride_px` is the distance between sliding windows; None means half a window.
-    Only a `SlidingModule` has sliding windows. The result is cached, because measuring a large network takes seconds.
+    the network's attribute `window_px`. `stride_px` is the distance between the windows of a `SlidingModule`; None
+    means half a window. The result is cached, because measuring a large network takes seconds.
     """
     network = make_dense(build_network(name, outputs, orientations, options), outputs, window_px, stride_px)
     return SlidingModule if isinstance(network, SlidingModule) else DenseModule, network.geometry
 
 
 def describe_network(recipe: Recipe, network: DenseNetwork) -> NetworkInfo:
-    """Return the description of a recipe's network for the model file."""
+    """Return the description of `network` for the model file. The network was built from `recipe`."""
     name = recipe.network_name
     window_px = recipe.window_px or find_window_px(name) or network.geometry.smallest_px
     slides = isinstance(network, SlidingModule)
@@ -254,7 +264,8 @@ def describe_network(recipe: Recipe, network: DenseNetwork) -> NetworkInfo:
 def read_model_info(folder: Path) -> ModelInfo:
     """Read the description of a model from its folder. Raises RunError if a file is missing or damaged.
 
-    Runs of rotopath 0.1 have no model file. Their description is derived from the recipe and the operating point.
+    Runs of rotopath 0.1 have no model file. For these runs, the description is made from the recipe and the file of the
+    operating point.
     """
     if not (folder / MODEL).exists() and (folder / OLD_POINT).exists():
         return _read_old_run(folder)
@@ -262,7 +273,10 @@ def read_model_info(folder: Path) -> ModelInfo:
 
 
 def read_run_recipe(folder: Path) -> Recipe:
-    """Read the recipe of a run. Raises RunError if the file is damaged, or if a newer version of rotopath wrote it."""
+    """Read the recipe of a run. Raises RunError if the file is missing, damaged or not valid in this version.
+
+    If a newer version of rotopath wrote a recipe that is not valid, the message asks to upgrade rotopath.
+    """
     try:
         return read_recipe(folder / RECIPE)
     except RecipeError as error:
@@ -277,7 +291,7 @@ def read_run_recipe(folder: Path) -> Recipe:
 
 
 def _read_old_run(folder: Path) -> ModelInfo:
-    """Return the description of a model of rotopath 0.1, derived from its recipe and its operating point."""
+    """Return the description of a model of rotopath 0.1, made from its recipe and its operating point."""
     recipe = read_run_recipe(folder)
     task = recipe.make_task()
     try:
@@ -315,9 +329,9 @@ def _find_folder(run: Path | str) -> Path:
 def _wrap_module(module: nn.Module, network: NetworkInfo, folder: Path) -> DenseNetwork:
     """Return the module as a dense network, which accepts images of many sizes.
 
-    Raises RunError if the module has another geometry than the model file specifies, because predictions would then
-    fail or be at wrong positions. If the module does not declare its geometry, only the shapes of its logits are
-    checked.
+    `network` is the description in the model file. Raises RunError if the module has another geometry than this
+    description, because predictions would then fail or be at wrong positions. If the module does not declare its
+    geometry, only the shapes of its logits are compared with the description.
     """
     declared = getattr(module, "geometry", None)
     if isinstance(declared, Geometry):
@@ -335,7 +349,7 @@ def _wrap_module(module: nn.Module, network: NetworkInfo, folder: Path) -> Dense
 
 
 def _find_device(device: torch.device | str | None) -> torch.device:
-    """Return the device with this name, by default the first GPU or, without a GPU, the CPU.
+    """Return `device` as a torch device. None means the first GPU or, if there is no GPU, the CPU.
 
     Raises RunError if the device does not exist or is not available.
     """
@@ -353,8 +367,9 @@ def _find_device(device: torch.device | str | None) -> torch.device:
 def _choose_dtype(device: torch.device, precision: str | None) -> torch.dtype:
     """Return the data type for inference: float32 on the CPU or if `precision` is "32", else float16.
 
-    float16 has the same number of mantissa bits as TF32, to which GPUs round float32 convolutions by default. Raises
-    RunError for "16" on the CPU, and for any other precision than "16", "32" and None.
+    On GPUs, float16 is about as precise as float32: by default, GPUs round the inputs of float32 convolutions to TF32,
+    which has as many mantissa bits as float16. Raises RunError for "16" on the CPU, and for any other precision than
+    "16", "32" and None.
     """
     if precision not in (None, *get_args(Precision)):
         raise RunError(f"There is no precision {precision!r}; choose '16' or '32'.")

@@ -1,9 +1,9 @@
-"""Self-tests of an installation: list what is installed and what is missing, and test whether rotopath works.
+"""Check an installation of rotopath: list what is installed and what is missing, and run self-tests.
 
 `describe_installation` returns versions, devices, image readers and extras as a dictionary for JSON. `run_self_tests`
-takes a few seconds. The result of each test is a state ("works", "fails" or "not tested") and a detail in words. The
+takes a few seconds. The result of each test is a state ("works", "fails" or "not tested") and a short explanation. The
 state is "not tested" if a test needs software or hardware that is missing. If a test raises an error, its state is
-"fails", and the next test runs.
+"fails", and the remaining tests are run.
 """
 
 import os
@@ -35,8 +35,8 @@ from rotopath.nn.fuse import can_fuse_norm, can_fuse_pool, norm_relu_pool
 from rotopath.nn.triton import supports_device
 
 PACKAGES = ("torch", "numpy", "scipy", "scikit-image", "pillow", "tifffile", "safetensors", "typer", "rich")
-FLOAT32_TOLERANCE, FLOAT16_TOLERANCE, BF16_TOLERANCE = 1e-4, 1e-2, 5e-2  # smaller errors are due to rounding
-PATCH_PX = 124  # an image side that all pretrained networks accept
+FLOAT32_TOLERANCE, FLOAT16_TOLERANCE, BF16_TOLERANCE = 1e-4, 1e-2, 5e-2  # rounding errors are smaller than this
+PATCH_PX = 124  # height and width of a test image that all pretrained networks accept
 CPU = torch.device("cpu")
 State = Literal["works", "fails", "not tested"]
 
@@ -63,7 +63,7 @@ class SelfTestFailedError(Exception):
 
 
 def describe_installation() -> dict[str, Any]:
-    """Return versions, devices, image readers and extras, and the commands that install missing extras."""
+    """Return versions, devices, image readers and extras. An extra with missing packages has an install command."""
     missing = {extra: list_missing(extra) for extra in EXTRAS}
     return {
         "software": describe_software(PACKAGES) | {"system": platform.platform(), "torch_build": _torch_build()},
@@ -78,7 +78,7 @@ def describe_installation() -> dict[str, Any]:
 
 
 def _torch_build() -> str:
-    """Return the platform that torch is built for, such as "for CUDA 12.8"."""
+    """Return the platform for which torch is built, such as "for CUDA 12.8" or "for the CPU only"."""
     for platform_name, version in (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip)):
         if version:
             return f"for {platform_name} {version}"
@@ -86,7 +86,10 @@ def _torch_build() -> str:
 
 
 def _describe_devices() -> list[dict[str, Any]]:
-    """Return an entry for the CPU and for each GPU. Without a usable GPU, a GPU entry states the reason."""
+    """Return an entry for the CPU and for each GPU.
+
+    If no GPU can be used, there is one GPU entry, which contains the reason.
+    """
     cpu = {"device": "CPU", "name": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     devices: list[dict[str, Any]] = [cpu | {"threads": torch.get_num_threads()}]
     with warnings.catch_warnings(record=True) as caught:  # torch warns if it cannot use the driver
@@ -107,9 +110,10 @@ def _describe_devices() -> list[dict[str, Any]]:
 
 
 def _describe_readers(missing: list[str]) -> list[dict[str, Any]]:
-    """Return an entry for each image reader: its file formats, and its version or why it cannot be loaded.
+    """Return an entry for each image reader (package that reads images): its file formats, and whether it is installed.
 
-    `missing` are the packages that are not installed.
+    The entry of an installed reader also contains its version, or the reason why it cannot be loaded. `missing` are the
+    names of the packages that are not installed.
     """
     slides = ", ".join(sorted(suffix[1:].upper() for suffix in SLIDE_SUFFIXES))
     readers: list[dict[str, Any]] = []
@@ -122,7 +126,7 @@ def _describe_readers(missing: list[str]) -> list[dict[str, Any]]:
         if reader["installed"]:
             try:
                 reader["version"] = getattr(import_module(module), version)
-            except Exception as error:  # for example, its shared library is missing
+            except Exception as error:  # for example, the shared library of the reader is missing
                 reader["reason"] = str(error).splitlines()[0]
         readers.append(reader)
     return readers
@@ -132,14 +136,14 @@ def _describe_readers(missing: list[str]) -> list[dict[str, Any]]:
 
 
 def run_self_tests() -> Iterator[SelfTestResult]:
-    """Run all self-tests. Yields the result of each test as soon as the test has finished."""
+    """Run all self-tests, and yield the result of each test as soon as it is known."""
     gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     for device in (CPU, *gpus):
         yield _run_test(f"rotation, {_name(device)}", partial(_test_equivariance, device))
     for name in pretrained.list_pretrained():
         yield _run_test(name, partial(_test_pretrained, name))
     for gpu in gpus:
-        with torch.cuda.device(gpu):  # the device on which Triton computes
+        with torch.cuda.device(gpu):  # Triton computes on the current device
             yield _run_test(f"prediction, {_name(gpu)}", partial(_test_device, gpu))
             yield _run_test(f"bf16, {_name(gpu)}", partial(_test_bf16, gpu))
             yield _run_test(f"fused kernels, {_name(gpu)}", partial(_test_fused_kernels, gpu))
@@ -147,7 +151,7 @@ def run_self_tests() -> Iterator[SelfTestResult]:
 
 
 def _run_test(name: str, test: Callable[[], str]) -> SelfTestResult:
-    """Run a test and return its result. `test` returns a detail in words, or raises an error."""
+    """Run `test` and return the result. `test` is a function that returns what was measured, or raises an error."""
     start = time.perf_counter()
     state: State = "works"
     try:
@@ -162,13 +166,13 @@ def _run_test(name: str, test: Callable[[], str]) -> SelfTestResult:
 
 
 def _test_equivariance(device: torch.device) -> str:
-    """Test that the output of a network with 8 orientations rotates with its input, and that of a CNN does not."""
+    """Test that rotating the input rotates the output of a network with 8 orientations, but not of an ordinary CNN."""
     images = smooth_images(1, 76).to(device)
     with _without_tf32():
         (error,), (ordinary,) = (untrained_errors(partial(models.mitosis, n), images, draws=1) for n in (8, 1))
     _require(
         error < FLOAT32_TOLERANCE,
-        f"with 8 orientations, the error under rotation by 90° is {error:.1e}, more than rounding can explain",
+        f"with 8 orientations, the error under rotation by 90° is {error:.1e}, which is more than rounding can explain",
     )
     _require(
         ordinary > 100 * FLOAT32_TOLERANCE,
@@ -183,27 +187,30 @@ def _test_pretrained(name: str) -> str:
     patch = _make_patch()[0]
     images = (image.permute(1, 2, 0).numpy() for image in (patch, group.rotate(patch, 90)))
     upright, rotated = (torch.from_numpy(predict(network, image, CPU).probabilities) for image in images)
-    _require(bool(upright.isfinite().all()), "its probabilities are not finite")
+    _require(bool(upright.isfinite().all()), "the probabilities are not finite")
     error = float((group.rotate(upright, 90) - rotated).abs().max())
-    _require(error < FLOAT32_TOLERANCE, f"its probabilities change by {error:.1e} when the patch is rotated by 90°")
+    _require(error < FLOAT32_TOLERANCE, f"the probabilities change by {error:.1e} when the patch is rotated by 90°")
     return f"same prediction after rotation by 90° (error {error:.0e})"
 
 
 def _test_device(device: torch.device) -> str:
-    """Test that a GPU predicts the same as the CPU, with the kernels and precision that `rotopath predict` uses."""
+    """Test that predictions on a GPU and on the CPU are the same, up to rounding.
+
+    On the GPU, the network has the form and the precision that `rotopath predict` uses.
+    """
     run, patch = runs.load(pretrained.list_pretrained()[0]), _make_patch()[0].permute(1, 2, 0).numpy()
     model = run.prepare(device)
     on_device, on_cpu = (predict(m.network, patch, m.device).probabilities for m in (model, run.prepare(CPU)))
     error = float(np.abs(on_device - on_cpu).max())
-    _require(error < FLOAT16_TOLERANCE, f"its probabilities differ by {error:.1e} from those on the CPU")
+    _require(error < FLOAT16_TOLERANCE, f"the probabilities differ by {error:.1e} from the probabilities on the CPU")
     form = "with Triton kernels" if supports_device(device) else "as a plain CNN"
-    return f"{form} in precision {model.precision}: same as the CPU (error {error:.0e})"
+    return f"{form} in precision {model.precision}: same as on the CPU (error {error:.0e})"
 
 
 def _test_bf16(device: torch.device) -> str:
     """Test that predictions in bf16 and in float32 are the same, up to rounding."""
     if not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise NotTestedError('this GPU does not support bf16; train with precision = "32"')
+        raise NotTestedError('this GPU does not support bf16; to train on it, set precision = "32" in the recipe')
     network: Any = runs.load(pretrained.list_pretrained()[0]).network.to(device)
     images = _make_patch().to(device)
     with torch.no_grad():
@@ -211,7 +218,7 @@ def _test_bf16(device: torch.device) -> str:
         with torch.autocast(device.type, torch.bfloat16):
             bf16 = network(images).float().sigmoid()
     error = float((bf16 - float32).abs().max())
-    _require(error < BF16_TOLERANCE, f"probabilities change by {error:.1e} in bf16")
+    _require(error < BF16_TOLERANCE, f"the probabilities change by {error:.1e} in bf16")
     return f"same as float32 (error {error:.0e})"
 
 
@@ -223,14 +230,15 @@ def _test_fused_kernels(device: torch.device) -> str:
         raise NotTestedError("Triton is not installed, so training uses separate layers, which are slower")
     pools = (nn.GroupMaxPool2d(2), nn.GroupAvgPool2d(2, blur=5, power=2).to(device))
     error = max(_fused_error(features, pool) for pool in pools if can_fuse_pool(features, pool))
-    _require(error < FLOAT32_TOLERANCE, f"they differ by {error:.1e} from separate layers")
+    _require(error < FLOAT32_TOLERANCE, f"the results of fused kernels differ by {error:.1e} from separate layers")
     return f"same as separate layers (error {error:.0e})"
 
 
 def _fused_error(features: Tensor, pool: torch.nn.Module) -> float:
-    """Return the largest difference between a fused kernel and separate layers, in outputs and input gradients.
+    """Return the largest difference between a fused kernel and separate layers, in the outputs and in the gradients.
 
-    `features` (B, C, N, H, W) are normalized, and then pooled by the layer `pool`.
+    The layers are a batch norm, a ReLU and `pool`. Their input is `features` (B, C, N, H, W), and the gradients are the
+    gradients of the input.
     """
     norms = [nn.GroupBatchNorm2d(features.shape[1]).to(features.device).train() for _ in range(2)]
     inputs = [features.clone(memory_format=torch.preserve_format).requires_grad_() for _ in norms]
@@ -242,10 +250,10 @@ def _fused_error(features: Tensor, pool: torch.nn.Module) -> float:
 
 
 def _test_slide_reader() -> str:
-    """Test that a small pyramidal TIFF is read back with the same pixels as written."""
+    """Test that the pixels and levels of a small pyramidal TIFF are the same after writing and reading."""
     missing = list_missing("slides")
     if "openslide-python" not in missing:
-        import_module("openslide")  # if its shared library cannot be loaded, the error message becomes the result
+        import_module("openslide")  # if the shared library cannot be loaded, this error is the result of the test
     if missing:
         raise NotTestedError(f"missing: {' and '.join(missing)}; to install, run {install_command('slides')}")
     rows, columns, spacing_um_px = 600, 1100, 0.5
@@ -259,26 +267,26 @@ def _test_slide_reader() -> str:
         levels == 3 and abs(spacing - spacing_um_px) < 1e-6,
         f"the slide has {levels} levels at {spacing} µm/px, but 3 at {spacing_um_px} µm/px were written",
     )
-    _require(np.array_equal(pixels, image), "the pixels differ from those that were written")
+    _require(np.array_equal(pixels, image), "the pixels that were read differ from the pixels that were written")
     return f"{levels} levels, all pixels as written"
 
 
 def _require(condition: bool, message: str) -> None:
-    """Raise a SelfTestFailedError with the message if the condition is false."""
+    """Raise SelfTestFailedError with `message` if `condition` is false."""
     if not condition:
         raise SelfTestFailedError(message)
 
 
 def _make_patch() -> Tensor:
-    """Return a light patch with dark spots: bytes (1, 3, H, W)."""
+    """Return a random light patch with dark spots: uint8 (1, 3, PATCH_PX, PATCH_PX)."""
     return (smooth_images(1, PATCH_PX) * 40 + 170).clamp(0, 255).byte()
 
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    """Context manager: convolutions inside are computed in full float32.
+    """Compute the convolutions in the `with` block in float32, without TF32 (rounding of float32 to fewer bits).
 
-    On a GPU, errors from rounding to TF32 would be larger than the errors that the test measures.
+    On a GPU, TF32 would cause errors that are larger than FLOAT32_TOLERANCE.
     """
     before = torch.backends.cudnn.allow_tf32
     torch.backends.cudnn.allow_tf32 = False
@@ -289,4 +297,5 @@ def _without_tf32() -> Iterator[None]:
 
 
 def _name(device: torch.device) -> str:
+    """Return the name of a device for users: "CPU", or for example "GPU 0"."""
     return "CPU" if device == CPU else f"GPU {device.index}"

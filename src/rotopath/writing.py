@@ -1,7 +1,7 @@
-"""Write files and folders atomically: under a temporary name, which is renamed when all content is on the disk.
+"""Write files and folders atomically: a file or folder has a temporary name until all its content is on the disk.
 
-If the process is killed at any time, the path contains the complete old content or the complete new content, or does
-not exist. It never contains incomplete content.
+If the process is killed at any time, the final path contains the complete old content or the complete new content, or
+does not exist. The final path never contains incomplete content.
 """
 
 import json
@@ -14,18 +14,18 @@ from pathlib import Path
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path. The caller writes a file there, which replaces `path` at the end of the `with` block.
+    """Yield the path of a temporary file that replaces the file `path` at the end of the `with` block.
 
-    If the block raises an error, the temporary file is removed and `path` is not changed. The temporary path depends on
-    `path` only, so that the next process overwrites the unfinished file of a killed process. Therefore, only one
-    process at a time may write to a path.
+    The caller writes the temporary file. If the block raises an error, the temporary file is removed and `path` is not
+    changed. The name of the temporary file depends only on `path`, so that the next process overwrites the unfinished
+    file of a killed process. Therefore, only one process at a time may write to a path.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
         yield unfinished
         _sync_file(unfinished)
         unfinished.replace(path)
-    except BaseException:  # not `finally`: after the rename, another process may already use the temporary path
+    except BaseException:  # not `finally`, because another process may use the temporary path after the rename
         unfinished.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
@@ -33,35 +33,35 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a temporary folder for the caller's files, which replaces the folder `path` at the end of the `with` block.
+    """Yield the path of a temporary folder that replaces the folder `path` at the end of the `with` block.
 
-    If the block raises an error, the temporary folder is removed and `path` is not changed. If the process is killed
-    while it replaces an old folder, `path` may be missing; the complete new folder then has a temporary name, and
-    `recover_folder` or the next call of `atomic_folder` renames it to `path`. Only one process at a time may write to a
-    path.
+    The caller writes files in the temporary folder. If the block raises an error, the temporary folder is removed and
+    `path` is not changed. If the process is killed while it replaces an old folder, `path` may be missing. The complete
+    new folder then has a temporary name, and `recover_folder` or the next call of `atomic_folder` renames it to `path`.
+    Only one process at a time may write to a path.
     """
     path, unfinished, finished = _state_paths(path)
-    _replace_with_finished(path)  # an earlier process may have been killed before it did this
+    _replace_with_finished(path)  # finishes the work of an earlier process that was killed
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
         _sync_tree(unfinished)
         if path.exists():
-            _rename(unfinished, finished)  # from now on, the new folder replaces the old one even after a crash
+            _rename(unfinished, finished)  # a later process uses the new folder, even if this one is killed now
             _replace_with_finished(path)
         else:
             _rename(unfinished, path)
     finally:
-        recover_folder(path)  # an interrupt may occur between the renames
+        recover_folder(path)  # an interrupt (Ctrl+C) may occur between the renames
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def recover_folder(path: Path) -> Path:
-    """If the writer of a complete new folder was killed before it renamed the folder to `path`, rename it now.
+    """Rename a complete new folder to `path` if the process that wrote the folder was killed before it could do this.
 
-    Call this before you read the folder. Nothing is done if `path` exists, or if there is no complete new folder.
-    Returns `path`.
+    Call this function before you read the folder. The function does nothing if `path` exists, or if there is no
+    complete new folder. Returns `path`.
     """
     resolved, _, finished = _state_paths(path)
     if not resolved.exists():
@@ -71,7 +71,7 @@ def recover_folder(path: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically, encoded in UTF-8."""
+    """Write a text file atomically, in UTF-8."""
     with atomic_file(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8")
 
@@ -83,34 +83,34 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write a JSON file atomically. Raises ValueError for NaN and infinite numbers, which JSON does not support."""
+    """Write a JSON file atomically. Raises ValueError for NaN and infinite numbers, which JSON cannot contain."""
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 def _replace_with_finished(path: Path) -> None:
-    """If a killed writer has left a complete new folder, rename it to `path`. An old folder at `path` is removed."""
+    """Replace the folder NAME at `path` with the complete new folder `.NAME.finished`. If there is none, do nothing."""
     path, unfinished, finished = _state_paths(path)
     if not finished.exists():
         return
     if path.exists():
         shutil.rmtree(unfinished, ignore_errors=True)
-        _rename(path, unfinished)  # folders of this name are never restored, so the removal may be interrupted
+        _rename(path, unfinished)  # a folder with this name is never read, so its removal may be interrupted
     recover_folder(path)
     shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _state_paths(path: Path) -> tuple[Path, Path, Path]:
-    """Return three paths of a folder: `path` in absolute form, and two temporary paths of the new folder beside it.
+    """Return three paths of a new folder: `path` in absolute form, and two temporary paths in the same parent folder.
 
-    The new folder is at the second path (unfinished) while its files are written. It is at the third path (finished)
-    from the time when all its files are on the disk until it replaces the old folder.
+    The new folder has the second path (unfinished) until all its files are on the disk. If there is an old folder at
+    `path`, the new folder then has the third path (finished) until it replaces the old folder.
     """
-    path = path.resolve()  # the path "." has no name, and a symbolic link must not be replaced
+    path = path.resolve()  # gives "." a name, and follows a symbolic link, so that the link itself is not replaced
     return path, path.with_name(f".{path.name}.unfinished"), path.with_name(f".{path.name}.finished")
 
 
 def _rename(old: Path, new: Path) -> None:
-    """Rename a folder, and wait until the new name is on the disk, so that renames reach the disk in order."""
+    """Rename a folder, and wait until the new name is on the disk. Thus, several renames reach the disk in order."""
     old.rename(new)
     _sync_folder(new.parent)
 
@@ -132,7 +132,7 @@ def _sync_file(path: Path) -> None:
 
 def _sync_folder(folder: Path) -> None:
     """Wait until the names of the files in a folder are on the disk, if the system supports it."""
-    with suppress(OSError):  # Windows cannot open folders, and some network file systems cannot sync them
+    with suppress(OSError):  # Windows does not open folders, and some network file systems do not synchronize folders
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -58,7 +58,7 @@ def test_tupac16_cases_need_a_split_file(tmp_path: Path) -> None:
     amida13(tmp_path, cases=[1, 30])
     dataset = open_data(tmp_path)
     assert {sample.case for sample in dataset.samples} == {"01"}
-    assert any("1 case (30) without a split: left out" in note for note in note_messages(dataset))
+    assert any("cases without a split are left out: 1 case (30);" in note for note in note_messages(dataset))
     assert problem_messages(dataset) == []
     write_csv(tmp_path / "split.csv", [("case", "split"), ("1", "test"), ("30", "train")])
     assert {(sample.case, sample.split) for sample in open_data(tmp_path).samples} == {("01", "test"), ("30", "train")}
@@ -141,7 +141,7 @@ def test_split_file_is_compared_with_the_folder(tmp_path: Path) -> None:
         "split.csv: line 5 has the split 'x'; choose from train, valid, test.",
         "split.csv: lists 1 case (07) that the folder does not contain; correct these lines.",
     ]
-    assert any("2 cases (02, 13) without a split: left out" in note for note in note_messages(dataset))
+    assert any("cases without a split are left out: 2 cases (02, 13);" in note for note in note_messages(dataset))
     assert {(sample.case, sample.split) for sample in dataset.samples} == {("01", "train")}
     assert dataset.published == {}, "published counts do not apply to another split"
 

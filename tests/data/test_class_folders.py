@@ -76,8 +76,8 @@ def test_split_file_assigns_splits_and_patients(tmp_path: Path) -> None:
         ("tumor/0.png", "train", "p1", "tumor"),
     ]
     assert [str(finding) for finding in dataset.findings] == [
-        "3 images (stroma/0.png, stroma/1.png, tumor/1.png) without a split: left out; to use them, add them "
-        "to a split.csv (image,split)."
+        "images without a split are left out: 3 images (stroma/0.png, stroma/1.png, tumor/1.png); to use them, add "
+        "them to a split.csv (image,split)."
     ]
 
 

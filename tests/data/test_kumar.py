@@ -50,7 +50,9 @@ def test_fields_are_split_by_organ_without_a_split_file(tmp_path: Path) -> None:
         "valid": 1474,
         "test": 4130,
     }
-    assert any("1 image (TCGA-DK-A2I6-01A-01-TS1) without a split: left out" in note for note in note_messages(dataset))
+    assert any(
+        "without a split are left out: 1 image (TCGA-DK-A2I6-01A-01-TS1);" in note for note in note_messages(dataset)
+    )
     assert problem_messages(dataset) == []
 
 
@@ -221,7 +223,7 @@ def test_flat_folder_may_have_a_split_file(tmp_path: Path) -> None:
         ("b", "valid", "bladder"),
     ]
     assert dataset.published == {}
-    assert "1 image (c) without a split: left out" in note_messages(dataset)[0]
+    assert "images without a split are left out: 1 image (c);" in note_messages(dataset)[0]
 
 
 def test_images_in_a_flat_folder_need_annotations(tmp_path: Path) -> None:

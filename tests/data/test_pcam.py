@@ -145,7 +145,10 @@ def test_kaggle_patches_are_split_within_each_class(tmp_path: Path) -> None:
     assert problem_messages(dataset) == [
         "split.csv: lists 1 id (beef) that the folder does not contain; correct these lines."
     ]
-    assert any("18 ids (0000, 0002, 0004, 0005, 0006, ...) without a split" in note for note in note_messages(dataset))
+    assert any(
+        "ids without a split are left out: 18 ids (0000, 0002, 0004, 0005, 0006, ...);" in note
+        for note in note_messages(dataset)
+    )
 
 
 def test_invalid_kaggle_labels_are_problems(tmp_path: Path) -> None:
@@ -157,7 +160,7 @@ def test_invalid_kaggle_labels_are_problems(tmp_path: Path) -> None:
         "train_labels.csv: line 5 repeats '0002'; list it once.",
         "train_labels.csv: there is no image in train for 1 label (ffff); add the images, or remove the labels.",
     ]
-    assert any("no label for 2 images (0001, 0003)" in note for note in note_messages(dataset))
+    assert any("images without a label are left out: 2 images (0001, 0003);" in note for note in note_messages(dataset))
     write_text(tmp_path / "train_labels.csv", "name,label\n0000,1\n")
     with pytest.raises(UnreadableFileError, match="has no column 'id'; its first line must contain id and label"):
         open_data(tmp_path)

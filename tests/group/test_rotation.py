@@ -67,7 +67,7 @@ def test_rotate_features_also_shifts_the_orientation_axis() -> None:
     rotated = group.rotate_features(x, 90)
     assert torch.equal(rotated[:, :, 2], torch.rot90(x[:, :, 0], 1, (-2, -1)))
     assert torch.equal(group.rotate_features(rotated, 270), x)
-    with pytest.raises(ValueError, match=r"in steps of 45°, and 30° is between two of them"):
+    with pytest.raises(ValueError, match=r"in steps of 45°, but got 30°; use a multiple of 45°"):
         group.rotate_features(x, 30)
 
 

@@ -117,7 +117,7 @@ def test_numbers_that_are_neither_labels_nor_colors_are_refused(tmp_path: Path) 
     Image.fromarray(np.full((3, 3), -1, np.int32)).save(tmp_path / "ignore.tif")
     with pytest.raises(
         UnreadableImageError,
-        match=r"ignore.tif is not a label map: it holds numbers from -1 to -1, but object numbers are 0 to 2147483647",
+        match=r"ignore.tif is not a label map: it contains numbers from -1 to -1, but object numbers are 0 to",
     ):
         read_labels(tmp_path / "ignore.tif")
     Image.fromarray(np.full((3, 3), 0.5, np.float32)).save(tmp_path / "float.tif")

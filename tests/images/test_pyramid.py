@@ -105,7 +105,7 @@ def test_tiles_are_written_before_all_strips_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strips", "sentence"),
     [
-        ([], "if this size is valid, there are no strips"),
+        ([], r"got a size of 10 × 8 px \(rows × columns\) and no strips"),
         ([np.zeros((10, 8), np.float64)], r"of float32 or uint8; got \(10, 8\) of float64"),
         ([np.zeros((10, 8, 4), np.uint8)], r"got \(10, 8, 4\) of uint8"),
         ([np.zeros((10, 7), np.uint8)], "at row 0, which does not fit"),

@@ -309,7 +309,9 @@ def test_without_openslide_images_open_and_slides_name_the_missing_extra(
     with open_slide(tmp_path / "plain.tif", 0.5) as slide:
         assert (slide.read(0, 0, 9, 9) == 200).all()
     for name in ("slide.ome.tif", "slide.svs"):
-        with pytest.raises(UnreadableImageError, match=r"needs OpenSlide: pip install 'rotopath\[slides\]'"):
+        with pytest.raises(
+            UnreadableImageError, match=r"needs OpenSlide; install it: pip install 'rotopath\[slides\]'"
+        ):
             open_slide(tmp_path / name)
 
 
@@ -317,7 +319,7 @@ def test_without_tiffslide_its_pyramids_name_the_missing_extra(tmp_path: Path, m
     pytest.importorskip("openslide")
     pyramid = write_ome(tmp_path / "slide.ome.tif", np.full((256, 256, 3), 200, np.uint8))
     monkeypatch.setitem(sys.modules, "tiffslide", None)
-    with pytest.raises(UnreadableImageError, match=r"needs tiffslide: pip install 'rotopath\[slides\]'"):
+    with pytest.raises(UnreadableImageError, match=r"needs tiffslide; install it: pip install 'rotopath\[slides\]'"):
         open_slide(pyramid)
 
 

@@ -80,7 +80,10 @@ def read_results(folder: Path) -> tuple[set[object], dict[str, object]]:
 def test_a_slide_whose_worker_dies_is_tried_again_and_then_reported(image: Path, tmp_path: Path) -> None:
     (outcome,) = predict(partial(os._exit, 9), [image], tmp_path / "out")
     assert (outcome.path, outcome.state) == (image, "failed")
-    assert outcome.reason == "its worker was killed 4 times, perhaps for lack of memory; use workers with more memory."
+    assert (
+        outcome.reason
+        == "the worker process was killed 4 times, perhaps for lack of memory; use workers with more memory."
+    )
 
 
 def test_a_slide_whose_worker_dies_once_is_predicted_by_another_worker(image: Path, tmp_path: Path) -> None:

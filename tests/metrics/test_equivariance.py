@@ -99,7 +99,7 @@ def test_untrained_errors_set_the_mode_and_leave_the_random_state() -> None:
 
 def test_unfit_inputs_and_outputs_are_refused() -> None:
     for wrong, got in ((torch.randn(2, 3), r"a tensor of shape \(2, 3\)"), (np.zeros((1, 3, 8, 8)), "ndarray")):
-        with pytest.raises(ValueError, match=f"takes models that map images .* got {got}"):
+        with pytest.raises(ValueError, match=f"takes models whose input is images .* got {got}"):
             rp.equivariance_error(nn.Identity(), wrong)
     with pytest.raises(ValueError, match=r"in floating point; got a tensor of shape .* torch.uint8"):
         rp.equivariance_error(nn.Identity(), torch.zeros(1, 3, 8, 8, dtype=torch.uint8))
@@ -107,7 +107,7 @@ def test_unfit_inputs_and_outputs_are_refused() -> None:
         rp.equivariance_error(lambda x: x[..., :4], torch.randn(2, 3, 8, 8))
     with pytest.raises(ValueError, match="got tuple"):
         rp.equivariance_error(lambda x: (x, x), torch.randn(2, 3, 8, 8))
-    with pytest.raises(ValueError, match="steps of 90°, and 45° is between"):
+    with pytest.raises(ValueError, match="steps of 90°, but got 45°"):
         rp.equivariance_error(rp.nn.LiftConv2d(1, 1, 3, 4), torch.randn(1, 1, 8, 8), 45)
 
 

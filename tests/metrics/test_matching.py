@@ -188,7 +188,7 @@ def test_aji_of_empty_maps() -> None:
 
 
 def test_maps_of_different_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="one size"):
+    with pytest.raises(ValueError, match="the same size"):
         find_overlaps(np.zeros((3, 3), int), np.zeros((3, 4), int))
 
 

@@ -528,7 +528,7 @@ class Branches(nn.Module):
     [
         (Calls(lambda x: x.softmax(dim=2)), r"cannot translate 'softmax'.* SE\(2\) features is not known; use layers"),
         (Calls(lambda x: F.interpolate(x, scale_factor=2.0)), "cannot translate 'interpolate'"),
-        (Calls(lambda x: torch.cat([x, x], dim=2)), "it concatenates along axis 2, but SE"),
+        (Calls(lambda x: torch.cat([x, x], dim=2)), "this call concatenates along axis 2, but SE"),
         (Calls(lambda x: x[:, 1:]), r"only be sliced along rows and columns; use x\[..., top:bottom, left:right\]"),
         (Calls(lambda x: x + x.mean()), "'mean'"),
         (
@@ -546,7 +546,7 @@ class Branches(nn.Module):
         ),
         (
             nn.Sequential(rp.nn.LiftConv2d(3, 2, 3, 4), rp.models.tumor(4)),
-            r"tumor expects an image, but got SE\(2\) features",
+            r"tumor expects images, but got SE\(2\) features",
         ),
         (
             nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3, track_running_stats=False)),

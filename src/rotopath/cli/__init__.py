@@ -1,6 +1,7 @@
-"""The command line `rotopath`. Each command is a function in its own file, and is registered in `app` here.
+"""The command-line program `rotopath`. This file registers each command in `app`; other files define the commands.
 
-Heavy packages such as torch are imported only when a command runs, so that `rotopath --help` is fast.
+Packages that take long to import, such as torch, are imported only when a command runs, so that `rotopath --help` is
+fast.
 """
 
 from typing import Annotated
@@ -24,6 +25,7 @@ study_app = typer.Typer(help="Run a study (many trainings and evaluations), or w
 
 
 def _print_version(requested: bool) -> None:
+    """Print the version and exit if the option --version is given."""
     if requested:
         terminal.console.print(f"rotopath {rotopath.__version__}", highlight=False)
         raise typer.Exit

@@ -1,4 +1,7 @@
-"""`rotopath data`: check a dataset, draw some of its images, or generate a dataset of synthetic tissue images."""
+"""`rotopath data`: check a dataset, draw some of its images, or generate a dataset of synthetic tissue images.
+
+`check_data`, `show_data` and `make_data` are the commands `rotopath data check`, `data show` and `data make`.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,9 +23,9 @@ PATH_HELP = (
     "Dataset: the downloaded folder of AMIDA13, TUPAC16, Kumar, MoNuSeg or PCam; a folder with a subfolder of patches "
     "for each class; or a manifest (CSV file)."
 )
-SPACING_HELP = "Pixel spacing in µm/px of images that do not specify it."
+SPACING_HELP = "Pixel spacing, in µm/px, of images whose files do not specify a pixel spacing."
 IMAGE_SUFFIXES = (".png", ".jpg", ".pdf", ".svg")
-MAX_COLUMNS = 5  # number of counts that fit on a terminal of 80 characters
+MAX_COLUMNS = 5  # largest number of columns with counts that fits a terminal with a width of 80 characters
 
 
 def check_data(
@@ -36,7 +39,10 @@ def check_data(
     ] = None,
     spacing_um_px: Annotated[float | None, typer.Option("--spacing-um-px", help=SPACING_HELP)] = None,
 ) -> None:
-    """Read a whole dataset, count images and annotations, and list all problems. Exit code 1 if there are problems."""
+    """Read a whole dataset, count its images and annotations, and list all problems.
+
+    The exit code is 0 if there are no problems, and 1 if there are problems.
+    """
     from rotopath.data import check, open_data, problems
     from rotopath.evaluation import open_task_data
     from rotopath.tasks import PAPER, find_kind, make_task
@@ -73,7 +79,7 @@ def show_data(
 
     if out.suffix.lower() not in IMAGE_SUFFIXES:
         names = f"{', '.join(IMAGE_SUFFIXES[:-1])} or {IMAGE_SUFFIXES[-1]}"
-        terminal.exit_with_error(f"--out {out} has no supported image format; choose a name that ends in {names}.")
+        terminal.exit_with_error(f"--out {out} has no supported image format; choose a file name that ends in {names}.")
     with terminal.user_errors_in_one_sentence():
         from rotopath.reports.contact_sheet import draw_contact_sheet
 
@@ -99,9 +105,9 @@ def make_data(
 
 
 def data_table(check: "Check") -> Group:
-    """Return a table with the counts of each split, and below it all problems and notes of the check.
+    """Return the result of a check for the terminal: a table with the counts of each split, then problems and notes.
 
-    If the counts of a dataset are published, the published counts are shown in parentheses.
+    If counts of the dataset are published, the table also contains the published counts in parentheses.
     """
     from rotopath.data import problems
     from rotopath.data.formats import ANNOTATION_KINDS
@@ -136,9 +142,10 @@ def data_table(check: "Check") -> Group:
 
 
 def _count_table(names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
-    """Return a table with a row for each split and a final row of sums; transposed if there are many counts.
+    """Return a table with a row for each split, and a last row with the sums over all splits.
 
-    `names` are the names of the counts. `rows` maps each split to its formatted counts; the last entry has the sums.
+    `names` are the names of the counts, such as "images". `rows` maps each split to its formatted counts; the last
+    entry contains the sums. With more than `MAX_COLUMNS` counts, the table is transposed: it has a row for each count.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
     if len(names) > MAX_COLUMNS:
@@ -160,13 +167,13 @@ def _count_table(names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Tab
 
 
 def _format_count(count: int, published: int | None = None) -> str:
-    """Format a count, followed by the published number in parentheses if there is one. A count of 0 becomes "–"."""
+    """Format a count, such as "35 (36)" for the published count 36. A count of 0 becomes "–"."""
     text = f"{count}" if count else "–"
     return text if published is None else f"{text} ({published})"
 
 
 def _describe_spacing(dataset: "Dataset") -> str:
-    """Describe the range of pixel spacings in one sentence."""
+    """Return a text with the range of the pixel spacings in a dataset."""
     spacings = [sample.spacing_um_px for sample in dataset.samples]
     if not spacings:
         return "No images."
@@ -176,7 +183,7 @@ def _describe_spacing(dataset: "Dataset") -> str:
 
 
 def _describe_agreement(agreement: Mapping[str, float]) -> str:
-    """Describe how well label maps and outlines agree in images that have both.
+    """Return a text that states how well label maps and outlines agree in images that have both.
 
     `agreement` maps image names to the aggregated Jaccard index (AJI) between label map and outlines.
     """
@@ -184,5 +191,6 @@ def _describe_agreement(agreement: Mapping[str, float]) -> str:
     mean = sum(agreement.values()) / len(agreement)
     return (
         f"{len(agreement)} images have both a label map and outlines; the label map is used. The agreement of label "
-        f"map and outlines (AJI) is {mean:.3f} on average, and lowest ({agreement[worst]:.3f}) in {worst}.\n"
+        f"map and outlines (aggregated Jaccard index, 1 if identical) is {mean:.3f} on average. It is lowest "
+        f"({agreement[worst]:.3f}) in {worst}.\n"
     )

@@ -1,6 +1,7 @@
 """`rotopath doctor`: list installed and missing software and hardware, and run self-tests.
 
-Each line contains a mark, a name and a description. Colors repeat what the mark and the description say.
+Each line contains a mark, a name and a description. Users who see no colors lose no information, because mark and
+description contain the same information as the color.
 """
 
 import json
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from rotopath.selftest import SelfTestResult, State
 
 NAME_WIDTH = 20
-MARKS: Mapping["State", tuple[str, str]] = {  # people with any color vision can distinguish blue and orange
+MARKS: Mapping["State", tuple[str, str]] = {  # mark and style; color-blind people can distinguish blue and orange
     "works": ("✓", "dodger_blue2"),
     "fails": ("✗", "bold dark_orange"),
     "not tested": ("–", "dim"),
@@ -29,7 +30,10 @@ MARKS: Mapping["State", tuple[str, str]] = {  # people with any color vision can
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON, for a bug report.")] = False,
 ) -> None:
-    """List installed and missing packages and devices, and run self-tests. Exit code 1 if a self-test fails."""
+    """List installed and missing packages and devices, and run self-tests.
+
+    The exit code is 0 if no self-test fails, and 1 if a self-test fails.
+    """
     from rotopath.selftest import describe_installation, run_self_tests
 
     installation = describe_installation()
@@ -50,7 +54,10 @@ def doctor(
 
 
 def installation_lines(installation: Mapping[str, Any]) -> Group:
-    """Return lines about versions, devices, readers and extras, from the result of `selftest.describe_installation`."""
+    """Return lines about versions, devices, image readers and extras (groups of optional packages).
+
+    `installation` is the result of `selftest.describe_installation`.
+    """
     software = installation["software"]
     commit = f", commit {software['commit']}" if software["commit"] else ""
     packages = {name: version for name, version in software["packages"].items() if name != "torch"}
@@ -59,12 +66,12 @@ def installation_lines(installation: Mapping[str, Any]) -> Group:
         _line("works", "rotopath", f"{software['rotopath']}{commit}"),
         _line("works", "Python", f"{software['python']} on {software['system']}"),
         _line("works", "torch", f"{software['packages']['torch']}, built {software['torch_build']}"),
-        _line("works", "others", ", ".join(f"{name} {version}" for name, version in packages.items())),
+        _line("works", "other packages", ", ".join(f"{name} {version}" for name, version in packages.items())),
         _title("Devices"),
         *map(device_line, installation["devices"]),
-        _title("Readers"),
+        _title("Readers of image files"),
         *map(_reader_line, installation["readers"]),
-        _title("Extras"),
+        _title("Extras (optional packages)"),
         *(_extra_line(name, extra) for name, extra in installation["extras"].items()),
     ]
     return Group(*lines)
@@ -73,10 +80,10 @@ def installation_lines(installation: Mapping[str, Any]) -> Group:
 def device_line(device: Mapping[str, Any]) -> Table:
     """Return a line about the CPU, about a GPU, or about the reason why no GPU can be used."""
     if device["device"] == "CPU":
-        return _line("works", "CPU", f"{device['name']}, {device['cores']} cores ({device['threads']} used by torch)")
+        return _line("works", "CPU", f"{device['name']}, {device['cores']} cores (torch uses {device['threads']})")
     if device["name"] is None:
         return _line("not tested", "GPU", f"none ({device['reason']}); everything runs on the CPU, which is slower")
-    bf16 = "bf16" if device["bf16"] else "no bf16"
+    bf16 = "supports bf16" if device["bf16"] else "does not support bf16"
     return _line("works", device["device"], f"{device['name']}, {device['memory_gb']} GB, {bf16}")
 
 
@@ -87,7 +94,7 @@ def self_test_line(result: "SelfTestResult") -> Table:
 
 
 def verdict(results: Sequence["SelfTestResult"]) -> Text:
-    """Return the last line: everything works, or which self-tests failed and what to do."""
+    """Return the last line. It states that everything works, or which self-tests failed and what to do."""
     failed = [result.what for result in results if result.state == "fails"]
     if not failed:
         return Text("\n✓ Everything that is installed works.", MARKS["works"][1])
@@ -100,7 +107,7 @@ def verdict(results: Sequence["SelfTestResult"]) -> Text:
 
 def _reader_line(reader: Mapping[str, Any]) -> Table:
     if not reader["installed"]:
-        return _line("not tested", reader["reader"], f"not installed; reads {reader['reads']}")
+        return _line("not tested", reader["reader"], f"not installed; would read {reader['reads']}")
     if "reason" in reader:
         return _line("fails", reader["reader"], f"installed, but cannot be loaded: {reader['reason']}")
     return _line("works", reader["reader"], f"{reader['version']}; reads {reader['reads']}")
@@ -109,7 +116,8 @@ def _reader_line(reader: Mapping[str, Any]) -> Table:
 def _extra_line(name: str, extra: Mapping[str, Any]) -> Table:
     if not extra["missing"]:
         return _line("works", name, f"installed; for {extra['for']}")
-    return _line("not tested", name, f"for {extra['for']}; missing {', '.join(extra['missing'])}: {extra['install']}")
+    missing, command = ", ".join(extra["missing"]), extra["install"]
+    return _line("not tested", name, f"for {extra['for']}; not installed: {missing}; to install, run {command}")
 
 
 def _title(text: str) -> Text:

@@ -1,4 +1,4 @@
-"""`rotopath evaluate`: compute the scores of a trained model on a dataset, and print them."""
+"""`rotopath evaluate`: compute the scores of a trained model on a dataset, print them, and write them to a file."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -27,15 +27,20 @@ def evaluate(
     rule: Annotated[
         str | None,
         typer.Option(
-            help="Rule for counting true positives. Detection: amida13 (default) or one-to-one. Segmentation: iou "
-            "(default), area or own-area."
+            help="Rule for counting true positives. Detection: amida13 (default) counts several detections of one "
+            "annotated point as one true positive; one-to-one counts the additional detections as false positives. "
+            "Segmentation: the overlap must be at least half of the union of both objects (iou, default), of the "
+            "annotated object (area), or of the predicted object (own-area)."
         ),
     ] = None,
     robustness: Annotated[
         bool, typer.Option(help="Also measure how much predictions change when the input images are rotated.")
     ] = False,
     spacing_um_px: Annotated[
-        float | None, typer.Option("--spacing-um-px", help="Pixel spacing in µm/px of images that do not specify it.")
+        float | None,
+        typer.Option(
+            "--spacing-um-px", help="Pixel spacing, in µm/px, of images whose files do not specify a pixel spacing."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -44,7 +49,7 @@ def evaluate(
         ),
     ] = None,
 ) -> None:
-    """Compute the scores of a trained model, on the dataset of its training or on another dataset."""
+    """Score a trained model on the dataset of its training or on another dataset. Print and save the scores."""
     with terminal.user_errors_in_one_sentence():
         from rotopath.evaluation import evaluate as evaluate_run
 

@@ -24,7 +24,10 @@ def export(
         ),
     ] = None,
 ) -> None:
-    """Convert a trained network to a plain CNN for other software, with a description of inputs, outputs and origin."""
+    """Convert a trained network to an ordinary CNN with the same outputs, which other software can run.
+
+    The folder of the exported model also describes its inputs, outputs and origin.
+    """
     with terminal.user_errors_in_one_sentence():
         from rotopath.exporting import export as export_run
 

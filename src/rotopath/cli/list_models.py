@@ -1,4 +1,4 @@
-"""`rotopath models`: list pretrained models and network architectures, or show one of them."""
+"""`rotopath models`: list pretrained models and network architectures, or describe one model or architecture."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PAPER_ORIENTATIONS = [1, 4, 8, 16]
 CARD_WIDTH = 100  # longer lines are hard to read
-FIRST_COLUMNS_WIDTH, PAIR_WIDTH = 32, 11  # in characters: columns "layer" and "px"; columns "c" and "w" for one N
+FIRST_COLUMNS_WIDTH, PAIR_WIDTH = 32, 11  # in characters: of the columns "layer" and "px"; of "c" and "w" for one N
 
 
 def list_models(
@@ -32,11 +32,11 @@ def list_models(
         typer.Option("--orientations", "-n", help="Number of orientations N in the tables. Can be repeated."),
     ] = PAPER_ORIENTATIONS,
 ) -> None:
-    """List pretrained models and network architectures, or describe one of them.
+    """List pretrained models and network architectures, or describe one model or architecture.
 
     With the name of a pretrained model, show its model card: training data, license, scores and limits.
 
-    With the name of an architecture, show a table of its layers: feature-map sizes, channels and numbers of weights.
+    With the name of an architecture, show a table of its layers: size of the output, channels and number of weights.
     """
     from rotopath import pretrained
     from rotopath.models import ARCHITECTURES
@@ -88,9 +88,10 @@ def pretrained_table(folders: Sequence[Path]) -> Group:
 
 
 def architecture_table(architecture: "Architecture", orientations: Sequence[int]) -> Group:
-    """Return a table of layers: the side of a layer's output in pixels, and its numbers of channels and weights.
+    """Return a table with a row for each layer: the side of its output in pixels, its channels and its weights.
 
-    The numbers of channels and weights are shown for each number of orientations N in `orientations`.
+    For each number of orientations N in `orientations`, the table has a column with the number of channels and a column
+    with the number of weights.
     """
     a = architecture
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
@@ -111,12 +112,12 @@ def architecture_table(architecture: "Architecture", orientations: Sequence[int]
     table.add_row("total", "", *[x for w in weights for x in ("", str(sum(w)))], style="bold")
     legend = (
         f"px: side of the output for an image of {a.input_px} px; c: channels; w: weights.\n"
-        f"Lift and GConv include batch norm and ReLU. "
+        f"Lift, GConv: lifting and group convolution, with batch norm and ReLU.\n"
         f"Receptive field {a.receptive_field} px, stride {a.stride} px.\n"
         f"The sides of an image must be {a.receptive_field} + {a.size_step}·k px, with k = 0, 1, 2, ...\n"
     )
     if any(stage.skip is not None for stage in a.stages):
-        legend = f"Up 2, join i: upsample by 2, concatenate with layer i before its pool.\n{legend}"
+        legend = f"Up 2, join i: upsample by 2, and concatenate with layer i before its pooling.\n{legend}"
     return Group(Text(f"{a.name}: {a.task}", style="bold"), table, Text(legend, style="dim"))
 
 
@@ -130,7 +131,7 @@ def _architecture_tables(architecture: "Architecture", orientations: Sequence[in
 
 
 def _stage_name(architecture: "Architecture", i: int) -> str:
-    """Return the row title of a stage, such as "2  GConv 5×5, Pool 2"."""
+    """Return the title of the row for stage `i` (from 0) of an architecture, such as "2  GConv 5×5, Pool 2"."""
     stage = architecture.stages[i]
     skip = "" if stage.skip is None else f"Up 2, join {stage.skip + 1}, "
     conv = "GConv" if i else "Lift"

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 def predict(
     run: Annotated[Path, typer.Argument(help="Run folder from `rotopath train`, or name of a pretrained model.")],
     images: Annotated[list[Path], typer.Argument(help="Slides, images, or folders that contain them.")],
-    out: Annotated[Path, typer.Option(help="Folder for the results. It gets a subfolder for each slide.")],
+    out: Annotated[Path, typer.Option(help="Folder for the results, with a subfolder for each slide.")],
     spacing_um_px: Annotated[
         float | None,
         typer.Option(
             "--spacing-um-px",
-            help="Pixel spacing in µm/px of all files. It replaces the spacing that a file specifies. Required if a "
-            "file specifies none.",
+            help="Pixel spacing, in µm/px, of all files. Replaces the pixel spacing that a file specifies. Required "
+            "if a file does not specify a pixel spacing.",
         ),
     ] = None,
     rotations: Annotated[
@@ -33,7 +33,7 @@ def predict(
         ),
     ] = 1,
     everywhere: Annotated[
-        bool, typer.Option("--everywhere", help="Predict the whole slide, also where no tissue was detected.")
+        bool, typer.Option("--everywhere", help="Predict the whole slide. Default: only tissue is predicted.")
     ] = False,
     device: Annotated[
         str | None, typer.Option(help="Device: cpu or cuda. Default: the GPU if there is one, else the CPU.")
@@ -54,9 +54,11 @@ def predict(
         ),
     ] = 2,
 ) -> None:
-    """Apply a model to images and whole slides. Write a folder of results for each slide.
+    """Apply a model to images and whole slides, and write a folder of results for each image or slide.
 
-    Slides for which --out already contains results of the same model and options are skipped.
+    A slide is skipped if --out already contains its results for the same model and the same options.
+
+    The exit code is 1 if some slides failed, and 2 if all slides failed.
     """
     with terminal.user_errors_in_one_sentence():
         from rotopath.images.files import is_plausible
@@ -78,9 +80,8 @@ def predict(
                 if cluster is None:
                     outcomes = predict_files(model.prepare(device, bits), slides, out, options, progress.show)
                 else:
-                    reference = (
-                        model.name if model.is_pretrained else model.folder.resolve()
-                    )  # absolute, because workers run in another folder
+                    # The path is absolute, because workers run in another folder.
+                    reference = model.name if model.is_pretrained else model.folder.resolve()
                     make_model = partial(prepare_model, reference, device, bits)
                     outcomes = predict_on_cluster(make_model, slides, out, options, cluster, at_once)
                 for outcome in outcomes:

@@ -14,8 +14,8 @@ def run_study(
         list[str] | None,
         typer.Option(
             "--set",
-            help="Override a key of the study file: key=value, such as tumor.tta=4. Keys PART.set.KEY override the "
-            "recipe of a part, such as tumor.set.data=FOLDER. Can be repeated.",
+            help="Override a key of the study file: key=value, such as tumor.tta=4. To override a key of the recipe of "
+            "a part, use PART.set.KEY=value, such as tumor.set.data=FOLDER. Can be repeated.",
         ),
     ] = None,
     out: Annotated[
@@ -59,10 +59,10 @@ def report_study(
     study: Annotated[Path, typer.Argument(help="Folder with all runs of the study.")],
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for the report. Default: report/ in the folder of the study."),
+        typer.Option(help="Folder for the report. Default: the subfolder report of the study folder."),
     ] = None,
 ) -> None:
-    """Write the HTML report, CSV tables and figures of a study from the results of its finished runs."""
+    """Write the report of a study, with the results of all finished runs: an HTML page, CSV tables and figures."""
     with terminal.user_errors_in_one_sentence():
         from rotopath.reports.study_report import report
 

@@ -22,7 +22,10 @@ def train(
         ),
     ] = None,
 ) -> None:
-    """Train a network as a recipe specifies, and print its scores. The same command resumes an interrupted training."""
+    """Train a network as a recipe specifies, and print its scores.
+
+    To resume an interrupted training, run the same command again.
+    """
     with terminal.user_errors_in_one_sentence():
         from rotopath.recipe import read_recipe
         from rotopath.reports.progress import TrainingProgress

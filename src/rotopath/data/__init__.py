@@ -1,7 +1,7 @@
 """Datasets of annotated images, and training batches made from them.
 
-A dataset is a benchmark in its official layout, your own images, or synthetic tissue. The module `formats` opens and
-checks datasets of all formats; the module `batches` makes training batches.
+A dataset is a public benchmark in its official folder layout, your own images, or synthetic images of tissue. The
+module `formats` opens and checks datasets of all formats. The module `batches` makes training batches.
 """
 
 from rotopath.data.augmentation import NO_AUGMENTATION, Augmentation, augment

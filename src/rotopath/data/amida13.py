@@ -1,7 +1,8 @@
-"""AMIDA13 and TUPAC16: images (high-power fields) of breast cancer, with the positions of mitoses in CSV files.
+"""Open the datasets AMIDA13 and TUPAC16: images of breast cancer, with the positions of mitoses in CSV files.
 
-The dataset folder contains `mitoses_image_data_part_*/CASE/FIELD.tif` and `mitoses_ground_truth/CASE/FIELD.csv`. An
-optional `split.csv` with the columns case and split replaces the published split.
+The dataset folder contains `mitoses_image_data_part_*/CASE/FIELD.tif` and `mitoses_ground_truth/CASE/FIELD.csv`. A case
+is a patient; a field (high-power field) is one image of the case. An optional `split.csv` with the columns case and
+split replaces the published split.
 """
 
 from collections.abc import Collection
@@ -11,6 +12,7 @@ from rotopath.data.dataset import IMAGE_SUFFIXES, Dataset, Finding, Sample, coun
 from rotopath.data.splits import amida13_split, note_without_split, read_split_file
 
 SPACING_UM_PX = 0.25
+# Numbers in the publications, for comparison with the files of the user.
 PUBLISHED = {
     "train": {"cases": 8, "mitoses": 458},
     "valid": {"cases": 4, "mitoses": 92},
@@ -26,8 +28,9 @@ def is_amida13(root: Path) -> bool:
 def open_amida13(root: Path) -> Dataset:
     """Open the images (fields) of all cases that have a split.
 
-    The other cases are left out and reported in `findings` of the returned dataset. A field without a CSV file counts
-    as a field without mitoses.
+    Splits come from `split.csv`. Without this file, cases 1 to 23 have the published split of AMIDA13. Cases without a
+    split are left out and reported in `findings` of the returned dataset. A field without a CSV file counts as a field
+    without mitoses.
     """
     images = [path for part in sorted(root.glob("mitoses_image_data*")) for path in find_files(part, IMAGE_SUFFIXES)]
     annotations = {_case_and_field(path): path for path in find_files(root / "mitoses_ground_truth", {".csv"})}
@@ -58,10 +61,10 @@ def open_amida13(root: Path) -> Dataset:
 
 
 def _check_annotations(samples: Collection[Sample], has_annotations: bool) -> list[Finding]:
-    """Check which samples have a CSV file with positions, and return findings.
+    """Return a finding if CSV files with positions are missing, otherwise an empty list.
 
-    `has_annotations` states whether the dataset contains any CSV file. If it contains none, the finding is a problem.
-    Otherwise, the finding is a note that lists the samples without a CSV file, if there are any.
+    `has_annotations` states whether the dataset folder contains any CSV file. Without any CSV file, the finding is a
+    problem. If only some samples have no CSV file, the finding is a note that lists these samples.
     """
     if samples and not has_annotations:
         message = "contains no CSV file; at least one file with positions of mitoses is needed."
@@ -76,6 +79,7 @@ def _check_annotations(samples: Collection[Sample], has_annotations: bool) -> li
 
 
 def _case_and_field(path: Path) -> tuple[str, str]:
+    """Return the case and the field of an image or CSV file, from the path CASE/FIELD.SUFFIX."""
     return _normalize_case(path.parent.name), path.stem
 
 

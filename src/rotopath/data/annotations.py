@@ -1,12 +1,13 @@
-"""Read annotated objects: points, or label maps with a class for each object.
+"""Read the annotated objects of an image: points, or a label map with a class for each object.
 
-`read_points` and `read_objects` return the objects of a sample at a requested pixel spacing. `parse_points` and
-`parse_objects` keep the sample's own pixel spacing, and also return a message for each invalid part of the file. Points
-are read from CSV or GeoJSON files. Label maps are read from images, or painted from the outlines in GeoJSON polygons or
-Aperio XML.
+`read_points` and `read_objects` convert the annotations to a requested pixel spacing. `parse_points` and
+`parse_objects` keep the pixel spacing of the image file, and also return a message for each invalid part of the
+annotation file. Points come from CSV or GeoJSON files. Label maps come from image files, or are painted from the
+outlines in GeoJSON or Aperio XML files.
 
-Positions are (row, column) in pixels; (0, 0) is the center of the upper left pixel. Classes are names here; a task
-converts them to numbers.
+A label map (H, W) contains the object number of each pixel, and 0 for background. Positions are (row, column) in
+pixels; (0, 0) is the center of the upper left pixel. Classes are names in this module; a task converts them to class
+numbers.
 """
 
 from collections.abc import Sequence
@@ -24,9 +25,10 @@ from rotopath.images.files import UnreadableFileError, image_size_px, is_plausib
 from rotopath.images.geojson import Point, SlideObject, fill_outline, read_geojson
 
 GEOJSON_SUFFIXES = (".geojson", ".json")
+# Accepted names of the columns of CSV files with points.
 ROW_NAMES, COLUMN_NAMES, CLASS_NAMES = ("row", "y"), ("column", "col", "x"), ("class", "label", "type")
 
-PointRow = tuple[str, float, float, str]  # line or feature (for messages), row, column, class
+PointRow = tuple[str, float, float, str]  # part of the file (such as "line 3", for messages), row, column, class name
 
 
 class AnnotationError(UnreadableFileError):
@@ -49,7 +51,7 @@ class Objects:
     """Pixels and classes of annotated objects."""
 
     labels: NDArray[np.int32]  # (H, W): object number of each pixel, 0 for background
-    classes: dict[int, str]  # class name by object number, without objects that have no class
+    classes: dict[int, str]  # class name by object number; objects without a class are left out
 
     @property
     def numbers(self) -> list[int]:
@@ -62,18 +64,23 @@ class Objects:
 
 
 def read_points(sample: Sample, spacing_um_px: float) -> Points:
-    """Read the annotated points of a sample, with positions in pixels of the image resampled to `spacing_um_px`.
+    """Read the annotated points of a sample. Positions are in pixels of the image resampled to `spacing_um_px`.
 
-    A sample without an annotation file has no points. Raises AnnotationError if any point in the file is invalid.
+    A sample without an annotation file has no points. Raises UnreadableFileError if the file cannot be read, or its
+    subclass AnnotationError if any point in the file is invalid.
     """
     points, faults = parse_points(sample)
     if faults:
         raise AnnotationError(sample.annotations[0], f"cannot be used: {faults[0]}")
+    # Resampling scales the distance from the image corner, which is half a pixel from the center of the first pixel.
     return Points((points.positions + 0.5) * resampling_factor(sample, spacing_um_px) - 0.5, points.classes)
 
 
 def parse_points(sample: Sample) -> tuple[Points, list[str]]:
-    """Read all valid points at the sample's own pixel spacing; also return a message for each invalid point."""
+    """Read all valid points, in pixels of the image file; also return a message for each invalid point.
+
+    A point outside the image is invalid. A sample without an annotation file has no points.
+    """
     if not sample.annotations:
         return Points(np.empty((0, 2)), ()), []
     path = sample.annotations[0]
@@ -93,10 +100,10 @@ def parse_points(sample: Sample) -> tuple[Points, list[str]]:
 
 
 def _read_geojson_points(path: Path) -> tuple[list[PointRow], list[str]]:
-    """Read the points of a GeoJSON file. A polygon becomes one point: the center of the bounding box of the polygon.
+    """Read the points of a GeoJSON file. A polygon becomes one point: the center of its bounding box.
 
-    Also returns a list of messages, as `_read_csv_points` does. The list is always empty, because `read_geojson` raises
-    an error if the file is invalid.
+    Also returns an empty list, so that the result has the same form as that of `_read_csv_points`. There are no
+    messages to return, because `read_geojson` raises an error if the file is invalid.
     """
     rows: list[PointRow] = []
     for i, item in enumerate(read_geojson(path), 1):
@@ -105,7 +112,7 @@ def _read_geojson_points(path: Path) -> tuple[list[PointRow], list[str]]:
         else:
             corners = np.concatenate([polygon.outer for polygon in item.shape])
             row, column = (corners.min(axis=0) + corners.max(axis=0)) / 2
-        # GeoJSON coordinates start at the corner of the first pixel, positions start at its center.
+        # (0, 0) is the corner of the first pixel in GeoJSON, but the center of this pixel in `Points`.
         rows.append((f"feature {i}", float(row) - 0.5, float(column) - 0.5, item.class_name))
     return rows, []
 
@@ -113,8 +120,8 @@ def _read_geojson_points(path: Path) -> tuple[list[PointRow], list[str]]:
 def _read_csv_points(path: Path) -> tuple[list[PointRow], list[str]]:
     """Read the points of a CSV file; also return a message for each invalid line.
 
-    If the first line names the two columns of positions, `_read_named_columns` reads the file. Otherwise, the file has
-    no header, and each line is `row,column`, in pixels.
+    If the first line contains names for the row and the column, `_read_named_columns` reads the file. Otherwise, the
+    file has no header: each line begins with the row and the column in pixels, and has no class.
     """
     lines = read_csv(path)
     header = [cell.lower() for cell in lines[0][1]] if lines else []
@@ -135,7 +142,7 @@ def _read_csv_points(path: Path) -> tuple[list[PointRow], list[str]]:
 def _read_named_columns(path: Path) -> tuple[list[PointRow], list[str]]:
     """Read the points of a CSV file with a header; also return a message for each invalid line.
 
-    The names in the header are row (or y), column (or col, or x), and optionally class (or label, or type).
+    The header contains row (or y), column (or col, or x), and optionally class (or label, or type).
     """
     rows: list[PointRow] = []
     faults: list[str] = []
@@ -157,20 +164,26 @@ def _find_cell(row: Row, names: Sequence[str]) -> str:
 
 
 def read_objects(sample: Sample, spacing_um_px: float) -> Objects:
-    """Read the objects of a sample: their classes, and their label map (H, W), resampled to `spacing_um_px`."""
+    """Read the label map (H, W) of a sample, resampled to `spacing_um_px`, and the classes of the objects.
+
+    The sample must have an annotation file. Objects that cannot be painted are left out. Raises UnreadableFileError if
+    the file cannot be used.
+    """
     objects, _ = parse_objects(sample, sample.annotations[0])
     factor = resampling_factor(sample, spacing_um_px)
     if factor == 1:
         return objects
     height, width = (max(1, round(side * factor)) for side in objects.labels.shape)
+    # Nearest neighbor: interpolation would mix object numbers.
     resized = Image.fromarray(objects.labels).resize((width, height), Image.Resampling.NEAREST)
     return Objects(np.array(resized), objects.classes)
 
 
 def parse_objects(sample: Sample, annotation: Path) -> tuple[Objects, list[str]]:
-    """Read the objects of an annotation file at the sample's own pixel spacing.
+    """Read the objects of an annotation file, as a label map of the size of the sample's image file.
 
-    Also returns a message for each object that is left out. Raises AnnotationError if the whole file is unusable.
+    Also returns a message for each object that is left out. Raises UnreadableFileError if the whole file cannot be
+    used, for example because a label map does not have the size of the image.
     """
     height, width = image_size_px(sample.path)
     suffix = annotation.suffix.lower()
@@ -217,7 +230,8 @@ def _read_class_table(label_map: Path, labels: NDArray[np.int32]) -> dict[int, s
 def _paint_geojson(objects: Sequence[SlideObject], height: int, width: int) -> tuple[Objects, list[str]]:
     """Paint polygons into a label map (height, width); also return a message for each object that is left out.
 
-    Painted objects are numbered from 1, in the given order. Where polygons overlap, a pixel belongs to the first one.
+    Painted objects are numbered from 1, in the given order. Where polygons overlap, a pixel belongs to the first of the
+    overlapping polygons.
     """
     labels = np.zeros((height, width), np.int32)
     classes: dict[int, str] = {}
@@ -304,7 +318,7 @@ def paint_labels(outlines: tuple[Outline, ...], height: int, width: int) -> tupl
     """Paint outlines into a label map (height, width); also return a message for each outline that is left out.
 
     Objects are numbered from 1 in the order of the outlines. A pixel belongs to the outline that contains its center.
-    Where outlines overlap, a pixel belongs to the first of them.
+    Where outlines overlap, a pixel belongs to the first of the overlapping outlines.
     """
     labels = np.zeros((height, width), np.int32)
     faults: list[str] = []
@@ -338,6 +352,7 @@ def _parse_outline(region: Element, path: Path) -> Outline:
 
 
 def _parse_number(element: Element, attribute: str, path: Path) -> float:
+    """Return an attribute of an XML element as a number. Raises AnnotationError if this is not possible."""
     text = element.get(attribute, "")
     try:
         number = float(text)
@@ -359,7 +374,8 @@ def _find_pixels_inside(
     right, bottom = np.minimum(np.floor(vertices.max(axis=0)) + 1, (width, height)).astype(int)
     if right <= left or bottom <= top:
         return np.empty(0, np.intp), np.empty(0, np.intp)
-    # Whole numbers are pixel centers, so that outlines and label maps of the same image agree.
+    # Whole-number coordinates are pixel centers here. With this convention, painted outlines agree with the label map
+    # of the same image.
     mask = polygon2mask((bottom - top, right - left), vertices[:, ::-1] - (top, left))  # type: ignore[no-untyped-call]
     rows, columns = np.nonzero(mask)
     return rows + top, columns + left

@@ -1,7 +1,7 @@
-"""Augment batches: flips, rotations, and changes of brightness and stain, drawn for each window separately.
+"""Augment the windows of a batch by random flips, rotations, and changes of brightness and stain.
 
-`Augmentation.draw` draws random changes from a random generator. `augment` applies the changes on the device that holds
-the batch. Target maps are flipped and rotated together with their images.
+`Augmentation.draw` draws the random changes, separately for each window. `augment` applies the changes on the device
+that holds the batch. Target maps are flipped and rotated together with their images.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,13 @@ from rotopath.nn import center_crop
 class DrawnChanges(NamedTuple):
     """Random changes for B windows."""
 
-    symmetries: Tensor  # (B,): number 0 to 7 of a flip and quarter turns; see `group.apply_symmetries`
-    degrees: Tensor | None  # (B,): angle of an additional rotation, counter-clockwise; None for no such rotation
-    stains: Tensor | None  # (B, 2): factors for the concentrations of hematoxylin and eosin; None for no change
+    symmetries: Tensor  # (B,): numbers 0 to 7 of flips and rotations by 90°; see `group.apply_symmetries`
+    degrees: Tensor | None  # (B,): angle of an additional counter-clockwise rotation; None: no rotation
+    stains: Tensor | None  # (B, 2): factors for the concentrations of hematoxylin and eosin; None: no change
     brightness: Tensor  # (B, 3): added to red, green and blue, as a fraction of full brightness
 
     def to(self, device: torch.device) -> "DrawnChanges":
+        """Return the same changes with all tensors on the device."""
         return DrawnChanges(
             self.symmetries.to(device, non_blocking=True),
             None if self.degrees is None else self.degrees.to(device, non_blocking=True),
@@ -34,7 +35,10 @@ class DrawnChanges(NamedTuple):
         )
 
     def shard(self, rank: int, count: int) -> "DrawnChanges":
-        """Return the part of process `rank` (0 to count - 1): the changes of windows rank, rank + count, and so on."""
+        """Return the changes for the windows of one training process; `Windows.shard` selects the same windows.
+
+        There are `count` processes. Process `rank` (0 to count - 1) has windows rank, rank + count, and so on.
+        """
         return DrawnChanges(
             self.symmetries[rank::count],
             None if self.degrees is None else self.degrees[rank::count],
@@ -53,11 +57,11 @@ class Augmentation:
     torch.Size([4, 3])
     """
 
-    transpose: bool = True  # swap rows and columns
-    quarter_turns: bool = True  # rotate by multiples of 90°
-    free_rotation: bool = False  # rotate by any angle, for networks that are not equivariant
+    transpose: bool = True  # swap rows and columns of each window with a probability of 1/2
+    quarter_turns: bool = True  # rotate each window by a random multiple of 90°
+    free_rotation: bool = False  # also rotate each window by a random angle; for networks that are not equivariant
     brightness: float = 0.1  # largest shift of a color channel, as a fraction of full brightness
-    stain: float = 0.0  # largest relative change of the concentration of a stain
+    stain: float = 0.0  # largest relative change of the concentration of a stain; 0.1 is ±10 %
 
     def __post_init__(self) -> None:
         for name, amount in (("brightness", self.brightness), ("stain", self.stain)):
@@ -65,7 +69,10 @@ class Augmentation:
                 raise ValueError(f"The augmentation {name!r} is {amount}; expected a fraction from 0 to below 1.")
 
     def draw(self, count: int, generator: np.random.Generator) -> DrawnChanges:
-        """Draw changes for `count` windows. The values of one type do not depend on which other types are enabled."""
+        """Draw random changes for `count` windows.
+
+        Enabling or disabling one type of change does not affect the random values of the other types.
+        """
         transposed, quarters = generator.integers(2, size=count), generator.integers(4, size=count)
         degrees = generator.uniform(0, 360, count)
         stains = generator.uniform(1 - self.stain, 1 + self.stain, (count, 2))
@@ -84,9 +91,9 @@ NO_AUGMENTATION = Augmentation(transpose=False, quarter_turns=False, brightness=
 def augment(windows: Tensor, changes: DrawnChanges, size_px: int) -> tuple[Tensor, Tensor | None]:
     """Apply random changes to windows (B, 3 + k, s, s) of bytes: red, green, blue, and k target maps.
 
-    Returns the central squares of the windows: images (B, 3, size_px, size_px) as floats from 0 to 1, and target maps
-    (B, k, size_px, size_px) as integers, or None if there are no target maps. For rotations by any angle, s must be
-    larger than `size_px`, because the corners of a rotated square come from pixels outside the central square.
+    Returns the central squares of the changed windows: images (B, 3, size_px, size_px) as floats from 0 to 1, and
+    target maps (B, k, size_px, size_px) as integers, or None if there are no target maps. For rotations by any angle, s
+    must be `group.covering_size(size_px)` or more, because pixels around the central square move into its corners.
     """
     if changes.degrees is not None:
         images, targets = windows[:, :3], windows[:, 3:]
@@ -103,13 +110,13 @@ def augment(windows: Tensor, changes: DrawnChanges, size_px: int) -> tuple[Tenso
 
 
 def change_stains(images: Tensor, factors: Tensor) -> Tensor:
-    """Multiply the concentrations of hematoxylin and eosin in images by factors (B, 2), and return the changed images.
+    """Multiply the concentrations of hematoxylin and eosin in images (B, 3, H, W) by factors (B, 2).
 
-    Images (B, 3, H, W) have values from 0 to 1.
+    Values of images are from 0 to 1. Returns the changed images.
     """
     stains, unmixing = (matrix.to(images) for matrix in _stain_matrices())
     factors = torch.cat([factors, torch.ones_like(factors[:, :1])], dim=1)  # the third component does not change
-    change = torch.einsum("rs,bs,sc->brc", stains, factors, unmixing)  # (B, 3, 3), from densities to densities
+    change = torch.einsum("rs,bs,sc->brc", stains, factors, unmixing)  # (B, 3, 3), for densities
     density = -torch.log((255 * images + 1) / WHITE)
     changed = torch.einsum("brc,bchw->brhw", change, density)
     return (WHITE * torch.exp(-changed) - 1) / 255

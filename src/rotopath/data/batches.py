@@ -1,10 +1,11 @@
 """Make training batches: a sampler chooses windows; the windows are cut from the images and augmented.
 
-`Batches` returns the batch of any step. The bytes of a batch are the same with every cache and any number of workers.
-An epoch is a range of steps; an interrupted epoch resumes with the remaining steps.
+`Batches` returns the batch of any training step. The content of a batch does not depend on the cache mode or on the
+number of workers. An epoch is a range of steps; an interrupted epoch resumes with the remaining steps.
 
-The cache mode states where images are kept: on the GPU ("device"), in RAM ("memory"), or only in their files ("none").
-Where a window extends beyond an image, the image is continued by reflection at its edge.
+The cache mode states where decoded images are kept: in GPU memory ("device"), in RAM ("memory"), or nowhere ("none").
+With "none", images are decoded from their files for each batch. Where a window extends beyond an image, the image is
+continued by reflection at its edge.
 """
 
 import os
@@ -43,8 +44,8 @@ Bytes = NDArray[np.uint8]
 CPU = torch.device("cpu")
 CACHE_FRACTION = 0.5  # fraction of free memory that cached images may occupy
 ASSUMED_FREE_BYTES = 4 * 2**30  # assumed if free memory cannot be measured
-KEPT_BYTES = 2**29  # memory for decoded images in each process with the cache "none"
-MAX_COPIED_PIXELS = 2**24  # approximate number of pixels in one copy to the device
+KEPT_BYTES = 2**29  # RAM in each process for recently decoded images, with the cache mode "none"
+MAX_COPIED_PIXELS = 2**24  # approximate number of pixels that are copied to the device at once
 
 
 # Batches
@@ -54,7 +55,7 @@ class Batch(NamedTuple):
     """Windows before augmentation, and the random changes that augmentation will apply to them."""
 
     windows: Tensor  # (B, 3 + k, s, s) bytes: red, green, blue, and k target maps
-    labels: Tensor  # (B,) class numbers; not used if there are target maps
+    labels: Tensor  # (B,) class numbers; ignored if there are target maps
     changes: DrawnChanges
 
 
@@ -63,9 +64,9 @@ class Batches:
 
     `batches[step]` returns a batch before augmentation; `batches.load(steps)` yields augmented images and targets.
 
-    `pixels` holds the images, `sampler` chooses the windows, and `window_px` is the side of a window. `target_px` is
-    the side of the central part of the target maps that is returned; by default, the maps are as large as the window.
-    `augmentation` and `seed` determine the random changes; by default, windows are not changed.
+    `pixels` holds the images, `sampler` chooses the windows, and `window_px` is the side of a window. Target maps are
+    cropped to their central squares with a side of `target_px`; None means `window_px`. `augmentation` and `seed`
+    determine the random changes; by default, windows are not changed.
     """
 
     def __init__(
@@ -79,18 +80,22 @@ class Batches:
     ) -> None:
         self.pixels, self.sampler, self.augmentation = pixels, sampler, augmentation
         self._window_px, self._target_px, self._seed = window_px, target_px, seed
-        # The corners of a freely rotated window come from pixels around the window.
+        # A rotation by any angle moves pixels from outside the window into its corners, so these pixels are cut too.
         self._cut_px = group.covering_size(window_px) if augmentation.free_rotation else window_px
         self._rank, self._ranks = 0, 1
 
     def shard(self, rank: int, count: int) -> "Batches":
-        """Return the part of process `rank` (0 to count - 1): of each batch, windows rank, rank + count, and so on."""
+        """Return the batches of one training process, which contain only this process's windows.
+
+        There are `count` processes. Process `rank` (0 to count - 1) has windows rank, rank + count, and so on, of the
+        batch of all processes.
+        """
         part = copy(self)
         part._rank, part._ranks = rank, count
         return part
 
     def __getitem__(self, step: int) -> Batch:
-        """Return the batch of a step, before augmentation."""
+        """Return the batch of a step, before augmentation. Windows are larger than `window_px` for free rotation."""
         windows = self.sampler.draw(step)
         margin = (self._cut_px - self._window_px) // 2
         windows = windows._replace(tops=windows.tops - margin, lefts=windows.lefts - margin)
@@ -105,8 +110,8 @@ class Batches:
 
         Images are floats (B, 3, s, s) from 0 to 1, with s = `window_px`. Targets are class numbers (B,). If the images
         have target maps, targets are maps instead: (B, t, t) for one map and (B, k, t, t) for k maps, with
-        t = `target_px`. With the cache "none", `workers` processes read batches ahead of time; with the other cache
-        modes, `workers` has no effect.
+        t = `target_px`. With the cache mode "none", `workers` processes read batches ahead of time. With the other
+        cache modes, `workers` has no effect.
         """
         read_ahead = workers > 0 and self.pixels.in_files
         batches = self._read_ahead(steps, device, workers) if read_ahead else (self[step] for step in steps)
@@ -114,7 +119,7 @@ class Batches:
             yield self.move_and_augment(batch, device)
 
     def move_and_augment(self, batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Move a batch to the device and augment it there; return images and targets as `load` does."""
+        """Move a batch to the device and augment the batch there; return images and targets as `load` does."""
         windows = batch.windows.to(device, non_blocking=True)
         images, maps = augment(windows, batch.changes.to(device), self._window_px)
         if maps is None:
@@ -124,6 +129,7 @@ class Batches:
         return images, targets[:, 0] if targets.shape[1] == 1 else targets
 
     def _read_ahead(self, steps: Iterable[int], device: torch.device, workers: int) -> Iterator[Batch]:
+        """Yield the batch of each step. Worker processes read the next batches while the caller uses this batch."""
         loader = DataLoader(
             _BatchesOrErrors(self),
             batch_size=None,
@@ -139,7 +145,7 @@ class Batches:
 
 
 class _BatchesOrErrors(TorchDataset[Batch | UnreadableFileError]):
-    """Batches by step. An error about an unreadable file is returned instead of raised.
+    """Batches by step, for torch's DataLoader. An error about an unreadable file is returned instead of raised.
 
     If a worker process raised the error, DataLoader would add a traceback to the error message.
     """
@@ -187,7 +193,7 @@ class SampleReader:
         return SampleReader(self.spacing_um_px, self.stain)
 
     def size_px(self, sample: Sample) -> tuple[int, int]:
-        """Return height and width of a sample at this reader's pixel spacing, without decoding the image."""
+        """Return (height, width) of a sample at the pixel spacing of this reader, without decoding the image."""
         if sample.row is None:
             height, width = image_size_px(sample.path)
         else:
@@ -197,7 +203,7 @@ class SampleReader:
 
 
 def load_images(samples: Sequence[Sample], reader: SampleReader) -> list[Bytes]:
-    """Read all samples with several threads; return an array (H, W, 3 + k) for each, as `SampleReader.read` does."""
+    """Read all samples with several threads; return an array (H, W, 3 + k) for each sample, as `reader.read` does."""
 
     def load_group(members: list[Sample]) -> list[Bytes]:
         return [reader.prepare(sample, image) for sample, image in zip(members, read_together(members), strict=True)]
@@ -210,20 +216,24 @@ def load_images(samples: Sequence[Sample], reader: SampleReader) -> list[Bytes]:
 
 
 class Pixels(Protocol):
-    """Images from which windows are cut. The images are on a device, in RAM, or in files."""
+    """Images from which windows are cut. The images are in GPU memory, in RAM, or in files."""
 
     sizes_px: Ints  # (n, 2): height and width of each image
-    in_files: bool  # whether images are decoded for every batch; if so, workers can read ahead
+    in_files: bool  # whether images are decoded from files for each batch, so that workers are useful
 
     def cut(self, windows: Windows, size_px: int) -> Tensor:
-        """Cut B windows; return bytes (B, 3 + k, size_px, size_px): red, green, blue and k target maps."""
+        """Cut B square windows with a side of `size_px` from the images.
+
+        Returns bytes (B, 3 + k, size_px, size_px): red, green, blue and k target maps.
+        """
         ...
 
 
 def open_pixels(samples: Sequence[Sample], reader: SampleReader, cache: Cache, device: torch.device) -> Pixels:
     """Open the images of samples with a cache mode. With "auto", `choose_cache` selects the mode.
 
-    Raises DataError if there are no samples or the cache mode is unknown.
+    `device` is the device that holds the images if the cache mode is "device". Raises DataError if there are no samples
+    or the cache mode is unknown.
     """
     if not samples:
         raise DataError("There are no images to cut windows from; run `rotopath data check` on the dataset.")
@@ -242,7 +252,7 @@ def open_pixels(samples: Sequence[Sample], reader: SampleReader, cache: Cache, d
 
 
 def choose_cache(size_bytes: int, device: torch.device) -> Cache:
-    """Return the fastest possible cache mode for images of `size_bytes` in total.
+    """Return the fastest possible cache mode for decoded images of `size_bytes` bytes in total.
 
     The mode is "device" if `device` is a GPU and the images fit into half of its free memory, else "memory" if they fit
     into half of the free RAM, else "none".
@@ -267,7 +277,7 @@ def count_cores() -> int:
 
 
 class HostPixels:
-    """Images in RAM or in files; windows are cut out one by one."""
+    """Images in RAM or in files, from which windows are cut one by one on the CPU."""
 
     def __init__(self, images: "Sequence[Bytes] | DecodedOnDemand", sizes_px: Ints) -> None:
         self._images, self.sizes_px = images, sizes_px
@@ -280,7 +290,7 @@ class HostPixels:
 
 
 class DecodedOnDemand:
-    """Images in files, decoded when needed; the last few decoded images are kept in RAM."""
+    """Images in files, which are decoded when needed. Recently decoded images are kept in RAM, up to KEPT_BYTES."""
 
     def __init__(self, samples: Sequence[Sample], reader: SampleReader) -> None:
         self._samples, self._reader = samples, reader
@@ -304,7 +314,7 @@ class DevicePixels:
         self.sizes_px = np.array([image.shape[:2] for image in images], np.int64)
         starts = np.concatenate([[0], np.cumsum(self.sizes_px.prod(axis=1))])
         self._flat = torch.empty((int(starts[-1]), images[0].shape[2]), dtype=torch.uint8, device=device)
-        # Small images are copied many at a time, which is fast; large images one by one, which saves memory.
+        # Many small images are copied at once, to save time. Large images are copied one by one, to save memory.
         for _, block in groupby(range(len(images)), lambda i: int(starts[i]) // MAX_COPIED_PIXELS):
             members = list(block)
             pixels = np.concatenate([images[i].reshape(-1, images[i].shape[2]) for i in members])
@@ -312,7 +322,8 @@ class DevicePixels:
         self._starts = starts[:-1]
 
     def cut(self, windows: Windows, size_px: int) -> Tensor:
-        # As few operations as possible on the device: launching them is most of the cost of a batch.
+        # All indices are sent in one copy and few GPU operations are used, because starting an operation takes longer
+        # than the operation itself.
         sizes, corners = self.sizes_px[windows.images], np.stack([windows.tops, windows.lefts], axis=1)  # (B, 2)
         starts, widths = self._starts[windows.images], sizes[:, 1]
         steps = torch.arange(size_px, device=self._flat.device)

@@ -1,7 +1,8 @@
-"""Patches in one folder for each class, in the layout of torchvision's ImageFolder.
+"""Open patches in one folder for each class, in the layout of torchvision's ImageFolder.
 
 The class of a patch is the name of its folder: `CLASS/IMAGE`, or `train/CLASS/IMAGE` if each split has a folder. An
-optional `split.csv` with the columns image, split and (optionally) group (the patient) has priority over such folders.
+optional `split.csv` has the columns image, split and, optionally, group (the patient). The splits in this file have
+priority over the folders train, valid and test.
 """
 
 from pathlib import Path
@@ -11,24 +12,26 @@ from rotopath.data.manifest import FRACTIONS, SPLIT_SEED, find_spacing
 from rotopath.data.splits import SPLITS, read_split_file, split_fractions
 from rotopath.images.files import UnreadableFileError
 
+# Names of folders, in lower case, that show that a dataset has another format.
 NOT_CLASSES = {"image", "images", "img", "imgs", "mask", "masks", "label", "labels", "annotation", "annotations"}
 
 
 def is_class_folders(root: Path) -> bool:
     """Return whether a dataset folder contains at least two class folders with images.
 
-    The class folders are directly in `root`, or in the subfolders train, valid and test of `root`. If a class folder is
-    called images, masks or similar, the result is False, because the dataset has another format.
+    The class folders are directly in `root`, or in the subfolders train, valid and test of `root`. The result is False
+    if a folder with images has a name in NOT_CLASSES, such as masks, because the dataset then has another format.
     """
     names = _find_class_folders(root)
     return len(names) > 1 and not any(name.casefold() in NOT_CLASSES for name in names)
 
 
 def open_class_folders(root: Path, spacing_um_px: float | None = None) -> Dataset:
-    """Open all images in the class folders.
+    """Open all images in the class folders that have a split.
 
-    `spacing_um_px` is the pixel spacing of image files that do not specify it. If `spacing_um_px` is None, the first
-    such file is reported as a problem in `findings` of the returned dataset.
+    `spacing_um_px` is the pixel spacing of image files that do not specify their own. If it is None, the first file
+    without a pixel spacing is reported as a problem in `findings` of the returned dataset, and the remaining images are
+    not opened. Images that cannot be read are reported and left out.
     """
     folders_of = _find_class_folders(root)
     images = {
@@ -46,7 +49,7 @@ def open_class_folders(root: Path, spacing_um_px: float | None = None) -> Datase
         except (DataError, UnreadableFileError) as error:
             findings.append(Finding(name, str(error).removeprefix(f"{name!r} ").removeprefix(f"{path} ")))
             if isinstance(error, DataError):
-                break  # the other patches probably lack a pixel spacing, too; one message is enough
+                break  # the other patches probably have no pixel spacing either; one message is enough
             continue
         samples.append(Sample(path, name, patients.get(name, ""), splits[name], spacing, label=label))
     classes = tuple(sorted(folders_of))
@@ -54,7 +57,7 @@ def open_class_folders(root: Path, spacing_um_px: float | None = None) -> Datase
 
 
 def _find_class_folders(root: Path) -> dict[str, list[Path]]:
-    """Return a dictionary from class names to folders: one folder for each class, or one for each class and split."""
+    """Return the folders of each class by class name: one folder, or one folder for each split."""
     parents = [folder for split in SPLITS if (folder := root / split).is_dir()] or [root]
     classes: dict[str, list[Path]] = {}
     for parent in parents:
@@ -65,10 +68,11 @@ def _find_class_folders(root: Path) -> dict[str, list[Path]]:
 
 
 def _assign_splits(root: Path, labels: dict[str, str]) -> tuple[dict[str, str], dict[str, str], list[Finding]]:
-    """Return the split of each image, the patient of each image whose patient is known, and findings about the splits.
+    """Return the splits of images, the patients of images, and findings about the splits.
 
-    `labels` maps each image to its class. In `labels` and in both returned dictionaries, an image is given by its path
-    relative to `root`.
+    `labels` maps the path of each image, relative to `root`, to its class. The two returned dictionaries have such
+    paths as keys, too. Images without a split are missing in the first dictionary; images of unknown patients are
+    missing in the second dictionary. Without `split.csv` and folders of splits, splits are random within each class.
     """
     table, findings = read_split_file(root, "image", labels)
     if table is not None:

@@ -1,8 +1,8 @@
 """Classes that describe datasets of annotated images, and functions that read their files.
 
-Each dataset format has a module (see formats.py), which reads the file names and tables of a folder and returns a
+Each dataset format has a module (see formats.py). It reads the file names and tables of a folder, and returns a
 `Dataset`: samples with their splits, and findings (problems and notes). Pixels are read later: `read_image` reads one
-sample at any pixel spacing, and `read_together` reads a group of samples at their own pixel spacing.
+sample at any pixel spacing, and `read_together` reads a group of samples at the pixel spacing of their files.
 
 The second half of this module contains functions for all formats: listing files, CSV tables, and arrays in HDF5 files.
 """
@@ -24,14 +24,15 @@ from rotopath.images.files import UnreadableFileError, read_rgb, resample
 if TYPE_CHECKING:
     import h5py
 
-Annotated = Literal["labels", "points", "objects"]  # class of an image, positions of objects, outlines of objects
+# Type of annotation: a class of each image, positions of objects, or outlines of objects.
+Annotated = Literal["labels", "points", "objects"]
 Row = dict[str, str]  # cells of a row of a CSV table, by column name
 
 SYNTHETIC_MARKER = "SYNTHETIC.txt"  # a file that marks synthetic tissue in the layout of a benchmark
 IMAGE_SUFFIXES = frozenset({".tif", ".tiff", ".png", ".jpg", ".jpeg"})
 SAME_SPACING = 0.05  # a smaller relative difference of pixel spacings is ignored: resampling would only blur the image
 MAX_ROWS_PER_READ = 1024  # rows of an HDF5 file that are read at once
-MAX_NAMES_LISTED = 5
+MAX_NAMES_LISTED = 5  # in one message
 SNIFFED_CHARACTERS = 10_000  # read from a CSV file to detect the delimiter of its columns
 
 
@@ -61,8 +62,8 @@ class Sample:
     spacing_um_px: float  # pixel spacing of the image
     row: int | None = None  # index of the image in an HDF5 file; None for an image file
     label: str | None = None  # class name of the whole image, if the dataset has labels
-    annotations: tuple[Path, ...] = ()  # training uses the first; `check` compares a second with the first
-    stratum: str = ""  # organ, or empty if unknown; a regime (reduced training set) can have images of each organ
+    annotations: tuple[Path, ...] = ()  # files; training uses the first, `check` compares the second with it
+    stratum: str = ""  # organ, or empty if unknown; a reduced training set can have equally many images of each organ
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ def problems(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def read_image(sample: Sample, spacing_um_px: float) -> NDArray[np.uint8]:
-    """Read a sample's pixels (H, W, 3), resampled if its pixel spacing differs from the requested one."""
+    """Read the pixels (H, W, 3) of a sample, resampled to `spacing_um_px` unless `resampling_factor` is 1."""
     return resample(read_together([sample])[0], resampling_factor(sample, spacing_um_px))
 
 
@@ -143,7 +144,7 @@ def group_for_reading(samples: Sequence[Sample]) -> list[list[Sample]]:
 
 
 def resampling_factor(sample: Sample, spacing_um_px: float) -> float:
-    """Return the factor by which height and width of an image change if it is resampled to `spacing_um_px`.
+    """Return the factor by which the height and the width of an image change by resampling to `spacing_um_px`.
 
     The factor is exactly 1 if the pixel spacing of the sample differs from `spacing_um_px` by 5 % or less.
     """
@@ -155,10 +156,10 @@ def resampling_factor(sample: Sample, spacing_um_px: float) -> float:
 
 
 def find_files(folder: Path | None, suffixes: Collection[str]) -> list[Path]:
-    """Return all files with one of the suffixes in a folder and its subfolders, sorted; none if the folder is None.
+    """Return all files with one of the suffixes in a folder and its subfolders, sorted.
 
-    Hidden files, such as `._x.tif` of macOS, are left out. `suffixes` are in lower case; the case of letters in file
-    names does not matter.
+    If `folder` is None, the list is empty. Hidden files, such as `._x.tif` of macOS, are left out. `suffixes` are in
+    lower case; suffixes of files may be in upper case.
     """
     if folder is None:
         return []
@@ -171,10 +172,10 @@ def find_files(folder: Path | None, suffixes: Collection[str]) -> list[Path]:
 
 
 def index_by_stem(root: Path, paths: Iterable[Path]) -> tuple[dict[str, Path], list[Finding]]:
-    """Return a dictionary from file names without suffix to paths, and findings.
+    """Return a dictionary from file names without suffix to paths, and findings about repeated names.
 
-    If two files have the same name without suffix, the second is left out and reported as a finding, with its path
-    relative to `root`.
+    If several files have the same name without suffix, all but the first are left out and reported as findings, with
+    their paths relative to `root`.
     """
     files: dict[str, Path] = {}
     findings = []
@@ -186,7 +187,7 @@ def index_by_stem(root: Path, paths: Iterable[Path]) -> tuple[dict[str, Path], l
 
 
 def count_and_list(names: Sequence[str], noun: str) -> str:
-    """Return the number of names and the first few names, for messages.
+    """Return text for messages: the number of names with a noun, and the first few names.
 
     >>> from rotopath.data.dataset import count_and_list
     >>> count_and_list(["01"], "case"), count_and_list(["a", "b", "c", "d", "e", "f"], "field")
@@ -202,8 +203,8 @@ def count_and_list(names: Sequence[str], noun: str) -> str:
 def read_table(path: Path, required: Collection[str]) -> list[tuple[int, Row]]:
     """Read a CSV file with a header; return (line number, row) for each row that is not empty.
 
-    A row is a dictionary from column names in lower case to cells. Raises TableError if a column in `required` is
-    missing, or if a row has more cells than there are columns.
+    A row is a dictionary from column names in lower case to cells; missing cells are empty strings. Raises TableError
+    if the file cannot be read, if a column in `required` is missing, or if a row has text beyond the last column.
     """
     rows = read_csv(path)
     header = [name.lower() for name in rows[0][1]] if rows else []
@@ -270,6 +271,7 @@ def read_hdf5_rows(path: Path, key: str, start: int, stop: int) -> NDArray[np.ui
 
 
 def _open_hdf5_array(path: Path, key: str) -> "h5py.Dataset":
+    """Return the array `key` in an HDF5 file, without reading its elements."""
     try:
         modified_ns = path.stat().st_mtime_ns
     except FileNotFoundError:
@@ -279,10 +281,10 @@ def _open_hdf5_array(path: Path, key: str) -> "h5py.Dataset":
 
 @lru_cache(maxsize=16)
 def _open_once(path: Path, key: str, process: int, modified_ns: int) -> "h5py.Dataset":  # noqa: ARG001
-    """Open an array, or return the array from a cache if this process has already opened the unchanged file.
+    """Open the array `key` in an HDF5 file. The function is cached, so that a process opens each file only once.
 
-    The process ID and the time of the last change of the file only distinguish entries of the cache: forked workers
-    must not share an open file, and a changed file must be opened again.
+    `process` (process ID) and `modified_ns` (time of the last change of the file) are used only as keys of the cache: a
+    forked process must not use the open file of its parent, and a changed file must be opened again.
     """
     import h5py
 

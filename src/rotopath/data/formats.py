@@ -2,10 +2,10 @@
 
 `FORMATS` is the table of all formats. To add a format:
 
-1. Write `data/my_format.py` with two functions: `is_my_format(root)` recognizes a folder by file names, without
-   reading the files; `open_my_format(root)` returns a `Dataset` and reports faulty files as findings. If some images
-   do not specify their pixel spacing, `open_my_format` also takes `spacing_um_px`. kumar.py is an example; dataset.py
-   contains functions for all formats.
+1. Write `data/my_format.py` with two functions. `is_my_format(root)` returns whether a folder has the format; it uses
+   file names only and reads no file. `open_my_format(root)` returns a `Dataset` and reports faulty files as findings.
+   If some images do not specify their pixel spacing, `open_my_format` also has the parameter `spacing_um_px`. kumar.py
+   is an example; dataset.py contains functions for all formats.
 2. Add a row to `FORMATS`.
 3. In tests/layouts.py, add a function that writes a tiny dataset in the format. Add tests to
    tests/data/test_my_format.py.
@@ -49,8 +49,8 @@ class Format:
 
     example: str  # description of a folder in this format, for error messages
     detect: Callable[[Path], bool]  # returns whether a folder has this format
-    open: Callable[[Path, float | None], Dataset]  # receives the folder, and a pixel spacing for images without one
-    fallback: bool = False  # whether to try the format last, if no other format fits the folder or a subfolder
+    open: Callable[[Path, float | None], Dataset]  # from the folder, and the pixel spacing of images that specify none
+    fallback: bool = False  # whether the format is tried only if no other format fits the folder or a subfolder
 
 
 # A manifest comes first, because it has priority over the layout of the files beside it.
@@ -101,9 +101,9 @@ ANNOTATION_KINDS: Mapping[Annotated, str] = {
 def open_data(path: Path | str, annotated: Annotated | None = None, spacing_um_px: float | None = None) -> Dataset:
     """Open the dataset at a path: a folder in a known format, its parent folder, or a CSV manifest.
 
-    `annotated` is the required type of annotation; None allows any type. `spacing_um_px` is the pixel spacing of your
-    own images that do not specify one. Raises DataError if there is no usable dataset at the path, or if the dataset
-    has another type of annotation.
+    `annotated` is the required type of annotation; None allows any type. `spacing_um_px` is the pixel spacing of images
+    in class folders or in a manifest for which no spacing is specified. Raises DataError if there is no usable dataset
+    at the path, or if the dataset has another type of annotation. Raises UnreadableFileError if a table is damaged.
     """
     if spacing_um_px is not None and not is_plausible(spacing_um_px):
         raise DataError(f"The pixel spacing is {spacing_um_px:g} µm/px; expected 0.05 to 5 µm/px.")
@@ -120,6 +120,7 @@ def open_data(path: Path | str, annotated: Annotated | None = None, spacing_um_p
 
 
 def _open(path: Path, spacing_um_px: float | None) -> Dataset:
+    """Find the format of a folder, its subfolder or a manifest, and open the dataset. See `open_data`."""
     if not path.exists():
         raise DataError(f"{path} does not exist.")
     if path.is_file():
@@ -146,6 +147,7 @@ def _open(path: Path, spacing_um_px: float | None) -> Dataset:
 
 
 def _find_format(folder: Path) -> Format | None:
+    """Return the first format that fits the folder, or None. Formats with `fallback` are not tried."""
     return next((known for known in FORMATS if not known.fallback and known.detect(folder)), None)
 
 
@@ -159,12 +161,13 @@ class Check:
     dataset: Dataset
     counts: dict[str, Counter[str]]  # counts[split][name]; names: "images", "cases", `dataset.objects`, and classes
     findings: tuple[Finding, ...]  # problems and notes
-    agreement: dict[str, float]  # by name of an image with label map and outlines: their aggregated Jaccard index
+    # Aggregated Jaccard index between label map and outlines, by image name, for images that have both files.
+    agreement: dict[str, float]
 
 
 @dataclass
 class _Contents:
-    """What `_check_group` counts and finds in one group of samples (see `group_for_reading`)."""
+    """Counts and findings of one group of samples (see `group_for_reading`), as `_check_group` returns them."""
 
     objects: Counter[str] = field(default_factory=Counter)  # as in `Check.counts`, without "images" and "cases"
     findings: list[Finding] = field(default_factory=list)
@@ -174,7 +177,7 @@ class _Contents:
 def check(dataset: Dataset, on_progress: Callable[[int], object] = lambda _: None) -> Check:
     """Read every image and annotation of a dataset, count them, and collect all problems and notes.
 
-    `on_progress` receives the number of samples that were read since its previous call.
+    `on_progress` is a function that is called with the number of samples that were read since its previous call.
     """
     counts = {split: Counter[str]() for split in SPLITS}
     findings = list(dataset.findings)
@@ -196,6 +199,7 @@ def check(dataset: Dataset, on_progress: Callable[[int], object] = lambda _: Non
 
 
 def _find_empty_splits(dataset: Dataset) -> list[Finding]:
+    """Return a note for each split without images, or a problem if the dataset has no images at all."""
     if not dataset.samples:
         return [Finding("", "the dataset contains no image that can be used.")]
     present = {sample.split for sample in dataset.samples}
@@ -220,6 +224,7 @@ def _check_group(dataset: Dataset, samples: list[Sample]) -> _Contents:
 
 
 def _check_points(sample: Sample, dataset: Dataset, contents: _Contents) -> None:
+    """Read the annotation file of a sample, and add the numbers of its points and all findings to `contents`."""
     try:
         points, faults = parse_points(sample)
     except UnreadableFileError as error:
@@ -232,7 +237,7 @@ def _check_points(sample: Sample, dataset: Dataset, contents: _Contents) -> None
 
 
 def _check_objects(sample: Sample, dataset: Dataset, contents: _Contents) -> None:
-    """Read all annotation files of a sample, and add the number of its objects and all findings to `contents`.
+    """Read all annotation files of a sample, and add the numbers of its objects and all findings to `contents`.
 
     Only the objects in the first file are counted, because training uses only this file. Findings are about all files.
     """

@@ -1,9 +1,9 @@
-"""Kumar et al. (2017) and MoNuSeg: images (fields) of several organs, in which every nucleus is outlined.
+"""Open the datasets of Kumar et al. (2017) and MoNuSeg: images of several organs, with an outline of every nucleus.
 
-The dataset folder contains `Tissue Images`, and `Annotations` (Aperio XML) or `Label Maps` (16-bit images). It may also
-be a flat folder of images, each with an XML file of the same name, such as MoNuSeg's test set. If a field has an
-XML file and a label map, training uses the label map. An optional `split.csv` has the columns image, split and
-(optionally) organ.
+An image is called a field. The dataset folder contains the folder `Tissue Images`, and `Annotations` (Aperio XML) or
+`Label Maps` (gray images of 8, 16 or 32 bits). The dataset may also be a flat folder, such as MoNuSeg's test set:
+images and XML files of the same names, without subfolders. If a field has an XML file and a label map, training uses
+the label map. An optional `split.csv` has the columns image, split and, optionally, organ.
 """
 
 import re
@@ -17,13 +17,14 @@ from rotopath.data.splits import KUMAR_FIELDS, SPLIT_FILE, note_without_split, r
 from rotopath.images.files import UnreadableFileError, spacing_um_px
 
 SPACING_UM_PX = 0.25
-SPLIT_SEED = 0  # for random splits without a split.csv; the paper does not list the fields of its splits
-ORGANS = {  # TCGA codes of the 24 fields of the paper
+SPLIT_SEED = 0  # for random splits if there is no split.csv, because the paper does not list the fields of its splits
+ORGANS = {  # TCGA codes of the patients of the paper's 24 fields
     "breast": ("A7-A13E", "A7-A13F", "AR-A1AK", "AR-A1AS", "E2-A14V", "E2-A1B5"),
     "kidney": ("B0-5698", "B0-5710", "B0-5711", "HE-7128", "HE-7129", "HE-7130"),
     "liver": ("18-5592", "21-5784", "21-5786", "38-6178", "49-4488", "50-5931"),
     "prostate": ("CH-5767", "G9-6336", "G9-6348", "G9-6356", "G9-6362", "G9-6363"),
 }
+# Numbers in the paper, for comparison with the files of the user.
 PUBLISHED = {
     "train": {"images": 12, "nuclei": 7337},
     "valid": {"images": 4, "nuclei": 1474},
@@ -81,7 +82,7 @@ def open_kumar(root: Path) -> Dataset:
 
 
 def find_patient(stem: str) -> str:
-    """Return the patient in the name of a TCGA image; for any other image, return the whole name.
+    """Return the patient of an image: the first three parts of a TCGA file name, or any other name unchanged.
 
     >>> from rotopath.data.kumar import find_patient
     >>> find_patient("TCGA-A7-A13E-01Z-00-DX1"), find_patient("my-image")
@@ -99,9 +100,11 @@ class _SplitAndOrgan(NamedTuple):
 def _assign_splits(root: Path, images: dict[str, Path], flat: bool) -> tuple[dict[str, _SplitAndOrgan], list[Finding]]:
     """Return the split and the organ of each image that has a split, and findings about the splits.
 
-    Splits come from split.csv. Without this file, all images of a flat folder are in the split "test", and images of
-    other folders are divided at random within each organ. `images` maps file names without suffix to paths; the
-    returned dictionary contains the same names. `flat` states whether `root` is a flat folder.
+    Splits come from `split.csv`. Without this file, all images of a flat folder (`flat` is True) are in the split
+    "test". Otherwise, the images in ORGANS are divided at random within each organ, and all other images have no split.
+    If any of these organs has images, but not exactly 6, no image has a split, and a problem is returned.
+
+    `images` maps file names without suffix to paths. The returned dictionary has such names as keys.
     """
     organ_of = {code: organ for organ, codes in ORGANS.items() for code in codes}
     organs = {stem: organ_of.get(find_patient(stem).removeprefix("TCGA-"), "") for stem in images}
@@ -127,13 +130,15 @@ def _assign_splits(root: Path, images: dict[str, Path], flat: bool) -> tuple[dic
 
 
 def _remove_suffix(name: str) -> str:
+    """Remove the suffix of an image file from a name; return any other name unchanged."""
     return Path(name).stem if Path(name).suffix.lower() in IMAGE_SUFFIXES else name
 
 
 def _find_spacing(image: Path, outlines: Path | None) -> float:
-    """Return the pixel spacing of an image: from the image file or, if missing there, from the XML file `outlines`.
+    """Return the pixel spacing of an image, in µm/px.
 
-    If neither file contains a pixel spacing, 0.25 µm/px is returned.
+    The pixel spacing comes from the image file or, if it is missing there, from the XML file `outlines`. If neither
+    file specifies a pixel spacing, 0.25 µm/px is returned. `outlines` is None if there is no XML file.
     """
     try:
         spacing = spacing_um_px(image)
@@ -148,5 +153,5 @@ def _list_files(folder: Path, suffixes: Collection[str]) -> list[Path]:
 
 
 def _find_folder(root: Path, name: str) -> Path | None:
-    """Return the subfolder whose name in lower case is `name`, or None if it does not exist."""
+    """Return the subfolder whose name, converted to lower case, is `name`, or None if there is no such subfolder."""
     return next((path for path in sorted(root.iterdir()) if path.is_dir() and path.name.lower() == name), None)

@@ -1,9 +1,9 @@
-"""Your own images, listed in a CSV manifest.
+"""Open your own images, which are listed in a CSV manifest.
 
-A manifest has the columns `image` and either `label` or `annotation`, and optionally `group` (the patient), `split`,
-`spacing` (pixel spacing in µm/px) and `organ`. Paths are relative to the manifest. A `label` is the class of a whole
-image. An `annotation` is a file of points (CSV, or GeoJSON of points) or of outlines (label map, Aperio XML, or GeoJSON
-of polygons).
+A manifest has the column `image`, either the column `label` or the column `annotation`, and optionally `group` (the
+patient), `split`, `spacing` (pixel spacing in µm/px) and `organ`. Paths are relative to the folder of the manifest. A
+`label` is the class of a whole image. An `annotation` is a file of points (CSV, or GeoJSON of points) or of outlines
+(label map, Aperio XML, or GeoJSON of polygons).
 """
 
 import os
@@ -17,7 +17,7 @@ from rotopath.images.files import PLAUSIBLE_UM_PX, UnreadableFileError, is_plaus
 from rotopath.images.geojson import Point, read_geojson
 
 MANIFEST_FILE = "manifest.csv"
-# Fractions of the patients in each split, if there is no column `split`.
+# Fraction of the patients in each split, for random splits if the manifest has no column `split`.
 FRACTIONS = {"train": 0.6, "valid": 0.2, "test": 0.2}
 SPLIT_SEED = 0
 
@@ -25,8 +25,9 @@ SPLIT_SEED = 0
 def open_manifest(path: Path, default_spacing_um_px: float | None = None) -> Dataset:
     """Open the images of all valid rows, and report each invalid row as a finding.
 
-    `default_spacing_um_px` is the pixel spacing of images for which neither the manifest nor the image file specifies
-    one. If it is None, the rows of such images are invalid.
+    `default_spacing_um_px` is the pixel spacing of an image if neither the manifest nor the image file specifies its
+    pixel spacing. If `default_spacing_um_px` is None, the row of such an image is invalid. Raises DataError if the
+    manifest lists no images, or if its columns or the types of its annotation files do not fit together.
     """
     table = read_table(path, ("image",))
     if not table:
@@ -49,9 +50,9 @@ def open_manifest(path: Path, default_spacing_um_px: float | None = None) -> Dat
 def find_spacing(path: Path, name: str, text: str, default_um_px: float | None) -> float:
     """Return the pixel spacing of an image in µm/px.
 
-    The pixel spacing comes from `text`, a cell of a table; if `text` is empty, from the image file at `path`; if the
-    file does not specify a pixel spacing, from `default_um_px`. Raises DataError if `text` is not a plausible number,
-    or if none of the three gives a pixel spacing. `name` is the name of the image in messages.
+    The pixel spacing is `text`, a cell of the manifest. If `text` is empty, the pixel spacing is read from the image
+    file at `path`. If the file does not specify a pixel spacing, it is `default_um_px`. Raises DataError if `text` is
+    not a plausible number, or if no pixel spacing is specified. `name` is the name of the image in messages.
     """
     if not text:
         if spacing := spacing_um_px(path) or default_um_px:
@@ -71,9 +72,10 @@ def find_spacing(path: Path, name: str, text: str, default_um_px: float | None) 
 
 
 def _find_annotated(path: Path, table: list[tuple[int, Row]]) -> Annotated:
-    """Return the type of annotation of the manifest at `path`; `table` contains its rows.
+    """Return the type of annotation of the manifest at `path`: "labels", "points" or "objects".
 
-    The type follows from the columns, and from the suffixes and the contents of the annotation files.
+    The type follows from the columns, and from the suffixes and contents of the annotation files. `table` contains the
+    rows of the manifest. Raises DataError if the type is not clear.
     """
     columns = table[0][1].keys()
     if ("label" in columns) == ("annotation" in columns):
@@ -103,7 +105,7 @@ def _find_annotated_in_geojson(files: list[Path]) -> Annotated:
         try:
             objects = read_geojson(file)
         except UnreadableFileError:
-            continue  # `check` reports it
+            continue  # `check` reports this file
         if objects:
             return "points" if all(isinstance(item.shape, Point) for item in objects) else "objects"
     return "objects"
@@ -112,7 +114,8 @@ def _find_annotated_in_geojson(files: list[Path]) -> Annotated:
 def _assign_splits(table: list[tuple[int, Row]]) -> dict[int, str]:
     """Return a dictionary from line numbers of the manifest to splits.
 
-    Splits come from the column `split`. If there is no such column, the patients are divided at random.
+    Splits come from the column `split`. If there is no such column, the patients are divided at random within each
+    class. The class of a patient here is the most frequent class of the patient's images.
     """
     if "split" in table[0][1]:
         return {line: row["split"] for line, row in table}
@@ -125,16 +128,20 @@ def _assign_splits(table: list[tuple[int, Row]]) -> dict[int, str]:
 
 
 def _find_group(row: Row) -> str:
-    """Return the patient of an image, or the path of the image if no patient is given."""
+    """Return the patient of an image, or the path of the image if the patient is unknown."""
     return row.get("group") or _normalize_path(row)
 
 
 def _normalize_path(row: Row) -> str:
-    """Return the image's path in a form that is the same for `a.png` and `./a.png`."""
+    """Return the path of a row's image in normal form: `a.png` for both `a.png` and `./a.png`."""
     return os.path.normpath(row["image"])
 
 
 def _make_sample(folder: Path, row: Row, annotated: Annotated, split: str, default_um_px: float | None) -> Sample:
+    """Return the sample of a row of the manifest in `folder`.
+
+    Raises DataError if the row is invalid, or UnreadableFileError if the image file cannot be read.
+    """
     if not row["image"]:
         raise DataError("the column `image` is empty; write the path of the image.")
     if split not in SPLITS:

@@ -1,9 +1,9 @@
-"""PCam: patches of lymph nodes, with or without tumor at their center, as HDF5 files or in the form of Kaggle.
+"""Open the dataset PCam: patches of lymph nodes, with or without tumor at the center of the patch.
 
-The dataset folder contains `camelyonpatch_level_2_split_{train,valid,test}_{x,y}.h5`, and optionally tables
-`..._meta.csv` with the slide of each patch. In the form in which Kaggle distributes PCam, the folder contains
+The dataset folder contains the HDF5 files `camelyonpatch_level_2_split_{train,valid,test}_{x,y}.h5`, and optionally the
+tables `..._meta.csv` with the slide of each patch. Kaggle distributes PCam in another form: the folder contains
 `train/ID.tif` (one file for each patch) and `train_labels.csv`, and optionally a `split.csv` with the columns id and
-split. Only labels and tables are read here; pixels are read when they are needed.
+split. This module reads only labels and tables; pixels are read when they are needed.
 """
 
 from pathlib import Path
@@ -31,6 +31,7 @@ from rotopath.images.files import UnreadableFileError
 SPACING_UM_PX = 0.972  # level 2 of slides scanned at 0.243 µm/px
 CLASSES = ("normal", "tumor")
 SPLIT_SEED = 0  # for random splits in Kaggle's form, which has no published split
+# Fraction of the patches of each class in each split, for these random splits.
 KAGGLE_SPLIT = {"train": 0.8, "valid": 0.1, "test": 0.1}
 KAGGLE_LABELS = "train_labels.csv"
 PUBLISHED = {"train": {"images": 262_144}, "valid": {"images": 32_768}, "test": {"images": 32_768}}
@@ -45,7 +46,7 @@ def is_pcam(root: Path) -> bool:
 
 
 def open_pcam(root: Path) -> Dataset:
-    """Open the patches of the three published splits, from HDF5 files."""
+    """Open the patches of the three published splits, from HDF5 files. A split with a faulty file is left out."""
     samples: list[Sample] = []
     findings: list[Finding] = []
     for split in SPLITS:
@@ -55,14 +56,15 @@ def open_pcam(root: Path) -> Dataset:
             findings.append(Finding.from_error(error, root))
     if not all(sample.case for sample in samples):
         message = (
-            "without a *_meta.csv file for each split, slides are unknown, and slides that are in two splits cannot be "
-            "detected; to detect them, add the files."
+            "without a *_meta.csv file for each split, the slides of patches are unknown, and rotopath cannot check "
+            "that no slide is in two splits; for this check, add the missing *_meta.csv files."
         )
         findings.append(Finding("", message, is_problem=False))
     return Dataset("labels", "PCam", root, tuple(samples), tuple(findings), PUBLISHED, classes=CLASSES)
 
 
 def _open_split(root: Path, split: str) -> list[Sample]:
+    """Return the samples of a split. Raises UnreadableFileError if one of its files is missing or faulty."""
     images, labels = (root / f"camelyonpatch_level_2_split_{split}_{key}.h5" for key in "xy")
     for path in (images, labels):
         if not path.exists() and (packed := path.with_name(f"{path.name}.gz")).exists():
@@ -84,6 +86,7 @@ def _open_split(root: Path, split: str) -> list[Sample]:
 
 
 def _read_labels(path: Path, count: int) -> NDArray[np.uint8]:
+    """Read the labels (count,) of the patches of a split: 0 is normal, 1 is tumor."""
     labels = read_hdf5_rows(path, "y", 0, count).reshape(-1)
     if (wrong := np.flatnonzero(labels > 1)).size:
         raise UnreadableHdf5Error(
@@ -116,7 +119,10 @@ def open_kaggle(root: Path) -> Dataset:
     labels, label_findings = _read_kaggle_labels(root / KAGGLE_LABELS, images)
     findings += label_findings
     if unlabeled := sorted(images.keys() - labels.keys()):
-        message = f"no label for {count_and_list(unlabeled, 'image')}, therefore left out."
+        message = (
+            f"images without a label are left out: {count_and_list(unlabeled, 'image')}; to use them, add their labels "
+            f"to {KAGGLE_LABELS}."
+        )
         findings.append(Finding("train", message, is_problem=False))
     table, split_findings = read_split_file(root, "id", labels)
     findings += split_findings
@@ -138,7 +144,10 @@ def open_kaggle(root: Path) -> Dataset:
 
 
 def _read_kaggle_labels(path: Path, images: dict[str, Path]) -> tuple[dict[str, str], list[Finding]]:
-    """Return the class of each labeled image by ID, and findings about invalid lines. `images` maps IDs to paths."""
+    """Return the class of each labeled image by ID, and findings about invalid lines.
+
+    `images` maps the ID of each image to its path. Labels without an image are left out and reported as a finding.
+    """
     labels: dict[str, str] = {}
     findings: list[Finding] = []
     without_image: list[str] = []

@@ -1,9 +1,9 @@
-"""Samplers choose the windows of each training batch. A window is a square that is cut from an image.
+"""Choose the windows of each training batch. A window is a square that is cut from an image.
 
-A sampler is constructed from the image sizes, a seed, and what it balances: labels, annotated objects or patients. For
-any training step, `draw` returns the image, position and label of each window of the batch. The windows depend only on
-the seed and the step. Therefore the number of workers does not matter, and an interrupted run resumes with exactly the
-remaining batches.
+Each random sampler balances one property of the windows: their labels, their annotated objects or their patients. For
+any training step, `draw` returns the image, the position and the label of each window of the batch. For the same images
+and settings, the windows depend only on the seed and the step. Therefore the number of workers does not matter, and an
+interrupted training resumes with exactly the remaining batches.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from rotopath.data.dataset import DataError
 
 Ints = NDArray[np.int64]
 Positions = NDArray[np.float64]  # (k, 2): row and column in pixels; or (k, 3): image number, row, column
-MAX_ATTEMPTS = 200  # to draw enough positions away from objects
+MAX_ATTEMPTS = 200  # largest number of attempts to draw enough positions away from objects
 
 
 class Windows(NamedTuple):
@@ -29,19 +29,24 @@ class Windows(NamedTuple):
     labels: Ints  # (B,) class numbers; zeros if the targets are maps
 
     def shard(self, rank: int, count: int) -> "Windows":
-        """Return the part of process `rank` (0 to count - 1): windows rank, rank + count, and so on."""
+        """Return the windows of one training process.
+
+        There are `count` processes. Process `rank` (0 to count - 1) has windows rank, rank + count, and so on.
+        """
         return Windows(*(column[rank::count] for column in self))
 
 
 class Sampler(Protocol):
-    """Chooses the windows of a step. The windows depend on the step, but not on which steps were drawn before."""
+    """Object that chooses the windows of each step."""
 
-    def draw(self, step: int) -> Windows: ...
+    def draw(self, step: int) -> Windows:
+        """Return the windows of a step. The result does not depend on earlier calls."""
+        ...
 
 
 @dataclass(frozen=True)
 class SamplerSettings:
-    """Settings of all random samplers."""
+    """Settings that all random samplers have in common."""
 
     sizes_px: Ints  # (n, 2): height and width of each image
     window_px: int  # side of a window
@@ -51,13 +56,13 @@ class SamplerSettings:
 
 @dataclass(frozen=True)
 class ObjectPositions:
-    """Annotated objects of all images. `absent_label` and `clearance_px` describe windows without an object."""
+    """Annotated objects of all images, and the definition of windows without an object."""
 
     positions: Sequence[Positions]  # for each image (k, 2): row and column of each object, in pixels
     classes: Sequence[Ints]  # for each image (k,): class number of each object
     class_names: Sequence[str]
     absent_label: int  # label of windows without an object
-    clearance_px: float  # the center of a window without an object is farther than this from every object
+    clearance_px: float  # windows without an object have centers farther than this from every object
 
 
 # Samplers
@@ -67,8 +72,9 @@ class ClassBalancedSampler:
     """Draw equally many windows of every class, at random positions.
 
     `labels` contains the class number of each image. `mined` lists the numbers of images that a baseline network
-    classified incorrectly. If a class has mined images, half of its windows come from the mined images. All other
-    windows of a class come from all images of the class, which are used equally often.
+    classified incorrectly; None means no such images. If a class has mined images, half of its windows come from its
+    mined images. All other windows of a class come from all images of the class, which are used equally often. Raises
+    DataError if a class has no image.
     """
 
     def __init__(
@@ -97,9 +103,11 @@ class ObjectBalancedSampler:
 
     Windows around objects are centered on an object, and then shifted at random by up to `jitter_px` pixels along each
     axis. Windows without an object are centered on random pixels that are farther than `clearance_px` from every
-    object; all such pixels of all images are equally likely. `mined` lists positions (image, row, column) of false
-    detections of a baseline network. If `mined` is not empty, half of the windows without an object are centered on
-    these positions.
+    object; all such pixels of all images are equally likely.
+
+    `mined` (k, 3) lists false detections of a baseline network: image number, row and column. If `mined` is neither
+    None nor empty, half of the windows without an object are centered on these positions instead of random pixels.
+    Raises DataError if a class has no object.
     """
 
     def __init__(
@@ -116,10 +124,12 @@ class ObjectBalancedSampler:
             if not len(members):
                 count = len(objects.positions)
                 raise DataError(
-                    f"No {name} is annotated in the {count} images of a split; every split that is used needs at least "
-                    f"one; add images (`rotopath data check` counts the objects of each split)."
+                    f"No {name} is annotated in the {count} images of a split, but training and validation need at "
+                    f"least one object of every class; add annotated images (`rotopath data check` counts the objects "
+                    f"of each split)."
                 )
-        self._labels = [1] if len(names) == 1 else list(range(len(names)))  # a single class: 1 present, 0 absent
+        # With a single class, label 1 means that an object is present, and label 0 that it is absent.
+        self._labels = [1] if len(names) == 1 else list(range(len(names)))
         self._mined = np.empty((0, 3)) if mined is None else mined
         self._with_object = batch // 2
         self._from_mined = -(-batch // 4) if len(self._mined) else 0
@@ -146,7 +156,8 @@ class ObjectBalancedSampler:
         centers = np.concatenate([*of_classes, mined, self._draw_away_from_objects(self._at_random, generator)])
         without_object = self._from_mined + self._at_random
         labels = np.repeat([*self._labels, self._objects.absent_label], [*map(len, of_classes), without_object])
-        # On a slide, windows are several pixels apart, so objects are rarely at the exact center of a window.
+        # Windows are shifted, because objects on a slide are rarely at the exact center of a window: the windows of a
+        # slide are several pixels apart.
         jitter = generator.integers(-self._jitter_px, self._jitter_px + 1, (len(centers), 2))
         jitter[self._with_object :] = 0
         corners = np.floor(centers[:, 1:] + jitter - (settings.window_px - 1) / 2 + 0.5).astype(np.int64)
@@ -175,9 +186,9 @@ class ObjectBalancedSampler:
 class PatientBalancedSampler:
     """Draw equally many windows of every patient, at random positions.
 
-    `patients` contains the patient of each image. The target region of a window is its central square with sides of
-    `target_px` pixels. This region is inside the image, unless the image is smaller than the region. The rest of the
-    window may extend beyond the image.
+    `patients` contains the patient of each image. The network predicts only the target region of a window: the central
+    square with a side of `target_px` pixels. The target region is inside the image, unless the image is smaller than
+    the target region. The rest of the window may extend beyond the image.
     """
 
     def __init__(self, patients: Sequence[str], settings: SamplerSettings, target_px: int) -> None:
@@ -197,7 +208,10 @@ class PatientBalancedSampler:
 
 
 class CenterSampler:
-    """Take the central window of every image, in order, for validation and testing; the last batch may be smaller."""
+    """Take the central window of every image, in the order of the images. The last batch may be smaller.
+
+    This sampler is for validation and testing. Unlike the others, it is not random.
+    """
 
     def __init__(self, labels: Ints, sizes_px: Ints, window_px: int, batch: int) -> None:
         self._labels, self._batch = labels, batch
@@ -217,22 +231,23 @@ class CenterSampler:
 
 
 class ClassQuotas:
-    """Divide the windows of a batch equally among classes.
+    """Divide the `batch` windows of a step equally among classes.
 
-    If this leaves a remainder, some classes receive one more window; these classes change from step to step.
+    If this leaves a remainder, some classes receive one more window; these classes change from step to step. Raises
+    DataError if there are fewer windows than classes.
     """
 
     def __init__(self, batch: int, classes: int) -> None:
         if batch < classes:
             raise DataError(
-                f"A batch has only {batch} windows for {classes} classes; increase `batch`, so that each class has one "
-                f"or more (in detection, half of the windows of a batch have no object)."
+                f"A batch has only {batch} windows for {classes} classes; increase `batch`, so that every batch has a "
+                f"window of each class (in detection, half of the windows of a batch are for objects)."
             )
         self._minimum, self._remainder = divmod(batch, classes)
         self._classes = classes
 
     def at(self, class_number: int, step: int) -> tuple[int, int]:
-        """Return the number of windows of a class in all steps before `step` together, and the number in `step`."""
+        """Return two numbers of windows of a class: in all steps before `step` together, and in `step` itself."""
         cycles, rest = divmod(step, self._classes)
         extra = sum(self._has_extra(class_number, k) for k in range(rest))
         earlier = step * self._minimum + cycles * self._remainder + extra
@@ -243,7 +258,9 @@ class ClassQuotas:
 
 
 class EndlessShuffle:
-    """An endless sequence of the numbers 0 to count - 1; every pass contains each number once, in a new random order.
+    """An endless random sequence of the numbers 0 to `count` - 1.
+
+    The sequence consists of passes. Every pass contains each number once, in a new random order.
 
     >>> from rotopath.data.sampling import EndlessShuffle
     >>> sequence = EndlessShuffle(3, seed=(0,)).take(start=0, number=6)
@@ -253,7 +270,7 @@ class EndlessShuffle:
 
     def __init__(self, count: int, seed: Sequence[int]) -> None:
         self._count, self._seed = count, list(seed)
-        self._orders: dict[int, Ints] = {}  # orders of the current and the previous pass, by number of the pass
+        self._orders: dict[int, Ints] = {}  # by number of the pass; the current and the previous pass only
 
     def take(self, start: int, number: int) -> Ints:
         """Return `number` elements of the sequence, beginning with element `start`."""
@@ -281,9 +298,10 @@ class _ClassImages:
         self._mined_order = EndlessShuffle(len(mined), (*seed, 1))
 
     def take(self, start: int, count: int) -> Ints:
-        """Return the numbers of `count` images. If the class has mined images, half of the numbers are of mined images.
+        """Return the image numbers of the next `count` windows of the class.
 
-        `start` is the number of images that were taken in earlier steps.
+        `start` is the number of windows of the class in earlier steps. If the class has mined images, half of the
+        windows are of mined images.
         """
         if not len(self._mined):
             return self._members[self._order.take(start, count)]
@@ -294,15 +312,18 @@ class _ClassImages:
 
 
 def _step_generator(seed: int, step: int) -> np.random.Generator:
-    """Return the random generator of a step, seeded with (seed, 2, step). Augmentation uses (seed, 3, step)."""
+    """Return the random generator of a sampler for a step.
+
+    It is independent of the generator for augmentation, which has the number 3 in its seed instead of 2.
+    """
     return np.random.default_rng([seed, 2, step])
 
 
 def _draw_corners(slack: Ints, generator: np.random.Generator) -> Ints:
     """Draw the upper left corners (B, 2) of squares, as rows and columns in pixels, at random positions in images.
 
-    `slack` (B, 2) is the height and width of the image minus the side of the square; corners are between 0 and `slack`.
-    If an image is smaller than its square (slack < 0), the image is centered in the square.
+    `slack` (B, 2) is the height and width of each image minus the side of the square. Corners are from 0 to `slack`. If
+    an image is smaller than the square along an axis (`slack` < 0), it is centered in the square along this axis.
     """
     return np.where(slack >= 0, generator.integers(np.maximum(slack, 0) + 1), slack // 2)
 

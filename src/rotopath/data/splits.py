@@ -1,8 +1,11 @@
-"""Divide samples into training, validation and test sets, and select reduced training sets (regimes).
+"""Divide samples into training, validation and test sets, and select reduced training sets.
 
 The items that are divided are samples, or the cases (patients) of the samples. Splits come from a `split.csv` of the
-user, or are drawn at random within strata (groups of items, such as organs or classes). The same seed gives the same
-result on every machine and for any order of the items. For the same seed, a smaller regime is a subset of a larger one.
+user, or are drawn at random within strata. A stratum is a group of items, such as all items of an organ or of a class.
+The same seed gives the same result on every machine and for any order of the items.
+
+A regime is a reduced amount of training data. For the same seed, the training set of a smaller regime is a subset of
+the training set of a larger regime.
 """
 
 from collections import defaultdict
@@ -21,7 +24,7 @@ AMIDA13_VALID_CASES = frozenset({3, 5, 7, 10})  # with 92 mitoses, as in the pap
 AMIDA13_TRAIN_CASES = frozenset(range(1, 13)) - AMIDA13_VALID_CASES
 AMIDA13_TEST_CASES = frozenset(range(13, 24))
 
-KUMAR_FIELDS = {"train": 3, "valid": 1, "test": 2}  # number of fields of each organ
+KUMAR_FIELDS = {"train": 3, "valid": 1, "test": 2}  # number of fields (images) of each organ in each split
 
 
 # Splits
@@ -61,9 +64,10 @@ def split_strata(strata: Mapping[str, str], counts: Mapping[str, int], seed: int
 def split_fractions(strata: Mapping[str, str], fractions: Mapping[str, float], seed: int) -> dict[str, str]:
     """Divide the items of every stratum at random, with a fixed fraction of items in each split.
 
-    `strata` maps each item to its stratum; `fractions` maps each split to its fraction. In all splits but the first
-    one in `fractions`, the number of items is rounded down, but it is at least 1 if the stratum has at least as many
-    items as there are splits. The first split receives all remaining items. Returns the split of each item.
+    `strata` maps each item to its stratum; `fractions` maps each split to its fraction. The first split in `fractions`
+    receives all items that the other splits do not receive. The number of items of each other split is rounded down, or
+    is 1 if it would be 0 although the stratum has at least as many items as there are splits. Returns the split of each
+    item.
     """
     first, *others = fractions
     splits: dict[str, str] = {}
@@ -80,9 +84,11 @@ def read_split_file(
 ) -> tuple[dict[str, Row] | None, list[Finding]]:
     """Read the `split.csv` of a folder; return a dictionary from items to rows, and findings about the file.
 
-    `column` is the name of the column with the items (case, image or id); `key_of` converts a cell of this column to
-    the name of an item. `present` are the names of the items in the folder. Invalid rows and rows of items that are not
-    in the folder are left out and reported as findings. If the file does not exist, None is returned instead of the
+    `column` is the name of the column with the items (case, image or id). `key_of` converts a cell of this column to
+    the name of an item. `present` are the names of the items in the folder.
+
+    Invalid rows, and rows of items that are not in the folder, are left out and reported as problems. Items in the
+    folder that have no row are reported as a note. If the file does not exist, None is returned instead of the
     dictionary.
     """
     path = root / SPLIT_FILE
@@ -115,14 +121,17 @@ def read_split_file(
 def note_without_split(names: Sequence[str], column: str) -> Finding:
     """Return a note that the items `names` have no split and are left out; `column` is their column in split.csv."""
     message = (
-        f"{count_and_list(names, column)} without a split: left out; to use them, add them to a "
+        f"{column}s without a split are left out: {count_and_list(names, column)}; to use them, add them to a "
         f"{SPLIT_FILE} ({column},split)."
     )
     return Finding("", message, is_problem=False)
 
 
 def find_leaks(splits: Iterable[tuple[str, str]]) -> list[str]:
-    """Return a message for every patient (or slide) in more than one split; `splits` are pairs (patient, split)."""
+    """Return a message for every patient or slide that has images in several splits.
+
+    `splits` contains the pair (patient or slide, split) of each image.
+    """
     splits_of: dict[str, set[str]] = defaultdict(set)
     for patient, split in splits:
         splits_of[patient].add(split)
@@ -138,7 +147,9 @@ def find_leaks(splits: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def select_cases(cases: Iterable[str], count: int, seed: int) -> list[str]:
-    """Return `count` random cases, sorted. For the same seed, a smaller selection is a subset of a larger one.
+    """Select `count` cases at random. Returns them sorted.
+
+    For the same seed, a smaller selection is a subset of a larger one.
 
     >>> from rotopath.data.splits import select_cases
     >>> few, more = (select_cases(["01", "02", "04", "06", "08"], count, seed=0) for count in (2, 4))
@@ -152,9 +163,9 @@ def select_cases(cases: Iterable[str], count: int, seed: int) -> list[str]:
 
 
 def select_per_stratum(strata: Mapping[str, str], count: int, seed: int) -> list[str]:
-    """Return `count` random items of every stratum, sorted; `strata` maps each item to its stratum.
+    """Select `count` items of every stratum at random; `strata` maps each item to its stratum.
 
-    For the same seed, a smaller selection is a subset of a larger one.
+    Returns the selected items, sorted. For the same seed, a smaller selection is a subset of a larger one.
     """
     selected: list[str] = []
     for stratum, items in _group_by_stratum(strata).items():
@@ -184,6 +195,7 @@ def select_fraction(labels: NDArray[np.integer], fraction: float, seed: int) -> 
 
 
 def _group_by_stratum(strata: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the sorted items of each stratum, by sorted name of the stratum."""
     groups: dict[str, list[str]] = defaultdict(list)
     for item in sorted(strata):
         groups[strata[item]].append(item)
@@ -191,11 +203,14 @@ def _group_by_stratum(strata: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def _shuffle(items: Sequence[str], seed: int, *context: Hashable) -> list[str]:
-    """Return the items in a random order. It depends on seed and context (see `_generator`), not on the given order."""
+    """Return the items in a random order, which depends on the seed and `context` but not on the given order."""
     ordered = sorted(items)
     return [ordered[i] for i in _generator(seed, *context).permutation(len(ordered))]
 
 
 def _generator(seed: int, *context: Hashable) -> np.random.Generator:
-    """Return a random generator for a context, such as a stratum; generators of different contexts are independent."""
+    """Return a random generator for `context`, such as the name of a stratum.
+
+    For the same seed, the generators of different contexts are independent.
+    """
     return np.random.default_rng([seed, *(byte for word in context for byte in str(word).encode())])

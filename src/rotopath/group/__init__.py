@@ -1,7 +1,7 @@
-"""Geometry of rotations: the group SE(2,N) of translations, N rotations and, optionally, reflections.
+"""Geometry of the group SE(2,N): translations, N rotations and, optionally, reflections.
 
-`grid` numbers the elements of the group and computes sizes of pixel grids for which rotations are exact.
-`kernel_families` makes rotated kernels for lifting and group convolutions. `rotation` rotates images and features.
+`grid` numbers the rotations and reflections, and computes sizes of pixel grids. `kernel_families` computes rotated
+kernels for lifting and group convolutions. `rotation` rotates and flips images and features.
 Positive angles are counter-clockwise on the screen, where row 0 is at the top, as in `torch.rot90(x, 1, (-2, -1))`.
 """
 

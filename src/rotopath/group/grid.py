@@ -1,9 +1,9 @@
-"""Elements of the rotation group, and sizes of pixel grids for which rotations are exact.
+"""Elements of the group of rotations and reflections, and geometry of pixel grids.
 
-Features have an orientation axis with one entry for each element of the group. Without reflections, this axis has N
-entries: entry i is Rᵢ, the rotation by θᵢ = 360°·i / N (the cyclic group C(N)). With reflections, it has 2N entries:
-entry N + i is Rᵢ M, a left-right flip M followed by the rotation by θᵢ (the dihedral group D(N), in which
-M Rⱼ = R₋ⱼ M). G is the number of entries: N or 2N. A counter-clockwise rotation has a positive angle.
+SE(2) features (B, C, G, H, W) have an orientation axis with one entry for each of the G elements of the group. Without
+reflections, G = N: entry i belongs to Rᵢ, the rotation by θᵢ = 360°·i / N (the cyclic group C(N)). With reflections,
+G = 2N: entry N + i belongs to Rᵢ M, which is a left-right flip M followed by the rotation by θᵢ (the dihedral group
+D(N), in which M Rⱼ = R₋ⱼ M). Positive angles are counter-clockwise.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def angles(orientations: int) -> list[float]:
-    """Return the N rotation angles in degrees, θᵢ = 360·i / N.
+    """Return the N rotation angles θᵢ = 360·i / N, in degrees.
 
     >>> rp.group.angles(4)
     [0.0, 90.0, 180.0, 270.0]
@@ -46,8 +46,8 @@ def order(orientations: int, reflections: bool = False) -> int:
 def multiplication_table(orientations: int, reflections: bool = False, device: torch.device | None = None) -> Tensor:
     """Return the multiplication table (G, G) of the group.
 
-    The entry in row g and column h is the index of the product g·h, which applies h first and then g. The table follows
-    from Rᵢ Mᵐ · Rⱼ Mⁿ = R_{i ± j} Mᵐ⁺ⁿ, with the minus sign if m is 1.
+    The number in row g and column h is the index of the product g·h: h is applied first, then g. The products are
+    Rᵢ Mᵐ · Rⱼ Mⁿ = R_{i ± j} Mᵐ⁺ⁿ, with the plus sign for m = 0 and the minus sign for m = 1.
 
     >>> rp.group.multiplication_table(1, reflections=True).tolist()
     [[0, 1], [1, 0]]
@@ -60,20 +60,20 @@ def multiplication_table(orientations: int, reflections: bool = False, device: t
 
 
 def inverses(orientations: int, reflections: bool = False, device: torch.device | None = None) -> Tensor:
-    """Return the index of the inverse of each group element, (G,).
+    """Return the index of the inverse of each group element (G,).
 
-    The inverse of a rotation is the opposite rotation. Every element with a reflection is its own inverse.
+    The inverse of a rotation by θ is the rotation by -θ. Every element with a reflection is its own inverse.
     """
     entries = torch.arange(order(orientations, reflections), device=device)
     return torch.where(entries < orientations, -entries % orientations, entries)
 
 
 def orientation_shift(orientations: int, device: torch.device | None = None, reflections: bool = False) -> Tensor:
-    """Return which slice of the base weights a group convolution uses for each pair of orientations, (G, G).
+    """Return which slice of its learned weights a group convolution uses for each pair of orientations (G, G).
 
-    The base weights (output channels, input channels, G, P) have G slices along their third axis. The entry in row g
-    and column h is the index of the slice that computes output orientation g from input orientation h: g⁻¹h. Without
-    reflections this is (h - g) mod N.
+    The learned weights (output channels, input channels, G, P) have G slices along their third axis. A group
+    convolution computes output orientation g from input orientation h with the slice of index g⁻¹h, which is the number
+    in row g and column h. Without reflections, this number is (h - g) mod N.
     """
     table = multiplication_table(orientations, reflections, device)
     return table[inverses(orientations, reflections, device)]
@@ -83,15 +83,15 @@ def orientation_shift(orientations: int, device: torch.device | None = None, ref
 
 
 def centered_coordinates(size: int) -> Tensor:
-    """Return the coordinates (size,) of pixel centers along an axis, with 0 at the center of the axis, in float64."""
+    """Return the coordinates (size,), in pixels and float64, of pixel centers along an axis whose center is at 0."""
     return torch.arange(size, dtype=torch.float64, device="cpu") - (size - 1) / 2
 
 
 def rotated_coordinates(size: int, radians: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return the positions at which a rotated kernel of size × size entries samples the unrotated kernel.
+    """Return, for each entry of a rotated kernel of size × size entries, its coordinates in the unrotated kernel.
 
-    `radians` is the angle of the rotation, counter-clockwise. Returns x (size²,) and y (size²,) in pixels from the
-    center, with x to the right and y upwards.
+    The kernel is rotated by `radians`, counter-clockwise. Returns x (size²,) and y (size²,) in pixels from the center
+    of the kernel, with x to the right and y upwards. For the angle 0, these are the coordinates of the entries.
     """
     x = centered_coordinates(size).repeat(size)
     y = -centered_coordinates(size).repeat_interleave(size)
@@ -99,9 +99,10 @@ def rotated_coordinates(size: int, radians: float = 0.0) -> tuple[Tensor, Tensor
 
 
 def disc_mask(size: int) -> Tensor:
-    """Return a mask (size, size) of the kernel entries inside the disc of diameter `size`.
+    """Return a mask (size, size) of the kernel entries whose centers are inside the disc of diameter `size`.
 
-    Only these entries stay inside the kernel for every rotation. Their number is P, the number of base weights.
+    Kernels have learned weights for these entries only, because other entries leave the kernel at some rotations. P is
+    the number of these entries. `size` must be odd.
 
     >>> int(rp.group.disc_mask(5).sum())
     21
@@ -113,9 +114,10 @@ def disc_mask(size: int) -> Tensor:
 
 
 def inscribed_disc(height: int, width: int, inner: float = 1.0) -> Tensor:
-    """Return weights (height, width) in float64 that are 1 inside the largest centered disc and 0 outside.
+    """Return weights (height, width), in float64, that are 1 inside the inscribed disc of an image and 0 outside.
 
-    With `inner` below 1, weights are 1 up to this fraction of the radius, and then fade to 0 at the edge of the disc.
+    The inscribed disc is the largest disc around the image center that fits into the image. If the fraction `inner` is
+    below 1, weights are 1 up to this fraction of the radius, and then decrease to 0 at the edge of the disc.
     """
     y, x = centered_coordinates(height), centered_coordinates(width)
     radius = torch.sqrt(y[:, None] ** 2 + x[None, :] ** 2) / (min(height, width) / 2)
@@ -126,9 +128,9 @@ def inscribed_disc(height: int, width: int, inner: float = 1.0) -> Tensor:
 
 
 def covering_size(size: int) -> int:
-    """Return the side, in pixels, of the smallest square that contains a square of side `size` for every rotation.
+    """Return the side, in pixels, of the smallest square that contains a square of side `size` after every rotation.
 
-    Both squares have the same center; the difference of their sides is therefore even.
+    Both squares have the same center on the pixel grid. The difference of their sides is therefore even.
 
     >>> rp.group.covering_size(88)
     126
@@ -138,7 +140,7 @@ def covering_size(size: int) -> int:
 
 
 def reflect_index(index: Tensor, size: int | Tensor) -> Tensor:
-    """Map indices outside of 0 … `size` - 1 to indices inside, by reflection at the first and the last pixel.
+    """Map indices outside the range from 0 to `size` - 1 into this range, by reflection at its first and last index.
 
     >>> rp.group.reflect_index(torch.tensor([-2, -1, 0, 1, 2, 3, 4]), 3).tolist()
     [2, 1, 0, 1, 2, 1, 0]
@@ -149,12 +151,14 @@ def reflect_index(index: Tensor, size: int | Tensor) -> Tensor:
 
 
 def output_size(size: int, window: int, stride: int = 1, padding: int = 0, dilation: int = 1) -> int:
-    """Return the output size of a convolution or pooling layer along one axis of `size` pixels.
+    """Return the output size, in pixels, of a convolution or pooling layer along one axis of `size` pixels.
 
-    `window` is the side of the kernel or the pool, and `padding` the padding at each end of the axis, both in pixels.
-    `dilation` is the distance between neighboring taps of a window. Raises ValueError if the windows do not cover the
-    axis exactly, because the layer would ignore the remaining pixels at one end and not be equivariant. The message
-    names sizes that fit.
+    `window` is the side of the kernel or of the pooling window, and `padding` the padding at each end of the axis.
+    `dilation` is the distance between neighboring entries of the kernel. All lengths are in pixels.
+
+    Raises ValueError if a window does not fit into the axis, or if the windows do not cover the axis exactly. The layer
+    would then ignore the remaining pixels at one end of the axis, and would not be equivariant. The message contains
+    sizes that are covered exactly.
 
     >>> rp.group.output_size(68, window=5), rp.group.output_size(64, window=2, stride=2)
     (64, 32)

@@ -1,13 +1,15 @@
-"""Compute rotated kernels from learned base weights, by one of three kernel families.
+"""Compute rotated kernels from learned base weights, with one of three kernel families.
 
-A kernel has size × size entries, with an odd size, and P base weights. P is the number of entries inside the disc of
-diameter `size` (`disc_mask`), so that networks of all families have the same number of weights. The rotated kernel is
-a matrix (size², P) times the base weights. A family is a function that returns this matrix in float64, for a size and
-a counter-clockwise angle in radians. "bilinear" interpolates, as in the paper of Lafarge et al. (arXiv:2002.08725);
-"gaussian" and "harmonic" rotate a basis of smooth functions. N is the number of orientations, G the length of the
-orientation axis: N, or 2N with reflections.
+A kernel has size × size entries, with an odd size, and P base weights, which are learned. In all families, P is the
+number of entries inside the disc of diameter `size` (`disc_mask`). The rotated kernel is a matrix (size², P) times the
+base weights. A kernel family is a function that returns this matrix, in float64, for a size and a counter-clockwise
+angle in radians:
 
-To add a family, write such a function, add a row to KERNEL_FAMILIES, and add its name to `Kernel`.
+- "bilinear" interpolates the base weights, as in the paper of Lafarge et al. (arXiv:2002.08725).
+- "gaussian" and "harmonic" rotate smooth basis functions. The base weights are their coefficients.
+
+N is the number of orientations. G is the length of the orientation axis: N, or 2N with reflections. To add a family,
+write such a function, add it to KERNEL_FAMILIES, and add its name to `Kernel`.
 """
 
 import math
@@ -29,14 +31,15 @@ from rotopath.group.grid import (
 Kernel = Literal["bilinear", "gaussian", "harmonic"]
 KERNELS = get_args(Kernel)
 
-GAUSSIAN_PX = 0.6  # standard deviation; narrower Gaussians miss pixels, wider ones overlap their neighbors too much
+# Standard deviation of "gaussian". Narrower Gaussians nearly vanish between pixels; wider Gaussians overlap too much.
+GAUSSIAN_PX = 0.6
 
-# Harmonics are fitted to a statistical model of images: Gaussian blobs plus a little white noise. The blobs have
-# several sizes, each twice the previous one, because natural images look alike on all scales. The noise stands for
-# details that do not rotate with the image.
-BLOBS_PX = (1.0, 2.0, 4.0, 8.0)  # standard deviations
-NOISE = 1e-4  # variance
-GAIN_EXPONENT = 1 / 12  # harmonics are scaled by their energy to this power, so that smooth harmonics weigh more
+# Harmonics are optimized for a statistical model of images: Gaussian blobs plus weak white noise. The standard
+# deviations of the blobs double from each to the next, because natural images look alike on all scales. The noise
+# represents details that do not rotate with the image.
+BLOBS_PX = (1.0, 2.0, 4.0, 8.0)  # standard deviations of the blobs
+NOISE = 1e-4  # variance of the noise
+GAIN_EXPONENT = 1 / 12  # harmonics are multiplied by their energy to this power, so that smooth harmonics weigh more
 QUADRANT_ANGLES = 16  # number of angles from 0° to 90° over which the response to rotated images is averaged
 
 
@@ -44,11 +47,11 @@ QUADRANT_ANGLES = 16  # number of angles from 0° to 90° over which the respons
 
 
 def rotation_map(size: int, orientations: int, kernel: str = "bilinear", reflections: bool = False) -> Tensor:
-    """Return the matrices that convert base weights to the kernels of all orientations, (G, size², P) in float64.
+    """Return the matrices (G, size², P), in float64, that convert base weights to the kernels of all orientations.
 
     Matrix i times the base weights (P,) is the kernel (size²,) rotated by θᵢ = 360°·i / N. With reflections, matrix
-    N + i is for the kernel that is flipped left to right and then rotated by θᵢ. Rotations by multiples of 90° and
-    flips only permute the rows of a matrix, and are therefore exact. Raises ValueError for an unknown kernel family.
+    N + i times the base weights is the kernel flipped left to right and then rotated by θᵢ. `kernel` is the name of the
+    kernel family. Rotations by multiples of 90° and flips only permute the rows of a matrix, and are therefore exact.
     """
     check_orientations(orientations)
     if kernel not in KERNEL_FAMILIES:
@@ -67,7 +70,7 @@ def rotation_map(size: int, orientations: int, kernel: str = "bilinear", reflect
 
 
 def lift_kernels(weight: Tensor, rotation: Tensor) -> Tensor:
-    """Return the weights (O·G, C, n, n) of an ordinary convolution that is equal to a lifting convolution.
+    """Return the weights (O·G, C, n, n) of an ordinary convolution that computes the same as a lifting convolution.
 
     `weight` (O, C, P) are the base weights, for O output and C input channels. `rotation` (G, n², P) is the result of
     `rotation_map` for the kernel size n.
@@ -77,14 +80,14 @@ def lift_kernels(weight: Tensor, rotation: Tensor) -> Tensor:
 
 
 def group_kernels(weight: Tensor, rotation: Tensor, reflections: bool = False) -> Tensor:
-    """Return the weights (O·G, C·G, n, n) of an ordinary convolution that is equal to a group convolution.
+    """Return the weights (O·G, C·G, n, n) of an ordinary convolution that computes the same as a group convolution.
 
     `weight` (O, C, G, P) are the base weights, for O output and C input channels. `rotation` (G, n², P) is the result
     of `rotation_map` for the kernel size n and the same `reflections`.
     """
     orientations = weight.shape[2] // 2 if reflections else weight.shape[2]
     shift = orientation_shift(orientations, weight.device, reflections)
-    shifted = weight[:, :, shift]  # (O, C, G, G, P), the two G for output and input orientation
+    shifted = weight[:, :, shift]  # (O, C, G, G, P): the first G is the output orientation, the second G the input
     kernels = torch.einsum("ocijp,irp->oircj", shifted, rotation).flatten(3)  # (O, G, n², C·G)
     return _as_conv2d_weight(kernels)
 
@@ -93,18 +96,19 @@ def _as_conv2d_weight(kernels: Tensor) -> Tensor:
     """Reshape kernels (O, G, n², C) to the weights of a convolution (O·G, C, n, n), channels-last in memory."""
     size = math.isqrt(kernels.shape[2])
     outputs, orientations, _, inputs = kernels.shape
-    # With a single orientation, a reshape alone would keep the memory layout of the einsum.
+    # `contiguous` is needed for a single orientation, for which `reshape` keeps the memory layout of the einsum.
     return kernels.reshape(outputs * orientations, size, size, inputs).contiguous().permute(0, 3, 1, 2)
 
 
 def effective_taps(size: int, orientations: int, correlation: float, kernel: str = "bilinear") -> float:
-    """Return the effective number of base weights of a rotated kernel, for the fan-in of weight initialization.
+    """Return the effective number of base weights of a rotated kernel, which weight initialization uses as fan-in.
 
-    This number is the variance of the output of a kernel, for base weights and pixels of variance 1, averaged over
+    This number is the variance of the kernel's output for base weights and pixels of variance 1, averaged over the
     orientations. `correlation` is the correlation of the pixels under the kernel, from 0 (uncorrelated) to 1 (equal).
-    For "bilinear", the result is P at most, because interpolation at angles other than multiples of 90° reduces the
-    variance: for a 5 × 5 kernel at 45° to 86 % if the pixels are equal, and to 43 % if they are uncorrelated. For
-    "gaussian" and "harmonic", the result can be greater than P.
+
+    For "bilinear", the result is at most P, because interpolation at angles other than multiples of 90° reduces the
+    variance. For a 5 × 5 kernel at 45°, it reduces the variance to 86 % for equal pixels, and to 43 % for uncorrelated
+    pixels. For "gaussian" and "harmonic", the result can be greater than P.
     """
     rotation = rotation_map(size, orientations, kernel)
     constant = rotation.sum(dim=1).square().sum(dim=1).mean()
@@ -116,7 +120,10 @@ def effective_taps(size: int, orientations: int, correlation: float, kernel: str
 
 
 def bilinear_map(size: int, radians: float) -> Tensor:
-    """Return the matrix (size², P) of bilinear interpolation. The base weights are the entries of the kernel at 0°."""
+    """Return the matrix (size², P) of bilinear interpolation for a rotation by `radians`, counter-clockwise.
+
+    The base weights are the entries, inside the disc, of the kernel at 0°.
+    """
     mask = disc_mask(size).flatten()
     x, y = rotated_coordinates(size, radians)
     grid = centered_coordinates(size)
@@ -128,16 +135,16 @@ def bilinear_map(size: int, radians: float) -> Tensor:
 def _interpolation_weights(coordinates: Tensor, grid: Tensor) -> Tensor:
     """Return the weights (n, k) of linear interpolation at `coordinates` (n,) between the points of `grid` (k,)."""
     distance = (coordinates[:, None] - grid[None, :]).abs()
-    # Rounding errors of about 1e-15 are removed, so that a point on the grid reads one grid point only.
+    # Rounding errors of about 1e-15 are removed, so that a coordinate on a grid point has one nonzero weight only.
     nearest = distance.round()
     distance = torch.where((distance - nearest).abs() < 1e-9, nearest, distance)
     return (1 - distance).clamp(min=0)
 
 
 def gaussian_map(size: int, radians: float) -> Tensor:
-    """Return the matrix (size², P) of a basis of P Gaussians. Their centers rotate with the kernel.
+    """Return the matrix (size², P) of P Gaussians whose centers rotate with the kernel, for an angle of `radians`.
 
-    At 0°, one Gaussian is centered on each entry inside the disc, and the matrix has the same norm as that of
+    At 0°, each entry inside the disc is the center of one Gaussian, and the matrix has the same norm as the matrix of
     `bilinear_map`.
     """
     mask = disc_mask(size).flatten()
@@ -152,12 +159,11 @@ def gaussian_map(size: int, radians: float) -> Tensor:
 
 
 def harmonic_map(size: int, radians: float) -> Tensor:
-    """Return the matrix (size², P) of a basis of circular harmonics: kernels that are easy to rotate.
+    """Return the matrix (size², P) of circular harmonics, which are complex kernels, for a rotation by `radians`.
 
     Rotating a harmonic of frequency m by θ multiplies it by exp(-imθ). The real part and the imaginary part of a
-    harmonic have one base weight each, and a rotation mixes only these two parts. A harmonic of frequency 0 is real and
-    has one base weight.
-    The norm of a kernel does not depend on the angle.
+    harmonic have one base weight each, and a rotation mixes only these two parts. A harmonic of frequency 0 is real,
+    and has one base weight. The norm of the matrix does not depend on the angle.
     """
     kernels, frequencies = circular_harmonics(size)
     rotated = kernels * torch.polar(torch.ones_like(frequencies), -frequencies * radians)
@@ -178,19 +184,19 @@ KERNEL_FAMILIES: dict[str, Callable[[int, float], Tensor]] = {
 class _Harmonic(NamedTuple):
     """A kernel that approximates a circular harmonic of frequency m on the pixel grid."""
 
-    fraction: float  # fraction of the energy of the kernel's response that rotates exactly as frequency m requires
-    energy: float  # energy of this fraction of the response
+    fraction: float  # fraction of the energy of the kernel's response that is multiplied by exp(imθ) under rotation
+    energy: float  # energy of this part of the response
     frequency: int  # m
     kernel: Tensor  # (size²,), complex, of norm 1
 
 
 @lru_cache(maxsize=16)
 def circular_harmonics(size: int) -> tuple[Tensor, Tensor]:
-    """Choose the K harmonics that rotate most exactly. Return complex kernels (size², K) and their frequencies (K,).
+    """Return the complex kernels (size², K) of the K harmonics that rotate most exactly, and their frequencies (K,).
 
-    Harmonics of frequency 0 need one base weight, all other harmonics need two. K is the number of harmonics that need
-    P base weights in total. Harmonics that rotate more exactly, and smoother harmonics, are multiplied by larger
-    factors. Together, the kernels have the same norm as the kernels of `bilinear_map` at 0°.
+    A harmonic of frequency 0 needs one base weight, every other harmonic needs two. K is the number of harmonics that
+    need P base weights in total. Harmonics that rotate more exactly, and smoother harmonics, are multiplied by larger
+    factors. The matrix of `harmonic_map` has the same norm as the matrix of `bilinear_map` at 0°.
     """
     candidates = [harmonic for frequency in range(2 * size - 1) for harmonic in _find_harmonics(size, frequency)]
     taps = left = int(disc_mask(size).sum())
@@ -210,12 +216,12 @@ def circular_harmonics(size: int) -> tuple[Tensor, Tensor]:
 
 
 def _find_harmonics(size: int, frequency: int) -> list[_Harmonic]:
-    """Return orthonormal kernels of one frequency, those that rotate most exactly first.
+    """Return orthonormal kernels of one frequency, sorted from the most exact rotation to the least exact rotation.
 
-    A kernel is a circular harmonic of frequency m if rotating the image by θ multiplies its response by exp(imθ). On
-    pixels this holds only approximately. For images of known covariance, the fraction of the energy of the response
-    that behaves in this way is a quotient of two quadratic forms (`harmonic_part` and `total`). The kernels with the
-    largest fractions are therefore the solutions of an eigenvalue problem.
+    A kernel is a circular harmonic of frequency m if rotating the image by θ multiplies the response of the kernel by
+    exp(imθ). On pixels, only a fraction of the response behaves in this way. For images of known covariance, this
+    fraction of the response's energy is a quotient of two quadratic forms (`harmonic_part` and `total`). The kernels
+    with the largest fractions are therefore the solutions of an eigenvalue problem.
     """
     basis = _symmetric_kernels(size, frequency)  # (size², Q)
     covariance = image_covariance(size)
@@ -226,8 +232,8 @@ def _find_harmonics(size: int, frequency: int) -> list[_Harmonic]:
     whiten = torch.linalg.inv(torch.linalg.cholesky(total))
     fractions, vectors = torch.linalg.eigh(whiten @ harmonic_part @ whiten.T)
     vectors, _ = torch.linalg.qr((whiten.T @ vectors).flip(1))
-    # The signs of eigenvectors and of QR are arbitrary. They are fixed here, so that trained weights are valid on every
-    # machine.
+    # The signs of eigenvectors and of QR are arbitrary, and may differ between machines. They are fixed here, so that
+    # trained base weights give the same kernels on every machine.
     radius = torch.complex(*rotated_coordinates(size)).abs()
     reference = torch.stack([radius ** (frequency + 2 * i) for i in range(basis.shape[1])], dim=1)
     reference = (basis.mH @ (_phase_factors(size, frequency)[:, None] * reference)).real
@@ -243,12 +249,12 @@ def _find_harmonics(size: int, frequency: int) -> list[_Harmonic]:
 def _symmetric_kernels(size: int, frequency: int) -> Tensor:
     """Return a complex basis (size², Q) of all kernels that behave as harmonics under 90° rotations and reflections.
 
-    A counter-clockwise rotation by 90° multiplies such a kernel by (-i)ᵐ, for the frequency m. An up-down flip
-    conjugates it. Harmonics are real linear combinations of this basis.
+    Such a kernel of frequency m is multiplied by (-i)ᵐ if it is rotated by 90° counter-clockwise, and is complex
+    conjugated if it is flipped up-down. The harmonics are linear combinations of this basis with real coefficients.
     """
     x, y = rotated_coordinates(size)
     far, near = torch.maximum(x.abs(), y.abs()), torch.minimum(x.abs(), y.abs())
-    # Opposite sign for a point and its mirror image, 0 on the axes of reflection.
+    # 1 or -1, with opposite signs for a pixel and its mirror image; 0 for pixels on an axis of reflection.
     handedness = torch.sign(x * y * (x.square() - y.square()))
     phases = _phase_factors(size, frequency)
     columns = []
@@ -256,7 +262,7 @@ def _symmetric_kernels(size: int, frequency: int) -> Tensor:
         for b in range(a + 1):
             orbit = (far == a) & (near == b)  # pixels that rotations by 90° and reflections map onto each other
             if a == 0 and frequency % 4:
-                continue  # a rotation by 90° does not move the center, so its weight must be 0
+                continue  # a rotation by 90° does not move the center pixel, so its entry must be 0
             columns.append(phases * orbit)
             if 0 < b < a:
                 columns.append(1j * phases * handedness * orbit)
@@ -265,17 +271,17 @@ def _symmetric_kernels(size: int, frequency: int) -> Tensor:
 
 
 def _phase_factors(size: int, frequency: int) -> Tensor:
-    """Return exp(imφ) for the polar angle φ of every entry of a kernel, (size²,)."""
+    """Return exp(imφ) (size²,) for the frequency m and the polar angle φ of each kernel entry, seen from the center."""
     angle = torch.complex(*rotated_coordinates(size)).angle()
     return torch.polar(torch.ones_like(angle), frequency * angle)
 
 
 @lru_cache(maxsize=16)
 def image_covariance(size: int) -> Tensor:
-    """Return the covariances between the pixels of an image (size × size) and those of the same image after a rotation.
+    """Return the covariances (angles, size², size²) between the pixels of a random image and of its rotated copies.
 
-    The axes of the result (angles, size², size²) are the angles of `_quadrant_angles`, the pixels of the image, and the
-    pixels of the rotated image. The images consist of random Gaussian blobs with the standard deviations BLOBS_PX.
+    The axes are the angles of `_quadrant_angles`, the pixels of the image (size × size), and the pixels of the image
+    rotated by this angle. The image consists of random Gaussian blobs with the standard deviations BLOBS_PX.
     """
     point = torch.complex(*rotated_coordinates(size))
     rotated = point * torch.polar(torch.ones_like(_quadrant_angles()), _quadrant_angles())[:, None]  # (angles, size²)
@@ -285,5 +291,8 @@ def image_covariance(size: int) -> Tensor:
 
 
 def _quadrant_angles() -> Tensor:
-    """Return QUADRANT_ANGLES angles from 0° to 90°, in radians. Larger angles are not needed: 90° steps are exact."""
+    """Return QUADRANT_ANGLES equally spaced angles from 0° to less than 90°, in radians.
+
+    Larger angles are not needed, because rotations by 90° are exact.
+    """
     return math.pi / 2 / QUADRANT_ANGLES * torch.arange(QUADRANT_ANGLES, dtype=torch.float64, device="cpu")

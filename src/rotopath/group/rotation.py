@@ -1,9 +1,9 @@
-"""Rotate and flip images and features, and interpolate between the orientations of features.
+"""Rotate and flip images and features, and analyze features along their orientation axis.
 
-Positive angles are counter-clockwise on the screen. Rotations by multiples of 90° move pixels without interpolation and
-are exact. Rotations by other angles interpolate. Features are (B, C, N, H, W) with N orientations, or (B, C, 2N, H, W)
-with reflections. The functions from `count_frequencies` to `interpolate_peak` treat the values along the orientation
-axis as N samples of a function of the angle θ.
+Positive angles are counter-clockwise on the screen. Rotations by multiples of 90° move pixels without interpolation,
+and are exact. Rotations by other angles interpolate. Features are (B, C, G, H, W), with G = N orientations, or G = 2N
+with reflections. `fourier_map` and `interpolate_peak` treat the N values along the orientation axis as samples of a
+function of the angle θ.
 """
 
 import math
@@ -21,8 +21,8 @@ from rotopath.group.grid import centered_coordinates, check_orientations, reflec
 def rotate(x: Tensor, angle: float) -> Tensor:
     """Rotate images (..., H, W) about their center by an angle in degrees, counter-clockwise.
 
-    Multiples of 90° are exact; 90° and 270° swap H and W. Other angles keep the size and interpolate with cubic
-    splines. Pixels from outside the image are 0.
+    Multiples of 90° are exact; odd multiples swap H and W. Other angles keep the size, and interpolate with cubic
+    splines. Pixels of the result that come from outside the image are 0.
     """
     if angle % 90 == 0:
         return torch.rot90(x, int(angle // 90) % 4, (-2, -1))
@@ -33,16 +33,16 @@ def rotate_features(x: Tensor, angle: float, reflections: bool = False) -> Tenso
     """Rotate SE(2) features (B, C, N, H, W): rotate each map, and shift the orientation axis.
 
     The angle is in degrees, counter-clockwise, and must be a multiple of 360° / N; other angles raise ValueError. With
-    `reflections` the orientation axis has 2N entries, and both halves are shifted.
+    `reflections`, features are (B, C, 2N, H, W), and both halves of the orientation axis are shifted.
     """
     halves = _split_halves(x, reflections)  # (B, C, 1 or 2, N, H, W)
     orientations = halves.shape[3]
     steps = angle * orientations / 360
     if abs(steps - round(steps)) > 1e-9:
         raise ValueError(
-            f"Features with {orientations} orientations rotate in steps of {360 / orientations:g}°, and {angle:g}° is "
-            f"between two of them; use a multiple of {360 / orientations:g}°. To measure the equivariance at other "
-            f"angles, use a network whose outputs are maps (B, C, H, W), such as a network that ends with `Project`."
+            f"Features with {orientations} orientations rotate in steps of {360 / orientations:g}°, but got "
+            f"{angle:g}°; use a multiple of {360 / orientations:g}°. To measure the equivariance at other angles, use "
+            f"a network whose outputs are maps (B, C, H, W), such as a network that ends with `Project`."
         )
     return rotate(halves, angle).roll(round(steps), dims=3).flatten(2, 3)
 
@@ -55,7 +55,8 @@ def flip(x: Tensor) -> Tensor:
 def flip_features(x: Tensor) -> Tensor:
     """Flip features with reflections (B, C, 2N, H, W) left to right: flip each map, and permute the orientation axis.
 
-    Orientation i becomes -i, and the two halves of the axis (without and with reflection) are swapped.
+    Orientation i becomes -i modulo N, and the two halves of the orientation axis (without and with reflection) are
+    swapped.
     """
     halves = _split_halves(flip(x), reflections=True)
     negated = halves.flip(3).roll(1, dims=3)  # the new entry i is the old entry -i
@@ -63,25 +64,26 @@ def flip_features(x: Tensor) -> Tensor:
 
 
 def _split_halves(x: Tensor, reflections: bool) -> Tensor:
-    """Split the orientation axis of features (B, C, G, H, W) into halves: (B, C, 1 or 2, N, H, W).
+    """Split the orientation axis of features (B, C, G, H, W). The result is (B, C, 2, N, H, W) or (B, C, 1, N, H, W).
 
-    With reflections there are two halves, without and with reflection; otherwise there is one.
+    With `reflections`, the new axis of length 2 has the orientations without and with reflection. Otherwise, the new
+    axis has length 1.
     """
     if reflections and x.shape[2] % 2:
         raise ValueError(
-            f"Features with reflections have an even number of entries along the orientation axis; got {x.shape[2]}. "
-            f"Build all layers with reflections=True."
+            f"Features with reflections have an even number of entries along the orientation axis, but got "
+            f"{x.shape[2]} entries; build all layers with reflections=True."
         )
     return torch.unflatten(x, 2, (2 if reflections else 1, -1))
 
 
 def _rotate_by_splines(x: Tensor, radians: float) -> Tensor:
-    """Rotate images (..., H, W) with cubic spline interpolation, which is very accurate for smooth images."""
+    """Rotate images (..., H, W) by `radians` with cubic spline interpolation, which is accurate for smooth images."""
     height, width = x.shape[-2:]
     device = x.device if x.is_cuda else torch.device("cpu")  # coordinates need float64, which MPS does not have
     right = centered_coordinates(width).repeat(height).to(device)
     up = -centered_coordinates(height).repeat_interleave(width).to(device)
-    # Each pixel of the result is read at its position rotated in the opposite direction.
+    # Each pixel of the result is interpolated at its coordinates in x, which are rotated in the opposite direction.
     columns = math.cos(radians) * right + math.sin(radians) * up + (width - 1) / 2
     rows = math.sin(radians) * right - math.cos(radians) * up + (height - 1) / 2
     inside = (rows >= -0.5) & (rows <= height - 0.5) & (columns >= -0.5) & (columns <= width - 0.5)
@@ -98,10 +100,10 @@ def _rotate_by_splines(x: Tensor, radians: float) -> Tensor:
 
 
 def _spline_taps(coordinates: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
-    """Return four pairs (indices, weights), from which the values of a cubic spline at `coordinates` are computed.
+    """Return four pairs (indices, weights) for the values of a cubic spline at `coordinates`.
 
-    Each value is the sum, over the four pairs, of weight times spline coefficient at the index. `coordinates` are
-    positions along an axis of `size` samples. Indices and weights have the shape of `coordinates`.
+    A value of the spline is the sum, over the four pairs, of the weight times the spline coefficient at the index.
+    `coordinates` are along an axis of `size` samples. Indices and weights have the shape of `coordinates`.
     """
     t = coordinates - coordinates.floor()
     weights = ((1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, 1 + 3 * t * (1 + t - t**2), t**3)
@@ -109,10 +111,10 @@ def _spline_taps(coordinates: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
     return [(reflect_index(first + i, size), weight / 6) for i, weight in enumerate(weights)]
 
 
-@lru_cache(maxsize=8)  # inverting a large matrix is slow, and images of one size are often rotated many times
+@lru_cache(maxsize=8)  # computing the inverse is slow, and images of one size are often rotated many times
 def _spline_filter(size: int) -> Tensor:
     """Return the matrix (size, size) that converts samples to the coefficients of the cubic spline through them."""
-    with torch.inference_mode(False):  # the cached matrix may be used later in training
+    with torch.inference_mode(False):  # training may use the cached matrix later, and cannot use inference tensors
         samples = torch.zeros(size, size, dtype=torch.float64, device="cpu")
         index = torch.arange(size, device="cpu")
         for step, weight in ((-1, 1 / 6), (0, 4 / 6), (1, 1 / 6)):
@@ -125,14 +127,16 @@ def _spline_filter(size: int) -> Tensor:
 
 
 def apply_symmetries(x: Tensor, symmetries: Tensor) -> Tensor:
-    """Rotate and flip each square image (B, C, H, H) of a batch as given by `symmetries` (B,), numbers from 0 to 7.
+    """Apply to each image of a batch (B, C, H, H) one of the eight symmetries of a square.
 
-    Number s is a counter-clockwise rotation by 90° · (s mod 4), after swapping rows and columns if s ≥ 4.
+    `symmetries` (B,) has a number s from 0 to 7 for each image. If s ≥ 4, rows and columns of the image are swapped.
+    Then the image is rotated counter-clockwise by 90° · (s mod 4).
     """
     size = x.shape[-1]
     if x.shape[-2] != size:
         raise ValueError(
-            f"Only squares have all eight symmetries; got images of {x.shape[-2]} × {size} px. Crop them to squares."
+            f"Only squares have all eight symmetries; got images of {x.shape[-2]} × {size} px. Crop the images to "
+            f"squares."
         )
     sources = _symmetry_sources(size, x.device)[symmetries]  # (B, H·H)
     # All channels of a pixel are read together, and the result is channels-last in memory, which convolutions prefer.
@@ -143,9 +147,9 @@ def apply_symmetries(x: Tensor, symmetries: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _symmetry_sources(size: int, device: torch.device) -> Tensor:
-    """Return, for each of the 8 symmetries and each pixel of the result, the index of the pixel that it copies.
+    """Return, for each of the eight symmetries and each pixel of the result, the index of the copied image pixel.
 
-    The indices are (8, size²). The pixel in row y and column x has the index y · size + x.
+    The result is (8, size²). The pixel in row y and column x has the index y · size + x.
     """
     grid = torch.arange(size * size, device=device).view(size, size)
     rotated = [torch.rot90(square, quarters, (0, 1)) for square in (grid, grid.T) for quarters in range(4)]
@@ -155,13 +159,13 @@ def _symmetry_sources(size: int, device: torch.device) -> Tensor:
 def rotate_each(x: Tensor, degrees: Tensor, nearest: bool = False) -> Tensor:
     """Rotate each image of a batch (B, C, H, W) by its own angle in `degrees` (B,), counter-clockwise.
 
-    Interpolation is bilinear or, if `nearest` is True, nearest-neighbor, for maps of class numbers. Pixels from outside
-    the image are read inside, by reflection at the image border.
+    The interpolation is bilinear. If `nearest` is True, it is nearest-neighbor, as needed for maps of class numbers.
+    Pixels of the result that come from outside the image are filled by reflection at the image border.
     """
     angles = torch.deg2rad(degrees.to(torch.float32))
     cosine, sine, zero = angles.cos(), angles.sin(), torch.zeros_like(angles)
     height, width = x.shape[-2:]
-    # Source coordinates run from -1 to 1 along both sides, x before y, y downwards.
+    # `affine_grid` expects coordinates (x, y) from -1 to 1 along both sides of the image, with y downwards.
     rows = ((cosine, -sine * height / width, zero), (sine * width / height, cosine, zero))
     theta = torch.stack([torch.stack(row, dim=1) for row in rows], dim=1)  # (B, 2, 3)
     grid = functional.affine_grid(theta, list(x.shape), align_corners=False)
@@ -175,10 +179,10 @@ def rotate_each(x: Tensor, degrees: Tensor, nearest: bool = False) -> Tensor:
 
 
 def count_frequencies(orientations: int) -> int:
-    """Return the number of Fourier frequencies along the orientation axis that layers use: k = 1 … ⌊N/4⌋.
+    """Return the number of Fourier frequencies along the orientation axis that layers use: ⌊N/4⌋.
 
-    These frequencies have four or more samples per period. The amplitudes of higher frequencies are less stable: they
-    change if an image is rotated by an angle between two of the N rotations.
+    The frequencies are k = 1 … ⌊N/4⌋, which have four or more samples per period. Higher frequencies are not used,
+    because their amplitudes change more if an image is rotated by an angle between two of the N rotations.
     """
     check_orientations(orientations)
     return orientations // 4
@@ -187,10 +191,10 @@ def count_frequencies(orientations: int) -> int:
 def fourier_map(orientations: int, reflections: bool = False) -> Tensor:
     """Return the linear map (G, P, K), in float64, from an orientation axis to Fourier components of K frequencies.
 
-    Each frequency has P = 2 components, cosine and sine, or P = 4 with reflections: two for each half of the axis. The
-    sum over P of the squared components is the squared amplitude: a² for a·cos(kθ - φ). A rotation shifts the axis and
-    does not change this sum. With reflections, the sum is the mean of the squared amplitudes of both halves, so that
-    flips do not change it either.
+    Each frequency has P = 2 components: cosine and sine. With reflections, it has P = 4 components: cosine and sine for
+    each half of the axis. The sum over P of the squared components is the squared amplitude, a² for a·cos(kθ - φ). A
+    rotation of the features shifts the axis, and does not change this sum. With reflections, the sum is the mean of the
+    squared amplitudes of both halves, so that flips do not change the sum either.
 
     >>> values = 3 * torch.cos(2 * torch.pi / 8 * torch.arange(8) - 0.7)
     >>> components = torch.einsum("g,gpk->pk", values.double(), rp.group.fourier_map(8))
@@ -204,7 +208,8 @@ def fourier_map(orientations: int, reflections: bool = False) -> Tensor:
     components = torch.stack([angles.cos(), angles.sin()], dim=1) * (2 / orientations)  # (N, 2, K)
     if not reflections:
         return components
-    both = components.new_zeros(2 * orientations, 2, 2, len(frequencies))  # entry, half, cosine or sine, frequency
+    # Axes: entry of the orientation axis, half of this axis, cosine and sine, frequency.
+    both = components.new_zeros(2 * orientations, 2, 2, len(frequencies))
     both[:orientations, 0] = both[orientations:, 1] = components / math.sqrt(2)
     return both.flatten(1, 2)
 
@@ -212,10 +217,10 @@ def fourier_map(orientations: int, reflections: bool = False) -> Tensor:
 def interpolate_peak(values: Tensor, reflections: bool = False) -> tuple[Tensor, Tensor]:
     """Return the largest of `values` (..., G) along the orientation axis, and its angle, both of shape (...).
 
-    The angle is in radians from 0 to 2π. It is interpolated: the wave b + a·cos(θ - φ) through the largest value and
-    its two neighbors has its maximum at this angle. With fewer than three orientations, the angle is the orientation of
-    the largest value. If all values are equal, the angle is 0. With reflections, only the half of the orientation axis
-    that contains the largest value is used.
+    The angle is in radians from 0 to 2π, and is interpolated: at this angle, the wave b + a·cos(θ - φ) through the
+    largest value and its two neighbors has its maximum. With fewer than three orientations, the angle is that of the
+    largest value, without interpolation. If all values are equal, the angle is 0. With reflections, only the half of
+    the orientation axis that contains the largest value is used. The returned value is not interpolated.
 
     >>> values = 1 + torch.cos(2 * torch.pi / 8 * torch.arange(8) - 0.7)
     >>> round(float(rp.group.interpolate_peak(values)[1]), 4)
@@ -225,7 +230,7 @@ def interpolate_peak(values: Tensor, reflections: bool = False) -> tuple[Tensor,
     orientations = halves.shape[-1]
     step = 2 * math.pi / orientations
     maxima, index = halves.max(dim=-1, keepdim=True)  # (..., 1 or 2, 1)
-    angles = index.to(values) * step  # converted, so that angles have the type of the values, such as bfloat16
+    angles = index.to(values) * step  # `to` gives angles the dtype of the values, such as bfloat16
     if orientations > 2:
         before, after = (halves.gather(-1, (index + by) % orientations) for by in (-1, 1))
         sine_part = (after - before) / (2 * math.sin(step))
@@ -233,7 +238,7 @@ def interpolate_peak(values: Tensor, reflections: bool = False) -> tuple[Tensor,
         angles = angles + torch.atan2(sine_part, cosine_part)
     higher = maxima.argmax(dim=-2, keepdim=True)
     angle = angles.gather(-2, higher)[..., 0, 0] % (2 * math.pi)
-    largest = values.amax(dim=-1)  # unlike max, amax divides the gradient among equal values
+    largest = values.amax(dim=-1)  # amax, because it divides the gradient equally among equal values, unlike max
     return largest, torch.where(largest > values.amin(dim=-1), angle, torch.zeros_like(angle))
 
 
@@ -241,10 +246,10 @@ def interpolate_peak(values: Tensor, reflections: bool = False) -> tuple[Tensor,
 
 
 def line_angle(kernel: Tensor) -> Tensor:
-    """Return the angle, of shape (...) and in radians, of the lines and edges that a kernel (..., C, S, S) detects.
+    """Return the angles (...), in radians, of the lines and edges that kernels (..., C, S, S) detect.
 
-    Angles are counter-clockwise from vertical, between -π/2 and π/2, because lines have no direction. The angle is half
-    the argument of the sum of (∂ₓk + i ∂ᵧk)² over channels and entries of the kernel k.
+    Angles are counter-clockwise from vertical. They are between -π/2 and π/2, because a line rotated by π is the same
+    line. The angle is half the argument of the complex sum of (∂ₓk + i ∂ᵧk)² over channels and entries of the kernel k.
 
     >>> bar = torch.tensor([[[0.0, 1.0, 0.0], [0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]])
     >>> [round(float(rp.group.line_angle(kernel).rad2deg())) for kernel in (bar, bar.mT, torch.eye(3)[None])]
@@ -258,9 +263,10 @@ def line_angle(kernel: Tensor) -> Tensor:
 
 
 def line_direction(angle: float) -> tuple[float, float, float]:
-    """Return (fraction, right, up) for a line at `angle`, in radians and counter-clockwise from vertical.
+    """Return three numbers (fraction, right, up) for a line at `angle`, in radians counter-clockwise from vertical.
 
-    The fraction is the angle modulo π, divided by π: from 0 to 1. (right, up) is the unit vector along the line.
+    `fraction` is the angle modulo π, divided by π, and is from 0 to 1. (`right`, `up`) is the unit vector along the
+    line.
 
     >>> [round(number, 3) for number in rp.group.line_direction(1.25 * torch.pi)]
     [0.25, -0.707, 0.707]

@@ -1,8 +1,8 @@
 """Draw predictions on images: a heat map and objects on a slide, or an orientation field on an image.
 
-`draw_overlay` returns a reduced image of a slide that fits on a screen. `draw_orientations` returns an enlarged image
-with short lines (strokes) that show the orientation of structures. An orientation field is a strength and an angle at
-each pixel.
+`draw_overlay` returns a reduced image of a slide that fits on a screen. An orientation field is a strength and an angle
+at each pixel, for example of fibers. `draw_orientations` returns an enlarged image on which short lines (strokes) show
+an orientation field.
 """
 
 import colorsys
@@ -18,8 +18,8 @@ from rotopath.images.slides import Slide
 
 MAX_OVERLAY_PX = 1600  # maximum length of the longer side of an overlay
 MAX_HEAT_OPACITY = 0.55  # opacity of the color where the heat map is 1
-MAX_OUTLINE_UM_PX = 2.0  # at coarser pixel spacings, outlines of detections would be dots, and are not drawn
-RING_RADIUS_UM, MIN_RING_RADIUS_PX = 15.0, 7  # radius of the rings around points
+MAX_OUTLINE_UM_PX = 2.0  # at coarser pixel spacings, outlines of detections are not drawn: they would be only dots
+RING_RADIUS_UM, MIN_RING_RADIUS_PX = 15.0, 7  # radius of the rings around points, and its minimum on the overlay
 MAX_DRAWN = 20_000  # maximum number of objects that are drawn
 
 ORIENTATION_SCALE = 4  # `draw_orientations` enlarges the image by this factor
@@ -41,11 +41,11 @@ def draw_overlay(
 ) -> Image.Image:
     """Draw a heat map and objects on a slide, and return the image, reduced to fit on a screen.
 
-    `heat` (rows, columns) is the heat map; its probabilities are drawn as opacity. `heat_frame` is the upper left
-    corner (row, column) of the heat map and the side of a heat-map pixel, both in pixels of level 0. `colors` has the
-    color (red, green, blue) of each class. `top_class` (rows, columns) is the index of the most probable class at each
-    pixel of the heat map; if it is None, all pixels have the first color. Objects without a color also have the first
-    color. Only the first `MAX_DRAWN` objects are drawn.
+    `heat` (rows, columns) is the heat map. The higher the probability, the more opaque is its color. `heat_frame` is
+    the upper left corner (row, column) of the heat map and the side of a heat-map pixel, both in pixels of level 0.
+    `colors` has the color (red, green, blue) of each class. `top_class` (rows, columns) is the index of the most
+    probable class at each pixel of the heat map. If it is None, the whole heat map has the first color. Objects without
+    a color also have the first color. Only the first `MAX_DRAWN` objects are drawn.
     """
     spacing = max(slide.spacing_um_px, max(slide.size_px) * slide.spacing_um_px / MAX_OVERLAY_PX)
     height, width = slide.size_at(spacing)
@@ -53,7 +53,7 @@ def draw_overlay(
     overlay = Image.fromarray(slide.read(0, 0, height, width, spacing))
     (top, left), side = heat_frame
     step = 1 / (scale * side)
-    to_heat = (step, 0.0, -left / side, 0.0, step, -top / side)  # maps (x, y) of the overlay to the heat map
+    to_heat = (step, 0.0, -left / side, 0.0, step, -top / side)  # from (x, y) on the overlay to the heat map
     opacity = Image.fromarray(heat * np.float32(255 * MAX_HEAT_OPACITY)).transform(
         overlay.size, Image.Transform.AFFINE, to_heat, Image.Resampling.BILINEAR
     )
@@ -75,8 +75,8 @@ def _draw_object(
 ) -> None:
     """Draw an object on the overlay: a ring around its position if the object is a point, otherwise its outline.
 
-    Outlines of detections are drawn only if the pixel spacing of the overlay is at most `MAX_OUTLINE_UM_PX`. `scale` is
-    the side of a pixel of level 0, in pixels of the overlay, and `spacing_um_px` the pixel spacing of the overlay.
+    Outlines of detections are drawn only if `spacing_um_px`, the pixel spacing of the overlay, is at most
+    `MAX_OUTLINE_UM_PX`. `scale` is the side of a pixel of level 0, in pixels of the overlay.
     """
     if isinstance(item.shape, Point):
         row, column = item.shape.row * scale, item.shape.column * scale
@@ -101,11 +101,11 @@ def draw_orientations(
 ) -> Image.Image:
     """Draw an orientation field on an image (H, W, 3), and return the image, enlarged four times.
 
-    `strength` and `angle` (h, w) are the maps of the field. Maps smaller than the image are centered on the image. Each
-    square of `every_px` by `every_px` pixels gets at most one stroke, at the pixel with the highest strength. The
-    length of a stroke shows the strength, and its color shows the angle. Angles are in radians from vertical,
-    counter-clockwise. `line_angle`, also in radians, is added to all angles. If the field is the response of a lifting
-    layer to an image, pass `group.line_angle(kernel)` for the layer's kernel, so that strokes are parallel to the lines
+    `strength` and `angle` (h, w) are the maps of the field. Maps smaller than the image are centered on the image. In
+    each square of `every_px` by `every_px` pixels, at most one stroke is drawn, at the pixel with the highest strength.
+    The length of a stroke shows the strength, and its color shows the angle. Angles are in radians from vertical,
+    counter-clockwise. `line_angle`, also in radians, is added to all angles. If the field was computed from the output
+    of a lifting layer, pass `group.line_angle(kernel)` for the layer's kernel: strokes are then parallel to the lines
     that the kernel detects. Raises ValueError if an argument has the wrong type or shape, or if the maps cannot be
     centered on the image.
     """
@@ -114,7 +114,7 @@ def draw_orientations(
     drawing = ImageEnhance.Color(Image.fromarray(image)).enhance(SATURATION)
     drawing = drawing.resize((image.shape[1] * scale, image.shape[0] * scale), Image.Resampling.BICUBIC)
     pen = ImageDraw.Draw(drawing)
-    full_strength = float(np.quantile(strength, 0.995))
+    full_strength = float(np.quantile(strength, 0.995))  # the maximum might be an outlier
     for row, column in _strongest_pixels(strength, every_px):
         length = min(strength[row, column] / full_strength, 1.0) if full_strength > 0 else 0.0
         if length < MIN_STROKE:
@@ -138,7 +138,7 @@ def _strongest_pixels(strength: NDArray[np.floating], every_px: int) -> Iterator
 
 
 def _stroke_color(fraction: float) -> tuple[int, int, int]:
-    """Return the color (red, green, blue) for an angle, given as a fraction of π; 0 and 1 have the same color."""
+    """Return the color (red, green, blue) of an angle, given as a fraction of π. 0 and 1 have the same color."""
     red, green, blue = colorsys.hsv_to_rgb(fraction, 0.95, 0.85)
     return round(255 * red), round(255 * green), round(255 * blue)
 
@@ -152,11 +152,12 @@ def _expect_margins(
     """
     if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
         raise ValueError(
-            f"draw_orientations needs an image (H, W, 3) of uint8; got {image.dtype} of shape {image.shape}."
+            f"draw_orientations needs an image (H, W, 3) of uint8; got {image.dtype} of shape {image.shape}; convert "
+            f"the image first."
         )
     if strength.ndim != 2 or strength.shape != angle.shape:
         raise ValueError(
-            f"draw_orientations needs strength and angle of the same shape (h, w); got {strength.shape} and "
+            f"draw_orientations needs strength and angle of the same shape (h, w); got the shapes {strength.shape} and "
             f"{angle.shape}."
         )
     if every_px < 1:
@@ -165,7 +166,7 @@ def _expect_margins(
     if min(rows, columns) < 0 or rows % 2 or columns % 2:
         raise ValueError(
             f"draw_orientations needs strength and angle as large as the image, or smaller by an even number of rows "
-            f"and of columns; {strength.shape} px cannot be centered on {image.shape[:2]} px; crop the image or the "
-            f"maps."
+            f"and of columns; maps of {strength.shape} px cannot be centered on {image.shape[:2]} px; crop the image "
+            f"or the maps."
         )
     return rows // 2, columns // 2

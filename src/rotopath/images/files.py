@@ -1,7 +1,7 @@
 """Read image files in any format that Pillow supports: RGB pixels, label maps, and the pixel spacing.
 
-Pixels are (H, W, 3) as uint8; label maps are (H, W) as int32, with an object number at each pixel and 0 for background.
-If a file cannot be used, `UnreadableImageError` is raised, with a message of one sentence.
+Pixels are arrays (H, W, 3) of uint8. Label maps are arrays (H, W) of int32 with an object number at each pixel, and 0
+for background. If a file cannot be used, `UnreadableImageError` is raised, with a message of one sentence.
 """
 
 import re
@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, TiffImagePlugin, UnidentifiedImageError
 
-PLAUSIBLE_UM_PX = (0.05, 5.0)  # a spacing outside this range is for a printer or a screen, not of a microscope
+PLAUSIBLE_UM_PX = (0.05, 5.0)  # range for microscopes; other values in files are usually for printers or screens
 UM_PER_INCH = 25_400.0
 NUMBER_PATTERN = r"(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)"
-_WARNING_FILTERS = Lock()  # warning filters belong to the whole process, so only one thread changes them at a time
+_WARNING_FILTERS = Lock()  # warning filters apply to the whole process; only one thread may change them at a time
 
 
 class UnreadableFileError(ValueError):
-    """A file is missing, damaged or of the wrong type. The message is the path, then `fault`: what is wrong with it."""
+    """A file is missing, damaged or of the wrong type. The message is the path, followed by `fault`, the problem."""
 
     def __init__(self, path: Path | str, fault: str = "") -> None:
         super().__init__(path, fault)
@@ -33,7 +33,7 @@ class UnreadableFileError(ValueError):
 
 
 class UnreadableImageError(UnreadableFileError):
-    """An image file, label map or slide cannot be used. The attribute `fault` states the reason."""
+    """An image file, label map or slide cannot be used. The attribute `fault` states the problem."""
 
 
 # Pixels
@@ -42,7 +42,7 @@ class UnreadableImageError(UnreadableFileError):
 def read_rgb(path: Path) -> NDArray[np.uint8]:
     """Read an image as RGB pixels (H, W, 3) of uint8.
 
-    Transparent pixels are blended with white, 16-bit values are reduced to 8 bits, and gray images get three equal
+    Transparent pixels are blended with white. 16-bit gray values are reduced to 8 bits, and gray images get three equal
     channels.
     """
     with _open_image(path) as image:
@@ -64,21 +64,21 @@ def read_labels(path: Path) -> NDArray[np.int32]:
             raise UnreadableImageError(
                 path,
                 f"is not a label map: its Pillow mode is {image.mode}, but object numbers need one gray channel of 8, "
-                f"16 or 32 bits; save it with such a channel.",
+                f"16 or 32 bits; save the object numbers in such an image.",
             )
         labels = np.array(image)
     largest = np.iinfo(np.int32).max
     if labels.min() < 0 or labels.max() > largest:
         raise UnreadableImageError(
             path,
-            f"is not a label map: it holds numbers from {labels.min()} to {labels.max()}, but object numbers are 0 to "
-            f"{largest}; renumber its objects.",
+            f"is not a label map: it contains numbers from {labels.min()} to {labels.max()}, but object numbers are 0 "
+            f"to {largest}; renumber the objects.",
         )
     return labels.astype(np.int32)
 
 
 def resample(image: NDArray[np.uint8], scale: float) -> NDArray[np.uint8]:
-    """Resize an image (H, W, 3) by the factor `scale`, with a Lanczos filter, which also prevents aliasing."""
+    """Resize an image (H, W, 3) by the factor `scale`. The Lanczos filter also prevents aliasing."""
     height, width = round(image.shape[0] * scale), round(image.shape[1] * scale)
     if (height, width) == image.shape[:2]:
         return image
@@ -95,16 +95,17 @@ def image_size_px(path: Path) -> tuple[int, int]:
 
 
 def spacing_um_px(path: Path) -> float | None:
-    """Read the pixel spacing in µm/px (the width of a pixel) from the metadata (Aperio, OME, TIFF or PNG).
+    """Read the pixel spacing (the width of a pixel, in µm/px) from the metadata of an image file.
 
-    Returns None if the height or the width of a pixel is missing or not in the range `PLAUSIBLE_UM_PX`.
+    The metadata can be those of Aperio or OME, or the resolution of a TIFF, PNG or JPEG file. Returns None if the size
+    of a pixel is missing, or if its height or width is not in the range `PLAUSIBLE_UM_PX`.
     """
     size = pixel_size_um(path)
     return None if size is None else size[1]
 
 
 def pixel_size_um(path: Path) -> tuple[float, float] | None:
-    """Read the height and width of a pixel in µm from the metadata; None if they are missing or implausible."""
+    """Read the height and width of a pixel in µm from the metadata. Returns None if they are missing or implausible."""
     with _open_image(path) as image:
         tags = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else {}
         description = str(tags.get(TiffImagePlugin.IMAGEDESCRIPTION, ""))
@@ -119,7 +120,8 @@ def pixel_size_um(path: Path) -> tuple[float, float] | None:
 def parse_pixel_size_um(description: str) -> tuple[float, float] | None:
     """Parse the height and width of a pixel in µm from the image description in a TIFF file (Aperio or OME).
 
-    Returns None if they are missing or implausible.
+    If only the width is stated, the pixel is assumed to be square. Returns None if the width is missing or if one of
+    the two is implausible.
     """
     if aperio := re.search(rf"\bMPP\s*=\s*{NUMBER_PATTERN}", description):
         return _plausible_size(float(aperio[1]), float(aperio[1]))
@@ -134,6 +136,11 @@ def is_plausible(spacing: float) -> bool:
 
 
 def _parse_ome_size_um(description: str, axis: str) -> float | None:
+    """Return the side of a pixel along the axis "X" or "Y" in µm, from OME metadata.
+
+    Returns None if it is missing, and 0 (implausible) if it is stated in pixels. Units other than nm, mm and cm are
+    read as µm.
+    """
     size = re.search(rf'\bPhysicalSize{axis}="{NUMBER_PATTERN}"', description)
     unit = re.search(rf'\bPhysicalSize{axis}Unit="([^"]+)"', description)
     um_per_unit = {"nm": 1e-3, "mm": 1e3, "cm": 1e4, "pixel": 0.0}.get(unit[1] if unit else "µm", 1.0)
@@ -141,6 +148,7 @@ def _parse_ome_size_um(description: str, axis: str) -> float | None:
 
 
 def _plausible_size(height_um: float, width_um: float) -> tuple[float, float] | None:
+    """Return the height and width of a pixel, or None if one of them is implausible."""
     return (height_um, width_um) if is_plausible(height_um) and is_plausible(width_um) else None
 
 
@@ -149,7 +157,7 @@ def _plausible_size(height_um: float, width_um: float) -> tuple[float, float] | 
 
 @contextmanager
 def _open_image(path: Path) -> Iterator[Image.Image]:
-    """Open an image. Any error while it is open is converted to an UnreadableImageError."""
+    """Open an image for a `with` statement, in which any error is converted to an UnreadableImageError."""
     try:
         with _read_header(path) as image:
             yield image
@@ -174,9 +182,9 @@ def _open_image(path: Path) -> Iterator[Image.Image]:
 
 
 def _read_header(path: Path) -> Image.Image:
-    """Open an image without decoding its pixels."""
+    """Open an image without decoding its pixels. Warnings about damaged or very large files are raised as errors."""
     with _WARNING_FILTERS, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module="PIL")  # unusual tags are harmless
+        warnings.filterwarnings("ignore", category=UserWarning, module="PIL")  # about unusual metadata
         warnings.filterwarnings("error", "Truncated File Read")
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         return Image.open(path)

@@ -1,8 +1,9 @@
 """Trace the outlines of objects in label maps, and read and write objects as GeoJSON files for QuPath.
 
 A label map (H, W) contains an object number at each pixel, and 0 for background. Outlines are polygons. A polygon has
-an outer ring and a ring for each hole; a ring is a closed line. Vertices are (row, column) at corners of pixels, as in
-QuPath: pixel (0, 0) extends from (0, 0) to (1, 1). Filling an outline gives exactly the pixels that it was traced from.
+an outer ring and a ring for each hole; a ring is a closed line. The vertices of traced outlines are corners of pixels.
+Their coordinates are (row, column), as in QuPath: pixel (0, 0) extends from (0, 0) to (1, 1). If a traced outline is
+filled, the result is exactly the pixels of the object.
 
 GeoJSON files are FeatureCollections (RFC 7946) and are written atomically. Objects in memory have coordinates (row,
 column) in pixels of level 0. Positions in GeoJSON files are (x, y), that is (column, row).
@@ -27,7 +28,7 @@ from rotopath.writing import atomic_file
 
 DECIMALS = 2  # coordinates in files are rounded to a hundredth of a pixel
 HEAD, TAIL = '{"type": "FeatureCollection", "features": [\n', "\n]}\n"
-DETECTION_TYPES = ("detection", "cell", "tile")  # QuPath types that are read as detections; others become annotations
+DETECTION_TYPES = ("detection", "cell", "tile")  # QuPath's types that are read as "detection", others as "annotation"
 EAST, SOUTH, WEST, NORTH = range(4)
 STEPS = np.array([(0, 1), (1, 0), (0, -1), (-1, 0)])  # (rows, columns) of one step in each of these directions
 
@@ -35,7 +36,7 @@ Ring = NDArray[np.float64]  # (vertices, 2), rows and columns; the last vertex i
 
 
 class Point(NamedTuple):
-    """A position. Whole numbers are corners of pixels: the center of the first pixel is (0.5, 0.5)."""
+    """A position in pixels. Whole numbers are corners of pixels: the center of the first pixel is (0.5, 0.5)."""
 
     row: float
     column: float
@@ -45,8 +46,8 @@ class Point(NamedTuple):
 class Polygon:
     """Outline of one part of an object. The pixels of a part are connected by their sides, not only by corners.
 
-    On the screen, outer rings run clockwise and have a positive `signed_area`; holes run counter-clockwise and have a
-    negative `signed_area`. This is the right-hand rule of GeoJSON, in coordinates with y pointing down.
+    On the screen, the outer ring runs clockwise and has a positive `signed_area`. Holes run counter-clockwise and have
+    a negative `signed_area`. This is the right-hand rule of GeoJSON, in coordinates with y pointing down.
     """
 
     outer: Ring
@@ -77,16 +78,17 @@ class SlideObject:
 
     shape: Point | tuple[Polygon, ...]  # a position, or the polygons of an outline
     kind: Literal["detection", "annotation"] = "detection"  # in QuPath, users can edit annotations but not detections
-    class_name: str = ""
+    class_name: str = ""  # "" for an object without a class
     color: tuple[int, int, int] | None = None  # (red, green, blue) of the class
     measurements: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def id(self) -> UUID:
-        """Identifier, computed from the kind, class and shape of the object, and therefore the same in every file."""
+        """Identifier, computed from the kind, class and shape: an object has the same identifier in every file."""
         return self._identify(_make_geometry(self.shape))
 
     def _identify(self, geometry: dict[str, Any]) -> UUID:
+        """Return the identifier. `geometry` is the GeoJSON geometry of the object, in pixels of level 0."""
         content = json.dumps([self.kind, self.class_name, geometry])
         return UUID(bytes=hashlib.sha256(content.encode()).digest()[:16], version=5)
 
@@ -122,8 +124,8 @@ def trace_outlines(
     """Trace the outlines of all objects in a label map (H, W).
 
     Returns a dictionary from object numbers to outlines. An outline has one polygon for each connected part of the
-    object. Vertices (row, column) are multiplied by `scale`, and then `offset_px` (row, column) is added, for example
-    to convert vertices to pixels of level 0. With `fill_holes`, polygons have no holes.
+    object. Vertices (row, column) are multiplied by `scale`. Then `offset_px` (row, column) is added, for example to
+    convert vertices to pixels of level 0. With `fill_holes`, polygons have no holes.
 
     >>> labels = np.zeros((4, 6), np.int32)
     >>> labels[1:3, 2:5] = 7
@@ -168,22 +170,23 @@ def signed_area(ring: Ring) -> float:
 
 
 def _next_vertices(ring: Ring) -> Ring:
-    """Return an array whose row i is the vertex after vertex i of the ring."""
+    """Return an array whose entry i is the vertex after vertex i of the ring, or one coordinate of that vertex."""
     return np.concatenate([ring[1:], ring[:1]])
 
 
 def _trace_rings(parts: NDArray[np.int64]) -> Iterator[tuple[int, Ring]]:
     """Trace the rings around all parts and around their holes. Yields the part number and the vertices of each ring.
 
-    `parts` (H, W) has the part number of each pixel, and 0 for background. Along the ring, from vertex to vertex, the
-    pixels of the part are on the right. Only vertices at which the ring changes direction are kept.
+    `parts` (H, W) has the part number of each pixel, and 0 for background. The pixels of the part are on the right side
+    of the ring, in the order of its vertices. Vertices are only the corners at which the ring changes direction.
     """
     owners, directions, starts = _find_edges(parts)
     width = parts.shape[1] + 1
     ends = starts + (STEPS @ (width, 1))[directions]
-    # Link each edge to the next edge. At each corner, as many edges of a part end as start. Ends and starts are sorted
-    # by part and corner, and linked in this order. Where two pixels touch only at a corner, two edges end and two
-    # start; they may be linked either way, because the ring is split there afterwards.
+    # Link each edge to the next edge of the ring. At each corner, the number of edges of a part that end is the number
+    # of edges that start. Ends and starts are sorted by part and corner, and linked in this order. Where two pixels
+    # touch only at a corner, two edges end and two start. They may be linked either way, because `_split_ring` splits
+    # the ring at this corner.
     owner_key = owners * (math.prod(parts.shape) + sum(parts.shape) + 1)
     following = np.empty_like(starts)
     following[np.argsort(owner_key + ends, kind="stable")] = np.argsort(owner_key + starts, kind="stable")
@@ -207,9 +210,9 @@ def _trace_rings(parts: NDArray[np.int64]) -> Iterator[tuple[int, Ring]]:
 def _find_edges(parts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Find the edges of each part: the sides of its pixels that separate the part from its surroundings.
 
-    `parts` (H, W) is as in `_trace_rings`. Returns three arrays with an entry for each edge: the part number, the
-    direction (EAST, SOUTH, WEST or NORTH), and the number of the corner at which the edge starts. Corners of pixels are
-    numbered row by row; a row of W pixels has W + 1 corners.
+    `parts` (H, W) has the part number of each pixel, and 0 for background. Returns three arrays with an entry for each
+    edge: the part number, the direction (EAST, SOUTH, WEST or NORTH), and the number of the corner at which the edge
+    starts. Corners of pixels are numbered row by row; there are W + 1 corners in a row.
     """
     width = parts.shape[1] + 1
     padded = np.pad(parts, 1)
@@ -230,7 +233,7 @@ def _find_edges(parts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np
 
 
 def _split_ring(ring: list[int]) -> Iterator[list[int]]:
-    """Split a ring that passes a corner twice into rings that pass each corner only once.
+    """Split a ring that passes some corners twice into rings that pass each corner only once.
 
     Rings are lists of corner numbers, as in `_find_edges`.
     """
@@ -290,6 +293,7 @@ def write_geojson(path: Path, objects: Iterable[SlideObject], origin_px: tuple[f
 
 
 def _make_geometry(shape: Point | tuple[Polygon, ...], origin_px: tuple[float, float] = (0, 0)) -> dict[str, Any]:
+    """Convert a shape to a GeoJSON geometry. `origin_px` (row, column) is subtracted from all coordinates."""
     if isinstance(shape, Point):
         return {"type": "Point", "coordinates": _to_positions(np.array([shape], np.float64), origin_px)[0]}
     polygons = [[_close(_to_positions(ring, origin_px)) for ring in polygon.rings] for polygon in shape]
@@ -301,12 +305,14 @@ def _make_geometry(shape: Point | tuple[Polygon, ...], origin_px: tuple[float, f
 def _to_positions(vertices: Ring, origin_px: tuple[float, float]) -> list[list[float]]:
     """Convert vertices (row, column) to positions [x, y], rounded to `DECIMALS` decimals.
 
-    `origin_px` (row, column) is subtracted from the vertices. Returns integers if all rounded coordinates are whole
-    numbers.
+    `origin_px` (row, column) is subtracted from the vertices. Coordinates are integers if all of them are whole numbers
+    after rounding. Raises ValueError if a coordinate is NaN or infinite.
     """
     positions = np.round(vertices[:, ::-1] - origin_px[::-1], DECIMALS)
     if not np.isfinite(positions).all():
-        raise ValueError(f"An object has NaN or infinite coordinates (row, column): {vertices.tolist()}; remove it.")
+        raise ValueError(
+            f"An object has NaN or infinite coordinates (row, column): {vertices.tolist()}; remove this object."
+        )
     whole = positions.astype(np.int64)
     return (whole if np.array_equal(whole, positions) else positions).tolist()  # type: ignore[no-any-return]
 
@@ -335,7 +341,9 @@ def read_geojson(path: Path, origin_px: tuple[float, float] = (0, 0)) -> list[Sl
         raise UnreadableFileError(path, f"is cut off or not valid JSON ({error}); export it again.") from None
     features = content.get("features", [content]) if isinstance(content, dict) else content
     if not isinstance(features, list):
-        raise UnreadableFileError(path, "is not GeoJSON: expected a FeatureCollection or a list of features.")
+        raise UnreadableFileError(
+            path, "is not GeoJSON: expected a FeatureCollection or a list of features; export it again as GeoJSON."
+        )
     objects: list[SlideObject] = []
     for number, feature in enumerate(features, 1):
         try:
@@ -349,13 +357,13 @@ def read_geojson(path: Path, origin_px: tuple[float, float] = (0, 0)) -> list[Sl
 
 
 class _UnknownShapeError(ValueError):
-    """The geometry of a feature is not supported or not valid. `read_geojson` inserts this message into its own."""
+    """The geometry of a feature is unsupported or invalid. `read_geojson` repeats the message in its own error."""
 
 
 def _parse_feature(feature: Any, origin_px: tuple[float, float]) -> Iterator[SlideObject]:
     """Yield the object of a GeoJSON feature, or one object for each point of a MultiPoint (QuPath writes MultiPoints).
 
-    `origin_px` (row, column) is added to all coordinates, as in `read_geojson`.
+    `origin_px` (row, column) is added to all coordinates.
     """
     properties = feature.get("properties") or {}
     object_type = properties.get("objectType", properties.get("object_type"))
@@ -370,7 +378,7 @@ def _parse_feature(feature: Any, origin_px: tuple[float, float]) -> Iterator[Sli
 
 
 def _parse_classification(classification: Mapping[str, Any]) -> tuple[str, tuple[int, int, int] | None]:
-    """Return the name and the color (red, green, blue) of a class; the color is None if the file does not state it."""
+    """Return the name ("" if missing) and the color (red, green, blue; None if missing) of an object's class."""
     names = classification.get("names") or [classification.get("name") or ""]
     color = classification.get("color")
     if (packed := classification.get("colorRGB")) is not None:  # before QuPath 0.4
@@ -384,9 +392,9 @@ def _parse_classification(classification: Mapping[str, Any]) -> tuple[str, tuple
 def _parse_geometry(
     geometry: Mapping[str, Any], origin_px: tuple[float, float]
 ) -> Iterator[Point | tuple[Polygon, ...]]:
-    """Yield each point of a GeoJSON geometry, or all of its polygons as one outline, with coordinates (row, column).
+    """Yield the shapes in a GeoJSON geometry: each of its points, or one outline of all its polygons.
 
-    `origin_px` (row, column) is added to all coordinates.
+    The coordinates of shapes are (row, column), with `origin_px` (row, column) added.
     """
     kind, coordinates = geometry["type"], geometry["coordinates"]
     if kind in ("Point", "MultiPoint"):
@@ -402,10 +410,10 @@ def _parse_geometry(
 
 
 def _parse_polygon(rings: list[Any], origin_px: tuple[float, float]) -> Polygon:
-    """Convert the rings of a polygon in a file to a `Polygon`. The first ring is the outer ring, the others are holes.
+    """Convert the rings of a GeoJSON polygon to a `Polygon`. The first ring is the outer ring, the others are holes.
 
-    A ring in a file is a list of positions [x, y]. `origin_px` (row, column) is added to all positions. Other software
-    may write rings in a direction that `Polygon` does not allow; these rings are reversed.
+    A ring in a file is a list of positions [x, y]. `origin_px` (row, column) is added to all positions. If other
+    software has written a ring in the opposite direction to that of `Polygon`, the ring is reversed.
     """
     outer, *holes = (_parse_ring(ring, origin_px) for ring in rings)
     return Polygon(
@@ -415,6 +423,10 @@ def _parse_polygon(rings: list[Any], origin_px: tuple[float, float]) -> Polygon:
 
 
 def _parse_ring(positions: list[Any], origin_px: tuple[float, float]) -> Ring:
+    """Convert a closed ring of positions [x, y] to vertices (row, column), and add `origin_px` (row, column).
+
+    The last position, which repeats the first, is left out.
+    """
     ring = np.array([(y, x) for x, y, *_ in positions], np.float64)
     if not np.isfinite(ring).all():
         raise _UnknownShapeError("it has a coordinate that is NaN or infinite")

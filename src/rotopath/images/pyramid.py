@@ -1,9 +1,9 @@
 """Write large maps and images as image pyramids: tiled OME-TIFF files with several resolution levels.
 
-QuPath, Bio-Formats and `open_slide` read parts of such files quickly. The pixels are passed as horizontal strips from
-top to bottom, arrays (h, W) or (h, W, 3) of float32 or uint8. Level 0 has the full resolution. Only one row of tiles is
-in memory at a time; the pixels of the other levels are kept in temporary files, which need a third of the size of level
-0. Files are written atomically.
+QuPath, Bio-Formats and `open_slide` read parts of these files quickly. The caller passes the pixels as horizontal
+strips from top to bottom: arrays (h, W) or (h, W, 3) of float32 or uint8. Level 0 has the full resolution. Only one row
+of tiles is in memory at a time. The pixels of the other levels are kept in temporary files, which together need a third
+of the uncompressed size of level 0. Files are written atomically.
 """
 
 import math
@@ -20,27 +20,27 @@ from tifffile import TiffWriter
 
 from rotopath.writing import atomic_file
 
-TILE_PX = 512
+TILE_PX = 512  # side of the square tiles
 UM_PER_CM = 1e4
-MAX_CLASSIC_BYTES = 2**31  # if level 0 is larger, a BigTIFF is written: offsets in a classic TIFF have only 32 bits
+MAX_CLASSIC_BYTES = 2**31  # for a larger level 0, a BigTIFF is written: offsets in a classic TIFF have only 32 bits
 Pixels = NDArray[Any]
 
 
 def write_pyramid(
     path: Path, strips: Iterable[Pixels], size_px: tuple[int, int], spacing_um_px: float, name: str = ""
 ) -> None:
-    """Write a map or an image with `size_px` (rows, columns) from strips of any height.
+    """Write a map or an image of the size `size_px` (rows, columns) as a pyramid, from strips of any height.
 
-    `spacing_um_px` is the pixel spacing of level 0, and `name` the image name in the metadata. Each further level has
-    half the resolution of the previous one, and its pixels are means of 2 × 2 pixels. The last level fits in a single
-    tile. Raises ValueError if the strips differ in width or type, or do not add up to `size_px`.
+    `spacing_um_px` is the pixel spacing of level 0 in µm/px, and `name` the image name in the metadata. Each further
+    level has half the resolution of the previous level; its pixels are means of 2 × 2 pixels. The last level fits in a
+    single tile. Raises ValueError if the strips differ in width or type, or do not add up to `size_px`.
     """
     incoming = iter(strips)
     first = next(incoming, None)
     if first is None or min(size_px) < 1:
         raise ValueError(
-            f"A pyramid needs a size of 1 × 1 px or more, and at least one strip of pixels. Its size is {size_px[0]} × "
-            f"{size_px[1]} px (rows × columns); if this size is valid, there are no strips."
+            f"A pyramid needs a size of 1 × 1 px or more, and at least one strip of pixels; got a size of "
+            f"{size_px[0]} × {size_px[1]} px (rows × columns) and {'no strips' if first is None else 'strips'}."
         )
     if first.dtype not in (np.float32, np.uint8) or first.shape[2:] not in ((), (3,)):
         raise ValueError(
@@ -55,7 +55,8 @@ def write_pyramid(
     with ExitStack() as stack:
         tiff = TiffWriter(stack.enter_context(atomic_file(path)), bigtiff=is_large, ome=True)
         stack.enter_context(tiff)
-        # While a level is written, its pixels at half resolution are saved to a temporary file for the next level.
+        # While a level is written, its pixels are also reduced to half the resolution. They are saved to a temporary
+        # file, from which the next level is written.
         reduced_files = [stack.enter_context(tempfile.TemporaryFile(dir=path.parent)) for _ in level_shapes[1:]]
         tile_rows = _regroup(chain([first], incoming), shape, first.dtype)
         for level, (level_shape, reduced) in enumerate(zip_longest(level_shapes, reduced_files)):
@@ -77,7 +78,7 @@ def write_pyramid(
 
 
 def _level_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the shapes of all levels, first that of level 0. Halves of odd sizes are rounded up: no pixel is lost."""
+    """Return the shapes of all levels, starting with level 0. Halves of odd sizes are rounded up: no pixel is lost."""
     shapes = [shape]
     while max(shapes[-1][:2]) > TILE_PX:
         height, width = shapes[-1][:2]
@@ -89,13 +90,13 @@ def _regroup(strips: Iterable[Pixels], shape: tuple[int, ...], dtype: np.dtype[A
     """Convert strips of any height to strips that are as high as a tile. The last strip may have fewer rows."""
     height = shape[0]
     tile_row = np.empty((min(TILE_PX, height), *shape[1:]), dtype)
-    filled = done = 0
+    filled = done = 0  # number of rows in `tile_row`, and in all tile rows before it
     for strip in strips:
         if strip.shape[1:] != shape[1:] or strip.dtype != dtype or done + filled + len(strip) > height:
             raise ValueError(
                 f"A pyramid of {' × '.join(map(str, shape))} {dtype} got a strip of {strip.shape} {strip.dtype} at row "
-                f"{done + filled}, which does not fit; each strip must have the width and type of the pyramid, and the "
-                f"heights of all strips must add up to the height of the pyramid."
+                f"{done + filled}, which does not fit; pass strips that have the width and type of the pyramid, and "
+                f"heights that add up to its height."
             )
         copied = 0
         while copied < len(strip):
@@ -111,7 +112,7 @@ def _regroup(strips: Iterable[Pixels], shape: tuple[int, ...], dtype: np.dtype[A
 
 
 def _read_tile_rows(file: IO[bytes], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[Pixels]:
-    """Read the temporary file of a level, and yield strips that are as high as a tile. The last may have fewer rows."""
+    """Read the temporary file of a level, and yield strips as high as a tile. The last strip may have fewer rows."""
     file.seek(0)
     for top in range(0, shape[0], TILE_PX):
         size = (min(TILE_PX, shape[0] - top), *shape[1:])
@@ -131,7 +132,7 @@ def _cut_tiles(tile_rows: Iterable[Pixels], reduced: IO[bytes] | None) -> Iterat
 
 
 def _halve(pixels: Pixels) -> Pixels:
-    """Return the means of 2 × 2 pixels. At an edge of odd size, return means of the one or two pixels that exist."""
+    """Return the means of squares of 2 × 2 pixels. If a side is odd, the last squares contain fewer pixels."""
     odd_rows, odd_columns = pixels.shape[0] % 2, pixels.shape[1] % 2
     padded = np.pad(pixels, [(0, odd_rows), (0, odd_columns), *[(0, 0)] * (pixels.ndim - 2)], mode="edge")
     squares = padded.reshape(padded.shape[0] // 2, 2, padded.shape[1] // 2, 2, *pixels.shape[2:])

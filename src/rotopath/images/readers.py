@@ -1,8 +1,8 @@
 """Open slide and image files, and read their levels, pixel sizes and pixels.
 
-A level is one resolution of a slide; level 0 is the highest. `open_reader` opens a file with OpenSlide, with tiffslide
-(for TIFF pyramids of which OpenSlide does not read all levels), or with Pillow (for ordinary images). Errors of these
-libraries are converted to an `UnreadableImageError`, whose message is one sentence.
+A level is one resolution of a slide. Level 0 is the highest resolution. `open_reader` opens a file with OpenSlide, with
+tiffslide (for TIFF pyramids of which OpenSlide does not read all levels), or with Pillow (for ordinary images). Errors
+of these libraries are converted to an `UnreadableImageError`, whose message is one sentence.
 """
 
 import logging
@@ -20,9 +20,9 @@ from rotopath.environment import install_command
 from rotopath.images.files import UnreadableImageError, parse_pixel_size_um, pixel_size_um, read_rgb
 
 SLIDE_SUFFIXES = {".svs", ".ndpi", ".ndpis", ".mrxs", ".scn", ".svslide", ".bif", ".vms", ".vmu", ".czi", ".dcm"}
-COLOR_DTYPES = ("uint8", "uint16")  # numbers of these types in a TIFF file are read as colors
-BLOCK_PX = 512  # side of the blocks that _OpenSlideReader caches
-MAX_CACHED_BLOCKS = 64  # 48 MB
+COLOR_DTYPES = ("uint8", "uint16")  # data types of TIFF files whose values are gray levels or colors
+BLOCK_PX = 512  # side of the blocks that `_OpenSlideReader` caches
+MAX_CACHED_BLOCKS = 64  # these blocks need 48 MB
 WHITE = 255
 
 
@@ -34,24 +34,27 @@ class Level(NamedTuple):
 
 
 class SlideReader(Protocol):
-    """An open slide or image file. Several threads may read at the same time; close it after the last one."""
+    """An open slide or image file. Several threads may read at the same time; close it after all have finished."""
 
     levels: tuple[Level, ...]
-    pixel_size_um: tuple[float, float] | None  # height and width at level 0; None if the file does not state them
+    pixel_size_um: tuple[float, float] | None  # height and width of a pixel of level 0; None if the file states none
     origin_px: tuple[int, int]  # row and column of level 0 at which the scanned region begins
 
     def read(self, level: int, top: int, left: int, height: int, width: int) -> NDArray[np.uint8]:
         """Read a rectangle of pixels (height, width, 3) from a level.
 
-        `level` is the index of the level. All other arguments are in pixels of this level, also `top` and `left`. The
-        rectangle must not extend beyond the level.
+        `level` is the index of the level in `levels`. All other arguments are in pixels of this level. The rectangle
+        must not extend beyond the level.
         """
 
     def close(self) -> None: ...
 
 
 def open_reader(path: Path) -> SlideReader:
-    """Open a file with the library that reads the most levels; raise UnreadableImageError if no library can read it."""
+    """Open a file with the library that reads the most of its levels.
+
+    Raises UnreadableImageError if no library can read the file, or if the required library is not installed.
+    """
     if not path.exists():
         raise UnreadableImageError(path, "does not exist.")
     if path.is_dir():
@@ -59,7 +62,7 @@ def open_reader(path: Path) -> SlideReader:
     is_slide = path.suffix.lower() in SLIDE_SUFFIXES
     try:
         import openslide
-    except ModuleNotFoundError:  # also raised if the Python package is installed without the OpenSlide library
+    except ModuleNotFoundError:  # also raised if the Python package is installed, but not the OpenSlide library
         if is_slide or _inspect_tiff(path)[0] > 1:
             raise _missing_package(path, "OpenSlide") from None
         return ImageReader(read_rgb(path), pixel_size_um(path))
@@ -86,7 +89,7 @@ def open_reader(path: Path) -> SlideReader:
 
 
 class ImageReader:
-    """Reads an image in memory (H, W, 3) as a slide with one level."""
+    """Reads an image in memory (H, W, 3) as if it were a slide with one level."""
 
     origin_px = (0, 0)
 
@@ -105,7 +108,7 @@ class ImageReader:
 
 
 class _OpenSlideReader:
-    """Reads a slide with OpenSlide. Any number of threads may read until the slide is closed."""
+    """Reads a slide with OpenSlide."""
 
     def __init__(self, path: Path) -> None:
         import openslide
@@ -125,8 +128,9 @@ class _OpenSlideReader:
         """Read a rectangle of a level. A pixel has the same value in every rectangle that contains it.
 
         OpenSlide expects the upper left corner in whole pixels of level 0, and interpolates if the corner is between
-        two pixels of the level. With a downsample such as 4.0001, pixel values would therefore depend on
-        the corner. Such levels are read in blocks with fixed corners, and the rectangle is assembled from the blocks.
+        two pixels of the level. If the downsample is not a whole number, such as 4.0001, pixel values would therefore
+        depend on the corner. Levels with such a downsample are read in blocks at fixed positions, and the rectangle is
+        assembled from the blocks.
         """
         if float(self._slide.level_downsamples[level]).is_integer():
             return self._read_region(level, top, left, height, width)
@@ -154,7 +158,7 @@ class _OpenSlideReader:
 
 
 class _TiffSlideReader:
-    """Reads a TIFF pyramid with tiffslide, which keeps a separate Zarr group for each thread."""
+    """Reads a TIFF pyramid with tiffslide. Threads may read at once: tiffslide has a Zarr group for each thread."""
 
     origin_px = (0, 0)
 
@@ -173,8 +177,8 @@ class _TiffSlideReader:
             self.close()
             raise UnreadableImageError(
                 path,
-                f"holds {series.dtype} numbers along the axes {series.axes}, but must hold gray or RGB values of 8 or "
-                f"16 bits; export it again as an RGB image.",
+                f"contains {series.dtype} numbers along the axes {series.axes}, but must contain gray or RGB values of "
+                f"8 or 16 bits; export it again as an RGB image.",
             )
         self.levels = _make_levels(sizes, self._slide.level_downsamples)
         height_um, width_um = properties.get("tiffslide.mpp-y"), properties.get("tiffslide.mpp-x")
@@ -197,7 +201,7 @@ class _TiffSlideReader:
 
 
 def _make_levels(sizes: list[tuple[int, int]], downsamples: tuple[float, ...]) -> tuple[Level, ...]:
-    """Return the levels with their sizes (rows, columns) and downsamples.
+    """Return the levels from their sizes (rows, columns) and downsamples.
 
     Libraries compute a downsample as the ratio of two rounded sizes, for example 4.0001 instead of 4. A downsample is
     rounded to a whole number if this moves every pixel by less than one pixel of the level.
@@ -235,12 +239,12 @@ def _overlap(start: int, size: int, other_start: int, other_size: int) -> tuple[
 
 
 def _inspect_tiff(path: Path) -> tuple[int, str]:
-    """Return the number of levels and the dtype of the first image of a TIFF file; 0 and "" for an unreadable file."""
+    """Return the number of levels and the data type of the first image in a TIFF file; 0 and "" for other files."""
     from tifffile import TiffFile
 
     log = logging.getLogger("tifffile")
     was_disabled = log.disabled
-    log.disabled = True  # the library that is tried next reports errors of the file
+    log.disabled = True  # tifffile would log errors of the file, which the next library reports
     try:
         with TiffFile(path) as tiff:
             return len(tiff.series[0].levels), str(tiff.series[0].dtype)
@@ -254,12 +258,12 @@ def _inspect_tiff(path: Path) -> tuple[int, str]:
 
 
 def _missing_package(path: Path, package: str) -> UnreadableImageError:
-    return UnreadableImageError(path, f"is a whole slide, and reading it needs {package}: {install_command('slides')}.")
+    return UnreadableImageError(path, f"is a whole slide and needs {package}; install it: {install_command('slides')}.")
 
 
 @contextmanager
 def _errors_in_one_sentence(path: Path) -> Iterator[None]:
-    """Convert any error of a slide library to an UnreadableImageError."""
+    """Convert any error of a slide library to an UnreadableImageError with a message of one sentence."""
     try:
         yield
     except PermissionError as error:

@@ -1,9 +1,9 @@
 """Read rectangles of pixels from whole slides and ordinary images, at any pixel spacing.
 
-`open_slide` opens a file as a `Slide`. `Slide.read` returns a rectangle of pixels (h, w, 3) as uint8. The position and
-size of the rectangle are in pixels at the requested pixel spacing (µm/px). A pixel has the same value in every
-rectangle that contains it (up to rounding), so that adjacent tiles show no seams. Level 0 is the highest resolution in
-a file.
+`open_slide` opens a file as a `Slide`. `Slide.read` returns a rectangle of pixels, an array (h, w, 3) of uint8. The
+position and size of the rectangle are in pixels at the requested pixel spacing (µm/px). A pixel has the same value in
+every rectangle that contains it (up to rounding), so that adjacent tiles show no seams. Level 0 is the highest
+resolution in a file.
 """
 
 import math
@@ -20,18 +20,18 @@ from PIL import Image
 from rotopath.images.files import PLAUSIBLE_UM_PX, UnreadableImageError, is_plausible
 from rotopath.images.readers import WHITE, ImageReader, Level, SlideReader, open_reader
 
-LEVEL_TOLERANCE = 1.02  # a level may be coarser than the requested pixel spacing by this factor
-SQUARE_TOLERANCE = 1.01  # pixels whose sides differ by less than this factor are treated as square
-SAME_SCALE = 1e-6  # a scale closer to 1 is treated as 1; this moves pixels by a tenth of a pixel at most
-LANCZOS_PX = 3  # radius of the filter, in pixels of the coarser grid
-BLOCK_PX = 2048  # side, in pixels of a level, of blocks in which larger rectangles are resampled, to limit memory
+LEVEL_TOLERANCE = 1.02  # largest ratio of the pixel spacing of the level that is read to the requested pixel spacing
+SQUARE_TOLERANCE = 1.01  # pixels are treated as square up to this ratio of their sides
+SAME_SCALE = 1e-6  # a scale that differs less from 1 is treated as 1: an error of 0.1 px on a side of 100,000 px
+LANCZOS_PX = 3  # radius of the filter, in pixels before or after resampling, whichever are larger
+BLOCK_PX = 2048  # to limit memory, larger rectangles are resampled in blocks of this side, in pixels of the level
 
 
 class Slide:
     """An open slide or image with a known pixel spacing.
 
-    At a pixel spacing of s µm/px, pixel i covers the interval [i·s, (i+1)·s) µm from the top or left edge of level 0.
-    Several threads may read from a slide at the same time; close the slide only after all threads have finished.
+    At a pixel spacing of s µm/px, pixel i extends from i·s to (i+1)·s µm, measured from the top or left edge of level
+    0. Several threads may read from a slide at the same time; close the slide only after all threads have finished.
 
     >>> pixels = np.full((100, 200, 3), 255, np.uint8)
     >>> with as_slide(pixels, spacing_um_px=0.25) as slide:
@@ -50,7 +50,7 @@ class Slide:
     def size_at(self, spacing_um_px: float) -> tuple[int, int]:
         """Return the number of rows and of columns at a pixel spacing, each at least 1.
 
-        Rows and columns are counted if the centers of their pixels are on the slide.
+        A row or column is counted if the centers of its pixels are on the slide.
         """
         scale = self._expect_scale(spacing_um_px)
         rows, columns = (max(1, math.ceil(size / scale - 0.5)) for size in self.size_px)
@@ -61,9 +61,10 @@ class Slide:
     ) -> NDArray[np.uint8]:
         """Read a rectangle of pixels (height, width, 3) at a pixel spacing, by default that of level 0.
 
-        Position and size are in pixels of this spacing. Pixels are read from the coarsest level whose spacing is at
-        most 2 % above the requested spacing, or from level 0 if there is no such level. They are resampled with a
-        low-pass filter if the level has another spacing. Pixels outside the slide are white.
+        `top_px` and `left_px` are the position of the upper left pixel; this position and the size are in pixels of the
+        given spacing. Pixels are read from the coarsest level whose spacing is at most 2 % above the given spacing, or
+        from level 0 if there is no such level. If the level has another spacing, pixels are resampled with a low-pass
+        filter. Pixels outside the slide are white.
         """
         if height_px < 0 or width_px < 0:
             raise ValueError(f"A rectangle of {height_px} × {width_px} px was requested; sides must be 0 or more.")
@@ -94,7 +95,10 @@ class Slide:
         self.close()
 
     def _choose_level(self, spacing_um_px: float) -> tuple[int, float]:
-        """Return the index of the level that `read` reads, and the side of a requested pixel in pixels of the level."""
+        """Choose the level that is read for a pixel spacing.
+
+        Returns the index of the level, and the side of a pixel at the requested spacing, in pixels of the level.
+        """
         scale = self._expect_scale(spacing_um_px)
         fine_enough = [i for i, level in enumerate(self.levels) if level.downsample <= scale * LEVEL_TOLERANCE]
         chosen = max(fine_enough, key=lambda i: self.levels[i].downsample, default=0)
@@ -105,8 +109,8 @@ class Slide:
     ) -> NDArray[np.uint8]:
         """Read a rectangle on the slide from a level, and resample its pixels to the requested pixel spacing.
 
-        `rows` and `columns` are ranges (first, end), without `end`, in pixels at the requested spacing. `scale` is the
-        side of such a pixel, in pixels of the level.
+        `rows` and `columns` are ranges (first, end) that do not include `end`, in pixels at the requested spacing.
+        `scale` is the side of a pixel at the requested spacing, in pixels of the level.
         """
         if abs(scale - 1) < SAME_SCALE:
             return self._read_level(level, rows, columns)
@@ -118,8 +122,9 @@ class Slide:
             (first * scale - start, end * scale - start)
             for (first, end), (start, _) in zip((rows, columns), spans, strict=True)
         )
-        # Pillow resamples uint8 images along one axis, rounds, and then along the other. The order depends on the shape
-        # of the block, so that seams would be visible between blocks. Float images are not rounded in between.
+        # Pillow resamples uint8 images along one axis, rounds the values, and then resamples along the other axis. The
+        # order of the axes depends on the shape of the block, so that seams would be visible between blocks. Float
+        # images are not rounded in between.
         pixels = self._read_level(level, *spans).astype(np.float32)
         size, box = (columns[1] - columns[0], rows[1] - rows[0]), (left, top, right, bottom)
         channels = [
@@ -141,7 +146,10 @@ class Slide:
         return repeated
 
     def _expect_scale(self, spacing_um_px: float) -> float:
-        """Return the side of a pixel at a pixel spacing, in pixels of level 0. The spacing must be > 0 and finite."""
+        """Return the side of a pixel at a pixel spacing, in pixels of level 0.
+
+        Raises ValueError unless the spacing is above 0 and finite.
+        """
         if not (math.isfinite(spacing_um_px) and spacing_um_px > 0):
             raise ValueError(f"A pixel spacing of {spacing_um_px} µm/px was requested; it must be above 0 and finite.")
         return spacing_um_px / self.spacing_um_px
@@ -158,8 +166,8 @@ def open_slide(path: Path | str, spacing_um_px: float | None = None) -> Slide:
     if spacing_um_px is not None and not is_plausible(spacing_um_px):
         low, high = PLAUSIBLE_UM_PX
         raise ValueError(
-            f"The pixel spacing given for {path} is {spacing_um_px} µm/px; expected a number from {low:g} to {high:g}, "
-            f"the range of microscopes."
+            f"The pixel spacing given for {path} is {spacing_um_px} µm/px; pass a number from {low:g} to {high:g}, the "
+            f"range of microscopes."
         )
     reader = open_reader(path)
     try:
@@ -187,7 +195,8 @@ def as_slide(image: NDArray[np.uint8] | Path | str | Slide, spacing_um_px: float
         pixels = np.asarray(image)
         if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8 or 0 in pixels.shape:
             raise ValueError(
-                f"Expected an image (H, W, 3) of uint8 that is not empty; got shape {pixels.shape} of {pixels.dtype}."
+                f"Expected an image (H, W, 3) of uint8 that is not empty; got shape {pixels.shape} of {pixels.dtype}; "
+                f"convert the image first."
             )
         if spacing_um_px is None:
             raise ValueError("An array does not state its pixel spacing; pass the spacing in µm/px as spacing_um_px.")

@@ -1,9 +1,9 @@
-"""Normalize the hematoxylin and eosin (H&E) stain of RGB images (H, W, 3), as uint8, by the method of Macenko.
+"""Normalize the hematoxylin and eosin (H&E) stain of RGB images (H, W, 3) of uint8 by the method of Macenko.
 
-The method is that of Macenko et al. (2009), with the constants in common use. In optical density, the two stains of a
-pixel add up: the density (3,) of red, green and blue is the matrix of stain vectors (3, 2) times the concentrations
-(2,) of hematoxylin and eosin. Normalization replaces the stain vectors by those of a reference, and scales the
-concentrations so that their highest values equal those of the reference.
+The method is that of Macenko et al. (2009), with the constants in common use. The optical densities of the two stains
+add up: the density (3,) of a pixel in red, green and blue is the matrix of stain vectors (3, 2) times the
+concentrations (2,) of hematoxylin and eosin. Normalization replaces the stain vectors by those of a reference. It also
+scales the concentrations so that their highest values (a percentile) equal those of the reference.
 """
 
 import warnings
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 Stain = Literal["none", "macenko"]  # stain normalization of images before a network reads them
 WHITE = 240.0  # brightness of empty glass
 MIN_DENSITY = 0.15  # pixels with a lower optical density in any channel are background
-ANGLE_PERCENT = 1.0  # percentage of pixels with the most extreme colors that is ignored as noise, for each stain
-MAX_PERCENTILE = 99.0  # this percentile of the concentrations is scaled to that of the reference
+ANGLE_PERCENT = 1.0  # for each stain, this percentage of the pixels, with the most extreme colors, is ignored as noise
+MAX_PERCENTILE = 99.0  # percentile of the concentrations that is used as their highest value
 # Rows: red, green, blue. Columns: hematoxylin, eosin.
 REFERENCE_STAINS = np.array([[0.5626, 0.2159], [0.7201, 0.8012], [0.4062, 0.5581]])
-REFERENCE_CONCENTRATIONS = np.array([1.9705, 1.0308])
-MIN_TISSUE_PIXELS = 100  # needed to estimate two stain vectors
+REFERENCE_CONCENTRATIONS = np.array([1.9705, 1.0308])  # highest concentrations of hematoxylin and eosin
+MIN_TISSUE_PIXELS = 100  # smallest number of pixels from which two stain vectors are estimated
 
 
 def macenko(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -32,7 +32,7 @@ def macenko(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
     stains = measure_stains(image)
     if stains is None:
         warnings.warn(
-            "stain normalization left an image unchanged: it has too little stained tissue, or only one stain.",
+            "stain normalization left an image unchanged, because it has too little stained tissue, or only one stain.",
             stacklevel=2,
         )
         return image
@@ -57,7 +57,7 @@ class Stains:
 def measure_stains(image: NDArray[np.uint8]) -> Stains | None:
     """Measure the stains in pixels (..., 3) of tissue. Returns None if there is too little tissue or only one stain.
 
-    Pass as few pixels of glass as possible: glass lowers the percentiles, as if the tissue were stained more weakly.
+    Pass as few pixels of glass as possible, because glass lowers the measured concentrations.
     """
     density = optical_density(image).reshape(-1, 3)
     vectors = estimate_stain_vectors(density)
@@ -70,14 +70,15 @@ def measure_stains(image: NDArray[np.uint8]) -> Stains | None:
 def estimate_stain_vectors(density: NDArray[np.float64]) -> NDArray[np.float64] | None:
     """Estimate the stain vectors (3, 2) of hematoxylin and eosin from optical densities (pixels, 3).
 
-    The colors of tissue are mixtures of the two stains, so their densities are near a plane. The two most extreme
-    directions in this plane are the stain vectors. Returns None if there is too little tissue or only one stain.
+    The colors of tissue are mixtures of the two stains. Their densities are therefore near a plane through the origin.
+    The two most extreme directions in this plane are the stain vectors. Returns None if there is too little tissue or
+    only one stain.
     """
     tissue = density[(density >= MIN_DENSITY).all(axis=1)]
     if len(tissue) < MIN_TISSUE_PIXELS:
         return None
     variances, axes = np.linalg.eigh(np.cov(tissue.T))
-    if variances[1] <= 1e-10:  # all pixels are on one line or have one color: there is no second stain
+    if variances[1] <= 1e-10:  # the colors are on one line, or all equal: there is no second stain
         return None
     plane = axes[:, [2, 1]]
     plane *= np.where(plane.sum(axis=0) < 0, -1, 1)  # the sign of an eigenvector is arbitrary
@@ -89,9 +90,9 @@ def estimate_stain_vectors(density: NDArray[np.float64]) -> NDArray[np.float64] 
 
 
 def optical_density(image: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """Return the optical density of each channel, a measure of the light that tissue absorbs.
+    """Return the optical density of each pixel and channel, with the shape of the image.
 
-    The optical density of a pixel value I is -ln((I + 1) / 240).
+    It measures the light that tissue absorbs. The optical density of a pixel value I is -ln((I + 1) / 240).
     """
     density: NDArray[np.float64] = -np.log((image.astype(np.float64) + 1) / WHITE)
     return density

@@ -1,4 +1,4 @@
-"""Find the tissue on a slide, so that the glass around it does not have to be processed.
+"""Find the tissue on a slide, so that the glass around the tissue does not have to be processed.
 
 The slide is read at a low resolution. Pixels that absorb light are tissue, except pen marks and the black border of a
 scan, which are recognized by their colors. `find_tissue` returns a `Tissue`: a mask of the slide, with methods that
@@ -17,12 +17,13 @@ from rotopath.images.slides import Slide
 
 SPACING_UM_PX = 8.0  # default pixel spacing of the mask
 MAX_MASK_PX = 2**20  # masks of large slides get a coarser pixel spacing, to limit memory
-DENSITY_BOUNDS = (0.06, 0.14)  # bounds of the threshold: glass has a lower density, the palest fat and mucus about 0.14
-GLASS_BOUNDS = (200, 255)  # bounds of the brightness of glass: in an image without glass, all pixels may be darker
+# Bounds of the threshold on optical density. Glass is below 0.06; the palest fat and mucus are about 0.14.
+DENSITY_BOUNDS = (0.06, 0.14)
 GLASS_PERCENTILE = 95  # percentile of the brightness of all pixels that is taken as the brightness of glass
+GLASS_BOUNDS = (200, 255)  # bounds of this brightness, because an image without glass may have only darker pixels
 BLACK = 50  # maximum brightness of black; no stain is as dark when averaged over a few cells
-COLD_INK = 0.24  # in blue and green ink, the optical density of red exceeds that of green by more than this
-WARM_INK = 1.6  # minimum optical density of green and of blue in red ink; blood has less
+COLD_INK = 0.24  # blue and green ink: the optical density of red exceeds that of green by more than this
+WARM_INK = 1.6  # red ink: minimum optical density of green and of blue; blood has less
 SMOOTHING_UM = 12.0  # twice the standard deviation of the Gaussian filter that smooths the density
 MIN_TISSUE_MM2 = 0.002  # smaller specks are dust or a few detached cells
 MAX_HOLE_MM2 = 0.05  # smaller holes are vessels, ducts and fat within the tissue, and are filled
@@ -34,7 +35,8 @@ class Tissue:
 
     mask: NDArray[np.bool_]  # (rows, columns), true where there is tissue, from the upper left corner of the slide
     spacing_um_px: float  # pixel spacing of the mask
-    # Height and width of the slide. They can differ from those of the mask by half a mask pixel. None: as the mask.
+    # Height and width of the slide, which can differ from the size of the mask by up to half a mask pixel. If None, the
+    # size of the mask is used.
     size_um: tuple[float, float] | None = None
 
     @property
@@ -49,8 +51,8 @@ class Tissue:
     def touches(self, top_um: float, left_um: float, height_um: float, width_um: float) -> bool:
         """Return whether a rectangle on the slide contains tissue.
 
-        `top_um` and `left_um` are distances from the top and from the left edge of the slide. The slide may extend
-        beyond the mask by up to half a mask pixel. There, the last row or column of the mask is used.
+        `top_um` and `left_um` are distances from the top and from the left edge of the slide. Where the slide extends
+        beyond the mask, by up to half a mask pixel, the last row or column of the mask is used.
         """
         spans = []
         for start, length, size in ((top_um, height_um, self.mask.shape[0]), (left_um, width_um, self.mask.shape[1])):
@@ -82,9 +84,9 @@ class Tissue:
 
 
 def find_tissue(slide: Slide, spacing_um_px: float | None = None) -> Tissue:
-    """Find the tissue on a slide. A blank slide has no tissue; an image without any glass is all tissue.
+    """Find the tissue on a slide. On a blank slide the mask is empty; in an image without any glass it is full.
 
-    `spacing_um_px` is the pixel spacing of the mask, by default 8 µm/px, or 16, 32, … µm/px for large slides.
+    `spacing_um_px` is the pixel spacing of the mask. By default it is 8 µm/px, or 16, 32, … µm/px for large slides.
     """
     if spacing_um_px is None:
         spacing_um_px = SPACING_UM_PX
@@ -97,7 +99,7 @@ def find_tissue(slide: Slide, spacing_um_px: float | None = None) -> Tissue:
 
 
 def mask_tissue(image: NDArray[np.uint8], spacing_um_px: float) -> NDArray[np.bool_]:
-    """Return the tissue mask (H, W) of a low-resolution image (H, W, 3) with the given pixel spacing."""
+    """Return the tissue mask (H, W), true for tissue, of a low-resolution image (H, W, 3) with this pixel spacing."""
     brightest = image.max(axis=2)
     is_black = brightest <= BLACK
     if is_black.all():
@@ -111,14 +113,14 @@ def mask_tissue(image: NDArray[np.uint8], spacing_um_px: float) -> NDArray[np.bo
     threshold = _choose_threshold(absorbed[~is_ink])
     pixel_mm2 = spacing_um_px**2 / 1e6
     tissue = _drop_specks((absorbed > threshold) & ~is_ink, MIN_TISSUE_MM2 / pixel_mm2)
-    return ~_drop_specks(~tissue, MAX_HOLE_MM2 / pixel_mm2)  # holes are specks of glass
+    return ~_drop_specks(~tissue, MAX_HOLE_MM2 / pixel_mm2)  # fills small holes, which are specks of glass
 
 
 def _is_ink(density: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Return a mask (H, W) of blue, green or red pen marks, from the optical density (H, W, 3).
+    """Return a mask (H, W), true for blue, green and red pen marks, from the optical density (H, W, 3).
 
-    Unlike blue and green ink, stains absorb green as much as red or more. Unlike red ink, eosin and blood absorb little
-    blue.
+    Blue and green ink absorb more red than green; stains absorb at least as much green as red. Red ink absorbs much
+    blue; eosin and blood absorb little.
     """
     red, green, blue = density[..., 0], density[..., 1], density[..., 2]
     is_cold = red - green > COLD_INK
@@ -130,8 +132,8 @@ def _is_ink(density: NDArray[np.float32]) -> NDArray[np.bool_]:
 def _choose_threshold(density: NDArray[np.float32]) -> float:
     """Return the optical density that separates tissue from glass, for the densities (n,) of all pixels without ink.
 
-    This is Otsu's threshold, limited to `DENSITY_BOUNDS`, because Otsu's method also divides images that show only
-    glass. If there is no glass, the lower bound is returned.
+    The threshold is Otsu's, limited to `DENSITY_BOUNDS`, because Otsu's method also divides images that show only
+    glass. If there is no glass, the threshold is the lower bound.
     """
     low, high = DENSITY_BOUNDS
     if not len(density):

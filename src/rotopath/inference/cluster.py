@@ -20,12 +20,12 @@ from rotopath.inference.predict_files import (
 )
 from rotopath.inference.slide_pass import Model
 
-JOIN_WITHIN_S = 600  # longest wait for the first worker
-CONNECT_WITHIN_S = 30  # longest wait for the scheduler
+JOIN_WITHIN_S = 600  # longest wait for the first worker, in seconds
+CONNECT_WITHIN_S = 30  # longest wait for the scheduler, in seconds
 
 
 class ClusterError(ValueError):
-    """The cluster does not exist or is not configured. The message is one sentence for the user."""
+    """The requested cluster does not exist or is not configured. The message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Workers:
     """The workers of a connected cluster."""
 
     client: Any  # Dask client
-    resources: dict[str, float] | None  # fraction of a GPU that one call reserves; None if no worker declares GPUs
+    resources: dict[str, float] | None  # {"GPU": fraction that one call reserves}; None if no worker declares GPUs
 
     def submit(self, function: Callable[..., object], *arguments: object, retries: int = 0) -> Any:
         """Call a function on a worker, and return a Dask future of the result.
 
-        A call that raises an error is repeated up to `retries` times. If a worker dies, Dask repeats the call on
-        another worker. After several such deaths the future raises `KilledWorker`.
+        A call that raises an error is repeated up to `retries` times. If the worker process dies during the call, Dask
+        repeats the call on another worker. If several workers die, the future raises `KilledWorker`.
         """
         # pure=False: Dask must not reuse the result of an earlier call with the same arguments.
         return self.client.submit(function, *arguments, pure=False, retries=retries, resources=self.resources)
@@ -49,9 +49,10 @@ class Workers:
 def connect(cluster: str, at_once: int) -> Iterator[Workers]:
     """Connect to a Dask cluster, wait for its first worker, and yield the workers.
 
-    `cluster` is "local" to start `at_once` workers on this machine, "slurm" to start `at_once` SLURM jobs, or the
-    address of a running scheduler. If workers declare GPUs (`dask worker --resources GPU=1`), up to `at_once` calls of
-    `Workers.submit` share a GPU. Raises ClusterError for any other `cluster`, and if SLURM jobs are not configured.
+    `cluster` is "local" to start `at_once` workers on this machine, "slurm" to start `at_once` SLURM jobs (each is a
+    worker), or the address of a running scheduler. If workers declare GPUs (`dask worker --resources GPU=1`), up to
+    `at_once` calls of `Workers.submit` share a GPU. Raises ClusterError for any other `cluster`, and if SLURM jobs are
+    not configured.
     """
     from distributed import Client
 
@@ -74,9 +75,9 @@ def predict_on_cluster(
     """Predict slides on the workers of a cluster, and yield the outcome of each slide as soon as it is finished.
 
     The files written to `out` are the same as those of `predict_files`. For `cluster` and `at_once` see `connect`. For
-    each slide, a worker calls `make_model`, which must be picklable, such as
-    `functools.partial(rotopath.runs.prepare_model, "tumor-pcam-n8")`. If a worker dies, another worker predicts
-    the slide. After several deaths the slide is reported as failed.
+    each slide, a worker calls `make_model`. This function must be picklable, such as
+    `functools.partial(rotopath.runs.prepare_model, "tumor-pcam-n8")`. If the worker process dies, another worker
+    predicts the slide. If several workers die, the slide is reported as failed.
     """
     from distributed import as_completed
 
@@ -84,8 +85,8 @@ def predict_on_cluster(
     with connect(cluster, at_once) as workers:
         futures = {}
         for path in slides:
-            # Paths are absolute because a worker runs in another folder. Symbolic links of slides are not resolved,
-            # because the folder of results has the name of the link.
+            # Paths are absolute, because the current folder of a worker may be another one. Symbolic links of slides
+            # are not resolved, because the folder of results has the name of the link.
             future = workers.submit(_predict_slide, make_model, path.absolute(), out.resolve(), options)
             futures[future] = path
         for future in as_completed(futures):
@@ -101,21 +102,21 @@ def _predict_slide(make_model: Callable[[], Model], path: Path, out: Path, optio
 
 
 def _collect(future: Any) -> tuple[OutcomeState, str]:
-    """Return state and reason of a `SlideOutcome` from its Dask future. The reason is "" unless the slide failed."""
+    """Wait for the Dask future of a `SlideOutcome`, and return its state and reason ("" unless the slide failed)."""
     try:
         outcome: SlideOutcome = future.result()
-    except Exception as error:  # of the prediction, or of Dask
+    except Exception as error:  # raised by the prediction or by Dask
         return "failed", describe_failure(error)
     return outcome.state, outcome.reason
 
 
 def describe_failure(error: Exception) -> str:
-    """Return the error of a failed call as one sentence."""
+    """Describe the error of a failed call on a worker in one sentence, for the user."""
     from distributed import KilledWorker
 
     if isinstance(error, KilledWorker):
         count = error.allowed_failures + 1
-        return f"its worker was killed {count} times, perhaps for lack of memory; use workers with more memory."
+        return f"the worker process was killed {count} times, perhaps for lack of memory; use workers with more memory."
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -125,7 +126,7 @@ def _start_cluster(cluster: str, at_once: int) -> Iterator[Any]:
     if cluster == "local":
         from distributed import LocalCluster
 
-        # Dask does not log errors here, because the results of the calls report them.
+        # Dask's log messages about errors are silenced, because the results of the calls report the errors.
         options = {"dashboard_address": ":0", "silence_logs": logging.CRITICAL}
         with LocalCluster(n_workers=at_once, threads_per_worker=1, **options) as local:
             yield local
@@ -136,7 +137,10 @@ def _start_cluster(cluster: str, at_once: int) -> Iterator[Any]:
             jobs = SLURMCluster()  # configured in Dask's jobqueue.yaml
         except ValueError as error:
             reason = " ".join(str(error).split())
-            raise ClusterError(f"Complete the section jobqueue.slurm of Dask's jobqueue.yaml: {reason}") from None
+            raise ClusterError(
+                f"SLURM jobs are not configured ({reason}); complete the section jobqueue.slurm of Dask's file "
+                f"jobqueue.yaml."
+            ) from None
         with jobs as slurm:
             slurm.scale(jobs=at_once)
             yield slurm

@@ -1,12 +1,15 @@
 """Predict images in memory: probability maps of whole images, and probabilities at the center of patches.
 
 The network must be in evaluation mode, and images must have the pixel spacing (µm/px) that the network was trained on.
-An output is one position of the map that a network returns, with K logits or probabilities. A patch is a square image
-for which only the output at its center is predicted. The window of a patch is the central square that this output
-depends on; the side of the window is `geometry.context_px`. Functions with the argument `rotations` offer test-time
-augmentation (mean over rotations): the input is rotated by 0°, 360°/rotations, …, each rotated input is predicted, maps
-are rotated back, and the probabilities are averaged. `prepare` converts a trained network to the form and precision
-that are fast on a device. Slides are predicted by `slide_pass`, tile by tile, with the rotations of `tiling`.
+
+- Output: one position of the map that a network returns, with K logits or probabilities.
+- Patch: a square image for which only the output at its center is predicted.
+- Window of a patch: the central square on which this output depends. Its side is `geometry.context_px`.
+- Test-time augmentation: functions with the argument `rotations` rotate the input by 0°, 360°/rotations, …, predict
+  each rotated input, rotate the maps back, and return the mean of the probabilities.
+
+`prepare` converts a trained network to the form and precision that are fast on a device. Slides are predicted by the
+module `slide_pass`, tile by tile; the module `tiling` rotates the tiles.
 """
 
 import copy
@@ -36,7 +39,9 @@ from rotopath.models.protocols import replace_module, unwrap
 from rotopath.models.registry import is_equivariant
 from rotopath.nn import center_crop, triton
 
-PIXELS_PER_BATCH = 2**20  # 135 windows of 88 px, for which a network with 8 orientations needs about 2 GB of memory
+# Windows are predicted in batches of at most this many pixels, such as 135 windows of 88 × 88 px. For this number, a
+# network with 8 orientations needs about 2 GB of memory.
+PIXELS_PER_BATCH = 2**20
 
 
 # Maps of whole images
@@ -51,10 +56,13 @@ class Prediction:
 
     probabilities: NDArray[np.float32]  # (K, h, w)
     stride_px: int  # distance between neighboring outputs
-    first_px: tuple[float, float]  # position of the first output
+    first_px: tuple[float, float]  # position of the top left output
 
     def positions(self, indices: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Convert (row, column) indices in the map, which may be fractions, to positions on the image; both (n, 2)."""
+        """Convert indices (row, column) in the map to positions on the image. Both are arrays (n, 2).
+
+        Indices may be fractions, for positions between outputs.
+        """
         return np.asarray(self.first_px) + self.stride_px * indices
 
 
@@ -69,11 +77,12 @@ def predict(
 ) -> Prediction:
     """Predict probabilities of a whole image (H, W, 3).
 
-    With `rotations` above 1 this is test-time augmentation (mean over rotations). The network must be on `device`. The
-    image is reflected beyond its edges, so that the outputs cover the whole image. Outputs are one stride apart. With
-    `full`, outputs are one pixel apart, at stride² times the cost. Images with a side longer than `tile_px` pixels (by
-    default 1024) are predicted in tiles, with the same result up to rounding. `activation` is the function that
-    converts logits to probabilities: by default, sigmoid for a single logit, otherwise softmax.
+    The network must be on `device`. With `rotations` above 1, the result is the mean over this number of rotations
+    (test-time augmentation). The image is reflected beyond its edges, so that the outputs cover the whole image.
+    Outputs are one stride apart. With `full`, they are one pixel apart, which takes about stride² times as long.
+    `tile_px` (default: 1024) is the largest side, in pixels, that the network reads at once. Larger images are
+    predicted in tiles, with the same result up to rounding. `activation` is the function that converts logits to
+    probabilities: by default, sigmoid for a single logit, otherwise softmax.
 
     >>> import numpy as np
     >>> network = rp.models.tumor(orientations=1).eval()
@@ -95,7 +104,7 @@ def predict_batch(
 ) -> list[Prediction]:
     """Predict images (B, H, W, 3) of the same size in one batch, and return a `Prediction` for each of them.
 
-    The other arguments are those of `predict`, including test-time augmentation (mean over rotations).
+    The other arguments are those of `predict`.
     """
     maps = predict_rotations(network, images, device, group.angles(rotations), tile_px, full, activation)
     total = next(maps)
@@ -117,10 +126,10 @@ def predict_rotations(
 ) -> Iterator[NDArray[np.float32]]:
     """For each angle, rotate images (B, H, W, 3), predict them, rotate the maps (B, K, h, w) back, and yield the maps.
 
-    The angles `degrees` are counter-clockwise. Rotations by multiples of 90° are exact. Other rotations interpolate,
-    and more pixels are reflected beyond the edges, to fill the corners of the rotated images. The other arguments are
-    those of `predict`. The mean of the maps over the angles is test-time augmentation; the standard deviation of the
-    maps measures robustness to rotation.
+    The angles `degrees` are counter-clockwise. Rotations by multiples of 90° are exact. Other rotations interpolate.
+    For these rotations, more pixels are reflected beyond the edges, to fill the corners of the rotated images. The
+    other arguments are those of `predict`. The mean of the maps over the angles is test-time augmentation; the standard
+    deviation of the maps measures robustness to rotation.
     """
     expect_eval(network)
     if images.ndim != 4 or images.shape[3] != 3 or images.dtype != np.uint8 or 0 in images.shape:
@@ -151,11 +160,11 @@ def _predict_refined(
 ) -> Tensor:
     """Predict a frame (B, 3, H, W), and return a map (B, K, h, w) with outputs stride / refinement pixels apart.
 
-    A frame is an image of a size that the network accepts. `refinement` is a divisor of the stride. If `refinement` is
-    1, the result is the network's usual map, of h₁ × w₁ outputs. Otherwise, refinement² parts of the frame are
-    predicted. For i and j from 0 to refinement - 1, a part starts i · stride / refinement pixels below the top and
-    j · stride / refinement pixels right of the left edge of the frame. The maps of all parts are interleaved: the
-    result has the height h = (h₁ - 1) · refinement + 1 and the width w = (w₁ - 1) · refinement + 1.
+    A frame is an image of a size that the network accepts. `refinement` must divide the stride. If `refinement` is 1,
+    the result is the network's usual map, of h₁ × w₁ outputs. Otherwise, refinement² parts of the frame are predicted.
+    For i and j from 0 to refinement - 1, one part starts i · stride / refinement pixels below the top edge of the
+    frame, and j · stride / refinement pixels right of its left edge. The maps of all parts are interleaved. The result
+    has the height h = (h₁ - 1) · refinement + 1 and the width w = (w₁ - 1) · refinement + 1.
     """
     unshifted = predict_in_tiles(network, frame, tile_px, activation)
     if refinement == 1:
@@ -170,7 +179,7 @@ def _predict_refined(
         for right in range(refinement if width > 1 else 1)
     ]
     for down, right in shifts[1:]:
-        # Along a shifted side there is one output less, because each shifted output is between two unshifted ones.
+        # Along a shifted side there is one output less, because each shifted output is between two unshifted outputs.
         rows, columns = (
             slice(shift * step, size - (stride - shift * step) % stride)
             for shift, size in zip((down, right), frame.shape[-2:], strict=True)
@@ -181,7 +190,7 @@ def _predict_refined(
 
 
 def read_reflected(pixels: Tensor, rows: Span, columns: Span) -> Tensor:
-    """Return the given rows and columns of an image (..., H, W). Beyond the edges, the image is reflected."""
+    """Return the given ranges of rows and columns of an image (..., H, W), which is reflected beyond its edges."""
     height, width = pixels.shape[-2:]
     row_indices = group.reflect_index(torch.arange(*rows, device=pixels.device), height)
     column_indices = group.reflect_index(torch.arange(*columns, device=pixels.device), width)
@@ -196,8 +205,8 @@ def predict_patches(
 ) -> NDArray[np.float32]:
     """Predict class probabilities (B, K) at the center of patches.
 
-    `windows` (B, 3, S, S) are the patches, as in `predict_rotated`. With `rotations` above 1 this is test-time
-    augmentation (mean over rotations).
+    `windows` (B, 3, S, S) are the patches, as in `predict_rotated`. With `rotations` above 1, the result is the mean
+    over this number of rotations (test-time augmentation).
     """
     probabilities = predict_rotated(network, windows, group.angles(rotations), activation)
     mean: NDArray[np.float32] = probabilities.mean(axis=0)
@@ -207,16 +216,16 @@ def predict_patches(
 def predict_rotated(
     network: DenseNetwork, images: Tensor, degrees: Sequence[float], activation: Activation = activate
 ) -> NDArray[np.float32]:
-    """Predict class probabilities (angles, B, K) at the center of patches, rotated by each angle.
+    """Rotate patches by each angle, and predict the class probabilities (angles, B, K) at their centers.
 
-    The angles `degrees` are counter-clockwise. `images` (B, 3, S, S) are the patches: bytes, or floats from 0 to 1, on
-    the device of the network. S must be `geometry.smallest_px`, or larger by an even number of pixels. Each patch is
-    rotated, and its window (the central square of side `geometry.context_px`) is predicted. A patch that is smaller
-    than its window, or too small to fill the corners of the rotated window, is reflected beyond its edges.
+    The angles `degrees` are counter-clockwise. `images` (B, 3, S, S) are the patches, as bytes or as floats from 0 to
+    1, on the device of the network. S must be `geometry.smallest_px`, or larger by an even number of pixels. Each patch
+    is rotated. Then its window (the central square of side `geometry.context_px`) is predicted. A patch is reflected
+    beyond its edges if it is too small to fill the window and the corners of the rotated window.
 
-    If S is at least `geometry.context_px` and the angle is a multiple of 90°, the probabilities equal those that
-    `predict_rotations` computes for an output at the center of the patch in a larger image, up to rounding. At other
-    angles the probabilities differ slightly, because `predict_rotations` interpolates its rotated maps.
+    `predict_rotations` returns the same probabilities, up to rounding, for an output at the center of the patch in a
+    larger image, if S is at least `geometry.context_px` and the angle is a multiple of 90°. At other angles the
+    probabilities differ slightly, because `predict_rotations` interpolates its rotated maps.
 
     Raises ValueError if the network returns a map of more than 1 × 1 outputs for its smallest valid image.
     """
@@ -239,7 +248,7 @@ def predict_rotated(
     batch_size = max(1, PIXELS_PER_BATCH // window_px**2)
     for start in range(0, len(images), batch_size):
         batch = images[start : start + batch_size]
-        windows: dict[float, Tensor] = {}  # key: angle modulo 90°; only this part of a rotation interpolates
+        windows: dict[float, Tensor] = {}  # windows rotated by the angle modulo 90°, which needs interpolation
         for i, angle in enumerate(degrees):
             between = angle % 90
             if between not in windows:
@@ -251,13 +260,14 @@ def predict_rotated(
 
 
 def _rotate_windows(images: Tensor, window_px: int, angle: float) -> Tensor:
-    """Rotate patches (B, 3, S, S) counter-clockwise by `angle` degrees (0 to less than 90), and return the results.
+    """Rotate patches (B, 3, S, S) counter-clockwise by `angle` degrees (0 to less than 90).
 
-    First, a patch is cropped to the size that the rotation needs. A patch that is smaller than this size is reflected
-    beyond its edges. The central `window_px` × `window_px` pixels of the rotated patch therefore have no gaps.
+    Before the rotation, patches are cropped to the size that the rotation needs, or extended to this size by reflection
+    at their edges. The central `window_px` × `window_px` pixels of the rotated patches therefore have no gaps. Rotated
+    patches are floats from 0 to 1, and are not cropped to `window_px`. If `angle` is 0, patches keep their data type.
     """
     needed_px = group.covering_size(window_px) + 2 * SPLINE_REACH if angle else window_px
-    missing = needed_px - images.shape[-1]  # negative if the image is larger
+    missing = needed_px - images.shape[-1]  # negative if patches are cropped
     span = Span(0, images.shape[-1]).widened(-(-missing // 2))
     surrounded = read_reflected(images, span, span)
     if angle == 0:
@@ -270,7 +280,7 @@ def _rotate_windows(images: Tensor, window_px: int, angle: float) -> Tensor:
 
 
 class MixedNetwork(nn.Module):
-    """A network that computes its convolutions in `dtype` (autocast). Weights and logits stay float32."""
+    """A network whose convolutions are computed in `dtype`, by autocast. Its weights and logits stay float32."""
 
     def __init__(self, network: DenseNetwork, dtype: torch.dtype) -> None:
         super().__init__()
@@ -291,8 +301,9 @@ def prepare(network: DenseNetwork, device: torch.device, dtype: torch.dtype = to
     """Return a copy of a network that is fast on a device, in evaluation mode, with convolutions in `dtype`.
 
     The copy has the same geometry (receptive field, stride, valid image sizes), and the same logits up to rounding. On
-    GPUs with Triton kernels the copy keeps its SE(2) layers, because these need fewer passes over memory there than a
-    plain CNN. On other devices, the copy is frozen to a plain CNN if possible.
+    GPUs that can run the package's Triton kernels, the copy keeps its SE(2) layers, because there they need fewer
+    passes over memory than a plain CNN. On other devices, the copy is frozen to a plain CNN (see `rotopath.freeze`) if
+    possible.
     """
     ready = copy.deepcopy(network) if triton.supports_device(device) else _freeze_if_possible(network)
     ready = ready.to(device).eval()
@@ -300,11 +311,11 @@ def prepare(network: DenseNetwork, device: torch.device, dtype: torch.dtype = to
 
 
 def _freeze_if_possible(network: DenseNetwork) -> DenseNetwork:
-    """Return the network as a plain CNN. A network that has no SE(2) layers or cannot be traced is only copied."""
+    """Return the network as a plain CNN. A network that has no SE(2) layers or cannot be frozen is only copied."""
     module = unwrap(network)
     if not is_equivariant(module):
         return copy.deepcopy(network)
     try:
         return replace_module(network, freeze(module))
     except ValueError:
-        return copy.deepcopy(network)  # it has the same outputs as a plain CNN, but is slower
+        return copy.deepcopy(network)  # the copy predicts the same as a plain CNN, but more slowly

@@ -1,8 +1,9 @@
 """Apply a model to image files, folders and whole slides, and write a folder of results for each file.
 
-The folder contains the objects (GeoJSON and CSV), a heat map (OME-TIFF), an overlay, and a summary with the provenance
-of the results. Finished slides are skipped, and interrupted slides are predicted again. A file that cannot be read is
-reported, and does not stop the other files.
+The folder contains the objects (GeoJSON and CSV), a heat map (OME-TIFF), an overlay (PNG), and a summary (JSON) that
+also describes the model, the options and the software. With several rotations, it also contains a map of the standard
+deviation over rotations (OME-TIFF). Finished slides are skipped, and interrupted slides are predicted again. If a file
+cannot be read, it is reported as failed, and the prediction continues with the next file.
 """
 
 import csv
@@ -29,9 +30,10 @@ from rotopath.images.readers import SLIDE_SUFFIXES
 from rotopath.inference.slide_pass import Model, PassOptions, SlidePass
 from rotopath.writing import atomic_folder, recover_folder, write_json
 
+# Names of the files in the folder of results
 GEOJSON, TABLE, HEAT, DEVIATION = "objects.geojson", "objects.csv", "heatmap.ome.tif", "deviation.ome.tif"
 OVERLAY, SUMMARY = "overlay.png", "summary.json"
-OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")  # in error messages of torch
+OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")  # parts of error messages of torch
 OnTile = Callable[[Path, int, int], None]  # slide, number of finished tiles of the slide, number of all its tiles
 OutcomeState = Literal["done", "skipped", "failed"]
 
@@ -40,8 +42,8 @@ OutcomeState = Literal["done", "skipped", "failed"]
 class SlideOutcome:
     """Outcome of the prediction of one slide: done, skipped or failed."""
 
-    path: Path
-    folder: Path  # contains the results
+    path: Path  # file of the slide
+    folder: Path  # folder of results
     state: OutcomeState
     reason: str = ""  # error message if the slide failed
 
@@ -52,7 +54,7 @@ class FileOptions:
 
     slide: PassOptions = field(default_factory=PassOptions)
     spacing_um_px: float | None = None  # pixel spacing of all files; if None, each file must state its own
-    same_precision: bool = False  # if True, existing results of another precision (16 or 32 bits) are replaced
+    same_precision: bool = False  # if True, existing results with another precision (16 or 32 bits) are replaced
 
 
 def list_slides(inputs: Sequence[Path]) -> list[Path]:
@@ -76,7 +78,7 @@ def list_slides(inputs: Sequence[Path]) -> list[Path]:
 
 
 def assign_folders(slides: Sequence[Path], out: Path) -> dict[Path, Path]:
-    """Return the folder of results for each slide: `out` / file name of the slide.
+    """Return the folder of results for each slide: the subfolder of `out` with the file name of the slide.
 
     Raises DataError if two slides have the same file name.
     """
@@ -95,8 +97,8 @@ def predict_files(
 ) -> Iterator[SlideOutcome]:
     """Predict slides one after another, and yield the outcome of each slide.
 
-    The results of a slide are written into a subfolder of `out`, which `assign_folders` names after the slide.
-    Slides that already have results of the same model and options are skipped. A slide is reported as failed if its
+    The results of a slide are written into the subfolder of `out` that `assign_folders` returns. A slide is skipped if
+    this subfolder already contains results for the same file, model and options. A slide is reported as failed if its
     prediction raises a ValueError (for example, because the file cannot be read) or needs too much memory. All other
     errors are raised. After each tile, the function `on_tile` is called with the path of the slide, the number of
     finished tiles and the number of all tiles to predict in this slide.
@@ -128,7 +130,7 @@ def predict_files(
 
 
 def read_sentence(folder: Path) -> str:
-    """Return the sentence in `summary.json` that describes the results in a folder."""
+    """Return the sentence that summarizes the slide, from `summary.json` in a folder of results."""
     sentence: str = loads((folder / SUMMARY).read_text(encoding="utf-8"))["sentence"]
     return sentence
 
@@ -150,7 +152,8 @@ def _write_results(
 ) -> None:
     """Predict a slide, and write all results into a folder atomically.
 
-    `about` (from `_describe`) becomes a part of the summary. `SlidePass.objects` calls `on_progress` after each tile.
+    `about` is the dictionary that `_describe` returns; it is saved in the summary. After each tile, `on_progress` is
+    called with the number of finished tiles and the number of all tiles to predict.
     """
     started = time.monotonic()
     with atomic_folder(folder) as unfinished, SlidePass(model, slide, options) as slide_pass:
@@ -191,9 +194,10 @@ def _write_results(
 def _write_table(
     objects: Iterator[SlideObject], table: io.TextIOBase, drawn: list[SlideObject], origin_px: tuple[int, int]
 ) -> Iterator[SlideObject]:
-    """Write each object as a row of the CSV table, then yield it. Append the first `MAX_DRAWN` objects to `drawn`.
+    """Write each object as a row of the CSV table, then yield the object.
 
-    `origin_px` (row, column), in pixels of level 0, is subtracted from the coordinates in the table.
+    The first `MAX_DRAWN` objects are appended to the list `drawn`, for the overlay. `origin_px` (row, column), in
+    pixels of level 0, is subtracted from the coordinates in the table.
     """
     rows, columns = csv.writer(table, lineterminator="\n"), ["id", "class", "x_px", "y_px"]
     is_empty = True
@@ -222,7 +226,7 @@ def _find_center(detected: SlideObject, origin_px: tuple[int, int]) -> tuple[flo
 
 
 def _describe(model: Model, path: Path, options: FileOptions) -> dict[str, object]:
-    """Describe everything that the results depend on: the model, the file, the options and the precision."""
+    """Return a dictionary of everything that the results depend on: the model, file, options and precision."""
     return {
         **model.about,
         "file": path.name,
@@ -236,7 +240,8 @@ def _describe(model: Model, path: Path, options: FileOptions) -> dict[str, objec
 def _is_done(folder: Path, about: dict[str, object], same_precision: bool) -> bool:
     """Return whether a folder contains results for the model, file and options in `about`.
 
-    Results of another precision count as well, unless `same_precision` is true.
+    `about` is the dictionary that `_describe` returns. Unless `same_precision` is true, the results may have been
+    computed with another precision.
     """
     try:
         written = loads((folder / SUMMARY).read_text(encoding="utf-8"))["about"]

@@ -1,9 +1,10 @@
 """Merge connected regions that cross the borders between tiles.
 
 `Seams` receives the tiles of a slide, row by row, each with a mask. A region is a connected component of the mask. A
-region that touches no border to another tile is complete, and is returned immediately. The parts of all other regions
-are merged after the last tile. Until then, the pixels of the parts are kept in files; only a table of which parts
-belong together stays in memory. Points, such as mitoses, are merged in `tasks.detect`.
+region that touches no border to another tile is complete, and is returned immediately. Any other region may have parts
+in several tiles. These parts are merged after the last tile. Until then, their pixels are kept in temporary files. Only
+a table of the parts that belong to the same region stays in memory. Points, such as mitoses, are merged in
+`tasks.detect`.
 """
 
 from collections import defaultdict
@@ -18,14 +19,14 @@ from scipy import ndimage
 
 from rotopath.inference.tiling import Span
 
-LARGEST_PX = 2**24  # largest bounding box of a merged region, in px²; 1 mm² at 0.25 µm/px, far more than a nucleus
+LARGEST_PX = 2**24  # largest bounding box of a merged region, in px²: 1 mm² at 0.25 µm/px, far larger than a nucleus
 TILES_IN_MEMORY = 16  # tiles whose files are cached while regions are merged
 RegionKey = tuple[int, int]  # tile number, region number in this tile
 Edge = tuple[int, NDArray[np.int32]]  # tile number, region number of each pixel along one edge of the tile (0: none)
 
 
 class Region(NamedTuple):
-    """The values of one region, in its bounding box on the whole map.
+    """The values of one merged region, in its bounding box on the whole map.
 
     Pixels of the box that are outside the region have the fill values `background` of `Seams`.
     """
@@ -38,16 +39,17 @@ class Region(NamedTuple):
 class Seams:
     """Collects regions from tiles, and merges the parts of regions that cross borders between tiles.
 
-    `size` is the number of rows and of columns of the whole map. `background` has a fill value for each of the k
-    channels, for pixels that are in the bounding box of a `Region` but outside the region. Regions are 4-connected.
-    Temporary files are written to `folder`.
+    Call `add_tile` for each tile, row by row and from left to right, and then `finish`. `size` is the number of rows
+    and of columns of the whole map. `background` has a fill value for each of the k channels, for pixels that are in
+    the bounding box of a `Region` but outside the region. Regions are 4-connected: pixels that touch only at a corner
+    are not connected. Temporary files are written to `folder`.
     """
 
     def __init__(self, size: tuple[int, ...], background: Sequence[float], folder: Path) -> None:
         self._size, self._folder = size, folder
         self._background = np.asarray(background, np.float32)
-        self._parents: dict[RegionKey, RegionKey] = {}  # union-find forest of the regions that touch a border
-        self._tiles: list[tuple[Span, Span]] = []
+        self._parents: dict[RegionKey, RegionKey] = {}  # union-find forest of the parts that touch a border
+        self._tiles: list[tuple[Span, Span]] = []  # rows and columns of each tile
         self._bottom_edges: dict[tuple[int, int], Edge] = {}  # key: row below the tile, first column
         self._right_edges: dict[tuple[int, int], Edge] = {}  # key: column right of the tile, first row
         self._load = lru_cache(maxsize=TILES_IN_MEMORY)(self._load_file)
@@ -55,11 +57,11 @@ class Seams:
     def add_tile(
         self, rows: Span, columns: Span, mask: NDArray[np.bool_], values: NDArray[np.float32]
     ) -> NDArray[np.bool_]:
-        """Return a mask (h, w) of the complete regions in a tile. Store the other regions for `finish`.
+        """Add a tile: return a mask (h, w) of its complete regions, and store its other regions for `finish`.
 
-        `rows` and `columns` are the rows and columns of the whole map that the tile covers. `mask` (h, w) is true in
-        regions. `values` (k, h, w) are the k channels of the tile, which are copied to the merged regions. A region is
-        complete if it touches no border to another tile.
+        A region is complete if it touches no border to another tile. `rows` and `columns` are the rows and columns of
+        the whole map that the tile covers. `mask` (h, w) is true in regions. `values` (k, h, w) are the k channels of
+        the tile; `finish` returns them for the pixels of the merged regions.
         """
         regions, _ = ndimage.label(mask)
         number = len(self._tiles)
@@ -92,36 +94,35 @@ class Seams:
         return mask & ~is_cut
 
     def finish(self) -> Iterator[Region]:
-        """Merge and yield the regions that touch a border between tiles. Call this after the last tile."""
+        """Merge and yield all regions that touch a border between tiles. Call this after the last tile."""
         groups: defaultdict[RegionKey, list[RegionKey]] = defaultdict(list)
         for key in self._parents:
             groups[self._find_root(key)].append(key)
         for keys in groups.values():
-            yield from self._merge([self._read_piece(key) for key in keys])
+            yield from self._merge([self._read_part(key) for key in keys])
 
-    def _merge(self, pieces: list[tuple[NDArray[np.int64], NDArray[np.float32]]]) -> Iterator[Region]:
-        """Merge the pieces of one region, and yield the region.
+    def _merge(self, parts: list[tuple[NDArray[np.int64], NDArray[np.float32]]]) -> Iterator[Region]:
+        """Merge the parts of one region, as `_read_part` returns them, and yield the region.
 
-        A piece is the part of the region in one tile, as `_read_piece` returns it. If the bounding box of the region is
-        larger than `LARGEST_PX`, each piece is yielded as a separate region.
+        If the bounding box of the region is larger than `LARGEST_PX`, each part is yielded as a separate region.
         """
-        positions = np.concatenate([positions for positions, _ in pieces], axis=1)  # (2, pixels)
+        positions = np.concatenate([positions for positions, _ in parts], axis=1)  # (2, pixels)
         top, left = positions.min(axis=1)
         height, width = positions.max(axis=1) + 1 - (top, left)
-        if height * width > LARGEST_PX and len(pieces) > 1:
-            for piece in pieces:
-                yield from self._merge([piece])
+        if height * width > LARGEST_PX and len(parts) > 1:
+            for part in parts:
+                yield from self._merge([part])
             return
-        values = np.concatenate([values for _, values in pieces], axis=1)  # (k, pixels)
+        values = np.concatenate([values for _, values in parts], axis=1)  # (k, pixels)
         box = np.empty((len(values), height, width), np.float32)
         box[:] = self._background[:, None, None]
         box[:, positions[0] - top, positions[1] - left] = values
         yield Region(int(top), int(left), box)
 
-    def _read_piece(self, key: RegionKey) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def _read_part(self, key: RegionKey) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the part of a region in one tile: pixel positions on the whole map (2, pixels) and values (k, pixels).
 
-        `key` is the number of the tile and the number of the region in this tile.
+        `key` is the number of the tile and the number of the part in this tile.
         """
         number, region = key
         pixels, regions, values = self._load(number)
@@ -131,15 +132,16 @@ class Seams:
         return np.stack([down + rows.start, right + columns.start]), values[:, inside]
 
     def _load_file(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
+        """Return the pixels that `add_tile` saved for a tile: their indices, region numbers and values."""
         with np.load(self._folder / f"{number}.npz") as arrays:
             return arrays["pixels"], arrays["regions"], arrays["values"]
 
     def _join(self, number: int, edge: NDArray[np.int32], neighbor: Edge | None) -> None:
-        """Mark regions of a tile and of a neighbor as parts of one region if their pixels touch across the border.
+        """Record which parts in a tile and in a neighboring tile are connected across the border between the tiles.
 
         `number` is the number of the tile. `edge` has the region number of each pixel of this tile along the border (0:
-        no region). `neighbor` is the tile number and the edge of the tile on the other side of the border; None if
-        there is no such tile.
+        no region). `neighbor` is the tile number and the edge of the tile on the other side of the border, or None if
+        that tile was not added.
         """
         if neighbor is None:
             return
@@ -150,6 +152,7 @@ class Seams:
             self._parents[self._find_root((number, region))] = self._find_root((neighbor_number, neighbor_region))
 
     def _find_root(self, key: RegionKey) -> RegionKey:
+        """Return the key of the part that represents the whole region, and shorten the path to this part."""
         while self._parents[key] != key:
             self._parents[key] = self._parents[self._parents[key]]
             key = self._parents[key]

@@ -1,8 +1,9 @@
 """Apply a model to a whole slide, and return the objects in it, a heat map, and a summary.
 
-A `SlidePass` predicts a slide tile by tile, and yields each object as soon as it is complete. The heat map, and regions
-that cross tile borders, are kept in temporary files. Memory use therefore does not grow with the slide. Two functions
-use a `SlidePass`: `predict_slide` collects all results in memory, and `predict_files` writes them to a folder.
+A `SlidePass` predicts a slide tile by tile, and yields each object as soon as the object is complete. The heat map, and
+regions that cross tile borders, are kept in temporary files. Memory use therefore does not grow with the slide. Two
+functions use a `SlidePass`: `predict_slide` collects all results in memory, and `predict_files` writes them to a
+folder.
 """
 
 import math
@@ -30,10 +31,10 @@ from rotopath.inference.dense import MixedNetwork
 from rotopath.inference.tiling import TILE_PX, Grid, Span, Tile, predict_tiles
 from rotopath.models import DenseNetwork
 
-GPU_TILE_PX = 2 * TILE_PX  # smaller tiles leave a GPU idle, because Python launches its kernels one by one
-MEASURED_PX = 2**21  # px²; stains are measured on the whole slide up to this area, else on samples of this total area
-SAMPLE_PX = 256  # side of each sample
-BLOCK_PX, CACHED_BLOCKS = 512, 32  # slides are read in square blocks, which adjacent tiles share; the cache needs 25 MB
+GPU_TILE_PX = 2 * TILE_PX  # with smaller tiles, a GPU waits for Python, which starts its computations one by one
+MEASURED_PX = 2**21  # number of pixels from which stains are measured: all pixels, or samples of a larger slide
+SAMPLE_PX = 256  # side of each of these square samples
+BLOCK_PX, CACHED_BLOCKS = 512, 32  # slides are read in square blocks, cached for adjacent tiles; 32 blocks need 25 MB
 OVERLAY_HEAT_PX = 4096  # heat maps with a longer side are subsampled before they are drawn on an overlay
 OnProgress = Callable[[int, int], None]  # number of finished tiles, number of all tiles
 Map = NDArray[np.float32]
@@ -41,10 +42,10 @@ Color = tuple[int, int, int]  # red, green, blue
 
 
 class ObjectFinder(Protocol):
-    """Finds the objects of a slide while its tiles are predicted."""
+    """Finds the objects of a slide in its tiles, which it receives one after another."""
 
     def add_tile(self, tile: Tile) -> Iterator[SlideObject]:
-        """Search the next tile, and yield the objects that are complete."""
+        """Search the next tile, and yield the objects that are complete: no later tile can change them."""
         ...
 
     def finish(self) -> Iterator[SlideObject]:
@@ -53,7 +54,7 @@ class ObjectFinder(Protocol):
 
 
 class SlideTask(Protocol):
-    """The properties and methods of a task that `SlidePass` uses. `rotopath.tasks.Task` documents them."""
+    """The properties and methods of a task that `SlidePass` uses. They are documented in `rotopath.tasks.Task`."""
 
     @property
     def name(self) -> str: ...
@@ -84,10 +85,10 @@ class Model:
     """A model that is ready for prediction: a task, a network in evaluation mode, and decision thresholds."""
 
     task: SlideTask
-    network: DenseNetwork  # on the device
+    network: DenseNetwork  # on `device`
     point: Mapping[str, float]  # operating point: the decision thresholds by name
     device: torch.device
-    about: Mapping[str, object] = field(default_factory=dict)  # identifies the model in the summary of each slide
+    about: Mapping[str, object] = field(default_factory=dict)  # description of the model for the summary of each slide
 
     @property
     def precision(self) -> str:
@@ -96,7 +97,7 @@ class Model:
 
     @property
     def tile_px(self) -> int:
-        """Default side of a tile in pixels, large enough to keep the device busy."""
+        """Default for the largest side of a tile in pixels: large enough to use the full speed of the device."""
         return GPU_TILE_PX if self.device.type == "cuda" and self.precision == "16" else TILE_PX
 
 
@@ -104,9 +105,9 @@ class Model:
 class PassOptions:
     """Options for the prediction of a slide."""
 
-    rotations: int = 1  # number of angles for test-time augmentation; if above 1, also compute the standard deviation
-    tile_px: int | None = None  # largest side of a tile; by default `Model.tile_px`
-    everywhere: bool = False  # also predict where no tissue was detected
+    rotations: int = 1  # number of rotations for test-time augmentation; above 1, also compute the standard deviation
+    tile_px: int | None = None  # largest side of a tile in pixels; by default `Model.tile_px`
+    everywhere: bool = False  # if True, also predict where no tissue was detected
 
 
 # Predict a slide, and keep the results in memory
@@ -118,7 +119,7 @@ class SlideResult:
 
     task: str  # name of the task
     objects: list[SlideObject]  # coordinates are in pixels of level 0
-    map: NDArray[np.float32]  # heat map (h, w): probability of the objects that the model detects
+    map: NDArray[np.float32]  # heat map (h, w): probability of the task's classes, see `Task.foreground_map`
     deviation: NDArray[np.float32] | None  # (h, w): standard deviation over rotations; None for one rotation
     map_um: float  # pixel spacing of the map in µm/px
     summary: Mapping[str, float]  # as returned by `SlidePass.summary`
@@ -157,10 +158,11 @@ def predict_slide(model: Model, slide: Slide, options: PassOptions) -> SlideResu
 class SlidePass:
     """Predicts a slide once, tile by tile. Use it in a `with` statement, which removes the temporary files at its end.
 
-    First iterate over `objects()` to the end. Only then are `summary()`, `draw_overlay()` and these maps complete:
-    `heat` (probability of the objects that the model detects), `winner` (index of the most probable class; None with
-    one class) and `deviation` (standard deviation over rotations; None with one rotation). Each pixel of these maps is
-    computed from means over `task.heatmap_cell` × `task.heatmap_cell` outputs of the network.
+    First iterate over `objects()` to the end. After that, the following are complete: `summary()`, `draw_overlay()`,
+    and the maps `heat` (probability of the task's classes, see `task.foreground_map`), `winner` (index of the most
+    probable class; None if the task has one class) and `deviation` (standard deviation over rotations; None with one
+    rotation). Each pixel of these maps is computed from means over `task.heatmap_cell` × `task.heatmap_cell` outputs of
+    the network.
     """
 
     def __init__(self, model: Model, slide: Slide, options: PassOptions) -> None:
@@ -195,11 +197,11 @@ class SlidePass:
         self._files.close()
 
     def objects(self, on_progress: OnProgress = lambda _done, _all: None) -> Iterator[SlideObject]:
-        """Predict the tiles of the slide, and yield each object as soon as it is complete.
+        """Predict the tiles of the slide, and yield each object as soon as the object is complete.
 
-        Tiles without tissue are predicted only with the option `everywhere`, or if they are within
-        `task.tissue_margin_um` of tissue. After each tile, the function `on_progress` is called with the number of
-        finished tiles and the number of all tiles to predict.
+        With the option `everywhere`, all tiles are predicted. Otherwise, only tiles that contain tissue or are within
+        `task.tissue_margin_um` of tissue are predicted. After each tile, the function `on_progress` is called with the
+        number of finished tiles and the number of all tiles to predict.
         """
         self._counts, self._areas_mm2 = Counter[str](), Counter[str]()
         for detected in self._detect(on_progress):
@@ -211,14 +213,14 @@ class SlidePass:
     def summary(self) -> dict[str, float]:
         """Return the summary of the slide as a dictionary from names to values.
 
-        "tissue_mm2" is the area of the tissue mask, even if glass was predicted too (`everywhere`). The other values
-        are those of `task.summarize`, such as the number of objects and their density per mm² of tissue.
+        "tissue_mm2" is the area of the tissue mask in mm², also with the option `everywhere`. The other values are
+        those of `task.summarize`, such as the number of objects and their density per mm² of tissue.
         """
         tissue_mm2 = self.tissue.area_mm2
         return {"tissue_mm2": tissue_mm2, **self.model.task.summarize(self._counts, self._areas_mm2, tissue_mm2)}
 
     def draw_overlay(self, objects: Iterable[SlideObject]) -> Image.Image:
-        """Return the slide with the heat map and the objects drawn on it."""
+        """Return an image of the slide with the heat map and the objects drawn on it."""
         corner, side = self.heat_frame
         step = -(-max(self.heat.size) // OVERLAY_HEAT_PX)
         winner = None if self.winner is None else self.winner.read_subsampled(step)
@@ -232,7 +234,7 @@ class SlidePass:
         return corner, side * self._outputs_per_px
 
     def _detect(self, on_progress: OnProgress) -> Iterator[SlideObject]:
-        """Predict all tiles that have to be predicted, write them into the maps, and yield the objects in them."""
+        """Predict all tiles near tissue, write the probabilities into the maps, and yield the objects."""
         task = self.model.task
         wanted = [tile for tile in self.grid.tiles if self._is_near_tissue(*tile)]
         tiles = predict_tiles(self.grid, wanted, self.model.device, self.options.rotations, task.to_probabilities)
@@ -254,22 +256,18 @@ class SlidePass:
             self.deviation.write(top, left, self._pool_outputs(tile, task.foreground_deviation(tile.deviations)))
 
     def _is_near_tissue(self, rows: Span, columns: Span) -> bool:
-        """Return whether a tile, given as rows and columns of outputs, has to be predicted.
-
-        With the option `everywhere`, this is true for all tiles. Otherwise, it is true for tiles that contain tissue or
-        are within `task.tissue_margin_um` of tissue.
-        """
+        """Return whether a tile, given as rows and columns of outputs, has to be predicted (see `objects`)."""
         if self._near_tissue is None:
             return True
         down, across = (self.grid.extent_um(span, axis) for axis, span in enumerate((rows, columns)))
         return self._near_tissue.touches(down.start, across.start, down.size, across.size)
 
     def _clear_glass(self, tile: Tile) -> Tile:
-        """Return the tile with the task's background probabilities at all outputs that are on glass.
+        """Return the tile with the task's background probabilities at all outputs on glass.
 
-        An output is on glass if it is farther than `task.tissue_margin_um` from tissue. Its standard deviation over
-        rotations becomes 0. If predictions on glass were kept, the results would depend on the tile size, because only
-        tiles near tissue are predicted. With the option `everywhere`, the tile is not changed.
+        An output is on glass if it is farther than `task.tissue_margin_um` from tissue. The standard deviation over
+        rotations becomes 0 there. This is necessary because only tiles near tissue are predicted: results on glass
+        would depend on the size of the tiles. With the option `everywhere`, the tile is not changed.
         """
         if self._near_tissue is None:
             return tile
@@ -284,8 +282,8 @@ class SlidePass:
     def _pool_outputs(self, tile: Tile, values: Map) -> Map:
         """Return the heat-map pixels of a tile: remove the halo, and average the outputs over small squares.
 
-        `values` (h, w) are the outputs of the tile, including the halo. A heat-map pixel is the mean of a square of
-        `_outputs_per_px` × `_outputs_per_px` outputs.
+        `values` (h, w) are the outputs of the tile, including the halo. A heat-map pixel is the mean over a square of
+        `_outputs_per_px` × `_outputs_per_px` outputs, or over fewer outputs at the end of the slide.
         """
         means = values[tile.core].astype(np.float64)
         for axis in (0, 1):
@@ -312,7 +310,7 @@ class SlideView:
     def read(self, rows: Span, columns: Span) -> NDArray[np.uint8]:
         """Return the pixels (h, w, 3) in a range of rows and of columns, both counted at the view's pixel spacing.
 
-        Beyond its edges, the slide is reflected, as in training.
+        The slide is reflected beyond its edges, as in training.
         """
         down, across = (
             reflect_index(torch.arange(*span), size).numpy()
@@ -331,8 +329,8 @@ class SlideView:
     def _read_block(self, row: int, column: int) -> NDArray[np.uint8]:
         """Return the pixels of block (row, column), with normalized stains if required.
 
-        Blocks have fixed positions that do not depend on the tiles, because a pixel may differ by one gray level if it
-        is resampled as part of another rectangle.
+        The positions of blocks do not depend on the tiles. Otherwise results would depend on the tiles, because the
+        value of a pixel may differ by one gray level if it is resampled as part of another rectangle.
         """
         top, left = row * BLOCK_PX, column * BLOCK_PX
         height, width = (min(BLOCK_PX, size - start) for size, start in zip(self.size_px, (top, left), strict=True))
@@ -340,9 +338,10 @@ class SlideView:
         return pixels if self.stains is None else self.stains.normalize(pixels)
 
     def _measure_stains(self, tissue: Tissue) -> Stains | None:
-        """Measure the stains of the tissue. Glass is left out, because it would make the stains seem weaker.
+        """Measure the stains of the tissue, or return None if there is too little tissue or only one stain.
 
-        Returns None if there is too little tissue or only one stain.
+        On slides of more than `MEASURED_PX` pixels, stains are measured on samples of tissue. Pixels of glass are left
+        out, because glass would make the stains seem weaker.
         """
         if math.prod(self.size_px) <= MEASURED_PX:
             pixels = self.slide.read(0, 0, *self.size_px, self.spacing_um_px)
@@ -370,7 +369,7 @@ class SlideView:
 
 
 class MapFile:
-    """A map (rows, columns) of float32 in a file. It is written in rectangles; pixels that are never written are 0."""
+    """A map (rows, columns) of float32 in a file, written in rectangles. Pixels that are never written are 0."""
 
     def __init__(self, path: Path, size: tuple[int, int]) -> None:
         self.size = size
@@ -384,13 +383,13 @@ class MapFile:
             self._file.write(row.astype(np.float32).tobytes())
 
     def read(self, top: int = 0, bottom: int | None = None) -> NDArray[np.float32]:
-        """Return the rows of the map from `top` up to, but without, `bottom`; by default all rows of the map."""
+        """Return the rows of the map from `top` to `bottom` - 1; by default all rows."""
         rows = (self.size[0] if bottom is None else min(bottom, self.size[0])) - top
         self._file.seek(4 * top * self.size[1])
         return np.frombuffer(self._file.read(4 * rows * self.size[1]), np.float32).reshape(rows, self.size[1])
 
     def read_subsampled(self, step: int) -> NDArray[np.float32]:
-        """Return the values of the map in every `step`-th row and column."""
+        """Return the values of the map in every `step`-th row and column, without reading the whole map at once."""
         return np.concatenate([strip[::step, ::step] for strip in self.strips(512 * step)])
 
     def strips(self, rows: int = 512) -> Iterator[NDArray[np.float32]]:

@@ -4,16 +4,18 @@
   stride apart.
 - Tile: a rectangle of outputs.
 - Overlap: an output depends on the pixels around its position (the receptive field). For each tile, the network
-  therefore reads more pixels than the tile covers. Tiled outputs thus equal the outputs for the whole image.
-- Frame: a rectangle of pixels whose sides the network accepts, `smallest_px` plus multiples of `step_px`. Frames may
-  extend beyond the image, which is reflected there.
-- Block: the outputs that each `step_px` of a frame adds along a side. A frame always contains complete blocks.
-- Rim: outputs along the edges of a frame that would change if the image continued beyond the frame. They are computed
-  but not used, except at the edges of the image.
-- Halo: outputs around a tile that are also returned, because objects near the border of the tile depend on them.
+  therefore reads more pixels than the tile covers. The outputs of the tiles are thus the same as for the whole image.
+- Frame: a rectangle of pixels with sides that are valid for the network: `smallest_px` plus a multiple of `step_px`.
+  Frames may extend beyond the image, which is reflected there.
+- Block: if a side of a frame becomes longer by `step_px`, one block of outputs is added along this side. A frame always
+  contains complete blocks.
+- Rim: outputs along the edges of a frame that depend on the padding of the network's layers. They are computed but not
+  used, except at the edges of the image.
+- Halo: outputs around a tile that are returned with the tile, because objects near the border of the tile depend on
+  them.
 
 `Geometry` has the sizes of frames, blocks and the rim. The task defines the halo. With several rotations (test-time
-augmentation), each frame is rotated, predicted and rotated back, and the results are averaged.
+augmentation), each frame is rotated and predicted, the maps are rotated back, and the results are averaged.
 """
 
 import math
@@ -32,13 +34,13 @@ from rotopath import group
 from rotopath.models import DenseNetwork, Geometry
 from rotopath.nn import center_crop
 
-TILE_PX = 1024  # default side of a tile, for which a network with 8 orientations needs about 1.5 GB of memory
-SPLINE_REACH = 4  # spline interpolation depends on this many pixels in each direction; the rest adds about 1 %
-READERS = 2  # threads that read the next tiles; each waiting tile needs a few megabytes
+TILE_PX = 1024  # default for the largest side that a network reads at once; with 8 orientations this needs about 1.5 GB
+SPLINE_REACH = 4  # pixels farther away contribute only about 1 % to a value that splines interpolate
+READERS = 2  # number of threads that read the next tiles; each tile that was read needs a few megabytes
 
 
 class Span(NamedTuple):
-    """A range of rows or columns from `start` up to, but without, `stop`, in pixels or outputs.
+    """A range of rows or columns, in pixels or outputs, from `start` to `stop` - 1.
 
     A span may extend beyond the image.
     """
@@ -55,7 +57,7 @@ class Span(NamedTuple):
         return Span(self.start + by, self.stop + by)
 
     def within(self, whole: "Span") -> slice:
-        """Return the slice that cuts this span out of an array that covers the larger span `whole`."""
+        """Return the slice of this span in an array whose rows or columns are those of the larger span `whole`."""
         return slice(self.start - whole.start, self.stop - whole.start)
 
     @property
@@ -64,7 +66,7 @@ class Span(NamedTuple):
 
 
 Frame = tuple[Span, Span]  # rows and columns of a frame, in pixels of the image
-ReadPixels = Callable[[Span, Span], Tensor]  # from rows and columns to pixels (B, 3, h, w), reflected beyond the image
+ReadPixels = Callable[[Span, Span], Tensor]  # reads rows and columns as pixels (B, 3, h, w), reflected beyond edges
 Activation = Callable[[Tensor], Tensor]  # from logits (B, K, h, w) to probabilities of the same shape
 Predict = Callable[[Tensor], Tensor]  # from the pixels of a frame (B, 3, H, W) to probabilities (B, K, h, w)
 
@@ -76,8 +78,8 @@ Predict = Callable[[Tensor], Tensor]  # from the pixels of a frame (B, 3, H, W) 
 class Layout:
     """Positions of the outputs of a network along one side (height or width) of an image.
 
-    The frame is the range of pixels that the network reads to predict the whole image. The frame extends beyond the
-    image by the same number of pixels at both ends, or by one pixel more at the end.
+    The frame is the range of pixels that the network reads to predict the whole image. The frame extends beyond both
+    ends of the image by the same number of pixels, or by one pixel more at the second end.
     """
 
     frame_px: Span  # the frame; pixel 0 is the first pixel of the image
@@ -88,7 +90,7 @@ class Layout:
     def frame_of(self, geometry: Geometry, outputs: Span) -> Span:
         """Return the range of pixels that the network reads to compute a range of outputs.
 
-        `outputs` are counted from the first output of the frame, and must be complete blocks.
+        `outputs` are counted from the first output of the frame, and must consist of complete blocks.
         """
         stride = geometry.stride_px
         pixels = Span(outputs.start * stride, outputs.stop * stride + geometry.margins_px)
@@ -104,7 +106,8 @@ def lay_out(geometry: Geometry, size_px: int) -> Layout:
     Layout(frame_px=Span(start=-42, stop=142), outputs=9, kept=Span(start=0, stop=9), first_px=1.5)
     """
     frame_size = geometry.nearest_sizes(size_px + geometry.margins_px)[-1]
-    # Centered, so that a rotated image has the rotated frame. This is exact if the number of added pixels is even.
+    # The frame is centered on the image, so that the frame of a rotated image is the rotated frame. The two
+    # centers are half a pixel apart if the number of added pixels is odd.
     before = (frame_size - size_px) // 2
     outputs, stride = geometry.output_size(frame_size), geometry.stride_px
     first = (frame_size - 1 - (outputs - 1) * stride) / 2 - before
@@ -121,8 +124,9 @@ def divide(
 
     `outputs` is the number of all outputs along the side. Yields two spans for each tile: the outputs of the tile, and
     the outputs that the network has to compute for this tile (see `add_overlap`). All tiles except the last have the
-    same number of outputs, a multiple of `multiple`. A frame is longer than `tile_px` only if even a tile of `multiple`
-    outputs needs more pixels. Raises ValueError if `tile_px` is smaller than the network's smallest image.
+    same number of outputs, a multiple of `multiple`. If a tile of `multiple` outputs needs more than `tile_px` pixels,
+    tiles have `multiple` outputs, and longer frames. Raises ValueError if `tile_px` is smaller than the network's
+    smallest image.
     """
     if tile_px < geometry.smallest_px:
         raise ValueError(
@@ -133,7 +137,7 @@ def divide(
         yield wanted, Span(0, outputs)  # one tile covers the whole side
         return
     block = geometry.block
-    # Unless tiles consist of complete blocks, `add_overlap` extends them by up to block - 1 outputs at each end.
+    # If tiles do not consist of complete blocks, `add_overlap` extends them by up to block - 1 outputs at each end.
     unaligned = 0 if wanted.start % block == multiple % block == 0 else 2 * (block - 1)
     largest = geometry.output_size(geometry.nearest_sizes(tile_px)[0]) - 2 * _rim(geometry) - unaligned
     step = max(multiple, largest - largest % multiple)
@@ -145,9 +149,9 @@ def divide(
 def add_overlap(geometry: Geometry, tile: Span, outputs: int) -> Span:
     """Return the range of outputs that the network has to compute for `tile`, a range of outputs along an image side.
 
-    The outputs of the tile then equal those for the whole image. The tile is extended to complete blocks, and then by
-    the rim, but not beyond the first and the last output of the image side. `outputs` is the number of all outputs
-    along this side.
+    The tile is extended to complete blocks, and then by the rim, but not beyond the first and the last output of the
+    image side. The values of the tile's outputs are then the same as for the whole image. `outputs` is the number of
+    all outputs along the side.
     """
     block, rim = geometry.block, _rim(geometry)
     start, stop = tile.start // block * block, -(-tile.stop // block) * block
@@ -185,15 +189,13 @@ def expect_eval(network: DenseNetwork) -> None:
 def predict_frame(
     geometry: Geometry, predict: Predict, read_pixels: ReadPixels, frame: Frame, angle: float, refinement: int = 1
 ) -> Tensor:
-    """Rotate a frame by an angle, predict it, and rotate the maps (B, K, h, w) back.
+    """Rotate a frame by an angle, predict the rotated frame, rotate the maps (B, K, h, w) back, and return them.
 
-    The angle is in degrees, counter-clockwise. `frame` is the rows and columns of the frame. `read_pixels` is the
+    The angle is in degrees, counter-clockwise. `frame` has the rows and the columns of the frame. `read_pixels` is the
     function that reads rows and columns of the image. `predict` is the function that computes the maps from the pixels
     of a frame; neighboring outputs of these maps are stride / `refinement` pixels apart. Rotations by multiples of 90°
-    are exact; other rotations interpolate. Rotations that interpolate read a larger area, so that the corners of the
-    rotated frame contain pixels of the image; `area_to_read` returns this area.
-
-    The mean of the maps over several angles is test-time augmentation (mean over rotations).
+    are exact. Other rotations interpolate, and read a larger area (`area_to_read`), so that the corners of the rotated
+    frame contain pixels of the image. The mean of the maps over several angles is test-time augmentation.
     """
     between = angle % 90
     if between == 0:
@@ -217,7 +219,7 @@ def predict_in_tiles(
 ) -> Tensor:
     """Predict a frame (B, 3, H, W), and return probabilities (B, K, h, w).
 
-    A frame with a side longer than `largest_px` is divided into tiles.
+    If a side of the frame is longer than `largest_px`, the frame is predicted in tiles.
     """
     geometry = network.geometry
     stride, margins = geometry.stride_px, geometry.margins_px
@@ -232,9 +234,9 @@ def predict_in_tiles(
 
 
 def _widen_for_rotation(geometry: Geometry, frame: Frame) -> Frame:
-    """Return a larger frame with the same center.
+    """Return a larger frame, with the same center, for rotations that interpolate.
 
-    At any angle, the outputs of the rotated larger frame cover all outputs of the given frame.
+    If the larger frame is rotated by any angle, its outputs cover all outputs of the given frame.
     """
     step, stride = geometry.step_px, geometry.stride_px
     counts = [geometry.output_size(span.size) for span in frame]
@@ -248,16 +250,16 @@ def _widen_for_rotation(geometry: Geometry, frame: Frame) -> Frame:
 
 
 def _corner_reach_px(geometry: Geometry) -> int:
-    """Return by how many pixels, at most, the corners of rotated receptive fields extend beyond a frame."""
+    """Return the largest number of pixels by which corners of rotated receptive fields extend beyond a frame."""
     field_px = geometry.smallest_px
     return (group.covering_size(field_px) - field_px) // 2 + geometry.step_px + SPLINE_REACH
 
 
 def _read_rotated(geometry: Geometry, read_pixels: ReadPixels, frame: Frame, angle: float) -> Tensor:
-    """Rotate an image by `angle` degrees (0 to 90) about the center of a frame, and return the pixels of the frame.
+    """Rotate an image about the center of a frame, and return the pixels (B, 3, h, w) of the frame, from 0 to 1.
 
-    `read_pixels` is the function that reads rows and columns of the image. The rotation is counter-clockwise. The
-    returned pixels (B, 3, h, w) are floats from 0 to 1.
+    `angle` is in degrees (0 to 90), counter-clockwise. `read_pixels` is the function that reads rows and columns of the
+    image.
     """
     rows, columns = frame
     reach_px = _corner_reach_px(geometry)
@@ -270,7 +272,7 @@ def _read_rotated(geometry: Geometry, read_pixels: ReadPixels, frame: Frame, ang
 
 
 class PixelSource(Protocol):
-    """A slide or image at the pixel spacing of a network, such as `SlideView`. Several threads read it at once."""
+    """A slide or image at the pixel spacing of a network, such as `SlideView`. Several threads may read at once."""
 
     @property
     def size_px(self) -> tuple[int, int]: ...
@@ -281,7 +283,7 @@ class PixelSource(Protocol):
         """Side of a pixel of this image, in pixels of level 0 of the slide."""
 
     def read(self, rows: Span, columns: Span) -> NDArray[np.uint8]:
-        """Return the pixels (h, w, 3) of a rectangle. Beyond its edges, the image is reflected."""
+        """Return the pixels (h, w, 3) of a rectangle. The image is reflected beyond its edges."""
 
 
 class Tile(NamedTuple):
@@ -295,7 +297,7 @@ class Tile(NamedTuple):
 
     @property
     def core(self) -> tuple[slice, slice]:
-        """Slices (rows, columns) that cut the halo off the maps."""
+        """Slices (rows, columns) of the maps that leave out the halo."""
         return self.rows.within(self.with_halo[0]), self.columns.within(self.with_halo[1])
 
 
@@ -303,18 +305,18 @@ class TileFrame(NamedTuple):
     """Rectangles of outputs and of pixels that belong to a tile, each as (rows, columns)."""
 
     with_halo: tuple[Span, Span]  # outputs of the tile and its halo
-    outputs: tuple[Span, Span]  # outputs that the network computes: `with_halo`, complete blocks and rim
+    outputs: tuple[Span, Span]  # outputs that the network computes: `with_halo`, extended as in `add_overlap`
     pixels: Frame  # pixels that the network reads to compute these outputs
 
 
 class Grid:
     """The grid of outputs of a network on a slide, and its division into tiles.
 
-    `view` is the slide at the pixel spacing of the network. `tile_px` is the largest side, in pixels, of what the
-    network reads for a tile, not counting the halo (default: 1024). It is raised to `geometry.context_px` and, if that
-    is more, to what the network reads for one heat-map pixel. `halo` is the number of outputs added on each side of a
-    tile. `multiple` is the side of a heat-map pixel, in outputs. Each tile starts at a multiple of it, so that no
-    heat-map pixel crosses a tile border.
+    `view` is the slide at the pixel spacing of the network. `tile_px` (default: 1024) is the largest side, in pixels,
+    of the frame of a tile without its halo. If `tile_px` is smaller than `geometry.context_px`, or than the frame of a
+    single heat-map pixel, the larger of these sizes is used. `halo` is the number of outputs added on each side of a
+    tile. `multiple` is the side of a heat-map pixel, in outputs. Each tile starts at a multiple of this number, so that
+    no heat-map pixel crosses a tile border.
     """
 
     def __init__(
@@ -323,9 +325,9 @@ class Grid:
         self.network, self.view, self.halo = network, view, halo
         self.tile_px = max(tile_px or TILE_PX, network.geometry.context_px)
         self.layouts = [lay_out(network.geometry, size) for size in view.size_px]
-        self.size = tuple(layout.kept.size for layout in self.layouts)  # number of outputs on the slide
+        self.size = tuple(layout.kept.size for layout in self.layouts)  # rows and columns of outputs on the slide
         self.stride_px = network.geometry.stride_px
-        self.first_px = tuple(layout.first_px for layout in self.layouts)
+        self.first_px = tuple(layout.first_px for layout in self.layouts)  # position (row, column) of the first output
         self._rows, self._columns = (
             [
                 tile.shifted(-side.kept.start)
@@ -342,7 +344,8 @@ class Grid:
     def extent_um(self, outputs: Span, axis: int) -> Span:
         """Return the range in µm that a range of outputs covers on the slide; each output covers one stride.
 
-        The range is measured from the top edge (axis 0) or the left edge (axis 1), and extended to whole numbers.
+        The range is measured from the top edge (axis 0) or the left edge (axis 1) of the slide, and extended to whole
+        numbers.
         """
         edges = ((output - 0.5) * self.stride_px + self.first_px[axis] + 0.5 for output in outputs)
         start, stop = (edge * self.view.spacing_um_px for edge in edges)
@@ -354,10 +357,9 @@ class Grid:
         return np.asarray((positions_px + 0.5) * self.view.spacing_um_px)
 
     def output_frame(self, top: int = 0, left: int = 0) -> tuple[tuple[float, float], float]:
-        """Return the square that an output covers: its top left corner (row, column), and its side.
+        """Return the square that an output covers: its top left corner (row, column), and its side (the stride).
 
-        `top` and `left` are the row and column of the output in the grid. The side of the square is the stride of the
-        network. Corner and side are in pixels of level 0.
+        Corner and side are in pixels of level 0. `top` and `left` are the row and column of the output in the grid.
         """
         row, column = (
             ((start - 0.5) * self.stride_px + first + 0.5) * self.view.level0_px
@@ -390,9 +392,9 @@ def predict_tiles(
 ) -> Iterator[Tile]:
     """Predict the tiles `wanted`, which are all or some of `grid.tiles`, and yield them in the same order.
 
-    With `rotations` above 1 this is test-time augmentation (mean over rotations), and tiles also contain the standard
-    deviation over rotations. The network must be on `device`. Threads read the next tiles while the network computes;
-    only a few tiles are in memory at a time. Raises ValueError if probabilities are not finite.
+    With `rotations` above 1, tiles contain the mean (test-time augmentation) and the standard deviation over this
+    number of rotations. The network must be on `device`. Threads read the next tiles while the network computes. Only a
+    few tiles are in memory at a time. Raises ValueError if probabilities are not finite.
     """
     expect_eval(grid.network)
     remaining = iter(wanted)
@@ -432,8 +434,9 @@ def _predict_tile(
     def read_pixels(rows_px: Span, columns_px: Span) -> Tensor:
         return pixels[..., rows_px.within(area[0]), columns_px.within(area[1])]
 
-    # The frame of a tile is predicted as a whole. For angles other than multiples of 90° the frame is up to twice as
-    # large, and is predicted in tiles of the original size. The network thus needs the same memory at all angles.
+    # For multiples of 90°, the frame of a tile is predicted as a whole. For other angles, `predict_frame` widens the
+    # frame, and the wide frame is predicted in tiles of the original size. The network thus needs the same memory at
+    # all angles.
     largest_px = max(span.size for span in frame)
 
     def predict(rotated: Tensor) -> Tensor:
@@ -444,7 +447,7 @@ def _predict_tile(
     maps = torch.stack([probabilities[0, :, down, across] for probabilities in rotations])
     if not maps.isfinite().all():
         raise ValueError(
-            "Predictions of the network are not finite numbers, perhaps because they are too large for 16-bit "
+            "The network predicted values that are not finite numbers, perhaps because they are too large for 16-bit "
             "precision on a GPU; use --precision 32 (or precision='32')."
         )
     deviations = maps.std(dim=0, correction=0).cpu().numpy() if len(degrees) > 1 else None

@@ -1,7 +1,7 @@
-"""Score predictions, compute 95 % confidence intervals, and measure how predictions change if inputs are rotated.
+"""Score predictions, compute confidence intervals of scores, and measure equivariance.
 
 `classification` and `matching` compare predictions with the ground truth. `bootstrap` computes confidence intervals.
-`equivariance` compares the outputs of a model for original and rotated inputs.
+`equivariance` compares the outputs of a model for an input and for the rotated input.
 """
 
 from rotopath.metrics.equivariance import equivariance_error, smooth_images, untrained_errors

@@ -1,8 +1,8 @@
-"""Bootstrap 95 % confidence intervals of scores, by resampling cases with replacement.
+"""Compute bootstrap confidence intervals of scores, by resampling cases with replacement.
 
 A case is a patient or, for patches, a slide. Cases are resampled instead of images, because images of one patient are
-not independent. A task counts results in each image, such as true and false positives, and adds them up for each case.
-The score is then computed for many resampled sets of cases.
+not independent. Tasks count results in each image, such as true and false positives, and add up the counts of each
+case. The score is then computed for many resampled sets of cases.
 """
 
 import math
@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-RESAMPLES = 1000
-MIN_CASES = 5  # with fewer cases, resampling mostly repeats single cases and gives no useful interval
+RESAMPLES = 1000  # number of resampled sets
+MIN_CASES = 5  # with fewer cases, there are too few different resampled sets for a useful interval
 
 Numbers = NDArray[np.float64]
 
@@ -21,11 +21,11 @@ Numbers = NDArray[np.float64]
 def bootstrap_interval(
     score: Callable[[NDArray[np.int64]], float], units: int, seed: int = 0, level: float = 0.95
 ) -> tuple[float, float]:
-    """Return the bootstrap confidence interval (low, high) of a score. `level` is the confidence level.
+    """Return the bootstrap confidence interval (low, high) of a score, with the confidence level `level`.
 
     `units` is the number of units that are resampled, such as patients. `score` is a function that takes the indices
-    (units,) of resampled units and returns the score of these units. An index may occur more than once. Scores of NaN
-    are ignored. `seed` is the seed of the resampling.
+    (units,) of resampled units and returns the score of these units. An index may occur more than once. Scores that are
+    NaN are ignored; if all scores are NaN, the result is (NaN, NaN). `seed` is the seed of the resampling.
     """
     generator = np.random.default_rng(seed)
     scores = [score(generator.integers(units, size=units)) for _ in range(RESAMPLES)]
@@ -34,11 +34,11 @@ def bootstrap_interval(
 
 
 def score_interval(score: Callable[[Numbers], float], sums: Numbers) -> list[float] | None:
-    """Return the 95 % confidence interval [low, high] of a score.
+    """Return the 95 % confidence interval [low, high] of a score that is computed from counts.
 
-    `sums` (cases, k) has k counts for each case. `score` is a function that takes the total counts (k,) of resampled
-    cases and returns the score, or NaN if the score is undefined. Returns None if there are fewer than MIN_CASES cases,
-    or if all scores are NaN.
+    `sums` (cases, k) has k counts for each case. `score` is a function that takes k numbers (k,), the total counts of a
+    resampled set of cases, and returns the score, or NaN if the score is undefined. Returns None if there are fewer
+    than MIN_CASES cases, or if all scores are NaN.
     """
     if len(sums) < MIN_CASES:
         return None
@@ -47,9 +47,9 @@ def score_interval(score: Callable[[Numbers], float], sums: Numbers) -> list[flo
 
 
 def sum_by_case(cases: Sequence[str], counts: Numbers) -> tuple[list[str], Numbers]:
-    """Add up the counts of the images of each case. Return the sorted case names and the sums (cases, k).
+    """Add up the counts of the images of each case, and return the sorted case names and the sums (cases, k).
 
-    `cases` (n,) has the case name of each image, `counts` (n, k) the counts of each image.
+    `cases` (n,) has the case name of each of n images. `counts` (n, k) has k counts for each image.
     """
     names, indices = np.unique(np.array(cases), return_inverse=True)
     sums = np.zeros((len(names), counts.shape[1]))
@@ -58,7 +58,7 @@ def sum_by_case(cases: Sequence[str], counts: Numbers) -> tuple[list[str], Numbe
 
 
 class HasCase(Protocol):
-    """Any object with the name of an image and of its case. For an unknown case, `case` is empty or equals `name`."""
+    """Any object with the names of an image and of its case. If the case is unknown, `case` is empty or is `name`."""
 
     @property
     def name(self) -> str: ...
@@ -67,22 +67,22 @@ class HasCase(Protocol):
 
 
 class ImageCase(NamedTuple):
-    """Names of an image and of its case, without pixels or predictions, to save memory."""
+    """Names of an image and of its case, without the pixels and predictions of the image, to save memory."""
 
     name: str
     case: str
 
 
 def interval_unit(images: Sequence[HasCase]) -> str:
-    """Return what is resampled for confidence intervals: "images" if all cases are unknown, otherwise "patients"."""
+    """Return the unit that confidence intervals resample: "images" if all cases are unknown, otherwise "patients"."""
     return "images" if all(image.case in ("", image.name) for image in images) else "patients"
 
 
 def f1_terms(counts: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[float, float]]:
-    """Return numerator and denominator of F1 for each case.
+    """Return the numerator and the denominator of F1 for each case, by the name of the case.
 
-    The F1 over all cases is the sum of the numerators divided by the sum of the denominators. For each case, `counts`
-    has "hits" (true positives), "false" (false positives) and "missed" (false negatives).
+    For each case, `counts` has "hits" (true positives), "false" (false positives) and "missed" (false negatives). The
+    F1 over all cases is the sum of the numerators divided by the sum of the denominators.
     """
     return {
         case: (2 * values["hits"], 2 * values["hits"] + values["false"] + values["missed"])

@@ -1,7 +1,8 @@
 """Score classifications: best threshold, AUC, confusion matrix, balanced accuracy and calibration.
 
-Labels (n,) are the class indices of n inputs. With two classes, scores are (n,), and a higher score means class 1. With
-K classes, scores are (n, K), one for each input and class.
+An input is what is classified, such as a patch. `labels` (n,) are the true class indices of n inputs. `predicted` (n,)
+are the predicted class indices. With two classes, scores are (n,), and a higher score means class 1. With K classes,
+scores and probabilities are (n, K): one for each input and class.
 """
 
 import math
@@ -16,14 +17,14 @@ from rotopath.metrics.bootstrap import MIN_CASES, bootstrap_interval
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-CALIBRATION_BINS = 15
+CALIBRATION_BINS = 15  # number of equal intervals of the probability from 0 to 1
 
 
 def candidate_thresholds(scores: Floats) -> Floats:
     """Return one threshold for each distinct score, in increasing order.
 
     The threshold for a score accepts this score and all higher scores. It is halfway between this score and the next
-    lower score. The threshold for the lowest score is this score itself.
+    lower score. The threshold for the lowest score is this score itself: scores equal to a threshold are accepted.
 
     >>> from rotopath.metrics.classification import candidate_thresholds
     >>> candidate_thresholds(np.array([3.0, 1.0, 2.0, 1.0])).tolist()
@@ -36,7 +37,11 @@ def candidate_thresholds(scores: Floats) -> Floats:
 
 
 def best_accuracy_threshold(labels: Ints, scores: Floats) -> float:
-    """Return the threshold with the highest accuracy. If several have this accuracy, return the one nearest to 0.5."""
+    """Return the score threshold with the highest accuracy, for labels (n,), which are 0 or 1, and scores (n,).
+
+    Inputs whose score is at least the threshold are predicted as class 1. If several thresholds have the highest
+    accuracy, the threshold nearest to 0.5 is returned.
+    """
     accepts_none = np.nextafter(scores.max(), np.inf)
     candidates = np.append(candidate_thresholds(scores), accepts_none)
     positives, negatives = np.sort(scores[labels == 1]), np.sort(scores[labels != 1])
@@ -46,9 +51,10 @@ def best_accuracy_threshold(labels: Ints, scores: Floats) -> float:
 
 
 def auc(labels: Ints, scores: Floats) -> float:
-    """Return the area under the ROC curve (AUC) of two classes; NaN if only one class is present.
+    """Return the area under the ROC curve (AUC) for labels (n,), which are 0 or 1, and scores (n,).
 
-    The AUC is the probability that an input of class 1 has a higher score than an input of class 0. Ties count half.
+    The AUC is the probability that an input of class 1 has a higher score than an input of class 0. Equal scores count
+    half. The AUC is NaN if only one class is present.
     """
     positives, negatives = int((labels == 1).sum()), int((labels != 1).sum())
     if not positives or not negatives:
@@ -58,9 +64,9 @@ def auc(labels: Ints, scores: Floats) -> float:
 
 
 def macro_auc(labels: Ints, scores: Floats) -> float:
-    """Return the AUC of each class against all other classes, averaged over the classes that are present.
+    """Return the AUC of each class against all other classes, averaged over the classes that are present in `labels`.
 
-    `labels` are (n,), `scores` (n, K). The result is NaN if only one class is present.
+    `labels` are (n,), and `scores` (n, K). The result is NaN if only one class is present.
 
     >>> from rotopath.metrics.classification import macro_auc
     >>> macro_auc(np.array([0, 1, 2]), np.eye(3))
@@ -74,14 +80,14 @@ def macro_auc(labels: Ints, scores: Floats) -> float:
 def binary_or_macro_auc(labels: Ints, probabilities: Floats) -> float:
     """Return the AUC for labels (n,) and probabilities (n, K).
 
-    For K = 1, this is the AUC of class 1, whose probability is the only column, against class 0. For K > 1, it is the
-    mean AUC of each class against all other classes (`macro_auc`).
+    For K = 1, there are two classes, and the only column is the probability of class 1. The result is then the AUC of
+    class 1 against class 0. For K > 1, it is the mean AUC of each class against all other classes (`macro_auc`).
     """
     return auc(labels, probabilities[:, 0]) if probabilities.shape[1] == 1 else macro_auc(labels, probabilities)
 
 
 def auc_interval(labels: Ints, probabilities: Floats, units: Sequence[str]) -> list[float] | None:
-    """Return the 95 % confidence interval of the AUC for labels (n,) and probabilities (n, K).
+    """Return the 95 % confidence interval [low, high] of `binary_or_macro_auc`.
 
     The bootstrap resamples units, such as slides, instead of inputs. `units` (n,) has the name of the unit of each
     input. Returns None if only one class is present, or if there are fewer than MIN_CASES units.
@@ -105,9 +111,9 @@ def score_each_class(
 ) -> dict[str, dict[str, float | None]]:
     """Return, for each class by its name, the number of images, the precision, the recall, the F1 and the AUC.
 
-    Each class is compared with all other classes together. A score is None if it is undefined, such as the recall of a
-    class without images. `names` are the K class names, `confusion` (K, K) is the confusion matrix with the true
-    classes as rows, `labels` are (n,) and `probabilities` (n, K).
+    Each score compares one class with all other classes together. A score is None if it is undefined, such as the
+    recall of a class without images. `names` are the K class names. `confusion` (K, K) is the result of
+    `confusion_matrix`. `labels` are (n,), and `probabilities` (n, K).
     """
     scores = {}
     for i, name in enumerate(names):
@@ -124,7 +130,9 @@ def score_each_class(
 
 
 def confusion_matrix(labels: Ints, predicted: Ints, classes: int) -> Ints:
-    """Count how many inputs of each true class (row) were predicted as each class (column): (classes, classes).
+    """Return the confusion matrix (classes, classes), with the true classes as rows and the predicted as columns.
+
+    An entry is the number of inputs with this true class and this predicted class.
 
     >>> from rotopath.metrics.classification import confusion_matrix
     >>> confusion_matrix(np.array([0, 1, 1]), np.array([0, 0, 1]), 2).tolist()
@@ -136,17 +144,18 @@ def confusion_matrix(labels: Ints, predicted: Ints, classes: int) -> Ints:
 
 
 def balanced_accuracy(labels: Ints, predicted: Ints, classes: int) -> float:
-    """Return the mean recall over the classes that are present."""
+    """Return the mean recall over the classes that are present in `labels`."""
     matrix = confusion_matrix(labels, predicted, classes)
     present = matrix.sum(axis=1) > 0
     return float((matrix.diagonal()[present] / matrix[present].sum(axis=1)).mean())
 
 
 def reliability_curve(labels: Ints, probabilities: Floats, bins: int = CALIBRATION_BINS) -> tuple[Floats, Floats, Ints]:
-    """Compare predicted probabilities with observed frequencies, in `bins` equal intervals from 0 to 1.
+    """Compare predicted probabilities with observed fractions of class 1, in `bins` equal intervals from 0 to 1.
 
-    `labels` (n,) are 0 or 1, and `probabilities` (n,) are those of class 1. Returns three arrays with an entry for each
-    interval that is not empty: the mean probability, the observed fraction of class 1, and the number of inputs.
+    `labels` (n,) are 0 or 1, and `probabilities` (n,) are the probabilities of class 1. Returns three arrays with one
+    entry for each interval that contains a probability: the mean probability, the observed fraction of class 1, and the
+    number of inputs.
     """
     indices = np.minimum((probabilities * bins).astype(np.int64), bins - 1)
     counts = np.bincount(indices, minlength=bins)
@@ -157,10 +166,10 @@ def reliability_curve(labels: Ints, probabilities: Floats, bins: int = CALIBRATI
 
 
 def calibration_error(labels: Ints, probabilities: Floats, bins: int = CALIBRATION_BINS) -> float:
-    """Return the expected calibration error (ECE). The arguments are those of `reliability_curve`.
+    """Return the expected calibration error (ECE), for the arguments of `reliability_curve`.
 
-    The ECE is the absolute difference between the mean probability and the observed frequency of class 1 in each
-    interval, averaged over the intervals with the number of inputs as weight.
+    The ECE is the absolute difference between the mean probability and the observed fraction of class 1 in each
+    interval, averaged over the intervals. The weight of an interval is its number of inputs.
     """
     predicted, observed, counts = reliability_curve(labels, probabilities, bins)
     return float((np.abs(predicted - observed) * counts).sum() / counts.sum())

@@ -1,8 +1,8 @@
-"""Measure how much the outputs of a model depend on the rotation of its inputs.
+"""Measure the equivariance of models, and the robustness of predictions to rotations of the inputs.
 
-A model is equivariant if rotating the input only rotates the output. `equivariance_error` measures the deviation from
-this for any layer or network. `measure_robustness` measures how much the probabilities and decisions of a trained model
-change over several rotations of the same inputs.
+A model is equivariant if rotating the input only rotates the output. `equivariance_error` measures how far a layer or
+network is from being equivariant. `measure_robustness` measures how much the probabilities and decisions of a trained
+network differ between rotations of the same inputs.
 """
 
 import math
@@ -18,7 +18,7 @@ from torch.func import functional_call
 from rotopath import group
 
 FADE_FROM = 0.7  # fraction of the radius of the inscribed disc from which inputs fade to zero
-ROBUSTNESS_STEPS = 16  # rotations in a full circle, 22.5° apart, as in the paper (arXiv:2002.08725)
+ROBUSTNESS_STEPS = 16  # number of rotations, 22.5° apart, as in the paper of Lafarge et al. (arXiv:2002.08725)
 
 
 # Equivariance
@@ -31,18 +31,20 @@ def equivariance_error(
     flip: bool = False,
     reflections: bool | None = None,
 ) -> float:
-    """Return the equivariance error of a model; it is 0 if rotating the input only rotates the output.
+    """Return the equivariance error of a model, which is 0 if rotating the input only rotates the output.
 
     The error is relative: ‖model(Rx) - R model(x)‖ / ‖R model(x)‖. R is a rotation by `angle` degrees,
     counter-clockwise; with `flip`, R is a left-right flip followed by the rotation.
 
-    Inputs and outputs are images (B, C, H, W) or SE(2) features (B, C, N, H, W). R also shifts the orientation axis N
-    of features. `reflections` states whether the second half of this axis is for reflected orientations; None means
-    True if a layer of the model has reflections, otherwise False. Outputs may also be (B, K); R does not change them.
+    Inputs and outputs are images (B, C, H, W) or SE(2) features (B, C, N, H, W), in floating point. R also shifts the
+    orientation axis N of features. `reflections` states whether the second half of this axis is for reflected
+    orientations. None means True if a layer of the model has reflections, otherwise False. Outputs may also be vectors
+    (B, K), which R does not change.
 
-    Multiples of 90° move pixels without interpolation, so that an exactly equivariant model has only rounding errors.
-    For other angles, images are resampled. The input is then faded to zero towards the edge of its inscribed disc, so
-    that no content is lost at the corners, and outputs are compared on their inscribed disc only.
+    Rotations by multiples of 90° move pixels without interpolation, so that an exactly equivariant model has only
+    rounding errors. Rotations by other angles interpolate. For these angles, the input is faded to zero towards the
+    edge of its inscribed disc, so that the rotation moves no content out of the image. The outputs are then compared on
+    their inscribed disc only.
 
     The model, its batch norm statistics and the random state are not changed. Raises ValueError for tensors of other
     shapes or types, or if the outputs for the original and the rotated input differ in shape.
@@ -84,9 +86,9 @@ def untrained_errors(
 ) -> list[float]:
     """Return the equivariance errors of `draws` newly initialized models, sorted from low to high.
 
-    `build` is a function that returns a new model, `x` is the input, and `angle` is in degrees. The models are in
-    training mode if `training` is True, otherwise in evaluation mode. The random seeds are 0, 1, …, so that every call
-    measures models with the same weights.
+    `build` is a function that returns a new model. `x` and `angle`, in degrees, are those of `equivariance_error`. The
+    models are in training mode if `training` is True, otherwise in evaluation mode. Their weights are initialized with
+    the random seeds 0, 1, …, so that every call measures the same models.
     """
     errors = []
     with torch.random.fork_rng(range(torch.cuda.device_count())):
@@ -97,9 +99,10 @@ def untrained_errors(
 
 
 def smooth_images(count: int, size: int, channels: int = 3, blur_px: float = 2.0, seed: int = 0) -> Tensor:
-    """Return smooth random images (count, channels, size, size), which rotate with little interpolation error.
+    """Return smooth random images (count, channels, size, size), whose rotations have small interpolation errors.
 
-    The images are white noise after a Gaussian blur with a standard deviation of `blur_px`, scaled to unit variance.
+    The images are white noise after a Gaussian blur with a standard deviation of `blur_px` pixels, scaled to a standard
+    deviation of 1.
     """
     noise = torch.randn(count, channels, size, size, generator=torch.Generator().manual_seed(seed))
     frequency = torch.fft.fftfreq(size).square()
@@ -109,7 +112,10 @@ def smooth_images(count: int, size: int, channels: int = 3, blur_px: float = 2.0
 
 
 def _call(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return the output of a model. Each call uses the same random numbers, and leaves the buffers unchanged."""
+    """Return model(x) without changes of x, the buffers of the model or the random state.
+
+    Two calls in succession therefore use the same random numbers, for example in dropout layers.
+    """
     x = x.clone()  # the model may change its input in place
     with torch.random.fork_rng([x.device] if x.is_cuda else []):
         if not isinstance(model, nn.Module):
@@ -121,7 +127,7 @@ def _call(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Transform:
-    """Flip (optionally) and then rotate images or features. Tensors without pixels, such as (B, K), do not change."""
+    """Flip (optionally) and then rotate images or features. Vectors (B, K) do not change."""
 
     angle: float  # in degrees, counter-clockwise
     flip: bool  # left to right
@@ -143,8 +149,8 @@ def _check_has_positions(x: object) -> None:
     if not isinstance(x, Tensor) or x.ndim not in (4, 5) or not x.is_floating_point():
         got = f"a tensor of shape {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(
-            f"equivariance_error takes models that map images (B, C, H, W) or SE(2) features (B, C, N, H, W) to one "
-            f"tensor: images, features, or vectors (B, K), all in floating point; got {got}."
+            f"equivariance_error takes models whose input is images (B, C, H, W) or SE(2) features (B, C, N, H, W), "
+            f"and whose output is one tensor of images, features or vectors (B, K), all in floating point; got {got}."
         )
 
 
@@ -165,7 +171,7 @@ def robustness_angles(fair: bool = True) -> list[float]:
     With `fair=False`, these are the angles of the paper of Lafarge et al. (arXiv:2002.08725): 0°, 22.5°, 45°, …
     Rotations by multiples of 90° are exact, but all other rotations blur the image, and the blur alone changes
     predictions. With `fair=True`, 11.25° is added to each angle. All rotations then blur the image about equally, so
-    that only the network causes differences.
+    that the blur causes almost no differences between predictions.
 
     >>> from rotopath.metrics.equivariance import robustness_angles
     >>> robustness_angles(fair=False)[:3], robustness_angles()[:3]
@@ -178,9 +184,9 @@ def robustness_angles(fair: bool = True) -> list[float]:
 def measure_robustness(probabilities: NDArray[np.floating], decisions: NDArray[np.generic]) -> Robustness:
     """Measure how much the predictions for the same inputs differ between rotation angles.
 
-    `probabilities` contains a probability for each angle and input, and `decisions` the decision, such as the predicted
-    class. Both arrays are (angles, inputs); further axes, such as pixels, count as inputs. Raises ValueError if the
-    shapes of the arrays differ or an array is empty.
+    `probabilities` (angles, inputs) has a probability for each angle and input. `decisions` (angles, inputs) has the
+    decision, such as the predicted class. Both arrays may have further axes, such as pixels, which count as inputs.
+    Raises ValueError if the shapes of the arrays differ or the arrays are empty.
     """
     if probabilities.ndim < 2 or 0 in probabilities.shape or decisions.shape != probabilities.shape:
         raise ValueError(

@@ -1,10 +1,10 @@
 """Match predictions to the ground truth, and compute F1, PQ, AJI, AJI+, Dice and the FROC curve.
 
-Detected points are matched to annotated points. The matches yield the numbers of true positives, false positives and
-false negatives at every score threshold, and these numbers yield F1 and the FROC curve. Objects of two label maps
-(H, W) are matched for F1 and panoptic quality (PQ). The aggregated Jaccard index (AJI, AJI+) and the Dice coefficient
-compare two label maps.
-A rule, such as "one-to-one", defines which predictions count as true positives.
+For points, detections are matched to annotated points. F1 and the FROC curve are computed from the numbers of true
+positives, false positives and false negatives at score thresholds. For objects, predicted objects are matched to
+annotated objects. F1, panoptic quality (PQ), the aggregated Jaccard index (AJI, AJI+) and the Dice coefficient are
+computed from two label maps (H, W): 0 is background, and all pixels with the same other number are one object. A
+matching rule, such as "one-to-one", defines which predictions count as true positives.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ Ints = NDArray[np.int64]
 PointRule = Literal["amida13", "one-to-one"]
 OverlapRule = Literal["iou", "area", "own-area"]
 
-MIN_OVERLAP = 0.5  # objects match if they share at least this fraction of an area; the rule defines which area
+MIN_OVERLAP = 0.5  # objects match if they share at least this fraction of an area; the matching rule defines which area
 FROC_POINTS = 200  # maximum number of points of a FROC curve
 
 
@@ -55,7 +55,7 @@ class Counts:
         return 2 * self.true_positives / total if total else 1.0
 
     def to_scores(self) -> dict[str, float]:
-        """Return F1, precision, recall and the counts, under their names in result files."""
+        """Return F1, precision, recall and the counts. The keys are their names in result files."""
         return {"f1": self.f1, "precision": self.precision, "recall": self.recall, **self._named_counts()}
 
     def _named_counts(self) -> dict[str, float]:
@@ -67,25 +67,29 @@ class Counts:
 
 @dataclass(frozen=True)
 class PointMatches:
-    """Matches of detections to t annotated points, with f false positives. The scores are those of the detections.
+    """Matches of detections to t annotated points, with f false positives.
 
-    From these matches, `count_at_threshold` computes TP, FP and FN at any score threshold.
+    `count_at_threshold` computes TP, FP and FN at any score threshold from these matches.
     """
 
-    detected_at: Floats  # (t,) highest threshold at which each annotated point is detected; -inf if never detected
-    false_scores: Floats  # (f,) scores of the false positives
+    detected_at: Floats  # (t,) highest score threshold at which each annotated point is detected; -inf if never
+    false_scores: Floats  # (f,) scores of the detections without a match
 
 
 def match_points(
     truth: Floats, detected: Floats, scores: Floats, radius_px: float, rule: PointRule = "amida13"
 ) -> PointMatches:
-    """Match the detections of an image to annotated points at a distance of up to `radius_px`.
+    """Match the detections of an image to annotated points at a distance of up to `radius_px` pixels.
 
-    `truth` (t, 2) and `detected` (d, 2) are (row, column) in pixels, `scores` are (d,). With the rule "amida13" of the
-    AMIDA13 challenge, an annotated point is a true positive if any detection is within this radius; several detections
-    count once. With "one-to-one", as in the MIDOG challenge, a detection matches at most one point. Detections are
-    matched in the order of their scores, the highest first, each to the nearest point that has no match yet. With both
-    rules, detections without a match are false positives.
+    `truth` (t, 2) are the annotated points and `detected` (d, 2) the detections, as (row, column) in pixels. `scores`
+    (d,) are the scores of the detections. `rule` is the matching rule:
+
+    - "amida13", of the AMIDA13 challenge: an annotated point is a true positive if at least one detection is within the
+      radius. Several detections of one point count once.
+    - "one-to-one", as in the MIDOG challenge: a detection matches at most one point. Detections are matched in the
+      order of their scores, the highest first, each to the nearest point within the radius that has no match yet.
+
+    With both rules, detections without a match are false positives.
     """
     distance = np.hypot(*(truth[:, None] - detected[None]).transpose(2, 0, 1)).reshape(len(truth), len(detected))
     near = distance <= radius_px
@@ -94,7 +98,7 @@ def match_points(
         for i, in_reach in enumerate(near):
             detected_at[i] = scores[in_reach].max(initial=-np.inf)
         return PointMatches(detected_at, scores[~near.any(axis=0)])
-    # A lower threshold adds detections, but does not change the matches of higher scores: one pass is enough.
+    # One pass is enough for all thresholds: detections with lower scores do not change matches of higher scores.
     false_scores = []
     for j in np.argsort(-scores, kind="stable"):
         free = near[:, j] & np.isneginf(detected_at)
@@ -106,7 +110,7 @@ def match_points(
 
 
 def pool_matches(matches: Sequence[PointMatches]) -> PointMatches:
-    """Combine the matches of several images into one object."""
+    """Combine the matches of several images into one `PointMatches`."""
     return PointMatches(
         np.concatenate([image.detected_at for image in matches] or [np.empty(0)]),
         np.concatenate([image.false_scores for image in matches] or [np.empty(0)]),
@@ -124,9 +128,9 @@ def count_at_threshold(matches: PointMatches, threshold: float) -> Counts:
 
 
 def best_f1_threshold(matches: PointMatches) -> float:
-    """Return the threshold with the highest F1. If several thresholds have this F1, return the highest of them.
+    """Return the score threshold with the highest F1; 0.5 if there are no detections.
 
-    If there are no detections, returns 0.5.
+    If several thresholds have the highest F1, the highest of these thresholds is returned.
     """
     detected = matches.detected_at[np.isfinite(matches.detected_at)]
     candidates = candidate_thresholds(np.concatenate([detected, matches.false_scores]))
@@ -141,10 +145,10 @@ def best_f1_threshold(matches: PointMatches) -> float:
 def froc_curve(matches: PointMatches, images: int) -> list[dict[str, float]]:
     """Return the FROC curve: sensitivity against false positives per image, from the highest threshold to the lowest.
 
-    `images` is the number of images. Each entry of the list has "threshold", "false_per_image" and "sensitivity". There
-    is one entry for each threshold at which a further annotated point is detected, and one for the lowest score. If
-    these are more than FROC_POINTS entries, only FROC_POINTS of them are kept, evenly distributed over the list.
-    Without detections, the list is empty.
+    `images` is the number of images. Each entry of the list has "threshold", "false_per_image" and "sensitivity", which
+    is the recall. There is one entry for each threshold at which a further annotated point is detected, and one entry
+    for the lowest score. If these are more than FROC_POINTS entries, FROC_POINTS of them are returned, evenly
+    distributed over the list. Without detections, the list is empty.
     """
     detected, false = matches.detected_at[np.isfinite(matches.detected_at)], matches.false_scores
     if not len(detected) and not len(false):
@@ -164,7 +168,10 @@ def froc_curve(matches: PointMatches, images: int) -> list[dict[str, float]]:
 
 @dataclass(frozen=True)
 class Overlaps:
-    """Areas of annotated and predicted objects, and all pairs of them that share pixels. Indices start at 0."""
+    """Areas of annotated and predicted objects, and all pairs of annotated and predicted objects that share pixels.
+
+    Objects are numbered from 0, without gaps, in the order of their numbers in the label maps.
+    """
 
     truth_areas: Ints  # (t,) area of each annotated object, in px²
     predicted_areas: Ints  # (p,) area of each predicted object, in px²
@@ -181,7 +188,7 @@ class Overlaps:
     def without_small(self, least_px: float) -> "Overlaps":
         """Return the overlaps without predicted objects of fewer than `least_px` pixels.
 
-        The result is that of `remove_small` and `find_overlaps`, but this method is faster.
+        The result is the same as that of `remove_small` and then `find_overlaps`, but this method is faster.
         """
         large = self.predicted_areas >= least_px
         kept = large[self.predicted]
@@ -196,7 +203,7 @@ class Overlaps:
 
 
 def remove_small(labels: NDArray[np.integer], min_px: float) -> NDArray[np.int32]:
-    """Remove objects of fewer than `min_px` pixels from a label map (H, W), and renumber the others from 1."""
+    """Return a label map (H, W) without objects of fewer than `min_px` pixels, with other objects renumbered from 1."""
     is_large = np.bincount(labels.ravel()) >= min_px
     is_large[0] = False
     numbers = np.cumsum(is_large, dtype=np.int32) * is_large
@@ -205,7 +212,7 @@ def remove_small(labels: NDArray[np.integer], min_px: float) -> NDArray[np.int32
 
 
 def find_overlaps(truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> Overlaps:
-    """Find all pairs of overlapping objects in two label maps (H, W) of one image.
+    """Return all pairs of annotated and predicted objects that overlap in two label maps (H, W) of one image.
 
     In a label map, 0 is background, and all pixels with the same other number are one object. Raises ValueError if the
     shapes of the maps differ.
@@ -213,16 +220,16 @@ def find_overlaps(truth: NDArray[np.integer], predicted: NDArray[np.integer]) ->
     if truth.shape != predicted.shape:
         raise ValueError(
             f"The label maps have the shapes {truth.shape} and {predicted.shape}, but two label maps of one image must "
-            f"have one size; resize one of them."
+            f"have the same size; resize one of the maps."
         )
     shape = (int(truth.max(initial=0)) + 1, int(predicted.max(initial=0)) + 1)
-    is_object = (truth > 0) | (predicted > 0)  # most pixels are background in both maps; skip them
+    is_object = (truth > 0) | (predicted > 0)  # for speed: most pixels are background in both maps
     truth, predicted = truth[is_object], predicted[is_object]
     pixels = np.ones(truth.size, np.int64)
     table = sparse.coo_array((pixels, (truth, predicted)), shape).tocsr()  # sums duplicate pairs
     truth_areas, predicted_areas = table.sum(axis=1), table.sum(axis=0)
     truth_areas[0] = predicted_areas[0] = 0  # background is not an object
-    # Object numbers may have gaps; objects are renumbered from 0 without gaps.
+    # The numbers in label maps may have gaps; objects are renumbered from 0 without gaps.
     new_truth, new_predicted = np.cumsum(truth_areas > 0) - 1, np.cumsum(predicted_areas > 0) - 1
     pairs = table.tocoo()
     rows, columns = pairs.coords
@@ -238,9 +245,9 @@ def find_overlaps(truth: NDArray[np.integer], predicted: NDArray[np.integer]) ->
 
 @dataclass(frozen=True)
 class ObjectCounts(Counts):
-    """Counts of objects matched one to one. Add the counts of several images with `+`."""
+    """Numbers of TP, FP and FN for objects that are matched one to one. `+` adds the counts of two images."""
 
-    iou_sum: float  # sum of the IoU of all matched pairs
+    iou_sum: float  # sum of the intersections over union (IoU) of all matched pairs
 
     def __add__(self, other: "ObjectCounts") -> "ObjectCounts":
         return ObjectCounts(
@@ -257,15 +264,16 @@ class ObjectCounts(Counts):
         return 2 * self.iou_sum / total if total else 1.0
 
     def to_scores(self) -> dict[str, float]:
-        """Return F1, PQ and the counts, under their names in result files."""
+        """Return F1, PQ and the counts. The keys are their names in result files."""
         return {"f1": self.f1, "pq": self.panoptic_quality, **self._named_counts()}
 
 
 def match_objects(overlaps: Overlaps, rule: OverlapRule = "iou") -> ObjectCounts:
-    """Match annotated and predicted objects one to one, from the largest overlap to the smallest.
+    """Match annotated and predicted objects one to one, and return the counts.
 
-    Two objects match if they share at least half of an area. The rule defines which area: the union of both objects
-    ("iou"), the annotated object ("area") or the predicted object ("own-area").
+    Two objects can match if they share at least half of an area. `rule` defines this area: the union of both objects
+    ("iou"), the annotated object ("area") or the predicted object ("own-area"). Pairs are matched in the order of the
+    shared fraction of this area, the largest first.
     """
     overlap = {
         "iou": overlaps.iou,
@@ -288,16 +296,17 @@ def match_objects(overlaps: Overlaps, rule: OverlapRule = "iou") -> ObjectCounts
 def aggregated_jaccard(truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> float:
     """Return the aggregated Jaccard index (AJI) of two label maps (H, W), after Kumar et al. (2017).
 
-    Each annotated object is matched to the predicted object with the highest IoU, if any predicted object overlaps it.
-    AJI is the sum of the intersections of all matched pairs, divided by the sum of their unions and of the areas of all
-    annotated and predicted objects without a match. It is 1 if both maps are empty.
+    Each annotated object is matched to the overlapping predicted object with the highest intersection over union (IoU).
+    A predicted object may be matched to several annotated objects. AJI is the sum of the intersections of all matched
+    pairs, divided by the sum of the unions of these pairs and of the areas of all objects without a match. AJI is 1 if
+    both maps have no objects.
 
     >>> truth = np.array([[1, 1, 0, 2]])
     >>> rp.metrics.aggregated_jaccard(truth, np.array([[5, 0, 0, 3]]))
     0.6666666666666666
     """
     overlaps = find_overlaps(truth, predicted)
-    best = np.full(len(overlaps.truth_areas), -1)  # for each annotated object the pair with the highest IoU
+    best = np.full(len(overlaps.truth_areas), -1)  # pair with the highest IoU for each annotated object; -1 if no pair
     for pair in np.argsort(overlaps.iou, kind="stable"):
         best[overlaps.truth[pair]] = pair
     matched = best[best >= 0]
@@ -310,7 +319,10 @@ def aggregated_jaccard(truth: NDArray[np.integer], predicted: NDArray[np.integer
 
 
 def aggregated_jaccard_plus(truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> float:
-    """Return AJI+: like AJI, but objects are matched one to one, with the highest possible sum of IoUs."""
+    """Return AJI+ of two label maps (H, W).
+
+    AJI+ is computed like AJI, but objects are matched one to one, with the highest possible sum of IoUs.
+    """
     overlaps = find_overlaps(truth, predicted)
     pairs = _best_pairs(overlaps)
     intersection = overlaps.intersection[pairs].sum()
@@ -319,13 +331,13 @@ def aggregated_jaccard_plus(truth: NDArray[np.integer], predicted: NDArray[np.in
 
 
 def dice(truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> float:
-    """Return the Dice coefficient of the foregrounds of two label maps (H, W); 1 if both are empty."""
+    """Return the Dice coefficient of the foregrounds of two label maps (H, W); 1 if both maps have no objects."""
     total = (truth > 0).sum() + (predicted > 0).sum()
     return float(2 * ((truth > 0) & (predicted > 0)).sum() / total) if total else 1.0
 
 
 def compare_label_maps(truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> dict[str, float]:
-    """Return AJI, AJI+ and Dice of two label maps (H, W), under their names in result files."""
+    """Return AJI, AJI+ and Dice of two label maps (H, W). The keys are their names in result files."""
     return {
         "aji": aggregated_jaccard(truth, predicted),
         "aji_plus": aggregated_jaccard_plus(truth, predicted),
@@ -336,12 +348,13 @@ def compare_label_maps(truth: NDArray[np.integer], predicted: NDArray[np.integer
 def score_objects(
     images: Sequence[HasCase], counts: Sequence[ObjectCounts], agreements: Sequence[Mapping[str, float]]
 ) -> dict[str, object]:
-    """Return F1 and PQ over all images, of each case and of each image, and AJI, AJI+ and Dice averaged over images.
+    """Return the scores of objects in several images. The keys are their names in result files.
 
-    For each image, `counts` contains the result of `match_objects`, and `agreements` that of `compare_label_maps`. F1
-    and AJI have 95 % confidence intervals.
+    F1 and PQ are computed over all images, for each case and for each image. AJI, AJI+ and Dice are computed for each
+    image and averaged over images. F1 and AJI have 95 % confidence intervals. For each image, `counts` contains the
+    result of `match_objects`, and `agreements` the result of `compare_label_maps`.
     """
-    # Columns: TP, FP, FN, sum of IoUs, AJI, AJI+, Dice, and 1 to count the images.
+    # Columns: TP, FP, FN, sum of IoUs, AJI, AJI+, Dice, and 1, whose sum is the number of images.
     rows = [(*astuple(count), *scores.values(), 1) for count, scores in zip(counts, agreements, strict=True)]
     names, sums = sum_by_case([image.case or image.name for image in images], np.array(rows, np.float64))
     total = sums.sum(axis=0)
@@ -363,12 +376,12 @@ def score_objects(
 
 
 def _to_counts(row: Numbers) -> ObjectCounts:
-    """Convert an array that starts with TP, FP, FN and the sum of IoUs to `ObjectCounts`."""
+    """Return the `ObjectCounts` of an array whose first four numbers are TP, FP, FN and the sum of IoUs."""
     return ObjectCounts(int(row[0]), int(row[1]), int(row[2]), float(row[3]))
 
 
 def _best_pairs(overlaps: Overlaps) -> Ints:
-    """Return the indices, in `overlaps`, of the pairs of the one-to-one matching with the highest sum of IoUs."""
+    """Match objects one to one with the highest possible sum of IoUs, and return the indices of the matched pairs."""
     shape = (len(overlaps.truth_areas), len(overlaps.predicted_areas))
     pair_at = np.full(shape, -1)
     pair_at[overlaps.truth, overlaps.predicted] = np.arange(len(overlaps.intersection))

@@ -1,9 +1,9 @@
 """Build networks with N orientations, convert plain CNNs to such networks, and freeze such networks to plain CNNs.
 
 `mitosis`, `nuclei` and `tumor` build the networks of the paper (Lafarge et al., arXiv:2002.08725). `build_network`
-builds these and well-known networks by name. `equivariant` converts a plain CNN to its SE(2,N) counterpart, whose
-features have N orientations. `freeze` converts an SE(2,N) network to a plain CNN with the same outputs. `make_dense`
-adapts any network, so that the network can be applied to images of many sizes.
+builds a network by name: one of these three, a well-known network such as "resnet18", or a network of the user.
+`equivariant` converts a plain CNN to its SE(2,N) counterpart, whose features have N orientations. `freeze` converts an
+SE(2,N) network to a plain CNN with the same outputs. `make_dense` adapts a network to images of many sizes.
 """
 
 from rotopath.models.architecture import ARCHITECTURES, Architecture, Choices, Stage

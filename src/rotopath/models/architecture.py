@@ -1,9 +1,9 @@
 """Tables of the three networks of the paper by Lafarge et al. (arXiv:2002.08725).
 
 An `Architecture` is one such table. It computes the channels and the number of weights of each stage for N
-orientations, and the receptive field, the stride and the valid image sizes of the network. An image side is valid, or
-*on the pooling grid*, if it is not smaller than the receptive field and every pool divides the side of its input
-without a remainder. This module contains no tensors; the module `network` builds torch modules from the tables.
+orientations, and the receptive field, the stride and the valid image sizes of the network. An image side is *valid* if
+the receptive field fits into it and every pool divides the side of its input without a remainder. This module contains
+no tensors; the module `network` builds torch modules from the tables.
 """
 
 from dataclasses import dataclass, field, replace
@@ -19,12 +19,13 @@ from rotopath.nn.project import PROJECTIONS, Projection, weights_per_channel
 Pooling = Literal["max", "max-blur", "rms-blur"]
 Upsampling = Literal["nearest", "bilinear"]
 Preset = Literal["paper", "faithful"]
-UPSAMPLING_FACTOR = 2  # in stages with a skip connection
-WEIGHTS_TOLERANCE = 0.05  # for N not in the paper: allowed relative difference from the number of weights at N = 1
+UPSAMPLING_FACTOR = 2  # of the input of each stage with a skip connection
+# Allowed relative difference between the numbers of weights for N orientations and for one, for N not in the paper.
+WEIGHTS_TOLERANCE = 0.05
 
 
 class Choices(TypedDict, total=False):
-    """Options of the paper's networks, explained in `Architecture`. A value set here overrides that of the preset."""
+    """Options of the paper's networks, explained in `Architecture`. They override the options of the preset."""
 
     outputs: int  # logits per output position
     kernel: group.Kernel
@@ -43,22 +44,23 @@ CHOICES = tuple(Choices.__annotations__)
 class Stage:
     """One stage of a network: convolution, batch norm, ReLU and pool.
 
-    If `skip` is set, the input of the stage is first up-sampled and concatenated with features of an earlier stage.
+    If `skip` is set, the stage has a skip connection: before the convolution, the input of the stage is up-sampled and
+    concatenated with the features of an earlier stage.
     """
 
-    channels: str | int  # output channels; "body" and "wide": numbers that depend on N (`Architecture.published`)
-    kernel: int = 5  # side in px
-    pool: int = 1  # side and stride of the pool; 1 means no pool
-    skip: int | None = None  # index of the earlier stage; its features before its pool are used; None: no skip
+    channels: str | int  # output channels: a number, or "body" or "wide" for a number that depends on N
+    kernel: int = 5  # side of the kernel, in px
+    pool: int = 1  # side and stride of the pool, in px; 1 means no pool
+    skip: int | None = None  # index of the earlier stage, whose features before its pool are used; None: no skip
 
 
 @dataclass(frozen=True)
 class Architecture:
     """Table of one of the paper's networks: its stages, its options, and its channels for each number of orientations.
 
-    After the last stage, the projection removes the orientation axis, and the head, a 1 × 1 convolution, returns
-    logits. The preset "paper" is the network of the paper; the preset "faithful" has smaller equivariance errors for
-    angles between multiples of 90°.
+    After the last stage, the projection removes the orientation axis. Then the head, a 1 × 1 convolution, returns
+    logits. A preset is a set of options. "paper" gives the network of the paper. "faithful" gives a network with
+    smaller equivariance errors for rotations by angles that are not multiples of 90°.
 
     >>> from rotopath.models import ARCHITECTURES
     >>> tumor = ARCHITECTURES["tumor"]
@@ -69,23 +71,23 @@ class Architecture:
     """
 
     name: str
-    task: str
+    task: str  # description, such as "detects mitotic figures"
     stages: tuple[Stage, ...]
     projection: Projection  # mode of `rp.nn.Project`
     outputs: int  # logits per output position
     head_norm: bool  # whether the head has a batch norm instead of a bias
     input_px: int  # side of the training images in the paper
-    published: dict[int, tuple[int, int]]  # channels in the paper: N → (those of stages "body", of "wide")
+    published: dict[int, tuple[int, int]]  # N → channels in the paper: (of stages "body", of stages "wide")
     faithful: dict[str, str | bool]  # options that the preset "faithful" sets
     kernel: group.Kernel = "bilinear"  # kernel family of `rp.nn.GroupConv2d`
     pooling: Pooling = "max"  # "max", "max-blur" (maximum and blur), or "rms-blur" (root mean square and blur)
     upsampling: Upsampling = "nearest"  # interpolation before each skip connection
-    smoothing: bool = False  # blur the image before the first convolution
-    reflections: bool = False  # equivariant to flips too; the channels are then those of 2N orientations
-    widths_of: int | None = None  # N whose channels are used, whatever the real N is; None: the real N
-    # Computed once, because every forward pass reads them.
-    receptive_field: int = field(init=False, repr=False, compare=False)  # px; equals the smallest image side
-    size_step: int = field(init=False, repr=False, compare=False)  # px between two valid image sides
+    smoothing: bool = False  # whether the image is blurred before the first convolution
+    reflections: bool = False  # whether the network is equivariant to flips too; its channels are those for 2N
+    widths_of: int | None = None  # use the channels for this number of orientations; None: for the N of the network
+    # The next two fields are computed only once, because every forward pass reads them.
+    receptive_field: int = field(init=False, repr=False, compare=False)  # in px; equals the smallest valid image side
+    size_step: int = field(init=False, repr=False, compare=False)  # px between two successive valid image sides
 
     def __post_init__(self) -> None:
         for name, options in (
@@ -117,7 +119,7 @@ class Architecture:
     def choose(self, preset: str = "paper", **choices: str | bool | int | None) -> "Architecture":
         """Return a copy of this table with the options of `preset`, "paper" or "faithful".
 
-        `choices` are single options, such as `projection="max"`; they override those of the preset.
+        `choices` are single options, such as `projection="max"`; they override the options of the preset.
         """
         if preset not in self.presets:
             raise ValueError(
@@ -129,19 +131,22 @@ class Architecture:
 
     @property
     def presets(self) -> dict[str, dict[str, str | bool]]:
-        """Options that each preset sets, by name of the preset. "paper" sets none and keeps those of the table."""
+        """Options that each preset sets: name of the preset → options. "paper" sets no options."""
         return {"paper": {}, "faithful": self.faithful}
 
     # Channels and weights
 
     def channels(self, orientations: int) -> tuple[int, ...]:
-        """Output channels C of each stage for N = `orientations`: the features of the stage are (B, C, N, H, W)."""
+        """Number of output channels C of each stage for N = `orientations`.
+
+        The stage returns features (B, C, N, H, W), or (B, C, 2N, H, W) with reflections.
+        """
         return self._stage_channels(*self._find_widths(group.order(self.widths_of or orientations, self.reflections)))
 
     def weights(self, orientations: int) -> tuple[int, ...]:
         """Number of learned weights of each stage, including its batch norm, for N = `orientations`.
 
-        There is one more entry at the end: the number of weights of the projection and the head.
+        The last entry of the tuple is not for a stage: it is the number of weights of the projection and the head.
         """
         channels = self.channels(orientations)
         *stages, head = self._count_weights(group.order(orientations, self.reflections), channels)
@@ -150,8 +155,8 @@ class Architecture:
     def in_channels(self, stage: int, channels: tuple[int, ...]) -> int:
         """Number of input channels of the stage with index `stage`.
 
-        These are the channels of the previous stage and, if there is one, of the skip connection. `channels` are the
-        output channels of all stages, as the method `channels` returns them.
+        These are the channels of the previous stage plus the channels of the skip connection, if there is one.
+        `channels` are the output channels of all stages, as the method `channels` returns them.
         """
         if stage == 0:
             return IMAGE_CHANNELS
@@ -161,9 +166,9 @@ class Architecture:
     def _find_widths(self, orientations: int) -> tuple[int, int]:
         """Return the numbers of channels of the stages "body" and "wide".
 
-        `orientations` is the length of the orientation axis. For the lengths in `published`, the channels are those of
-        the paper. For other lengths, the channels are chosen so that the network has about as many weights as for
-        N = 1; `WEIGHTS_TOLERANCE` limits the difference.
+        `orientations` is the length of the orientation axis: N, or 2N with reflections. For the lengths in `published`,
+        the numbers are those of the paper. For other lengths, the numbers are chosen so that the network has about as
+        many weights as for N = 1. `WEIGHTS_TOLERANCE` limits the difference.
         """
         if orientations in self.published:
             return self.published[orientations]
@@ -177,11 +182,10 @@ class Architecture:
         good = [widths for widths in candidates if deviation(widths) <= WEIGHTS_TOLERANCE]
         if not good:
             raise ValueError(
-                f"{self.name} cannot have {orientations} orientations, because with every choice of channels the "
-                f"network has many more or fewer weights than the {target} for one orientation; use fewer "
-                f"orientations."
+                f"{self.name} cannot have {orientations} orientations, because no choice of channels gives the "
+                f"network about {target} weights, as it has for one orientation; use fewer orientations."
             )
-        # As in the paper, wide · N and body² · N should stay close to their values at N = 1.
+        # Choose the numbers as in the paper: wide · N and body² · N stay close to their values at N = 1.
         return min(
             good, key=lambda w: abs(log(w[0] * sqrt(orientations) / body)) + abs(log(w[1] * orientations / wide))
         )
@@ -202,12 +206,12 @@ class Architecture:
 
     @cached_property
     def geometry(self) -> Geometry:
-        """Receptive field, stride and valid image sizes, as inference needs them."""
+        """Receptive field, stride, rim and valid image sizes of the network, for code that accepts any network."""
         return Geometry(self.outputs, self.receptive_field, self.size_step, self.stride, self.rim)
 
     @property
     def stride(self) -> int:
-        """Distance between neighboring outputs, in image px."""
+        """Distance between neighboring output positions, in image px."""
         factors = [UPSAMPLING_FACTOR for stage in self.stages if stage.skip is not None]
         return self.size_step // prod(factors)
 
@@ -215,10 +219,11 @@ class Architecture:
     def rim(self) -> int:
         """Width, in output positions, of the border of the output map that padding affects.
 
-        Smoothing, blurred pools and bilinear up-sampling read pixels around the window of an output, and pad at image
-        edges. In a larger image, these pixels would not be padding, and the outputs in this border would be different.
+        Smoothing, blurred pools and bilinear up-sampling read some pixels outside the window of an output position. At
+        the edges of the image, these pixels are padding. In a larger image they would be real pixels, so the outputs in
+        the border would be different.
         """
-        # For each stage: rim of its output before the pool, and image coordinate (px) of the center of its first pixel.
+        # For each stage, about its output before the pool: rim, and image coordinate (px) of the center of pixel 0.
         before_pool: list[tuple[int, float]] = []
         rim, first, step = Smooth2d.REACH if self.smoothing else 0, 0.0, 1.0
         for stage in self.stages:
@@ -235,13 +240,16 @@ class Architecture:
         return rim
 
     def blur_taps(self, stage: Stage) -> int:
-        """Side, in px, of the blur filter in the pool of a stage: 2 · (stride of the pool) + 1, or 1 without blur."""
+        """Return the side, in px, of the blur filter in the pool of a stage: 2 · (stride of the pool) + 1.
+
+        Return 1 if the stage has no pool, or its pool does not blur.
+        """
         return 1 if self.pooling == "max" or stage.pool == 1 else 2 * stage.pool + 1
 
     def sizes(self, size: int) -> tuple[int, ...]:
-        """Side of the output of each stage after its pool, in feature map pixels, for an image side of `size` px.
+        """Return the side of the output of each stage after its pool, in px of the feature map.
 
-        Raises ValueError if `size` is not on the pooling grid.
+        `size` is the side of the image, in px. Raises ValueError if `size` is not valid.
         """
         before_pool: list[int] = []
         sizes: list[int] = []
@@ -259,29 +267,26 @@ class Architecture:
         return tuple(sizes)
 
     def fits(self, size: int) -> bool:
-        """Return whether an image side, in px, is on the pooling grid: receptive field + k · `size_step`, k ≥ 0."""
+        """Return whether an image side, in px, is valid: receptive field + k · `size_step` for a k = 0, 1, 2 …"""
         return size >= self.receptive_field and (size - self.receptive_field) % self.size_step == 0
 
     def nearest_sizes(self, size: int) -> tuple[int, ...]:
-        """Return `size` if it is on the pooling grid, otherwise the next smaller (if any) and the next larger side.
-
-        These two sides are on the pooling grid.
-        """
+        """Return `size` if it is valid, otherwise the next smaller (if any) and the next larger valid side, in px."""
         if self.fits(size):
             return (size,)
         below = (size - self.receptive_field) // self.size_step
         return tuple([self.receptive_field + k * self.size_step for k in range(max(below, 0), max(below + 2, 1))])
 
     def output_size(self, size: int) -> int:
-        """Return the side of the output, in output positions, for an image side of `size` px.
+        """Return the side of the output map, in output positions, for an image side of `size` px.
 
-        Raises ValueError if `size` is not on the pooling grid.
+        Raises ValueError if `size` is not valid.
         """
         self.expect_size(size)
         return self.sizes(size)[-1]
 
     def expect_size(self, size: int) -> None:
-        """Raise ValueError if an image side is not on the pooling grid. The message states valid sides."""
+        """Raise ValueError, with a message that states valid sides, if an image side of `size` px is not valid."""
         if self.fits(size):
             return
         grid = f"{self.receptive_field} + {self.size_step}·k px"
@@ -298,22 +303,22 @@ class Architecture:
         for stage in reversed(self.stages):
             side = side * stage.pool + stage.kernel - 1
             if stage.skip is not None:
-                # Largest number of pixels before up-sampling from which a window of `side` px is computed.
+                # A window of `side` px after up-sampling is computed from at most this many px before it.
                 side = (side + UPSAMPLING_FACTOR - 2) // UPSAMPLING_FACTOR + 1
         return side
 
 
 @cache
 def _count_taps(kernel: int) -> int:
-    """Return the number of learned weights of a kernel of `kernel` px per side, for one input and one output channel.
+    """Return the number of learned weights of a kernel, for one input channel, one orientation and one output channel.
 
-    These are the weights of the pixels inside a disc.
+    `kernel` is the side of the kernel in px. Only the pixels inside a disc have a learned weight.
     """
     return int(group.disc_mask(kernel).sum())
 
 
 def _suggest_option(unknown: str) -> str:
-    """Return the end of the error message for an unknown option: what to use instead."""
+    """Return the end of the error message for an unknown option, which says what to use instead."""
     if unknown in ("classes", "num_classes", "n_classes"):
         return "use 'outputs'"
     if "channels" in unknown:

@@ -1,7 +1,8 @@
-"""Well-known plain networks that recipes can name: ResNets that classify windows, and a U-Net that predicts maps.
+"""Well-known plain networks that recipes can name: ResNets that classify images, and a U-Net that predicts maps.
 
-Each function returns a module of torch's layers with fresh weights. `equivariant` converts it to SE(2,N). The layers of
-the ResNets have the same names as in torchvision, so the plain networks can load torchvision's pretrained weights.
+Each function returns a network of torch's layers with fresh weights. `equivariant` converts this network to SE(2,N).
+The layers of the ResNets have the same names as in torchvision, so the unconverted ResNets can load torchvision's
+pretrained weights.
 """
 
 from typing import Any
@@ -11,24 +12,25 @@ from torch import Tensor, nn
 
 
 def resnet18(outputs: int, width: int = 64) -> "ResNet":
-    """Build a ResNet-18 that returns `outputs` logits for each window. The first layer has `width` channels."""
+    """Build a ResNet-18, which returns `outputs` logits per image. Its first layer has `width` channels."""
     return ResNet(BasicBlock, (2, 2, 2, 2), outputs, width)
 
 
 def resnet34(outputs: int, width: int = 64) -> "ResNet":
-    """Build a ResNet-34 that returns `outputs` logits for each window. The first layer has `width` channels."""
+    """Build a ResNet-34, which returns `outputs` logits per image. Its first layer has `width` channels."""
     return ResNet(BasicBlock, (3, 4, 6, 3), outputs, width)
 
 
 def resnet50(outputs: int, width: int = 64) -> "ResNet":
-    """Build a ResNet-50 that returns `outputs` logits for each window. The first layer has `width` channels."""
+    """Build a ResNet-50, which returns `outputs` logits per image. Its first layer has `width` channels."""
     return ResNet(Bottleneck, (3, 4, 6, 3), outputs, width)
 
 
 def unet(outputs: int, width: int = 32, depth: int = 4) -> "UNet":
-    """Build a U-Net that returns `outputs` logits for every pixel.
+    """Build a U-Net for images (B, 3, H, W) that returns `outputs` logits for every pixel.
 
-    It has `depth` levels. The first level has `width` channels, and each further level twice as many as the one before.
+    The network has `depth` levels. The first level, at full resolution, has `width` channels. Each further level has
+    half the resolution and twice as many channels as the level before.
     """
     return UNet(outputs, width, depth)
 
@@ -36,8 +38,8 @@ def unet(outputs: int, width: int = 32, depth: int = 4) -> "UNet":
 class ResNet(nn.Module):
     """ResNet of He et al. (2016): maps images (B, 3, H, W) to K = `outputs` logits per image, (B, K).
 
-    `block` is the class of the residual blocks. `depths` are the numbers of blocks in the four parts of the network.
-    The first layer has `width` channels.
+    `block` is the class of the residual blocks: `BasicBlock` or `Bottleneck`. `depths` are the numbers of blocks in the
+    four parts of the network. The first layer has `width` channels.
     """
 
     def __init__(self, block: Any, depths: tuple[int, ...], outputs: int, width: int = 64) -> None:
@@ -68,9 +70,10 @@ class ResNet(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3 × 3 convolutions with a shortcut around them. The first convolution has the stride `stride`.
+    """Residual block of two 3 × 3 convolutions with a shortcut around them.
 
-    The block has `inputs` input channels and `width` output channels.
+    `inputs` is the number of input channels, and `width` the number of output channels. The first convolution has the
+    stride `stride`.
     """
 
     expansion = 1  # output channels divided by `width`
@@ -92,9 +95,10 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 3 × 3 convolution with the stride `stride` between two 1 × 1 convolutions, with a shortcut around all three.
+    """Residual block of a 1 × 1, a 3 × 3 and a 1 × 1 convolution with a shortcut around them.
 
-    The block has `inputs` input channels, `width` channels at the 3 × 3 convolution, and 4 · `width` output channels.
+    `inputs` is the number of input channels, and `width` the number of channels of the 3 × 3 convolution, which has the
+    stride `stride`. The block has 4 · `width` output channels.
     """
 
     expansion = 4  # output channels divided by `width`
@@ -120,9 +124,10 @@ class Bottleneck(nn.Module):
 
 
 class UNet(nn.Module):
-    """U-Net of Ronneberger et al. (2015) with padding: maps images (B, 3, H, W) to K = `outputs` logits, (B, K, H, W).
+    """U-Net of Ronneberger et al. (2015): maps images (B, 3, H, W) to K = `outputs` logits per pixel, (B, K, H, W).
 
-    H and W must be multiples of 2^(`depth` - 1).
+    Convolutions are padded, so that the output has the size of the image. H and W must be multiples of
+    2^(`depth` - 1). `width` is the number of channels of the first of the `depth` levels.
     """
 
     def __init__(self, outputs: int, width: int = 32, depth: int = 4) -> None:
@@ -149,7 +154,7 @@ class UNet(nn.Module):
 
 
 def _build_shortcut(inputs: int, outputs: int, stride: int) -> nn.Module | None:
-    """Return the 1 × 1 convolution and batch norm of a shortcut.
+    """Return the layers of a shortcut: a 1 × 1 convolution and a batch norm.
 
     Return None if the shortcut needs no layers, because input and output of the block have the same shape.
     """

@@ -1,4 +1,4 @@
-"""The paper's networks as modules that map images to logits. They are built from the tables in `architecture`."""
+"""The paper's networks as torch modules that map images to logits, built from the tables in `architecture`."""
 
 from collections import OrderedDict
 from typing import Unpack
@@ -34,34 +34,46 @@ from rotopath.nn.checks import check_brightness, check_image
 
 
 def mitosis(orientations: int = 8, preset: Preset = "paper", **choices: Unpack[Choices]) -> "Network":
-    """Build the mitosis detector: one logit every 8 px, for a mitotic figure at the center of a window of 68 px.
+    """Build the mitosis detector, which returns one logit for each window of 68 × 68 px, every 8 px.
 
-    `preset` is "paper" or "faithful", which has smaller equivariance errors for angles between multiples of 90°.
-    `choices` are options (`Choices`); they override those of the preset.
+    The logit is high if a mitotic figure is at the center of the window.
+
+    `preset` is "paper", the network of the paper, or "faithful", a network with smaller equivariance errors for
+    rotations by angles that are not multiples of 90°. `choices` are single options (`Choices`), which override the
+    options of the preset.
     """
     return Network(MITOSIS.choose(preset, **choices), orientations)
 
 
 def nuclei(orientations: int = 8, preset: Preset = "paper", **choices: Unpack[Choices]) -> "Network":
-    """Build the U-Net for nuclei: logits of inside, border and background at each pixel, except a margin of 20 px.
+    """Build the U-Net for nuclei, which returns logits of three classes for each pixel: inside, border and background.
 
-    `preset` is "paper" or "faithful", which has smaller equivariance errors for angles between multiples of 90°.
-    `choices` are options (`Choices`); they override those of the preset.
+    The map of logits is smaller than the image: it has no logits for the outermost 20 px at each edge.
+
+    `preset` is "paper", the network of the paper, or "faithful", a network with smaller equivariance errors for
+    rotations by angles that are not multiples of 90°. `choices` are single options (`Choices`), which override the
+    options of the preset.
     """
     return Network(NUCLEI.choose(preset, **choices), orientations)
 
 
 def tumor(orientations: int = 8, preset: Preset = "paper", **choices: Unpack[Choices]) -> "Network":
-    """Build the tumor classifier: one logit every 12 px, for tumor in a window of 88 px.
+    """Build the tumor classifier, which returns one logit for each window of 88 × 88 px, every 12 px.
 
-    `preset` is "paper" or "faithful", which has smaller equivariance errors for angles between multiples of 90°.
-    `choices` are options (`Choices`); they override those of the preset.
+    The logit is high if the tissue in the window is tumor.
+
+    `preset` is "paper", the network of the paper, or "faithful", a network with smaller equivariance errors for
+    rotations by angles that are not multiples of 90°. `choices` are single options (`Choices`), which override the
+    options of the preset.
     """
     return Network(TUMOR.choose(preset, **choices), orientations)
 
 
 class ArchitectureNetwork(nn.Module):
-    """Base class of `Network` and `FrozenNetwork`, with the geometry and the image checks of an `Architecture`."""
+    """Base class of `Network` and `FrozenNetwork`: stores an `Architecture`, and checks images.
+
+    `orientations` is N, not counting reflections.
+    """
 
     def __init__(self, architecture: Architecture, orientations: int) -> None:
         super().__init__()
@@ -70,35 +82,42 @@ class ArchitectureNetwork(nn.Module):
 
     @property
     def geometry(self) -> Geometry:
-        """Receptive field, stride and valid image sizes, as inference needs them."""
+        """Receptive field, stride, rim and valid image sizes of the network, for code that accepts any network."""
         return self.architecture.geometry
 
     @property
     def receptive_field(self) -> int:
-        """Side, in px, of the window that one logit depends on. It is also the smallest image side."""
+        """Side, in px, of the window from which an output is computed. It is also the smallest valid image side.
+
+        With some options, such as `smoothing`, a few pixels outside the window are read too (`Architecture.rim`).
+        """
         return self.architecture.receptive_field
 
     @property
     def stride(self) -> int:
-        """Distance between neighboring logits, in image px."""
+        """Distance between neighboring output positions, in image px."""
         return self.architecture.stride
 
     def fits(self, size: int) -> bool:
-        """Return whether an image side, in px, is on the pooling grid: every pool divides its input exactly."""
+        """Return whether an image side, in px, is valid: one window fits into it, and no pool has a remainder."""
         return self.architecture.fits(size)
 
     def nearest_sizes(self, size: int) -> tuple[int, ...]:
-        """Return `size` if it is on the pooling grid, otherwise the next smaller (if any) and the next larger side."""
+        """Return `size` if it is valid, otherwise the next smaller (if any) and the next larger valid side, in px."""
         return self.architecture.nearest_sizes(size)
 
     def output_size(self, size: int) -> int:
-        """Side of the map of logits for an image side of `size` px. Raises ValueError if `size` is not valid."""
+        """Return the side of the output map, in output positions, for an image side of `size` px.
+
+        Raises ValueError if `size` is not valid.
+        """
         return self.architecture.output_size(size)
 
     def check_images(self, x: Tensor) -> None:
-        """Raise ValueError unless x contains floating-point images (B, 3, H, W) of a valid size.
+        """Raise ValueError unless `x` contains floating-point images (B, 3, H, W) of a valid size.
 
-        Also raise ValueError for images on the CPU with values up to 255 instead of 1. This is not checked on a GPU.
+        Also raise ValueError if the values seem to be from 0 to 255 instead of 0 to 1. The values are checked on the
+        CPU only, and not while torch compiles or traces the network.
         """
         check_image(x, self, IMAGE_CHANNELS)
         check_brightness(x, self)
@@ -116,9 +135,9 @@ class ArchitectureNetwork(nn.Module):
 class Network(ArchitectureNetwork):
     """One of the paper's networks: maps images (B, 3, H, W) to logits (B, K, H', W').
 
-    Each of the H' × W' output positions has K logits for one window of `receptive_field` px. Windows are `stride` px
-    apart. Images are floats from 0 to 1, or bytes (uint8), which the network scales to 0 … 1. `fits` and
-    `nearest_sizes` report which heights and widths are valid.
+    Each of the H' × W' output positions has K logits for one window with a side of `receptive_field` px. Neighboring
+    windows are `stride` px apart. Images are floats from 0 to 1, or bytes (uint8), which the network scales to floats.
+    `fits` and `nearest_sizes` state which heights and widths are valid.
 
     >>> net = rp.models.tumor(orientations=8)
     >>> net.receptive_field, net.stride, net.nearest_sizes(200)
@@ -163,8 +182,11 @@ class Network(ArchitectureNetwork):
         return self.compute_logits(x)
 
     def compute_logits(self, x: Tensor) -> Tensor:
-        """Apply the layers to images (B, 3, H, W) without checking them. `freeze` traces this method, not `forward`."""
-        read_later = {stage.skip for stage in self.architecture.stages}
+        """Apply the layers to images (B, 3, H, W) without checking the images, and return logits (B, K, H', W').
+
+        `freeze` traces this method instead of `forward`, because the checks cannot be traced.
+        """
+        skip_sources = {stage.skip for stage in self.architecture.stages}
         skips: dict[int, Tensor] = {}
         x = self.smooth(x)
         for i, (stage, layers, pool) in enumerate(zip(self.architecture.stages, self.stages, self.pools, strict=True)):
@@ -172,7 +194,7 @@ class Network(ArchitectureNetwork):
                 x = self.up(x)
                 x = concatenate([x, center_crop(skips.pop(stage.skip), *x.shape[-2:])])
             conv, norm, relu = (layers.get_submodule(name) for name in ("conv", "norm", "relu"))
-            if i in read_later:
+            if i in skip_sources:
                 skips[i] = fuse.run_stage(x, conv, norm, relu)  # (B, C, N, H, W)
                 x = fuse.run_pool(skips[i], pool)
             else:

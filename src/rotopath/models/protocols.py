@@ -1,13 +1,15 @@
-"""Interface of networks that can be trained, evaluated and applied to slides; `make_dense` adapts any module to it.
+"""Interface of networks that can be trained, evaluated and applied to slides.
 
-A `DenseNetwork` accepts images (B, 3, H, W) of many sizes and returns a map of logits (B, K, h, w). An *output* is one
-position of this map, with its K logits; the map has h × w outputs. The number K itself is named `outputs` in the code.
+A `DenseNetwork` accepts images (B, 3, H, W) of many sizes and returns a map of logits (B, K, h, w). An *output* of the
+network is one of the h × w positions of this map, with its K logits. Exception: arguments and fields named `outputs`
+contain the number K.
 
 The `Geometry` of a dense network states which image sizes are valid, and which pixels each output depends on.
-`make_dense` measures the geometry of a fully convolutional module.
 
-A `WindowNetwork` accepts images of one fixed size only and returns one prediction per image, logits (B, K).
-`make_dense` turns it into a dense network by applying it as a sliding window.
+A `WindowNetwork` accepts images of one fixed size only, and returns one prediction per image: logits (B, K).
+
+`make_dense` turns a torch module into a dense network. If the module returns maps, `make_dense` measures its geometry.
+If the module returns one prediction per image, `make_dense` applies the module as a sliding window.
 """
 
 import copy
@@ -18,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 IMAGE_CHANNELS = 3
-# Differences between valid image sides that `measure_geometry` tries.
+# Differences between two successive valid image sides that `measure_geometry` tries.
 STEP_CANDIDATES_PX = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
-# To measure the receptive field, the image width is doubled until it exceeds this. If one column of pixels still
-# affects all outputs, the receptive field is not finite.
+# To measure the receptive field, the width of the test image is doubled until it exceeds this number of px. If one
+# column of pixels still affects all outputs, the network is assumed to read the whole image.
 LARGEST_PROBE_PX = 1536
 WINDOW_BATCH_PX = 2**20  # pixels per batch of sliding windows
 PROBE_TOLERANCE = 1e-6  # float64 outputs with at most this difference count as equal
@@ -31,8 +33,8 @@ PROBE_TOLERANCE = 1e-6  # float64 outputs with at most this difference count as 
 class Geometry:
     """Geometry of a dense network: its valid image sizes, and the positions of its outputs on the image.
 
-    Valid image sides are `smallest_px` + k · `step_px` for k = 0, 1, 2 … Neighboring outputs are `stride_px` apart, and
-    the map of outputs is centered on the image. All numbers apply to height and to width.
+    Valid image sides are `smallest_px` + k · `step_px` for k = 0, 1, 2 … Neighboring outputs are `stride_px` apart. The
+    map of outputs is centered on the image. All numbers apply to the height and to the width.
 
     >>> from rotopath.models import Geometry
     >>> tumor = Geometry(outputs=1, smallest_px=88, step_px=12, stride_px=12)
@@ -60,15 +62,12 @@ class Geometry:
 
     @property
     def block(self) -> int:
-        """Number of outputs along a side of the smallest image.
-
-        If a side becomes longer by `step_px`, this number of outputs is added along the side.
-        """
+        """Number of outputs along a side of `smallest_px` px. Each `step_px` px more add the same number of outputs."""
         return self.step_px // self.stride_px
 
     @property
     def margins_px(self) -> int:
-        """Sum of the two margins of an image along one axis, in px: image side minus the side that the outputs cover.
+        """Sum of the two margins of an image along one axis, in px. The margins are not covered by outputs.
 
         Each output covers a square of `stride_px` × `stride_px` px.
         """
@@ -76,9 +75,9 @@ class Geometry:
 
     @property
     def context_px(self) -> int:
-        """Side, in px, of a window in which padding does not affect the central outputs.
+        """Side, in px, that a window needs so that padding does not affect its central outputs.
 
-        This side is the smallest image side plus twice the rim in px.
+        This side is the smallest valid image side plus twice the rim in px.
         """
         return self.smallest_px + 2 * self.rim * self.stride_px
 
@@ -87,14 +86,14 @@ class Geometry:
         return size >= self.smallest_px and (size - self.smallest_px) % self.step_px == 0
 
     def nearest_sizes(self, size: int) -> tuple[int, ...]:
-        """Return `size` if it is valid, otherwise the next smaller (if any) and the next larger valid side."""
+        """Return `size` if it is valid, otherwise the next smaller (if any) and the next larger valid side, in px."""
         if self.fits(size):
             return (size,)
         below = (size - self.smallest_px) // self.step_px
         return tuple([self.smallest_px + k * self.step_px for k in range(max(below, 0), max(below + 2, 1))])
 
     def output_size(self, size: int) -> int:
-        """Number of outputs along an image side. Raises ValueError if the side is not valid."""
+        """Return the number of outputs along an image side of `size` px. Raises ValueError if `size` is not valid."""
         if not self.fits(size):
             nearest = " or ".join(map(str, self.nearest_sizes(size)))
             raise ValueError(
@@ -119,7 +118,7 @@ class DenseNetwork(Protocol):
 
 @runtime_checkable
 class WindowNetwork(Protocol):
-    """Network that maps images (B, 3, S, S) of one fixed size, floats from 0 to 1, to logits (B, K)."""
+    """Network that maps images (B, 3, S, S) of the fixed size S = `window_px`, floats from 0 to 1, to logits (B, K)."""
 
     training: bool
 
@@ -133,11 +132,13 @@ def make_dense(
 ) -> DenseNetwork:
     """Return a dense network that applies a module to images of many sizes.
 
-    If the module has an attribute `geometry`, a `Geometry`, the module itself is returned. The geometry of any other
-    module is measured on square images with a side of `window_px` px (default: the module's attribute `window_px`). If
-    the module returns one prediction per image, it is applied to windows of this size, `stride_px` px apart (default:
-    half a window). Raises ValueError if the module does not return `outputs` logits per output position, or if it
-    returns a map that cannot be computed tile by tile, for example because each output depends on the whole image.
+    A module that has an attribute `geometry` (a `Geometry`) is returned unchanged. Any other module must accept square
+    images with a side of `window_px` px (None: the module's attribute `window_px`). If the module returns maps, its
+    geometry is measured. If the module returns one prediction per image, it is applied to windows of `window_px` px,
+    `stride_px` px apart (None: half a window).
+
+    Raises ValueError if the module fails, if it does not return `outputs` logits per output position, or if it returns
+    maps that cannot be computed tile by tile, for example because each output depends on the whole image.
 
     >>> net = rp.models.make_dense(torch.nn.Conv2d(3, 2, kernel_size=5), outputs=2, window_px=16)
     >>> net.geometry
@@ -166,7 +167,7 @@ def make_dense(
         if shape[2] > 1:
             raise ValueError(
                 f"{_name(module)} returns a map that cannot be computed tile by tile; use layers that accept images "
-                f"of several sizes and compute each output in the same way from a limited neighborhood."
+                f"of several sizes and compute each output in the same way, from pixels near the output only."
             )
     stride_px = stride_px or max(1, window_px // 2)
     return SlidingModule(module, Geometry(outputs, window_px, stride_px, stride_px))
@@ -186,7 +187,7 @@ def unwrap(network: DenseNetwork | nn.Module) -> nn.Module:
 
 
 class WrappedModule(nn.Module):
-    """A module together with its measured geometry."""
+    """Base class of the dense networks that `make_dense` builds: a module together with its geometry."""
 
     def __init__(self, module: nn.Module, geometry: Geometry) -> None:
         super().__init__()
@@ -196,7 +197,7 @@ class WrappedModule(nn.Module):
 
 
 class DenseModule(WrappedModule):
-    """Dense network made from a fully convolutional module."""
+    """Dense network made from a module that returns maps (B, K, h, w) for images of many sizes."""
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.module(as_floats(x, self.module))
@@ -204,7 +205,11 @@ class DenseModule(WrappedModule):
 
 
 class SlidingModule(WrappedModule):
-    """Dense network made from a module for windows of one size, which is applied to windows `stride_px` apart."""
+    """Dense network made from a module for windows of one size, with a side of `geometry.smallest_px` px.
+
+    For images (B, 3, H, W), the module is applied to windows that are `geometry.stride_px` px apart. The predictions
+    are returned as a map (B, K, h, w).
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         window, stride = self.geometry.smallest_px, self.geometry.stride_px
@@ -229,11 +234,11 @@ def as_floats(x: Tensor, module: nn.Module) -> Tensor:
 
 
 def has_geometry(module: nn.Module, geometry: Geometry, window_px: int, slides: bool) -> bool:
-    """Return whether the output shapes of a module agree with a stored geometry.
+    """Return whether the shapes of a module's logits agree with a stored geometry.
 
-    The module is applied to square images, one of them with a side of `window_px` px. This is faster than measuring the
-    geometry again, but does not check which pixels each output depends on. `slides` states whether the module is
-    applied as a sliding window.
+    The module is applied to square images with a side of `window_px` px, and to larger ones unless `slides` is True.
+    `slides` states whether the module is applied as a sliding window. This check is faster than measuring the geometry
+    again, but it does not find out which pixels each output depends on.
     """
     probe = _Probe(module)
     try:
@@ -250,14 +255,16 @@ def has_geometry(module: nn.Module, geometry: Geometry, window_px: int, slides: 
 
 
 def measure_geometry(module: nn.Module, window_px: int) -> Geometry | None:
-    """Measure the geometry of a module that returns a map of logits. Return None if the map has no geometry.
+    """Measure the geometry of a module that returns maps of logits and accepts images of `window_px` px per side.
 
-    The map has no geometry in three cases. An output depends on the whole image. The same pixels give different logits
-    at another position in the image. There is no `step_px` for which each increase of the image side by `step_px` adds
-    the same number of outputs.
+    Return None if the maps have no geometry, which happens in three cases:
 
-    `window_px` is a side of square images that the module accepts. To find which pixels an output depends on, pixels
-    are set to NaN: the outputs that depend on them become NaN too.
+    - An output depends on the whole image.
+    - The same pixels give different logits at different positions in the image.
+    - No number of px in `STEP_CANDIDATES_PX` is the step between valid image sides: each increase of the image side by
+      one step must add the same number of outputs.
+
+    To find which outputs depend on a pixel, the pixel is set to NaN: these outputs become NaN too.
     """
     probe = _Probe(module)
     outputs, side = probe.output_shape(window_px)[1], probe.output_side(window_px)
@@ -272,8 +279,8 @@ def measure_geometry(module: nn.Module, window_px: int) -> Geometry | None:
         if (side * stride) % step:
             continue
         smallest = window_px - (side * stride // step - 1) * step
-        # A pool of torch drops the remainder of its input, so several image sides have the same number of outputs. The
-        # outputs are centered on the image only for the smallest of these sides.
+        # A pool of torch ignores the pixels that do not fill a window, so several image sides give the same number of
+        # outputs. The outputs are centered on the image only for the smallest of these sides.
         while smallest > 1 and probe.output_side(smallest - 1) == step // stride:
             smallest -= 1
         if smallest < 1:
@@ -289,7 +296,7 @@ def measure_geometry(module: nn.Module, window_px: int) -> Geometry | None:
 
 
 class _Probe:
-    """Copy of a module on which output shapes and dependencies on pixels are measured. The module is not changed."""
+    """Copy of a module, used to measure the shapes of its logits and the pixels that its outputs depend on."""
 
     def __init__(self, module: nn.Module) -> None:
         self._name = _name(module)
@@ -297,19 +304,22 @@ class _Probe:
         self._shapes: dict[int, torch.Size | None] = {}
         self._double: nn.Module | None = None
         try:
-            self._meta: nn.Module | None = copy.deepcopy(self._module).to("meta")  # computes shapes only
+            self._meta: nn.Module | None = copy.deepcopy(self._module).to("meta")  # fast: computes shapes only
         except (RuntimeError, NotImplementedError):
             self._meta = None
 
     def output_shape(self, size: int) -> torch.Size:
-        """Return the shape of the logits of two images of `size` × `size` px. Raises ValueError if the module fails."""
+        """Return the shape of the logits, (2, K) or (2, K, h, w), of two images of `size` × `size` px.
+
+        Raises ValueError if the module fails or returns anything else.
+        """
         reason: Exception | None = None
         for module, device in ((self._meta, "meta"), (self._module, None)):
             if module is None:
                 continue
             weight = next(iter(module.parameters()), None)
-            where = device or ("cpu" if weight is None else weight.device)
-            images = torch.zeros(2, IMAGE_CHANNELS, size, size, device=where, dtype=_float_dtype(module))
+            image_device = device or ("cpu" if weight is None else weight.device)
+            images = torch.zeros(2, IMAGE_CHANNELS, size, size, device=image_device, dtype=_float_dtype(module))
             try:
                 with torch.no_grad():
                     logits = module(images)
@@ -324,7 +334,7 @@ class _Probe:
                     f"{self._name} returns {result}; it must return logits of shape (B, K) or (B, K, h, w)."
                 )
             return logits.shape
-        raise ValueError(f"{self._name} does not accept windows of {size} × {size} px: {_first_words(reason)}.")
+        raise ValueError(f"{self._name} does not accept windows of {size} × {size} px: {_in_one_line(reason)}.")
 
     def output_side(self, size: int) -> int | None:
         """Return the number of outputs along an image side of `size` px; None if the module fails or returns no map."""
@@ -337,7 +347,7 @@ class _Probe:
         return None if shape is None or len(shape) != 4 else shape[2]
 
     def measure_reach(self, geometry: Geometry, window_px: int) -> tuple[float, float] | None:
-        """Return how many px an output reads to the left and to the right of its own position.
+        """Return the largest distances, in px, from an output to the pixels that it reads on its left and its right.
 
         `window_px` is an image side that the module accepts. Return None if an output reads the whole image width.
         """
@@ -352,11 +362,11 @@ class _Probe:
         return None
 
     def _measure_column(self, geometry: Geometry, width: int, column: int) -> tuple[float, float] | None:
-        """Return how far, in px, outputs read to the left and to the right, measured with one column of pixels.
+        """Return the distances of `measure_reach`, measured with a single column of pixels.
 
-        Only this column, with the index `column`, is NaN in an image of `width` px, so that the outputs that read the
-        column are NaN. The rightmost of these outputs reads farthest to the left, the leftmost farthest to the right.
-        Return None if all outputs of the map read the column.
+        In an image of `width` px, only the pixels in the column with the index `column` are NaN. So the outputs that
+        read this column are NaN. The rightmost of these outputs gives the distance to the left, and the leftmost gives
+        the distance to the right. Return None if all outputs of the map read the column.
         """
         images = torch.zeros(1, IMAGE_CHANNELS, geometry.smallest_px, width, dtype=torch.float64)
         images[..., column] = float("nan")
@@ -366,23 +376,25 @@ class _Probe:
         affected = is_affected.nonzero().flatten()
         if not len(affected):
             return 0.0, 0.0
-        first = (width - 1 - (len(is_affected) - 1) * geometry.stride_px) / 2
+        first = (width - 1 - (len(is_affected) - 1) * geometry.stride_px) / 2  # image coordinate of the first output
         leftmost, rightmost = (first + geometry.stride_px * int(affected[k]) for k in (0, -1))
         return rightmost - column, column - leftmost
 
     def find_rim(self, geometry: Geometry, reach: tuple[float, float]) -> int:
         """Return the rim: the width, in outputs, of the border of the map in which outputs read beyond an image edge.
 
-        `reach` is the result of `measure_reach`: how many px an output reads to the left and to the right.
+        `reach` is the result of `measure_reach`: the largest distances, in px, at which outputs read pixels.
         """
+        # Distance, in px, from the first pixel of an image to its first output.
         first = (geometry.smallest_px - 1 - (geometry.block - 1) * geometry.stride_px) / 2
         beyond = max(reach) - first
         return max(0, -int(-beyond // geometry.stride_px))
 
     def is_translation_equivariant(self, geometry: Geometry, window_px: int) -> bool:
-        """Return whether outputs stay equal if the first `step_px` rows and columns of an image are cropped.
+        """Return whether outputs stay the same if the first `step_px` rows and columns of an image are cropped.
 
-        Outputs in the rim are not compared. The image has `window_px` px per side, or more if the rim requires it.
+        Outputs in the rim are not compared. The cropped image has `window_px` px per side, or more if otherwise too few
+        outputs would be left.
         """
         rim, block = geometry.rim, geometry.block
         size = max(window_px, geometry.smallest_px + (-(-2 * rim // block) + 2) * geometry.step_px)
@@ -402,7 +414,8 @@ class _Probe:
 
     def _predict(self, images: Tensor) -> Tensor:
         if self._double is None:
-            # In float64 torch convolves with matrix products. Other algorithms spread NaN to neighboring outputs.
+            # In float64, torch convolves with matrix products. Other algorithms would also return NaN for outputs that
+            # do not depend on a NaN pixel.
             self._double = copy.deepcopy(self._module).to("cpu").double()
         try:
             with torch.no_grad():
@@ -410,18 +423,18 @@ class _Probe:
         except Exception as error:  # any kind of error: the module is user code
             size = " × ".join(map(str, images.shape[-2:]))
             raise ValueError(
-                f"{self._name} does not accept a test image of {size} px with float64 values: {_first_words(error)}."
+                f"{self._name} does not accept a test image of {size} px with float64 values: {_in_one_line(error)}."
             ) from None
         return logits
 
 
-def _first_words(error: Exception | None) -> str:
-    """Return the message of an error in one line, or the name of its class if the message is empty."""
+def _in_one_line(error: Exception | None) -> str:
+    """Return the whole message of an error in one line, or the name of the error's class if the message is empty."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 
 
 def _float_dtype(module: nn.Module) -> torch.dtype:
-    """Return the dtype of a module's first floating point parameter; float32 if it has none."""
+    """Return the dtype of a module's first floating-point parameter; float32 if there is no such parameter."""
     return next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), torch.float32)
 
 

@@ -1,8 +1,8 @@
 """Build networks by name, as recipes and model files specify them.
 
-A name is a network of the paper ("tumor"), a well-known CNN ("resnet18"), or a function of the user
-("package.module:function"). `build_network` returns a module with fresh weights for this name, a number of outputs, a
-number of orientations and options. `build_network` raises ValueError if the name or an option is wrong.
+A name specifies a network of the paper ("tumor"), a well-known CNN ("resnet18"), or a function of the user that builds
+a network ("package.module:function"). `build_network` takes such a name, a number of outputs, a number of orientations
+and options, and returns a module with fresh weights. It raises ValueError if the name or an option is wrong.
 """
 
 import difflib
@@ -25,7 +25,7 @@ from rotopath.nn.project import PROJECTIONS
 # Function that builds a network. Its parameters are `outputs`, optionally `orientations`, and the network's options.
 Builder = Callable[..., nn.Module]
 Options = Mapping[str, Any]
-# Options of the paper's networks. `outputs` is not an option in recipes, because it follows from the task.
+# Options of the paper's networks. `outputs` is not an option here, because the number of logits follows from the task.
 NETWORK_OPTIONS = ("preset", *(name for name in CHOICES if name != "outputs"))
 # Options of `equivariant`, which converts plain networks, and the possible values of each.
 CONVERSION_OPTIONS: Options = {
@@ -35,8 +35,8 @@ CONVERSION_OPTIONS: Options = {
     "strides": get_args(Strides),
     "reflections": (False, True),
 }
-# In well-known networks, convolutions with stride 2 accept only odd image sizes. With pools instead, the networks
-# accept even sizes.
+# After conversion, the convolutions with stride 2 of well-known networks would accept odd image sides only. The option
+# "pool" replaces their strides by pools, which accept even sides.
 CONVERSION_DEFAULTS: Options = {"strides": "pool"}
 BACKBONES: Mapping[str, Builder] = {
     "resnet18": backbones.resnet18,
@@ -44,7 +44,7 @@ BACKBONES: Mapping[str, Builder] = {
     "resnet50": backbones.resnet50,
     "unet": backbones.unet,
 }
-# Default side of training windows, in px.
+# Default side of training windows, in px, for each network.
 WINDOW_PX: Mapping[str, int] = {name: table.input_px for name, table in ARCHITECTURES.items()} | {
     "resnet18": 96,
     "resnet34": 96,
@@ -66,8 +66,8 @@ def build_network(name: str, outputs: int, orientations: int = 8, options: Optio
     """Build the network `name` for N = `orientations`, with `outputs` logits per output position and fresh weights.
 
     `options` maps names of options (`list_options`) to values. If the function that builds the network has no parameter
-    `orientations`, `equivariant` converts the network that the function returns, unless N is 1 or this network contains
-    layers of `rp.nn` already.
+    `orientations`, the function returns a plain network, and `equivariant` converts it. It is not converted if N is 1,
+    or if it already contains layers of `rp.nn`.
 
     >>> net = rp.models.build_network("unet", outputs=2, orientations=4, options={"width": 8, "depth": 2})
     >>> net(torch.zeros(1, 3, 32, 32)).shape
@@ -97,42 +97,43 @@ def build_network(name: str, outputs: int, orientations: int = 8, options: Optio
 def find_builder(name: str) -> Builder:
     """Return the function that builds the network `name`: a function of this package or of the user.
 
-    Raises ValueError if there is no such function, or if it has no parameter `outputs`.
+    Raises ValueError if there is no such function, or if the function has no parameter `outputs`.
     """
     if name in BACKBONES:
         return BACKBONES[name]
     if name in ARCHITECTURES:
         return lambda outputs, orientations=8, **options: build_network(name, outputs, orientations, options)
     if ":" not in name:
-        near = difflib.get_close_matches(name, list_networks(), n=1)
-        known = f"choose from {', '.join(list_networks())}, or write your own function as 'package.module:function'."
-        raise ValueError(f"There is no network {name!r}; {f'did you mean {near[0]!r}?' if near else known}")
+        similar = difflib.get_close_matches(name, list_networks(), n=1)
+        known = f"choose from {', '.join(list_networks())}, or name your own function as 'package.module:function'."
+        raise ValueError(f"There is no network {name!r}; {f'did you mean {similar[0]!r}?' if similar else known}")
     build = import_object(name)
     if not callable(build):
         raise ValueError(
             f"The network {name!r} is an object of type {type(build).__name__}; it must be a function that builds a "
             f"network."
         )
-    # For safety: a model file from an unknown source may name any function, such as os.system. Therefore a function is
+    # A model file from an unknown source may name a dangerous function, such as os.system. Therefore a function is
     # called only if it has a parameter `outputs`, as every function that builds a network has.
     if "outputs" not in _parameter_names(build):
         raise ValueError(
             f"The function {name!r} has no parameter 'outputs', the number of logits per output position; "
-            f"write it as `def {name.rpartition(':')[2]}(outputs, ...)`."
+            f"define the function as `def {name.rpartition(':')[2]}(outputs, ...)`."
         )
     return build
 
 
 def import_object(name: str) -> object:
-    """Import the object `package.module:name` from an installed package or from the current folder, and return it.
+    """Import the object with the name "package.module:object", and return it.
 
-    Raises ValueError if the object cannot be imported.
+    The module may belong to an installed package, or be a file in the current folder. Raises ValueError if the object
+    cannot be imported.
     """
     module_name, _, attribute = name.partition(":")
-    here = str(Path.cwd())
-    is_missing = here not in sys.path
+    current_folder = str(Path.cwd())
+    is_missing = current_folder not in sys.path
     if is_missing:
-        sys.path.append(here)  # last, so that installed packages come first
+        sys.path.append(current_folder)  # last, so that installed packages come first
     try:
         module = importlib.import_module(module_name)
     except (ImportError, TypeError, ValueError) as error:
@@ -142,7 +143,7 @@ def import_object(name: str) -> object:
         ) from None
     finally:
         if is_missing:
-            sys.path.remove(here)
+            sys.path.remove(current_folder)
     if not hasattr(module, attribute):
         raise ValueError(f"The module {module_name} has no {attribute!r}; check the name {name!r}.")
     imported: object = getattr(module, attribute)
@@ -153,16 +154,16 @@ def check_options(name: str, options: Options) -> None:
     """Raise ValueError if the network `name` does not have one of the options, or if the value of an option is wrong.
 
     For the paper's networks, the values of all options are checked. For other networks, only the values of options of
-    `equivariant`, such as `keep`, are checked. Values for parameters of the function that builds the network, such as
-    `width` of "resnet18", are not checked.
+    `equivariant`, such as `keep`, are checked here. Other options, such as `width` of "resnet18", are parameters of the
+    function that builds the network; their values are not checked.
     """
     is_paper = name in ARCHITECTURES
     own = [] if is_paper else _own_options(name)
     known = list_options(name)
     for key, value in options.items():
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"options are {', '.join(known)}."
+            similar = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {similar[0]!r}?" if similar else f"options are {', '.join(known)}."
             raise ValueError(f"The network {name!r} has no option {key!r}; {hint}")
         if not is_paper and key not in own and value not in CONVERSION_OPTIONS[key]:
             choices = ", ".join(map(repr, CONVERSION_OPTIONS[key]))
@@ -172,10 +173,11 @@ def check_options(name: str, options: Options) -> None:
 
 
 def list_options(name: str) -> list[str]:
-    """Return the names of a network's options.
+    """Return the names of the options of the network `name`.
 
-    If the function that builds the network has no parameter `orientations`, as for "resnet18", the list ends with the
-    options of `equivariant`, because `build_network` can convert the network that this function returns.
+    For networks of the paper, these are the preset and the options in `Choices`. For other networks, these are the
+    parameters of the function that builds the network. If this function has no parameter `orientations`, as for
+    "resnet18", the options of `equivariant` are added, because `build_network` can convert the network.
     """
     if name in ARCHITECTURES:
         return [*NETWORK_OPTIONS]
@@ -186,11 +188,11 @@ def list_options(name: str) -> list[str]:
 
 
 def expand_preset(name: str, options: Options) -> dict[str, Any]:
-    """Return the values of all options of one of the paper's networks, including those that the preset sets.
+    """Return the options of one of the paper's networks, with the preset replaced by the options that it sets.
 
-    `options` are the options in a recipe, such as the preset. The result does not contain `preset` itself, so that
-    stored options keep their meaning if a later version changes the preset. For other networks, `options` are returned
-    unchanged.
+    `options` are the options in a recipe, such as the preset. The result contains the values of all options, except
+    `preset` and options whose value is None. Thus stored options keep their meaning if a later version changes the
+    preset. For other networks, `options` are returned unchanged.
 
     >>> from rotopath.models.registry import expand_preset
     >>> expand_preset("mitosis", {"preset": "faithful"})["kernel"]
@@ -206,7 +208,8 @@ def expand_preset(name: str, options: Options) -> dict[str, Any]:
 def find_window_px(name: str) -> int | None:
     """Return the default side, in px, of the training windows of the network `name`.
 
-    For a function of the user, this is the function's attribute `window_px`, or None without such an attribute.
+    For a function of the user, this is the attribute `window_px` of the function. Return None if the function has no
+    such attribute, or if the attribute is not a whole number.
     """
     if name in WINDOW_PX:
         return WINDOW_PX[name]
@@ -215,7 +218,7 @@ def find_window_px(name: str) -> int | None:
 
 
 def is_equivariant(module: nn.Module) -> bool:
-    """Return whether a module contains layers of `rp.nn`."""
+    """Return whether a module is a layer of `rp.nn` or contains one."""
     return any(type(layer).__module__.startswith("rotopath.nn") for layer in module.modules())
 
 

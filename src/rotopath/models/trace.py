@@ -1,11 +1,11 @@
-"""Trace modules with `torch.fx`, for `equivariant` and `freeze`: record `forward()` as a graph.
+"""Trace modules with `torch.fx`: record their `forward()` as a graph, which `equivariant` and `freeze` need.
 
 A node of the graph is one call of a layer, function or method. `trace_graph` returns the graph, or raises ValueError
 with the reason why `forward()` cannot be traced.
 
-While torch.fx traces, it replaces methods of `nn.Module` for all threads of the process. Therefore only one thread
-traces at a time, and modules that other threads call meanwhile run as usual and are not recorded. Only modules compiled
-by `torch.compile` raise an error if they run during tracing.
+While torch.fx traces a module, it replaces methods of `nn.Module` for all threads of the process. Therefore only one
+thread can trace at a time. Other threads may use modules meanwhile: these modules run as usual and are not recorded.
+Only modules compiled by `torch.compile` raise an error if they run during tracing.
 """
 
 import operator
@@ -21,8 +21,8 @@ from torch.amp import autocast_mode
 
 from rotopath.models.network import ArchitectureNetwork
 
-# Layers and functions that process each element of a tensor independently. They commute with rotation, and can be
-# applied to features of shape (B, C, N, H, W) and of shape (B, C·N, H, W).
+# Layers, functions and methods that process each element of a tensor independently. They commute with rotation, and can
+# be applied to features stored as (B, C, N, H, W) or as (B, C·N, H, W).
 POINTWISE_LAYERS = (
     nn.CELU,
     nn.ELU,
@@ -59,20 +59,20 @@ POINTWISE_METHODS = frozenset().union(
     {"add_", "sub_", "mul_", "div_", "neg_", "sigmoid_", "tanh_", "clamp_"},
     {"maximum", "minimum", "clone", "detach"},
 )
-# Functions and methods that compute a ReLU, and whether they always work in place.
+# Functions and methods that compute a ReLU → whether they always overwrite their input.
 RELUS = {torch.relu: False, F.relu: False, torch.relu_: True, F.relu_: True, "relu": False, "relu_": True}
 CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")
-TRACE_LOCK = RLock()
+TRACE_LOCK = RLock()  # held while a thread traces
 
 
 def trace_graph(module: nn.Module, caller: str = "freeze") -> fx.Graph:
     """Return the graph of `module.forward()`. For the paper's networks, the graph does not contain the image checks.
 
-    `caller` is the function that error messages name: "freeze" or "equivariant". Raises ValueError if `forward()`
-    cannot be traced.
+    `caller` is the name of the calling function for error messages: "freeze" or "equivariant". Raises ValueError if
+    `forward()` cannot be traced.
     """
     with TRACE_LOCK:
         tracer = LayerTracer()
@@ -100,10 +100,10 @@ def trace_graph(module: nn.Module, caller: str = "freeze") -> fx.Graph:
 def expect_no_hooks(model: nn.Module, caller: str = "freeze") -> None:
     """Raise ValueError if a model or one of its submodules has forward hooks, which a traced graph would not contain.
 
-    `caller` is the function that the message names: "freeze" or "equivariant".
+    `caller` is the name of the calling function for the message: "freeze" or "equivariant".
     """
     for name, module in model.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks:  # torch has no public way to list them
+        if module._forward_hooks or module._forward_pre_hooks:  # torch has no public way to list hooks
             raise ValueError(
                 f"{caller} does not support hooks, but {name or type(model).__name__} has some; remove them first "
                 f"(after pruning, call torch.nn.utils.prune.remove)."
@@ -111,22 +111,22 @@ def expect_no_hooks(model: nn.Module, caller: str = "freeze") -> None:
 
 
 def active_autocasts() -> Mapping[str, torch.dtype]:
-    """Return the devices with autocast enabled in this thread, and the dtype of each."""
+    """Return the device types for which autocast is enabled in this thread: device type → dtype of autocast."""
     enabled = (device for device in AUTOCAST_DEVICES if torch.is_autocast_enabled(device))
     return {device: torch.get_autocast_dtype(device) for device in enabled}
 
 
 def is_layer(module: nn.Module) -> bool:
-    """Return whether a module is a layer: its `forward()` is that of a class in torch.nn or rotopath.nn.
+    """Return whether a module is a layer, which means that its `forward()` is defined in torch.nn or rotopath.nn.
 
-    A subclass that inherits `forward()` is a layer too. `nn.Sequential` is not a layer.
+    An object of a user's subclass is a layer too if the subclass inherits `forward()`. `nn.Sequential` is not a layer.
     """
     defined_in = type(module).forward.__module__ or ""  # None if the class was defined in an interpreter
     return defined_in.startswith(("torch.nn.", "rotopath.nn.")) and not isinstance(module, nn.Sequential)
 
 
 def is_size(node: fx.Node) -> bool:
-    """Return whether the value of a node is the size of a tensor, or is computed from sizes only."""
+    """Return whether the value of a node is a size (shape or length) of a tensor, or is computed from sizes only."""
     if node.target == "size" or (node.target is getattr and node.args[1] == "shape"):
         return True
     inputs = node.all_input_nodes
@@ -134,12 +134,16 @@ def is_size(node: fx.Node) -> bool:
 
 
 def scope_of(node: fx.Node) -> str:
-    """Return the path of the submodule whose `forward()` contains the node; empty for the traced module itself."""
+    """Return the path of the layer that a node calls, such as "layer1.0.conv1".
+
+    For a call of a function or method, return the path of the submodule whose `forward()` contains the call, or "" for
+    the traced module itself.
+    """
     return str(next(reversed(node.meta.get("nn_module_stack", {})), ""))
 
 
 def get_attribute(module: nn.Module, path: str) -> Any:
-    """Return the attribute of a module at a dotted path, such as "layer1.weight", which `get_attr` nodes store."""
+    """Return the attribute of a module at a dotted path, such as "layer1.weight", as a `get_attr` node contains it."""
     value: Any = module
     for name in path.split("."):
         value = getattr(value, name)
@@ -147,12 +151,12 @@ def get_attribute(module: nn.Module, path: str) -> Any:
 
 
 class LayerTracer(fx.Tracer):
-    """Tracer that records each layer of torch or rotopath, and each of the paper's networks, as a single node."""
+    """Tracer that records each call of a layer (`is_layer`), or of one of the paper's networks, as a single node."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.thread = get_ident()
-        self.autocasts = active_autocasts()
+        self.thread = get_ident()  # only calls in this thread are recorded
+        self.autocasts = active_autocasts()  # at the start of tracing
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:  # noqa: ARG002
         return isinstance(m, ArchitectureNetwork) or is_layer(m)
@@ -192,12 +196,12 @@ class LayerTracer(fx.Tracer):
 
 
 class ValueProxy(fx.Proxy):
-    """Stand-in for a tensor, or for a size or number computed from it, during tracing."""
+    """Object that replaces a tensor, a size or a number during tracing, and records the operations on it."""
 
     def __len__(self) -> int:
-        """Return the length of `x.shape[-2:]`, which is 2, so that `*x.shape[-2:]` can be traced.
+        """Return the length of slices such as `x.shape[-2:]`, here 2, so that `*x.shape[-2:]` can be traced.
 
-        The number of axes of a tensor is not known during tracing, so all other lengths raise TypeError.
+        Other lengths raise TypeError, because the number of axes of a tensor is not known during tracing.
         """
         target, args = self.node.target, self.node.args
         index = args[1] if target is operator.getitem else None
@@ -205,7 +209,8 @@ class ValueProxy(fx.Proxy):
             return -index.start
         raise TypeError("the number of axes of a tensor is not known during tracing; write x.shape[-2:] for H and W")
 
-    # torch.fx would record x += y as x = x + y. Other variables for the same tensor would then keep the old values.
+    # In-place operators are recorded as such. torch.fx would record x += y as x = x + y, which would not change the
+    # values of other variables for the same tensor.
     def __iadd__(self, other: object) -> fx.Proxy:
         return self._change_in_place(operator.iadd, other)
 
@@ -223,22 +228,23 @@ class ValueProxy(fx.Proxy):
 
 
 class AutocastError(Exception):
-    """Raised if a traced `forward()` switches torch.autocast on or off."""
+    """Error raised if a traced `forward()` switches torch.autocast on or off."""
 
 
 def _find_traced_method(network: nn.Module) -> str:
-    """Return the name of the method to trace.
+    """Return the name of the method to trace: "compute_logits", which does not contain the image checks, or "forward".
 
-    It is "compute_logits", which has no image checks, or "forward" if a subclass overrides only `forward()`.
+    "forward" is returned if a subclass of the user overrides only `forward()`.
     """
     methods = ("compute_logits", "forward")
     return next(method for kind in type(network).__mro__ for method in methods if method in vars(kind))
 
 
 def _is_caused_by_autocast(error: Exception) -> bool:
-    """Return whether a traced `forward()` failed with `error` because it entered torch.autocast, or tried to enter it.
+    """Return whether `error` was raised because a traced `forward()` uses torch.autocast.
 
-    During tracing, `torch.autocast(x.device.type)` fails, because the device is not known.
+    There are two cases: an AutocastError, or an error inside torch.autocast itself. For example,
+    `torch.autocast(x.device.type)` fails during tracing, because the device is not known.
     """
     *_, (innermost, _) = traceback.walk_tb(error.__traceback__)
     return isinstance(error, AutocastError) or innermost.f_code.co_filename == autocast_mode.__file__

@@ -1,1 +1,1 @@
-"""Terminal output, tables, figures and HTML reports for users."""
+"""What users see: terminal output, progress bars, tables, figures and HTML reports."""

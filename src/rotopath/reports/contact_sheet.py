@@ -1,7 +1,8 @@
-"""Draw a contact sheet: small tiles of some images of a dataset, with their annotations.
+"""Draw a contact sheet: one figure with small parts of some images of a dataset, and the annotations in these parts.
 
-`draw_contact_sheet` draws a row of tiles for each split. `draw_hard_examples` draws tiles of hard examples, which are
-mistakes of a baseline network on the training images. All tiles of a sheet have the same pixel spacing.
+Such a part of an image is called a *tile*. `draw_contact_sheet` draws a row of tiles for each split.
+`draw_hard_examples` draws tiles of hard examples, which are mistakes of a baseline network on the training images. All
+tiles of a sheet have the same pixel spacing.
 """
 
 from collections import Counter
@@ -25,17 +26,18 @@ from rotopath.tasks.detect import MATCH_RADIUS_UM
 
 COLUMNS = 6
 MAX_EXAMPLE_ROWS = 3
-TILE_PX: Mapping[Annotated, int] = {"points": 192, "objects": 192, "labels": 96}  # largest side of a tile
-FINEST_UM_PX: Mapping[Annotated, float] = {"points": 0.25, "objects": 0.25, "labels": 1.0}  # smallest pixel spacing
+# By type of annotation: the largest side of a tile in px, and the smallest pixel spacing of a contact sheet in µm/px
+TILE_PX: Mapping[Annotated, int] = {"points": 192, "objects": 192, "labels": 96}
+FINEST_UM_PX: Mapping[Annotated, float] = {"points": 0.25, "objects": 0.25, "labels": 1.0}
 LEGENDS: Mapping[Annotated, str] = {
     "points": f"circles: {{objects}}; a detection inside a circle (radius {MATCH_RADIUS_UM:g} µm) is a true positive",
     "objects": "outlines: {objects}",
     "labels": "text: class of the image; squares: the part of a PCam patch to which its label refers",
 }
 PCAM_CENTER_PX = 32  # the label of a PCam patch refers to its central 32 × 32 px
-CAPTION_LETTERS = 36  # number of letters that fit below a tile
-DEFAULT_COLOR = "#facc15"  # yellow: no stain has this color
-COLORS = (DEFAULT_COLOR, "#22d3ee", "#a3e635", "#fb7185", "#f97316", "#c084fc", "#ffffff", "#000000")  # of classes
+CAPTION_LETTERS = 36  # number of letters of an image name that fit below a tile
+DEFAULT_COLOR = "#facc15"  # yellow, for annotations without a class; no stain has this color
+COLORS = (DEFAULT_COLOR, "#22d3ee", "#a3e635", "#fb7185", "#f97316", "#c084fc", "#ffffff", "#000000")  # by class
 
 # Sizes in inches
 TILE, TILE_GAP, CAPTION, HEADER = 2.0, 0.1, 0.45, 0.75
@@ -43,21 +45,21 @@ TILE, TILE_GAP, CAPTION, HEADER = 2.0, 0.1, 0.45, 0.75
 
 @dataclass(frozen=True)
 class SheetTile:
-    """A tile of the sheet: a part of one image.
+    """A tile of the sheet: which part of which image to draw, and what to write below it.
 
     `center` is the center of the tile in the image: row and column in pixels, at the pixel spacing of the sheet. None
-    stands for the first annotated point or, without annotated points, the center of the image.
+    means the first annotated point, or the center of the image if there are no annotated points.
     """
 
     sample: Sample
     center: NDArray[np.float64] | None = None
-    note: str = ""  # text before the caption
+    note: str = ""  # text at the start of the caption below the tile
 
 
 def draw_contact_sheet(dataset: Dataset, path: Path, seed: int = 0) -> Path:
-    """Draw tiles of up to COLUMNS random images of each split into the file `path`, and return the path.
+    """Draw a contact sheet with up to COLUMNS random images of each split, write it to `path`, and return `path`.
 
-    `seed` determines which images are drawn. Raises DataError if the dataset contains no images.
+    `seed` determines which images are selected. Raises DataError if the dataset contains no images.
     """
     rows = [(split, samples) for split in SPLITS if (samples := _select_samples(dataset, split, seed))]
     if not rows:
@@ -71,11 +73,11 @@ def draw_contact_sheet(dataset: Dataset, path: Path, seed: int = 0) -> Path:
 
 
 def draw_hard_examples(dataset: Dataset, examples: Sequence[HardExample], spacing_um_px: float, path: Path) -> Path:
-    """Draw tiles of the worst hard examples into the file `path`, and return the path.
+    """Draw a contact sheet with the worst hard examples, write it to `path`, and return `path`.
 
-    `examples` are ordered by their error, largest first. The error is the confidence of the baseline network in its
-    wrong prediction; the number below each tile is this error. `spacing_um_px` is the pixel spacing of the tiles and of
-    the positions in `examples`.
+    `examples` are ordered by their score, highest first. The score is the confidence of the baseline network in its
+    wrong prediction; it is written below each tile. `spacing_um_px` is the pixel spacing of the tiles and of the
+    positions in `examples`.
     """
     samples = {sample.name: sample for sample in dataset.samples}
     rows = []
@@ -85,19 +87,22 @@ def draw_hard_examples(dataset: Dataset, examples: Sequence[HardExample], spacin
             center = np.array([example.row, example.column], float) if dataset.annotated == "points" else None
             tiles.append(SheetTile(samples[example.image], center, f"{example.score:.2f}, "))
         rows.append((f"{first + 1} to {first + len(tiles)}", tiles))
-    legend = f"the worst of {len(examples)} hard examples, with the error of the baseline network; {_legend(dataset)}"
+    numbers = "number below a tile: confidence of the baseline network in its wrong prediction"
+    legend = f"the worst of {len(examples)} hard examples; {numbers}; {_legend(dataset)}"
     figure = _draw_sheet(f"{dataset.source}: hard examples", legend, rows, TilePainter(dataset, spacing_um_px))
     return save_figure(figure, path)
 
 
 def _legend(dataset: Dataset) -> str:
+    """Return a text that explains how the annotations of a dataset are drawn."""
     return LEGENDS[dataset.annotated].format(objects=dataset.objects)
 
 
 def _select_samples(dataset: Dataset, split: str, seed: int) -> list[Sample]:
-    """Select up to COLUMNS random samples of a split, from as many different classes or cases as possible.
+    """Select up to COLUMNS random samples of a split.
 
-    Classes are used if whole images have labels, and cases otherwise. Samples with annotations are preferred.
+    If whole images have labels, the samples are from as many different classes as possible, otherwise from as many
+    different cases as possible. Samples with annotations are preferred.
     """
     samples = [sample for sample in dataset.samples if sample.split == split]
     shuffled = [samples[i] for i in np.random.default_rng(seed).permutation(len(samples))]
@@ -114,16 +119,16 @@ def _select_samples(dataset: Dataset, split: str, seed: int) -> list[Sample]:
 
 
 class ClassColors(dict[str, str]):
-    """Colors by class name. A class gets a color when its color is requested for the first time."""
+    """Colors by class name. A class gets the next color of COLORS when its color is requested for the first time."""
 
     def color_of(self, name: str) -> str:
-        """Return the color of a class; for an empty name, the default color."""
+        """Return the color of the class `name`, or the default color if the name is empty."""
         return self.setdefault(name, COLORS[len(self) % len(COLORS)]) if name else DEFAULT_COLOR
 
 
 @dataclass
 class TilePainter:
-    """Draws tiles of a dataset at one pixel spacing, with the same class colors in all tiles."""
+    """Draws tiles of a dataset. All tiles have the pixel spacing `spacing_um_px` and the same class colors."""
 
     dataset: Dataset
     spacing_um_px: float
@@ -135,7 +140,7 @@ class TilePainter:
         return TILE_PX[self.dataset.annotated]
 
     def draw(self, axes: Axes, tile: SheetTile) -> None:
-        """Draw a tile: the part of the image around the center, all annotations in this part, and a caption below."""
+        """Draw a tile into `axes`: a part of the image, all annotations in this part, and a caption below."""
         sample = tile.sample
         image = read_image(sample, self.spacing_um_px)
         axes.imshow(image, interpolation="lanczos")
@@ -155,7 +160,7 @@ class TilePainter:
         axes.set_xlabel(tile.note + _caption(sample), size=6, color=GRAY, labelpad=2, parse_math=False)
 
     def _draw_points(self, axes: Axes, sample: Sample) -> NDArray[np.float64]:
-        """Draw a circle around each annotated point of a sample. Return the points: row, column in pixels, (n, 2)."""
+        """Draw a circle around each annotated point of a sample. Return the points (n, 2): row and column in px."""
         points = read_points(sample, self.spacing_um_px)
         radius = MATCH_RADIUS_UM / self.spacing_um_px
         for (row, column), name in zip(points.positions, points.classes, strict=True):
@@ -172,16 +177,16 @@ class TilePainter:
         labels = objects.labels[top : top + size, left : left + size]
         for number in np.unique(labels[labels > 0]):
             color = self.colors.color_of(objects.classes.get(int(number), ""))
-            mask = np.pad(labels == number, 1)  # so that outlines are closed at the border of the square
+            mask = np.pad(labels == number, 1)  # without a margin, outlines would be open at the edge of the square
             rows, columns = np.arange(-1, mask.shape[0] - 1) + top, np.arange(-1, mask.shape[1] - 1) + left
             axes.contour(columns, rows, mask, levels=[0.5], colors=color, linewidths=0.9)
 
 
 def _tile_corner(shape: tuple[int, ...], center: NDArray[np.float64], size: int) -> tuple[int, int, int]:
-    """Return top, left and side in pixels of a square with side `size` around `center` (row, column).
+    """Return a square around `center` (row, column) inside an image, as the numbers top, left and side in pixels.
 
-    A square that extends beyond the edge of an image with the given shape is moved into the image. A square that is
-    larger than the image is also made smaller.
+    `shape` is the height and width of the image, and `size` the side of the square. If the square extends beyond the
+    edge of the image, it is moved into the image. If it is larger than the image, it is also made smaller.
     """
     size = min(size, *shape)
     top, left = (int(np.clip(c - size / 2, 0, side - size)) for c, side in zip(center, shape, strict=True))
@@ -189,7 +194,7 @@ def _tile_corner(shape: tuple[int, ...], center: NDArray[np.float64], size: int)
 
 
 def _caption(sample: Sample) -> str:
-    """Return the class of a sample, if the whole image has one, and the end of its name, short enough for a tile."""
+    """Return the caption of a tile: the class of the image, if it has one, and the end of the image name."""
     name = "/".join(sample.name.removeprefix("camelyonpatch_level_2_split_").split("/")[-2:])
     if len(name) > CAPTION_LETTERS:
         name = name.rpartition("/")[2][-CAPTION_LETTERS:]
@@ -224,8 +229,8 @@ def _name_classes(figure: Figure, colors: Mapping[str, str], height: float) -> N
     """
     right, down = 0.99, 0.0
     for name, color in sorted(colors.items(), reverse=True):
-        width = (0.09 * len(name) + 0.25) / figure.get_figwidth()  # about the width of the letters
-        if right - width < 0.35:  # keep clear of the title; start a new line
+        width = (0.09 * len(name) + 0.25) / figure.get_figwidth()  # approximate width of the name
+        if right - width < 0.35:  # the name would overlap the title, so start a new line
             right, down = 0.99, down + 0.24
         figure.text(
             right,

@@ -91,9 +91,10 @@ def run_demo(out: Path, console: Console, steps: int, size_px: int) -> Path:
 
 
 def _score_section(out: Path, predictions: Mapping[str, RotatedPredictions]) -> Section:
-    """Return a section with a table: the test scores and the robustness to rotation of each network.
+    """Return a section with a table of the test scores and the robustness to rotation of each network.
 
-    `out` contains a run folder for each network; `predictions` maps the names of networks to their predictions.
+    `out` contains a run folder for each network. `predictions` maps the names of the networks to their predictions for
+    rotated windows.
     """
     header = ["", "F1", "95 % interval", "precision", "recall", "deviation over angles", "changed decisions"]
     rows = []
@@ -104,25 +105,25 @@ def _score_section(out: Path, predictions: Mapping[str, RotatedPredictions]) -> 
     return Section(
         "Scores on the test cases",
         "Both networks have about 34,000 weights and were trained on the same windows. 95 % interval: confidence "
-        "interval of F1. Deviation over angles: the standard deviation of the predicted probability when a window is "
-        "rotated, averaged over windows. Changed decisions: the percentage of windows for which the decision is not "
-        "the same at all angles.",
+        "interval of F1. Deviation over angles: each window is rotated by 16 angles; this is the standard deviation "
+        "of the predicted probability over the angles, averaged over windows. Changed decisions: the percentage of "
+        "windows whose decision (mitosis or no mitosis) is not the same at all angles.",
         [header, *rows],
     )
 
 
 def _detection_section(out: Path, dataset: Dataset, networks: Mapping[str, runs.Run]) -> Section:
-    """Return a section with the detections in one test image: the image with the most mitotic figures.
+    """Return a section with the detections of each network in the test image with the most mitotic figures.
 
-    `out` is the folder for the figure; `networks` maps the names of networks to their runs.
+    `out` is the folder for the figure. `networks` maps the names of the networks to their runs.
     """
     field = max(dataset.split("test"), key=lambda sample: len(read_points(sample, SPACING_UM_PX)))
     image, truth = read_image(field, SPACING_UM_PX), read_points(field, SPACING_UM_PX).positions
     detections = {name: _detect(run, field) for name, run in networks.items()}
     return Section(
         "Detections",
-        f"Test image {field.name}. Yellow circles: mitotic figures. Green crosses: true detections, which are inside a "
-        "circle. Red crosses: false detections.",
+        f"Test image {field.name}. Yellow circles: mitotic figures. Green crosses: true detections (inside a circle). "
+        "Red crosses: false detections (outside all circles).",
         figure=draw_detections(image, truth, detections, MITOSIS.match_radius_px, out / "detections.png"),
     )
 
@@ -130,16 +131,17 @@ def _detection_section(out: Path, dataset: Dataset, networks: Mapping[str, runs.
 def _rotation_section(out: Path, predictions: Mapping[str, RotatedPredictions]) -> Section:
     """Return a section with polar plots of the windows whose predictions vary most over rotation angles.
 
-    `out` is the folder for the figure; `predictions` maps the names of networks to their predictions.
+    `out` is the folder for the figure. `predictions` maps the names of the networks to their predictions for rotated
+    windows.
     """
     deviation = np.asarray(sum(rotated.fair.std(axis=0) for rotated in predictions.values()))
     windows = np.argsort(-deviation, kind="stable")[:WINDOWS_SHOWN].tolist()
     return Section(
         "Predictions for rotated windows",
         "Radius: the predicted probability of a mitotic figure, from 0 at the center to 1 at the edge. Angle: the "
-        "rotation of the window. If the prediction does not depend on the rotation, the curve is a circle. Of "
-        f"{WINDOWS} windows, the figure shows those with the largest standard deviation of the probability over angles "
-        "(sum of both networks).",
+        "rotation of the window. If the prediction does not depend on the rotation, the curve is a circle. The figure "
+        f"shows the {WINDOWS_SHOWN} of {WINDOWS} windows with the largest standard deviation of the probability over "
+        "angles (sum of both networks).",
         figure=draw_window_curves(predictions, windows, out / "polar.png"),
     )
 
@@ -152,9 +154,9 @@ def _format_scores(scores: Mapping[str, Any]) -> list[str]:
 
 
 def _detect(run: runs.Run, field: Sample) -> NDArray[np.float64]:
-    """Return row and column in pixels, (k, 2), of the k detections in an image.
+    """Return the positions (k, 2) of the k detections in an image: row and column in pixels.
 
-    Only detections with a score of at least the decision threshold of the run are returned.
+    Only detections whose score reaches the decision threshold of the run are returned.
     """
     (evidence,) = gather_evidence(run.task, run.network, [field], CPU)
     detections = evidence.detections
@@ -169,11 +171,12 @@ def draw_detections(
     radius_px: float,
     path: Path,
 ) -> Path:
-    """Draw the detections of each network on the same image (H, W, 3), side by side, and return `path`.
+    """Draw the image (H, W, 3) once for each network, with the detections of this network. Return `path`.
 
-    `truth` contains the positions of annotated objects. `detections` maps the names of networks to the positions of
-    their detections. Positions are arrays (k, 2) of row and column in pixels. A detection is green if an annotated
-    object is within `radius_px` pixels; other detections are red.
+    The copies of the image are side by side in one figure, which is written to `path`. `truth` contains the positions
+    of annotated objects. `detections` maps the names of networks to the positions of their detections. Positions are
+    arrays (k, 2) of row and column in pixels. A detection is green if an annotated object is within `radius_px` pixels;
+    other detections are red.
     """
     count = len(detections)
     figure = Figure(figsize=(5.2 * count, 5.6), dpi=110, facecolor="white")
@@ -194,10 +197,10 @@ def draw_detections(
 
 
 def draw_window_curves(predictions: Mapping[str, RotatedPredictions], windows: Sequence[int], path: Path) -> Path:
-    """Draw, for each window, a polar plot of the predicted probability over the rotation angle. Return `path`.
+    """Draw a polar plot for each window: the predicted probability over the rotation angle. Return `path`.
 
-    `predictions` maps the names of networks to their predictions; each network has its own curve. `windows` are the
-    indices of the windows to draw.
+    All plots are in one figure, which is written to `path`. `predictions` maps the names of networks to their
+    predictions; each network has its own curve. `windows` are the indices of the windows to draw.
     """
     count = len(windows)
     figure = Figure(figsize=(2.1 * count, 2.9), dpi=110, facecolor="white")

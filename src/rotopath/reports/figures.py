@@ -1,6 +1,6 @@
-"""Parts that all reports share: figure files, HTML pages, and a figure that explains SE(2) layers.
+"""Functions that several reports use: write figures and HTML pages, and draw a figure that explains SE(2) layers.
 
-All kernels and feature maps in this figure are computed with the layers of `rotopath.nn`.
+All kernels and feature maps in the figure of the layers are computed with `rotopath.nn`.
 """
 
 import base64
@@ -48,7 +48,8 @@ STROKE = [
     [0.0, -0.3, -0.5, 1.0, -0.5, -0.3, 0.0],
     [0.0, 0.0, -0.4, 0.8, -0.4, 0.0, 0.0],
 ]
-ORIENTATION_WEIGHTS = [1.0, 0.55, 0.25, -0.35, -0.6, -0.35, 0.25, 0.55]  # factor of STROKE for each input orientation
+# Group kernel: STROKE is multiplied by one of these factors for each input orientation.
+ORIENTATION_WEIGHTS = [1.0, 0.55, 0.25, -0.35, -0.6, -0.35, 0.25, 0.55]
 STAINS = ([0.30, 0.72, 0.42], [0.65, 0.70, 0.29])  # eosin and hematoxylin: optical density of red, green, blue
 # Nuclei in the synthetic tissue: row and column of a corner (in pixels, before cropping), and counter-clockwise degrees
 NUCLEI = [(14, 16, 10), (20, 47, 60), (46, 20, 120), (55, 52, 160), (34, 36, 95), (6, 60, 35), (63, 6, 80)]
@@ -58,9 +59,9 @@ ROTATIONS_SHOWN = 4  # rows of group kernels in the figure
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
-    """Write a figure to a file atomically, and return the path. The suffix, such as ".png", selects the format.
+    """Write a figure to the file `path` atomically, and return `path`.
 
-    The folder is created if necessary.
+    The suffix of the path, such as ".png", selects the format. The folder is created if necessary.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as unfinished, warnings.catch_warnings():
@@ -84,7 +85,10 @@ class Section:
 
 
 def write_page(path: Path, title: str, introduction: str, sections: Sequence[Section], footer: str) -> Path:
-    """Write an HTML page with the given texts and sections, and return its path. Figures are embedded in the page."""
+    """Write an HTML page with the given texts and sections to `path`, and return `path`.
+
+    Figures are embedded in the page, so that it is a single file.
+    """
     body = "\n".join(_render_section(section) for section in sections)
     text = f"""<!doctype html>
 <html lang="en">
@@ -103,6 +107,7 @@ def write_page(path: Path, title: str, introduction: str, sections: Sequence[Sec
 
 
 def _render_section(section: Section) -> str:
+    """Return the HTML text of a section. Its figure is embedded as base64."""
     parts = [f"<h2>{escape(section.title)}</h2>"] if section.title else []
     parts.append(f"<p>{escape(section.text)}</p>")
     if section.table:
@@ -125,7 +130,7 @@ def _render_section(section: Section) -> str:
 
 
 class Box(NamedTuple):
-    """The edges of a rectangle, in fractions of the figure's width and height, from the lower left corner."""
+    """A rectangle in a figure. Its edges are fractions of the figure's width or height; (0, 0) is the lower left."""
 
     left: float
     right: float
@@ -150,9 +155,9 @@ def draw_layers(path: Path) -> Path:
 
 
 def _make_layers(orientations: int) -> tuple[LiftConv2d, GroupConv2d]:
-    """Return a lifting convolution and a group convolution with kernels made from STROKE.
+    """Return a lifting convolution and a group convolution with kernels that are made from STROKE.
 
-    With one orientation, these two layers are ordinary convolutions.
+    With `orientations` = 1, these two layers are ordinary convolutions.
     """
     stroke = torch.tensor(STROKE)[group.disc_mask(KERNEL_PX)]  # (37,)
     lift = LiftConv2d(1, 1, KERNEL_PX, orientations, padding="same", padding_mode="replicate", bias=False)
@@ -165,7 +170,7 @@ def _make_layers(orientations: int) -> tuple[LiftConv2d, GroupConv2d]:
 
 @torch.no_grad()
 def _apply(lift: LiftConv2d, conv: GroupConv2d, tissue: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the features of an image after lifting, after the group convolution, and after the projection."""
+    """Return the features of an image (1, 3, H, W) after lifting, after group convolution, and after projection."""
     darkness = 1 - tissue.mean(dim=1, keepdim=True)
     lifted = lift(darkness).relu()
     convolved = conv(lifted).relu()
@@ -173,7 +178,7 @@ def _apply(lift: LiftConv2d, conv: GroupConv2d, tissue: Tensor) -> tuple[Tensor,
 
 
 def _make_tissue(size: int) -> Tensor:
-    """Return an image (1, 3, size, size) of a few elongated nuclei on stroma, in H&E colors from 0 to 1."""
+    """Return a synthetic H&E image (1, 3, size, size) of a few elongated nuclei on stroma, with values from 0 to 1."""
     stamp = group.inscribed_disc(11, 11, inner=0.6).float()
     nucleus = torch.nn.functional.interpolate(stamp[None, None], size=(25, 9), mode="bilinear")[0, 0]
     canvas = torch.zeros(41, 41)
@@ -281,10 +286,9 @@ def _write_subtitle(figure: Figure, center: float, top: float, text: str) -> Non
 
 
 def _add_panels(figure: Figure, rows: int, columns: int, box: Box, gap: float = 0.2) -> list[Axes]:
-    """Add a grid of panels inside `box`, and return the panels row by row.
+    """Add a grid of panels to a figure, inside `box`, and return the panels row by row.
 
-    `rows` and `columns` are the numbers of rows and columns of panels. `gap` is the space between two rows, as a
-    fraction of the height of a panel.
+    `gap` is the space between two rows, as a fraction of the height of a panel.
     """
     gap = gap if rows > 1 else 0
     spec = figure.add_gridspec(rows, columns, **box._asdict(), wspace=0.08, hspace=gap)
@@ -292,6 +296,7 @@ def _add_panels(figure: Figure, rows: int, columns: int, box: Box, gap: float = 
 
 
 def _show_kernel(axes: Axes, kernel: Tensor, limit: float, title: str, frame: bool = False) -> None:
+    """Show the weights (k, k) of a kernel on their disc, in colors from -`limit` to `limit`."""
     on_disc = kernel.masked_fill(~group.disc_mask(kernel.shape[-1]), torch.nan)
     axes.imshow(on_disc.numpy(), cmap="PuOr_r", vmin=-limit, vmax=limit)
     _finish_panel(axes, title, FRAME if frame else LIGHT_GRAY, 2.2 if frame else 0.6)
@@ -304,6 +309,7 @@ def _show_maps(panels: Sequence[Axes], maps: Tensor, titles: Sequence[str]) -> N
 
 
 def _show_map(axes: Axes, values: Tensor, limit: float, title: str) -> None:
+    """Show a feature map (h, w), in colors from 0 to `limit`."""
     axes.imshow(values.numpy(), cmap="magma", vmin=0, vmax=limit)
     _finish_panel(axes, title)
 

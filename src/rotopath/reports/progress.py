@@ -1,8 +1,8 @@
 """Show the progress of a training, of the prediction of many slides, or of a study.
 
-A terminal shows progress bars or a table that are updated while the program runs. If the output is redirected to a
-file, there are no bars or tables: one line is printed when an epoch, a slide or a run has finished. N is the number of
-orientations of a network.
+In a terminal, progress bars or a table are updated while the program runs. If the output is redirected to a file, there
+are no bars or tables. In both cases, a line is printed when an epoch or a slide has finished; the lines about the runs
+of a study are only printed to a file. N is the number of orientations of a network.
 """
 
 import time
@@ -26,7 +26,10 @@ JOB_CELL_WIDTH = 12
 
 
 class ProgressBar:
-    """A progress bar with elapsed and remaining time. It is visible inside a `with` block, in a terminal only."""
+    """A progress bar with elapsed and remaining time. It is visible only inside a `with` block and in a terminal.
+
+    `columns` are the columns of the bar before the times.
+    """
 
     def __init__(self, console: Console, *columns: ProgressColumn) -> None:
         self._console = console
@@ -54,8 +57,9 @@ class TrainingProgress(ProgressBar):
         """Show the stage ("baseline", "training" or "scoring") and the current numbers in `row`.
 
         In the stages "baseline" (training of the network that finds hard examples) and "training", `row` is a row of
-        the training log. The last row of an epoch contains a validation loss; a line is then printed. In the stage
-        "scoring", `row` has two numbers: "done", the number of scored images, and "samples", the number of all images.
+        the training log. If the row contains a validation loss, an epoch has finished, and a line is printed. In the
+        stage "scoring", `row` has two numbers: "done", the number of scored images, and "samples", the number of all
+        images.
         """
         if "samples" in row:
             description = f"{stage}, {row['done']:g} of {row['samples']:g} images"
@@ -82,9 +86,9 @@ class TrainingProgress(ProgressBar):
 
 
 class SlideProgress(ProgressBar):
-    """Two progress bars: for all slides, and for the tiles of the current slide.
+    """Two progress bars: one for all slides, and one for the tiles of the current slide.
 
-    A line is printed for each slide that was predicted or skipped, or that failed.
+    `slides` is the number of all slides. When a slide is predicted, is skipped or fails, a line is printed.
     """
 
     def __init__(self, slides: int, console: Console) -> None:
@@ -95,14 +99,14 @@ class SlideProgress(ProgressBar):
         self._current: Path | None = None
 
     def show(self, slide: Path, done: int, tiles: int) -> None:
-        """Show that `done` of `tiles` tiles of a slide are predicted."""
+        """Show the current slide and its progress: `done` of `tiles` tiles are predicted."""
         if slide != self._current:
             self._current = slide
             self._bar.reset(self._tiles, total=tiles, visible=True, description=slide.name)
         self._bar.update(self._tiles, completed=done)
 
     def show_outcome(self, outcome: SlideOutcome) -> None:
-        """Print one line: the result of a slide, that it was skipped, or why it failed."""
+        """Print one line about a slide: its result, that the slide was skipped, or why the slide failed."""
         self._bar.advance(self._slides)
         self._bar.update(self._tiles, visible=False)
         if outcome.state == "failed":
@@ -115,16 +119,17 @@ class SlideProgress(ProgressBar):
 
 
 class StudyProgress:
-    """A table of all jobs (runs) of a study with the estimated remaining time, updated while the study runs.
+    """A table of all jobs (runs) of a study, with the estimated remaining time. It is updated while the study runs.
 
-    Without a terminal, a line is printed for each job that has ended, and a summary line after it.
+    If the output is not a terminal, there is no table: a line is printed for each job that has ended, followed by a
+    line with the numbers of done, running and failed jobs.
     """
 
     def __init__(self, study: Study, console: Console) -> None:
         self._study, self._console = study, console
         self._live = Live(console=console, refresh_per_second=4, transient=False) if console.is_terminal else None
         self._started: dict[Job, float] = {}
-        self._seconds: dict[Job, float] = {}  # durations of jobs that started and finished while this was shown
+        self._seconds: dict[Job, float] = {}  # durations of jobs that started and finished in this process
         self._printed: set[Job] = set()
 
     def __enter__(self) -> Self:
@@ -163,7 +168,7 @@ class StudyProgress:
     def _table(self, states: Mapping[Job, JobState]) -> Table:
         """Return the table of jobs. Each column is a seed.
 
-        Each row is a combination of part of the study, N, and regime (amount of training data). If the terminal has too
+        Each row is one part of the study, with one N and one regime (amount of training data). If the terminal has too
         few lines for all rows, only rows with running or failed jobs are shown.
         """
         seeds = sorted({job.recipe.seed for job in states})
@@ -222,13 +227,14 @@ class StudyProgress:
 
 
 def _job_cell(state: JobState) -> Text:
-    """Return the table cell of a job: a symbol; for a running job, the percentage of finished steps, and the stage."""
+    """Return the table cell of a job: a symbol or, for a running job, its percentage of finished steps and stage."""
     if state.state == "running":
         return Text(f"{state.fraction:.0%} {state.stage.split()[0]}"[:JOB_CELL_WIDTH], "cyan")
     return Text(*JOB_MARKS[state.state])
 
 
 def _format_duration(seconds: float) -> str:
+    """Return a duration as text in minutes or hours, such as "5 min" or "2.5 h"."""
     minutes = round(seconds / 60)
     if minutes < 1:
         return "a minute"

@@ -26,7 +26,7 @@ from rotopath.studies.results import StudyResult, Summary
 COLORS = {1: "#d55e00", 4: "#56b4e9", 8: "#0072b2", 16: "#009e73"}  # by number of orientations
 TTA_COLOR, OTHER_COLORS = "#e69f00", ("#cc79a7", "#000000", "#f0e442")
 WHITE_TO_RED = LinearSegmentedColormap.from_list("deviation", ["#ffffff", "#d55e00", "#7f0000"])
-WINDOWS_SHOWN, FIELDS_SHOWN = 6, 2  # number of windows and of annotated image regions (fields) in the figures
+WINDOWS_SHOWN, FIELDS_SHOWN = 6, 2  # numbers of windows and of fields (annotated image regions) in the figures
 MAX_DEVIATION = 0.3  # standard deviation at the red end of the color scale
 SCORE_LABELS = {"f1": "F1"}  # labels of scores in figures, where they differ from the names
 
@@ -34,13 +34,11 @@ SCORE_LABELS = {"f1": "F1"}  # labels of scores in figures, where they differ fr
 def draw_scores(summaries: Sequence[Summary], score: str, regimes: Mapping[float | None, str], path: Path) -> Path:
     """Draw the scores of each network for each regime, and return the path of the PNG file.
 
-    A line is the mean over seeds, a box extends one standard deviation above and below it, and each seed is a dot.
-    `score` is the name of the score. `regimes` maps regimes to their labels on the x axis, in the order of the axis.
+    A line is the mean over seeds, a box extends one standard deviation above and below the mean, and each seed is a
+    dot. `score` is the name of the score. `regimes` maps regimes to their labels, in the order of the x axis.
     """
     labels = list(dict.fromkeys(summary.condition.label for summary in summaries))
-    inches = max(
-        1.3 * len(labels), 1.2 + 0.42 * len(labels) * len(regimes)
-    )  # wide enough for the legend and for the boxes
+    inches = max(1.3 * len(labels), 1.2 + 0.42 * len(labels) * len(regimes))  # wide enough for legend and boxes
     figure = Figure(figsize=(inches, 4.0), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     width = 0.8 / len(labels)
@@ -83,11 +81,12 @@ def draw_curves(results: Sequence[StudyResult], path: Path) -> Path:
 
 
 def draw_rotated_windows(results: Sequence[StudyResult], classes: Sequence[str], path: Path) -> Path | None:
-    """Draw windows, and below each a polar plot of the predicted probability over the rotation angle.
+    """Draw up to WINDOWS_SHOWN windows, and below each window a polar plot: probability over rotation angle.
 
-    `results` contains one result for each network, smallest N first. Of the windows with saved pixels, those are drawn
-    for which the predictions of the first network vary most over angles. `classes[i]` is the name of the label i of a
-    window. Returns the path of the PNG file, or None if a run has no predictions for rotated windows.
+    `results` contains one result for each network, smallest N first. The windows are those for which the predictions of
+    the first network vary most over angles, among the windows whose pixels were saved. `classes[i]` is the class name
+    of windows with the label i. Returns the path of the PNG file, or None if a run has no predictions for rotated
+    windows.
     """
     predictions = _read_all_rotated(results, "fair")
     if predictions is None:
@@ -115,12 +114,13 @@ def draw_rotated_windows(results: Sequence[StudyResult], classes: Sequence[str],
 
 
 def draw_maps(results: Sequence[StudyResult], path: Path) -> Path | None:
-    """Draw how the predicted maps of annotated image regions (fields) change when the fields are rotated.
+    """Draw how much the predicted maps of fields (annotated image regions) change when the fields are rotated.
 
-    `results` contains one result for each network. Each field was predicted at many angles, and the maps were rotated
-    back. For each field, one row shows the image and the mean map of each network (gray), and the next row the standard
-    deviation over angles (white to red). The maps contain probabilities of object borders, or of objects if the task
-    has no borders. Returns the path of the PNG file, or None if a run has no predictions for rotated fields.
+    `results` contains one result for each network. Each field was rotated by many angles and predicted, and the maps
+    were rotated back. The figure has two rows for each field: the first row shows the image and the mean map of each
+    network (gray), the second row the standard deviation over angles (white to red). The maps contain probabilities of
+    object borders, or of objects if the task has no borders. Returns the path of the PNG file, or None if a run has no
+    predictions for rotated fields.
     """
     predictions = _read_all_rotated(results, "objects_mean")
     if predictions is None:
@@ -146,9 +146,9 @@ def draw_maps(results: Sequence[StudyResult], path: Path) -> Path | None:
 
 
 def _read_all_rotated(results: Sequence[StudyResult], key: str) -> list[tuple[int, Mapping[str, NDArray[Any]]]] | None:
-    """Read the file of predictions for rotated inputs of each result, and return (N, arrays by name) for each network.
+    """Read the predictions for rotated inputs of each result. Return N and the arrays by name for each network.
 
-    Returns None if a file does not exist or does not contain the array `key`, or if there are no results.
+    Returns None if the file of a result does not exist or does not contain the array `key`, or if there are no results.
     """
     predictions: dict[int, Mapping[str, NDArray[Any]]] = {}
     for result in results:
@@ -170,9 +170,9 @@ def _read_validation_losses(log: Path) -> tuple[list[int], list[float]]:
 
 
 def _color_of(orientations: int, rotations: int = 1) -> str:
-    """Return the color for a network with this number of orientations.
+    """Return the color for networks with this number of orientations.
 
-    `rotations` above 1 means that the network was scored with test-time augmentation.
+    With `rotations` above 1, return the color for ordinary CNNs with test-time augmentation.
     """
     if rotations > 1:
         return TTA_COLOR

@@ -1,11 +1,11 @@
 """Write the report of a study: an HTML page, tables and figures.
 
-The report is made from the files in the run folders of the study. The report folder contains `report.html`,
-`results.csv` (a row for each evaluation), `summary.csv` (a row for each network and amount of training data), and the
-figures as PNG and PDF.
+The report contains the results of all finished runs of the study. The report folder contains `report.html`,
+`results.csv` (a row for each evaluation), `summary.csv` (a row for each network, with and without TTA, and each amount
+of training data), and the figures as PNG and PDF.
 
 An amount of training data is called a *regime*. N is the number of orientations of a network. TTA is test-time
-augmentation: the mean over rotations of the input. The paper is Lafarge et al. (2020).
+augmentation: predictions are averaged over rotations of the input. "The paper" is Lafarge et al. (2020).
 """
 
 import csv
@@ -41,18 +41,19 @@ PUBLISHED: Mapping[str, Mapping[int, str]] = {
     "nuclei": {1: "0.754 ± 0.006", 8: "0.771 ± 0.006"},
     "tumor": {1: "0.863 ± 0.003", 8: "0.892 ± 0.004"},
 }
-PCAM_TEST_PATCHES, AMIDA13_TEST_MITOSES, KUMAR_TEST_FIELDS = 32_768, 533, 8  # of the paper's test sets
+PCAM_TEST_PATCHES, AMIDA13_TEST_MITOSES, KUMAR_TEST_FIELDS = 32_768, 533, 8  # sizes of the paper's test sets
 INTRODUCTION = (
     "Networks with N orientations, compared with ordinary CNNs (N=1). All networks of a task have about the same "
     "number of weights and were trained on the same windows. Scores were computed on the test set, with decision "
     "thresholds that were chosen on the validation set."
 )
 TABLE_TEXT = (
-    "Mean and standard deviation over seeds. In brackets: 95 % confidence intervals. They account for the choice of "
-    "patients (of patches, if slides are unknown) and, if there are several seeds, of seeds. Minus N=1: the mean "
-    "difference to the score of N=1 with the same seed. Minus N=1 with TTA: the same for N=1 with test-time "
-    "augmentation (mean over rotations of the input). Deviation: the standard deviation of predicted probabilities "
-    "over rotations of the input. Changed: the percentage of inputs whose decision is not the same at all angles."
+    "Mean and standard deviation over seeds. In brackets: 95 % confidence intervals. They include the variation "
+    "between cases and, with several seeds, the variation between seeds. A case is a patient or, for patches, a slide; "
+    "if patients or slides are unknown, each image or patch is a case. Minus N=1: the score minus the score of N=1 "
+    "with the same seed, mean over seeds. Minus N=1 with TTA: the same difference to N=1 with test-time augmentation "
+    "(predictions averaged over rotations of the input). Deviation: the standard deviation of predicted probabilities "
+    "over rotations of the input. Changed: the percentage of inputs whose decision is not the same at all rotations."
 )
 
 
@@ -86,7 +87,7 @@ def report(study: Path | str, out: Path | str | None = None) -> Path:
 
 @dataclass(frozen=True)
 class PartReport:
-    """Makes the sections of the HTML report about one part of a study (one task on one dataset)."""
+    """One part of a study (one task on one dataset), and the sections of the HTML report about this part."""
 
     part: str  # name of the part
     results: Sequence[StudyResult]
@@ -95,12 +96,12 @@ class PartReport:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of the first run; other runs differ only in orientations, training data and seed."""
+        """The recipe of the first run. The other runs differ only in orientations, training data and seed."""
         return self.results[0].recipe
 
     @property
     def regimes(self) -> Mapping[float | None, str]:
-        """The regimes, largest first: each amount of training data (None: all) with its label, such as "4 cases"."""
+        """All amounts of training data (None: all data) with their labels, such as "4 cases"; the largest first."""
         kind = self.recipe.kind
         amounts = dict.fromkeys(result.recipe.regime for result in self.results)
         return {regime: "all" if regime is None else kind.describe_regime(regime) for regime in amounts}
@@ -141,15 +142,15 @@ class PartReport:
         ]
 
     def _score_sections(self) -> list[Section]:
-        """Return two sections: one with a figure and one with a table of the main score."""
+        """Return two sections about the main score: the first contains a figure, and the second a table."""
         score = self.recipe.kind.score_name
         data = self.results[0].provenance["data"]
         path = self.figures / f"{self.part}-scores.png"
         return [
             Section(
                 f"{self.part}: scores",
-                f"{SCORE_LABELS.get(score, score)} by training data. Lines are means over seeds, boxes "
-                "extend one standard deviation above and below the mean, and each dot is a seed. Data: "
+                f"{SCORE_LABELS.get(score, score)} for each network and amount of training data. Lines are means over "
+                "seeds, boxes extend one standard deviation above and below the mean, and each dot is a seed. Data: "
                 f"{data['source']}, {data['images']:,} images (fingerprint {data['fingerprint']}).",
                 figure=draw_scores(self.summaries, score, self.regimes, path),
             ),
@@ -159,7 +160,7 @@ class PartReport:
     def _score_rows(self) -> list[list[str]]:
         """Return a table row for each summary. Only the first row of a regime contains the label of the regime."""
         rows = []
-        previous: float | str | None = ""  # differs from all regimes, also from None
+        previous: float | str | None = ""  # regime of the previous row; "" differs from all regimes, also from None
         for summary in self.summaries:
             regime = summary.condition.regime
             rows.append(
@@ -178,7 +179,7 @@ class PartReport:
         return rows
 
     def _published_section(self) -> Section:
-        """Return a section that compares scores with those of the paper, or that says why they cannot be compared."""
+        """Return a section that compares scores with the paper, or that states why this comparison is not possible."""
         recipe = self.recipe
         if recipe.task not in PAPER or recipe.classes:
             return Section("", "Lafarge et al. (2020) did not study this task, so there is no published score.")
@@ -212,11 +213,12 @@ class PartReport:
             sections.append(
                 Section(
                     f"{self.part}: predictions for rotated windows",
-                    "Radius: the predicted probability (with several classes, that of the most likely class), from 0 "
-                    "at the center to 1 at the edge. Angle: the rotation of the window. If the prediction does not "
-                    f"depend on the rotation, the curve is a circle. Of the windows that "
-                    f"were saved with the evaluation, the figure shows the {WINDOWS_SHOWN} with the largest deviation "
-                    f"for N={results[0].recipe.orientations}. First seed; training data: {self.full_name}.",
+                    "Radius: the predicted probability, from 0 at the center to 1 at the edge. With several classes, "
+                    "this is the probability of the class that is most likely on average over all angles. Angle: the "
+                    "rotation of the window. If the prediction does not depend on the rotation, the curve is a circle. "
+                    f"The figure shows up to {WINDOWS_SHOWN} windows: those with the largest standard deviation over "
+                    f"angles for N={results[0].recipe.orientations}, among the windows that were saved with the "
+                    f"evaluation. Only runs with the first seed are shown. Training data: {self.full_name}.",
                     figure=polar,
                 )
             )
@@ -226,8 +228,8 @@ class PartReport:
                     f"{self.part}: maps of rotated fields",
                     "Annotated image regions (fields) were rotated by sixteen angles and predicted, and the maps were "
                     "rotated back. The maps show object borders, or objects if the task has no borders. Gray: mean "
-                    "over angles. White to red: standard deviation over angles. First seed; training data: "
-                    f"{self.full_name}.",
+                    "over angles. White to red: standard deviation over angles. Only runs with the first seed are "
+                    f"shown. Training data: {self.full_name}.",
                     figure=maps,
                 )
             )
@@ -235,10 +237,10 @@ class PartReport:
 
 
 def why_not_comparable(result: StudyResult) -> str | None:
-    """Return the reason why the score of an evaluation cannot be compared with that of the paper.
+    """Return the reason why the score of an evaluation cannot be compared with the score in the paper.
 
-    Returns None if the scores can be compared: the tissue is not synthetic, and the test set has the same size as in
-    the paper.
+    Returns None if the scores can be compared, that is, if the tissue is not synthetic and the test set has the same
+    size as in the paper.
     """
     source, scores, kind = result.provenance["data"]["source"], result.scores, result.recipe.kind
     if "synthetic" in source:
@@ -253,13 +255,13 @@ def why_not_comparable(result: StudyResult) -> str | None:
 
 
 def _list_labels(recipe: Recipe) -> Sequence[str]:
-    """Return the names of the labels of windows: name i belongs to the label i."""
+    """Return the class names of windows, for figures: name i is the class of windows with the label i."""
     task = recipe.make_task()
     return (task.background_name, task.class_names[0].lower()) if task.is_single else task.output_names
 
 
 def _describe_versions(results: Sequence[StudyResult]) -> str:
-    """Return a sentence with the versions of rotopath and torch that the runs were trained with."""
+    """Return a text with the versions of rotopath and torch with which the runs were trained."""
     records = [result.provenance for result in results]
     commits = sorted({str(record["commit"]) for record in records})
     versions = sorted({record["packages"]["torch"] for record in records})
@@ -303,9 +305,9 @@ def cost_section(results: Sequence[StudyResult]) -> Section:
 
 
 def _format_differing(options: NetworkOptions, tables: Iterable[NetworkOptions]) -> str:
-    """Return, as text such as ", width 8", those options of a network that differ between networks.
+    """Return the options by which a network differs from other networks, as text such as ", width 8".
 
-    `options` are the options of this network; `tables` contains the options of each network.
+    `options` are the options of this network. `tables` contains the options of all networks.
     """
     tables = list(tables)
     differing = [key for key in options if any(table.get(key) != options[key] for table in tables)]
@@ -356,7 +358,7 @@ def _result_row(result: StudyResult) -> dict[str, object]:
 
 
 def _summary_row(summary: Summary) -> dict[str, object]:
-    """Return the row of `summary.csv` for one network and amount of training data."""
+    """Return the row of `summary.csv` for one network, with or without TTA, and one amount of training data."""
     group, recipe = summary.condition, summary.results[0].recipe
     return {
         "part": group.part,
@@ -390,12 +392,12 @@ def _format_mean(summary: Summary) -> str:
 
 
 def _format_interval(estimate: Estimate) -> str:
-    """Format the 95 % confidence interval of a mean, or "–" if there is none."""
+    """Format the 95 % confidence interval of a mean, or return "–" if there is no interval."""
     return f"[{estimate.low:.3f}, {estimate.high:.3f}]" if estimate.has_interval else "–"
 
 
 def _format_difference(difference: Estimate | None) -> str:
-    """Format a mean difference with its 95 % confidence interval, or "–" if there is none."""
+    """Format a mean difference with its 95 % confidence interval, or return "–" if there is no difference."""
     if difference is None:
         return "–"
     interval = f" [{difference.low:+.3f}, {difference.high:+.3f}]" if difference.has_interval else ""

@@ -1,6 +1,6 @@
 """Terminal output that all commands share: paths, scores, progress bars and error messages.
 
-This module imports no heavy packages such as torch.
+At import, this module imports no packages that take long to import, such as torch.
 """
 
 import json
@@ -23,10 +23,10 @@ console = Console()
 
 @contextmanager
 def user_errors_in_one_sentence() -> Iterator[None]:
-    """If the `with` block raises an error that the user can correct, print it as one sentence, and exit with code 2.
+    """Context manager: print an error that the user can correct as one sentence, and exit with code 2.
 
-    Such errors are problems with data, recipes, runs, clusters and files, and missing optional packages. All other
-    errors are raised as usual.
+    These errors are problems with data, recipes, runs, clusters and files, and missing optional packages. All other
+    errors are raised as usual, with a traceback.
     """
     from rotopath.data import DataError
     from rotopath.environment import find_extra, install_command
@@ -40,7 +40,7 @@ def user_errors_in_one_sentence() -> Iterator[None]:
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         if (extra := find_extra(package)) is None:
-            raise  # the package belongs to no optional extra, so there is no advice
+            raise  # no extra (group of optional packages) installs this package, so a user cannot correct the error
         exit_with_error(f"This command needs the package {package}; install it with: {install_command(extra)}.")
     except (DataError, UnreadableFileError, RecipeError, RunError, ClusterError) as error:
         exit_with_error(str(error))
@@ -56,7 +56,7 @@ def exit_with_error(message: str) -> NoReturn:
 
 
 def exit_interrupted(folder: Path) -> NoReturn:
-    """Handle Ctrl-C: print how to resume the work in `folder`, and exit with code 130."""
+    """After Ctrl-C: print how to resume the work in `folder`, and exit with code 130."""
     print_error(f"interrupted; run the same command again to resume {folder}.")
     raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -72,13 +72,13 @@ def print_path(title: str, path: Path) -> None:
 
 
 def print_scores(title: str, path: Path) -> None:
-    """Print the scores in a JSON file of a run as a table with a title, and print the path of the file."""
+    """Print the scores in the JSON file `path` as a table with a title, and print the path."""
     console.print(score_table(title, json.loads(path.read_text(encoding="utf-8"))))
     print_path("All scores", path)
 
 
 def transient_progress() -> Progress:
-    """Return a progress bar on stderr that disappears when it is finished. It is visible only in a terminal."""
+    """Return a progress bar on stderr. It is visible only in a terminal, and disappears when it is finished."""
     stderr = Console(stderr=True)
     return Progress(console=stderr, transient=True, disable=not stderr.is_terminal)
 
@@ -86,8 +86,8 @@ def transient_progress() -> Progress:
 def score_table(title: str, metrics: Mapping[str, Mapping[str, Any]]) -> Group:
     """Return a table of scores: a row for each score with its 95 % confidence interval, a column for each split.
 
-    `metrics` maps the names of splits to their scores. Scores that are not numbers or texts, such as curves, are left
-    out. Scores per class and robustness to rotation have rows of their own.
+    `metrics` maps the names of splits to their scores. The scores of each class and the robustness to rotation also get
+    rows. Other scores that are neither numbers nor texts, such as curves, are left out.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("")
@@ -116,9 +116,10 @@ def _add_class_rows(table: Table, splits: list[dict[str, Any]]) -> None:
 
 
 def _format_score(value: object, interval: object = None) -> str:
-    """Return the text of a table cell: a number, with its confidence interval if there is one, or a text.
+    """Return the text of a table cell for a score: a text, or a number with its confidence interval.
 
-    `interval` is a list [low, high]. For values that are neither numbers nor texts, the cell is empty.
+    `interval` is a list [low, high], or None if there is no interval. If `value` is neither a number nor a text, the
+    cell is empty.
     """
     if isinstance(value, str | int):
         return str(value)
@@ -130,7 +131,7 @@ def _format_score(value: object, interval: object = None) -> str:
 
 
 def _explain_intervals(metrics: Mapping[str, Mapping[str, object]]) -> str:
-    """Return the note below the table: how confidence intervals were computed, or why there are none."""
+    """Return the note below the table of scores: how the intervals were computed, or why there are no intervals."""
     intervals = [value for scores in metrics.values() for key, value in scores.items() if key.endswith("_interval")]
     if not any(intervals):
         return "No confidence intervals: there are too few patients, slides or patches.\n"

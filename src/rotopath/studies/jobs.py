@@ -1,14 +1,15 @@
 """Run the jobs of a study in parallel, each in its own process, on this machine or on the workers of a cluster.
 
 A job trains a network, evaluates it, and writes the results to a run folder. Finished jobs are skipped, interrupted
-jobs are resumed, and a job that fails does not stop the others.
+jobs are resumed, and a job that fails does not stop the other jobs.
 
-The run folder of a job is `PART/NAME`, such as `tumor/N8-seed0`. These files are next to the run folder:
+The run folder of a job is `PART/NAME` in the folder of the study, such as `tumor/N8-seed0`. These files are next to the
+run folder:
 
 - `NAME.toml`: the recipe.
 - `NAME.progress`: the current stage and step, while the job is running.
 - `NAME.failed`: the error message, if the job failed.
-- `NAME.log`: what the process of the job printed.
+- `NAME.log`: the output of the process of the job, if the process printed anything.
 - `NAME.stop`: a request to stop. The process of the job stops when this file is created.
 - `.NAME.lock` and `.NAME.pid`: the lock that the process of the job holds, and the ID of this process.
 
@@ -51,11 +52,11 @@ from rotopath.writing import write_text
 READ_STATES_EVERY_S = 0.5
 WRITE_PROGRESS_EVERY_S = 1.0
 CHECK_STOP_EVERY_S = 0.3
-INTERRUPT_AGAIN_S = 5.0  # time until an interrupt is repeated: Python ignores an interrupt in a destructor, for example
+INTERRUPT_AGAIN_S = 5.0  # time until an interrupt is repeated; the first may be lost, for example in a destructor
 WAIT_FOR_LOCK_S = 20.0  # longer than a process needs to end itself after its parent process has died
-JOBS_PER_GPU = 12  # small trainings leave most of a GPU idle; more than 12 were not measured (benchmarks/together.py)
-TRIES = 3  # largest number of starts of a process that is killed; on a cluster, also of repeats after an error
-EXIT_BUSY = 75  # exit code if another process is working on the job; Unix uses it for "try again later"
+JOBS_PER_GPU = 12  # a small training uses only part of a GPU; more than 12 were not measured (benchmarks/together.py)
+TRIES = 3  # a killed process is started up to 3 times; on a cluster, a failed call is repeated up to 3 times
+EXIT_BUSY = 75  # exit code if another process is working on the job; on Unix, 75 means "try again later"
 EXIT_INTERRUPTED = 130
 State = Literal["waiting", "running", "done", "failed"]
 
@@ -66,7 +67,7 @@ class JobState:
 
     state: State  # "waiting", "running", "done" or "failed"
     stage: str = ""  # such as "training" or "evaluating"
-    fraction: float = 0.0  # finished fraction of the training steps, 0 to 1
+    fraction: float = 0.0  # fraction of the training steps that are finished, 0 to 1; 1 after the training
     reason: str = ""  # error message if the job failed
 
 
@@ -83,7 +84,7 @@ class JobFuture(Protocol):
         """
 
     def result(self) -> object:
-        """Wait until the job has ended. Return the message of `run_process` about a problem, or an empty text."""
+        """Wait until the job has ended. Return the result of `run_process`: a message about a problem, or ""."""
 
 
 Submit = Callable[[str, int, str], JobFuture]  # starts a job; arguments: recipe file, rotations, working directory
@@ -105,12 +106,12 @@ def study(
 
     Finished jobs are skipped, and interrupted jobs are resumed.
 
-    - `plan`: a `Study`, or a TOML file that describes it.
+    - `plan`: a `Study`, or the path of a TOML file that describes a study.
     - `out`: folder for the runs; default: `runs/FILE` for the file `FILE.toml`, and `runs/study` for a `Study`.
-    - `changes`: overrides of keys in the file, such as "tumor.seed=[0]".
-    - `at_once`: number of jobs that run in parallel; default: depends on the GPUs and CPU cores of this machine. On a
-      cluster, `at_once` is the number of workers to start ("local", "slurm"), and the largest number of jobs that share
-      a GPU.
+    - `changes`: overrides of keys in the TOML file, such as "tumor.seed=[0]".
+    - `at_once`: number of jobs that run in parallel; default: depends on the GPUs and CPU cores of this machine. With
+      `cluster`, `at_once` has two meanings: the number of workers to start ("local", "slurm"), and the largest number
+      of jobs that share a GPU.
     - `cluster`: a Dask cluster ("local", "slurm", or the address of a scheduler); default: this machine, without Dask.
     - `on_progress`: function that is called with the states of all jobs, about twice a second.
     """
@@ -128,10 +129,11 @@ def run_study(
 ) -> dict[Job, JobState]:
     """Run the unfinished jobs of a study, and return the final state of all jobs.
 
-    Runs are written to the folder `out`. `submit` is a function that starts a job and returns the future of the job.
-    `submit` is called with the path of the recipe file, the number of rotations, and the working directory.
-    `on_progress` is a function that is called with the states of all jobs about twice a second. If `run_study` is
-    interrupted, it stops all jobs.
+    The run folders are written to the folder `out`. `submit` is a function that starts a job and returns the future of
+    the job. Its arguments are the path of the recipe file, the number of rotations for test-time augmentation, and the
+    working directory. `on_progress` is a function that is called with the states of all jobs about twice a second.
+
+    If `run_study` is interrupted, for example by Ctrl-C, all jobs are stopped.
     """
     jobs = study.jobs
     _prepare_files(jobs, out)
@@ -181,10 +183,10 @@ def job_file(out: Path, name: str, kind: str) -> Path:
 
 
 def list_results(folder: Path, orientations: int, rotations: int) -> list[Path]:
-    """Return the files that exist when a job is done: the weights, the scores and, for some jobs, a second score file.
+    """Return the files that exist when a job is done: the weights and the scores, in one or two score files.
 
-    `folder` is the run folder, and `orientations` the number of orientations of the network. Ordinary CNNs are also
-    scored with test-time augmentation if `rotations` is above 1; the second score file contains these scores.
+    `folder` is the run folder, and `orientations` the number of orientations of the network. The second score file
+    contains scores with test-time augmentation, for ordinary CNNs only, and only if `rotations` is above 1.
     """
     evaluations = [evaluation_file(folder, SPLIT)]
     if orientations == PLAIN and rotations > 1:
@@ -202,8 +204,8 @@ def _prepare_files(jobs: Sequence[Job], out: Path) -> None:
         for existing in (path, out / job.name / runs.RECIPE):
             if existing.exists() and (key := find_changed_key(read_recipe(existing), job.recipe)):
                 raise RunError(
-                    f"The value of {key!r} in {existing} differs from this study; choose another folder, or delete the "
-                    f"run: the run folder, and the recipe file next to this folder."
+                    f"The value of {key!r} in {existing} differs from this study; choose another folder with --out, or "
+                    f"delete the run folder and the recipe file next to the run folder."
                 )
     for job in jobs:
         job_file(out, job.name, "toml").parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +217,7 @@ def _prepare_files(jobs: Sequence[Job], out: Path) -> None:
 def _read_final_state(job: Job, future: JobFuture, out: Path) -> JobState:
     """Return the state of a job whose future is done: "done", or "failed" with an error message.
 
-    `out` is the folder of the study. The progress file of the job is deleted.
+    `out` is the folder of the study. This function also deletes the progress file of the job.
     """
     job_file(out, job.name, "progress").unlink(missing_ok=True)
     try:
@@ -230,7 +232,7 @@ def _read_final_state(job: Job, future: JobFuture, out: Path) -> JobState:
 
 
 def count_at_once() -> int:
-    """Return how many jobs run in parallel on this machine by default."""
+    """Return the default number of jobs that run in parallel on this machine. It depends on GPUs and CPU cores."""
     gpus = torch.cuda.device_count()
     return max(1, min(gpus * JOBS_PER_GPU, count_cores() * 3 // 4)) if gpus else max(1, count_cores() // 4)
 
@@ -268,7 +270,7 @@ def run_here(at_once: int) -> Iterator[Submit]:
 
 @contextmanager
 def run_on_cluster(cluster: str, at_once: int) -> Iterator[Submit]:
-    """Yield a function that submits jobs to a Dask cluster. The workers start the processes of jobs.
+    """Yield a function that submits jobs to a Dask cluster. The workers of the cluster start the processes of jobs.
 
     `cluster` is "local", "slurm", or the address of a scheduler. `at_once` is the number of workers to start ("local",
     "slurm"), and the largest number of jobs that share a GPU.
@@ -282,10 +284,9 @@ def run_on_cluster(cluster: str, at_once: int) -> Iterator[Submit]:
 
 
 class _ClusterFuture:
-    """Adapts a Dask future to `JobFuture`.
+    """Adapts a Dask future to the methods of `JobFuture`.
 
-    Dask does not report whether a cancelled job had started. `cancel` therefore always returns False, as for a job that
-    has started.
+    `cancel` always returns False, because Dask does not report whether a cancelled job had already started.
     """
 
     def __init__(self, future: Any) -> None:
@@ -311,13 +312,14 @@ def run_process(recipe: str, rotations: int, cwd: str, environment: Mapping[str,
     `recipe` is the path of the recipe file, `rotations` the number of rotations for test-time augmentation, and `cwd`
     the working directory of the process. `environment` contains additional environment variables.
 
-    Returns a message in three cases: another process is working on the job (the message contains the ID of that
-    process), the process was killed three times (the signal), or the process ended and the log is not empty (the exit
-    code and the path of the log). In all other cases, returns an empty text.
+    Returns a message in three cases, and otherwise an empty text:
 
-    A log that is not empty is no error: it may contain only warnings. The process writes the results of the job, or the
-    error message of a failed job, to files. The caller uses the message only if there are neither results nor an error
-    message in these files.
+    - Another process is working on the job. The message contains the ID of this other process.
+    - The process of the job was killed three times. The message contains the last signal.
+    - The process ended, and its log is not empty. The message contains the exit code and the path of the log.
+
+    In the third case, the job may be done, because a log may contain only warnings. The caller therefore first reads
+    the files of the job, and uses the message only if these contain neither results nor an error message.
     """
     path = Path(recipe)
     command = [sys.executable, "-m", "rotopath.studies.jobs", recipe, str(rotations), str(os.getpid())]
@@ -353,9 +355,8 @@ def main(path: Path, rotations: int, parent: int) -> int:
     codes: 0 if the job is done, and also if it failed and its error message was written to `NAME.failed`; `EXIT_BUSY`
     if another process is working on the job; `EXIT_INTERRUPTED` if the job was stopped.
     """
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # restore the default, because a process in the background may inherit that SIGINT is ignored
+    # A process in the background may have inherited that SIGINT is ignored. Restore the default.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     _stop_on_request(parent, path.with_suffix(".stop"))
     failed = path.with_suffix(".failed")
     try:
@@ -379,7 +380,7 @@ def main(path: Path, rotations: int, parent: int) -> int:
 def run_job(path: Path, rotations: int) -> None:
     """Train a network with the recipe at `path`, and evaluate the run. A finished training or evaluation is skipped.
 
-    If `rotations` is above 1, an ordinary CNN is also evaluated with test-time augmentation.
+    If the network is an ordinary CNN and `rotations` is above 1, the run is also evaluated with test-time augmentation.
     """
     from rotopath.training import train  # imports Lightning, which only the process of a job needs
 
@@ -415,13 +416,13 @@ class _ProgressFile:
 
 @contextmanager
 def _hold_lock(lock: Path) -> Iterator[None]:
-    """Hold the lock of a job inside a `with` block. Raises BusyError if another process keeps the lock for too long.
+    """Context manager: hold the lock of a job. Raises BusyError if another process does not release the lock in time.
 
     The operating system releases the lock when the process ends, also if the process is killed. The process ID is
     written to a separate file, because on Windows other processes cannot read a locked file.
     """
-    # fallback_to_soft=False: on file systems without locks, filelock would create a file in place of a lock. A killed
-    # process would never remove this file.
+    # With fallback_to_soft=True, filelock would create an ordinary file on file systems without locks. If the process
+    # is killed, this file would remain and block the job forever.
     try:
         held = FileLock(lock, fallback_to_soft=False).acquire(timeout=WAIT_FOR_LOCK_S)
     except Timeout:
@@ -434,8 +435,8 @@ def _hold_lock(lock: Path) -> Iterator[None]:
 def _stop_on_request(parent: int, stop: Path) -> None:
     """Start a thread that interrupts this process when the file `stop` exists.
 
-    `parent` is the ID of the parent process. If the parent process has died, the thread ends this process, because a
-    new process may then be started for the same job.
+    `parent` is the ID of the parent process. If the parent process has died, the thread ends this process at once. The
+    user may start the study again, which starts a new process for the same job.
     """
 
     def check() -> None:

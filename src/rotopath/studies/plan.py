@@ -1,8 +1,8 @@
 """Read the plan of a study: trainings that differ in the number of orientations, amount of training data and seed.
 
-A study consists of parts, for example one for each task. A part has a recipe, and lists numbers of orientations,
-amounts of training data (*regimes*) and seeds. Each combination of these three is a job: one training and its
-evaluations. A wrong key raises a RecipeError that names the key.
+A study consists of parts, for example one part for each task. A part has a recipe and three lists: numbers of
+orientations, amounts of training data (*regimes*), and seeds. Each combination of values from these lists is a job: one
+training and its evaluations. If the plan has a wrong key or value, a RecipeError names the key.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from typing import Any, Literal
 from rotopath.recipe import Recipe, RecipeError, make_recipe, read_values
 
 KEYS = ("recipe", "orientations", "regime", "seed", "tta", "set")
-SPLIT: Literal["test"] = "test"  # the split that runs are evaluated on
-PLAIN = 1  # orientations of an ordinary CNN, the only network that is also tested with test-time augmentation
+SPLIT: Literal["test"] = "test"  # the split on which runs are evaluated
+PLAIN = 1  # number of orientations of an ordinary CNN; only such networks are tested with test-time augmentation, too
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Job:
 class Part:
     """A part of a study: one recipe, with all combinations of orientations, regimes and seeds.
 
-    A regime is an amount of training data. Its unit depends on the kind of task: cases ("detect"), fields of each organ
-    ("segment") or a fraction of the patches of each class ("classify").
+    A regime is an amount of training data. Its unit depends on the kind of task: number of cases ("detect"), number of
+    fields (annotated image regions) of each organ ("segment"), or fraction of the patches of each class ("classify").
     """
 
     name: str
-    recipe: Recipe  # all other settings of the trainings
+    recipe: Recipe  # settings that all trainings of this part share
     orientations: tuple[int, ...]  # numbers of orientations
     regimes: tuple[float | None, ...]  # None: all training data
     seeds: tuple[int, ...]
@@ -58,13 +58,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Study:
-    """A study. It consists of parts, and each part consists of jobs."""
+    """The plan of a study: its parts. Each part consists of jobs."""
 
     parts: tuple[Part, ...]
 
     @property
     def jobs(self) -> list[Job]:
-        """All jobs, ordered by seed, then by part. In each part, networks with many orientations come first."""
+        """All jobs, ordered by seed, then by part, then by number of orientations (largest first)."""
         seeds = dict.fromkeys(seed for part in self.parts for seed in part.seeds)
         return [
             part.job(orientations, regime, seed)
@@ -92,7 +92,7 @@ def read_study(path: Path, changes: Sequence[str] = ()) -> Study:
 
 
 def _read_part(name: str, table: Any, folder: Path) -> Part:
-    """Make a part from the content of its TOML table. The path of the recipe is relative to `folder`."""
+    """Make a part from its name and its TOML table. The path of the recipe in the table is relative to `folder`."""
     if not isinstance(table, dict):
         raise RecipeError(f"the key {name!r} must be a table such as [tumor], with the key 'recipe'; got {table!r}.")
     if not name.replace("-", "").replace("_", "").isalnum():
@@ -136,25 +136,25 @@ def _read_part(name: str, table: Any, folder: Path) -> Part:
 
 
 def _read_list(part: str, table: Mapping[str, Any], key: str, kind: Any) -> list[Any]:
-    """Return the list of numbers that the key `key` has in the table of a part.
+    """Return the list of numbers that is the value of the key `key` in the table of a part; [] if the key is missing.
 
-    Returns an empty list if the key is missing. Raises RecipeError if the value is not a list of one or more distinct
-    numbers of the type `kind`.
+    `kind` is the required type of the numbers. Raises RecipeError if the value is not a list of one or more different
+    numbers of this type. The error message contains `part`, the name of the part.
     """
     values = table.get(key, [])
     is_valid = isinstance(values, list) and all(
         isinstance(value, kind) and not isinstance(value, bool) for value in values
     )
     if not is_valid or len(set(values)) < len(values) or (key in table and not values):
+        numbers = "different whole numbers" if kind is int else "different numbers"
         raise RecipeError(
-            f"the key '{part}.{key}' must be a list of one or more distinct numbers, such as [1, 8]; only 'regime' may "
-            f"contain numbers that are not whole; got {values!r}."
+            f"the key '{part}.{key}' must be a list of one or more {numbers}, such as [1, 8]; got {values!r}."
         )
     return list(values)
 
 
 def _merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `values`, with the values in `changes` replaced or added. Nested tables are merged by key."""
+    """Return a copy of `values` with the changes in `changes`: values are replaced or added, nested tables merged."""
     merged = dict(values)
     for key, change in changes.items():
         both = isinstance(change, dict) and isinstance(merged.get(key), dict)

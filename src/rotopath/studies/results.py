@@ -26,18 +26,18 @@ from rotopath.model_file import RunError
 from rotopath.recipe import Recipe
 from rotopath.studies.plan import PLAIN, SPLIT
 
-RESAMPLES, RESAMPLES_PER_BATCH = 2000, 100  # of the bootstrap
+RESAMPLES, RESAMPLES_PER_BATCH = 2000, 100  # of the bootstrap: number in total, and number computed at a time
 INTERVAL = (0.025, 0.975)  # quantiles of a 95 % confidence interval
 
 
 @dataclass(frozen=True)
 class StudyResult:
-    """One evaluation of one run on the test set."""
+    """The result of one evaluation of one run on the test set."""
 
     part: str  # name of the part of the study
     folder: Path  # run folder
     recipe: Recipe
-    rotations: int  # if above 1, the scores are those with test-time augmentation (mean over this many rotations)
+    rotations: int  # above 1: the predictions were averaged over this many rotations (test-time augmentation)
     scores: Mapping[str, Any]  # all scores by name
 
     @property
@@ -47,12 +47,12 @@ class StudyResult:
 
     @property
     def condition(self) -> "Condition":
-        """The settings except for the seed: part, regime, orientations and rotations."""
+        """The settings of this evaluation except for the seed: part, regime, orientations and rotations."""
         return Condition(self.part, self.recipe.regime, self.recipe.orientations, self.rotations)
 
     @cached_property
     def score_terms(self) -> dict[str, tuple[float, float]]:
-        """For each case, by name of the case: the numerator and the denominator of the main score.
+        """The numerator and the denominator of the main score for each case, by name of the case.
 
         The main score is the sum of all numerators divided by the sum of all denominators.
         """
@@ -60,7 +60,7 @@ class StudyResult:
 
     @cached_property
     def provenance(self) -> Mapping[str, Any]:
-        """Software versions, dataset and hardware of the training."""
+        """The provenance of the training, from the run folder: software versions, dataset, hardware and times."""
         provenance: Mapping[str, Any] = json.loads((self.folder / runs.PROVENANCE).read_text(encoding="utf-8"))
         return provenance
 
@@ -69,9 +69,9 @@ class Condition(NamedTuple):
     """The settings of an evaluation except for the seed. Results with equal conditions are averaged."""
 
     part: str
-    regime: float | None  # amount of training data; None: all of it
+    regime: float | None  # amount of training data, see `studies.plan.Part`; None: all training data
     orientations: int
-    rotations: int  # above 1 for test-time augmentation
+    rotations: int  # number of rotations for test-time augmentation; 1: no test-time augmentation
 
     @property
     def label(self) -> str:
@@ -84,7 +84,7 @@ class Estimate(NamedTuple):
 
     value: float  # the mean
     low: float  # lower end of the interval; NaN if there are too few cases for an interval
-    high: float  # upper end of the interval; NaN like `low`
+    high: float  # upper end of the interval; NaN if `low` is NaN
 
     @property
     def has_interval(self) -> bool:
@@ -96,9 +96,10 @@ class Estimate(NamedTuple):
 class Summary:
     """Summary of all seeds of one condition, compared with an ordinary CNN (N=1).
 
-    `over_plain` and `over_rotated` are mean differences over seeds: the main score minus the main score of N=1 with the
-    same seed. They are None if there are no such results of N=1, or if this condition is itself the N=1 in question.
-    `scatter` and `changed` are means over seeds, or None if robustness to rotation was not measured.
+    `over_plain` and `over_rotated` are mean differences over seeds: the main score of this condition minus the main
+    score of an ordinary CNN with the same seed and the same training data. A difference is None if the study has no
+    such result of an ordinary CNN, or if this condition would be compared with itself. `scatter` and `changed` are
+    means over seeds, or None if robustness to rotation was not measured.
     """
 
     condition: Condition
@@ -107,15 +108,15 @@ class Summary:
     deviation: float  # standard deviation of the main score over seeds; NaN for one seed
     over_plain: Estimate | None  # difference to N=1 without test-time augmentation
     over_rotated: Estimate | None  # difference to N=1 with test-time augmentation
-    scatter: float | None  # standard deviation of predicted probabilities over angles, mean over inputs
-    changed: float | None  # fraction of inputs whose decision is not the same at all angles
+    scatter: float | None  # standard deviation of predicted probabilities over rotation angles, mean over inputs
+    changed: float | None  # fraction of inputs whose decision is not the same at all rotation angles
 
 
 def read_results(out: Path) -> list[StudyResult]:
     """Read all finished evaluations in the study folder `out`.
 
     The results are ordered by part, amount of training data (largest first), orientations, rotations and seed. Raises
-    RunError if there are no results, or if a file is damaged.
+    RunError if the folder does not exist, if there are no results, or if a file is damaged.
     """
     if not out.is_dir():
         raise RunError(f"The folder {out} does not exist; choose the folder of a study.")
@@ -126,7 +127,7 @@ def read_results(out: Path) -> list[StudyResult]:
             scores = json.loads(path.read_text(encoding="utf-8"))[SPLIT]
         except (json.JSONDecodeError, KeyError):
             raise RunError(f"{path} is damaged; delete the file, and run the study again.") from None
-        if path == evaluation_file(folder, SPLIT, scores["rotations"]):
+        if path == evaluation_file(folder, SPLIT, scores["rotations"]):  # not for another rule or another dataset
             recipe = runs.read_run_recipe(folder)
             results.append(StudyResult(folder.parent.name, folder, recipe, scores["rotations"], scores))
     if not results:
@@ -164,13 +165,15 @@ def summarize(results: Sequence[StudyResult]) -> list[Summary]:
 def estimate(results: Sequence[StudyResult], minus: Sequence[StudyResult] = ()) -> Estimate:
     """Return the mean of the main score over seeds, with its 95 % confidence interval.
 
-    If `minus` is not empty, return the mean difference instead: the score of each result minus the score of the result
-    with the same seed in `minus`. Both sequences must have the same seeds, in the same order.
+    `results` contains one result for each seed. If `minus` is not empty, return the mean difference instead: the score
+    of each result minus the score of the result with the same seed in `minus`. Both sequences must have the same seeds,
+    in the same order.
 
-    The interval combines two sources of variation. The variation over cases is estimated by a bootstrap, which draws
-    the same cases for all results. The variation over seeds is estimated by Student's t, because a bootstrap of three
-    seeds gives an interval that is too narrow. With one seed, the interval is over cases only. With fewer than
-    `MIN_CASES` cases, the ends of the interval are NaN. Raises RunError if the runs were tested on different cases.
+    The interval combines two sources of variation: cases and seeds. The variation over cases is estimated by a
+    bootstrap, which draws the same cases for all results. The variation over seeds is estimated by Student's t, because
+    a bootstrap of three seeds gives an interval that is too narrow. With one seed, the interval is over cases only.
+    With fewer than `MIN_CASES` cases, the ends of the interval are NaN. Raises RunError if the runs were tested on
+    different cases.
     """
     cases = list(results[0].score_terms)
     for other in (*results, *minus):
@@ -191,9 +194,9 @@ def estimate(results: Sequence[StudyResult], minus: Sequence[StudyResult] = ()) 
     for _ in range(0, RESAMPLES, RESAMPLES_PER_BATCH):
         counts = generator.multinomial(len(cases), np.full(len(cases), 1 / len(cases)), RESAMPLES_PER_BATCH)
         resampled.append(_differences(ours, others, counts.astype(np.float64)).mean(axis=1))
-    low, high = np.nanquantile(np.concatenate(resampled), INTERVAL) - values.mean()  # over cases
+    low, high = np.nanquantile(np.concatenate(resampled), INTERVAL) - values.mean()  # over cases, relative to the mean
     over_seeds = margin(values)
-    least, most = -1.0 if len(minus) else 0.0, 1.0
+    least, most = -1.0 if len(minus) else 0.0, 1.0  # limits of a difference of two scores, or of a score
     low, high = value - float(np.hypot(low, over_seeds)), value + float(np.hypot(high, over_seeds))
     return Estimate(value, max(least, low), min(most, high))
 
@@ -211,7 +214,7 @@ def margin(values: NDArray[np.float64]) -> float:
 def _compare(results: Sequence[StudyResult], others: Sequence[StudyResult]) -> Estimate | None:
     """Return the mean difference of scores, `results` minus `others`, over the seeds that occur in both sequences.
 
-    Returns None if no seed occurs in both, or if the two sequences contain the same results.
+    Returns None if no seed occurs in both sequences, or if both sequences contain the same results.
     """
     by_seed = {other.recipe.seed: other for other in others}
     pairs = [(result, by_seed[result.recipe.seed]) for result in results if result.recipe.seed in by_seed]
@@ -224,19 +227,19 @@ def _compare(results: Sequence[StudyResult], others: Sequence[StudyResult]) -> E
 def _differences(
     ours: NDArray[np.float64], others: NDArray[np.float64], counts: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return the scores of `ours` minus those of `others`, (resamples, seeds). If `others` is empty, subtract nothing.
+    """Return the scores of `ours` minus the scores of `others`, an array (resamples, seeds).
 
-    `ours` and `others` (seeds, cases, 2) contain the numerator and the denominator of each case. `counts` (resamples,
-    cases) is how often each case was drawn.
+    `ours` and `others` (seeds, cases, 2) contain the numerator and the denominator of each case. If `others` is empty,
+    nothing is subtracted. `counts` (resamples, cases) is the number of times that each case was drawn.
     """
     return _compute_scores(ours, counts) - (_compute_scores(others, counts) if len(others) else 0)
 
 
 def _compute_scores(terms: NDArray[np.float64], counts: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the score of each seed on each resampled set of cases, (resamples, seeds).
+    """Return the score of each seed on each resampled set of cases, an array (resamples, seeds).
 
     `terms` (seeds, cases, 2) contains the numerator and the denominator of each case. `counts` (resamples, cases) is
-    how often each case was drawn.
+    the number of times that each case was drawn.
     """
     sums = np.einsum("rc,sct->rst", counts, terms)
     with np.errstate(invalid="ignore"):

@@ -1,8 +1,8 @@
 """Make datasets of synthetic H&E tissue from a random seed, for tests and demos.
 
 `make_mitosis` writes a dataset in the layout of AMIDA13, `make_nuclei` in the layout of Kumar et al., and `make_tumor`
-in the layout of PCam. Tissue is painted cell by cell as concentrations of hematoxylin and eosin; no pixel is from a
-patient.
+in the layout of PCam. Here, a layout means the names, folders and formats of the files. All tissue is computed: each
+cell is painted as concentrations of hematoxylin and eosin, and no pixel is from a patient.
 """
 
 from rotopath.synthetic.lymph_nodes import make_tumor

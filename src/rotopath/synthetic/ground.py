@@ -1,10 +1,10 @@
-"""Paint the tissue around nuclei: epithelium with cytoplasm and cell borders, fibrous stroma, gaps, and blood.
+"""Paint synthetic tissue without nuclei: cytoplasm, cell borders, fibrous stroma, gaps in the tissue, and blood.
 
 `paint_ground` paints a canvas of stain concentrations from the positions of cells, the style of the tissue, and the
-depth of each pixel. The *depth* is the distance in µm from the border of the epithelium, positive in epithelium and
-negative in stroma. `paint_vessels` and `paint_red_cells` add vessels and red blood cells to a canvas, at given
-positions. Other modules then paint nuclei and mitotic figures on the canvas. Positions are complex numbers x + iy in
-pixels.
+*depth* of each pixel. The depth is the distance of a pixel from the border of the epithelium in µm: positive in
+epithelium and negative in stroma. `paint_vessels` and `paint_red_cells` add vessels and red blood cells to a canvas, at
+given positions. Afterwards, other modules paint nuclei and mitotic figures on the canvas. Positions are complex numbers
+x + iy in pixels.
 """
 
 from dataclasses import dataclass
@@ -30,25 +30,26 @@ from rotopath.synthetic.painting import (
     smoothstep,
 )
 
-FAR_AWAY = np.array([-1e4, -2e4], np.complex64)  # added to the cells, so that there are at least two
+# Two cells far outside the image. They are added to the cells of each image, because `assign_cells` needs two cells.
+FAR_AWAY = np.array([-1e4, -2e4], np.complex64)
 
 
 @dataclass(frozen=True)
 class TissueStyle:
-    """Appearance of the tissue of a case.
+    """Appearance of epithelium and stroma in an image, without the nuclei.
 
-    Amounts of eosin and hematoxylin are concentrations of these stains, and widths are in µm. All other numbers are
-    from 0 (none) to 1 (much).
+    Eosin and hematoxylin are given as concentrations of these stains, and widths in µm. All other numbers are from 0
+    (none) to 1 (much).
     """
 
     cytoplasm: float = 0.5  # eosin in cytoplasm
     basophilia: float = 0.2  # hematoxylin in cytoplasm
     granularity: float = 0.2  # contrast of the granules and threads in cytoplasm
     foam: float = 0.2  # amount of vacuoles in cytoplasm
-    clearing: float = 0.0  # fraction of the cytoplasm that is empty
+    clearing: float = 0.0  # typical fraction of the cytoplasm that is empty
     borders: float = 0.1  # eosin at cell borders
-    cracks_um: float = 0.5  # width of the gaps that shrinkage leaves between cells
-    retraction_um: float = 1.0  # width of the gaps between epithelium and stroma
+    cracks_um: float = 0.5  # typical half-width of the gaps between cells, which are due to shrinkage
+    retraction_um: float = 1.0  # typical width of the gaps between epithelium and stroma
     basement: float = 0.0  # eosin of the basement membrane
     collagen: float = 0.6  # eosin in the fibers of stroma
     stroma_blue: float = 0.08  # hematoxylin in stroma
@@ -67,11 +68,12 @@ def paint_ground(
     style: TissueStyle,
     loosening: Field | None = None,
 ) -> tuple[StainCanvas, Points]:
-    """Paint tissue without nuclei; return the canvas, and the direction of the fibers at each pixel.
+    """Paint tissue without nuclei on a new canvas; return the canvas and the direction of the fibers at each pixel.
 
-    `depth_um` (height, width) is positive in epithelium and negative in stroma. `cells` are the centers of epithelial
-    cells. `loosening` (height, width) adds edema to the stroma: with 0 or None there is no edema, with a value of 4
-    most of the stroma is edematous. The directions (height, width) are complex numbers of length 1.
+    `depth_um` (height, width) is the depth of each pixel: positive in epithelium and negative in stroma. `cells` are
+    the centers of epithelial cells. `loosening` (height, width) adds edematous stroma to the amount that
+    `style.looseness` gives: 0 or None adds nothing, and where the value is 4, most of the stroma is edematous. The
+    directions (height, width) are complex numbers of length 1.
     """
     shape, px_per_um = (depth_um.shape[0], depth_um.shape[1]), 1 / spacing_um_px
     along, across = _fiber_coordinates(rng, depth_um, px_per_um)
@@ -94,17 +96,17 @@ def paint_ground(
 
 
 def _fiber_coordinates(rng: np.random.Generator, depth_um: Field, px_per_um: float) -> tuple[Field, Field]:
-    """Return the coordinates of each pixel along and across the fibers, in pixels.
+    """Return the coordinates of each pixel along and across the fibers of the stroma, (height, width) each, in pixels.
 
     All fibers in the image have the same main direction, but they are wavy and bend around epithelium. The bending is
-    limited, so that fibers do not form rings around epithelium.
+    limited, so that fibers do not form rings around epithelium. `depth_um` is the same as in `paint_ground`.
     """
     shape = (depth_um.shape[0], depth_um.shape[1])
     straight = pixel_positions(shape) * sample_directions(rng, 1)[0]
     around = 0.6 * ndimage.gaussian_filter(depth_um, 3 * px_per_um, truncate=2.0).clip(-14, 4)
     sweep = rng.uniform(8, 20) * smooth_noise(rng, shape, 45 * px_per_um)
     sweep = sweep + 3 * smooth_noise(rng, shape, 16 * px_per_um)
-    crimp = rng.uniform(0.5, 1.6) * smooth_noise(rng, shape, 6 * px_per_um)  # collagen is wavy
+    crimp = rng.uniform(0.5, 1.6) * smooth_noise(rng, shape, 6 * px_per_um)  # short waves, as in collagen
     across = straight.real + np.float32(px_per_um) * (around + sweep + crimp)
     along = straight.imag + np.float32(8 * px_per_um) * smooth_noise(rng, shape, 12 * px_per_um)
     return along, across
@@ -118,20 +120,21 @@ def _paint_stroma(
     style: TissueStyle,
     loosening: Field | None,
 ) -> tuple[Field, Field]:
-    """Return the concentrations of hematoxylin and eosin in stroma: dense fiber bundles, edematous regions, and slits.
+    """Return the concentrations (height, width) of hematoxylin and of eosin in stroma that fills the whole image.
 
-    `along` and `across` are the coordinates of each pixel along and across the fibers, in pixels. `loosening` is the
-    same as in `paint_ground`.
+    The stroma contains dense bundles of fibers, edematous regions, and slits between the bundles. `along` and `across`
+    are the coordinates of each pixel along and across the fibers, in pixels. `loosening` is the same as in
+    `paint_ground`.
     """
     shape = (across.shape[0], across.shape[1])
     ripples = smooth_noise(rng, shape, 3.5 * px_per_um)
-    woven = across + np.float32(0.8 * px_per_um) * ripples  # so that fibrils differ between bundles
+    woven = across + np.float32(0.8 * px_per_um) * ripples  # fibrils are not exactly parallel to the bundles
     fibrils = fiber_noise(rng, woven, along, max(0.2 * px_per_um, 0.6), 6 * px_per_um)
     bundles = fiber_noise(rng, across, along, max(0.9 * px_per_um, 1.6), 16 * px_per_um)
     broad = fiber_noise(rng, woven, along, max(2.8 * px_per_um, 2.5), 26 * px_per_um)
     patches = smooth_noise(rng, shape, 28 * px_per_um)
     grain = smooth_noise(rng, shape, 0.25 * px_per_um)
-    frayed = smoothstep(0.45 + 0.5 * smooth_noise(rng, shape, 9 * px_per_um))  # where this is 0, no fibrils are visible
+    frayed = smoothstep(0.45 + 0.5 * smooth_noise(rng, shape, 9 * px_per_um))  # 0: only broad bundles are visible
     dense = 0.9 + frayed * (0.14 * fibrils + 0.09 * bundles) + 0.09 * broad + 0.1 * grain + 0.05 * ripples
     strands = np.exp(-((bundles / np.float32(0.3)) ** 2)) * (0.35 + 0.3 * broad).clip(0)
     web = np.exp(-((smooth_noise(rng, shape, 6 * px_per_um) / np.float32(0.12)) ** 2)) * (0.5 + 0.4 * patches).clip(0)
@@ -149,21 +152,22 @@ def _paint_stroma(
 def _paint_cytoplasm(
     rng: np.random.Generator, shape: tuple[int, int], cells: Points, px_per_um: float, style: TissueStyle
 ) -> tuple[Field, Field]:
-    """Return the concentrations of hematoxylin and eosin in epithelial cells that fill the whole image.
+    """Return the concentrations (height, width) of hematoxylin and of eosin in cytoplasm that fills the whole image.
 
-    `cells` are the centers of the cells. The caller uses the concentrations only at pixels in epithelium.
+    `cells` are the centers of at least two epithelial cells. The caller uses the concentrations only at pixels in
+    epithelium.
     """
     cell, border_um = assign_cells(rng, shape, cells, px_per_um)
     granules = 0.6 * smooth_noise(rng, shape, 0.28 * px_per_um)
     nets = [np.exp(-((smooth_noise(rng, shape, scale * px_per_um) / np.float32(0.35)) ** 2)) for scale in (1.3, 0.6)]
-    threads = nets[0] + 0.7 * nets[1] - np.float32(0.58)  # the meshes between the threads are pale
+    threads = nets[0] + 0.7 * nets[1] - np.float32(0.58)  # pale between the threads
     swelling = smooth_noise(rng, shape, 4 * px_per_um)
     unevenness = style.granularity * (granules + 1.3 * threads + 0.4 * swelling)
-    within = smoothstep(border_um * np.float32(px_per_um / 2.5))  # hides the borders of cells, which have coarse steps
+    within = smoothstep(border_um * np.float32(px_per_um / 2.5))  # 0 at cell borders, where `cell` has coarse steps
     shade = rng.normal(0, 0.22, len(cells)).clip(-0.45, 0.45).astype(np.float32)[cell] * within
     eosin = style.cytoplasm * (1 + unevenness + shade).clip(0.08)
     hematoxylin = style.basophilia * (1 + 1.3 * unevenness - 0.4 * shade).clip(0.05)
-    if style.clearing > 0:  # the cells contained fat or glycogen: only wisps and strands of cytoplasm remain
+    if style.clearing > 0:  # fat or glycogen has been dissolved, so that only strands of cytoplasm remain
         emptiness = (style.clearing * rng.uniform(0.6, 1.2, len(cells))).clip(0, 1).astype(np.float32)[cell] * within
         wisps = smoothstep(0.25 + 0.35 * swelling + 0.3 * smooth_noise(rng, shape, 1.8 * px_per_um))
         rest = 1 - emptiness * smoothstep(border_um * np.float32(0.8) - np.float32(0.1)) * (1 - 0.6 * wisps)
@@ -190,10 +194,11 @@ def _paint_cytoplasm(
 def assign_cells(
     rng: np.random.Generator, shape: tuple[int, int], cells: Points, px_per_um: float, step: int = 2
 ) -> tuple[NDArray[np.intp], Field]:
-    """Assign each pixel to the nearest cell; return the index of this cell, and the distance in µm to the cell border.
+    """Assign each pixel to the nearest cell; return the index of the cell and the distance to the cell border in µm.
 
-    `cells` are the centers of at least two cells; the index refers to `cells`. Noise makes the borders irregular. Both
-    arrays are computed at every `step`-th pixel, and enlarged to the image size `shape` (height, width).
+    `cells` are the centers of at least two cells, and each index refers to this array. Noise makes the borders
+    irregular. To save time, both arrays are computed at every `step`-th row and column only, and then enlarged to the
+    image size `shape` (height, width).
     """
     small = (-(-shape[0] // step), -(-shape[1] // step))
     positions = pixel_positions(small) * step
@@ -212,11 +217,11 @@ def assign_cells(
 def compartment_depth(
     rng: np.random.Generator, shape: tuple[int, int], width_um: float, stroma_um: float, px_per_um: float
 ) -> Field:
-    """Return the depth in µm of each pixel: positive in compartments, and negative in the stroma between them.
+    """Sample compartments, and return the depth (height, width) of each pixel in µm.
 
-    Compartments are rounded regions of epithelium, such as nests, tubules or glands. `width_um` is the approximate
-    distance between the centers of neighboring compartments, and `stroma_um` the approximate thickness of the stroma
-    between them.
+    Compartments are rounded regions of epithelium, such as nests, tubules or glands. The depth is positive in
+    compartments, and negative in the stroma between compartments. `width_um` is the approximate distance between the
+    centers of neighboring compartments, and `stroma_um` is the approximate thickness of the stroma.
     """
     margin = int(width_um * px_per_um)  # so that compartments extend beyond the edge of the image
     padded = (shape[0] + 2 * margin, shape[1] + 2 * margin)
@@ -233,7 +238,7 @@ def compartment_depth(
 
 
 def paint_red_cells(rng: np.random.Generator, canvas: StainCanvas, centers: Points, strength: float = 2.1) -> None:
-    """Paint red blood cells at `centers`: deformed discs, paler in the middle.
+    """Paint red blood cells on `canvas` at `centers`: deformed discs that are paler in the middle.
 
     `strength` is the approximate concentration of stained hemoglobin at the edges of the discs.
     """
@@ -257,11 +262,11 @@ def paint_red_cells(rng: np.random.Generator, canvas: StainCanvas, centers: Poin
 def paint_vessels(
     rng: np.random.Generator, canvas: StainCanvas, centers: Points, directions: Points
 ) -> tuple[Points, Points]:
-    """Paint small vessels: a thin wall, and red blood cells in the lumen.
+    """Paint small vessels on `canvas`: a thin wall, and red blood cells in the lumen.
 
-    `centers` and `directions` have one entry for each vessel. A direction is the direction of the long axis of the
-    vessel, as a complex number of length 1. Returns the positions and directions of the endothelial nuclei in the
-    walls; the caller paints these nuclei.
+    `centers` and `directions` (n,) have one entry for each vessel. A direction is the direction of the long axis of the
+    vessel, as a complex number of length 1. Returns the positions and the directions of the endothelial nuclei in the
+    walls of all vessels. The caller must paint these nuclei.
     """
     px_per_um = 1 / canvas.spacing_um_px
     endothelium, courses = [np.zeros(0, np.complex64)], [np.zeros(0, np.complex64)]

@@ -3,7 +3,7 @@
 `make_tumor` writes patches of 96 × 96 px from synthetic slides to HDF5 files, and the positions of the patches to CSV
 files. Half of the patches have the label tumor: their central 32 × 32 px contain tumor. All patches of a slide are in
 one split. Slides differ in their architecture (metastasis, lymphoid tissue with follicles and sinuses, capsule, fat,
-glass) and in their colors. Only a part of each slide is rendered.
+glass) and in their colors. Of each slide, only a part of 384 × 384 px is rendered.
 
 A *depth* is the distance of a pixel in µm from the border of a tissue: positive inside the tissue, negative outside.
 """
@@ -52,15 +52,16 @@ from rotopath.synthetic.painting import (
     values_at,
 )
 
-SPACING_UM_PX = 1.0  # 1, so that lengths have the same values in µm and in pixels
+SPACING_UM_PX = 1.0  # therefore, lengths in µm and lengths in pixels have the same values in this module
 SLIDE_PX = 384  # side of the part of a slide that is rendered
-NEAR_UM = 3.0  # stroma up to this distance from tumor cells is part of the tumor mask
+NEAR_UM = 3.0  # the tumor mask contains the stroma up to this distance from nests of tumor cells
 PATCH_PX = 96
 CENTER_PX = 32  # side of the central part of a patch that determines the label
-STRIDE_PX = 48  # patches overlap, but their central parts do not
+STRIDE_PX = 48  # distance between neighboring patches, which overlap; their central parts do not overlap
 MAX_PATCHES_PER_SLIDE = 32
-MIN_SLIDES = 3
-MIN_TUMOR_FRACTION = 0.1  # of the central part of a tumor patch; a patch with less, but more than 0, is left out
+MIN_SLIDES = 3  # the patches of a split are from about this many slides or more
+# Lowest fraction of tumor in the central part of a tumor patch. Patches with a lower fraction above 0 are left out.
+MIN_TUMOR_FRACTION = 0.1
 PATCHES = MappingProxyType({"train": 2000, "valid": 500, "test": 500})  # number of patches in each split
 Shape = tuple[int, int]
 
@@ -88,7 +89,7 @@ HISTIOCYTE = NucleusType(
 
 @dataclass(frozen=True)
 class Patch:
-    """A patch of a slide and its labels."""
+    """A patch of a slide, with its position and labels."""
 
     image: NDArray[np.uint8]  # (PATCH_PX, PATCH_PX, 3)
     corner: tuple[int, int]  # row and column, in the slide, of the upper left pixel of the patch
@@ -100,7 +101,7 @@ class Patch:
 def make_tumor(out: Path, seed: int = 0, patches: Mapping[str, int] = PATCHES) -> None:
     """Write the dataset to `out`, a new or empty folder. The same `seed` gives the same dataset.
 
-    `patches` maps the names of splits (train, valid, test) to numbers of patches; a missing split gets no patches.
+    `patches` maps the names of splits (train, valid, test) to numbers of patches. The number of a missing split is 0.
     Raises FileExistsError if `out` exists and is not an empty folder.
     """
     with new_dataset_folder(out) as folder:
@@ -109,11 +110,12 @@ def make_tumor(out: Path, seed: int = 0, patches: Mapping[str, int] = PATCHES) -
 
 
 def collect_patches(seed: int, split: int, count: int) -> list[Patch]:
-    """Return `count` patches of a split in random order; half of the patches have the label tumor.
+    """Return `count` patches of a split in random order. Half of the patches, rounded down, have the label tumor.
 
     `split` is the index of the split in SPLITS.
     """
-    per_slide = -(-count // (2 * max(MIN_SLIDES, -(-count // MAX_PATCHES_PER_SLIDE))))  # of each label
+    # maximum number of patches of each label from a slide
+    per_slide = -(-count // (2 * max(MIN_SLIDES, -(-count // MAX_PATCHES_PER_SLIDE))))
     collected: dict[bool, list[Patch]] = {True: [], False: []}
     slide = 0
     while min(len(patches) for patches in collected.values()) < count - count // 2:
@@ -126,10 +128,10 @@ def collect_patches(seed: int, split: int, count: int) -> list[Patch]:
 
 
 def cut_slide(seed: int, split: int, slide: int) -> dict[bool, list[Patch]]:
-    """Render a slide, and return patches of the slide by label: True for tumor, False for no tumor.
+    """Render a slide, and return a dictionary of its patches: key True for tumor, key False for no tumor.
 
-    `split` is the index of the split in SPLITS, `slide` the number of the slide. Each label has at most
-    MAX_PATCHES_PER_SLIDE / 2 patches, in random order. The same arguments give the same patches.
+    `split` is the index of the split in SPLITS, and `slide` the number of the slide in this split. Each label has at
+    most MAX_PATCHES_PER_SLIDE / 2 patches, in random order. The same arguments give the same patches.
     """
     rng = np.random.default_rng([seed, 3, split, slide])
     image, tumor = render_slide(rng)
@@ -149,6 +151,7 @@ def cut_slide(seed: int, split: int, slide: int) -> dict[bool, list[Patch]]:
 
 
 def _write_split(folder: Path, split: str, patches: list[Patch]) -> None:
+    """Write the images and the labels of a split as HDF5 files, and the positions of its patches as a CSV file."""
     import h5py  # an optional package that is slow to import
 
     stem = f"camelyonpatch_level_2_split_{split}"
@@ -156,7 +159,8 @@ def _write_split(folder: Path, split: str, patches: list[Patch]) -> None:
     labels = np.array([patch.center_tumor for patch in patches], np.uint8).reshape(-1, 1, 1, 1)
     for key, values in (("x", images), ("y", labels)):
         storage = {"chunks": (1, *values.shape[1:]), "compression": "gzip"} if len(values) else {}
-        with h5py.File(folder / f"{stem}_{key}.h5", "w") as file:  # without times, so that bytes are reproducible
+        with h5py.File(folder / f"{stem}_{key}.h5", "w") as file:
+            # without the time of writing, so that the same patches give the same bytes
             file.create_dataset(key, data=values, track_times=False, **storage)
     lines = [",coord_y,coord_x,tumor_patch,center_tumor_patch,wsi"]
     for i, patch in enumerate(patches):
@@ -169,19 +173,19 @@ def _write_split(folder: Path, split: str, patches: list[Patch]) -> None:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """Architecture of a lymph node, as maps (height, width). Depths are in µm. Maps without a unit are from 0 to 1."""
+    """Architecture of a lymph node: arrays (height, width) of distances in µm, and of values from 0 to 1."""
 
-    tumor_um: Field  # depth in the metastasis: nests of tumor cells and the stroma between them
+    tumor_um: Field  # depth in the metastasis, which consists of nests of tumor cells and of stroma
     nest_um: Field  # depth in nests of tumor cells
     lumen: Field  # 1 in lumens of tumor glands
     lymphoid_um: Field  # depth in lymphoid tissue
-    outside_um: Field  # distance in µm from the capsule, positive outside the lymph node and negative inside
+    outside_um: Field  # distance from the outer border of the capsule: positive outside the lymph node
     empty: Field  # 1 in fat cells and on bare glass
-    shreds: Field  # eosin of shreds of tissue on the glass
+    shreds: Field  # concentration of eosin in shreds of tissue on the glass
 
 
 def render_slide(rng: np.random.Generator) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    """Return the image (H, W, 3) of a part of a slide, and the mask (H, W) of the tumor."""
+    """Sample a slide; return the image (H, W, 3) of a part of the slide, and its mask (H, W): true in tumor."""
     shape = (SLIDE_PX, SLIDE_PX)
     plan = _sample_plan(rng, shape)
     metastasis = _sample_metastasis(rng)
@@ -220,7 +224,7 @@ def _mask_tumor(plan: NodePlan) -> NDArray[np.bool_]:
 
 
 def _sample_metastasis(rng: np.random.Generator) -> NucleusType:
-    """Sample the appearance of the nuclei of a metastasis: vesicular (pale, with nucleoli) or dense."""
+    """Sample the appearance of the tumor nuclei of a slide: vesicular (pale, with nucleoli) or dense."""
     is_vesicular = rng.random() < 0.6
     return NucleusType(
         radius_um=rng.uniform(3.6, 4.9),
@@ -238,6 +242,7 @@ def _sample_metastasis(rng: np.random.Generator) -> NucleusType:
 
 
 def _sample_style(rng: np.random.Generator) -> TissueStyle:
+    """Sample the appearance of the tissue of a slide."""
     return TissueStyle(
         cytoplasm=rng.uniform(0.35, 0.7),
         basophilia=0.1 + 0.35 * rng.random() ** 2,
@@ -258,9 +263,10 @@ def _sample_style(rng: np.random.Generator) -> TissueStyle:
 
 
 def _sample_plan(rng: np.random.Generator, shape: Shape) -> NodePlan:
+    """Sample the architecture of a lymph node with a metastasis, for an image of `shape` (height, width)."""
     tumor_um = _sample_region(rng, shape, rng.uniform(35, 75), rng.uniform(0.35, 0.5))
     outside_um = _sample_region(rng, shape, rng.uniform(50, 90), rng.choice([0.03, 0.3, 0.6], p=[0.35, 0.35, 0.3]))
-    inside_um = -outside_um - rng.uniform(4, 18)  # depth below the capsule
+    inside_um = -outside_um - rng.uniform(4, 18)  # depth below the inner border of the capsule
     trabecula_um = _sample_region(rng, shape, rng.uniform(20, 45), rng.choice([0.0, 0.03, 0.1]))
     glass, shreds = _sample_glass(rng, shape, outside_um, tumor_um)
     empty = np.maximum(glass, _sample_fat(rng, shape, outside_um - 3 * tumor_um.clip(0)))
@@ -270,9 +276,9 @@ def _sample_plan(rng: np.random.Generator, shape: Shape) -> NodePlan:
 
 
 def _sample_region(rng: np.random.Generator, shape: Shape, scale_um: float, fraction: float) -> Field:
-    """Sample random regions, and return the approximate depth in µm of each pixel: positive inside, negative outside.
+    """Sample random regions, and return the approximate depth of each pixel in µm: positive in the regions.
 
-    The regions together cover the given `fraction` of the image. The larger `scale_um`, the larger the regions.
+    The regions together cover the given `fraction` of the image. Their size increases with `scale_um`.
     """
     noise = smooth_noise(rng, shape, scale_um) + 0.25 * smooth_noise(rng, shape, scale_um / 4)
     depth: Field = (noise - np.float32(np.quantile(noise[::4, ::4], 1 - fraction))) * np.float32(scale_um / 2)
@@ -280,10 +286,10 @@ def _sample_region(rng: np.random.Generator, shape: Shape, scale_um: float, frac
 
 
 def _sample_nests(rng: np.random.Generator, shape: Shape, tumor_um: Field) -> tuple[Field, Field]:
-    """Return the depth of each pixel in groups of tumor cells, and a mask that is 1 in the lumens of glands.
+    """Return the depth in µm of each pixel in groups of tumor cells, and a mask that is 1 in the lumens of glands.
 
-    The groups are inside the metastasis, where `tumor_um` is positive. The pattern of the groups is chosen at random:
-    sheets, nests, cords or glands. Only glands have lumens.
+    The groups are in the metastasis, where `tumor_um` is positive. The pattern of the groups is sampled: sheets, nests,
+    cords or glands. Only glands have lumens.
     """
     lumen = np.zeros(shape, np.float32)
     pattern = rng.choice(["sheets", "nests", "cords", "glands"], p=[0.4, 0.25, 0.15, 0.2])
@@ -305,8 +311,8 @@ def _sample_nests(rng: np.random.Generator, shape: Shape, tumor_um: Field) -> tu
 def _sample_fat(rng: np.random.Generator, shape: Shape, outside_um: Field) -> Field:
     """Return a mask that is 1 in fat cells, and 0 in the thin walls between fat cells and in other tissue.
 
-    `outside_um` is the distance in µm from the capsule of the lymph node, positive outside the node. Most fat cells are
-    where `outside_um` is positive. In the metastasis, where fat is rare, the caller makes `outside_um` smaller.
+    `outside_um` is the distance in µm from the capsule, positive outside the lymph node. Most fat cells are at pixels
+    where it is positive. The caller subtracts from `outside_um` in the metastasis, because fat is rare there.
     """
     region = _sample_region(rng, shape, 45, rng.choice([0.03, 0.3, 0.7], p=[0.4, 0.35, 0.25]))
     region = region + outside_um.clip(-30, 10)
@@ -318,9 +324,9 @@ def _sample_fat(rng: np.random.Generator, shape: Shape, outside_um: Field) -> Fi
 
 
 def _sample_glass(rng: np.random.Generator, shape: Shape, outside_um: Field, tumor_um: Field) -> tuple[Field, Field]:
-    """Return a mask of bare glass outside the lymph node, and the eosin of thin shreds of tissue on the glass.
+    """Return a mask of bare glass outside the lymph node, and the eosin concentration of thin shreds of tissue on it.
 
-    The mask is 1 on bare glass and 0 on tissue. 30 % of slides have no bare glass: both arrays are then 0 everywhere.
+    The mask is 1 on bare glass and 0 on tissue. 30 % of slides have no bare glass: then both arrays are 0 everywhere.
     """
     if rng.random() < 0.3:
         return np.zeros(shape, np.float32), np.zeros(shape, np.float32)
@@ -336,10 +342,10 @@ def _sample_glass(rng: np.random.Generator, shape: Shape, outside_um: Field, tum
 
 
 def _paint_lymphoid_tissue(rng: np.random.Generator, canvas: StainCanvas, plan: NodePlan) -> list[Nuclei]:
-    """Paint the pale background of lymphoid tissue and the cytoplasm of histiocytes, and return the nuclei.
+    """Paint lymphoid tissue without nuclei, and return the nuclei, which the caller must paint.
 
-    The nuclei are in three groups: lymphocytes (some of them outside lymphoid tissue), centroblasts in germinal
-    centers, and histiocytes in sinuses. The caller paints the nuclei.
+    The painted parts are the pale background and the cytoplasm of histiocytes. The nuclei are in three groups:
+    lymphocytes (some of them outside lymphoid tissue), centroblasts in germinal centers, and histiocytes in sinuses.
     """
     shape = canvas.shape
     follicle_um = _sample_region(rng, shape, rng.uniform(30, 50), rng.choice([0.01, 0.1]))
@@ -389,7 +395,7 @@ def _paint_cell_bodies(rng: np.random.Generator, canvas: StainCanvas, centers: P
 
 
 def _paint_bleeding(rng: np.random.Generator, canvas: StainCanvas, plan: NodePlan) -> None:
-    """Paint red blood cells outside vessels; in some slides there are many."""
+    """Paint red blood cells outside vessels: many on some slides, and few on most slides."""
     red_cells = scatter_points(rng, canvas.shape, 4.7, jitter=0.2)
     density = values_at(smooth_noise(rng, canvas.shape, 16), red_cells)
     is_bleeding = density > rng.choice([0.8, 2.0, 3.0], p=[0.08, 0.4, 0.52])
@@ -398,7 +404,7 @@ def _paint_bleeding(rng: np.random.Generator, canvas: StainCanvas, plan: NodePla
 
 
 def _paint_artifacts(rng: np.random.Generator, canvas: StainCanvas) -> None:
-    """Paint artifacts on some slides: a region out of focus, a fold, or both."""
+    """Paint artifacts on some slides, chosen at random: a region out of focus, a fold of the tissue, or both."""
     shape = canvas.shape
     stains = (canvas.hematoxylin, canvas.eosin, canvas.blood)
     if rng.random() < 0.13:

@@ -1,13 +1,15 @@
 """Make synthetic breast cancer at 0.25 µm/px with mitotic figures, in the layout of AMIDA13.
 
-`make_mitosis` writes fields (images) of 23 cases as TIFF. For each field with mitoses, a CSV file contains the
-positions of the mitoses (`row,column`). In addition, `look_alikes/CASE/FIELD.csv` lists the mitoses and look-alikes of
-each field with their classes. `manifest-classes.csv` is a manifest of all fields, for training with these classes.
+`make_mitosis` writes TIFF images of 23 cases (patients). An image is called a field. For each field with mitoses, a CSV
+file contains the positions of the mitoses (`row,column` in pixels). In addition, `look_alikes/CASE/FIELD.csv` lists the
+mitoses and the look-alikes of each field with their classes. `manifest-classes.csv` lists all fields, for training with
+these classes.
 
-Mitotic figures are painted in one of four phases; metaphases are seen from the side or from a pole. Look-alikes are
-objects that resemble mitotic figures: dying cells, smudged nuclei and lymphocytes. A shape is computed as the depth of
-each pixel: its distance in µm from the outline of the shape, positive inside and negative outside. Noise is added to
-the positions of pixels, so that the edges of chromosomes are rough and hairy. Positions are complex numbers x + iy.
+Each mitotic figure is painted in one of four phases; a metaphase is seen from the side or from a pole. Look-alikes are
+objects that resemble mitotic figures: dying cells, smudged nuclei and lymphocytes. To paint a shape, a function
+computes the *depth* of each pixel: its distance in µm from the outline of the shape, positive inside and negative
+outside. Noise is added to the positions of pixels, so that the edges of chromosomes are rough. Positions are complex
+numbers x + iy.
 """
 
 from collections.abc import Callable
@@ -55,12 +57,12 @@ from rotopath.synthetic.painting import (
 SPACING_UM_PX = 0.25
 CASES = range(1, 24)
 CASES_IN_PART_1 = 12  # AMIDA13 has two folders of images; the first contains these cases
-MARGIN_PX = 20  # mitotic figures are farther from the edge of the field, so that they are recognizable
-# Mean number of mitoses in a field of (128 µm)² for each case; as in reality, a few cases have most mitoses.
+MARGIN_PX = 20  # mitotic figures are farther than this from the edge of the image, so that they are recognizable
+# Mean number of mitoses in a field of 128 µm × 128 µm, for each case. As in reality, a few cases have most mitoses.
 MITOSES_PER_FIELD = (6, 4, 4, 7, 2, 6, 5, 1, 0.5, 0, 2, 1, 0.5, 2, 5, 1, 1, 7, 0.5, 0, 6, 5, 3)
-MAX_MITOSES = 8
-LOOK_ALIKES_PER_FIELD = 9  # mean number of dying cells and smudged nuclei in (128 µm)²; there are also lymphocytes
-HIDDEN_UM = 3.5  # if two centers are closer than this, the object behind is not annotated
+MAX_MITOSES = 8  # maximum number of mitoses in a field
+LOOK_ALIKES_PER_FIELD = 9  # mean number of dying cells and smudged nuclei in a field of 128 µm × 128 µm
+HIDDEN_UM = 3.5  # if the centers of two objects are at most this far apart, only the object in front is annotated
 WINDOW_UM = 30.0  # side of the window in which a mitotic figure or dying cell is painted
 
 TUMOR = NucleusType(
@@ -83,11 +85,11 @@ MITOSIS = "mitosis"
 APOPTOTIC = "apoptotic"  # a dying cell: a shrunken nucleus, or fragments of a nucleus
 LOOK_ALIKE_NUCLEI = (LYMPHOCYTE.cell, SMUDGED.cell)
 
-Shape = tuple[Field, Field]  # depth in µm in the chromatin, and in the cell
+Shape = tuple[Field, Field]  # depth of each pixel in the chromatin, and depth in the cell, both in µm
 
 
 class LabeledObject(NamedTuple):
-    """The center of an object in whole pixels, and the class of the object."""
+    """The center of an object, rounded to whole pixels, and the class of the object."""
 
     row: int
     column: int
@@ -100,8 +102,8 @@ class LabeledObject(NamedTuple):
 def make_mitosis(out: Path, seed: int = 0, fields_per_case: int = 2, size_px: int = 512) -> None:
     """Write the dataset to `out`, a new or empty folder. The same `seed` gives the same dataset.
 
-    Each of the 23 cases has `fields_per_case` images; `size_px` is the height and width of an image in pixels. Raises
-    FileExistsError if `out` exists and is not an empty folder.
+    Each of the 23 cases has `fields_per_case` images of `size_px` × `size_px` pixels. Raises FileExistsError if `out`
+    exists and is not an empty folder.
     """
     with new_dataset_folder(out) as folder:
         manifest: list[tuple[object, ...]] = []
@@ -124,10 +126,10 @@ def make_mitosis(out: Path, seed: int = 0, fields_per_case: int = 2, size_px: in
 def render_mitosis_field(
     seed: int, case: int, field: int, size_px: int
 ) -> tuple[NDArray[np.uint8], list[LabeledObject]]:
-    """Return the image (H, W, 3) of a field, and a list of the mitoses and then the look-alikes in the field.
+    """Return the image (H, W, 3) of a field, and the objects to annotate: first the mitoses, then the look-alikes.
 
-    `case` (1 to 23) is the number of the case, and `field` the number of the field, from 1. `size_px` is the height and
-    width of the image in pixels.
+    `case` (1 to 23) is the number of the case, and `field` the number of the field in this case, from 1. `size_px` is
+    the height and width of the image in pixels.
     """
     appearance, style, tumor = _sample_case(np.random.default_rng([seed, 1, case]))
     rng = np.random.default_rng([seed, 1, case, field])
@@ -140,7 +142,7 @@ def render_mitosis_field(
     canvas, fibers = paint_ground(rng, depth_um, cells, SPACING_UM_PX, style)
     nest_cells = cells[values_at(depth_um, cells) > 2]
     candidates = _choose_mitosis_candidates(rng, nest_cells, size_px)
-    area = (size_px / 512) ** 2  # relative to (128 µm)²
+    area = (size_px / 512) ** 2  # in units of 128 µm × 128 µm
     count = min(int(rng.poisson(MITOSES_PER_FIELD[case - 1] * area)), MAX_MITOSES)
     mitoses = candidates[: min(count, len(candidates))]
     others = candidates[len(mitoses) : len(mitoses) + int(rng.poisson(LOOK_ALIKES_PER_FIELD * area))]
@@ -177,19 +179,20 @@ def render_mitosis_field(
 
 
 def label_objects(mitoses: Points, apoptotic: Points, nuclei: Nuclei, size_px: int) -> list[LabeledObject]:
-    """Return the objects to annotate: mitoses, apoptotic cells, and look-alike nuclei that no other object hides.
+    """Return the objects to annotate: mitoses, apoptotic cells, and look-alike nuclei, in this order.
 
     `mitoses` and `apoptotic` are the centers of these cells in pixels. `nuclei` are the nuclei of all other cells of
-    the field. Nuclei of the classes LOOK_ALIKE_NUCLEI are look-alikes, and the other nuclei are not annotated. Objects
-    with a center outside the image are left out.
+    the field. Only nuclei with a class in LOOK_ALIKE_NUCLEI are look-alikes. A look-alike is left out if a nucleus that
+    is not a look-alike covers its center, or if it is within HIDDEN_UM of an object in front. Objects with a center
+    outside the image are left out, too.
     """
     is_look_alike = np.isin(nuclei.cell, LOOK_ALIKE_NUCLEI)
     look_alikes, others = nuclei.select(is_look_alike), nuclei.select(~is_look_alike)
     vertices = [np.stack([ring.real, ring.imag], axis=1).astype(np.float64) for ring in trace_nuclei(others)]
     in_front, _ = paint_labels(tuple(Outline("", polygon) for polygon in vertices), size_px, size_px)
     look_alikes = look_alikes.select(values_at(in_front, look_alikes.center) == 0)
-    # Objects are ordered from front to back, because `select_spaced` drops the later one of two close objects. Mitoses
-    # and apoptotic cells are far apart, so they are always kept.
+    # Objects are ordered from front to back, because `select_spaced` keeps the first of two close objects. Mitoses and
+    # apoptotic cells are far apart, so all of them are kept.
     centers = np.concatenate([mitoses, apoptotic, look_alikes.center])
     classes = [MITOSIS] * len(mitoses) + [APOPTOTIC] * len(apoptotic) + [str(cell) for cell in look_alikes.cell]
     objects = [
@@ -200,7 +203,7 @@ def label_objects(mitoses: Points, apoptotic: Points, nuclei: Nuclei, size_px: i
 
 
 def _sample_case(rng: np.random.Generator) -> tuple[Appearance, TissueStyle, NucleusType]:
-    """Sample the appearance, tissue style and tumor nuclei of a case; all fields of the case share them."""
+    """Sample the colors, the tissue and the tumor nuclei of a case, which are the same in all fields of the case."""
     appearance = sample_appearance(rng, AT_40X)
     style = TissueStyle(
         cytoplasm=rng.uniform(0.55, 0.85),
@@ -229,10 +232,10 @@ def _sample_case(rng: np.random.Generator) -> tuple[Appearance, TissueStyle, Nuc
 
 
 def _choose_mitosis_candidates(rng: np.random.Generator, cells: Points, size_px: int) -> Points:
-    """Return the centers of cells that may be replaced by mitotic figures or dying cells, in random order.
+    """Return the centers of cells that may be replaced by mitotic figures or look-alikes, in random order.
 
     `cells` are the centers of all tumor cells, in pixels. The returned centers are more than MARGIN_PX away from the
-    edge of the field, and more than 16 µm away from each other.
+    edge of the image, and more than 16 µm away from each other.
     """
     is_inside = (np.abs(cells.real - size_px / 2) < size_px / 2 - MARGIN_PX) & (
         np.abs(cells.imag - size_px / 2) < size_px / 2 - MARGIN_PX
@@ -254,7 +257,7 @@ def paint_mitosis(rng: np.random.Generator, canvas: StainCanvas, center: complex
     shape = (position.shape[0], position.shape[1])
     px_per_um = 1 / canvas.spacing_um_px
     rough = position
-    for scale_um, shift_um in ((0.35, rng.uniform(0.12, 0.35)), (0.9, rng.uniform(0.1, 0.35))):  # hairs and lumps
+    for scale_um, shift_um in ((0.35, rng.uniform(0.12, 0.35)), (0.9, rng.uniform(0.1, 0.35))):  # fine, then coarse
         rough = rough + np.float32(shift_um) * _displacement(rng, shape, scale_um * px_per_um)
     phase = _PHASES[int(rng.choice(len(_PHASES), p=_PHASE_PROBABILITIES))]
     chromatin, cell = phase(rng, rough, position, smooth_noise(rng, shape, 1.0 * px_per_um))
@@ -311,8 +314,9 @@ def paint_apoptotic_cell(rng: np.random.Generator, canvas: StainCanvas, center: 
     window.view(canvas.hematoxylin)[:] += mask * np.float32(rng.uniform(1.6, 2.9))
 
 
-# Phases of mitosis: each function returns the depth in the chromatin and in the cell, in µm. `position` is the position
-# of each pixel relative to the center, in µm; `rough` is `position` with random displacements; `lumps` is noise.
+# Phases of mitosis: each function returns the depth of each pixel in the chromatin and in the cell, in µm. `position`
+# contains the position of each pixel relative to the center of the cell, in µm. `rough` is `position` with random
+# displacements. `lumps` is noise that makes the outline of the chromatin uneven.
 
 
 def _prometaphase(rng: np.random.Generator, rough: Points, position: Points, lumps: Field) -> Shape:
@@ -353,10 +357,11 @@ _PHASE_PROBABILITIES = (0.26, 0.42, 0.08, 0.13, 0.11)
 
 
 def _two_plates(rng: np.random.Generator, rough: Points, distance: float, length: float, thickness: float) -> Field:
-    """Return the depth in µm in two parallel, slightly curved plates, each `distance` µm from the center of the cell.
+    """Return the depth of each pixel in two parallel, slightly curved plates of chromosomes, in µm.
 
-    `rough` is the position of each pixel relative to this center, in µm, with random displacements. `length` and
-    `thickness` are half the length and half the thickness of a plate, in µm.
+    Each plate is `distance` µm from the center of the cell. `rough` contains the position of each pixel relative to the
+    center of the cell, in µm, with random displacements. `length` and `thickness` are half the length and half the
+    thickness of a plate, in µm.
     """
     curvature = rng.uniform(-0.01, 0.07)
     folded = rough.real + 1j * (np.abs(rough.imag) - distance - curvature * rough.real**2)
@@ -365,10 +370,10 @@ def _two_plates(rng: np.random.Generator, rough: Points, distance: float, length
 
 
 def _plate(position: Points, length: float, thickness: float) -> Field:
-    """Return how deep each pixel is inside a plate with rounded ends, in µm; negative outside.
+    """Return the approximate depth of each pixel in a plate with rounded ends, in µm: negative outside the plate.
 
-    `position` is the position of each pixel relative to the center of the plate, in µm. `length` and `thickness` are
-    half the length and half the thickness of the plate, in µm.
+    `position` contains the position of each pixel relative to the center of the plate, in µm. `length` and `thickness`
+    are half the length and half the thickness of the plate, in µm.
     """
     level = (np.abs(position.real) / length) ** 3 + (np.abs(position.imag) / thickness) ** 3
     depth: Field = ((1 - np.cbrt(level)) * thickness).astype(np.float32)
@@ -376,16 +381,16 @@ def _plate(position: Points, length: float, thickness: float) -> Field:
 
 
 def _round_cell(rng: np.random.Generator, position: Points) -> Field:
-    """Return how deep each pixel is inside a round cell of random size, in µm; negative outside.
+    """Return the depth of each pixel in a round cell of random size, in µm: negative outside the cell.
 
-    `position` is the position of each pixel relative to the center of the cell, in µm.
+    `position` contains the position of each pixel relative to the center of the cell, in µm.
     """
     cell: Field = np.float32(rng.uniform(5.8, 8.0)) - np.abs(position).astype(np.float32)
     return cell
 
 
 def _window_around(canvas: StainCanvas, center: complex) -> Window:
-    """Return the window around `center` in which a mitotic figure or dying cell is painted.
+    """Return the window around `center` in which a mitotic figure or a dying cell is painted.
 
     Raises ValueError if the whole window is outside the canvas.
     """
@@ -398,7 +403,7 @@ def _window_around(canvas: StainCanvas, center: complex) -> Window:
 
 
 def _displacement(rng: np.random.Generator, shape: tuple[int, int], scale_px: float) -> Points:
-    """Return a random displacement x + iy for each pixel.
+    """Return a random displacement x + iy for each pixel of an image of `shape` (height, width).
 
     x and y have mean 0 and standard deviation 1, and vary over distances of about `scale_px` pixels.
     """
@@ -406,6 +411,6 @@ def _displacement(rng: np.random.Generator, shape: tuple[int, int], scale_px: fl
 
 
 def _local_positions(rng: np.random.Generator, window: Window, canvas: StainCanvas) -> Points:
-    """Return the position of each pixel relative to the center of a window, in µm, rotated by one random angle."""
+    """Return the position of each pixel relative to the center of `window`, in µm, rotated by one random angle."""
     rotated: Points = window.offset * np.float32(canvas.spacing_um_px) * sample_directions(rng, 1)[0]
     return rotated

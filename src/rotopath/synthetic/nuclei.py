@@ -1,7 +1,7 @@
-"""Sample nuclei with smooth irregular outlines, and paint many nuclei with their chromatin at once.
+"""Sample nuclei with smooth irregular outlines, and paint many nuclei and their chromatin together.
 
-`sample_nuclei` samples the parameters of nuclei at given positions; a `NucleusType` states how large, dark and uneven
-the nuclei are. `trace_nuclei` returns the outlines of nuclei, and `paint_nuclei` adds the stain of nuclei to the
+`sample_nuclei` samples the shapes and stains of nuclei at given positions; a `NucleusType` states how large, dark and
+uneven the nuclei are. `trace_nuclei` returns the outlines of nuclei, and `paint_nuclei` adds the stain of nuclei to the
 tissue. An outline is a bent ellipse with irregularities, which are harmonics (sine waves) of the angle around the
 center. Positions are complex numbers x + iy in pixels, and directions are complex numbers of length 1.
 """
@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 from rotopath.synthetic.painting import Field, Points, sample_directions, smooth_noise
 
 Numbers = NDArray[np.floating]  # (n,): a number for each of n nuclei or pixels
-HARMONICS = 5  # number of harmonics of an outline; their orders are 2 (oval) to 6 (wrinkled)
-OUTLINE_VERTICES = 40
+HARMONICS = 5  # number of harmonics of an outline: sine waves with 2, 3, 4, 5 and 6 periods around the nucleus
+OUTLINE_VERTICES = 40  # number of vertices of an outline
 # Sides of the windows in which nuclei are painted. Each nucleus gets the smallest window that contains it, and nuclei
 # with windows of the same size are painted together.
 WINDOWS_PX = (8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 160)
 BATCH_PX = 1 << 20  # maximum number of pixels that are painted together, to limit memory
 MEMBRANE_UM = np.float32(0.35)  # apparent width of a nuclear membrane that is in focus
-TRANSPARENCY = 0.3  # visible fraction of the stain of a nucleus behind another nucleus
+TRANSPARENCY = 0.3  # fraction of the stain of a nucleus that is visible through a nucleus in front
 
 
 @dataclass(frozen=True)
 class NucleusType:
-    """Appearance of one type of nuclei. `rim`, `clumps` and `pallor` are relative to the darkness of a nucleus."""
+    """Appearance of one type of nuclei. `rim`, `clumps` and `pallor` are fractions of `darkness`."""
 
     radius_um: float  # typical radius
     spread: float = 0.12  # relative standard deviation of radii
@@ -37,11 +37,11 @@ class NucleusType:
     darkness: float = 0.8  # typical concentration of hematoxylin
     darkness_spread: float = 0.15  # relative standard deviation of darkness
     rim: float = 0.5  # additional stain at the nuclear membrane
-    clumps: float = 0.35  # contrast of chromatin
-    pallor: float = 0.0  # fraction of the stain that is missing inside (vesicular nuclei)
-    nucleoli: float = 0.0  # mean number in a nucleus; at most three are painted
+    clumps: float = 0.35  # contrast of the chromatin clumps
+    pallor: float = 0.0  # missing stain inside the nucleus; vesicular nuclei have a high value
+    nucleoli: float = 0.0  # mean number of nucleoli in a nucleus; at most three are painted
     blurred: float = 0.06  # fraction of nuclei that are out of focus
-    cell: str = ""  # class in annotations; empty if the type is not annotated
+    cell: str = ""  # class of the nucleus in annotations; empty if nuclei of this type are not annotated
 
 
 NEEDLE = NucleusType(  # resting fibroblasts
@@ -81,31 +81,32 @@ LYMPHOCYTE = NucleusType(
 
 @dataclass(frozen=True)
 class Nuclei:
-    """Parameters of n nuclei; each array has one entry for each nucleus.
+    """Shapes and stains of n nuclei. Each array has one entry for each nucleus.
 
-    A field without a comment contains, for each nucleus, the value of the field of `NucleusType` with the same name.
+    Attributes without a comment are explained in `NucleusType`. Their values vary at random between nuclei.
     """
 
     center: Points  # complex numbers x + iy, in pixels
     direction: Points  # directions of the long axes, complex numbers of length 1
-    long_px: Numbers  # half of the long axis
-    short_px: Numbers  # half of the short axis
+    long_px: Numbers  # half the length of the long axis
+    short_px: Numbers  # half the length of the short axis
     bend: Numbers  # C-shaped bend: curvature of the long axis, in 1 / px
     wave: Numbers  # S-shaped bend: cubic coefficient of the long axis, in 1 / px²
-    harmonics: NDArray[np.complexfloating]  # (n, HARMONICS): irregularities of the outline
+    harmonics: NDArray[np.complexfloating]  # (n, HARMONICS): amplitudes and phases of the irregularities of the outline
     darkness: Numbers
     rim: Numbers
     clumps: Numbers
     pallor: Numbers
     softness_px: Numbers  # width over which the edge fades
-    nucleoli: NDArray[np.complexfloating]  # (n, 3): positions, relative to center and semi-axes; 100: no nucleolus
-    cell: NDArray[np.str_]  # class in annotations
+    # (n, 3): positions of nucleoli relative to the center, divided by the semi-axes; 100 stands for a missing nucleolus
+    nucleoli: NDArray[np.complexfloating]
+    cell: NDArray[np.str_]  # class of the nucleus in annotations; empty if it is not annotated
 
     def __len__(self) -> int:
         return len(self.center)
 
     def select(self, chosen: NDArray[np.generic]) -> "Nuclei":
-        """Return the chosen nuclei. `chosen` is an array of indices, or a mask (n,), true for the chosen nuclei."""
+        """Return a part of the nuclei. `chosen` is an array of their indices, or a mask (n,) that is true for them."""
         return Nuclei(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
 
@@ -120,9 +121,9 @@ def concatenate_nuclei(groups: list[Nuclei]) -> Nuclei:
 def sample_nuclei(
     rng: np.random.Generator, kind: NucleusType, centers: Points, spacing_um_px: float, directions: Points | None = None
 ) -> Nuclei:
-    """Sample nuclei of the type `kind` at `centers`.
+    """Sample nuclei of the type `kind` at `centers` (n,), in pixels.
 
-    `directions` are the directions of the long axes of the nuclei; None: random directions.
+    `directions` (n,) are the directions of the long axes of the nuclei. With None, the directions are random.
     """
     n = len(centers)
     radius = kind.radius_um / spacing_um_px * rng.lognormal(0, kind.spread, n)
@@ -155,7 +156,11 @@ def sample_nuclei(
 def sample_fibroblasts(
     rng: np.random.Generator, centers: Points, spacing_um_px: float, directions: Points, active: float = 0.4
 ) -> Nuclei:
-    """Sample spindle-shaped nuclei with long axes close to `directions`; `active` is the fraction of plump nuclei."""
+    """Sample spindle-shaped nuclei at `centers` (n,), in pixels, with long axes close to `directions` (n,).
+
+    `active` is the fraction of active fibroblasts, which have plump nuclei. The result has a different order than
+    `centers`: resting fibroblasts are first.
+    """
     tilted = directions * np.exp(1j * rng.normal(0, 0.16, len(directions)))
     is_plump = rng.random(len(centers)) < active
     return concatenate_nuclei(
@@ -167,7 +172,7 @@ def sample_fibroblasts(
 
 
 def trace_nuclei(nuclei: Nuclei) -> NDArray[np.complexfloating]:
-    """Return the vertices of the outlines, (n, OUTLINE_VERTICES), as complex numbers x + iy in pixels."""
+    """Return the vertices (n, OUTLINE_VERTICES) of the outlines of nuclei, as complex numbers x + iy in pixels."""
     circle = np.fft.fft(np.eye(1, OUTLINE_VERTICES, 1)[0])  # points on the unit circle
     scaled = circle * _outline_scale(nuclei.harmonics[:, :, None], circle[None])
     x = nuclei.long_px[:, None] * scaled.real
@@ -181,10 +186,10 @@ def trace_nuclei(nuclei: Nuclei) -> NDArray[np.complexfloating]:
 def paint_nuclei(
     rng: np.random.Generator, nuclei: Nuclei, hematoxylin: Field, eosin: Field, spacing_um_px: float
 ) -> None:
-    """Paint nuclei on the arrays `hematoxylin` and `eosin`, (height, width) each, which are changed in place.
+    """Paint nuclei on the concentrations `hematoxylin` and `eosin` (height, width), which change in place.
 
-    The first nucleus is in front of all others, and the last nucleus is behind all others. Where nuclei overlap, the
-    stain of the nuclei behind is partly visible.
+    The first nucleus is in front of all other nuclei, and the last nucleus is behind all other nuclei. Where nuclei
+    overlap, the nuclei behind are partly visible.
     """
     shape = hematoxylin.shape
     front, strongest, cover = (np.zeros(hematoxylin.size, np.float32) for _ in range(3))
@@ -192,7 +197,7 @@ def paint_nuclei(
     clumps = np.tanh(2.2 * smooth_noise(rng, shape, 0.42 * px_per_um) - np.float32(0.7)) + np.float32(0.4)
     grain = 0.5 * smooth_noise(rng, shape, 0.22 * px_per_um) + 0.5 * clumps
     grain = grain + 0.3 * smooth_noise(rng, shape, 1.0 * px_per_um)
-    bulge = 1 + np.abs(nuclei.harmonics).sum(axis=1)  # the outline is at most this many times larger than the ellipse
+    bulge = 1 + np.abs(nuclei.harmonics).sum(axis=1)  # upper bound of (size of the outline / size of the ellipse)
     size = 2 * (nuclei.long_px * bulge + nuclei.softness_px + 1)
     window = np.array(WINDOWS_PX)[np.searchsorted(WINDOWS_PX, size).clip(max=len(WINDOWS_PX) - 1)]
     painted = []
@@ -216,11 +221,11 @@ def paint_nuclei(
 def _stain_pixels(
     rng: np.random.Generator, nuclei: Nuclei, side: int, grain: Field, spacing_um_px: float
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], Numbers, Numbers]:
-    """Compute the stain of nuclei in windows of `side` × `side` pixels around their centers.
+    """Compute the stain of nuclei in windows of `side` × `side` pixels around the centers of the nuclei.
 
     `grain` (height, width) is the texture of chromatin. Returns four arrays with an entry for each pixel of each
-    nucleus: the index of the nucleus, the flat index of the pixel in the image, the amount of hematoxylin, and how much
-    the nucleus covers the pixel, from 0 to 1.
+    nucleus: the index of the nucleus, the flat index of the pixel in the image, the concentration of hematoxylin, and
+    the opacity of the nucleus at the pixel, from 0 to 1.
     """
     height, width = grain.shape
     corner_x = np.rint(nuclei.center.real).astype(int)[:, None, None] - side // 2
@@ -239,7 +244,7 @@ def _stain_pixels(
     outline = _outline_scale(nuclei.harmonics[..., new, new], np.asarray(unit / distance, np.complex64))
     level = distance / outline  # 1 on the outline
     slope = np.sqrt((x / long**2) ** 2 + (y / short**2) ** 2) / (distance * outline) + np.float32(1e-3)
-    depth_um = (1 - level) / slope * np.float32(spacing_um_px)  # below the membrane
+    depth_um = (1 - level) / slope * np.float32(spacing_um_px)  # approximate distance from the outline
     softness_um = nuclei.softness_px[:, new, new] * np.float32(spacing_um_px)
     mask = (depth_um / softness_um + np.float32(0.5)).clip(0, 1)
     mask *= mask * (3 - 2 * mask)
@@ -249,7 +254,7 @@ def _stain_pixels(
     rim_um = np.float32(0.2) + np.float32(0.4) * softness_um
     rim = (
         nuclei.rim[:, new, new]
-        * (MEMBRANE_UM / rim_um)  # so that a blurred membrane has the same amount of stain as a sharp one
+        * (MEMBRANE_UM / rim_um)  # blur does not change the total stain of the membrane
         * (np.float32(0.75) + np.float32(0.6) * chromatin).clip(0.1)
         * np.exp(-((depth_um / rim_um - np.float32(0.6)) ** 2))
     )
@@ -271,10 +276,11 @@ def _stain_pixels(
 
 
 def _outline_scale(harmonics: NDArray[np.complexfloating], unit: NDArray[np.complexfloating]) -> Numbers:
-    """Return the distance of the outline from the center, divided by that of the ellipse, in the directions `unit`.
+    """Return the ratio of two distances from the center of a nucleus: to the outline, and to the ellipse without waves.
 
-    `unit` are complex numbers of length 1, in coordinates in which the ellipse is the unit circle. The quotient is
-    1 + Re Σ c_k unit^k for k = 2 to 6, limited to 0.4 to 1.8; the second axis of `harmonics` contains the c_k.
+    The ratio is computed for each direction in `unit`. A direction is a complex number of length 1, in coordinates in
+    which the ellipse is the unit circle. The ratio is 1 + Re Σ c_k unit^k for k = 2 to 6, limited to the range from 0.4
+    to 1.8. The second axis of `harmonics` contains the c_k.
     """
     total = np.zeros(np.broadcast_shapes(harmonics[:, 0].shape, unit.shape), np.complex64)
     for k in range(HARMONICS - 1, -1, -1):  # Horner's method

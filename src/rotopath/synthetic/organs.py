@@ -1,12 +1,12 @@
 """Make synthetic tissue of four organs at 0.25 µm/px with all nuclei outlined, in the layout of Kumar et al.
 
-`make_nuclei` writes 24 fields (images) as TIFF, the nuclei of each field as outlines (Aperio XML) and as a 16-bit label
-map, and `split.csv` with the organ and the split of each field. A CSV file next to each label map contains the class
-of each nucleus: epithelial, lymphocyte or fibroblast. `manifest-classes.csv` is a manifest of all fields, for training
-with these classes.
+`make_nuclei` writes 24 TIFF images. An image is called a field. The nuclei of each field are written as outlines
+(Aperio XML) and as a 16-bit label map. `split.csv` contains the organ and the split of each field. A CSV file next to
+each label map contains the class of each nucleus: epithelial, lymphocyte or fibroblast. `manifest-classes.csv` lists
+all fields, for training with these classes.
 
 Each organ has a function that samples an `OrganPlan`: the positions of epithelium, lumens and cells in a field, and the
-appearance of the tissue and its nuclei. A *depth* is the distance of a pixel in µm from the border of the epithelium:
+appearance of the tissue and its nuclei. The *depth* is the distance of a pixel from the border of the epithelium in µm:
 positive in epithelium, negative in stroma. Positions are complex numbers x + iy in pixels.
 """
 
@@ -54,7 +54,7 @@ from rotopath.synthetic.painting import (
 
 SPACING_UM_PX = 0.25
 PX_PER_UM = 1 / SPACING_UM_PX
-MIN_VISIBLE_PX = 20  # nuclei with a smaller visible area (px²) are not annotated
+MIN_VISIBLE_PX = 20  # nuclei with fewer visible pixels are not annotated
 
 EPITHELIAL = NucleusType(
     3.6, elongation=1.2, darkness=0.95, rim=0.45, clumps=0.35, pallor=0.3, nucleoli=0.5, cell="epithelial"
@@ -63,7 +63,7 @@ EPITHELIAL = NucleusType(
 
 @dataclass(frozen=True)
 class NucleusOutline(Outline):
-    """The outline and class of a nucleus."""
+    """Outline and class of a nucleus."""
 
     cell: str
 
@@ -72,13 +72,13 @@ class NucleusOutline(Outline):
 class OrganPlan:
     """Architecture of a field, and appearance of its tissue and nuclei."""
 
-    depth_um: Field  # depth in the epithelium; negative in stroma
+    depth_um: Field  # depth of each pixel: positive in epithelium, negative in stroma
     lumen: Field  # 1 in empty lumens
     cells: Points  # centers of epithelial cells
     epithelial: NucleusType  # appearance of the epithelial nuclei
     style: TissueStyle
-    stroma_cells: float = 0.4  # fraction of candidate positions in stroma that get a fibroblast
-    immune: float = 1.9  # threshold on noise, in standard deviations: the higher, the fewer lymphocytes
+    stroma_cells: float = 0.4  # density of fibroblasts in stroma, from 0 (none) to 1
+    immune: float = 1.9  # threshold on random noise with standard deviation 1: the higher, the fewer lymphocytes
     red_cells: float = 2.4  # a threshold like `immune`, for red blood cells in stroma, outside vessels
     vessels: int = 3  # maximum number of vessels in a field of 128 µm × 128 µm
     eccentricity_um: float = 0.0  # typical distance of nuclei from the centers of their cells
@@ -90,8 +90,7 @@ class OrganPlan:
 def make_nuclei(out: Path, seed: int = 0, size_px: int = 512) -> None:
     """Write the dataset to `out`, a new or empty folder. The same `seed` gives the same dataset.
 
-    `size_px` is the height and width of the images in pixels. Raises FileExistsError if `out` exists and is not an
-    empty folder.
+    Each image has `size_px` × `size_px` pixels. Raises FileExistsError if `out` exists and is not an empty folder.
     """
     splits = [split for split, count in KUMAR_FIELDS.items() for _ in range(count)]
     with new_dataset_folder(out) as folder:
@@ -106,7 +105,7 @@ def make_nuclei(out: Path, seed: int = 0, size_px: int = 512) -> None:
                 vertices = [outline.vertices for outline in outlines]
                 write_aperio_outlines(folder / "Annotations" / f"{name}.xml", vertices, SPACING_UM_PX)
                 write_labels(folder / "Label Maps" / f"{name}.png", labels)
-                # Strict: if the label map lacked a nucleus, all later nuclei would have wrong classes.
+                # `strict` raises an error if the label map lacks a nucleus. Otherwise, nuclei would get wrong classes.
                 classes = zip(range(1, int(labels.max()) + 1), (outline.cell for outline in outlines), strict=True)
                 write_table(folder / "Label Maps" / f"{name}.csv", "object,class", classes)
                 fields.append((name, organ, split))
@@ -124,8 +123,8 @@ def make_nuclei(out: Path, seed: int = 0, size_px: int = 512) -> None:
 def render_organ_field(seed: int, organ: str, number: int, size_px: int) -> tuple[NDArray[np.uint8], Nuclei]:
     """Return the image (H, W, 3) of a field, and all nuclei of the field, ordered from front to back.
 
-    `organ` is a key of ORGANS, such as "breast", and `number` the number of the field in this organ. `size_px` is the
-    height and width of the image in pixels.
+    `organ` is a key of ORGANS, such as "breast", and `number` the number of the field of this organ, from 1. `size_px`
+    is the height and width of the image in pixels.
     """
     rng = np.random.default_rng([seed, 2, list(ORGANS).index(organ), number])
     shape = (size_px, size_px)
@@ -165,10 +164,11 @@ def render_organ_field(seed: int, organ: str, number: int, size_px: int) -> tupl
 
 
 def outline_visible_nuclei(nuclei: Nuclei, size_px: int) -> tuple[NucleusOutline, ...]:
-    """Return the outlines and classes of visible nuclei, with coordinates rounded as in the XML file.
+    """Return the outlines and classes of the visible nuclei in an image of `size_px` × `size_px` pixels.
 
     `nuclei` must be ordered from front to back, and the outlines have the same order. A nucleus is visible if at least
-    MIN_VISIBLE_PX pixels of this nucleus are in the image and not covered by visible nuclei in front.
+    MIN_VISIBLE_PX pixels of this nucleus are in the image and not covered by visible nuclei in front. Coordinates are
+    rounded to 0.01 px, as in the XML file.
     """
     is_covered = np.zeros((size_px, size_px), bool)
     visible: list[NucleusOutline] = []
@@ -186,7 +186,7 @@ def outline_visible_nuclei(nuclei: Nuclei, size_px: int) -> tuple[NucleusOutline
 
 
 def _breast(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
-    """Sample a field of breast: solid nests of pleomorphic cells in dense stroma with lymphocytes."""
+    """Sample a field of breast: solid nests of cells of various sizes, in dense stroma with lymphocytes."""
     scale_um = rng.uniform(25, 50)
     depth = (smooth_noise(rng, shape, scale_um * PX_PER_UM) + rng.uniform(-0.4, 0.6)) * np.float32(scale_um / 2)
     radius = rng.uniform(3.6, 5.2)
@@ -218,7 +218,7 @@ def _breast(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
 
 
 def _kidney(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
-    """Sample a field of kidney: dense tubules of cuboidal cells around small lumens, or clear cells with vessels."""
+    """Sample a field of kidney: dense tubules around small lumens, or groups of clear cells with many vessels."""
     is_clear = rng.random() < 0.4
     depth = compartment_depth(rng, shape, rng.uniform(42, 58), 1.5 if is_clear else 2.0, PX_PER_UM)
     wall_um = rng.uniform(9, 12)
@@ -266,7 +266,7 @@ def _kidney(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
 
 
 def _liver(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
-    """Sample a field of liver: plates of large polygonal cells with round nuclei, between sinusoids, and some fat."""
+    """Sample a field of liver: plates of large cells with round nuclei, gaps (sinusoids) between them, and some fat."""
     ridges = np.abs(smooth_noise(rng, shape, 14 * PX_PER_UM) + 0.5 * smooth_noise(rng, shape, 7 * PX_PER_UM))
     depth = ridges * 9 - np.float32(rng.uniform(1.0, 2.2))
     cells = scatter_points(rng, shape, rng.uniform(13, 16) * PX_PER_UM, jitter=0.15)
@@ -302,7 +302,7 @@ def _liver(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
 
 
 def _prostate(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
-    """Sample a field of prostate: glands in muscular stroma; columnar cells, basal nuclei, frilled lumens."""
+    """Sample a field of prostate: glands in stroma, with one or two rows of nuclei around lumens with wavy edges."""
     depth = compartment_depth(rng, shape, rng.uniform(60, 95), rng.uniform(4, 10), PX_PER_UM)
     wall_um = rng.uniform(11, 16)
     cells = _cells_at_depth(rng, shape, depth, rng.uniform(4.5, 6), 6.6)
@@ -334,6 +334,7 @@ def _prostate(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
     return OrganPlan(depth, _lumen(rng, depth, wall_um), cells, kind, style)
 
 
+# For each organ: a function that samples a field of `shape` (height, width).
 ORGANS: dict[str, Callable[[np.random.Generator, tuple[int, int]], OrganPlan]] = {
     "breast": _breast,
     "kidney": _kidney,
@@ -343,19 +344,23 @@ ORGANS: dict[str, Callable[[np.random.Generator, tuple[int, int]], OrganPlan]] =
 
 
 def _lumen(rng: np.random.Generator, depth_um: Field, wall_um: float) -> Field:
-    """Return a mask that is 1 in lumens: where the depth exceeds `wall_um`. The edges of lumens are frilled.
+    """Return a mask that is 1 in lumens and 0 elsewhere. Random noise makes the edges of lumens wavy.
 
-    `wall_um` is therefore the approximate thickness of the epithelium around a lumen.
+    A lumen is a region where the depth exceeds `wall_um`. Therefore, `wall_um` is the approximate thickness of the
+    epithelium around a lumen.
     """
     shape = (depth_um.shape[0], depth_um.shape[1])
-    frill = 1.6 * smooth_noise(rng, shape, 5 * PX_PER_UM) + 0.6 * smooth_noise(rng, shape, 1.5 * PX_PER_UM)
-    return smoothstep((depth_um + frill - np.float32(wall_um)) * np.float32(1.2))
+    waves = 1.6 * smooth_noise(rng, shape, 5 * PX_PER_UM) + 0.6 * smooth_noise(rng, shape, 1.5 * PX_PER_UM)
+    return smoothstep((depth_um + waves - np.float32(wall_um)) * np.float32(1.2))
 
 
 def _cells_at_depth(
     rng: np.random.Generator, shape: tuple[int, int], depth_um: Field, target_um: float, distance_um: float
 ) -> Points:
-    """Return random centers of cells, more than `distance_um` apart, at a depth of about `target_um`."""
+    """Return random centers of cells at a depth of about `target_um`.
+
+    The centers are more than `distance_um` apart. `depth_um` (height, width) is the depth of each pixel.
+    """
     points = rng.permutation(scatter_points(rng, shape, 0.45 * distance_um * PX_PER_UM, jitter=0.3))
     points = points[np.abs(values_at(depth_um, points) - target_um) < 4]
     slope = gradient(depth_um)
@@ -370,9 +375,9 @@ def _cells_at_depth(
 
 
 def _fat_droplets(rng: np.random.Generator, centers: Points, shape: tuple[int, int]) -> Field:
-    """Return a mask that is 1 in one droplet of fat around each of `centers`.
+    """Return a mask that is 1 in droplets of fat and 0 elsewhere. There is one droplet around each of `centers`.
 
-    Most droplets are small, and all have irregular edges.
+    Sizes are random; most droplets are small. The edges are irregular.
     """
     dents = 1.1 * smooth_noise(rng, shape, 4 * PX_PER_UM) + 0.5 * smooth_noise(rng, shape, 1.5 * PX_PER_UM)
     rows, columns = np.ogrid[: shape[0], : shape[1]]

@@ -1,11 +1,11 @@
-"""Functions for painting synthetic tissue: noise, points, the canvas of stains, the image of a scanner, and files.
+"""Common functions for painting synthetic tissue: noise, random points, stain concentrations, RGB images and files.
 
-Sizes and scales are in pixels. Positions and directions are complex numbers x + iy, with x to the right and y down. In
-this module, a field is an array (height, width) with a number for each pixel.
+Sizes and scales are in pixels. Positions and directions are complex numbers x + iy, with x to the right and y down. An
+array of the type `Field` (height, width) contains a number for each pixel.
 
-Tissue is painted as concentrations of stains on a `StainCanvas`: functions change the arrays of the canvas.
-`render_rgb` converts the canvas to the image that a scanner would store. The functions `write_…` write files: TIFF,
-PNG, Aperio XML and CSV.
+Tissue is painted as concentrations of stains on a `StainCanvas`: painting functions change the arrays of the canvas.
+`render_rgb` converts the canvas to the image that a scanner would store. The functions `write_…` write TIFF, PNG,
+Aperio XML and CSV files.
 """
 
 import io
@@ -30,16 +30,16 @@ Points = NDArray[np.complexfloating]  # (n,): positions x + iy in pixels
 Number = TypeVar("Number", bound=np.generic)
 
 BLURRED_NOISE_STD = 0.2821  # standard deviation of white noise after a Gaussian blur with a sigma of one pixel
-FIBER_TILE_PX = 256  # side of the noise that `fiber_noise` repeats
+FIBER_TILE_PX = 256  # side of the square of noise that `fiber_noise` repeats in both directions
 
 
 # Noise
 
 
 def smooth_noise(rng: np.random.Generator, shape: tuple[int, int], scale_px: float) -> Field:
-    """Return noise with mean 0 and standard deviation 1 that varies over distances of about `scale_px`."""
+    """Return noise (height, width) with mean 0 and standard deviation 1 that varies over about `scale_px` pixels."""
     height, width = shape
-    step = max(scale_px, 1.0)  # noise of large scales is drawn on a coarse grid and enlarged
+    step = max(scale_px, 1.0)  # to save time, noise with a large scale is drawn on a coarse grid and enlarged
     blur = min(scale_px, 1.0)
     coarse = rng.standard_normal((int(height / step) + 7, int(width / step) + 7), np.float32)
     coarse = ndimage.gaussian_filter(coarse, blur, truncate=3.0)
@@ -47,7 +47,7 @@ def smooth_noise(rng: np.random.Generator, shape: tuple[int, int], scale_px: flo
     if step == 1.0:
         cropped: Field = coarse[3 : 3 + height, 3 : 3 + width]
         return cropped
-    left, top = rng.uniform(2.5, 3.5, 2)  # a random offset hides the coarse grid
+    left, top = rng.uniform(2.5, 3.5, 2)  # with a random offset, the coarse grid is less visible
     box = (left, top, left + width / step, top + height / step)
     fine = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC, box=box)
     return np.asarray(fine, np.float32)
@@ -56,7 +56,7 @@ def smooth_noise(rng: np.random.Generator, shape: tuple[int, int], scale_px: flo
 def fiber_noise(
     rng: np.random.Generator, across_px: Field, along_px: Field, thickness_px: float, length_px: float
 ) -> Field:
-    """Return noise with mean 0 and standard deviation 1 that looks like fibers: it is stretched along the fibers.
+    """Return noise (height, width) with mean 0 and standard deviation 1 that is stretched like fibers.
 
     `across_px` and `along_px` (height, width) are the coordinates of each pixel across and along the fibers.
     `thickness_px` and `length_px` are the typical thickness and length of a fiber.
@@ -70,20 +70,20 @@ def fiber_noise(
 
 
 def smoothstep(field: Field) -> Field:
-    """Return values from 0 to 1: 0 for values below 0, 1 for values above 1, and a smooth transition between them."""
+    """Map each value of `field` smoothly to the range from 0 to 1: 0 for values below 0, and 1 for values above 1."""
     t = field.clip(0, 1)
     smooth: Field = t * t * (3 - 2 * t)
     return smooth
 
 
 def gradient(field: Field) -> Points:
-    """Return the gradient (height, width) of a field as complex numbers: slope to the right + i · slope downwards."""
+    """Return the gradient of `field` at each pixel as a complex number: slope to the right + i · slope downwards."""
     down, right = np.gradient(field)
     return np.asarray(right + np.complex64(1j) * down, np.complex64)
 
 
 def pixel_positions(shape: tuple[int, int]) -> Points:
-    """Return the position of each pixel, (height, width), as complex numbers."""
+    """Return an array (height, width) with the position of each pixel: x + iy for the pixel in column x and row y."""
     rows, columns = np.indices(shape, np.float32)
     return columns + np.complex64(1j) * rows
 
@@ -92,16 +92,17 @@ def pixel_positions(shape: tuple[int, int]) -> Points:
 
 
 def sample_directions(rng: np.random.Generator, count: int) -> Points:
-    """Sample directions as complex numbers of length 1; all directions are equally likely."""
+    """Sample `count` directions, complex numbers of length 1. All directions are equally likely."""
     normal = rng.standard_normal(count) + 1j * rng.standard_normal(count)
     return np.asarray(normal / np.abs(normal), np.complex64)
 
 
 def scatter_points(rng: np.random.Generator, shape: tuple[int, int], spacing_px: float, jitter: float = 0.2) -> Points:
-    """Return points of a randomly rotated hexagonal lattice with random displacements.
+    """Return the points of a randomly rotated hexagonal lattice, each with a random displacement.
 
-    `spacing_px` is the distance between neighboring points of the lattice. The points cover the image and a margin of
-    `spacing_px` around the image. `jitter` is the standard deviation of displacements, relative to `spacing_px`.
+    `spacing_px` is the distance between neighboring points of the lattice. The points cover an image of `shape`
+    (height, width) and a margin of `spacing_px` around the image. `jitter` is the standard deviation of the
+    displacements in x and in y, divided by `spacing_px`.
     """
     height, width = shape
     radius = 0.75 * float(np.hypot(height, width)) + 2 * spacing_px
@@ -121,9 +122,9 @@ def scatter_points(rng: np.random.Generator, shape: tuple[int, int], spacing_px:
 
 
 def values_at(field: NDArray[Number], points: Points) -> NDArray[Number]:
-    """Return the value (n,) of a field at the pixel nearest to each point.
+    """Return the values (n,) of `field` at the pixels nearest to the points (n,).
 
-    For a point outside the image, this is a pixel at the edge of the image.
+    For a point outside the image, the nearest pixel is at the edge of the image.
     """
     rows = np.rint(points.imag).astype(int).clip(0, field.shape[0] - 1)
     columns = np.rint(points.real).astype(int).clip(0, field.shape[1] - 1)
@@ -132,7 +133,7 @@ def values_at(field: NDArray[Number], points: Points) -> NDArray[Number]:
 
 
 def drop_points_near(points: Points, others: Points, distance_px: float) -> Points:
-    """Return those of `points` that are at least `distance_px` away from all points in `others`."""
+    """Return `points` without the points that are closer than `distance_px` to any point in `others`."""
     if not len(others):
         return points
     kept: Points = points[np.abs(points[:, None] - others).min(axis=1) >= distance_px]
@@ -140,9 +141,9 @@ def drop_points_near(points: Points, others: Points, distance_px: float) -> Poin
 
 
 def select_spaced(points: Points, distance_px: float) -> NDArray[np.intp]:
-    """Return the indices of the points to keep, so that all kept points are more than `distance_px` apart.
+    """Select points that are more than `distance_px` apart, and return their indices in ascending order.
 
-    Of two points that are closer, the later one is dropped.
+    A point is left out if an earlier selected point is at most `distance_px` away.
     """
     is_kept = np.ones(len(points), bool)
     if len(points):
@@ -158,11 +159,14 @@ def select_spaced(points: Points, distance_px: float) -> NDArray[np.intp]:
 
 @dataclass(frozen=True)
 class StainCanvas:
-    """Concentrations of stains at each pixel, (height, width) each; painting functions change these arrays."""
+    """Concentrations of stains at each pixel, as arrays (height, width). Painting functions change these arrays.
+
+    Concentrations have no unit. A concentration of 1 absorbs about half of the green light.
+    """
 
     hematoxylin: Field
     eosin: Field
-    blood: Field  # hemoglobin stained by eosin, which is more orange than other eosin
+    blood: Field  # hemoglobin stained by eosin; it is more orange than other tissue stained by eosin
     spacing_um_px: float
 
     @property
@@ -172,10 +176,10 @@ class StainCanvas:
 
 
 def erase_tissue(canvas: StainCanvas, mask: Field) -> None:
-    """Remove stains from the canvas, for tears, lumens or fat.
+    """Remove stains from the canvas, to paint tears, lumens or fat.
 
-    `mask` (height, width) states how much is removed: nothing where `mask` is 0, and 97 % of each stain where `mask`
-    is 1.
+    `mask` (height, width) has values from 0 to 1. Where it is 0, nothing is removed; where it is 1, 97 % of each stain
+    is removed.
     """
     kept = 1 - np.float32(0.97) * mask
     for field in (canvas.hematoxylin, canvas.eosin, canvas.blood):
@@ -184,7 +188,7 @@ def erase_tissue(canvas: StainCanvas, mask: Field) -> None:
 
 @dataclass(frozen=True)
 class Window:
-    """A square part of a canvas around a point; parts beyond the edge of the canvas are cut off."""
+    """A square part of a canvas around a point. At the edge of the canvas, the part outside the canvas is cut off."""
 
     rows: slice
     columns: slice
@@ -206,14 +210,14 @@ class Window:
         return cls(rows, columns, np.asarray(x + 1j * y - center, np.complex64))
 
     def view(self, field: Field) -> Field:
-        """Return the part of a field in this window, as a view: changing the view changes the field."""
+        """Return the part of `field` (height, width) in this window, as a view: changes of the view change `field`."""
         return field[self.rows, self.columns]
 
     def attenuate(self, canvas: StainCanvas, mask: Field, hematoxylin: float, eosin: float) -> None:
-        """Multiply the stains in this window by the factors `hematoxylin` and `eosin` where `mask` is 1.
+        """Multiply the stains in this window by the factors `hematoxylin` and `eosin`, where `mask` is 1.
 
-        `mask` (rows, columns) has the size of the window. The stains are not changed where `mask` is 0, and partly
-        changed where `mask` is between 0 and 1.
+        `mask` (rows, columns) has the size of the window and values from 0 to 1. Where it is 0, the stains do not
+        change; between 0 and 1, the factors are interpolated.
         """
         self.view(canvas.hematoxylin)[:] *= 1 - mask * np.float32(1 - hematoxylin)
         self.view(canvas.eosin)[:] *= 1 - mask * np.float32(1 - eosin)
@@ -224,18 +228,18 @@ class Window:
 
 @dataclass(frozen=True)
 class Scanner:
-    """Properties of a scanner and of its laboratory. Fields without a comment are explained in `Appearance`.
+    """Properties of a scanner and of the stains in its laboratory, from which `sample_appearance` samples.
 
-    A pair of numbers is the range (lowest, highest) from which the value for a case is sampled.
+    A pair of numbers is a range (lowest, highest). Attributes without a comment are explained in `Appearance`.
     """
 
-    hematoxylin: tuple[float, float, float]  # optical densities of the dye in red, green and blue
+    hematoxylin: tuple[float, float, float]  # relative optical densities of the dye in red, green and blue
     eosin: tuple[float, float, float]  # as for hematoxylin
     blur_px: tuple[float, float]
     sharpening: tuple[float, float]
     grain: tuple[float, float]
     white: tuple[float, float, float] = (247, 243, 246)  # color of the light where there is no tissue
-    orange: float = 0.7  # difference between the hues of blood and eosin, from 0 to 1
+    orange: float = 0.7  # hue of blood, from 0 (the hue of eosin) to 1 (the hue of HEMOGLOBIN)
     eosin_strength: float = 1.0  # factor that multiplies the concentration of eosin
 
 
@@ -244,31 +248,31 @@ AT_40X = (
     Scanner((0.60, 0.73, 0.33), (0.17, 0.84, 0.50), (0.45, 0.8), (0.5, 1.2), (0.8, 2.2)),
     Scanner((0.62, 0.70, 0.36), (0.14, 0.88, 0.45), (0.45, 0.8), (0.5, 1.2), (0.8, 2.2)),
 )
-AT_10X = (  # less blur, because an image is sharp after downsampling
+AT_10X = (  # less blur than at 40x, because downsampling makes images sharper
     Scanner((0.62, 0.74, 0.27), (0.22, 0.95, 0.20), (0.25, 0.45), (0.4, 1.1), (0.5, 1.6), (228, 226, 232), 0.2, 1.35),
     Scanner((0.55, 0.69, 0.47), (0.16, 0.82, 0.53), (0.25, 0.45), (0.4, 1.1), (0.5, 1.6), (250, 246, 243), 0.4),
     Scanner((0.54, 0.70, 0.46), (0.14, 0.80, 0.56), (0.25, 0.45), (0.4, 1.1), (0.5, 1.6), (250, 246, 243), 0.4),
 )
-HEMOGLOBIN = np.array([0.04, 0.72, 0.69])  # optical densities in red, green and blue
+HEMOGLOBIN = np.array([0.04, 0.72, 0.69])  # relative optical densities in red, green and blue
 
 
 @dataclass(frozen=True)
 class Appearance:
-    """Colors of the stains and properties of the scanner for one case."""
+    """Colors of the stains and properties of the scanner, for all images of a case or for one image."""
 
-    hematoxylin: NDArray[np.float32]  # (3,): optical densities of a concentration of 1 in red, green and blue
+    hematoxylin: NDArray[np.float32]  # (3,): optical densities in red, green and blue for a concentration of 1
     eosin: NDArray[np.float32]  # (3,), as for hematoxylin
     blood: NDArray[np.float32]  # (3,), as for hematoxylin
     strengths: tuple[float, float]  # factors that multiply the concentrations of hematoxylin and eosin
     white: NDArray[np.float32]  # (3,), color of the light where there is no tissue
     blur_px: float  # standard deviation of the Gaussian blur
-    sharpening: float  # strength of the scanner's unsharp mask
+    sharpening: float  # strength of the unsharp mask (sharpening filter) of the scanner
     grain: float  # standard deviation of the sensor noise, in gray levels
     jpeg_quality: int
 
 
 def sample_appearance(rng: np.random.Generator, scanners: tuple[Scanner, ...]) -> Appearance:
-    """Sample the appearance of a case: choose a scanner at random, and vary its properties at random."""
+    """Sample an appearance: choose one of `scanners` at random, and vary its properties at random."""
     scanner = scanners[int(rng.integers(len(scanners)))]
     hematoxylin, eosin = (np.array(dye) + rng.normal(0, 0.04, 3) for dye in (scanner.hematoxylin, scanner.eosin))
     return Appearance(
@@ -287,8 +291,8 @@ def sample_appearance(rng: np.random.Generator, scanners: tuple[Scanner, ...]) -
 def render_rgb(rng: np.random.Generator, canvas: StainCanvas, appearance: Appearance) -> NDArray[np.uint8]:
     """Convert a canvas to the image (H, W, 3) that a scanner would store.
 
-    Light decreases exponentially with the concentrations (law of Beer and Lambert). Then the image is blurred,
-    sharpened, made noisy, and compressed with JPEG.
+    The light decreases exponentially with the concentrations (Beer-Lambert law). Then the image is blurred and
+    sharpened, noise is added, and the image is compressed with JPEG.
     """
     thickness = 1 + 0.06 * smooth_noise(rng, canvas.shape, 120)  # sections have an uneven thickness
     density = (canvas.hematoxylin.clip(0) * thickness * appearance.strengths[0])[..., None] * appearance.hematoxylin
@@ -297,7 +301,8 @@ def render_rgb(rng: np.random.Generator, canvas: StainCanvas, appearance: Appear
     light = np.exp(-density)  # (H, W, 3), 1 is white
     light = ndimage.gaussian_filter(light, (appearance.blur_px, appearance.blur_px, 0), truncate=3.0)
     blurred = ndimage.gaussian_filter(light, (1.5, 1.5, 0), truncate=2.0)
-    light = 0.985 * (light + appearance.sharpening * (light - blurred)) + 0.015  # stray light: nothing is black
+    # Because of stray light, no pixel is black.
+    light = 0.985 * (light + appearance.sharpening * (light - blurred)) + 0.015
     grain = smooth_noise(rng, canvas.shape, 0.6)[..., None] * appearance.grain
     image = (light * appearance.white + grain).clip(0, 255).astype(np.uint8)
     jpeg = io.BytesIO()
@@ -310,14 +315,14 @@ def render_rgb(rng: np.random.Generator, canvas: StainCanvas, appearance: Appear
 
 @contextmanager
 def new_dataset_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder for a dataset, and rename it to `out` at the end of the `with` block.
+    """Yield a temporary folder for the files of a dataset, and rename it to `out` at the end of the `with` block.
 
-    A marker file in the folder states that the tissue is synthetic. Raises FileExistsError if `out` exists and is not
-    an empty folder.
+    The function adds a file to the folder, which states that the tissue is synthetic. If the block raises an error, the
+    temporary folder is removed. Raises FileExistsError if `out` exists and is not an empty folder.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise FileExistsError(
-            f"{out} exists already and is not an empty folder; choose another folder, or delete this one."
+            f"{out} exists already and is not an empty folder; choose another folder, or delete {out}."
         )
     with atomic_folder(out) as unfinished:
         yield unfinished
@@ -327,22 +332,23 @@ def new_dataset_folder(out: Path) -> Iterator[Path]:
 
 
 def write_tiff(path: Path, image: NDArray[np.uint8], spacing_um_px: float) -> None:
-    """Write an RGB TIFF; its resolution tags contain the pixel spacing."""
+    """Write an RGB image (H, W, 3) as a TIFF file with the pixel spacing in the resolution tags."""
     path.parent.mkdir(parents=True, exist_ok=True)
     dots_per_inch = UM_PER_INCH / spacing_um_px
     Image.fromarray(image).save(path, "TIFF", compression="tiff_adobe_deflate", dpi=(dots_per_inch, dots_per_inch))
 
 
 def write_labels(path: Path, labels: NDArray[np.int32]) -> None:
-    """Write a label map (height, width) as a gray PNG with 16 bits."""
+    """Write a label map (height, width) as a 16-bit grayscale PNG file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(labels.astype(np.uint16)).save(path)
 
 
 def write_table(path: Path, header: str, rows: Iterable[Iterable[object]]) -> None:
-    """Write a CSV file. `header` is the first line of the file, such as "row,column".
+    """Write a CSV file from rows of values.
 
-    Each of `rows` contains the values of one line. The text of a value must not contain commas.
+    `header` is the first line of the file, such as "row,column". Each of `rows` contains the values of one line. Values
+    are not quoted, so they must not contain commas.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [header, *(",".join(map(str, row)) for row in rows)]
@@ -350,7 +356,10 @@ def write_table(path: Path, header: str, rows: Iterable[Iterable[object]]) -> No
 
 
 def write_aperio_outlines(path: Path, outlines: list[NDArray[np.float64]], spacing_um_px: float) -> None:
-    """Write outlines, arrays (k, 2) of x and y in pixels, in the XML format of Aperio ImageScope."""
+    """Write outlines to an XML file in the format of Aperio ImageScope.
+
+    Each outline is an array (k, 2) with x and y of its k vertices, in pixels.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [
         f'<Annotations MicronsPerPixel="{spacing_um_px:.6f}">',

@@ -1,8 +1,8 @@
-"""Tasks that a network can learn: three kinds (classify, detect and segment), and the three tasks of the paper.
+"""Tasks that a network can learn: three kinds of tasks, and the three tasks of the paper (tumor, mitosis and nuclei).
 
-A kind of task is a Python class in a file of its own: `Classify`, `Detect` or `Segment`. A task is an instance of such
-a class. It has its own classes (such as tumor), pixel spacing and stain normalization. The module `rotopath.tasks.task`
-explains how to add a kind.
+A kind of task is a Python class: `Classify`, `Detect` or `Segment`. A task is an instance of a kind. Each task has its
+own classes (such as tumor), pixel spacing and stain normalization. The module `rotopath.tasks.task` explains how to add
+a kind.
 """
 
 import difflib
@@ -18,7 +18,8 @@ from rotopath.tasks.detect import Detect
 from rotopath.tasks.segment import Segment
 from rotopath.tasks.task import Class, Color, HardExample, Task, TrainingWindow
 
-# Default colors of classes, by Okabe and Ito. They differ for color-blind people too, also on pink and purple tissue.
+# Default colors of classes: the palette of Okabe and Ito. Color-blind people can distinguish these colors, also on pink
+# and purple tissue.
 PALETTE: tuple[Color, ...] = (
     (230, 159, 0),
     (0, 114, 178),
@@ -56,17 +57,20 @@ KINDS: dict[str, type[Task]] = {kind.kind: kind for kind in (Classify, Detect, S
 
 
 def register(kind: type[Task]) -> type[Task]:
-    """Register a kind of task, so that recipes can use its name, `kind.kind`. Also works as a class decorator."""
+    """Register a kind of task, so that recipes can use its name, the class variable `kind.kind`.
+
+    `kind` is a subclass of `Task`. It is returned unchanged, so that `register` also works as a class decorator.
+    """
     KINDS[kind.kind] = kind
     return kind
 
 
 def find_kind(name: str) -> type[Task]:
-    """Return the kind of task that a name stands for: a subclass of `Task`.
+    """Return the kind of task with a name: a subclass of `Task`.
 
     `name` is the name of a task of the paper ("tumor", "mitosis", "nuclei"), the name of a kind, such as "classify", or
-    `package.module:Class`. Raises ValueError if there is no task or class with this name, or if the class is not a
-    subclass of `Task` or does not implement all abstract methods.
+    the import path of a class, `package.module:Class`. Raises ValueError if there is no task, kind or class with this
+    name, if the class is not a subclass of `Task`, or if the class does not implement all abstract methods.
     """
     if name in PAPER:
         return type(PAPER[name])
@@ -79,7 +83,7 @@ def find_kind(name: str) -> type[Task]:
         raise ValueError(f"There is no task {name!r}; {hint}")
     kind = import_object(name)
     if not (isinstance(kind, type) and issubclass(kind, Task)):
-        raise ValueError(f"The task {name!r} is not a subclass of rotopath.tasks.Task; name such a subclass.")
+        raise ValueError(f"The task {name!r} is not a subclass of rotopath.tasks.Task; use a subclass of it.")
     if inspect.isabstract(kind):
         missing = ", ".join(sorted(kind.__abstractmethods__))
         raise ValueError(f"The task {name!r} does not implement all methods of rotopath.tasks.Task; add {missing}.")
@@ -88,20 +92,21 @@ def find_kind(name: str) -> type[Task]:
 
 @dataclass(frozen=True)
 class Overrides:
-    """Properties of a task that a recipe sets. An empty tuple or None keeps the default of the task."""
+    """Properties of a task that replace its defaults. An empty tuple or None keeps the default."""
 
     classes: tuple[str, ...] = ()  # names of the classes
-    colors: tuple[Color, ...] = ()  # colors of the classes; ignored if a task of the paper keeps its own classes
+    colors: tuple[Color, ...] = ()  # colors of the classes; ignored for a task of the paper if `classes` is empty
     spacing_um_px: float | None = None  # pixel spacing of the images that the network reads
-    stain: Stain | None = None  # stain normalization of these images
+    stain: Stain | None = None  # stain normalization of these images: "none" or "macenko"
 
 
 def make_task(name: str, overrides: Overrides | None = None, annotated_classes: Sequence[str] = ()) -> Task:
-    """Make the task that `name` stands for; `find_kind` explains the possible names.
+    """Make a task from the name of a task or of a kind. The names are those of `find_kind`.
 
-    If `overrides` contain classes, the task has these classes. Otherwise, a task of the paper keeps its own classes,
-    and any other task has the classes in `annotated_classes`, the class names in the annotations. If there are none,
-    it has a single class with the name "object".
+    The task has the classes `overrides.classes`. If these are empty, a task of the paper keeps its own classes, and any
+    other task has the classes `annotated_classes`, which are the class names in the annotations of the data. If these
+    are empty too, the task has a single class with the name "object". Classes without a color in `overrides.colors` get
+    a color of `PALETTE`.
 
     >>> rp.tasks.make_task("tumor").class_names
     ('Tumor',)

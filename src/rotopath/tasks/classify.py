@@ -1,8 +1,8 @@
 """Classify: predict one class for each window, such as tumor or normal; on a slide, outline the regions of each class.
 
-With a single class the network has one channel, and a window belongs to the class if the predicted probability reaches
-a threshold. The threshold is chosen to give the highest accuracy on the validation set. With several classes the
-network has one channel for each class, and the class with the highest probability is predicted.
+With a single class, the network predicts the probability that the class is present. The class is predicted as present
+if this probability reaches a threshold, which is chosen to give the highest accuracy on the validation set. With
+several classes, the network predicts a probability for each class, and the most probable class is the prediction.
 """
 
 import math
@@ -50,30 +50,31 @@ from rotopath.tasks.task import (
 
 
 class WindowTask(Task):
-    """Base class of Classify and Detect, whose networks have one output position for each training window.
+    """Base class of `Classify` and `Detect`, whose training windows have one label each.
 
-    The loss is binary cross-entropy with a single class, and cross-entropy over all channels with several classes.
+    The network therefore returns a map of 1 × 1 positions for a training window. The loss is binary cross-entropy for a
+    task with a single class, and cross-entropy over all channels for a task with several classes.
     """
 
     def check_window(self, window: TrainingWindow) -> None:
-        """Raise DataError unless the network has exactly one output position in a training window."""
+        """Raise DataError unless the network returns a map of 1 × 1 positions for a training window."""
         positions = window.target_px // window.stride_px
         if positions != 1:
             raise DataError(
-                f"A training window needs one output, but in windows of {window.window_px} px the network has "
+                f"A training window must have one output, but in windows of {window.window_px} px the network has "
                 f"{positions} × {positions} outputs; set 'window_px' to the smallest window that the network accepts."
             )
 
     def make_loss(self, samples: Sequence[Sample]) -> Loss:
-        """Return the cross-entropy loss, averaged over the windows of a batch."""
+        """Return the loss: cross-entropy, averaged over the windows of a batch. It does not depend on `samples`."""
         del samples
         return binary_cross_entropy if self.is_single else cross_entropy
 
     def accuracy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the fraction of correctly classified windows, as a scalar tensor.
+        """Return the fraction of correctly classified windows in a batch, as a scalar tensor.
 
-        `logits` are (B, K, 1, 1) or (B, K); `targets` (B,) are the correct class numbers. With K = 1, these numbers are
-        1 if the class is present and 0 if not, and a logit above 0 predicts that the class is present.
+        `logits` are (B, K, 1, 1) or (B, K); `targets` (B,) are the correct class numbers. If K = 1, a target is 1 if
+        the class is present and 0 if not, and the class is predicted as present if the logit is above 0.
         """
         if logits.shape[1] == 1:
             return ((logits.flatten() > 0) == (targets == 1)).double().mean()
@@ -91,7 +92,7 @@ class PatchEvidence:
 
 
 class Classify(WindowTask):
-    """Task of predicting the class of each window. With a single class, predict whether the class is present."""
+    """Task of predicting the class of each window or, with a single class, whether this class is present."""
 
     kind = "classify"
     annotated = "labels"
@@ -112,13 +113,14 @@ class Classify(WindowTask):
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Names of the labels 0, 1, …; with a single class, label 0 is the background."""
+        """Names of the labels 0, 1, … of images. With a single class, 0 is the background and 1 is the class."""
         return (self.background_name, self.class_names[0]) if self.is_single else self.class_names
 
     def label_index(self, sample: Sample) -> int:
-        """Convert the label of a sample, which may be a name or a number, to an index of `label_names`.
+        """Convert the label of a sample to an index of `label_names`.
 
-        Raises DataError if the sample has no label or an unknown label.
+        The label may be one of these names, in upper or lower case, or the index itself if none of the names is a
+        number. Raises DataError if the sample has no label or an unknown label.
         """
         names = [name.casefold() for name in self.label_names]
         text = (sample.label or "").casefold()
@@ -133,7 +135,7 @@ class Classify(WindowTask):
     # Data
 
     def check_data(self, dataset: Dataset) -> list[Finding]:
-        """Return a problem for each label in the dataset that is not one of `label_names`."""
+        """Return a problem for each different label in the dataset that `label_index` does not accept."""
         first_samples: dict[str | None, Sample] = {}
         for sample in dataset.samples:
             first_samples.setdefault(sample.label, sample)
@@ -146,11 +148,11 @@ class Classify(WindowTask):
         return findings
 
     def check_training(self, samples: Sequence[Sample]) -> None:
-        """Raise DataError if a label has no training image."""
+        """Raise DataError unless each of `label_names` is the label of at least one training sample."""
         require_every_class(self.label_names, self.image_targets(samples))
 
     def select_training_subset(self, samples: Sequence[Sample], amount: float, seed: int) -> tuple[Sample, ...]:
-        """Return the fraction `amount` of the samples of each label, selected at random."""
+        """Return the fraction `amount` of the samples of each label, at least one of each, selected at random."""
         return tuple(samples[i] for i in select_fraction(self.image_targets(samples), amount, seed))
 
     @classmethod
@@ -174,7 +176,10 @@ class Classify(WindowTask):
         return ClassBalancedSampler(self.image_targets(samples), self.label_names, settings, mined)
 
     def find_hard_examples(self, evidence: Sequence[PatchEvidence], max_examples: int) -> list[HardExample]:
-        """Return the worst misclassified patches, worst first: up to `max_examples`, equally divided among labels."""
+        """Return the worst misclassified patches, the worst first: at most `max_examples` / L of each of L labels.
+
+        A patch is worse if the predicted probability of its true label is lower.
+        """
         examples: list[HardExample] = []
         per_label = max_examples // len(self.label_names)
         for label in range(len(self.label_names)):
@@ -197,6 +202,7 @@ class Classify(WindowTask):
         return present if patch.label == 1 else 1 - present
 
     def _is_wrong(self, patch: PatchEvidence) -> bool:
+        """Return whether the most probable label of a patch is not its true label. The operating point is not used."""
         if self.is_single:
             return self._probability_of_label(patch) < 0.5
         return int(np.argmax(patch.probabilities)) != patch.label
@@ -208,30 +214,32 @@ class Classify(WindowTask):
         return PatchEvidence(sample.name, sample.case, self.label_index(sample), probabilities)
 
     def choose_operating_point(self, evidence: Sequence[PatchEvidence], rule: str | None = None) -> dict[str, float]:
-        """Return the threshold with the highest accuracy. With several classes, return an empty dictionary."""
+        """Return the threshold with the highest accuracy; empty with several classes. `rule` is ignored."""
         del rule
         labels, probabilities = _stack_evidence(evidence)
         return {"threshold": best_accuracy_threshold(labels, probabilities[:, 0])} if self.is_single else {}
 
     def check_operating_point(self, point: Mapping[str, object]) -> dict[str, float]:
-        # A threshold just above 1 is valid: it is the best one if all patches should be classified as background.
+        # If it is most accurate to classify all patches as background, even those with a probability of 1, the best
+        # threshold is just above 1.
         return check_numbers(point, {"threshold": (0.0, math.nextafter(1.0, 2.0))} if self.is_single else {})
 
     def score(self, evidence: Sequence[PatchEvidence], point: OperatingPoint, rule: str | None = None) -> Scores:
-        """Return accuracy, AUC, confusion matrix and calibration.
+        """Return accuracy, AUC, confusion matrix and calibration. `rule` is ignored.
 
-        To compute 95 % confidence intervals, slides are resampled if they are known, otherwise patches.
+        Accuracy and AUC have 95 % confidence intervals. To compute these intervals, slides are resampled if the slide
+        of each patch is known, otherwise patches.
         """
         del rule
         labels, probabilities = _stack_evidence(evidence)
         decided = self.decide(probabilities, point).astype(np.int64)
         correct = decided == labels
-        # If every patch has a different case, the cases are not slides, and the slides are unknown.
+        # If every patch has a different case, the cases are names of patches, and the slides are unknown.
         cases = [patch.case for patch in evidence]
         by_slide = all(cases) and len(set(cases)) < len(cases)
         units = cases if by_slide else [str(i) for i in range(len(evidence))]
         names, sums = sum_by_case(units, np.stack([correct, np.ones(len(correct))], axis=1))
-        slides = dict(zip(names, sums.tolist(), strict=True))  # numbers of correct patches and of all patches
+        slides = dict(zip(names, sums.tolist(), strict=True))  # for each slide: [correct patches, all patches]
         scores: Scores = {**point, "images": len(evidence)}
         for i, name in enumerate(self.label_names):
             if not (self.is_single and i == 0):
@@ -264,7 +272,10 @@ class Classify(WindowTask):
 
     @classmethod
     def score_terms(cls, scores: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-        """Return the numbers of correct patches and of all patches: by slide, or by patch if slides are unknown."""
+        """Return the number of correctly classified patches and the number of all patches of each slide.
+
+        If the slides are unknown, return these two numbers for each patch: 1 or 0, and 1.
+        """
         if scores["slides"] is not None:
             return {slide: (correct, patches) for slide, (correct, patches) in scores["slides"].items()}
         wrong = set(scores["wrong"])
@@ -273,15 +284,15 @@ class Classify(WindowTask):
     # Slides
 
     def make_object_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> ObjectFinder:
-        """Return an object finder that collects the maps of a slide, and outlines regions after the last tile."""
-        del folder  # the maps fit in memory, because one output covers many pixels
+        """Return an object finder that collects the tiles of a slide, and outlines regions after the last tile."""
+        del folder  # temporary files are not needed: the maps fit in memory, because one output covers many pixels
         return RegionFinder(self, grid, point)
 
     def class_maps(self, maps: Map) -> Map:
         return maps
 
     def foreground_map(self, maps: Map) -> Map:
-        """Return the probability (h, w) of the most likely class."""
+        """Return the probability (h, w) of the most probable class."""
         highest: Map = maps.max(axis=0)
         return highest
 
@@ -289,7 +300,7 @@ class Classify(WindowTask):
     def tissue_margin_um(self) -> float:
         """Width, in µm, of the margin around tissue that is also predicted.
 
-        With several classes the width is 0, because one of the classes would be predicted on the glass in the margin.
+        With several classes the width is 0, because the model would predict one of the classes also for empty glass.
         """
         return super().tissue_margin_um if self.is_single else 0.0
 
@@ -298,7 +309,10 @@ class Classify(WindowTask):
         return (0.0,) * self.outputs
 
     def summarize(self, counts: Counter[str], areas_mm2: Counter[str], tissue_mm2: float) -> dict[str, float]:
-        """Return the number of regions, and the area of each class in mm² and as a fraction of the tissue area."""
+        """Return the number of all regions, and the area of each class.
+
+        The area is given in mm² (such as "tumor_mm2"), and as a fraction of the area of tissue (such as "tumor_share").
+        """
         summary: dict[str, float] = {"objects": sum(counts.values())}
         for name in self.class_names:
             part = areas_mm2[name] / tissue_mm2 if tissue_mm2 else 0.0
@@ -320,7 +334,7 @@ class RegionFinder:
         self._has_deviation = False
 
     def add_tile(self, tile: Tile) -> Iterator[SlideObject]:
-        """Copy a tile into the maps. Yields nothing, because regions are known only after the last tile."""
+        """Copy a tile, without its halo, into the maps. Yields nothing: regions are known only after the last tile."""
         area = (slice(*tile.rows), slice(*tile.columns))
         self._maps[:, *area] = tile.probabilities[:, *tile.core]
         if tile.deviations is not None:
@@ -329,10 +343,13 @@ class RegionFinder:
         yield from ()
 
     def finish(self) -> Iterator[SlideObject]:
-        """Yield the regions of the first class, then of the next class, and so on. Outlines may have holes."""
+        """Yield the regions of the first class, then those of the second class, and so on.
+
+        A region is a set of connected outputs with the same predicted class. Its outline may have holes.
+        """
         grid, task = self._grid, self._task
         best = np.zeros(grid.size, np.int64) if task.is_single else self._maps.argmax(axis=0)
-        # Regions of a slide that were not predicted have probabilities of 0. They belong to no class.
+        # Outputs that were not predicted, such as glass, have probabilities of 0. They belong to no class.
         least = self._point["threshold"] if task.is_single else np.finfo(np.float32).tiny
         output_um = grid.stride_px * grid.view.spacing_um_px
         for index, region_class in enumerate(task.classes):
@@ -364,15 +381,19 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _require_one_position(logits: Tensor, labels: Tensor) -> None:
+    """Raise ValueError unless logits (B, K, 1, 1) or (B, K) have one position for each of the labels (B,)."""
     if logits.shape[:1] != labels.shape or logits.shape[2:].numel() != 1:
         raise ValueError(
-            f"Each of the {len(labels)} labels needs one output, but the logits have the shape {tuple(logits.shape)}; "
+            f"The logits have the shape {tuple(logits.shape)}, but each of the {len(labels)} labels needs one output; "
             f"train on windows of the size of the network's receptive field."
         )
 
 
 def require_every_class(names: Sequence[str], labels: Ints) -> None:
-    """Raise DataError if a class is missing in the training labels (n,), which are indices of `names`."""
+    """Raise DataError if a class does not occur in the labels of the training data.
+
+    `names` are the class names; `labels` (n,) are indices of these names.
+    """
     for index, name in enumerate(names):
         if not (labels == index).any():
             raise DataError(
@@ -382,7 +403,7 @@ def require_every_class(names: Sequence[str], labels: Ints) -> None:
 
 
 def _stack_evidence(evidence: Sequence[PatchEvidence]) -> tuple[Ints, Floats]:
-    """Return the labels (n,) and the probabilities (n, K) of all patches."""
+    """Return the labels (n,) and the probabilities (n, K) of n patches. Raises ValueError if there are no patches."""
     if not evidence:
         raise ValueError("There are no patches to score; choose a split that contains patches.")
     labels = np.array([patch.label for patch in evidence], np.int64)

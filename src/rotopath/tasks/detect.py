@@ -1,8 +1,10 @@
-"""Detect: find points of one or several classes, such as mitoses, at the peaks of a smoothed probability map.
+"""Detect: find objects of one or several classes, such as mitoses, as points.
 
-A detection is a true positive if it is at most `MATCH_RADIUS_UM` from an annotated point of the same class. Each class
-has its own threshold, chosen to give the highest F1 on the validation set. With a single class, the network has one
-channel. With several classes it has a channel for each class, and a last channel for positions without any object.
+Detections are the peaks of a smoothed probability map. A detection can be a true positive if it is at most
+`MATCH_RADIUS_UM` away from an annotated point of the same class; `rotopath.metrics.matching.match_points` describes the
+rules. Each class has its own threshold, chosen to give the highest F1 on the validation set. With a single class, the
+network has one channel. With several classes, it has a channel for each class, and a last channel for positions
+without any object.
 """
 
 import math
@@ -41,11 +43,11 @@ from rotopath.tasks.classify import WindowTask, require_every_class
 from rotopath.tasks.task import HardExample, Map, OperatingPoint, Scores, TrainingWindow, check_numbers
 
 MATCH_RADIUS_UM = 7.5  # 30 px at 0.25 µm/px
-SMOOTH_UM = 1.5  # standard deviation of the Gaussian filter: 6 px at 0.25 µm/px, where the paper's stride is 8 px
-MERGE_UM = 7.5  # peaks closer than this belong to one object, for example to the two halves of a dividing cell
+SMOOTH_UM = 1.5  # standard deviation of the Gaussian filter that smooths the maps; 6 px at 0.25 µm/px
+MERGE_UM = 7.5  # peaks closer than this are merged: they may be the two halves of a dividing cell
 MIN_SCORE = 0.01  # lower peaks are ignored, because an image has thousands of them
-GAUSSIAN_REACH = 4  # radius of the Gaussian filter, in standard deviations
-PLATEAU_REACH = 5  # additional outputs of the halo, for plateaus of equal values
+GAUSSIAN_REACH = 4  # radius of the Gaussian filter, in standard deviations (the default of scipy)
+PLATEAU_REACH = 5  # outputs added to the halo, because a peak may be a plateau of several equal values
 
 
 @dataclass(frozen=True)
@@ -63,18 +65,18 @@ class Detections:
 
 @dataclass(frozen=True)
 class FieldEvidence:
-    """Annotated points and candidate detections of one image, from which the scores are computed."""
+    """Annotated points and candidates of one image (field), from which the scores are computed."""
 
     name: str
     case: str  # name of the patient; empty if unknown
     truth: Floats  # (t, 2) rows and columns of the annotated points in pixels
     truth_classes: Ints  # (t,) class indices
-    detections: Detections  # candidates: all detections, including those below the thresholds
+    detections: Detections  # the candidates: all detections with a score of at least MIN_SCORE
     radius_px: float  # maximum distance between a true positive and its annotated point
 
 
 class Detect(WindowTask):
-    """Task of detecting points, such as mitoses, of one or several classes."""
+    """Task of detecting objects of one or several classes, such as mitoses, as points."""
 
     kind = "detect"
     annotated = "points"
@@ -107,9 +109,10 @@ class Detect(WindowTask):
     # Data and training
 
     def read_points(self, sample: Sample) -> tuple[Floats, Ints]:
-        """Return positions (k, 2), in pixels at `spacing_um_px`, and class indices (k,) of the annotated points.
+        """Return the positions (k, 2) and the class indices (k,) of the annotated points of a sample.
 
-        Points of classes that do not belong to the task are left out.
+        Positions are (row, column) in pixels of the image at the pixel spacing of the task. Points of classes that do
+        not belong to the task are left out.
         """
         points = read_points(sample, self.spacing_um_px)
         indices = [self.class_index(name, sample) for name in points.classes]
@@ -130,16 +133,21 @@ class Detect(WindowTask):
     def make_sampler(
         self, samples: Sequence[Sample], settings: SamplerSettings, window: TrainingWindow, mined: Ints | None
     ) -> Sampler:
-        """Return a sampler that draws half of the windows at annotated points, and the other half away from them."""
+        """Return a sampler that draws half of the windows at annotated points.
+
+        The centers of the other windows are farther than `match_radius_px` from all annotated points. If there are hard
+        examples (`mined`), half of these other windows are centered on hard examples.
+        """
         positions, classes = zip(*(self.read_points(sample) for sample in samples), strict=True)
         absent_label = 0 if self.is_single else len(self.classes)
         objects = ObjectPositions(positions, classes, self.class_names, absent_label, clearance_px=self.match_radius_px)
         return ObjectBalancedSampler(objects, settings, mined, jitter_px=window.stride_px // 2)
 
     def find_hard_examples(self, evidence: Sequence[FieldEvidence], max_examples: int) -> list[HardExample]:
-        """Return false positives, highest score first.
+        """Return up to `max_examples` false positives, the highest score first.
 
-        A false positive here is a detection farther than `match_radius_px` from every annotated point of any class.
+        In this method, a false positive is a candidate that is farther than `match_radius_px` from all annotated
+        points, of any class.
         """
         examples = []
         for field in evidence:
@@ -152,10 +160,10 @@ class Detect(WindowTask):
     # From maps to detections
 
     def find_peaks(self, prediction: Prediction, point: OperatingPoint | None = None) -> Detections:
-        """Return the peaks whose scores reach the threshold of their class; one object may have several peaks.
+        """Return the peaks whose scores reach the threshold of their class. An object may have several peaks.
 
-        `point` contains the thresholds; a threshold below MIN_SCORE is replaced by MIN_SCORE. If `point` is None, all
-        thresholds are MIN_SCORE. A peak depends only on outputs that are at most `halo` outputs away from the peak.
+        `prediction` contains the probability maps (K, h, w). `point` contains the thresholds; a threshold below
+        MIN_SCORE is replaced by MIN_SCORE. If `point` is None, all thresholds are MIN_SCORE.
         """
         sigma_px = SMOOTH_UM / self.spacing_um_px
         peaks = []
@@ -183,11 +191,11 @@ class Detect(WindowTask):
         return detections.select(np.array(kept, np.int64))
 
     def decode(self, prediction: Prediction, point: OperatingPoint | None = None) -> Detections:
-        """Return the detections at an operating point. If `point` is None, return all candidates instead.
+        """Return the detections at the operating point `point`, one for each object, or candidates if `point` is None.
 
-        Candidates are peaks with a score of at least MIN_SCORE. With a single class, candidates are merged (see
-        `merge`). With several classes, they are not merged: a candidate that a threshold rejects later must not remove
-        other candidates.
+        Candidates are all peaks with a score of at least MIN_SCORE; thresholds are applied to them later. With a single
+        class, candidates are merged (see `merge`). With several classes, candidates must be merged after the thresholds
+        are applied: otherwise a candidate below the threshold of its class could remove a candidate of another class.
         """
         peaks = self.find_peaks(prediction, point)
         return self.merge(peaks) if point is not None or self.is_single else peaks
@@ -195,12 +203,12 @@ class Detect(WindowTask):
     # Evaluation
 
     def collect_evidence(self, prediction: Prediction, sample: Sample) -> FieldEvidence:
-        """Return the annotated points of an image, and all candidate detections in its predicted maps."""
+        """Return the annotated points of an image, and the candidates (see `decode`) in its predicted maps."""
         truth, classes = self.read_points(sample)
         return FieldEvidence(sample.name, sample.case, truth, classes, self.decode(prediction), self.match_radius_px)
 
     def choose_operating_point(self, evidence: Sequence[FieldEvidence], rule: str | None = None) -> dict[str, float]:
-        """Return, for each class, the threshold for which the F1 of the class over all images is highest."""
+        """Return for each class the threshold with the highest F1 of this class, computed over all images together."""
         point_rule = cast(PointRule, self.resolve_rule(rule))
         return {
             name: best_f1_threshold(self._match_candidates(evidence, index, point_rule))
@@ -213,8 +221,9 @@ class Detect(WindowTask):
     def score(self, evidence: Sequence[FieldEvidence], point: OperatingPoint, rule: str | None = None) -> Scores:
         """Return F1, precision and recall over all images and for each case, and a 95 % confidence interval of F1.
 
-        With a single class, also return the FROC curve. With several classes, these scores are computed from all
-        classes together, and the entry "classes" contains the scores and the FROC curve of each class.
+        With a single class, also return the FROC curve. With several classes, the counts of all classes are added for
+        these scores. The entry "classes" then contains the scores and the FROC curve of each class, and "macro_f1" is
+        the mean F1 of the classes.
         """
         if not evidence:
             raise ValueError("There are no images to score; choose a split that contains annotated images.")
@@ -256,16 +265,16 @@ class Detect(WindowTask):
         return f1_terms(scores["cases"])
 
     def _accept(self, candidates: Detections, point: OperatingPoint) -> Detections:
-        """Return the candidates that reach the thresholds of their classes, one for each object."""
+        """Return the candidates that reach the thresholds of their classes, merged to one for each object."""
         thresholds = np.array([point[name] for name in self.threshold_names])
         accepted = candidates.select(candidates.scores >= thresholds[candidates.classes])
         return accepted if self.is_single else self.merge(accepted)
 
     def _match_candidates(self, evidence: Sequence[FieldEvidence], index: int, rule: PointRule) -> PointMatches:
-        """Match the candidates of one class in all images to the annotated points of that class.
+        """Match the candidates of one class in all images to the annotated points of this class.
 
-        `index` is the class index; `rule` is the rule for counting true positives.
-        Candidates of other classes do not affect the result, even if they are close to candidates of this class.
+        `index` is the class index; `rule` is the rule for counting true positives. Candidates of other classes do not
+        affect the result, even if they are close to candidates of this class.
         """
         matches = []
         for field in evidence:
@@ -277,14 +286,14 @@ class Detect(WindowTask):
 
     def make_object_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> ObjectFinder:
         """Return an object finder that collects the peaks of all tiles of a slide, and merges them at the end."""
-        del folder  # peaks are few and fit in memory
+        del folder  # temporary files are not needed: peaks are few and fit in memory
         return PeakFinder(self, grid, point)
 
     def halo(self, stride_px: int) -> int:
         """Return the width, in outputs, of the margin around a tile that can affect the peaks in the tile.
 
-        The Gaussian filter reads this margin, and a plateau (a peak of several equal values) can extend into the
-        margin. `stride_px` is the distance between two adjacent outputs, in pixels.
+        The Gaussian filter reads outputs of this margin. A peak that is a plateau of several equal values can extend
+        into the margin. `stride_px` is the distance between two adjacent outputs, in pixels.
         """
         return math.ceil(GAUSSIAN_REACH * SMOOTH_UM / self.spacing_um_px / stride_px) + PLATEAU_REACH
 
@@ -297,9 +306,9 @@ class Detect(WindowTask):
 
 
 class PeakFinder:
-    """Collect the peaks of a slide tile by tile, and keep one peak for each object after the last tile.
+    """Collect the peaks of a slide tile by tile, and merge them to one peak for each object after the last tile.
 
-    Merging at the end gives the same detections for any tile size, even where an object crosses a tile border.
+    Because peaks are merged at the end, detections do not depend on the tile size, even at tile borders.
     """
 
     def __init__(self, task: Detect, grid: Grid, point: OperatingPoint) -> None:
@@ -308,7 +317,7 @@ class PeakFinder:
         self._has_deviation = False
 
     def add_tile(self, tile: Tile) -> Iterator[SlideObject]:
-        """Store the peaks of a tile. Yields nothing, because detections are known only after the last tile."""
+        """Store the peaks of a tile. Yields nothing, because peaks are merged after the last tile."""
         grid, (rows, columns) = self._grid, tile.with_halo
         top, left = (
             first + span.start * grid.stride_px for first, span in zip(grid.first_px, (rows, columns), strict=True)
@@ -317,7 +326,7 @@ class PeakFinder:
         peaks = self._task.find_peaks(prediction, self._point)
         self._has_deviation = tile.deviations is not None
         for position, score, index in zip(peaks.positions, peaks.scores, peaks.classes.tolist(), strict=True):
-            # Halves are always rounded up, so that a peak between two outputs belongs to exactly one tile.
+            # Halves are always rounded up (not to even numbers), so that each peak belongs to exactly one tile.
             row, column = np.floor((position - grid.first_px) / grid.stride_px + 0.5).astype(int)
             if tile.rows.start <= row < tile.rows.stop and tile.columns.start <= column < tile.columns.stop:
                 deviation = 0.0
@@ -328,7 +337,7 @@ class PeakFinder:
 
     def finish(self) -> Iterator[SlideObject]:
         """Merge the peaks of all tiles, and yield the detections of the slide."""
-        rows = sorted(self._peaks)  # so that the order does not depend on the tiles
+        rows = sorted(self._peaks)  # so that the order of detections does not depend on the tiles
         peaks = np.array(rows, np.float64).reshape(-1, 5)
         deviation_at = {(row, column, index): deviation for row, column, index, _, deviation in rows}
         merged = self._task.merge(Detections(peaks[:, :2], peaks[:, 3], peaks[:, 2].astype(np.int64)))
@@ -336,7 +345,7 @@ class PeakFinder:
             measurements = {"score": float(score)}
             if self._has_deviation:
                 measurements["deviation"] = deviation_at[(*position.tolist(), index)]
-            # Positions count from the center of the first pixel, shapes on a slide from its corner.
+            # The origin of positions is the center of the first pixel; that of shapes on a slide is its corner.
             row, column = (position + 0.5) * self._grid.view.level0_px
             object_class = self._task.classes[index]
             shape = Point(row, column)
@@ -347,13 +356,13 @@ class PeakFinder:
 
 
 def _find_peaks(prediction: Prediction, index: int, sigma_px: float, threshold: float) -> Detections:
-    """Return the peaks of the class `index`: maxima of its smoothed map with a value of at least `threshold`.
+    """Return the peaks of one class: the local maxima of its smoothed map with a value of at least `threshold`.
 
-    `sigma_px` is the standard deviation of the Gaussian filter, in pixels of the image.
+    `index` is the class index. `sigma_px` is the standard deviation of the Gaussian filter, in pixels of the image.
     """
     values = prediction.probabilities[index].astype(np.float64)
     smooth = ndimage.gaussian_filter(values, sigma_px / prediction.stride_px, mode="nearest")
-    # A plateau of equal values is one peak. A constant map has no peak.
+    # Adjacent maxima of equal value (a plateau) are one peak, at their center. A constant map has no peak.
     peaks = local_maxima(smooth)  # type: ignore[no-untyped-call]
     plateaus, count = ndimage.label(peaks, np.ones((3, 3)))
     numbers = range(1, count + 1)
@@ -365,11 +374,11 @@ def _find_peaks(prediction: Prediction, index: int, sigma_px: float, threshold: 
 
 
 def _subpixel_offsets(values: Floats, peaks: Floats) -> Floats:
-    """Return offsets (k, 2), in map pixels, that refine the positions of peaks to fractions of a map pixel.
+    """Return offsets (k, 2), in outputs, that refine the positions of peaks to fractions of an output.
 
-    `values` (h, w) is the map, `peaks` (k, 2) are the rows and columns of its peaks. Along each axis, the offset is the
-    distance from the peak to the top of a parabola through the peak and its two neighbors. The offset is 0
-    for plateaus and for peaks at the edge of the map.
+    `values` (h, w) is the map; `peaks` (k, 2) are the rows and columns of its peaks. Along each axis, the offset is the
+    distance from the peak to the maximum of the parabola through the peak and its two neighbors, at most half an
+    output. The offset is 0 at the edge of the map, and for plateaus whose center is between two outputs.
     """
     offsets = np.zeros_like(peaks)
     nearest = peaks.astype(np.int64)
@@ -397,7 +406,7 @@ def _concatenate(parts: Sequence[Detections]) -> Detections:
 
 
 def _match_class(field: FieldEvidence, index: int, rule: PointRule, detections: Detections) -> PointMatches:
-    """Match the detections of the class `index` to the annotated points of that class."""
+    """Match those detections that have the class index `index` to the annotated points of this class."""
     detected = detections.select(detections.classes == index)
     truth = field.truth[field.truth_classes == index]
     return match_points(truth, detected.positions, detected.scores, field.radius_px, rule)

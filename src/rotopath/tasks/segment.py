@@ -1,7 +1,8 @@
 """Segment: outline objects such as nuclei, by a watershed from seeds inside the objects.
 
-For each pixel the network predicts whether it is inside an object, at the border of an object, or background. With
-several classes, further channels predict the class. All pixels of an object get the same class.
+For each pixel, the network predicts the probabilities of three parts: inside an object, border of an object, and
+background. With several classes, the network also predicts the probability of each class. All pixels of an object get
+the same class.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,15 +43,16 @@ from rotopath.tasks.task import Loss, Map, OperatingPoint, Scores, Task, Trainin
 
 Labels = NDArray[np.int32]
 
-PARTS = ("inside", "border", "background")  # the first three channels of the network
+PARTS = ("inside", "border", "background")  # a pixel belongs to one part; the first three channels of the network
 INSIDE, BORDER, BACKGROUND = range(3)
 NO_CLASS = 255  # value of pixels outside of all objects, in target maps of classes
 BORDER_UM = 0.5  # width of the border, which belongs to the object: 2 px at 0.25 µm/px
 MIN_SEED_UM2 = 1.25  # smaller seeds are ignored, because they would split objects; 20 px at 0.25 µm/px
-# Operating points that are tried on the validation set: two thresholds, and the minimum area of objects
+# Values that are tried on the validation set to find the best operating point: two thresholds, and a minimum area
 INSIDE_TRIED = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 BACKGROUND_TRIED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
-MIN_UM2_TRIED = (2.8125, 5.0, 6.875, 8.75, 10.625)  # discs of about 2 to 4 µm in diameter; 45 to 170 px at 0.25 µm/px
+# Areas of discs with a diameter of about 2 to 4 µm: 45 to 170 px at 0.25 µm/px
+MIN_UM2_TRIED = (2.8125, 5.0, 6.875, 8.75, 10.625)
 
 NO_COUNTS = ObjectCounts(0, 0, 0, 0.0)
 
@@ -97,8 +99,8 @@ class Segment(Task):
     def to_probabilities(self, logits: Tensor) -> Tensor:
         """Convert logits (B, K, h, w) to probabilities of the same shape.
 
-        The first three channels are the parts (inside, border, background). With several classes, the other channels
-        are the classes. One softmax is computed over the parts, and a separate one over the classes.
+        Softmax is applied to the first three channels, which are the parts (inside, border, background). With several
+        classes, the other channels are the classes, and a separate softmax is applied to them.
         """
         parts = logits[:, : len(PARTS)].softmax(dim=1)
         return parts if self.is_single else torch.cat([parts, logits[:, len(PARTS) :].softmax(dim=1)], dim=1)
@@ -106,7 +108,7 @@ class Segment(Task):
     # Data
 
     def check_window(self, window: TrainingWindow) -> None:
-        """Raise DataError if the network does not have an output for every pixel."""
+        """Raise DataError unless the network has an output for every pixel."""
         if window.stride_px != 1:
             raise DataError(
                 f"Objects are segmented pixel by pixel, but the network has an output every {window.stride_px} px; use "
@@ -118,16 +120,17 @@ class Segment(Task):
         self.require_regime(amount)
         if unknown := [sample.name for sample in samples if not sample.stratum]:
             raise DataError(
-                f"A regime takes images of each organ, but the organ of {unknown[0]} is not known; add a column "
-                f"`organ` to the split.csv or the manifest of the dataset."
+                f"The regime takes images of each organ, but the organ of {unknown[0]} is not known; write the organ "
+                f"of each image in a column `organ` of the split.csv or the manifest of the dataset."
             )
         names = set(select_per_stratum({sample.name: sample.stratum for sample in samples}, int(amount), seed))
         return tuple(sample for sample in samples if sample.name in names)
 
     def read_objects(self, sample: Sample) -> tuple[Labels, Ints]:
-        """Return the label map (H, W) of the annotated objects, and the class index of each object number.
+        """Return the annotated objects: a label map (H, W), and an array with the class index of each object number.
 
-        Objects of classes that do not belong to the task become background.
+        A label map contains the number of the object at each pixel, or 0 for background. Objects of classes that do not
+        belong to the task become background. Entry 0 of the array is not used.
         """
         objects = read_objects(sample, self.spacing_um_px)
         classes = np.zeros(int(objects.labels.max(initial=0)) + 1, np.int64)
@@ -139,11 +142,10 @@ class Segment(Task):
         return np.where(is_other[objects.labels], 0, objects.labels) if is_other.any() else objects.labels, classes
 
     def targets(self, sample: Sample) -> Bytes:
-        """Return the target maps (H, W, k) of a sample.
+        """Return the target maps of a sample: (H, W, 1) for a single class, (H, W, 2) for several classes.
 
-        The first map contains the part of each pixel: inside, border or background, as an index into PARTS. With
-        several classes, k is 2, and the second map contains the class index of each pixel, or NO_CLASS outside of all
-        objects.
+        The first map contains the part of each pixel (inside, border or background), as an index into PARTS. The second
+        map contains the class index of each pixel, or NO_CLASS outside of all objects.
         """
         labels, classes = self.read_objects(sample)
         parts = part_map(labels, max(1, round(BORDER_UM / self.spacing_um_px)))
@@ -159,16 +161,16 @@ class Segment(Task):
     def make_sampler(
         self, samples: Sequence[Sample], settings: SamplerSettings, window: TrainingWindow, mined: Ints | None
     ) -> Sampler:
-        """Return a sampler that draws the same number of windows of each patient."""
+        """Return a sampler that draws equally many windows of each patient. Hard examples (`mined`) are ignored."""
         del mined
         patients = [sample.case or sample.name for sample in samples]
         return PatientBalancedSampler(patients, settings, window.target_px)
 
     def make_loss(self, samples: Sequence[Sample]) -> Loss:
-        """Return the loss: the cross-entropy of the parts (inside, border, background).
+        """Return the loss: the weighted cross-entropy of the parts (inside, border, background).
 
-        With several classes, the cross-entropy of the classes is added. Rare parts and rare classes have higher
-        weights, so that they contribute as much as frequent ones.
+        With several classes, the weighted cross-entropy of the classes is added. The weights are computed from the
+        annotations of `samples`: rare parts and rare classes have higher weights (see `balancing_weights`).
         """
         maps = [self.targets(sample) for sample in samples]
         part_weights = torch.from_numpy(balancing_weights([target[..., 0] for target in maps], PARTS))
@@ -193,18 +195,19 @@ class Segment(Task):
     def decode(self, prediction: Prediction, point: OperatingPoint) -> Labels:
         """Convert predicted maps to a label map (H, W) of objects.
 
-        `point` contains three numbers. The foreground consists of the pixels whose probability of background is below
-        `point["background"]`. Seeds are the foreground pixels whose probability of inside is at least
-        `point["inside"]`. A watershed grows the seeds over the foreground. Objects smaller than `point["least_px"]`
-        pixels are removed.
+        The foreground consists of the pixels whose probability of background is below `point["background"]`. Seeds are
+        connected groups of foreground pixels whose probability of inside is at least `point["inside"]`; groups with an
+        area below MIN_SEED_UM2 are ignored. A watershed grows each seed to an object, until the objects cover the
+        foreground. A connected part of the foreground without a seed becomes one object. Objects of fewer than
+        `point["least_px"]` pixels are removed.
         """
         return remove_small(self._grow(prediction, point["inside"], point["background"]), point["least_px"])
 
     def decide_classes(self, labels: Labels, probabilities: Map) -> Ints:
         """Return the class index of each object number: the class with the highest mean probability in the object.
 
-        `labels` is a label map (H, W); `probabilities` (K, H, W) are all channels. Entry 0 of the result, for the
-        background, is not used.
+        `labels` (H, W) is the label map of the objects; `probabilities` (K, H, W) are all channels. Entry 0 of the
+        result stands for the background, and is not used.
         """
         count = int(labels.max(initial=0))
         classes = np.zeros(count + 1, np.int64)
@@ -215,7 +218,7 @@ class Segment(Task):
         return classes
 
     def _grow(self, prediction: Prediction, min_inside: float, max_background: float) -> Labels:
-        """Return the label map (H, W) of all objects as in `decode`, but without removing small objects.
+        """Return the label map (H, W) of objects that `decode` describes, including small objects.
 
         `min_inside` and `max_background` are the thresholds `point["inside"]` and `point["background"]`.
         """
@@ -223,7 +226,7 @@ class Segment(Task):
         regions, count = ndimage.label(background < max_background)
         labels, _ = ndimage.label((regions > 0) & (inside >= min_inside))
         seeds = remove_small(labels, MIN_SEED_UM2 / self.spacing_um_px**2)
-        # Thin objects consist of border pixels only: a region without a seed becomes one object.
+        # Thin objects may consist of border pixels only, without a seed. So a region without a seed becomes one object.
         has_seed = np.bincount(regions[seeds > 0], minlength=count + 1) > 0
         seedless = np.where(has_seed, 0, np.arange(count + 1))[regions]
         seeds = np.where(seedless > 0, seedless + seeds.max(), seeds)
@@ -254,7 +257,7 @@ class Segment(Task):
                 overlaps = find_overlaps(field.truth, self._grow(field.prediction, *pair))
                 for least_px in areas_px:
                     counts[*pair, least_px] += match_objects(overlaps.without_small(least_px), overlap_rule)
-        best = max(counts, key=lambda point: counts[point].f1)  # in a tie the first
+        best = max(counts, key=lambda point: counts[point].f1)  # in a tie, max returns the first
         return dict(zip(("inside", "background", "least_px"), best, strict=True))
 
     def check_operating_point(self, point: Mapping[str, object]) -> dict[str, float]:
@@ -263,11 +266,11 @@ class Segment(Task):
     def score(self, evidence: Iterable[ObjectEvidence], point: OperatingPoint, rule: str | None = None) -> Scores:
         """Return F1 and PQ over all objects, and AJI, AJI+ and Dice averaged over images.
 
-        F1 and AJI have 95 % confidence intervals. With several classes, the entry "classes" contains F1 and PQ of each
-        class, for which annotated objects of the class are matched to predicted objects of the same class.
+        F1 and AJI have 95 % confidence intervals. These scores ignore the classes of objects. With several classes, the
+        entry "classes" contains F1 and PQ of each class, computed from the objects of this class only.
         """
         overlap_rule = cast(OverlapRule, self.resolve_rule(rule))
-        images: list[ImageCase] = []  # names only, since the maps of all images may not fit in memory
+        images: list[ImageCase] = []  # only names are kept, because the maps of all images may not fit in memory
         counts: list[ObjectCounts] = []
         agreements: list[dict[str, float]] = []
         counts_by_class = [NO_COUNTS] * len(self.classes)
@@ -307,11 +310,14 @@ class Segment(Task):
     # Slides
 
     def make_object_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> ObjectFinder:
-        """Return an object finder that decodes each tile, and after the last tile the regions across tile borders."""
+        """Return an object finder that finds the objects of each tile. Temporary files are written to `folder`.
+
+        Objects in regions that cross tile borders are found after the last tile.
+        """
         return InstanceFinder(self, grid, point, folder)
 
     def class_maps(self, maps: Map) -> Map:
-        """Return the probability (classes, h, w) that a pixel belongs to an object of each class."""
+        """Return, for each class, the probability that a pixel belongs to an object of this class: (classes, h, w)."""
         foreground: Map = 1 - maps[BACKGROUND][None]
         return foreground if self.is_single else foreground * maps[len(PARTS) :]
 
@@ -320,7 +326,7 @@ class Segment(Task):
         return foreground
 
     def foreground_deviation(self, deviations: Map) -> Map:
-        """Return the standard deviation (h, w) of the background probability; that of the foreground is the same."""
+        """Return the standard deviation (h, w) of the foreground probability, which is 1 - background probability."""
         background: Map = deviations[BACKGROUND]
         return background
 
@@ -330,9 +336,9 @@ class Segment(Task):
 
 
 class InstanceFinder:
-    """Find the objects of a slide tile by tile; a region that crosses tile borders is decoded after the last tile.
+    """Find the objects of a slide tile by tile. Objects in regions that cross tile borders are found at the end.
 
-    A region is a connected part of the foreground (see `Segment.decode`). It may contain several objects.
+    A region is a connected part of the foreground (see `Segment.decode`). A region may contain several objects.
     """
 
     def __init__(self, task: Segment, grid: Grid, point: OperatingPoint, folder: Path) -> None:
@@ -357,10 +363,10 @@ class InstanceFinder:
             yield from self._decode(region.values, region.top, region.left)
 
     def _decode(self, values: Map, top: int, left: int) -> Iterator[SlideObject]:
-        """Yield the objects in a rectangle of outputs. `top` and `left` are the first row and column of the rectangle.
+        """Yield the objects in a rectangle of outputs. `top` and `left` are its first row and column on the slide.
 
-        `values` (K + 1, h, w) are K probabilities, and the standard deviation of the foreground probability over
-        rotations.
+        `values` (K + 1, h, w) contains the K probabilities of each output, and then the standard deviation over
+        rotations of the foreground probability.
         """
         task, grid = self._task, self._grid
         maps, deviations = values[:-1], values[-1]
@@ -382,10 +388,10 @@ class InstanceFinder:
 
 
 def part_map(labels: NDArray[np.integer], border_px: int = 2) -> Bytes:
-    """Convert a label map (H, W) to a map (H, W) of indices into PARTS.
+    """Convert a label map (H, W) to a map (H, W) of the parts of objects, as indices into PARTS.
 
-    A pixel of an object is border if another object or background is at most `border_px` away, and otherwise inside.
-    The edge of the image does not count as a border.
+    A pixel of an object is a border pixel if another object or background is at most `border_px` away, and otherwise an
+    inside pixel. Where the edge of the image cuts an object, the edge is not a border.
     """
     steps = np.arange(-border_px, border_px + 1)
     disc = steps[:, None] ** 2 + steps[None, :] ** 2 <= border_px**2
@@ -397,9 +403,9 @@ def part_map(labels: NDArray[np.integer], border_px: int = 2) -> Bytes:
 def balancing_weights(maps: Iterable[Bytes], names: Sequence[str]) -> NDArray[np.float32]:
     """Return a weight for each class in `names`, so that all classes contribute equally to the mean loss.
 
-    `maps` are arrays (H, W) of class indices, which are indices of `names`. The weight of a class is the number of all
-    pixels, including those with NO_CLASS, divided by the number of classes and by the number of pixels of the class.
-    Raises DataError if a class has no pixel.
+    `maps` are arrays (H, W) with the index of the class of each pixel, or NO_CLASS. The classes may also be the three
+    parts of objects. The weight of a class is the number of all pixels, including those with NO_CLASS, divided by the
+    number of classes and by the number of pixels of the class. Raises DataError if a class has no pixel.
     """
     counts = np.zeros(NO_CLASS + 1)
     for target in maps:
@@ -408,7 +414,7 @@ def balancing_weights(maps: Iterable[Bytes], names: Sequence[str]) -> NDArray[np
     if missing := [name for name, pixels in zip(names, present, strict=True) if not pixels]:
         raise DataError(
             f"The training images have no pixel of class {missing[0]!r}; every class is needed, so add images that "
-            f"contain it."
+            f"contain this class."
         )
     return np.asarray(counts.sum() / (len(names) * present), np.float32)
 
@@ -416,7 +422,7 @@ def balancing_weights(maps: Iterable[Bytes], names: Sequence[str]) -> NDArray[np
 def weighted_cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted cross-entropy for logits (B, K, h, w), class indices (B, h, w) and class weights (K,).
 
-    The sum over pixels is divided by the number of pixels, not by the sum of the weights, so that the loss of a batch
-    is the mean of the losses of its windows. Pixels with NO_CLASS have a loss of 0.
+    It is the sum of the weighted losses of all pixels, divided by the number of pixels (not by the sum of the weights).
+    The loss of a batch is therefore the mean of the losses of its windows. Pixels with NO_CLASS have a loss of 0.
     """
     return F.cross_entropy(logits, targets, weights, reduction="none", ignore_index=NO_CLASS).mean()

@@ -1,13 +1,13 @@
-"""Base class of tasks. A task defines all that depends on what a network learns: targets, loss, scores, objects.
+"""The base class `Task`. A task defines the targets, the loss, the scores, and the objects that are found on slides.
 
-A kind of task is a subclass of `Task` in one file: `Classify`, `Detect` or `Segment`. To add a kind, derive a class
-from `Task`, set its class variables, and implement its abstract methods; the other methods have defaults. Name the
-class in a recipe as `task = "package.module:Class"`, or by its `kind` after `rotopath.tasks.register`.
+A kind of task is a subclass of `Task`: `Classify`, `Detect` or `Segment`. To add a kind, derive a class from `Task`,
+set the class variables that have no default, and implement the abstract methods. Name the class in a recipe as
+`task = "package.module:Class"`. If the class is registered with `rotopath.tasks.register`, its `kind` is enough, as in
+`task = "classify"`. Training, evaluation and prediction then work with this kind. `tests/test_custom_task.py` has a
+complete example. The methods of `Task` are in the order of use: classes, network, data, training, evaluation, slides.
 
-The methods of `Task` are in the order in which they are called: classes, network, data, training, evaluation, slides.
-`tests/test_custom_task.py` has a complete example. Training, evaluation and prediction work with any kind.
-
-A network returns K channels at h × w positions of an image. These positions are called outputs.
+A network maps images (B, 3, H, W) to logits (B, K, h, w): K channels at h × w positions. In comments and docstrings, an
+*output* is one of these positions. The property `Task.outputs` is the number K.
 """
 
 from abc import ABC, abstractmethod
@@ -32,9 +32,9 @@ from rotopath.inference.tiling import Grid, activate
 
 Color = tuple[int, int, int]  # red, green, blue, 0 to 255
 Loss = Callable[[Tensor, Tensor], Tensor]  # from logits and targets to a scalar tensor
-Map = NDArray[np.float32]  # values at all outputs: (h, w), or (channels, h, w)
+Map = NDArray[np.float32]  # a value at each output (h, w), or several channels (channels, h, w)
 Evidence = Any  # prediction and ground truth of one image, from which scores are computed; each kind has its own type
-Scores = dict[str, object]  # can be written as JSON
+Scores = dict[str, object]  # scores by name; all values can be written as JSON
 OperatingPoint = Mapping[str, float]  # the decision thresholds of a model, by name
 
 
@@ -47,7 +47,7 @@ class Class:
 
 
 class TrainingWindow(NamedTuple):
-    """Size, in pixels, of the square training windows, and of the area in a window that the network predicts."""
+    """Sizes, in pixels, of the square training windows, and of the area in each window that the network predicts."""
 
     window_px: int  # side of a window
     target_px: int  # side of the central area of a window for which the network has outputs
@@ -55,40 +55,41 @@ class TrainingWindow(NamedTuple):
 
 
 class HardExample(NamedTuple):
-    """A mistake of a baseline network: the image, the position in pixels, and how confident the network was."""
+    """A mistake of a baseline network on a training image: a position that the sampler should draw more often."""
 
     image: str  # name of the sample
-    row: int  # row and column are 0 if the mistake concerns the whole image
+    row: int  # in pixels; row and column are 0 if the whole image was misclassified
     column: int
-    score: float  # confidence of the network in its wrong prediction; higher is worse
+    score: float  # predicted probability of the wrong answer; the highest is the worst mistake
 
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """A task with its classes, pixel spacing and stain normalization. Each kind of task is a subclass."""
+    """Base class of all kinds of tasks. An instance is a task: a kind with classes, pixel spacing and stain."""
 
     name: str  # the key `task` of the recipe: "tumor", a kind such as "classify", or "package.module:Class"
     classes: tuple[Class, ...]
     spacing_um_px: float  # pixel spacing of the images that the network reads
-    stain: Stain = "none"  # stain normalization of these images
+    stain: Stain = "none"  # stain normalization of these images: "none" or "macenko"
     background_name: str = "other"  # name for images, pixels and positions that belong to none of the classes
     objects_name: str = "objects"  # plural noun for summaries, such as "mitoses"
     uses_class_names: bool = False  # if False, annotated objects of any class belong to the first class
 
-    # Every kind sets these
+    # Every kind must set these class variables
     kind: ClassVar[str]  # name of the kind, such as "classify", for recipes and model files
     annotated: ClassVar[Annotated]  # type of the required annotations: "labels", "points" or "objects"
     score_name: ClassVar[str]  # key of the main score, by which studies and reports compare models
-    default_network: ClassVar[str]  # registered name of the network for recipes that name none
+    default_network: ClassVar[str]  # network of recipes without the key `network`: a registered name or an import path
     prediction_type: ClassVar[Literal["window", "map"]]  # type of the prediction that `collect_evidence` receives
-    # Defaults that a kind may change
+    # A kind may change these defaults
     default_batch: ClassVar[int] = 64  # windows per batch
     default_spacing_um_px: ClassVar[float] = 0.5  # pixel spacing if the recipe sets none
-    robustness_inputs: ClassVar[Literal["windows", "fields"]] = "windows"  # what is rotated to measure robustness
+    # What is rotated to measure robustness: windows, or fields (annotated images, each with maps of many positions)
+    robustness_inputs: ClassVar[Literal["windows", "fields"]] = "windows"
     rules: ClassVar[tuple[str, ...]] = ()  # names of the rules for counting true positives; the first is the default
-    regime_unit: ClassVar[str] = "images"  # unit of a regime (reduced amount of training data)
+    regime_unit: ClassVar[str] = "images"  # unit of a regime, which is a reduced amount of training data
     can_mine: ClassVar[bool] = False  # whether `find_hard_examples` is implemented
-    heatmap_cell: ClassVar[int] = 1  # side of a heat-map pixel, in outputs
+    heatmap_cell: ClassVar[int] = 1  # each heat-map pixel is the mean over cell × cell outputs
 
     def __post_init__(self) -> None:
         if not self.classes:
@@ -115,10 +116,11 @@ class Task(ABC):
         return len(self.classes) == 1
 
     def class_index(self, name: str, sample: Sample) -> int | None:
-        """Return the class index of an annotated object with the class `name`, or None if the task has no such class.
+        """Return the class index of an annotated object with the class name `name`; None if the task has no such class.
 
-        If `uses_class_names` is False, the index of every object is 0. If the name is empty, the index is 0 for a task
-        with a single class; for a task with several classes, DataError is raised. The error message names `sample`.
+        If `uses_class_names` is False, the index of every object is 0. An object without a class has an empty `name`:
+        its index is 0 if the task has a single class; if the task has several classes, DataError is raised. `sample` is
+        the image of the object, for the error message.
         """
         if not self.uses_class_names or (self.is_single and not name):
             return 0
@@ -132,11 +134,10 @@ class Task(ABC):
 
     @classmethod
     def find_classes(cls, dataset: Dataset) -> tuple[str, ...]:
-        """Return the class names in the annotations of a dataset.
+        """Return the class names in the annotations of a dataset, for tasks without classes of their own.
 
-        A task has these classes if neither the recipe nor the task itself defines classes. Class names of images are in
-        the order of `dataset.classes`; names that `dataset.classes` does not contain follow, sorted. Class names of
-        objects are sorted.
+        If images have labels, the names are in the order of `dataset.classes`, followed by all other names, sorted. If
+        objects are annotated, the names are sorted.
         """
         if dataset.annotated == "labels":
             used = {sample.label or "" for sample in dataset.samples}
@@ -167,39 +168,39 @@ class Task(ABC):
 
     @property
     def activation(self) -> str:
-        """Name of the activation function in `to_probabilities`, for the description of exported models."""
+        """Name of the activation function that `to_probabilities` applies, for the description of exported models."""
         return "sigmoid" if self.outputs == 1 else "softmax"
 
     def to_probabilities(self, logits: Tensor) -> Tensor:
         """Convert logits (B, K, h, w) to probabilities of the same shape: by sigmoid if K = 1, else by softmax."""
         return activate(logits)
 
-    # Data: these checks run before the training writes its first file
+    # Checks of the data, before the training writes its first file
 
     def check_data(self, dataset: Dataset) -> list[Finding]:
-        """Return problems in the annotations of a dataset, such as unknown classes; none by default."""
+        """Return the problems in the annotations of a dataset, such as unknown classes. By default, there are none."""
         del dataset
         return []
 
     def check_training(self, samples: Sequence[Sample]) -> None:  # noqa: B027  # optional, so not abstract
-        """Raise DataError if the task cannot be learned from these training samples."""
+        """Raise DataError if the task cannot be learned from the training samples. By default, nothing is checked."""
 
     def check_window(self, window: TrainingWindow) -> None:  # noqa: B027  # optional, so not abstract
-        """Raise DataError if the outputs of a network for a training window do not fit the task."""
+        """Raise DataError if the outputs of a network do not fit the task. By default, nothing is checked."""
 
     # Regimes: training with a reduced amount of data
 
     @abstractmethod
     def select_training_subset(self, samples: Sequence[Sample], amount: float, seed: int) -> tuple[Sample, ...]:
-        """Return a random subset of the samples for a regime.
+        """Return a random subset of the training samples, for a regime (reduced amount of training data).
 
-        `amount` is the amount of training data, in the unit of `describe_regime`. For the same seed, a smaller subset
-        is part of every larger one.
+        `amount` is the size of the subset in the unit that `describe_regime` states. For the same seed, a smaller
+        subset is contained in every larger subset.
         """
 
     @classmethod
     def check_regime(cls, amount: float) -> str | None:
-        """Check `amount`, the amount of training data of a regime.
+        """Check whether `amount` is a valid amount of training data for a regime.
 
         Returns None if `amount` is valid, otherwise a description of valid amounts, such as "a whole number of images".
         """
@@ -208,11 +209,11 @@ class Task(ABC):
 
     @classmethod
     def describe_regime(cls, amount: float) -> str:
-        """Return the amount of a regime with its unit, such as "20 images", for reports."""
+        """Return the amount of training data of a regime with its unit, such as "20 images", for reports."""
         return f"{amount:g} {cls.regime_unit}"
 
     def require_regime(self, amount: float) -> None:
-        """Raise DataError if `amount` is not valid for a regime."""
+        """Raise DataError if `amount` is not a valid amount of training data for a regime."""
         if expected := self.check_regime(amount):
             raise DataError(f"The regime (amount of training data) of {self.name} must be {expected}; got {amount:g}.")
 
@@ -224,7 +225,7 @@ class Task(ABC):
         return SampleReader(self.spacing_um_px, self.stain)
 
     def image_targets(self, samples: Sequence[Sample]) -> Ints:
-        """Return an array (n,) with a target for each of n images, such as the class index; zeros by default."""
+        """Return the target (n,) of each of n images, such as its class index. By default, all targets are 0."""
         return np.zeros(len(samples), np.int64)
 
     @abstractmethod
@@ -233,36 +234,37 @@ class Task(ABC):
     ) -> Sampler:
         """Return a sampler that chooses the windows of each training batch.
 
-        `settings` contains the size of each image, the batch size and the seed; `window` contains the size of a window
-        and of the area in it that the network predicts. `mined` is the array that `examples_for_sampler` returned, or
-        None if the recipe does not mine hard examples.
+        `settings` contains the size of each image, the batch size and the seed. `window` contains the size of a window,
+        and of the area in a window that the network predicts. `mined` contains hard examples, as returned by
+        `examples_for_sampler`. It is None if the recipe does not mine hard examples.
         """
 
     @abstractmethod
     def make_loss(self, samples: Sequence[Sample]) -> Loss:
         """Return the loss, a function of logits (B, K, h, w) and targets.
 
-        Targets are one number for each window (B,). If `reader` reads target maps, targets are (B, h, w) for one map
-        and (B, k, h, w) for k maps. The loss may depend on the training samples, for example to weight rare classes.
+        If `reader` reads no target maps, targets are (B,), one number for each window. Otherwise, they are (B, h, w)
+        for one target map, and (B, k, h, w) for k target maps. `samples` are the training samples; a loss may use them,
+        for example to compute weights for rare classes.
         """
 
     @abstractmethod
     def accuracy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the accuracy of a validation batch, a scalar tensor for the log. See `make_loss` for the arguments."""
+        """Return the accuracy of a validation batch, a scalar tensor for the log. Arguments are those of the loss."""
 
     def find_hard_examples(self, evidence: Sequence[Evidence], max_examples: int) -> list[HardExample]:
-        """Return up to `max_examples` mistakes of a baseline network, the worst first.
+        """Return up to `max_examples` mistakes of a baseline network on the training samples, the worst first.
 
-        `evidence` contains the result of `collect_evidence` for each training sample. This method is only called if the
-        recipe mines hard examples, which requires that `can_mine` is True.
+        `evidence` contains the result of `collect_evidence` for each training sample. A kind that implements this
+        method must set `can_mine` to True. The method is only called if the recipe mines hard examples.
         """
         del evidence, max_examples
         raise DataError(f"Hard examples cannot be mined for tasks of the kind {self.kind!r}; set mining=false.")
 
     def examples_for_sampler(self, examples: Ints) -> Ints:
-        """Convert hard examples to the argument `mined` of `make_sampler`; by default, return them unchanged.
+        """Convert an array of hard examples to the argument `mined` of `make_sampler`. By default, do not change it.
 
-        `examples` (k, 3) have the columns image index, row and column.
+        `examples` (k, 3) has the columns image index, row and column.
         """
         return examples
 
@@ -270,53 +272,57 @@ class Task(ABC):
 
     @abstractmethod
     def collect_evidence(self, prediction: Any, sample: Sample) -> Evidence:
-        """Return the evidence of one sample: its prediction together with its ground truth, for `score`.
+        """Return the evidence of one sample: its prediction and its ground truth, in a form that `score` can use.
 
-        If `prediction_type` is "window", the prediction is an array of probabilities (K,). If it is "map", it is a
-        `rotopath.inference.Prediction` with maps (K, h, w) of the whole image.
+        If `prediction_type` is "window", `prediction` is an array of probabilities (K,). If `prediction_type` is "map",
+        `prediction` is a `rotopath.inference.Prediction` with maps (K, h, w) of the whole image.
         """
 
     @abstractmethod
     def choose_operating_point(self, evidence: Sequence[Evidence], rule: str | None = None) -> dict[str, float]:
-        """Return the thresholds with the best scores on the validation set. `evidence` and `rule` are as in `score`."""
+        """Return the decision thresholds, by name, with the best scores on the validation set.
+
+        `evidence` contains the result of `collect_evidence` for each validation sample; `rule` is as in `score`.
+        """
 
     @abstractmethod
     def check_operating_point(self, point: Mapping[str, object]) -> dict[str, float]:
-        """Check the operating point of a model file, and return it. Raises ValueError if it does not fit the task."""
+        """Return the operating point of a model file if it is valid for the task, otherwise raise ValueError."""
 
     @abstractmethod
     def score(self, evidence: Sequence[Evidence], point: OperatingPoint, rule: str | None = None) -> Scores:
-        """Return all scores of a split at an operating point. The main score is `scores[score_name]`.
+        """Return all scores of a split at an operating point, by name. The score `score_name` is the main score.
 
-        `rule` is the name of the rule for counting true positives; None means the first of `rules`.
+        `evidence` contains the result of `collect_evidence` for each sample of the split. `rule` is the name of the
+        rule for counting true positives; None means the first of `rules`.
         """
 
     @classmethod
     @abstractmethod
     def score_terms(cls, scores: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-        """Return a numerator and a denominator of the main score for each case.
+        """Return two numbers for each case, such as a patient: the numerator and the denominator of the main score.
 
-        `scores` is the result of `score`, read from a JSON file. The main score is the sum of the numerators divided by
-        the sum of the denominators. Studies resample the cases to compute 95 % confidence intervals.
+        The main score is the sum of all numerators divided by the sum of all denominators. Studies resample the cases
+        to compute 95 % confidence intervals. `scores` is the result of `score`, read from a JSON file.
         """
 
     def resolve_rule(self, rule: str | None) -> str:
-        """Return the given rule for counting true positives, or the default rule if none is given.
+        """Return `rule`, a rule for counting true positives, or the default rule of the task if `rule` is None.
 
-        Raises DataError if the task has no such rule.
+        The default is an empty string if the task has no rules. Raises DataError if the task does not have the rule.
         """
         if rule is None:
             return self.rules[0] if self.rules else ""
         if rule not in self.rules:
-            remedy = f"choose from {', '.join(self.rules)}" if self.rules else "leave it out, since this task has none"
+            remedy = f"choose from {', '.join(self.rules)}" if self.rules else "give no rule, as this task has none"
             raise DataError(f"The task {self.name} has no rule {rule!r} for counting true positives; {remedy}.")
         return rule
 
     def decide(self, probabilities: NDArray[np.floating], point: OperatingPoint) -> NDArray[np.generic]:
         """Convert probabilities (..., K) to decisions (...,), to measure how often rotation changes a decision.
 
-        By default, the decision is the index of the channel with the highest probability. If K = 1, the decision is
-        instead whether the probability reaches the threshold.
+        If K = 1, a decision is whether the probability reaches `point["threshold"]`. Otherwise, a decision is the index
+        of the channel with the highest probability.
         """
         if probabilities.shape[-1] == 1:
             return np.asarray(probabilities[..., 0] >= point["threshold"])
@@ -325,8 +331,8 @@ class Task(ABC):
     def maps_for_report(self, maps: Map) -> dict[str, Map]:
         """Convert probabilities (K, h, w) to a dictionary of the maps (h, w) that reports show.
 
-        The map "objects" is required: the probability that an object of any class is present. Robustness is measured on
-        this map. Other names are free.
+        The map "objects" is required. It contains the probability that an object of any class is present, and is used
+        to measure robustness. The dictionary may contain other maps with any names.
         """
         return {"objects": self.foreground_map(maps)}
 
@@ -334,49 +340,50 @@ class Task(ABC):
 
     @abstractmethod
     def make_object_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> ObjectFinder:
-        """Return an object finder: it receives the predicted tiles of one slide, and yields the detected objects.
+        """Return an object finder, which receives the predicted tiles of one slide and yields the objects in them.
 
-        `grid` defines the positions of the outputs, `point` the thresholds. `folder` is for temporary files.
+        `grid` contains the positions of the outputs on the slide. `point` is the operating point. The object finder may
+        write temporary files to `folder`.
         """
 
     def halo(self, stride_px: int) -> int:
         """Return the width, in outputs, of the margin around a tile that is needed to find the objects in the tile.
 
-        The default is 0. `stride_px` is the distance between two adjacent outputs, in pixels.
+        By default, the width is 0. `stride_px` is the distance between two adjacent outputs, in pixels.
         """
         del stride_px
         return 0
 
     @abstractmethod
     def class_maps(self, maps: Map) -> Map:
-        """Convert the probabilities of all K channels (K, h, w) to probabilities of the classes (classes, h, w)."""
+        """Convert the probabilities of all channels (K, h, w) to the probability of each class (classes, h, w)."""
 
     def foreground_map(self, maps: Map) -> Map:
-        """Convert probabilities (K, h, w) to the heat map: the probability (h, w) that any class is present."""
+        """Convert probabilities (K, h, w) to the heat map (h, w): the probability that any class is present."""
         foreground: Map = self.class_maps(maps).sum(axis=0)
         return foreground
 
     def foreground_deviation(self, deviations: Map) -> Map:
-        """Convert standard deviations (K, h, w) over rotations to one map (h, w): by default, the largest of the K."""
+        """Convert standard deviations over rotations (K, h, w) to one map (h, w); by default, the largest of the K."""
         largest: Map = deviations.max(axis=0)
         return largest
 
     @property
     def tissue_margin_um(self) -> float:
-        """Width, in µm, of the margin around tissue that is also predicted, to complete objects at the edge."""
+        """Width, in µm, of the margin around tissue that is also predicted, so that no object is cut off."""
         return 32.0
 
     @property
     @abstractmethod
     def background_probabilities(self) -> tuple[float, ...]:
-        """Probabilities (K,) that regions of a slide receive if they are not predicted, such as glass."""
+        """Probabilities (K,) of all positions of a slide that are not predicted, such as empty glass."""
 
     def summarize(self, counts: Counter[str], areas_mm2: Counter[str], tissue_mm2: float) -> dict[str, float]:
-        """Return the summary of a slide: values by name. The value "objects" is required: the number of all objects.
+        """Return the summary of a slide: numbers by name. The number of objects, named "objects", is required.
 
-        `counts` and `areas_mm2` are the number and the total area of the objects of each class; `tissue_mm2` is the
+        `counts` and `areas_mm2` contain the number and the total area of the objects of each class. `tissue_mm2` is the
         area of the tissue. By default, the summary contains the number and the density (per mm² of tissue) of all
-        objects and, if there are several classes, of the objects of each class.
+        objects. If there are several classes, it also contains both numbers for each class.
         """
         del areas_mm2
         total = sum(counts.values())
@@ -388,7 +395,7 @@ class Task(ABC):
         return summary
 
     def describe_summary(self, summary: Mapping[str, float]) -> str:
-        """Return one line of text for a summary to which the area of tissue was added as "tissue_mm2"."""
+        """Return a summary as one line of text. `summary` is the result of `summarize`, with "tissue_mm2" added."""
         count = int(summary["objects"])
         name = self.class_names[0].lower() if count == 1 and self.is_single else self.objects_name
         by_class = "" if self.is_single else ", ".join(f"{summary[name]:,.0f} {name}" for name in self.class_names)
@@ -408,10 +415,10 @@ def format_area(mm2: float) -> str:
 
 
 def check_numbers(point: Mapping[str, object], bounds: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Check an operating point and return it.
+    """Return the operating point `point` if it is valid, otherwise raise ValueError.
 
-    `bounds` contains the lowest and the highest valid value for each name. Raises ValueError if `point` lacks a name,
-    has a name that is not in `bounds`, or has a value outside of the bounds.
+    `bounds` contains the names of all thresholds, and the lowest and the highest valid value of each. `point` must have
+    exactly these names.
     """
     if not isinstance(point, Mapping) or set(point) != set(bounds):
         got = ", ".join(map(str, point)) if isinstance(point, Mapping) and point else "nothing"

@@ -1,9 +1,13 @@
-"""Train a network as a recipe specifies, and write the trained model and its provenance to a run folder.
+"""Train a network as a recipe specifies, and write the trained model to a run folder.
 
-`loop` contains `train`, which does the whole training, and `fit`, which runs the epochs. To resume an interrupted
-training, `fit` loads the checkpoint in the run folder. `checkpoint` prepares the run folder and writes the log and the
-checkpoints. `mining` finds hard examples, `distributed` sets up devices and processes, and `graphs` records CUDA
-graphs.
+The run folder also gets the *provenance* of the model: software versions, seed, data and hardware of the training.
+
+- `loop`: `train` does the whole training. Its function `fit` runs the epochs, and resumes from the checkpoint in the
+  run folder if there is one.
+- `checkpoint`: prepares the run folder, and writes the log and the checkpoints.
+- `mining`: finds hard examples, which are the worst mistakes of a baseline network.
+- `distributed`: sets up devices and processes.
+- `graphs`: records training steps as CUDA graphs, to make them faster.
 """
 
 from rotopath.training.distributed import is_first_process

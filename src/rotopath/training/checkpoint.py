@@ -3,14 +3,14 @@
 `prepare_folder` creates a run folder, or checks that an existing one belongs to the same recipe and the same data.
 `RunRecorder`, a Lightning callback, writes three files during the training:
 
-- `log.csv`: loss, learning rate and speed of every step, validation loss and accuracy of every epoch;
-- `kept.safetensors`: weights of the network after the best epoch (lowest validation loss) or after the last epoch, as
-  the recipe's key `keep` selects;
-- `resume.ckpt`: a checkpoint with weights, optimizer, step and log. `fit` in `loop` loads it (Lightning's `ckpt_path`)
-  if the same command is run again. On the CPU, a resumed training ends with exactly the weights of an uninterrupted
-  one.
+- `log.csv`: loss, learning rate and speed of every step, validation loss and accuracy of every epoch.
+- `kept.safetensors`: weights of the network after the best epoch (lowest validation loss) or after the last epoch. The
+  key `keep` of the recipe selects the epoch.
+- `resume.ckpt`: a checkpoint with weights, optimizer, step and log. If the same command is run again, `loop.fit` loads
+  this checkpoint. On the CPU, a resumed training ends with exactly the same weights as an uninterrupted training.
 
-Every file is written atomically, so that it is complete even if the process is killed.
+The last two files are removed when the run is finished. Every file is written atomically (see `rotopath.writing`), so
+that it is complete even if the process is killed.
 """
 
 import csv
@@ -39,19 +39,21 @@ from rotopath.writing import atomic_file, write_bytes, write_json, write_text
 
 RESUME, KEPT = "resume.ckpt", "kept.safetensors"  # removed when the run is finished
 LOG_COLUMNS = ("step", "epoch", "loss", "learning_rate", "images_per_second", "validation_loss", "validation_accuracy")
-LOG_EVERY_STEPS = 25  # reading a loss from a GPU waits for it, so the losses of several steps are read together
-FINGERPRINT_PREFIX = "content:"  # fingerprints of rotopath 0.1 had no prefix, and ignored the content of files
+LOG_EVERY_STEPS = 25  # losses of this number of steps are read together, because each read waits for the GPU
+FINGERPRINT_PREFIX = "content:"  # missing in fingerprints of rotopath 0.1, which ignored the content of files
 HASH_BLOCK_BYTES = 2**20
-Row = dict[str, float]  # row of the log: values by column name
+Row = dict[str, float]  # one row of the log: from column name to value
 
 
 # Create a run folder, or check an existing one
 
 
 def prepare_folder(folder: Path, recipe: Recipe, dataset: Dataset) -> None:
-    """Create the folder of a new run, or check that the interrupted run in it has the same recipe and data.
+    """Create the folder of a new run, or check that an existing folder contains the same run, interrupted.
 
-    Raises RunError if the folder contains a finished run, a run with another recipe or other data, or other files.
+    A new folder gets the recipe and the provenance. An existing run must have the same data and the same recipe, except
+    for keys that do not change the result, such as `devices`. Raises RunError if the run differs, if it is finished, or
+    if the folder contains files that do not belong to a run.
     """
     if (folder / WEIGHTS).exists() and (folder / runs.RECIPE).exists():
         raise RunError(f"{folder} contains a finished run; evaluate it, or choose another folder with --out.")
@@ -67,9 +69,9 @@ def prepare_folder(folder: Path, recipe: Recipe, dataset: Dataset) -> None:
 
 
 def _is_untouched(folder: Path) -> bool:
-    """Return whether a folder exists and contains no files except those that `prepare_folder` writes.
+    """Return whether a folder exists and contains nothing except files that `prepare_folder` writes.
 
-    If so, a new run can use the folder.
+    A new run can use such a folder, because no checkpoint of another run is lost.
     """
     names = (runs.PROVENANCE, runs.RECIPE)
     allowed = {*names, *(f".{name}.unfinished" for name in names)}
@@ -77,7 +79,7 @@ def _is_untouched(folder: Path) -> bool:
 
 
 def _check_unchanged(folder: Path, recipe: Recipe, dataset: Dataset) -> None:
-    """Raise a RunError if the run in the folder was started with another recipe or other data than those given."""
+    """Raise a RunError if the run in `folder` was started with another recipe than `recipe`, or with other data."""
     first_recipe = runs.read_run_recipe(folder)
     if key := find_changed_key(first_recipe, recipe):
         old, new = getattr(first_recipe, key), getattr(recipe, key)
@@ -99,7 +101,10 @@ def _check_unchanged(folder: Path, recipe: Recipe, dataset: Dataset) -> None:
 
 
 def _read_fingerprint(folder: Path) -> str:
-    """Return the fingerprint of the data with which the training in a run folder was started."""
+    """Read the fingerprint (hash) of the data with which the training in a run folder was started.
+
+    Raises RunError if the provenance file has no fingerprint.
+    """
     data = read_json(folder / runs.PROVENANCE).get("data")
     fingerprint = data.get("fingerprint") if isinstance(data, dict) else None
     if not isinstance(fingerprint, str):
@@ -111,7 +116,7 @@ def _read_fingerprint(folder: Path) -> str:
 
 
 def describe_training(seed: int, dataset: Dataset) -> dict[str, object]:
-    """Return the provenance of a new training: current time, versions, git commit, seed and data."""
+    """Return the provenance of a new training: current time, software versions, git commit, seed and data."""
     return {
         "begun": now(),
         **describe_software(),
@@ -143,12 +148,13 @@ def compute_fingerprint(dataset: Dataset) -> str:
 
 
 def _list_files(sample: Sample) -> list[Path]:
-    """Return the image file of a sample, its annotation files, and the CSV tables with the classes of label maps."""
+    """Return all files of a sample: its image, its annotations, and the CSV tables with the classes of label maps."""
     tables = [table for table in map(class_table_path, sample.annotations) if table.is_file()]
     return [sample.path, *sample.annotations, *tables]
 
 
 def _hash_file(path: Path) -> str:
+    """Return the SHA-256 hash of a file in hexadecimal. Raises UnreadableFileError if the file cannot be read."""
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
@@ -165,15 +171,15 @@ def _hash_file(path: Path) -> str:
 
 
 class RunRecorder(Callback):
-    """Lightning callback: writes the log, the weights to keep and the checkpoints, and stops the training early.
+    """Lightning callback: writes the log, the weights to keep and the checkpoints, and can stop the training early.
 
-    The training stops after `patience` epochs without a lower validation loss (`patience` is a key of the recipe),
-    unless the recipe keeps the last weights or has a cosine schedule. `on_row` is a function that is called with the
-    last row of the log whenever the log has new values.
+    The training stops after `patience` epochs without a lower validation loss (`patience` is a key of the recipe). It
+    does not stop early if the recipe has `keep = "last"` or a cosine schedule. `folder` is the run folder. `on_row` is
+    a function that is called with the last row of the log whenever the log has new values.
 
-    This class replaces Lightning's ModelCheckpoint and EarlyStopping, because files must be written atomically. The
-    checkpoint also contains the log and the number of epochs without a lower validation loss, from the same step as the
-    weights. Otherwise a resumed training could end with other weights than an uninterrupted one.
+    This class replaces Lightning's ModelCheckpoint and EarlyStopping for two reasons. Files must be written atomically.
+    And each checkpoint must contain the weights, the log, and the number of epochs without a lower validation loss of
+    the same step. Otherwise a resumed training could end with other weights than an uninterrupted training.
     """
 
     def __init__(self, folder: Path, recipe: Recipe, on_row: Callable[[Row], None]) -> None:
@@ -181,14 +187,14 @@ class RunRecorder(Callback):
         self._folder, self._recipe, self._on_row = folder, recipe, on_row
         self.best, self.worse_epochs = math.inf, 0
         self.rows: list[Row] = []
-        self._pending: list[tuple[int, float, Tensor]] = []  # step, learning rate, and loss, which is still on the GPU
+        self._pending: list[tuple[int, float, Tensor]] = []  # steps not in the log yet: step, learning rate, loss
         self._rate, self._timer_start = recipe.learning_rate, time.perf_counter()
 
     @property
     def state_key(self) -> str:
         """The key of this callback's state in a checkpoint.
 
-        It is the class name from rotopath 0.1, so that checkpoints of that version can be read.
+        The key is the name that this class had in rotopath 0.1, so that checkpoints of that version can be read.
         """
         return "Keeper"
 
@@ -200,7 +206,7 @@ class RunRecorder(Callback):
         self.rows = list(state_dict["rows"])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        trainer.should_stop = self._has_converged()  # a resumed run may have converged before it was interrupted
+        trainer.should_stop = self._has_converged()  # it may have converged before an interruption
         self._timer_start = time.perf_counter()
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
@@ -235,14 +241,14 @@ class RunRecorder(Callback):
         self._write_checkpoint(trainer)
 
     def _has_converged(self) -> bool:
-        # With a cosine schedule, the learning rate stays high until the last epochs, and so does the validation loss.
+        # With a cosine schedule, the validation loss often falls only in the last epochs, at low learning rates.
         can_stop = self._recipe.keep == "best" and self._recipe.schedule != "cosine"
         return can_stop and self.worse_epochs >= self._recipe.patience
 
     def _log_losses(self, trainer: Trainer) -> None:
-        """Read the losses of recent steps, which are still on the device, and append one row per step to the log.
+        """Append one row to the log for each step in `_pending`, and empty `_pending`.
 
-        With several processes, the logged loss is the mean over processes.
+        This reads the losses from the device. With several processes, the logged loss is the mean over processes.
         """
         if not self._pending:
             return
@@ -267,7 +273,7 @@ class RunRecorder(Callback):
         self._timer_start = time.perf_counter()
 
     def _write_checkpoint(self, trainer: Trainer) -> None:
-        """Write the checkpoint, from which `fit` resumes, and the log up to this step."""
+        """Write the checkpoint `resume.ckpt`, and the file `log.csv` with all rows up to this step."""
         self._log_losses(trainer)
         checkpoint = self._folder / RESUME
         with atomic_file(checkpoint) if trainer.is_global_zero else nullcontext(checkpoint) as unfinished:

@@ -29,7 +29,7 @@ from rotopath.recipe import Recipe
 from rotopath.training.checkpoint import LOG_EVERY_STEPS, RunRecorder
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm  # GroupBatchNorm2d is a BatchNorm3d
-DDP_TIMEOUT = timedelta(hours=12)  # the others wait while the first process mines hard examples or scores the model
+DDP_TIMEOUT = timedelta(hours=12)  # longest wait of other processes while the first mines hard examples or scores
 
 
 # Processes
@@ -38,16 +38,17 @@ DDP_TIMEOUT = timedelta(hours=12)  # the others wait while the first process min
 def is_first_process() -> bool:
     """Return whether this process has rank 0. Only the process of rank 0 writes files and prints.
 
-    This function can be called before the processes are connected.
+    This function also works before the processes are connected to each other.
     """
     rank: int = rank_zero_only.rank  # type: ignore[attr-defined]
     return rank == 0
 
 
 def expect_processes(count: int) -> None:
-    """Raise a RunError if torchrun has started more or fewer processes than `count`, the number of devices.
+    """Raise a RunError if torchrun has started a number of processes that differs from `count`.
 
-    If torchrun was not used, this function does nothing.
+    `count` is the number of devices of the recipe, because each device needs one process. Without torchrun, this
+    function does nothing.
     """
     started = int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else count
     if started != count:
@@ -58,7 +59,7 @@ def expect_processes(count: int) -> None:
 
 
 def run_on_first_process(act: Callable[[], None]) -> None:
-    """Call a function in the first process. The other processes wait until it has finished."""
+    """Call the function `act` in the first process only. The other processes wait until `act` has finished."""
     if is_first_process():
         act()
     if dist.is_initialized():
@@ -104,7 +105,7 @@ def make_trainer(recipe: Recipe, folder: Path, recorder: RunRecorder) -> Trainer
 
 @contextmanager
 def raise_keyboard_interrupt() -> Iterator[None]:
-    """Return a context manager that converts SystemExit, which Lightning raises after Ctrl-C, to KeyboardInterrupt."""
+    """Context manager: convert SystemExit, which Lightning raises after Ctrl-C, to KeyboardInterrupt."""
     try:
         yield
     except SystemExit:
@@ -112,11 +113,11 @@ def raise_keyboard_interrupt() -> Iterator[None]:
 
 
 class EpochLoader:
-    """Data loader for Lightning: in each epoch, iterates over this process's part of every batch.
+    """Data loader for Lightning: in each epoch, it yields this process's part of every batch, as images and targets.
 
     `list_steps` is a function that is called at the start of each epoch. It returns the indices of the steps of this
-    epoch or, if the epoch is resumed, of the remaining steps. `count` is the number of steps of a whole epoch.
-    `workers` is the number of processes that read the images.
+    epoch or, if the epoch is resumed, the indices of the remaining steps. `count` is the number of steps of a whole
+    epoch. `workers` is the number of processes that read the images.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class EpochLoader:
         return part.load(self._list_steps(), self._trainer.strategy.root_device, self._workers)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an empty state: batches depend on the step only. Lightning requires this method to resume an epoch."""
+        """Return an empty state, because a batch depends only on its step. Lightning needs this to resume an epoch."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
@@ -143,7 +144,7 @@ class EpochLoader:
 
 
 def synchronize_batch_norms(module: nn.Module) -> None:
-    """Replace all batch norm layers in a module, in place, by `SynchronizedBatchNorm` with the same weights."""
+    """Replace each batch norm layer in a module by a `SynchronizedBatchNorm` with the same weights, in place."""
     for name, child in module.named_children():
         if isinstance(child, BatchNorm):
             setattr(module, name, SynchronizedBatchNorm(child))
@@ -152,10 +153,10 @@ def synchronize_batch_norms(module: nn.Module) -> None:
 
 
 class SynchronizedBatchNorm(nn.Module):
-    """Batch norm of x (B, C, ...) with the mean and variance of each channel over the batches of all processes.
+    """Batch norm for inputs (B, C, ...), with the mean and variance of each channel over the batches of all processes.
 
-    Weights and running statistics are those of the batch norm layer `norm`, with the same names. The batches of the
-    processes may have different sizes. Unlike `torch.nn.SyncBatchNorm`, this layer also runs on CPUs.
+    The new layer shares its weights and running statistics with the batch norm layer `norm`, under the same names. The
+    batches of the processes may have different sizes. Unlike `torch.nn.SyncBatchNorm`, this layer also runs on CPUs.
     """
 
     weight: nn.Parameter | None
@@ -185,7 +186,7 @@ class SynchronizedBatchNorm(nn.Module):
                 eps=self.eps,
             )
         axes = [0, *range(2, input.ndim)]
-        per_channel = (1, -1, *(1 for _ in axes[1:]))  # shape to which per-channel values (C,) are reshaped
+        per_channel = (1, -1, *(1 for _ in axes[1:]))  # shape (1, C, 1, ...) in which values per channel broadcast
         values = input.to(torch.promote_types(input.dtype, torch.float32))
         count = values.new_tensor([values.numel() / self.channels])
         totals = _sum_over_processes(torch.cat([values.sum(axes), count]))
@@ -211,7 +212,8 @@ class SynchronizedBatchNorm(nn.Module):
 class _SumOverProcesses(torch.autograd.Function):
     """Autograd function: sum a tensor over all processes.
 
-    The losses of all processes depend on the sum. The backward pass therefore sums gradients over all processes, too.
+    The sum influences the loss of every process. The backward pass therefore also sums the gradients over all
+    processes.
     """
 
     @staticmethod

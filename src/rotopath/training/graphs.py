@@ -1,9 +1,9 @@
 """Record training steps as CUDA graphs, to make training with small batches faster.
 
-With small batches, launching the GPU kernels from Python takes longer than running them. A CUDA graph launches all
-recorded kernels with a single call. `record` records the forward and backward passes of a network, and `record_step` a
-whole training step, including loss and optimizer. All batches must have the same size. During the recording, cuDNN
-measures which of its convolution algorithms is fastest.
+With small batches, the launch of the GPU kernels from Python takes longer than their computation. A CUDA graph launches
+all recorded kernels with a single call; to launch them is called a *replay*. `record` records the forward and backward
+passes of a network. `record_step` records a whole training step, including loss and optimizer. All batches must have
+the same size. During the recording, cuDNN measures which of its convolution algorithms is fastest.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,18 +12,19 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-WARM_UP_STEPS = 3  # steps before the recording; in the first step, optimizers allocate their buffers
+WARM_UP_STEPS = 3  # steps before the recording, because optimizers allocate their buffers in the first step
 
 
 def record(network: nn.Module, images: Tensor) -> None:
-    """Record the forward and backward passes of a network on a GPU. Changes the network in place.
+    """Record the forward and backward passes of a network on a GPU. The network is changed in place.
 
-    In training mode, the network then replays the recorded passes. In evaluation mode, it runs eagerly, without CUDA
-    graphs. `images` (B, 3, H, W) is an example batch; all later batches in training mode must have the same shape. The
-    recording changes neither the weights nor the batch norm statistics.
+    Afterwards, the network replays the recorded passes in training mode. In evaluation mode, the network runs as
+    before, without CUDA graphs. `images` (B, 3, H, W) is an example batch; all later batches in training mode must have
+    the same shape. The recording changes neither the weights nor the batch norm statistics.
     """
     before = [buffer.clone() for buffer in network.buffers()]
-    # Keep the caller's autocast, but disable its cache: every replay must cast the current weights again.
+    # Keep the autocast settings of the caller, except for the cache of cast weights: every replay must cast the current
+    # weights again.
     autocast = (torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"))
     with _search_fastest_convolutions(), torch.autocast("cuda", *autocast, cache_enabled=False):
         torch.cuda.make_graphed_callables(network, (images,))
@@ -33,19 +34,19 @@ def record(network: nn.Module, images: Tensor) -> None:
 
 
 def release(network: nn.Module) -> None:
-    """Discard the recorded CUDA graphs of a network, so that it runs eagerly again."""
+    """Discard the CUDA graphs that `record` has recorded, so that the network runs without CUDA graphs again."""
     vars(network).pop("forward", None)  # `record` has replaced `forward` on the instance
 
 
 def record_step(step: Callable[[], None]) -> Callable[[], None]:
     """Record a whole training step as a CUDA graph, and return a function that replays it.
 
-    `step` is a function that computes one training step. Before it computes gradients, it must set the old gradients to
-    None. `record_step` first calls `step` a few times to warm up, which changes the weights. Before each replay, copy
-    the next batch into the tensors that `step` reads, because the graph always reads the same memory. Python numbers,
-    such as the learning rate, keep their values from the recording.
+    `step` is a function that computes one training step. It must set the old gradients to None before it computes new
+    gradients. `record_step` first calls `step` a few times to warm up, which changes the weights. Before each replay,
+    copy the next batch into the tensors that `step` reads, because the graph always reads the same memory. Python
+    numbers, such as the learning rate, keep the values that they had during the recording.
     """
-    warm_up_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # graphs require a warm-up on a side stream
+    warm_up_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # required: not the default stream
     warm_up_stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
     with _search_fastest_convolutions():
@@ -66,7 +67,7 @@ def record_step(step: Callable[[], None]) -> Callable[[], None]:
 
 @contextmanager
 def _search_fastest_convolutions() -> Iterator[None]:
-    """Return a context manager in which cuDNN measures the algorithms of each convolution and selects the fastest."""
+    """Context manager: let cuDNN measure all algorithms of each convolution and select the fastest."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     try:

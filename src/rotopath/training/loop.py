@@ -1,9 +1,9 @@
-"""Train a network as a recipe specifies. The functions in this file are in the order in which a training calls them.
+"""Train a network as a recipe specifies. The functions in this file are in the order in which `train` calls them.
 
-`train` opens the data, checks the recipe, prepares the run folder, mines hard examples if the recipe has `[mining]`,
-fits the network, chooses the operating point (decision thresholds), scores the model, and writes the model file and the
-weights. `fit` runs Lightning's training loop; if the run folder has a checkpoint, `fit` resumes from it. The module
-`checkpoint` writes the log and the checkpoints.
+`train` opens the data, checks the recipe, prepares the run folder, and mines hard examples if the recipe has a table
+`[mining]`. Then it fits the network, chooses the operating point (decision thresholds), scores the model, and writes
+the model file and the weights. `fit` runs Lightning's training loop, and resumes from the checkpoint in the run folder
+if there is one. The module `checkpoint` writes the log and the checkpoints.
 """
 
 import warnings
@@ -46,16 +46,15 @@ from rotopath.training.mining import MINED, index_hard_examples, mine_hard_examp
 from rotopath.writing import write_bytes, write_json
 
 BASELINE, TRAINING, SCORING = "baseline", "training", "scoring"  # stages; BASELINE is also the name of a subfolder
-# Receives the stage, and a row of the log; in the stage "scoring", the numbers of scored samples and of all samples.
-OnProgress = Callable[[str, Row], None]
-VALIDATION_SEED = 1_000_003  # for the validation windows, so that the validation loss of all runs is comparable
+OnProgress = Callable[[str, Row], None]  # receives the stage and a dictionary; see `train`
+VALIDATION_SEED = 1_000_003  # the same validation windows in all runs, so that validation losses can be compared
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
     """A recipe together with its task and its opened dataset."""
 
-    recipe: Recipe  # with the class names of the data, if the recipe had none
+    recipe: Recipe  # includes the class names of the data if the user's recipe has no class names
     task: Task
     dataset: Dataset
     samples: tuple[Sample, ...]  # the training samples; a random subset if the recipe has the key `regime`
@@ -72,12 +71,12 @@ def train(
     changes: Sequence[str] = (),
     on_progress: OnProgress = lambda _stage, _row: None,
 ) -> Run:
-    """Train a network as a recipe specifies, or resume an interrupted training. Returns the finished run.
+    """Train a network as a recipe specifies, or resume an interrupted training, and return the finished run.
 
     - `recipe`: a `Recipe`, a mapping of keys to values, or the path of a TOML file.
     - `out`: the run folder; default: the folder that `name_folder` returns. If the folder contains an interrupted
       training with the same recipe and data, this training is resumed.
-    - `changes`: values that replace values of the TOML file, such as "orientations=4".
+    - `changes`: overrides of keys in the TOML file, such as "orientations=4".
     - `on_progress`: a function that is called with the stage and a dictionary. In the stages "baseline" and "training",
       the dictionary is a row of the log. In the stage "scoring", the dictionary has the keys `done` (number of scored
       samples) and `samples` (number of all samples).
@@ -102,7 +101,7 @@ def train(
 def _read_recipe(recipe: Recipe | Mapping[str, Any] | Path | str, changes: Sequence[str]) -> tuple[Recipe, str]:
     """Return the recipe as a `Recipe`, and a name for its run folder.
 
-    The name is the file name of the recipe without extension, or the task if the recipe was not given as a file.
+    The name is the file name of the recipe without extension or, if the recipe is not a file, the name of the task.
     """
     if not isinstance(recipe, Recipe | Mapping):
         return read_recipe(Path(recipe), changes), Path(recipe).stem
@@ -115,16 +114,16 @@ def _read_recipe(recipe: Recipe | Mapping[str, Any] | Path | str, changes: Seque
 
 
 def name_folder(name: str, recipe: Recipe) -> Path:
-    """Return the default run folder of a recipe, such as `runs/tumor-N8-seed0` if `name` is "tumor"."""
+    """Return the default run folder of a recipe: for the name "tumor", for example, `runs/tumor-N8-seed0`."""
     return Path("runs") / f"{name}-N{recipe.orientations}-seed{recipe.seed}"
 
 
 def make_plan(recipe: Recipe) -> TrainingPlan:
     """Open the dataset of a recipe and select the training samples.
 
-    If neither the recipe nor its task specifies classes, the classes found in the data are added to the recipe of the
-    plan. Raises DataError if the data has problems, such as missing files, if the annotations do not fit the task, or
-    if there are no training samples or no validation samples.
+    If neither the recipe nor its task specifies classes, the recipe of the plan gets the classes in the data. Raises
+    DataError in three cases: the data has problems such as missing files, the annotations do not fit the task, or there
+    are no training samples or no validation samples.
     """
     dataset = open_data(Path(recipe.data), recipe.kind.annotated, recipe.data_spacing_um_px)
     _refuse_problems(recipe, problems(dataset.findings))
@@ -139,11 +138,13 @@ def make_plan(recipe: Recipe) -> TrainingPlan:
     return TrainingPlan(recipe, task, dataset, samples)
 
 
-def _refuse_problems(recipe: Recipe, found: Sequence[object]) -> None:
-    """Raise a DataError with the first problem in `found`, the problems of the data; do nothing if there are none."""
-    if found:
-        more = f" Number of further problems: {len(found) - 1}." if len(found) > 1 else ""
-        raise DataError(f"{recipe.data} has problems: {found[0]}{more} Run `rotopath data check` to list all problems.")
+def _refuse_problems(recipe: Recipe, errors: Sequence[object]) -> None:
+    """Raise a DataError that names the first of `errors`, the problems of the data. Do nothing if there are none."""
+    if errors:
+        more = f" Number of further problems: {len(errors) - 1}." if len(errors) > 1 else ""
+        raise DataError(
+            f"{recipe.data} has problems: {errors[0]}{more} Run `rotopath data check` to list all problems."
+        )
 
 
 def check_network(plan: TrainingPlan) -> DenseNetwork:
@@ -165,12 +166,9 @@ def check_network(plan: TrainingPlan) -> DenseNetwork:
 
 
 def find_training_window(recipe: Recipe, network: DenseNetwork) -> TrainingWindow:
-    """Return three numbers in px, which describe a training window and the outputs of the network for this window.
+    """Return the side of the training windows, and the area and spacing of the network's outputs for a window.
 
-    They are the side of the window, the side of its central area for which the network has outputs, and the distance
-    between neighboring outputs.
-
-    Raises RecipeError if the network does not accept images of the size of a window.
+    All values are in pixels. Raises RecipeError if the network does not accept images of the size of a window.
     """
     geometry = network.geometry
     window_px = runs.describe_network(recipe, network).window_px
@@ -181,9 +179,9 @@ def find_training_window(recipe: Recipe, network: DenseNetwork) -> TrainingWindo
 
 
 def make_loss(plan: TrainingPlan) -> Loss:
-    """Return the loss function of a plan.
+    """Return the loss function for the task and the training samples of a plan.
 
-    Raises DataError if the task cannot be learned from the training samples, for example if they lack a class.
+    Raises DataError if the task cannot be learned from these samples, for example if no sample has a certain class.
     """
     plan.task.check_training(plan.samples)
     try:
@@ -196,9 +194,10 @@ def make_loss(plan: TrainingPlan) -> Loss:
 
 
 def _prepare_hard_examples(plan: TrainingPlan, loss: Loss, folder: Path, on_progress: OnProgress) -> Ints | None:
-    """Return the hard examples as `index_hard_examples` returns them, or None if the recipe has no mining.
+    """Return the hard examples as an array for the sampler, or None if the recipe has no table `[mining]`.
 
-    If the run folder has no `mined.csv` yet, a baseline network is trained in the subfolder `baseline` to mine them.
+    For the array, see `index_hard_examples`. If the run folder has no file `mined.csv` yet, this function first trains
+    a baseline network in the subfolder `baseline`, and writes the worst mistakes of this network to `mined.csv`.
     """
     mining = plan.recipe.mining
     if mining is None:
@@ -226,10 +225,12 @@ def fit(
 ) -> tuple[DenseNetwork, torch.device]:
     """Train the network of a plan for the epochs of the recipe, or until `RunRecorder` stops the training early.
 
-    If the folder contains a checkpoint (`resume.ckpt`), the training resumes from it. `mined` are the hard examples, as
-    `index_hard_examples` returns them. `on_row` is a function that is called with the last row of the log whenever the
-    log has new values. Returns the network with the weights that the recipe's key `keep` selects, and the device on
-    which the network was trained.
+    If the run folder `folder` contains a checkpoint (`resume.ckpt`), the training resumes from this checkpoint. `mined`
+    is the array of hard examples that `index_hard_examples` returns, or None without mining. `on_row` is a function
+    that is called with the last row of the log whenever the log has new values.
+
+    Returns the network with the weights that the key `keep` of the recipe selects, and the device on which the network
+    was trained.
     """
     recipe = plan.recipe
     network = runs.build(recipe, plan.task)
@@ -241,7 +242,7 @@ def fit(
     training, validation, validation_steps = make_batches(plan, network, mined, device)
 
     def list_training_steps() -> range:
-        done = trainer.global_step  # an interrupted epoch is resumed at its next step
+        done = trainer.global_step  # number of finished steps; a resumed epoch continues with the next step
         return range(done, (done // recipe.steps + 1) * recipe.steps)
 
     with warnings.catch_warnings(), raise_keyboard_interrupt():
@@ -265,7 +266,7 @@ class TrainingModule(LightningModule):
         super().__init__()
         self.recipe, self.network, self.loss, self.accuracy = recipe, network, loss, accuracy
         self._is_recorded = False  # whether the network is recorded as a CUDA graph
-        self._validation: list[Tensor] = []  # for each batch: (loss, accuracy, 1) times the number of windows
+        self._validation: list[Tensor] = []  # for each batch: (loss, accuracy, 1) · number of windows
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
         images, targets = batch
@@ -279,7 +280,7 @@ class TrainingModule(LightningModule):
 
     def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
         images, targets = batch
-        if len(images):  # this process has no windows if the last batch has fewer windows than there are processes
+        if len(images):  # some processes get no windows if the last batch has fewer windows than there are processes
             logits = self.network(images)
             values = torch.stack([self.loss(logits, targets), self.accuracy(logits, targets), targets.new_ones(())])
             self._validation.append(values.double() * len(images))
@@ -298,7 +299,10 @@ class TrainingModule(LightningModule):
 
 
 def make_optimizer(network: nn.Module, recipe: Recipe) -> Optimizer:
-    """Return the optimizer of a recipe. Weight decay applies to kernels, but not to biases and batch norm weights."""
+    """Return the optimizer that the recipe specifies, for all weights of a network.
+
+    Weight decay applies to kernels, but not to biases and batch norm weights.
+    """
     kernels = [parameter for parameter in network.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in network.parameters() if parameter.ndim <= 1]
     groups = [{"params": kernels, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -312,8 +316,8 @@ def _multiply_each(weights: list[Tensor], factor: float) -> None:
         weight.mul_(factor)
 
 
-# torch's function multiplies all weights in a single GPU kernel, but it is private. If it is missing, weights are
-# multiplied one by one.
+# torch's function `_foreach_mul_` multiplies all weights in a single GPU kernel. This function is private: if a version
+# of torch does not have it, weights are multiplied one by one.
 _multiply_all: Callable[[list[Tensor], float], object] = getattr(torch, "_foreach_mul_", _multiply_each)
 
 
@@ -332,7 +336,7 @@ class DecoupledSGD(SGD):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None
-        if closure is not None:  # it computes the gradients, so it must run before the weights change
+        if closure is not None:  # computes the loss and the gradients, so it must run before the weights change
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
@@ -343,7 +347,7 @@ class DecoupledSGD(SGD):
 
 
 def make_schedule(optimizer: Optimizer, recipe: Recipe) -> LRScheduler:
-    """Return the learning rate schedule of a recipe. Call its method `step` after every training step."""
+    """Return the learning rate schedule that the recipe specifies. Call its method `step` after every training step."""
     if recipe.schedule == "halve":
         return StepLR(optimizer, step_size=recipe.steps, gamma=0.5)
     if recipe.schedule == "cosine":
@@ -356,7 +360,7 @@ def make_batches(
 ) -> tuple[Batches, Batches, int]:
     """Return the training batches, the validation batches, and the number of validation batches in each epoch.
 
-    `mined` are the hard examples, as `index_hard_examples` returns them; None without mining.
+    `mined` is the array of hard examples that `index_hard_examples` returns, or None without mining.
     """
     recipe, task = plan.recipe, plan.task
     window = find_training_window(recipe, network)
@@ -376,7 +380,10 @@ def make_batches(
 def _finish(
     plan: TrainingPlan, network: DenseNetwork, folder: Path, device: torch.device, on_progress: OnProgress
 ) -> None:
-    """Write the scores, the model file and, as the last file, the weights, which mark the run as finished."""
+    """Write the scores, the provenance, the model file and the weights, and remove the checkpoints.
+
+    The weights are written last, because a run counts as finished as soon as its weights exist.
+    """
     point, scores = _score(plan, network, device, on_progress)
     write_json(folder / runs.METRICS, scores)
     provenance = read_json(folder / runs.PROVENANCE)
@@ -394,7 +401,7 @@ def _score(
 ) -> tuple[dict[str, float], dict[str, object]]:
     """Choose the operating point on the validation set, and score the model at this operating point.
 
-    Returns the operating point, and the scores of each split: "valid", and "test" if the data has a test set.
+    Returns the operating point, and the scores by split: "valid", and "test" if the data has a test set.
     """
     task, dataset = plan.task, plan.dataset
 

@@ -1,12 +1,16 @@
-"""Convert a plain CNN to its SE(2,N) counterpart, in which features rotate with the image.
+"""Convert a plain CNN to its SE(2,N) counterpart: a network with N orientations that is equivariant to rotation.
 
-`equivariant` takes a module of torch's layers. It returns a module with the corresponding layers of `rp.nn`, under the
-same names and with fresh weights. If a layer or function has no counterpart, `equivariant` raises ValueError with the
-name of this layer or function.
+`equivariant` takes a module that consists of layers of torch. It returns a module with the corresponding layers of
+`rp.nn`, which have the same names and newly initialized weights. If a layer or function has no counterpart,
+`equivariant` raises ValueError with the name of this layer or function.
 
-The conversion has four steps: trace the module, which gives a graph with one node for each call of a layer, function or
-method; classify the nodes, and choose where to lift images to features and where to project features to maps (`nodes`);
-choose channels and build the layers (`group_layers`); write the new graph.
+The conversion has four steps:
+
+1. Trace the module. The result is a graph with one node for each call of a layer, function or method.
+2. Classify the nodes, and choose where images are lifted to SE(2) features and where features are projected to maps
+   without orientations (`nodes`).
+3. Choose the numbers of channels, and build the new layers (`group_layers`).
+4. Write the new graph, which calls the new layers.
 """
 
 import copy
@@ -54,21 +58,21 @@ def equivariant(
     strides: Strides = "keep",
     reflections: bool = False,
 ) -> fx.GraphModule:
-    """Return the SE(2,N) counterpart of a plain CNN, with N = `orientations` and fresh weights.
+    """Return the SE(2,N) counterpart of a plain CNN, with N = `orientations` and newly initialized weights.
 
-    If the input image is rotated, output maps rotate with it and output vectors stay the same.
+    If the input image (B, C, H, W) of the new network is rotated, output maps rotate with the image, and output vectors
+    stay the same. `module` is not changed. Raises ValueError if a layer or function of `module` has no counterpart.
 
-    `keep` determines the channels. "weights" keeps the number of weights: C channels become about C/√N channels with N
-    orientations. "channels" keeps C channels in every layer. "maps" keeps the product of channels and orientations, and
-    so memory and time. `kernel` is the kernel family of `rp.nn.GroupConv2d`, and `projection` the mode of
-    `rp.nn.Project`. With `reflections`, kernels are also mirrored: the network is equivariant to flips too, and has 2N
-    orientations.
+    `keep` determines the numbers of channels. "weights" keeps the number of weights: C channels become about C/√N
+    channels with N orientations. "channels" keeps C channels in every layer. "maps" keeps the product of channels and
+    orientations, and therefore memory and time. `kernel` is the kernel family of `rp.nn.GroupConv2d`, and `projection`
+    the mode of `rp.nn.Project`. With `reflections`, the network is equivariant to flips too: its kernels are rotated
+    and mirrored, and it has 2N orientations.
 
-    `strides` determines which image sides the network accepts, because layers of `rp.nn` raise ValueError if their
-    windows do not cover the input exactly. "keep" keeps all strides; the usual 3 × 3 convolution with stride 2 and
-    padding 1 then accepts odd sides only. "pool" is for even sides: a layer that would not accept sides that are
-    multiples of its stride gets stride 1, followed by a mean pool. Raises ValueError if a layer or function of the
-    module has no counterpart.
+    `strides` determines which image sides the new network accepts. Layers of `rp.nn` raise ValueError if their windows
+    do not cover the input exactly. "keep" keeps all strides: the usual 3 × 3 convolution with stride 2 and padding 1
+    then accepts odd sides only. "pool" is for even sides. A layer that does not accept multiples of its stride then
+    gets stride 1 and is followed by a mean pool; other layers keep their stride.
 
     >>> plain = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.ReLU(), torch.nn.Conv2d(32, 2, 1))
     >>> net = rp.equivariant(plain, orientations=4, keep="channels")
@@ -93,8 +97,9 @@ def equivariant(
 class LayerPlan:
     """Plan of a layer in the new network.
 
-    `layer` is the corresponding plain layer. `reads` and `returns` are the kinds of the new layer's input and output.
-    `inputs` and `outputs` are its input and output channels, whose numbers are still unknown (`Width`).
+    `layer` is the corresponding layer of the plain network. `reads` and `returns` are the kinds of the new layer's
+    input and output. `inputs` and `outputs` are the new layer's input and output channels. Their numbers are chosen
+    later (`Width`).
     """
 
     layer: nn.Module
@@ -105,22 +110,22 @@ class LayerPlan:
 
 
 class Converter:
-    """Convert a module: plan its layers with unknown numbers of channels, choose the numbers, write the new graph."""
+    """Convert a module: plan the new layers, choose their numbers of channels, and write the new graph."""
 
     def __init__(self, module: nn.Module, options: ConversionOptions) -> None:
         self.module = module
         self.options = options
         self.operations = _classify_nodes(module)
         self.kinds = assign_kinds(self.operations)
-        self.channels: dict[fx.Node, Channels | None] = {}  # None if not known, as for images
-        self.plans: dict[str, LayerPlan] = {}  # by path in the new module
-        self.paths: dict[fx.Node, str] = {}
+        self.channels: dict[fx.Node, Channels | None] = {}  # of each node's output; None if not known, as for images
+        self.plans: dict[str, LayerPlan] = {}  # path of each layer in the new module: its plan
+        self.paths: dict[fx.Node, str] = {}  # each node that calls a layer: path of this layer in the new module
         for node, operation in self.operations.items():
             with _naming_node(node):
                 self.channels[node] = self._propagate_channels(node, operation)
 
     def choose_widths(self, keep: str) -> dict[Width, int]:
-        """Choose the number of channels that each `Width` stands for. `keep` is the option of `equivariant`."""
+        """Return the number of channels chosen for each `Width`. `keep` is the option of `equivariant`."""
         n = self.options.order
         widths = list(dict.fromkeys(w for p in self.plans.values() for w in resolve_parts(p.inputs + p.outputs)))
         if keep == "channels":
@@ -131,7 +136,7 @@ class Converter:
         return fit_widths(widths, self.count_weights, target, least=1 / n)
 
     def count_weights(self, chosen: Mapping[Width, int]) -> int:
-        """Return the number of weights of the new network. `chosen` contains the number of channels of each `Width`."""
+        """Return the number of weights of the new network, for the numbers of channels in `chosen`."""
         layers = 0
         for plan in self.plans.values():
             inputs, outputs = (_count_channels(channels, chosen) for channels in (plan.inputs, plan.outputs))
@@ -140,7 +145,7 @@ class Converter:
         return layers + per_channel * sum(_count_channels(c, chosen) for c in self._projected_channels().values())
 
     def write(self, chosen: Mapping[Width, int], name: str) -> fx.GraphModule:
-        """Build the layers with the chosen numbers of channels, and write the graph that calls them.
+        """Build the layers with the chosen numbers of channels, and return the new module that calls them.
 
         `name` is the class name of the new module.
         """
@@ -156,7 +161,7 @@ class Converter:
         return GraphRewriter(self.operations, self.kinds, self.paths, layers, projections).write(name)
 
     def _projected_channels(self) -> dict[fx.Node, Channels]:
-        """Return the nodes whose features must be projected, and the channels of each.
+        """Return the nodes whose features must be projected, and the channels of each of these nodes.
 
         These are the nodes of kind `ValueKind.FEATURES` whose output is an input of a node of kind `ValueKind.PLAIN`.
         """
@@ -169,8 +174,8 @@ class Converter:
     def _propagate_channels(self, node: fx.Node, operation: Operation) -> Channels | None:
         """Return the channels of a node's output; None if they are not known, as for images and numbers.
 
-        If the node calls a layer, also add the plan of the layer to `plans`. If the node adds or multiplies its inputs,
-        also make the channels of the inputs equal (`tie`).
+        If the node calls a layer, also add the plan of this layer to `plans`. If the node adds or multiplies its
+        inputs, also require equal numbers of channels of these inputs (`tie`).
         """
         sources = [source for source in node.all_input_nodes if self.kinds[source] is not ValueKind.NUMBER]
         if self.kinds[node] is ValueKind.NUMBER or operation.role == "placeholder":
@@ -192,11 +197,10 @@ class Converter:
     def _plan_layer(
         self, node: fx.Node, layer: nn.Module, reads: ValueKind, channels: Channels | None
     ) -> Channels | None:
-        """Plan the layer of a node, and return the channels of the node's output.
+        """Add the plan of a node's layer to `plans`, and return the channels of the node's output.
 
-        `reads` is the kind of the layer's input. `channels` are the channels of this input, or None if they are not
-        known. The plan is stored in `plans` under the layer's path, or under a second path if another node applies the
-        same layer to values of another kind.
+        `reads` is the kind of the layer's input. `channels` are the channels of this input; None if they are not known.
+        A layer without weights may be applied to values of two kinds. It then gets two plans, under two paths.
         """
         returns = self.kinds[node]
         reads = reads if returns is ValueKind.FEATURES else ValueKind.PLAIN
@@ -206,10 +210,11 @@ class Converter:
         if path in self.plans and (self.plans[path].reads, self.plans[path].returns) != (reads, returns):
             if has_weights:
                 raise ValueError(
-                    "it is applied to two kinds of values (images, SE(2) features or projected maps); use two layers"
+                    "it is applied to values of two kinds (images, SE(2) features or projected maps); use one layer "
+                    "for each kind"
                 )
             path = f"{path}_{reads.value}"
-        # Raises ValueError if the layer has no counterpart.
+        # This call raises ValueError for some layers without counterpart, before the numbers of channels are chosen.
         count_weights(layer, reads, returns, plain_channels(inputs), plain_channels(outputs), self.options)
         if path not in self.plans:
             self.plans[path] = LayerPlan(layer, reads, returns, inputs, outputs)
@@ -220,6 +225,10 @@ class Converter:
         return outputs or channels
 
     def _concatenate(self, node: fx.Node, sources: list[fx.Node]) -> Channels | None:
+        """Return the channels of a node that concatenates the outputs of `sources` along the channel axis.
+
+        If the channels of one source are not known, fix the channels of all other sources and return None.
+        """
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
         if dim not in ((1, -1) if any(map(self._is_vector, sources)) else (1, -3)):
             raise ValueError(f"it concatenates along axis {dim}; concatenate along axis 1, the channels")
@@ -233,9 +242,9 @@ class Converter:
         return tuple(width for channels in known if channels for width in channels)
 
     def _tie_sources(self, sources: list[fx.Node]) -> None:
-        """Make the channels of the outputs of `sources` equal (`tie`), because these values are added or multiplied.
+        """Require equal numbers of channels of the outputs of `sources`, because they are added or multiplied (`tie`).
 
-        A value with one channel keeps one channel, because torch broadcasts it over the channels of the other values.
+        An output with one channel keeps one channel, because torch broadcasts it over the channels of other outputs.
         """
         wide = [self.channels[source] for source in sources if not self._has_single_channel(source)]
         for source in sources:
@@ -260,12 +269,13 @@ class Converter:
 class GraphRewriter:
     """Write the graph of the converted network.
 
-    An old node is a node of the traced graph. `values` maps each old node to its new value: a node, a number, or a
-    tuple of nodes and numbers. `projected` maps an old node that returns features to the new node that projects them.
-    A node of the kind `ValueKind.PLAIN` reads the projected values instead of the features.
+    An old node is a node of the traced graph; a new node is a node of the converted graph. `paths` maps each old node
+    that calls a layer to the path of the new layer. `layers` maps each path to the new layer. `projections` maps each
+    old node whose features are projected to the `Project` layer that projects them.
 
-    `paths` maps each old node that calls a layer to a path of the new module, and `layers` maps these paths to the new
-    layers. `projections` maps each old node whose features are projected to its layer `Project`.
+    While the graph is written, `values` maps each old node to its new value: a new node, a number, or a tuple of new
+    nodes and numbers. `projected` maps each old node whose features are projected to the new node that calls the
+    `Project` layer. Nodes of kind `ValueKind.PLAIN` read the projected values instead of the features.
     """
 
     def __init__(
@@ -287,16 +297,18 @@ class GraphRewriter:
         self.projected: dict[fx.Node, fx.Node] = {}
 
     def write(self, name: str) -> fx.GraphModule:
+        """Write the graph, and return the new module. `name` is its class name."""
         for node, operation in self.operations.items():
             self.values[node] = self._rewrite(node, operation)
             if node in self.projection_names:
                 self.projected[node] = self.graph.call_module(self.projection_names[node], (self.values[node],))
-        for new in reversed(self.graph.nodes):
+        for new in reversed(self.graph.nodes):  # remove sizes that no new node reads
             if new.target == "size" and not new.users:
                 self.graph.erase_node(new)
         return fx.GraphModule(self.layers, self.graph, name)
 
     def _rewrite(self, node: fx.Node, operation: Operation) -> Any:
+        """Add new nodes for an old node, and return the new value of the old node."""
         kind = self.kinds[node]
         args, kwargs = self._new(node.args, kind), self._new(node.kwargs, kind)
         if operation.role == "output":
@@ -324,8 +336,8 @@ class GraphRewriter:
     def _rewrite_size(self, node: fx.Node, args: Any) -> Any:
         """Return the new value of an old node that returns a size, or a number computed from sizes.
 
-        `args` are the arguments of the node, with old nodes replaced by their new values. `forward()` was written for
-        maps (B, C, H, W), so the orientation axis of features is left out of their size.
+        `args` are the arguments of the old node, with old nodes replaced by their new values. The plain network's
+        `forward()` expects sizes (B, C, H, W). The new size of features therefore omits their orientation axis.
         """
         source = node.all_input_nodes[0]
         if self.kinds[source] is ValueKind.FEATURES:
@@ -333,15 +345,15 @@ class GraphRewriter:
             return sizes[args[1]] if node.target == "size" and len(args) > 1 else sizes
         if self.kinds[source] is not ValueKind.NUMBER:
             return self.graph.node_copy(node, lambda old: self.values[old])
-        if isinstance(args[0], tuple):  # an item or a slice of the sizes of features
+        if isinstance(args[0], tuple):  # the node returns an item or a slice of the size of features
             return args[0][args[1]]
         return self.graph.create_node("call_function", node.target, args)
 
     def _new(self, old: Any, user: ValueKind) -> Any:
-        """Return an argument with old nodes replaced by their new values.
+        """Return the argument `old` of an old node, with all old nodes in this argument replaced by their new values.
 
-        `user` is the kind of the node that has the argument `old`. If this kind is `ValueKind.PLAIN`, features are
-        replaced by their projections.
+        `user` is the kind of the node that has this argument. If `user` is `ValueKind.PLAIN`, projected values are used
+        instead of features.
         """
 
         def replace(node: fx.Node) -> Any:
@@ -352,14 +364,17 @@ class GraphRewriter:
 
 
 def _classify_nodes(module: nn.Module) -> dict[fx.Node, Operation]:
-    """Trace a module and classify its nodes. Raises ValueError if `forward()` differs in training and evaluation."""
+    """Trace a module, and return the operation of each node.
+
+    Raises ValueError if `forward()` differs between training and evaluation mode.
+    """
     expect_no_hooks(module, "equivariant")
     module = copy.deepcopy(module)
     graph, other = (trace_graph(module.train(mode), "equivariant") for mode in (True, False))
     if _describe_graph(graph) != _describe_graph(other):
         raise ValueError(
             f"equivariant cannot convert {type(module).__name__}, because its forward() differs between training and "
-            f"evaluation mode; use the same code for both (dropout layers are supported)."
+            f"evaluation mode; use the same code for both modes (dropout layers are supported)."
         )
     operations = {}
     for node in graph.nodes:
@@ -373,7 +388,10 @@ def _describe_graph(graph: fx.Graph) -> list[tuple[Any, ...]]:
 
 
 def _projection_names(layers: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Yield names for the projection layers, project, project_2, …, without the names that `layers` already has."""
+    """Return an endless iterator of names for the projection layers: "project", "project_2", and so on.
+
+    Names of modules in `layers` are not used. If "project" is such a name, the names start with "project_layer".
+    """
     taken = {path.partition(".")[0] for path in layers}
     name = next(name for name in ("project", "project_layer", "_project") if name not in taken)
     names = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(2)))
@@ -385,16 +403,17 @@ def _count_channels(channels: Channels, chosen: Mapping[Width, int]) -> int:
 
 
 def _fix(channels: Channels | None) -> None:
-    """Mark channels as fixed: their numbers stay those of the plain network. If `channels` is None, do nothing."""
+    """Keep the numbers of channels of the plain network. If `channels` is None (not known), do nothing."""
     for width in resolve_parts(channels or ()):
         width.fixed = True
 
 
 @contextmanager
 def _naming_node(node: fx.Node) -> Iterator[None]:
-    """Return a context manager that adds the name of a node to the message of each ValueError.
+    """Return a context manager that adds the name of `node` to the message of each ValueError raised inside.
 
-    The name is the path of the layer, or the name of the function and the path of the submodule that calls it.
+    For a layer or tensor, the name is its path in the module. For a function, the message contains the name of the
+    node and the path of the submodule that calls the function.
     """
     try:
         yield

@@ -1,11 +1,12 @@
-"""Choose the channels of a converted network, and build the SE(2,N) counterpart of each plain layer.
+"""Choose the numbers of channels of a converted network, and build the SE(2,N) counterpart of each plain layer.
 
-The numbers of channels are unknown at first. A `Width` is one such unknown number. `tie` makes widths equal where sums
-and skip connections require equal numbers. `fit_widths` then scales all widths by one common factor, so that the
-network has about the required number of weights.
+A plain layer is a layer of the plain network, which is converted. A `Width` is a number of channels in the converted
+network that is not chosen yet. `tie` makes widths equal if a sum or skip connection requires equal numbers of channels.
+`scale_widths` chooses all numbers with one common factor. `fit_widths` searches for the factor for which the network
+has about the required number of weights.
 
-`build_counterpart` takes a layer of torch, the kinds of its input and output, and the new numbers of channels. It
-returns a layer of `rp.nn` or of torch, or raises ValueError with the reason why the layer has no counterpart.
+`build_counterpart` takes a plain layer, the kinds of its input and output, and the new numbers of channels. It returns
+a layer of `rp.nn` or of torch, or raises ValueError with the reason why the plain layer has no counterpart.
 """
 
 import copy
@@ -34,13 +35,13 @@ from rotopath.nn import (
 )
 from rotopath.nn.project import Projection
 
-WEIGHTS_TOLERANCE = 0.02  # if the number of weights differs from the target by a larger fraction, widen single layers
-SCALE_FACTORS = 400  # number of candidates for the common factor
+WEIGHTS_TOLERANCE = 0.02  # fraction; for larger differences from the target, `fit_widths` widens single layers
+SCALE_FACTORS = 400  # number of steps between the smallest and the largest common factor that `fit_widths` tries
 
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """Options of `equivariant`, except `keep`. They are explained there."""
+    """Options of `equivariant`, without `keep`. The docstring of `equivariant` explains them."""
 
     orientations: int
     kernel: group.Kernel
@@ -58,22 +59,24 @@ class ConversionOptions:
 
 
 class Width:
-    """Unknown number of channels. Layers that must have the same number of channels share a `Width`.
+    """Number of channels in the converted network that is not chosen yet.
 
-    The channels of a value are a tuple of widths: one width for the output of most layers, several for a concatenation.
+    Layers that must have the same number of channels share one `Width`. The channels of a value are a tuple of widths
+    (`Channels`): one width for the output of most layers, several widths for a concatenation.
     """
 
     def __init__(self, plain: int, scales: bool = False, fixed: bool = False) -> None:
-        self.plain = plain  # channels in the plain network
+        self.plain = plain  # number of channels in the plain network
         self.scales = scales  # whether the common factor scales this width; True for channels of features
         self.fixed = fixed  # whether the number stays `plain` even if `scales` is True, as for the network's outputs
-        self.multiple = 1  # the new number must be a multiple of this, for grouped convolutions
-        self.parts: Channels = ()  # widths that replaced this one when it was tied to others
+        self.multiple = 1  # the new number must be a multiple of this number, for grouped convolutions
+        self.parts: Channels = ()  # the widths that replace this width after `tie`; empty if it is not replaced
 
     def scaled(self, factor: float) -> int:
-        """Return the number of channels in the new network: `plain` · `factor`, rounded to a multiple of `multiple`.
+        """Return the number of channels in the converted network for the common factor `factor`.
 
-        If `fixed` is True or `scales` is False, the number is `plain`.
+        This number is `plain` · `factor`, rounded to a multiple of `multiple`. If `fixed` is True or `scales` is False,
+        it is `plain`.
         """
         if self.fixed or not self.scales:
             return self.plain
@@ -84,25 +87,24 @@ Channels = tuple[Width, ...]
 
 
 def resolve_parts(channels: Iterable[Width]) -> Channels:
-    """Return the channels with current widths only.
+    """Replace each width that has `parts` by these parts, and keep all other widths.
 
-    `tie` splits a width into smaller ones, or merges it into another one, and stores the new widths in `parts`. Such a
-    width is replaced by its parts; all others are kept.
+    `tie` replaces a width by another width or by several smaller widths, and stores them in `parts`.
     """
     return tuple(part for width in channels for part in (resolve_parts(width.parts) if width.parts else (width,)))
 
 
 def plain_channels(channels: Channels) -> int:
-    """Return the total number of channels that a tuple of widths has in the plain network."""
+    """Return the total number of channels of a tuple of widths in the plain network."""
     return sum(width.plain for width in channels)
 
 
 def tie(first: Channels, second: Channels) -> None:
-    """Make two values, such as the terms of a sum, share the widths of their channels.
+    """Require that two values, such as the terms of a sum, have equal numbers of channels in the converted network.
 
-    `first` and `second` are the channels of the values. A width that corresponds to several widths of the other value
-    is split into parts, until the widths correspond one to one. Raises ValueError if the two values have different
-    numbers of channels in the plain network.
+    `first` and `second` are the channels of the two values. Afterwards, both values have the same `Width` objects. A
+    width of one value that corresponds to several widths of the other value is split into parts (`Width.parts`). Raises
+    ValueError if the values have different numbers of channels in the plain network.
     """
     if plain_channels(first) != plain_channels(second):
         raise ValueError(
@@ -128,17 +130,18 @@ def _copy_width(width: Width, plain: int) -> Width:
 def layer_channels(
     layer: nn.Module, channels: Channels | None, reads: ValueKind, returns: ValueKind
 ) -> tuple[Channels, Channels]:
-    """Return two values: the input channels and the output channels of a plain layer.
+    """Return the input channels and the output channels of a plain layer.
 
-    `channels` are the channels of the value that the layer is applied to, or None if they are not known. `reads` and
-    `returns` are the kinds of the layer's input and output. () as input channels means that no weight of the layer
-    belongs to a channel, as for a pool. () as output channels means that the output has the channels of the input.
+    `channels` are the channels of the layer's input; None if they are not known. `reads` and `returns` are the kinds of
+    the layer's input and output. The input channels are () if no weight of the layer belongs to a channel, as for a
+    pool. The output channels are () if the output has the same channels as the input.
     """
     match layer:
         case nn.Conv2d() | nn.ConvTranspose2d():
             inputs = _expect_channels(channels, layer.in_channels)
             if 1 < layer.groups == layer.in_channels and reads is returns:
-                return inputs, inputs * (layer.out_channels // layer.in_channels)  # depthwise: repeats the tuple
+                # Depthwise: each input channel has the same number of output channels. `*` repeats the tuple.
+                return inputs, inputs * (layer.out_channels // layer.in_channels)
             outputs = (Width(layer.out_channels, scales=returns is ValueKind.FEATURES),)
             for width in (*resolve_parts(inputs), *outputs):
                 width.multiple = math.lcm(width.multiple, layer.groups)
@@ -157,10 +160,10 @@ def layer_channels(
 
 
 def _expect_channels(channels: Channels | None, expected: int, layer_type: str = "") -> Channels:
-    """Return the input channels of a layer: `channels`, or a fixed `Width` if `channels` is None (not known).
+    """Return the input channels of a plain layer: `channels`, or a fixed `Width` if `channels` is None (not known).
 
-    `expected` is the number of input channels for which the plain layer was built. Raises ValueError if `channels` have
-    another number in the plain network. `layer_type` selects the message: "Linear", "LayerNorm" or "" for other layers.
+    `expected` is the number of input channels of the plain layer. Raises ValueError if `channels` do not have this
+    number in the plain network. `layer_type` selects the message: "Linear", "LayerNorm" or "" for other layers.
     """
     if channels is None:
         return (Width(expected, fixed=True),)
@@ -169,29 +172,33 @@ def _expect_channels(channels: Channels | None, expected: int, layer_type: str =
     if layer_type == "Linear" and expected % given == 0:
         raise ValueError(
             f"it reads {expected} values, which are {given} channels at {expected // given} positions, but positions "
-            f"change when the image rotates; put AdaptiveAvgPool2d(1) before it, and build it with {given} inputs"
+            f"change if the image is rotated; put AdaptiveAvgPool2d(1) before it, and build it with {given} inputs"
         )
     if layer_type == "LayerNorm":
         raise ValueError(f"it normalizes other axes than the {given} channels; use GroupNorm(1, {given}) for maps")
-    raise ValueError(f"it expects {expected} input channels, but its input has {given}; build it for {given} channels")
+    raise ValueError(
+        f"it expects {expected} input channels, but its input has {given} channels; build it for {given} input channels"
+    )
 
 
 def scale_widths(widths: Sequence[Width], factor: float) -> dict[Width, int]:
-    """Return the new number of channels of each width (`Width.scaled`) for the common factor `factor`."""
+    """Return the number of channels of each width in the converted network, for the common factor `factor`."""
     return {width: width.scaled(factor) for width in widths}
 
 
 def fit_widths(
     widths: Sequence[Width], count: Callable[[dict[Width, int]], int], target: int, least: float
 ) -> dict[Width, int]:
-    """Choose the number of channels of each width, so that the network has about `target` weights.
+    """Return a number of channels for each width, so that the converted network has about `target` weights.
 
-    `count` is a function that returns the number of weights of the network for a choice of channels. The first choice
-    multiplies all widths by the same factor, between `least` and 1: the factor whose number of weights is closest to
-    `target`. If this number differs from `target` by more than `WEIGHTS_TOLERANCE`, as in some small networks, there is
-    a second choice. It starts from the largest factor whose number of weights does not exceed `target`. Then each width
-    is increased by one step (`Width.multiple`), unless the number of weights would exceed `target`. Of the two choices,
-    the one whose number of weights is closer to `target` is returned.
+    `count` is a function that takes the numbers of channels and returns the number of weights of the network. The first
+    choice is one common factor between `least` and 1 for all widths: the factor for which the number of weights is
+    closest to `target`. If this number is within `WEIGHTS_TOLERANCE` of `target`, the first choice is returned.
+
+    Otherwise, as in some small networks, a second choice is made. It starts with the largest factor for which the
+    number of weights is at most `target`. Then each width that the factor scales is increased by `Width.multiple`,
+    unless the number of weights would exceed `target`. The choice with the number of weights closer to `target` is
+    returned.
     """
     factors = [least ** (i / SCALE_FACTORS) for i in range(SCALE_FACTORS + 1)]  # decreasing
     counted = [(count(chosen), chosen) for chosen in (scale_widths(widths, factor) for factor in factors)]
@@ -213,11 +220,11 @@ def fit_widths(
 def build_counterpart(
     layer: nn.Module, reads: ValueKind, returns: ValueKind, inputs: int, outputs: int, options: ConversionOptions
 ) -> nn.Module:
-    """Build the counterpart of a plain layer.
+    """Build the layer of the converted network that corresponds to a plain layer.
 
-    `reads` and `returns` are the kinds of the layer's input and output. `inputs` and `outputs` are the numbers of input
-    and output channels of the counterpart; they have no effect for layers without weights, such as pools. Raises
-    ValueError if the layer has no counterpart.
+    `reads` and `returns` are the kinds of the new layer's input and output. `inputs` and `outputs` are its numbers of
+    input and output channels; layers without weights, such as pools, ignore them. Raises ValueError if the plain layer
+    has no counterpart.
     """
     if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d):
         return _build_conv(layer, reads, returns, inputs, outputs, options)
@@ -241,7 +248,7 @@ def build_counterpart(
 
 
 def build_projection(channels: int, module: nn.Module, options: ConversionOptions) -> Project:
-    """Build a projection of features with `channels` channels, on the device and with the dtype of `module`."""
+    """Build a `Project` layer for features with `channels` channels, on the device and with the dtype of `module`."""
     return Project(
         options.projection, channels or None, options.orientations, options.reflections, **_device_and_dtype(module)
     )
@@ -250,9 +257,9 @@ def build_projection(channels: int, module: nn.Module, options: ConversionOption
 def count_weights(
     layer: nn.Module, reads: ValueKind, returns: ValueKind, inputs: int, outputs: int, options: ConversionOptions
 ) -> int:
-    """Return the number of weights of a layer's counterpart, without building it.
+    """Return the number of weights of the layer that `build_counterpart` returns for the same arguments.
 
-    The arguments are those of `build_counterpart`.
+    This function does not build the layer, and is therefore faster.
     """
     bias = getattr(layer, "bias", None) is not None
     match layer:
@@ -281,6 +288,10 @@ def _build_conv(
     outputs: int,
     options: ConversionOptions,
 ) -> nn.Module:
+    """Build the counterpart of a convolution or transposed convolution, with the arguments of `build_counterpart`.
+
+    A transposed convolution becomes bilinear up-sampling followed by a convolution.
+    """
     bias = layer.bias is not None
     if returns is not ValueKind.FEATURES:
         if isinstance(layer, nn.ConvTranspose2d) or max(layer.kernel_size) > 1 or max(layer.stride) > 1:
@@ -313,13 +324,13 @@ def _build_conv(
     if options.strides == "keep" or _fits_multiples_of_stride(size, stride, padding_px, dilation):
         return conv_type(inputs, outputs, size, stride=stride, **settings)
     conv, pool = conv_type(inputs, outputs, size, **settings), GroupAvgPool2d(stride)
-    if size == 1 and conv_type is GroupConv2d:  # the order does not change the result, and the pool first is faster
+    if size == 1 and conv_type is GroupConv2d:  # faster: the pool makes the input smaller, and the result is the same
         return nn.Sequential(OrderedDict(pool=pool, conv=conv))
     return nn.Sequential(OrderedDict(conv=conv, pool=pool))
 
 
 def _build_pool(layer: nn.MaxPool2d | nn.AvgPool2d, strides: str) -> nn.Module:
-    # ceil_mode can be ignored: it matters only for sizes with a remainder, for which rp.nn raises ValueError.
+    # ceil_mode has no effect if the windows cover the input exactly. Otherwise, layers of rp.nn raise ValueError.
     pool_type = GroupMaxPool2d if isinstance(layer, nn.MaxPool2d) else GroupAvgPool2d
     size, stride, padding = (_square(getattr(layer, f), f) for f in ("kernel_size", "stride", "padding"))
     if isinstance(layer, nn.MaxPool2d) and _square(layer.dilation, "dilation") > 1:
@@ -334,7 +345,7 @@ def _build_pool(layer: nn.MaxPool2d | nn.AvgPool2d, strides: str) -> nn.Module:
 
 
 def _build_plain(layer: nn.Module, inputs: int, outputs: int) -> nn.Module:
-    """Build a plain layer for values without orientations, with `inputs` input and `outputs` output channels."""
+    """Build a layer of torch for values without orientations, with `inputs` input and `outputs` output channels."""
     match layer:
         case nn.MaxPool2d() | nn.AvgPool2d():
             raise ValueError(
@@ -359,9 +370,9 @@ def _build_plain(layer: nn.Module, inputs: int, outputs: int) -> nn.Module:
 
 
 def _build_group_norm(norm_type: Any, layer: nn.GroupNorm | nn.InstanceNorm2d, channels: int) -> nn.Module:
-    """Build a norm of class `norm_type`, `nn.GroupNorm` or `GroupNorm2d`, for `channels` channels.
+    """Build a group norm for `channels` channels. Its class is `norm_type`: `nn.GroupNorm` or `GroupNorm2d`.
 
-    An instance norm, or a group norm with one channel per group, becomes a group norm with one channel per group.
+    If `layer` is an instance norm, or a group norm with one channel per group, the new norm has one channel per group.
     Otherwise, the number of groups is the largest divisor of `channels` that does not exceed the old number of groups.
     """
     if isinstance(layer, nn.InstanceNorm2d):
@@ -377,54 +388,59 @@ def _build_group_norm(norm_type: Any, layer: nn.GroupNorm | nn.InstanceNorm2d, c
 
 
 def _kernel_size(layer: nn.Conv2d | nn.ConvTranspose2d) -> int:
+    """Return the side, in px, of the new convolution's kernel.
+
+    The kernel size of a transposed convolution is increased to the next odd number. Raises ValueError if the kernel is
+    not square, or if the kernel size of an ordinary convolution is even.
+    """
     size = _square(layer.kernel_size, "kernel_size")
     if isinstance(layer, nn.ConvTranspose2d):
-        return size + 1 - size % 2  # odd, for the convolution that follows the up-sampling
+        return size + 1 - size % 2
     if size % 2 == 0:
         raise ValueError(
-            f"its kernel of {size} × {size} px has no center pixel to rotate about; use an odd size, followed by a "
-            f"pool if the image should become smaller"
+            f"its kernel of {size} × {size} px has no center pixel to rotate about; use an odd size, and add a pool "
+            f"after this layer if the image should become smaller"
         )
     return size
 
 
 def _upsampling_factor(layer: nn.ConvTranspose2d) -> int:
-    """Return the stride of a transposed convolution.
+    """Return the factor by which a transposed convolution enlarges height and width: its stride.
 
-    Raises ValueError if the layer does not multiply the height and the width of every input by the stride.
+    Raises ValueError if the layer does not enlarge every input by exactly this factor.
     """
     stride, padding, dilation = (_square(getattr(layer, f), f) for f in ("stride", "padding", "dilation"))
     size, extra = _square(layer.kernel_size, "kernel_size"), _square(layer.output_padding, "output_padding")
     if dilation * (size - 1) + 1 + extra - 2 * padding != stride:
         raise ValueError(
             f"it does not enlarge every image by a factor of {stride}, its stride; use kernel_size={stride} without "
-            f"padding or dilation, or use Upsample and Conv2d"
+            f"padding or dilation, or replace it by Upsample and Conv2d"
         )
     return stride
 
 
 def _fits_multiples_of_stride(size: int, stride: int, padding: int, dilation: int = 1) -> bool:
-    """Return whether the windows of a layer leave no remainder on image sides that are multiples of its stride.
+    """Return whether the windows of a layer exactly cover each image side that is a multiple of the stride.
 
-    `size` is the side of the window (of a kernel or a pool), and `padding` the padding on each side. All arguments
-    except `dilation` are in px.
+    A window is the kernel of a convolution or the window of a pool. `size` is its side, without dilation. `padding` is
+    the padding at each end of the image side. All lengths are in px.
     """
     return (2 * padding - dilation * (size - 1) - 1) % stride == 0
 
 
 def _group_count(layer: nn.Conv2d | nn.ConvTranspose2d, inputs: int) -> int:
-    """Return the number of groups of the new convolution, which has `inputs` input channels.
+    """Return the number of groups of the new convolution with `inputs` input channels.
 
-    This number is `inputs` if the plain convolution is depthwise, otherwise the number of groups of the plain
-    convolution.
+    If the plain convolution `layer` is depthwise, this number is `inputs`. Otherwise, it is the number of groups of
+    `layer`.
     """
     return inputs if 1 < layer.groups == layer.in_channels else layer.groups
 
 
 def _square(value: object, name: str) -> int:
-    """Return the value of a layer's option as one number, such as 3 for a kernel size of 3 or (3, 3).
+    """Return the value of a layer's option as one number: 3 for a kernel size of 3 or (3, 3).
 
-    Raises ValueError with the name of the option if the value differs between height and width.
+    `name` is the name of the option, for the message. Raises ValueError if the value differs between height and width.
     """
     numbers: set[Any] = set(value) if isinstance(value, tuple | list) else {value}
     if len(numbers) > 1:
@@ -436,15 +452,12 @@ def _square(value: object, name: str) -> int:
 
 @cache
 def _count_disc_taps(size: int) -> int:
-    """Return the number of learned weights of a kernel of `size` px per side, for one input and one output channel.
-
-    These are the weights of the pixels inside a disc.
-    """
+    """Return the number of base weights of a kernel of size × size px: its entries inside the disc (`disc_mask`)."""
     return int(group.disc_mask(size).sum())
 
 
 def _device_and_dtype(layer: nn.Module) -> Mapping[str, Any]:
-    """Return device and dtype of a layer as keyword arguments; none if the layer has neither weights nor statistics."""
+    """Return device and dtype of a layer's weights as keyword arguments; {} if it has no floating-point tensors."""
     tensors = (*layer.parameters(), *layer.buffers())
     weight = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
     return {} if weight is None else {"device": weight.device, "dtype": weight.dtype}

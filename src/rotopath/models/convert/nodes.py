@@ -1,11 +1,11 @@
-"""Classify the nodes of a plain network by how they behave under rotation, and choose where to lift and to project.
+"""Classify the nodes of a plain network, and choose where the converted network lifts images and projects features.
 
-Lifting makes features with N orientations from the image. The projection reduces features over the orientations.
+A node is one call of a layer, function or method in the graph that torch.fx traced. Lifting computes features with N
+orientations from an image. The projection reduces features over their orientations, for example to the maximum.
 
-A node is one call of a layer, function or method in the graph that torch.fx traced. `classify_node` returns the
-`Operation` of a node, such as a convolution, a pool or a pointwise function. It raises ValueError if the behavior of
-the node under rotation is not known. `assign_kinds` then chooses the `ValueKind` of each node's output: an image that
-is not lifted yet, SE(2) features, plain values after the projection, or a number.
+`classify_node` returns the `Operation` of a node, such as a convolution, a pool or a pointwise function. It raises
+ValueError if the behavior of the node under rotation is not known. `assign_kinds` then chooses the `ValueKind` of each
+node's output: an image that is not lifted yet, SE(2) features, values without orientations, or a number.
 """
 
 import inspect
@@ -29,7 +29,7 @@ from rotopath.models.trace import (
 )
 from rotopath.nn import center_crop
 
-# Layers of torch, and the role of each in the conversion. `classify_node` adds roles for functions, such as "pad".
+# Role of each layer of torch in the conversion. Functions have further roles, such as "pad" (`classify_node`).
 LAYER_ROLES: dict[type[nn.Module] | tuple[type[nn.Module], ...], str] = {
     nn.Conv2d: "convolution",
     nn.ConvTranspose2d: "transposed",
@@ -52,7 +52,7 @@ LAYER_OF_FUNCTION: dict[Callable[..., Any], type[nn.Module]] = {
     F.dropout: nn.Dropout,
     F.dropout2d: nn.Dropout2d,
 }
-GLOBAL_POOLS = {"mean": nn.AdaptiveAvgPool2d, "amax": nn.AdaptiveMaxPool2d}  # functions that pool all positions
+GLOBAL_POOLS = {"mean": nn.AdaptiveAvgPool2d, "amax": nn.AdaptiveMaxPool2d}  # mean or maximum over all positions
 PLAIN_FUNCTIONS = ("softmax", "log_softmax", "argmax", "squeeze", "normalize")  # for values without orientations
 FLATTEN_FUNCTIONS = ("flatten", "view", "reshape")
 PLAIN_ROLES = ("flatten", "linear", "plain", "output")  # roles that need values without orientations
@@ -63,9 +63,9 @@ MOVABLE_ROLES = ("pointwise", "dropout", "norm", "adaptive", "resize", "pad", "c
 class ValueKind(Enum):
     """Kind of the value that a node returns."""
 
-    IMAGE = "image"  # not lifted yet
-    FEATURES = "features"  # SE(2) features, with orientations
-    PLAIN = "plain"  # after the projection, without orientations
+    IMAGE = "image"  # an image, or maps computed from it before lifting
+    FEATURES = "features"  # SE(2) features, with an orientation axis
+    PLAIN = "plain"  # maps or vectors after the projection, without an orientation axis
     NUMBER = "number"  # a size or a constant
 
 
@@ -73,9 +73,9 @@ class Operation(NamedTuple):
     """What a node does.
 
     `role` is one of the words in `LAYER_ROLES`, such as "convolution", or another word that `classify_node` sets, such
-    as "pad". `layer` is the layer that the node calls or, for some functions, a layer that computes the same. If the
-    node reads a parameter or buffer of the module, `constant` is this tensor. Otherwise, `layer` and `constant` are
-    None.
+    as "pad". `layer` is the layer that the node calls. For some functions, it is a layer with the same output as the
+    function. For all other nodes, `layer` is None. `constant` is the parameter or buffer of the module that the node
+    reads; None for all other nodes.
     """
 
     role: str
@@ -83,7 +83,10 @@ class Operation(NamedTuple):
     constant: Tensor | None = None
 
     def is_pointwise_conv(self) -> bool:
-        """Return whether the operation is a 1 × 1 convolution with stride 1, which commutes with rotation."""
+        """Return whether the operation is a 1 × 1 convolution with stride 1 and without padding.
+
+        Such a convolution computes each output pixel from one input pixel, and therefore commutes with rotation.
+        """
         conv = self.layer
         if not isinstance(conv, nn.Conv2d) or conv.padding not in ("same", "valid", (0, 0)):
             return False
@@ -131,13 +134,18 @@ def classify_node(node: fx.Node, model: nn.Module) -> Operation:
 
 
 def assign_kinds(operations: Mapping[fx.Node, Operation]) -> dict[fx.Node, ValueKind]:
-    """Choose the kind of each node's output, and so where to lift and where to project.
+    """Return the kind of each node's output, which determines where images are lifted and features are projected.
 
-    The first convolutions larger than 1 × 1 lift images to features. The projection comes as late as possible: before
-    operations that need values without orientations, such as `Linear`, or before the output. Two operations could come
-    before the projection, but are moved after it. The first is an adaptive pool near the end, such as a mean over all
-    positions: each position then chooses its own orientation. The second is the last 1 × 1 convolution of a network
-    without `Linear`, because this convolution is the classifier.
+    The first convolutions that are not 1 × 1 (`is_pointwise_conv`) lift images to features. The projection comes as
+    late as possible: before operations that need values without orientations, such as `Linear`, or before the output.
+    There are two exceptions:
+
+    - An adaptive pool near the end, such as a mean over all positions, comes after the projection. Each position then
+      chooses its own orientation.
+    - In a network without `Linear`, the last 1 × 1 convolution comes after the projection, because this convolution is
+      the classifier.
+
+    Raises ValueError if no convolution lifts the image.
     """
     kinds: dict[fx.Node, ValueKind] = {}
     for node, operation in operations.items():
@@ -156,10 +164,10 @@ def assign_kinds(operations: Mapping[fx.Node, Operation]) -> dict[fx.Node, Value
 
 
 def _earliest_kind(node: fx.Node, operation: Operation, kinds: Mapping[fx.Node, ValueKind]) -> ValueKind:
-    """Return the kind of a node's output if the projection comes as late as possible.
+    """Return the kind of a node's output if the projection comes as late as possible, without exceptions.
 
-    `assign_kinds` then changes the kinds of the nodes that `_find_head` returns. `kinds` contains the kinds of all
-    nodes before this one in the graph.
+    `assign_kinds` then applies its two exceptions with `_find_head`. `kinds` contains the kinds of all nodes before
+    this node in the graph.
     """
     input_kinds = {kinds[source] for source in node.all_input_nodes} - {ValueKind.NUMBER}
     if operation.role in ("size", "constant"):
@@ -177,11 +185,11 @@ def _earliest_kind(node: fx.Node, operation: Operation, kinds: Mapping[fx.Node, 
 def _find_head(
     last: fx.Node, operations: Mapping[fx.Node, Operation], kinds: Mapping[fx.Node, ValueKind]
 ) -> list[fx.Node]:
-    """Return the nodes that `assign_kinds` moves after the projection: the adaptive pool, the classifier, or both.
+    """Return the nodes that `assign_kinds` moves after the projection; an empty list if no node is moved.
 
-    The nodes between these and the projection are moved too. `last` is a node directly before a projection. The nodes
-    are a chain: the list starts with `last`, and each further node is the input of the node before it in the list. The
-    list is empty if no node is moved.
+    These are the adaptive pool, the classifier or both, and all nodes between them and the projection. `last` is a node
+    directly before a projection. The list starts with `last`. Each further node of the list computes the input of the
+    previous node of the list.
     """
     has_classifier = any(_is_linear_map(operations[node]) for node in _descendants(last) if node in operations)
     chain: list[fx.Node] = []
@@ -208,7 +216,7 @@ def _is_linear_map(operation: Operation) -> bool:
 
 
 def _value_users(node: fx.Node, kinds: Mapping[fx.Node, ValueKind]) -> list[fx.Node]:
-    """Return the nodes that read the output of a node, except those that read only its size."""
+    """Return the nodes that read the output of `node`, without nodes that read only the size of this output."""
     return [user for user in node.users if kinds[user] is not ValueKind.NUMBER]
 
 
@@ -249,6 +257,10 @@ def _classify_layer(layer: nn.Module) -> Operation:
 
 
 def _classify_resize(size: Any, options: Mapping[str, Any], layer: nn.Module | None = None) -> Operation:
+    """Return the operation of `F.interpolate` or of an up-sampling layer, after checks of its options.
+
+    `options` may contain "scale_factor" and "antialias". `layer` is None for `F.interpolate`.
+    """
     for value in (size, options.get("scale_factor")):
         numbers = _as_tuple(value)
         if all(isinstance(number, int | float) for number in numbers) and len(set(numbers)) > 1:
@@ -273,30 +285,31 @@ def _classify_pad(node: fx.Node) -> Operation:
 
 
 def _classify_constant(node: fx.Node, model: nn.Module) -> Operation:
+    """Return the operation of a node that reads a parameter or buffer of `model`, which must be a single number."""
     constant = get_attribute(model, str(node.target))
     if constant.numel() != 1:
         raise ValueError(
-            f"it is a tensor of shape {tuple(constant.shape)} that forward() reads directly; use a layer, such as a "
-            f"norm, or a single number"
+            f"it is a tensor of shape {tuple(constant.shape)} that forward() reads directly; use a tensor with a "
+            f"single number, or a layer such as a norm"
         )
     return Operation("constant", constant=constant)
 
 
 def _make_layer(node: fx.Node) -> nn.Module:
-    """Return the layer that computes the same as the function that a node calls."""
+    """Return a layer with the same output as the function that `node` calls, which must be in `LAYER_OF_FUNCTION`."""
     layer_type = LAYER_OF_FUNCTION[node.target]  # type: ignore[index]
     arguments = dict(zip(_parameter_names(node.target), node.args[1:], strict=False)) | dict(node.kwargs)
     known = inspect.signature(layer_type).parameters
     options = {name: value for name, value in arguments.items() if name in known and name != "input"}
     if any(isinstance(part, fx.Node) for value in options.values() for part in _as_tuple(value)):
-        raise ValueError("its window depends on the size of the image; use a fixed kernel size, or an adaptive pool")
+        raise ValueError("its window depends on the size of the input; use a fixed kernel size, or an adaptive pool")
     return layer_type(**options)
 
 
 def _parameter_names(function: object) -> list[str]:
-    """Return the names of a function's parameters, except the first one, the input.
+    """Return the names of the parameters of a function in `LAYER_OF_FUNCTION`, without the first, which is the input.
 
-    They are listed here, because `inspect` cannot read them from built-in functions.
+    The names are written here, because `inspect` cannot read them from built-in functions.
     """
     if function in (F.dropout, F.dropout2d):
         return ["p", "training", "inplace"]
@@ -308,13 +321,13 @@ def _parameter_names(function: object) -> list[str]:
 
 
 def _reduces_height_and_width(node: fx.Node) -> bool:
-    """Return whether a node computes its mean or maximum over height and width."""
+    """Return whether a node, which calls mean or amax, reduces the axes of height and width and no others."""
     dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
     return set(_as_tuple(dim)) in ({2, 3}, {-1, -2})
 
 
 def _flattens_to_vectors(node: fx.Node) -> bool:
-    """Return whether a node flattens (B, C, H, W) to (B, K)."""
+    """Return whether a node, which calls flatten, view or reshape, flattens (B, C, H, W) to (B, K)."""
     if node.target is torch.flatten or node.target == "flatten":
         start = node.kwargs.get("start_dim", node.args[1] if len(node.args) > 1 else 0)
         return bool(start == 1 and node.kwargs.get("end_dim", -1) == -1 and len(node.args) < 3)

@@ -1,8 +1,11 @@
-"""Freeze an SE(2,N) network to a plain CNN with the same outputs: rotate kernels once, fold batch norm into them.
+"""Freeze an SE(2,N) network to a plain CNN with the same outputs.
 
-`freeze` takes one of the paper's networks, or any module built from `rp.nn`. It returns a module of plain layers, which
-store features (B, C, N, H, W) as tensors (B, C·N, H, W). To do so, `freeze` traces the module, translates the graph
-node by node to plain layers, and simplifies the new graph.
+`freeze` takes one of the paper's networks, or any module built from `rp.nn`. It returns a module of plain layers:
+convolutions whose weights are the rotated kernels, with batch norm folded into these weights. Plain layers store
+features (B, C, N, H, W) as tensors (B, C·N, H, W).
+
+`freeze` has three steps: trace the module, which gives a graph with one node for each call of a layer, function or
+method; translate each node to plain layers (modules `translate` and `plain_layers`); simplify the new graph.
 """
 
 import copy
@@ -21,7 +24,8 @@ from rotopath.models.freeze.translate import Translator
 from rotopath.models.network import ArchitectureNetwork
 from rotopath.models.trace import active_autocasts, expect_no_hooks, is_layer
 
-# Layers and functions that return a new tensor, not a view of another one. Their output may be overwritten.
+# Layers and functions that return a new tensor, not a view of an existing tensor. Therefore the next layer may
+# overwrite their output.
 ALLOCATING_LAYERS = (nn.Conv2d, nn.MaxPool2d, OrientationPool2d, Scale2d)
 ALLOCATING_FUNCTIONS: tuple[Callable[..., object], ...] = (torch.cat, torch.add, operator.add)
 
@@ -31,16 +35,17 @@ def freeze(model: ArchitectureNetwork) -> "FrozenNetwork": ...
 @overload
 def freeze(model: nn.Module) -> nn.Module: ...
 def freeze(model: nn.Module) -> nn.Module:
-    """Return a plain CNN with the same outputs as `model`: rotate kernels once, and fold batch norm into them.
+    """Return a plain CNN with the same outputs as `model`, whose weights are the kernels of `model` after rotation.
 
-    The result is for evaluation only, also if the model is in training mode: batch norm uses running statistics, and
-    dropout is removed. The model is not changed. A `Network` becomes a `FrozenNetwork`, with the same geometry and the
-    same checks of images. Other modules lose their checks of image sizes.
+    The plain CNN computes the outputs of `model` in evaluation mode, even if `model` is in training mode: batch norm
+    uses running statistics and is folded into convolutions where possible, and dropout is removed. `model` is not
+    changed. A `Network` becomes a `FrozenNetwork`, with the same geometry and the same checks of images. Other modules
+    lose their checks of image sizes. Every layer keeps its dtype.
 
-    Every layer keeps its dtype. Raises ValueError if a layer or function has no plain counterpart, or if `forward()`
-    enables `torch.autocast`; run the frozen model within autocast instead. If `forward()` disables autocast for some
-    layers, the frozen model does not disable it. Several threads may freeze models and use other models at the same
-    time. Only models compiled by `torch.compile` cannot be used while a model is being frozen.
+    Raises ValueError if a layer or function has no plain counterpart, or if `forward()` enables `torch.autocast`; run
+    the frozen model within autocast instead. If `forward()` disables autocast for some layers, the frozen model does
+    not disable it. Several threads may freeze models, and use other models, at the same time. Exception: models
+    compiled by `torch.compile` cannot be used while a model is being frozen.
 
     >>> net = rp.models.tumor(orientations=8).eval()
     >>> x = torch.rand(2, 3, 88, 100)
@@ -51,7 +56,7 @@ def freeze(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model)
     expect_no_hooks(model)
     with torch.no_grad(), _autocast_disabled():
-        model = copy.deepcopy(model).eval()  # so that code for training is not traced
+        model = copy.deepcopy(model).eval()  # in evaluation mode, code for training is not traced
         if is_layer(model):
             model = nn.Sequential(model)
         plain = Translator(model, freeze).translate()
@@ -61,9 +66,12 @@ def freeze(model: nn.Module) -> nn.Module:
 
 
 class FrozenNetwork(ArchitectureNetwork):
-    """One of the paper's networks as plain layers, with the geometry and the image checks of the original `Network`."""
+    """One of the paper's networks as plain layers: maps images (B, 3, H, W) to logits (B, K, H', W').
 
-    __jit_unused_properties__ = ("geometry", "receptive_field", "stride")  # TorchScript cannot compile them
+    `network` is the original network, whose geometry and image checks are kept. `layers` is the plain CNN.
+    """
+
+    __jit_unused_properties__ = ("geometry", "receptive_field", "stride")  # TorchScript cannot compile these properties
     white: Tensor  # 255, the value of white in uint8 images
 
     def __init__(self, network: ArchitectureNetwork, layers: nn.Module) -> None:
@@ -81,7 +89,7 @@ class FrozenNetwork(ArchitectureNetwork):
         return self.compute_logits(x)
 
     def compute_logits(self, x: Tensor) -> Tensor:
-        """Apply the layers to images (B, 3, H, W) without checking them."""
+        """Apply the layers to images (B, 3, H, W) without checking the images, and return logits (B, K, H', W')."""
         logits: Tensor = self.layers(x)  # (B, K, H', W')
         return logits
 
@@ -96,9 +104,12 @@ class FrozenNetwork(ArchitectureNetwork):
 def simplify(module: fx.GraphModule) -> None:
     """Simplify a graph of plain layers in place, without changing what the graph computes.
 
-    The graph must call each layer only once. Each `Scale2d` is folded into the convolution before it, if there is one.
-    Each ReLU is moved after the max pools that directly follow it, because it then processes fewer values. A ReLU works
-    in place if no other node reads its input.
+    The graph must call each layer only once. There are four simplifications:
+
+    - Each `Scale2d` directly after a convolution is folded into the convolution.
+    - Each `OrientationPool2d` over a single orientation is removed.
+    - Each ReLU directly before max pools is moved after the pools, where there are fewer values to process.
+    - A ReLU overwrites its input if the input is a new tensor that no other node reads.
     """
     dtypes = {parameter.dtype for parameter in module.parameters()}
     for node in reversed(module.graph.nodes):
@@ -111,7 +122,7 @@ def simplify(module: fx.GraphModule) -> None:
             if not _fold_into_conv(module, node, layer) and dtypes - {layer.factor.dtype}:
                 _cast_to_input_dtype(module, node)
         elif isinstance(layer, OrientationPool2d) and layer.orientations == 1 and _is_only_user(node):
-            _erase(module, node)  # with one orientation, the output of a projection equals its input
+            _erase(module, node)  # its output equals its input
     for node in list(module.graph.nodes):
         if isinstance(_get_layer(module, node), nn.ReLU):
             _move_after_max_pools(module, node)
@@ -124,9 +135,10 @@ def simplify(module: fx.GraphModule) -> None:
 
 
 def _fold_into_conv(module: fx.GraphModule, node: fx.Node, scale: Scale2d) -> bool:
-    """Fold `scale`, the layer that `node` calls, into the convolution directly before this node, and return True.
+    """Fold `scale`, the layer that `node` calls, into the convolution directly before `node`, and return True.
 
-    Return False if there is no such convolution, or if other nodes read the output of the convolution.
+    If there is no convolution directly before `node`, or if other nodes read its output too, change nothing and return
+    False.
     """
     source = node.args[0]
     assert isinstance(source, fx.Node)
@@ -139,9 +151,9 @@ def _fold_into_conv(module: fx.GraphModule, node: fx.Node, scale: Scale2d) -> bo
 
 
 def _cast_to_input_dtype(module: fx.GraphModule, node: fx.Node) -> None:
-    """Cast the output of a `Scale2d`, which `node` calls, to the dtype of its input, as batch norm does.
+    """Cast the output of the `Scale2d` that `node` calls to the dtype of its input, as batch norm does.
 
-    Without the cast, a float32 `Scale2d` would return float32 for inputs of all dtypes.
+    Without the cast, a float32 `Scale2d` would return float32 for float16 inputs.
     """
     with module.graph.inserting_after(node):
         cast = module.graph.call_method("type_as", (node, node.args[0]))
@@ -149,7 +161,7 @@ def _cast_to_input_dtype(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _move_after_max_pools(module: fx.GraphModule, relu: fx.Node) -> None:
-    """Move a ReLU after the max pools that follow it, if no other node uses the values in between."""
+    """Move a ReLU after the max pools that directly follow it, if no other node reads the values that change."""
     source, layer = relu.args[0], _get_layer(module, relu)
     assert isinstance(source, fx.Node)
     assert isinstance(layer, nn.ReLU)
@@ -164,14 +176,14 @@ def _move_after_max_pools(module: fx.GraphModule, relu: fx.Node) -> None:
 
 
 def _is_maximum(layer: nn.Module | None) -> bool:
-    """Return whether a layer computes maxima, which commute with ReLU."""
+    """Return whether a layer only computes maxima, so that it may be exchanged with a ReLU before it."""
     if isinstance(layer, nn.MaxPool2d):
         return not layer.return_indices
     return isinstance(layer, OrientationPool2d) and layer.mode == "max"
 
 
 def _can_be_overwritten(module: fx.GraphModule, node: object) -> bool:
-    """Return whether a node returns a new tensor that at most one other node reads."""
+    """Return whether the output of a node is a new tensor (not a view) that at most one other node reads."""
     if not isinstance(node, fx.Node) or len(node.users) > 1:
         return False
     return isinstance(_get_layer(module, node), ALLOCATING_LAYERS) or node.target in ALLOCATING_FUNCTIONS
@@ -183,7 +195,7 @@ def _get_only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _is_only_user(node: fx.Node) -> bool:
-    """Return whether a node is the only one that reads its first input."""
+    """Return whether no other node than `node` reads the first input of `node`."""
     return _get_only_user(node.all_input_nodes[0]) is node
 
 
@@ -192,13 +204,13 @@ def _get_layer(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
 
 
 def _erase(module: fx.GraphModule, node: fx.Node) -> None:
-    """Remove a node. The nodes that use its output then use its first input."""
+    """Remove a node from the graph. Nodes that read its output then read its first input instead."""
     node.replace_all_uses_with(node.all_input_nodes[0])
     module.graph.erase_node(node)
 
 
 def _as_sequential(module: fx.GraphModule) -> nn.Module:
-    """Return an nn.Sequential if the layers form a chain, otherwise the graph module itself."""
+    """Return the layers as an nn.Sequential if they form a chain, otherwise return the graph module itself."""
     first, *nodes, last = module.graph.nodes
     before = first
     for node in (*nodes, last):

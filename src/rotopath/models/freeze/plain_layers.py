@@ -1,11 +1,11 @@
 """Replace each layer of `rp.nn` by a plain layer that computes the same in evaluation mode.
 
-`replace_image_layer` is for layers applied to images or projected maps, `replace_group_layer` for layers applied to
-SE(2) features. Both functions return two values: the plain layer, and the number of orientations of the output (None if
-the output has no orientation axis). The plain layer is a layer of torch or, if torch has no layer that computes the
-same, one of the five classes below.
+`replace_image_layer` is for layers applied to images or to projected maps (B, C, H, W). `replace_group_layer` is for
+layers applied to SE(2) features (B, C, N, H, W). The plain layer is a layer of torch or, if torch has no layer that
+computes the same, one of the classes of this module.
 
-Plain layers store features (B, C, N, H, W) as (B, C·N, H, W): the N orientations of a channel are adjacent. All plain
+Plain layers store features (B, C, N, H, W) as (B, C·N, H, W): the N orientations of a channel are adjacent. In this
+package, N is the length of the orientation axis, including the reflected entries of layers with reflections. All plain
 layers can be scripted, traced and exported for any batch size, height and width.
 """
 
@@ -33,7 +33,7 @@ from rotopath.nn import (
 from rotopath.nn.pool import blur_and_subsample, smooth_sqrt
 from rotopath.nn.project import project_attention, project_fourier, project_max
 
-# Layers that expect SE(2) features.
+# Layers that accept SE(2) features only.
 GROUP_LAYERS = (
     GroupAvgPool2d,
     GroupBatchNorm2d,
@@ -48,9 +48,10 @@ GROUP_LAYERS = (
 
 
 def replace_image_layer(layer: nn.Module) -> tuple[nn.Module, int | None]:
-    """Return two values for a layer applied to images or projected maps: the plain layer, and a number or None.
+    """Return the plain counterpart of a layer applied to images or projected maps, and N of the layer's output.
 
-    The number is the number of orientations of the output. It is None except for a lifting convolution.
+    N is the number of orientations for a lifting convolution. It is None for other layers, whose output has no
+    orientation axis.
     """
     match layer:
         case LiftConv2d():
@@ -71,10 +72,10 @@ def replace_image_layer(layer: nn.Module) -> tuple[nn.Module, int | None]:
 
 
 def replace_group_layer(layer: nn.Module, orientations: int) -> tuple[nn.Module, int | None]:
-    """Return two values for a layer applied to SE(2) features: the plain layer, and a number or None.
+    """Return the plain counterpart of a layer applied to SE(2) features, and N of the layer's output.
 
-    `orientations` is the number of orientations of the features. The second value is the number of orientations of the
-    output: None for `Project`, which removes the orientation axis, otherwise `orientations`.
+    `orientations` is N of the features. N of the output is the same, or None for `Project`, which removes the
+    orientation axis.
     """
     n = orientations
     match layer:
@@ -129,15 +130,15 @@ def fold_scale(conv: nn.Conv2d, scale: "Scale2d") -> nn.Conv2d:
 
 
 def is_traced_or_exported() -> bool:
-    """Return whether torch.jit.trace or torch.export records this call, so that checks of sizes must be skipped."""
+    """Return whether torch.jit.trace or torch.export records the running code, which then must not check sizes."""
     return bool(is_tracing()) or torch.compiler.is_exporting()  # type: ignore[no-untyped-call]
 
 
 class OrientationPool2d(nn.Module):
     """Reduce the N orientations of each channel to one value, as `rp.nn.Project` does: (B, C·N, H, W) → (B, C, H, W).
 
-    `mode` is "max", "mean", "attention" or "fourier". `learned` contains the learned weights of the modes "attention"
-    and "fourier", and `waves` the cosines and sines of "fourier" (`group.fourier_map`).
+    `orientations` is N. `mode` is "max", "mean", "attention" or "fourier". `learned` contains the learned weights of
+    the modes "attention" (C,) and "fourier" (C, K). `waves` is the result of `group.fourier_map`, for "fourier" only.
     """
 
     learned: Tensor
@@ -153,7 +154,8 @@ class OrientationPool2d(nn.Module):
         self.register_buffer("waves", _clone_or_ones(waves), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Reducing over the last axis in memory is fast, and the result stays channels-last.
+        # The orientation axis is made the last axis in memory, because reducing over the last axis is fast. The result
+        # is channels-last, like the input.
         rows = torch.unflatten(x.permute(0, 2, 3, 1), 3, [-1, self.orientations])  # (B, H, W, C, N), a view
         if self.mode == "max":
             pooled = project_max(rows)
@@ -170,10 +172,11 @@ class OrientationPool2d(nn.Module):
 
 
 class BlurredPool2d(nn.Module):
-    """Pool windows of `size` × `size` px, optionally with a blur between pooling and subsampling.
+    """Pool maps (B, C, H, W) over windows of `size` × `size` px, with or without a blur.
 
-    `stride` and `padding` are in px. `mode` is "max", "mean" or "rms" (root mean square). `taps` are the weights of the
-    blur filter along one axis; None means no blur.
+    `stride` and `padding` are in px. `mode` is "max", "mean" or "rms" (root mean square). `taps` (n,) are the weights
+    of the blur filter along one axis; None means no blur. With a blur, there is a window at every pixel, and the
+    results are blurred and then subsampled with the stride.
     """
 
     taps: Tensor
@@ -200,7 +203,10 @@ class BlurredPool2d(nn.Module):
 
 
 class Scale2d(nn.Module):
-    """Scale and shift each channel, y = factor · x + shift: a batch norm that was not folded into a convolution."""
+    """Scale and shift each channel of maps (B, C, H, W), as a batch norm in evaluation mode does.
+
+    `factor` and `shift` have one value per channel, (C,): y = factor · x + shift.
+    """
 
     factor: Tensor
     shift: Tensor
@@ -218,7 +224,10 @@ class Scale2d(nn.Module):
 
 
 class ChannelNorm2d(nn.Module):
-    """Layer norm over the channels at each position, with a scale and a shift per channel."""
+    """Layer norm over the channels at each pixel of maps (B, C, H, W).
+
+    `weight` and `bias` are the scale and the shift of each channel, (C,). `eps` is added to the variance.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor, eps: float) -> None:
         super().__init__()
@@ -235,10 +244,14 @@ class ChannelNorm2d(nn.Module):
 
 
 class CenterCrop2d(nn.Module):
-    """Crop maps (..., H, W) to `height` × `width` px at their center. Traces and exports do not check the sizes."""
+    """Crop maps (..., H, W) to the `height` × `width` px at their center.
+
+    Raises ValueError for sizes that `rp.nn.center_crop` does not accept. If the layer was scripted, traced or exported,
+    the sizes are not checked.
+    """
 
     def forward(self, x: Tensor, height: int, width: int) -> Tensor:
-        if not is_scripting():  # noqa: SIM102  # a separate `if`, because only then TorchScript skips the block
+        if not is_scripting():  # noqa: SIM102  # TorchScript skips the block only if this `if` is separate
             if not is_traced_or_exported():
                 return center_crop(x, height, width)
         top, left = (x.size(-2) - height) // 2, (x.size(-1) - width) // 2
@@ -246,10 +259,10 @@ class CenterCrop2d(nn.Module):
 
 
 def _plain_conv(layer: LiftConv2d | GroupConv2d, in_channels: int) -> nn.Conv2d:
-    """Return a plain convolution whose weights are the rotated kernels.
+    """Return a plain convolution whose weights are the rotated kernels of `layer`.
 
-    The plain convolution maps `in_channels` channels to C'·N channels, where C' is the number of output channels of
-    `layer`, and N its number of orientations.
+    The plain convolution has `in_channels` input channels and C'·N output channels, where C' is the number of output
+    channels of `layer`, and N its number of orientations.
     """
     kernels = layer.kernels().detach()
     conv = nn.Conv2d(
@@ -285,7 +298,8 @@ def _plain_projection(layer: Project, orientations: int) -> OrientationPool2d:
         return OrientationPool2d(orientations, layer.mode, layer.sharpness.detach())
     if layer.mode == "fourier" and layer.weight.numel():
         return OrientationPool2d(orientations, layer.mode, layer.weight.detach(), layer.waves)
-    return OrientationPool2d(orientations, "max" if layer.mode == "max" else "mean")  # "fourier" with N < 4 is the mean
+    # With fewer than 4 rotations, "fourier" has no weights and computes the mean.
+    return OrientationPool2d(orientations, "max" if layer.mode == "max" else "mean")
 
 
 def _plain_group_norm(layer: GroupNorm2d, orientations: int) -> nn.GroupNorm:
@@ -313,7 +327,7 @@ def _batch_norm_affine(norm: nn.BatchNorm2d | nn.BatchNorm3d) -> tuple[Tensor, T
 
 
 def _clone_or_ones(values: Tensor | None) -> Tensor:
-    return torch.ones(1) if values is None else values.clone()  # TorchScript needs a tensor in any case
+    return torch.ones(1) if values is None else values.clone()  # TorchScript needs a tensor even if it is not used
 
 
 def _describe_wrong_orientations(layer: nn.Module, built_for: int | None, given: int) -> str:

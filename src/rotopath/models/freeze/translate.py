@@ -3,7 +3,8 @@
 `Translator` takes a module in evaluation mode and returns a graph module that computes the same. If a layer or function
 has no plain counterpart, `Translator` raises ValueError with the name of this layer or function.
 
-An old node is a node of the traced graph: one call of a layer, function or method. The new graph contains plain layers.
+The *old graph* is the traced graph of the module. A node is one call of a layer, function or method. The *new graph*
+calls plain layers (`plain_layers`). N is the length of the orientation axis of SE(2) features.
 """
 
 import operator
@@ -33,18 +34,21 @@ CASTS = ("to", "type", "type_as", "float", "half", "bfloat16", "double")
 # Functions of rp.nn that check sizes → functions of torch that compute the same without checks.
 UNCHECKED_FUNCTIONS: dict[object, Callable[..., Any]] = {resize: F.interpolate, pad_evenly: F.pad}
 UNKNOWN_EFFECT = (
-    "its effect on SE(2) features is not known; use layers and functions of rp.nn instead, or freeze the modules "
-    "before and after it separately"
+    "the effect of this call on SE(2) features is not known; use layers and functions of rp.nn instead, or freeze the "
+    "modules before and after this call separately"
 )
 
 
 class Translator:
-    """Translate a module: visit the nodes of its graph in order, and write a new graph with plain layers.
+    """Translate a module: visit the nodes of the old graph in order, and write the new graph.
 
-    The argument `freeze_network` is a function that takes one of the paper's networks and returns the frozen network.
-    This function is called for each such network in the module. `networks` maps each old node that calls a network of
-    the paper to the frozen network. `values` maps each old node to its new value: a node, a number, or a tuple of nodes
-    and numbers. `orientations` maps each old node that returns SE(2) features to its number of orientations.
+    `freeze_network` is a function that freezes one of the paper's networks. It is called for each network of the paper
+    inside the module.
+
+    The keys of three dictionaries are old nodes. `networks` contains the frozen network for each old node that calls a
+    network of the paper. `values` contains what replaces the output of the old node in the new graph: a new node, a
+    number, or a tuple of new nodes and numbers. `orientations` contains N for each old node with SE(2) features as
+    output.
     """
 
     def __init__(self, model: nn.Module, freeze_network: Callable[[ArchitectureNetwork], nn.Module]) -> None:
@@ -57,8 +61,10 @@ class Translator:
         self.orientations: dict[fx.Node, int] = {}
 
     def translate(self) -> fx.GraphModule:
+        """Return the new graph with its plain layers. Raises ValueError if a node cannot be translated."""
         nodes = trace_graph(self.model).nodes
-        for node in nodes:  # outside the `try` below, so that error messages name a layer of the network inside
+        # Networks of the paper are frozen outside the `try` below, because their error messages already name the layer.
+        for node in nodes:
             if isinstance(network := self._layer(node), ArchitectureNetwork):
                 self.networks[node] = self.freeze_network(network)
         for node in nodes:
@@ -69,7 +75,8 @@ class Translator:
                 raise ValueError(f"freeze cannot translate {node.name!r}{scope}: {str(error).rstrip('.')}.") from None
         return fx.GraphModule(self.layers, self.graph, f"Frozen{type(self.model).__name__}")
 
-    # One method for each type of node (`node.op`), which `translate` calls by name
+    # `translate` calls the next six methods by name. There is one method for each type of old node (`node.op`). Each
+    # returns the entry of `values` for the node.
 
     def _translate_placeholder(self, node: fx.Node) -> Any:
         value = self.graph.node_copy(node, self._new)
@@ -77,7 +84,7 @@ class Translator:
         if orientations is None:
             return value
         self.orientations[node] = orientations
-        return self.graph.call_method("flatten", (value, 1, 2))  # a view for channels-last features
+        return self.graph.call_method("flatten", (value, 1, 2))  # copies nothing if the features are channels-last
 
     def _translate_get_attr(self, node: fx.Node) -> Any:
         tensor = get_attribute(self.model, str(node.target))
@@ -90,7 +97,7 @@ class Translator:
         if isinstance(layer, ArchitectureNetwork):
             if orientations is not None:
                 raise ValueError(
-                    f"{layer.architecture.name} expects an image, but got SE(2) features; apply it to the image"
+                    f"{layer.architecture.name} expects images, but got SE(2) features; apply the network to images"
                 )
             return self._call_layer(self.networks[node], node)
         if orientations is None:
@@ -144,7 +151,7 @@ class Translator:
         if node.target == "size":
             sizes = self._feature_shape(node.all_input_nodes[0])
             return sizes[node.args[1]] if len(node.args) > 1 else sizes  # type: ignore[index]
-        if node.target == "contiguous":  # not needed: plain layers choose their memory layout
+        if node.target == "contiguous":  # dropped, because plain layers choose their memory layout
             self._set_orientations(node, orientations)
             return self._new(node.args[0])
         if node.target not in POINTWISE_METHODS:
@@ -156,21 +163,24 @@ class Translator:
             value = self._new(output)
             if output not in self.orientations:
                 return value
-            return self.graph.call_method("unflatten", (value, 1, [-1, self.orientations[output]]))  # a view
+            return self.graph.call_method("unflatten", (value, 1, [-1, self.orientations[output]]))
 
         return self.graph.output(fx.map_arg(node.args[0], unflatten_features))
 
     # Nodes of the new graph
 
     def _new(self, old: Any) -> Any:
-        """Return an argument of an old node with old nodes replaced by their new values."""
+        """Return an argument of an old node, in which each old node is replaced by its entry in `values`."""
         return fx.map_arg(old, lambda node: self.values[node])
 
     def _call_layer(self, layer: nn.Module, node: fx.Node) -> fx.Node:
-        """Add a plain layer under the name of the old node, and return the new node that calls this layer."""
+        """Add a plain layer with the name of the old node `node`, and return a new node that calls this layer.
+
+        The layer is called with the arguments of the old node.
+        """
         self.layers.add_module(name := _unused_name(node.name), layer)
         args, kwargs = self._new(node.args), self._new(node.kwargs)
-        if len(args) + len(kwargs) == 1:  # by position: the plain layer may have another name for this argument
+        if len(args) + len(kwargs) == 1:  # pass by position: the plain layer may use another argument name
             args, kwargs = (*args, *kwargs.values()), {}
         return self.graph.call_module(name, args, kwargs)
 
@@ -180,12 +190,12 @@ class Translator:
         return self.graph.call_module(name, (self._new(node.all_input_nodes[0]),))
 
     def _cast(self, node: fx.Node) -> fx.Node:
-        """Translate a change of dtype or device. The number of orientations stays the same."""
+        """Translate a method call that changes the dtype or the device of a tensor, and keeps its orientations."""
         orientations = self.orientations.get(node.all_input_nodes[0])
         self._set_orientations(node, orientations)
         kwargs = dict(node.kwargs)
         if orientations is not None:
-            kwargs.pop("memory_format", None)  # a format for five axes, but plain tensors have four
+            kwargs.pop("memory_format", None)  # was meant for five axes, but tensors of plain layers have four
         return self.graph.call_method(str(node.target), self._new(node.args), self._new(kwargs))
 
     def _concatenate(self, node: fx.Node, orientations: int) -> fx.Node:
@@ -193,7 +203,8 @@ class Translator:
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0) if node.target is not concatenate else 1
         if dim not in (1, -4):
             raise ValueError(
-                f"it concatenates along axis {dim}, but SE(2) features must be concatenated along axis 1, the channels"
+                f"this call concatenates along axis {dim}, but SE(2) features must be concatenated along axis 1, the "
+                f"channels"
             )
         self._expect_equal_orientations(node)
         self._set_orientations(node, orientations)
@@ -215,7 +226,8 @@ class Translator:
         features = [source for source in node.all_input_nodes if source in self.orientations]
         if len({self._has_single_channel(source) for source in features}) == 1:
             return self.graph.node_copy(node, self._new)
-        # To broadcast a single channel (B, 1, N, H, W) over the channels, the orientation axis is needed.
+        # Some features have one channel, (B, 1, N, H, W), and others have several. To broadcast the single channel, the
+        # orientation axis must be separate from the channels.
         unflattened = {
             source: self.graph.call_method("unflatten", (self._new(source), 1, [-1, orientations]))
             for source in features
@@ -224,9 +236,9 @@ class Translator:
         return self.graph.call_method("flatten", (result, 1, 2))
 
     def _feature_shape(self, node: fx.Node) -> tuple[Any, ...]:
-        """Return the shape (B, C, N, H, W) of the SE(2) features that an old node returns.
+        """Return the shape (B, C, N, H, W) of the SE(2) features that an old node returns, for use in the new graph.
 
-        The shape is computed from the shape (B, C·N, H, W) of the node's new value.
+        N is a number. The other sizes are new nodes, which compute them from the tensor (B, C·N, H, W) in `values`.
         """
         n = self.orientations[node]
         batch, columns, height, width = (self.graph.call_method("size", (self._new(node), i)) for i in range(4))
@@ -238,7 +250,7 @@ class Translator:
         return self.model.get_submodule(str(node.target)) if node.op == "call_module" else None
 
     def _input_orientations(self, node: fx.Node) -> int | None:
-        """Return the number of orientations of a node's first input with SE(2) features; None without such an input."""
+        """Return N of a node's first input with SE(2) features, or None if there is no such input."""
         return next((self.orientations[source] for source in node.all_input_nodes if source in self.orientations), None)
 
     def _set_orientations(self, node: fx.Node, orientations: int | None) -> None:
@@ -246,12 +258,13 @@ class Translator:
             self.orientations[node] = orientations
 
     def _find_input_orientations(self, node: fx.Node) -> int | None:
-        """Return the number of orientations of an input of the model, derived from the layers that read this input.
+        """Return N of an input of the model if this input consists of SE(2) features, or None if it is an image.
 
-        `node` is the old node that stands for the input. Return None if the input is an image.
+        `node` is the old node of the input. The layers that read the input determine whether it is an image. N is read
+        from the SE(2) convolutions of the model, which must all have the same N.
         """
         users = [node]
-        for user in users:  # breadth first; the list grows during the loop
+        for user in users:  # the list grows during the loop, nearest nodes first
             layer = self._layer(user)
             if isinstance(layer, LiftConv2d | ArchitectureNetwork):
                 return None
@@ -271,7 +284,7 @@ class Translator:
         return None
 
     def _has_single_channel(self, node: fx.Node) -> bool:
-        """Return whether a node returns features with a single channel."""
+        """Return whether an old node returns SE(2) features with a single channel, (B, 1, N, H, W)."""
         layer = self._layer(node)
         if isinstance(layer, LiftConv2d | GroupConv2d):
             return layer.out_channels == 1
@@ -282,17 +295,17 @@ class Translator:
 
     def _expect_equal_orientations(self, node: fx.Node) -> None:
         tensors = [source for source in node.all_input_nodes if not is_size(source) and not self._is_number(source)]
-        orders = {self.orientations.get(source, 0) for source in tensors}  # 0 for tensors that are not SE(2) features
+        orders = {self.orientations.get(source, 0) for source in tensors}  # 0: no SE(2) features
         if len(orders) > 1 and 0 in orders:
             raise ValueError(
-                "it combines SE(2) features with a tensor without orientations; apply LiftConv2d to this tensor, or "
-                "Project to the features"
+                "this call combines SE(2) features with a tensor without orientations; apply LiftConv2d to the tensor, "
+                "or Project to the features"
             )
         if len(orders) > 1:
             numbers = " and ".join(map(str, sorted(orders)))
             raise ValueError(
-                f"it combines SE(2) features with {numbers} orientations; build all layers with the same number of "
-                f"orientations"
+                f"this call combines SE(2) features with {numbers} orientations; build all layers with the same number "
+                f"of orientations"
             )
 
     def _is_number(self, node: fx.Node) -> bool:
@@ -300,12 +313,15 @@ class Translator:
 
 
 def _reads_only_type(node: fx.Node, source: fx.Node) -> bool:
-    """Return whether a node reads only the dtype or device of its input `source`, as in `x.dtype` or `y.to(x)`."""
+    """Return whether a node reads only the dtype or device of its input `source`.
+
+    Examples are `source.dtype` and `y.to(source)`.
+    """
     if node.target is getattr:
         return node.args[1] in ("dtype", "device")
     return node.op == "call_method" and node.target in CASTS and node.args[0] is not source
 
 
 def _unused_name(name: str) -> str:
-    """Return `name`, or `name_layer` if fx.GraphModule or nn.Sequential has an attribute `name`."""
+    """Return a name for a layer: `name`, or `name` + "_layer" if fx.GraphModule or nn.Sequential has this attribute."""
     return f"{name}_layer" if hasattr(fx.GraphModule, name) or hasattr(nn.Sequential, name) else name
