@@ -168,7 +168,7 @@ def test_data_show_draws_a_contact_sheet(tmp_path: Path) -> None:
         ),
         (("check", "{}", "--task", "classfy"), "There is no task 'classfy'; did you mean 'classify'?"),
         (("show", "{}/empty"), "empty is empty; expected a folder"),
-        (("show", "{}", "--out", "{}/sheet.txt"), "choose a name that ends in .png, .jpg, .pdf or .svg."),
+        (("show", "{}", "--out", "{}/sheet.txt"), "choose a file name that ends in .png, .jpg, .pdf or .svg."),
         (("show", "{}", "--out", "{}/taken/sheet.png"), "cannot be read or written"),
         (
             ("make", "--task", "kidney", "--out", "{}/new"),

@@ -199,7 +199,7 @@ def test_nan_and_infinity_are_named(run: Path, key: str, value: str) -> None:
         ("network.options.kernel", None, "got None"),
         ("network.options.smoothing", "yes", "'smoothing' of tumor must be False or True; got 'yes'"),
         ("network.options.widths_of", 0, "orientations must be a whole number, 1 or more"),
-        ("network.orientations", 999_999, "tumor cannot have 999999 orientations, because with every choice"),
+        ("network.orientations", 999_999, "tumor cannot have 999999 orientations, because no choice of channels"),
     ],
 )
 def test_a_network_that_cannot_be_built_is_named(run: Path, key: str, value: object, message: str) -> None:

@@ -33,7 +33,7 @@ def test_single_patches_are_read(tmp_path: Path) -> None:
         "test": (4, 2, 2),
     }
     assert problem_messages(result) == []
-    assert "slides that are in two splits cannot be detected" in note_messages(result)[0]
+    assert "rotopath cannot check that no slide is in two splits" in note_messages(result)[0]
     with h5py.File(tmp_path / pcam_name("valid", "x")) as file:
         expected = file["x"][3]
     sample = result.dataset.split("valid")[3]

@@ -121,8 +121,8 @@ def test_weak_strokes_are_left_out() -> None:
     ("image", "strength", "angle", "sentence"),
     [
         (GRAY / 255, np.ones((12, 12)), np.ones((12, 12)), r"needs an image \(H, W, 3\) of uint8; got float64"),
-        (GRAY, np.ones((4, 12, 12)), np.ones((4, 12, 12)), r"of the same shape \(h, w\); got \(4, 12, 12\)"),
-        (GRAY, np.ones((12, 12)), np.ones((10, 10)), r"got \(12, 12\) and \(10, 10\)"),
+        (GRAY, np.ones((4, 12, 12)), np.ones((4, 12, 12)), r"of the same shape \(h, w\); got the shapes \(4, 12, 12\)"),
+        (GRAY, np.ones((12, 12)), np.ones((10, 10)), r"got the shapes \(12, 12\) and \(10, 10\)"),
         (GRAY, np.ones((11, 12)), np.ones((11, 12)), r"\(11, 12\) px cannot be centered on \(12, 12\) px; crop"),
         (GRAY, np.ones((14, 14)), np.ones((14, 14)), r"\(14, 14\) px cannot be centered on \(12, 12\) px; crop"),
     ],

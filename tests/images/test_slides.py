@@ -222,7 +222,7 @@ def test_a_pyramid_of_floats_is_not_a_slide(tmp_path: Path) -> None:
     with tifffile.TiffWriter(tmp_path / "map.ome.tif", ome=True) as tiff:
         tiff.write(np.zeros((256, 256), np.float32), subifds=1, tile=(128, 128))
         tiff.write(np.zeros((128, 128), np.float32), tile=(128, 128), subfiletype=1)
-    with pytest.raises(UnreadableImageError, match=r"holds float32 numbers along the axes YX, but must hold gray"):
+    with pytest.raises(UnreadableImageError, match=r"contains float32 numbers along the axes YX, but must contain gray"):
         open_slide(tmp_path / "map.ome.tif")
 
 
@@ -232,7 +232,7 @@ def test_a_file_without_spacing_is_refused_unless_it_is_given(tmp_path: Path) ->
         open_slide(tmp_path / "a.png")
     with open_slide(tmp_path / "a.png", 0.5) as slide:
         assert slide.spacing_um_px == 0.5
-    with pytest.raises(ValueError, match=r"The pixel spacing given .* is 250 µm/px; expected a number from 0.05 to 5"):
+    with pytest.raises(ValueError, match=r"The pixel spacing given .* is 250 µm/px; pass a number from 0.05 to 5"):
         open_slide(tmp_path / "a.png", 250)
 
 

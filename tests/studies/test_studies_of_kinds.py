@@ -152,7 +152,7 @@ def test_an_interrupted_run_is_resumed_with_the_same_classes(study: Path, finish
 
 
 def test_the_page_names_the_score_of_the_task(page: str, finished: Path) -> None:
-    assert "accuracy by training data" in page
+    assert "accuracy for each network and amount of training data" in page
     assert "<th>accuracy</th>" in page
     assert "Lafarge et al. (2020) did not study this task, so there is no published score." in page
     for result in read_results(finished):
