@@ -143,33 +143,119 @@ def _in_volumes(
     return nn.Sequential(*layers, _MeanOfOrientations(), nn.Conv2d(channels[-1], table.outputs, 1))
 
 
+class _SteerableLayers:
+    """Layers of escnn or e2cnn on regular fields of N rotations, with the usual names of torch."""
+
+    def __init__(self, library: str, orientations: int) -> None:
+        self.nn: Any = import_module(f"{library}.nn")
+        spaces: Any = import_module(f"{library}.gspaces")
+        self.space = (spaces.rot2dOnR2 if library == "escnn" else spaces.Rot2dOnR2)(orientations)
+        self.images = self.nn.FieldType(self.space, IMAGE_CHANNELS * [self.space.trivial_repr])
+
+    def __deepcopy__(self, _: object) -> "_SteerableLayers":
+        return self  # it refers to modules of the library, which cannot be copied
+
+    def regular(self, channels: int) -> Any:
+        return self.nn.FieldType(self.space, channels * [self.space.regular_repr])
+
+    def wrap(self, images: Tensor) -> Any:
+        return self.nn.GeometricTensor(images, self.images)
+
+    def convolve(
+        self, read: Any, fields: Any, size: int, stride: int = 1, padding: int | None = None, relu: bool = True
+    ) -> Any:
+        """Return a convolution, batch norm and, if `relu`, ReLU. The padding is by default half the kernel."""
+        padding = size // 2 if padding is None else padding
+        steps = [self.nn.R2Conv(read, fields, size, padding=padding, stride=stride, bias=False)]
+        steps.append(self.nn.InnerBatchNorm(fields))
+        return self.nn.SequentialModule(*steps, *([self.nn.ReLU(fields, inplace=True)] if relu else []))
+
+
 class Steerable(nn.Module):
     """A network of escnn or e2cnn: regular fields, the default basis, and the maximum over orientations at the end."""
 
     def __init__(self, library: str, table: Architecture, orientations: int) -> None:
         super().__init__()
-        spaces, layers = import_module(f"{library}.gspaces"), import_module(f"{library}.nn")
-        space = (spaces.rot2dOnR2 if library == "escnn" else spaces.Rot2dOnR2)(orientations)
-        self.wrap = layers.GeometricTensor
-        self.images = fields = layers.FieldType(space, IMAGE_CHANNELS * [space.trivial_repr])
-        steps: list[Any] = []
+        self.layers = _SteerableLayers(library, orientations)
+        fields, steps = self.layers.images, []
         for stage, channels in zip(table.stages, table.channels(orientations), strict=True):
-            read, fields = fields, layers.FieldType(space, channels * [space.regular_repr])
-            steps += [layers.R2Conv(read, fields, stage.kernel, bias=False), layers.InnerBatchNorm(fields)]
-            steps.append(layers.ReLU(fields, inplace=True))
+            read, fields = fields, self.layers.regular(channels)
+            steps.append(self.layers.convolve(read, fields, stage.kernel, padding=0))
             if stage.pool > 1:
-                steps.append(layers.PointwiseMaxPool(fields, stage.pool))
-        self.steps = layers.SequentialModule(*steps, layers.GroupPooling(fields))
+                steps.append(self.layers.nn.PointwiseMaxPool(fields, stage.pool))
+        self.steps = self.layers.nn.SequentialModule(*steps, self.layers.nn.GroupPooling(fields))
         self.head = nn.Conv2d(channels, table.outputs, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.steps(self.wrap(x, self.images)).tensor)
+        logits: Tensor = self.head(self.steps(self.layers.wrap(x)).tensor)
         return logits
 
     def export(self) -> nn.Module:
         """Return the library's own export to plain layers for evaluation, channels-last."""
         exported = nn.Sequential(self.eval().steps.export(), self.head).eval()
         return exported.to(memory_format=torch.channels_last)  # type: ignore[no-any-return, call-overload]
+
+
+class SteerableResNet(nn.Module):
+    """The ResNet-18 of `rotopath.models.backbones` in escnn or e2cnn, with `width` / N regular fields at first."""
+
+    def __init__(self, library: str, orientations: int, width: int = 64, outputs: int = 1) -> None:
+        super().__init__()
+        self.layers = _SteerableLayers(library, orientations)
+        fields = self.layers.regular(width // orientations)
+        self.stem = self.layers.convolve(self.layers.images, fields, 7, stride=2)
+        self.pool = self.layers.nn.PointwiseMaxPool(fields, 3, stride=2, padding=1)
+        self.first, self.second, self.shortcuts, self.relus = (nn.ModuleList() for _ in range(4))
+        for i in range(8):  # two blocks at each of four widths
+            stride = 2 if i in (2, 4, 6) else 1
+            read, fields = fields, self.layers.regular(width * 2 ** (i // 2) // orientations)
+            self.first.append(self.layers.convolve(read, fields, 3, stride))
+            self.second.append(self.layers.convolve(fields, fields, 3, relu=False))
+            shortcut = self.layers.convolve(read, fields, 1, stride, relu=False) if stride > 1 else nn.Identity()
+            self.shortcuts.append(shortcut)
+            self.relus.append(self.layers.nn.ReLU(fields, inplace=True))
+        self.project = self.layers.nn.GroupPooling(fields)
+        self.head = nn.Linear(width * 8 // orientations, outputs)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.pool(self.stem(self.layers.wrap(images)))
+        for first, second, shortcut, relu in zip(self.first, self.second, self.shortcuts, self.relus, strict=True):
+            x = relu(second(first(x)) + shortcut(x))
+        logits: Tensor = self.head(self.project(x).tensor.mean((2, 3)))
+        return logits
+
+
+class SteerableUNet(nn.Module):
+    """The U-Net of `rotopath.models.backbones` in escnn or e2cnn, with `width` / N regular fields at first."""
+
+    def __init__(self, library: str, orientations: int, width: int, depth: int = 4, outputs: int = 1) -> None:
+        super().__init__()
+        self.layers = _SteerableLayers(library, orientations)
+        widths = [self.layers.regular(width * 2**i // orientations) for i in range(depth)]
+        self.down = nn.ModuleList(
+            self._double(read, fields) for read, fields in zip([self.layers.images, *widths[:-1]], widths, strict=True)
+        )
+        self.pools = nn.ModuleList(self.layers.nn.PointwiseMaxPool(fields, 2) for fields in widths[:-1])
+        self.up = nn.ModuleList(self.layers.nn.R2Upsampling(fields, 2, mode="bilinear") for fields in widths[:0:-1])
+        self.back = nn.ModuleList(
+            self._double(widths[i - 1] + widths[i], widths[i - 1]) for i in range(depth - 1, 0, -1)
+        )
+        self.project = self.layers.nn.GroupPooling(widths[0])
+        self.head = nn.Conv2d(width // orientations, outputs, 1)
+
+    def _double(self, read: Any, fields: Any) -> nn.Sequential:
+        return nn.Sequential(self.layers.convolve(read, fields, 3), self.layers.convolve(fields, fields, 3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.layers.wrap(images)
+        skips: list[Any] = []
+        for i, layers in enumerate(self.down):
+            x = layers(self.pools[i - 1](x) if i else x)
+            skips.append(x)
+        for i, (up, layers) in enumerate(zip(self.up, self.back, strict=True)):
+            x = layers(self.layers.nn.tensor_directsum([skips[len(skips) - 2 - i], up(x)]))
+        logits: Tensor = self.head(self.project(x).tensor)
+        return logits
 
 
 @cache

@@ -25,7 +25,7 @@ from torch import nn
 from rotopath.models import ARCHITECTURES, Architecture, Network
 from rotopath.models.freeze import freeze
 from rotopath.models.protocols import IMAGE_CHANNELS
-from rotopath.training import graphs
+from rotopath.nn import graphs
 
 TUMOR = ARCHITECTURES["tumor"]
 COMPARED = ("plain CNN", "rotopath")

@@ -23,7 +23,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import rotopath as rp
 from rotopath.models import ARCHITECTURES, Network
-from rotopath.training import graphs
+from rotopath.nn import graphs
 
 TUMOR = ARCHITECTURES["tumor"]
 BATCHES = {"cpu": [16], "cuda": [512, 64]}  # default batch sizes

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kernel_cases import use_kernels
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -133,15 +134,17 @@ def test_slide_library_that_cannot_be_loaded_is_a_failure(monkeypatch: pytest.Mo
 
 def test_fused_kernels_are_compared_with_separate_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
+    from rotopath.nn.triton import batch_norm
+
     with monkeypatch.context() as without_triton:
-        without_triton.setattr(selftest, "can_fuse_norm", lambda _features, _norm, _relu: False)
+        without_triton.setattr(selftest, "is_installed", lambda: False)
         result = selftest._run_test("fused", lambda: selftest._test_fused_kernels(selftest.CPU))
         assert result.state == "not tested"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # a CPU interprets the kernels
-    monkeypatch.setattr(selftest, "can_fuse_norm", lambda _features, _norm, _relu: True)
+    use_kernels(monkeypatch)
     assert selftest._test_fused_kernels(device).startswith("same as separate layers")
-    norm_relu_pool = selftest.norm_relu_pool
-    monkeypatch.setattr(selftest, "norm_relu_pool", lambda x, norm, pool: norm_relu_pool(x, norm, pool) * 1.01)
+    apply = batch_norm.apply
+    monkeypatch.setattr(batch_norm, "apply", lambda *args: apply(*args) * 1.01)
     with pytest.raises(SelfTestFailedError, match="differ by"):
         selftest._test_fused_kernels(device)
 

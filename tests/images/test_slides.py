@@ -222,7 +222,9 @@ def test_a_pyramid_of_floats_is_not_a_slide(tmp_path: Path) -> None:
     with tifffile.TiffWriter(tmp_path / "map.ome.tif", ome=True) as tiff:
         tiff.write(np.zeros((256, 256), np.float32), subifds=1, tile=(128, 128))
         tiff.write(np.zeros((128, 128), np.float32), tile=(128, 128), subfiletype=1)
-    with pytest.raises(UnreadableImageError, match=r"contains float32 numbers along the axes YX, but must contain gray"):
+    with pytest.raises(
+        UnreadableImageError, match=r"contains float32 numbers along the axes YX, but must contain gray"
+    ):
         open_slide(tmp_path / "map.ome.tif")
 
 

@@ -404,6 +404,6 @@ def test_networks_keep_their_layers_on_devices_with_triton_kernels(monkeypatch: 
 def test_triton_kernels_run_on_gpus_from_ampere_on_if_triton_is_installed(
     monkeypatch: pytest.MonkeyPatch, device: torch.device, installed: bool, capability: tuple[int, int], supported: bool
 ) -> None:
-    monkeypatch.setattr(triton, "_has_triton", lambda: installed)
+    monkeypatch.setattr(triton, "is_installed", lambda: installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     assert triton.supports_device(device) is supported

@@ -4,11 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import DEVICE, TOLERANCE, features, make_norm
+from kernel_cases import DEVICE, TOLERANCE, apply_fused, features, make_norm, use_kernels
 from torch import Tensor, nn
 
 import rotopath as rp
-from rotopath.nn import fuse
 
 pytest.importorskip("triton")
 from rotopath.nn.triton import blur_pool
@@ -79,7 +78,7 @@ def test_norm_relu_blur_matches_the_layers(
     norm, reference = make_norm(channels), make_norm(channels, torch.float64)
     with pytest.MonkeyPatch.context() as monkeypatch:
         set_tile_sizes(monkeypatch, elements=512 if small_tiles else 2**12, blocks=2 if small_tiles else 16)
-        y = blur_pool.norm_relu_blur(x, norm, make_pool(*pool))
+        y = apply_fused(x, norm, make_pool(*pool))
         expected = make_pool(*pool, dtype=torch.float64)(reference(exact).relu())
         assert_close_with_gradients(x, exact, y, expected, seed, NEAR_ZERO)
     sums = {"atol": TOLERANCE[dtype] * 30, "rtol": TOLERANCE[dtype] * 5}  # for sums of many terms
@@ -115,7 +114,7 @@ def test_few_programs_sum_many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = x.detach().double().requires_grad_()
     norm, reference = make_norm(3), make_norm(3, torch.float64)
     expected = make_pool(2, 5, dtype=torch.float64)(reference(exact).relu())
-    assert_close_with_gradients(x, exact, blur_pool.norm_relu_blur(x, norm, make_pool(2, 5)), expected, 0)
+    assert_close_with_gradients(x, exact, apply_fused(x, norm, make_pool(2, 5)), expected, 0)
     torch.testing.assert_close(norm.weight.grad.double(), reference.weight.grad, atol=1e-4, rtol=1e-4)
 
 
@@ -147,40 +146,29 @@ def test_faithful_networks_have_the_same_gradients_with_and_without_fusion(
     if DEVICE.type == "cpu":
         set_tile_sizes(monkeypatch, elements=2**14, blocks=64)
     calls = []
+    real = blur_pool.apply
+    monkeypatch.setattr(blur_pool, "apply", lambda *args: calls.append(args[1]) or real(*args))
 
-    def fused(x: Tensor, norm: nn.Module, pool: rp.nn.GroupAvgPool2d | None = None) -> Tensor:
-        calls.append(pool)
-        return norm(x).relu() if pool is None else blur_pool.norm_relu_blur(x, norm, pool)
-
-    def fused_pool(x: Tensor, pool: nn.Module) -> Tensor:
-        calls.append(pool)
-        x = (
-            x.permute(0, 3, 4, 1, 2).contiguous().permute(0, 3, 4, 1, 2)
-        )  # on a GPU, torch's batch norm changes the layout
-        return blur_pool.blur(x, pool) if isinstance(pool, rp.nn.GroupAvgPool2d) else pool(x)
-
-    def run(with_fusion: bool) -> list[Tensor]:
-        with monkeypatch.context() as patch:
-            patch.setattr(fuse, "can_fuse_norm", lambda *_: with_fusion)
-            if with_fusion:
-                patch.setattr(fuse, "can_fuse_pool", lambda _, pool: not isinstance(pool, nn.Identity))
-                patch.setattr(fuse, "norm_relu_pool", fused)
-                patch.setattr(fuse, "run_pool", fused_pool)
-            torch.manual_seed(0)
-            net = build(orientations=2, preset="faithful").to(DEVICE)
-            y = net(torch.rand(1, 3, net.receptive_field, net.receptive_field, device=DEVICE))
-            (y * torch.randn(y.shape, device=DEVICE)).sum().backward()
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        net = build(orientations=2, preset="faithful").to(DEVICE)
+        y = net(torch.rand(1, 3, net.receptive_field, net.receptive_field, device=DEVICE))
+        (y * torch.randn(y.shape, device=DEVICE)).sum().backward()
         return [y, *(parameter.grad for parameter in net.parameters()), *net.buffers()]
 
-    for actual, expected in zip(run(with_fusion=True), run(with_fusion=False), strict=True):
+    with rp.nn.disable_fusion():
+        separate = run()
+    use_kernels(monkeypatch)
+    calls.clear()
+    for actual, expected in zip(run(), separate, strict=True):
         scale = expected.abs().max().clamp(min=1e-3)
         torch.testing.assert_close(actual / scale, expected / scale, atol=1e-3, rtol=0)
-    assert sum(isinstance(pool, rp.nn.GroupAvgPool2d) for pool in calls) == (2 if build is rp.models.nuclei else 3)
+    assert len(calls) == (2 if build is rp.models.nuclei else 3)
 
 
 def test_nan_reaches_the_output() -> None:
     x = features((1, 2, 4, 4, 4), 0, torch.float32)
     x[0, 0, 0, 0, 0] = torch.nan
-    y = blur_pool.norm_relu_blur(x, make_norm(2), make_pool(2, 5))
+    y = apply_fused(x, make_norm(2), make_pool(2, 5))
     assert y[:, 0].isnan().all()
     assert y[:, 1].isfinite().all()

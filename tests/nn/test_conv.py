@@ -1,5 +1,7 @@
 """Lifting and group convolutions against torch's convolutions, their definition, and wrong arguments and inputs."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -66,6 +68,72 @@ def test_options_have_the_meaning_of_torch(options: dict[str, object]) -> None:
         torch_conv.bias.copy_(conv.bias.repeat_interleave(n))
     x = torch.randn(2, 4, n, 13, 13)
     torch.testing.assert_close(conv(x).flatten(1, 2), torch_conv(x.flatten(1, 2)), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("padding_mode", ["zeros", "reflect"])
+@pytest.mark.parametrize(("kernel_size", "padding", "pool"), [(3, 1, 2), (7, 3, 2), (5, 2, 3), (1, 0, 4)])
+@pytest.mark.parametrize("layer", [rp.nn.LiftConv2d, rp.nn.GroupConv2d])
+def test_a_pool_in_the_layer_equals_a_mean_pool_after_it(
+    layer: type[nn.Module], kernel_size: int, padding: int, pool: int, padding_mode: str
+) -> None:
+    options = {"padding": padding, "padding_mode": padding_mode, "dtype": torch.float64}
+    conv, pooled = layer(4, 6, kernel_size, 8, **options), layer(4, 6, kernel_size, 8, pool=pool, **options)
+    nn.init.normal_(conv.bias)
+    pooled.load_state_dict(conv.state_dict())
+    x = torch.randn(2, 4, *([8] if layer is rp.nn.GroupConv2d else []), 12, 24, dtype=torch.float64)
+    torch.testing.assert_close(pooled(x), rp.nn.GroupAvgPool2d(pool)(conv(x)))
+    network = nn.Sequential(*([] if layer is rp.nn.LiftConv2d else [rp.nn.LiftConv2d(3, 4, 3, 8, padding=1)]), pooled)
+    images = torch.randn(2, 4 if layer is rp.nn.LiftConv2d else 3, 12, 24, dtype=torch.float64)
+    network = network.double().eval()
+    torch.testing.assert_close(rp.freeze(network)(images), network(images))
+
+
+@pytest.mark.parametrize("reflections", [False, True])
+@pytest.mark.parametrize("orientations", [1, 2, 3, 8])
+def test_kernels_on_the_cpu_equal_those_of_every_device(orientations: int, reflections: bool) -> None:
+    def compute(weight: Tensor) -> Tensor:
+        kernels: Tensor = group.GroupKernelsOnCpu.apply(weight, rotation, reflections)
+        return kernels
+
+    order = group.order(orientations, reflections)
+    weight = torch.randn(2, 3, order, 9, dtype=torch.float64, requires_grad=True)
+    rotation = group.rotation_map(3, orientations, "bilinear", reflections)
+    kernels, expected = compute(weight), group.group_kernels(weight, rotation, reflections)
+    assert kernels.stride() == expected.stride()
+    torch.testing.assert_close(kernels, expected)
+    assert torch.autograd.gradcheck(compute, weight)
+    assert torch.autograd.gradgradcheck(compute, weight)
+
+
+def test_evaluation_without_gradients_rotates_kernels_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    real = rp.nn.GroupConv2d.kernels
+    apply = group.GroupKernelsOnCpu.apply
+    monkeypatch.setattr(group.GroupKernelsOnCpu, "apply", lambda *args: calls.append(1) or apply(*args))
+    conv, x = rp.nn.GroupConv2d(2, 3, 3, 4).eval(), torch.randn(1, 2, 4, 6, 6)
+    with torch.no_grad():
+        first = conv(x)
+        assert torch.equal(conv(x), first)
+        assert len(calls) == 1
+        for change in (
+            lambda: conv.weight.data.mul_(2),  # torch's version counters do not see this change
+            lambda: conv.load_state_dict({name: value + 1 for name, value in conv.state_dict().items()}),
+            lambda: conv.double(),
+            lambda: setattr(conv, "weight", nn.Parameter(torch.randn_like(conv.weight))),
+        ):
+            change()
+            x = x.to(conv.weight)
+            expected = F.conv2d(x.flatten(1, 2), real(conv), conv.bias.repeat_interleave(4)).unflatten(1, (3, 4))
+            calls.clear()
+            for _ in range(2):
+                torch.testing.assert_close(conv(x), expected)
+            assert len(calls) == 1
+    assert conv(x).requires_grad, "and with gradients, they are computed with gradients"
+    assert conv._cached is None
+    with torch.no_grad():
+        conv(x)
+    assert copy.deepcopy(conv)._cached is None
+    assert "_cached" not in str(conv.state_dict())
 
 
 def test_the_bias_is_shared_over_orientations() -> None:
@@ -200,6 +268,8 @@ def test_repr_lists_options_that_differ_from_the_default() -> None:
         ({"padding": "same", "stride": 2}, r"accepts padding 'same' at stride 1 only; got stride 2"),
         ({"kernel": "cubic"}, r"'kernel' of .* must be 'bilinear' or 'gaussian' or 'harmonic'; got 'cubic'"),
         ({"padding_mode": "mirror"}, r"'padding_mode' of .* must be 'zeros' or .* got 'mirror'"),
+        ({"pool": 0}, r"'pool' of .* must be a whole number, 1 or more; got 0"),
+        ({"pool": 2, "stride": 2}, r"pool=2 needs stride=1 and dilation=1; got stride=2 and dilation=1"),
         ({"groups": 3}, r"multiples of the number of groups; got 4 input channels, 8 output channels and 3 groups"),
         ({"in_channels": 0}, r"'in_channels' of .* must be a whole number, 1 or more; got 0"),
     ],

@@ -41,6 +41,8 @@ CONVOLUTIONS = {
     "reflect": {"padding": 2, "padding_mode": "reflect"},
     "replicate": {"padding": 2, "padding_mode": "replicate"},
     "circular": {"padding": 2, "padding_mode": "circular"},
+    "pool": {"kernel_size": 3, "padding": 1, "pool": 2},
+    "pool of 4": {"padding": "same", "pool": 4},
 }
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -178,9 +180,15 @@ def test_a_single_orientation_fails() -> None:
     assert rp.equivariance_error(net, images(channels=3)) > 0.1
 
 
+def replace_shift(monkeypatch: pytest.MonkeyPatch, shift: Callable[..., Tensor]) -> None:
+    monkeypatch.setattr(group.kernel_families, "orientation_shift", shift)
+    without_cache = group.kernel_families._slices_by_orientation.__wrapped__
+    monkeypatch.setattr(group.kernel_families, "_slices_by_orientation", without_cache)
+
+
 def test_a_group_convolution_without_shift_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     conv = rp.nn.GroupConv2d(4, 4, 5, 8, dtype=torch.float64)
-    monkeypatch.setattr(group.kernel_families, "orientation_shift", lambda n, *_: torch.arange(n).expand(n, n))
+    replace_shift(monkeypatch, lambda n, *_: torch.arange(n).expand(n, n))
     assert rp.equivariance_error(conv, features(8)) > 0.1
 
 
@@ -188,7 +196,7 @@ def test_a_shift_in_the_wrong_direction_fails(monkeypatch: pytest.MonkeyPatch) -
     """Slices that shift against the rotation: (j + i) instead of (j - i)."""
     conv = rp.nn.GroupConv2d(4, 4, 5, 8, dtype=torch.float64)
     correct = group.orientation_shift
-    monkeypatch.setattr(group.kernel_families, "orientation_shift", lambda n, *_: correct(n).flip(0).roll(1, 0))
+    replace_shift(monkeypatch, lambda n, *_: correct(n).flip(0).roll(1, 0))
     assert rp.equivariance_error(conv, features(8)) > 0.1
 
 

@@ -6,15 +6,14 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from kernel_cases import DEVICE, make_norm
+from kernel_cases import DEVICE, make_norm, use_kernels
 from torch import Tensor, nn
 
 import rotopath as rp
-from rotopath.nn import fuse, triton
+from rotopath.nn import triton
 
 pytest.importorskip("triton")
 from rotopath.nn.triton import batch_norm, lift, patches
-from rotopath.nn.triton.blur_pool import Filter
 
 pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # tracing interpreted kernels would take minutes
 
@@ -33,6 +32,15 @@ def make_kernels(columns: int, channels: int, side: int, seed: int, dtype: torch
     kernels = torch.randn(columns, channels, side, side, generator=torch.Generator().manual_seed(seed)) / side
     kernels = kernels.to(DEVICE)
     return kernels.requires_grad_(), kernels.detach().to(dtype).double().requires_grad_()
+
+
+def apply_fused(x: Tensor, kernels: Tensor, norm: nn.BatchNorm3d, pool: nn.Module) -> Tensor:
+    """Apply lifting, batch norm, ReLU and a pool by the Triton kernels, on any device."""
+    pending = lift.PendingLift(x, kernels, len(kernels) // norm.num_features).normalize(norm)
+    assert pending is not None
+    y = pending.activate("relu").pool(pool)
+    assert y is not None
+    return y
 
 
 def apply_layers(x: Tensor, kernels: Tensor, norm: nn.Module, pool: int) -> Tensor:
@@ -76,7 +84,7 @@ def test_lift_norm_relu_pool_matches_the_layers(
     x = make_images((batch, in_channels, height, width), seed, dtype, channels_last)
     kernels, exact = make_kernels(channels * n, in_channels, side, seed, dtype)
     norm, reference = make_norm(channels), make_norm(channels, torch.float64)
-    y, expected = lift.lift_norm_relu_pool(x, kernels, norm, pool), apply_layers(x, exact, reference, pool)
+    y, expected = apply_fused(x, kernels, norm, rp.nn.GroupMaxPool2d(pool)), apply_layers(x, exact, reference, pool)
     assert y.shape == expected.shape
     assert y.dtype == dtype
     assert y.permute(0, 3, 4, 1, 2).is_contiguous()
@@ -104,7 +112,7 @@ def test_several_programs_of_several_tiles_each(dtype: torch.dtype, monkeypatch:
     x = make_images((2, 3, 18, 22), 0, dtype)
     kernels, exact = make_kernels(17 * 8, 3, 5, 0, dtype)
     norm, reference = make_norm(17), make_norm(17, torch.float64)
-    y, expected = lift.lift_norm_relu_pool(x, kernels, norm, 2), apply_layers(x, exact, reference, 2)
+    y, expected = apply_fused(x, kernels, norm, rp.nn.GroupMaxPool2d(2)), apply_layers(x, exact, reference, 2)
     torch.testing.assert_close(y.double(), expected, atol=2 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     y.backward(dy := torch.randn_like(y))
     expected.backward(dy.double())
@@ -133,7 +141,7 @@ def test_evaluation_uses_running_statistics(precision: torch.dtype) -> None:
     norm.to(precision)
     reference = copy.deepcopy(norm).double()
     with torch.no_grad():
-        actual, expected = lift.lift_norm_relu_pool(x, kernels, norm, 2), apply_layers(x, exact, reference, 2)
+        actual, expected = apply_fused(x, kernels, norm, rp.nn.GroupMaxPool2d(2)), apply_layers(x, exact, reference, 2)
     torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -143,29 +151,50 @@ def test_networks_have_the_same_outputs_with_and_without_fusion(
     build: type[nn.Module], training: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    real = lift.lift_norm_relu_pool
-    monkeypatch.setattr(lift, "lift_norm_relu_pool", lambda *args: calls.append(args) or real(*args))
+    real = lift.norm_relu_pool
+    monkeypatch.setattr(lift, "norm_relu_pool", lambda *args: calls.append(args[-1]) or real(*args))
 
-    def run(with_fusion: bool) -> list[Tensor]:
-        monkeypatch.setattr(fuse, "can_fuse_lift", lambda x, *_: with_fusion and x.ndim == 4)
+    def run() -> list[Tensor]:
         torch.manual_seed(0)
         net = build(orientations=2).to(DEVICE).train(training)
-        y = net(torch.rand(1, 3, net.architecture.input_px, net.architecture.input_px, device=DEVICE))
+        with torch.set_grad_enabled(training):
+            y = net(torch.rand(1, 3, net.architecture.input_px, net.architecture.input_px, device=DEVICE))
         if not training:
-            return [y.detach()]
+            return [y]
         (y * torch.randn(y.shape, device=DEVICE)).sum().backward()
         return [y, *(parameter.grad for parameter in net.parameters()), *net.buffers()]
 
-    for actual, expected in zip(run(with_fusion=True), run(with_fusion=False), strict=True):
+    with rp.nn.disable_fusion():
+        separate = run()
+    use_kernels(monkeypatch)
+    monkeypatch.setattr(triton, "can_lift", lambda *_: True)  # in float32 too
+    for actual, expected in zip(run(), separate, strict=True):
         assert_close(actual, expected.double(), 1e-3)
-    assert len(calls) == 1, "the first run used the kernel"
+    assert calls == [1 if build is rp.models.nuclei else 2], "side of the pool; the first stage of nuclei has none"
+
+
+def test_lifting_can_be_followed_by_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_kernels(monkeypatch)
+    monkeypatch.setattr(triton, "can_lift", lambda *_: True)
+    torch.manual_seed(0)
+    layer, norm = rp.nn.LiftConv2d(3, 2, 3, 4, bias=False).to(DEVICE), make_norm(2)
+    x = make_images((2, 3, 8, 8), 0, torch.float32)
+    for rest in (lambda y: y + 1, lambda y: norm(y), lambda y: norm(y).sigmoid(), lambda y: norm(y) + norm(y).relu()):
+        actual, weight = rest(layer(x)), layer.weight
+        dy = torch.randn(actual.shape, device=DEVICE)
+        (gradient,) = torch.autograd.grad(actual, weight, dy)
+        with rp.nn.disable_fusion(), monkeypatch.context() as without:
+            without.setattr(triton, "can_lift", lambda *_: False)
+            expected = rest(layer(x))
+        assert_close(actual, expected.double(), 1e-4)
+        assert_close(gradient, torch.autograd.grad(expected, weight, dy)[0].double(), 1e-3)
 
 
 def test_nan_reaches_the_output() -> None:
     x = make_images((2, 3, 8, 8), 0, torch.float32)
     x[0, 0, 0, 0] = torch.nan
     kernels, _ = make_kernels(8, 3, 3, 0, torch.float32)
-    assert lift.lift_norm_relu_pool(x, kernels, make_norm(2), 2).isnan().all()
+    assert apply_fused(x, kernels, make_norm(2), rp.nn.GroupMaxPool2d(2)).isnan().all()
 
 
 def test_the_kernel_refuses_what_it_does_not_support() -> None:
@@ -188,7 +217,7 @@ def test_the_kernel_refuses_what_it_does_not_support() -> None:
         layer(3, 6, 5, 8, groups=3),
     ):
         assert not triton.can_lift(x, other)
-    assert not fuse.can_fuse_lift(x.cpu(), layer(3, 4, 5, 8).cpu(), rp.nn.GroupBatchNorm2d(4), nn.ReLU())
+    assert not triton.can_run_on(x.cpu())
 
 
 def test_tiles_of_taps_are_large_enough_for_tl_dot() -> None:
@@ -207,7 +236,7 @@ def test_lifting_with_a_blurred_pool_matches_the_layers(dtype: torch.dtype, trai
     norm, reference = make_norm(3).train(training), make_norm(3, torch.float64).train(training)
     pool = rp.nn.GroupAvgPool2d(2, blur=5, power=2).to(DEVICE, torch.float64)
     with torch.set_grad_enabled(training):
-        y = lift.lift_norm_relu_pool(x, kernels, norm, Filter(2, 5))
+        y = apply_fused(x, kernels, norm, pool)
         lifted = nn.functional.conv2d(x.double(), exact).unflatten(1, (3, 8))
         expected = pool(reference(lifted).relu())
     torch.testing.assert_close(y.double(), expected, atol=2 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 
 import rotopath as rp
-from rotopath.nn.checks import is_being_recorded
+from rotopath.nn.features import is_being_recorded
 
 pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # tracing torch's compiler would take minutes
 

@@ -18,7 +18,16 @@ from rotopath.group.grid import (
     output_size,
     reflect_index,
 )
-from rotopath.group.kernel_families import KERNELS, Kernel, effective_taps, group_kernels, lift_kernels, rotation_map
+from rotopath.group.kernel_families import (
+    KERNELS,
+    GroupKernelsOnCpu,
+    Kernel,
+    average_map,
+    effective_taps,
+    group_kernels,
+    lift_kernels,
+    rotation_map,
+)
 from rotopath.group.rotation import (
     apply_symmetries,
     count_frequencies,
@@ -35,9 +44,11 @@ from rotopath.group.rotation import (
 
 __all__ = [
     "KERNELS",
+    "GroupKernelsOnCpu",
     "Kernel",
     "angles",
     "apply_symmetries",
+    "average_map",
     "check_orientations",
     "count_frequencies",
     "covering_size",

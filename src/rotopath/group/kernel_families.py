@@ -15,10 +15,11 @@ write such a function, add it to KERNEL_FAMILIES, and add its name to `Kernel`.
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import avg_pool2d, one_hot, pad
 
 from rotopath.group.grid import (
     centered_coordinates,
@@ -69,6 +70,19 @@ def rotation_map(size: int, orientations: int, kernel: str = "bilinear", reflect
     return torch.stack(slices)
 
 
+def average_map(rotation: Tensor, window: int) -> Tensor:
+    """Return the map (G, m², P) of kernels averaged over `window` × `window` positions, with m = n + window - 1.
+
+    `rotation` (G, n², P) is a result of `rotation_map`. A convolution with an averaged kernel computes the mean, over
+    the window, of the results of the convolution with the kernel.
+    """
+    orders, entries, taps = rotation.shape
+    size = math.isqrt(entries)
+    kernels = rotation.mT.reshape(-1, 1, size, size)
+    averaged = avg_pool2d(pad(kernels, (window - 1,) * 4), window, stride=1)
+    return averaged.view(orders, taps, -1).mT.contiguous()
+
+
 def lift_kernels(weight: Tensor, rotation: Tensor) -> Tensor:
     """Return the weights (O·G, C, n, n) of an ordinary convolution that computes the same as a lifting convolution.
 
@@ -85,11 +99,72 @@ def group_kernels(weight: Tensor, rotation: Tensor, reflections: bool = False) -
     `weight` (O, C, G, P) are the base weights, for O output and C input channels. `rotation` (G, n², P) is the result
     of `rotation_map` for the kernel size n and the same `reflections`.
     """
-    orientations = weight.shape[2] // 2 if reflections else weight.shape[2]
-    shift = orientation_shift(orientations, weight.device, reflections)
-    shifted = weight[:, :, shift]  # (O, C, G, G, P): the first G is the output orientation, the second G the input
-    kernels = torch.einsum("ocijp,irp->oircj", shifted, rotation).flatten(3)  # (O, G, n², C·G)
-    return _as_conv2d_weight(kernels)
+    outputs, inputs, order, _ = weight.shape
+    shift = orientation_shift(order // 2 if reflections else order, weight.device, reflections)
+    # Entry (g, s, h) is 1 if output orientation g reads input orientation h with slice s of the base weights. Products
+    # with these matrices move the slices; their gradients are much faster to compute than those of indexing.
+    permutations = one_hot(shift, order).mT.to(weight)
+    slices = weight.permute(0, 3, 1, 2).flatten(2)  # (O, P, C·G)
+    rotated = rotation.flatten(0, 1) @ slices  # (O, G·n², C·G): every slice, rotated to every output orientation
+    kernels = rotated.view(outputs, order, -1, order) @ permutations  # (O, G, n²·C, G)
+    return _as_conv2d_weight(kernels.view(outputs, order, rotation.shape[1], inputs * order))
+
+
+class GroupKernelsOnCpu(torch.autograd.Function):
+    """Autograd function with the arguments, the result and the gradients of `group_kernels`, but faster on the CPU.
+
+    Most of the time is spent on allocating memory for arrays as large as the kernels. This function allocates only one:
+    it computes the kernels of one output orientation after the other in a small array.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, rotation: Tensor, reflections: bool) -> Tensor:
+        ctx.save_for_backward(weight, rotation)
+        ctx.reflections = reflections
+        outputs, inputs, order, taps = weight.shape
+        entries = rotation.shape[1]
+        slices = weight.permute(0, 3, 1, 2).reshape(outputs, taps, inputs * order)
+        kernels = weight.new_empty(outputs, order, entries, inputs, order)
+        rotated = weight.new_empty(outputs, entries, inputs, order)
+        for g, sources in enumerate(_slices_by_orientation(order, reflections)):
+            torch.matmul(rotation[g], slices, out=rotated.view(outputs, entries, -1))
+            _permute_last_axis(rotated, sources, out=kernels[:, g])
+        return _as_conv2d_weight(kernels.flatten(3))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        weight, rotation = ctx.saved_tensors
+        if torch.is_grad_enabled():  # second derivatives were requested
+            kernels = group_kernels(weight, rotation, ctx.reflections)
+            return *torch.autograd.grad(kernels, weight, gradients[0], create_graph=True), None, None
+        outputs, inputs, order, taps = weight.shape
+        d_kernels = gradients[0].permute(0, 2, 3, 1).reshape(outputs, order, -1, inputs, order)
+        d_rotated = torch.empty_like(d_kernels[:, 0])
+        d_slices = weight.new_zeros(outputs, taps, inputs * order)
+        for g, sources in enumerate(_slices_by_orientation(order, ctx.reflections)):
+            inverse = sorted(range(order), key=sources.__getitem__)
+            _permute_last_axis(d_kernels[:, g], inverse, out=d_rotated)
+            d_slices.baddbmm_(rotation[g].T.expand(outputs, -1, -1), d_rotated.flatten(2))
+        d_weight = d_slices.view(outputs, taps, inputs, order).permute(0, 2, 3, 1)
+        return d_weight.contiguous(), None, None  # in the layout of the weights, as optimizers and DDP expect
+
+
+@lru_cache(maxsize=64)
+def _slices_by_orientation(order: int, reflections: bool) -> list[list[int]]:
+    """Return, for each output orientation, the slice of the base weights for each input orientation."""
+    shift = orientation_shift(order // 2 if reflections else order, torch.device("cpu"), reflections)
+    slices: list[list[int]] = shift.tolist()
+    return slices
+
+
+def _permute_last_axis(x: Tensor, sources: list[int], out: Tensor) -> None:
+    """Compute `out[..., i] = x[..., sources[i]]` for all i."""
+    count, first = len(sources), sources[0]
+    if sources == [(first + i) % count for i in range(count)]:  # two blocks, which are faster to copy
+        out[..., : count - first] = x[..., first:]
+        out[..., count - first :] = x[..., :first]
+    else:
+        out.copy_(x.index_select(-1, torch.tensor(sources)))
 
 
 def _as_conv2d_weight(kernels: Tensor) -> Tensor:

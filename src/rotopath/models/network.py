@@ -28,9 +28,9 @@ from rotopath.nn import (
     Smooth2d,
     center_crop,
     concatenate,
-    fuse,
+    finish,
 )
-from rotopath.nn.checks import check_brightness, check_image
+from rotopath.nn.features import check_brightness, check_image
 
 
 def mitosis(orientations: int = 8, preset: Preset = "paper", **choices: Unpack[Choices]) -> "Network":
@@ -193,12 +193,10 @@ class Network(ArchitectureNetwork):
             if stage.skip is not None:
                 x = self.up(x)
                 x = concatenate([x, center_crop(skips.pop(stage.skip), *x.shape[-2:])])
-            conv, norm, relu = (layers.get_submodule(name) for name in ("conv", "norm", "relu"))
+            x = layers(x)  # (B, C, N, H, W)
             if i in skip_sources:
-                skips[i] = fuse.run_stage(x, conv, norm, relu)  # (B, C, N, H, W)
-                x = fuse.run_pool(skips[i], pool)
-            else:
-                x = fuse.run_stage(x, conv, norm, relu, pool)
+                skips[i] = x = finish(x)
+            x = pool(x)
         logits: Tensor = self.head(self.project(x))  # (B, K, H', W')
         return logits
 

@@ -10,6 +10,8 @@ features directly.
 """
 
 from rotopath.nn.conv import GroupConv2d, LiftConv2d
+from rotopath.nn.fuse import disable_fusion, finish
+from rotopath.nn.graphs import record_step
 from rotopath.nn.norm import GroupBatchNorm2d, GroupDropout2d, GroupLayerNorm2d, GroupNorm2d
 from rotopath.nn.pool import GroupAvgPool2d, GroupMaxPool2d, GroupUpsample2d, Smooth2d, center_crop, concatenate
 from rotopath.nn.project import Project, orientation_field
@@ -28,5 +30,8 @@ __all__ = [
     "Smooth2d",
     "center_crop",
     "concatenate",
+    "disable_fusion",
+    "finish",
     "orientation_field",
+    "record_step",
 ]

@@ -6,7 +6,6 @@ Both layers rotate their learned kernels to N orientations and apply all copies 
 
 import math
 from collections.abc import Callable
-from functools import partial
 from itertools import chain
 from typing import Any, ClassVar, Self
 
@@ -15,8 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rotopath import group
-from rotopath.nn import triton
-from rotopath.nn.checks import check_choice, check_features, check_grid, check_image, check_padding, check_whole_number
+from rotopath.nn import fuse, triton
+from rotopath.nn.features import (
+    check_choice,
+    check_features,
+    check_grid,
+    check_image,
+    check_padding,
+    check_whole_number,
+    is_being_recorded,
+    merge_orientations,
+    split_orientations,
+)
 
 PADDING_MODES = ("zeros", "reflect", "replicate", "circular")
 LOCAL_CORRELATION = 0.95  # typical correlation of the pixels under a kernel; measured by benchmarks/initialisation.py
@@ -85,6 +94,7 @@ class _RotatedConv2d(MappedModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
     rotation: Tensor
+    _cached: tuple[Tensor, Tensor] | None = None  # weights and their kernels
 
     def __init__(
         self,
@@ -100,12 +110,13 @@ class _RotatedConv2d(MappedModule):
         padding_mode: str = "zeros",
         kernel: group.Kernel = "bilinear",
         reflections: bool = False,
+        pool: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_whole_number(self, in_channels=in_channels, out_channels=out_channels, kernel_size=kernel_size)
-        check_whole_number(self, stride=stride, dilation=dilation, groups=groups)
+        check_whole_number(self, stride=stride, dilation=dilation, groups=groups, pool=pool)
         check_choice(self, PADDING_MODES, padding_mode=padding_mode)
         check_choice(self, group.KERNELS, kernel=kernel)
         check_choice(self, (False, True), reflections=reflections)
@@ -114,11 +125,17 @@ class _RotatedConv2d(MappedModule):
                 f"The numbers of channels of {type(self).__name__} must be multiples of the number of groups; "
                 f"got {in_channels} input channels, {out_channels} output channels and {groups} groups."
             )
+        if pool > 1 and (stride > 1 or dilation > 1):
+            raise ValueError(
+                f"{type(self).__name__} with pool={pool} needs stride=1 and dilation=1; got stride={stride} and "
+                f"dilation={dilation}. Put a GroupAvgPool2d behind the layer instead."
+            )
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.kernel_size = kernel_size
         self.orientations = orientations
         self.stride = stride
+        self.pool = pool
         self.padding = self._padding_px(padding, kernel_size, stride, dilation)
         self.dilation = dilation
         self.groups = groups
@@ -132,8 +149,17 @@ class _RotatedConv2d(MappedModule):
         shape = (out_channels, in_channels // groups, *axes, taps)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_channels, device=device, dtype=dtype)) if bias else None
-        self.register_map("rotation", partial(group.rotation_map, kernel_size, orientations, kernel, reflections))
+        self.register_map("rotation", self._make_rotation)
         self.reset_parameters()
+
+    @property
+    def window_px(self) -> int:
+        """Side of the rotated kernels in pixels: the kernel size, enlarged by the window of `pool`."""
+        return self.kernel_size + self.pool - 1
+
+    def _make_rotation(self) -> Tensor:
+        rotation = group.rotation_map(self.kernel_size, self.orientations, self.kernel, self.reflections)
+        return rotation if self.pool == 1 else group.average_map(rotation, self.pool)
 
     def kernels(self) -> Tensor:
         """Return the weight of the equivalent `torch.nn.Conv2d`: all kernels at all orientations.
@@ -141,12 +167,17 @@ class _RotatedConv2d(MappedModule):
         For lifting, the shape is (C'·N, C, k, k) and the equivalent layer convolves images (B, C, H, W). For group
         convolution, it is (C'·N, C·N, k, k) and the equivalent layer convolves features (B, C·N, H, W). C and C' are
         the input and output channels, k is the kernel size, and N includes reflected entries. With several groups, the
-        weight has only the input channels of one group, as in torch.
+        weight has only the input channels of one group, as in torch. With `pool`, kernels are averaged over the window
+        of the pool, so k is the kernel size + pool - 1, and the equivalent layer has the stride `pool`.
         """
-        rotation = self.rotation.to(self.weight)
-        if self._reads_orientations:
-            return group.group_kernels(self.weight, rotation, self.reflections)
-        return group.lift_kernels(self.weight, rotation)
+        weight, rotation = self.weight, self.rotation.to(self.weight)
+        if not self._reads_orientations:
+            return group.lift_kernels(weight, rotation)
+        is_plain = type(weight) in (Tensor, nn.Parameter) and not is_being_recorded() and not triton.has_tangent(weight)
+        if is_plain and weight.device.type == "cpu":
+            kernels: Tensor = group.GroupKernelsOnCpu.apply(weight, rotation, self.reflections)  # type: ignore[no-untyped-call]
+            return kernels
+        return group.group_kernels(weight, rotation, self.reflections)
 
     def reset_parameters(self) -> None:
         """Draw random weights with He initialization, and set the bias to 0.
@@ -171,6 +202,7 @@ class _RotatedConv2d(MappedModule):
             "padding_mode": "zeros",
             "kernel": "bilinear",
             "reflections": False,
+            "pool": 1,
         }
         for name, default in defaults.items():
             if getattr(self, name) != default:
@@ -195,7 +227,7 @@ class _RotatedConv2d(MappedModule):
 
     def _convolve(self, x: Tensor) -> Tensor:
         """Convolve images (B, C, H, W) or flattened features (B, C·N, H, W) to features (B, C', N, H', W')."""
-        check_grid(x, self, self.kernel_size, self.stride, self.padding, self.dilation)
+        check_grid(x, self, self.window_px, self.stride * self.pool, self.padding, self.dilation)
         kernels = self.kernels_for(x)
         bias = self.bias if self.bias is None else self.bias.repeat_interleave(self.order)
         padding = self.padding
@@ -204,16 +236,18 @@ class _RotatedConv2d(MappedModule):
             x = F.pad(x, (padding,) * 4, mode=self.padding_mode)
             padding = 0
         # Kernels are channels-last in memory, so the output is too, and (C', N) can be split and merged as views.
-        y = F.conv2d(x, kernels, bias, self.stride, padding, self.dilation, self.groups)  # (B, C'·N, H', W')
-        return torch.unflatten(y, 1, (self.out_channels, self.order))
+        y = F.conv2d(x, kernels, bias, self.stride * self.pool, padding, self.dilation, self.groups)
+        return split_orientations(y, self.order)  # (B, C'·N, H', W') → (B, C', N, H', W')
 
     def kernels_for(self, x: Tensor) -> Tensor:
         """Return the rotated kernels for a convolution of x, with the shape of `kernels`.
 
-        On a GPU, a Triton function computes them if `can_rotate` allows it, in the data type of the convolution.
-        Otherwise `kernels` computes them without autocast, because interpolation in half precision is less exact.
+        On a GPU, a Triton kernel computes them if possible, in the data type of the convolution. Otherwise `kernels`
+        computes them without autocast, because interpolation in half precision is less exact.
         """
-        can_rotate = triton.can_run_on(x) and triton.can_rotate(x, self.weight, self.kernel_size)
+        if torch.compiler.is_compiling() and x.is_cuda and not torch.compiler.is_exporting():
+            return self._kernels_for_compiler(x)
+        can_rotate = triton.can_run_on(x) and triton.can_rotate(x, self.weight, self.window_px)
         if can_rotate and not self._overrides_kernels():
             from rotopath.nn.triton import rotate_kernels
 
@@ -223,7 +257,38 @@ class _RotatedConv2d(MappedModule):
         if x.is_meta:  # torch has no autocast for this device
             return self.kernels()
         with torch.autocast(x.device.type, enabled=False):
+            return self._kernels_on_cpu() if x.device.type == "cpu" else self.kernels()
+
+    def _kernels_on_cpu(self) -> Tensor:
+        """Return `kernels`. In evaluation without gradients, the kernels of the last call if weights are the same."""
+        weight, cached = self.weight, self._cached
+        can_reuse = not (self.training or torch.is_grad_enabled() or is_being_recorded() or self._overrides_kernels())
+        if not can_reuse or type(weight) is not nn.Parameter:
+            self._cached = None
             return self.kernels()
+        # Weights are compared by value. Torch's version counters do not see every change, such as those of `.data`.
+        if cached is None or cached[0].dtype != weight.dtype or not torch.equal(cached[0], weight):
+            self._cached = cached = weight.detach().clone(), self.kernels()
+        return cached[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_cached": None}  # copies and saved modules compute their own kernels
+
+    def _kernels_for_compiler(self, x: Tensor) -> Tensor:
+        """Return the rotated kernels on a GPU for torch.compile, contiguous.
+
+        Torch's compiler computes wrong gradients of convolutions whose weights are computed channels-last. There is an
+        example without rotopath in docs/speed.md.
+        """
+        if triton.is_installed() and self.window_px <= triton.MAX_KERNEL_SIZE and not self._overrides_kernels():
+            from rotopath.nn.triton import rotate_kernels
+
+            dtype = triton.compute_dtype(x, self.weight)
+            rotation = self.rotation.to(self.weight)
+            rotated: Tensor = rotate_kernels.rotate_in_graph(self.weight, rotation, self.reflections, dtype)
+            return rotated
+        with torch.autocast(x.device.type, enabled=False):
+            return self.kernels().contiguous()
 
     def _overrides_kernels(self) -> bool:
         """Return whether a subclass or this instance replaces `kernels`."""
@@ -238,6 +303,9 @@ class LiftConv2d(_RotatedConv2d):
     "gaussian" or "harmonic" (`rotopath.group.kernel_families`). With `reflections`, the orientation axis has 2N
     entries: N for rotated kernels, then N for mirrored and rotated kernels.
 
+    With `pool` = s, the output is averaged over windows of s × s pixels with a stride of s. This is faster than a
+    `GroupAvgPool2d(s)` after the layer, and the result is the same, because both are computed as one convolution.
+
     For an image f with channels f_c, a kernel k and the rotation R_θ by the angle θ, the response at position x is
     (k ⋆ f)(x, θ) = Σ_c Σ_x' k_c(R_θ⁻¹(x' - x)) f_c(x'), with a sum over all positions x'.
 
@@ -251,11 +319,10 @@ class LiftConv2d(_RotatedConv2d):
     def forward(self, x: Tensor) -> Tensor:
         check_image(x, self, self.in_channels)
         if triton.can_run_on(x) and triton.can_lift(x, self):
-            from rotopath.nn.triton import lift
+            from rotopath.nn.triton.lift import PendingLift
 
-            check_grid(x, self, self.kernel_size, self.stride, self.padding)
-            with triton.on_device_of(x):
-                return lift.lift(x.to(triton.compute_dtype(x)), self.kernels_for(x), self.order)
+            check_grid(x, self, self.window_px, self.stride, self.padding)
+            return fuse.defer(PendingLift(x.to(triton.compute_dtype(x)), self.kernels_for(x), self.order), self)
         return self._convolve(x)
 
 
@@ -266,6 +333,9 @@ class GroupConv2d(_RotatedConv2d):
     `torch.nn.Conv2d`, but each size is one number for height and width. `kernel` is the family of kernels: "bilinear",
     "gaussian" or "harmonic" (`rotopath.group.kernel_families`). With `reflections`, the orientation axis has 2N
     entries: N for rotated kernels, then N for mirrored and rotated kernels.
+
+    With `pool` = s, the output is averaged over windows of s × s pixels with a stride of s. This is faster than a
+    `GroupAvgPool2d(s)` after the layer, and the result is the same, because both are computed as one convolution.
 
     For features F with channels F_c, a kernel K and the rotation R_θ by the angle θ, the response at position x is
     (K ⋆ F)(x, θ) = Σ_c Σ_x' Σ_θ' K_c(R_θ⁻¹(x' - x), θ' - θ) F_c(x', θ'), with sums over all positions x' and all
@@ -280,4 +350,4 @@ class GroupConv2d(_RotatedConv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         check_features(x, self, self.in_channels, self.order)
-        return self._convolve(x.flatten(1, 2))
+        return self._convolve(merge_orientations(fuse.finish(x)))

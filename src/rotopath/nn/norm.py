@@ -1,17 +1,29 @@
 """Normalization layers for features (B, C, N, H, W), and dropout of whole channels.
 
 The N orientations of a channel share their statistics and weights, so that the layers are equivariant.
-`GroupBatchNorm2d` computes the same as `torch.nn.BatchNorm3d`. In training on the CPU, it calls the faster
-`norm_relu_pool_on_cpu`. This function can also compute the ReLU and the max pool that follow (see `nn.fuse`).
+`GroupBatchNorm2d` computes the same as `torch.nn.BatchNorm3d`. On a GPU, and in training on the CPU, it computes its
+statistics at once, and applies them together with the residual sum, the activation and the pool that follow
+(`PendingNorm`, see `nn.fuse`).
 """
 
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rotopath.nn.checks import check_features, check_whole_number, is_being_recorded
+from rotopath.nn import fuse, triton
+from rotopath.nn.features import (
+    check_features,
+    check_whole_number,
+    empty_features,
+    is_being_recorded,
+    is_channels_last,
+    merge_orientations,
+    split_orientations,
+)
+from rotopath.nn.pool import is_fusible_max, is_fusible_rms
 from rotopath.nn.triton import has_tangent
 
 CPU_DTYPES = (torch.float32, torch.float64)
@@ -42,15 +54,55 @@ class GroupBatchNorm2d(nn.BatchNorm3d):
 
     def forward(self, input: Tensor) -> Tensor:
         check_features(input, self, self.num_features)
-        if can_normalize_on_cpu(input, self):
-            return norm_relu_pool_on_cpu(input, self, relu=False)
-        if input.is_cuda:
-            return super().forward(input)
+        normalized = fuse.normalize_deferred(input, self)
+        if normalized is not None:
+            return normalized
+        x = fuse.finish(input)
+        on_gpu = triton.can_run_on(x) and triton.can_normalize(x, self)
+        if on_gpu or can_normalize_on_cpu(x, self):
+            return fuse.defer(self._start(x, on_gpu), self)
+        if x.is_cuda and not torch.compiler.is_exporting() and x.numel() > self.num_features:
+            return self._normalize_columns(x)
         # On the CPU, torch's batch norm is fastest on contiguous tensors. Channels-last features are contiguous if each
         # position counts as one sample: (B·H·W, C, N).
-        rows = input.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N)
+        rows = x.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N)
         normalized = super().forward(rows.reshape(-1, *rows.shape[3:], 1, 1))  # (B·H·W, C, N, 1, 1)
         return normalized.view(rows.shape).permute(0, 3, 4, 1, 2)
+
+    def _normalize_columns(self, x: Tensor) -> Tensor:
+        """Normalize features x with torch's operations on maps (B, C·N, H, W), which are faster than on 5 axes.
+
+        torch.compile combines these operations with those before and after them.
+        """
+        maps, n = merge_orientations(x).to(torch.promote_types(x.dtype, torch.float32)), x.shape[2]
+        if not self.training and self.running_mean is not None and self.running_var is not None:
+            mean, variance = self.running_mean, self.running_var
+        else:
+            variances, means = torch.var_mean(maps, dim=(0, 2, 3), correction=0)
+            variances, means = torch.unflatten(variances, 0, (-1, n)), torch.unflatten(means, 0, (-1, n))
+            mean = means.mean(dim=1)
+            variance = variances.mean(dim=1) + (means - mean[:, None]).square().mean(dim=1)
+            if self.training:
+                _update_running_statistics(self, mean.detach(), variance.detach(), count=x.numel() // len(mean))
+        scale = (variance + self.eps).rsqrt()
+        scale = scale if self.weight is None else scale * self.weight
+        normalized = (maps - _per_column(mean, n)) * _per_column(scale, n)
+        if self.bias is not None:
+            normalized = normalized + _per_column(self.bias, n)
+        return split_orientations(normalized.to(x.dtype), n)
+
+    def _start(self, x: Tensor, on_gpu: bool) -> "PendingNorm":
+        """Compute the statistics of features x, update the running statistics, and return what is left to compute."""
+        with torch.no_grad():
+            if on_gpu:
+                from rotopath.nn.triton import batch_norm
+
+                with triton.on_device_of(x):
+                    compute = batch_norm.compute_statistics
+                    statistics = compute(x, self) if self.training else batch_norm.running_statistics(self)
+            else:
+                statistics = _compute_statistics_on_cpu(x, self)
+        return PendingNorm(x, self.weight, self.bias, statistics, self.training, on_gpu)
 
 
 class GroupNorm2d(nn.GroupNorm):
@@ -127,9 +179,159 @@ class GroupDropout2d(nn.Dropout3d):
         return super().forward(input)
 
 
-# Batch norm, ReLU and max pooling on the CPU, in training. Most of the time is spent on allocating memory. So the code
-# allocates few large arrays: without a pool, only the output in the forward pass, and the gradient of the input in the
-# backward pass.
+class PendingNorm(NamedTuple):
+    """Batch norm of features x (B, C, N, H, W), a residual sum and an activation, not computed yet. See `nn.fuse`."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    statistics: Tensor  # (2, C): mean and inverse standard deviation
+    from_batch: bool  # whether the statistics are those of x, and not running statistics
+    on_gpu: bool
+    residual: Tensor | None = None
+    activation: str = "none"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        inputs = (self.x, self.weight, self.bias)
+        return inputs if self.residual is None else (*inputs, self.residual)
+
+    def compute(self) -> Tensor:
+        return self._compute(pool=1)
+
+    def activate(self, activation: str) -> "PendingNorm | None":
+        if self.activation != "none" or (activation != "relu" and not self.on_gpu):
+            return None
+        return self._replace(activation=activation)
+
+    def add(self, residual: Tensor) -> "PendingNorm | None":
+        if self.activation != "none" or self.residual is not None or not is_channels_last(residual):
+            return None
+        return self._replace(residual=residual) if type(residual) is Tensor and not has_tangent(residual) else None
+
+    def normalize(self, norm: nn.Module) -> None:  # noqa: ARG002  (two batch norms in a row are not fused)
+        return None
+
+    def pool(self, pool: nn.Module) -> Tensor | None:
+        if self.activation != "relu" or self.residual is not None:
+            return None
+        if is_fusible_max(pool):
+            return self._compute(pool.size)
+        if self.on_gpu and is_fusible_rms(pool):
+            from rotopath.nn.triton import blur_pool
+
+            with triton.on_device_of(self.x):
+                return blur_pool.norm_relu_blur(self.x, self.weight, self.bias, self.statistics, self.from_batch, pool)
+        return None
+
+    def _compute(self, pool: int) -> Tensor:
+        options = _Options(self.from_batch, self.on_gpu, self.activation, pool)
+        with triton.on_device_of(self.x) if self.on_gpu else nullcontext():
+            y: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
+                self.x, self.weight, self.bias, self.residual, self.statistics, options
+            )
+        return y
+
+
+class _Options(NamedTuple):
+    """How `_Normalize` computes; see `PendingNorm`. `pool` is the side of the windows of max pooling, or 1."""
+
+    from_batch: bool
+    on_gpu: bool
+    activation: str
+    pool: int
+
+
+class _Normalize(torch.autograd.Function):
+    """Autograd function: batch norm, residual sum, activation and max pooling of features (B, C, N, H, W)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        residual: Tensor | None,
+        statistics: Tensor,
+        options: _Options,
+    ) -> Tensor:
+        pooled = argmax = None
+        if options.on_gpu:
+            from rotopath.nn.triton import batch_norm
+
+            y = batch_norm.apply(x, weight, bias, residual, statistics, options.activation, options.pool)
+        else:
+            y, pooled, argmax = _apply_on_cpu(x, weight, bias, residual, statistics, options)
+        # ReLU needs the sign of its output, the other activations need their input.
+        needs_y = options.activation == "relu" and (residual is not None or not options.on_gpu)
+        needs_residual = options.activation in ("silu", "gelu")
+        ctx.save_for_backward(
+            x, weight, bias, statistics, y if needs_y else None, residual if needs_residual else None, pooled, argmax
+        )
+        ctx.options, ctx.has_residual = options, residual is not None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, statistics, y, residual, pooled, argmax = ctx.saved_tensors
+        dy, options = gradients[0], ctx.options
+        if torch.is_grad_enabled():  # second derivatives were requested
+            return (*_differentiable_gradients(ctx, dy), None, None)
+        if options.on_gpu:
+            from rotopath.nn.triton import batch_norm
+
+            with triton.on_device_of(x):
+                dx, d_weight, d_bias, d_residual = batch_norm.compute_gradients(
+                    dy, x, weight, bias, residual, y, statistics, options.from_batch, options.activation, options.pool
+                )
+            if ctx.has_residual and d_residual is None:  # without an activation, it is the incoming gradient
+                d_residual = dy
+        else:
+            dx, d_weight, d_bias, d_residual = _compute_gradients_on_cpu(
+                dy, x, weight, statistics, y, pooled, argmax, ctx.has_residual
+            )
+        return dx, d_weight.to(weight.dtype), d_bias.to(bias.dtype), d_residual, None, None
+
+
+def _differentiable_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of x, weight, bias and residual, computed by torch so that they are differentiable."""
+    x, weight, bias, statistics, y, residual, *_ = ctx.saved_tensors
+    options = ctx.options
+    if ctx.has_residual and residual is None:  # it was not kept, because the gradients do not depend on its values
+        residual = torch.zeros_like(x).requires_grad_()
+    per_channel = (1, -1, 1, 1, 1)
+    wide = x.to(statistics.dtype)
+    if options.from_batch:
+        variance, mean = torch.var_mean(wide, dim=(0, 2, 3, 4), correction=0)
+        inverse_std = (variance - variance.detach() + statistics[1] ** -2).rsqrt()  # 1 / √(variance + ε)
+    else:
+        mean, inverse_std = statistics
+    scale = inverse_std * weight
+    z = (wide - mean.view(per_channel)) * scale.view(per_channel) + bias.view(per_channel)
+    if residual is not None:
+        z = z + residual
+    match options.activation:
+        case "relu":
+            z = z.relu() if y is None or options.pool > 1 else z * (y > 0)
+        case "silu":
+            z = F.silu(z)
+        case "gelu":
+            z = F.gelu(z)
+    if options.pool > 1:
+        z = split_orientations(F.max_pool2d(merge_orientations(z), options.pool), x.shape[2])
+    inputs = [t for t, is_needed in zip((x, weight, bias, residual), ctx.needs_input_grad, strict=False) if is_needed]
+    gradients = iter(torch.autograd.grad(z, inputs, dy.to(z.dtype), create_graph=True))
+    return tuple([next(gradients) if is_needed else None for is_needed in ctx.needs_input_grad[:4]])
+
+
+# Batch norm on the CPU. Most of the time is spent on allocating memory. So the code allocates few large arrays: without
+# a pool, only the output in the forward pass, and the gradients in the backward pass. With a pool, it pools first, and
+# normalizes only the pooled values. The result is the same, because batch norm is monotonic in each channel. If the
+# weight of a channel is negative, batch norm reverses the order of values. The minimum of each window is then selected.
 #
 # Arrays: `x` is the input (B, C, N, H, W). `maps` is a view of it as (B, C·N, H, W). Each of the C·N maps is called a
 # column. `y` is the output. `dy` and `dx` are the gradients of the loss with respect to output and input. `weight`,
@@ -138,7 +340,7 @@ class GroupDropout2d(nn.Dropout3d):
 
 
 def can_normalize_on_cpu(x: Tensor, norm: nn.BatchNorm3d) -> bool:
-    """Return whether `norm_relu_pool_on_cpu` can apply this batch norm to features x (B, C, N, H, W)."""
+    """Return whether the functions below can apply this batch norm to features x (B, C, N, H, W)."""
     return (
         not is_being_recorded()
         and norm.training
@@ -149,93 +351,75 @@ def can_normalize_on_cpu(x: Tensor, norm: nn.BatchNorm3d) -> bool:
         and x.dtype in CPU_DTYPES
         and x.dtype == norm.weight.dtype
         and x.numel() > norm.num_features  # a single value per channel has no variance; torch's layer raises the error
-        and x.permute(0, 3, 4, 1, 2).is_contiguous()
+        and is_channels_last(x)
         and not any(has_tangent(tensor) for tensor in (x, norm.weight, norm.bias))
     )
 
 
-def norm_relu_pool_on_cpu(x: Tensor, norm: nn.BatchNorm3d, relu: bool = True, pool: int = 1) -> Tensor:
-    """Apply batch norm, ReLU if `relu`, and max pooling over windows of pool × pool pixels, in training on the CPU.
-
-    Takes channels-last features (B, C, N, H, W), where H and W are multiples of `pool`. Updates the running statistics
-    of the batch norm. Call this only if `can_normalize_on_cpu` returns True.
-    """
-    y: Tensor = _NormReluPoolOnCpu.apply(x, norm.weight, norm.bias, norm, relu, pool)  # type: ignore[no-untyped-call]
-    return y
+def _compute_statistics_on_cpu(x: Tensor, norm: nn.BatchNorm3d) -> Tensor:
+    """Return the mean and the inverse standard deviation (2, C) of x, and update the running statistics."""
+    mean, variance = _compute_mean_and_variance(merge_orientations(x), n=x.shape[2])
+    _update_running_statistics(norm, mean, variance, count=x.numel() // len(mean))
+    return torch.stack([mean, (variance + norm.eps).rsqrt()])
 
 
-class _NormReluPoolOnCpu(torch.autograd.Function):
-    """Autograd function of `norm_relu_pool_on_cpu`. It pools first, and normalizes only the pooled values.
-
-    The result is the same as if it normalized first, because batch norm is monotonic in each channel. If the weight of
-    a channel is negative, batch norm reverses the order of values. The minimum of each window is then selected.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: nn.BatchNorm3d, relu: bool, pool: int
-    ) -> Tensor:
-        n, maps = x.shape[2], x.flatten(1, 2)  # (B, C·N, H, W), a view
-        mean, variance = _compute_statistics(maps, n)
-        _update_running_statistics(norm, mean, variance, count=x.numel() // len(mean))
-        inverse_std = (variance + norm.eps).rsqrt()
-        scale = weight * inverse_std
-        pooled, argmax = (maps, None) if pool == 1 else _pool_extremes(maps, weight.repeat_interleave(n), pool)
-        y = _empty_features((*x.shape[:3], *pooled.shape[2:]), x)
-        torch.addcmul(_per_column(bias - mean * scale, n), pooled, _per_column(scale, n), out=y.flatten(1, 2))
-        if relu:
-            y.relu_()
-        ctx.save_for_backward(x, weight, bias, mean, inverse_std, pooled, argmax, y if relu else None)
-        ctx.eps, ctx.relu, ctx.pool = norm.eps, relu, pool
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean, inverse_std, pooled, argmax, y = ctx.saved_tensors
-        if torch.is_grad_enabled():  # second derivatives were requested
-            return (*_differentiable_gradients(ctx, x, weight, bias, gradients[0]), None, None, None)
-        n, maps = x.shape[2], x.flatten(1, 2)
-        dy = gradients[0].flatten(1, 2).contiguous(memory_format=torch.channels_last)
-        if ctx.relu:
-            dy = torch.ops.aten.threshold_backward(dy, y.flatten(1, 2), 0)
-        # Torch's backward pass of batch norm is called for C·N columns, only for the gradients of weight and bias.
-        statistics = (
-            weight.repeat_interleave(n),
-            None,
-            None,
-            mean.repeat_interleave(n),
-            inverse_std.repeat_interleave(n),
-        )
-        sums = torch.ops.aten.native_batch_norm_backward(dy, pooled, *statistics, True, ctx.eps, [False, True, True])
-        d_weight, d_bias = (torch.unflatten(column, 0, (-1, n)).sum(dim=1) for column in sums[1:])
-        # dx is scale · dy at the positions that the pool selected, plus slope · x + offset at all positions. The second
-        # part exists because the mean and the variance of the batch depend on x.
-        scale, count = weight * inverse_std, x.numel() // len(mean)
-        slope = -scale * inverse_std * d_weight / count
-        offset = -scale * d_bias / count - slope * mean
-        # Without ReLU, dy may be the incoming gradient itself, which must not be changed in place.
-        d_pooled = torch.mul(dy, _per_column(scale, n), out=dy if ctx.relu else None)
-        if argmax is None:
-            dx = d_pooled.addcmul_(maps, _per_column(slope, n)).add_(_per_column(offset, n))
-        else:
-            dx = torch.addcmul(_per_column(offset, n), maps, _per_column(slope, n))
-            pixels, argmax, d_pooled = (t.permute(0, 2, 3, 1).flatten(1, 2) for t in (dx, argmax, d_pooled))
-            pixels.scatter_add_(1, argmax, d_pooled)  # pixels (B, H·W, C·N) is a view of dx
-        return torch.unflatten(dx, 1, x.shape[1:3]), d_weight, d_bias, None, None, None
+def _apply_on_cpu(
+    x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, statistics: Tensor, options: _Options
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the output, the pooled input maps (B, C·N, H', W'), and the positions that the pool selected, if any."""
+    n, maps = x.shape[2], merge_orientations(x)
+    mean, inverse_std = statistics
+    scale = weight * inverse_std
+    pooled, argmax = (
+        (maps, None) if options.pool == 1 else _pool_extremes(maps, weight.repeat_interleave(n), options.pool)
+    )
+    y = empty_features((*x.shape[:3], *pooled.shape[2:]), x)
+    torch.addcmul(_per_column(bias - mean * scale, n), pooled, _per_column(scale, n), out=merge_orientations(y))
+    if residual is not None:
+        y.add_(residual)
+    if options.activation == "relu":
+        y.relu_()
+    return y, pooled, argmax
 
 
-def _empty_features(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Allocate channels-last features (B, C, N, H, W) with the data type and device of `like`.
+def _compute_gradients_on_cpu(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    statistics: Tensor,
+    y: Tensor | None,
+    pooled: Tensor,
+    argmax: Tensor | None,
+    has_residual: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients with respect to x, weight, bias and residual. `y` is the output, if it is after ReLU."""
+    n, maps = x.shape[2], merge_orientations(x)
+    mean, inverse_std = statistics
+    dy = merge_orientations(dy).contiguous(memory_format=torch.channels_last)
+    if y is not None:
+        dy = torch.ops.aten.threshold_backward(dy, merge_orientations(y), 0)
+    # Torch's backward pass of batch norm is called for C·N columns, only for the gradients of weight and bias.
+    columns = (weight.repeat_interleave(n), None, None, mean.repeat_interleave(n), inverse_std.repeat_interleave(n))
+    sums = torch.ops.aten.native_batch_norm_backward(dy, pooled, *columns, True, 0.0, [False, True, True])
+    d_weight, d_bias = (torch.unflatten(column, 0, (-1, n)).sum(dim=1) for column in sums[1:])
+    # dx is scale · dy at the positions that the pool selected, plus slope · x + offset at all positions. The second
+    # part exists because the mean and the variance of the batch depend on x.
+    scale, count = weight * inverse_std, x.numel() // len(mean)
+    slope = -scale * inverse_std * d_weight / count
+    offset = -scale * d_bias / count - slope * mean
+    # The incoming gradient and that of the residual must not be changed in place.
+    d_pooled = torch.mul(dy, _per_column(scale, n), out=None if y is None or has_residual else dy)
+    if argmax is None:
+        dx = d_pooled.addcmul_(maps, _per_column(slope, n)).add_(_per_column(offset, n))
+    else:
+        dx = torch.addcmul(_per_column(offset, n), maps, _per_column(slope, n))
+        pixels, argmax, d_pooled = (t.permute(0, 2, 3, 1).flatten(1, 2) for t in (dx, argmax, d_pooled))
+        pixels.scatter_add_(1, argmax, d_pooled)  # pixels (B, H·W, C·N) is a view of dx
+    d_residual = split_orientations(dy, n) if has_residual else None
+    return split_orientations(dx, n), d_weight, d_bias, d_residual
 
-    They are not a view of another tensor, because an in-place ReLU would copy a view.
-    """
-    _, channels, n, height, width = shape
-    columns = channels * n
-    strides = (height * width * columns, n, 1, width * columns, columns)
-    return like.new_empty_strided(shape, strides)
 
-
-def _compute_statistics(maps: Tensor, n: int) -> tuple[Tensor, Tensor]:
+def _compute_mean_and_variance(maps: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Return the mean and the variance of each channel, both (C,), combined from those of its `n` maps.
 
     `maps` are (B, C·N, H, W), and `n` is N.
@@ -247,12 +431,19 @@ def _compute_statistics(maps: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _update_running_statistics(norm: nn.BatchNorm3d, mean: Tensor, variance: Tensor, count: int) -> None:
+    """Update the running statistics of a batch norm. `count` is the number of values of a channel."""
+    if not norm.track_running_stats:
+        return
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
     if norm.running_mean is not None and norm.running_var is not None:
-        assert norm.momentum is not None
-        norm.running_mean.lerp_(mean.to(norm.running_mean), norm.momentum)
-        norm.running_var.lerp_((variance * count / (count - 1)).to(norm.running_var), norm.momentum)
+        momentum: Tensor | float | None = norm.momentum
+        if momentum is None:  # the mean over all batches
+            assert norm.num_batches_tracked is not None
+            momentum = (1.0 / norm.num_batches_tracked).to(norm.running_mean)
+        unbiased = variance * count / (count - 1)
+        for running, value in ((norm.running_mean, mean), (norm.running_var, unbiased)):
+            running.add_(momentum * (value.to(running) - running))
 
 
 def _pool_extremes(maps: Tensor, weight: Tensor, pool: int) -> tuple[Tensor, Tensor]:
@@ -272,15 +463,3 @@ def _pool_extremes(maps: Tensor, weight: Tensor, pool: int) -> tuple[Tensor, Ten
 def _per_column(channels: Tensor, n: int) -> Tensor:
     """Repeat values (C,), one per channel, for the `n` maps of each channel, and return them as (1, C·N, 1, 1)."""
     return channels.repeat_interleave(n).view(1, -1, 1, 1)
-
-
-def _differentiable_gradients(
-    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, weight and bias, computed by torch's own layers so that they are differentiable."""
-    y = F.batch_norm(x, None, None, weight, bias, training=True, eps=ctx.eps)
-    pooled = F.max_pool2d((y.relu() if ctx.relu else y).flatten(1, 2), ctx.pool)
-    y = torch.unflatten(pooled, 1, x.shape[1:3])
-    inputs = [tensor for tensor in (x, weight, bias) if tensor.requires_grad]
-    gradients = iter(torch.autograd.grad(y, inputs, dy, create_graph=True))
-    return tuple([next(gradients) if tensor.requires_grad else None for tensor in (x, weight, bias)])

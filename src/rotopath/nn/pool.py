@@ -11,14 +11,24 @@ uses only the taps inside the map, and their weights are rescaled to sum to 1.
 
 import math
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
-from rotopath.nn.checks import check_choice, check_features, check_grid, check_whole_number
+from rotopath.nn import fuse, triton
+from rotopath.nn.features import (
+    check_choice,
+    check_features,
+    check_grid,
+    check_whole_number,
+    merge_orientations,
+    split_orientations,
+)
 
+MAX_POOL_SIZE = 11  # px; the largest window whose argmax (0 … 120) fits in int8
 SQRT_EPS = 1e-6  # added to a mean square before taking the square root, so that the gradient at 0 is finite
 
 
@@ -47,11 +57,15 @@ class _GroupPool2d(nn.Module):
             binomial = torch.tensor([float(math.comb(blur - 1, i)) for i in range(blur)])
             self.register_buffer("taps", binomial / 2 ** (blur - 1), persistent=False)
 
-    def _fold(self, x: Tensor) -> Tensor:
-        """Check features (B, C, N, H, W) and return them as maps (B, C·N, H, W)."""
+    def forward(self, x: Tensor) -> Tensor:
         check_features(x, self)
         check_grid(x, self, self.size, self.stride, self.padding)
-        return x.flatten(1, 2)
+        fused = fuse.pool_deferred(x, self)
+        return self._pool(fuse.finish(x)) if fused is None else fused
+
+    def _pool(self, x: Tensor) -> Tensor:
+        """Pool features (B, C, N, H, W) that are not deferred."""
+        raise NotImplementedError
 
     @property
     def _window_stride(self) -> int:
@@ -77,9 +91,9 @@ class GroupMaxPool2d(_GroupPool2d):
     torch.Size([1, 8, 4, 32, 32])
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        pooled = F.max_pool2d(self._fold(x), self.size, self._window_stride, self.padding)
-        return torch.unflatten(self._blur(pooled), 1, x.shape[1:3])
+    def _pool(self, x: Tensor) -> Tensor:
+        pooled = F.max_pool2d(merge_orientations(x), self.size, self._window_stride, self.padding)
+        return split_orientations(self._blur(pooled), x.shape[2])
 
 
 class GroupAvgPool2d(_GroupPool2d):
@@ -100,17 +114,40 @@ class GroupAvgPool2d(_GroupPool2d):
         check_choice(self, (1, 2), power=power)
         self.power = power
 
-    def forward(self, x: Tensor) -> Tensor:
-        folded = self._fold(x)
+    def _pool(self, x: Tensor) -> Tensor:
+        if is_fusible_rms(self) and triton.can_run_on(x) and triton.has_supported_layout(x):
+            from rotopath.nn.triton import blur_pool
+
+            with triton.on_device_of(x):
+                return blur_pool.blur(x, self)
+        maps = merge_orientations(x)
         if self.power == 2:
-            folded = folded.square()
-        pooled = self._blur(F.avg_pool2d(folded, self.size, self._window_stride, self.padding))
+            maps = maps.square()
+        pooled = self._blur(F.avg_pool2d(maps, self.size, self._window_stride, self.padding))
         if self.power == 2:
             pooled = smooth_sqrt(pooled)
-        return torch.unflatten(pooled, 1, x.shape[1:3])
+        return split_orientations(pooled, x.shape[2])
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.power == 1 else f", power={self.power}")
+
+
+def is_fusible_max(pool: nn.Module) -> TypeGuard[GroupMaxPool2d]:
+    """Return whether a pool is a max pool that can be fused with batch norm and ReLU."""
+    return (
+        type(pool) is GroupMaxPool2d
+        and (pool.stride, pool.padding, pool.blur) == (pool.size, 0, 1)
+        and pool.size <= MAX_POOL_SIZE
+    )
+
+
+def is_fusible_rms(pool: nn.Module) -> TypeGuard[GroupAvgPool2d]:
+    """Return whether a pool is a root-mean-square pool that a Triton kernel can compute, alone or fused."""
+    return (
+        type(pool) is GroupAvgPool2d
+        and (pool.stride, pool.padding, pool.power) == (pool.size, 0, 2)
+        and pool.blur <= 2 * pool.size + 1
+    )
 
 
 class Smooth2d(nn.Module):
@@ -165,8 +202,8 @@ class GroupUpsample2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_features(x, self)
-        enlarged = F.interpolate(x.flatten(1, 2), scale_factor=float(self.scale), mode=self.mode)
-        return torch.unflatten(enlarged, 1, x.shape[1:3])
+        enlarged = F.interpolate(merge_orientations(x), scale_factor=float(self.scale), mode=self.mode)
+        return split_orientations(enlarged, x.shape[2])
 
     def extra_repr(self) -> str:
         return f"{self.scale}, mode={self.mode!r}"
@@ -195,7 +232,7 @@ def resize(
     if has_torch_function((x,)):
         result: Tensor = handle_torch_function(resize, (x,), x, size, scale_factor, mode, align_corners)
         return result
-    maps = x.flatten(1, 2) if x.ndim == 5 else x
+    maps = merge_orientations(x) if x.ndim == 5 else x
     resized = F.interpolate(maps, size, scale_factor, mode, align_corners)
     for before, after in zip(x.shape[-2:], resized.shape[-2:], strict=True):
         if mode.startswith("nearest") and after % before:
@@ -203,7 +240,7 @@ def resize(
                 f"resize in mode {mode!r} needs a new size that is a whole multiple of the old size; "
                 f"got {before} px and a new size of {after} px. Use mode='bilinear'."
             )
-    return torch.unflatten(resized, 1, x.shape[1:3]) if x.ndim == 5 else resized
+    return split_orientations(resized, x.shape[2]) if x.ndim == 5 else resized
 
 
 def center_crop(x: Tensor, height: int, width: int) -> Tensor:
@@ -267,8 +304,7 @@ def concatenate(features: Sequence[Tensor]) -> Tensor:
             f"concatenate takes SE(2) features (B, C, N, H, W) with equal N, H and W; got tensors of shapes {shapes}. "
             f"Use center_crop to make H and W equal."
         )
-    joined = torch.cat([x.flatten(1, 2) for x in features], dim=1)
-    return torch.unflatten(joined, 1, (-1, first.shape[2]))
+    return split_orientations(torch.cat([merge_orientations(x) for x in features], dim=1), first.shape[2])
 
 
 def blur_and_subsample(pooled: Tensor, taps: Tensor, stride: int) -> Tensor:

@@ -16,8 +16,8 @@ from torch.jit import is_scripting  # type: ignore[attr-defined]
 
 from rotopath import group
 from rotopath.nn import triton
-from rotopath.nn.checks import check_choice, check_features, check_whole_number
 from rotopath.nn.conv import MappedModule
+from rotopath.nn.features import check_choice, check_features, check_whole_number
 from rotopath.nn.pool import smooth_sqrt
 
 Projection = Literal["max", "mean", "attention", "fourier"]

@@ -27,11 +27,11 @@ from rotopath.evaluation import gather_evidence, make_center_batches, make_sampl
 from rotopath.model_file import WEIGHTS, load_weights, pack_weights, read_json, write_model
 from rotopath.models import DenseNetwork
 from rotopath.models.protocols import unwrap
+from rotopath.nn import graphs
 from rotopath.recipe import Recipe, RecipeError, make_recipe, read_recipe
 from rotopath.runs import Run
 from rotopath.tasks import PAPER, Task, TrainingWindow
 from rotopath.tasks.task import Evidence, Loss
-from rotopath.training import graphs
 from rotopath.training.checkpoint import KEPT, RESUME, Row, RunRecorder, prepare_folder
 from rotopath.training.distributed import (
     EpochLoader,

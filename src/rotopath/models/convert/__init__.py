@@ -40,7 +40,7 @@ from rotopath.models.convert.group_layers import (
 )
 from rotopath.models.convert.nodes import Operation, ValueKind, assign_kinds, classify_node
 from rotopath.models.trace import expect_no_hooks, is_layer, scope_of, trace_graph
-from rotopath.nn import Project
+from rotopath.nn import GroupAvgPool2d, GroupMaxPool2d, Project, concatenate, finish
 from rotopath.nn.pool import pad_evenly, resize
 from rotopath.nn.project import PROJECTIONS, Projection, weights_per_channel
 
@@ -305,7 +305,19 @@ class GraphRewriter:
         for new in reversed(self.graph.nodes):  # remove sizes that no new node reads
             if new.target == "size" and not new.users:
                 self.graph.erase_node(new)
+        self._finish_before_pools()
         return fx.GraphModule(self.layers, self.graph, name)
+
+    def _finish_before_pools(self) -> None:
+        """Call `finish` on features that a pool and other nodes read, so that they are computed once (`nn.fuse`)."""
+        for features in list(self.graph.nodes):
+            if len(features.users) > 1 and any(
+                isinstance(self.layers.get(str(user.target)), GroupMaxPool2d | GroupAvgPool2d)
+                for user in features.users
+            ):
+                with self.graph.inserting_after(features):
+                    finished = self.graph.call_function(finish, (features,))
+                features.replace_all_uses_with(finished, lambda user, new=finished: user is not new)
 
     def _rewrite(self, node: fx.Node, operation: Operation) -> Any:
         """Add new nodes for an old node, and return the new value of the old node."""
@@ -321,6 +333,8 @@ class GraphRewriter:
             return self.graph.call_function(torch.flatten, (args[0], 1))
         if operation.role == "concatenation":
             parts = args[0] if args else next(iter(kwargs.values()))
+            if kind is ValueKind.FEATURES:
+                return self.graph.call_function(concatenate, (parts,))
             return self.graph.call_function(torch.cat, (parts,), {"dim": 1})
         if operation.role == "resize":
             options = {key: getattr(operation.layer, key, None) for key in RESIZE_OPTIONS} if operation.layer else {}

@@ -323,10 +323,13 @@ def _build_conv(
     padding_px = padding if isinstance(padding, int) else 0
     if options.strides == "keep" or _fits_multiples_of_stride(size, stride, padding_px, dilation):
         return conv_type(inputs, outputs, size, stride=stride, **settings)
-    conv, pool = conv_type(inputs, outputs, size, **settings), GroupAvgPool2d(stride)
     if size == 1 and conv_type is GroupConv2d:  # faster: the pool makes the input smaller, and the result is the same
-        return nn.Sequential(OrderedDict(pool=pool, conv=conv))
-    return nn.Sequential(OrderedDict(conv=conv, pool=pool))
+        conv = conv_type(inputs, outputs, size, **settings)
+        return nn.Sequential(OrderedDict(pool=GroupAvgPool2d(stride), conv=conv))
+    if dilation > 1:
+        conv = conv_type(inputs, outputs, size, **settings)
+        return nn.Sequential(OrderedDict(conv=conv, pool=GroupAvgPool2d(stride)))
+    return nn.Sequential(OrderedDict(conv=conv_type(inputs, outputs, size, pool=stride, **settings)))
 
 
 def _build_pool(layer: nn.MaxPool2d | nn.AvgPool2d, strides: str) -> nn.Module:

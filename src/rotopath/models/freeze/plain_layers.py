@@ -268,8 +268,8 @@ def _plain_conv(layer: LiftConv2d | GroupConv2d, in_channels: int) -> nn.Conv2d:
     conv = nn.Conv2d(
         in_channels,
         layer.out_channels * layer.order,
-        layer.kernel_size,
-        layer.stride,
+        layer.window_px,
+        layer.stride * layer.pool,
         layer.padding,
         layer.dilation,
         layer.groups,

@@ -9,7 +9,7 @@ N orientations, which include the reflected orientations if there are any.
 | `rotate_kernels` | rotated kernels from base weights, and the gradients of the base weights | `can_rotate` |
 | `lift`, `patches` | lifting | `can_lift` |
 | `lift`, `patches` | lifting, batch norm, ReLU and a pool | `can_lift`, `can_use_norm` |
-| `batch_norm` | batch norm, ReLU and max pooling | `can_normalize` |
+| `batch_norm` | batch norm, residual sum, activation and max pooling | `can_normalize` |
 | `blur_pool` | blurred root-mean-square pooling | `has_supported_layout` |
 | `blur_pool` | batch norm, ReLU and blurred root-mean-square pooling | `can_normalize` |
 
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.forward_ad import unpack_dual
 
-from rotopath.nn.checks import is_being_recorded
+from rotopath.nn.features import is_being_recorded, is_channels_last
 
 if TYPE_CHECKING:
     from rotopath.nn.conv import LiftConv2d
@@ -49,7 +49,7 @@ def can_run_on(x: Tensor) -> bool:
         and x.is_cuda
         and not is_being_recorded()
         and not has_tangent(x)
-        and _has_triton()
+        and is_installed()
     )
 
 
@@ -58,7 +58,7 @@ def supports_device(device: torch.device) -> bool:
 
     If so, a network processes large images faster with its SE(2) layers than after freezing it to a plain CNN.
     """
-    return device.type == "cuda" and _has_triton() and torch.cuda.get_device_capability(device) >= MIN_LIFT_CAPABILITY
+    return device.type == "cuda" and is_installed() and torch.cuda.get_device_capability(device) >= MIN_LIFT_CAPABILITY
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[None]:
@@ -78,10 +78,10 @@ def can_use_norm(norm: nn.BatchNorm3d, values: int) -> bool:
     `values` is B·N·H·W for features (B, C, N, H, W).
 
     In training, the Triton kernels compute the statistics of the batch, which requires at least two values per channel.
-    In evaluation, they use the running statistics and compute no gradients, so gradients must be disabled.
+    In evaluation, they use the running statistics.
     """
     if not norm.training:
-        return norm.affine and norm.running_mean is not None and not torch.is_grad_enabled()
+        return norm.affine and norm.running_mean is not None
     return (
         norm.affine
         and norm.momentum is not None
@@ -96,18 +96,18 @@ def has_supported_layout(x: Tensor) -> bool:
 
     Contiguous channels-last means that the order of the axes in memory is B, H, W, C, N.
     """
-    return x.dtype in DTYPES and x.numel() > 0 and x.permute(0, 3, 4, 1, 2).is_contiguous()
+    return x.dtype in DTYPES and x.numel() > 0 and is_channels_last(x)
 
 
 def can_lift(x: Tensor, layer: "LiftConv2d") -> bool:
     """Return whether the Triton kernels can apply this lifting layer to images x (B, C', H, W).
 
-    The layer must have stride 1, no padding, no dilation, no groups, no bias and at most MAX_TAPS taps. It must compute
+    The layer must have stride 1, no padding, dilation, groups, bias or pool, and at most MAX_TAPS taps. It must compute
     in half precision. The gradient with respect to x is not computed, so x must not require it.
     """
     extent = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return (
-        (layer.stride, layer.padding, layer.dilation, layer.groups) == (1, 0, 1, 1)
+        (layer.stride, layer.padding, layer.dilation, layer.groups, layer.pool) == (1, 0, 1, 1, 1)
         and layer.bias is None
         and layer.kernel_size**2 * layer.in_channels <= MAX_TAPS
         and not x.requires_grad
@@ -147,5 +147,6 @@ def has_tangent(x: Tensor) -> bool:
 
 
 @cache
-def _has_triton() -> bool:
+def is_installed() -> bool:
+    """Return whether the package Triton is installed."""
     return find_spec("triton") is not None

@@ -1,168 +1,79 @@
-"""Batch norm, ReLU and max pooling on a GPU, as one fused operation.
+"""Batch norm on a GPU, alone or together with a residual sum, an activation and max pooling.
 
-`norm_relu_pool` replaces the three layers where `can_normalize` in `rotopath.nn.triton` returns True. The forward pass
-reads the features once for the output and, in training, once before that for the statistics. It writes only the output.
-The backward pass reads the features and the gradient of the output twice, and writes only the gradient of the features.
+`compute_statistics` reads the features once, `apply` reads them once more and writes only the output, and
+`compute_gradients` reads the features and the gradient of the output twice, and writes only the gradients of the
+features and of the residual. All functions take features (B, C, N, H, W) that are contiguous channels-last, for which
+`can_normalize` in `rotopath.nn.triton` returns True.
 
-Arguments of the Triton kernels; all arrays are contiguous:
+Arguments of the Triton kernels; all arrays are contiguous in the order B, H, W, C, N:
 
-- `x`: features (B, H, W, C, N), read as a matrix with one row per pixel and one column per channel and orientation.
-  `rows` is B·H·W, `columns` is C·N, and `height` and `width` are H and W.
-- `y`: output (B, H/S, W/S, C, N) of max pooling over windows of S × S pixels, read as a matrix with `outputs` rows.
-- `dy`, `dx`: gradients of the loss with respect to y and to x, with the shapes of y and x.
+- `x`: features, read as a matrix with one row per pixel and one column per channel and orientation. `rows` is B·H·W,
+  `columns` is C·N, and `height` and `width` are H and W. Without a pool, several rows may be read as one (`_Matrix`):
+  then `columns` is a multiple of C·N, which is called `period`.
+- `residual`: features like x that are added after batch norm, or None. Not with a pool.
+- `y`: output after max pooling over windows of S × S pixels, read as a matrix with `outputs` rows. S = 1 is no pool.
+- `dy`, `dx`, `d_residual`: gradients of the loss with respect to y, x and the residual.
 - `mean`, `inverse_std`, `weight`, `bias`: batch norm of each channel (C,), with `inverse_std` = 1 / √(variance + ε).
 - `d_weight`, `d_bias`: gradients of the loss with respect to weight and bias (C,).
 - `running_mean`, `running_variance`: running statistics (C,) of the batch norm, or None. `batches`: the number of
   batches that they were computed from, or None.
-- `sums`, `squares`, `products`: partial sums (`programs`, C·N).
+- `sums`, `squares`, `products`: partial sums (`programs`, `columns`).
+- ACTIVATION: the function after batch norm and residual sum, one of the numbers in ACTIVATIONS. With a pool, ReLU.
 
 Sums over rows have two stages. In the first, each program adds up `steps` tiles of rows. In the second, one program per
-channel adds up the partial sums of all `programs` of the first stage and of the N columns of the channel.
+channel adds up the partial sums of all `programs` of the first stage and of the columns of the channel.
 
-ROWS and COLUMNS are the size of a tile. N_BLOCK and PROGRAMS are N and `programs`, rounded up to a power of 2, as
-Triton requires.
+ROWS and COLUMNS are the size of a tile. BLOCK and PROGRAMS are the number of columns of a channel and `programs`,
+rounded up to a power of 2, as Triton requires.
 """
 
-from typing import Any
+import math
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-COLUMNS = 128  # columns of a tile
-ROWS, WARPS = 32, 4  # rows of a tile, and number of warps of a program of `_sum_columns_kernel`
+from rotopath.nn.features import empty_features
+
+COLUMNS = 128  # maximum number of columns of a tile
+TILE = 4096  # elements of a tile: rows times columns
+UNIT = 16  # rows of memory that start at multiples of this number of elements are read fastest
 MAX_PROGRAMS = 1024  # maximum number of programs that sum rows in parallel
+ACTIVATIONS = {"none": 0, "relu": 1, "silu": 2, "gelu": 3}
 
 
-def norm_relu_pool(x: Tensor, norm: nn.BatchNorm3d, pool: int = 1) -> Tensor:
-    """Apply batch norm, ReLU and max pooling over pool × pool pixels to features (B, C, N, H, W).
+class _Matrix(NamedTuple):
+    """Features read as a matrix, and its division into tiles. If C·N is not a multiple of UNIT, rows are joined."""
 
-    In training, this updates the running statistics of the batch norm. In evaluation, the result has no gradients.
-    """
-    rows = x.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N), contiguous
-    if norm.training:
-        y: Tensor = NormReluPool.apply(rows, norm.weight, norm.bias, norm, pool)
-    else:
-        mean, inverse_std, weight, bias = running_parameters(norm)
-        y = _apply(rows, torch.stack([mean, inverse_std]), weight, bias, pool)
-    return y.permute(0, 3, 4, 1, 2)
+    rows: int
+    columns: int  # a multiple of C·N
+    tile_rows: int
+    tile_columns: int
 
-
-class NormReluPool(torch.autograd.Function):
-    """Autograd function: batch norm with the statistics of the batch, ReLU and max pooling of x (B, H, W, C, N)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: nn.BatchNorm3d, pool: int) -> Tensor:
-        statistics = compute_statistics(x, norm)
-        y = _apply(x, statistics, weight, bias, pool)
-        ctx.save_for_backward(x, statistics, weight, bias)
-        ctx.pool = pool
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, statistics, weight, bias = ctx.saved_tensors
-        dy, pool = gradients[0].contiguous(), ctx.pool
-        batch, height, width, channels, n = x.shape
-        outputs, columns = batch * (height // pool) * (width // pool), channels * n
-        programs, steps = split_rows(outputs, ROWS)
-        partial_sums = torch.empty(2, programs, columns, device=x.device, dtype=torch.float32)
-        column_tiles = triton.cdiv(columns, COLUMNS)
-        _sum_gradients_kernel[programs, column_tiles](
-            x=x,
-            dy=dy,
-            mean=statistics[0],
-            inverse_std=statistics[1],
-            weight=weight,
-            bias=bias,
-            sums=partial_sums[0],
-            products=partial_sums[1],
-            outputs=outputs,
-            columns=columns,
-            height=height,
-            width=width,
-            steps=steps,
-            N=n,
-            S=pool,
-            ROWS=ROWS,
-            COLUMNS=COLUMNS,
-        )
-        d_weight, d_bias = reduce_gradients(partial_sums, channels)
-        dx = torch.empty_like(x)
-        _backward_kernel[triton.cdiv(outputs, ROWS), column_tiles](
-            x=x,
-            dy=dy,
-            dx=dx,
-            mean=statistics[0],
-            inverse_std=statistics[1],
-            weight=weight,
-            bias=bias,
-            d_weight=d_weight,
-            d_bias=d_bias,
-            outputs=outputs,
-            columns=columns,
-            height=height,
-            width=width,
-            count=batch * height * width * n,
-            N=n,
-            S=pool,
-            ROWS=ROWS,
-            COLUMNS=COLUMNS,
-        )
-        return dx, d_weight.to(weight.dtype), d_bias.to(bias.dtype), None, None
-
-
-def _apply(x: Tensor, statistics: Tensor, weight: Tensor, bias: Tensor, pool: int) -> Tensor:
-    """Apply batch norm, ReLU and max pooling to features x (B, H, W, C, N).
-
-    `statistics` (2, C) are the mean and the inverse standard deviation of the batch norm.
-    """
-    batch, height, width, channels, n = x.shape
-    y = torch.empty(batch, height // pool, width // pool, channels, n, device=x.device, dtype=x.dtype)
-    outputs, columns = batch * (height // pool) * (width // pool), channels * n
-    _forward_kernel[triton.cdiv(outputs, ROWS), triton.cdiv(columns, COLUMNS)](
-        x=x,
-        y=y,
-        mean=statistics[0],
-        inverse_std=statistics[1],
-        weight=weight,
-        bias=bias,
-        outputs=outputs,
-        columns=columns,
-        height=height,
-        width=width,
-        N=n,
-        S=pool,
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
-    )
-    return y
+    @property
+    def grid(self) -> tuple[int, int]:
+        return triton.cdiv(self.rows, self.tile_rows), triton.cdiv(self.columns, self.tile_columns)
 
 
 def compute_statistics(x: Tensor, norm: nn.BatchNorm3d) -> Tensor:
-    """Return the mean and the inverse standard deviation (2, C) of features x (B, H, W, C, N).
-
-    This also updates the running statistics of the batch norm, if it has any.
-    """
-    batch, height, width, channels, n = x.shape
-    rows, columns = batch * height * width, channels * n
-    programs, steps = split_rows(rows, ROWS)
-    sums, squares = torch.empty(2, programs, columns, device=x.device, dtype=torch.float32)
+    """Return the mean and the inverse standard deviation (2, C) of features x, and update the running statistics."""
+    channels, n = x.shape[1:3]
+    matrix = _as_matrix(x)
+    programs, steps = split_rows(matrix.rows, matrix.tile_rows)
+    sums, squares = torch.empty(2, programs, matrix.columns, device=x.device, dtype=torch.float32)
     statistics = torch.empty(2, channels, device=x.device, dtype=torch.float32)
-    _sum_columns_kernel[programs, triton.cdiv(columns, COLUMNS)](
+    _sum_columns_kernel[programs, matrix.grid[1]](
         x=x,
         pivot=x,
         sums=sums,
         squares=squares,
-        rows=rows,
-        columns=columns,
+        rows=matrix.rows,
+        columns=matrix.columns,
         steps=steps,
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
-        num_warps=WARPS,
+        ROWS=matrix.tile_rows,
+        COLUMNS=matrix.tile_columns,
     )
     _reduce_statistics_kernel[channels,](
         pivot=x,
@@ -174,31 +85,117 @@ def compute_statistics(x: Tensor, norm: nn.BatchNorm3d) -> Tensor:
         running_mean=norm.running_mean,
         running_variance=norm.running_var,
         programs=programs,
-        rows=rows,
+        rows=matrix.rows,
         momentum=norm.momentum,
         eps=norm.eps,
+        columns=matrix.columns,
+        period=channels * n,
         N=n,
-        N_BLOCK=triton.next_power_of_2(n),
+        BLOCK=triton.next_power_of_2(matrix.columns // channels),
         PROGRAMS=triton.next_power_of_2(programs),
     )
     return statistics
 
 
-def running_parameters(norm: nn.BatchNorm3d) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the running mean, the inverse running standard deviation, the weight and the bias (C,), in float32."""
+def running_statistics(norm: nn.BatchNorm3d) -> Tensor:
+    """Return the running mean and the inverse running standard deviation (2, C), in float32."""
     assert norm.running_mean is not None
     assert norm.running_var is not None
-    inverse_std = (norm.running_var.float() + norm.eps).rsqrt()
-    return norm.running_mean.float(), inverse_std, norm.weight.float(), norm.bias.float()
+    return torch.stack([norm.running_mean.float(), (norm.running_var.float() + norm.eps).rsqrt()])
 
 
-def reduce_gradients(partial_sums: Tensor, channels: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients (C,) of the weight and the bias of a batch norm from partial sums (2, programs, C·N).
+def apply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    statistics: Tensor,
+    activation: str = "none",
+    pool: int = 1,
+) -> Tensor:
+    """Apply batch norm, a residual sum, an activation and max pooling over pool × pool pixels to features x.
+
+    `statistics` (2, C) are the mean and the inverse standard deviation of the batch norm.
+    """
+    batch, channels, n, height, width = x.shape
+    y = empty_features((batch, channels, n, height // pool, width // pool), x)
+    matrix = _as_matrix(y, join=pool == 1)
+    _forward_kernel[matrix.grid](
+        x=x,
+        residual=residual,
+        y=y,
+        mean=statistics[0],
+        inverse_std=statistics[1],
+        weight=weight,
+        bias=bias,
+        outputs=matrix.rows,
+        columns=matrix.columns,
+        period=channels * n,
+        height=height,
+        width=width,
+        N=n,
+        S=pool,
+        ACTIVATION=ACTIVATIONS[activation],
+        ROWS=matrix.tile_rows,
+        COLUMNS=matrix.tile_columns,
+    )
+    return y
+
+
+def compute_gradients(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    residual: Tensor | None,
+    y: Tensor | None,
+    statistics: Tensor,
+    from_batch: bool,
+    activation: str = "none",
+    pool: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients with respect to x, weight, bias and residual, from `dy`, that with respect to the output.
+
+    `from_batch` is whether the statistics are those of x, and not running statistics. If a residual was added, give it,
+    or the output `y` if the activation is ReLU.
+    """
+    channels, n, height, width = x.shape[1:]
+    dy = dy.permute(0, 3, 4, 1, 2).contiguous()
+    matrix = _as_matrix(dy.permute(0, 3, 4, 1, 2), join=pool == 1)
+    programs, steps = split_rows(matrix.rows, matrix.tile_rows)
+    partial_sums = torch.empty(2, programs, matrix.columns, device=x.device, dtype=torch.float32)
+    inputs = {"x": x, "dy": dy, "residual": residual, "y": y, "weight": weight, "bias": bias}
+    inputs |= {"mean": statistics[0], "inverse_std": statistics[1]}
+    sizes = {"outputs": matrix.rows, "columns": matrix.columns, "period": channels * n}
+    sizes |= {"height": height, "width": width, "N": n, "S": pool}
+    sizes |= {"ACTIVATION": ACTIVATIONS[activation], "ROWS": matrix.tile_rows, "COLUMNS": matrix.tile_columns}
+    _sum_gradients_kernel[programs, matrix.grid[1]](
+        sums=partial_sums[0], products=partial_sums[1], steps=steps, **inputs, **sizes
+    )
+    d_weight, d_bias = reduce_gradients(partial_sums, channels, n)
+    dx = empty_features(x.shape, x)
+    d_residual = None if residual is None and y is None else empty_features(x.shape, x)
+    _backward_kernel[matrix.grid](
+        dx=dx,
+        d_residual=d_residual,
+        d_weight=d_weight,
+        d_bias=d_bias,
+        count=x.numel() // channels,
+        FROM_BATCH=from_batch,
+        **inputs,
+        **sizes,
+    )
+    return dx, d_weight, d_bias, d_residual
+
+
+def reduce_gradients(partial_sums: Tensor, channels: int, n: int) -> tuple[Tensor, Tensor]:
+    """Return the gradients (C,) of the weight and the bias of a batch norm from partial sums (2, programs, columns).
 
     `partial_sums[0]` are sums of the gradient with respect to the output of the batch norm, for the bias.
-    `partial_sums[1]` are sums of this gradient times the normalized features, for the weight.
+    `partial_sums[1]` are sums of this gradient times the normalized features, for the weight. There are C·N columns, or
+    a multiple of this number.
     """
-    programs, n = partial_sums.shape[1], partial_sums.shape[2] // channels
+    programs, columns = partial_sums.shape[1:]
     d_weight, d_bias = partial_sums.new_empty(2, channels)
     _reduce_gradients_kernel[channels,](
         sums=partial_sums[0],
@@ -206,8 +203,10 @@ def reduce_gradients(partial_sums: Tensor, channels: int) -> tuple[Tensor, Tenso
         d_weight=d_weight,
         d_bias=d_bias,
         programs=programs,
+        columns=columns,
+        period=channels * n,
         N=n,
-        N_BLOCK=triton.next_power_of_2(n),
+        BLOCK=triton.next_power_of_2(columns // channels),
         PROGRAMS=triton.next_power_of_2(programs),
     )
     return d_weight, d_bias
@@ -221,6 +220,17 @@ def split_rows(rows: int, tile_rows: int, max_programs: int | None = None) -> tu
     tiles = triton.cdiv(rows, tile_rows)
     steps = triton.cdiv(tiles, MAX_PROGRAMS if max_programs is None else max_programs)
     return triton.cdiv(tiles, steps), steps
+
+
+def _as_matrix(x: Tensor, join: bool = True) -> _Matrix:
+    """Read channels-last features x (B, C, N, H, W) as a matrix. If `join`, rows may be joined to reach a UNIT."""
+    batch, channels, n, height, width = x.shape
+    rows, columns = batch * height * width, channels * n
+    joined = UNIT // math.gcd(columns, UNIT)
+    if join and rows % joined == 0:
+        rows, columns = rows // joined, columns * joined
+    tile_columns = min(triton.next_power_of_2(columns), COLUMNS)
+    return _Matrix(rows, columns, TILE // tile_columns, tile_columns)
 
 
 @triton.jit
@@ -264,31 +274,37 @@ def update_running_statistics(batches, running_mean, running_variance, channel, 
 
 
 @triton.jit
+def _columns_of_channel(channel, columns, period, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the columns of one channel in a matrix, and a mask of those that exist."""
+    item = tl.arange(0, BLOCK)
+    return item // N * period + channel * N + item % N, item < columns // period * N
+
+
+@triton.jit
 def _reduce_statistics_kernel(
     pivot, sums, squares, mean, inverse_std, batches, running_mean, running_variance, programs, rows, momentum, eps,
-    N: tl.constexpr, N_BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+    columns, period, N: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Write the mean and inverse standard deviation of one channel, and update its running statistics.
 
     Both are computed from the partial sums of `_sum_columns_kernel`, which has subtracted `pivot` from all rows.
     """
     channel = tl.program_id(0)
-    columns = tl.num_programs(0) * N
-    orientation = tl.arange(0, N_BLOCK)
-    column = channel * N + orientation
+    column, exists = _columns_of_channel(channel, columns, period, N, BLOCK)
     program = tl.arange(0, PROGRAMS)
-    mask = (program < programs)[:, None] & (orientation < N)[None, :]
+    mask = (program < programs)[:, None] & exists[None, :]
     offset = program[:, None] * columns + column[None, :]
     total = tl.sum(tl.load(sums + offset, mask=mask, other=0.0), axis=0)
     total_of_squares = tl.sum(tl.load(squares + offset, mask=mask, other=0.0), axis=0)
-    origin = tl.load(pivot + column, mask=orientation < N, other=0.0).to(tl.float32)
-    column_means = tl.where(orientation < N, origin + total / rows, 0.0)
-    average = tl.sum(column_means, axis=0) / N
-    deviation = tl.where(orientation < N, column_means - average, 0.0)
+    origin = tl.load(pivot + column, mask=exists, other=0.0).to(tl.float32)
+    column_means = tl.where(exists, origin + total / rows, 0.0)
+    column_count = columns // period * N
+    average = tl.sum(column_means, axis=0) / column_count
+    deviation = tl.where(exists, column_means - average, 0.0)
     # Sum of the squared deviations of all values from the mean of the channel. A column contributes the squared
     # deviations from its own mean, and `rows` times the squared deviation of its mean from that of the channel.
     squared_deviations = tl.sum(total_of_squares - total * total / rows + deviation * deviation * rows, axis=0)
-    count = rows * N
+    count = (rows * column_count).to(tl.float32)
     variance = tl.maximum(squared_deviations, 0.0, propagate_nan=tl.PropagateNan.ALL) / count
     tl.store(mean + channel, average)
     tl.store(inverse_std + channel, 1.0 / tl.sqrt(variance + eps))
@@ -298,19 +314,18 @@ def _reduce_statistics_kernel(
 
 @triton.jit
 def _reduce_gradients_kernel(
-    sums, products, d_weight, d_bias, programs,
-    N: tl.constexpr, N_BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+    sums, products, d_weight, d_bias, programs, columns, period,
+    N: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of the weight and the bias of one channel.
 
     They are computed from partial sums: `sums` for the bias, and `products` for the weight.
     """
     channel = tl.program_id(0)
-    columns = tl.num_programs(0) * N
-    orientation = tl.arange(0, N_BLOCK)
+    column, exists = _columns_of_channel(channel, columns, period, N, BLOCK)
     program = tl.arange(0, PROGRAMS)
-    mask = (program < programs)[:, None] & (orientation < N)[None, :]
-    offset = program[:, None] * columns + (channel * N + orientation)[None, :]
+    mask = (program < programs)[:, None] & exists[None, :]
+    offset = program[:, None] * columns + column[None, :]
     tl.store(d_bias + channel, tl.sum(tl.load(sums + offset, mask=mask, other=0.0)))
     tl.store(d_weight + channel, tl.sum(tl.load(products + offset, mask=mask, other=0.0)))
 
@@ -321,49 +336,99 @@ def load_scale_shift(mean, inverse_std, weight, bias, channel, mask):
 
     Where `mask` is False, the channel does not exist, and scale and shift are 0.
     """
-    scale = tl.load(inverse_std + channel, mask=mask, other=0.0) * tl.load(weight + channel, mask=mask, other=0.0)
-    shift = tl.load(bias + channel, mask=mask, other=0.0) - tl.load(mean + channel, mask=mask, other=0.0) * scale
+    scale = tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32)
+    scale *= tl.load(inverse_std + channel, mask=mask, other=0.0)
+    shift = tl.load(bias + channel, mask=mask, other=0.0).to(tl.float32)
+    shift -= tl.load(mean + channel, mask=mask, other=0.0) * scale
     return scale, shift
 
 
 @triton.jit
 def _first_row_of_window(output, height, width, S: tl.constexpr):
     """Return, for each row `output` of y, the row of x that is the top left pixel of its window of S × S pixels."""
-    out_width = width // S
-    out_height = height // S
-    out_column = output % out_width
-    rest = output // out_width
-    out_row = rest % out_height
-    image = rest // out_height
-    return (image.to(tl.int64) * height + out_row * S) * width + out_column * S
+    if S == 1:
+        first = output.to(tl.int64)
+    else:
+        out_width = width // S
+        out_height = height // S
+        out_column = output % out_width
+        rest = output // out_width
+        out_row = rest % out_height
+        image = rest // out_height
+        first = (image.to(tl.int64) * height + out_row * S) * width + out_column * S
+    return first
+
+
+@triton.jit
+def _activate(z, ACTIVATION: tl.constexpr):
+    """Apply the activation to values z. NaN stays NaN."""
+    if ACTIVATION == 1:
+        z = tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == 2:
+        z = z * tl.sigmoid(z)
+    elif ACTIVATION == 3:
+        z = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
+    return z
+
+
+@triton.jit
+def _multiply_by_slope(gradient, z, ACTIVATION: tl.constexpr):
+    """Return the gradient with respect to z, from the gradient with respect to the activation of z."""
+    if ACTIVATION == 1:
+        gradient = tl.where(z <= 0.0, 0.0, gradient)
+    elif ACTIVATION == 2:
+        sigmoid = tl.sigmoid(z)
+        gradient *= sigmoid * (1.0 + z * (1.0 - sigmoid))
+    elif ACTIVATION == 3:
+        density = tl.exp(-0.5 * z * z) * 0.3989422804014327
+        gradient *= 0.5 * (1.0 + tl.erf(z * 0.7071067811865476)) + z * density
+    return gradient
+
+
+@triton.jit
+def _load_before_activation(value, residual, y, offset, mask, scale, shift):
+    """Return the sums z of batch norm and residual, for values of x. With `y`, values of the same sign as z."""
+    if y is not None:
+        z = tl.load(y + offset, mask=mask, other=0.0).to(tl.float32)
+    else:
+        z = value * scale[None, :] + shift[None, :]
+        if residual is not None:
+            z += tl.load(residual + offset, mask=mask, other=0.0).to(tl.float32)
+    return z
 
 
 @triton.jit
 def _forward_kernel(
-    x, y, mean, inverse_std, weight, bias, outputs, columns, height, width,
-    N: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, residual, y, mean, inverse_std, weight, bias, outputs, columns, period, height, width,
+    N: tl.constexpr, S: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of the output y: batch norm, ReLU and max pooling of x."""
+    """Write a tile of the output y."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = column < columns
-    scale, shift = load_scale_shift(mean, inverse_std, weight, bias, column // N, column_mask)
+    scale, shift = load_scale_shift(mean, inverse_std, weight, bias, column % period // N, column_mask)
     output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = (output < outputs)[:, None] & column_mask[None, :]
     first = _first_row_of_window(output, height, width, S)
-    maximum = tl.zeros([ROWS, COLUMNS], tl.float32)  # starting at 0 applies ReLU
-    for i in tl.static_range(S):
-        for j in tl.static_range(S):
-            offset = (first + i * width + j)[:, None] * columns + column[None, :]
-            value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
-            normalized = value * scale[None, :] + shift[None, :]
-            maximum = tl.maximum(maximum, normalized, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(y + output.to(tl.int64)[:, None] * columns + column[None, :], maximum, mask=mask)
+    if S == 1:
+        offset = first[:, None] * columns + column[None, :]
+        value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+        z = _load_before_activation(value, residual, None, offset, mask, scale, shift)
+        result = _activate(z, ACTIVATION)
+    else:
+        result = tl.zeros([ROWS, COLUMNS], tl.float32)  # starting at 0 applies ReLU
+        for i in tl.static_range(S):
+            for j in tl.static_range(S):
+                offset = (first + i * width + j)[:, None] * columns + column[None, :]
+                value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+                normalized = value * scale[None, :] + shift[None, :]
+                result = tl.maximum(result, normalized, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(y + output.to(tl.int64)[:, None] * columns + column[None, :], result, mask=mask)
 
 
 @triton.jit
 def _sum_gradients_kernel(
-    x, dy, mean, inverse_std, weight, bias, sums, products, outputs, columns, height, width, steps,
-    N: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, dy, residual, y, mean, inverse_std, weight, bias, sums, products, outputs, columns, period, height, width, steps,
+    N: tl.constexpr, S: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write partial sums, over rows of dy, for the gradients of the bias (`sums`) and of the weight (`products`).
 
@@ -373,29 +438,37 @@ def _sum_gradients_kernel(
     """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = column < columns
-    scale, shift = load_scale_shift(mean, inverse_std, weight, bias, column // N, column_mask)
-    center = tl.load(mean + column // N, mask=column_mask, other=0.0)
-    inverse = tl.load(inverse_std + column // N, mask=column_mask, other=0.0)
+    channel = column % period // N
+    scale, shift = load_scale_shift(mean, inverse_std, weight, bias, channel, column_mask)
+    center = tl.load(mean + channel, mask=column_mask, other=0.0)
+    inverse = tl.load(inverse_std + channel, mask=column_mask, other=0.0)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     total_of_products = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in range(steps):
         output = (tl.program_id(0) * steps + step) * ROWS + tl.arange(0, ROWS)
         mask = (output < outputs)[:, None] & column_mask[None, :]
         first = _first_row_of_window(output, height, width, S)
-        maximum = tl.zeros([ROWS, COLUMNS], tl.float32)
-        selected = tl.zeros([ROWS, COLUMNS], tl.float32)  # value of x that max pooling selects
-        is_positive = tl.zeros([ROWS, COLUMNS], tl.int1)  # whether ReLU passes the selected value
-        for i in tl.static_range(S):
-            for j in tl.static_range(S):
-                offset = (first + i * width + j)[:, None] * columns + column[None, :]
-                value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
-                normalized = value * scale[None, :] + shift[None, :]
-                larger = normalized > maximum
-                maximum = tl.where(larger, normalized, maximum)
-                selected = tl.where(larger, value, selected)
-                is_positive = is_positive | larger
-        gradient = tl.load(dy + output.to(tl.int64)[:, None] * columns + column[None, :], mask=mask, other=0.0)
-        gradient = tl.where(is_positive & mask, gradient.to(tl.float32), 0.0)
+        offset = output.to(tl.int64)[:, None] * columns + column[None, :]
+        gradient = tl.load(dy + offset, mask=mask, other=0.0).to(tl.float32)
+        if S == 1:
+            selected = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+            z = _load_before_activation(selected, residual, y, offset, mask, scale, shift)
+            gradient = _multiply_by_slope(gradient, z, ACTIVATION)
+        else:
+            maximum = tl.zeros([ROWS, COLUMNS], tl.float32)
+            selected = tl.zeros([ROWS, COLUMNS], tl.float32)  # value of x that max pooling selects
+            is_positive = tl.zeros([ROWS, COLUMNS], tl.int1)  # whether ReLU passes the selected value
+            for i in tl.static_range(S):
+                for j in tl.static_range(S):
+                    offset = (first + i * width + j)[:, None] * columns + column[None, :]
+                    value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+                    normalized = value * scale[None, :] + shift[None, :]
+                    larger = normalized > maximum
+                    maximum = tl.where(larger, normalized, maximum)
+                    selected = tl.where(larger, value, selected)
+                    is_positive = is_positive | larger
+            gradient = tl.where(is_positive, gradient, 0.0)
+        gradient = tl.where(mask, gradient, 0.0)
         total += gradient
         total_of_products += gradient * (selected - center[None, :])
     offset = tl.program_id(0) * columns + column
@@ -405,40 +478,57 @@ def _sum_gradients_kernel(
 
 @triton.jit
 def _backward_kernel(
-    x, dy, dx, mean, inverse_std, weight, bias, d_weight, d_bias, outputs, columns, height, width, count,
-    N: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x, dy, residual, y, dx, d_residual, mean, inverse_std, weight, bias, d_weight, d_bias,
+    outputs, columns, period, height, width, count, FROM_BATCH: tl.constexpr,
+    N: tl.constexpr, S: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of dx, the gradient with respect to x, from dy and the gradients of weight and bias.
+    """Write a tile of dx, the gradient with respect to x, and of that with respect to the residual.
 
     `count` = B·H·W·N is the number of values of a channel. In each window, dy is passed to the pixel that max pooling
-    selected. The gradients of weight and bias are needed because the mean and the variance of the batch depend on x.
+    selected. If FROM_BATCH, mean and variance depend on x, and the gradients of weight and bias are needed.
     """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = column < columns
-    channel = column // N
+    channel = column % period // N
     scale, shift = load_scale_shift(mean, inverse_std, weight, bias, channel, column_mask)
     center = tl.load(mean + channel, mask=column_mask, other=0.0)
     inverse = tl.load(inverse_std + channel, mask=column_mask, other=0.0)
-    mean_gradient = tl.load(d_bias + channel, mask=column_mask, other=0.0) / count
-    slope = tl.load(d_weight + channel, mask=column_mask, other=0.0) / count * inverse
+    if FROM_BATCH:
+        mean_gradient = tl.load(d_bias + channel, mask=column_mask, other=0.0) / count
+        slope = tl.load(d_weight + channel, mask=column_mask, other=0.0) / count * inverse
+    else:
+        mean_gradient = center * 0.0
+        slope = center * 0.0
     output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = (output < outputs)[:, None] & column_mask[None, :]
     first = _first_row_of_window(output, height, width, S)
-    maximum = tl.zeros([ROWS, COLUMNS], tl.float32)
-    argmax = tl.full([ROWS, COLUMNS], -1, tl.int32)
-    for i in tl.static_range(S):
-        for j in tl.static_range(S):
-            offset = (first + i * width + j)[:, None] * columns + column[None, :]
-            normalized = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32) * scale[None, :] + shift[None, :]
-            larger = normalized > maximum
-            maximum = tl.where(larger, normalized, maximum)
-            argmax = tl.where(larger, i * S + j, argmax)
-    gradient = tl.load(dy + output.to(tl.int64)[:, None] * columns + column[None, :], mask=mask, other=0.0)
-    gradient = gradient.to(tl.float32)
-    for i in tl.static_range(S):
-        for j in tl.static_range(S):
-            offset = (first + i * width + j)[:, None] * columns + column[None, :]
-            centered = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32) - center[None, :]  # in L2 cache
-            routed = tl.where(argmax == i * S + j, gradient, 0.0)
-            d_input = scale[None, :] * (routed - mean_gradient[None, :] - centered * slope[None, :])
-            tl.store(dx + offset, d_input, mask=mask)
+    dy_offset = output.to(tl.int64)[:, None] * columns + column[None, :]
+    gradient = tl.load(dy + dy_offset, mask=mask, other=0.0).to(tl.float32)
+    if S == 1:
+        value = tl.load(x + dy_offset, mask=mask, other=0.0).to(tl.float32)
+        z = _load_before_activation(value, residual, y, dy_offset, mask, scale, shift)
+        gradient = _multiply_by_slope(gradient, z, ACTIVATION)
+        if d_residual is not None:
+            tl.store(d_residual + dy_offset, gradient, mask=mask)
+        centered = value - center[None, :]
+        d_input = scale[None, :] * (gradient - mean_gradient[None, :] - centered * slope[None, :])
+        tl.store(dx + dy_offset, d_input, mask=mask)
+    else:
+        maximum = tl.zeros([ROWS, COLUMNS], tl.float32)
+        argmax = tl.full([ROWS, COLUMNS], -1, tl.int32)
+        for i in tl.static_range(S):
+            for j in tl.static_range(S):
+                offset = (first + i * width + j)[:, None] * columns + column[None, :]
+                value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+                normalized = value * scale[None, :] + shift[None, :]
+                larger = normalized > maximum
+                maximum = tl.where(larger, normalized, maximum)
+                argmax = tl.where(larger, i * S + j, argmax)
+        for i in tl.static_range(S):
+            for j in tl.static_range(S):
+                offset = (first + i * width + j)[:, None] * columns + column[None, :]
+                value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)  # in L2 cache
+                centered = value - center[None, :]
+                routed = tl.where(argmax == i * S + j, gradient, 0.0)
+                d_input = scale[None, :] * (routed - mean_gradient[None, :] - centered * slope[None, :])
+                tl.store(dx + offset, d_input, mask=mask)

@@ -43,16 +43,14 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rotopath.nn.pool import SQRT_EPS, GroupAvgPool2d
 from rotopath.nn.triton.batch_norm import (
     COLUMNS,
-    compute_statistics,
     load_scale_shift,
     reduce_gradients,
-    running_parameters,
     split_rows,
 )
 
@@ -80,24 +78,23 @@ class _Tiling(NamedTuple):
     columns: int  # number of columns in a tile
 
 
-def norm_relu_blur(x: Tensor, norm: nn.BatchNorm3d, pool: GroupAvgPool2d) -> Tensor:
+def norm_relu_blur(
+    x: Tensor, weight: Tensor, bias: Tensor, statistics: Tensor, from_batch: bool, pool: GroupAvgPool2d
+) -> Tensor:
     """Apply batch norm, ReLU and `pool` to features (B, C, N, H, W). Returns features (B, C, N, H/S, W/S).
 
     `pool` computes the blurred root mean square over pixels, for each channel and orientation, with stride S.
-
-    In training, this updates the running statistics of the batch norm. In evaluation, the result has no gradients.
+    `statistics` (2, C) are the mean and the inverse standard deviation of the batch norm, and `from_batch` is whether
+    they are those of x, and not running statistics.
     """
     rows = x.permute(0, 3, 4, 1, 2)  # (B, H, W, C, N), contiguous
-    if norm.training:
-        y: Tensor = NormReluBlur.apply(rows, filter_of(pool), norm.weight, norm.bias, norm)
-    else:
-        y = apply(rows, filter_of(pool), running_parameters(norm))
+    y: Tensor = NormReluBlur.apply(rows, filter_of(pool), weight, bias, statistics, from_batch)
     return y.permute(0, 3, 4, 1, 2)
 
 
 def blur(x: Tensor, pool: GroupAvgPool2d) -> Tensor:
     """Apply a root-mean-square pool to features (B, C, N, H, W)."""
-    y: Tensor = NormReluBlur.apply(x.permute(0, 3, 4, 1, 2), filter_of(pool), None, None, None)
+    y: Tensor = NormReluBlur.apply(x.permute(0, 3, 4, 1, 2), filter_of(pool), None, None, None, False)
     return y.permute(0, 3, 4, 1, 2)
 
 
@@ -111,11 +108,17 @@ class NormReluBlur(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, pool: Filter, weight: Tensor | None, bias: Tensor | None, norm: nn.BatchNorm3d | None
+        ctx: Any,
+        x: Tensor,
+        pool: Filter,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        statistics: Tensor | None,
+        from_batch: bool,
     ) -> Tensor:
-        parameters = () if norm is None else (*compute_statistics(x, norm), weight, bias)
+        parameters = () if statistics is None else (*statistics, weight, bias)
         y = apply(x, pool, parameters)
-        ctx.pool = pool
+        ctx.pool, ctx.from_batch = pool, from_batch
         ctx.save_for_backward(x, y, *parameters)
         return y
 
@@ -125,12 +128,14 @@ class NormReluBlur(torch.autograd.Function):
         x, y, *parameters = ctx.saved_tensors
         d_mean_square = divide_by_root(gradients[0], y)
         if not parameters:
-            return compute_gradient(x, d_mean_square, ctx.pool), None, None, None, None
+            return compute_gradient(x, d_mean_square, ctx.pool), None, None, None, None, None
         partial_sums = sum_gradients(x, d_mean_square, ctx.pool, parameters)
-        d_weight, d_bias = reduce_gradients(partial_sums, x.shape[3])
-        dx = compute_gradient(x, d_mean_square, ctx.pool, parameters, (d_weight, d_bias))
+        d_weight, d_bias = reduce_gradients(partial_sums, *x.shape[3:])
         _, _, weight, bias = parameters
-        return dx, None, d_weight.to(weight), d_bias.to(bias), None
+        # Running statistics do not depend on x, so no gradient passes through them.
+        through_statistics = (d_weight, d_bias) if ctx.from_batch else d_weight.new_zeros(2, len(d_weight)).unbind()
+        dx = compute_gradient(x, d_mean_square, ctx.pool, parameters, through_statistics)
+        return dx, None, d_weight.to(weight), d_bias.to(bias), None, None
 
 
 def apply(x: Tensor, pool: Filter, parameters: Sequence[Tensor] = ()) -> Tensor:

@@ -1,6 +1,6 @@
 """Lifting on a GPU, alone or fused with batch norm, ReLU and a pool, with the gradients of kernels and batch norm.
 
-`lift` replaces a `LiftConv2d` where `can_lift` in `rotopath.nn.triton` returns True. `lift_norm_relu_pool` replaces the
+`lift` replaces a `LiftConv2d` where `can_lift` in `rotopath.nn.triton` returns True. `norm_relu_pool` replaces the
 lifting, batch norm, ReLU and pool of the first stage of a network. With a max pool, it never stores the lifted
 features, which are the largest tensor of the network.
 
@@ -42,8 +42,10 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from rotopath.nn.triton import blur_pool, patches
-from rotopath.nn.triton.batch_norm import running_parameters, update_running_statistics
+from rotopath.nn.norm import PendingNorm
+from rotopath.nn.pool import is_fusible_max, is_fusible_rms
+from rotopath.nn.triton import blur_pool, can_use_norm, on_device_of, patches
+from rotopath.nn.triton.batch_norm import running_statistics, update_running_statistics
 from rotopath.nn.triton.blur_pool import Filter
 
 TILE_ROWS = 64  # orientations times rows of the moments that a program of `_statistics_kernel` processes at a time
@@ -52,19 +54,101 @@ WARPS = 8
 Pool = int | Filter  # side of the windows of a max pool in pixels (1: no pool), or a root-mean-square pool
 
 
-class _Moments(NamedTuple):
-    """Moments of the patches of a batch of images, as returned by `patches.sum_moments`."""
-
-    sums: Tensor  # (T, T): for each pair of taps, the sum of their product over all patches, in float64
-    patches: int  # number of patches
-
-
-class _Statistics(NamedTuple):
-    """Statistics of lifted features for batch norm, computed from the moments of the image patches."""
+class Statistics(NamedTuple):
+    """Statistics of lifted features for batch norm. Those of a batch are computed from the moments of its patches."""
 
     normalization: Tensor  # (2, C): mean and inverse standard deviation, in float64
     scale_shift: Tensor  # (2, C·N): batch norm of each column as scale · value + shift
-    products: Tensor  # (C·N, T): kernels times moments, for the backward pass, in float64
+    # For the backward pass; None for running statistics:
+    moments: Tensor | None = (
+        None  # (T, T): for each pair of taps, the sum of their product over all patches, in float64
+    )
+    products: Tensor | None = None  # (C·N, T): kernels times moments, in float64
+
+
+class PendingLift(NamedTuple):
+    """Lifting of images x (B, C', H, W) for which `can_lift` returns True, not computed yet. See `rotopath.nn.fuse`."""
+
+    x: Tensor
+    kernels: Tensor  # (C·N, C', k, k)
+    orientations: int  # N
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        batch, _, *sides = self.x.shape
+        columns, _, side, _ = self.kernels.shape
+        return batch, columns // self.orientations, self.orientations, *(size - side + 1 for size in sides)
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return self.x, self.kernels
+
+    def compute(self) -> Tensor:
+        with on_device_of(self.x):
+            return lift(self.x, self.kernels, self.orientations)
+
+    def activate(self, activation: str) -> None:  # noqa: ARG002
+        return None
+
+    def add(self, residual: Tensor) -> None:  # noqa: ARG002
+        return None
+
+    def pool(self, pool: nn.Module) -> None:  # noqa: ARG002
+        return None
+
+    def normalize(self, norm: nn.Module) -> "PendingLiftNorm | None":
+        batch, _, n, height, width = self.shape
+        if not isinstance(norm, nn.BatchNorm3d) or not can_use_norm(norm, batch * n * height * width):
+            return None
+        if not norm.training and torch.is_grad_enabled():
+            return None
+        with torch.no_grad(), on_device_of(self.x):
+            statistics = _compute_statistics(self.x, self.kernels, norm)
+        return PendingLiftNorm(self, norm.weight, norm.bias, statistics)
+
+
+class PendingLiftNorm(NamedTuple):
+    """Lifting of images and batch norm, and ReLU if `relu`, not computed yet. See `rotopath.nn.fuse`."""
+
+    lift: PendingLift
+    weight: Tensor
+    bias: Tensor
+    statistics: Statistics
+    relu: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.lift.shape
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return *self.lift.inputs, self.weight, self.bias
+
+    def compute(self) -> Tensor:
+        if self.relu:
+            return self._compute(pool=1)
+        statistics, from_batch = self.statistics.normalization.float(), self.statistics.moments is not None
+        return PendingNorm(self.lift.compute(), self.weight, self.bias, statistics, from_batch, on_gpu=True).compute()
+
+    def activate(self, activation: str) -> "PendingLiftNorm | None":
+        return self._replace(relu=True) if activation == "relu" and not self.relu else None
+
+    def add(self, residual: Tensor) -> None:  # noqa: ARG002
+        return None
+
+    def normalize(self, norm: nn.Module) -> None:  # noqa: ARG002
+        return None
+
+    def pool(self, pool: nn.Module) -> Tensor | None:
+        if self.relu and is_fusible_max(pool):
+            return self._compute(pool.size)
+        if self.relu and is_fusible_rms(pool):
+            return self._compute(blur_pool.filter_of(pool))
+        return None
+
+    def _compute(self, pool: Pool) -> Tensor:
+        with on_device_of(self.lift.x):
+            return norm_relu_pool(self.lift.x, self.lift.kernels, self.weight, self.bias, self.statistics, pool)
 
 
 def lift(x: Tensor, kernels: Tensor, orientations: int) -> Tensor:
@@ -76,20 +160,16 @@ def lift(x: Tensor, kernels: Tensor, orientations: int) -> Tensor:
     return torch.unflatten(y, -1, (-1, orientations)).permute(0, 3, 4, 1, 2)
 
 
-def lift_norm_relu_pool(x: Tensor, kernels: Tensor, norm: nn.BatchNorm3d, pool: Pool = 1) -> Tensor:
+def norm_relu_pool(
+    x: Tensor, kernels: Tensor, weight: Tensor, bias: Tensor, statistics: Statistics, pool: Pool = 1
+) -> Tensor:
     """Lift images x (B, C', H, W) with kernels (C·N, C', k, k), and apply batch norm, ReLU and a pool.
 
-    Returns features (B, C, N, H, W) in the data type of x. In training, this updates the running statistics of the
-    batch norm. In evaluation, the result has no gradients. The gradient with respect to x is never computed.
+    Returns features (B, C, N, H, W) in the data type of x. With running statistics, the result has no gradients. The
+    gradient with respect to x is never computed.
     """
-    n = kernels.shape[0] // norm.num_features
-    if norm.training:
-        y: Tensor = LiftNormReluPool.apply(x, kernels, norm.weight, norm.bias, norm, pool)
-    else:
-        mean, inverse_std, weight, bias = running_parameters(norm)
-        scale_shift = torch.stack([weight * inverse_std, bias - mean * weight * inverse_std]).repeat_interleave(n, 1)
-        y, *_ = _apply(x, _to_taps(kernels, x), (mean, inverse_std, weight, bias), scale_shift, pool)
-    return torch.unflatten(y, -1, (-1, n)).permute(0, 3, 4, 1, 2)
+    y: Tensor = LiftNormReluPool.apply(x, kernels, weight, bias, statistics, pool)
+    return torch.unflatten(y, -1, (len(weight), -1)).permute(0, 3, 4, 1, 2)
 
 
 class Lift(torch.autograd.Function):
@@ -112,20 +192,22 @@ class Lift(torch.autograd.Function):
 class LiftNormReluPool(torch.autograd.Function):
     """Autograd function: lifting of images (B, C', H, W), batch norm with batch statistics, ReLU and a pool.
 
-    Returns features (B, H, W, C·N). `weight` and `bias` (C,) are those of the batch norm `norm`.
+    Returns features (B, H, W, C·N). `weight` and `bias` (C,) are those of the batch norm.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, kernels: Tensor, weight: Tensor, bias: Tensor, norm: nn.BatchNorm3d, pool: Pool
+        ctx: Any, x: Tensor, kernels: Tensor, weight: Tensor, bias: Tensor, statistics: Statistics, pool: Pool
     ) -> Tensor:
         taps = _to_taps(kernels, x)
-        moments = _Moments(*patches.sum_moments(x, kernels.shape[-1]))
-        statistics = _compute_statistics(moments, taps, norm)
-        mean_std = statistics.normalization.float() if isinstance(pool, Filter) else statistics.normalization
-        y, *kept = _apply(x, taps, (*mean_std, weight, bias), statistics.scale_shift, pool, for_backward=True)
-        ctx.save_for_backward(x, taps, weight, bias, moments.sums, statistics.normalization, statistics.products, *kept)
-        ctx.like, ctx.count, ctx.pool = kernels.new_empty(0, *kernels.shape[1:]), moments.patches, pool
+        mean_std, scale_shift, moments, products = statistics
+        parameters = (*(mean_std.float() if isinstance(pool, Filter) else mean_std), weight, bias)
+        y, *kept = _apply(x, taps, parameters, scale_shift, pool, for_backward=moments is not None)
+        if moments is not None:
+            ctx.save_for_backward(x, taps, weight, bias, moments, mean_std, products, *kept)
+        side = kernels.shape[-1]
+        ctx.like, ctx.pool = kernels.new_empty(0, *kernels.shape[1:]), pool
+        ctx.count = x.shape[0] * (x.shape[2] - side + 1) * (x.shape[3] - side + 1)
         return y
 
     @staticmethod
@@ -202,22 +284,28 @@ def _to_kernels(taps: Tensor, like: Tensor) -> Tensor:
     return torch.unflatten(taps, 1, (side, side, channels)).permute(0, 3, 1, 2).to(like.dtype)
 
 
-def _compute_statistics(moments: _Moments, taps: Tensor, norm: nn.BatchNorm3d) -> _Statistics:
-    """Return the statistics of lifted features, and update the running statistics of the batch norm.
-
-    `moments` are those of the images, and `taps` are the flattened kernels (C·N, k·k·C').
-    """
-    columns, tap_count = taps.shape
-    channels, side_length = norm.num_features, len(moments.sums)
+def _compute_statistics(x: Tensor, kernels: Tensor, norm: nn.BatchNorm3d) -> Statistics:
+    """Return the statistics of lifted features for a batch norm. In training, this updates its running statistics."""
+    channels, columns = norm.num_features, len(kernels)
     n = columns // channels
-    statistics = _Statistics(
+    if not norm.training:
+        mean, inverse_std = running_statistics(norm)
+        scale = norm.weight * inverse_std
+        scale_shift = torch.stack([scale, norm.bias - mean * scale]).float().repeat_interleave(n, 1)
+        return Statistics(torch.stack([mean, inverse_std]).double(), scale_shift)
+    taps = _to_taps(kernels, x)
+    tap_count = taps.shape[1]
+    moments, patch_count = patches.sum_moments(x, kernels.shape[-1])
+    side_length = len(moments)
+    statistics = Statistics(
         normalization=torch.empty(2, channels, device=taps.device, dtype=torch.float64),
         scale_shift=torch.empty(2, columns, device=taps.device, dtype=torch.float32),
+        moments=moments,
         products=torch.empty(columns, side_length, device=taps.device, dtype=torch.float64),
     )
     n_block = int(triton.next_power_of_2(n))
     _statistics_kernel[channels,](
-        moments=moments.sums,
+        moments=moments,
         kernels=taps,
         weight=norm.weight,
         bias=norm.bias,
@@ -230,7 +318,7 @@ def _compute_statistics(moments: _Moments, taps: Tensor, norm: nn.BatchNorm3d) -
         running_mean=norm.running_mean,
         running_variance=norm.running_var,
         taps=tap_count,
-        patches=moments.patches,
+        patches=patch_count,
         momentum=norm.momentum,
         eps=norm.eps,
         STRIDE=side_length,

@@ -66,6 +66,54 @@ def rotate(weight: Tensor, rotation: Tensor, reflections: bool, dtype: torch.dty
     return kernels.permute(0, 3, 1, 2)
 
 
+@torch.library.custom_op("rotopath::rotate_kernels", mutates_args=())
+def rotate_in_graph(weight: Tensor, rotation: Tensor, reflections: bool, dtype: torch.dtype) -> Tensor:
+    """Return the result of `rotate`, contiguous. Torch's compiler calls this operator without looking into it."""
+    with torch.cuda.device_of(weight):
+        return _rotate(weight, rotation, reflections, dtype).permute(0, 3, 1, 2).contiguous()
+
+
+@torch.library.custom_op("rotopath::rotate_kernels_back", mutates_args=())
+def _rotate_back_in_graph(
+    d_kernels: Tensor, rotation: Tensor, reflections: bool, shape: list[int], dtype: torch.dtype
+) -> Tensor:
+    """Return the gradient of the base weights, which have the given shape and data type, from that of the kernels."""
+    with torch.cuda.device_of(d_kernels):
+        return _rotate_back(d_kernels.permute(0, 2, 3, 1), rotation, reflections, torch.Size(shape), dtype)
+
+
+@rotate_in_graph.register_fake
+def _(weight: Tensor, rotation: Tensor, reflections: bool, dtype: torch.dtype) -> Tensor:  # noqa: ARG001
+    sizes = _sizes_of(weight.shape, rotation)
+    side = math.isqrt(sizes.entries)
+    return weight.new_empty((len(weight) * sizes.output_orientations, sizes.columns, side, side), dtype=dtype)
+
+
+@_rotate_back_in_graph.register_fake
+def _(
+    d_kernels: Tensor,
+    rotation: Tensor,  # noqa: ARG001
+    reflections: bool,  # noqa: ARG001
+    shape: list[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    return d_kernels.new_empty(shape, dtype=dtype)
+
+
+def _save_for_gradients(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG001
+    weight, rotation, reflections, _ = inputs
+    ctx.save_for_backward(rotation)
+    ctx.reflections, ctx.shape, ctx.dtype = reflections, list(weight.shape), weight.dtype
+
+
+def _compute_gradients(ctx: Any, d_kernels: Tensor) -> tuple[Tensor | None, ...]:
+    (rotation,) = ctx.saved_tensors
+    return _rotate_back_in_graph(d_kernels, rotation, ctx.reflections, ctx.shape, ctx.dtype), None, None, None
+
+
+rotate_in_graph.register_autograd(_compute_gradients, setup_context=_save_for_gradients)
+
+
 class RotateKernels(torch.autograd.Function):
     """Autograd function: rotate base weights with a rotation map (N, n², P) to kernels (O·N, n, n, columns).
 
@@ -77,28 +125,7 @@ class RotateKernels(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, rotation: Tensor, reflections: bool, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(rotation)
         ctx.reflections, ctx.shape, ctx.dtype = reflections, weight.shape, weight.dtype
-        sizes = _sizes_of(weight.shape, rotation)
-        slices, _ = _orientation_tables(
-            sizes.output_orientations, sizes.input_orientations, reflections, rotation.device
-        )
-        side = math.isqrt(sizes.entries)
-        outputs = len(weight) * sizes.output_orientations
-        kernels = torch.empty(outputs, side, side, sizes.columns, device=weight.device, dtype=dtype)
-        _rotate_kernel[outputs, triton.cdiv(sizes.columns, COLUMNS)](
-            weight=weight.contiguous(),
-            rotation=rotation,
-            slices=slices,
-            kernels=kernels,
-            columns=sizes.columns,
-            taps=sizes.taps,
-            entries=sizes.entries,
-            OUT_ORIENTATIONS=sizes.output_orientations,
-            IN_ORIENTATIONS=sizes.input_orientations,
-            TAPS=sizes.tile_taps,
-            ENTRIES=sizes.tile_entries,
-            COLUMNS=COLUMNS,
-        )
-        return kernels
+        return _rotate(weight, rotation, reflections, dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -118,30 +145,59 @@ class RotateKernelsBackward(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rotation)
         ctx.reflections, ctx.dtype = reflections, d_kernels.dtype
-        sizes = _sizes_of(shape, rotation)
-        _, sources = _orientation_tables(
-            sizes.output_orientations, sizes.input_orientations, reflections, rotation.device
-        )
-        d_weight = torch.empty(shape, device=d_kernels.device, dtype=dtype)
-        _rotate_back_kernel[len(d_weight), triton.cdiv(sizes.columns, COLUMNS)](
-            d_kernels=d_kernels.contiguous(),
-            rotation=rotation,
-            sources=sources,
-            d_weight=d_weight,
-            columns=sizes.columns,
-            taps=sizes.taps,
-            entries=sizes.entries,
-            OUT_ORIENTATIONS=sizes.output_orientations,
-            IN_ORIENTATIONS=sizes.input_orientations,
-            TAPS=sizes.tile_taps,
-            ENTRIES=sizes.tile_entries,
-            COLUMNS=COLUMNS,
-        )
-        return d_weight
+        return _rotate_back(d_kernels, rotation, reflections, shape, dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return RotateKernels.apply(gradients[0], *ctx.saved_tensors, ctx.reflections, ctx.dtype), None, None, None, None
+
+
+def _rotate(weight: Tensor, rotation: Tensor, reflections: bool, dtype: torch.dtype) -> Tensor:
+    """Return the kernels (O·N, n, n, columns) in the data type `dtype`."""
+    sizes = _sizes_of(weight.shape, rotation)
+    slices, _ = _orientation_tables(sizes.output_orientations, sizes.input_orientations, reflections, rotation.device)
+    side = math.isqrt(sizes.entries)
+    outputs = len(weight) * sizes.output_orientations
+    kernels = torch.empty(outputs, side, side, sizes.columns, device=weight.device, dtype=dtype)
+    _rotate_kernel[outputs, triton.cdiv(sizes.columns, COLUMNS)](
+        weight=weight.contiguous(),
+        rotation=rotation,
+        slices=slices,
+        kernels=kernels,
+        columns=sizes.columns,
+        taps=sizes.taps,
+        entries=sizes.entries,
+        OUT_ORIENTATIONS=sizes.output_orientations,
+        IN_ORIENTATIONS=sizes.input_orientations,
+        TAPS=sizes.tile_taps,
+        ENTRIES=sizes.tile_entries,
+        COLUMNS=COLUMNS,
+    )
+    return kernels
+
+
+def _rotate_back(
+    d_kernels: Tensor, rotation: Tensor, reflections: bool, shape: torch.Size, dtype: torch.dtype
+) -> Tensor:
+    """Return the gradient of base weights of a shape and data type from that of the kernels (O·N, n, n, columns)."""
+    sizes = _sizes_of(shape, rotation)
+    _, sources = _orientation_tables(sizes.output_orientations, sizes.input_orientations, reflections, rotation.device)
+    d_weight = torch.empty(shape, device=d_kernels.device, dtype=dtype)
+    _rotate_back_kernel[len(d_weight), triton.cdiv(sizes.columns, COLUMNS)](
+        d_kernels=d_kernels.contiguous(),
+        rotation=rotation,
+        sources=sources,
+        d_weight=d_weight,
+        columns=sizes.columns,
+        taps=sizes.taps,
+        entries=sizes.entries,
+        OUT_ORIENTATIONS=sizes.output_orientations,
+        IN_ORIENTATIONS=sizes.input_orientations,
+        TAPS=sizes.tile_taps,
+        ENTRIES=sizes.tile_entries,
+        COLUMNS=COLUMNS,
+    )
+    return d_weight
 
 
 def _sizes_of(shape: torch.Size, rotation: Tensor) -> _Sizes:

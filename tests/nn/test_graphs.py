@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import rotopath as rp
-from rotopath.training import graphs
+from rotopath.nn import graphs
 
 PRESETS = ("paper", "faithful")
 

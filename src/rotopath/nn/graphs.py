@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from rotopath.nn import fuse
+
 WARM_UP_STEPS = 3  # steps before the recording, because optimizers allocate their buffers in the first step
 
 
@@ -26,7 +28,13 @@ def record(network: nn.Module, images: Tensor) -> None:
     # Keep the autocast settings of the caller, except for the cache of cast weights: every replay must cast the current
     # weights again.
     autocast = (torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"))
-    with _search_fastest_convolutions(), torch.autocast("cuda", *autocast, cache_enabled=False):
+    compute = network.forward
+    vars(network)["forward"] = lambda *args: fuse.finish_all(compute(*args))  # outputs are read after the recording
+    with (
+        _search_fastest_convolutions(),
+        fuse.allow_in_graphs(),
+        torch.autocast("cuda", *autocast, cache_enabled=False),
+    ):
         torch.cuda.make_graphed_callables(network, (images,))
     with torch.no_grad():
         for buffer, value in zip(network.buffers(), before, strict=True):
@@ -49,7 +57,7 @@ def record_step(step: Callable[[], None]) -> Callable[[], None]:
     warm_up_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # required: not the default stream
     warm_up_stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
-    with _search_fastest_convolutions():
+    with _search_fastest_convolutions(), fuse.allow_in_graphs():
         with torch.cuda.stream(warm_up_stream):
             for _ in range(WARM_UP_STEPS):
                 step()

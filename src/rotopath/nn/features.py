@@ -1,10 +1,14 @@
-"""Check the arguments and the inputs of layers.
+"""SE(2) features: how they are stored in memory, and checks of the tensors and arguments that layers get.
+
+Features (B, C, N, H, W) are stored *channels-last*: in the order B, H, W, C, N. Then C and N can be merged without a
+copy, and a group convolution is an ordinary convolution of *maps* (B, C·N, H, W), which are channels-last too.
 
 Each check raises ValueError with a message that states what was given and what was expected. `layer` is the layer, or
 the name of the function, that the message names. All checks except `check_brightness` read only shapes and data types,
 so that networks can be compiled and exported.
 """
 
+from collections.abc import Sequence
 from numbers import Integral
 
 import torch
@@ -14,6 +18,46 @@ from torch.jit import is_tracing  # type: ignore[attr-defined]
 from rotopath import group
 
 MAX_BRIGHTNESS = 20.0  # far above the values of standardized images, far below the values of images from 0 to 255
+
+
+# Layout in memory
+
+
+def merge_orientations(features: Tensor) -> Tensor:
+    """Return features (B, C, N, H, W) as maps (B, C·N, H, W): a view, unless the features are not channels-last.
+
+    `features.flatten(1, 2)` is almost the same. But it sets the stride of a batch of one image such that torch no
+    longer takes the maps for channels-last, and copies them in the next layer.
+    """
+    return features.permute(0, 3, 4, 1, 2).flatten(3).permute(0, 3, 1, 2)
+
+
+def split_orientations(maps: Tensor, orientations: int) -> Tensor:
+    """Return maps (B, C·N, H, W) as features (B, C, N, H, W), for N = `orientations`. The result is a view."""
+    return torch.unflatten(maps.permute(0, 2, 3, 1), 3, (-1, orientations)).permute(0, 3, 4, 1, 2)
+
+
+def is_channels_last(features: Tensor) -> bool:
+    """Return whether features (B, C, N, H, W) are channels-last, without gaps between their values."""
+    return features.permute(0, 3, 4, 1, 2).is_contiguous()
+
+
+def channels_last_strides(shape: Sequence[int]) -> tuple[int, int, int, int, int]:
+    """Return the strides of channels-last features with the shape (B, C, N, H, W)."""
+    _, channels, n, height, width = shape
+    columns = channels * n
+    return height * width * columns, n, 1, width * columns, columns
+
+
+def empty_features(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Allocate channels-last features of a shape (B, C, N, H, W), with the data type and the device of `like`.
+
+    They are not a view of another tensor, because in-place operations would copy a view.
+    """
+    return like.new_empty_strided(shape, channels_last_strides(shape))
+
+
+# Checks
 
 
 def check_image(x: Tensor, layer: nn.Module, channels: int) -> None:
