@@ -21,7 +21,17 @@ os.register_at_fork(after_in_child=gc.freeze)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # run kernels on the CPU, slowly; read when they are imported
 torch.set_num_threads(1)  # test processes share the cores; module fixtures run before the fixture below
+gc.set_threshold(20_000, 20, 20)  # torch and the tests keep millions of objects; looking at all of them takes long
 hypothesis.settings.register_profile("quick", max_examples=10, deadline=None)
+
+
+def pytest_collection_finish() -> None:
+    """Leave all modules and collected tests, which stay until the end, out of garbage collection."""
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # so that libraries find their objects released at exit
 
 
 @pytest.fixture(autouse=True)
