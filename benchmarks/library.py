@@ -9,7 +9,8 @@ installed. A step is the forward pass, the loss, the backward pass, and SGD with
 (autocast), on the CPU float32. Modes: "eager", "compiled" (torch.compile), "recorded" (`rp.nn.record_step`) and
 "inference". All run in every round on the same batch. Errors are relative errors of all logits and gradients, in one
 more step after the measured ones, compared with float64 and the same weights. The script fails if an error of one of
-our networks is above LIMITS.
+our networks is above LIMITS and above twice that of the plain network. A gradient jumps where a ReLU or a pool compares
+numbers that are equal up to rounding.
 """
 
 import argparse
@@ -156,11 +157,18 @@ def infer(training: Batch) -> None:
 
 
 def check_errors(rows: list[dict[str, object]], device: str) -> None:
-    """Exit with an error message if an error of one of our networks is above its limit."""
+    """Exit with an error message if an error of one of our networks is above its limit.
+
+    The limit is LIMITS or, if it is larger, twice the error of the plain network in the same precision.
+    """
+    plain = {row["network"]: row for row in rows if (row["what"], row["mode"]) == ("plain", "eager")}
     for row in rows:
         for what in ("error of logits", "error of gradients"):
-            if row[what] and "plain" not in str(row["what"]) and not float(str(row[what])) <= LIMITS[device]:
-                raise SystemExit(f"{row['network']}, {row['what']}, {row['mode']}: the {what} is {row[what]}.")
+            allowed = max(LIMITS[device], 2 * float(str(plain[row["network"]][what] or 0)))
+            if row[what] and row["what"] != "plain" and not float(str(row[what])) <= allowed:
+                raise SystemExit(
+                    f"{row['network']}, {row['what']}, {row['mode']}: the {what} is {row[what]}, above {allowed:.1e}."
+                )
 
 
 def main() -> None:
@@ -171,8 +179,10 @@ def main() -> None:
     parser.add_argument("--without", nargs="+", default=[], help="leave out forms and modes whose names contain these")
     parser.add_argument("--fast", action="store_true", help="do not compute errors, and write no file")
     arguments = parser.parse_args()
-    rows = [row for network in arguments.networks for row in compare(network, arguments.device, arguments)]
-    record("library", rows, arguments.device, write=not arguments.fast)
+    rows: list[dict[str, object]] = []
+    for network in arguments.networks:
+        rows += compare(network, arguments.device, arguments)
+        record("library", rows, arguments.device, write=not arguments.fast)
     check_errors(rows, arguments.device)
 
 
