@@ -1,9 +1,10 @@
 """Rotation-equivariant networks for computational pathology: SE(2,N) layers, models, training and prediction.
 
-Layers are in `nn`, the geometry of rotated kernels in `group`, networks in `models`, image files and slides in
-`images`, datasets in `data`, scores in `metrics`, the kinds of tasks in `tasks`, prediction in `inference`, training in
-`training`, studies in `studies`, and report pages and figures in `reports`. `equivariant` converts a plain CNN to an
-SE(2,N) network; `freeze` converts an SE(2,N) network to a plain CNN with the same outputs.
+An SE(2,N) layer computes features for N orientations. Layers are in `nn`, the geometry of rotated kernels in `group`,
+networks in `models`, image files and slides in `images`, datasets in `data`, scores in `metrics`, the kinds of tasks in
+`tasks`, prediction in `inference`, training in `training`, studies in `studies`, and report pages and figures in
+`reports`. `equivariant` converts a plain CNN to an SE(2,N) network; `freeze` converts an SE(2,N) network to a plain CNN
+with the same outputs.
 
 The main commands of `rotopath` are also functions: `train`, `evaluate`, `predict`, `export`, `study` and `report`.
 Modules are imported at their first use, so that `import rotopath` and `rotopath --help` are fast.

@@ -72,7 +72,7 @@ def list_missing(extra: str) -> list[str]:
     return [package for module, package in EXTRAS[extra].items() if find_spec(module) is None]
 
 
-# Provenance: facts that are saved with every run, prediction and export
+# Provenance: facts that are saved with every run, prediction and export, such as versions and hardware
 
 
 def describe_software(packages: Sequence[str] = PACKAGES) -> dict[str, object]:

@@ -5,9 +5,9 @@ collects the *evidence*: the prediction and the ground truth of each sample. Fro
 scores and chooses its operating point (decision thresholds).
 
 `predict_rotated_inputs` predicts the same inputs at many angles, to measure robustness to rotation. There are two sets
-of angles. The *plain* angles are those of the paper: 0°, 22.5°, 45°, … Rotation blurs an image by interpolation, except
-at multiples of 90°, and the blur alone changes predictions. The *fair* angles are 11.25°, 33.75°, … At these angles,
-all images are blurred about equally.
+of angles. The *plain* angles are those of the paper (Lafarge et al., 2020): 0°, 22.5°, 45°, … Rotation blurs an image
+by interpolation, except at multiples of 90°, and the blur alone changes predictions. The *fair* angles are 11.25°,
+33.75°, … At these angles, all images are blurred about equally.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,8 +47,8 @@ ROTATED_WINDOWS = 512  # default number of windows that are rotated to measure r
 ROTATED_BATCH = 32  # number of these windows that are sampled together
 ROTATED_SEED = 1_000_003  # seed for sampling these windows
 SHOWN_WINDOWS = 48  # number of windows whose pixels are saved for figures
-FIELD_PX = 200  # side of the central square of each field (annotated image region) in which rotated maps are compared
-FOREGROUND = 0.5  # in rotated maps, pixels with at least this probability are foreground
+FIELD_PX = 200  # side of the central square of each field (annotated image) in which maps are compared over angles
+FOREGROUND = 0.5  # in maps of rotated fields, pixels with at least this probability of an object are foreground
 
 
 # Scores
@@ -59,7 +59,9 @@ class Evaluation:
     """Scores of a model on one split of a dataset, and the path of the JSON file with these scores."""
 
     split: str  # train, valid or test
-    scores: Mapping[str, Any]  # by name, as returned by `Task.score`, and "rotations", "data" and "rotation"
+    # Scores by name, as returned by `Task.score`. Additional names: "rotations" (number of rotations over which
+    # predictions were averaged), "data" (path of the dataset) and, if it was measured, "rotation" (robustness).
+    scores: Mapping[str, Any]
     path: Path
 
     def __repr__(self) -> str:
@@ -94,8 +96,9 @@ def evaluate(
       on, the default is `data_spacing_um_px` of the recipe.
     - `on_progress`: function that receives the split, the number of finished samples and the number of all samples.
 
-    With several rotations, or if `rule` is given, the operating point is chosen again on the validation set of the
-    dataset. Raises DataError if the split does not exist or is empty, or if the data does not fit the task.
+    Returns the scores and the path of the file. With several rotations, or if `rule` is given, the operating point is
+    chosen again on the validation set of the dataset. Raises DataError if the split does not exist or is empty, or if
+    the data does not fit the task.
     """
     run = model if isinstance(model, Run) else runs.load(model)
     if split not in SPLITS:
@@ -140,10 +143,10 @@ def evaluate(
 def evaluation_file(
     folder: Path, split: str, rotations: int = 1, rule: str | None = None, data: Path | None = None
 ) -> Path:
-    """Return the path of the file for scores in `folder`. Its name contains the split, rotations, rule and data.
+    """Return the path of the file for scores in `folder`. The file name states split, rotations, rule and data.
 
     `rotations` is 1 without test-time augmentation. `rule` is None for the default rule. `data` is the path of the
-    dataset, or None for the dataset that the run was trained on. Defaults are not part of the name.
+    dataset, or None for the dataset that the run was trained on. The file name does not state default values.
 
     >>> from rotopath.evaluation import evaluation_file
     >>> evaluation_file(Path("runs/a"), "test", rotations=4).as_posix()
@@ -215,7 +218,7 @@ def _gather_patches(
 ) -> list[Evidence]:
     """Return the evidence of each patch for tasks with one prediction per patch. Patches are predicted in batches."""
     window_px = network.geometry.context_px
-    cut_px = covering_size(window_px) if 4 % rotations else window_px  # other angles than k · 90° need more
+    cut_px = covering_size(window_px) if 4 % rotations else window_px  # other angles than k · 90° need larger windows
     batches, steps = make_center_batches(task, samples, cut_px, device=device)
     evidence: list[Evidence] = []
     for images, _ in batches.load(steps, device):
@@ -237,10 +240,11 @@ def make_center_batches(
     cache: Cache = "auto",
     device: torch.device = CPU,
 ) -> tuple[Batches, range]:
-    """Return batches of the central window of each sample, in the order of the samples, and the range of all steps.
+    """Return the batches of the central windows of all samples, and the range of their indices, which are called steps.
 
-    `batch` is the number of windows per batch; the last batch may be smaller. Each sample is in exactly one batch.
-    `cache` and `device` state where the images are kept.
+    Each sample is in exactly one batch, and the windows are in the order of the samples. `window_px` is the side of a
+    window in pixels. `batch` is the number of windows per batch; the last batch may be smaller. `cache` and `device`
+    state where the images are kept.
     """
     pixels = open_pixels(samples, task.reader, cache, device)
     sampler = CenterSampler(task.image_targets(samples), pixels.sizes_px, window_px, batch)
@@ -261,9 +265,10 @@ def make_sampled_batches(
 ) -> Batches:
     """Return batches of random windows, drawn by the task's sampler.
 
-    `batch` is the number of windows per batch. `cache` and `device` state where the images are kept. `mined` contains
-    hard examples, which the sampler draws more often, as returned by `task.examples_for_sampler`: indices of samples
-    (k,), or rows (k, 3) that begin with the index of a sample. None means no hard examples.
+    `window` states the size of the windows. `batch` is the number of windows per batch. `cache` and `device` state
+    where the images are kept. `mined` contains hard examples: mistakes of a baseline network, which the sampler draws
+    more often. It is the result of `task.examples_for_sampler`: either sample indices (k,), or an array (k, 3) with the
+    columns sample index, row and column (in pixels). None means no hard examples.
     """
     if batch < 1 or seed < 0:
         raise DataError(f"The batch size must be 1 or more and the seed 0 or more; got {batch} and {seed}.")
@@ -284,7 +289,8 @@ class RotatedPredictions:
     """Predictions of the same inputs at fair and at plain angles. Inputs are windows, or the central squares of fields.
 
     A field is an annotated image. Probabilities and decisions have the shape (angles, windows) or
-    (angles, fields, height, width).
+    (angles, fields, height, width). The probability of a pixel is the probability of an object. The probability of a
+    window is that of the channel with the highest mean over all angles.
     """
 
     fair_degrees: list[float]  # angles, counterclockwise
@@ -295,7 +301,8 @@ class RotatedPredictions:
     images: NDArray[np.uint8]  # (k, height, width, 3), not rotated; only the first windows, but all fields
     fair_decisions: NDArray[np.generic]  # decisions at the fair angles, such as predicted classes
     plain_decisions: NDArray[np.generic]  # decisions at the plain angles
-    maps: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)  # by name, at fair angles; empty for windows
+    # Maps (angles, fields, height, width) by name, at the fair angles; empty for windows
+    maps: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
 
 
 def predict_rotated_inputs(
@@ -370,8 +377,9 @@ def _predict_rotated_windows(
 def _read_windows(run: Run, samples: Sequence[Sample], device: torch.device, max_windows: int) -> tuple[Tensor, Tensor]:
     """Return up to `max_windows` windows (B, 3, s, s) and their labels (B,).
 
-    The side s is larger than the input of the network, so that windows can be rotated by any angle without empty
-    corners. If s exceeds the side of an image, the image is extended by reflection.
+    The windows are the centers of the samples if the task predicts windows, and otherwise random windows. The side s is
+    larger than the input of the network, so that windows can be rotated by any angle without empty corners. If s
+    exceeds the side of an image, the image is extended by reflection.
     """
     task, geometry = run.task, run.network.geometry
     cut_px = covering_size(geometry.context_px) + 2 * SPLINE_REACH

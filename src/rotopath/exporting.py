@@ -71,7 +71,7 @@ def export(model: Run | Path | str, to: Format = "torchscript", out: Path | str 
         write_json(unfinished / runs.PROVENANCE, _describe_origin(run, to))
         write_text(unfinished / README, _format_readme(config, to))
         if (run.folder / CARD).exists():
-            shutil.copy(run.folder / CARD, unfinished / CARD)  # it contains the terms of use of the weights
+            shutil.copy(run.folder / CARD, unfinished / CARD)  # the card contains the terms of use of the weights
     return folder
 
 
@@ -87,7 +87,7 @@ class PatchClassifier(nn.Module):
     """A network as a patch classifier, which maps images (B, 3, H, W) to logits (B, K), the mean over all positions.
 
     A single logit z is returned as two logits (0, z), because WSInfer and QuPath always apply softmax. The softmax of
-    the second logit is the probability sigmoid(z).
+    (0, z) is (1 - p, p), where p = sigmoid(z) is the probability.
     """
 
     def __init__(self, network: nn.Module, outputs: int) -> None:
@@ -119,16 +119,21 @@ def _make_module(run: Run, to: Format, frozen: bool = True) -> nn.Module:
 def _is_classifier(run: Run, to: Format) -> bool:
     """Return whether the export is a patch classifier, which returns one prediction per image instead of a map.
 
-    Three conditions must hold: the format is TorchScript, which is for WSInfer and QuPath, and these can only run patch
-    classifiers; the network returns a map of 1 × 1 positions for its smallest image; and the task has one target for
-    each window, not a map of targets.
+    The export is a patch classifier if three conditions hold:
+
+    - The format is TorchScript. This format is for WSInfer and QuPath, which can only run patch classifiers.
+    - The network returns a map of 1 × 1 positions for its smallest valid image.
+    - The task has one target for each window, not a map of targets.
     """
     has_one_output = run.network.geometry.block == 1 and not run.task.reader.target_maps
     return to == "torchscript" and has_one_output
 
 
 def _has_fixed_size(network: DenseNetwork) -> bool:
-    """Return whether the exported model accepts images of one size only: rotopath slides it over larger images."""
+    """Return whether the exported model accepts images of one size only.
+
+    Within rotopath, such a network is applied to larger images as a sliding window.
+    """
     return isinstance(network, SlidingModule)
 
 

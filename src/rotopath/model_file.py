@@ -66,7 +66,7 @@ def write_model(folder: Path, task: Task, network: NetworkInfo, point: Mapping[s
 
     `point` is the operating point. `weights` is the content of `weights.safetensors`, of which only the checksum and
     the size are written here. In a run folder, write `weights.safetensors` after this call, because a run counts as
-    finished as soon as this file exists.
+    finished as soon as its weights file exists.
     """
     kind = type(task)
     is_built_in = KINDS.get(kind.kind) is kind and kind.__module__.startswith("rotopath.")
@@ -124,7 +124,8 @@ def read_model(folder: Path) -> ModelInfo:
     return ModelInfo(task, network, point, weights_sha256)
 
 
-# Parts of a model file. Each function checks its values and raises ValueError; `read_model` adds path and remedy.
+# Parts of a model file. Each function checks the values that it reads, and raises ValueError if a value is wrong.
+# `read_model` converts this error to a RunError, whose message also contains the path and the remedy.
 
 
 def _parse_task(table: Mapping[str, Any]) -> Task:

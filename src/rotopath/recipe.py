@@ -42,8 +42,8 @@ class NetworkOptions(dict[str, Any]):
 class Mining:
     """Settings of hard example mining.
 
-    A baseline network is trained first. The main training then draws windows at the worst mistakes of the baseline
-    network, on the training images, more often.
+    A baseline network is trained first. Its worst mistakes on the training images are the hard examples. The main
+    training then draws windows at the hard examples more often.
     """
 
     epochs: int = 4  # number of epochs for which the baseline network is trained
@@ -56,10 +56,10 @@ class Mining:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All settings of a training. The defaults are those of the paper, as far as the paper specifies them.
+    """All settings of a training. The defaults are those of the paper (Lafarge et al., 2020), where it states them.
 
-    If the value of a key is None or an empty tuple, the default that is stated beside the key is used. In TOML files
-    and in overrides, None is written as `false`.
+    If the value of a key is None or an empty tuple, the default in the comment of the key is used. In TOML files and in
+    overrides, None is written as `false`.
     """
 
     task: str  # "tumor", "mitosis" or "nuclei"; a kind: "classify", "detect" or "segment"; or "package.module:Class"
@@ -78,7 +78,7 @@ class Recipe:
     # Amount of training data, if it is reduced: number of cases ("detect"), number of fields (images) of each organ
     # ("segment"), or fraction of the patches of each class ("classify"). Default: all training data.
     regime: float | None = None
-    seed: int = 0  # of initial weights, sampling and augmentation
+    seed: int = 0  # of initial weights, sampling, augmentation, and the selection of training data for `regime`
     epochs: int = 20  # largest number of epochs; the training may stop earlier, see `patience`
     steps: int = 500  # batches per epoch
     batch: int | None = None  # windows per batch, over all devices; default: 16 for "segment", otherwise 64

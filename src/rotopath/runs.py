@@ -1,11 +1,13 @@
 """Load a trained model from its run folder, apply the model to images, and build the network of a recipe.
 
 A run folder contains the files that a training writes. `load` reads only `model.json` and `weights.safetensors`; all
-other files describe the training. No file is unpickled, because a pickle from an unknown source can execute any code.
+other files describe the training. Exception: for a run of rotopath 0.1, which has no `model.json`, `load` reads the
+recipe and the operating point instead. No file is unpickled, because a pickle from an unknown source can execute any
+code.
 
-The *geometry* of a network consists of its valid image sizes, the distance between adjacent outputs, and the width of
-the border of outputs that padding affects (see `Geometry`). The *operating point* of a model consists of its decision
-thresholds.
+The *outputs* of a network are the positions of its map of logits. The *geometry* of a network consists of its valid
+image sizes, the distance between adjacent outputs, and the width of the border of the map that padding affects (see
+`Geometry`). The *operating point* of a model consists of its decision thresholds.
 """
 
 import difflib
@@ -238,7 +240,7 @@ def build(recipe: Recipe, task: Task | None = None) -> DenseNetwork:
 def _measure_geometry(
     name: str, outputs: int, orientations: int, options: NetworkOptions, window_px: int | None, stride_px: int | None
 ) -> tuple[Callable[[nn.Module, Geometry], DenseNetwork], Geometry]:
-    """Measure the geometry of a network that does not declare its geometry.
+    """Measure the geometry of a network that has no attribute `geometry`.
 
     Returns the class that wraps the network, and the geometry. The class is `SlidingModule` for a network that returns
     one prediction for each window, otherwise `DenseModule`. `name` and `options` specify the network; `outputs` is the
@@ -264,8 +266,8 @@ def describe_network(recipe: Recipe, network: DenseNetwork) -> NetworkInfo:
 def read_model_info(folder: Path) -> ModelInfo:
     """Read the description of a model from its folder. Raises RunError if a file is missing or damaged.
 
-    Runs of rotopath 0.1 have no model file. For these runs, the description is made from the recipe and the file of the
-    operating point.
+    Runs of rotopath 0.1 have no model file. For these runs, the description is made from the recipe and the file with
+    the operating point.
     """
     if not (folder / MODEL).exists() and (folder / OLD_POINT).exists():
         return _read_old_run(folder)
@@ -291,7 +293,11 @@ def read_run_recipe(folder: Path) -> Recipe:
 
 
 def _read_old_run(folder: Path) -> ModelInfo:
-    """Return the description of a model of rotopath 0.1, made from its recipe and its operating point."""
+    """Return the description of a model that was trained with rotopath 0.1, and therefore has no model file.
+
+    The description is made from two other files in the run folder: the recipe, and the file with the operating point.
+    It contains no checksum of the weights. Raises RunError if one of these files is missing or damaged.
+    """
     recipe = read_run_recipe(folder)
     task = recipe.make_task()
     try:
@@ -330,8 +336,8 @@ def _wrap_module(module: nn.Module, network: NetworkInfo, folder: Path) -> Dense
     """Return the module as a dense network, which accepts images of many sizes.
 
     `network` is the description in the model file. Raises RunError if the module has another geometry than this
-    description, because predictions would then fail or be at wrong positions. If the module does not declare its
-    geometry, only the shapes of its logits are compared with the description.
+    description, because predictions would then fail or be at wrong positions. If the module has no attribute
+    `geometry`, only the shapes of its logits are compared with the description.
     """
     declared = getattr(module, "geometry", None)
     if isinstance(declared, Geometry):

@@ -34,7 +34,7 @@ from rotopath.metrics.equivariance import smooth_images, untrained_errors
 from rotopath.nn.triton import is_installed, supports_device
 
 PACKAGES = ("torch", "numpy", "scipy", "scikit-image", "pillow", "tifffile", "safetensors", "typer", "rich")
-FLOAT32_TOLERANCE, FLOAT16_TOLERANCE, BF16_TOLERANCE = 1e-4, 1e-2, 5e-2  # rounding errors are smaller than this
+FLOAT32_TOLERANCE, FLOAT16_TOLERANCE, BF16_TOLERANCE = 1e-4, 1e-2, 5e-2  # larger errors cannot be due to rounding
 PATCH_PX = 124  # height and width of a test image that all pretrained networks accept
 CPU = torch.device("cpu")
 State = Literal["works", "fails", "not tested"]
@@ -62,7 +62,10 @@ class SelfTestFailedError(Exception):
 
 
 def describe_installation() -> dict[str, Any]:
-    """Return versions, devices, image readers and extras. An extra with missing packages has an install command."""
+    """Return versions, devices, image readers and extras (groups of optional packages), as a dictionary for JSON.
+
+    The entry of an extra with missing packages also contains the command that installs them.
+    """
     missing = {extra: list_missing(extra) for extra in EXTRAS}
     return {
         "software": describe_software(PACKAGES) | {"system": platform.platform(), "torch_build": _torch_build()},

@@ -48,7 +48,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         yield unfinished
         _sync_tree(unfinished)
         if path.exists():
-            _rename(unfinished, finished)  # a later process uses the new folder, even if this one is killed now
+            _rename(unfinished, finished)  # a later process uses the new folder, even if this process is killed now
             _replace_with_finished(path)
         else:
             _rename(unfinished, path)

@@ -1,8 +1,8 @@
 """Read the annotated objects of an image: points, or a label map with a class for each object.
 
 `read_points` and `read_objects` convert the annotations to a requested pixel spacing. `parse_points` and
-`parse_objects` keep the pixel spacing of the image file, and also return a message for each invalid part of the
-annotation file. Points come from CSV or GeoJSON files. Label maps come from image files, or are painted from the
+`parse_objects` keep the pixel spacing of the image file, and also return a message for each invalid point or object in
+the annotation file. Points come from CSV or GeoJSON files. Label maps come from image files, or are painted from the
 outlines in GeoJSON or Aperio XML files.
 
 A label map (H, W) contains the object number of each pixel, and 0 for background. Positions are (row, column) in
@@ -28,7 +28,7 @@ GEOJSON_SUFFIXES = (".geojson", ".json")
 # Accepted names of the columns of CSV files with points.
 ROW_NAMES, COLUMN_NAMES, CLASS_NAMES = ("row", "y"), ("column", "col", "x"), ("class", "label", "type")
 
-PointRow = tuple[str, float, float, str]  # part of the file (such as "line 3", for messages), row, column, class name
+PointRow = tuple[str, float, float, str]  # place in the file (such as "line 3", for messages), row, column, class name
 
 
 class AnnotationError(UnreadableFileError):

@@ -49,7 +49,7 @@ class DrawnChanges(NamedTuple):
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Types and strengths of random changes. The defaults are those of the paper.
+    """Types and strengths of random changes. The defaults are those of Lafarge et al. (arXiv:2002.08725).
 
     >>> import numpy as np
     >>> from rotopath.data import Augmentation

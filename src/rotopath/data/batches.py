@@ -95,7 +95,7 @@ class Batches:
         return part
 
     def __getitem__(self, step: int) -> Batch:
-        """Return the batch of a step, before augmentation. Windows are larger than `window_px` for free rotation."""
+        """Return the batch of a step, before augmentation. For free rotation, windows are larger than `window_px`."""
         windows = self.sampler.draw(step)
         margin = (self._cut_px - self._window_px) // 2
         windows = windows._replace(tops=windows.tops - margin, lefts=windows.lefts - margin)
@@ -129,7 +129,7 @@ class Batches:
         return images, targets[:, 0] if targets.shape[1] == 1 else targets
 
     def _read_ahead(self, steps: Iterable[int], device: torch.device, workers: int) -> Iterator[Batch]:
-        """Yield the batch of each step. Worker processes read the next batches while the caller uses this batch."""
+        """Yield the batch of each step. Worker processes read the next batches while the caller uses one."""
         loader = DataLoader(
             _BatchesOrErrors(self),
             batch_size=None,

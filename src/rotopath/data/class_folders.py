@@ -27,7 +27,7 @@ def is_class_folders(root: Path) -> bool:
 
 
 def open_class_folders(root: Path, spacing_um_px: float | None = None) -> Dataset:
-    """Open all images in the class folders that have a split.
+    """Open all images in the class folders, except images without a split.
 
     `spacing_um_px` is the pixel spacing of image files that do not specify their own. If it is None, the first file
     without a pixel spacing is reported as a problem in `findings` of the returned dataset, and the remaining images are
@@ -70,9 +70,10 @@ def _find_class_folders(root: Path) -> dict[str, list[Path]]:
 def _assign_splits(root: Path, labels: dict[str, str]) -> tuple[dict[str, str], dict[str, str], list[Finding]]:
     """Return the splits of images, the patients of images, and findings about the splits.
 
-    `labels` maps the path of each image, relative to `root`, to its class. The two returned dictionaries have such
-    paths as keys, too. Images without a split are missing in the first dictionary; images of unknown patients are
-    missing in the second dictionary. Without `split.csv` and folders of splits, splits are random within each class.
+    `labels` maps the path of each image, relative to `root`, to its class. The keys of the two returned dictionaries
+    are such paths, too. Images without a split are missing in the first dictionary; images of unknown patients are
+    missing in the second dictionary. If there is neither a `split.csv` nor a folder train, valid or test, splits are
+    random within each class.
     """
     table, findings = read_split_file(root, "image", labels)
     if table is not None:

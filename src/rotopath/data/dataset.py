@@ -1,10 +1,11 @@
 """Classes that describe datasets of annotated images, and functions that read their files.
 
-Each dataset format has a module (see formats.py). It reads the file names and tables of a folder, and returns a
-`Dataset`: samples with their splits, and findings (problems and notes). Pixels are read later: `read_image` reads one
-sample at any pixel spacing, and `read_together` reads a group of samples at the pixel spacing of their files.
+Each dataset format has its own module (see formats.py). The module of a format reads the file names and tables of a
+folder, and returns a `Dataset`: samples with their splits, and findings (problems and notes). Pixels are read later:
+`read_image` reads one sample at any pixel spacing, and `read_together` reads a group of samples at the pixel spacing of
+their files.
 
-The second half of this module contains functions for all formats: listing files, CSV tables, and arrays in HDF5 files.
+The second half of `dataset` contains functions for all formats: listing files, CSV tables, and arrays in HDF5 files.
 """
 
 import csv
@@ -117,7 +118,7 @@ def problems(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def read_image(sample: Sample, spacing_um_px: float) -> NDArray[np.uint8]:
-    """Read the pixels (H, W, 3) of a sample, resampled to `spacing_um_px` unless `resampling_factor` is 1."""
+    """Read the pixels (H, W, 3) of a sample, resampled to `spacing_um_px` if `resampling_factor` is not 1."""
     return resample(read_together([sample])[0], resampling_factor(sample, spacing_um_px))
 
 
@@ -132,7 +133,8 @@ def read_together(samples: Sequence[Sample]) -> list[NDArray[np.uint8]]:
 def group_for_reading(samples: Sequence[Sample]) -> list[list[Sample]]:
     """Divide samples into groups that `read_together` reads at once.
 
-    A group is a single image file, or images of the same split in consecutive rows of an HDF5 file.
+    A group is a single image file, or up to MAX_ROWS_PER_READ images of the same split in consecutive rows of an HDF5
+    file.
     """
 
     def key(position: int, sample: Sample) -> tuple[Path, str, int, int]:

@@ -49,7 +49,7 @@ class Format:
 
     example: str  # description of a folder in this format, for error messages
     detect: Callable[[Path], bool]  # returns whether a folder has this format
-    open: Callable[[Path, float | None], Dataset]  # from the folder, and the pixel spacing of images that specify none
+    open: Callable[[Path, float | None], Dataset]  # takes the folder, and the pixel spacing of images that specify none
     fallback: bool = False  # whether the format is tried only if no other format fits the folder or a subfolder
 
 

@@ -46,7 +46,7 @@ def is_pcam(root: Path) -> bool:
 
 
 def open_pcam(root: Path) -> Dataset:
-    """Open the patches of the three published splits, from HDF5 files. A split with a faulty file is left out."""
+    """Open the patches of the published splits, from HDF5 files. Report and leave out splits with a faulty file."""
     samples: list[Sample] = []
     findings: list[Finding] = []
     for split in SPLITS:

@@ -71,10 +71,10 @@ class ObjectPositions:
 class ClassBalancedSampler:
     """Draw equally many windows of every class, at random positions.
 
-    `labels` contains the class number of each image. `mined` lists the numbers of images that a baseline network
-    classified incorrectly; None means no such images. If a class has mined images, half of its windows come from its
-    mined images. All other windows of a class come from all images of the class, which are used equally often. Raises
-    DataError if a class has no image.
+    `labels` (n,) contains the class number of each image. `mined` contains the image numbers of hard examples (mined
+    images), which a baseline network classified incorrectly; None means no mined images. If a class has mined images,
+    half of its windows come from its mined images. All other windows of a class come from all images of the class,
+    which are used equally often. Raises DataError if a class has no image.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class ClassQuotas:
         self._classes = classes
 
     def at(self, class_number: int, step: int) -> tuple[int, int]:
-        """Return two numbers of windows of a class: in all steps before `step` together, and in `step` itself."""
+        """Return the number of windows of a class in all steps before `step` together, and the number in `step`."""
         cycles, rest = divmod(step, self._classes)
         extra = sum(self._has_extra(class_number, k) for k in range(rest))
         earlier = step * self._minimum + cycles * self._remainder + extra
@@ -290,7 +290,10 @@ class EndlessShuffle:
 
 
 class _ClassImages:
-    """The images of one class in random order, and its mined (difficult) images in another random order."""
+    """Two endless random sequences of image numbers of one class: of all its images, and of its mined images.
+
+    Mined images are images that a baseline network classified incorrectly (see `ClassBalancedSampler`).
+    """
 
     def __init__(self, members: Ints, mined: Ints, seed: tuple[int, int]) -> None:
         self._members, self._mined = members, mined
@@ -298,10 +301,11 @@ class _ClassImages:
         self._mined_order = EndlessShuffle(len(mined), (*seed, 1))
 
     def take(self, start: int, count: int) -> Ints:
-        """Return the image numbers of the next `count` windows of the class.
+        """Return the image numbers of the windows of the class in one training step.
 
-        `start` is the number of windows of the class in earlier steps. If the class has mined images, half of the
-        windows are of mined images.
+        `count` is the number of windows of the class in this step, and `start` their number in all steps before, added
+        up. If the class has mined images, every second window, counted over all steps, is of the next mined image. All
+        other windows are of the next image of the class.
         """
         if not len(self._mined):
             return self._members[self._order.take(start, count)]

@@ -20,7 +20,7 @@ from rotopath.data.dataset import DataError, Finding, Row, count_and_list, read_
 SPLITS = ("train", "valid", "test")
 SPLIT_FILE = "split.csv"
 
-AMIDA13_VALID_CASES = frozenset({3, 5, 7, 10})  # with 92 mitoses, as in the paper
+AMIDA13_VALID_CASES = frozenset({3, 5, 7, 10})  # with 92 mitoses, as in Lafarge et al. (arXiv:2002.08725)
 AMIDA13_TRAIN_CASES = frozenset(range(1, 13)) - AMIDA13_VALID_CASES
 AMIDA13_TEST_CASES = frozenset(range(13, 24))
 
@@ -65,9 +65,8 @@ def split_fractions(strata: Mapping[str, str], fractions: Mapping[str, float], s
     """Divide the items of every stratum at random, with a fixed fraction of items in each split.
 
     `strata` maps each item to its stratum; `fractions` maps each split to its fraction. The first split in `fractions`
-    receives all items that the other splits do not receive. The number of items of each other split is rounded down, or
-    is 1 if it would be 0 although the stratum has at least as many items as there are splits. Returns the split of each
-    item.
+    receives all items that the other splits do not receive. The number of items of each other split is rounded down. It
+    is at least 1 if the stratum has at least as many items as there are splits. Returns the split of each item.
     """
     first, *others = fractions
     splits: dict[str, str] = {}

@@ -41,11 +41,12 @@ def draw_overlay(
 ) -> Image.Image:
     """Draw a heat map and objects on a slide, and return the image, reduced to fit on a screen.
 
-    `heat` (rows, columns) is the heat map. The higher the probability, the more opaque is its color. `heat_frame` is
-    the upper left corner (row, column) of the heat map and the side of a heat-map pixel, both in pixels of level 0.
-    `colors` has the color (red, green, blue) of each class. `top_class` (rows, columns) is the index of the most
-    probable class at each pixel of the heat map. If it is None, the whole heat map has the first color. Objects without
-    a color also have the first color. Only the first `MAX_DRAWN` objects are drawn.
+    `heat` (rows, columns) is the heat map, a probability at each pixel. The higher the probability, the more opaque is
+    the color of the pixel. `heat_frame` is the upper left corner (row, column) of the heat map and the side of a
+    heat-map pixel, both in pixels of level 0. `colors` has the color (red, green, blue) of each class. `top_class`
+    (rows, columns) is the index of the most probable class at each pixel of the heat map. If it is None, the whole heat
+    map has the first color. Objects without a color also have the first color. Only the first `MAX_DRAWN` objects are
+    drawn.
     """
     spacing = max(slide.spacing_um_px, max(slide.size_px) * slide.spacing_um_px / MAX_OVERLAY_PX)
     height, width = slide.size_at(spacing)

@@ -120,8 +120,8 @@ def pixel_size_um(path: Path) -> tuple[float, float] | None:
 def parse_pixel_size_um(description: str) -> tuple[float, float] | None:
     """Parse the height and width of a pixel in µm from the image description in a TIFF file (Aperio or OME).
 
-    If only the width is stated, the pixel is assumed to be square. Returns None if the width is missing or if one of
-    the two is implausible.
+    If only the width is stated, the pixel is assumed to be square. Returns None if the width is missing, or if the
+    width or the height is implausible.
     """
     if aperio := re.search(rf"\bMPP\s*=\s*{NUMBER_PATTERN}", description):
         return _plausible_size(float(aperio[1]), float(aperio[1]))

@@ -1,9 +1,10 @@
 """Trace the outlines of objects in label maps, and read and write objects as GeoJSON files for QuPath.
 
-A label map (H, W) contains an object number at each pixel, and 0 for background. Outlines are polygons. A polygon has
-an outer ring and a ring for each hole; a ring is a closed line. The vertices of traced outlines are corners of pixels.
-Their coordinates are (row, column), as in QuPath: pixel (0, 0) extends from (0, 0) to (1, 1). If a traced outline is
-filled, the result is exactly the pixels of the object.
+A label map (H, W) contains an object number at each pixel, and 0 for background. An object may have several parts. A
+part is a connected component: its pixels are connected by their sides, not only by their corners. The outline of an
+object has a polygon for each part. A polygon has an outer ring and a ring for each hole; a ring is a closed line. The
+vertices of traced outlines are corners of pixels. Their coordinates are (row, column), as in QuPath: pixel (0, 0)
+extends from (0, 0) to (1, 1). If a traced outline is filled, the result is exactly the pixels of the object.
 
 GeoJSON files are FeatureCollections (RFC 7946) and are written atomically. Objects in memory have coordinates (row,
 column) in pixels of level 0. Positions in GeoJSON files are (x, y), that is (column, row).
@@ -28,7 +29,7 @@ from rotopath.writing import atomic_file
 
 DECIMALS = 2  # coordinates in files are rounded to a hundredth of a pixel
 HEAD, TAIL = '{"type": "FeatureCollection", "features": [\n', "\n]}\n"
-DETECTION_TYPES = ("detection", "cell", "tile")  # QuPath's types that are read as "detection", others as "annotation"
+DETECTION_TYPES = ("detection", "cell", "tile")  # QuPath types that are read as "detection"; all others are annotations
 EAST, SOUTH, WEST, NORTH = range(4)
 STEPS = np.array([(0, 1), (1, 0), (0, -1), (-1, 0)])  # (rows, columns) of one step in each of these directions
 
@@ -44,7 +45,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Polygon:
-    """Outline of one part of an object. The pixels of a part are connected by their sides, not only by corners.
+    """Outline of one part of an object: an outer ring, and a ring for each hole.
 
     On the screen, the outer ring runs clockwise and has a positive `signed_area`. Holes run counter-clockwise and have
     a negative `signed_area`. This is the right-hand rule of GeoJSON, in coordinates with y pointing down.
@@ -123,7 +124,7 @@ def trace_outlines(
 ) -> dict[int, tuple[Polygon, ...]]:
     """Trace the outlines of all objects in a label map (H, W).
 
-    Returns a dictionary from object numbers to outlines. An outline has one polygon for each connected part of the
+    Returns a dictionary from object numbers to outlines. An outline is a tuple with one polygon for each part of the
     object. Vertices (row, column) are multiplied by `scale`. Then `offset_px` (row, column) is added, for example to
     convert vertices to pixels of level 0. With `fill_holes`, polygons have no holes.
 
@@ -140,7 +141,7 @@ def trace_outlines(
         rings[part].append(ring)
     outlines: defaultdict[int, list[Polygon]] = defaultdict(list)
     for part in sorted(rings):
-        # The outer ring is the only ring with a positive area, so it comes first.
+        # The outer ring is the only ring with a positive signed area, so it comes first.
         outer, *holes = (ring * scale + offset_px for ring in sorted(rings[part], key=signed_area, reverse=True))
         outlines[int(numbers[part])].append(Polygon(outer, () if fill_holes else tuple(holes)))
     return {number: tuple(outlines[number]) for number in sorted(outlines)}
@@ -170,23 +171,24 @@ def signed_area(ring: Ring) -> float:
 
 
 def _next_vertices(ring: Ring) -> Ring:
-    """Return an array whose entry i is the vertex after vertex i of the ring, or one coordinate of that vertex."""
+    """Return the vertices (k, 2) of a ring, or one of their coordinates (k,), with the first entry moved to the end."""
     return np.concatenate([ring[1:], ring[:1]])
 
 
 def _trace_rings(parts: NDArray[np.int64]) -> Iterator[tuple[int, Ring]]:
-    """Trace the rings around all parts and around their holes. Yields the part number and the vertices of each ring.
+    """Trace the outer rings of all parts, and the rings around their holes.
 
-    `parts` (H, W) has the part number of each pixel, and 0 for background. The pixels of the part are on the right side
-    of the ring, in the order of its vertices. Vertices are only the corners at which the ring changes direction.
+    `parts` (H, W) has the part number of each pixel, and 0 for background. Yields the part number and the vertices of
+    each ring. On the screen, outer rings run clockwise and rings around holes run counter-clockwise, so that the part
+    is always to the right of the direction of travel. Only corners at which the ring changes direction are vertices.
     """
     owners, directions, starts = _find_edges(parts)
     width = parts.shape[1] + 1
     ends = starts + (STEPS @ (width, 1))[directions]
-    # Link each edge to the next edge of the ring. At each corner, the number of edges of a part that end is the number
-    # of edges that start. Ends and starts are sorted by part and corner, and linked in this order. Where two pixels
-    # touch only at a corner, two edges end and two start. They may be linked either way, because `_split_ring` splits
-    # the ring at this corner.
+    # Link each edge to the next edge of the ring. At each corner, as many edges of a part end as start. The edges are
+    # therefore sorted twice by part and corner: once by the corner at which they end, and once by the corner at which
+    # they start. Edges at the same place in both orders are linked. Where two pixels touch only at a corner, two edges
+    # end and two start. They may be linked either way, because `_split_ring` splits the ring at this corner.
     owner_key = owners * (math.prod(parts.shape) + sum(parts.shape) + 1)
     following = np.empty_like(starts)
     following[np.argsort(owner_key + ends, kind="stable")] = np.argsort(owner_key + starts, kind="stable")
@@ -392,7 +394,7 @@ def _parse_classification(classification: Mapping[str, Any]) -> tuple[str, tuple
 def _parse_geometry(
     geometry: Mapping[str, Any], origin_px: tuple[float, float]
 ) -> Iterator[Point | tuple[Polygon, ...]]:
-    """Yield the shapes in a GeoJSON geometry: each of its points, or one outline of all its polygons.
+    """Yield the shapes in a GeoJSON geometry: each of its points, or one outline that contains all of its polygons.
 
     The coordinates of shapes are (row, column), with `origin_px` (row, column) added.
     """

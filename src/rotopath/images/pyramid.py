@@ -29,11 +29,12 @@ Pixels = NDArray[Any]
 def write_pyramid(
     path: Path, strips: Iterable[Pixels], size_px: tuple[int, int], spacing_um_px: float, name: str = ""
 ) -> None:
-    """Write a map or an image of the size `size_px` (rows, columns) as a pyramid, from strips of any height.
+    """Write a map or an image as a pyramid, from horizontal strips of any height.
 
-    `spacing_um_px` is the pixel spacing of level 0 in µm/px, and `name` the image name in the metadata. Each further
-    level has half the resolution of the previous level; its pixels are means of 2 × 2 pixels. The last level fits in a
-    single tile. Raises ValueError if the strips differ in width or type, or do not add up to `size_px`.
+    `size_px` (rows, columns) is the size of level 0, and `spacing_um_px` its pixel spacing in µm/px. `name` is the
+    image name in the metadata. Each further level has half the resolution of the previous level; its pixels are means
+    of 2 × 2 pixels. The last level fits in a single tile. Raises ValueError if the size is 0, if there are no strips,
+    if their type is not float32 or uint8, if they differ in type or width, or if they do not add up to `size_px`.
     """
     incoming = iter(strips)
     first = next(incoming, None)
@@ -55,8 +56,8 @@ def write_pyramid(
     with ExitStack() as stack:
         tiff = TiffWriter(stack.enter_context(atomic_file(path)), bigtiff=is_large, ome=True)
         stack.enter_context(tiff)
-        # While a level is written, its pixels are also reduced to half the resolution. They are saved to a temporary
-        # file, from which the next level is written.
+        # While a level is written, its pixels are also reduced to half the resolution. The reduced pixels are saved to
+        # a temporary file, from which the next level is written.
         reduced_files = [stack.enter_context(tempfile.TemporaryFile(dir=path.parent)) for _ in level_shapes[1:]]
         tile_rows = _regroup(chain([first], incoming), shape, first.dtype)
         for level, (level_shape, reduced) in enumerate(zip_longest(level_shapes, reduced_files)):

@@ -158,7 +158,7 @@ class _OpenSlideReader:
 
 
 class _TiffSlideReader:
-    """Reads a TIFF pyramid with tiffslide. Threads may read at once: tiffslide has a Zarr group for each thread."""
+    """Reads a TIFF pyramid with tiffslide. Threads may read in parallel, because each has its own Zarr group."""
 
     origin_px = (0, 0)
 

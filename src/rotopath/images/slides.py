@@ -20,9 +20,9 @@ from PIL import Image
 from rotopath.images.files import PLAUSIBLE_UM_PX, UnreadableImageError, is_plausible
 from rotopath.images.readers import WHITE, ImageReader, Level, SlideReader, open_reader
 
-LEVEL_TOLERANCE = 1.02  # largest ratio of the pixel spacing of the level that is read to the requested pixel spacing
+LEVEL_TOLERANCE = 1.02  # a level is fine enough if its pixel spacing is at most this times the requested pixel spacing
 SQUARE_TOLERANCE = 1.01  # pixels are treated as square up to this ratio of their sides
-SAME_SCALE = 1e-6  # a scale that differs less from 1 is treated as 1: an error of 0.1 px on a side of 100,000 px
+SAME_SCALE = 1e-6  # a scale this close to 1 is treated as 1; the error is at most 0.1 px on a side of 100,000 px
 LANCZOS_PX = 3  # radius of the filter, in pixels before or after resampling, whichever are larger
 BLOCK_PX = 2048  # to limit memory, larger rectangles are resampled in blocks of this side, in pixels of the level
 
@@ -95,9 +95,11 @@ class Slide:
         self.close()
 
     def _choose_level(self, spacing_um_px: float) -> tuple[int, float]:
-        """Choose the level that is read for a pixel spacing.
+        """Choose the level from which pixels are read for a requested pixel spacing.
 
-        Returns the index of the level, and the side of a pixel at the requested spacing, in pixels of the level.
+        This is the coarsest level whose spacing is at most 2 % (LEVEL_TOLERANCE) above the requested spacing, or level
+        0 if there is no such level. Returns the index of the level, and the scale: the side of a pixel at the requested
+        spacing, in pixels of the level.
         """
         scale = self._expect_scale(spacing_um_px)
         fine_enough = [i for i, level in enumerate(self.levels) if level.downsample <= scale * LEVEL_TOLERANCE]
@@ -204,9 +206,9 @@ def as_slide(image: NDArray[np.uint8] | Path | str | Slide, spacing_um_px: float
 
 
 def _expect_spacing(path: Path, size_um: tuple[float, float] | None) -> float:
-    """Return the pixel spacing of a file from the height and width of its pixels in µm.
+    """Return the pixel spacing of a file: the mean of the height and the width of its pixels, given in µm.
 
-    Raises UnreadableImageError if these are missing or implausible, or if the pixels are not square.
+    Raises UnreadableImageError if the size is missing (None) or implausible, or if the pixels are not square.
     """
     if size_um is None or not all(is_plausible(side) for side in size_um):
         raise UnreadableImageError(

@@ -1,9 +1,10 @@
-"""Normalize the hematoxylin and eosin (H&E) stain of RGB images (H, W, 3) of uint8 by the method of Macenko.
+"""Normalize the hematoxylin and eosin (H&E) stain of RGB images by the method of Macenko et al. (2009).
 
-The method is that of Macenko et al. (2009), with the constants in common use. The optical densities of the two stains
-add up: the density (3,) of a pixel in red, green and blue is the matrix of stain vectors (3, 2) times the
+Images are (H, W, 3) of uint8. The constants are those in common use. The optical densities of the two stains add up:
+the optical density (3,) of a pixel, in red, green and blue, is the matrix of stain vectors (3, 2) times the
 concentrations (2,) of hematoxylin and eosin. Normalization replaces the stain vectors by those of a reference. It also
-scales the concentrations so that their highest values (a percentile) equal those of the reference.
+scales the concentrations of each stain, so that their highest value (a percentile over the pixels) equals that of the
+reference.
 """
 
 import warnings
@@ -25,9 +26,9 @@ MIN_TISSUE_PIXELS = 100  # smallest number of pixels from which two stain vector
 
 
 def macenko(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Normalize the stains of an image (H, W, 3) to the reference stains.
+    """Return an image (H, W, 3) with its stains normalized to the reference stains.
 
-    An image with too little tissue to measure two stains is returned unchanged, with a warning.
+    If the image has too little tissue or only one stain, it is returned unchanged, with a warning.
     """
     stains = measure_stains(image)
     if stains is None:
@@ -41,13 +42,13 @@ def macenko(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class Stains:
-    """Measured stains of an image: color and highest concentration of hematoxylin and of eosin."""
+    """Measured stains of an image: stain vector and highest concentration of hematoxylin and of eosin."""
 
-    vectors: NDArray[np.float64]  # (3, 2), optical density of red, green and blue; each column has length 1
+    vectors: NDArray[np.float64]  # (3, 2), stain vectors, as in REFERENCE_STAINS; each column has length 1
     max_concentrations: NDArray[np.float64]  # (2,), percentile MAX_PERCENTILE of the concentrations
 
     def normalize(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Replace these stains in an image (H, W, 3) by the reference stains, and scale their concentrations."""
+        """Return an image (H, W, 3) with these stains replaced by the reference stains, and concentrations scaled."""
         concentrations = optical_density(image).reshape(-1, 3) @ np.linalg.pinv(self.vectors).T  # (pixels, 2)
         concentrations *= REFERENCE_CONCENTRATIONS / self.max_concentrations
         normalized: NDArray[np.float64] = WHITE * np.exp(-concentrations @ REFERENCE_STAINS.T)
@@ -55,9 +56,11 @@ class Stains:
 
 
 def measure_stains(image: NDArray[np.uint8]) -> Stains | None:
-    """Measure the stains in pixels (..., 3) of tissue. Returns None if there is too little tissue or only one stain.
+    """Measure the stain vectors and the highest concentrations of hematoxylin and eosin in pixels (..., 3).
 
-    Pass as few pixels of glass as possible, because glass lowers the measured concentrations.
+    Returns None if there is too little tissue or only one stain. The stain vectors are estimated from pixels of tissue
+    only. The highest concentrations are percentiles over all pixels that are passed, so that pixels of empty glass
+    lower them. Therefore, leave out glass as far as possible.
     """
     density = optical_density(image).reshape(-1, 3)
     vectors = estimate_stain_vectors(density)
@@ -70,9 +73,9 @@ def measure_stains(image: NDArray[np.uint8]) -> Stains | None:
 def estimate_stain_vectors(density: NDArray[np.float64]) -> NDArray[np.float64] | None:
     """Estimate the stain vectors (3, 2) of hematoxylin and eosin from optical densities (pixels, 3).
 
-    The colors of tissue are mixtures of the two stains. Their densities are therefore near a plane through the origin.
-    The two most extreme directions in this plane are the stain vectors. Returns None if there is too little tissue or
-    only one stain.
+    The optical density of tissue is a mixture of the two stain vectors. The densities of tissue pixels are therefore
+    near a plane through the origin. The two most extreme directions of the pixels in this plane are the stain vectors.
+    Returns None if fewer than `MIN_TISSUE_PIXELS` pixels are tissue, or if there is only one stain.
     """
     tissue = density[(density >= MIN_DENSITY).all(axis=1)]
     if len(tissue) < MIN_TISSUE_PIXELS:
@@ -90,9 +93,9 @@ def estimate_stain_vectors(density: NDArray[np.float64]) -> NDArray[np.float64] 
 
 
 def optical_density(image: NDArray[np.uint8]) -> NDArray[np.float64]:
-    """Return the optical density of each pixel and channel, with the shape of the image.
+    """Return the optical density of each pixel and channel of an image, in an array of the same shape.
 
-    It measures the light that tissue absorbs. The optical density of a pixel value I is -ln((I + 1) / 240).
+    The optical density measures how much light the tissue absorbs. For a pixel value I, it is -ln((I + 1) / 240).
     """
     density: NDArray[np.float64] = -np.log((image.astype(np.float64) + 1) / WHITE)
     return density

@@ -84,8 +84,9 @@ class Tissue:
 
 
 def find_tissue(slide: Slide, spacing_um_px: float | None = None) -> Tissue:
-    """Find the tissue on a slide. On a blank slide the mask is empty; in an image without any glass it is full.
+    """Find the tissue on a slide.
 
+    On a blank slide, the mask is false everywhere. In an image without any glass, it is true everywhere.
     `spacing_um_px` is the pixel spacing of the mask. By default it is 8 µm/px, or 16, 32, … µm/px for large slides.
     """
     if spacing_um_px is None:
@@ -99,7 +100,7 @@ def find_tissue(slide: Slide, spacing_um_px: float | None = None) -> Tissue:
 
 
 def mask_tissue(image: NDArray[np.uint8], spacing_um_px: float) -> NDArray[np.bool_]:
-    """Return the tissue mask (H, W), true for tissue, of a low-resolution image (H, W, 3) with this pixel spacing."""
+    """Return a mask (H, W), true for tissue, of a low-resolution image (H, W, 3) at the given pixel spacing."""
     brightest = image.max(axis=2)
     is_black = brightest <= BLACK
     if is_black.all():
@@ -119,8 +120,8 @@ def mask_tissue(image: NDArray[np.uint8], spacing_um_px: float) -> NDArray[np.bo
 def _is_ink(density: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Return a mask (H, W), true for blue, green and red pen marks, from the optical density (H, W, 3).
 
-    Blue and green ink absorb more red than green; stains absorb at least as much green as red. Red ink absorbs much
-    blue; eosin and blood absorb little.
+    Blue and green ink absorb more red than green; stains absorb at least as much green as red. Red ink absorbs more
+    blue than eosin and blood do.
     """
     red, green, blue = density[..., 0], density[..., 1], density[..., 2]
     is_cold = red - green > COLD_INK
@@ -144,7 +145,7 @@ def _choose_threshold(density: NDArray[np.float32]) -> float:
 
 
 def _drop_specks(mask: NDArray[np.bool_], min_px: float) -> NDArray[np.bool_]:
-    """Remove connected components (specks) of fewer than `min_px` pixels from a mask.
+    """Return a mask (H, W) without its connected components (specks) of fewer than `min_px` pixels.
 
     Components at the edge of the image are kept, because they may continue outside.
     """

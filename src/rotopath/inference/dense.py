@@ -161,10 +161,11 @@ def _predict_refined(
     """Predict a frame (B, 3, H, W), and return a map (B, K, h, w) with outputs stride / refinement pixels apart.
 
     A frame is an image of a size that the network accepts. `refinement` must divide the stride. If `refinement` is 1,
-    the result is the network's usual map, of h₁ × w₁ outputs. Otherwise, refinement² parts of the frame are predicted.
-    For i and j from 0 to refinement - 1, one part starts i · stride / refinement pixels below the top edge of the
-    frame, and j · stride / refinement pixels right of its left edge. The maps of all parts are interleaved. The result
-    has the height h = (h₁ - 1) · refinement + 1 and the width w = (w₁ - 1) · refinement + 1.
+    the result is the network's usual map, of h₁ × w₁ outputs. Otherwise, crops of the frame are predicted, one for each
+    i and j from 0 to refinement - 1. A crop starts i · stride / refinement pixels below the top edge of the frame, and
+    j · stride / refinement pixels right of its left edge. (If h₁ is 1, only i = 0 is used; if w₁ is 1, only j = 0.) The
+    maps of all crops are interleaved. The result has the height h = (h₁ - 1) · refinement + 1 and the width
+    w = (w₁ - 1) · refinement + 1.
     """
     unshifted = predict_in_tiles(network, frame, tile_px, activation)
     if refinement == 1:
@@ -263,8 +264,9 @@ def _rotate_windows(images: Tensor, window_px: int, angle: float) -> Tensor:
     """Rotate patches (B, 3, S, S) counter-clockwise by `angle` degrees (0 to less than 90).
 
     Before the rotation, patches are cropped to the size that the rotation needs, or extended to this size by reflection
-    at their edges. The central `window_px` × `window_px` pixels of the rotated patches therefore have no gaps. Rotated
-    patches are floats from 0 to 1, and are not cropped to `window_px`. If `angle` is 0, patches keep their data type.
+    at their edges. The central `window_px` × `window_px` pixels of the rotated patches therefore have no gaps. The
+    caller must crop the rotated patches to these pixels. Rotated patches are floats from 0 to 1. If `angle` is 0,
+    patches keep their data type.
     """
     needed_px = group.covering_size(window_px) + 2 * SPLINE_REACH if angle else window_px
     missing = needed_px - images.shape[-1]  # negative if patches are cropped

@@ -2,9 +2,9 @@
 
 `Seams` receives the tiles of a slide, row by row, each with a mask. A region is a connected component of the mask. A
 region that touches no border to another tile is complete, and is returned immediately. Any other region may have parts
-in several tiles. These parts are merged after the last tile. Until then, their pixels are kept in temporary files. Only
-a table of the parts that belong to the same region stays in memory. Points, such as mitoses, are merged in
-`tasks.detect`.
+in several tiles; a part is a connected component of the mask in one tile. Parts are merged after the last tile. Until
+then, their pixels are kept in temporary files. Only the edges of tiles stay in memory, and a table of the parts that
+belong to the same region. Points, such as mitoses, are merged in `tasks.detect`.
 """
 
 from collections import defaultdict
@@ -20,8 +20,8 @@ from scipy import ndimage
 from rotopath.inference.tiling import Span
 
 LARGEST_PX = 2**24  # largest bounding box of a merged region, in px²: 1 mm² at 0.25 µm/px, far larger than a nucleus
-TILES_IN_MEMORY = 16  # tiles whose files are cached while regions are merged
-RegionKey = tuple[int, int]  # tile number, region number in this tile
+TILES_IN_MEMORY = 16  # number of tiles whose files are cached while regions are merged
+RegionKey = tuple[int, int]  # key of a part of a region: tile number, number of the part in this tile
 Edge = tuple[int, NDArray[np.int32]]  # tile number, region number of each pixel along one edge of the tile (0: none)
 
 
@@ -132,7 +132,10 @@ class Seams:
         return np.stack([down + rows.start, right + columns.start]), values[:, inside]
 
     def _load_file(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
-        """Return the pixels that `add_tile` saved for a tile: their indices, region numbers and values."""
+        """Return three arrays that `add_tile` saved for a tile: flat indices, region numbers and values of pixels.
+
+        Indices and region numbers are (pixels,), and values are (k, pixels).
+        """
         with np.load(self._folder / f"{number}.npz") as arrays:
             return arrays["pixels"], arrays["regions"], arrays["values"]
 

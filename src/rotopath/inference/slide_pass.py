@@ -32,7 +32,7 @@ from rotopath.inference.tiling import TILE_PX, Grid, Span, Tile, predict_tiles
 from rotopath.models import DenseNetwork
 
 GPU_TILE_PX = 2 * TILE_PX  # with smaller tiles, a GPU waits for Python, which starts its computations one by one
-MEASURED_PX = 2**21  # number of pixels from which stains are measured: all pixels, or samples of a larger slide
+MEASURED_PX = 2**21  # largest number of pixels from which stains are measured; on larger slides, samples are measured
 SAMPLE_PX = 256  # side of each of these square samples
 BLOCK_PX, CACHED_BLOCKS = 512, 32  # slides are read in square blocks, cached for adjacent tiles; 32 blocks need 25 MB
 OVERLAY_HEAT_PX = 4096  # heat maps with a longer side are subsampled before they are drawn on an overlay
@@ -105,7 +105,7 @@ class Model:
 class PassOptions:
     """Options for the prediction of a slide."""
 
-    rotations: int = 1  # number of rotations for test-time augmentation; above 1, also compute the standard deviation
+    rotations: int = 1  # number of rotations for test-time augmentation; above 1, also return the standard deviation
     tile_px: int | None = None  # largest side of a tile in pixels; by default `Model.tile_px`
     everywhere: bool = False  # if True, also predict where no tissue was detected
 
@@ -266,8 +266,8 @@ class SlidePass:
         """Return the tile with the task's background probabilities at all outputs on glass.
 
         An output is on glass if it is farther than `task.tissue_margin_um` from tissue. The standard deviation over
-        rotations becomes 0 there. This is necessary because only tiles near tissue are predicted: results on glass
-        would depend on the size of the tiles. With the option `everywhere`, the tile is not changed.
+        rotations becomes 0 there. Without this change, results on glass would depend on the size of the tiles, because
+        only tiles near tissue are predicted. With the option `everywhere`, the tile is not changed.
         """
         if self._near_tissue is None:
             return tile
@@ -329,8 +329,8 @@ class SlideView:
     def _read_block(self, row: int, column: int) -> NDArray[np.uint8]:
         """Return the pixels of block (row, column), with normalized stains if required.
 
-        The positions of blocks do not depend on the tiles. Otherwise results would depend on the tiles, because the
-        value of a pixel may differ by one gray level if it is resampled as part of another rectangle.
+        The positions of blocks do not depend on the tiles. If they did, results would depend on the tiles, too: the
+        value of a pixel may differ by one gray level if the pixel is resampled as part of another rectangle.
         """
         top, left = row * BLOCK_PX, column * BLOCK_PX
         height, width = (min(BLOCK_PX, size - start) for size, start in zip(self.size_px, (top, left), strict=True))

@@ -3,11 +3,12 @@
 - Output: one position of the map that the network returns, with K logits or probabilities. Neighboring outputs are one
   stride apart.
 - Tile: a rectangle of outputs.
-- Overlap: an output depends on the pixels around its position (the receptive field). For each tile, the network
-  therefore reads more pixels than the tile covers. The outputs of the tiles are thus the same as for the whole image.
+- Overlap: the pixels around a tile that the network reads in addition to the pixels of the tile, because an output
+  depends on pixels around its position (the receptive field). With the overlap, the outputs of a tile are the same as
+  for the whole image.
 - Frame: a rectangle of pixels with sides that are valid for the network: `smallest_px` plus a multiple of `step_px`.
   Frames may extend beyond the image, which is reflected there.
-- Block: if a side of a frame becomes longer by `step_px`, one block of outputs is added along this side. A frame always
+- Block: the outputs that are added along a side of a frame if this side becomes longer by `step_px`. A frame always
   contains complete blocks.
 - Rim: outputs along the edges of a frame that depend on the padding of the network's layers. They are computed but not
   used, except at the edges of the image.
@@ -314,7 +315,7 @@ class Grid:
 
     `view` is the slide at the pixel spacing of the network. `tile_px` (default: 1024) is the largest side, in pixels,
     of the frame of a tile without its halo. If `tile_px` is smaller than `geometry.context_px`, or than the frame of a
-    single heat-map pixel, the larger of these sizes is used. `halo` is the number of outputs added on each side of a
+    single heat-map pixel, the larger size is used. `halo` is the number of outputs added on each side of a
     tile. `multiple` is the side of a heat-map pixel, in outputs. Each tile starts at a multiple of this number, so that
     no heat-map pixel crosses a tile border.
     """

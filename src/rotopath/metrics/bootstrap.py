@@ -1,8 +1,8 @@
 """Compute bootstrap confidence intervals of scores, by resampling cases with replacement.
 
 A case is a patient or, for patches, a slide. Cases are resampled instead of images, because images of one patient are
-not independent. Tasks count results in each image, such as true and false positives, and add up the counts of each
-case. The score is then computed for many resampled sets of cases.
+not independent. Results, such as true and false positives, are counted in each image, and the counts are added up for
+each case. The score is then computed for many resampled sets of cases.
 """
 
 import math

@@ -109,7 +109,7 @@ def auc_interval(labels: Ints, probabilities: Floats, units: Sequence[str]) -> l
 def score_each_class(
     names: Sequence[str], confusion: Ints, labels: Ints, probabilities: Floats
 ) -> dict[str, dict[str, float | None]]:
-    """Return, for each class by its name, the number of images, the precision, the recall, the F1 and the AUC.
+    """Return the scores of each class by class name: its number of images, precision, recall, F1 and AUC.
 
     Each score compares one class with all other classes together. A score is None if it is undefined, such as the
     recall of a class without images. `names` are the K class names. `confusion` (K, K) is the result of

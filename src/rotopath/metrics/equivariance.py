@@ -112,7 +112,7 @@ def smooth_images(count: int, size: int, channels: int = 3, blur_px: float = 2.0
 
 
 def _call(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return model(x) without changes of x, the buffers of the model or the random state.
+    """Return model(x) without changing x, the buffers of the model or the random state.
 
     Two calls in succession therefore use the same random numbers, for example in dropout layers.
     """

@@ -297,9 +297,9 @@ def aggregated_jaccard(truth: NDArray[np.integer], predicted: NDArray[np.integer
     """Return the aggregated Jaccard index (AJI) of two label maps (H, W), after Kumar et al. (2017).
 
     Each annotated object is matched to the overlapping predicted object with the highest intersection over union (IoU).
-    A predicted object may be matched to several annotated objects. AJI is the sum of the intersections of all matched
-    pairs, divided by the sum of the unions of these pairs and of the areas of all objects without a match. AJI is 1 if
-    both maps have no objects.
+    A predicted object may be matched to several annotated objects. AJI is a fraction. Its numerator is the sum of the
+    intersections of all matched pairs. Its denominator is the sum of the unions of these pairs, plus the areas of all
+    annotated and predicted objects without a match. AJI is 1 if both maps have no objects.
 
     >>> truth = np.array([[1, 1, 0, 2]])
     >>> rp.metrics.aggregated_jaccard(truth, np.array([[5, 0, 0, 3]]))

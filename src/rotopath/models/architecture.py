@@ -20,7 +20,8 @@ Pooling = Literal["max", "max-blur", "rms-blur"]
 Upsampling = Literal["nearest", "bilinear"]
 Preset = Literal["paper", "faithful"]
 UPSAMPLING_FACTOR = 2  # of the input of each stage with a skip connection
-# Allowed relative difference between the numbers of weights for N orientations and for one, for N not in the paper.
+# Allowed relative difference between the number of weights for N orientations and the number for N = 1, for each N that
+# is not in the paper.
 WEIGHTS_TOLERANCE = 0.05
 
 
@@ -84,7 +85,7 @@ class Architecture:
     upsampling: Upsampling = "nearest"  # interpolation before each skip connection
     smoothing: bool = False  # whether the image is blurred before the first convolution
     reflections: bool = False  # whether the network is equivariant to flips too; its channels are those for 2N
-    widths_of: int | None = None  # use the channels for this number of orientations; None: for the N of the network
+    widths_of: int | None = None  # use the channels for this number of orientations; None: for the network's own N
     # The next two fields are computed only once, because every forward pass reads them.
     receptive_field: int = field(init=False, repr=False, compare=False)  # in px; equals the smallest valid image side
     size_step: int = field(init=False, repr=False, compare=False)  # px between two successive valid image sides
@@ -137,14 +138,14 @@ class Architecture:
     # Channels and weights
 
     def channels(self, orientations: int) -> tuple[int, ...]:
-        """Number of output channels C of each stage for N = `orientations`.
+        """Return the number of output channels C of each stage for N = `orientations`.
 
         The stage returns features (B, C, N, H, W), or (B, C, 2N, H, W) with reflections.
         """
         return self._stage_channels(*self._find_widths(group.order(self.widths_of or orientations, self.reflections)))
 
     def weights(self, orientations: int) -> tuple[int, ...]:
-        """Number of learned weights of each stage, including its batch norm, for N = `orientations`.
+        """Return the number of learned weights of each stage, including its batch norm, for N = `orientations`.
 
         The last entry of the tuple is not for a stage: it is the number of weights of the projection and the head.
         """
@@ -153,7 +154,7 @@ class Architecture:
         return *stages, channels[-1] * weights_per_channel(self.projection, orientations) + head
 
     def in_channels(self, stage: int, channels: tuple[int, ...]) -> int:
-        """Number of input channels of the stage with index `stage`.
+        """Return the number of input channels of the stage with index `stage`.
 
         These are the channels of the previous stage plus the channels of the skip connection, if there is one.
         `channels` are the output channels of all stages, as the method `channels` returns them.
@@ -168,7 +169,7 @@ class Architecture:
 
         `orientations` is the length of the orientation axis: N, or 2N with reflections. For the lengths in `published`,
         the numbers are those of the paper. For other lengths, the numbers are chosen so that the network has about as
-        many weights as for N = 1. `WEIGHTS_TOLERANCE` limits the difference.
+        many weights as for N = 1. Raises ValueError if every choice exceeds `WEIGHTS_TOLERANCE`.
         """
         if orientations in self.published:
             return self.published[orientations]
@@ -223,7 +224,7 @@ class Architecture:
         the edges of the image, these pixels are padding. In a larger image they would be real pixels, so the outputs in
         the border would be different.
         """
-        # For each stage, about its output before the pool: rim, and image coordinate (px) of the center of pixel 0.
+        # For the output of each stage before its pool: rim, and image coordinate (px) of the center of pixel 0.
         before_pool: list[tuple[int, float]] = []
         rim, first, step = Smooth2d.REACH if self.smoothing else 0, 0.0, 1.0
         for stage in self.stages:
@@ -303,7 +304,7 @@ class Architecture:
         for stage in reversed(self.stages):
             side = side * stage.pool + stage.kernel - 1
             if stage.skip is not None:
-                # A window of `side` px after up-sampling is computed from at most this many px before it.
+                # A window of `side` px after up-sampling is computed from at most this many px before up-sampling.
                 side = (side + UPSAMPLING_FACTOR - 2) // UPSAMPLING_FACTOR + 1
         return side
 

@@ -39,7 +39,7 @@ class ResNet(nn.Module):
     """ResNet of He et al. (2016): maps images (B, 3, H, W) to K = `outputs` logits per image, (B, K).
 
     `block` is the class of the residual blocks: `BasicBlock` or `Bottleneck`. `depths` are the numbers of blocks in the
-    four parts of the network. The first layer has `width` channels.
+    stages of the network, "layer1" to "layer4". The first layer has `width` channels.
     """
 
     def __init__(self, block: Any, depths: tuple[int, ...], outputs: int, width: int = 64) -> None:

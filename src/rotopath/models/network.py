@@ -34,9 +34,9 @@ from rotopath.nn.features import check_brightness, check_image
 
 
 def mitosis(orientations: int = 8, preset: Preset = "paper", **choices: Unpack[Choices]) -> "Network":
-    """Build the mitosis detector, which returns one logit for each window of 68 × 68 px, every 8 px.
+    """Build the mitosis detector, which returns one logit for each window of 68 × 68 px.
 
-    The logit is high if a mitotic figure is at the center of the window.
+    Neighboring windows are 8 px apart. The logit is high if a mitotic figure is at the center of the window.
 
     `preset` is "paper", the network of the paper, or "faithful", a network with smaller equivariance errors for
     rotations by angles that are not multiples of 90°. `choices` are single options (`Choices`), which override the
@@ -58,9 +58,9 @@ def nuclei(orientations: int = 8, preset: Preset = "paper", **choices: Unpack[Ch
 
 
 def tumor(orientations: int = 8, preset: Preset = "paper", **choices: Unpack[Choices]) -> "Network":
-    """Build the tumor classifier, which returns one logit for each window of 88 × 88 px, every 12 px.
+    """Build the tumor classifier, which returns one logit for each window of 88 × 88 px.
 
-    The logit is high if the tissue in the window is tumor.
+    Neighboring windows are 12 px apart. The logit is high if the tissue in the window is tumor.
 
     `preset` is "paper", the network of the paper, or "faithful", a network with smaller equivariance errors for
     rotations by angles that are not multiples of 90°. `choices` are single options (`Choices`), which override the
@@ -99,7 +99,7 @@ class ArchitectureNetwork(nn.Module):
         return self.architecture.stride
 
     def fits(self, size: int) -> bool:
-        """Return whether an image side, in px, is valid: one window fits into it, and no pool has a remainder."""
+        """Return whether an image side, in px, is valid: a window fits, and all pools cover their inputs exactly."""
         return self.architecture.fits(size)
 
     def nearest_sizes(self, size: int) -> tuple[int, ...]:

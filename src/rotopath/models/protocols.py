@@ -62,7 +62,7 @@ class Geometry:
 
     @property
     def block(self) -> int:
-        """Number of outputs along a side of `smallest_px` px. Each `step_px` px more add the same number of outputs."""
+        """Number of outputs along a side of `smallest_px` px. Every further `step_px` px add as many outputs again."""
         return self.step_px // self.stride_px
 
     @property
@@ -264,7 +264,7 @@ def measure_geometry(module: nn.Module, window_px: int) -> Geometry | None:
     - No number of px in `STEP_CANDIDATES_PX` is the step between valid image sides: each increase of the image side by
       one step must add the same number of outputs.
 
-    To find which outputs depend on a pixel, the pixel is set to NaN: these outputs become NaN too.
+    To find which outputs depend on a pixel, the pixel is set to NaN: the outputs that depend on it become NaN too.
     """
     probe = _Probe(module)
     outputs, side = probe.output_shape(window_px)[1], probe.output_side(window_px)
@@ -347,7 +347,7 @@ class _Probe:
         return None if shape is None or len(shape) != 4 else shape[2]
 
     def measure_reach(self, geometry: Geometry, window_px: int) -> tuple[float, float] | None:
-        """Return the largest distances, in px, from an output to the pixels that it reads on its left and its right.
+        """Return the largest distances, in px, from an output to the pixels that it reads, to its left and right.
 
         `window_px` is an image side that the module accepts. Return None if an output reads the whole image width.
         """
@@ -366,7 +366,7 @@ class _Probe:
 
         In an image of `width` px, only the pixels in the column with the index `column` are NaN. So the outputs that
         read this column are NaN. The rightmost of these outputs gives the distance to the left, and the leftmost gives
-        the distance to the right. Return None if all outputs of the map read the column.
+        the distance to the right. Return None if all outputs of the map read the column, or zeros if none reads it.
         """
         images = torch.zeros(1, IMAGE_CHANNELS, geometry.smallest_px, width, dtype=torch.float64)
         images[..., column] = float("nan")

@@ -35,8 +35,8 @@ CONVERSION_OPTIONS: Options = {
     "strides": get_args(Strides),
     "reflections": (False, True),
 }
-# After conversion, the convolutions with stride 2 of well-known networks would accept odd image sides only. The option
-# "pool" replaces their strides by pools, which accept even sides.
+# After conversion, the convolutions with stride 2 of well-known networks would accept odd heights and widths only. With
+# "pool", mean pools replace these strides, so that even heights and widths are accepted.
 CONVERSION_DEFAULTS: Options = {"strides": "pool"}
 BACKBONES: Mapping[str, Builder] = {
     "resnet18": backbones.resnet18,

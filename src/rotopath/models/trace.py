@@ -199,9 +199,9 @@ class ValueProxy(fx.Proxy):
     """Object that replaces a tensor, a size or a number during tracing, and records the operations on it."""
 
     def __len__(self) -> int:
-        """Return the length of slices such as `x.shape[-2:]`, here 2, so that `*x.shape[-2:]` can be traced.
+        """Return the length of a slice such as `x.shape[-2:]`, here 2, so that `*x.shape[-2:]` can be traced.
 
-        Other lengths raise TypeError, because the number of axes of a tensor is not known during tracing.
+        Raises TypeError for all other values, because the number of axes of a tensor is not known during tracing.
         """
         target, args = self.node.target, self.node.args
         index = args[1] if target is operator.getitem else None

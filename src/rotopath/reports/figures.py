@@ -51,7 +51,8 @@ STROKE = [
 # Group kernel: STROKE is multiplied by one of these factors for each input orientation.
 ORIENTATION_WEIGHTS = [1.0, 0.55, 0.25, -0.35, -0.6, -0.35, 0.25, 0.55]
 STAINS = ([0.30, 0.72, 0.42], [0.65, 0.70, 0.29])  # eosin and hematoxylin: optical density of red, green, blue
-# Nuclei in the synthetic tissue: row and column of a corner (in pixels, before cropping), and counter-clockwise degrees
+# Nuclei in the synthetic tissue. Each is drawn in a square of 41 × 41 px: row and column of the upper left corner of
+# this square (before the image is cropped), and rotation of the nucleus in degrees, counter-clockwise.
 NUCLEI = [(14, 16, 10), (20, 47, 60), (46, 20, 120), (55, 52, 160), (34, 36, 95), (6, 60, 35), (63, 6, 80)]
 FRAME = "#c2410c"  # color of the frame around one slice of each group kernel
 LEFT, RIGHT = 0.02, 0.985  # edges of the panels, as fractions of the figure's width

@@ -1,8 +1,8 @@
 """Show the progress of a training, of the prediction of many slides, or of a study.
 
 In a terminal, progress bars or a table are updated while the program runs. If the output is redirected to a file, there
-are no bars or tables. In both cases, a line is printed when an epoch or a slide has finished; the lines about the runs
-of a study are only printed to a file. N is the number of orientations of a network.
+are no bars or tables. In both cases, a line is printed when an epoch or a slide has finished. When a run of a study has
+finished, a line is printed only if there is no table. N is the number of orientations of a network.
 """
 
 import time
@@ -28,7 +28,7 @@ JOB_CELL_WIDTH = 12
 class ProgressBar:
     """A progress bar with elapsed and remaining time. It is visible only inside a `with` block and in a terminal.
 
-    `columns` are the columns of the bar before the times.
+    `columns` are the columns to the left of the times.
     """
 
     def __init__(self, console: Console, *columns: ProgressColumn) -> None:
@@ -168,8 +168,8 @@ class StudyProgress:
     def _table(self, states: Mapping[Job, JobState]) -> Table:
         """Return the table of jobs. Each column is a seed.
 
-        Each row is one part of the study, with one N and one regime (amount of training data). If the terminal has too
-        few lines for all rows, only rows with running or failed jobs are shown.
+        Each row is a combination of a part of the study, an N and a regime (amount of training data). If the terminal
+        has too few lines for all rows, only rows with running or failed jobs are shown.
         """
         seeds = sorted({job.recipe.seed for job in states})
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))

@@ -26,7 +26,7 @@ from rotopath.studies.results import StudyResult, Summary
 COLORS = {1: "#d55e00", 4: "#56b4e9", 8: "#0072b2", 16: "#009e73"}  # by number of orientations
 TTA_COLOR, OTHER_COLORS = "#e69f00", ("#cc79a7", "#000000", "#f0e442")
 WHITE_TO_RED = LinearSegmentedColormap.from_list("deviation", ["#ffffff", "#d55e00", "#7f0000"])
-WINDOWS_SHOWN, FIELDS_SHOWN = 6, 2  # numbers of windows and of fields (annotated image regions) in the figures
+WINDOWS_SHOWN, FIELDS_SHOWN = 6, 2  # numbers of windows and of fields (annotated images) in the figures
 MAX_DEVIATION = 0.3  # standard deviation at the red end of the color scale
 SCORE_LABELS = {"f1": "F1"}  # labels of scores in figures, where they differ from the names
 
@@ -114,7 +114,7 @@ def draw_rotated_windows(results: Sequence[StudyResult], classes: Sequence[str],
 
 
 def draw_maps(results: Sequence[StudyResult], path: Path) -> Path | None:
-    """Draw how much the predicted maps of fields (annotated image regions) change when the fields are rotated.
+    """Draw how much the predicted maps of fields (annotated images) change when the fields are rotated.
 
     `results` contains one result for each network. Each field was rotated by many angles and predicted, and the maps
     were rotated back. The figure has two rows for each field: the first row shows the image and the mean map of each

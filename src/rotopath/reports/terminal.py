@@ -23,9 +23,9 @@ console = Console()
 
 @contextmanager
 def user_errors_in_one_sentence() -> Iterator[None]:
-    """Context manager: print an error that the user can correct as one sentence, and exit with code 2.
+    """Context manager: print an error as one sentence and exit with code 2, if the user can correct the error.
 
-    These errors are problems with data, recipes, runs, clusters and files, and missing optional packages. All other
+    Users can correct problems with data, recipes, runs, clusters and files, and missing optional packages. All other
     errors are raised as usual, with a traceback.
     """
     from rotopath.data import DataError

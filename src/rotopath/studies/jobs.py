@@ -3,8 +3,8 @@
 A job trains a network, evaluates it, and writes the results to a run folder. Finished jobs are skipped, interrupted
 jobs are resumed, and a job that fails does not stop the other jobs.
 
-The run folder of a job is `PART/NAME` in the folder of the study, such as `tumor/N8-seed0`. These files are next to the
-run folder:
+The run folder of a job is `PART/NAME` in the folder of the study, such as `tumor/N8-seed0`. PART is the name of the
+part of the study to which the job belongs (see `rotopath.studies.plan`). These files are next to the run folder:
 
 - `NAME.toml`: the recipe.
 - `NAME.progress`: the current stage and step, while the job is running.
@@ -183,10 +183,11 @@ def job_file(out: Path, name: str, kind: str) -> Path:
 
 
 def list_results(folder: Path, orientations: int, rotations: int) -> list[Path]:
-    """Return the files that exist when a job is done: the weights and the scores, in one or two score files.
+    """Return the paths of the files that exist when a job is done: the weights file, and one or two score files.
 
     `folder` is the run folder, and `orientations` the number of orientations of the network. The second score file
-    contains scores with test-time augmentation, for ordinary CNNs only, and only if `rotations` is above 1.
+    contains the scores with test-time augmentation. It exists only if the network is an ordinary CNN and `rotations` is
+    above 1.
     """
     evaluations = [evaluation_file(folder, SPLIT)]
     if orientations == PLAIN and rotations > 1:
@@ -319,7 +320,7 @@ def run_process(recipe: str, rotations: int, cwd: str, environment: Mapping[str,
     - The process ended, and its log is not empty. The message contains the exit code and the path of the log.
 
     In the third case, the job may be done, because a log may contain only warnings. The caller therefore first reads
-    the files of the job, and uses the message only if these contain neither results nor an error message.
+    the files of the job, and uses the message only if these files contain neither results nor an error message.
     """
     path = Path(recipe)
     command = [sys.executable, "-m", "rotopath.studies.jobs", recipe, str(rotations), str(os.getpid())]
@@ -404,7 +405,10 @@ class _ProgressFile:
         self._path, self._steps, self._written_s = path, steps, 0.0
 
     def write_throttled(self, stage: str, row: dict[str, float]) -> None:
-        """Write the stage and a row of the training log, if nothing was written in the last second."""
+        """Write the stage and the numbers in `row`, unless something was written in the last second.
+
+        These are the stage and the dictionary that `train` passes to its argument `on_progress`.
+        """
         if time.monotonic() - self._written_s >= WRITE_PROGRESS_EVERY_S:
             self.write(stage, **row)
 
@@ -416,10 +420,11 @@ class _ProgressFile:
 
 @contextmanager
 def _hold_lock(lock: Path) -> Iterator[None]:
-    """Context manager: hold the lock of a job. Raises BusyError if another process does not release the lock in time.
+    """Context manager: hold the lock of a job. `lock` is the path of the lock file.
 
-    The operating system releases the lock when the process ends, also if the process is killed. The process ID is
-    written to a separate file, because on Windows other processes cannot read a locked file.
+    Raises BusyError if another process does not release the lock within `WAIT_FOR_LOCK_S` seconds. The operating system
+    releases the lock when the process ends, also if the process is killed. The process ID is written to a separate
+    file, because on Windows other processes cannot read a locked file.
     """
     # With fallback_to_soft=True, filelock would create an ordinary file on file systems without locks. If the process
     # is killed, this file would remain and block the job forever.
@@ -435,8 +440,8 @@ def _hold_lock(lock: Path) -> Iterator[None]:
 def _stop_on_request(parent: int, stop: Path) -> None:
     """Start a thread that interrupts this process when the file `stop` exists.
 
-    `parent` is the ID of the parent process. If the parent process has died, the thread ends this process at once. The
-    user may start the study again, which starts a new process for the same job.
+    `parent` is the ID of the parent process. If the parent process has died, the thread ends this process at once. If
+    the user then starts the study again, a new process can continue the job.
     """
 
     def check() -> None:

@@ -1,4 +1,4 @@
-"""Read the plan of a study: trainings that differ in the number of orientations, amount of training data and seed.
+"""Read the plan of a study: which networks to train, with how much training data and which seeds.
 
 A study consists of parts, for example one part for each task. A part has a recipe and three lists: numbers of
 orientations, amounts of training data (*regimes*), and seeds. Each combination of values from these lists is a job: one
@@ -14,7 +14,7 @@ from rotopath.recipe import Recipe, RecipeError, make_recipe, read_values
 
 KEYS = ("recipe", "orientations", "regime", "seed", "tta", "set")
 SPLIT: Literal["test"] = "test"  # the split on which runs are evaluated
-PLAIN = 1  # number of orientations of an ordinary CNN; only such networks are tested with test-time augmentation, too
+PLAIN = 1  # number of orientations of an ordinary CNN; only such CNNs are also evaluated with test-time augmentation
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Part:
     """A part of a study: one recipe, with all combinations of orientations, regimes and seeds.
 
     A regime is an amount of training data. Its unit depends on the kind of task: number of cases ("detect"), number of
-    fields (annotated image regions) of each organ ("segment"), or fraction of the patches of each class ("classify").
+    fields (annotated images) of each organ ("segment"), or fraction of the patches of each class ("classify").
     """
 
     name: str
@@ -64,7 +64,11 @@ class Study:
 
     @property
     def jobs(self) -> list[Job]:
-        """All jobs, ordered by seed, then by part, then by number of orientations (largest first)."""
+        """All jobs of all parts: first all jobs with the first seed, then all jobs with the next seed, and so on.
+
+        Jobs with the same seed are ordered by part of the study, as in `parts`. Jobs of the same part are ordered by
+        number of orientations (largest first), and then by regime, as in `regimes`.
+        """
         seeds = dict.fromkeys(seed for part in self.parts for seed in part.seeds)
         return [
             part.job(orientations, regime, seed)

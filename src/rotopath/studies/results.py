@@ -26,7 +26,7 @@ from rotopath.model_file import RunError
 from rotopath.recipe import Recipe
 from rotopath.studies.plan import PLAIN, SPLIT
 
-RESAMPLES, RESAMPLES_PER_BATCH = 2000, 100  # of the bootstrap: number in total, and number computed at a time
+RESAMPLES, RESAMPLES_PER_BATCH = 2000, 100  # bootstrap: number of resamples in total, and number computed at a time
 INTERVAL = (0.025, 0.975)  # quantiles of a 95 % confidence interval
 
 
@@ -127,7 +127,7 @@ def read_results(out: Path) -> list[StudyResult]:
             scores = json.loads(path.read_text(encoding="utf-8"))[SPLIT]
         except (json.JSONDecodeError, KeyError):
             raise RunError(f"{path} is damaged; delete the file, and run the study again.") from None
-        if path == evaluation_file(folder, SPLIT, scores["rotations"]):  # not for another rule or another dataset
+        if path == evaluation_file(folder, SPLIT, scores["rotations"]):  # else: scores for another rule or dataset
             recipe = runs.read_run_recipe(folder)
             results.append(StudyResult(folder.parent.name, folder, recipe, scores["rotations"], scores))
     if not results:
@@ -169,11 +169,11 @@ def estimate(results: Sequence[StudyResult], minus: Sequence[StudyResult] = ()) 
     of each result minus the score of the result with the same seed in `minus`. Both sequences must have the same seeds,
     in the same order.
 
-    The interval combines two sources of variation: cases and seeds. The variation over cases is estimated by a
-    bootstrap, which draws the same cases for all results. The variation over seeds is estimated by Student's t, because
-    a bootstrap of three seeds gives an interval that is too narrow. With one seed, the interval is over cases only.
-    With fewer than `MIN_CASES` cases, the ends of the interval are NaN. Raises RunError if the runs were tested on
-    different cases.
+    The interval combines two sources of variation, cases and seeds (root of the sum of squares). The variation over
+    cases is estimated by a bootstrap, which draws the same cases for all results. The variation over seeds is estimated
+    by Student's t, because a bootstrap of three seeds gives an interval that is too narrow. With one seed, the interval
+    is over cases only. With fewer than `MIN_CASES` cases, the ends of the interval are NaN. Raises RunError if the runs
+    were tested on different cases.
     """
     cases = list(results[0].score_terms)
     for other in (*results, *minus):

@@ -70,10 +70,10 @@ def paint_ground(
 ) -> tuple[StainCanvas, Points]:
     """Paint tissue without nuclei on a new canvas; return the canvas and the direction of the fibers at each pixel.
 
-    `depth_um` (height, width) is the depth of each pixel: positive in epithelium and negative in stroma. `cells` are
-    the centers of epithelial cells. `loosening` (height, width) adds edematous stroma to the amount that
-    `style.looseness` gives: 0 or None adds nothing, and where the value is 4, most of the stroma is edematous. The
-    directions (height, width) are complex numbers of length 1.
+    `depth_um` (height, width) is the depth of each pixel: positive in epithelium and negative in stroma. `cells` (n,)
+    are the centers of epithelial cells, complex numbers x + iy in pixels. `loosening` (height, width) adds edematous
+    stroma to the amount that `style.looseness` gives: 0 or None adds nothing, and where the value is 4, most of the
+    stroma is edematous. The directions (height, width) are complex numbers x + iy of length 1.
     """
     shape, px_per_um = (depth_um.shape[0], depth_um.shape[1]), 1 / spacing_um_px
     along, across = _fiber_coordinates(rng, depth_um, px_per_um)
@@ -96,10 +96,11 @@ def paint_ground(
 
 
 def _fiber_coordinates(rng: np.random.Generator, depth_um: Field, px_per_um: float) -> tuple[Field, Field]:
-    """Return the coordinates of each pixel along and across the fibers of the stroma, (height, width) each, in pixels.
+    """Return the coordinate of each pixel along the fibers of the stroma, and the coordinate across the fibers.
 
-    All fibers in the image have the same main direction, but they are wavy and bend around epithelium. The bending is
-    limited, so that fibers do not form rings around epithelium. `depth_um` is the same as in `paint_ground`.
+    Both arrays (height, width) are in pixels. All fibers in the image have the same main direction, but they are wavy
+    and bend around epithelium. The bending is limited, so that fibers do not form rings around epithelium. `depth_um`
+    is the same as in `paint_ground`.
     """
     shape = (depth_um.shape[0], depth_um.shape[1])
     straight = pixel_positions(shape) * sample_directions(rng, 1)[0]
@@ -154,8 +155,8 @@ def _paint_cytoplasm(
 ) -> tuple[Field, Field]:
     """Return the concentrations (height, width) of hematoxylin and of eosin in cytoplasm that fills the whole image.
 
-    `cells` are the centers of at least two epithelial cells. The caller uses the concentrations only at pixels in
-    epithelium.
+    `cells` are the centers of at least two epithelial cells, complex numbers x + iy in pixels. The caller uses the
+    concentrations only at pixels in epithelium.
     """
     cell, border_um = assign_cells(rng, shape, cells, px_per_um)
     granules = 0.6 * smooth_noise(rng, shape, 0.28 * px_per_um)
@@ -196,9 +197,9 @@ def assign_cells(
 ) -> tuple[NDArray[np.intp], Field]:
     """Assign each pixel to the nearest cell; return the index of the cell and the distance to the cell border in µm.
 
-    `cells` are the centers of at least two cells, and each index refers to this array. Noise makes the borders
-    irregular. To save time, both arrays are computed at every `step`-th row and column only, and then enlarged to the
-    image size `shape` (height, width).
+    `cells` are the centers of at least two cells, complex numbers x + iy in pixels. Each index is an index in `cells`.
+    Noise makes the borders irregular. To save time, both arrays are computed at every `step`-th row and column only,
+    and then enlarged to the image size `shape` (height, width).
     """
     small = (-(-shape[0] // step), -(-shape[1] // step))
     positions = pixel_positions(small) * step
@@ -240,7 +241,8 @@ def compartment_depth(
 def paint_red_cells(rng: np.random.Generator, canvas: StainCanvas, centers: Points, strength: float = 2.1) -> None:
     """Paint red blood cells on `canvas` at `centers`: deformed discs that are paler in the middle.
 
-    `strength` is the approximate concentration of stained hemoglobin at the edges of the discs.
+    `centers` (n,) are complex numbers x + iy in pixels. `strength` is the approximate concentration of stained
+    hemoglobin at the edges of the discs.
     """
     px_per_um = 1 / canvas.spacing_um_px
     side = int(10 * px_per_um) | 1
@@ -264,9 +266,9 @@ def paint_vessels(
 ) -> tuple[Points, Points]:
     """Paint small vessels on `canvas`: a thin wall, and red blood cells in the lumen.
 
-    `centers` and `directions` (n,) have one entry for each vessel. A direction is the direction of the long axis of the
-    vessel, as a complex number of length 1. Returns the positions and the directions of the endothelial nuclei in the
-    walls of all vessels. The caller must paint these nuclei.
+    `centers` (n,) are the centers of the vessels, complex numbers x + iy in pixels. `directions` (n,) are the
+    directions of their long axes, complex numbers x + iy of length 1. Returns the positions and the directions of the
+    endothelial nuclei in the walls of all vessels, in the same form. The caller must paint these nuclei.
     """
     px_per_um = 1 / canvas.spacing_um_px
     endothelium, courses = [np.zeros(0, np.complex64)], [np.zeros(0, np.complex64)]

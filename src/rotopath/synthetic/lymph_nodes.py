@@ -1,9 +1,9 @@
-"""Make synthetic lymph nodes with and without metastases at 1 µm/px, in the layout of PCam.
+"""Make patches with and without tumor from synthetic lymph nodes at 1 µm/px, in the layout of PCam.
 
 `make_tumor` writes patches of 96 × 96 px from synthetic slides to HDF5 files, and the positions of the patches to CSV
 files. Half of the patches have the label tumor: their central 32 × 32 px contain tumor. All patches of a slide are in
 one split. Slides differ in their architecture (metastasis, lymphoid tissue with follicles and sinuses, capsule, fat,
-glass) and in their colors. Of each slide, only a part of 384 × 384 px is rendered.
+glass) and in their colors. A synthetic slide is an image of only 384 × 384 px, and thus much smaller than a real slide.
 
 A *depth* is the distance of a pixel in µm from the border of a tissue: positive inside the tissue, negative outside.
 """
@@ -53,13 +53,13 @@ from rotopath.synthetic.painting import (
 )
 
 SPACING_UM_PX = 1.0  # therefore, lengths in µm and lengths in pixels have the same values in this module
-SLIDE_PX = 384  # side of the part of a slide that is rendered
+SLIDE_PX = 384  # side of a synthetic slide
 NEAR_UM = 3.0  # the tumor mask contains the stroma up to this distance from nests of tumor cells
 PATCH_PX = 96
 CENTER_PX = 32  # side of the central part of a patch that determines the label
 STRIDE_PX = 48  # distance between neighboring patches, which overlap; their central parts do not overlap
 MAX_PATCHES_PER_SLIDE = 32
-MIN_SLIDES = 3  # the patches of a split are from about this many slides or more
+MIN_SLIDES = 3  # the patches of a split are from at least about this many slides
 # Lowest fraction of tumor in the central part of a tumor patch. Patches with a lower fraction above 0 are left out.
 MIN_TUMOR_FRACTION = 0.1
 PATCHES = MappingProxyType({"train": 2000, "valid": 500, "test": 500})  # number of patches in each split
@@ -99,10 +99,11 @@ class Patch:
 
 
 def make_tumor(out: Path, seed: int = 0, patches: Mapping[str, int] = PATCHES) -> None:
-    """Write the dataset to `out`, a new or empty folder. The same `seed` gives the same dataset.
+    """Write a dataset of patches of synthetic lymph nodes, with and without tumor, to `out`, a new or empty folder.
 
-    `patches` maps the names of splits (train, valid, test) to numbers of patches. The number of a missing split is 0.
-    Raises FileExistsError if `out` exists and is not an empty folder.
+    `patches` maps the names of splits (train, valid, test) to numbers of patches. A split that is missing in `patches`
+    has 0 patches. The same `seed` gives the same dataset. Raises FileExistsError if `out` exists and is not an empty
+    folder.
     """
     with new_dataset_folder(out) as folder:
         for number, split in enumerate(SPLITS):
@@ -130,8 +131,8 @@ def collect_patches(seed: int, split: int, count: int) -> list[Patch]:
 def cut_slide(seed: int, split: int, slide: int) -> dict[bool, list[Patch]]:
     """Render a slide, and return a dictionary of its patches: key True for tumor, key False for no tumor.
 
-    `split` is the index of the split in SPLITS, and `slide` the number of the slide in this split. Each label has at
-    most MAX_PATCHES_PER_SLIDE / 2 patches, in random order. The same arguments give the same patches.
+    `split` is the index of the split in SPLITS, and `slide` the number of the slide in this split. Each key has at most
+    MAX_PATCHES_PER_SLIDE / 2 patches, in random order. The same arguments give the same patches.
     """
     rng = np.random.default_rng([seed, 3, split, slide])
     image, tumor = render_slide(rng)
@@ -173,19 +174,22 @@ def _write_split(folder: Path, split: str, patches: list[Patch]) -> None:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """Architecture of a lymph node: arrays (height, width) of distances in µm, and of values from 0 to 1."""
+    """Architecture of a slide: arrays (height, width) of distances in µm, of masks, and of concentrations."""
 
     tumor_um: Field  # depth in the metastasis, which consists of nests of tumor cells and of stroma
     nest_um: Field  # depth in nests of tumor cells
-    lumen: Field  # 1 in lumens of tumor glands
+    lumen: Field  # mask: 1 in lumens of tumor glands, 0 elsewhere
     lymphoid_um: Field  # depth in lymphoid tissue
     outside_um: Field  # distance from the outer border of the capsule: positive outside the lymph node
-    empty: Field  # 1 in fat cells and on bare glass
+    empty: Field  # mask: 1 in fat cells and on bare glass, 0 elsewhere
     shreds: Field  # concentration of eosin in shreds of tissue on the glass
 
 
 def render_slide(rng: np.random.Generator) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    """Sample a slide; return the image (H, W, 3) of a part of the slide, and its mask (H, W): true in tumor."""
+    """Sample a slide of SLIDE_PX × SLIDE_PX pixels, and return its image (H, W, 3) and its tumor mask (H, W).
+
+    The mask is true in tumor.
+    """
     shape = (SLIDE_PX, SLIDE_PX)
     plan = _sample_plan(rng, shape)
     metastasis = _sample_metastasis(rng)
@@ -263,7 +267,7 @@ def _sample_style(rng: np.random.Generator) -> TissueStyle:
 
 
 def _sample_plan(rng: np.random.Generator, shape: Shape) -> NodePlan:
-    """Sample the architecture of a lymph node with a metastasis, for an image of `shape` (height, width)."""
+    """Sample the architecture of a slide of `shape` (height, width): a part of a lymph node with a metastasis."""
     tumor_um = _sample_region(rng, shape, rng.uniform(35, 75), rng.uniform(0.35, 0.5))
     outside_um = _sample_region(rng, shape, rng.uniform(50, 90), rng.choice([0.03, 0.3, 0.6], p=[0.35, 0.35, 0.3]))
     inside_um = -outside_um - rng.uniform(4, 18)  # depth below the inner border of the capsule
@@ -276,7 +280,7 @@ def _sample_plan(rng: np.random.Generator, shape: Shape) -> NodePlan:
 
 
 def _sample_region(rng: np.random.Generator, shape: Shape, scale_um: float, fraction: float) -> Field:
-    """Sample random regions, and return the approximate depth of each pixel in µm: positive in the regions.
+    """Sample random regions, and return the approximate depth (height, width) in µm: positive in the regions.
 
     The regions together cover the given `fraction` of the image. Their size increases with `scale_um`.
     """
@@ -312,7 +316,7 @@ def _sample_fat(rng: np.random.Generator, shape: Shape, outside_um: Field) -> Fi
     """Return a mask that is 1 in fat cells, and 0 in the thin walls between fat cells and in other tissue.
 
     `outside_um` is the distance in µm from the capsule, positive outside the lymph node. Most fat cells are at pixels
-    where it is positive. The caller subtracts from `outside_um` in the metastasis, because fat is rare there.
+    where it is positive. The caller lowers `outside_um` in the metastasis, so that fat is rare there.
     """
     region = _sample_region(rng, shape, 45, rng.choice([0.03, 0.3, 0.7], p=[0.4, 0.35, 0.25]))
     region = region + outside_um.clip(-30, 10)
@@ -344,7 +348,7 @@ def _sample_glass(rng: np.random.Generator, shape: Shape, outside_um: Field, tum
 def _paint_lymphoid_tissue(rng: np.random.Generator, canvas: StainCanvas, plan: NodePlan) -> list[Nuclei]:
     """Paint lymphoid tissue without nuclei, and return the nuclei, which the caller must paint.
 
-    The painted parts are the pale background and the cytoplasm of histiocytes. The nuclei are in three groups:
+    The pale background and the cytoplasm of histiocytes are painted. The nuclei are returned in three groups:
     lymphocytes (some of them outside lymphoid tissue), centroblasts in germinal centers, and histiocytes in sinuses.
     """
     shape = canvas.shape
@@ -381,7 +385,7 @@ def _paint_lymphoid_tissue(rng: np.random.Generator, canvas: StainCanvas, plan: 
 
 
 def _paint_cell_bodies(rng: np.random.Generator, canvas: StainCanvas, centers: Points) -> None:
-    """Paint pale pink cytoplasm around the centers of cells."""
+    """Paint pale pink cytoplasm around the centers of cells, which are complex numbers x + iy in pixels."""
     spots = np.zeros(canvas.shape, np.float32)
     is_inside = (centers.real >= 0) & (centers.imag >= 0)
     is_inside &= (centers.real < canvas.shape[1] - 1) & (centers.imag < canvas.shape[0] - 1)

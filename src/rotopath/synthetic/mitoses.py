@@ -9,7 +9,7 @@ Each mitotic figure is painted in one of four phases; a metaphase is seen from t
 objects that resemble mitotic figures: dying cells, smudged nuclei and lymphocytes. To paint a shape, a function
 computes the *depth* of each pixel: its distance in µm from the outline of the shape, positive inside and negative
 outside. Noise is added to the positions of pixels, so that the edges of chromosomes are rough. Positions are complex
-numbers x + iy.
+numbers x + iy: in pixels on the image, or in µm relative to the center of a cell.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ from rotopath.synthetic.painting import (
 
 SPACING_UM_PX = 0.25
 CASES = range(1, 24)
-CASES_IN_PART_1 = 12  # AMIDA13 has two folders of images; the first contains these cases
+CASES_IN_PART_1 = 12  # AMIDA13 has two folders of images; the first contains cases 1 to 12
 MARGIN_PX = 20  # mitotic figures are farther than this from the edge of the image, so that they are recognizable
 # Mean number of mitoses in a field of 128 µm × 128 µm, for each case. As in reality, a few cases have most mitoses.
 MITOSES_PER_FIELD = (6, 4, 4, 7, 2, 6, 5, 1, 0.5, 0, 2, 1, 0.5, 2, 5, 1, 1, 7, 0.5, 0, 6, 5, 3)
@@ -89,7 +89,7 @@ Shape = tuple[Field, Field]  # depth of each pixel in the chromatin, and depth i
 
 
 class LabeledObject(NamedTuple):
-    """The center of an object, rounded to whole pixels, and the class of the object."""
+    """The center of an object in the image, rounded to whole pixels, and the class of the object."""
 
     row: int
     column: int
@@ -100,10 +100,10 @@ class LabeledObject(NamedTuple):
 
 
 def make_mitosis(out: Path, seed: int = 0, fields_per_case: int = 2, size_px: int = 512) -> None:
-    """Write the dataset to `out`, a new or empty folder. The same `seed` gives the same dataset.
+    """Write a dataset of synthetic breast cancer with annotated mitoses to `out`, a new or empty folder.
 
-    Each of the 23 cases has `fields_per_case` images of `size_px` × `size_px` pixels. Raises FileExistsError if `out`
-    exists and is not an empty folder.
+    Each of the 23 cases has `fields_per_case` images of `size_px` × `size_px` pixels. The same `seed` gives the same
+    dataset. Raises FileExistsError if `out` exists and is not an empty folder.
     """
     with new_dataset_folder(out) as folder:
         manifest: list[tuple[object, ...]] = []
@@ -181,10 +181,10 @@ def render_mitosis_field(
 def label_objects(mitoses: Points, apoptotic: Points, nuclei: Nuclei, size_px: int) -> list[LabeledObject]:
     """Return the objects to annotate: mitoses, apoptotic cells, and look-alike nuclei, in this order.
 
-    `mitoses` and `apoptotic` are the centers of these cells in pixels. `nuclei` are the nuclei of all other cells of
-    the field. Only nuclei with a class in LOOK_ALIKE_NUCLEI are look-alikes. A look-alike is left out if a nucleus that
-    is not a look-alike covers its center, or if it is within HIDDEN_UM of an object in front. Objects with a center
-    outside the image are left out, too.
+    `mitoses` and `apoptotic` are the centers of these cells: complex numbers x + iy in pixels. `nuclei` are the nuclei
+    of all other cells of the field. A look-alike nucleus is a nucleus with a class in LOOK_ALIKE_NUCLEI. It is left out
+    if a nucleus that is not a look-alike covers its center, or if an object in front is within HIDDEN_UM. Objects with
+    a center outside the image are left out, too.
     """
     is_look_alike = np.isin(nuclei.cell, LOOK_ALIKE_NUCLEI)
     look_alikes, others = nuclei.select(is_look_alike), nuclei.select(~is_look_alike)
@@ -234,8 +234,8 @@ def _sample_case(rng: np.random.Generator) -> tuple[Appearance, TissueStyle, Nuc
 def _choose_mitosis_candidates(rng: np.random.Generator, cells: Points, size_px: int) -> Points:
     """Return the centers of cells that may be replaced by mitotic figures or look-alikes, in random order.
 
-    `cells` are the centers of all tumor cells, in pixels. The returned centers are more than MARGIN_PX away from the
-    edge of the image, and more than 16 µm away from each other.
+    `cells` are the centers of all tumor cells. The returned centers are more than MARGIN_PX away from the edge of the
+    image, and more than 16 µm away from each other. All centers are complex numbers x + iy in pixels.
     """
     is_inside = (np.abs(cells.real - size_px / 2) < size_px / 2 - MARGIN_PX) & (
         np.abs(cells.imag - size_px / 2) < size_px / 2 - MARGIN_PX
@@ -390,9 +390,9 @@ def _round_cell(rng: np.random.Generator, position: Points) -> Field:
 
 
 def _window_around(canvas: StainCanvas, center: complex) -> Window:
-    """Return the window around `center` in which a mitotic figure or a dying cell is painted.
+    """Return the window in which a mitotic figure or a dying cell is painted.
 
-    Raises ValueError if the whole window is outside the canvas.
+    `center` is the center of the cell, x + iy in pixels. Raises ValueError if the whole window is outside the canvas.
     """
     window = Window.around(canvas, center, int(WINDOW_UM / canvas.spacing_um_px))
     if window is None:
@@ -411,6 +411,9 @@ def _displacement(rng: np.random.Generator, shape: tuple[int, int], scale_px: fl
 
 
 def _local_positions(rng: np.random.Generator, window: Window, canvas: StainCanvas) -> Points:
-    """Return the position of each pixel relative to the center of `window`, in µm, rotated by one random angle."""
+    """Return the position x + iy of each pixel of `window` relative to the center of the cell, in µm.
+
+    The positions of all pixels are rotated about the center of the cell by the same random angle.
+    """
     rotated: Points = window.offset * np.float32(canvas.spacing_um_px) * sample_directions(rng, 1)[0]
     return rotated

@@ -2,8 +2,8 @@
 
 `sample_nuclei` samples the shapes and stains of nuclei at given positions; a `NucleusType` states how large, dark and
 uneven the nuclei are. `trace_nuclei` returns the outlines of nuclei, and `paint_nuclei` adds the stain of nuclei to the
-tissue. An outline is a bent ellipse with irregularities, which are harmonics (sine waves) of the angle around the
-center. Positions are complex numbers x + iy in pixels, and directions are complex numbers of length 1.
+tissue. An outline is a bent ellipse with irregularities. The irregularities are harmonics: sine waves of the angle
+around the center. Positions are complex numbers x + iy in pixels. Directions are complex numbers x + iy of length 1.
 """
 
 from dataclasses import dataclass, fields
@@ -98,7 +98,8 @@ class Nuclei:
     clumps: Numbers
     pallor: Numbers
     softness_px: Numbers  # width over which the edge fades
-    # (n, 3): positions of nucleoli relative to the center, divided by the semi-axes; 100 stands for a missing nucleolus
+    # (n, 3): positions x + iy of nucleoli relative to the center: x along the long axis, divided by `long_px`, and y
+    # along the short axis, divided by `short_px`; 100 stands for a missing nucleolus
     nucleoli: NDArray[np.complexfloating]
     cell: NDArray[np.str_]  # class of the nucleus in annotations; empty if it is not annotated
 
@@ -106,7 +107,7 @@ class Nuclei:
         return len(self.center)
 
     def select(self, chosen: NDArray[np.generic]) -> "Nuclei":
-        """Return a part of the nuclei. `chosen` is an array of their indices, or a mask (n,) that is true for them."""
+        """Return some of the nuclei. `chosen` is an array of indices, or a mask (n,) that is true for these nuclei."""
         return Nuclei(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
 
@@ -121,9 +122,10 @@ def concatenate_nuclei(groups: list[Nuclei]) -> Nuclei:
 def sample_nuclei(
     rng: np.random.Generator, kind: NucleusType, centers: Points, spacing_um_px: float, directions: Points | None = None
 ) -> Nuclei:
-    """Sample nuclei of the type `kind` at `centers` (n,), in pixels.
+    """Sample a nucleus of the type `kind` at each of `centers`.
 
-    `directions` (n,) are the directions of the long axes of the nuclei. With None, the directions are random.
+    `centers` (n,) are complex numbers x + iy in pixels. `directions` (n,) are the directions of the long axes of the
+    nuclei: complex numbers x + iy of length 1. If `directions` is None, the directions are random.
     """
     n = len(centers)
     radius = kind.radius_um / spacing_um_px * rng.lognormal(0, kind.spread, n)
@@ -156,10 +158,11 @@ def sample_nuclei(
 def sample_fibroblasts(
     rng: np.random.Generator, centers: Points, spacing_um_px: float, directions: Points, active: float = 0.4
 ) -> Nuclei:
-    """Sample spindle-shaped nuclei at `centers` (n,), in pixels, with long axes close to `directions` (n,).
+    """Sample the nucleus of a fibroblast at each of `centers`, with a long axis close to the given direction.
 
-    `active` is the fraction of active fibroblasts, which have plump nuclei. The result has a different order than
-    `centers`: resting fibroblasts are first.
+    `centers` (n,) are complex numbers x + iy in pixels. `directions` (n,) are complex numbers x + iy of length 1.
+    `active` is the expected fraction of active fibroblasts, which have plump nuclei. The result has a different order
+    than `centers`: resting fibroblasts are first.
     """
     tilted = directions * np.exp(1j * rng.normal(0, 0.16, len(directions)))
     is_plump = rng.random(len(centers)) < active
@@ -223,9 +226,9 @@ def _stain_pixels(
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], Numbers, Numbers]:
     """Compute the stain of nuclei in windows of `side` × `side` pixels around the centers of the nuclei.
 
-    `grain` (height, width) is the texture of chromatin. Returns four arrays with an entry for each pixel of each
-    nucleus: the index of the nucleus, the flat index of the pixel in the image, the concentration of hematoxylin, and
-    the opacity of the nucleus at the pixel, from 0 to 1.
+    `grain` (height, width) is the texture of chromatin. Returns four arrays with an entry for each pixel in the image
+    that a nucleus stains: the index of the nucleus in `nuclei`, the flat index of the pixel in the image, the
+    concentration of hematoxylin, and the opacity of the nucleus at the pixel, from 0 to 1.
     """
     height, width = grain.shape
     corner_x = np.rint(nuclei.center.real).astype(int)[:, None, None] - side // 2
@@ -276,11 +279,12 @@ def _stain_pixels(
 
 
 def _outline_scale(harmonics: NDArray[np.complexfloating], unit: NDArray[np.complexfloating]) -> Numbers:
-    """Return the ratio of two distances from the center of a nucleus: to the outline, and to the ellipse without waves.
+    """Return the distance from the center of a nucleus to its outline, divided by the distance to its ellipse.
 
-    The ratio is computed for each direction in `unit`. A direction is a complex number of length 1, in coordinates in
-    which the ellipse is the unit circle. The ratio is 1 + Re Σ c_k unit^k for k = 2 to 6, limited to the range from 0.4
-    to 1.8. The second axis of `harmonics` contains the c_k.
+    The ellipse is the outline without irregularities. The ratio is computed for each direction in `unit`. A direction
+    is a complex number of length 1, in coordinates in which the ellipse is the unit circle. The ratio is
+    1 + Re Σ c_k unit^k for k = 2 to 6, limited to the range from 0.4 to 1.8. The second axis of `harmonics` contains
+    the c_k.
     """
     total = np.zeros(np.broadcast_shapes(harmonics[:, 0].shape, unit.shape), np.complex64)
     for k in range(HARMONICS - 1, -1, -1):  # Horner's method

@@ -73,8 +73,8 @@ class OrganPlan:
     """Architecture of a field, and appearance of its tissue and nuclei."""
 
     depth_um: Field  # depth of each pixel: positive in epithelium, negative in stroma
-    lumen: Field  # 1 in empty lumens
-    cells: Points  # centers of epithelial cells
+    lumen: Field  # 1 in empty lumens, 0 elsewhere
+    cells: Points  # centers of epithelial cells, x + iy in pixels
     epithelial: NucleusType  # appearance of the epithelial nuclei
     style: TissueStyle
     stroma_cells: float = 0.4  # density of fibroblasts in stroma, from 0 (none) to 1
@@ -88,9 +88,10 @@ class OrganPlan:
 
 
 def make_nuclei(out: Path, seed: int = 0, size_px: int = 512) -> None:
-    """Write the dataset to `out`, a new or empty folder. The same `seed` gives the same dataset.
+    """Write a dataset of synthetic tissue of four organs with outlined nuclei to `out`, a new or empty folder.
 
-    Each image has `size_px` × `size_px` pixels. Raises FileExistsError if `out` exists and is not an empty folder.
+    Each image has `size_px` × `size_px` pixels. The same `seed` gives the same dataset. Raises FileExistsError if `out`
+    exists and is not an empty folder.
     """
     splits = [split for split, count in KUMAR_FIELDS.items() for _ in range(count)]
     with new_dataset_folder(out) as folder:
@@ -218,7 +219,7 @@ def _breast(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
 
 
 def _kidney(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
-    """Sample a field of kidney: dense tubules around small lumens, or groups of clear cells with many vessels."""
+    """Sample a field of kidney with many vessels: dense tubules around small lumens, or groups of clear cells."""
     is_clear = rng.random() < 0.4
     depth = compartment_depth(rng, shape, rng.uniform(42, 58), 1.5 if is_clear else 2.0, PX_PER_UM)
     wall_um = rng.uniform(9, 12)
@@ -359,7 +360,8 @@ def _cells_at_depth(
 ) -> Points:
     """Return random centers of cells at a depth of about `target_um`.
 
-    The centers are more than `distance_um` apart. `depth_um` (height, width) is the depth of each pixel.
+    The centers are complex numbers x + iy in pixels, and more than `distance_um` apart. `depth_um` (height, width) is
+    the depth of each pixel.
     """
     points = rng.permutation(scatter_points(rng, shape, 0.45 * distance_um * PX_PER_UM, jitter=0.3))
     points = points[np.abs(values_at(depth_um, points) - target_um) < 4]
@@ -377,7 +379,8 @@ def _cells_at_depth(
 def _fat_droplets(rng: np.random.Generator, centers: Points, shape: tuple[int, int]) -> Field:
     """Return a mask that is 1 in droplets of fat and 0 elsewhere. There is one droplet around each of `centers`.
 
-    Sizes are random; most droplets are small. The edges are irregular.
+    `centers` (n,) are complex numbers x + iy in pixels. Sizes are random; most droplets are small. The edges are
+    irregular.
     """
     dents = 1.1 * smooth_noise(rng, shape, 4 * PX_PER_UM) + 0.5 * smooth_noise(rng, shape, 1.5 * PX_PER_UM)
     rows, columns = np.ogrid[: shape[0], : shape[1]]

@@ -26,7 +26,7 @@ from rotopath.images.files import UM_PER_INCH
 from rotopath.writing import atomic_folder
 
 Field = NDArray[np.floating]  # (height, width): a number for each pixel, in single precision
-Points = NDArray[np.complexfloating]  # (n,): positions x + iy in pixels
+Points = NDArray[np.complexfloating]  # (n,) or (height, width): positions, vectors or directions x + iy
 Number = TypeVar("Number", bound=np.generic)
 
 BLURRED_NOISE_STD = 0.2821  # standard deviation of white noise after a Gaussian blur with a sigma of one pixel
@@ -58,7 +58,7 @@ def fiber_noise(
 ) -> Field:
     """Return noise (height, width) with mean 0 and standard deviation 1 that is stretched like fibers.
 
-    `across_px` and `along_px` (height, width) are the coordinates of each pixel across and along the fibers.
+    `across_px` and `along_px` (height, width) are the coordinates of each pixel across and along the fibers, in pixels.
     `thickness_px` and `length_px` are the typical thickness and length of a fiber.
     """
     tile = rng.standard_normal((FIBER_TILE_PX, FIBER_TILE_PX), np.float32)
@@ -77,7 +77,7 @@ def smoothstep(field: Field) -> Field:
 
 
 def gradient(field: Field) -> Points:
-    """Return the gradient of `field` at each pixel as a complex number: slope to the right + i · slope downwards."""
+    """Return the gradient (height, width) of `field`: slope to the right + i · slope downwards, both per pixel."""
     down, right = np.gradient(field)
     return np.asarray(right + np.complex64(1j) * down, np.complex64)
 
@@ -92,7 +92,7 @@ def pixel_positions(shape: tuple[int, int]) -> Points:
 
 
 def sample_directions(rng: np.random.Generator, count: int) -> Points:
-    """Sample `count` directions, complex numbers of length 1. All directions are equally likely."""
+    """Sample `count` directions: complex numbers x + iy of length 1. All directions are equally likely."""
     normal = rng.standard_normal(count) + 1j * rng.standard_normal(count)
     return np.asarray(normal / np.abs(normal), np.complex64)
 
@@ -100,9 +100,9 @@ def sample_directions(rng: np.random.Generator, count: int) -> Points:
 def scatter_points(rng: np.random.Generator, shape: tuple[int, int], spacing_px: float, jitter: float = 0.2) -> Points:
     """Return the points of a randomly rotated hexagonal lattice, each with a random displacement.
 
-    `spacing_px` is the distance between neighboring points of the lattice. The points cover an image of `shape`
-    (height, width) and a margin of `spacing_px` around the image. `jitter` is the standard deviation of the
-    displacements in x and in y, divided by `spacing_px`.
+    The points are complex numbers x + iy in pixels. `spacing_px` is the distance between neighboring points of the
+    lattice. The points cover an image of `shape` (height, width) and a margin of `spacing_px` around the image.
+    `jitter` is the standard deviation of the displacements in x and in y, divided by `spacing_px`.
     """
     height, width = shape
     radius = 0.75 * float(np.hypot(height, width)) + 2 * spacing_px
@@ -122,9 +122,10 @@ def scatter_points(rng: np.random.Generator, shape: tuple[int, int], spacing_px:
 
 
 def values_at(field: NDArray[Number], points: Points) -> NDArray[Number]:
-    """Return the values (n,) of `field` at the pixels nearest to the points (n,).
+    """Return the values (n,) of `field` (height, width) at the pixels nearest to `points`.
 
-    For a point outside the image, the nearest pixel is at the edge of the image.
+    `points` (n,) are complex numbers x + iy in pixels. For a point outside the image, the nearest pixel is at the edge
+    of the image.
     """
     rows = np.rint(points.imag).astype(int).clip(0, field.shape[0] - 1)
     columns = np.rint(points.real).astype(int).clip(0, field.shape[1] - 1)
@@ -133,7 +134,10 @@ def values_at(field: NDArray[Number], points: Points) -> NDArray[Number]:
 
 
 def drop_points_near(points: Points, others: Points, distance_px: float) -> Points:
-    """Return `points` without the points that are closer than `distance_px` to any point in `others`."""
+    """Return `points` without the points that are closer than `distance_px` to any point in `others`.
+
+    All points are complex numbers x + iy in pixels.
+    """
     if not len(others):
         return points
     kept: Points = points[np.abs(points[:, None] - others).min(axis=1) >= distance_px]
@@ -143,7 +147,8 @@ def drop_points_near(points: Points, others: Points, distance_px: float) -> Poin
 def select_spaced(points: Points, distance_px: float) -> NDArray[np.intp]:
     """Select points that are more than `distance_px` apart, and return their indices in ascending order.
 
-    A point is left out if an earlier selected point is at most `distance_px` away.
+    `points` (n,) are complex numbers x + iy in pixels. A point is left out if an earlier selected point is at most
+    `distance_px` away.
     """
     is_kept = np.ones(len(points), bool)
     if len(points):
@@ -196,7 +201,7 @@ class Window:
 
     @classmethod
     def around(cls, canvas: StainCanvas, center: complex, side: int) -> "Window | None":
-        """Return the window of `side` × `side` pixels around `center`.
+        """Return the window of `side` × `side` pixels around the point `center`, which is x + iy in pixels.
 
         Returns None if the whole window is outside the canvas.
         """
@@ -210,14 +215,14 @@ class Window:
         return cls(rows, columns, np.asarray(x + 1j * y - center, np.complex64))
 
     def view(self, field: Field) -> Field:
-        """Return the part of `field` (height, width) in this window, as a view: changes of the view change `field`."""
+        """Return the part of `field` (height, width) in this window, as a view: changes to it also change `field`."""
         return field[self.rows, self.columns]
 
     def attenuate(self, canvas: StainCanvas, mask: Field, hematoxylin: float, eosin: float) -> None:
-        """Multiply the stains in this window by the factors `hematoxylin` and `eosin`, where `mask` is 1.
+        """Multiply hematoxylin and eosin in this window by the factors `hematoxylin` and `eosin`, where `mask` is 1.
 
         `mask` (rows, columns) has the size of the window and values from 0 to 1. Where it is 0, the stains do not
-        change; between 0 and 1, the factors are interpolated.
+        change; between 0 and 1, the factors are interpolated. The concentration of blood does not change.
         """
         self.view(canvas.hematoxylin)[:] *= 1 - mask * np.float32(1 - hematoxylin)
         self.view(canvas.eosin)[:] *= 1 - mask * np.float32(1 - eosin)
@@ -238,7 +243,7 @@ class Scanner:
     blur_px: tuple[float, float]
     sharpening: tuple[float, float]
     grain: tuple[float, float]
-    white: tuple[float, float, float] = (247, 243, 246)  # color of the light where there is no tissue
+    white: tuple[float, float, float] = (247, 243, 246)  # color (red, green, blue) where there is no tissue
     orange: float = 0.7  # hue of blood, from 0 (the hue of eosin) to 1 (the hue of HEMOGLOBIN)
     eosin_strength: float = 1.0  # factor that multiplies the concentration of eosin
 
@@ -264,7 +269,7 @@ class Appearance:
     eosin: NDArray[np.float32]  # (3,), as for hematoxylin
     blood: NDArray[np.float32]  # (3,), as for hematoxylin
     strengths: tuple[float, float]  # factors that multiply the concentrations of hematoxylin and eosin
-    white: NDArray[np.float32]  # (3,), color of the light where there is no tissue
+    white: NDArray[np.float32]  # (3,), color (red, green, blue) where there is no tissue, from 0 to 254
     blur_px: float  # standard deviation of the Gaussian blur
     sharpening: float  # strength of the unsharp mask (sharpening filter) of the scanner
     grain: float  # standard deviation of the sensor noise, in gray levels
@@ -317,8 +322,8 @@ def render_rgb(rng: np.random.Generator, canvas: StainCanvas, appearance: Appear
 def new_dataset_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder for the files of a dataset, and rename it to `out` at the end of the `with` block.
 
-    The function adds a file to the folder, which states that the tissue is synthetic. If the block raises an error, the
-    temporary folder is removed. Raises FileExistsError if `out` exists and is not an empty folder.
+    Before the folder is renamed, a file is added that states that the tissue is synthetic. If the block raises an
+    error, the temporary folder is removed. Raises FileExistsError if `out` exists and is not an empty folder.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise FileExistsError(
@@ -339,7 +344,7 @@ def write_tiff(path: Path, image: NDArray[np.uint8], spacing_um_px: float) -> No
 
 
 def write_labels(path: Path, labels: NDArray[np.int32]) -> None:
-    """Write a label map (height, width) as a 16-bit grayscale PNG file."""
+    """Write a label map (height, width), the number of the object at each pixel, as a 16-bit grayscale PNG file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(labels.astype(np.uint16)).save(path)
 

@@ -1,8 +1,8 @@
 """Tasks that a network can learn: three kinds of tasks, and the three tasks of the paper (tumor, mitosis and nuclei).
 
-A kind of task is a Python class: `Classify`, `Detect` or `Segment`. A task is an instance of a kind. Each task has its
-own classes (such as tumor), pixel spacing and stain normalization. The module `rotopath.tasks.task` explains how to add
-a kind.
+The paper is that of Lafarge et al. (arXiv:2002.08725). A kind of task is a Python class: `Classify`, `Detect` or
+`Segment`. A task is an instance of a kind. Each task has its own classes (such as tumor), pixel spacing and stain
+normalization. The module `rotopath.tasks.task` explains how to add a kind.
 """
 
 import difflib

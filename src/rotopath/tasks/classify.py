@@ -73,7 +73,7 @@ class WindowTask(Task):
     def accuracy(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the fraction of correctly classified windows in a batch, as a scalar tensor.
 
-        `logits` are (B, K, 1, 1) or (B, K); `targets` (B,) are the correct class numbers. If K = 1, a target is 1 if
+        `logits` are (B, K, 1, 1) or (B, K); `targets` (B,) are the correct class indices. If K = 1, a target is 1 if
         the class is present and 0 if not, and the class is predicted as present if the logit is above 0.
         """
         if logits.shape[1] == 1:
@@ -171,14 +171,18 @@ class Classify(WindowTask):
     def make_sampler(
         self, samples: Sequence[Sample], settings: SamplerSettings, window: TrainingWindow, mined: Ints | None
     ) -> Sampler:
-        """Return a sampler that draws equally many windows of every label."""
+        """Return a sampler that draws equally many windows of every label.
+
+        If a label has hard examples (`mined`, indices of samples), half of its windows are from these samples.
+        """
         del window
         return ClassBalancedSampler(self.image_targets(samples), self.label_names, settings, mined)
 
     def find_hard_examples(self, evidence: Sequence[PatchEvidence], max_examples: int) -> list[HardExample]:
-        """Return the worst misclassified patches, the worst first: at most `max_examples` / L of each of L labels.
+        """Return the worst misclassified patches, the worst first.
 
-        A patch is worse if the predicted probability of its true label is lower.
+        A patch is worse if the predicted probability of its true label is lower. If there are L labels, at most
+        `max_examples` // L patches of each label are returned.
         """
         examples: list[HardExample] = []
         per_label = max_examples // len(self.label_names)
@@ -227,8 +231,8 @@ class Classify(WindowTask):
     def score(self, evidence: Sequence[PatchEvidence], point: OperatingPoint, rule: str | None = None) -> Scores:
         """Return accuracy, AUC, confusion matrix and calibration. `rule` is ignored.
 
-        Accuracy and AUC have 95 % confidence intervals. To compute these intervals, slides are resampled if the slide
-        of each patch is known, otherwise patches.
+        Accuracy and AUC have 95 % confidence intervals. To compute these intervals, slides are resampled. If the slides
+        of the patches are unknown, patches are resampled.
         """
         del rule
         labels, probabilities = _stack_evidence(evidence)

@@ -221,9 +221,9 @@ class Detect(WindowTask):
     def score(self, evidence: Sequence[FieldEvidence], point: OperatingPoint, rule: str | None = None) -> Scores:
         """Return F1, precision and recall over all images and for each case, and a 95 % confidence interval of F1.
 
-        With a single class, also return the FROC curve. With several classes, the counts of all classes are added for
-        these scores. The entry "classes" then contains the scores and the FROC curve of each class, and "macro_f1" is
-        the mean F1 of the classes.
+        With a single class, the FROC curve is also returned. With several classes, these scores are computed from the
+        true positives, false positives and false negatives of all classes together. The entry "classes" then contains
+        the scores and the FROC curve of each class, and "macro_f1" is the mean F1 of the classes.
         """
         if not evidence:
             raise ValueError("There are no images to score; choose a split that contains annotated images.")
@@ -406,7 +406,10 @@ def _concatenate(parts: Sequence[Detections]) -> Detections:
 
 
 def _match_class(field: FieldEvidence, index: int, rule: PointRule, detections: Detections) -> PointMatches:
-    """Match those detections that have the class index `index` to the annotated points of this class."""
+    """Match the detections of one class in one image to the annotated points of this class.
+
+    `index` is the class index. `detections` may contain detections of other classes, which are ignored.
+    """
     detected = detections.select(detections.classes == index)
     truth = field.truth[field.truth_classes == index]
     return match_points(truth, detected.positions, detected.scores, field.radius_px, rule)

@@ -246,7 +246,11 @@ class Segment(Task):
         return ObjectEvidence(sample.name, sample.case, truth, classes, prediction)
 
     def choose_operating_point(self, evidence: Iterable[ObjectEvidence], rule: str | None = None) -> dict[str, float]:
-        """Return the operating point with the highest F1; in a tie, the one whose two thresholds are nearest to 0.5."""
+        """Return the operating point with the highest F1, computed over the objects of all images together.
+
+        All combinations of INSIDE_TRIED, BACKGROUND_TRIED and MIN_UM2_TRIED are tried. Of several operating points with
+        the highest F1, one is returned whose two thresholds are nearest to 0.5.
+        """
         overlap_rule = cast(OverlapRule, self.resolve_rule(rule))
         pairs = list(product(INSIDE_TRIED, BACKGROUND_TRIED))
         pairs.sort(key=lambda pair: sum(abs(value - 0.5) for value in pair))

@@ -55,7 +55,10 @@ class TrainingWindow(NamedTuple):
 
 
 class HardExample(NamedTuple):
-    """A mistake of a baseline network on a training image: a position that the sampler should draw more often."""
+    """A mistake of a baseline network on a training image: a position that the sampler should draw more often.
+
+    The baseline network is a network that was trained before, without hard examples.
+    """
 
     image: str  # name of the sample
     row: int  # in pixels; row and column are 0 if the whole image was misclassified
@@ -255,8 +258,9 @@ class Task(ABC):
     def find_hard_examples(self, evidence: Sequence[Evidence], max_examples: int) -> list[HardExample]:
         """Return up to `max_examples` mistakes of a baseline network on the training samples, the worst first.
 
-        `evidence` contains the result of `collect_evidence` for each training sample. A kind that implements this
-        method must set `can_mine` to True. The method is only called if the recipe mines hard examples.
+        The baseline network was trained without hard examples. `evidence` contains the result of `collect_evidence` for
+        each training sample. A kind that implements this method must set `can_mine` to True. The method is only called
+        if the recipe mines hard examples.
         """
         del evidence, max_examples
         raise DataError(f"Hard examples cannot be mined for tasks of the kind {self.kind!r}; set mining=false.")
@@ -376,14 +380,14 @@ class Task(ABC):
     @property
     @abstractmethod
     def background_probabilities(self) -> tuple[float, ...]:
-        """Probabilities (K,) of all positions of a slide that are not predicted, such as empty glass."""
+        """Probabilities (K,) that are used at positions of a slide that are not predicted, such as empty glass."""
 
     def summarize(self, counts: Counter[str], areas_mm2: Counter[str], tissue_mm2: float) -> dict[str, float]:
         """Return the summary of a slide: numbers by name. The number of objects, named "objects", is required.
 
         `counts` and `areas_mm2` contain the number and the total area of the objects of each class. `tissue_mm2` is the
         area of the tissue. By default, the summary contains the number and the density (per mm² of tissue) of all
-        objects. If there are several classes, it also contains both numbers for each class.
+        objects. If there are several classes, it also contains the number and the density of the objects of each class.
         """
         del areas_mm2
         total = sum(counts.values())

@@ -2,12 +2,13 @@
 
 The run folder also gets the *provenance* of the model: software versions, seed, data and hardware of the training.
 
-- `loop`: `train` does the whole training. Its function `fit` runs the epochs, and resumes from the checkpoint in the
-  run folder if there is one.
+- `loop`: the function `train` does the whole training. It calls `fit`, which runs the epochs, and resumes from the
+  checkpoint in the run folder if there is one.
 - `checkpoint`: prepares the run folder, and writes the log and the checkpoints.
 - `mining`: finds hard examples, which are the worst mistakes of a baseline network.
 - `distributed`: sets up devices and processes.
-- `graphs`: records training steps as CUDA graphs, to make them faster.
+
+On a single GPU, `rotopath.nn.graphs` records the passes of the network as a CUDA graph, which makes training faster.
 """
 
 from rotopath.training.distributed import is_first_process

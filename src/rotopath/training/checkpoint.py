@@ -49,7 +49,7 @@ Row = dict[str, float]  # one row of the log: from column name to value
 
 
 def prepare_folder(folder: Path, recipe: Recipe, dataset: Dataset) -> None:
-    """Create the folder of a new run, or check that an existing folder contains the same run, interrupted.
+    """Create the folder of a new run, or check that an existing folder contains this run and that it is unfinished.
 
     A new folder gets the recipe and the provenance. An existing run must have the same data and the same recipe, except
     for keys that do not change the result, such as `devices`. Raises RunError if the run differs, if it is finished, or
@@ -177,9 +177,10 @@ class RunRecorder(Callback):
     does not stop early if the recipe has `keep = "last"` or a cosine schedule. `folder` is the run folder. `on_row` is
     a function that is called with the last row of the log whenever the log has new values.
 
-    This class replaces Lightning's ModelCheckpoint and EarlyStopping for two reasons. Files must be written atomically.
-    And each checkpoint must contain the weights, the log, and the number of epochs without a lower validation loss of
-    the same step. Otherwise a resumed training could end with other weights than an uninterrupted training.
+    This class replaces Lightning's ModelCheckpoint and EarlyStopping for two reasons. First, files must be written
+    atomically. Second, all contents of a checkpoint must belong to the same step: the weights, the log, and the number
+    of epochs without a lower validation loss. Otherwise a resumed training could end with other weights than an
+    uninterrupted training.
     """
 
     def __init__(self, folder: Path, recipe: Recipe, on_row: Callable[[Row], None]) -> None:
@@ -187,7 +188,7 @@ class RunRecorder(Callback):
         self._folder, self._recipe, self._on_row = folder, recipe, on_row
         self.best, self.worse_epochs = math.inf, 0
         self.rows: list[Row] = []
-        self._pending: list[tuple[int, float, Tensor]] = []  # steps not in the log yet: step, learning rate, loss
+        self._pending: list[tuple[int, float, Tensor]] = []  # steps not yet in the log: step, learning rate, loss
         self._rate, self._timer_start = recipe.learning_rate, time.perf_counter()
 
     @property

@@ -140,7 +140,7 @@ class EpochLoader:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-# Batch norm over all processes
+# Batch norm with the statistics of all processes
 
 
 def synchronize_batch_norms(module: nn.Module) -> None:

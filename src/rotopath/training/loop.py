@@ -52,9 +52,12 @@ VALIDATION_SEED = 1_000_003  # the same validation windows in all runs, so that 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A recipe together with its task and its opened dataset."""
+    """What `train` works on: a recipe, its task, its opened dataset and its training samples.
 
-    recipe: Recipe  # includes the class names of the data if the user's recipe has no class names
+    A training plan belongs to one training. It is not the plan of a study (see `rotopath.studies.plan`).
+    """
+
+    recipe: Recipe  # includes the class names in the data if neither the user's recipe nor the task specifies classes
     task: Task
     dataset: Dataset
     samples: tuple[Sample, ...]  # the training samples; a random subset if the recipe has the key `regime`
@@ -119,9 +122,9 @@ def name_folder(name: str, recipe: Recipe) -> Path:
 
 
 def make_plan(recipe: Recipe) -> TrainingPlan:
-    """Open the dataset of a recipe and select the training samples.
+    """Open the dataset of a recipe, select the training samples, and return the training plan.
 
-    If neither the recipe nor its task specifies classes, the recipe of the plan gets the classes in the data. Raises
+    If neither the recipe nor its task specifies classes, the recipe in the plan gets the classes in the data. Raises
     DataError in three cases: the data has problems such as missing files, the annotations do not fit the task, or there
     are no training samples or no validation samples.
     """
@@ -148,10 +151,11 @@ def _refuse_problems(recipe: Recipe, errors: Sequence[object]) -> None:
 
 
 def check_network(plan: TrainingPlan) -> DenseNetwork:
-    """Build the network of a plan, and return it. `train` calls this before any file is written.
+    """Build the network of a training plan's recipe, check that it can be trained, and return it.
 
-    Raises RecipeError if the network cannot be built or does not accept the training window, and DataError if the task
-    cannot use the outputs of the network.
+    `train` calls this function before it writes any file, so that mistakes in the recipe are found early. Raises
+    RecipeError if the network cannot be built or does not accept the training window, and DataError if the task cannot
+    use the outputs of the network.
     """
     try:
         network = runs.build(plan.recipe, plan.task)
@@ -166,9 +170,10 @@ def check_network(plan: TrainingPlan) -> DenseNetwork:
 
 
 def find_training_window(recipe: Recipe, network: DenseNetwork) -> TrainingWindow:
-    """Return the side of the training windows, and the area and spacing of the network's outputs for a window.
+    """Return the sizes of a training window, in pixels.
 
-    All values are in pixels. Raises RecipeError if the network does not accept images of the size of a window.
+    These are the side of the window, the side of the central area that the outputs of the network cover, and the
+    distance between adjacent outputs. Raises RecipeError if the network does not accept images of the size of a window.
     """
     geometry = network.geometry
     window_px = runs.describe_network(recipe, network).window_px
@@ -179,7 +184,7 @@ def find_training_window(recipe: Recipe, network: DenseNetwork) -> TrainingWindo
 
 
 def make_loss(plan: TrainingPlan) -> Loss:
-    """Return the loss function for the task and the training samples of a plan.
+    """Return the loss function for the task and the training samples of a training plan.
 
     Raises DataError if the task cannot be learned from these samples, for example if no sample has a certain class.
     """
@@ -196,8 +201,9 @@ def make_loss(plan: TrainingPlan) -> Loss:
 def _prepare_hard_examples(plan: TrainingPlan, loss: Loss, folder: Path, on_progress: OnProgress) -> Ints | None:
     """Return the hard examples as an array for the sampler, or None if the recipe has no table `[mining]`.
 
-    For the array, see `index_hard_examples`. If the run folder has no file `mined.csv` yet, this function first trains
-    a baseline network in the subfolder `baseline`, and writes the worst mistakes of this network to `mined.csv`.
+    `index_hard_examples` describes the array. If the run folder `folder` has no file `mined.csv` yet, this function
+    first trains a baseline network in the subfolder `baseline`. It then writes the worst mistakes of this network on
+    the training samples, which are the hard examples, to `mined.csv`.
     """
     mining = plan.recipe.mining
     if mining is None:
@@ -223,11 +229,12 @@ def fit(
     mined: Ints | None = None,
     on_row: Callable[[Row], None] = lambda _row: None,
 ) -> tuple[DenseNetwork, torch.device]:
-    """Train the network of a plan for the epochs of the recipe, or until `RunRecorder` stops the training early.
+    """Build and train the network that the recipe of a training plan specifies.
 
-    If the run folder `folder` contains a checkpoint (`resume.ckpt`), the training resumes from this checkpoint. `mined`
-    is the array of hard examples that `index_hard_examples` returns, or None without mining. `on_row` is a function
-    that is called with the last row of the log whenever the log has new values.
+    The training ends after the number of epochs in the recipe, or earlier if `RunRecorder` stops it. If the run folder
+    `folder` contains a checkpoint (`resume.ckpt`), the training resumes from this checkpoint. `mined` is the array of
+    hard examples that `index_hard_examples` returns; None means no hard examples. `on_row` is a function that is called
+    with the last row of the log whenever the log has new values.
 
     Returns the network with the weights that the key `keep` of the recipe selects, and the device on which the network
     was trained.
@@ -266,7 +273,7 @@ class TrainingModule(LightningModule):
         super().__init__()
         self.recipe, self.network, self.loss, self.accuracy = recipe, network, loss, accuracy
         self._is_recorded = False  # whether the network is recorded as a CUDA graph
-        self._validation: list[Tensor] = []  # for each batch: (loss, accuracy, 1) · number of windows
+        self._validation: list[Tensor] = []  # for each batch: (loss, accuracy, 1), multiplied by the number of windows
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
         images, targets = batch
@@ -358,9 +365,10 @@ def make_schedule(optimizer: Optimizer, recipe: Recipe) -> LRScheduler:
 def make_batches(
     plan: TrainingPlan, network: DenseNetwork, mined: Ints | None, device: torch.device
 ) -> tuple[Batches, Batches, int]:
-    """Return the training batches, the validation batches, and the number of validation batches in each epoch.
+    """Return the training batches, the validation batches, and the number of batches of each validation.
 
-    `mined` is the array of hard examples that `index_hard_examples` returns, or None without mining.
+    There is one validation after each epoch. `mined` is the array of hard examples that `index_hard_examples` returns;
+    None means no hard examples.
     """
     recipe, task = plan.recipe, plan.task
     window = find_training_window(recipe, network)
@@ -380,7 +388,7 @@ def make_batches(
 def _finish(
     plan: TrainingPlan, network: DenseNetwork, folder: Path, device: torch.device, on_progress: OnProgress
 ) -> None:
-    """Write the scores, the provenance, the model file and the weights, and remove the checkpoints.
+    """Score the model, write its scores, provenance, model file and weights, and remove the temporary files.
 
     The weights are written last, because a run counts as finished as soon as its weights exist.
     """

@@ -28,9 +28,9 @@ MINED_COLUMNS = ("image", "row", "column", "score")
 def mine_hard_examples(
     task: Task, network: DenseNetwork, samples: Sequence[Sample], device: torch.device, max_examples: int, path: Path
 ) -> None:
-    """Predict the training samples `samples` with a baseline network, and write its worst mistakes to a CSV file.
+    """Write the worst mistakes of a baseline network on the training samples `samples` to the CSV file `path`.
 
-    The file is `path`. At most `max_examples` mistakes are written, the worst first.
+    `network` is the baseline network. At most `max_examples` mistakes are written, the worst first.
     """
     evidence = gather_evidence(task, network, samples, device)
     write_hard_examples(path, task.find_hard_examples(evidence, max_examples))
@@ -56,9 +56,9 @@ def read_hard_examples(path: Path) -> list[HardExample]:
 def index_hard_examples(examples: Sequence[HardExample], task: Task, samples: Sequence[Sample]) -> Ints:
     """Convert hard examples to the array `mined` for the sampler of the task (`Task.make_sampler`).
 
-    The array (n, 3) has the columns image index, row and column. For tasks that classify whole images, the array (n,)
-    contains only the image index. An image index i stands for `samples[i]`. Raises DataError if the image of a hard
-    example is not among the samples.
+    The array (n, 3) has the columns image index, row and column; row and column are in pixels. For tasks that classify
+    whole images, the array (n,) contains only the image index. The image index i stands for `samples[i]`. Raises
+    DataError if the image of a hard example is not among the samples.
     """
     index_of = {sample.name: index for index, sample in enumerate(samples)}
     if unknown := [example.image for example in examples if example.image not in index_of]:

@@ -7,9 +7,9 @@
 The conversion has four steps:
 
 1. Trace the module. The result is a graph with one node for each call of a layer, function or method.
-2. Classify the nodes, and choose where images are lifted to SE(2) features and where features are projected to maps
-   without orientations (`nodes`).
-3. Choose the numbers of channels, and build the new layers (`group_layers`).
+2. Classify the nodes. Choose where images are lifted to SE(2) features, and where features are projected to maps
+   without orientations (module `nodes`).
+3. Choose the numbers of channels, and build the new layers (module `group_layers`).
 4. Write the new graph, which calls the new layers.
 """
 
@@ -65,14 +65,16 @@ def equivariant(
 
     `keep` determines the numbers of channels. "weights" keeps the number of weights: C channels become about C/√N
     channels with N orientations. "channels" keeps C channels in every layer. "maps" keeps the product of channels and
-    orientations, and therefore memory and time. `kernel` is the kernel family of `rp.nn.GroupConv2d`, and `projection`
-    the mode of `rp.nn.Project`. With `reflections`, the network is equivariant to flips too: its kernels are rotated
-    and mirrored, and it has 2N orientations.
+    orientations, and therefore about the same memory and time. `kernel` is the kernel family of `rp.nn.GroupConv2d`.
+    `projection` is the mode of `rp.nn.Project`. With `reflections`, the network is equivariant to flips too: its
+    kernels are rotated and mirrored, and it has 2N orientations.
 
-    `strides` determines which image sides the new network accepts. Layers of `rp.nn` raise ValueError if their windows
-    do not cover the input exactly. "keep" keeps all strides: the usual 3 × 3 convolution with stride 2 and padding 1
-    then accepts odd sides only. "pool" is for even sides. A layer that does not accept multiples of its stride then
-    gets stride 1 and is followed by a mean pool; other layers keep their stride.
+    `strides` determines which heights and widths of images the new network accepts, because a layer of `rp.nn` raises
+    ValueError if its windows do not cover its input exactly. "keep" keeps all strides. The usual 3 × 3 convolution with
+    stride 2 and padding 1 then accepts odd heights and widths only. "pool" is for even heights and widths. It changes
+    each layer that does not accept all multiples of its stride s as height and width: the layer gets stride 1 and a
+    mean pool over windows of s × s px. Most convolutions are computed together with their mean pool, as one convolution
+    (argument `pool` of `rp.nn.GroupConv2d`). All other layers keep their stride.
 
     >>> plain = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.ReLU(), torch.nn.Conv2d(32, 2, 1))
     >>> net = rp.equivariant(plain, orientations=4, keep="channels")
@@ -95,11 +97,11 @@ def equivariant(
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Plan of a layer in the new network.
+    """Description of a layer of the new network, from which the layer is built later.
 
     `layer` is the corresponding layer of the plain network. `reads` and `returns` are the kinds of the new layer's
-    input and output. `inputs` and `outputs` are the new layer's input and output channels. Their numbers are chosen
-    later (`Width`).
+    input and output. `inputs` and `outputs` are the channels of its input and output (`layer_channels`). The numbers of
+    channels are not chosen yet (`Width`).
     """
 
     layer: nn.Module
@@ -110,7 +112,7 @@ class LayerPlan:
 
 
 class Converter:
-    """Convert a module: plan the new layers, choose their numbers of channels, and write the new graph."""
+    """Convert a module: plan its layers (`LayerPlan`), choose the numbers of channels, and write the new graph."""
 
     def __init__(self, module: nn.Module, options: ConversionOptions) -> None:
         self.module = module
@@ -118,8 +120,8 @@ class Converter:
         self.operations = _classify_nodes(module)
         self.kinds = assign_kinds(self.operations)
         self.channels: dict[fx.Node, Channels | None] = {}  # of each node's output; None if not known, as for images
-        self.plans: dict[str, LayerPlan] = {}  # path of each layer in the new module: its plan
-        self.paths: dict[fx.Node, str] = {}  # each node that calls a layer: path of this layer in the new module
+        self.plans: dict[str, LayerPlan] = {}  # path of each layer in the new module → its plan
+        self.paths: dict[fx.Node, str] = {}  # each node that calls a layer → path of the layer in the new module
         for node, operation in self.operations.items():
             with _naming_node(node):
                 self.channels[node] = self._propagate_channels(node, operation)
@@ -161,7 +163,7 @@ class Converter:
         return GraphRewriter(self.operations, self.kinds, self.paths, layers, projections).write(name)
 
     def _projected_channels(self) -> dict[fx.Node, Channels]:
-        """Return the nodes whose features must be projected, and the channels of each of these nodes.
+        """Return the nodes whose output must be projected, and the channels of the output of each of these nodes.
 
         These are the nodes of kind `ValueKind.FEATURES` whose output is an input of a node of kind `ValueKind.PLAIN`.
         """
@@ -174,8 +176,9 @@ class Converter:
     def _propagate_channels(self, node: fx.Node, operation: Operation) -> Channels | None:
         """Return the channels of a node's output; None if they are not known, as for images and numbers.
 
-        If the node calls a layer, also add the plan of this layer to `plans`. If the node adds or multiplies its
-        inputs, also require equal numbers of channels of these inputs (`tie`).
+        If the node calls a layer, also add the plan of this layer to `plans`. If the node combines several inputs
+        elementwise, for example in a sum, also require equal numbers of channels of these inputs (`tie`). If the node
+        is the output of the network, also keep the plain network's numbers of channels for its inputs (`_fix`).
         """
         sources = [source for source in node.all_input_nodes if self.kinds[source] is not ValueKind.NUMBER]
         if self.kinds[node] is ValueKind.NUMBER or operation.role == "placeholder":
@@ -200,7 +203,8 @@ class Converter:
         """Add the plan of a node's layer to `plans`, and return the channels of the node's output.
 
         `reads` is the kind of the layer's input. `channels` are the channels of this input; None if they are not known.
-        A layer without weights may be applied to values of two kinds. It then gets two plans, under two paths.
+        A layer without weights may be applied to values of two kinds. It then gets two plans, under two paths. For a
+        layer with weights, two kinds raise ValueError.
         """
         returns = self.kinds[node]
         reads = reads if returns is ValueKind.FEATURES else ValueKind.PLAIN
@@ -227,7 +231,8 @@ class Converter:
     def _concatenate(self, node: fx.Node, sources: list[fx.Node]) -> Channels | None:
         """Return the channels of a node that concatenates the outputs of `sources` along the channel axis.
 
-        If the channels of one source are not known, fix the channels of all other sources and return None.
+        If the channels of one source are not known, keep the plain network's numbers of channels for all other sources
+        (`_fix`), and return None.
         """
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
         if dim not in ((1, -1) if any(map(self._is_vector, sources)) else (1, -3)):
@@ -242,9 +247,10 @@ class Converter:
         return tuple(width for channels in known if channels for width in channels)
 
     def _tie_sources(self, sources: list[fx.Node]) -> None:
-        """Require equal numbers of channels of the outputs of `sources`, because they are added or multiplied (`tie`).
+        """Require equal numbers of channels (`tie`) of the outputs of `sources`, which a node combines elementwise.
 
-        An output with one channel keeps one channel, because torch broadcasts it over the channels of other outputs.
+        An output with one channel keeps one channel, because torch broadcasts it over the channels of other outputs. If
+        the channels of one output are not known, all other outputs keep their numbers of channels (`_fix`).
         """
         wide = [self.channels[source] for source in sources if not self._has_single_channel(source)]
         for source in sources:
@@ -273,9 +279,10 @@ class GraphRewriter:
     that calls a layer to the path of the new layer. `layers` maps each path to the new layer. `projections` maps each
     old node whose features are projected to the `Project` layer that projects them.
 
-    While the graph is written, `values` maps each old node to its new value: a new node, a number, or a tuple of new
-    nodes and numbers. `projected` maps each old node whose features are projected to the new node that calls the
-    `Project` layer. Nodes of kind `ValueKind.PLAIN` read the projected values instead of the features.
+    While the graph is written, `values` maps each old node to its new value: the new node that computes the
+    corresponding output. If the output is the size of features, or a slice of this size, the new value is a tuple with
+    one new node for each axis. `projected` maps each old node whose features are projected to the new node that
+    calls the `Project` layer. Nodes of kind `ValueKind.PLAIN` read the projected values instead of the features.
     """
 
     def __init__(
@@ -309,7 +316,10 @@ class GraphRewriter:
         return fx.GraphModule(self.layers, self.graph, name)
 
     def _finish_before_pools(self) -> None:
-        """Call `finish` on features that a pool and other nodes read, so that they are computed once (`nn.fuse`)."""
+        """Insert a call of `finish` after each node whose output is read by a pool and by other nodes.
+
+        Without this call, the operations before the pool may be computed once for each of these nodes (`nn.fuse`).
+        """
         for features in list(self.graph.nodes):
             if len(features.users) > 1 and any(
                 isinstance(self.layers.get(str(user.target)), GroupMaxPool2d | GroupAvgPool2d)
@@ -380,7 +390,8 @@ class GraphRewriter:
 def _classify_nodes(module: nn.Module) -> dict[fx.Node, Operation]:
     """Trace a module, and return the operation of each node.
 
-    Raises ValueError if `forward()` differs between training and evaluation mode.
+    Raises ValueError if the module has hooks, if it cannot be traced, if the behavior of a node under rotation is not
+    known, or if `forward()` differs between training and evaluation mode.
     """
     expect_no_hooks(module, "equivariant")
     module = copy.deepcopy(module)
@@ -417,7 +428,7 @@ def _count_channels(channels: Channels, chosen: Mapping[Width, int]) -> int:
 
 
 def _fix(channels: Channels | None) -> None:
-    """Keep the numbers of channels of the plain network. If `channels` is None (not known), do nothing."""
+    """Fix each number of channels to that of the plain network. If `channels` is None (not known), do nothing."""
     for width in resolve_parts(channels or ()):
         width.fixed = True
 

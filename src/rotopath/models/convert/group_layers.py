@@ -1,9 +1,9 @@
 """Choose the numbers of channels of a converted network, and build the SE(2,N) counterpart of each plain layer.
 
-A plain layer is a layer of the plain network, which is converted. A `Width` is a number of channels in the converted
-network that is not chosen yet. `tie` makes widths equal if a sum or skip connection requires equal numbers of channels.
-`scale_widths` chooses all numbers with one common factor. `fit_widths` searches for the factor for which the network
-has about the required number of weights.
+The plain network is the network to convert, and a plain layer is one of its layers. A `Width` is a number of channels
+in the converted network that is not chosen yet. `tie` makes widths equal if a sum or skip connection requires equal
+numbers of channels. `scale_widths` multiplies the plain network's numbers of channels by one common factor.
+`fit_widths` searches for the factor for which the converted network has about the required number of weights.
 
 `build_counterpart` takes a plain layer, the kinds of its input and output, and the new numbers of channels. It returns
 a layer of `rp.nn` or of torch, or raises ValueError with the reason why the plain layer has no counterpart.
@@ -35,7 +35,8 @@ from rotopath.nn import (
 )
 from rotopath.nn.project import Projection
 
-WEIGHTS_TOLERANCE = 0.02  # fraction; for larger differences from the target, `fit_widths` widens single layers
+# Fraction of the target number of weights. For larger differences from the target, `fit_widths` widens single layers.
+WEIGHTS_TOLERANCE = 0.02
 SCALE_FACTORS = 400  # number of steps between the smallest and the largest common factor that `fit_widths` tries
 
 
@@ -87,9 +88,9 @@ Channels = tuple[Width, ...]
 
 
 def resolve_parts(channels: Iterable[Width]) -> Channels:
-    """Replace each width that has `parts` by these parts, and keep all other widths.
+    """Return `channels` with each width that has `parts` replaced by these parts.
 
-    `tie` replaces a width by another width or by several smaller widths, and stores them in `parts`.
+    `tie` replaces a width by another width, or by several widths with the same sum, and stores them in `parts`.
     """
     return tuple(part for width in channels for part in (resolve_parts(width.parts) if width.parts else (width,)))
 
@@ -102,9 +103,9 @@ def plain_channels(channels: Channels) -> int:
 def tie(first: Channels, second: Channels) -> None:
     """Require that two values, such as the terms of a sum, have equal numbers of channels in the converted network.
 
-    `first` and `second` are the channels of the two values. Afterwards, both values have the same `Width` objects. A
-    width of one value that corresponds to several widths of the other value is split into parts (`Width.parts`). Raises
-    ValueError if the values have different numbers of channels in the plain network.
+    `first` and `second` are the channels of the two values. Afterwards, `resolve_parts` returns the same `Width`
+    objects for both. A width of one value that corresponds to several widths of the other value is split into parts
+    (`Width.parts`). Raises ValueError if the values have different numbers of channels in the plain network.
     """
     if plain_channels(first) != plain_channels(second):
         raise ValueError(
@@ -290,7 +291,8 @@ def _build_conv(
 ) -> nn.Module:
     """Build the counterpart of a convolution or transposed convolution, with the arguments of `build_counterpart`.
 
-    A transposed convolution becomes bilinear up-sampling followed by a convolution.
+    A transposed convolution becomes bilinear up-sampling followed by a convolution. With the option `strides="pool"`, a
+    convolution may become a convolution with stride 1 and a mean pool (`equivariant`).
     """
     bias = layer.bias is not None
     if returns is not ValueKind.FEATURES:
@@ -376,7 +378,7 @@ def _build_group_norm(norm_type: Any, layer: nn.GroupNorm | nn.InstanceNorm2d, c
     """Build a group norm for `channels` channels. Its class is `norm_type`: `nn.GroupNorm` or `GroupNorm2d`.
 
     If `layer` is an instance norm, or a group norm with one channel per group, the new norm has one channel per group.
-    Otherwise, the number of groups is the largest divisor of `channels` that does not exceed the old number of groups.
+    Otherwise, the number of groups is the largest divisor of `channels` that does not exceed `layer.num_groups`.
     """
     if isinstance(layer, nn.InstanceNorm2d):
         if layer.track_running_stats:
@@ -393,8 +395,8 @@ def _build_group_norm(norm_type: Any, layer: nn.GroupNorm | nn.InstanceNorm2d, c
 def _kernel_size(layer: nn.Conv2d | nn.ConvTranspose2d) -> int:
     """Return the side, in px, of the new convolution's kernel.
 
-    The kernel size of a transposed convolution is increased to the next odd number. Raises ValueError if the kernel is
-    not square, or if the kernel size of an ordinary convolution is even.
+    If the kernel size of a transposed convolution is even, it is increased by 1. Raises ValueError if the kernel is not
+    square, or if the kernel size of an ordinary convolution is even.
     """
     size = _square(layer.kernel_size, "kernel_size")
     if isinstance(layer, nn.ConvTranspose2d):
@@ -423,10 +425,10 @@ def _upsampling_factor(layer: nn.ConvTranspose2d) -> int:
 
 
 def _fits_multiples_of_stride(size: int, stride: int, padding: int, dilation: int = 1) -> bool:
-    """Return whether the windows of a layer exactly cover each image side that is a multiple of the stride.
+    """Return whether the windows of a layer exactly cover its input if height and width are multiples of the stride.
 
     A window is the kernel of a convolution or the window of a pool. `size` is its side, without dilation. `padding` is
-    the padding at each end of the image side. All lengths are in px.
+    the padding at each edge of the input. All lengths are in px.
     """
     return (2 * padding - dilation * (size - 1) - 1) % stride == 0
 
@@ -455,7 +457,7 @@ def _square(value: object, name: str) -> int:
 
 @cache
 def _count_disc_taps(size: int) -> int:
-    """Return the number of base weights of a kernel of size × size px: its entries inside the disc (`disc_mask`)."""
+    """Return the number of learned weights of a kernel of size × size px: its entries inside the disc (`disc_mask`)."""
     return int(group.disc_mask(size).sum())
 
 

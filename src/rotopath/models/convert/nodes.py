@@ -140,8 +140,8 @@ def assign_kinds(operations: Mapping[fx.Node, Operation]) -> dict[fx.Node, Value
     late as possible: before operations that need values without orientations, such as `Linear`, or before the output.
     There are two exceptions:
 
-    - An adaptive pool near the end, such as a mean over all positions, comes after the projection. Each position then
-      chooses its own orientation.
+    - An adaptive pool near the end, such as a mean over all positions, comes after the projection. The orientations are
+      then reduced at each position separately.
     - In a network without `Linear`, the last 1 × 1 convolution comes after the projection, because this convolution is
       the classifier.
 
@@ -187,9 +187,9 @@ def _find_head(
 ) -> list[fx.Node]:
     """Return the nodes that `assign_kinds` moves after the projection; an empty list if no node is moved.
 
-    These are the adaptive pool, the classifier or both, and all nodes between them and the projection. `last` is a node
-    directly before a projection. The list starts with `last`. Each further node of the list computes the input of the
-    previous node of the list.
+    `last` is a node directly before a projection. The list starts with `last` and goes backward through the graph: each
+    further node computes the input of the node before it in the list. The list ends with the adaptive pool or the
+    classifier. If both are moved, it ends with the one that the network calls first.
     """
     has_classifier = any(_is_linear_map(operations[node]) for node in _descendants(last) if node in operations)
     chain: list[fx.Node] = []
@@ -259,7 +259,8 @@ def _classify_layer(layer: nn.Module) -> Operation:
 def _classify_resize(size: Any, options: Mapping[str, Any], layer: nn.Module | None = None) -> Operation:
     """Return the operation of `F.interpolate` or of an up-sampling layer, after checks of its options.
 
-    `options` may contain "scale_factor" and "antialias". `layer` is None for `F.interpolate`.
+    `size` is the option `size`, or None. `options` may contain "scale_factor" and "antialias". `layer` is None for
+    `F.interpolate`. Raises ValueError if the options are not equivariant or not supported.
     """
     for value in (size, options.get("scale_factor")):
         numbers = _as_tuple(value)

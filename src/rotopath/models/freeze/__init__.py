@@ -4,8 +4,11 @@
 convolutions whose weights are the rotated kernels, with batch norm folded into these weights. Plain layers store
 features (B, C, N, H, W) as tensors (B, C·N, H, W).
 
-`freeze` has three steps: trace the module, which gives a graph with one node for each call of a layer, function or
-method; translate each node to plain layers (modules `translate` and `plain_layers`); simplify the new graph.
+`freeze` has three steps:
+
+1. Trace the module. The result is a graph with one node for each call of a layer, function or method.
+2. Translate each node to plain layers (modules `translate` and `plain_layers`).
+3. Simplify the new graph (`simplify`).
 """
 
 import copy
@@ -35,17 +38,18 @@ def freeze(model: ArchitectureNetwork) -> "FrozenNetwork": ...
 @overload
 def freeze(model: nn.Module) -> nn.Module: ...
 def freeze(model: nn.Module) -> nn.Module:
-    """Return a plain CNN with the same outputs as `model`, whose weights are the kernels of `model` after rotation.
+    """Return a plain CNN with the same outputs as `model`.
 
-    The plain CNN computes the outputs of `model` in evaluation mode, even if `model` is in training mode: batch norm
-    uses running statistics and is folded into convolutions where possible, and dropout is removed. `model` is not
-    changed. A `Network` becomes a `FrozenNetwork`, with the same geometry and the same checks of images. Other modules
-    lose their checks of image sizes. Every layer keeps its dtype.
+    The weights of its convolutions are the rotated kernels of `model`. The plain CNN computes the outputs of
+    `model` in evaluation mode, even if `model` is in training mode: batch norm uses running statistics and is folded
+    into convolutions where possible, and dropout is removed. `model` is not changed. A `Network` becomes a
+    `FrozenNetwork`, with the same geometry and the same checks of images. Other modules lose their checks of image
+    sizes. Every layer keeps its dtype.
 
-    Raises ValueError if a layer or function has no plain counterpart, or if `forward()` enables `torch.autocast`; run
-    the frozen model within autocast instead. If `forward()` disables autocast for some layers, the frozen model does
-    not disable it. Several threads may freeze models, and use other models, at the same time. Exception: models
-    compiled by `torch.compile` cannot be used while a model is being frozen.
+    Raises ValueError if `model` has hooks, if a layer or function has no plain counterpart, or if `forward()` enables
+    `torch.autocast`; run the frozen model within autocast instead. If `forward()` disables autocast for some layers,
+    the frozen model does not disable it. Several threads may freeze models, and use other models, at the same time.
+    Exception: models compiled by `torch.compile` cannot be used while a model is being frozen.
 
     >>> net = rp.models.tumor(orientations=8).eval()
     >>> x = torch.rand(2, 3, 88, 100)
@@ -68,7 +72,8 @@ def freeze(model: nn.Module) -> nn.Module:
 class FrozenNetwork(ArchitectureNetwork):
     """One of the paper's networks as plain layers: maps images (B, 3, H, W) to logits (B, K, H', W').
 
-    `network` is the original network, whose geometry and image checks are kept. `layers` is the plain CNN.
+    `network` is the original network. The frozen network has the same geometry and the same image checks. `layers` is
+    the plain CNN.
     """
 
     __jit_unused_properties__ = ("geometry", "receptive_field", "stride")  # TorchScript cannot compile these properties
@@ -104,12 +109,16 @@ class FrozenNetwork(ArchitectureNetwork):
 def simplify(module: fx.GraphModule) -> None:
     """Simplify a graph of plain layers in place, without changing what the graph computes.
 
-    The graph must call each layer only once. There are four simplifications:
+    The graph must call each layer only once. There are five simplifications:
 
+    - Sizes that no node reads are removed.
     - Each `Scale2d` directly after a convolution is folded into the convolution.
     - Each `OrientationPool2d` over a single orientation is removed.
     - Each ReLU directly before max pools is moved after the pools, where there are fewer values to process.
     - A ReLU overwrites its input if the input is a new tensor that no other node reads.
+
+    If the module has parameters with another dtype than a `Scale2d` that is not folded, the output of the `Scale2d` is
+    cast to the dtype of its input.
     """
     dtypes = {parameter.dtype for parameter in module.parameters()}
     for node in reversed(module.graph.nodes):

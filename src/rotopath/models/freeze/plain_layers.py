@@ -50,8 +50,8 @@ GROUP_LAYERS = (
 def replace_image_layer(layer: nn.Module) -> tuple[nn.Module, int | None]:
     """Return the plain counterpart of a layer applied to images or projected maps, and N of the layer's output.
 
-    N is the number of orientations for a lifting convolution. It is None for other layers, whose output has no
-    orientation axis.
+    For a lifting convolution, N is the length of the output's orientation axis. For other layers, it is None, because
+    their output has no orientation axis. Raises ValueError if the layer accepts SE(2) features only.
     """
     match layer:
         case LiftConv2d():
@@ -75,7 +75,7 @@ def replace_group_layer(layer: nn.Module, orientations: int) -> tuple[nn.Module,
     """Return the plain counterpart of a layer applied to SE(2) features, and N of the layer's output.
 
     `orientations` is N of the features. N of the output is the same, or None for `Project`, which removes the
-    orientation axis.
+    orientation axis. Raises ValueError if the layer cannot be applied to these features.
     """
     n = orientations
     match layer:
@@ -138,7 +138,8 @@ class OrientationPool2d(nn.Module):
     """Reduce the N orientations of each channel to one value, as `rp.nn.Project` does: (B, C·N, H, W) → (B, C, H, W).
 
     `orientations` is N. `mode` is "max", "mean", "attention" or "fourier". `learned` contains the learned weights of
-    the modes "attention" (C,) and "fourier" (C, K). `waves` is the result of `group.fourier_map`, for "fourier" only.
+    `Project`: (C,) for "attention", (C, K) for "fourier" with K frequencies, and None for the other modes. `waves` is
+    the result of `group.fourier_map` for "fourier", and None for the other modes.
     """
 
     learned: Tensor
@@ -262,7 +263,8 @@ def _plain_conv(layer: LiftConv2d | GroupConv2d, in_channels: int) -> nn.Conv2d:
     """Return a plain convolution whose weights are the rotated kernels of `layer`.
 
     The plain convolution has `in_channels` input channels and C'·N output channels, where C' is the number of output
-    channels of `layer`, and N its number of orientations.
+    channels of `layer`, and N the length of its orientation axis. If `layer` has a mean pool (`pool`), the kernels
+    contain it, and the plain convolution has its stride.
     """
     kernels = layer.kernels().detach()
     conv = nn.Conv2d(
@@ -311,7 +313,7 @@ def _plain_group_norm(layer: GroupNorm2d, orientations: int) -> nn.GroupNorm:
 
 
 def _batch_norm_affine(norm: nn.BatchNorm2d | nn.BatchNorm3d) -> tuple[Tensor, Tensor]:
-    """Return the factor and the shift of each channel of a batch norm in evaluation mode, computed in float64."""
+    """Return the factor (C,) and the shift (C,) of a batch norm in evaluation mode, computed in float64."""
     if norm.running_mean is None or norm.running_var is None:
         raise ValueError(
             f"{_class_name(norm)} has no running statistics, so its output depends on the whole batch; build it with "

@@ -3,8 +3,9 @@
 `Translator` takes a module in evaluation mode and returns a graph module that computes the same. If a layer or function
 has no plain counterpart, `Translator` raises ValueError with the name of this layer or function.
 
-The *old graph* is the traced graph of the module. A node is one call of a layer, function or method. The *new graph*
-calls plain layers (`plain_layers`). N is the length of the orientation axis of SE(2) features.
+The *old graph* is the traced graph of the module; its nodes are *old nodes*. The *new graph* calls plain layers (module
+`plain_layers`); its nodes are *new nodes*. A node is one call of a layer, function or method. N is the length of the
+orientation axis of SE(2) features.
 """
 
 import operator
@@ -45,10 +46,9 @@ class Translator:
     `freeze_network` is a function that freezes one of the paper's networks. It is called for each network of the paper
     inside the module.
 
-    The keys of three dictionaries are old nodes. `networks` contains the frozen network for each old node that calls a
-    network of the paper. `values` contains what replaces the output of the old node in the new graph: a new node, a
-    number, or a tuple of new nodes and numbers. `orientations` contains N for each old node with SE(2) features as
-    output.
+    `networks` maps each old node that calls a network of the paper to the frozen network. `values` maps each old node
+    to its new value, which replaces its output in the new graph: a new node, a number, or a tuple of new nodes and
+    numbers (the size of SE(2) features). `orientations` maps each old node that returns SE(2) features to their N.
     """
 
     def __init__(self, model: nn.Module, freeze_network: Callable[[ArchitectureNetwork], nn.Module]) -> None:
@@ -76,7 +76,7 @@ class Translator:
         return fx.GraphModule(self.layers, self.graph, f"Frozen{type(self.model).__name__}")
 
     # `translate` calls the next six methods by name. There is one method for each type of old node (`node.op`). Each
-    # returns the entry of `values` for the node.
+    # returns the new value of the node (`values`).
 
     def _translate_placeholder(self, node: fx.Node) -> Any:
         value = self.graph.node_copy(node, self._new)
@@ -170,13 +170,13 @@ class Translator:
     # Nodes of the new graph
 
     def _new(self, old: Any) -> Any:
-        """Return an argument of an old node, in which each old node is replaced by its entry in `values`."""
+        """Return the argument `old` of a call in the old graph, with each node in it replaced by its new value."""
         return fx.map_arg(old, lambda node: self.values[node])
 
     def _call_layer(self, layer: nn.Module, node: fx.Node) -> fx.Node:
         """Add a plain layer with the name of the old node `node`, and return a new node that calls this layer.
 
-        The layer is called with the arguments of the old node.
+        The layer is called with the new values of the old node's arguments.
         """
         self.layers.add_module(name := _unused_name(node.name), layer)
         args, kwargs = self._new(node.args), self._new(node.kwargs)
@@ -238,7 +238,7 @@ class Translator:
     def _feature_shape(self, node: fx.Node) -> tuple[Any, ...]:
         """Return the shape (B, C, N, H, W) of the SE(2) features that an old node returns, for use in the new graph.
 
-        N is a number. The other sizes are new nodes, which compute them from the tensor (B, C·N, H, W) in `values`.
+        N is a number. B, C, H and W are new nodes that compute these sizes from the tensor (B, C·N, H, W).
         """
         n = self.orientations[node]
         batch, columns, height, width = (self.graph.call_method("size", (self._new(node), i)) for i in range(4))
@@ -250,7 +250,7 @@ class Translator:
         return self.model.get_submodule(str(node.target)) if node.op == "call_module" else None
 
     def _input_orientations(self, node: fx.Node) -> int | None:
-        """Return N of a node's first input with SE(2) features, or None if there is no such input."""
+        """Return N of the first SE(2) features among the inputs of a node, or None if no input is SE(2) features."""
         return next((self.orientations[source] for source in node.all_input_nodes if source in self.orientations), None)
 
     def _set_orientations(self, node: fx.Node, orientations: int | None) -> None:
@@ -261,7 +261,8 @@ class Translator:
         """Return N of an input of the model if this input consists of SE(2) features, or None if it is an image.
 
         `node` is the old node of the input. The layers that read the input determine whether it is an image. N is read
-        from the SE(2) convolutions of the model, which must all have the same N.
+        from the SE(2) convolutions of the model. Raises ValueError if they do not all have the same N, or if there are
+        none.
         """
         users = [node]
         for user in users:  # the list grows during the loop, nearest nodes first
@@ -323,5 +324,5 @@ def _reads_only_type(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _unused_name(name: str) -> str:
-    """Return a name for a layer: `name`, or `name` + "_layer" if fx.GraphModule or nn.Sequential has this attribute."""
+    """Return a name for a layer: `name`, or `name` + "_layer" if fx.GraphModule or nn.Sequential has that attribute."""
     return f"{name}_layer" if hasattr(fx.GraphModule, name) or hasattr(nn.Sequential, name) else name
