@@ -214,6 +214,16 @@ def test_compiles_as_one_graph(build: type[nn.Module]) -> None:
     assert all(p.grad is not None for p in net.parameters())
 
 
+def test_compiles_layers_of_several_kernel_sizes() -> None:
+    """After the second size, torch.compile treats the sizes of kernels as variables."""
+    torch.compiler.reset()
+    x = torch.rand(1, 3, 20, 20)
+    for size in (3, 5, 7):
+        net = nn.Sequential(rp.nn.LiftConv2d(3, 2, size, 4), rp.nn.GroupConv2d(2, 2, size, 4), rp.nn.Project())
+        compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), net(x), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # raised by inductor
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")

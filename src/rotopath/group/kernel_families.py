@@ -169,8 +169,10 @@ def _permute_last_axis(x: Tensor, sources: list[int], out: Tensor) -> None:
 
 def _as_conv2d_weight(kernels: Tensor) -> Tensor:
     """Reshape kernels (O, G, n², C) to the weights of a convolution (O·G, C, n, n), channels-last in memory."""
-    size = math.isqrt(kernels.shape[2])
-    outputs, orientations, _, inputs = kernels.shape
+    outputs, orientations, entries, inputs = kernels.shape
+    size = 1
+    while size * size < entries:  # torch.compile does not support math.isqrt of a size that it treats as a variable
+        size += 1
     # `contiguous` is needed for a single orientation, for which `reshape` keeps the memory layout of the einsum.
     return kernels.reshape(outputs * orientations, size, size, inputs).contiguous().permute(0, 3, 1, 2)
 
