@@ -3,6 +3,8 @@
 import gc
 import os
 import signal
+import sys
+from collections.abc import Generator
 from importlib.util import find_spec
 
 import hypothesis
@@ -28,6 +30,18 @@ hypothesis.settings.register_profile("quick", max_examples=10, deadline=None)
 def pytest_collection_finish() -> None:
     """Leave all modules and collected tests, which stay until the end, out of garbage collection."""
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Run tests with the marker `no_cover` untraced. In a worker, pytest-cov stops only one of two measurements."""
+    trace = sys.gettrace()
+    if item.get_closest_marker("no_cover"):
+        sys.settrace(None)
+    try:
+        return (yield)
+    finally:
+        sys.settrace(trace)
 
 
 def pytest_sessionfinish() -> None:
