@@ -64,6 +64,7 @@ def run_worker(rank: int, rendezvous: str, results: str) -> None:
     synchronize_batch_norms(network)
     gradients = nuclei_gradients(DistributedDataParallel(network), slice(rank, None, 2))
     torch.save(gradients, Path(results) / f"nuclei-{rank}.pt")
+    dist.barrier()  # gloo may abort a process whose peer has left already
     dist.destroy_process_group()
 
 
