@@ -187,11 +187,20 @@ def test_outputs_are_compared_at_several_sizes() -> None:
 def test_an_export_is_replaced_completely(trained: Callable[[str], Path], tmp_path: Path) -> None:
     out = tmp_path / "new" / "model"
     export(trained("tumor"), "torchscript", out)
-    (out / "leftover.txt").write_text("of the old export")
+    (out / MODELS["onnx"]).write_text("of an older export")
     export(trained("mitosis"), "torchscript", out)
-    assert not (out / "leftover.txt").exists()
+    assert not (out / MODELS["onnx"]).exists()
     assert read(out / "config.json")["patch_size_pixels"] == 68
     assert [path.name for path in out.parent.iterdir()] == ["model"]
+
+
+def test_an_export_with_files_of_the_user_is_not_replaced(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    out = export(trained("tumor"), "torchscript", tmp_path / "model")
+    (out / "notes.txt").write_text("important")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    with pytest.raises(RunError, match=r"model contains 'notes.txt', which is not part of an export; move it away, or"):
+        export(trained("mitosis"), "torchscript", out)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
 # Converted networks

@@ -1,9 +1,9 @@
 """Export a trained network for other software: TorchScript (for WSInfer and QuPath), ONNX, or a torch.export program.
 
 `export` first converts a network with SE(2) layers to a plain CNN with the same logits; this is called freezing. Then
-`export` writes a folder with the model, its weights, a configuration file, the provenance and a README. The model file
-is read back, and the logits of the exported model are compared with those of the network. If they differ, nothing is
-written.
+`export` writes the model to a file in a temporary folder, reads this file, and compares the logits of the exported
+model with those of the network. If the logits differ, the temporary folder is removed and an error is raised. Otherwise
+the weights, a configuration file, the provenance and a README are added, and the folder gets its final name.
 """
 
 import copy
@@ -47,8 +47,8 @@ def export(model: Run | Path | str, to: Format = "torchscript", out: Path | str 
     `model` is a run, the path of a run folder, or the name of a pretrained model. `to` is the format: "torchscript",
     "onnx" or "torch" (a torch.export program). `out` is the folder; by default, it is `export-FORMAT` in
     `run.output_folder`. An older export in the folder is replaced atomically. Raises RunError if the network cannot be
-    exported, if the exported model computes other logits than the network, or if the folder contains other files than
-    an export of rotopath.
+    exported, if the exported model computes other logits than the network, or if the folder exists and is neither empty
+    nor an export of rotopath, or contains other files too.
     """
     if to not in get_args(Format):
         raise RunError(f"There is no export format {to!r}; choose from {', '.join(MODELS)}.")
@@ -57,8 +57,7 @@ def export(model: Run | Path | str, to: Format = "torchscript", out: Path | str 
         import onnxscript  # noqa: F401
     run = model if isinstance(model, Run) else runs.load(model)
     folder = Path(out) if out else run.output_folder / f"export-{to}"
-    if folder.exists() and not (folder.is_dir() and (_is_export(folder) or not any(folder.iterdir()))):
-        raise RunError(f"{folder} exists and is not an export of rotopath; choose another folder with --out.")
+    _expect_replaceable(folder)
     frozen = _make_module(run, to)
     with atomic_folder(folder) as unfinished:
         with _suppress_warnings():
@@ -75,16 +74,27 @@ def export(model: Run | Path | str, to: Format = "torchscript", out: Path | str 
     return folder
 
 
-def _is_export(folder: Path) -> bool:
-    """Return whether a folder contains an export: its configuration, provenance and weights files."""
-    return (folder / CONFIG).exists() and (folder / runs.PROVENANCE).exists() and (folder / WEIGHTS).exists()
+def _expect_replaceable(folder: Path) -> None:
+    """Raise RunError if a folder exists and is neither empty nor an export, or is an export with files of the user."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not all((folder / name).is_file() for name in (CONFIG, runs.PROVENANCE, WEIGHTS)):
+        raise RunError(f"{folder} exists and is not an export of rotopath; choose another folder with --out.")
+    known = {CONFIG, runs.PROVENANCE, WEIGHTS, README, CARD, *MODELS.values()}
+    if others := sorted(path.name for path in folder.iterdir() if path.name not in known):
+        raise RunError(
+            f"{folder} contains {others[0]!r}, which is not part of an export; move it away, or choose another folder "
+            f"with --out."
+        )
 
 
 # The module to export
 
 
 class PatchClassifier(nn.Module):
-    """A network as a patch classifier, which maps images (B, 3, H, W) to logits (B, K), the mean over all positions.
+    """Patch classifier made from a network: it maps images (B, 3, H, W) to logits (B, K).
+
+    If the network returns a map of logits, the patch classifier returns the mean of the logits over all positions.
 
     A single logit z is returned as two logits (0, z), because WSInfer and QuPath always apply softmax. The softmax of
     (0, z) is (1 - p, p), where p = sigmoid(z) is the probability.
@@ -216,7 +226,7 @@ def _make_example(network: DenseNetwork) -> tuple[Tensor, dict[int, Any]]:
 
 @contextmanager
 def _suppress_warnings() -> Iterator[None]:
-    """Suppress warnings of torch's exporters about deprecations and about optional packages."""
+    """Context manager: suppress harmless warnings of torch's exporters, such as those about deprecated functions."""
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -263,8 +273,8 @@ def make_config(run: Run, to: Format) -> dict[str, object]:
     out if the export is not a patch classifier (see `_is_classifier`).
     """
     task, network = run.task, run.info.network
-    geometry, patches = network.geometry, _is_classifier(run, to)
-    class_names = ("Other", *task.output_names) if patches and task.outputs == 1 else task.output_names
+    geometry, is_classifier = network.geometry, _is_classifier(run, to)
+    class_names = ("Other", *task.output_names) if is_classifier and task.outputs == 1 else task.output_names
     usual_px = find_window_px(network.name) or network.window_px  # used for segmentation, which has no patch size
     window_px = usual_px if task.reader.target_maps else geometry.smallest_px
     resize = {"name": "Resize", "arguments": {"size": window_px}}
@@ -273,8 +283,8 @@ def make_config(run: Run, to: Format) -> dict[str, object]:
         output, step = f"logits (B, {len(class_names)}) of a patch", 0
     else:
         output = f"logits (B, {geometry.outputs}, H', W') of a map"
-        output, step = f"logits (B, {len(class_names)}) of a patch" if patches else output, geometry.step_px
-    return ({"spec_version": "1.0"} if patches else {}) | {
+        output, step = f"logits (B, {len(class_names)}) of a patch" if is_classifier else output, geometry.step_px
+    return ({"spec_version": "1.0"} if is_classifier else {}) | {
         "name": run.folder.resolve().name,
         "architecture": f"rotopath-{network.name}-N{network.orientations}{reflections}",
         "num_classes": len(class_names),
@@ -283,7 +293,7 @@ def make_config(run: Run, to: Format) -> dict[str, object]:
         "spacing_um_px": task.spacing_um_px,
         "transform": [resize, {"name": "ToTensor"}],
         "output": output,
-        "activation": "softmax" if patches else task.activation,
+        "activation": "softmax" if is_classifier else task.activation,
         "stain": "as it is" if task.stain == "none" else task.stain,
         "image_sides_px": {"smallest": _smallest_image_px(run.network), "step": step},
         "stride_px": geometry.stride_px,
@@ -292,9 +302,10 @@ def make_config(run: Run, to: Format) -> dict[str, object]:
 
 
 def _describe_origin(run: Run, to: Format) -> dict[str, object]:
-    """Return the provenance of an export: its time, the versions of software, and the recipe and provenance of the run.
+    """Return the provenance of an export: its time and format, the versions of software, and the origin of the model.
 
-    The recipe and the provenance are None if the run folder does not contain them.
+    The origin consists of the name, the recipe, the operating point and the provenance of the run. The recipe is None
+    if the run folder does not contain it; so is the provenance, which has the key "trained".
     """
     provenance, recipe = run.folder / runs.PROVENANCE, run.folder / runs.RECIPE
     return {

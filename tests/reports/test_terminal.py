@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from rich.console import Console
 
 from rotopath.inference import Prediction
 from rotopath.metrics.bootstrap import MIN_CASES
 from rotopath.recipe import Recipe
-from rotopath.reports.terminal import score_table
+from rotopath.reports.terminal import score_table, user_errors_in_one_sentence
 from rotopath.tasks import TUMOR, Classify, Detect, Segment
 from rotopath.tasks.classify import PatchEvidence
 from rotopath.tasks.detect import Detections, FieldEvidence
@@ -21,6 +22,23 @@ from rotopath.tasks.segment import ObjectEvidence
 CELLS = ("epithelial", "lymphocyte")
 TEXTURES = ("dots", "plain", "stripes")
 POINT = {"inside": 0.5, "background": 0.5, "least_px": 4}
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (OSError(28, "No space left on device"), "A file cannot be read or written (No space left on device); check"),
+        (OSError(13, "Permission denied", "a.png"), "a.png cannot be read or written (Permission denied); choose"),
+        (OSError("The stream has ended."), "The stream has ended."),
+    ],
+)
+def test_errors_of_the_operating_system_are_one_sentence(
+    error: OSError, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as ended, user_errors_in_one_sentence():
+        raise error
+    assert ended.value.exit_code == 2
+    assert sentence in capsys.readouterr().err.replace("\n", " ")
 
 
 def show(metrics: Mapping[str, Mapping[str, object]]) -> str:

@@ -23,9 +23,9 @@ console = Console()
 
 @contextmanager
 def user_errors_in_one_sentence() -> Iterator[None]:
-    """Context manager: print an error as one sentence and exit with code 2, if the user can correct the error.
+    """Context manager: if the user can correct an error, print it as one sentence and exit with code 2.
 
-    Users can correct problems with data, recipes, runs, clusters and files, and missing optional packages. All other
+    These errors are problems with data, recipes, runs, clusters or files, and missing optional packages. All other
     errors are raised as usual, with a traceback.
     """
     from rotopath.data import DataError
@@ -45,8 +45,16 @@ def user_errors_in_one_sentence() -> Iterator[None]:
     except (DataError, UnreadableFileError, RecipeError, RunError, ClusterError) as error:
         exit_with_error(str(error))
     except OSError as error:
-        message = f"{error.filename} cannot be read or written ({error.strerror}); choose another path."
-        exit_with_error(str(error) if error.errno is None else message)
+        exit_with_error(_describe_os_error(error))
+
+
+def _describe_os_error(error: OSError) -> str:
+    """Return an error of the operating system as one sentence. Errors such as a full disk may not name a file."""
+    if error.errno is None:
+        return str(error)
+    if error.filename is None:
+        return f"A file cannot be read or written ({error.strerror}); check the disk, and run the command again."
+    return f"{error.filename} cannot be read or written ({error.strerror}); choose another path."
 
 
 def exit_with_error(message: str) -> NoReturn:
@@ -57,7 +65,7 @@ def exit_with_error(message: str) -> NoReturn:
 
 def exit_interrupted(folder: Path) -> NoReturn:
     """After Ctrl-C: print how to resume the work in `folder`, and exit with code 130."""
-    print_error(f"interrupted; run the same command again to resume {folder}.")
+    print_error(f"The command was interrupted; run the same command again to resume the work in {folder}.")
     raise typer.Exit(EXIT_INTERRUPTED)
 
 
@@ -84,10 +92,11 @@ def transient_progress() -> Progress:
 
 
 def score_table(title: str, metrics: Mapping[str, Mapping[str, Any]]) -> Group:
-    """Return a table of scores: a row for each score with its 95 % confidence interval, a column for each split.
+    """Return a table with a row for each score and a column for each split, and a note about confidence intervals.
 
-    `metrics` maps the names of splits to their scores. The scores of each class and the robustness to rotation also get
-    rows. Other scores that are neither numbers nor texts, such as curves, are left out.
+    `metrics` maps the names of splits to their scores. A cell contains a score and its 95 % confidence interval, if
+    there is one. The scores of each class also get rows, and so does the robustness to rotation, but only that of the
+    first split. Other scores that are neither numbers nor texts, such as curves, are left out.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("")
@@ -107,7 +116,10 @@ def score_table(title: str, metrics: Mapping[str, Mapping[str, Any]]) -> Group:
 
 
 def _add_class_rows(table: Table, splits: list[dict[str, Any]]) -> None:
-    """Add a row for each score of each class. Each entry of `splits` maps class names to the scores in one split."""
+    """Add a row for each score of each class to the table.
+
+    `splits` contains a dictionary for each split, which maps class names to the scores of the class.
+    """
     for name, scores in splits[0].items():
         for key in scores:
             values = [_format_score(split.get(name, {}).get(key)) for split in splits]
