@@ -159,9 +159,9 @@ def test_data_show_draws_a_contact_sheet(tmp_path: Path) -> None:
         ),
         (
             ("check", "{}", "--task", "nuclei"),
-            "(PCam) contains a class for each image, but outlines of objects are needed",
+            "(PCam) contains a class for each image; expected outlines of objects",
         ),
-        (("check", "{}", "--task", "detect"), "(PCam) contains a class for each image, but positions of objects are"),
+        (("check", "{}", "--task", "detect"), "(PCam) contains a class for each image; expected positions of"),
         (
             ("check", "{}", "--task", "kidney"),
             "There is no task 'kidney'; choose from mitosis, nuclei, tumor, classify, detect, segment, or",

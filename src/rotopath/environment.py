@@ -40,7 +40,8 @@ PURPOSE: Mapping[str, str] = {  # for each extra: the features that need its pac
     "onnx": "export to ONNX",
     "cluster": "studies and slides on a Dask cluster",
 }
-PACKAGES = ("torch", "numpy", "scipy", "scikit-image", "lightning", "safetensors")  # provenance contains their versions
+# Packages whose versions are saved with every run, prediction and export.
+PACKAGES = ("torch", "numpy", "scipy", "scikit-image", "lightning", "safetensors")
 GIT_TIMEOUT_S = 10  # maximum duration of a git command, in seconds
 
 
@@ -109,10 +110,11 @@ def _find_version(package: str) -> str | None:
 
 
 def _find_commit() -> str | None:
-    """Return the git commit of the source code, or None if git is missing or does not track this file.
+    """Return the git commit of the source code as text, or None if git is missing or does not track this file.
 
-    The text ends in "-dirty" if tracked files differ from the commit. If the repository has annotated tags, the text
-    starts with the nearest tag, as in the output of `git describe`.
+    The text is the output of `git describe`: the hash of the commit or, if the repository has annotated tags, text such
+    as "v0.2.0-3-g0123456789ab", which starts with the nearest tag. It ends in "-dirty" if tracked files differ from the
+    commit.
     """
     if not _run_git("ls-files", Path(__file__).name):
         return None  # rotopath may be installed in a folder of another repository, which has different commits

@@ -43,11 +43,11 @@ OnProgress = Callable[[int, int], None]  # receives the number of finished sampl
 CPU = torch.device("cpu")
 STACK_PX = 2**18  # images of the same size are predicted together, up to this total number of pixels
 PATCH_BATCH = 256  # patches predicted together
-ROTATED_WINDOWS = 512  # default number of windows that are rotated to measure robustness
+ROTATED_WINDOWS = 512  # robustness is measured on at most this number of windows, by default
 ROTATED_BATCH = 32  # number of these windows that are sampled together
 ROTATED_SEED = 1_000_003  # seed for sampling these windows
 SHOWN_WINDOWS = 48  # number of windows whose pixels are saved for figures
-FIELD_PX = 200  # side of the central square of each field (annotated image) in which maps are compared over angles
+FIELD_PX = 200  # side of the central square of a field (annotated image); only this square is compared over angles
 FOREGROUND = 0.5  # in maps of rotated fields, pixels with at least this probability of an object are foreground
 
 
@@ -89,16 +89,16 @@ def evaluate(
     - `rotations`: number of rotations of each image, over which predictions are averaged (test-time augmentation).
     - `robustness`: also measure how predictions change when inputs are rotated, and save arrays for figures in an
       `.npz` file beside the scores.
-    - `out`: file for the scores; default: the path that `evaluation_file` returns for the run folder or, if the model
-      is pretrained, for the folder `runs/NAME`.
+    - `out`: file for the scores; default: a file such as `evaluation-test.json` (see `evaluation_file`) in the run
+      folder or, if the model is pretrained, in the folder `runs/NAME`.
     - `rule`: rule for counting true positives, one of `task.rules`; default: the first of them.
     - `spacing_um_px`: pixel spacing in µm/px of images that do not specify it. For the dataset that the run was trained
       on, the default is `data_spacing_um_px` of the recipe.
     - `on_progress`: function that receives the split, the number of finished samples and the number of all samples.
 
     Returns the scores and the path of the file. With several rotations, or if `rule` is given, the operating point is
-    chosen again on the validation set of the dataset. Raises DataError if the split does not exist or is empty, or if
-    the data does not fit the task.
+    chosen again on the validation set of the dataset. Raises DataError if the split does not exist or is empty, if the
+    data does not fit the task, or if the task does not have the rule.
     """
     run = model if isinstance(model, Run) else runs.load(model)
     if split not in SPLITS:
@@ -143,10 +143,11 @@ def evaluate(
 def evaluation_file(
     folder: Path, split: str, rotations: int = 1, rule: str | None = None, data: Path | None = None
 ) -> Path:
-    """Return the path of the file for scores in `folder`. The file name states split, rotations, rule and data.
+    """Return the path of the score file in `folder`. The file name contains the split.
 
-    `rotations` is 1 without test-time augmentation. `rule` is None for the default rule. `data` is the path of the
-    dataset, or None for the dataset that the run was trained on. The file name does not state default values.
+    The file name also contains each of the following values that is not the default: `rotations` (default: 1, no
+    test-time augmentation), `rule` (default: None, the first rule of the task), and the last part of the path `data`
+    of the dataset (default: None, the dataset that the run was trained on).
 
     >>> from rotopath.evaluation import evaluation_file
     >>> evaluation_file(Path("runs/a"), "test", rotations=4).as_posix()
@@ -159,9 +160,10 @@ def evaluation_file(
 
 
 def open_task_data(task: Task, data: Path | str, spacing_um_px: float | None = None) -> Dataset:
-    """Open a dataset with the annotations that a task needs.
+    """Open the dataset at the path `data`, check that its annotations fit a task, and return the dataset.
 
-    Raises DataError if the dataset has another type of annotation, or labels that are not classes of the task.
+    `spacing_um_px` is the pixel spacing in µm/px of images that do not specify it. Raises DataError if the dataset has
+    another type of annotation than the task needs, or labels that are not classes of the task.
     """
     dataset = open_data(data, task.annotated, spacing_um_px)
     if errors := problems(task.check_data(dataset)):
@@ -216,7 +218,7 @@ def _gather_patches(
     rotations: int,
     on_progress: OnProgress,
 ) -> list[Evidence]:
-    """Return the evidence of each patch for tasks with one prediction per patch. Patches are predicted in batches."""
+    """Return the evidence of each patch, for a task with one prediction per patch. Patches are predicted in batches."""
     window_px = network.geometry.context_px
     cut_px = covering_size(window_px) if 4 % rotations else window_px  # other angles than k · 90° need larger windows
     batches, steps = make_center_batches(task, samples, cut_px, device=device)
@@ -240,11 +242,12 @@ def make_center_batches(
     cache: Cache = "auto",
     device: torch.device = CPU,
 ) -> tuple[Batches, range]:
-    """Return the batches of the central windows of all samples, and the range of their indices, which are called steps.
+    """Return batches of windows, one window at the center of each sample, and the range of steps.
 
-    Each sample is in exactly one batch, and the windows are in the order of the samples. `window_px` is the side of a
-    window in pixels. `batch` is the number of windows per batch; the last batch may be smaller. `cache` and `device`
-    state where the images are kept.
+    A step is the index of a batch. The windows are in the order of the samples. `window_px` is the side of a window in
+    pixels. `batch` is the number of windows per batch; the last batch may be smaller. `cache` states where decoded
+    images are kept: "device" (in the memory of `device`), "memory" (RAM), "none" (only in files), or "auto" (selected
+    by the amount of free memory).
     """
     pixels = open_pixels(samples, task.reader, cache, device)
     sampler = CenterSampler(task.image_targets(samples), pixels.sizes_px, window_px, batch)
@@ -265,15 +268,21 @@ def make_sampled_batches(
 ) -> Batches:
     """Return batches of random windows, drawn by the task's sampler.
 
-    `window` states the size of the windows. `batch` is the number of windows per batch. `cache` and `device` state
-    where the images are kept. `mined` contains hard examples: mistakes of a baseline network, which the sampler draws
-    more often. It is the result of `task.examples_for_sampler`: either sample indices (k,), or an array (k, 3) with the
-    columns sample index, row and column (in pixels). None means no hard examples.
+    `window` states the size of the windows. `batch` is the number of windows per batch. `seed` is the seed of the
+    windows and of the augmentation. `cache` and `device` are those of `make_center_batches`. `mined` contains hard
+    examples: mistakes of a baseline network, which the sampler draws more often. `task.examples_for_sampler` returns
+    this array: either sample indices (k,), or an array (k, 3) with the columns sample index, row and column (in
+    pixels). None means no hard examples.
     """
     if batch < 1 or seed < 0:
         raise DataError(f"The batch size must be 1 or more and the seed 0 or more; got {batch} and {seed}.")
-    if mined is not None and len(mined) and not 0 <= mined.reshape(len(mined), -1)[:, 0].max() < len(samples):
-        raise DataError(f"The hard examples contain other images than the {len(samples)} training images; mine again.")
+    if mined is not None and len(mined):
+        index = int(mined.reshape(len(mined), -1)[:, 0].max())
+        if not 0 <= index < len(samples):
+            raise DataError(
+                f"A hard example has the image index {index}, but there are {len(samples)} training images (indices "
+                f"from 0 to {len(samples) - 1}); mine hard examples again."
+            )
     pixels = open_pixels(samples, task.reader, cache, device)
     settings = SamplerSettings(pixels.sizes_px, window.window_px, batch, seed)
     sampler = task.make_sampler(samples, settings, window, mined)
@@ -286,11 +295,15 @@ def make_sampled_batches(
 
 @dataclass(frozen=True)
 class RotatedPredictions:
-    """Predictions of the same inputs at fair and at plain angles. Inputs are windows, or the central squares of fields.
+    """Predictions of the same inputs, rotated by fair angles (11.25°, 33.75°, …) and by plain angles (0°, 22.5°, …).
 
-    A field is an annotated image. Probabilities and decisions have the shape (angles, windows) or
-    (angles, fields, height, width). The probability of a pixel is the probability of an object. The probability of a
-    window is that of the channel with the highest mean over all angles.
+    The inputs are windows, or the central squares of fields. A field is an annotated image.
+
+    For windows, probabilities and decisions have the shape (angles, windows). The probability of a window is that of
+    one channel, which is the same for all angles: the channel with the highest mean probability over the angles.
+
+    For fields, probabilities and decisions have the shape (angles, fields, height, width). The probability of a pixel
+    is the probability that it belongs to an object.
     """
 
     fair_degrees: list[float]  # angles, counterclockwise
@@ -308,10 +321,10 @@ class RotatedPredictions:
 def predict_rotated_inputs(
     run: Run, samples: Sequence[Sample], device: torch.device, max_windows: int = ROTATED_WINDOWS
 ) -> RotatedPredictions:
-    """Predict inputs at all fair and plain angles.
+    """Predict inputs, rotated by all fair and plain angles.
 
-    The inputs are the central square of each field if `task.robustness_inputs` is "fields", and otherwise up to
-    `max_windows` windows.
+    If `task.robustness_inputs` is "fields", the inputs are the central squares of all fields (annotated images).
+    Otherwise, the inputs are up to `max_windows` windows.
     """
     run.network.to(device).eval()
     if run.task.robustness_inputs == "fields":
@@ -320,10 +333,11 @@ def predict_rotated_inputs(
 
 
 def summarize_rotation(rotated: RotatedPredictions) -> dict[str, object]:
-    """Return the robustness at fair and at plain angles, as entries of the JSON file.
+    """Return the entry "rotation" of the JSON file of scores.
 
-    The robustness consists of the standard deviation of the probability over angles, averaged over inputs, and the
-    fraction of inputs with different decisions at different angles.
+    The entry contains the type of the inputs ("windows" or "pixels of fields"), their number, and the robustness at
+    fair and at plain angles. The robustness consists of the standard deviation of the probability over angles, averaged
+    over inputs, and the fraction of inputs with different decisions at different angles.
     """
     return {
         "inputs": "pixels of fields" if rotated.maps else "windows",
@@ -352,14 +366,14 @@ def pack_for_figures(rotated: RotatedPredictions) -> dict[str, NDArray[np.generi
 def _predict_rotated_windows(
     run: Run, samples: Sequence[Sample], device: torch.device, max_windows: int
 ) -> RotatedPredictions:
-    """Predict up to `max_windows` windows at all fair and plain angles."""
+    """Predict up to `max_windows` windows, rotated by all fair and plain angles."""
     fair, plain = robustness_angles(), robustness_angles(fair=False)
     images, labels = _read_windows(run, samples, device, max_windows)
     probabilities = predict_rotated(run.network, images, [*fair, *plain], run.task.to_probabilities)  # (angles, B, K)
     decisions = run.task.decide(probabilities, run.point)  # (angles, B)
-    # With several channels, compare one channel over the angles: the one with the highest mean probability.
-    followed = probabilities.mean(axis=0).argmax(axis=-1)
-    probability = np.take_along_axis(probabilities, followed[None, :, None], axis=2)[..., 0]  # (angles, B)
+    # For each window, compare one channel over the angles: the channel with the highest mean probability.
+    channels = probabilities.mean(axis=0).argmax(axis=-1)  # (B,)
+    probability = np.take_along_axis(probabilities, channels[None, :, None], axis=2)[..., 0]  # (angles, B)
     side_px = run.network.geometry.smallest_px
     shown = (center_crop(images[:SHOWN_WINDOWS], side_px, side_px) * 255).round().byte()
     return RotatedPredictions(
@@ -377,9 +391,9 @@ def _predict_rotated_windows(
 def _read_windows(run: Run, samples: Sequence[Sample], device: torch.device, max_windows: int) -> tuple[Tensor, Tensor]:
     """Return up to `max_windows` windows (B, 3, s, s) and their labels (B,).
 
-    The windows are the centers of the samples if the task predicts windows, and otherwise random windows. The side s is
-    larger than the input of the network, so that windows can be rotated by any angle without empty corners. If s
-    exceeds the side of an image, the image is extended by reflection.
+    If the task has one prediction per window, the windows are at the centers of the first samples. Otherwise, they are
+    random windows of all samples. The side s is larger than the input of the network, so that windows can be rotated by
+    any angle without empty corners. Where a window extends beyond the image, the image is extended by reflection.
     """
     task, geometry = run.task, run.network.geometry
     cut_px = covering_size(geometry.context_px) + 2 * SPLINE_REACH
@@ -394,7 +408,7 @@ def _read_windows(run: Run, samples: Sequence[Sample], device: torch.device, max
 
 
 def _predict_rotated_fields(run: Run, samples: Sequence[Sample], device: torch.device) -> RotatedPredictions:
-    """Predict the central squares of all fields at all fair and plain angles."""
+    """Predict the central squares of all fields, rotated by all fair and plain angles."""
     fair, plain = robustness_angles(), robustness_angles(fair=False)
     predicted = [_predict_rotated_field(run, sample, device, [*fair, *plain]) for sample in samples]
     images, fields = zip(*predicted, strict=True)
@@ -417,7 +431,7 @@ def _predict_rotated_fields(run: Run, samples: Sequence[Sample], device: torch.d
 def _predict_rotated_field(
     run: Run, sample: Sample, device: torch.device, degrees: Sequence[float]
 ) -> tuple[NDArray[np.uint8], dict[str, NDArray[np.float32]]]:
-    """Return the central square (h, w, 3) of a field, and the maps (angles, h, w) of this square, by name.
+    """Return the central square (h, w, 3) of a field, and a dictionary of the maps (angles, h, w) of this square.
 
     For each angle in `degrees`, the field is rotated and predicted, and the maps are rotated back.
     """

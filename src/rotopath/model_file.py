@@ -1,9 +1,10 @@
 """Read and write the files of a trained model: its description `model.json`, and its weights `weights.safetensors`.
 
 The model file `model.json` contains the task (classes, pixel spacing, stain normalization), the network, the geometry
-of the network (valid image sizes, stride and rim, see `Geometry`), the operating point (decision thresholds) and the
-checksum of the weights. All values are checked when the file is read. Neither file is a pickle, because a pickle from
-an unknown source can execute any code.
+of the network, the operating point (decision thresholds) and the checksum of the weights. The geometry consists of the
+valid image sizes, the distance between adjacent outputs (the stride), and the width of the border of the map that
+padding affects (the rim); see `Geometry`. All values are checked when the model file is read. Neither file is a pickle,
+because a pickle from an unknown source can execute any code.
 """
 
 import hashlib
@@ -98,9 +99,10 @@ def write_model(folder: Path, task: Task, network: NetworkInfo, point: Mapping[s
 
 
 def read_model(folder: Path) -> ModelInfo:
-    """Read the model file in a folder. Raises RunError if the file is missing, damaged or from a newer rotopath.
+    """Return the content of the model file in a folder.
 
-    If a value is missing or wrong, the message names its key.
+    Raises RunError if the file is missing, damaged, or from a newer version of rotopath that uses a newer format. If a
+    value is missing or wrong, the message states the key of this value.
     """
     path = folder / MODEL
     content = read_json(path)
@@ -275,7 +277,7 @@ def _name_dtype(tensor: Tensor) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a file that contains a JSON object. Raises RunError if the file is missing or contains anything else."""
+    """Read a file that contains a JSON object. Raises RunError if it cannot be read or contains anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
     except FileNotFoundError:

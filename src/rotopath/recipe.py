@@ -47,7 +47,7 @@ class Mining:
     """
 
     epochs: int = 4  # number of epochs for which the baseline network is trained
-    examples: int = 2000  # number of worst mistakes to keep, if there are that many
+    examples: int = 2000  # largest number of hard examples; of more mistakes, the worst are kept
 
     def __post_init__(self) -> None:
         for name in ("epochs", "examples"):
@@ -56,16 +56,19 @@ class Mining:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All settings of a training. The defaults are those of the paper (Lafarge et al., 2020), where it states them.
+    """All settings of a training.
 
-    If the value of a key is None or an empty tuple, the default in the comment of the key is used. In TOML files and in
-    overrides, None is written as `false`.
+    The defaults are those of the paper (Lafarge et al., 2020), where the paper states them. If the value of a key is
+    None or an empty tuple, the default in the comment of the key is used. In TOML files and in overrides, None is
+    written as `false`.
     """
 
     task: str  # "tumor", "mitosis" or "nuclei"; a kind: "classify", "detect" or "segment"; or "package.module:Class"
     data: str  # path of a dataset: a folder or a manifest
-    classes: tuple[str, ...] = ()  # class names; default: those of the task, otherwise those in the data
-    colors: tuple[str, ...] = ()  # colors of the classes, such as "#e69f00"; default: colors of the task
+    classes: tuple[str, ...] = ()  # class names; default: those of the task of the paper, or else those in the data
+    # Colors of the classes, such as "#e69f00". Default: colors of the task. For a task of the paper, this key is
+    # ignored if `classes` is empty.
+    colors: tuple[str, ...] = ()
     spacing_um_px: float | None = None  # pixel spacing at which the network reads images; default: that of the task
     stain: Stain | None = None  # stain normalization, "none" or "macenko"; default: that of the task
     data_spacing_um_px: float | None = None  # pixel spacing of images that specify none; default: an error
@@ -89,7 +92,8 @@ class Recipe:
     weight_decay: float = 5e-4  # decoupled: each step multiplies kernels by 1 - learning_rate · weight_decay
     # Learning rate: halved after each epoch, decreased to 0 along a cosine, or constant.
     schedule: Literal["halve", "cosine", "constant"] = "halve"
-    keep: Literal["best", "last"] = "best"  # weights to keep; "best": those with the lowest validation loss
+    # Weights to keep: those after the epoch with the lowest validation loss ("best"), or after the last epoch ("last").
+    keep: Literal["best", "last"] = "best"
     # Stop after this number of epochs without a lower validation loss. Ignored if schedule = "cosine" or keep = "last".
     patience: int = 3
     validation_steps: int = 32  # batches for each validation loss; "classify" always uses all validation patches

@@ -115,8 +115,10 @@ class Run:
         `spacing_um_px` is the pixel spacing of the image in µm/px. It is required for an array, replaces the pixel
         spacing that a file specifies, and is ignored for an open slide. If `rotations` is above 1, each tile is
         predicted at this number of equally spaced angles, and the result contains the mean and the standard deviation
-        over the angles. If `everywhere` is False, only tissue is predicted. `prepare` explains `device` and
-        `precision`.
+        over the angles. If `everywhere` is False, only tissue is predicted.
+
+        The default of `device` is the first GPU, or the CPU if there is no GPU. `precision` is "16" (default on a GPU)
+        or "32" (default on the CPU).
         """
         with as_slide(image, spacing_um_px) as slide:
             return predict_slide(self.prepare(device, precision), slide, PassOptions(rotations, everywhere=everywhere))
@@ -192,8 +194,8 @@ def predict(
     other files. Returns the outcome of each file.
 
     After each tile, the function `on_tile` is called with the path of the file, the number of its finished tiles, and
-    the number of all its tiles to predict. `Run.predict` explains the other arguments. To predict a single image and
-    receive the result in memory, use `Run.predict` instead.
+    the number of all its tiles to predict. The other arguments are those of `Run.predict`. To predict a single image
+    and receive the result in memory, use `Run.predict` instead.
     """
     run = model if isinstance(model, Run) else load(model)
     given = [images] if isinstance(images, Path | str) else images
@@ -346,8 +348,9 @@ def _wrap_module(module: nn.Module, network: NetworkInfo, folder: Path) -> Dense
         fits = has_geometry(module, network.geometry, network.window_px, network.slides)
     if not fits:
         raise RunError(
-            f"{folder / MODEL} specifies another geometry (image sizes, stride, rim, number of logits) than the "
-            f"network {network.name!r} has; restore the file, or train again."
+            f"{folder / MODEL} specifies another geometry than the network {network.name!r} has (valid image sizes, "
+            f"distance between outputs, border that padding affects, number of logits); restore the file, or train "
+            f"again."
         )
     if isinstance(declared, Geometry):
         return module  # type: ignore[return-value]

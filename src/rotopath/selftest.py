@@ -1,9 +1,9 @@
 """Check an installation of rotopath: list what is installed and what is missing, and run self-tests.
 
-`describe_installation` returns versions, devices, image readers and extras as a dictionary for JSON. `run_self_tests`
-takes a few seconds. The result of each test is a state ("works", "fails" or "not tested") and a short explanation. The
-state is "not tested" if a test needs software or hardware that is missing. If a test raises an error, its state is
-"fails", and the remaining tests are run.
+`describe_installation` returns versions, devices, image readers and extras (groups of optional packages) as a
+dictionary for JSON. `run_self_tests` takes a few seconds. The result of each test is a state ("works", "fails" or "not
+tested") and a short explanation. The state is "not tested" if a test needs software or hardware that is missing. If a
+test raises an error, its state is "fails", and the remaining tests are run.
 """
 
 import os
@@ -168,7 +168,10 @@ def _run_test(name: str, test: Callable[[], str]) -> SelfTestResult:
 
 
 def _test_equivariance(device: torch.device) -> str:
-    """Test that rotating the input rotates the output of a network with 8 orientations, but not of an ordinary CNN."""
+    """Test that a network with 8 orientations is equivariant to rotations by 90°, and that an ordinary CNN is not.
+
+    A network is equivariant if rotating its input only rotates its output.
+    """
     images = smooth_images(1, 76).to(device)
     with _without_tf32():
         (error,), (ordinary,) = (untrained_errors(partial(models.mitosis, n), images, draws=1) for n in (8, 1))
@@ -225,7 +228,10 @@ def _test_bf16(device: torch.device) -> str:
 
 
 def _test_fused_kernels(device: torch.device) -> str:
-    """Test that fused kernels (norm, ReLU and pooling) compute the same outputs and gradients as separate layers."""
+    """Test that fused kernels compute the same outputs and gradients as separate layers.
+
+    A fused kernel computes batch norm, ReLU and pooling together on the GPU.
+    """
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(4, 24, 24, 8, 8, generator=generator).to(device).permute(0, 3, 4, 1, 2)
     if not is_installed():
@@ -239,8 +245,8 @@ def _test_fused_kernels(device: torch.device) -> str:
 def _fused_error(features: Tensor, pool: torch.nn.Module) -> float:
     """Return the largest difference between a fused kernel and separate layers, in the outputs and in the gradients.
 
-    The layers are a batch norm, a ReLU and `pool`. Their input is `features` (B, C, N, H, W), and the gradients are the
-    gradients of the input.
+    The layers are a batch norm, a ReLU and `pool`. Their input is `features` (B, C, N, H, W). The gradients are those
+    of the sum of squares of the outputs, with respect to the input.
     """
     norms = [nn.GroupBatchNorm2d(features.shape[1]).to(features.device).train() for _ in range(2)]
     inputs = [features.clone(memory_format=torch.preserve_format).requires_grad_() for _ in norms]

@@ -307,7 +307,7 @@ def test_without_a_class_table_objects_have_no_classes(tmp_path: Path) -> None:
             (("object", "class"), (-3, "stroma"), (300, "tumor")),
             "needs an object number and a class in line 2, such as `17,lymphocyte`.",
         ),
-        (((3, "stroma"), (300, "tumor")), "has no column 'object'; its first line must contain object and class."),
+        (((3, "stroma"), (300, "tumor")), "has no column 'object'; its first line must contain 'object' and 'class'."),
     ],
     ids=["missing object", "no number", "no class", "negative", "no header"],
 )

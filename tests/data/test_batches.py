@@ -149,7 +149,7 @@ def test_unreadable_file_raises_its_error_message(tmp_path: Path, workers: int) 
     [
         ({"batch": 0}, "The batch size must be 1 or more and the seed 0 or more; got 0"),
         ({"seed": -1}, "the seed 0 or more; got 8 and -1"),
-        ({"mined": np.array([99])}, "contain other images than the 8 training images"),
+        ({"mined": np.array([99])}, "image index 99, but there are 8 training images"),
     ],
 )
 def test_impossible_settings_are_refused(data: dict[str, Path], settings: dict[str, object], message: str) -> None:

@@ -94,8 +94,8 @@ def test_other_annotation_types_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         open_data(tmp_path, "objects")
     assert str(caught.value) == (
-        f"{tmp_path} (PCam) contains a class for each image, but outlines of objects are needed; choose other data, "
-        f"or another task."
+        f"{tmp_path} (PCam) contains a class for each image; expected outlines of objects; choose other data, or "
+        f"another task."
     )
 
 

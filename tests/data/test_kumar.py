@@ -89,7 +89,7 @@ def test_second_image_of_the_same_name_is_a_problem(tmp_path: Path) -> None:
     kumar(tmp_path, ["a", "b", "c"])
     write_image(tmp_path / "Tissue Images/a.png", pixels(40, 40))
     assert problem_messages(open_and_check(tmp_path)) == [
-        "Tissue Images/a.tif: is left out, because it has the same name as Tissue Images/a.png; rename it."
+        "Tissue Images/a.tif: is left out, because it has the same name as Tissue Images/a.png; rename one of the two."
     ]
 
 

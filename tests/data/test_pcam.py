@@ -66,7 +66,7 @@ def test_slides_are_checked_for_leaks(tmp_path: Path) -> None:
     [
         (
             lambda root: write_hdf5(root / pcam_name("valid", "x"), "images", np.zeros((4, 96, 96, 3), np.uint8)),
-            f"{pcam_name('valid', 'x')}: has no array 'x'; it contains 'images'.",
+            f"{pcam_name('valid', 'x')}: has no array 'x'; it contains 'images'; download it again.",
         ),
         (
             lambda root: write_hdf5(root / pcam_name("valid", "y"), "y", np.zeros((3, 1, 1, 1), np.uint8)),
@@ -79,7 +79,7 @@ def test_slides_are_checked_for_leaks(tmp_path: Path) -> None:
         ),
         (
             lambda root: write_hdf5(root / pcam_name("valid", "x"), "x", np.zeros((4, 96, 96, 3), np.float32)),
-            f"{pcam_name('valid', 'x')}: has an array 'x' of type float32; expected bytes (uint8).",
+            f"{pcam_name('valid', 'x')}: has an array 'x' of type float32; expected bytes (uint8); download it again.",
         ),
         (
             lambda root: write_hdf5(root / pcam_name("valid", "y"), "y", np.full((4, 1, 1, 1), 2, np.uint8)),
@@ -162,5 +162,5 @@ def test_invalid_kaggle_labels_are_problems(tmp_path: Path) -> None:
     ]
     assert any("images without a label are left out: 2 images (0001, 0003);" in note for note in note_messages(dataset))
     write_text(tmp_path / "train_labels.csv", "name,label\n0000,1\n")
-    with pytest.raises(UnreadableFileError, match="has no column 'id'; its first line must contain id and label"):
+    with pytest.raises(UnreadableFileError, match="has no column 'id'; its first line must contain 'id' and 'label'"):
         open_data(tmp_path)

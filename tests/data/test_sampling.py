@@ -311,8 +311,8 @@ def test_center_sampler_covers_every_patch_once() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: mitoses(batch=7), "batch size is 7; expected an even number"),
-        (lambda: three_cells(batch=7), "batch size is 7; expected an even number"),
+        (lambda: mitoses(batch=7), r"batch size \(`batch`\) is 7; expected an even number"),
+        (lambda: three_cells(batch=7), r"batch size \(`batch`\) is 7; expected an even number"),
         (lambda: patches(batch=1), "1 windows for 2 classes; increase `batch`"),
         (lambda: three_classes(batch=2), "2 windows for 3 classes; increase `batch`"),
         (lambda: three_cells(batch=4), "2 windows for 3 classes; increase `batch`"),

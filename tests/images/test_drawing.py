@@ -120,11 +120,11 @@ def test_weak_strokes_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("image", "strength", "angle", "sentence"),
     [
-        (GRAY / 255, np.ones((12, 12)), np.ones((12, 12)), r"needs an image \(H, W, 3\) of uint8; got float64"),
+        (GRAY / 255, np.ones((12, 12)), np.ones((12, 12)), r"expects an image \(H, W, 3\) of uint8; got an image of"),
         (GRAY, np.ones((4, 12, 12)), np.ones((4, 12, 12)), r"of the same shape \(h, w\); got the shapes \(4, 12, 12\)"),
         (GRAY, np.ones((12, 12)), np.ones((10, 10)), r"got the shapes \(12, 12\) and \(10, 10\)"),
-        (GRAY, np.ones((11, 12)), np.ones((11, 12)), r"\(11, 12\) px cannot be centered on \(12, 12\) px; crop"),
-        (GRAY, np.ones((14, 14)), np.ones((14, 14)), r"\(14, 14\) px cannot be centered on \(12, 12\) px; crop"),
+        (GRAY, np.ones((11, 12)), np.ones((11, 12)), r"\(11, 12\) px cannot be centered on the image of \(12, 12\) px"),
+        (GRAY, np.ones((14, 14)), np.ones((14, 14)), r"\(14, 14\) px cannot be centered on the image of \(12, 12\) px"),
     ],
 )
 def test_maps_that_do_not_fit_are_refused_in_one_sentence(

@@ -364,7 +364,7 @@ def test_a_rotated_batch_gives_the_same_weight_gradients(name: str) -> None:
         ((1, 3, 65, 68), "mitosis accepts image sides of 68 px or more, but got 65 px; .* pad them"),
         (
             (1, 3, 68, 110),
-            r"mitosis accepts image sides of 68 \+ 8·k px, but got 110 px; crop or pad to 108 or 116 px\.",
+            r"mitosis accepts image sides of 68 \+ 8·k px \(k = .*\), but got 110 px; crop or pad to 108 or 116 px\.",
         ),
         ((1, 4, 68, 68), "mitosis was built for 3 input channels, but got 4"),
         ((1, 68, 68, 3), r"but got 68 .* x.permute\(0, 3, 1, 2\)"),

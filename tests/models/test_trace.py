@@ -66,7 +66,7 @@ def test_attributes_are_found_by_path() -> None:
 def test_hooks_are_refused_until_they_are_removed(register: str) -> None:
     module = TwoBlocks()
     handle = getattr(module.blocks[1].conv, register)(lambda *_: None)
-    with pytest.raises(ValueError, match=r"freeze does not support hooks, but blocks.1.conv has some; remove them"):
+    with pytest.raises(ValueError, match=r"freeze\(\) does not support hooks, but blocks.1.conv has some; remove them"):
         expect_no_hooks(module)
     handle.remove()
     expect_no_hooks(module)

@@ -114,7 +114,7 @@ def test_networks_without_reflections_are_not_equivariant_to_flips() -> None:
     x = images(channels=3)
     assert rp.equivariance_error(stack, x) < 1e-10
     assert rp.equivariance_error(stack, x, 0, flip=True) > 0.1
-    with pytest.raises(ValueError, match="features without reflections cannot be flipped"):
+    with pytest.raises(ValueError, match="Features without reflections cannot be flipped"):
         rp.equivariance_error(stack[0], x, flip=True)
 
 

@@ -80,5 +80,5 @@ def test_errors_in_a_plan_are_named(tmp_path: Path, study: str, sentence: str) -
 
 
 def test_changes_to_a_study_that_is_not_a_file_are_rejected(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="Overrides are possible only for a study that is read from a file"):
+    with pytest.raises(RecipeError, match="apply to study files only; set the value in the `Study` object"):
         rp.study(Study(()), tmp_path, changes=["tumor.seed=[0]"])

@@ -105,6 +105,6 @@ def test_fields_of_an_unknown_organ_have_no_regime(tmp_path: Path) -> None:
     kumar(tmp_path, ["a", "b", "c"])
     samples = [replace(sample, stratum="") for sample in open_data(tmp_path).samples]
     with pytest.raises(
-        DataError, match=r"takes images of each organ, but the organ of Tissue Images/a.tif is not known"
+        DataError, match=r"training images of each organ, but the organ of Tissue Images/a.tif is not known"
     ):
         NUCLEI.select_training_subset(samples, 1, 0)

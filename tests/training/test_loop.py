@@ -245,7 +245,7 @@ CLASSIFY = {"task": "classify"}
             CLASSIFY | {"classes": ["normal", "tumor", "zebra"]},
             "No training image has an annotation of class 'zebra'",
         ),
-        ("tumor", {"task": "mitosis"}, "contains a class for each image, but positions of objects are needed"),
+        ("tumor", {"task": "mitosis"}, "contains a class for each image; expected positions of objects"),
     ],
 )
 def test_recipes_that_cannot_be_trained_are_refused_before_anything_is_written(

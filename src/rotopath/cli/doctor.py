@@ -78,7 +78,10 @@ def installation_lines(installation: Mapping[str, Any]) -> Group:
 
 
 def device_line(device: Mapping[str, Any]) -> Table:
-    """Return a line about the CPU, about a GPU, or about the reason why no GPU can be used."""
+    """Return a line about the CPU, about a GPU, or about the reason why no GPU can be used.
+
+    `device` is one of the entries "devices" of `selftest.describe_installation`.
+    """
     if device["device"] == "CPU":
         return _line("works", "CPU", f"{device['name']}, {device['cores']} cores (torch uses {device['threads']})")
     if device["name"] is None:
@@ -94,7 +97,7 @@ def self_test_line(result: "SelfTestResult") -> Table:
 
 
 def verdict(results: Sequence["SelfTestResult"]) -> Text:
-    """Return the last line. It states that everything works, or which self-tests failed and what to do."""
+    """Return the last line of the output: everything works, or which self-tests failed and what to do."""
     failed = [result.what for result in results if result.state == "fails"]
     if not failed:
         return Text("\n✓ Everything that is installed works.", MARKS["works"][1])

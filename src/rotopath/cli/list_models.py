@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PAPER_ORIENTATIONS = [1, 4, 8, 16]
 CARD_WIDTH = 100  # longer lines are hard to read
-FIRST_COLUMNS_WIDTH, PAIR_WIDTH = 32, 11  # in characters: of the columns "layer" and "px"; of "c" and "w" for one N
+FIRST_COLUMNS_WIDTH, PAIR_WIDTH = 32, 11  # in characters: "layer" and "px" together; "c" and "w" of one N
 
 
 def list_models(

@@ -1,8 +1,8 @@
 """Open the datasets AMIDA13 and TUPAC16: images of breast cancer, with the positions of mitoses in CSV files.
 
 The dataset folder contains `mitoses_image_data_part_*/CASE/FIELD.tif` and `mitoses_ground_truth/CASE/FIELD.csv`. A case
-is a patient; a field (high-power field) is one image of the case. An optional `split.csv` with the columns case and
-split replaces the published split.
+is a patient; a field (high-power field) is one image of the case. An optional `split.csv` with the columns `case` and
+`split` replaces the published split.
 """
 
 from collections.abc import Collection
@@ -61,10 +61,10 @@ def open_amida13(root: Path) -> Dataset:
 
 
 def _check_annotations(samples: Collection[Sample], has_annotations: bool) -> list[Finding]:
-    """Return a finding if CSV files with positions are missing, otherwise an empty list.
+    """Return a list with one finding if CSV files with positions are missing, otherwise an empty list.
 
-    `has_annotations` states whether the dataset folder contains any CSV file. Without any CSV file, the finding is a
-    problem. If only some samples have no CSV file, the finding is a note that lists these samples.
+    `has_annotations` states whether `mitoses_ground_truth` contains any CSV file. Without any CSV file, the finding is
+    a problem. If only some samples have no CSV file, the finding is a note that lists these samples.
     """
     if samples and not has_annotations:
         message = "contains no CSV file; at least one file with positions of mitoses is needed."
@@ -84,5 +84,5 @@ def _case_and_field(path: Path) -> tuple[str, str]:
 
 
 def _normalize_case(name: str) -> str:
-    """Return the name of a case; a number gets two digits (`3` becomes `03`), as spreadsheets remove leading zeros."""
+    """Return the name of a case. A number gets two digits (`3` becomes `03`): spreadsheets remove leading zeros."""
     return name.zfill(2) if name.isdecimal() else name

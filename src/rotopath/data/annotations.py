@@ -28,7 +28,7 @@ GEOJSON_SUFFIXES = (".geojson", ".json")
 # Accepted names of the columns of CSV files with points.
 ROW_NAMES, COLUMN_NAMES, CLASS_NAMES = ("row", "y"), ("column", "col", "x"), ("class", "label", "type")
 
-PointRow = tuple[str, float, float, str]  # place in the file (such as "line 3", for messages), row, column, class name
+PointRow = tuple[str, float, float, str]  # line or feature for messages ("line 3"), row, column, class name
 
 
 class AnnotationError(UnreadableFileError):
@@ -66,8 +66,8 @@ class Objects:
 def read_points(sample: Sample, spacing_um_px: float) -> Points:
     """Read the annotated points of a sample. Positions are in pixels of the image resampled to `spacing_um_px`.
 
-    A sample without an annotation file has no points. Raises UnreadableFileError if the file cannot be read, or its
-    subclass AnnotationError if any point in the file is invalid.
+    A sample without an annotation file has no points. Raises UnreadableFileError if the image file or the annotation
+    file cannot be read. Raises AnnotationError, a type of UnreadableFileError, if any point in the file is invalid.
     """
     points, faults = parse_points(sample)
     if faults:
@@ -77,9 +77,10 @@ def read_points(sample: Sample, spacing_um_px: float) -> Points:
 
 
 def parse_points(sample: Sample) -> tuple[Points, list[str]]:
-    """Read all valid points, in pixels of the image file; also return a message for each invalid point.
+    """Read all valid points of a sample, in pixels of the image file; also return a message for each invalid point.
 
-    A point outside the image is invalid. A sample without an annotation file has no points.
+    A point is invalid if it is outside the image, or if its row or column is not a number. A sample without an
+    annotation file has no points.
     """
     if not sample.annotations:
         return Points(np.empty((0, 2)), ()), []
@@ -100,10 +101,10 @@ def parse_points(sample: Sample) -> tuple[Points, list[str]]:
 
 
 def _read_geojson_points(path: Path) -> tuple[list[PointRow], list[str]]:
-    """Read the points of a GeoJSON file. A polygon becomes one point: the center of its bounding box.
+    """Read the points of a GeoJSON file. An object with an outline becomes one point: the center of its bounding box.
 
-    Also returns an empty list, so that the result has the same form as that of `_read_csv_points`. There are no
-    messages to return, because `read_geojson` raises an error if the file is invalid.
+    Returns the points and a list of messages, as `_read_csv_points` does. The list of messages is always empty, because
+    `read_geojson` raises an error if the file is invalid.
     """
     rows: list[PointRow] = []
     for i, item in enumerate(read_geojson(path), 1):
@@ -142,7 +143,7 @@ def _read_csv_points(path: Path) -> tuple[list[PointRow], list[str]]:
 def _read_named_columns(path: Path) -> tuple[list[PointRow], list[str]]:
     """Read the points of a CSV file with a header; also return a message for each invalid line.
 
-    The header contains row (or y), column (or col, or x), and optionally class (or label, or type).
+    The header contains `row` (or `y`), `column` (or `col`, or `x`), and optionally `class` (or `label`, or `type`).
     """
     rows: list[PointRow] = []
     faults: list[str] = []
@@ -156,7 +157,7 @@ def _read_named_columns(path: Path) -> tuple[list[PointRow], list[str]]:
 
 
 def _find_cell(row: Row, names: Sequence[str]) -> str:
-    """Return the cell of the first column in `names` that exists, or an empty string if none exists."""
+    """Return the cell in the first column of `names` that the row has, or an empty string if the row has none."""
     return next((row[name] for name in names if name in row), "")
 
 
@@ -166,8 +167,9 @@ def _find_cell(row: Row, names: Sequence[str]) -> str:
 def read_objects(sample: Sample, spacing_um_px: float) -> Objects:
     """Read the label map (H, W) of a sample, resampled to `spacing_um_px`, and the classes of the objects.
 
-    The sample must have an annotation file. Objects that cannot be painted are left out. Raises UnreadableFileError if
-    the file cannot be used.
+    The sample must have an annotation file; if it has two, the first is read. Outlines that cannot be painted into the
+    label map, for example because they cover no pixel, are left out. Raises UnreadableFileError if the image file or
+    the annotation file cannot be used.
     """
     objects, _ = parse_objects(sample, sample.annotations[0])
     factor = resampling_factor(sample, spacing_um_px)
@@ -210,7 +212,8 @@ def class_table_path(label_map: Path) -> Path:
 def _read_class_table(label_map: Path, labels: NDArray[np.int32]) -> dict[int, str]:
     """Return the class name of each object number in a label map, or an empty dictionary if there is no table.
 
-    The columns of the table are object and class. Raises TableError unless each object has exactly one class.
+    The columns of the table are `object` (object number) and `class`. Raises TableError unless each object has exactly
+    one class.
     """
     path = class_table_path(label_map)
     if not path.is_file():
@@ -291,7 +294,10 @@ def read_aperio_outlines(path: Path) -> tuple[Outline, ...]:
         raise AnnotationError(path, f"has an encoding that XML does not support ({error}); save it as UTF-8.") from None
     if root is None or root.tag != "Annotations":
         start = "nothing" if root is None else f"<{root.tag}>"
-        raise AnnotationError(path, f"is not an Aperio annotation: it begins with {start}, not with <Annotations>.")
+        raise AnnotationError(
+            path,
+            f"is not an Aperio annotation: it begins with {start}, not with <Annotations>; export it as Aperio XML.",
+        )
     regions = [region for region in root.iter("Region") if region.get("NegativeROA", "0") == "0"]
     return tuple(_parse_outline(region, path) for region in regions)
 
@@ -368,14 +374,15 @@ def _find_pixels_inside(
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """Return the rows and columns of all pixels whose centers are inside an outline, by the even-odd rule.
 
-    `vertices` (k, 2) are x and y in pixels, as in `Outline`.
+    By the even-odd rule, a point is inside if a line from the point outwards crosses the outline an odd number of
+    times. `vertices` (k, 2) are x and y in pixels; (0, 0) is the center of the upper left pixel.
     """
     left, top = np.floor(vertices.min(axis=0)).clip(0).astype(int)
     right, bottom = np.minimum(np.floor(vertices.max(axis=0)) + 1, (width, height)).astype(int)
     if right <= left or bottom <= top:
         return np.empty(0, np.intp), np.empty(0, np.intp)
-    # Whole-number coordinates are pixel centers here. With this convention, painted outlines agree with the label map
-    # of the same image.
+    # Whole-number coordinates are pixel centers here: for images that also have a label map, the painted outlines then
+    # agree with the label map.
     mask = polygon2mask((bottom - top, right - left), vertices[:, ::-1] - (top, left))  # type: ignore[no-untyped-call]
     rows, columns = np.nonzero(mask)
     return rows + top, columns + left

@@ -20,7 +20,7 @@ from rotopath.nn import center_crop
 class DrawnChanges(NamedTuple):
     """Random changes for B windows."""
 
-    symmetries: Tensor  # (B,): numbers 0 to 7 of flips and rotations by 90°; see `group.apply_symmetries`
+    symmetries: Tensor  # (B,): number s from 0 to 7; if s ≥ 4, swap rows and columns; then rotate by 90° · (s mod 4)
     degrees: Tensor | None  # (B,): angle of an additional counter-clockwise rotation; None: no rotation
     stains: Tensor | None  # (B, 2): factors for the concentrations of hematoxylin and eosin; None: no change
     brightness: Tensor  # (B, 3): added to red, green and blue, as a fraction of full brightness
@@ -93,7 +93,8 @@ def augment(windows: Tensor, changes: DrawnChanges, size_px: int) -> tuple[Tenso
 
     Returns the central squares of the changed windows: images (B, 3, size_px, size_px) as floats from 0 to 1, and
     target maps (B, k, size_px, size_px) as integers, or None if there are no target maps. For rotations by any angle, s
-    must be `group.covering_size(size_px)` or more, because pixels around the central square move into its corners.
+    must be at least `group.covering_size(size_px)`, about √2 · `size_px`: pixels around the central square move into
+    the corners of the square.
     """
     if changes.degrees is not None:
         images, targets = windows[:, :3], windows[:, 3:]
@@ -116,7 +117,7 @@ def change_stains(images: Tensor, factors: Tensor) -> Tensor:
     """
     stains, unmixing = (matrix.to(images) for matrix in _stain_matrices())
     factors = torch.cat([factors, torch.ones_like(factors[:, :1])], dim=1)  # the third component does not change
-    change = torch.einsum("rs,bs,sc->brc", stains, factors, unmixing)  # (B, 3, 3), for densities
+    change = torch.einsum("rs,bs,sc->brc", stains, factors, unmixing)  # (B, 3, 3), to be multiplied by densities
     density = -torch.log((255 * images + 1) / WHITE)
     changed = torch.einsum("brc,bchw->brhw", change, density)
     return (WHITE * torch.exp(-changed) - 1) / 255

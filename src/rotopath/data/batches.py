@@ -95,7 +95,11 @@ class Batches:
         return part
 
     def __getitem__(self, step: int) -> Batch:
-        """Return the batch of a step, before augmentation. For free rotation, windows are larger than `window_px`."""
+        """Return the batch of a step, before augmentation.
+
+        If the augmentation includes rotations by any angle (`free_rotation`), the windows are larger than `window_px`:
+        rotation moves pixels from outside a square with a side of `window_px` into the corners of this square.
+        """
         windows = self.sampler.draw(step)
         margin = (self._cut_px - self._window_px) // 2
         windows = windows._replace(tops=windows.tops - margin, lefts=windows.lefts - margin)
@@ -110,8 +114,8 @@ class Batches:
 
         Images are floats (B, 3, s, s) from 0 to 1, with s = `window_px`. Targets are class numbers (B,). If the images
         have target maps, targets are maps instead: (B, t, t) for one map and (B, k, t, t) for k maps, with
-        t = `target_px`. With the cache mode "none", `workers` processes read batches ahead of time. With the other
-        cache modes, `workers` has no effect.
+        t = `target_px`. With the cache mode "none", `workers` processes (at most one for each CPU core) read batches
+        ahead of time. With the other cache modes, `workers` has no effect.
         """
         read_ahead = workers > 0 and self.pixels.in_files
         batches = self._read_ahead(steps, device, workers) if read_ahead else (self[step] for step in steps)
@@ -129,7 +133,7 @@ class Batches:
         return images, targets[:, 0] if targets.shape[1] == 1 else targets
 
     def _read_ahead(self, steps: Iterable[int], device: torch.device, workers: int) -> Iterator[Batch]:
-        """Yield the batch of each step. Worker processes read the next batches while the caller uses one."""
+        """Yield the batch of each step. While the caller uses a batch, worker processes read the next batches."""
         loader = DataLoader(
             _BatchesOrErrors(self),
             batch_size=None,
@@ -178,9 +182,10 @@ class SampleReader:
         return self.prepare(sample, read_together([sample])[0])
 
     def prepare(self, sample: Sample, image: Bytes) -> Bytes:
-        """Resample the image (H, W, 3) of a sample, normalize its stains if required, and append its target maps.
+        """Return the image (H, W, 3) of a sample as an array (h, w, 3 + k) at the pixel spacing of this reader.
 
-        Returns an array (h, w, 3 + k) at the pixel spacing of this reader; the last k channels are the target maps.
+        The image is resampled, and then its stains are normalized if `stain` is "macenko". The last k channels of the
+        array are the target maps of the sample.
         """
         image = resample(image, resampling_factor(sample, self.spacing_um_px))
         if self.stain == "macenko":
@@ -216,7 +221,7 @@ def load_images(samples: Sequence[Sample], reader: SampleReader) -> list[Bytes]:
 
 
 class Pixels(Protocol):
-    """Images from which windows are cut. The images are in GPU memory, in RAM, or in files."""
+    """Images from which windows are cut. The images are in GPU memory, in RAM or, not yet decoded, in files."""
 
     sizes_px: Ints  # (n, 2): height and width of each image
     in_files: bool  # whether images are decoded from files for each batch, so that workers are useful
@@ -230,10 +235,10 @@ class Pixels(Protocol):
 
 
 def open_pixels(samples: Sequence[Sample], reader: SampleReader, cache: Cache, device: torch.device) -> Pixels:
-    """Open the images of samples with a cache mode. With "auto", `choose_cache` selects the mode.
+    """Open the images of samples with a cache mode. "auto" is the fastest mode for which there is enough free memory.
 
-    `device` is the device that holds the images if the cache mode is "device". Raises DataError if there are no samples
-    or the cache mode is unknown.
+    With the cache modes "device" and "memory", all images are read now. With "device", they are kept on `device`.
+    Raises DataError if there are no samples, or if the cache mode is unknown.
     """
     if not samples:
         raise DataError("There are no images to cut windows from; run `rotopath data check` on the dataset.")
@@ -343,9 +348,10 @@ class DevicePixels:
 
 
 def _cut_window(image: Bytes, top: int, left: int, size_px: int) -> Bytes:
-    """Return a window (size_px, size_px, C) of an image (H, W, C), with its first row at `top` and column at `left`.
+    """Return a window (size_px, size_px, C) of an image (H, W, C).
 
-    Where the window extends beyond the image, the image is continued by reflection at its edges.
+    The first row of the window is row `top` of the image, and its first column is column `left` of the image. Where the
+    window extends beyond the image, the image is continued by reflection at its edges.
     """
     height, width = image.shape[:2]
     if top >= 0 and left >= 0 and top + size_px <= height and left + size_px <= width:

@@ -1,8 +1,8 @@
 """Open patches in one folder for each class, in the layout of torchvision's ImageFolder.
 
 The class of a patch is the name of its folder: `CLASS/IMAGE`, or `train/CLASS/IMAGE` if each split has a folder. An
-optional `split.csv` has the columns image, split and, optionally, group (the patient). The splits in this file have
-priority over the folders train, valid and test.
+optional `split.csv` has the columns `image`, `split` and, optionally, `group` (the patient). The splits in this file
+have priority over the folders `train`, `valid` and `test`.
 """
 
 from pathlib import Path
@@ -19,8 +19,8 @@ NOT_CLASSES = {"image", "images", "img", "imgs", "mask", "masks", "label", "labe
 def is_class_folders(root: Path) -> bool:
     """Return whether a dataset folder contains at least two class folders with images.
 
-    The class folders are directly in `root`, or in the subfolders train, valid and test of `root`. The result is False
-    if a folder with images has a name in NOT_CLASSES, such as masks, because the dataset then has another format.
+    The class folders are directly in `root`, or in the subfolders `train`, `valid` and `test` of `root`. The result is
+    False if a folder with images has a name in NOT_CLASSES, such as `masks`: the dataset then has another format.
     """
     names = _find_class_folders(root)
     return len(names) > 1 and not any(name.casefold() in NOT_CLASSES for name in names)
@@ -57,7 +57,7 @@ def open_class_folders(root: Path, spacing_um_px: float | None = None) -> Datase
 
 
 def _find_class_folders(root: Path) -> dict[str, list[Path]]:
-    """Return the folders of each class by class name: one folder, or one folder for each split."""
+    """Return a dictionary from class names to the folders of the class: one folder, or one folder for each split."""
     parents = [folder for split in SPLITS if (folder := root / split).is_dir()] or [root]
     classes: dict[str, list[Path]] = {}
     for parent in parents:
@@ -68,12 +68,13 @@ def _find_class_folders(root: Path) -> dict[str, list[Path]]:
 
 
 def _assign_splits(root: Path, labels: dict[str, str]) -> tuple[dict[str, str], dict[str, str], list[Finding]]:
-    """Return the splits of images, the patients of images, and findings about the splits.
+    """Return a dictionary from images to splits, a dictionary from images to patients, and findings about the splits.
 
-    `labels` maps the path of each image, relative to `root`, to its class. The keys of the two returned dictionaries
-    are such paths, too. Images without a split are missing in the first dictionary; images of unknown patients are
-    missing in the second dictionary. If there is neither a `split.csv` nor a folder train, valid or test, splits are
-    random within each class.
+    Images are given by their paths relative to `root`. `labels` maps each image to its class.
+
+    Splits come from `split.csv`. Without this file, they come from the folders `train`, `valid` and `test`. Without
+    these folders, splits are random within each class. Images without a split are missing in the first dictionary.
+    Images of unknown patients are missing in the second dictionary.
     """
     table, findings = read_split_file(root, "image", labels)
     if table is not None:

@@ -5,7 +5,8 @@ folder, and returns a `Dataset`: samples with their splits, and findings (proble
 `read_image` reads one sample at any pixel spacing, and `read_together` reads a group of samples at the pixel spacing of
 their files.
 
-The second half of `dataset` contains functions for all formats: listing files, CSV tables, and arrays in HDF5 files.
+The second half of this module contains functions that all formats use: they list files, and read CSV tables and arrays
+in HDF5 files.
 """
 
 import csv
@@ -31,9 +32,9 @@ Row = dict[str, str]  # cells of a row of a CSV table, by column name
 
 SYNTHETIC_MARKER = "SYNTHETIC.txt"  # a file that marks synthetic tissue in the layout of a benchmark
 IMAGE_SUFFIXES = frozenset({".tif", ".tiff", ".png", ".jpg", ".jpeg"})
-SAME_SPACING = 0.05  # a smaller relative difference of pixel spacings is ignored: resampling would only blur the image
+SAME_SPACING = 0.05  # relative differences of pixel spacings up to 5 % are ignored: resampling would only blur images
 MAX_ROWS_PER_READ = 1024  # rows of an HDF5 file that are read at once
-MAX_NAMES_LISTED = 5  # in one message
+MAX_NAMES_LISTED = 5  # largest number of names, such as those of files, that one message lists
 SNIFFED_CHARACTERS = 10_000  # read from a CSV file to detect the delimiter of its columns
 
 
@@ -118,12 +119,18 @@ def problems(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def read_image(sample: Sample, spacing_um_px: float) -> NDArray[np.uint8]:
-    """Read the pixels (H, W, 3) of a sample, resampled to `spacing_um_px` if `resampling_factor` is not 1."""
+    """Read the pixels (H, W, 3) of a sample at `spacing_um_px`.
+
+    The pixels are not resampled if the pixel spacing of the sample differs from `spacing_um_px` by 5 % or less.
+    """
     return resample(read_together([sample])[0], resampling_factor(sample, spacing_um_px))
 
 
 def read_together(samples: Sequence[Sample]) -> list[NDArray[np.uint8]]:
-    """Read the pixels (H, W, 3) of all samples in a group from `group_for_reading`, without resampling them."""
+    """Read the pixels (H, W, 3) of each sample in a group, without resampling them.
+
+    `samples` is a group as in `group_for_reading`: a single image file, or images in consecutive rows of an HDF5 file.
+    """
     first = samples[0]
     if first.row is None:
         return [read_rgb(first.path)]
@@ -176,14 +183,15 @@ def find_files(folder: Path | None, suffixes: Collection[str]) -> list[Path]:
 def index_by_stem(root: Path, paths: Iterable[Path]) -> tuple[dict[str, Path], list[Finding]]:
     """Return a dictionary from file names without suffix to paths, and findings about repeated names.
 
-    If several files have the same name without suffix, all but the first are left out and reported as findings, with
-    their paths relative to `root`.
+    If several files have the same name without suffix, all but the first are left out. A finding for each of them
+    contains its path relative to `root`.
     """
     files: dict[str, Path] = {}
     findings = []
     for path in paths:
         if (first := files.setdefault(path.stem, path)) != path:
-            message = f"is left out, because it has the same name as {first.relative_to(root).as_posix()}; rename it."
+            kept = first.relative_to(root).as_posix()
+            message = f"is left out, because it has the same name as {kept}; rename one of the two."
             findings.append(Finding(path.relative_to(root).as_posix(), message))
     return files, findings
 
@@ -211,7 +219,8 @@ def read_table(path: Path, required: Collection[str]) -> list[tuple[int, Row]]:
     rows = read_csv(path)
     header = [name.lower() for name in rows[0][1]] if rows else []
     if missing := [name for name in required if name not in header]:
-        raise TableError(path, f"has no column {missing[0]!r}; its first line must contain {' and '.join(required)}.")
+        columns = " and ".join(map(repr, required))
+        raise TableError(path, f"has no column {missing[0]!r}; its first line must contain {columns}.")
     table = []
     for line, cells in rows[1:]:
         if any(cells[len(header) :]):
@@ -257,7 +266,9 @@ def read_hdf5_shape(path: Path, key: str) -> tuple[int, ...]:
     """
     array = _open_hdf5_array(path, key)
     if array.dtype != np.uint8:
-        raise UnreadableHdf5Error(path, f"has an array {key!r} of type {array.dtype}; expected bytes (uint8).")
+        raise UnreadableHdf5Error(
+            path, f"has an array {key!r} of type {array.dtype}; expected bytes (uint8); download it again."
+        )
     return tuple(int(length) for length in array.shape)
 
 
@@ -298,5 +309,5 @@ def _open_once(path: Path, key: str, process: int, modified_ns: int) -> "h5py.Da
     if not isinstance(array, h5py.Dataset):
         keys = ", ".join(map(repr, file)) or "nothing"
         file.close()
-        raise UnreadableHdf5Error(path, f"has no array {key!r}; it contains {keys}.")
+        raise UnreadableHdf5Error(path, f"has no array {key!r}; it contains {keys}; download it again.")
     return array

@@ -102,25 +102,32 @@ def open_data(path: Path | str, annotated: Annotated | None = None, spacing_um_p
     """Open the dataset at a path: a folder in a known format, its parent folder, or a CSV manifest.
 
     `annotated` is the required type of annotation; None allows any type. `spacing_um_px` is the pixel spacing of images
-    in class folders or in a manifest for which no spacing is specified. Raises DataError if there is no usable dataset
-    at the path, or if the dataset has another type of annotation. Raises UnreadableFileError if a table is damaged.
+    in class folders or in a manifest for which no spacing is specified. Problems of file names and tables, and patients
+    or slides with images in several splits, are reported in `findings` of the returned dataset. Raises DataError if
+    there is no usable dataset at the path, or if the dataset has another type of annotation. Raises UnreadableFileError
+    if a table is damaged.
     """
     if spacing_um_px is not None and not is_plausible(spacing_um_px):
-        raise DataError(f"The pixel spacing is {spacing_um_px:g} µm/px; expected 0.05 to 5 µm/px.")
+        raise DataError(f"The pixel spacing given for {path} is {spacing_um_px:g} µm/px; expected 0.05 to 5 µm/px.")
     dataset = _open(Path(path), spacing_um_px)
     if (dataset.root / SYNTHETIC_MARKER).exists():
         dataset = replace(dataset, source=f"{dataset.source} (synthetic)")
     if annotated is not None and dataset.annotated != annotated:
         raise DataError(
-            f"{path} ({dataset.source}) contains {ANNOTATION_KINDS[dataset.annotated]}, but "
-            f"{ANNOTATION_KINDS[annotated]} are needed; choose other data, or another task."
+            f"{path} ({dataset.source}) contains {ANNOTATION_KINDS[dataset.annotated]}; expected "
+            f"{ANNOTATION_KINDS[annotated]}; choose other data, or another task."
         )
     leaks = find_leaks((sample.case, sample.split) for sample in dataset.samples if sample.case)
     return replace(dataset, findings=(*dataset.findings, *(Finding("", message) for message in leaks)))
 
 
 def _open(path: Path, spacing_um_px: float | None) -> Dataset:
-    """Find the format of a folder, its subfolder or a manifest, and open the dataset. See `open_data`."""
+    """Open the dataset at a path, without the checks of `open_data`.
+
+    A file must be a CSV manifest. For a folder, the formats are tried in this order: formats without `fallback` for the
+    folder, the same formats for its subfolders, and then formats with `fallback` for the folder and its subfolders.
+    Raises DataError if no format fits, or if formats without `fallback` fit several subfolders.
+    """
     if not path.exists():
         raise DataError(f"{path} does not exist.")
     if path.is_file():
@@ -167,11 +174,11 @@ class Check:
 
 @dataclass
 class _Contents:
-    """Counts and findings of one group of samples (see `group_for_reading`), as `_check_group` returns them."""
+    """Result of checking one group of samples, which are read together: counts and findings."""
 
-    objects: Counter[str] = field(default_factory=Counter)  # as in `Check.counts`, without "images" and "cases"
-    findings: list[Finding] = field(default_factory=list)
-    agreement: dict[str, float] = field(default_factory=dict)  # as in `Check`
+    objects: Counter[str] = field(default_factory=Counter)  # objects[name]; names: `dataset.objects`, and classes
+    findings: list[Finding] = field(default_factory=list)  # problems and notes
+    agreement: dict[str, float] = field(default_factory=dict)  # by image name, as in `Check.agreement`
 
 
 def check(dataset: Dataset, on_progress: Callable[[int], object] = lambda _: None) -> Check:
@@ -224,7 +231,7 @@ def _check_group(dataset: Dataset, samples: list[Sample]) -> _Contents:
 
 
 def _check_points(sample: Sample, dataset: Dataset, contents: _Contents) -> None:
-    """Read the annotation file of a sample, and add the numbers of its points and all findings to `contents`."""
+    """Read the annotation file of a sample; count its points, and add the counts and all findings to `contents`."""
     try:
         points, faults = parse_points(sample)
     except UnreadableFileError as error:
@@ -237,9 +244,10 @@ def _check_points(sample: Sample, dataset: Dataset, contents: _Contents) -> None
 
 
 def _check_objects(sample: Sample, dataset: Dataset, contents: _Contents) -> None:
-    """Read all annotation files of a sample, and add the numbers of its objects and all findings to `contents`.
+    """Read all annotation files of a sample; count its objects, and add the counts and all findings to `contents`.
 
     Only the objects in the first file are counted, because training uses only this file. Findings are about all files.
+    If the sample has two readable files, the agreement of their objects is also added to `contents`.
     """
     label_maps = []
     for annotation in sample.annotations:

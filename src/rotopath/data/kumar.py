@@ -2,10 +2,10 @@
 
 An image is called a field. The dataset folder contains the folder `Tissue Images`, and `Annotations` (Aperio XML) or
 `Label Maps` (gray images of 8, 16 or 32 bits). The dataset may also be a flat folder, such as MoNuSeg's test set:
-images and XML files of the same names, without subfolders. If a field has an XML file and a label map, training uses
-the label map. An optional `split.csv` has the columns image, split and, optionally, organ.
+images and XML files of the same names, without subfolders. If a field has both an XML file and a label map, training
+uses the label map. An optional `split.csv` has the columns `image`, `split` and, optionally, `organ`.
 
-In the comments, "the paper" is that of Lafarge et al. (arXiv:2002.08725), which uses 24 images of the first dataset.
+In the comments, "the paper" is that of Lafarge et al. (arXiv:2002.08725). It uses 24 images of Kumar et al. (2017).
 """
 
 import re
@@ -102,11 +102,12 @@ class _SplitAndOrgan(NamedTuple):
 def _assign_splits(root: Path, images: dict[str, Path], flat: bool) -> tuple[dict[str, _SplitAndOrgan], list[Finding]]:
     """Return the split and the organ of each image that has a split, and findings about the splits.
 
-    Splits come from `split.csv`. Without this file, all images of a flat folder (`flat` is True) are in the split
-    "test". Otherwise, the images in ORGANS are divided at random within each organ, and all other images have no split.
-    If any of these organs has images, but not exactly 6, no image has a split, and a problem is returned.
+    `images` maps file names without suffix to paths. The keys of the returned dictionary are such names, too.
 
-    `images` maps file names without suffix to paths. The returned dictionary has such names as keys.
+    Splits come from `split.csv`. Without this file, all images of a flat folder (`flat` is True) are in the split
+    "test". If the folder is not flat, the images of the patients in ORGANS are divided at random within each organ, and
+    images of other patients have no split. If an organ has such images, but not exactly 6, no image of the dataset has
+    a split, and the findings contain a problem.
     """
     organ_of = {code: organ for organ, codes in ORGANS.items() for code in codes}
     organs = {stem: organ_of.get(find_patient(stem).removeprefix("TCGA-"), "") for stem in images}

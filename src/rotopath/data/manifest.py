@@ -17,7 +17,8 @@ from rotopath.images.files import PLAUSIBLE_UM_PX, UnreadableFileError, is_plaus
 from rotopath.images.geojson import Point, read_geojson
 
 MANIFEST_FILE = "manifest.csv"
-# Fraction of the patients in each split, for random splits if the manifest has no column `split`.
+# Fraction of the patients in each split, for random splits if the manifest has no column `split`. For class folders
+# without splits: fraction of the images.
 FRACTIONS = {"train": 0.6, "valid": 0.2, "test": 0.2}
 SPLIT_SEED = 0
 
@@ -26,8 +27,10 @@ def open_manifest(path: Path, default_spacing_um_px: float | None = None) -> Dat
     """Open the images of all valid rows, and report each invalid row as a finding.
 
     `default_spacing_um_px` is the pixel spacing of an image if neither the manifest nor the image file specifies its
-    pixel spacing. If `default_spacing_um_px` is None, the row of such an image is invalid. Raises DataError if the
-    manifest lists no images, or if its columns or the types of its annotation files do not fit together.
+    pixel spacing. If `default_spacing_um_px` is None, the row of such an image is invalid.
+
+    Raises DataError if the manifest lists no images, or if it has both or neither of the columns `label` and
+    `annotation`. Also raises DataError if the column `annotation` lists no files, or both CSV files and other files.
     """
     table = read_table(path, ("image",))
     if not table:
@@ -51,8 +54,9 @@ def find_spacing(path: Path, name: str, text: str, default_um_px: float | None) 
     """Return the pixel spacing of an image in µm/px.
 
     The pixel spacing is `text`, a cell of the manifest. If `text` is empty, the pixel spacing is read from the image
-    file at `path`. If the file does not specify a pixel spacing, it is `default_um_px`. Raises DataError if `text` is
-    not a plausible number, or if no pixel spacing is specified. `name` is the name of the image in messages.
+    file at `path`. If the image file does not specify a pixel spacing, `default_um_px` is returned. `name` is the name
+    of the image in messages. Raises DataError if `text` is not a plausible number, or if no pixel spacing is specified.
+    Raises UnreadableFileError if the image file must be read, but cannot be read.
     """
     if not text:
         if spacing := spacing_um_px(path) or default_um_px:
@@ -67,7 +71,7 @@ def find_spacing(path: Path, name: str, text: str, default_um_px: float | None) 
         spacing = 0.0
     if not is_plausible(spacing):
         low, high = PLAUSIBLE_UM_PX
-        raise DataError(f"the spacing is {text!r}; expected a number from {low:g} to {high:g} (µm/px).")
+        raise DataError(f"the column `spacing` is {text!r}; expected a number from {low:g} to {high:g} (µm/px).")
     return spacing
 
 
@@ -145,7 +149,7 @@ def _make_sample(folder: Path, row: Row, annotated: Annotated, split: str, defau
     if not row["image"]:
         raise DataError("the column `image` is empty; write the path of the image.")
     if split not in SPLITS:
-        raise DataError(f"the split is {split!r}; choose from {', '.join(SPLITS)}.")
+        raise DataError(f"the column `split` is {split!r}; choose from {', '.join(SPLITS)}.")
     path = folder / row["image"]
     label: str | None = None
     annotations: tuple[Path, ...] = ()

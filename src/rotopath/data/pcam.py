@@ -2,8 +2,8 @@
 
 The dataset folder contains the HDF5 files `camelyonpatch_level_2_split_{train,valid,test}_{x,y}.h5`, and optionally the
 tables `..._meta.csv` with the slide of each patch. Kaggle distributes PCam in another form: the folder contains
-`train/ID.tif` (one file for each patch) and `train_labels.csv`, and optionally a `split.csv` with the columns id and
-split. This module reads only labels and tables; pixels are read when they are needed.
+`train/ID.tif` (one file for each patch) and `train_labels.csv`, and optionally a `split.csv` with the columns `id` and
+`split`. This module reads only labels and tables; pixels are read when they are needed.
 """
 
 from pathlib import Path
@@ -46,7 +46,10 @@ def is_pcam(root: Path) -> bool:
 
 
 def open_pcam(root: Path) -> Dataset:
-    """Open the patches of the published splits, from HDF5 files. Report and leave out splits with a faulty file."""
+    """Open the patches of the published splits, from HDF5 files.
+
+    Splits with a missing or faulty file are left out, and reported in `findings` of the returned dataset.
+    """
     samples: list[Sample] = []
     findings: list[Finding] = []
     for split in SPLITS:
@@ -114,7 +117,10 @@ def is_kaggle(root: Path) -> bool:
 
 
 def open_kaggle(root: Path) -> Dataset:
-    """Open all labeled patches. Splits come from `split.csv`; without this file, they are random within each class."""
+    """Open all patches that have a label and a split. The other patches are reported in `findings`, and left out.
+
+    Splits come from `split.csv`. Without this file, splits are random within each class.
+    """
     images, findings = index_by_stem(root, find_files(root / "train", IMAGE_SUFFIXES))
     labels, label_findings = _read_kaggle_labels(root / KAGGLE_LABELS, images)
     findings += label_findings

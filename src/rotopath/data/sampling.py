@@ -71,10 +71,10 @@ class ObjectPositions:
 class ClassBalancedSampler:
     """Draw equally many windows of every class, at random positions.
 
-    `labels` (n,) contains the class number of each image. `mined` contains the image numbers of hard examples (mined
-    images), which a baseline network classified incorrectly; None means no mined images. If a class has mined images,
-    half of its windows come from its mined images. All other windows of a class come from all images of the class,
-    which are used equally often. Raises DataError if a class has no image.
+    `labels` (n,) contains the class number of each image. `mined` contains the image numbers of hard examples, called
+    mined images: a baseline network classified them incorrectly. None means no mined images. If a class has mined
+    images, half of its windows come from its mined images. All other windows come from all images of the class; these
+    images are used equally often. Raises DataError if a class has no image.
     """
 
     def __init__(
@@ -115,7 +115,10 @@ class ObjectBalancedSampler:
     ) -> None:
         batch, seed, names = settings.batch, settings.seed, objects.class_names
         if batch % 2:
-            raise DataError(f"The batch size is {batch}; expected an even number: half of the windows have no object.")
+            raise DataError(
+                f"The batch size (`batch`) is {batch}; expected an even number, because half of the windows of a "
+                f"batch have no object."
+            )
         self._objects, self._settings, self._jitter_px = objects, settings, jitter_px
         rows = np.concatenate([_prepend_image(i, positions) for i, positions in enumerate(objects.positions)])
         classes = np.concatenate([np.empty(0, np.int64), *objects.classes])
@@ -247,7 +250,7 @@ class ClassQuotas:
         self._classes = classes
 
     def at(self, class_number: int, step: int) -> tuple[int, int]:
-        """Return the number of windows of a class in all steps before `step` together, and the number in `step`."""
+        """Return two numbers of windows of a class: in all steps before `step` together, and in `step` itself."""
         cycles, rest = divmod(step, self._classes)
         extra = sum(self._has_extra(class_number, k) for k in range(rest))
         earlier = step * self._minimum + cycles * self._remainder + extra
@@ -270,23 +273,23 @@ class EndlessShuffle:
 
     def __init__(self, count: int, seed: Sequence[int]) -> None:
         self._count, self._seed = count, list(seed)
-        self._orders: dict[int, Ints] = {}  # by number of the pass; the current and the previous pass only
+        self._orders: dict[int, Ints] = {}  # by index of the pass; only the current and the previous pass
 
     def take(self, start: int, number: int) -> Ints:
         """Return `number` elements of the sequence, beginning with element `start`."""
         parts = []
         while number > 0:
-            number_of_pass, position = divmod(start, self._count)
-            parts.append(self._order(number_of_pass)[position : position + number])
+            pass_index, position = divmod(start, self._count)
+            parts.append(self._order(pass_index)[position : position + number])
             start, number = start + len(parts[-1]), number - len(parts[-1])
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
-    def _order(self, number_of_pass: int) -> Ints:
-        if number_of_pass not in self._orders:
-            self._orders = {k: order for k, order in self._orders.items() if k == number_of_pass - 1}
-            generator = np.random.default_rng([*self._seed, number_of_pass])
-            self._orders[number_of_pass] = generator.permutation(self._count)
-        return self._orders[number_of_pass]
+    def _order(self, pass_index: int) -> Ints:
+        if pass_index not in self._orders:
+            self._orders = {k: order for k, order in self._orders.items() if k == pass_index - 1}
+            generator = np.random.default_rng([*self._seed, pass_index])
+            self._orders[pass_index] = generator.permutation(self._count)
+        return self._orders[pass_index]
 
 
 class _ClassImages:
@@ -303,9 +306,9 @@ class _ClassImages:
     def take(self, start: int, count: int) -> Ints:
         """Return the image numbers of the windows of the class in one training step.
 
-        `count` is the number of windows of the class in this step, and `start` their number in all steps before, added
-        up. If the class has mined images, every second window, counted over all steps, is of the next mined image. All
-        other windows are of the next image of the class.
+        `count` is the number of windows of the class in this step, and `start` the number of its windows in all earlier
+        steps together. If the class has mined images, every second of its windows, counted over all steps, is cut from
+        the next mined image. All other windows are cut from the next images of the whole class.
         """
         if not len(self._mined):
             return self._members[self._order.take(start, count)]

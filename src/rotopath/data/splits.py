@@ -64,9 +64,11 @@ def split_strata(strata: Mapping[str, str], counts: Mapping[str, int], seed: int
 def split_fractions(strata: Mapping[str, str], fractions: Mapping[str, float], seed: int) -> dict[str, str]:
     """Divide the items of every stratum at random, with a fixed fraction of items in each split.
 
-    `strata` maps each item to its stratum; `fractions` maps each split to its fraction. The first split in `fractions`
-    receives all items that the other splits do not receive. The number of items of each other split is rounded down. It
-    is at least 1 if the stratum has at least as many items as there are splits. Returns the split of each item.
+    `strata` maps each item to its stratum; `fractions` maps each split to its fraction. Returns the split of each item.
+
+    Every split except the first in `fractions` receives its fraction of the items of a stratum, rounded down. It
+    receives at least one item if the stratum has at least as many items as there are splits. The first split receives
+    the remaining items.
     """
     first, *others = fractions
     splits: dict[str, str] = {}
@@ -135,10 +137,10 @@ def find_leaks(splits: Iterable[tuple[str, str]]) -> list[str]:
     for patient, split in splits:
         splits_of[patient].add(split)
     return [
-        f"patient or slide {patient} is in {' and '.join(s for s in SPLITS if s in names)}; move all of its images to "
-        f"one split."
-        for patient, names in sorted(splits_of.items())
-        if len(names) > 1
+        f"patient or slide {patient} is in {' and '.join(s for s in SPLITS if s in patient_splits)}; move all of its "
+        f"images to one split."
+        for patient, patient_splits in sorted(splits_of.items())
+        if len(patient_splits) > 1
     ]
 
 
@@ -146,7 +148,7 @@ def find_leaks(splits: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def select_cases(cases: Iterable[str], count: int, seed: int) -> list[str]:
-    """Select `count` cases at random. Returns them sorted.
+    """Select `count` cases at random. Returns the selected cases, sorted.
 
     For the same seed, a smaller selection is a subset of a larger one.
 
@@ -157,7 +159,10 @@ def select_cases(cases: Iterable[str], count: int, seed: int) -> list[str]:
     """
     cases = sorted(set(cases))
     if not 1 <= count <= len(cases):
-        raise DataError(f"The regime is {count} cases; expected 1 to {len(cases)}, the number of training cases.")
+        raise DataError(
+            f"The `regime` (amount of training data) is {count} cases; expected 1 to {len(cases)}, the number of "
+            f"training cases."
+        )
     return sorted(_shuffle(cases, seed)[:count])
 
 
@@ -170,8 +175,8 @@ def select_per_stratum(strata: Mapping[str, str], count: int, seed: int) -> list
     for stratum, items in _group_by_stratum(strata).items():
         if not 1 <= count <= len(items):
             raise DataError(
-                f"The regime is {count} images of each organ; expected 1 to {len(items)}, the number of training "
-                f"images of the organ {stratum!r}."
+                f"The `regime` (amount of training data) is {count} images of each organ; expected 1 to "
+                f"{len(items)}, the number of training images of the organ {stratum!r}."
             )
         selected += _shuffle(items, seed, stratum)[:count]
     return sorted(selected)
@@ -184,7 +189,10 @@ def select_fraction(labels: NDArray[np.integer], fraction: float, seed: int) -> 
     seed, a smaller selection is a subset of a larger one.
     """
     if not 0 < fraction <= 1:
-        raise DataError(f"The regime is {fraction}; expected a fraction of the training set above 0 and up to 1.")
+        raise DataError(
+            f"The `regime` (amount of training data) is {fraction}; expected a fraction of the training set above 0 "
+            f"and up to 1."
+        )
     selected = []
     for label in np.unique(labels):
         indices = np.flatnonzero(labels == label)
@@ -194,7 +202,7 @@ def select_fraction(labels: NDArray[np.integer], fraction: float, seed: int) -> 
 
 
 def _group_by_stratum(strata: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the sorted items of each stratum, by sorted name of the stratum."""
+    """Return a dictionary from each stratum to its items. Both the strata and the items of a stratum are sorted."""
     groups: dict[str, list[str]] = defaultdict(list)
     for item in sorted(strata):
         groups[strata[item]].append(item)

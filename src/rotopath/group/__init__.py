@@ -1,7 +1,7 @@
 """Geometry of the group SE(2,N): translations, N rotations and, optionally, reflections.
 
-`grid` numbers the rotations and reflections, and computes sizes of pixel grids. `kernel_families` computes rotated
-kernels for lifting and group convolutions. `rotation` rotates and flips images and features.
+`grid` assigns an index to each rotation and reflection, and computes sizes of pixel grids. `kernel_families` computes
+rotated kernels for lifting and group convolutions. `rotation` rotates and flips images and features.
 Positive angles are counter-clockwise on the screen, where row 0 is at the top, as in `torch.rot90(x, 1, (-2, -1))`.
 """
 

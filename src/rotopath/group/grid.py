@@ -60,7 +60,7 @@ def multiplication_table(orientations: int, reflections: bool = False, device: t
 
 
 def inverses(orientations: int, reflections: bool = False, device: torch.device | None = None) -> Tensor:
-    """Return the index of the inverse of each group element (G,).
+    """Return, for each of the G group elements, the index of its inverse. The result is (G,).
 
     The inverse of a rotation by θ is the rotation by -θ. Every element with a reflection is its own inverse.
     """
@@ -69,11 +69,12 @@ def inverses(orientations: int, reflections: bool = False, device: torch.device 
 
 
 def orientation_shift(orientations: int, device: torch.device | None = None, reflections: bool = False) -> Tensor:
-    """Return which slice of its learned weights a group convolution uses for each pair of orientations (G, G).
+    """Return, for each pair of orientations, the index of the slice of weights that a group convolution uses (G, G).
 
-    The learned weights (output channels, input channels, G, P) have G slices along their third axis. A group
-    convolution computes output orientation g from input orientation h with the slice of index g⁻¹h, which is the number
-    in row g and column h. Without reflections, this number is (h - g) mod N.
+    The learned weights of a group convolution are (output channels, input channels, G, P), with P weights per kernel.
+    They have G slices along their third axis. The convolution computes output orientation g from input orientation h
+    with the slice of index g⁻¹h. The result contains this index in row g and column h. Without reflections, the index
+    is (h - g) mod N.
     """
     table = multiplication_table(orientations, reflections, device)
     return table[inverses(orientations, reflections, device)]
@@ -83,7 +84,7 @@ def orientation_shift(orientations: int, device: torch.device | None = None, ref
 
 
 def centered_coordinates(size: int) -> Tensor:
-    """Return the coordinates (size,), in pixels and float64, of pixel centers along an axis whose center is at 0."""
+    """Return the coordinates (size,), in pixels and float64, of `size` pixel centers along an axis centered at 0."""
     return torch.arange(size, dtype=torch.float64, device="cpu") - (size - 1) / 2
 
 

@@ -32,15 +32,16 @@ from rotopath.group.grid import (
 Kernel = Literal["bilinear", "gaussian", "harmonic"]
 KERNELS = get_args(Kernel)
 
-# Standard deviation of "gaussian". Narrower Gaussians nearly vanish between pixels; wider Gaussians overlap too much.
+# Standard deviation of the Gaussians of the family "gaussian", in px. Narrower Gaussians nearly vanish between pixels;
+# wider Gaussians overlap too much.
 GAUSSIAN_PX = 0.6
 
-# Harmonics are optimized for a statistical model of images: Gaussian blobs plus weak white noise. The standard
-# deviations of the blobs double from each to the next, because natural images look alike on all scales. The noise
+# The kernels of the family "harmonic" are optimized for a statistical model of images: Gaussian blobs of several sizes
+# plus weak white noise. Each size is twice the size before, because natural images look alike on all scales. The noise
 # represents details that do not rotate with the image.
 BLOBS_PX = (1.0, 2.0, 4.0, 8.0)  # standard deviations of the blobs
 NOISE = 1e-4  # variance of the noise
-GAIN_EXPONENT = 1 / 12  # harmonics are multiplied by their energy to this power, so that smooth harmonics weigh more
+GAIN_EXPONENT = 1 / 12  # harmonics are multiplied by their energy to this power, which favors smooth harmonics
 QUADRANT_ANGLES = 16  # number of angles from 0° to 90° over which the response to rotated images is averaged
 
 
@@ -71,10 +72,11 @@ def rotation_map(size: int, orientations: int, kernel: str = "bilinear", reflect
 
 
 def average_map(rotation: Tensor, window: int) -> Tensor:
-    """Return the map (G, m², P) of kernels averaged over `window` × `window` positions, with m = n + window - 1.
+    """Return the matrices (G, m², P) that convert base weights to averaged kernels, of size m = n + window - 1.
 
-    `rotation` (G, n², P) is a result of `rotation_map`. A convolution with an averaged kernel computes the mean, over
-    the window, of the results of the convolution with the kernel.
+    `rotation` (G, n², P) is the result of `rotation_map` for the kernel size n. An averaged kernel is the mean of a
+    kernel shifted to `window` × `window` positions. The convolution with an averaged kernel therefore returns the mean,
+    over windows of `window` × `window` positions, of the results of the convolution with the kernel itself.
     """
     orders, entries, taps = rotation.shape
     size = math.isqrt(entries)
@@ -151,7 +153,10 @@ class GroupKernelsOnCpu(torch.autograd.Function):
 
 @lru_cache(maxsize=64)
 def _slices_by_orientation(order: int, reflections: bool) -> list[list[int]]:
-    """Return, for each output orientation, the slice of the base weights for each input orientation."""
+    """Return the table of `orientation_shift`, for G = `order`, as lists.
+
+    For each output orientation, there is a list with the index of the slice of base weights for each input orientation.
+    """
     shift = orientation_shift(order // 2 if reflections else order, torch.device("cpu"), reflections)
     slices: list[list[int]] = shift.tolist()
     return slices
@@ -219,10 +224,10 @@ def _interpolation_weights(coordinates: Tensor, grid: Tensor) -> Tensor:
 
 
 def gaussian_map(size: int, radians: float) -> Tensor:
-    """Return the matrix (size², P) of P Gaussians whose centers rotate with the kernel, for an angle of `radians`.
+    """Return the matrix (size², P) of P Gaussians for a rotation by `radians`, counter-clockwise.
 
-    At 0°, each entry inside the disc is the center of one Gaussian, and the matrix has the same norm as the matrix of
-    `bilinear_map`.
+    The centers of the Gaussians rotate with the kernel. At 0°, each entry inside the disc is the center of one
+    Gaussian, and the matrix has the same norm as the matrix of `bilinear_map`.
     """
     mask = disc_mask(size).flatten()
     center_x, center_y = (axis[mask] for axis in rotated_coordinates(size))
@@ -259,10 +264,13 @@ KERNEL_FAMILIES: dict[str, Callable[[int, float], Tensor]] = {
 
 
 class _Harmonic(NamedTuple):
-    """A kernel that approximates a circular harmonic of frequency m on the pixel grid."""
+    """A kernel that approximates a circular harmonic of frequency m on the pixel grid.
 
-    fraction: float  # fraction of the energy of the kernel's response that is multiplied by exp(imθ) under rotation
-    energy: float  # energy of this part of the response
+    The response of the kernel to an image has an exact part: rotating the image by θ multiplies this part by exp(imθ).
+    """
+
+    fraction: float  # fraction of the response's energy that is in the exact part
+    energy: float  # energy of the exact part
     frequency: int  # m
     kernel: Tensor  # (size²,), complex, of norm 1
 
@@ -271,9 +279,10 @@ class _Harmonic(NamedTuple):
 def circular_harmonics(size: int) -> tuple[Tensor, Tensor]:
     """Return the complex kernels (size², K) of the K harmonics that rotate most exactly, and their frequencies (K,).
 
-    A harmonic of frequency 0 needs one base weight, every other harmonic needs two. K is the number of harmonics that
-    need P base weights in total. Harmonics that rotate more exactly, and smoother harmonics, are multiplied by larger
-    factors. The matrix of `harmonic_map` has the same norm as the matrix of `bilinear_map` at 0°.
+    A harmonic of frequency 0 needs one base weight, every other harmonic needs two. The K harmonics need P base weights
+    in total; if only one is left, a harmonic of frequency 0 is chosen. Harmonics that rotate more exactly, and smoother
+    harmonics, are multiplied by larger factors. Finally, all kernels are multiplied by a common factor, so that the
+    matrix of `harmonic_map` has the same norm as the matrix of `bilinear_map` at 0°.
     """
     candidates = [harmonic for frequency in range(2 * size - 1) for harmonic in _find_harmonics(size, frequency)]
     taps = left = int(disc_mask(size).sum())
@@ -324,7 +333,7 @@ def _find_harmonics(size: int, frequency: int) -> list[_Harmonic]:
 
 
 def _symmetric_kernels(size: int, frequency: int) -> Tensor:
-    """Return a complex basis (size², Q) of all kernels that behave as harmonics under 90° rotations and reflections.
+    """Return Q complex kernels (size², Q), a basis of all kernels that rotate by 90° and flip as harmonics do.
 
     Such a kernel of frequency m is multiplied by (-i)ᵐ if it is rotated by 90° counter-clockwise, and is complex
     conjugated if it is flipped up-down. The harmonics are linear combinations of this basis with real coefficients.

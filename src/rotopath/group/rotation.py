@@ -33,7 +33,8 @@ def rotate_features(x: Tensor, angle: float, reflections: bool = False) -> Tenso
     """Rotate SE(2) features (B, C, N, H, W): rotate each map, and shift the orientation axis.
 
     The angle is in degrees, counter-clockwise, and must be a multiple of 360° / N; other angles raise ValueError. With
-    `reflections`, features are (B, C, 2N, H, W), and both halves of the orientation axis are shifted.
+    `reflections`, features are (B, C, 2N, H, W), and each half of the orientation axis (without and with reflection) is
+    shifted.
     """
     halves = _split_halves(x, reflections)  # (B, C, 1 or 2, N, H, W)
     orientations = halves.shape[3]
@@ -139,7 +140,7 @@ def apply_symmetries(x: Tensor, symmetries: Tensor) -> Tensor:
             f"squares."
         )
     sources = _symmetry_sources(size, x.device)[symmetries]  # (B, H·H)
-    # All channels of a pixel are read together, and the result is channels-last in memory, which convolutions prefer.
+    # All channels of a pixel are read together. The result is channels-last in memory, for fast convolutions.
     pixels = x.permute(0, 2, 3, 1).reshape(x.shape[0], size * size, -1)  # (B, H·H, C)
     moved = pixels.gather(1, sources[:, :, None].expand_as(pixels))
     return moved.reshape(x.shape[0], size, size, -1).permute(0, 3, 1, 2)
@@ -147,9 +148,10 @@ def apply_symmetries(x: Tensor, symmetries: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _symmetry_sources(size: int, device: torch.device) -> Tensor:
-    """Return, for each of the eight symmetries and each pixel of the result, the index of the copied image pixel.
+    """Return the pixel indices (8, size²) with which `apply_symmetries` transforms images of size × size px.
 
-    The result is (8, size²). The pixel in row y and column x has the index y · size + x.
+    Row s contains, for each pixel of the transformed image, the index of the pixel that is copied to it from the image.
+    The pixel in row y and column x of an image has the index y · size + x.
     """
     grid = torch.arange(size * size, device=device).view(size, size)
     rotated = [torch.rot90(square, quarters, (0, 1)) for square in (grid, grid.T) for quarters in range(4)]

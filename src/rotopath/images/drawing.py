@@ -44,9 +44,9 @@ def draw_overlay(
     `heat` (rows, columns) is the heat map, a probability at each pixel. The higher the probability, the more opaque is
     the color of the pixel. `heat_frame` is the upper left corner (row, column) of the heat map and the side of a
     heat-map pixel, both in pixels of level 0. `colors` has the color (red, green, blue) of each class. `top_class`
-    (rows, columns) is the index of the most probable class at each pixel of the heat map. If it is None, the whole heat
-    map has the first color. Objects without a color also have the first color. Only the first `MAX_DRAWN` objects are
-    drawn.
+    (rows, columns) is the index of the most probable class at each pixel of the heat map. If `top_class` is None, the
+    whole heat map has the first color. Objects without a color also have the first color. Only the first `MAX_DRAWN`
+    objects are drawn.
     """
     spacing = max(slide.spacing_um_px, max(slide.size_px) * slide.spacing_um_px / MAX_OVERLAY_PX)
     height, width = slide.size_at(spacing)
@@ -149,25 +149,25 @@ def _expect_margins(
 ) -> tuple[int, int]:
     """Check the arguments of `draw_orientations`, and return the position of the maps on the image.
 
-    Returns the number of image rows above the maps, and the number of image columns to the left of them.
+    Returns the number of image rows above the maps, and the number of image columns to the left of the maps.
     """
     if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
         raise ValueError(
-            f"draw_orientations needs an image (H, W, 3) of uint8; got {image.dtype} of shape {image.shape}; convert "
-            f"the image first."
+            f"`draw_orientations` expects an image (H, W, 3) of uint8; got an image of shape {image.shape} and type "
+            f"{image.dtype}; convert the image first."
         )
     if strength.ndim != 2 or strength.shape != angle.shape:
         raise ValueError(
-            f"draw_orientations needs strength and angle of the same shape (h, w); got the shapes {strength.shape} and "
-            f"{angle.shape}."
+            f"`draw_orientations` expects maps `strength` and `angle` of the same shape (h, w); got the shapes "
+            f"{strength.shape} and {angle.shape}."
         )
     if every_px < 1:
-        raise ValueError(f"draw_orientations needs every_px of 1 or more; got {every_px}.")
+        raise ValueError(f"`draw_orientations` expects `every_px` of 1 or more; got {every_px}.")
     rows, columns = image.shape[0] - strength.shape[0], image.shape[1] - strength.shape[1]
     if min(rows, columns) < 0 or rows % 2 or columns % 2:
         raise ValueError(
-            f"draw_orientations needs strength and angle as large as the image, or smaller by an even number of rows "
-            f"and of columns; maps of {strength.shape} px cannot be centered on {image.shape[:2]} px; crop the image "
-            f"or the maps."
+            f"The maps `strength` and `angle` of {strength.shape} px cannot be centered on the image of "
+            f"{image.shape[:2]} px: they must have the size of the image, or be smaller by an even number of rows and "
+            f"of columns; crop the image or the maps."
         )
     return rows // 2, columns // 2

@@ -105,7 +105,10 @@ def spacing_um_px(path: Path) -> float | None:
 
 
 def pixel_size_um(path: Path) -> tuple[float, float] | None:
-    """Read the height and width of a pixel in µm from the metadata. Returns None if they are missing or implausible."""
+    """Read the height and width of a pixel in µm from the metadata of an image file.
+
+    Returns None if they are missing, or if one of them is not in the range `PLAUSIBLE_UM_PX`.
+    """
     with _open_image(path) as image:
         tags = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else {}
         description = str(tags.get(TiffImagePlugin.IMAGEDESCRIPTION, ""))
@@ -138,8 +141,8 @@ def is_plausible(spacing: float) -> bool:
 def _parse_ome_size_um(description: str, axis: str) -> float | None:
     """Return the side of a pixel along the axis "X" or "Y" in µm, from OME metadata.
 
-    Returns None if it is missing, and 0 (implausible) if it is stated in pixels. Units other than nm, mm and cm are
-    read as µm.
+    Returns None if the side is missing, and 0 (an implausible side) if its unit is "pixel". Numbers in nm, mm and cm
+    are converted to µm. Numbers in any other unit are assumed to be in µm.
     """
     size = re.search(rf'\bPhysicalSize{axis}="{NUMBER_PATTERN}"', description)
     unit = re.search(rf'\bPhysicalSize{axis}Unit="([^"]+)"', description)

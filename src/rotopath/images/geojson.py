@@ -187,7 +187,7 @@ def _trace_rings(parts: NDArray[np.int64]) -> Iterator[tuple[int, Ring]]:
     ends = starts + (STEPS @ (width, 1))[directions]
     # Link each edge to the next edge of the ring. At each corner, as many edges of a part end as start. The edges are
     # therefore sorted twice by part and corner: once by the corner at which they end, and once by the corner at which
-    # they start. Edges at the same place in both orders are linked. Where two pixels touch only at a corner, two edges
+    # they start. Edges at the same index in both orders are linked. Where two pixels touch only at a corner, two edges
     # end and two start. They may be linked either way, because `_split_ring` splits the ring at this corner.
     owner_key = owners * (math.prod(parts.shape) + sum(parts.shape) + 1)
     following = np.empty_like(starts)

@@ -33,8 +33,11 @@ def write_pyramid(
 
     `size_px` (rows, columns) is the size of level 0, and `spacing_um_px` its pixel spacing in µm/px. `name` is the
     image name in the metadata. Each further level has half the resolution of the previous level; its pixels are means
-    of 2 × 2 pixels. The last level fits in a single tile. Raises ValueError if the size is 0, if there are no strips,
-    if their type is not float32 or uint8, if they differ in type or width, or if they do not add up to `size_px`.
+    of 2 × 2 pixels. The last level fits in a single tile.
+
+    Raises ValueError if a side of `size_px` is below 1, or if there are no strips. Also raises ValueError unless all
+    strips have the same type (float32 or uint8), the same number of channels and the width of `size_px`, and together
+    have as many rows as `size_px`.
     """
     incoming = iter(strips)
     first = next(incoming, None)
@@ -88,7 +91,10 @@ def _level_shapes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def _regroup(strips: Iterable[Pixels], shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[Pixels]:
-    """Convert strips of any height to strips that are as high as a tile. The last strip may have fewer rows."""
+    """Convert strips of any height to strips that are as high as a tile. The last strip may have fewer rows.
+
+    `shape` and `dtype` are the shape and the type of level 0. Raises ValueError if the strips do not fit them.
+    """
     height = shape[0]
     tile_row = np.empty((min(TILE_PX, height), *shape[1:]), dtype)
     filled = done = 0  # number of rows in `tile_row`, and in all tile rows before it

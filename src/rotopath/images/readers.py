@@ -158,7 +158,11 @@ class _OpenSlideReader:
 
 
 class _TiffSlideReader:
-    """Reads a TIFF pyramid with tiffslide. Threads may read in parallel, because each has its own Zarr group."""
+    """Reads a TIFF pyramid with tiffslide.
+
+    Several threads may read at the same time, because tiffslide has a separate Zarr group, through which it reads the
+    file, for each thread.
+    """
 
     origin_px = (0, 0)
 

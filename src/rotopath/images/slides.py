@@ -22,7 +22,9 @@ from rotopath.images.readers import WHITE, ImageReader, Level, SlideReader, open
 
 LEVEL_TOLERANCE = 1.02  # a level is fine enough if its pixel spacing is at most this times the requested pixel spacing
 SQUARE_TOLERANCE = 1.01  # pixels are treated as square up to this ratio of their sides
-SAME_SCALE = 1e-6  # a scale this close to 1 is treated as 1; the error is at most 0.1 px on a side of 100,000 px
+# If the requested pixel spacing differs from that of a level by less than this fraction, pixels are not resampled. The
+# error is at most 0.1 px on a side of 100,000 px.
+SAME_SCALE = 1e-6
 LANCZOS_PX = 3  # radius of the filter, in pixels before or after resampling, whichever are larger
 BLOCK_PX = 2048  # to limit memory, larger rectangles are resampled in blocks of this side, in pixels of the level
 

@@ -48,7 +48,10 @@ class Stains:
     max_concentrations: NDArray[np.float64]  # (2,), percentile MAX_PERCENTILE of the concentrations
 
     def normalize(self, image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return an image (H, W, 3) with these stains replaced by the reference stains, and concentrations scaled."""
+        """Return an image (H, W, 3) with these stains replaced by the reference stains.
+
+        The concentrations are scaled, so that their highest values equal those of the reference.
+        """
         concentrations = optical_density(image).reshape(-1, 3) @ np.linalg.pinv(self.vectors).T  # (pixels, 2)
         concentrations *= REFERENCE_CONCENTRATIONS / self.max_concentrations
         normalized: NDArray[np.float64] = WHITE * np.exp(-concentrations @ REFERENCE_STAINS.T)

@@ -100,7 +100,10 @@ def find_tissue(slide: Slide, spacing_um_px: float | None = None) -> Tissue:
 
 
 def mask_tissue(image: NDArray[np.uint8], spacing_um_px: float) -> NDArray[np.bool_]:
-    """Return a mask (H, W), true for tissue, of a low-resolution image (H, W, 3) at the given pixel spacing."""
+    """Return a mask (H, W) of a low-resolution image (H, W, 3): true for tissue.
+
+    `spacing_um_px` is the pixel spacing of the image and of the mask.
+    """
     brightest = image.max(axis=2)
     is_black = brightest <= BLACK
     if is_black.all():

@@ -39,7 +39,7 @@ class Workers:
         """Call a function on a worker, and return a Dask future of the result.
 
         A call that raises an error is repeated up to `retries` times. If the worker process dies during the call, Dask
-        repeats the call on another worker. If several workers die, the future raises `KilledWorker`.
+        repeats the call on another worker. If several workers die during this call, the future raises `KilledWorker`.
         """
         # pure=False: Dask must not reuse the result of an earlier call with the same arguments.
         return self.client.submit(function, *arguments, pure=False, retries=retries, resources=self.resources)
@@ -74,10 +74,10 @@ def predict_on_cluster(
 ) -> Iterator[SlideOutcome]:
     """Predict slides on the workers of a cluster, and yield the outcome of each slide as soon as it is finished.
 
-    The files written to `out` are the same as those of `predict_files`. For `cluster` and `at_once` see `connect`. For
-    each slide, a worker calls `make_model`. This function must be picklable, such as
+    The files written to `out` are the same as those of `predict_files`. `cluster` and `at_once` are the arguments of
+    `connect`. For each slide, a worker calls the function `make_model`. It must be picklable, such as
     `functools.partial(rotopath.runs.prepare_model, "tumor-pcam-n8")`. If the worker process dies, another worker
-    predicts the slide. If several workers die, the slide is reported as failed.
+    predicts the slide. If this happens several times for a slide, the slide is reported as failed.
     """
     from distributed import as_completed
 
@@ -85,8 +85,8 @@ def predict_on_cluster(
     with connect(cluster, at_once) as workers:
         futures = {}
         for path in slides:
-            # Paths are absolute, because the current folder of a worker may be another one. Symbolic links of slides
-            # are not resolved, because the folder of results has the name of the link.
+            # Paths are absolute, because a worker may have a different current folder. If a slide is a symbolic link,
+            # the link is not resolved, because the folder of results has the name of the link.
             future = workers.submit(_predict_slide, make_model, path.absolute(), out.resolve(), options)
             futures[future] = path
         for future in as_completed(futures):

@@ -126,8 +126,8 @@ def predict_rotations(
 ) -> Iterator[NDArray[np.float32]]:
     """For each angle, rotate images (B, H, W, 3), predict them, rotate the maps (B, K, h, w) back, and yield the maps.
 
-    The angles `degrees` are counter-clockwise. Rotations by multiples of 90° are exact. Other rotations interpolate.
-    For these rotations, more pixels are reflected beyond the edges, to fill the corners of the rotated images. The
+    The angles `degrees` are counter-clockwise. Rotations by multiples of 90° are exact. Rotations by other angles
+    interpolate; for these, more pixels are reflected beyond the edges, to fill the corners of the rotated images. The
     other arguments are those of `predict`. The mean of the maps over the angles is test-time augmentation; the standard
     deviation of the maps measures robustness to rotation.
     """
@@ -145,8 +145,8 @@ def predict_rotations(
     def read_pixels(rows_px: Span, columns_px: Span) -> Tensor:
         return read_reflected(pixels, rows_px, columns_px)
 
-    def predict_pixels(frame: Tensor) -> Tensor:
-        return _predict_refined(network, frame, refinement, largest_px, activation)
+    def predict_pixels(frame_pixels: Tensor) -> Tensor:
+        return _predict_refined(network, frame_pixels, refinement, largest_px, activation)
 
     frame = (layouts[0].frame_px, layouts[1].frame_px)
     rows, columns = (slice(side.kept.start * refinement, (side.kept.stop - 1) * refinement + 1) for side in layouts)
@@ -206,8 +206,8 @@ def predict_patches(
 ) -> NDArray[np.float32]:
     """Predict class probabilities (B, K) at the center of patches.
 
-    `windows` (B, 3, S, S) are the patches, as in `predict_rotated`. With `rotations` above 1, the result is the mean
-    over this number of rotations (test-time augmentation).
+    `windows` (B, 3, S, S) are the whole patches, in the form that `predict_rotated` describes. With `rotations` above
+    1, the result is the mean over this number of rotations (test-time augmentation).
     """
     probabilities = predict_rotated(network, windows, group.angles(rotations), activation)
     mean: NDArray[np.float32] = probabilities.mean(axis=0)
@@ -224,9 +224,10 @@ def predict_rotated(
     is rotated. Then its window (the central square of side `geometry.context_px`) is predicted. A patch is reflected
     beyond its edges if it is too small to fill the window and the corners of the rotated window.
 
-    `predict_rotations` returns the same probabilities, up to rounding, for an output at the center of the patch in a
-    larger image, if S is at least `geometry.context_px` and the angle is a multiple of 90°. At other angles the
-    probabilities differ slightly, because `predict_rotations` interpolates its rotated maps.
+    If a patch is cut from a larger image, centered on an output of this image, and S is at least `geometry.context_px`,
+    the result agrees with the probabilities that `predict_rotations` returns for this output. At multiples of 90°, they
+    are equal up to rounding. At other angles, they differ slightly, because `predict_rotations` interpolates its
+    rotated maps.
 
     Raises ValueError if the network returns a map of more than 1 × 1 outputs for its smallest valid image.
     """
@@ -236,14 +237,14 @@ def predict_rotated(
     spare_px = images.shape[-1] - field_px
     if images.ndim != 4 or images.shape[-1] != images.shape[-2] or spare_px < 0 or spare_px % 2:
         raise ValueError(
-            f"Images must have the shape (B, 3, S, S) with a side S of {field_px} px, or larger by an even number of "
-            f"pixels; got {tuple(images.shape)}. Crop the images first."
+            f"Patches must have the shape (B, 3, S, S) with a side S of {field_px} px, or larger by an even number of "
+            f"pixels; got {tuple(images.shape)}. Cut out patches of such a size."
         )
     if geometry.block != 1:
         raise ValueError(
-            f"Patches need a network that returns a map of 1 × 1 positions for its smallest valid image, but this "
-            f"network returns a map of {geometry.block} × {geometry.block}; predict whole images with "
-            f"`rotopath.inference.predict` instead."
+            f"Patch-wise prediction needs a network that returns a map of 1 × 1 outputs for its smallest valid image, "
+            f"but this network returns a map of {geometry.block} × {geometry.block} outputs for {field_px} × "
+            f"{field_px} px; predict whole images with `rotopath.inference.predict` instead."
         )
     probabilities = np.empty((len(degrees), len(images), geometry.outputs), np.float32)
     batch_size = max(1, PIXELS_PER_BATCH // window_px**2)
@@ -303,9 +304,9 @@ def prepare(network: DenseNetwork, device: torch.device, dtype: torch.dtype = to
     """Return a copy of a network that is fast on a device, in evaluation mode, with convolutions in `dtype`.
 
     The copy has the same geometry (receptive field, stride, valid image sizes), and the same logits up to rounding. On
-    GPUs that can run the package's Triton kernels, the copy keeps its SE(2) layers, because there they need fewer
-    passes over memory than a plain CNN. On other devices, the copy is frozen to a plain CNN (see `rotopath.freeze`) if
-    possible.
+    GPUs that can run the package's Triton kernels, the copy keeps its SE(2) layers, because with these kernels the
+    layers need fewer passes over memory than a plain CNN. On other devices, the copy is frozen to a plain CNN (see
+    `rotopath.freeze`) if possible.
     """
     ready = copy.deepcopy(network) if triton.supports_device(device) else _freeze_if_possible(network)
     ready = ready.to(device).eval()

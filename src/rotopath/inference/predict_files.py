@@ -2,8 +2,9 @@
 
 The folder contains the objects (GeoJSON and CSV), a heat map (OME-TIFF), an overlay (PNG), and a summary (JSON) that
 also describes the model, the options and the software. With several rotations, it also contains a map of the standard
-deviation over rotations (OME-TIFF). Finished slides are skipped, and interrupted slides are predicted again. If a file
-cannot be read, it is reported as failed, and the prediction continues with the next file.
+deviation over rotations (OME-TIFF). Files that already have results for the same model and options are skipped. A file
+whose prediction was interrupted is predicted again. If a file cannot be read, it is reported as failed, and the
+prediction continues with the next file.
 """
 
 import csv

@@ -1,10 +1,10 @@
 """Merge connected regions that cross the borders between tiles.
 
-`Seams` receives the tiles of a slide, row by row, each with a mask. A region is a connected component of the mask. A
-region that touches no border to another tile is complete, and is returned immediately. Any other region may have parts
-in several tiles; a part is a connected component of the mask in one tile. Parts are merged after the last tile. Until
-then, their pixels are kept in temporary files. Only the edges of tiles stay in memory, and a table of the parts that
-belong to the same region. Points, such as mitoses, are merged in `tasks.detect`.
+`Seams` receives the tiles of a slide, row by row, each with a mask. A region is a connected component of the mask of
+the whole slide. A region that touches no border to another tile is complete, and is returned immediately. Any other
+region may have parts in several tiles; a part is a connected component of the mask of one tile. Parts are merged after
+the last tile. Until then, their pixels are kept in temporary files. Two things stay in memory: the edges of tiles, and
+a table that states which parts belong to the same region. Points, such as mitoses, are merged in `tasks.detect`.
 """
 
 from collections import defaultdict
@@ -21,8 +21,8 @@ from rotopath.inference.tiling import Span
 
 LARGEST_PX = 2**24  # largest bounding box of a merged region, in px²: 1 mm² at 0.25 µm/px, far larger than a nucleus
 TILES_IN_MEMORY = 16  # number of tiles whose files are cached while regions are merged
-RegionKey = tuple[int, int]  # key of a part of a region: tile number, number of the part in this tile
-Edge = tuple[int, NDArray[np.int32]]  # tile number, region number of each pixel along one edge of the tile (0: none)
+PartKey = tuple[int, int]  # key of a part of a region: tile number, number of the part in this tile
+Edge = tuple[int, NDArray[np.int32]]  # tile number, part number of each pixel along one edge of the tile (0: no part)
 
 
 class Region(NamedTuple):
@@ -48,7 +48,9 @@ class Seams:
     def __init__(self, size: tuple[int, ...], background: Sequence[float], folder: Path) -> None:
         self._size, self._folder = size, folder
         self._background = np.asarray(background, np.float32)
-        self._parents: dict[RegionKey, RegionKey] = {}  # union-find forest of the parts that touch a border
+        # Union-find forest of the parts that touch a border to another tile. It maps each part to another part of the
+        # same region. The root, which is the part that represents the region, is mapped to itself.
+        self._parents: dict[PartKey, PartKey] = {}
         self._tiles: list[tuple[Span, Span]] = []  # rows and columns of each tile
         self._bottom_edges: dict[tuple[int, int], Edge] = {}  # key: row below the tile, first column
         self._right_edges: dict[tuple[int, int], Edge] = {}  # key: column right of the tile, first row
@@ -57,45 +59,45 @@ class Seams:
     def add_tile(
         self, rows: Span, columns: Span, mask: NDArray[np.bool_], values: NDArray[np.float32]
     ) -> NDArray[np.bool_]:
-        """Add a tile: return a mask (h, w) of its complete regions, and store its other regions for `finish`.
+        """Return a mask (h, w) of the complete regions of a tile, and store its other regions for `finish`.
 
         A region is complete if it touches no border to another tile. `rows` and `columns` are the rows and columns of
         the whole map that the tile covers. `mask` (h, w) is true in regions. `values` (k, h, w) are the k channels of
         the tile; `finish` returns them for the pixels of the merged regions.
         """
-        regions, _ = ndimage.label(mask)
+        part_numbers, _ = ndimage.label(mask)
         number = len(self._tiles)
         self._tiles.append((rows, columns))
         inner_edges = [
             edge
             for edge, is_inside in (
-                (regions[0], rows.start > 0),
-                (regions[-1], rows.stop < self._size[0]),
-                (regions[:, 0], columns.start > 0),
-                (regions[:, -1], columns.stop < self._size[1]),
+                (part_numbers[0], rows.start > 0),
+                (part_numbers[-1], rows.stop < self._size[0]),
+                (part_numbers[:, 0], columns.start > 0),
+                (part_numbers[:, -1], columns.stop < self._size[1]),
             )
             if is_inside
         ]
-        cut = np.unique(np.concatenate(inner_edges or [regions[:0, 0]]))
+        cut = np.unique(np.concatenate(inner_edges or [part_numbers[:0, 0]]))
         cut = cut[cut > 0]
-        self._parents |= {(number, int(region)): (number, int(region)) for region in cut}
-        self._join(number, regions[0], self._bottom_edges.pop((rows.start, columns.start), None))
-        self._join(number, regions[:, 0], self._right_edges.pop((columns.start, rows.start), None))
-        self._bottom_edges[rows.stop, columns.start] = (number, regions[-1])
-        self._right_edges[columns.stop, rows.start] = (number, regions[:, -1])
-        is_cut = np.isin(regions, cut)
+        self._parents |= {(number, int(part)): (number, int(part)) for part in cut}
+        self._join(number, part_numbers[0], self._bottom_edges.pop((rows.start, columns.start), None))
+        self._join(number, part_numbers[:, 0], self._right_edges.pop((columns.start, rows.start), None))
+        self._bottom_edges[rows.stop, columns.start] = (number, part_numbers[-1])
+        self._right_edges[columns.stop, rows.start] = (number, part_numbers[:, -1])
+        is_cut = np.isin(part_numbers, cut)
         pixels = np.flatnonzero(is_cut)
         np.savez(
             self._folder / f"{number}.npz",
             pixels=pixels,
-            regions=regions.ravel()[pixels],
+            part_numbers=part_numbers.ravel()[pixels],
             values=values.reshape(len(values), -1)[:, pixels],
         )
         return mask & ~is_cut
 
     def finish(self) -> Iterator[Region]:
         """Merge and yield all regions that touch a border between tiles. Call this after the last tile."""
-        groups: defaultdict[RegionKey, list[RegionKey]] = defaultdict(list)
+        groups: defaultdict[PartKey, list[PartKey]] = defaultdict(list)
         for key in self._parents:
             groups[self._find_root(key)].append(key)
         for keys in groups.values():
@@ -119,31 +121,31 @@ class Seams:
         box[:, positions[0] - top, positions[1] - left] = values
         yield Region(int(top), int(left), box)
 
-    def _read_part(self, key: RegionKey) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    def _read_part(self, key: PartKey) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the part of a region in one tile: pixel positions on the whole map (2, pixels) and values (k, pixels).
 
         `key` is the number of the tile and the number of the part in this tile.
         """
-        number, region = key
-        pixels, regions, values = self._load(number)
-        inside = regions == region
+        number, part = key
+        pixels, part_numbers, values = self._load(number)
+        inside = part_numbers == part
         rows, columns = self._tiles[number]
         down, right = np.divmod(pixels[inside], columns.size)
         return np.stack([down + rows.start, right + columns.start]), values[:, inside]
 
     def _load_file(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
-        """Return three arrays that `add_tile` saved for a tile: flat indices, region numbers and values of pixels.
+        """Return three arrays that `add_tile` saved for a tile: flat indices, part numbers and values of pixels.
 
-        Indices and region numbers are (pixels,), and values are (k, pixels).
+        Indices and part numbers are (pixels,), and values are (k, pixels).
         """
         with np.load(self._folder / f"{number}.npz") as arrays:
-            return arrays["pixels"], arrays["regions"], arrays["values"]
+            return arrays["pixels"], arrays["part_numbers"], arrays["values"]
 
     def _join(self, number: int, edge: NDArray[np.int32], neighbor: Edge | None) -> None:
         """Record which parts in a tile and in a neighboring tile are connected across the border between the tiles.
 
-        `number` is the number of the tile. `edge` has the region number of each pixel of this tile along the border (0:
-        no region). `neighbor` is the tile number and the edge of the tile on the other side of the border, or None if
+        `number` is the number of the tile. `edge` has the part number of each pixel of this tile along the border (0:
+        no part). `neighbor` is the tile number and the edge of the tile on the other side of the border, or None if
         that tile was not added.
         """
         if neighbor is None:
@@ -151,11 +153,14 @@ class Seams:
         neighbor_number, neighbor_edge = neighbor
         touching = (edge > 0) & (neighbor_edge > 0)
         pairs = np.unique(np.stack([edge[touching], neighbor_edge[touching]]), axis=1)
-        for region, neighbor_region in pairs.T.tolist():
-            self._parents[self._find_root((number, region))] = self._find_root((neighbor_number, neighbor_region))
+        for part, neighbor_part in pairs.T.tolist():
+            self._parents[self._find_root((number, part))] = self._find_root((neighbor_number, neighbor_part))
 
-    def _find_root(self, key: RegionKey) -> RegionKey:
-        """Return the key of the part that represents the whole region, and shorten the path to this part."""
+    def _find_root(self, key: PartKey) -> PartKey:
+        """Return the key of the root, which is the part that represents the region of the part `key`.
+
+        This also shortens the path from the part to the root in `_parents`, so that later calls are faster.
+        """
         while self._parents[key] != key:
             self._parents[key] = self._parents[self._parents[key]]
             key = self._parents[key]

@@ -119,10 +119,11 @@ class SlideResult:
 
     task: str  # name of the task
     objects: list[SlideObject]  # coordinates are in pixels of level 0
-    map: NDArray[np.float32]  # heat map (h, w): probability of the task's classes, see `Task.foreground_map`
+    # Heat map (h, w): the probability that any class is present or, in "classify", of the most probable class
+    map: NDArray[np.float32]
     deviation: NDArray[np.float32] | None  # (h, w): standard deviation over rotations; None for one rotation
     map_um: float  # pixel spacing of the map in µm/px
-    summary: Mapping[str, float]  # as returned by `SlidePass.summary`
+    summary: Mapping[str, float]  # numbers by name, such as "tissue_mm2" and "objects" (number of objects)
     origin_px: tuple[int, int]  # (row, column) on level 0 from which QuPath counts coordinates
     overlay: Image.Image  # the slide with the heat map and the objects drawn on it
 
@@ -158,11 +159,14 @@ def predict_slide(model: Model, slide: Slide, options: PassOptions) -> SlideResu
 class SlidePass:
     """Predicts a slide once, tile by tile. Use it in a `with` statement, which removes the temporary files at its end.
 
-    First iterate over `objects()` to the end. After that, the following are complete: `summary()`, `draw_overlay()`,
-    and the maps `heat` (probability of the task's classes, see `task.foreground_map`), `winner` (index of the most
-    probable class; None if the task has one class) and `deviation` (standard deviation over rotations; None with one
-    rotation). Each pixel of these maps is computed from means over `task.heatmap_cell` × `task.heatmap_cell` outputs of
-    the network.
+    First iterate over `objects()` to the end. After that, `summary()`, `draw_overlay()` and three maps are complete:
+
+    - `heat`: the probability that any class is present or, in "classify", of the most probable class.
+    - `winner`: the index of the most probable class; None if the task has one class.
+    - `deviation`: the standard deviation over rotations; None with one rotation.
+
+    Each pixel of these maps is computed from means over `task.heatmap_cell` × `task.heatmap_cell` outputs of the
+    network.
     """
 
     def __init__(self, model: Model, slide: Slide, options: PassOptions) -> None:
@@ -234,7 +238,7 @@ class SlidePass:
         return corner, side * self._outputs_per_px
 
     def _detect(self, on_progress: OnProgress) -> Iterator[SlideObject]:
-        """Predict all tiles near tissue, write the probabilities into the maps, and yield the objects."""
+        """Predict the tiles near tissue (see `_is_near_tissue`), write them into the maps, and yield the objects."""
         task = self.model.task
         wanted = [tile for tile in self.grid.tiles if self._is_near_tissue(*tile)]
         tiles = predict_tiles(self.grid, wanted, self.model.device, self.options.rotations, task.to_probabilities)
@@ -245,7 +249,7 @@ class SlidePass:
         yield from self._finder.finish()
 
     def _write_maps(self, tile: Tile) -> None:
-        """Write a tile into the map `heat` and, unless they are None, into the maps `winner` and `deviation`."""
+        """Write a tile into the maps `heat`, `winner` and `deviation`. Maps that are None are skipped."""
         task = self.model.task
         top, left = tile.rows.start // self._outputs_per_px, tile.columns.start // self._outputs_per_px
         self.heat.write(top, left, self._pool_outputs(tile, task.foreground_map(tile.probabilities)))
@@ -256,7 +260,10 @@ class SlidePass:
             self.deviation.write(top, left, self._pool_outputs(tile, task.foreground_deviation(tile.deviations)))
 
     def _is_near_tissue(self, rows: Span, columns: Span) -> bool:
-        """Return whether a tile, given as rows and columns of outputs, has to be predicted (see `objects`)."""
+        """Return whether a tile contains tissue or is within `task.tissue_margin_um` of tissue.
+
+        `rows` and `columns` are the outputs of the tile. With the option `everywhere`, the result is always True.
+        """
         if self._near_tissue is None:
             return True
         down, across = (self.grid.extent_um(span, axis) for axis, span in enumerate((rows, columns)))
@@ -282,8 +289,9 @@ class SlidePass:
     def _pool_outputs(self, tile: Tile, values: Map) -> Map:
         """Return the heat-map pixels of a tile: remove the halo, and average the outputs over small squares.
 
-        `values` (h, w) are the outputs of the tile, including the halo. A heat-map pixel is the mean over a square of
-        `_outputs_per_px` × `_outputs_per_px` outputs, or over fewer outputs at the end of the slide.
+        `values` (h, w) has a value for each output of the tile and its halo. A heat-map pixel is the mean over a square
+        of `_outputs_per_px` × `_outputs_per_px` outputs, or over fewer outputs at the bottom and right edge of the
+        slide.
         """
         means = values[tile.core].astype(np.float64)
         for axis in (0, 1):
@@ -297,7 +305,10 @@ class SlidePass:
 
 
 class SlideView:
-    """Reads rectangles of a slide at a pixel spacing, with normalized stains if the task requires it. Thread-safe."""
+    """Reads rectangles of a slide at a pixel spacing. Thread-safe.
+
+    If `stain` is "macenko", the stains are normalized, unless they cannot be measured.
+    """
 
     def __init__(self, slide: Slide, spacing_um_px: float, stain: Stain, tissue: Tissue) -> None:
         self.slide = slide
@@ -327,7 +338,7 @@ class SlideView:
         return pixels
 
     def _read_block(self, row: int, column: int) -> NDArray[np.uint8]:
-        """Return the pixels of block (row, column), with normalized stains if required.
+        """Return the pixels of block (row, column), with normalized stains unless `stains` is None.
 
         The positions of blocks do not depend on the tiles. If they did, results would depend on the tiles, too: the
         value of a pixel may differ by one gray level if the pixel is resampled as part of another rectangle.
@@ -338,7 +349,7 @@ class SlideView:
         return pixels if self.stains is None else self.stains.normalize(pixels)
 
     def _measure_stains(self, tissue: Tissue) -> Stains | None:
-        """Measure the stains of the tissue, or return None if there is too little tissue or only one stain.
+        """Return the stains of the tissue, or None if there is too little tissue or only one stain.
 
         On slides of more than `MEASURED_PX` pixels, stains are measured on samples of tissue. Pixels of glass are left
         out, because glass would make the stains seem weaker.

@@ -80,7 +80,7 @@ class Layout:
     """Positions of the outputs of a network along one side (height or width) of an image.
 
     The frame is the range of pixels that the network reads to predict the whole image. The frame extends beyond both
-    ends of the image by the same number of pixels, or by one pixel more at the second end.
+    edges of the image by the same number of pixels, or by one pixel more beyond the bottom or right edge.
     """
 
     frame_px: Span  # the frame; pixel 0 is the first pixel of the image
@@ -124,10 +124,11 @@ def divide(
     """Divide the range `wanted` of outputs along an image side into tiles whose frames are at most `tile_px` long.
 
     `outputs` is the number of all outputs along the side. Yields two spans for each tile: the outputs of the tile, and
-    the outputs that the network has to compute for this tile (see `add_overlap`). All tiles except the last have the
-    same number of outputs, a multiple of `multiple`. If a tile of `multiple` outputs needs more than `tile_px` pixels,
-    tiles have `multiple` outputs, and longer frames. Raises ValueError if `tile_px` is smaller than the network's
-    smallest image.
+    the outputs that the network has to compute for this tile. The second span also contains the outputs that
+    `add_overlap` adds: those that complete the blocks of the tile, and the rim. All tiles except the last have the same
+    number of outputs, a multiple of `multiple`. If a tile of `multiple` outputs needs more than `tile_px` pixels, tiles
+    have `multiple` outputs, and longer frames. Raises ValueError if `tile_px` is smaller than the network's smallest
+    image.
     """
     if tile_px < geometry.smallest_px:
         raise ValueError(
@@ -150,9 +151,9 @@ def divide(
 def add_overlap(geometry: Geometry, tile: Span, outputs: int) -> Span:
     """Return the range of outputs that the network has to compute for `tile`, a range of outputs along an image side.
 
-    The tile is extended to complete blocks, and then by the rim, but not beyond the first and the last output of the
-    image side. The values of the tile's outputs are then the same as for the whole image. `outputs` is the number of
-    all outputs along the side.
+    The tile is extended to complete blocks, and then by the rim (the outputs that padding affects), but not beyond the
+    first and the last output of the image side. The values of the tile's outputs are then the same as for the whole
+    image. `outputs` is the number of all outputs along the side.
     """
     block, rim = geometry.block, _rim(geometry)
     start, stop = tile.start // block * block, -(-tile.stop // block) * block
@@ -160,7 +161,7 @@ def add_overlap(geometry: Geometry, tile: Span, outputs: int) -> Span:
 
 
 def _rim(geometry: Geometry) -> int:
-    """Return the rim of the network in outputs, rounded up to complete blocks."""
+    """Return the width of the network's rim in outputs, rounded up to complete blocks."""
     return -(-geometry.rim // geometry.block) * geometry.block
 
 
@@ -198,7 +199,7 @@ def predict_frame(
     are exact. Other rotations interpolate, and read a larger area (`area_to_read`), so that the corners of the rotated
     frame contain pixels of the image. The mean of the maps over several angles is test-time augmentation.
     """
-    between = angle % 90
+    between = angle % 90  # only this part of the rotation interpolates; the rest is a multiple of 90°
     if between == 0:
         return group.rotate(predict(group.rotate(read_pixels(*frame), angle)), -angle).clamp(0, 1)
     wide = _widen_for_rotation(geometry, frame)
@@ -290,15 +291,15 @@ class PixelSource(Protocol):
 class Tile(NamedTuple):
     """A tile with the maps of its outputs and its halo. Outputs are counted from the first output on the slide."""
 
-    rows: Span  # outputs of the tile without its halo
-    columns: Span
-    with_halo: tuple[Span, Span]  # rows and columns of outputs that the maps below contain
+    rows: Span  # rows of outputs in the tile, without its halo
+    columns: Span  # columns of outputs in the tile, without its halo
+    with_halo: tuple[Span, Span]  # rows and columns of the outputs in the maps below: the tile and its halo
     probabilities: NDArray[np.float32]  # (K, h, w): mean over rotations
     deviations: NDArray[np.float32] | None  # (K, h, w): standard deviation over rotations; None for one rotation
 
     @property
     def core(self) -> tuple[slice, slice]:
-        """Slices (rows, columns) of the maps that leave out the halo."""
+        """Slices (rows, columns) that cut the tile, without its halo, out of the maps."""
         return self.rows.within(self.with_halo[0]), self.columns.within(self.with_halo[1])
 
 
@@ -306,7 +307,7 @@ class TileFrame(NamedTuple):
     """Rectangles of outputs and of pixels that belong to a tile, each as (rows, columns)."""
 
     with_halo: tuple[Span, Span]  # outputs of the tile and its halo
-    outputs: tuple[Span, Span]  # outputs that the network computes: `with_halo`, extended as in `add_overlap`
+    outputs: tuple[Span, Span]  # outputs that the network computes: `with_halo`, and those that `add_overlap` adds
     pixels: Frame  # pixels that the network reads to compute these outputs
 
 
@@ -315,9 +316,9 @@ class Grid:
 
     `view` is the slide at the pixel spacing of the network. `tile_px` (default: 1024) is the largest side, in pixels,
     of the frame of a tile without its halo. If `tile_px` is smaller than `geometry.context_px`, or than the frame of a
-    single heat-map pixel, the larger size is used. `halo` is the number of outputs added on each side of a
-    tile. `multiple` is the side of a heat-map pixel, in outputs. Each tile starts at a multiple of this number, so that
-    no heat-map pixel crosses a tile border.
+    single heat-map pixel, the larger size is used. `halo` is the number of outputs added on each side of a tile.
+    `multiple` is the side of a heat-map pixel, in outputs. Each tile starts at a multiple of this number, so that no
+    heat-map pixel crosses a tile border.
     """
 
     def __init__(
@@ -369,7 +370,7 @@ class Grid:
         return (row, column), self.stride_px * self.view.level0_px
 
     def frame_of(self, rows: Span, columns: Span) -> TileFrame:
-        """Return the outputs that the network computes for a tile, and the pixels that it reads for these outputs.
+        """Return three rectangles: a tile with its halo, the outputs to compute for it, and the pixels to read for it.
 
         `rows` and `columns` are ranges of outputs: the tile without its halo, as in `tiles`.
         """

@@ -58,7 +58,7 @@ def sum_by_case(cases: Sequence[str], counts: Numbers) -> tuple[list[str], Numbe
 
 
 class HasCase(Protocol):
-    """Any object with the names of an image and of its case. If the case is unknown, `case` is empty or is `name`."""
+    """Any object that names an image and its case. If the case is unknown, `case` is empty or equals `name`."""
 
     @property
     def name(self) -> str: ...

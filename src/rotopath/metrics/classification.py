@@ -90,7 +90,8 @@ def auc_interval(labels: Ints, probabilities: Floats, units: Sequence[str]) -> l
     """Return the 95 % confidence interval [low, high] of `binary_or_macro_auc`.
 
     The bootstrap resamples units, such as slides, instead of inputs. `units` (n,) has the name of the unit of each
-    input. Returns None if only one class is present, or if there are fewer than MIN_CASES units.
+    input. Returns None if only one class is present, if there are fewer than MIN_CASES units, or if each resampled set
+    of units has only one class.
     """
     _, unit_indices = np.unique(np.array(units), return_inverse=True)
     order = np.argsort(unit_indices, kind="stable")
@@ -130,9 +131,9 @@ def score_each_class(
 
 
 def confusion_matrix(labels: Ints, predicted: Ints, classes: int) -> Ints:
-    """Return the confusion matrix (classes, classes), with the true classes as rows and the predicted as columns.
+    """Return the confusion matrix (K, K): rows are true classes, columns are predicted classes.
 
-    An entry is the number of inputs with this true class and this predicted class.
+    An entry is the number of inputs with this true class and this predicted class. `classes` is the number K.
 
     >>> from rotopath.metrics.classification import confusion_matrix
     >>> confusion_matrix(np.array([0, 1, 1]), np.array([0, 0, 1]), 2).tolist()
@@ -144,7 +145,7 @@ def confusion_matrix(labels: Ints, predicted: Ints, classes: int) -> Ints:
 
 
 def balanced_accuracy(labels: Ints, predicted: Ints, classes: int) -> float:
-    """Return the mean recall over the classes that are present in `labels`."""
+    """Return the mean recall over the classes that are present in `labels`. `classes` is the number of all classes."""
     matrix = confusion_matrix(labels, predicted, classes)
     present = matrix.sum(axis=1) > 0
     return float((matrix.diagonal()[present] / matrix[present].sum(axis=1)).mean())

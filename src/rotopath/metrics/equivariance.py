@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from rotopath import group
 
-FADE_FROM = 0.7  # fraction of the radius of the inscribed disc from which inputs fade to zero
+FADE_FROM = 0.7  # inputs fade to zero between this fraction of the radius of their inscribed disc and its edge
 ROBUSTNESS_STEPS = 16  # number of rotations, 22.5° apart, as in the paper of Lafarge et al. (arXiv:2002.08725)
 
 
@@ -68,7 +68,7 @@ def equivariance_error(
         actual = _call(model, transform(x)).cpu().double()
     if actual.shape != expected.shape:
         raise ValueError(
-            f"equivariance_error compares outputs of equal shape, but the output for the rotated input has the shape "
+            f"equivariance_error() compares outputs of equal shape, but the output for the rotated input has the shape "
             f"{tuple(actual.shape)}, and the rotated output for the original input has the shape "
             f"{tuple(expected.shape)}; use an input size for which both shapes are equal."
         )
@@ -140,7 +140,7 @@ class _Transform:
         if x.ndim == 4:
             return group.rotate(group.flip(x) if self.flip else x, self.angle)
         if self.flip and not self.reflections:
-            raise ValueError("features without reflections cannot be flipped; build layers with reflections=True.")
+            raise ValueError("Features without reflections cannot be flipped; build layers with reflections=True.")
         return group.rotate_features(group.flip_features(x) if self.flip else x, self.angle, self.reflections)
 
 
@@ -149,7 +149,7 @@ def _check_has_positions(x: object) -> None:
     if not isinstance(x, Tensor) or x.ndim not in (4, 5) or not x.is_floating_point():
         got = f"a tensor of shape {tuple(x.shape)}, {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(
-            f"equivariance_error takes models whose input is images (B, C, H, W) or SE(2) features (B, C, N, H, W), "
+            f"equivariance_error() takes models whose input is images (B, C, H, W) or SE(2) features (B, C, N, H, W), "
             f"and whose output is one tensor of images, features or vectors (B, K), all in floating point; got {got}."
         )
 

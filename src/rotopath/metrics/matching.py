@@ -212,10 +212,10 @@ def remove_small(labels: NDArray[np.integer], min_px: float) -> NDArray[np.int32
 
 
 def find_overlaps(truth: NDArray[np.integer], predicted: NDArray[np.integer]) -> Overlaps:
-    """Return all pairs of annotated and predicted objects that overlap in two label maps (H, W) of one image.
+    """Return the areas of the objects in two label maps (H, W) of one image, and all pairs of objects that overlap.
 
-    In a label map, 0 is background, and all pixels with the same other number are one object. Raises ValueError if the
-    shapes of the maps differ.
+    A pair consists of an annotated and a predicted object. In a label map, 0 is background, and all pixels with the
+    same other number are one object. Raises ValueError if the shapes of the maps differ.
     """
     if truth.shape != predicted.shape:
         raise ValueError(
@@ -381,7 +381,10 @@ def _to_counts(row: Numbers) -> ObjectCounts:
 
 
 def _best_pairs(overlaps: Overlaps) -> Ints:
-    """Match objects one to one with the highest possible sum of IoUs, and return the indices of the matched pairs."""
+    """Match objects one to one with the highest possible sum of IoUs, and return the matched pairs.
+
+    The pairs are returned as indices into the arrays (k,) of `overlaps`.
+    """
     shape = (len(overlaps.truth_areas), len(overlaps.predicted_areas))
     pair_at = np.full(shape, -1)
     pair_at[overlaps.truth, overlaps.predicted] = np.arange(len(overlaps.intersection))

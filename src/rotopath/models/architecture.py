@@ -26,7 +26,10 @@ WEIGHTS_TOLERANCE = 0.05
 
 
 class Choices(TypedDict, total=False):
-    """Options of the paper's networks, explained in `Architecture`. They override the options of the preset."""
+    """Options of the paper's networks, which override the options of the preset.
+
+    The fields of `Architecture` with the same names explain the options.
+    """
 
     outputs: int  # logits per output position
     kernel: group.Kernel
@@ -165,11 +168,11 @@ class Architecture:
         return channels[stage - 1] + (0 if skip is None else channels[skip])
 
     def _find_widths(self, orientations: int) -> tuple[int, int]:
-        """Return the numbers of channels of the stages "body" and "wide".
+        """Return two numbers of channels: the number for stages "body", and the number for stages "wide".
 
         `orientations` is the length of the orientation axis: N, or 2N with reflections. For the lengths in `published`,
         the numbers are those of the paper. For other lengths, the numbers are chosen so that the network has about as
-        many weights as for N = 1. Raises ValueError if every choice exceeds `WEIGHTS_TOLERANCE`.
+        many weights as for N = 1. Raises ValueError if this is not possible within `WEIGHTS_TOLERANCE`.
         """
         if orientations in self.published:
             return self.published[orientations]
@@ -272,7 +275,11 @@ class Architecture:
         return size >= self.receptive_field and (size - self.receptive_field) % self.size_step == 0
 
     def nearest_sizes(self, size: int) -> tuple[int, ...]:
-        """Return `size` if it is valid, otherwise the next smaller (if any) and the next larger valid side, in px."""
+        """Return the valid image sides nearest to `size`, in px: only `size` if it is valid, otherwise two sides.
+
+        The two sides are the next smaller and the next larger valid side. If no smaller side is valid, only the larger
+        one is returned.
+        """
         if self.fits(size):
             return (size,)
         below = (size - self.receptive_field) // self.size_step
@@ -290,11 +297,11 @@ class Architecture:
         """Raise ValueError, with a message that states valid sides, if an image side of `size` px is not valid."""
         if self.fits(size):
             return
-        grid = f"{self.receptive_field} + {self.size_step}·k px"
+        grid = f"{self.receptive_field} + {self.size_step}·k px (k = 0, 1, 2 …)"
         if size < self.receptive_field:
             raise ValueError(
                 f"{self.name} accepts image sides of {self.receptive_field} px or more, but got {size} px; "
-                f"use larger images, or pad them to sides of {grid} (k = 0, 1, 2 …)."
+                f"use larger images, or pad them to sides of {grid}."
             )
         nearest = " or ".join(map(str, self.nearest_sizes(size)))
         raise ValueError(f"{self.name} accepts image sides of {grid}, but got {size} px; crop or pad to {nearest} px.")

@@ -99,11 +99,15 @@ class ArchitectureNetwork(nn.Module):
         return self.architecture.stride
 
     def fits(self, size: int) -> bool:
-        """Return whether an image side, in px, is valid: a window fits, and all pools cover their inputs exactly."""
+        """Return whether an image side, in px, is valid: a window fits, and the pools cover their inputs exactly."""
         return self.architecture.fits(size)
 
     def nearest_sizes(self, size: int) -> tuple[int, ...]:
-        """Return `size` if it is valid, otherwise the next smaller (if any) and the next larger valid side, in px."""
+        """Return the valid image sides nearest to `size`, in px: only `size` if it is valid, otherwise two sides.
+
+        The two sides are the next smaller and the next larger valid side. If no smaller side is valid, only the larger
+        one is returned.
+        """
         return self.architecture.nearest_sizes(size)
 
     def output_size(self, size: int) -> int:

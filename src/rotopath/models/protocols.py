@@ -53,7 +53,10 @@ class Geometry:
             if getattr(self, name) < 1:
                 raise ValueError(f"A network's {name} must be 1 or more; got {getattr(self, name)}.")
         if self.rim < 0:
-            raise ValueError(f"A network's rim must be 0 or more; got {self.rim}.")
+            raise ValueError(
+                f"A network's rim, the width of the border of its map that padding affects, must be 0 or more; got "
+                f"{self.rim}."
+            )
         if self.step_px % self.stride_px:
             raise ValueError(
                 f"A network's step_px must be a multiple of its stride_px; got {self.step_px} px and "
@@ -62,14 +65,14 @@ class Geometry:
 
     @property
     def block(self) -> int:
-        """Number of outputs along a side of `smallest_px` px. Every further `step_px` px add as many outputs again."""
+        """Number of outputs along a side of `smallest_px` px. Every further `step_px` px add the same number again."""
         return self.step_px // self.stride_px
 
     @property
     def margins_px(self) -> int:
-        """Sum of the two margins of an image along one axis, in px. The margins are not covered by outputs.
+        """Sum of the two margins along one axis of an image, in px: the two ends of the axis that no output covers.
 
-        Each output covers a square of `stride_px` × `stride_px` px.
+        An output covers the square of `stride_px` × `stride_px` px at its position.
         """
         return self.smallest_px - self.step_px
 
@@ -86,7 +89,11 @@ class Geometry:
         return size >= self.smallest_px and (size - self.smallest_px) % self.step_px == 0
 
     def nearest_sizes(self, size: int) -> tuple[int, ...]:
-        """Return `size` if it is valid, otherwise the next smaller (if any) and the next larger valid side, in px."""
+        """Return the valid image sides nearest to `size`, in px: only `size` if it is valid, otherwise two sides.
+
+        The two sides are the next smaller and the next larger valid side. If no smaller side is valid, only the larger
+        one is returned.
+        """
         if self.fits(size):
             return (size,)
         below = (size - self.smallest_px) // self.step_px
@@ -98,7 +105,7 @@ class Geometry:
             nearest = " or ".join(map(str, self.nearest_sizes(size)))
             raise ValueError(
                 f"An image side of {size} px does not fit the network, which accepts {self.smallest_px} + "
-                f"{self.step_px}·k px; use {nearest} px."
+                f"{self.step_px}·k px (k = 0, 1, 2 …); use {nearest} px."
             )
         return ((size - self.smallest_px) // self.step_px + 1) * self.block
 
@@ -137,8 +144,8 @@ def make_dense(
     geometry is measured. If the module returns one prediction per image, it is applied to windows of `window_px` px,
     `stride_px` px apart (None: half a window).
 
-    Raises ValueError if the module fails, if it does not return `outputs` logits per output position, or if it returns
-    maps that cannot be computed tile by tile, for example because each output depends on the whole image.
+    Raises ValueError if the module raises an error, if it does not return `outputs` logits per output position, or if
+    it returns maps that cannot be computed tile by tile, for example because each output depends on the whole image.
 
     >>> net = rp.models.make_dense(torch.nn.Conv2d(3, 2, kernel_size=5), outputs=2, window_px=16)
     >>> net.geometry
@@ -174,14 +181,18 @@ def make_dense(
 
 
 def replace_module(network: DenseNetwork, module: nn.Module) -> DenseNetwork:
-    """Return a dense network that applies `module`, for example a frozen one, and has the geometry of `network`."""
+    """Return a dense network that applies `module`, for example a frozen module, instead of the module of `network`.
+
+    `module` must have the geometry of `network`. It gets the same wrapper that `make_dense` added to `network`. If
+    `network` has no wrapper, `module` is returned unchanged.
+    """
     if isinstance(network, WrappedModule):
         return type(network)(module, network.geometry)
     return module  # type: ignore[return-value]
 
 
 def unwrap(network: DenseNetwork | nn.Module) -> nn.Module:
-    """Return the module inside a dense network, without the wrapper that `make_dense` added."""
+    """Return the module inside the wrapper that `make_dense` added, or `network` itself if it has no wrapper."""
     module: nn.Module = network.module if isinstance(network, WrappedModule) else network  # type: ignore[assignment]
     return module
 
@@ -236,9 +247,10 @@ def as_floats(x: Tensor, module: nn.Module) -> Tensor:
 def has_geometry(module: nn.Module, geometry: Geometry, window_px: int, slides: bool) -> bool:
     """Return whether the shapes of a module's logits agree with a stored geometry.
 
-    The module is applied to square images with a side of `window_px` px, and to larger ones unless `slides` is True.
-    `slides` states whether the module is applied as a sliding window. This check is faster than measuring the geometry
-    again, but it does not find out which pixels each output depends on.
+    `slides` states whether the module is applied as a sliding window. To find the shapes, the module is applied to
+    square images with a side of `window_px` px and, if `slides` is False, also to images that are larger by `step_px`.
+    This check is faster than measuring the geometry again, but it does not find out which pixels each output depends
+    on.
     """
     probe = _Probe(module)
     try:
@@ -309,9 +321,9 @@ class _Probe:
             self._meta = None
 
     def output_shape(self, size: int) -> torch.Size:
-        """Return the shape of the logits, (2, K) or (2, K, h, w), of two images of `size` × `size` px.
+        """Return the shape of the logits, (2, K) or (2, K, h, w), for a batch of two images of `size` × `size` px.
 
-        Raises ValueError if the module fails or returns anything else.
+        Raises ValueError if the module raises an error or returns anything else.
         """
         reason: Exception | None = None
         for module, device in ((self._meta, "meta"), (self._module, None)):
@@ -337,7 +349,10 @@ class _Probe:
         raise ValueError(f"{self._name} does not accept windows of {size} × {size} px: {_in_one_line(reason)}.")
 
     def output_side(self, size: int) -> int | None:
-        """Return the number of outputs along an image side of `size` px; None if the module fails or returns no map."""
+        """Return the number of outputs along an image side of `size` px.
+
+        Return None if the module raises an error or does not return maps.
+        """
         if size not in self._shapes:
             try:
                 self._shapes[size] = self.output_shape(size)
@@ -347,9 +362,9 @@ class _Probe:
         return None if shape is None or len(shape) != 4 else shape[2]
 
     def measure_reach(self, geometry: Geometry, window_px: int) -> tuple[float, float] | None:
-        """Return the largest distances, in px, from an output to the pixels that it reads, to its left and right.
+        """Return two distances in px: from an output to the farthest pixels that it reads on its left and on its right.
 
-        `window_px` is an image side that the module accepts. Return None if an output reads the whole image width.
+        Return None if an output reads the whole image width. `window_px` is an image side that the module accepts.
         """
         size = window_px
         while size <= LARGEST_PROBE_PX:
@@ -362,11 +377,12 @@ class _Probe:
         return None
 
     def _measure_column(self, geometry: Geometry, width: int, column: int) -> tuple[float, float] | None:
-        """Return the distances of `measure_reach`, measured with a single column of pixels.
+        """Return the two distances of `measure_reach` (left, right), measured with a single column of pixels.
 
-        In an image of `width` px, only the pixels in the column with the index `column` are NaN. So the outputs that
-        read this column are NaN. The rightmost of these outputs gives the distance to the left, and the leftmost gives
-        the distance to the right. Return None if all outputs of the map read the column, or zeros if none reads it.
+        In an image with a width of `width` px, only the pixels in the column with the index `column` are NaN. So the
+        outputs that read this column are NaN. The distance from the rightmost of these outputs to the column is the
+        distance to the left. The distance from the leftmost of them is the distance to the right. Return None if all
+        outputs of the map read the column, or zeros if none reads it.
         """
         images = torch.zeros(1, IMAGE_CHANNELS, geometry.smallest_px, width, dtype=torch.float64)
         images[..., column] = float("nan")

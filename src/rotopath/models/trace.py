@@ -83,8 +83,8 @@ def trace_graph(module: nn.Module, caller: str = "freeze") -> fx.Graph:
         except Exception as error:  # any kind of error: forward() is user code
             if _is_caused_by_autocast(error):
                 raise ValueError(
-                    f"{caller} does not support torch.autocast, which forward() of {tracer.current_class_name()} uses; "
-                    f"call {caller} on the submodule that this forward() calls, and run the result within "
+                    f"{caller}() does not support torch.autocast, which forward() of {tracer.current_class_name()} "
+                    f"uses; call {caller}() on the submodule that this forward() calls, and run the result within "
                     f"torch.autocast."
                 ) from error
             reason = str(error).strip().partition("\n")[0].rstrip(".")
@@ -92,8 +92,8 @@ def trace_graph(module: nn.Module, caller: str = "freeze") -> fx.Graph:
             if isinstance(module, ArchitectureNetwork) and tracer.traced_func_name == "forward":
                 remedy = "call compute_logits() in forward() instead of super().forward()"
             raise ValueError(
-                f"{caller} cannot trace forward() of {type(module).__name__} ({reason}); {remedy}, and remove branches "
-                f"that depend on the values of a tensor."
+                f"{caller}() cannot trace forward() of {type(module).__name__} ({reason}); {remedy}, and remove "
+                f"branches that depend on the values of a tensor."
             ) from error
 
 
@@ -105,7 +105,7 @@ def expect_no_hooks(model: nn.Module, caller: str = "freeze") -> None:
     for name, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks:  # torch has no public way to list hooks
             raise ValueError(
-                f"{caller} does not support hooks, but {name or type(model).__name__} has some; remove them first "
+                f"{caller}() does not support hooks, but {name or type(model).__name__} has some; remove them first "
                 f"(after pruning, call torch.nn.utils.prune.remove)."
             )
 

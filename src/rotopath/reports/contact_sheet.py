@@ -1,8 +1,8 @@
 """Draw a contact sheet: one figure with small parts of some images of a dataset, and the annotations in these parts.
 
 Such a part of an image is called a *tile*. `draw_contact_sheet` draws a row of tiles for each split.
-`draw_hard_examples` draws tiles of hard examples, which are mistakes of a baseline network on the training images. All
-tiles of a sheet have the same pixel spacing.
+`draw_hard_examples` draws tiles of hard examples: mistakes that a baseline network, trained before, makes on the
+training images. All tiles of a sheet have the same pixel spacing.
 """
 
 from collections import Counter
@@ -26,16 +26,17 @@ from rotopath.tasks.detect import MATCH_RADIUS_UM
 
 COLUMNS = 6
 MAX_EXAMPLE_ROWS = 3
-# By type of annotation: the largest side of a tile in px, and the smallest pixel spacing of a contact sheet in µm/px
+# Largest side of a tile in px, by type of annotation
 TILE_PX: Mapping[Annotated, int] = {"points": 192, "objects": 192, "labels": 96}
+# Smallest pixel spacing of a contact sheet in µm/px, by type of annotation
 FINEST_UM_PX: Mapping[Annotated, float] = {"points": 0.25, "objects": 0.25, "labels": 1.0}
 LEGENDS: Mapping[Annotated, str] = {
     "points": f"circles: {{objects}}; a detection inside a circle (radius {MATCH_RADIUS_UM:g} µm) is a true positive",
     "objects": "outlines: {objects}",
-    "labels": "text: class of the image; squares: the part of a PCam patch to which its label refers",
+    "labels": "below a tile: class and name of the image; square (PCam): the part of a patch to which the label refers",
 }
 PCAM_CENTER_PX = 32  # the label of a PCam patch refers to its central 32 × 32 px
-CAPTION_LETTERS = 36  # number of letters of an image name that fit below a tile
+CAPTION_LETTERS = 36  # maximum number of letters of an image name below a tile
 DEFAULT_COLOR = "#facc15"  # yellow, for annotations without a class; no stain has this color
 COLORS = (DEFAULT_COLOR, "#22d3ee", "#a3e635", "#fb7185", "#f97316", "#c084fc", "#ffffff", "#000000")  # by class
 
@@ -45,10 +46,10 @@ TILE, TILE_GAP, CAPTION, HEADER = 2.0, 0.1, 0.45, 0.75
 
 @dataclass(frozen=True)
 class SheetTile:
-    """A tile of the sheet: which part of which image to draw, and what to write below it.
+    """A tile of the sheet: the image, the part of the image to draw, and a note for the caption.
 
-    `center` is the center of the tile in the image: row and column in pixels, at the pixel spacing of the sheet. None
-    means the first annotated point, or the center of the image if there are no annotated points.
+    `center` is the center of this part: row and column in pixels, at the pixel spacing of the sheet. None means the
+    first annotated point, or the center of the image if there are no annotated points.
     """
 
     sample: Sample
@@ -75,9 +76,9 @@ def draw_contact_sheet(dataset: Dataset, path: Path, seed: int = 0) -> Path:
 def draw_hard_examples(dataset: Dataset, examples: Sequence[HardExample], spacing_um_px: float, path: Path) -> Path:
     """Draw a contact sheet with the worst hard examples, write it to `path`, and return `path`.
 
-    `examples` are ordered by their score, highest first. The score is the confidence of the baseline network in its
-    wrong prediction; it is written below each tile. `spacing_um_px` is the pixel spacing of the tiles and of the
-    positions in `examples`.
+    `examples` must be ordered by their score, highest first. The score is the confidence of the baseline network in its
+    wrong prediction; it is written below each tile. `spacing_um_px` is the pixel spacing of the tiles. The positions in
+    `examples` are in pixels of the same spacing.
     """
     samples = {sample.name: sample for sample in dataset.samples}
     rows = []
@@ -101,8 +102,9 @@ def _legend(dataset: Dataset) -> str:
 def _select_samples(dataset: Dataset, split: str, seed: int) -> list[Sample]:
     """Select up to COLUMNS random samples of a split.
 
-    If whole images have labels, the samples are from as many different classes as possible, otherwise from as many
-    different cases as possible. Samples with annotations are preferred.
+    If whole images have labels, one sample of each class is selected first, then a second sample of each class, and so
+    on. Otherwise, the same is done with cases instead of classes. Among the first samples of all classes or cases
+    (or the second samples, and so on), those with annotations are selected first.
     """
     samples = [sample for sample in dataset.samples if sample.split == split]
     shuffled = [samples[i] for i in np.random.default_rng(seed).permutation(len(samples))]
@@ -119,7 +121,7 @@ def _select_samples(dataset: Dataset, split: str, seed: int) -> list[Sample]:
 
 
 class ClassColors(dict[str, str]):
-    """Colors by class name. A class gets the next color of COLORS when its color is requested for the first time."""
+    """Colors by class name. The first call of `color_of` for a class assigns the next color in COLORS to the class."""
 
     def color_of(self, name: str) -> str:
         """Return the color of the class `name`, or the default color if the name is empty."""
@@ -140,7 +142,10 @@ class TilePainter:
         return TILE_PX[self.dataset.annotated]
 
     def draw(self, axes: Axes, tile: SheetTile) -> None:
-        """Draw a tile into `axes`: a part of the image, all annotations in this part, and a caption below."""
+        """Draw a tile into `axes`: a part of the image, all annotations in this part, and a caption below.
+
+        In a PCam patch, a square shows the central part, to which the label refers.
+        """
         sample = tile.sample
         image = read_image(sample, self.spacing_um_px)
         axes.imshow(image, interpolation="lanczos")
@@ -177,16 +182,16 @@ class TilePainter:
         labels = objects.labels[top : top + size, left : left + size]
         for number in np.unique(labels[labels > 0]):
             color = self.colors.color_of(objects.classes.get(int(number), ""))
-            mask = np.pad(labels == number, 1)  # without a margin, outlines would be open at the edge of the square
+            mask = np.pad(labels == number, 1)  # without this margin, outlines would be open at the edge of the square
             rows, columns = np.arange(-1, mask.shape[0] - 1) + top, np.arange(-1, mask.shape[1] - 1) + left
             axes.contour(columns, rows, mask, levels=[0.5], colors=color, linewidths=0.9)
 
 
 def _tile_corner(shape: tuple[int, ...], center: NDArray[np.float64], size: int) -> tuple[int, int, int]:
-    """Return a square around `center` (row, column) inside an image, as the numbers top, left and side in pixels.
+    """Return a square around `center` (row, column) inside an image: its top row, left column and side, in pixels.
 
     `shape` is the height and width of the image, and `size` the side of the square. If the square extends beyond the
-    edge of the image, it is moved into the image. If it is larger than the image, it is also made smaller.
+    edge of the image, it is moved into the image. If `size` exceeds the height or width, the square is made smaller.
     """
     size = min(size, *shape)
     top, left = (int(np.clip(c - size / 2, 0, side - size)) for c, side in zip(center, shape, strict=True))
@@ -194,7 +199,7 @@ def _tile_corner(shape: tuple[int, ...], center: NDArray[np.float64], size: int)
 
 
 def _caption(sample: Sample) -> str:
-    """Return the caption of a tile: the class of the image, if it has one, and the end of the image name."""
+    """Return the caption of a tile: the label of the image, if it has one, and the last part of the image name."""
     name = "/".join(sample.name.removeprefix("camelyonpatch_level_2_split_").split("/")[-2:])
     if len(name) > CAPTION_LETTERS:
         name = name.rpartition("/")[2][-CAPTION_LETTERS:]

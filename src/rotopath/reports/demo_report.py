@@ -32,22 +32,22 @@ from rotopath.training import train
 
 SPACING_UM_PX = MITOSIS.spacing_um_px
 ORIENTATIONS = {"N=1": 1, "N=8": 8}  # by name of the network
-WINDOWS = 64  # number of test windows that are rotated
-WINDOWS_SHOWN = 6  # number of these windows in the report
+WINDOWS = 64  # number of test windows that are rotated and predicted
+WINDOWS_SHOWN = 6  # number of rotated windows in the report
 CPU = torch.device("cpu")
 NETWORK_COLORS = ("#dc2626", "#2563eb")
-HIT, FALSE, TRUTH = "#16a34a", "#dc2626", "#facc15"  # colors of true and false detections, and of annotations
+HIT, FALSE, TRUTH = "#16a34a", "#dc2626", "#facc15"  # colors of true detections, false detections and annotations
 INTRODUCTION = (
     "A tissue section has no natural orientation. Here, an ordinary network (N=1) and a network with eight "
     "orientations (N=8) were trained to detect mitotic figures in synthetic tissue, for a few minutes on this "
-    "computer. This is an illustration and not a benchmark: there is one seed, the training is short, and the tissue "
-    "is synthetic."
+    "computer. This is an illustration and not a benchmark: each network was trained only once and for a short time, "
+    "and the tissue is synthetic."
 )
 LAYERS_TEXT = "All kernels and feature maps in this figure were computed with the layers of rotopath."
 
 
 def run_demo(out: Path, console: Console, steps: int, size_px: int) -> Path:
-    """Generate synthetic tissue, train networks with 1 and 8 orientations, and write the report; return its path.
+    """Generate synthetic tissue, train networks with 1 and 8 orientations, and return the path of the HTML report.
 
     `steps` is the number of training steps per epoch; there are three epochs. `size_px` is the height and width of the
     synthetic images in pixels. If the folder `out` contains synthetic tissue or finished runs, they are reused.
@@ -91,7 +91,7 @@ def run_demo(out: Path, console: Console, steps: int, size_px: int) -> Path:
 
 
 def _score_section(out: Path, predictions: Mapping[str, RotatedPredictions]) -> Section:
-    """Return a section with a table of the test scores and the robustness to rotation of each network.
+    """Return a section with a table: for each network, the test scores and the robustness to rotation.
 
     `out` contains a run folder for each network. `predictions` maps the names of the networks to their predictions for
     rotated windows.
@@ -105,9 +105,9 @@ def _score_section(out: Path, predictions: Mapping[str, RotatedPredictions]) -> 
     return Section(
         "Scores on the test cases",
         "Both networks have about 34,000 weights and were trained on the same windows. 95 % interval: confidence "
-        "interval of F1. Deviation over angles: each window is rotated by 16 angles; this is the standard deviation "
-        "of the predicted probability over the angles, averaged over windows. Changed decisions: the percentage of "
-        "windows whose decision (mitosis or no mitosis) is not the same at all angles.",
+        "interval of F1. For the last two columns, test windows were rotated by 16 angles. Deviation over angles: the "
+        "standard deviation of the predicted probability over the angles, averaged over windows. Changed decisions: "
+        "the percentage of windows whose decision (mitosis or no mitosis) differs between angles.",
         [header, *rows],
     )
 
@@ -122,14 +122,14 @@ def _detection_section(out: Path, dataset: Dataset, networks: Mapping[str, runs.
     detections = {name: _detect(run, field) for name, run in networks.items()}
     return Section(
         "Detections",
-        f"Test image {field.name}. Yellow circles: mitotic figures. Green crosses: true detections (inside a circle). "
-        "Red crosses: false detections (outside all circles).",
+        f"Test image {field.name}. Yellow circles: annotated mitotic figures. Green crosses: true detections (inside "
+        "a circle). Red crosses: false detections (outside all circles).",
         figure=draw_detections(image, truth, detections, MITOSIS.match_radius_px, out / "detections.png"),
     )
 
 
 def _rotation_section(out: Path, predictions: Mapping[str, RotatedPredictions]) -> Section:
-    """Return a section with polar plots of the windows whose predictions vary most over rotation angles.
+    """Return a section with polar plots of the windows whose predictions differ most between rotation angles.
 
     `out` is the folder for the figure. `predictions` maps the names of the networks to their predictions for rotated
     windows.
@@ -140,8 +140,8 @@ def _rotation_section(out: Path, predictions: Mapping[str, RotatedPredictions]) 
         "Predictions for rotated windows",
         "Radius: the predicted probability of a mitotic figure, from 0 at the center to 1 at the edge. Angle: the "
         "rotation of the window. If the prediction does not depend on the rotation, the curve is a circle. The figure "
-        f"shows the {WINDOWS_SHOWN} of {WINDOWS} windows with the largest standard deviation of the probability over "
-        "angles (sum of both networks).",
+        f"shows {WINDOWS_SHOWN} of {WINDOWS} windows: those with the largest standard deviation of the probability "
+        "over angles, summed over both networks.",
         figure=draw_window_curves(predictions, windows, out / "polar.png"),
     )
 
@@ -175,8 +175,8 @@ def draw_detections(
 
     The copies of the image are side by side in one figure, which is written to `path`. `truth` contains the positions
     of annotated objects. `detections` maps the names of networks to the positions of their detections. Positions are
-    arrays (k, 2) of row and column in pixels. A detection is green if an annotated object is within `radius_px` pixels;
-    other detections are red.
+    arrays (k, 2) of row and column in pixels. A detection is green if an annotated object is at most `radius_px` pixels
+    away; other detections are red.
     """
     count = len(detections)
     figure = Figure(figsize=(5.2 * count, 5.6), dpi=110, facecolor="white")
@@ -197,10 +197,11 @@ def draw_detections(
 
 
 def draw_window_curves(predictions: Mapping[str, RotatedPredictions], windows: Sequence[int], path: Path) -> Path:
-    """Draw a polar plot for each window: the predicted probability over the rotation angle. Return `path`.
+    """Draw a polar plot for each window: the radius is the probability, the angle is the rotation. Return `path`.
 
     All plots are in one figure, which is written to `path`. `predictions` maps the names of networks to their
-    predictions; each network has its own curve. `windows` are the indices of the windows to draw.
+    predictions for rotated windows. Each plot has a curve for each network. `windows` are the indices of the windows to
+    draw.
     """
     count = len(windows)
     figure = Figure(figsize=(2.1 * count, 2.9), dpi=110, facecolor="white")

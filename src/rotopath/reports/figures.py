@@ -38,7 +38,8 @@ details { margin: 1rem 0; } summary { cursor: pointer; } pre { background: #f9fa
 # The figure of the layers
 ORIENTATIONS = 8
 KERNEL_PX = 7
-# Kernel: a line with a hook at one end, without rotational symmetry. The corners are outside the disc of weights.
+# Kernel: a line with a hook at one end, without rotational symmetry. Only the 37 numbers on a disc are used as weights;
+# the numbers in the corners are not used.
 STROKE = [
     [0.0, 0.0, -0.3, 0.5, 1.0, 0.0, 0.0],
     [0.0, -0.3, -0.4, 1.0, 1.0, 0.4, 0.0],
@@ -48,13 +49,13 @@ STROKE = [
     [0.0, -0.3, -0.5, 1.0, -0.5, -0.3, 0.0],
     [0.0, 0.0, -0.4, 0.8, -0.4, 0.0, 0.0],
 ]
-# Group kernel: STROKE is multiplied by one of these factors for each input orientation.
+# A group kernel has a slice for each input orientation: STROKE multiplied by one of these factors.
 ORIENTATION_WEIGHTS = [1.0, 0.55, 0.25, -0.35, -0.6, -0.35, 0.25, 0.55]
-STAINS = ([0.30, 0.72, 0.42], [0.65, 0.70, 0.29])  # eosin and hematoxylin: optical density of red, green, blue
+STAINS = ([0.30, 0.72, 0.42], [0.65, 0.70, 0.29])  # eosin and hematoxylin: optical densities in red, green and blue
 # Nuclei in the synthetic tissue. Each is drawn in a square of 41 × 41 px: row and column of the upper left corner of
 # this square (before the image is cropped), and rotation of the nucleus in degrees, counter-clockwise.
 NUCLEI = [(14, 16, 10), (20, 47, 60), (46, 20, 120), (55, 52, 160), (34, 36, 95), (6, 60, 35), (63, 6, 80)]
-FRAME = "#c2410c"  # color of the frame around one slice of each group kernel
+FRAME = "#c2410c"  # color of the frame around a slice of each rotated group kernel; it is always the same slice
 LEFT, RIGHT = 0.02, 0.985  # edges of the panels, as fractions of the figure's width
 ROTATIONS_SHOWN = 4  # rows of group kernels in the figure
 
@@ -156,9 +157,9 @@ def draw_layers(path: Path) -> Path:
 
 
 def _make_layers(orientations: int) -> tuple[LiftConv2d, GroupConv2d]:
-    """Return a lifting convolution and a group convolution with kernels that are made from STROKE.
+    """Return a lifting convolution and a group convolution. Their kernels are made from STROKE.
 
-    With `orientations` = 1, these two layers are ordinary convolutions.
+    With `orientations` = 1, both layers are ordinary convolutions.
     """
     stroke = torch.tensor(STROKE)[group.disc_mask(KERNEL_PX)]  # (37,)
     lift = LiftConv2d(1, 1, KERNEL_PX, orientations, padding="same", padding_mode="replicate", bias=False)
@@ -171,7 +172,10 @@ def _make_layers(orientations: int) -> tuple[LiftConv2d, GroupConv2d]:
 
 @torch.no_grad()
 def _apply(lift: LiftConv2d, conv: GroupConv2d, tissue: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the features of an image (1, 3, H, W) after lifting, after group convolution, and after projection."""
+    """Return three outputs for an image (1, 3, H, W): after lifting, after group convolution, and after projection.
+
+    A ReLU follows the lifting and the group convolution.
+    """
     darkness = 1 - tissue.mean(dim=1, keepdim=True)
     lifted = lift(darkness).relu()
     convolved = conv(lifted).relu()
@@ -201,7 +205,7 @@ def _draw_lifting(figure: Figure, tissue: Tensor, lift: LiftConv2d, lifted: Tens
         figure,
         0.985,
         "1  Lift",
-        "The kernel is rotated to all orientations, and the image is convolved with each copy: one map per "
+        "The kernel is rotated to all orientations, and the image is convolved with each rotated kernel: one map per "
         "orientation.   (B, C, H, W) → (B, C', N, H, W)",
     )
     top, bottom = 0.893, 0.685
@@ -211,20 +215,24 @@ def _draw_lifting(figure: Figure, tissue: Tensor, lift: LiftConv2d, lifted: Tens
     panels = _add_panels(figure, 2, 4, Box(0.275, 0.605, bottom, top))
     for panel, kernel, title in zip(panels, kernels, titles, strict=True):
         _show_kernel(panel, kernel, float(kernels.abs().max()), title)
-    _write_subtitle(figure, 0.44, top, f"{lift.weight.shape[-1]} weights on a disc, rotated (orange +, violet -)")
+    weights = lift.weight.shape[-1]
+    _write_subtitle(figure, 0.44, top, f"{weights} weights on a disc, rotated (orange: positive, violet: negative)")
     _show_maps(_add_panels(figure, 2, 4, Box(0.655, RIGHT, bottom, top)), lifted[0, 0], titles)
-    _write_subtitle(figure, 0.82, top, "lifted image")
+    _write_subtitle(figure, 0.82, top, "output")
 
 
 def _draw_group_convolution(figure: Figure, conv: GroupConv2d, convolved: Tensor) -> None:
-    """Draw part 2 of the figure: the first ROTATIONS_SHOWN rotated kernels, and the output of the group convolution."""
+    """Draw part 2 of the figure: the first ROTATIONS_SHOWN rotated kernels, and the output of the group convolution.
+
+    Each row of panels is a rotated kernel, and each panel in the row is a slice: the weights for one input orientation.
+    """
     _write_heading(
         figure,
         0.655,
         "2  Group convolution",
-        "These kernels also have an orientation axis. To rotate a kernel, rotate each slice, and shift the slices "
-        "along that axis: the shift-twist.\n"
-        "The framed slice moves one column to the right with each 45°, up to 315°."
+        "A kernel has one slice per input orientation. To rotate the kernel, each slice is rotated, and the slices are "
+        "shifted along the orientation axis (shift-twist).\n"
+        "Frames: the same slice in each row, which moves one column per 45°; 180° to 315° are not shown."
         "   (B, C, N, H, W) → (B, C', N, H, W)",
     )
     top, bottom = 0.55, 0.29
@@ -245,9 +253,10 @@ def _draw_group_convolution(figure: Figure, conv: GroupConv2d, convolved: Tensor
 
 
 def _draw_projection(figure: Figure, upright: Sequence[Tensor], rotated: Sequence[Tensor]) -> None:
-    """Draw part 3 of the figure: the outputs for an image and for the image rotated by 90°.
+    """Draw part 3 of the figure: the outputs for an image and for the same image rotated by 90°.
 
-    `upright` and `rotated` each contain the image, the output of the SE(2) layers, and the output of an ordinary CNN.
+    `upright` contains three items: the image, the output of the SE(2) layers, and the output of an ordinary CNN.
+    `rotated` contains the same items for the rotated image.
     """
     errors = []
     for before, after in zip(upright[1:], rotated[1:], strict=True):
@@ -257,9 +266,9 @@ def _draw_projection(figure: Figure, upright: Sequence[Tensor], rotated: Sequenc
         figure,
         0.255,
         "3  Project",
-        "The maximum over orientations drops the angle and keeps the position. If the image is rotated, the output "
-        f"rotates with it: relative error {errors[0]:.0e}.\n"
-        f"The error of an ordinary CNN with the same kernel is {errors[1]:.1f}."
+        "At each position, the maximum over all orientations is taken. If the image is rotated, the output rotates "
+        f"with it: the relative error is {errors[0]:.0e}.\n"
+        f"For an ordinary CNN with the same kernel, the relative error is {errors[1]:.1f}."
         "   (B, C, N, H, W) → (B, C, H, W)",
     )
     names = ("image", "lift, convolve, project", "ordinary CNN")
@@ -273,7 +282,7 @@ def _draw_projection(figure: Figure, upright: Sequence[Tensor], rotated: Sequenc
 
 
 def _orientation_titles() -> list[str]:
-    """Return the angles of the orientations as text, such as "45°"."""
+    """Return the angle of each orientation as text, such as "45°"."""
     return [f"{angle:g}°" for angle in group.angles(ORIENTATIONS)]
 
 

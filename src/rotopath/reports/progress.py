@@ -1,8 +1,8 @@
 """Show the progress of a training, of the prediction of many slides, or of a study.
 
 In a terminal, progress bars or a table are updated while the program runs. If the output is redirected to a file, there
-are no bars or tables. In both cases, a line is printed when an epoch or a slide has finished. When a run of a study has
-finished, a line is printed only if there is no table. N is the number of orientations of a network.
+are no bars or tables. In both cases, a line is printed when an epoch or a slide has finished. When a job (run) of a
+study has ended, a line is printed only if there is no table. N is the number of orientations of a network.
 """
 
 import time
@@ -58,8 +58,8 @@ class TrainingProgress(ProgressBar):
 
         In the stages "baseline" (training of the network that finds hard examples) and "training", `row` is a row of
         the training log. If the row contains a validation loss, an epoch has finished, and a line is printed. In the
-        stage "scoring", `row` has two numbers: "done", the number of scored images, and "samples", the number of all
-        images.
+        stage "scoring", `row` has two numbers: "done", the number of scored images, and "samples", the number of
+        images to score.
         """
         if "samples" in row:
             description = f"{stage}, {row['done']:g} of {row['samples']:g} images"
@@ -81,14 +81,15 @@ class TrainingProgress(ProgressBar):
         if "validation_loss" in row:
             accuracy = f"{row['validation_accuracy']:.3f}"
             self._bar.update(self._task, score=f"  validation accuracy {accuracy}")
-            line = f"{epoch}: loss {row['loss']:.4f}, validation loss {row['validation_loss']:.4f}, accuracy {accuracy}"
-            self._console.print(f"{line}, {speed}", highlight=False, soft_wrap=True)
+            validation = f"validation loss {row['validation_loss']:.4f}, validation accuracy {accuracy}"
+            line = f"{epoch}: loss {row['loss']:.4f}, {validation}, {speed}"
+            self._console.print(line, highlight=False, soft_wrap=True)
 
 
 class SlideProgress(ProgressBar):
     """Two progress bars: one for all slides, and one for the tiles of the current slide.
 
-    `slides` is the number of all slides. When a slide is predicted, is skipped or fails, a line is printed.
+    `slides` is the number of all slides. A line is printed for each slide that was predicted, was skipped or failed.
     """
 
     def __init__(self, slides: int, console: Console) -> None:
@@ -99,7 +100,7 @@ class SlideProgress(ProgressBar):
         self._current: Path | None = None
 
     def show(self, slide: Path, done: int, tiles: int) -> None:
-        """Show the current slide and its progress: `done` of `tiles` tiles are predicted."""
+        """Show the progress of the current slide: `done` of `tiles` tiles are predicted. `slide` is its path."""
         if slide != self._current:
             self._current = slide
             self._bar.reset(self._tiles, total=tiles, visible=True, description=slide.name)
@@ -121,8 +122,8 @@ class SlideProgress(ProgressBar):
 class StudyProgress:
     """A table of all jobs (runs) of a study, with the estimated remaining time. It is updated while the study runs.
 
-    If the output is not a terminal, there is no table: a line is printed for each job that has ended, followed by a
-    line with the numbers of done, running and failed jobs.
+    If the output is not a terminal, there is no table. Instead, lines are printed when jobs end: a line for each of
+    these jobs, and then a line with the numbers of done, running and failed jobs.
     """
 
     def __init__(self, study: Study, console: Console) -> None:
@@ -166,10 +167,11 @@ class StudyProgress:
             self._console.print(self._summary(states), highlight=False, soft_wrap=True)
 
     def _table(self, states: Mapping[Job, JobState]) -> Table:
-        """Return the table of jobs. Each column is a seed.
+        """Return the table of jobs. Each cell shows a job.
 
-        Each row is a combination of a part of the study, an N and a regime (amount of training data). If the terminal
-        has too few lines for all rows, only rows with running or failed jobs are shown.
+        Each row is for one part of the study, one N and one regime (amount of training data); the first three columns
+        name them. Each other column is for one seed. If the terminal has too few lines for all rows, only rows with
+        running or failed jobs are shown.
         """
         seeds = sorted({job.recipe.seed for job in states})
         table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
@@ -192,7 +194,10 @@ class StudyProgress:
         return table
 
     def _summary(self, states: Mapping[Job, JobState]) -> str:
-        """Return the numbers of done, running and failed jobs, and the estimated remaining time, as text."""
+        """Return a text with the numbers of done, running and failed jobs, and the estimated remaining time.
+
+        The time is left out if it cannot be estimated.
+        """
         done, running, failed = (
             sum(state.state == name for state in states.values()) for name in ("done", "running", "failed")
         )
@@ -203,8 +208,8 @@ class StudyProgress:
     def _seconds_left(self, states: Mapping[Job, JobState]) -> float | None:
         """Estimate the remaining time of the study in s.
 
-        The estimate is the sum of the expected remaining times of all unfinished jobs, divided by the number of running
-        jobs. Returns None before the first job has finished, and when all jobs have ended.
+        The estimate is the sum of the expected remaining times of all waiting and running jobs, divided by the number
+        of running jobs. Returns None before the first job of this process has finished, and when all jobs have ended.
         """
         if not self._seconds or all(state.state in ("done", "failed") for state in states.values()):
             return None
@@ -216,9 +221,10 @@ class StudyProgress:
         return total / max(1, running)
 
     def _expected_seconds(self, job: Job) -> float:
-        """Return the expected duration of a job in s: the mean over the finished jobs with the same part and N.
+        """Return the expected duration of a job in s: the mean over finished jobs of the same part with the same N.
 
-        If there are no such jobs, return the mean duration of all finished jobs.
+        If there are no such jobs, return the mean duration of all finished jobs. Only jobs that started and finished in
+        this process are used; there must be at least one.
         """
         key = (job.part, job.recipe.orientations)
         same = [s for other, s in self._seconds.items() if (other.part, other.recipe.orientations) == key]
@@ -227,7 +233,7 @@ class StudyProgress:
 
 
 def _job_cell(state: JobState) -> Text:
-    """Return the table cell of a job: a symbol or, for a running job, its percentage of finished steps and stage."""
+    """Return the table cell of a job: a symbol, or for a running job the percentage of finished steps and the stage."""
     if state.state == "running":
         return Text(f"{state.fraction:.0%} {state.stage.split()[0]}"[:JOB_CELL_WIDTH], "cyan")
     return Text(*JOB_MARKS[state.state])

@@ -1,4 +1,4 @@
-"""Draw the figures of a study: scores, learning curves, and predictions for rotated images.
+"""Draw the figures of a study: scores, learning curves, and predictions for rotated inputs.
 
 Every figure is written as PNG and as PDF. The colors are the palette of Okabe and Ito, which people with any color
 vision can distinguish. N is the number of orientations of a network. An amount of training data is called a *regime*.
@@ -35,7 +35,8 @@ def draw_scores(summaries: Sequence[Summary], score: str, regimes: Mapping[float
     """Draw the scores of each network for each regime, and return the path of the PNG file.
 
     A line is the mean over seeds, a box extends one standard deviation above and below the mean, and each seed is a
-    dot. `score` is the name of the score. `regimes` maps regimes to their labels, in the order of the x axis.
+    dot. `score` is the name of the score. `regimes` maps each regime (None: all training data) to its label below the
+    x axis, in the order of the axis.
     """
     labels = list(dict.fromkeys(summary.condition.label for summary in summaries))
     inches = max(1.3 * len(labels), 1.2 + 0.42 * len(labels) * len(regimes))  # wide enough for legend and boxes
@@ -43,16 +44,16 @@ def draw_scores(summaries: Sequence[Summary], score: str, regimes: Mapping[float
     axes = figure.add_subplot()
     width = 0.8 / len(labels)
     for summary in summaries:
-        group = summary.condition
-        x = list(regimes).index(group.regime) + (labels.index(group.label) - (len(labels) - 1) / 2) * width
+        condition = summary.condition
+        x = list(regimes).index(condition.regime) + (labels.index(condition.label) - (len(labels) - 1) / 2) * width
         left, right = x - 0.4 * width, x + 0.4 * width
-        color = _color_of(group.orientations, group.rotations)
+        color = _color_of(condition.orientations, condition.rotations)
         mean, deviation = summary.mean.value, 0.0 if np.isnan(summary.deviation) else summary.deviation
         box = Rectangle((left, mean - deviation), right - left, 2 * deviation, facecolor=color, alpha=0.25, linewidth=0)
         axes.add_patch(box)
         axes.plot([left, right], [mean, mean], color=color, linewidth=2.2)
         scores = [result.score for result in summary.results]
-        label = group.label if group.regime == next(iter(regimes)) else None
+        label = condition.label if condition.regime == next(iter(regimes)) else None
         axes.plot([x] * len(scores), scores, "o", color=color, markersize=3.5, label=label)
     axes.set_xticks(range(len(regimes)), list(regimes.values()))
     axes.set_ylabel(f"{SCORE_LABELS.get(score, score)} on the test set", color=INK)
@@ -63,7 +64,7 @@ def draw_scores(summaries: Sequence[Summary], score: str, regimes: Mapping[float
 
 
 def draw_curves(results: Sequence[StudyResult], path: Path) -> Path:
-    """Draw the validation loss after each epoch, with a line for each run, and return the path of the PNG file."""
+    """Draw the validation loss over the training steps, with a line for each run. Return the path of the PNG file."""
     figure = Figure(figsize=(6.4, 3.6), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     in_legend = set()
@@ -81,12 +82,13 @@ def draw_curves(results: Sequence[StudyResult], path: Path) -> Path:
 
 
 def draw_rotated_windows(results: Sequence[StudyResult], classes: Sequence[str], path: Path) -> Path | None:
-    """Draw up to WINDOWS_SHOWN windows, and below each window a polar plot: probability over rotation angle.
+    """Draw up to WINDOWS_SHOWN windows, and below each window a polar plot of its predictions at all angles.
 
-    `results` contains one result for each network, smallest N first. The windows are those for which the predictions of
-    the first network vary most over angles, among the windows whose pixels were saved. `classes[i]` is the class name
-    of windows with the label i. Returns the path of the PNG file, or None if a run has no predictions for rotated
-    windows.
+    In a polar plot, the angle is the rotation of the window, and the radius is the predicted probability. `results`
+    contains one result for each network, smallest N first. Only windows whose pixels were saved can be drawn. Of these,
+    the windows for which the predictions of the first network differ most between angles are selected. `classes[i]` is
+    the class name of windows with the label i. Returns the path of the PNG file. Returns None if a network has no
+    predictions for rotated windows, or if `results` is empty.
     """
     predictions = _read_all_rotated(results, "fair")
     if predictions is None:
@@ -117,10 +119,11 @@ def draw_maps(results: Sequence[StudyResult], path: Path) -> Path | None:
     """Draw how much the predicted maps of fields (annotated images) change when the fields are rotated.
 
     `results` contains one result for each network. Each field was rotated by many angles and predicted, and the maps
-    were rotated back. The figure has two rows for each field: the first row shows the image and the mean map of each
-    network (gray), the second row the standard deviation over angles (white to red). The maps contain probabilities of
-    object borders, or of objects if the task has no borders. Returns the path of the PNG file, or None if a run has no
-    predictions for rotated fields.
+    were rotated back. The figure shows the central squares of the first FIELDS_SHOWN fields, in two rows for each
+    field. The first row contains the image and, for each network, the mean map over angles (gray). The second row
+    contains, for each network, the standard deviation over angles (white to red). The maps contain probabilities of
+    object borders, or of objects if the task has no borders. Returns the path of the PNG file. Returns None if a
+    network has no predictions for rotated fields, or if `results` is empty.
     """
     predictions = _read_all_rotated(results, "objects_mean")
     if predictions is None:
@@ -146,9 +149,10 @@ def draw_maps(results: Sequence[StudyResult], path: Path) -> Path | None:
 
 
 def _read_all_rotated(results: Sequence[StudyResult], key: str) -> list[tuple[int, Mapping[str, NDArray[Any]]]] | None:
-    """Read the predictions for rotated inputs of each result. Return N and the arrays by name for each network.
+    """Read the predictions for rotated inputs of each network. `results` contains one result for each network.
 
-    Returns None if the file of a result does not exist or does not contain the array `key`, or if there are no results.
+    Returns a pair for each network: its N, and its arrays by name. Returns None if the file of a result does not exist
+    or does not contain the array `key`, or if there are no results.
     """
     predictions: dict[int, Mapping[str, NDArray[Any]]] = {}
     for result in results:
@@ -163,7 +167,7 @@ def _read_all_rotated(results: Sequence[StudyResult], key: str) -> list[tuple[in
 
 
 def _read_validation_losses(log: Path) -> tuple[list[int], list[float]]:
-    """Return the training steps and the validation losses of all epochs in a training log."""
+    """Return two lists with a number for each epoch in a training log: the last step, and the validation loss."""
     with log.open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["validation_loss"]]
     return [int(row["step"]) for row in rows], [float(row["validation_loss"]) for row in rows]
@@ -172,7 +176,7 @@ def _read_validation_losses(log: Path) -> tuple[list[int], list[float]]:
 def _color_of(orientations: int, rotations: int = 1) -> str:
     """Return the color for networks with this number of orientations.
 
-    With `rotations` above 1, return the color for ordinary CNNs with test-time augmentation.
+    `rotations` above 1 means test-time augmentation. The color is then the same for all numbers of orientations.
     """
     if rotations > 1:
         return TTA_COLOR

@@ -24,6 +24,7 @@ from rotopath.models.protocols import unwrap
 from rotopath.recipe import NetworkOptions, Recipe, format_recipe
 from rotopath.reports.figures import Section, write_page
 from rotopath.reports.study_figures import (
+    FIELDS_SHOWN,
     SCORE_LABELS,
     WINDOWS_SHOWN,
     draw_curves,
@@ -51,17 +52,19 @@ TABLE_TEXT = (
     "Mean and standard deviation over seeds. In brackets: 95 % confidence intervals. They include the variation "
     "between cases and, with several seeds, the variation between seeds. A case is a patient or, for patches, a slide; "
     "if patients or slides are unknown, each image or patch is a case. Minus N=1: the score minus the score of N=1 "
-    "with the same seed, mean over seeds. Minus N=1 with TTA: the same difference to N=1 with test-time augmentation "
-    "(predictions averaged over rotations of the input). Deviation: the standard deviation of predicted probabilities "
-    "over rotations of the input. Changed: the percentage of inputs whose decision is not the same at all rotations."
+    "with the same seed, mean over seeds. Minus N=1 with TTA: the same, but minus the score of N=1 with test-time "
+    "augmentation (predictions averaged over rotations of the input). For the last two columns, inputs were rotated by "
+    "16 angles. Deviation: the standard deviation of the predicted probability over the angles, averaged over inputs. "
+    "Changed: the percentage of inputs whose decision differs between angles. An input is a window or, for tasks with "
+    "outlined objects, a pixel."
 )
 
 
 def report(study: Path | str, out: Path | str | None = None) -> Path:
     """Write the HTML report, tables and figures of a study, and return the path of the HTML file.
 
-    `study` is the folder with all runs of the study. `out` is the folder for the report; None: `study`/report.
-    Raises RunError if the study has no finished runs.
+    `study` is the folder with all runs of the study. `out` is the folder for the report. None means the subfolder
+    `report` of the study folder. Raises RunError if the study has no finished runs.
     """
     study = Path(study)
     out = Path(out) if out else study / "report"
@@ -96,12 +99,12 @@ class PartReport:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe of the first run. The other runs differ only in orientations, training data and seed."""
+        """The recipe of the first run. Other recipes differ from it only in orientations, training data and seed."""
         return self.results[0].recipe
 
     @property
     def regimes(self) -> Mapping[float | None, str]:
-        """All amounts of training data (None: all data) with their labels, such as "4 cases"; the largest first."""
+        """Labels such as "4 cases", by regime (None: all training data). The largest regime is first."""
         kind = self.recipe.kind
         amounts = dict.fromkeys(result.recipe.regime for result in self.results)
         return {regime: "all" if regime is None else kind.describe_regime(regime) for regime in amounts}
@@ -119,7 +122,7 @@ class PartReport:
 
     @property
     def first_seed(self) -> list[StudyResult]:
-        """The results of `full` that have the same seed as the first of these results."""
+        """The results in `full` with the first seed. The first seed is the seed of the first result in `full`."""
         return [result for result in self.full if result.recipe.seed == self.full[0].recipe.seed]
 
     def sections(self) -> list[Section]:
@@ -135,7 +138,7 @@ class PartReport:
             ),
             Section(
                 f"{self.part}: settings",
-                "All runs have this recipe; only orientations, training data and seed differ. "
+                "The recipes of all runs are equal except for orientations, training data and seed. "
                 f"{_describe_versions(self.results)} Each run folder contains its recipe, log, weights and provenance.",
                 details=format_recipe(self.first_seed[-1].recipe),
             ),
@@ -179,7 +182,7 @@ class PartReport:
         return rows
 
     def _published_section(self) -> Section:
-        """Return a section that compares scores with the paper, or that states why this comparison is not possible."""
+        """Return a section that compares scores with the paper, or states why they cannot be compared."""
         recipe = self.recipe
         if recipe.task not in PAPER or recipe.classes:
             return Section("", "Lafarge et al. (2020) did not study this task, so there is no published score.")
@@ -198,15 +201,15 @@ class PartReport:
         )
         if recipe.kind is Segment:
             text += (
-                " Here, an object is a true positive if its IoU is at least 0.5; the rule of the paper may differ "
-                "(see rotopath evaluate --rule)."
+                " Here, an object is a true positive if its IoU is at least 0.5; the paper may count true positives "
+                "in another way. Other ways are available with rotopath evaluate --rule."
             )
         return Section("", text, [["", "Lafarge et al. (2020)", "this study"], *rows])
 
     def _rotation_sections(self) -> list[Section]:
-        """Return a section for each figure of predictions for rotated inputs.
+        """Return a section for each of two figures: predictions for rotated windows, and maps of rotated fields.
 
-        A figure is left out if a run has no such predictions.
+        Only the runs in `first_seed` are used. A figure is left out if one of these runs has no predictions for it.
         """
         results, sections = self.first_seed, []
         if polar := draw_rotated_windows(results, _list_labels(self.recipe), self.figures / f"{self.part}-polar.png"):
@@ -216,9 +219,10 @@ class PartReport:
                     "Radius: the predicted probability, from 0 at the center to 1 at the edge. With several classes, "
                     "this is the probability of the class that is most likely on average over all angles. Angle: the "
                     "rotation of the window. If the prediction does not depend on the rotation, the curve is a circle. "
-                    f"The figure shows up to {WINDOWS_SHOWN} windows: those with the largest standard deviation over "
-                    f"angles for N={results[0].recipe.orientations}, among the windows that were saved with the "
-                    f"evaluation. Only runs with the first seed are shown. Training data: {self.full_name}.",
+                    f"The figure shows up to {WINDOWS_SHOWN} of the windows that were saved with the evaluation: those "
+                    "with the largest standard deviation over angles for "
+                    f"N={results[0].recipe.orientations}. Only runs with the first seed are shown. Training data: "
+                    f"{self.full_name}.",
                     figure=polar,
                 )
             )
@@ -226,10 +230,11 @@ class PartReport:
             sections.append(
                 Section(
                     f"{self.part}: maps of rotated fields",
-                    "Annotated image regions (fields) were rotated by sixteen angles and predicted, and the maps were "
-                    "rotated back. The maps show object borders, or objects if the task has no borders. Gray: mean "
-                    "over angles. White to red: standard deviation over angles. Only runs with the first seed are "
-                    f"shown. Training data: {self.full_name}.",
+                    "Fields (annotated images) were rotated by 16 angles and predicted, and the maps were rotated "
+                    f"back. The figure shows the centers of the first {FIELDS_SHOWN} fields. The maps contain "
+                    "probabilities of object borders, or of objects if the task has no borders. Gray: mean over "
+                    "angles. White to red: standard deviation over angles. Only runs with the first seed are shown. "
+                    f"Training data: {self.full_name}.",
                     figure=maps,
                 )
             )
@@ -255,13 +260,16 @@ def why_not_comparable(result: StudyResult) -> str | None:
 
 
 def _list_labels(recipe: Recipe) -> Sequence[str]:
-    """Return the class names of windows, for figures: name i is the class of windows with the label i."""
+    """Return the class names of windows, for figures. The name at index i is for windows with the label i."""
     task = recipe.make_task()
     return (task.background_name, task.class_names[0].lower()) if task.is_single else task.output_names
 
 
 def _describe_versions(results: Sequence[StudyResult]) -> str:
-    """Return a text with the versions of rotopath and torch with which the runs were trained."""
+    """Return a text with the versions of the software with which the runs were trained.
+
+    It contains all commits and all versions of torch, but only the rotopath version of the first run.
+    """
     records = [result.provenance for result in results]
     commits = sorted({str(record["commit"]) for record in records})
     versions = sorted({record["packages"]["torch"] for record in records})
@@ -307,7 +315,7 @@ def cost_section(results: Sequence[StudyResult]) -> Section:
 def _format_differing(options: NetworkOptions, tables: Iterable[NetworkOptions]) -> str:
     """Return the options by which a network differs from other networks, as text such as ", width 8".
 
-    `options` are the options of this network. `tables` contains the options of all networks.
+    `options` are the options of this network. `tables` contains the options of all networks of the study.
     """
     tables = list(tables)
     differing = [key for key in options if any(table.get(key) != options[key] for table in tables)]
@@ -325,7 +333,7 @@ def count_operations(result: StudyResult) -> int:
 
 
 def _minutes(result: StudyResult) -> float:
-    """Return the time in minutes from the start to the end of a run."""
+    """Return the time in minutes from the start to the end of the training and scoring of a run."""
     start, end = (datetime.fromisoformat(result.provenance[key]) for key in ("begun", "finished"))
     return (end - start).total_seconds() / 60
 
@@ -358,14 +366,14 @@ def _result_row(result: StudyResult) -> dict[str, object]:
 
 
 def _summary_row(summary: Summary) -> dict[str, object]:
-    """Return the row of `summary.csv` for one network, with or without TTA, and one amount of training data."""
-    group, recipe = summary.condition, summary.results[0].recipe
+    """Return the row of `summary.csv` for one summary: a network, with or without TTA, and a regime."""
+    condition, recipe = summary.condition, summary.results[0].recipe
     return {
-        "part": group.part,
+        "part": condition.part,
         "task": recipe.task,
-        "N": group.orientations,
-        "regime": "all" if group.regime is None else f"{group.regime:g}",
-        "rotations": group.rotations,
+        "N": condition.orientations,
+        "regime": "all" if condition.regime is None else f"{condition.regime:g}",
+        "rotations": condition.rotations,
         "seeds": len(summary.results),
         "score": recipe.kind.score_name,
         "mean ± deviation": _format_mean(summary),
@@ -392,12 +400,16 @@ def _format_mean(summary: Summary) -> str:
 
 
 def _format_interval(estimate: Estimate) -> str:
-    """Format the 95 % confidence interval of a mean, or return "–" if there is no interval."""
+    """Format the 95 % confidence interval of a mean, or return "–" if there were too few cases for an interval."""
     return f"[{estimate.low:.3f}, {estimate.high:.3f}]" if estimate.has_interval else "–"
 
 
 def _format_difference(difference: Estimate | None) -> str:
-    """Format a mean difference with its 95 % confidence interval, or return "–" if there is no difference."""
+    """Format a mean difference of scores with its 95 % confidence interval.
+
+    Return "–" if `difference` is None, that is, if there is no result to compare with. The interval is left out if it
+    could not be computed.
+    """
     if difference is None:
         return "–"
     interval = f" [{difference.low:+.3f}, {difference.high:+.3f}]" if difference.has_interval else ""

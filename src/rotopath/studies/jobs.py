@@ -4,7 +4,8 @@ A job trains a network, evaluates it, and writes the results to a run folder. Fi
 jobs are resumed, and a job that fails does not stop the other jobs.
 
 The run folder of a job is `PART/NAME` in the folder of the study, such as `tumor/N8-seed0`. PART is the name of the
-part of the study to which the job belongs (see `rotopath.studies.plan`). These files are next to the run folder:
+part of the study to which the job belongs (see `rotopath.studies.plan`). The attribute `Job.name` is the whole path
+`PART/NAME`. These files are next to the run folder:
 
 - `NAME.toml`: the recipe.
 - `NAME.progress`: the current stage and step, while the job is running.
@@ -116,7 +117,9 @@ def study(
     - `on_progress`: function that is called with the states of all jobs, about twice a second.
     """
     if changes and isinstance(plan, Study):
-        raise RecipeError("Overrides are possible only for a study that is read from a file; edit the `Study` object.")
+        raise RecipeError(
+            f"Overrides such as {changes[0]!r} apply to study files only; set the value in the `Study` object."
+        )
     chosen = plan if isinstance(plan, Study) else read_study(Path(plan), changes)
     folder = Path(out) if out else Path("runs") / ("study" if isinstance(plan, Study) else Path(plan).stem)
     count = at_once or count_at_once()
@@ -407,7 +410,7 @@ class _ProgressFile:
     def write_throttled(self, stage: str, row: dict[str, float]) -> None:
         """Write the stage and the numbers in `row`, unless something was written in the last second.
 
-        These are the stage and the dictionary that `train` passes to its argument `on_progress`.
+        `train` calls this method as its function `on_progress`, with a stage and a dictionary of numbers.
         """
         if time.monotonic() - self._written_s >= WRITE_PROGRESS_EVERY_S:
             self.write(stage, **row)

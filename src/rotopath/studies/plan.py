@@ -108,9 +108,10 @@ def _read_part(name: str, table: Any, folder: Path) -> Part:
     if not isinstance(table.get("set", {}), dict):
         raise RecipeError(f"the key '{name}.set' must be a table with keys of the recipe; got {table['set']!r}.")
     values = _merge(read_values(folder / table["recipe"]), table.get("set", {}))
-    if crossed := [key for key in ("orientations", "regime", "seed") if key in table.get("set", {})]:
+    if misplaced := [key for key in ("orientations", "regime", "seed") if key in table.get("set", {})]:
         raise RecipeError(
-            f"the key '{name}.set.{crossed[0]}' is not allowed; set the key '{name}.{crossed[0]}' to a list of values."
+            f"the key '{name}.set.{misplaced[0]}' is not allowed; set the key '{name}.{misplaced[0]}' to a list of "
+            f"values."
         )
     recipe = make_recipe({key: value for key, value in values.items() if key != "regime"})
     if recipe.devices * recipe.nodes > 1:
@@ -158,7 +159,7 @@ def _read_list(part: str, table: Mapping[str, Any], key: str, kind: Any) -> list
 
 
 def _merge(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `values` with the changes in `changes`: values are replaced or added, nested tables merged."""
+    """Return a copy of `values` in which `changes` replace or add values. Nested tables are merged in the same way."""
     merged = dict(values)
     for key, change in changes.items():
         both = isinstance(change, dict) and isinstance(merged.get(key), dict)

@@ -98,8 +98,10 @@ class Summary:
 
     `over_plain` and `over_rotated` are mean differences over seeds: the main score of this condition minus the main
     score of an ordinary CNN with the same seed and the same training data. A difference is None if the study has no
-    such result of an ordinary CNN, or if this condition would be compared with itself. `scatter` and `changed` are
-    means over seeds, or None if robustness to rotation was not measured.
+    such result of an ordinary CNN, or if this condition would be compared with itself. If the ordinary CNN was
+    evaluated with several numbers of rotations, `over_rotated` is the difference to the largest of these numbers.
+
+    `scatter` and `changed` are means over seeds, or None if robustness to rotation was not measured.
     """
 
     condition: Condition

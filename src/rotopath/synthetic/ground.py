@@ -30,7 +30,7 @@ from rotopath.synthetic.painting import (
     smoothstep,
 )
 
-# Two cells far outside the image. They are added to the cells of each image, because `assign_cells` needs two cells.
+# Two cells far outside the image. They are added to the cells of each image, because `assign_cells` needs at least two.
 FAR_AWAY = np.array([-1e4, -2e4], np.complex64)
 
 
@@ -71,9 +71,9 @@ def paint_ground(
     """Paint tissue without nuclei on a new canvas; return the canvas and the direction of the fibers at each pixel.
 
     `depth_um` (height, width) is the depth of each pixel: positive in epithelium and negative in stroma. `cells` (n,)
-    are the centers of epithelial cells, complex numbers x + iy in pixels. `loosening` (height, width) adds edematous
-    stroma to the amount that `style.looseness` gives: 0 or None adds nothing, and where the value is 4, most of the
-    stroma is edematous. The directions (height, width) are complex numbers x + iy of length 1.
+    are the centers of epithelial cells, complex numbers x + iy in pixels. `loosening` (height, width) makes more of the
+    stroma edematous than `style.looseness` alone: where it is 0, nothing changes, and where it is 4, most of the stroma
+    is edematous. None means 0 everywhere. The directions (height, width) are complex numbers x + iy of length 1.
     """
     shape, px_per_um = (depth_um.shape[0], depth_um.shape[1]), 1 / spacing_um_px
     along, across = _fiber_coordinates(rng, depth_um, px_per_um)
@@ -100,7 +100,7 @@ def _fiber_coordinates(rng: np.random.Generator, depth_um: Field, px_per_um: flo
 
     Both arrays (height, width) are in pixels. All fibers in the image have the same main direction, but they are wavy
     and bend around epithelium. The bending is limited, so that fibers do not form rings around epithelium. `depth_um`
-    is the same as in `paint_ground`.
+    (height, width) is the depth of each pixel: positive in epithelium and negative in stroma.
     """
     shape = (depth_um.shape[0], depth_um.shape[1])
     straight = pixel_positions(shape) * sample_directions(rng, 1)[0]
@@ -124,8 +124,8 @@ def _paint_stroma(
     """Return the concentrations (height, width) of hematoxylin and of eosin in stroma that fills the whole image.
 
     The stroma contains dense bundles of fibers, edematous regions, and slits between the bundles. `along` and `across`
-    are the coordinates of each pixel along and across the fibers, in pixels. `loosening` is the same as in
-    `paint_ground`.
+    are the coordinates of each pixel along and across the fibers, in pixels. Where `loosening` (height, width) is
+    above 0, more of the stroma is edematous; None means 0 everywhere.
     """
     shape = (across.shape[0], across.shape[1])
     ripples = smooth_noise(rng, shape, 3.5 * px_per_um)
@@ -156,7 +156,7 @@ def _paint_cytoplasm(
     """Return the concentrations (height, width) of hematoxylin and of eosin in cytoplasm that fills the whole image.
 
     `cells` are the centers of at least two epithelial cells, complex numbers x + iy in pixels. The caller uses the
-    concentrations only at pixels in epithelium.
+    result only in epithelium.
     """
     cell, border_um = assign_cells(rng, shape, cells, px_per_um)
     granules = 0.6 * smooth_noise(rng, shape, 0.28 * px_per_um)
@@ -164,7 +164,7 @@ def _paint_cytoplasm(
     threads = nets[0] + 0.7 * nets[1] - np.float32(0.58)  # pale between the threads
     swelling = smooth_noise(rng, shape, 4 * px_per_um)
     unevenness = style.granularity * (granules + 1.3 * threads + 0.4 * swelling)
-    within = smoothstep(border_um * np.float32(px_per_um / 2.5))  # 0 at cell borders, where `cell` has coarse steps
+    within = smoothstep(border_um * np.float32(px_per_um / 2.5))  # 0 at cell borders, which are blocky in `cell`
     shade = rng.normal(0, 0.22, len(cells)).clip(-0.45, 0.45).astype(np.float32)[cell] * within
     eosin = style.cytoplasm * (1 + unevenness + shade).clip(0.08)
     hematoxylin = style.basophilia * (1 + 1.3 * unevenness - 0.4 * shade).clip(0.05)
@@ -197,9 +197,10 @@ def assign_cells(
 ) -> tuple[NDArray[np.intp], Field]:
     """Assign each pixel to the nearest cell; return the index of the cell and the distance to the cell border in µm.
 
-    `cells` are the centers of at least two cells, complex numbers x + iy in pixels. Each index is an index in `cells`.
-    Noise makes the borders irregular. To save time, both arrays are computed at every `step`-th row and column only,
-    and then enlarged to the image size `shape` (height, width).
+    Both results are arrays (height, width). `cells` are the centers of at least two cells, complex numbers x + iy in
+    pixels. The indices are indices in `cells`. The distances are approximate. Noise makes the borders irregular. To
+    save time, both arrays are computed at every `step`-th row and column only, and then enlarged to the image size
+    `shape` (height, width).
     """
     small = (-(-shape[0] // step), -(-shape[1] // step))
     positions = pixel_positions(small) * step
@@ -239,7 +240,7 @@ def compartment_depth(
 
 
 def paint_red_cells(rng: np.random.Generator, canvas: StainCanvas, centers: Points, strength: float = 2.1) -> None:
-    """Paint red blood cells on `canvas` at `centers`: deformed discs that are paler in the middle.
+    """Paint red blood cells on `canvas` at `centers`: discs of irregular shape that are paler in the middle.
 
     `centers` (n,) are complex numbers x + iy in pixels. `strength` is the approximate concentration of stained
     hemoglobin at the edges of the discs.
@@ -267,11 +268,12 @@ def paint_vessels(
     """Paint small vessels on `canvas`: a thin wall, and red blood cells in the lumen.
 
     `centers` (n,) are the centers of the vessels, complex numbers x + iy in pixels. `directions` (n,) are the
-    directions of their long axes, complex numbers x + iy of length 1. Returns the positions and the directions of the
-    endothelial nuclei in the walls of all vessels, in the same form. The caller must paint these nuclei.
+    directions of the long axes of the vessels, complex numbers x + iy of length 1. Returns two arrays for the
+    endothelial nuclei in the walls of all vessels: the positions of the nuclei, as complex numbers x + iy in pixels,
+    and the directions of the long axes of the nuclei, as complex numbers of length 1. The caller must paint the nuclei.
     """
     px_per_um = 1 / canvas.spacing_um_px
-    endothelium, courses = [np.zeros(0, np.complex64)], [np.zeros(0, np.complex64)]
+    endothelium, tangents = [np.zeros(0, np.complex64)], [np.zeros(0, np.complex64)]
     for center, direction in zip(centers, directions, strict=True):
         long, short = rng.uniform(6, 20), rng.uniform(2.5, 6.5)  # semi-axes of the lumen in µm
         window = Window.around(canvas, center, int(2 * (1 + 3 / short) * long * px_per_um) | 1)
@@ -293,8 +295,8 @@ def paint_vessels(
         is_inside &= rng.random(len(red_cells)) < rng.choice([0.15, 0.7, 0.95])
         paint_red_cells(rng, canvas, center + red_cells[is_inside])
         around = sample_directions(rng, int(rng.integers(2, 6)))
-        rim = (around.real * (long + 0.5) + 1j * around.imag * (short + 1.2)) * direction * px_per_um
-        endothelium.append(np.asarray(center + rim, np.complex64))
-        course = (-around.imag * long + 1j * around.real * short) * direction
-        courses.append(np.asarray(course / np.abs(course), np.complex64))
-    return np.concatenate(endothelium), np.concatenate(courses)
+        in_wall = (around.real * (long + 0.5) + 1j * around.imag * (short + 1.2)) * direction * px_per_um
+        endothelium.append(np.asarray(center + in_wall, np.complex64))
+        tangent = (-around.imag * long + 1j * around.real * short) * direction
+        tangents.append(np.asarray(tangent / np.abs(tangent), np.complex64))
+    return np.concatenate(endothelium), np.concatenate(tangents)

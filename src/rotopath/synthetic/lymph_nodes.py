@@ -54,12 +54,12 @@ from rotopath.synthetic.painting import (
 
 SPACING_UM_PX = 1.0  # therefore, lengths in µm and lengths in pixels have the same values in this module
 SLIDE_PX = 384  # side of a synthetic slide
-NEAR_UM = 3.0  # the tumor mask contains the stroma up to this distance from nests of tumor cells
+NEAR_UM = 3.0  # the tumor mask contains the stroma up to this distance from groups of tumor cells
 PATCH_PX = 96
 CENTER_PX = 32  # side of the central part of a patch that determines the label
 STRIDE_PX = 48  # distance between neighboring patches, which overlap; their central parts do not overlap
 MAX_PATCHES_PER_SLIDE = 32
-MIN_SLIDES = 3  # the patches of a split are from at least about this many slides
+MIN_SLIDES = 3  # the patches of a split are from this many slides or more; from fewer if there are only a few patches
 # Lowest fraction of tumor in the central part of a tumor patch. Patches with a lower fraction above 0 are left out.
 MIN_TUMOR_FRACTION = 0.1
 PATCHES = MappingProxyType({"train": 2000, "valid": 500, "test": 500})  # number of patches in each split
@@ -92,7 +92,7 @@ class Patch:
     """A patch of a slide, with its position and labels."""
 
     image: NDArray[np.uint8]  # (PATCH_PX, PATCH_PX, 3)
-    corner: tuple[int, int]  # row and column, in the slide, of the upper left pixel of the patch
+    corner: tuple[int, int]  # upper left pixel of the patch: row and column in the slide
     tumor: bool  # whether any part of the patch contains tumor
     center_tumor: bool  # whether the central 32 × 32 px contain tumor; this is the label of the patch
     slide: str  # name of the slide
@@ -115,7 +115,7 @@ def collect_patches(seed: int, split: int, count: int) -> list[Patch]:
 
     `split` is the index of the split in SPLITS.
     """
-    # maximum number of patches of each label from a slide
+    # Maximum number of patches with the same label that are used from a slide
     per_slide = -(-count // (2 * max(MIN_SLIDES, -(-count // MAX_PATCHES_PER_SLIDE))))
     collected: dict[bool, list[Patch]] = {True: [], False: []}
     slide = 0
@@ -129,10 +129,10 @@ def collect_patches(seed: int, split: int, count: int) -> list[Patch]:
 
 
 def cut_slide(seed: int, split: int, slide: int) -> dict[bool, list[Patch]]:
-    """Render a slide, and return a dictionary of its patches: key True for tumor, key False for no tumor.
+    """Render a slide, and return its patches by label. The label True means tumor, and False means no tumor.
 
-    `split` is the index of the split in SPLITS, and `slide` the number of the slide in this split. Each key has at most
-    MAX_PATCHES_PER_SLIDE / 2 patches, in random order. The same arguments give the same patches.
+    `split` is the index of the split in SPLITS, and `slide` the number of the slide in this split. For each label, at
+    most MAX_PATCHES_PER_SLIDE / 2 patches are returned, in random order. The same arguments give the same patches.
     """
     rng = np.random.default_rng([seed, 3, split, slide])
     image, tumor = render_slide(rng)
@@ -161,7 +161,7 @@ def _write_split(folder: Path, split: str, patches: list[Patch]) -> None:
     for key, values in (("x", images), ("y", labels)):
         storage = {"chunks": (1, *values.shape[1:]), "compression": "gzip"} if len(values) else {}
         with h5py.File(folder / f"{stem}_{key}.h5", "w") as file:
-            # without the time of writing, so that the same patches give the same bytes
+            # The time of writing is not stored, so that the same patches give the same bytes.
             file.create_dataset(key, data=values, track_times=False, **storage)
     lines = [",coord_y,coord_x,tumor_patch,center_tumor_patch,wsi"]
     for i, patch in enumerate(patches):
@@ -174,13 +174,13 @@ def _write_split(folder: Path, split: str, patches: list[Patch]) -> None:
 
 @dataclass(frozen=True)
 class NodePlan:
-    """Architecture of a slide: arrays (height, width) of distances in µm, of masks, and of concentrations."""
+    """Architecture of a slide. All attributes are arrays (height, width)."""
 
-    tumor_um: Field  # depth in the metastasis, which consists of nests of tumor cells and of stroma
-    nest_um: Field  # depth in nests of tumor cells
+    tumor_um: Field  # depth in the metastasis, which consists of groups of tumor cells, and of stroma between them
+    nest_um: Field  # depth in groups of tumor cells, which are sheets, nests, cords or glands
     lumen: Field  # mask: 1 in lumens of tumor glands, 0 elsewhere
     lymphoid_um: Field  # depth in lymphoid tissue
-    outside_um: Field  # distance from the outer border of the capsule: positive outside the lymph node
+    outside_um: Field  # distance in µm from the outer border of the capsule: positive outside the lymph node
     empty: Field  # mask: 1 in fat cells and on bare glass, 0 elsewhere
     shreds: Field  # concentration of eosin in shreds of tissue on the glass
 
@@ -188,7 +188,7 @@ class NodePlan:
 def render_slide(rng: np.random.Generator) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
     """Sample a slide of SLIDE_PX × SLIDE_PX pixels, and return its image (H, W, 3) and its tumor mask (H, W).
 
-    The mask is true in tumor.
+    The mask is true in tumor, including the stroma close to tumor cells.
     """
     shape = (SLIDE_PX, SLIDE_PX)
     plan = _sample_plan(rng, shape)
@@ -206,8 +206,8 @@ def render_slide(rng: np.random.Generator) -> tuple[NDArray[np.uint8], NDArray[n
     vessels = rng.permutation(spindles)[:40]
     vessels = vessels[select_spaced(vessels, 60)][: int(rng.integers(0, 6))]
     spindles = drop_points_near(spindles, vessels, 6)
-    endothelium, course = paint_vessels(rng, canvas, vessels, values_at(fibers, vessels))
-    directions = np.concatenate([values_at(fibers, spindles), course])
+    endothelium, tangents = paint_vessels(rng, canvas, vessels, values_at(fibers, vessels))
+    directions = np.concatenate([values_at(fibers, spindles), tangents])
     spindles = np.concatenate([spindles, endothelium])
     groups.append(sample_fibroblasts(rng, spindles, SPACING_UM_PX, directions, active=rng.uniform(0.1, 0.7)))
     _paint_bleeding(rng, canvas, plan)
@@ -280,9 +280,10 @@ def _sample_plan(rng: np.random.Generator, shape: Shape) -> NodePlan:
 
 
 def _sample_region(rng: np.random.Generator, shape: Shape, scale_um: float, fraction: float) -> Field:
-    """Sample random regions, and return the approximate depth (height, width) in µm: positive in the regions.
+    """Sample random regions, and return the approximate depth (height, width) of each pixel in µm.
 
-    The regions together cover the given `fraction` of the image. Their size increases with `scale_um`.
+    The depth is positive in the regions, and negative elsewhere. The regions together cover the given `fraction` of the
+    image. The size of a region increases with `scale_um`.
     """
     noise = smooth_noise(rng, shape, scale_um) + 0.25 * smooth_noise(rng, shape, scale_um / 4)
     depth: Field = (noise - np.float32(np.quantile(noise[::4, ::4], 1 - fraction))) * np.float32(scale_um / 2)
@@ -292,8 +293,8 @@ def _sample_region(rng: np.random.Generator, shape: Shape, scale_um: float, frac
 def _sample_nests(rng: np.random.Generator, shape: Shape, tumor_um: Field) -> tuple[Field, Field]:
     """Return the depth in µm of each pixel in groups of tumor cells, and a mask that is 1 in the lumens of glands.
 
-    The groups are in the metastasis, where `tumor_um` is positive. The pattern of the groups is sampled: sheets, nests,
-    cords or glands. Only glands have lumens.
+    The groups are only in the metastasis, where `tumor_um` is positive. The pattern of the groups is chosen at random:
+    sheets, nests, cords or glands. Only glands have lumens.
     """
     lumen = np.zeros(shape, np.float32)
     pattern = rng.choice(["sheets", "nests", "cords", "glands"], p=[0.4, 0.25, 0.15, 0.2])
@@ -315,8 +316,9 @@ def _sample_nests(rng: np.random.Generator, shape: Shape, tumor_um: Field) -> tu
 def _sample_fat(rng: np.random.Generator, shape: Shape, outside_um: Field) -> Field:
     """Return a mask that is 1 in fat cells, and 0 in the thin walls between fat cells and in other tissue.
 
-    `outside_um` is the distance in µm from the capsule, positive outside the lymph node. Most fat cells are at pixels
-    where it is positive. The caller lowers `outside_um` in the metastasis, so that fat is rare there.
+    `outside_um` is the distance in µm from the outer border of the capsule, positive outside the lymph node. Fat
+    cells are more frequent outside the lymph node than inside. The caller lowers `outside_um` in the metastasis, so
+    that fat is rare there.
     """
     region = _sample_region(rng, shape, 45, rng.choice([0.03, 0.3, 0.7], p=[0.4, 0.35, 0.25]))
     region = region + outside_um.clip(-30, 10)
@@ -328,9 +330,10 @@ def _sample_fat(rng: np.random.Generator, shape: Shape, outside_um: Field) -> Fi
 
 
 def _sample_glass(rng: np.random.Generator, shape: Shape, outside_um: Field, tumor_um: Field) -> tuple[Field, Field]:
-    """Return a mask of bare glass outside the lymph node, and the eosin concentration of thin shreds of tissue on it.
+    """Return a mask of bare glass outside the lymph node, and the eosin in thin shreds of tissue on this glass.
 
-    The mask is 1 on bare glass and 0 on tissue. 30 % of slides have no bare glass: then both arrays are 0 everywhere.
+    The mask is 1 on bare glass and 0 on tissue. The eosin is a concentration. 30 % of slides have no bare glass; both
+    arrays are then 0 everywhere.
     """
     if rng.random() < 0.3:
         return np.zeros(shape, np.float32), np.zeros(shape, np.float32)
@@ -348,7 +351,7 @@ def _sample_glass(rng: np.random.Generator, shape: Shape, outside_um: Field, tum
 def _paint_lymphoid_tissue(rng: np.random.Generator, canvas: StainCanvas, plan: NodePlan) -> list[Nuclei]:
     """Paint lymphoid tissue without nuclei, and return the nuclei, which the caller must paint.
 
-    The pale background and the cytoplasm of histiocytes are painted. The nuclei are returned in three groups:
+    This function paints the pale background and the cytoplasm of histiocytes. It returns the nuclei in three groups:
     lymphocytes (some of them outside lymphoid tissue), centroblasts in germinal centers, and histiocytes in sinuses.
     """
     shape = canvas.shape
@@ -408,7 +411,7 @@ def _paint_bleeding(rng: np.random.Generator, canvas: StainCanvas, plan: NodePla
 
 
 def _paint_artifacts(rng: np.random.Generator, canvas: StainCanvas) -> None:
-    """Paint artifacts on some slides, chosen at random: a region out of focus, a fold of the tissue, or both."""
+    """On some slides, chosen at random, paint artifacts: a region out of focus, a fold of the tissue, or both."""
     shape = canvas.shape
     stains = (canvas.hematoxylin, canvas.eosin, canvas.blood)
     if rng.random() < 0.13:

@@ -7,9 +7,9 @@ these classes.
 
 Each mitotic figure is painted in one of four phases; a metaphase is seen from the side or from a pole. Look-alikes are
 objects that resemble mitotic figures: dying cells, smudged nuclei and lymphocytes. To paint a shape, a function
-computes the *depth* of each pixel: its distance in µm from the outline of the shape, positive inside and negative
-outside. Noise is added to the positions of pixels, so that the edges of chromosomes are rough. Positions are complex
-numbers x + iy: in pixels on the image, or in µm relative to the center of a cell.
+computes the *depth* of each pixel: the distance in µm of the pixel from the outline of the shape, positive inside and
+negative outside. Noise is added to the positions of pixels, so that the edges of chromosomes are rough. Positions are
+complex numbers x + iy: in pixels on the image, or in µm relative to the center of a cell.
 """
 
 from collections.abc import Callable
@@ -85,7 +85,7 @@ MITOSIS = "mitosis"
 APOPTOTIC = "apoptotic"  # a dying cell: a shrunken nucleus, or fragments of a nucleus
 LOOK_ALIKE_NUCLEI = (LYMPHOCYTE.cell, SMUDGED.cell)
 
-Shape = tuple[Field, Field]  # depth of each pixel in the chromatin, and depth in the cell, both in µm
+Depths = tuple[Field, Field]  # depth of each pixel in the chromatin, and depth of each pixel in the cell, both in µm
 
 
 class LabeledObject(NamedTuple):
@@ -158,9 +158,9 @@ def render_mitosis_field(
     immune = immune[crowding > 1.7]
     vessels = stroma[select_spaced(stroma, 45 * px_per_um)][: round(3 * area)]
     stroma = drop_points_near(stroma, vessels, 7 * px_per_um)
-    endothelium, course = paint_vessels(rng, canvas, vessels, values_at(fibers, vessels))
+    endothelium, tangents = paint_vessels(rng, canvas, vessels, values_at(fibers, vessels))
     spindles = np.concatenate([stroma, endothelium])
-    directions = np.concatenate([values_at(fibers, stroma), course])
+    directions = np.concatenate([values_at(fibers, stroma), tangents])
     nuclei = concatenate_nuclei(
         [
             sample_nuclei(rng, tumor, tumor_cells, SPACING_UM_PX),
@@ -183,8 +183,8 @@ def label_objects(mitoses: Points, apoptotic: Points, nuclei: Nuclei, size_px: i
 
     `mitoses` and `apoptotic` are the centers of these cells: complex numbers x + iy in pixels. `nuclei` are the nuclei
     of all other cells of the field. A look-alike nucleus is a nucleus with a class in LOOK_ALIKE_NUCLEI. It is left out
-    if a nucleus that is not a look-alike covers its center, or if an object in front is within HIDDEN_UM. Objects with
-    a center outside the image are left out, too.
+    if its center is covered by a nucleus that is not a look-alike, or if the center of an object in front is at most
+    HIDDEN_UM away. Objects with a center outside the image are also left out.
     """
     is_look_alike = np.isin(nuclei.cell, LOOK_ALIKE_NUCLEI)
     look_alikes, others = nuclei.select(is_look_alike), nuclei.select(~is_look_alike)
@@ -203,7 +203,7 @@ def label_objects(mitoses: Points, apoptotic: Points, nuclei: Nuclei, size_px: i
 
 
 def _sample_case(rng: np.random.Generator) -> tuple[Appearance, TissueStyle, NucleusType]:
-    """Sample the colors, the tissue and the tumor nuclei of a case, which are the same in all fields of the case."""
+    """Sample the colors, the tissue style and the type of tumor nuclei that all fields of a case share."""
     appearance = sample_appearance(rng, AT_40X)
     style = TissueStyle(
         cytoplasm=rng.uniform(0.55, 0.85),
@@ -232,7 +232,7 @@ def _sample_case(rng: np.random.Generator) -> tuple[Appearance, TissueStyle, Nuc
 
 
 def _choose_mitosis_candidates(rng: np.random.Generator, cells: Points, size_px: int) -> Points:
-    """Return the centers of cells that may be replaced by mitotic figures or look-alikes, in random order.
+    """Return the centers of cells that can be replaced by mitotic figures or look-alikes, in random order.
 
     `cells` are the centers of all tumor cells. The returned centers are more than MARGIN_PX away from the edge of the
     image, and more than 16 µm away from each other. All centers are complex numbers x + iy in pixels.
@@ -260,15 +260,15 @@ def paint_mitosis(rng: np.random.Generator, canvas: StainCanvas, center: complex
     for scale_um, shift_um in ((0.35, rng.uniform(0.12, 0.35)), (0.9, rng.uniform(0.1, 0.35))):  # fine, then coarse
         rough = rough + np.float32(shift_um) * _displacement(rng, shape, scale_um * px_per_um)
     phase = _PHASES[int(rng.choice(len(_PHASES), p=_PHASE_PROBABILITIES))]
-    chromatin, cell = phase(rng, rough, position, smooth_noise(rng, shape, 1.0 * px_per_um))
-    cell = cell + np.float32(0.8) * smooth_noise(rng, shape, 4 * px_per_um)
-    body = smoothstep(cell * np.float32(0.6) + np.float32(0.5))
+    chromatin_um, cell_um = phase(rng, rough, position, smooth_noise(rng, shape, 1.0 * px_per_um))
+    cell_um = cell_um + np.float32(0.8) * smooth_noise(rng, shape, 4 * px_per_um)
+    body = smoothstep(cell_um * np.float32(0.6) + np.float32(0.5))
     clearing = rng.uniform(0.0, 0.6)
     window.attenuate(canvas, body, hematoxylin=1 - clearing, eosin=1 - 0.7 * clearing)
-    membrane = np.exp(-((cell / np.float32(0.5)) ** 2)) * np.float32(rng.uniform(0, 0.25))
+    membrane = np.exp(-((cell_um / np.float32(0.5)) ** 2)) * np.float32(rng.uniform(0, 0.25))
     window.view(canvas.eosin)[:] += membrane
     blur_um = np.float32(rng.choice([0.28, 0.5, 1.1], p=[0.55, 0.33, 0.12]))
-    mask = smoothstep(chromatin / (2 * blur_um) + np.float32(0.5))
+    mask = smoothstep(chromatin_um / (2 * blur_um) + np.float32(0.5))
     contrast = np.float32(0.65 if blur_um > 1 else 1.0)  # objects out of focus are paler
     darkness = (
         contrast
@@ -291,25 +291,26 @@ def paint_apoptotic_cell(rng: np.random.Generator, canvas: StainCanvas, center: 
     position = position + np.float32(0.2) * _displacement(rng, shape, 1.5 * px_per_um)
     if rng.random() < 0.5:
         stretch = np.float32(rng.uniform(1, 1.7))
-        chromatin = np.float32(rng.uniform(1.7, 3.0)) - np.abs(position.real * stretch + 1j * position.imag)
+        chromatin_um = np.float32(rng.uniform(1.7, 3.0)) - np.abs(position.real * stretch + 1j * position.imag)
     else:
         count = int(rng.integers(2, 7))
         centers = rng.uniform(0.4, 3.4, count) * sample_directions(rng, count)
         radii = rng.uniform(0.6, 1.8, count)
         fragments = [np.float32(r) - np.abs(position - c) for c, r in zip(centers, radii, strict=True)]
-        chromatin = np.max(fragments, axis=0)
-    cell = np.float32(rng.uniform(3.2, 5.2)) - np.abs(
+        chromatin_um = np.max(fragments, axis=0)
+    cell_um = np.float32(rng.uniform(3.2, 5.2)) - np.abs(
         position + np.float32(0.6) * _displacement(rng, shape, 3 * px_per_um)
     )
     # A shrinking cell detaches from its neighbors, usually on one side only.
     side = (position * sample_directions(rng, 1)[0]).real / 5 + 0.5 * smooth_noise(rng, shape, 2.5 * px_per_um)
     gap_um = np.float32(rng.uniform(0.4, 1.8)) * (side + np.float32(rng.uniform(-0.3, 0.5))).clip(0)
-    halo = smoothstep((cell + gap_um) * np.float32(1.6)) * np.float32(rng.choice([0.0, 0.5, 0.8], p=[0.4, 0.35, 0.25]))
+    paleness = np.float32(rng.choice([0.0, 0.5, 0.8], p=[0.4, 0.35, 0.25]))
+    halo = smoothstep((cell_um + gap_um) * np.float32(1.6)) * paleness
     window.attenuate(canvas, halo, hematoxylin=0.15, eosin=0.15)
-    body = smoothstep(cell)
+    body = smoothstep(cell_um)
     window.attenuate(canvas, body, hematoxylin=0.4, eosin=0.5)
     window.view(canvas.eosin)[:] += body * np.float32(rng.uniform(0.2, 0.8))
-    mask = smoothstep(chromatin / np.float32(rng.choice([0.45, 0.7, 1.4])) + np.float32(0.5))
+    mask = smoothstep(chromatin_um / np.float32(rng.choice([0.45, 0.7, 1.4])) + np.float32(0.5))
     window.attenuate(canvas, mask, hematoxylin=0.1, eosin=0.8)
     window.view(canvas.hematoxylin)[:] += mask * np.float32(rng.uniform(1.6, 2.9))
 
@@ -319,31 +320,31 @@ def paint_apoptotic_cell(rng: np.random.Generator, canvas: StainCanvas, center: 
 # displacements. `lumps` is noise that makes the outline of the chromatin uneven.
 
 
-def _prometaphase(rng: np.random.Generator, rough: Points, position: Points, lumps: Field) -> Shape:
+def _prometaphase(rng: np.random.Generator, rough: Points, position: Points, lumps: Field) -> Depths:
     radius = np.float32(rng.uniform(2.2, 3.4))
     clump = radius - np.abs(rough) + np.float32(rng.uniform(0.4, 0.9)) * lumps
     return clump, _round_cell(rng, position)
 
 
-def _metaphase(rng: np.random.Generator, rough: Points, position: Points, lumps: Field) -> Shape:
+def _metaphase(rng: np.random.Generator, rough: Points, position: Points, lumps: Field) -> Depths:
     length, thickness = rng.uniform(2.8, 4.6), rng.uniform(1.1, 2.0)
     bent = rough + 1j * rng.normal(0, 0.03) * rough.real**2
     return _plate(bent, length, thickness) + np.float32(0.25) * lumps, _round_cell(rng, position)
 
 
-def _metaphase_polar_view(rng: np.random.Generator, rough: Points, position: Points, lumps: Field) -> Shape:
+def _metaphase_polar_view(rng: np.random.Generator, rough: Points, position: Points, lumps: Field) -> Depths:
     radius, thickness = rng.uniform(1.6, 2.4), rng.uniform(1.1, 1.5)
     ring = np.float32(thickness) - np.abs(np.abs(rough) - np.float32(radius)) + np.float32(0.5) * lumps
     return ring, _round_cell(rng, position)
 
 
-def _anaphase(rng: np.random.Generator, rough: Points, position: Points, lumps: Field) -> Shape:
+def _anaphase(rng: np.random.Generator, rough: Points, position: Points, lumps: Field) -> Depths:
     distance, length = rng.uniform(1.7, 3.0), rng.uniform(2.6, 4.2)
     plates = _two_plates(rng, rough, distance, length, rng.uniform(0.8, 1.2))
     return plates + np.float32(0.2) * lumps, _round_cell(rng, position.real * 1.1 + 1j * position.imag * 0.9)
 
 
-def _telophase(rng: np.random.Generator, rough: Points, position: Points, lumps: Field) -> Shape:
+def _telophase(rng: np.random.Generator, rough: Points, position: Points, lumps: Field) -> Depths:
     distance, length = rng.uniform(3.6, 5.6), rng.uniform(2.2, 3.4)
     plates = _two_plates(rng, rough, distance, length, rng.uniform(0.8, 1.2))
     radius = np.float32(rng.uniform(4.2, 5.2))
@@ -351,7 +352,7 @@ def _telophase(rng: np.random.Generator, rough: Points, position: Points, lumps:
     return plates + np.float32(0.15) * lumps, daughters
 
 
-_Phase = Callable[[np.random.Generator, Points, Points, Field], Shape]
+_Phase = Callable[[np.random.Generator, Points, Points, Field], Depths]
 _PHASES: tuple[_Phase, ...] = (_prometaphase, _metaphase, _metaphase_polar_view, _anaphase, _telophase)
 _PHASE_PROBABILITIES = (0.26, 0.42, 0.08, 0.13, 0.11)
 
@@ -359,9 +360,9 @@ _PHASE_PROBABILITIES = (0.26, 0.42, 0.08, 0.13, 0.11)
 def _two_plates(rng: np.random.Generator, rough: Points, distance: float, length: float, thickness: float) -> Field:
     """Return the depth of each pixel in two parallel, slightly curved plates of chromosomes, in µm.
 
-    Each plate is `distance` µm from the center of the cell. `rough` contains the position of each pixel relative to the
-    center of the cell, in µm, with random displacements. `length` and `thickness` are half the length and half the
-    thickness of a plate, in µm.
+    The middle of each plate is `distance` µm from the center of the cell. `rough` contains the position of each pixel
+    relative to the center of the cell, in µm, with random displacements. `length` and `thickness` are half the length
+    and half the thickness of a plate, in µm.
     """
     curvature = rng.uniform(-0.01, 0.07)
     folded = rough.real + 1j * (np.abs(rough.imag) - distance - curvature * rough.real**2)
@@ -385,8 +386,8 @@ def _round_cell(rng: np.random.Generator, position: Points) -> Field:
 
     `position` contains the position of each pixel relative to the center of the cell, in µm.
     """
-    cell: Field = np.float32(rng.uniform(5.8, 8.0)) - np.abs(position).astype(np.float32)
-    return cell
+    depth_um: Field = np.float32(rng.uniform(5.8, 8.0)) - np.abs(position).astype(np.float32)
+    return depth_um
 
 
 def _window_around(canvas: StainCanvas, center: complex) -> Window:
@@ -405,7 +406,7 @@ def _window_around(canvas: StainCanvas, center: complex) -> Window:
 def _displacement(rng: np.random.Generator, shape: tuple[int, int], scale_px: float) -> Points:
     """Return a random displacement x + iy for each pixel of an image of `shape` (height, width).
 
-    x and y have mean 0 and standard deviation 1, and vary over distances of about `scale_px` pixels.
+    x and y have mean 0 and standard deviation 1, and change over distances of about `scale_px` pixels.
     """
     return smooth_noise(rng, shape, scale_px) + np.complex64(1j) * smooth_noise(rng, shape, scale_px)
 

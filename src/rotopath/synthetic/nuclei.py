@@ -16,8 +16,8 @@ from rotopath.synthetic.painting import Field, Points, sample_directions, smooth
 Numbers = NDArray[np.floating]  # (n,): a number for each of n nuclei or pixels
 HARMONICS = 5  # number of harmonics of an outline: sine waves with 2, 3, 4, 5 and 6 periods around the nucleus
 OUTLINE_VERTICES = 40  # number of vertices of an outline
-# Sides of the windows in which nuclei are painted. Each nucleus gets the smallest window that contains it, and nuclei
-# with windows of the same size are painted together.
+# Sides of the windows in which nuclei are painted. Each nucleus is painted in the smallest window that contains it.
+# Nuclei with windows of the same size are painted together.
 WINDOWS_PX = (8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 160)
 BATCH_PX = 1 << 20  # maximum number of pixels that are painted together, to limit memory
 MEMBRANE_UM = np.float32(0.35)  # apparent width of a nuclear membrane that is in focus
@@ -81,10 +81,7 @@ LYMPHOCYTE = NucleusType(
 
 @dataclass(frozen=True)
 class Nuclei:
-    """Shapes and stains of n nuclei. Each array has one entry for each nucleus.
-
-    Attributes without a comment are explained in `NucleusType`. Their values vary at random between nuclei.
-    """
+    """Shapes and stains of n nuclei. Each array has one entry for each nucleus."""
 
     center: Points  # complex numbers x + iy, in pixels
     direction: Points  # directions of the long axes, complex numbers of length 1
@@ -93,10 +90,10 @@ class Nuclei:
     bend: Numbers  # C-shaped bend: curvature of the long axis, in 1 / px
     wave: Numbers  # S-shaped bend: cubic coefficient of the long axis, in 1 / px²
     harmonics: NDArray[np.complexfloating]  # (n, HARMONICS): amplitudes and phases of the irregularities of the outline
-    darkness: Numbers
-    rim: Numbers
-    clumps: Numbers
-    pallor: Numbers
+    darkness: Numbers  # concentration of hematoxylin
+    rim: Numbers  # additional stain at the nuclear membrane, as a fraction of `darkness`
+    clumps: Numbers  # contrast of the chromatin clumps, as a fraction of `darkness`
+    pallor: Numbers  # missing stain inside the nucleus, as a fraction of `darkness`
     softness_px: Numbers  # width over which the edge fades
     # (n, 3): positions x + iy of nucleoli relative to the center: x along the long axis, divided by `long_px`, and y
     # along the short axis, divided by `short_px`; 100 stands for a missing nucleolus
@@ -107,7 +104,7 @@ class Nuclei:
         return len(self.center)
 
     def select(self, chosen: NDArray[np.generic]) -> "Nuclei":
-        """Return some of the nuclei. `chosen` is an array of indices, or a mask (n,) that is true for these nuclei."""
+        """Return the chosen nuclei. `chosen` is an array of their indices, or a mask (n,) that is true for them."""
         return Nuclei(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
 
@@ -158,11 +155,11 @@ def sample_nuclei(
 def sample_fibroblasts(
     rng: np.random.Generator, centers: Points, spacing_um_px: float, directions: Points, active: float = 0.4
 ) -> Nuclei:
-    """Sample the nucleus of a fibroblast at each of `centers`, with a long axis close to the given direction.
+    """Sample the nucleus of a fibroblast at each of `centers`.
 
-    `centers` (n,) are complex numbers x + iy in pixels. `directions` (n,) are complex numbers x + iy of length 1.
-    `active` is the expected fraction of active fibroblasts, which have plump nuclei. The result has a different order
-    than `centers`: resting fibroblasts are first.
+    `centers` (n,) are complex numbers x + iy in pixels. `directions` (n,) are the approximate directions of the long
+    axes of the nuclei: complex numbers x + iy of length 1. `active` is the expected fraction of active fibroblasts,
+    which have plump nuclei. The order of the nuclei is not that of `centers`: resting fibroblasts are first.
     """
     tilted = directions * np.exp(1j * rng.normal(0, 0.16, len(directions)))
     is_plump = rng.random(len(centers)) < active
@@ -189,7 +186,7 @@ def trace_nuclei(nuclei: Nuclei) -> NDArray[np.complexfloating]:
 def paint_nuclei(
     rng: np.random.Generator, nuclei: Nuclei, hematoxylin: Field, eosin: Field, spacing_um_px: float
 ) -> None:
-    """Paint nuclei on the concentrations `hematoxylin` and `eosin` (height, width), which change in place.
+    """Paint nuclei: change the concentrations `hematoxylin` and `eosin` (height, width) in place.
 
     The first nucleus is in front of all other nuclei, and the last nucleus is behind all other nuclei. Where nuclei
     overlap, the nuclei behind are partly visible.
@@ -226,9 +223,9 @@ def _stain_pixels(
 ) -> tuple[NDArray[np.intp], NDArray[np.intp], Numbers, Numbers]:
     """Compute the stain of nuclei in windows of `side` × `side` pixels around the centers of the nuclei.
 
-    `grain` (height, width) is the texture of chromatin. Returns four arrays with an entry for each pixel in the image
-    that a nucleus stains: the index of the nucleus in `nuclei`, the flat index of the pixel in the image, the
-    concentration of hematoxylin, and the opacity of the nucleus at the pixel, from 0 to 1.
+    `grain` (height, width) is the texture of chromatin. Returns four arrays with an entry for each pair of a nucleus
+    and a pixel in the image that this nucleus stains: the index of the nucleus in `nuclei`, the index of the pixel in
+    the flattened image, the concentration of hematoxylin, and the opacity of the nucleus at the pixel, from 0 to 1.
     """
     height, width = grain.shape
     corner_x = np.rint(nuclei.center.real).astype(int)[:, None, None] - side // 2
@@ -242,9 +239,9 @@ def _stain_pixels(
     x = offset.real
     y = offset.imag + nuclei.bend[:, new, new] * x**2 / 2 + nuclei.wave[:, new, new] * x**3
     long, short = nuclei.long_px[:, new, new], nuclei.short_px[:, new, new]
-    unit: Points = x / long + np.complex64(1j) * (y / short)
-    distance = np.abs(unit) + np.float32(1e-3)
-    outline = _outline_scale(nuclei.harmonics[..., new, new], np.asarray(unit / distance, np.complex64))
+    relative: Points = x / long + np.complex64(1j) * (y / short)  # of length 1 on the ellipse
+    distance = np.abs(relative) + np.float32(1e-3)
+    outline = _outline_scale(nuclei.harmonics[..., new, new], np.asarray(relative / distance, np.complex64))
     level = distance / outline  # 1 on the outline
     slope = np.sqrt((x / long**2) ** 2 + (y / short**2) ** 2) / (distance * outline) + np.float32(1e-3)
     depth_um = (1 - level) / slope * np.float32(spacing_um_px)  # approximate distance from the outline
@@ -279,12 +276,12 @@ def _stain_pixels(
 
 
 def _outline_scale(harmonics: NDArray[np.complexfloating], unit: NDArray[np.complexfloating]) -> Numbers:
-    """Return the distance from the center of a nucleus to its outline, divided by the distance to its ellipse.
+    """Return the ratio (distance from the center to the outline) / (distance from the center to the ellipse) of nuclei.
 
     The ellipse is the outline without irregularities. The ratio is computed for each direction in `unit`. A direction
     is a complex number of length 1, in coordinates in which the ellipse is the unit circle. The ratio is
     1 + Re Σ c_k unit^k for k = 2 to 6, limited to the range from 0.4 to 1.8. The second axis of `harmonics` contains
-    the c_k.
+    the coefficients c_k.
     """
     total = np.zeros(np.broadcast_shapes(harmonics[:, 0].shape, unit.shape), np.complex64)
     for k in range(HARMONICS - 1, -1, -1):  # Horner's method

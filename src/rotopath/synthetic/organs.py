@@ -70,16 +70,16 @@ class NucleusOutline(Outline):
 
 @dataclass(frozen=True)
 class OrganPlan:
-    """Architecture of a field, and appearance of its tissue and nuclei."""
+    """Architecture of a field, and appearance of the tissue and nuclei in the field."""
 
     depth_um: Field  # depth of each pixel: positive in epithelium, negative in stroma
-    lumen: Field  # 1 in empty lumens, 0 elsewhere
-    cells: Points  # centers of epithelial cells, x + iy in pixels
+    lumen: Field  # mask: 1 in lumens and in fat droplets, which are empty; 0 elsewhere
+    cells: Points  # centers of epithelial cells, x + iy in pixels; a cell with two nuclei has two centers
     epithelial: NucleusType  # appearance of the epithelial nuclei
     style: TissueStyle
-    stroma_cells: float = 0.4  # density of fibroblasts in stroma, from 0 (none) to 1
+    stroma_cells: float = 0.4  # density of fibroblasts in stroma, from 0 (none) to 1 (most)
     immune: float = 1.9  # threshold on random noise with standard deviation 1: the higher, the fewer lymphocytes
-    red_cells: float = 2.4  # a threshold like `immune`, for red blood cells in stroma, outside vessels
+    red_cells: float = 2.4  # the same for red blood cells in stroma outside vessels: the higher, the fewer
     vessels: int = 3  # maximum number of vessels in a field of 128 µm × 128 µm
     eccentricity_um: float = 0.0  # typical distance of nuclei from the centers of their cells
 
@@ -149,10 +149,10 @@ def render_organ_field(seed: int, organ: str, number: int, size_px: int) -> tupl
     vessels = stroma[select_spaced(stroma, 40 * PX_PER_UM)][: round(plan.vessels * (size_px / 512) ** 2)]
     stroma = drop_points_near(stroma, vessels, 7 * PX_PER_UM)
     cells = drop_points_near(cells, vessels, 8 * PX_PER_UM)
-    endothelium, course = paint_vessels(rng, canvas, vessels, values_at(fibers, vessels))
+    endothelium, tangents = paint_vessels(rng, canvas, vessels, values_at(fibers, vessels))
     shift = plan.eccentricity_um * PX_PER_UM * sample_directions(rng, len(cells)) * rng.uniform(0.3, 1.2, len(cells))
     spindles = np.concatenate([stroma, endothelium])
-    directions = np.concatenate([values_at(fibers, stroma), course])
+    directions = np.concatenate([values_at(fibers, stroma), tangents])
     nuclei = concatenate_nuclei(
         [
             sample_nuclei(rng, LYMPHOCYTE, immune, SPACING_UM_PX),
@@ -187,7 +187,7 @@ def outline_visible_nuclei(nuclei: Nuclei, size_px: int) -> tuple[NucleusOutline
 
 
 def _breast(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
-    """Sample a field of breast: solid nests of cells of various sizes, in dense stroma with lymphocytes."""
+    """Sample a field of breast: solid nests of epithelial cells in stroma with lymphocytes."""
     scale_um = rng.uniform(25, 50)
     depth = (smooth_noise(rng, shape, scale_um * PX_PER_UM) + rng.uniform(-0.4, 0.6)) * np.float32(scale_um / 2)
     radius = rng.uniform(3.6, 5.2)
@@ -219,7 +219,7 @@ def _breast(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
 
 
 def _kidney(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
-    """Sample a field of kidney with many vessels: dense tubules around small lumens, or groups of clear cells."""
+    """Sample a field of kidney: closely packed tubules with small lumens, or groups of clear cells; many vessels."""
     is_clear = rng.random() < 0.4
     depth = compartment_depth(rng, shape, rng.uniform(42, 58), 1.5 if is_clear else 2.0, PX_PER_UM)
     wall_um = rng.uniform(9, 12)
@@ -267,7 +267,7 @@ def _kidney(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
 
 
 def _liver(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
-    """Sample a field of liver: plates of large cells with round nuclei, gaps (sinusoids) between them, and some fat."""
+    """Sample a field of liver: plates of large cells with round nuclei, gaps (sinusoids) between the plates, fat."""
     ridges = np.abs(smooth_noise(rng, shape, 14 * PX_PER_UM) + 0.5 * smooth_noise(rng, shape, 7 * PX_PER_UM))
     depth = ridges * 9 - np.float32(rng.uniform(1.0, 2.2))
     cells = scatter_points(rng, shape, rng.uniform(13, 16) * PX_PER_UM, jitter=0.15)
@@ -277,7 +277,7 @@ def _liver(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
     cells = np.concatenate([cells, second_nuclei])
     fat = scatter_points(rng, shape, 26 * PX_PER_UM, jitter=0.3)
     fat = fat[rng.random(len(fat)) < rng.choice([0.02, 0.4])]
-    lumen = _fat_droplets(rng, fat, shape)
+    droplets = _fat_droplets(rng, fat, shape)
     kind = replace(
         EPITHELIAL,
         radius_um=rng.uniform(3.5, 4.2),
@@ -299,11 +299,13 @@ def _liver(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
         slits=0.8,
         looseness=0.8,
     )
-    return OrganPlan(depth, lumen, cells, kind, style, stroma_cells=0.9, immune=2.2, red_cells=0.7, eccentricity_um=0.8)
+    return OrganPlan(
+        depth, droplets, cells, kind, style, stroma_cells=0.9, immune=2.2, red_cells=0.7, eccentricity_um=0.8
+    )
 
 
 def _prostate(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
-    """Sample a field of prostate: glands in stroma, with one or two rows of nuclei around lumens with wavy edges."""
+    """Sample a field of prostate: glands in stroma. A lumen has wavy edges and one or two rows of cells around it."""
     depth = compartment_depth(rng, shape, rng.uniform(60, 95), rng.uniform(4, 10), PX_PER_UM)
     wall_um = rng.uniform(11, 16)
     cells = _cells_at_depth(rng, shape, depth, rng.uniform(4.5, 6), 6.6)
@@ -335,7 +337,7 @@ def _prostate(rng: np.random.Generator, shape: tuple[int, int]) -> OrganPlan:
     return OrganPlan(depth, _lumen(rng, depth, wall_um), cells, kind, style)
 
 
-# For each organ: a function that samples a field of `shape` (height, width).
+# By organ: a function that samples the plan of a field. Its arguments are the random generator and (height, width).
 ORGANS: dict[str, Callable[[np.random.Generator, tuple[int, int]], OrganPlan]] = {
     "breast": _breast,
     "kidney": _kidney,

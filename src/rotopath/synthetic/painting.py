@@ -26,7 +26,7 @@ from rotopath.images.files import UM_PER_INCH
 from rotopath.writing import atomic_folder
 
 Field = NDArray[np.floating]  # (height, width): a number for each pixel, in single precision
-Points = NDArray[np.complexfloating]  # (n,) or (height, width): positions, vectors or directions x + iy
+Points = NDArray[np.complexfloating]  # (n,) or (height, width): positions or directions, complex numbers x + iy
 Number = TypeVar("Number", bound=np.generic)
 
 BLURRED_NOISE_STD = 0.2821  # standard deviation of white noise after a Gaussian blur with a sigma of one pixel
@@ -37,9 +37,12 @@ FIBER_TILE_PX = 256  # side of the square of noise that `fiber_noise` repeats in
 
 
 def smooth_noise(rng: np.random.Generator, shape: tuple[int, int], scale_px: float) -> Field:
-    """Return noise (height, width) with mean 0 and standard deviation 1 that varies over about `scale_px` pixels."""
+    """Return random noise (height, width) with mean 0 and standard deviation 1.
+
+    `shape` is (height, width). `scale_px` is the approximate distance in pixels over which the values change.
+    """
     height, width = shape
-    step = max(scale_px, 1.0)  # to save time, noise with a large scale is drawn on a coarse grid and enlarged
+    step = max(scale_px, 1.0)  # to save time, noise with a large scale is sampled on a coarse grid and then enlarged
     blur = min(scale_px, 1.0)
     coarse = rng.standard_normal((int(height / step) + 7, int(width / step) + 7), np.float32)
     coarse = ndimage.gaussian_filter(coarse, blur, truncate=3.0)
@@ -47,7 +50,7 @@ def smooth_noise(rng: np.random.Generator, shape: tuple[int, int], scale_px: flo
     if step == 1.0:
         cropped: Field = coarse[3 : 3 + height, 3 : 3 + width]
         return cropped
-    left, top = rng.uniform(2.5, 3.5, 2)  # with a random offset, the coarse grid is less visible
+    left, top = rng.uniform(2.5, 3.5, 2)  # a random offset makes the coarse grid less visible
     box = (left, top, left + width / step, top + height / step)
     fine = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC, box=box)
     return np.asarray(fine, np.float32)
@@ -101,7 +104,7 @@ def scatter_points(rng: np.random.Generator, shape: tuple[int, int], spacing_px:
     """Return the points of a randomly rotated hexagonal lattice, each with a random displacement.
 
     The points are complex numbers x + iy in pixels. `spacing_px` is the distance between neighboring points of the
-    lattice. The points cover an image of `shape` (height, width) and a margin of `spacing_px` around the image.
+    lattice. The points cover an image of `shape` (height, width) and a margin around it, which is `spacing_px` wide.
     `jitter` is the standard deviation of the displacements in x and in y, divided by `spacing_px`.
     """
     height, width = shape
@@ -147,8 +150,8 @@ def drop_points_near(points: Points, others: Points, distance_px: float) -> Poin
 def select_spaced(points: Points, distance_px: float) -> NDArray[np.intp]:
     """Select points that are more than `distance_px` apart, and return their indices in ascending order.
 
-    `points` (n,) are complex numbers x + iy in pixels. A point is left out if an earlier selected point is at most
-    `distance_px` away.
+    `points` (n,) are complex numbers x + iy in pixels. Points are selected in their order. A point is left out if an
+    already selected point is at most `distance_px` away.
     """
     is_kept = np.ones(len(points), bool)
     if len(points):
@@ -233,16 +236,16 @@ class Window:
 
 @dataclass(frozen=True)
 class Scanner:
-    """Properties of a scanner and of the stains in its laboratory, from which `sample_appearance` samples.
+    """Properties of a scanner and of the stains in its laboratory. `sample_appearance` varies them at random.
 
-    A pair of numbers is a range (lowest, highest). Attributes without a comment are explained in `Appearance`.
+    A pair of numbers is a range (lowest, highest).
     """
 
     hematoxylin: tuple[float, float, float]  # relative optical densities of the dye in red, green and blue
     eosin: tuple[float, float, float]  # as for hematoxylin
-    blur_px: tuple[float, float]
-    sharpening: tuple[float, float]
-    grain: tuple[float, float]
+    blur_px: tuple[float, float]  # standard deviation of the Gaussian blur
+    sharpening: tuple[float, float]  # strength of the unsharp mask (sharpening filter)
+    grain: tuple[float, float]  # standard deviation of the sensor noise, in gray levels
     white: tuple[float, float, float] = (247, 243, 246)  # color (red, green, blue) where there is no tissue
     orange: float = 0.7  # hue of blood, from 0 (the hue of eosin) to 1 (the hue of HEMOGLOBIN)
     eosin_strength: float = 1.0  # factor that multiplies the concentration of eosin
@@ -344,7 +347,10 @@ def write_tiff(path: Path, image: NDArray[np.uint8], spacing_um_px: float) -> No
 
 
 def write_labels(path: Path, labels: NDArray[np.int32]) -> None:
-    """Write a label map (height, width), the number of the object at each pixel, as a 16-bit grayscale PNG file."""
+    """Write a label map as a 16-bit grayscale PNG file.
+
+    `labels` (height, width) contains the number of the object at each pixel; 0 means no object.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(labels.astype(np.uint16)).save(path)
 

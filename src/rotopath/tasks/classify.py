@@ -152,7 +152,7 @@ class Classify(WindowTask):
         require_every_class(self.label_names, self.image_targets(samples))
 
     def select_training_subset(self, samples: Sequence[Sample], amount: float, seed: int) -> tuple[Sample, ...]:
-        """Return the fraction `amount` of the samples of each label, at least one of each, selected at random."""
+        """Return randomly selected samples: the fraction `amount` of the samples of each label, but at least one."""
         return tuple(samples[i] for i in select_fraction(self.image_targets(samples), amount, seed))
 
     @classmethod
@@ -218,7 +218,10 @@ class Classify(WindowTask):
         return PatchEvidence(sample.name, sample.case, self.label_index(sample), probabilities)
 
     def choose_operating_point(self, evidence: Sequence[PatchEvidence], rule: str | None = None) -> dict[str, float]:
-        """Return the threshold with the highest accuracy; empty with several classes. `rule` is ignored."""
+        """Return the threshold with the highest accuracy, as {"threshold": value}. `rule` is ignored.
+
+        With several classes, there is no threshold, and the dictionary is empty.
+        """
         del rule
         labels, probabilities = _stack_evidence(evidence)
         return {"threshold": best_accuracy_threshold(labels, probabilities[:, 0])} if self.is_single else {}

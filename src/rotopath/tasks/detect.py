@@ -2,9 +2,9 @@
 
 Detections are the peaks of a smoothed probability map. A detection can be a true positive if it is at most
 `MATCH_RADIUS_UM` away from an annotated point of the same class; `rotopath.metrics.matching.match_points` describes the
-rules. Each class has its own threshold, chosen to give the highest F1 on the validation set. With a single class, the
-network has one channel. With several classes, it has a channel for each class, and a last channel for positions
-without any object.
+rules for counting true positives. Each class has its own threshold, chosen to give the highest F1 on the validation
+set. With a single class, the network has one channel. With several classes, it has a channel for each class, and a last
+channel for positions without any object.
 """
 
 import math
@@ -71,7 +71,7 @@ class FieldEvidence:
     case: str  # name of the patient; empty if unknown
     truth: Floats  # (t, 2) rows and columns of the annotated points in pixels
     truth_classes: Ints  # (t,) class indices
-    detections: Detections  # the candidates: all detections with a score of at least MIN_SCORE
+    detections: Detections  # the candidates: detections with a score of at least MIN_SCORE, see `Detect.decode`
     radius_px: float  # maximum distance between a true positive and its annotated point
 
 
@@ -193,9 +193,10 @@ class Detect(WindowTask):
     def decode(self, prediction: Prediction, point: OperatingPoint | None = None) -> Detections:
         """Return the detections at the operating point `point`, one for each object, or candidates if `point` is None.
 
-        Candidates are all peaks with a score of at least MIN_SCORE; thresholds are applied to them later. With a single
-        class, candidates are merged (see `merge`). With several classes, candidates must be merged after the thresholds
-        are applied: otherwise a candidate below the threshold of its class could remove a candidate of another class.
+        Candidates are peaks with a score of at least MIN_SCORE; thresholds are applied to them later. With a single
+        class, they are merged to one for each object (see `merge`). With several classes, they are not merged yet,
+        because a candidate below the threshold of its class could remove a candidate of another class. They must be
+        merged after the thresholds are applied.
         """
         peaks = self.find_peaks(prediction, point)
         return self.merge(peaks) if point is not None or self.is_single else peaks
@@ -203,7 +204,7 @@ class Detect(WindowTask):
     # Evaluation
 
     def collect_evidence(self, prediction: Prediction, sample: Sample) -> FieldEvidence:
-        """Return the annotated points of an image, and the candidates (see `decode`) in its predicted maps."""
+        """Return the annotated points of an image, and its candidates: peaks with a score of at least MIN_SCORE."""
         truth, classes = self.read_points(sample)
         return FieldEvidence(sample.name, sample.case, truth, classes, self.decode(prediction), self.match_radius_px)
 
@@ -345,7 +346,7 @@ class PeakFinder:
             measurements = {"score": float(score)}
             if self._has_deviation:
                 measurements["deviation"] = deviation_at[(*position.tolist(), index)]
-            # The origin of positions is the center of the first pixel; that of shapes on a slide is its corner.
+            # In `positions`, (0, 0) is the center of the first pixel. In shapes, it is the corner of the first pixel.
             row, column = (position + 0.5) * self._grid.view.level0_px
             object_class = self._task.classes[index]
             shape = Point(row, column)

@@ -43,7 +43,8 @@ from rotopath.tasks.task import Loss, Map, OperatingPoint, Scores, Task, Trainin
 
 Labels = NDArray[np.int32]
 
-PARTS = ("inside", "border", "background")  # a pixel belongs to one part; the first three channels of the network
+# Each pixel belongs to one of these parts. The first three channels of the network are their probabilities.
+PARTS = ("inside", "border", "background")
 INSIDE, BORDER, BACKGROUND = range(3)
 NO_CLASS = 255  # value of pixels outside of all objects, in target maps of classes
 BORDER_UM = 0.5  # width of the border, which belongs to the object: 2 px at 0.25 µm/px
@@ -120,8 +121,9 @@ class Segment(Task):
         self.require_regime(amount)
         if unknown := [sample.name for sample in samples if not sample.stratum]:
             raise DataError(
-                f"The regime takes images of each organ, but the organ of {unknown[0]} is not known; write the organ "
-                f"of each image in a column `organ` of the split.csv or the manifest of the dataset."
+                f"The key 'regime' selects a number of training images of each organ, but the organ of {unknown[0]} "
+                f"is not known; write the organ of each image in a column `organ` of the split.csv or the manifest of "
+                f"the dataset, or remove 'regime' from the recipe."
             )
         names = set(select_per_stratum({sample.name: sample.stratum for sample in samples}, int(amount), seed))
         return tuple(sample for sample in samples if sample.name in names)
@@ -198,7 +200,7 @@ class Segment(Task):
         The foreground consists of the pixels whose probability of background is below `point["background"]`. Seeds are
         connected groups of foreground pixels whose probability of inside is at least `point["inside"]`; groups with an
         area below MIN_SEED_UM2 are ignored. A watershed grows each seed to an object, until the objects cover the
-        foreground. A connected part of the foreground without a seed becomes one object. Objects of fewer than
+        foreground. A connected component of the foreground without a seed becomes one object. Objects of fewer than
         `point["least_px"]` pixels are removed.
         """
         return remove_small(self._grow(prediction, point["inside"], point["background"]), point["least_px"])
@@ -218,9 +220,9 @@ class Segment(Task):
         return classes
 
     def _grow(self, prediction: Prediction, min_inside: float, max_background: float) -> Labels:
-        """Return the label map (H, W) of objects that `decode` describes, including small objects.
+        """Convert predicted maps to a label map (H, W) of objects. Unlike `decode`, do not remove small objects.
 
-        `min_inside` and `max_background` are the thresholds `point["inside"]` and `point["background"]`.
+        `min_inside` and `max_background` are the values of `point["inside"]` and `point["background"]` in `decode`.
         """
         inside, border, background = (prediction.probabilities[i] for i in (INSIDE, BORDER, BACKGROUND))
         regions, count = ndimage.label(background < max_background)
@@ -271,7 +273,8 @@ class Segment(Task):
         """Return F1 and PQ over all objects, and AJI, AJI+ and Dice averaged over images.
 
         F1 and AJI have 95 % confidence intervals. These scores ignore the classes of objects. With several classes, the
-        entry "classes" contains F1 and PQ of each class, computed from the objects of this class only.
+        entry "classes" contains F1 and PQ of each class, computed from the objects of this class only. "macro_f1" and
+        "macro_pq" are then the means of F1 and PQ over the classes.
         """
         overlap_rule = cast(OverlapRule, self.resolve_rule(rule))
         images: list[ImageCase] = []  # only names are kept, because the maps of all images may not fit in memory
@@ -342,7 +345,8 @@ class Segment(Task):
 class InstanceFinder:
     """Find the objects of a slide tile by tile. Objects in regions that cross tile borders are found at the end.
 
-    A region is a connected part of the foreground (see `Segment.decode`). A region may contain several objects.
+    The foreground consists of the pixels whose probability of background is below `point["background"]`. A region is a
+    connected component of the foreground, and may contain several objects.
     """
 
     def __init__(self, task: Segment, grid: Grid, point: OperatingPoint, folder: Path) -> None:
@@ -407,9 +411,10 @@ def part_map(labels: NDArray[np.integer], border_px: int = 2) -> Bytes:
 def balancing_weights(maps: Iterable[Bytes], names: Sequence[str]) -> NDArray[np.float32]:
     """Return a weight for each class in `names`, so that all classes contribute equally to the mean loss.
 
-    `maps` are arrays (H, W) with the index of the class of each pixel, or NO_CLASS. The classes may also be the three
-    parts of objects. The weight of a class is the number of all pixels, including those with NO_CLASS, divided by the
-    number of classes and by the number of pixels of the class. Raises DataError if a class has no pixel.
+    `maps` are arrays (H, W) with the index of the class of each pixel, or NO_CLASS. The three parts (inside, border,
+    background) may take the place of the classes. The weight of a class is the number of all pixels, including those
+    with NO_CLASS, divided by the number of classes and by the number of pixels of the class. Raises DataError if a
+    class has no pixel.
     """
     counts = np.zeros(NO_CLASS + 1)
     for target in maps:

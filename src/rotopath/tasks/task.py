@@ -87,7 +87,7 @@ class Task(ABC):
     # A kind may change these defaults
     default_batch: ClassVar[int] = 64  # windows per batch
     default_spacing_um_px: ClassVar[float] = 0.5  # pixel spacing if the recipe sets none
-    # What is rotated to measure robustness: windows, or fields (annotated images, each with maps of many positions)
+    # Inputs that are rotated to measure robustness: windows, or fields (annotated images, for which maps are predicted)
     robustness_inputs: ClassVar[Literal["windows", "fields"]] = "windows"
     rules: ClassVar[tuple[str, ...]] = ()  # names of the rules for counting true positives; the first is the default
     regime_unit: ClassVar[str] = "images"  # unit of a regime, which is a reduced amount of training data
@@ -189,7 +189,7 @@ class Task(ABC):
         """Raise DataError if the task cannot be learned from the training samples. By default, nothing is checked."""
 
     def check_window(self, window: TrainingWindow) -> None:  # noqa: B027  # optional, so not abstract
-        """Raise DataError if the outputs of a network do not fit the task. By default, nothing is checked."""
+        """Raise DataError if the task cannot use a network's outputs in a window. By default, nothing is checked."""
 
     # Regimes: training with a reduced amount of data
 
@@ -203,9 +203,9 @@ class Task(ABC):
 
     @classmethod
     def check_regime(cls, amount: float) -> str | None:
-        """Check whether `amount` is a valid amount of training data for a regime.
+        """Return None if `amount` is valid, otherwise a description of the valid amounts.
 
-        Returns None if `amount` is valid, otherwise a description of valid amounts, such as "a whole number of images".
+        `amount` is the amount of training data of a regime. An example of a description is "a whole number of images".
         """
         is_whole = amount >= 1 and float(amount).is_integer()
         return None if is_whole else f"a whole number of {cls.regime_unit}"
@@ -218,7 +218,10 @@ class Task(ABC):
     def require_regime(self, amount: float) -> None:
         """Raise DataError if `amount` is not a valid amount of training data for a regime."""
         if expected := self.check_regime(amount):
-            raise DataError(f"The regime (amount of training data) of {self.name} must be {expected}; got {amount:g}.")
+            raise DataError(
+                f"For the task {self.name}, the key 'regime' (amount of training data) must be {expected}; got "
+                f"{amount:g}."
+            )
 
     # Training
 
@@ -266,9 +269,9 @@ class Task(ABC):
         raise DataError(f"Hard examples cannot be mined for tasks of the kind {self.kind!r}; set mining=false.")
 
     def examples_for_sampler(self, examples: Ints) -> Ints:
-        """Convert an array of hard examples to the argument `mined` of `make_sampler`. By default, do not change it.
+        """Convert an array of hard examples to the argument `mined` of `make_sampler`.
 
-        `examples` (k, 3) has the columns image index, row and column.
+        `examples` (k, 3) has the columns image index, row and column. By default, it is returned unchanged.
         """
         return examples
 
@@ -368,7 +371,7 @@ class Task(ABC):
         return foreground
 
     def foreground_deviation(self, deviations: Map) -> Map:
-        """Convert standard deviations over rotations (K, h, w) to one map (h, w); by default, the largest of the K."""
+        """Convert standard deviations over rotations (K, h, w) to one map (h, w): by default, the maximum over K."""
         largest: Map = deviations.max(axis=0)
         return largest
 

@@ -49,7 +49,7 @@ Row = dict[str, float]  # one row of the log: from column name to value
 
 
 def prepare_folder(folder: Path, recipe: Recipe, dataset: Dataset) -> None:
-    """Create the folder of a new run, or check that an existing folder contains this run and that it is unfinished.
+    """Create the folder of a new run, or check that an existing folder contains this run, still unfinished.
 
     A new folder gets the recipe and the provenance. An existing run must have the same data and the same recipe, except
     for keys that do not change the result, such as `devices`. Raises RunError if the run differs, if it is finished, or

@@ -29,7 +29,7 @@ from rotopath.recipe import Recipe
 from rotopath.training.checkpoint import LOG_EVERY_STEPS, RunRecorder
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm  # GroupBatchNorm2d is a BatchNorm3d
-DDP_TIMEOUT = timedelta(hours=12)  # longest wait of other processes while the first mines hard examples or scores
+DDP_TIMEOUT = timedelta(hours=12)  # longest wait for the first process, which mines hard examples and scores the model
 
 
 # Processes

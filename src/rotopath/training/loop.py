@@ -201,9 +201,10 @@ def make_loss(plan: TrainingPlan) -> Loss:
 def _prepare_hard_examples(plan: TrainingPlan, loss: Loss, folder: Path, on_progress: OnProgress) -> Ints | None:
     """Return the hard examples as an array for the sampler, or None if the recipe has no table `[mining]`.
 
-    `index_hard_examples` describes the array. If the run folder `folder` has no file `mined.csv` yet, this function
-    first trains a baseline network in the subfolder `baseline`. It then writes the worst mistakes of this network on
-    the training samples, which are the hard examples, to `mined.csv`.
+    The array (n, 3) has the columns image index, row and column; for tasks that classify whole images, the array (n,)
+    contains only the image index. If the run folder `folder` has no file `mined.csv` yet, this function first trains a
+    baseline network in the subfolder `baseline`. It then writes the worst mistakes of this network on the training
+    samples, which are the hard examples, to `mined.csv`.
     """
     mining = plan.recipe.mining
     if mining is None:

@@ -100,8 +100,8 @@ class LayerPlan:
     """Description of a layer of the new network, from which the layer is built later.
 
     `layer` is the corresponding layer of the plain network. `reads` and `returns` are the kinds of the new layer's
-    input and output. `inputs` and `outputs` are the channels of its input and output (`layer_channels`). The numbers of
-    channels are not chosen yet (`Width`).
+    input and output. `inputs` and `outputs` are its input channels and output channels, as `layer_channels` returns
+    them: tuples of `Width`, whose numbers of channels are not chosen yet.
     """
 
     layer: nn.Module
@@ -127,7 +127,10 @@ class Converter:
                 self.channels[node] = self._propagate_channels(node, operation)
 
     def choose_widths(self, keep: str) -> dict[Width, int]:
-        """Return the number of channels chosen for each `Width`. `keep` is the option of `equivariant`."""
+        """Choose the number of channels for each `Width`, and return these numbers.
+
+        `keep` is the option of `equivariant`: "weights", "channels" or "maps".
+        """
         n = self.options.order
         widths = list(dict.fromkeys(w for p in self.plans.values() for w in resolve_parts(p.inputs + p.outputs)))
         if keep == "channels":
@@ -178,7 +181,7 @@ class Converter:
 
         If the node calls a layer, also add the plan of this layer to `plans`. If the node combines several inputs
         elementwise, for example in a sum, also require equal numbers of channels of these inputs (`tie`). If the node
-        is the output of the network, also keep the plain network's numbers of channels for its inputs (`_fix`).
+        returns the output of the network, also keep the plain network's numbers of channels for this output (`_fix`).
         """
         sources = [source for source in node.all_input_nodes if self.kinds[source] is not ValueKind.NUMBER]
         if self.kinds[node] is ValueKind.NUMBER or operation.role == "placeholder":
@@ -275,14 +278,14 @@ class Converter:
 class GraphRewriter:
     """Write the graph of the converted network.
 
-    An old node is a node of the traced graph; a new node is a node of the converted graph. `paths` maps each old node
-    that calls a layer to the path of the new layer. `layers` maps each path to the new layer. `projections` maps each
-    old node whose features are projected to the `Project` layer that projects them.
+    An old node is a node of the traced graph; a new node is a node of the converted graph. `paths` contains, for each
+    old node that calls a layer, the path of the new layer. `layers` contains the new layer for each path. Some old
+    nodes return features that must be projected. For each of these nodes, `projections` contains a `Project` layer.
 
-    While the graph is written, `values` maps each old node to its new value: the new node that computes the
+    While the graph is written, `values` contains the new value of each old node: the new node that computes the
     corresponding output. If the output is the size of features, or a slice of this size, the new value is a tuple with
-    one new node for each axis. `projected` maps each old node whose features are projected to the new node that
-    calls the `Project` layer. Nodes of kind `ValueKind.PLAIN` read the projected values instead of the features.
+    one new node for each axis. For each old node in `projections`, `projected` contains the new node that calls the
+    `Project` layer. Nodes of kind `ValueKind.PLAIN` read the projected values instead of the features.
     """
 
     def __init__(
@@ -318,7 +321,8 @@ class GraphRewriter:
     def _finish_before_pools(self) -> None:
         """Insert a call of `finish` after each node whose output is read by a pool and by other nodes.
 
-        Without this call, the operations before the pool may be computed once for each of these nodes (`nn.fuse`).
+        `finish` computes operations that `rp.nn.fuse` has deferred, such as a norm and a ReLU. Without this call, these
+        operations may be computed several times: once for each node that reads their output.
         """
         for features in list(self.graph.nodes):
             if len(features.users) > 1 and any(
@@ -398,8 +402,8 @@ def _classify_nodes(module: nn.Module) -> dict[fx.Node, Operation]:
     graph, other = (trace_graph(module.train(mode), "equivariant") for mode in (True, False))
     if _describe_graph(graph) != _describe_graph(other):
         raise ValueError(
-            f"equivariant cannot convert {type(module).__name__}, because its forward() differs between training and "
-            f"evaluation mode; use the same code for both modes (dropout layers are supported)."
+            f"equivariant() cannot convert {type(module).__name__}, because its forward() differs between training "
+            f"and evaluation mode; use the same code for both modes (dropout layers are supported)."
         )
     operations = {}
     for node in graph.nodes:
@@ -445,11 +449,11 @@ def _naming_node(node: fx.Node) -> Iterator[None]:
     except ValueError as error:
         name = str(node.target) if node.op in ("call_module", "get_attr") else node.name
         scope = f" in {scope_of(node)}" if scope_of(node) and node.op != "call_module" else ""
-        raise ValueError(f"equivariant cannot convert {name!r}{scope}: {str(error).rstrip('.')}.") from None
+        raise ValueError(f"equivariant() cannot convert {name!r}{scope}: {str(error).rstrip('.')}.") from None
 
 
 def _expect_choice(name: str, value: object, options: tuple[str, ...]) -> None:
     if value not in options:
         raise ValueError(
-            f"The option {name!r} of equivariant must be {' or '.join(map(repr, options))}; got {value!r}."
+            f"The option {name!r} of equivariant() must be {' or '.join(map(repr, options))}; got {value!r}."
         )

@@ -35,7 +35,8 @@ from rotopath.nn import (
 )
 from rotopath.nn.project import Projection
 
-# Fraction of the target number of weights. For larger differences from the target, `fit_widths` widens single layers.
+# Fraction of the target number of weights. If the number of weights differs from the target by more than this fraction,
+# `fit_widths` adds channels to single layers.
 WEIGHTS_TOLERANCE = 0.02
 SCALE_FACTORS = 400  # number of steps between the smallest and the largest common factor that `fit_widths` tries
 
@@ -76,8 +77,8 @@ class Width:
     def scaled(self, factor: float) -> int:
         """Return the number of channels in the converted network for the common factor `factor`.
 
-        This number is `plain` · `factor`, rounded to a multiple of `multiple`. If `fixed` is True or `scales` is False,
-        it is `plain`.
+        This number is `factor` times the number of channels in the plain network, rounded to a multiple of `multiple`.
+        If the factor does not apply (`fixed` is True or `scales` is False), it is the number in the plain network.
         """
         if self.fixed or not self.scales:
             return self.plain
@@ -292,14 +293,16 @@ def _build_conv(
     """Build the counterpart of a convolution or transposed convolution, with the arguments of `build_counterpart`.
 
     A transposed convolution becomes bilinear up-sampling followed by a convolution. With the option `strides="pool"`, a
-    convolution may become a convolution with stride 1 and a mean pool (`equivariant`).
+    convolution that does not accept all multiples of its stride as height and width becomes a convolution with stride 1
+    and a mean pool.
     """
     bias = layer.bias is not None
     if returns is not ValueKind.FEATURES:
         if isinstance(layer, nn.ConvTranspose2d) or max(layer.kernel_size) > 1 or max(layer.stride) > 1:
             raise ValueError(
-                "it reads neighboring pixels of values that have no orientations; move it before operations that "
-                "remove orientations (such as softmax, or a concatenation or sum of the image with features)"
+                "it reads values that have no orientations, for which only 1 × 1 convolutions with stride 1 are "
+                "equivariant; move it before operations that remove orientations (such as softmax, or a concatenation "
+                "or sum of the image with features)"
             )
         groups = _group_count(layer, inputs)
         return nn.Conv2d(inputs, outputs, 1, groups=groups, bias=bias, **_device_and_dtype(layer))

@@ -56,12 +56,12 @@ GLOBAL_POOLS = {"mean": nn.AdaptiveAvgPool2d, "amax": nn.AdaptiveMaxPool2d}  # m
 PLAIN_FUNCTIONS = ("softmax", "log_softmax", "argmax", "squeeze", "normalize")  # for values without orientations
 FLATTEN_FUNCTIONS = ("flatten", "view", "reshape")
 PLAIN_ROLES = ("flatten", "linear", "plain", "output")  # roles that need values without orientations
-# Roles that are equivariant both before and after the projection.
+# Roles of operations that are equivariant both before and after the projection.
 MOVABLE_ROLES = ("pointwise", "dropout", "norm", "adaptive", "resize", "pad", "crop")
 
 
 class ValueKind(Enum):
-    """Kind of the value that a node returns."""
+    """What a node of the graph returns: an image, SE(2) features, values without orientations, or a number."""
 
     IMAGE = "image"  # an image, or maps computed from it before lifting
     FEATURES = "features"  # SE(2) features, with an orientation axis
@@ -136,24 +136,24 @@ def classify_node(node: fx.Node, model: nn.Module) -> Operation:
 def assign_kinds(operations: Mapping[fx.Node, Operation]) -> dict[fx.Node, ValueKind]:
     """Return the kind of each node's output, which determines where images are lifted and features are projected.
 
-    The first convolutions that are not 1 × 1 (`is_pointwise_conv`) lift images to features. The projection comes as
-    late as possible: before operations that need values without orientations, such as `Linear`, or before the output.
-    There are two exceptions:
+    A convolution that reads an image lifts it to features, unless the convolution is 1 × 1 with stride 1 and without
+    padding. The projection comes as late as possible: before operations that need values without orientations, such as
+    `Linear`, or before the output. There are two exceptions:
 
     - An adaptive pool near the end, such as a mean over all positions, comes after the projection. The orientations are
       then reduced at each position separately.
-    - In a network without `Linear`, the last 1 × 1 convolution comes after the projection, because this convolution is
-      the classifier.
+    - A 1 × 1 convolution near the end comes after the projection if no other convolution and no `Linear` follows it,
+      because this convolution is then the classifier.
 
     Raises ValueError if no convolution lifts the image.
     """
     kinds: dict[fx.Node, ValueKind] = {}
     for node, operation in operations.items():
-        kinds[node] = _earliest_kind(node, operation, kinds)
+        kinds[node] = _kind_if_projected_late(node, operation, kinds)
     if ValueKind.FEATURES not in kinds.values():
         raise ValueError(
-            "equivariant needs a convolution larger than 1×1 that reads the image, but the module has none; add one, "
-            "or use the module without conversion."
+            "equivariant() needs a convolution larger than 1×1 that reads the image, but the module has none; add such "
+            "a convolution, or use the module without conversion."
         )
     for node in reversed(kinds):
         is_last = all(kinds[user] is ValueKind.PLAIN for user in _value_users(node, kinds))
@@ -163,11 +163,11 @@ def assign_kinds(operations: Mapping[fx.Node, Operation]) -> dict[fx.Node, Value
     return kinds
 
 
-def _earliest_kind(node: fx.Node, operation: Operation, kinds: Mapping[fx.Node, ValueKind]) -> ValueKind:
-    """Return the kind of a node's output if the projection comes as late as possible, without exceptions.
+def _kind_if_projected_late(node: fx.Node, operation: Operation, kinds: Mapping[fx.Node, ValueKind]) -> ValueKind:
+    """Return the kind of a node's output if the projection comes as late as possible.
 
-    `assign_kinds` then applies its two exceptions with `_find_head`. `kinds` contains the kinds of all nodes before
-    this node in the graph.
+    The result does not include the two exceptions of `assign_kinds`. `kinds` contains the kinds of the outputs of all
+    nodes before this node in the graph.
     """
     input_kinds = {kinds[source] for source in node.all_input_nodes} - {ValueKind.NUMBER}
     if operation.role in ("size", "constant"):
@@ -189,7 +189,7 @@ def _find_head(
 
     `last` is a node directly before a projection. The list starts with `last` and goes backward through the graph: each
     further node computes the input of the node before it in the list. The list ends with the adaptive pool or the
-    classifier. If both are moved, it ends with the one that the network calls first.
+    classifier (the last 1 × 1 convolution). If both are moved, it ends with the one that the network calls first.
     """
     has_classifier = any(_is_linear_map(operations[node]) for node in _descendants(last) if node in operations)
     chain: list[fx.Node] = []
@@ -242,7 +242,10 @@ def _classify_layer(layer: nn.Module) -> Operation:
                     "its weights are parametrized; call torch.nn.utils.parametrize.remove_parametrizations first"
                 )
             if isinstance(layer, nn.Flatten) and (layer.start_dim, layer.end_dim) != (1, -1):
-                raise ValueError("it must flatten all axes except the batch axis; use Flatten()")
+                raise ValueError(
+                    f"it flattens axes {layer.start_dim} to {layer.end_dim}, but it must flatten all axes except the "
+                    f"batch axis; use Flatten()"
+                )
             if getattr(layer, "return_indices", False):
                 raise ValueError("it returns indices, which is not supported; use return_indices=False")
             if role == "resize":

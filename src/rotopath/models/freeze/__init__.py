@@ -117,8 +117,8 @@ def simplify(module: fx.GraphModule) -> None:
     - Each ReLU directly before max pools is moved after the pools, where there are fewer values to process.
     - A ReLU overwrites its input if the input is a new tensor that no other node reads.
 
-    If the module has parameters with another dtype than a `Scale2d` that is not folded, the output of the `Scale2d` is
-    cast to the dtype of its input.
+    A `Scale2d` that is not folded is followed by a cast, if the module has parameters with another dtype than this
+    `Scale2d`. The cast returns the output of the `Scale2d` in the dtype of the `Scale2d`'s input.
     """
     dtypes = {parameter.dtype for parameter in module.parameters()}
     for node in reversed(module.graph.nodes):
@@ -146,8 +146,8 @@ def simplify(module: fx.GraphModule) -> None:
 def _fold_into_conv(module: fx.GraphModule, node: fx.Node, scale: Scale2d) -> bool:
     """Fold `scale`, the layer that `node` calls, into the convolution directly before `node`, and return True.
 
-    If there is no convolution directly before `node`, or if other nodes read its output too, change nothing and return
-    False.
+    If there is no convolution directly before `node`, or if other nodes read the output of this convolution too, change
+    nothing and return False.
     """
     source = node.args[0]
     assert isinstance(source, fx.Node)
@@ -170,7 +170,10 @@ def _cast_to_input_dtype(module: fx.GraphModule, node: fx.Node) -> None:
 
 
 def _move_after_max_pools(module: fx.GraphModule, relu: fx.Node) -> None:
-    """Move a ReLU after the max pools that directly follow it, if no other node reads the values that change."""
+    """Move a ReLU after the max pools that directly follow it, if no other node reads the input or output of the ReLU.
+
+    Afterwards, the pools read values before the ReLU, and the ReLU returns what the last pool returned before.
+    """
     source, layer = relu.args[0], _get_layer(module, relu)
     assert isinstance(source, fx.Node)
     assert isinstance(layer, nn.ReLU)

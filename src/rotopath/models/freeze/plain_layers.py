@@ -130,7 +130,7 @@ def fold_scale(conv: nn.Conv2d, scale: "Scale2d") -> nn.Conv2d:
 
 
 def is_traced_or_exported() -> bool:
-    """Return whether torch.jit.trace or torch.export records the running code, which then must not check sizes."""
+    """Return whether torch.jit.trace or torch.export records the running code. Recorded code must not check sizes."""
     return bool(is_tracing()) or torch.compiler.is_exporting()  # type: ignore[no-untyped-call]
 
 
@@ -177,7 +177,8 @@ class BlurredPool2d(nn.Module):
 
     `stride` and `padding` are in px. `mode` is "max", "mean" or "rms" (root mean square). `taps` (n,) are the weights
     of the blur filter along one axis; None means no blur. With a blur, there is a window at every pixel, and the
-    results are blurred and then subsampled with the stride.
+    results are blurred and then subsampled with the stride. For "rms", the square root is computed last, after the
+    blur.
     """
 
     taps: Tensor
@@ -263,8 +264,9 @@ def _plain_conv(layer: LiftConv2d | GroupConv2d, in_channels: int) -> nn.Conv2d:
     """Return a plain convolution whose weights are the rotated kernels of `layer`.
 
     The plain convolution has `in_channels` input channels and C'·N output channels, where C' is the number of output
-    channels of `layer`, and N the length of its orientation axis. If `layer` has a mean pool (`pool`), the kernels
-    contain it, and the plain convolution has its stride.
+    channels of `layer`, and N the length of its orientation axis. If `layer` includes a mean pool (argument `pool`),
+    the weights of the plain convolution are averaged kernels, which include this pool, and its stride is that of the
+    pool.
     """
     kernels = layer.kernels().detach()
     conv = nn.Conv2d(

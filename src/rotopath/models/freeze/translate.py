@@ -46,9 +46,10 @@ class Translator:
     `freeze_network` is a function that freezes one of the paper's networks. It is called for each network of the paper
     inside the module.
 
-    `networks` maps each old node that calls a network of the paper to the frozen network. `values` maps each old node
-    to its new value, which replaces its output in the new graph: a new node, a number, or a tuple of new nodes and
-    numbers (the size of SE(2) features). `orientations` maps each old node that returns SE(2) features to their N.
+    For each old node that calls a network of the paper, `networks` contains the frozen network. For each old node,
+    `values` contains the new value, which replaces the output of the old node in the new graph: a new node, a number,
+    or a tuple of new nodes and numbers (the size of SE(2) features). For each old node that returns SE(2) features,
+    `orientations` contains N of these features.
     """
 
     def __init__(self, model: nn.Module, freeze_network: Callable[[ArchitectureNetwork], nn.Module]) -> None:
@@ -72,7 +73,7 @@ class Translator:
                 self.values[node] = getattr(self, f"_translate_{node.op}")(node)
             except ValueError as error:
                 scope = f" in {scope_of(node)}" if scope_of(node) else ""
-                raise ValueError(f"freeze cannot translate {node.name!r}{scope}: {str(error).rstrip('.')}.") from None
+                raise ValueError(f"freeze() cannot translate {node.name!r}{scope}: {str(error).rstrip('.')}.") from None
         return fx.GraphModule(self.layers, self.graph, f"Frozen{type(self.model).__name__}")
 
     # `translate` calls the next six methods by name. There is one method for each type of old node (`node.op`). Each
@@ -130,7 +131,9 @@ class Translator:
             return self._call_relu(node, orientations, bool(in_place))
         if orientations is None:
             if node.target is concatenate:
-                raise ValueError("concatenate expects SE(2) features, but got images or projected maps; use torch.cat")
+                raise ValueError(
+                    "rp.nn.concatenate() expects SE(2) features, but got images or projected maps; use torch.cat()"
+                )
             return self.graph.node_copy(node, self._new)
         if node.target is concatenate or node.target in CONCATENATIONS:
             return self._concatenate(node, orientations)
@@ -241,8 +244,8 @@ class Translator:
         N is a number. B, C, H and W are new nodes that compute these sizes from the tensor (B, C·N, H, W).
         """
         n = self.orientations[node]
-        batch, columns, height, width = (self.graph.call_method("size", (self._new(node), i)) for i in range(4))
-        return batch, self.graph.call_function(operator.floordiv, (columns, n)), n, height, width
+        batch, maps, height, width = (self.graph.call_method("size", (self._new(node), i)) for i in range(4))
+        return batch, self.graph.call_function(operator.floordiv, (maps, n)), n, height, width
 
     # Properties of old nodes
 
