@@ -52,7 +52,7 @@ def channels_last_strides(shape: Sequence[int]) -> tuple[int, int, int, int, int
 def empty_features(shape: Sequence[int], like: Tensor) -> Tensor:
     """Allocate channels-last features of a shape (B, C, N, H, W), with the data type and the device of `like`.
 
-    They are not a view of another tensor, because in-place operations would copy a view.
+    The result is not a view of another tensor. Autograd would copy a view whenever a user changes it in place.
     """
     return like.new_empty_strided(shape, channels_last_strides(shape))
 

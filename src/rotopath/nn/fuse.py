@@ -309,7 +309,10 @@ def _activation(name: str, in_place: bool = False) -> Callable[..., Tensor | Non
 
 
 def _add(x: Tensor, other: Any, *, alpha: float = 1) -> Tensor | None:
-    """Defer a sum if one of its terms is deferred and the other one can be its residual, otherwise return None."""
+    """Return x + alpha · other as a deferred tensor, or None if torch must compute the sum.
+
+    The sum is deferred if alpha is 1, and if the operations of one term can be followed by the addition of the other.
+    """
     if alpha != 1 or x is other or not isinstance(other, Tensor):
         return None
     if (x.shape, x.dtype, x.device) != (other.shape, other.dtype, other.device):
@@ -325,7 +328,7 @@ def _add(x: Tensor, other: Any, *, alpha: float = 1) -> Tensor | None:
 
 
 def _add_in_place(x: Tensor, other: Any, *, alpha: float = 1) -> Tensor | None:
-    """Defer the sum `x += other` if x is deferred. Otherwise return None, because x must be changed."""
+    """Return x after `x += alpha · other` as a deferred tensor, or None if torch must change the values of x."""
     state = _unfinished_state_of(x)
     result = None if state is None else _add(x, other, alpha=alpha)
     if state is not None and result is not None and state.finished is None:

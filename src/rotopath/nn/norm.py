@@ -366,7 +366,11 @@ def _compute_statistics_on_cpu(x: Tensor, norm: nn.BatchNorm3d) -> Tensor:
 def _apply_on_cpu(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, statistics: Tensor, options: _Options
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the output, the pooled input maps (B, C·N, H', W'), and the positions that the pool selected, if any."""
+    """Return the output of batch norm, residual sum, activation and max pooling, and two tensors for the gradients.
+
+    These are the input maps after the pool (B, C·N, H', W'), because the pool is computed first, and the positions that
+    the pool selected, of the same shape. Without a pool, they are the input maps and None.
+    """
     n, maps = x.shape[2], merge_orientations(x)
     mean, inverse_std = statistics
     scale = weight * inverse_std

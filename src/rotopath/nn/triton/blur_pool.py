@@ -344,11 +344,12 @@ def _forward_kernel(
     NORM: tl.constexpr, N: tl.constexpr, S: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the outputs of ROWS strips, for one chunk of blocks: those from `start` to `stop` - 1, top to bottom.
+    """Write the outputs of ROWS strips, for one chunk of blocks, from top to bottom.
 
-    A block is S × S pixels and has one output. A strip is two blocks wide, because the outputs of both, `left` and
-    `right`, read many pixels in common. The filter of an output also covers the neighboring blocks, so the blocks just
-    above and below the chunk are read too. `eps` is the ε in the output √(m + ε) - √ε.
+    A block is S × S pixels and has one output. The chunk has the blocks from `start` to `stop` - 1. A strip is two
+    blocks wide: `left` is the position of the left block in the image. The outputs of both blocks read many pixels in
+    common. The filter of an output also covers the neighboring blocks, so the blocks just above and below the chunk are
+    read too. An output is √(m + ε) - √ε for its mean square m, and `eps` is ε.
     """
     columns = columns // UNIT * UNIT  # the same number; tells the compiler a divisor, so that it vectorizes loads
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -5,21 +5,21 @@ lifting, batch norm, ReLU and pool of the first stage of a network. With a max p
 features, which are the largest tensor of the network.
 
 Method: in training, batch norm needs the mean and the variance of the lifted features before the output can be
-computed. A lifted value is a sum of products of a kernel and an image patch (see `patches`). The mean and the variance
-therefore follow from the kernels and the *moments* of the images: for each pair of taps of a patch, the sum of their
-product over all patches. The gradients need the moments too. The moments are in float64, because the variance is a
-small difference of large numbers.
+computed. A kernel covers a *patch* of the image: k × k pixels with C' channels. These k·k·C' values are the *taps* of
+the patch. A lifted value is the sum of taps times weights of a kernel. The mean and the variance therefore follow from
+the kernels and the *moments* of the images: for each pair of taps, the sum of their product over all patches. The
+gradients need the moments too. The moments are in float64, because the variance is a small difference of large numbers.
 
 Sizes: C' input channels, kernels of k × k pixels, C output channels, N orientations. H and W are the height and the
-width of the tensor that is described; lifting reduces both by k - 1. T is k·k·C' + 1, rounded up to the size of one or
-two tiles: k·k·C' taps, a constant tap of 1, and unused taps.
+width of the tensor that is described; lifting reduces both by k - 1. T is the number of taps of a patch as the Triton
+kernels count them: the k·k·C' values, then a *constant tap* of 1, then unused taps up to a size that Triton supports
+(`patches._split_taps`).
 
 Arguments of the Triton kernels; all arrays are contiguous:
 
-- `kernels`: the convolution kernels, flattened to (C·N, k·k·C'). In all other functions of this file, this array is
-  called `taps`, and `kernels` are (C·N, C', k, k).
+- `flat_kernels`: the convolution kernels, flattened from (C·N, C', k, k) to (C·N, k·k·C').
 - `columns`: C·N, the length of the last axis of features (B, H, W, C·N). A *column* is an entry of this axis, that is,
-  one channel at one orientation. The row of `kernels` with the same index computes it.
+  one channel at one orientation. The row of `flat_kernels` with the same index computes it.
 - `taps`: the number k·k·C', which is also the index of the constant tap.
 - `patches`: the number of all patches of the batch, B·H·W for lifted features with height H and width W.
 - `moments`: the moments (T, T). STRIDE is this T.
@@ -28,7 +28,7 @@ Arguments of the Triton kernels; all arrays are contiguous:
 - `scale`, `shift`: the same batch norm for each column (C·N,), as scale · value + shift.
 - `batches`, `running_mean`, `running_variance`: number of batches and running statistics of the batch norm, or None.
 - `sums`: results (T, C·N) of `patches.sum_products`, for the gradient with respect to the output of batch norm.
-- `d_kernels`, `d_weight`, `d_bias`: gradients of the loss with respect to kernels, weight and bias.
+- `d_flat_kernels`, `d_weight`, `d_bias`: gradients of the loss with respect to `flat_kernels`, weight and bias.
 
 One program processes one channel with its N orientations. N_BLOCK and TAPS are N and `taps`, rounded up to powers of 2.
 """
@@ -60,9 +60,7 @@ class Statistics(NamedTuple):
     normalization: Tensor  # (2, C): mean and inverse standard deviation, in float64
     scale_shift: Tensor  # (2, C·N): batch norm of each column as scale · value + shift
     # For the backward pass; None for running statistics:
-    moments: Tensor | None = (
-        None  # (T, T): for each pair of taps, the sum of their product over all patches, in float64
-    )
+    moments: Tensor | None = None  # (T, T): sums over patches of the products of all pairs of taps, in float64
     products: Tensor | None = None  # (C·N, T): kernels times moments, in float64
 
 
@@ -179,14 +177,14 @@ class Lift(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, kernels: Tensor) -> Tensor:
         ctx.save_for_backward(x)
         ctx.like = kernels.new_empty(0, *kernels.shape[1:])  # empty: keeps only the shape and the data type
-        return patches.lift(x, _to_taps(kernels, x))
+        return patches.lift(x, _flatten_kernels(kernels, x))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         products = patches.sum_products(x, gradients[0], ctx.like.shape[-1])
-        return None, _to_kernels(products[: math.prod(ctx.like.shape[1:])].t(), ctx.like)
+        return None, _unflatten_kernels(products[: math.prod(ctx.like.shape[1:])].t(), ctx.like)
 
 
 class LiftNormReluPool(torch.autograd.Function):
@@ -199,12 +197,12 @@ class LiftNormReluPool(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, kernels: Tensor, weight: Tensor, bias: Tensor, statistics: Statistics, pool: Pool
     ) -> Tensor:
-        taps = _to_taps(kernels, x)
+        flat_kernels = _flatten_kernels(kernels, x)
         mean_std, scale_shift, moments, products = statistics
         parameters = (*(mean_std.float() if isinstance(pool, Filter) else mean_std), weight, bias)
-        y, *kept = _apply(x, taps, parameters, scale_shift, pool, for_backward=moments is not None)
+        y, *kept = _apply(x, flat_kernels, parameters, scale_shift, pool, for_backward=moments is not None)
         if moments is not None:
-            ctx.save_for_backward(x, taps, weight, bias, moments, mean_std, products, *kept)
+            ctx.save_for_backward(x, flat_kernels, weight, bias, moments, mean_std, products, *kept)
         side = kernels.shape[-1]
         ctx.like, ctx.pool = kernels.new_empty(0, *kernels.shape[1:]), pool
         ctx.count = x.shape[0] * (x.shape[2] - side + 1) * (x.shape[3] - side + 1)
@@ -213,7 +211,7 @@ class LiftNormReluPool(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, taps, weight, bias, moments, normalization, products, *kept = ctx.saved_tensors
+        x, flat_kernels, weight, bias, moments, normalization, products, *kept = ctx.saved_tensors
         gradient, side = gradients[0].contiguous(), ctx.like.shape[-1]
         if isinstance(ctx.pool, Filter):
             lifted, y = kept
@@ -223,36 +221,36 @@ class LiftNormReluPool(torch.autograd.Function):
             sums = patches.sum_products(x, gradient.flatten(-2), side)
         else:
             sums = patches.sum_products(x, gradient, side, ctx.pool, *kept)
-        d_taps = torch.empty_like(taps, dtype=ctx.like.dtype)
+        d_flat_kernels = torch.empty_like(flat_kernels, dtype=ctx.like.dtype)
         d_weight, d_bias = torch.empty_like(weight), torch.empty_like(weight)
-        columns, tap_count = taps.shape
+        columns, taps = flat_kernels.shape
         n = columns // len(weight)
         _gradients_kernel[len(weight),](
             sums=sums,
             moments=moments,
-            kernels=taps,
+            flat_kernels=flat_kernels,
             weight=weight,
             mean=normalization[0],
             inverse_std=normalization[1],
             products=products,
-            d_kernels=d_taps,
+            d_flat_kernels=d_flat_kernels,
             d_weight=d_weight,
             d_bias=d_bias,
             columns=columns,
-            taps=tap_count,
+            taps=taps,
             patches=ctx.count,
             STRIDE=len(moments),
             N=n,
             N_BLOCK=int(triton.next_power_of_2(n)),
-            TAPS=int(triton.next_power_of_2(tap_count)),
+            TAPS=int(triton.next_power_of_2(taps)),
             num_warps=WARPS,
         )
-        return None, _to_kernels(d_taps, ctx.like), d_weight, d_bias, None, None
+        return None, _unflatten_kernels(d_flat_kernels, ctx.like), d_weight, d_bias, None, None
 
 
 def _apply(
     x: Tensor,
-    taps: Tensor,
+    flat_kernels: Tensor,
     parameters: tuple[Tensor, ...],
     scale_shift: Tensor,
     pool: Pool,
@@ -266,22 +264,22 @@ def _apply(
     pool, both with separate axes C and N. For a max pool, it is the argmax, and only if `for_backward` is True.
     """
     if isinstance(pool, Filter):
-        lifted = patches.lift(x, taps).unflatten(-1, (len(parameters[0]), -1))
+        lifted = patches.lift(x, flat_kernels).unflatten(-1, (len(parameters[0]), -1))
         y = blur_pool.apply(lifted, pool, parameters)
         return y.flatten(-2), lifted, y
-    y, argmax = patches.lift_and_pool(x, taps, scale_shift, pool, for_backward)
+    y, argmax = patches.lift_and_pool(x, flat_kernels, scale_shift, pool, for_backward)
     return (y,) if argmax is None else (y, argmax)
 
 
-def _to_taps(kernels: Tensor, x: Tensor) -> Tensor:
-    """Flatten kernels (C·N, C', k, k) to taps (C·N, k·k·C'), in the data type of the images."""
+def _flatten_kernels(kernels: Tensor, x: Tensor) -> Tensor:
+    """Flatten kernels (C·N, C', k, k) to (C·N, k·k·C'), in the data type of the images."""
     return kernels.permute(0, 2, 3, 1).flatten(1).to(x.dtype).contiguous()
 
 
-def _to_kernels(taps: Tensor, like: Tensor) -> Tensor:
-    """Unflatten taps (C·N, k·k·C') to kernels with the shape and the data type of `like`."""
+def _unflatten_kernels(flat_kernels: Tensor, like: Tensor) -> Tensor:
+    """Reshape flattened kernels (C·N, k·k·C') to the shape of `like`, in the data type of `like`."""
     channels, side, _ = like.shape[1:]
-    return torch.unflatten(taps, 1, (side, side, channels)).permute(0, 3, 1, 2).to(like.dtype)
+    return torch.unflatten(flat_kernels, 1, (side, side, channels)).permute(0, 3, 1, 2).to(like.dtype)
 
 
 def _compute_statistics(x: Tensor, kernels: Tensor, norm: nn.BatchNorm3d) -> Statistics:
@@ -293,20 +291,20 @@ def _compute_statistics(x: Tensor, kernels: Tensor, norm: nn.BatchNorm3d) -> Sta
         scale = norm.weight * inverse_std
         scale_shift = torch.stack([scale, norm.bias - mean * scale]).float().repeat_interleave(n, 1)
         return Statistics(torch.stack([mean, inverse_std]).double(), scale_shift)
-    taps = _to_taps(kernels, x)
-    tap_count = taps.shape[1]
+    flat_kernels = _flatten_kernels(kernels, x)
+    taps = flat_kernels.shape[1]
     moments, patch_count = patches.sum_moments(x, kernels.shape[-1])
     side_length = len(moments)
     statistics = Statistics(
-        normalization=torch.empty(2, channels, device=taps.device, dtype=torch.float64),
-        scale_shift=torch.empty(2, columns, device=taps.device, dtype=torch.float32),
+        normalization=torch.empty(2, channels, device=flat_kernels.device, dtype=torch.float64),
+        scale_shift=torch.empty(2, columns, device=flat_kernels.device, dtype=torch.float32),
         moments=moments,
-        products=torch.empty(columns, side_length, device=taps.device, dtype=torch.float64),
+        products=torch.empty(columns, side_length, device=flat_kernels.device, dtype=torch.float64),
     )
     n_block = int(triton.next_power_of_2(n))
     _statistics_kernel[channels,](
         moments=moments,
-        kernels=taps,
+        flat_kernels=flat_kernels,
         weight=norm.weight,
         bias=norm.bias,
         mean=statistics.normalization[0],
@@ -317,14 +315,14 @@ def _compute_statistics(x: Tensor, kernels: Tensor, norm: nn.BatchNorm3d) -> Sta
         batches=norm.num_batches_tracked,
         running_mean=norm.running_mean,
         running_variance=norm.running_var,
-        taps=tap_count,
+        taps=taps,
         patches=patch_count,
         momentum=norm.momentum,
         eps=norm.eps,
         STRIDE=side_length,
         N=n,
         N_BLOCK=n_block,
-        TAPS=int(triton.next_power_of_2(tap_count)),
+        TAPS=int(triton.next_power_of_2(taps)),
         ROWS=max(1, TILE_ROWS // n_block),
         num_warps=WARPS,
     )
@@ -332,31 +330,32 @@ def _compute_statistics(x: Tensor, kernels: Tensor, norm: nn.BatchNorm3d) -> Sta
 
 
 @triton.jit
-def _load_taps(kernels, column, taps, tap, n, N: tl.constexpr):
+def _load_taps(flat_kernels, column, taps, tap, n, N: tl.constexpr):
     """Load taps of the N kernels of one channel, as a tile (len(n), len(tap)) in float64.
 
-    `tap` are the indices of the taps, `n` those of the orientations. `column` are the rows of the array `kernels` for
+    `tap` are the indices of the taps, `n` those of the orientations. `column` are the rows of `flat_kernels` for
     these orientations. Taps and orientations that do not exist are 0.
     """
     mask = (n < N)[:, None] & (tap < taps)[None, :]
-    return tl.load(kernels + column[:, None] * taps + tap[None, :], mask=mask, other=0.0).to(tl.float64)
+    return tl.load(flat_kernels + column[:, None] * taps + tap[None, :], mask=mask, other=0.0).to(tl.float64)
 
 
 @triton.jit
 def _statistics_kernel(
-    moments, kernels, weight, bias, mean, inverse_std, scale, shift, products,
+    moments, flat_kernels, weight, bias, mean, inverse_std, scale, shift, products,
     batches, running_mean, running_variance, taps, patches, momentum, eps,
     STRIDE: tl.constexpr, N: tl.constexpr, N_BLOCK: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write the statistics of one channel over its N orientations, and update its running statistics.
 
-    Reads `moments`, whose row `taps` (constant tap) contains the sums of single taps, `kernels`, `weight` and `bias`.
-    Writes `mean`, `inverse_std`, `scale`, `shift` and `products`. In each step, the loop reads ROWS rows of moments.
+    Reads `moments`, `flat_kernels`, `weight` and `bias`. Row `taps` of the moments (constant tap) contains the sums of
+    single taps. Writes `mean`, `inverse_std`, `scale`, `shift` and `products`. In each step, the loop reads ROWS rows
+    of moments.
     """
     channel = tl.program_id(0)
     n, tap = tl.arange(0, N_BLOCK), tl.arange(0, TAPS)
     column = channel * N + n
-    kernel = _load_taps(kernels, column, taps, tap, n, N)
+    kernel = _load_taps(flat_kernels, column, taps, tap, n, N)
     sums = tl.load(moments + taps * STRIDE + tap, mask=tap < taps, other=0.0)  # sum of each tap over all patches
     count = tl.zeros([], tl.float64) + patches
     means = tl.sum(kernel * sums[None, :], axis=1) / count
@@ -368,7 +367,7 @@ def _statistics_kernel(
         product = tl.sum(kernel[:, None, :] * squares[None, :, :], axis=2)  # (N_BLOCK, ROWS)
         row_sums = tl.load(moments + taps * STRIDE + row, mask=row < taps, other=0.0)
         centered = product - means[:, None] * row_sums[None, :]
-        squared_deviations += tl.sum(_load_taps(kernels, column, taps, row, n, N) * centered, axis=1)
+        squared_deviations += tl.sum(_load_taps(flat_kernels, column, taps, row, n, N) * centered, axis=1)
         tl.store(
             products + column[:, None] * STRIDE + row[None, :], product, mask=(n < N)[:, None] & (row < taps)[None, :]
         )
@@ -390,8 +389,8 @@ def _statistics_kernel(
 
 @triton.jit
 def _gradients_kernel(
-    sums, moments, kernels, weight, mean, inverse_std, products, d_kernels, d_weight, d_bias, columns, taps, patches,
-    STRIDE: tl.constexpr, N: tl.constexpr, N_BLOCK: tl.constexpr, TAPS: tl.constexpr,
+    sums, moments, flat_kernels, weight, mean, inverse_std, products, d_flat_kernels, d_weight, d_bias,
+    columns, taps, patches, STRIDE: tl.constexpr, N: tl.constexpr, N_BLOCK: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of the kernels, the weight and the bias of one channel.
 
@@ -402,7 +401,7 @@ def _gradients_kernel(
     n, tap = tl.arange(0, N_BLOCK), tl.arange(0, TAPS)
     column = channel * N + n
     mask = (n < N)[:, None] & (tap < taps)[None, :]
-    kernel = _load_taps(kernels, column, taps, tap, n, N)
+    kernel = _load_taps(flat_kernels, column, taps, tap, n, N)
     gradients = tl.load(sums + tap[None, :] * columns + column[:, None], mask=mask, other=0.0)
     center, inverse = tl.load(mean + channel), tl.load(inverse_std + channel)
     total = tl.sum(tl.load(sums + taps * columns + column, mask=n < N, other=0.0), axis=0)
@@ -416,4 +415,4 @@ def _gradients_kernel(
     centered = tl.load(products + column[:, None] * STRIDE + tap[None, :], mask=mask, other=0.0) - center * tap_sums
     gradients -= total / values * tap_sums + slope / values * inverse * centered
     gradients *= tl.load(weight + channel).to(tl.float64) * inverse
-    tl.store(d_kernels + column[:, None] * taps + tap[None, :], gradients, mask=mask)
+    tl.store(d_flat_kernels + column[:, None] * taps + tap[None, :], gradients, mask=mask)

@@ -15,7 +15,8 @@ Arguments of the Triton kernels; all arrays but x are contiguous:
 
 - `x`: images (B, C', H, W) with any strides, given in elements. CHANNELS is C' and SIDE is k.
 - `first`: for each patch of a tile, the offset in x of its first (top left) pixel.
-- `kernels`: the convolution kernels (C·N, k·k·C') for C output channels and N orientations; `columns` is C·N.
+- `flat_kernels`: the convolution kernels, flattened to (C·N, k·k·C') for C output channels and N orientations.
+  `columns` is C·N.
 - `y`: output (B, height, width, C·N), read as a matrix with one row per window of S × S neighboring patches and one
   column per kernel. S is 1 without pooling. `outputs` is the number of rows, B · height · width.
 - `argmax`: shaped like y. It contains the position (row · S + column) of the maximum in each window, or -1 where no
@@ -40,38 +41,35 @@ from rotopath.nn.triton.batch_norm import COLUMNS, split_rows
 
 LIFT_ROWS, POOL_ROWS, MOMENT_ROWS = 64, 32, 128  # rows of a tile: for lifting, for lifting and pooling, for moments
 MAX_SUM_PROGRAMS = 264  # maximum number of programs that sum in parallel: two per multiprocessor of a large GPU
-REDUCE_PARTS, REDUCE_ELEMENTS = (
-    32,
-    128,
-)  # size of a tile of `_reduce_kernel`: number of partial sums times number of elements of each
+REDUCE_PARTS, REDUCE_ELEMENTS = 32, 128  # tile of `_reduce_kernel`: number of partial sums, and elements of each
 
 
-def lift(x: Tensor, taps: Tensor) -> Tensor:
-    """Lift images x (B, C', H, W) with flattened kernels `taps` (C·N, k·k·C').
+def lift(x: Tensor, flat_kernels: Tensor) -> Tensor:
+    """Lift images x (B, C', H, W) with `flat_kernels` (C·N, k·k·C').
 
     Returns features (B, H - k + 1, W - k + 1, C·N) in the data type of x.
     """
-    return _lift(x, taps, scale_shift=None, pool=1, return_argmax=False)[0]
+    return _lift(x, flat_kernels, scale_shift=None, pool=1, return_argmax=False)[0]
 
 
 def lift_and_pool(
-    x: Tensor, taps: Tensor, scale_shift: Tensor, pool: int, return_argmax: bool = False
+    x: Tensor, flat_kernels: Tensor, scale_shift: Tensor, pool: int, return_argmax: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Lift images x (B, C', H, W), and apply batch norm, ReLU and max pooling over windows of pool × pool pixels.
 
-    `taps` (C·N, k·k·C') are the flattened kernels, and `scale_shift` (2, C·N) is the batch norm as scale · value +
-    shift. Returns features (B, height, width, C·N) and, if `return_argmax`, the argmax of the same shape, otherwise
-    None. The argmax is the position of the maximum in its window as int8, or -1 where no value is positive.
+    `flat_kernels` are (C·N, k·k·C'), and `scale_shift` (2, C·N) is the batch norm as scale · value + shift.
+    Returns features (B, height, width, C·N) and, if `return_argmax`, the argmax of the same shape, otherwise None. The
+    argmax is the position of the maximum in its window as int8, or -1 where no value is positive.
     """
-    return _lift(x, taps, scale_shift, pool, return_argmax)
+    return _lift(x, flat_kernels, scale_shift, pool, return_argmax)
 
 
 def _lift(
-    x: Tensor, taps: Tensor, scale_shift: Tensor | None, pool: int, return_argmax: bool
+    x: Tensor, flat_kernels: Tensor, scale_shift: Tensor | None, pool: int, return_argmax: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Lift images. If `scale_shift` is given, also apply batch norm, ReLU and max pooling. Returns y and argmax."""
-    columns, tap_count = taps.shape
-    side = math.isqrt(tap_count // x.shape[1])
+    columns, taps = flat_kernels.shape
+    side = math.isqrt(taps // x.shape[1])
     height, width = ((size - side + 1) // pool for size in x.shape[-2:])
     y = x.new_empty(x.shape[0], height, width, columns)
     argmax = torch.empty_like(y, dtype=torch.int8) if return_argmax else None
@@ -80,10 +78,10 @@ def _lift(
     rows = LIFT_ROWS if scale_shift is None else POOL_ROWS
     programs, steps = split_rows(outputs, rows)
     image_stride, row_stride, column_stride, channel_stride = _strides(x)
-    main, rest = _split_taps(tap_count)
+    main, rest = _split_taps(taps)
     _lift_kernel[programs, triton.cdiv(columns, COLUMNS)](
         x=x,
-        kernels=taps,
+        flat_kernels=flat_kernels,
         y=y,
         argmax=argmax,
         scale=scale,
@@ -110,18 +108,18 @@ def _lift(
 
 
 def sum_products(x: Tensor, dy: Tensor, side: int, pool: int = 1, argmax: Tensor | None = None) -> Tensor:
-    """Return, for each tap and column, the sum over all patches of tap times gradient: (T, C·N) in float64.
+    """Return sums (T, C·N) over all patches: each tap times the gradient of each column at the patch, in float64.
 
-    `side` is the kernel size k, and `dy` (B, height, width, C·N) is the gradient with respect to the output. If the
-    output is that of a max pool, give `pool` (side of its windows) and `argmax`; each patch of a maximum then has the
-    gradient dy of its window, and all other patches have the gradient 0. Row k·k·C' of the result (constant tap)
-    contains the sums of the gradients. Later rows are 0.
+    `side` is the kernel size k, and `dy` (B, height, width, C·N) is the gradient with respect to the output. Without a
+    pool, each output belongs to one patch. If the output is that of a max pool, give `pool` (side of its windows) and
+    `argmax`: then the patch with the maximum of a window has the gradient of this window, and all other patches have
+    the gradient 0. Row k·k·C' of the result (constant tap) contains the sums of the gradients. Later rows are 0.
     """
     dy = dy.contiguous()
     _, height, width, columns = dy.shape
-    outputs, tap_count = dy[..., 0].numel(), side * side * x.shape[1]
+    outputs, taps = dy[..., 0].numel(), side * side * x.shape[1]
     programs, steps = split_rows(outputs, LIFT_ROWS, MAX_SUM_PROGRAMS)
-    tile_taps = _tile_size(tap_count)
+    tile_taps = _tile_size(taps)
     partial_sums = torch.empty(programs, tile_taps, columns, device=x.device, dtype=torch.float32)
     image_stride, row_stride, column_stride, channel_stride = _strides(x)
     _sum_products_kernel[programs, triton.cdiv(columns, COLUMNS)](
@@ -155,9 +153,9 @@ def sum_moments(x: Tensor, side: int) -> tuple[Tensor, int]:
     the sums of single taps. Later rows and columns are 0.
     """
     height, width = (size - side + 1 for size in x.shape[-2:])
-    tap_count, patches = side * side * x.shape[1], x.shape[0] * height * width
+    taps, patches = side * side * x.shape[1], x.shape[0] * height * width
     programs, steps = split_rows(patches, MOMENT_ROWS, MAX_SUM_PROGRAMS)
-    main, rest = _split_taps(tap_count)
+    main, rest = _split_taps(taps)
     partial_sums = torch.empty(programs, main + rest, main + rest, device=x.device, dtype=torch.float32)
     image_stride, row_stride, column_stride, channel_stride = _strides(x)
     _sum_moments_kernel[programs,](
@@ -257,14 +255,14 @@ def _first_patch_of_window(output, height, width, image_stride, row_stride, colu
 
 
 @triton.jit
-def _load_kernels(kernels, column, columns, taps, FROM: tl.constexpr, TAPS: tl.constexpr):
+def _load_kernels(flat_kernels, column, columns, taps, FROM: tl.constexpr, TAPS: tl.constexpr):
     """Load the taps FROM to FROM + TAPS - 1 of kernels (columns, taps), as a transposed tile (TAPS, len(column)).
 
     `column` are the indices of the kernels to load. Taps and kernels that do not exist are 0.
     """
     tap = FROM + tl.arange(0, TAPS)
     mask = (tap < taps)[:, None] & (column < columns)[None, :]
-    return tl.load(kernels + column[None, :] * taps + tap[:, None], mask=mask, other=0.0)
+    return tl.load(flat_kernels + column[None, :] * taps + tap[:, None], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -285,7 +283,7 @@ def _multiply(
 
 @triton.jit
 def _lift_kernel(
-    x, kernels, y, argmax, scale, shift,
+    x, flat_kernels, y, argmax, scale, shift,
     outputs, columns, height, width, image_stride, row_stride, column_stride, channel_stride, steps,
     NORM: tl.constexpr, SIDE: tl.constexpr, CHANNELS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
     S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -296,10 +294,10 @@ def _lift_kernel(
     """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = column < columns
-    kernels_main = _load_kernels(kernels, column, columns, SIDE * SIDE * CHANNELS, 0, MAIN)
+    kernels_main = _load_kernels(flat_kernels, column, columns, SIDE * SIDE * CHANNELS, 0, MAIN)
     kernels_rest = kernels_main
     if REST:
-        kernels_rest = _load_kernels(kernels, column, columns, SIDE * SIDE * CHANNELS, MAIN, REST)
+        kernels_rest = _load_kernels(flat_kernels, column, columns, SIDE * SIDE * CHANNELS, MAIN, REST)
     if NORM:
         column_scale = tl.load(scale + column, mask=column_mask, other=0.0)[None, :]
         column_shift = tl.load(shift + column, mask=column_mask, other=0.0)[None, :]
