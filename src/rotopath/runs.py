@@ -277,9 +277,9 @@ def read_model_info(folder: Path) -> ModelInfo:
 
 
 def read_run_recipe(folder: Path) -> Recipe:
-    """Read the recipe of a run. Raises RunError if the file is missing, damaged or not valid in this version.
+    """Read the recipe of a run. Raises RunError if the file is missing, damaged, or not valid in this version.
 
-    If a newer version of rotopath wrote a recipe that is not valid, the message asks to upgrade rotopath.
+    If a newer version of rotopath trained the run, the message of this error asks to upgrade rotopath.
     """
     try:
         return read_recipe(folder / RECIPE)

@@ -49,7 +49,7 @@ def evaluate(
         ),
     ] = None,
 ) -> None:
-    """Score a trained model on the dataset of its training or on another dataset. Print and save the scores."""
+    """Score a trained model on the dataset that it was trained on, or on another dataset. Print and save the scores."""
     with terminal.user_errors_in_one_sentence():
         from rotopath.evaluation import evaluate as evaluate_run
 

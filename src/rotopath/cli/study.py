@@ -59,7 +59,7 @@ def report_study(
     study: Annotated[Path, typer.Argument(help="Folder with all runs of the study.")],
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for the report. Default: the subfolder report of the study folder."),
+        typer.Option(help="Folder for the report. Default: the folder report/ in the study folder."),
     ] = None,
 ) -> None:
     """Write the report of a study, with the results of all finished runs: an HTML page, CSV tables and figures."""

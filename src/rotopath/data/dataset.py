@@ -65,7 +65,9 @@ class Sample:
     row: int | None = None  # index of the image in an HDF5 file; None for an image file
     label: str | None = None  # class name of the whole image, if the dataset has labels
     annotations: tuple[Path, ...] = ()  # files; training uses the first, `check` compares the second with it
-    stratum: str = ""  # organ, or empty if unknown; a reduced training set can have equally many images of each organ
+    stratum: str = (
+        ""  # organ, or empty if unknown; a reduced training set can have the same number of images of each organ
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,7 @@ class ObjectPositions:
 
 
 class ClassBalancedSampler:
-    """Draw equally many windows of every class, at random positions.
+    """Draw the same number of windows of every class, at random positions.
 
     `labels` (n,) contains the class number of each image. `mined` contains the image numbers of hard examples, called
     mined images: a baseline network classified them incorrectly. None means no mined images. If a class has mined
@@ -99,7 +99,7 @@ class ClassBalancedSampler:
 
 
 class ObjectBalancedSampler:
-    """Draw half of the windows around objects, equally many of every class, and the other half without an object.
+    """Draw half of the windows around objects, the same number of every class, and the other half without an object.
 
     Windows around objects are centered on an object, and then shifted at random by up to `jitter_px` pixels along each
     axis. Windows without an object are centered on random pixels that are farther than `clearance_px` from every
@@ -187,7 +187,7 @@ class ObjectBalancedSampler:
 
 
 class PatientBalancedSampler:
-    """Draw equally many windows of every patient, at random positions.
+    """Draw the same number of windows of every patient, at random positions.
 
     `patients` contains the patient of each image. The network predicts only the target region of a window: the central
     square with a side of `target_px` pixels. The target region is inside the image, unless the image is smaller than
@@ -304,11 +304,12 @@ class _ClassImages:
         self._mined_order = EndlessShuffle(len(mined), (*seed, 1))
 
     def take(self, start: int, count: int) -> Ints:
-        """Return the image numbers of the windows of the class in one training step.
+        """Return the image number of each window of this class in one training step.
 
-        `count` is the number of windows of the class in this step, and `start` the number of its windows in all earlier
-        steps together. If the class has mined images, every second of its windows, counted over all steps, is cut from
-        the next mined image. All other windows are cut from the next images of the whole class.
+        `count` is the number of windows of this class in the step. `start` is the number of windows of this class in
+        all earlier steps together. If the class has mined images, every second window of the class is cut from the
+        next mined image; the windows are counted over all steps. Each other window is cut from the next image of the
+        whole class.
         """
         if not len(self._mined):
             return self._members[self._order.take(start, count)]

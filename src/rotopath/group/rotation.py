@@ -193,10 +193,12 @@ def count_frequencies(orientations: int) -> int:
 def fourier_map(orientations: int, reflections: bool = False) -> Tensor:
     """Return the linear map (G, P, K), in float64, from an orientation axis to Fourier components of K frequencies.
 
-    Each frequency has P = 2 components: cosine and sine. With reflections, it has P = 4 components: cosine and sine for
-    each half of the axis. The sum over P of the squared components is the squared amplitude, a² for a·cos(kθ - φ). A
-    rotation of the features shifts the axis, and does not change this sum. With reflections, the sum is the mean of the
-    squared amplitudes of both halves, so that flips do not change the sum either.
+    The frequencies are k = 1 … K, where K is `count_frequencies(orientations)`. Each frequency has P = 2 components:
+    cosine and sine. With reflections, it has P = 4 components: cosine and sine for each half of the axis.
+
+    The sum of the squared components over P is the squared amplitude. For example, it is a² for values a·cos(kθ - φ).
+    A rotation of the features shifts the values along the axis, and does not change this sum. With reflections, the sum
+    is the mean of the squared amplitudes of both halves, so that flips do not change the sum either.
 
     >>> values = 3 * torch.cos(2 * torch.pi / 8 * torch.arange(8) - 0.7)
     >>> components = torch.einsum("g,gpk->pk", values.double(), rp.group.fourier_map(8))

@@ -62,8 +62,8 @@ def measure_stains(image: NDArray[np.uint8]) -> Stains | None:
     """Measure the stain vectors and the highest concentrations of hematoxylin and eosin in pixels (..., 3).
 
     Returns None if there is too little tissue or only one stain. The stain vectors are estimated from pixels of tissue
-    only. The highest concentrations are percentiles over all pixels that are passed, so that pixels of empty glass
-    lower them. Therefore, leave out glass as far as possible.
+    only. The highest concentrations are percentiles over all pixels of `image`. Pixels of empty glass lower them, so
+    leave out as much glass as possible.
     """
     density = optical_density(image).reshape(-1, 3)
     vectors = estimate_stain_vectors(density)

@@ -54,8 +54,8 @@ class Geometry:
                 raise ValueError(f"A network's {name} must be 1 or more; got {getattr(self, name)}.")
         if self.rim < 0:
             raise ValueError(
-                f"A network's rim, the width of the border of its map that padding affects, must be 0 or more; got "
-                f"{self.rim}."
+                f"A network's rim, in outputs, must be 0 or more; got {self.rim}. Set it to the width of the border of "
+                f"the map that padding affects."
             )
         if self.step_px % self.stride_px:
             raise ValueError(

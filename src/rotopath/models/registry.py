@@ -65,9 +65,11 @@ def list_networks() -> list[str]:
 def build_network(name: str, outputs: int, orientations: int = 8, options: Options | None = None) -> nn.Module:
     """Build the network `name` for N = `orientations`, with `outputs` logits per output position and fresh weights.
 
-    `options` maps names of options (`list_options`) to values. If the function that builds the network has no parameter
-    `orientations`, the function returns a plain network, and `equivariant` converts it. It is not converted if N is 1,
-    or if it already contains layers of `rp.nn`.
+    `options` maps names of options (`list_options`) to values.
+
+    Networks of the paper, and functions with a parameter `orientations`, build the network for N directly. A function
+    without this parameter returns a module that `equivariant` then converts. The module is not converted if N is 1, or
+    if it already contains layers of `rp.nn`.
 
     >>> net = rp.models.build_network("unet", outputs=2, orientations=4, options={"width": 8, "depth": 2})
     >>> net(torch.zeros(1, 3, 32, 32)).shape

@@ -24,10 +24,10 @@ MAX_BRIGHTNESS = 20.0  # far above the values of standardized images, far below 
 
 
 def merge_orientations(features: Tensor) -> Tensor:
-    """Return features (B, C, N, H, W) as maps (B, C·N, H, W): a view, unless the features are not channels-last.
+    """Return features (B, C, N, H, W) as maps (B, C·N, H, W). If the features are channels-last, the maps are a view.
 
-    `features.flatten(1, 2)` is almost the same. But it sets the stride of a batch of one image such that torch no
-    longer takes the maps for channels-last, and copies them in the next layer.
+    `features.flatten(1, 2)` returns the same values. But for a batch of one image, it sets the stride of the batch axis
+    such that torch does not recognize the maps as channels-last. The next layer then copies them.
     """
     return features.permute(0, 3, 4, 1, 2).flatten(3).permute(0, 3, 1, 2)
 

@@ -98,7 +98,9 @@ def read_study(path: Path, changes: Sequence[str] = ()) -> Study:
 def _read_part(name: str, table: Any, folder: Path) -> Part:
     """Make a part from its name and its TOML table. The path of the recipe in the table is relative to `folder`."""
     if not isinstance(table, dict):
-        raise RecipeError(f"the key {name!r} must be a table such as [tumor], with the key 'recipe'; got {table!r}.")
+        raise RecipeError(
+            f"the top-level key {name!r} must be a table such as [tumor] that contains the key 'recipe'; got {table!r}."
+        )
     if not name.replace("-", "").replace("_", "").isalnum():
         raise RecipeError(f"the name of the part {name!r} becomes a folder name; use letters, digits, - and _ only.")
     if unknown := [key for key in table if key not in KEYS]:

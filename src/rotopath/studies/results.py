@@ -231,8 +231,9 @@ def _differences(
 ) -> NDArray[np.float64]:
     """Return the scores of `ours` minus the scores of `others`, an array (resamples, seeds).
 
-    `ours` and `others` (seeds, cases, 2) contain the numerator and the denominator of each case. If `others` is empty,
-    nothing is subtracted. `counts` (resamples, cases) is the number of times that each case was drawn.
+    `ours` and `others` (seeds, cases, 2) contain the two terms of the score for each case: numerator and denominator
+    (see `StudyResult.score_terms`). If `others` is empty, nothing is subtracted. `counts` (resamples, cases) is the
+    number of times that each case was drawn in each resample.
     """
     return _compute_scores(ours, counts) - (_compute_scores(others, counts) if len(others) else 0)
 
@@ -240,7 +241,7 @@ def _differences(
 def _compute_scores(terms: NDArray[np.float64], counts: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the score of each seed on each resampled set of cases, an array (resamples, seeds).
 
-    `terms` (seeds, cases, 2) contains the numerator and the denominator of each case. `counts` (resamples, cases) is
+    `terms` (seeds, cases, 2) contains the two terms of the score for each case. `counts` (resamples, cases) is
     the number of times that each case was drawn.
     """
     sums = np.einsum("rc,sct->rst", counts, terms)

@@ -66,7 +66,7 @@ def register(kind: type[Task]) -> type[Task]:
 
 
 def find_kind(name: str) -> type[Task]:
-    """Return the kind of task with a name: a subclass of `Task`.
+    """Return the kind of task that a name refers to. A kind is a subclass of `Task`.
 
     `name` is the name of a task of the paper ("tumor", "mitosis", "nuclei"), the name of a kind, such as "classify", or
     the import path of a class, `package.module:Class`. Raises ValueError if there is no task, kind or class with this

@@ -171,7 +171,7 @@ class Classify(WindowTask):
     def make_sampler(
         self, samples: Sequence[Sample], settings: SamplerSettings, window: TrainingWindow, mined: Ints | None
     ) -> Sampler:
-        """Return a sampler that draws equally many windows of every label.
+        """Return a sampler that draws the same number of windows of every label.
 
         If a label has hard examples (`mined`, indices of samples), half of its windows are from these samples.
         """

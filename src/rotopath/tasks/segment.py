@@ -163,7 +163,10 @@ class Segment(Task):
     def make_sampler(
         self, samples: Sequence[Sample], settings: SamplerSettings, window: TrainingWindow, mined: Ints | None
     ) -> Sampler:
-        """Return a sampler that draws equally many windows of each patient. Hard examples (`mined`) are ignored."""
+        """Return a sampler that draws the same number of windows from each patient.
+
+        The argument `mined` (hard examples) is not used.
+        """
         del mined
         patients = [sample.case or sample.name for sample in samples]
         return PatientBalancedSampler(patients, settings, window.target_px)

@@ -202,9 +202,9 @@ def _prepare_hard_examples(plan: TrainingPlan, loss: Loss, folder: Path, on_prog
     """Return the hard examples as an array for the sampler, or None if the recipe has no table `[mining]`.
 
     The array (n, 3) has the columns image index, row and column; for tasks that classify whole images, the array (n,)
-    contains only the image index. If the run folder `folder` has no file `mined.csv` yet, this function first trains a
-    baseline network in the subfolder `baseline`. It then writes the worst mistakes of this network on the training
-    samples, which are the hard examples, to `mined.csv`.
+    contains only the image index. The hard examples are the worst mistakes of a baseline network on the training
+    samples. If the run folder `folder` has no file `mined.csv` yet, this function first trains the baseline network in
+    the subfolder `baseline`, and writes its worst mistakes to `mined.csv`.
     """
     mining = plan.recipe.mining
     if mining is None:

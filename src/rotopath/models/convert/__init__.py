@@ -69,12 +69,13 @@ def equivariant(
     `projection` is the mode of `rp.nn.Project`. With `reflections`, the network is equivariant to flips too: its
     kernels are rotated and mirrored, and it has 2N orientations.
 
-    `strides` determines which heights and widths of images the new network accepts, because a layer of `rp.nn` raises
-    ValueError if its windows do not cover its input exactly. "keep" keeps all strides. The usual 3 × 3 convolution with
-    stride 2 and padding 1 then accepts odd heights and widths only. "pool" is for even heights and widths. It changes
-    each layer that does not accept all multiples of its stride s as height and width: the layer gets stride 1 and a
-    mean pool over windows of s × s px. Most convolutions are computed together with their mean pool, as one convolution
-    (argument `pool` of `rp.nn.GroupConv2d`). All other layers keep their stride.
+    A layer of `rp.nn` raises ValueError if its windows do not cover the height and width of the input exactly.
+    Therefore, `strides` determines which heights and widths of images the new network accepts. "keep" keeps all
+    strides. The usual 3 × 3 convolution with stride 2 and padding 1 then accepts odd heights and widths only. "pool" is
+    for even heights and widths. A layer with stride s stays as it is if it accepts all multiples of s as height and
+    width. Otherwise, it gets stride 1, and a mean pool over windows of s × s px reduces the size instead. Most of these
+    convolutions are computed together with their mean pool, as one convolution (argument `pool` of
+    `rp.nn.GroupConv2d`).
 
     >>> plain = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.ReLU(), torch.nn.Conv2d(32, 2, 1))
     >>> net = rp.equivariant(plain, orientations=4, keep="channels")

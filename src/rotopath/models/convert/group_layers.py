@@ -177,7 +177,10 @@ def _expect_channels(channels: Channels | None, expected: int, layer_type: str =
             f"change if the image is rotated; put AdaptiveAvgPool2d(1) before it, and build it with {given} inputs"
         )
     if layer_type == "LayerNorm":
-        raise ValueError(f"it normalizes other axes than the {given} channels; use GroupNorm(1, {given}) for maps")
+        raise ValueError(
+            f"it normalizes {expected} values, but its input has {given} channels; for maps (B, C, H, W), use "
+            f"GroupNorm(1, {given})"
+        )
     raise ValueError(
         f"it expects {expected} input channels, but its input has {given} channels; build it for {given} input channels"
     )

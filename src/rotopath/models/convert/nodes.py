@@ -252,7 +252,7 @@ def _classify_layer(layer: nn.Module) -> Operation:
                 return _classify_resize(layer.size, vars(layer), layer)
             return Operation(role, layer)
     if type(layer).__module__.startswith("rotopath."):
-        raise ValueError("it is a layer of rotopath already; pass a module that has only layers of torch")
+        raise ValueError("it is already a layer of rotopath; pass a module with torch layers only")
     raise ValueError(
         f"{type(layer).__name__} has no SE(2) counterpart; replace this layer by one listed in docs/equivariant.md, or "
         f"apply it outside the converted module"

@@ -216,7 +216,7 @@ def _get_layer(module: fx.GraphModule, node: fx.Node) -> nn.Module | None:
 
 
 def _erase(module: fx.GraphModule, node: fx.Node) -> None:
-    """Remove a node from the graph. Nodes that read its output then read its first input instead."""
+    """Remove a node from the graph, and connect all nodes that read its output to its first input instead."""
     node.replace_all_uses_with(node.all_input_nodes[0])
     module.graph.erase_node(node)
 

@@ -173,7 +173,7 @@ class Translator:
     # Nodes of the new graph
 
     def _new(self, old: Any) -> Any:
-        """Return the argument `old` of a call in the old graph, with each node in it replaced by its new value."""
+        """Return `old`, arguments of a node of the old graph, with each old node replaced by its new value."""
         return fx.map_arg(old, lambda node: self.values[node])
 
     def _call_layer(self, layer: nn.Module, node: fx.Node) -> fx.Node:

@@ -8,8 +8,8 @@ features and of the residual. All functions take features (B, C, N, H, W) that a
 Arguments of the Triton kernels; all arrays are contiguous in the order B, H, W, C, N:
 
 - `x`: features, read as a matrix with one row per pixel and one column per channel and orientation. `rows` is B·H·W,
-  `columns` is C·N, and `height` and `width` are H and W. Without a pool, several rows may be read as one (`_Matrix`):
-  then `columns` is a multiple of C·N, which is called `period`.
+  `columns` is C·N, and `height` and `width` are H and W. Without a pool, every k rows may be joined into one row
+  (`_Matrix`). Then `rows` is B·H·W / k, and `columns` is k·C·N. `period` is always C·N.
 - `residual`: features like x that are added after batch norm, or None. Not with a pool.
 - `y`: output after max pooling over windows of S × S pixels, read as a matrix with `outputs` rows. S = 1 is no pool.
 - `dy`, `dx`, `d_residual`: gradients of the loss with respect to y, x and the residual.
@@ -20,11 +20,11 @@ Arguments of the Triton kernels; all arrays are contiguous in the order B, H, W,
 - `sums`, `squares`, `products`: partial sums (`programs`, `columns`).
 - ACTIVATION: the function after batch norm and residual sum, one of the numbers in ACTIVATIONS. With a pool, ReLU.
 
-Sums over rows have two stages. In the first, each program adds up `steps` tiles of rows. In the second, one program per
-channel adds up the partial sums of all `programs` of the first stage and of the columns of the channel.
+Sums over rows have two stages. In the first, each program adds up `steps` tiles of rows, and writes its partial sums of
+each column. In the second, one program per channel adds up all partial sums in the columns of the channel.
 
-ROWS and COLUMNS are the size of a tile. BLOCK and PROGRAMS are the number of columns of a channel and `programs`,
-rounded up to a power of 2, as Triton requires.
+ROWS and COLUMNS are the size of a tile. BLOCK is the number of columns of a channel, and PROGRAMS is `programs`. Both
+are rounded up to a power of 2, as Triton requires.
 """
 
 import math
@@ -275,7 +275,10 @@ def update_running_statistics(batches, running_mean, running_variance, channel, 
 
 @triton.jit
 def _columns_of_channel(channel, columns, period, N: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the columns of one channel in a matrix, and a mask of those that exist."""
+    """Return the indices (BLOCK,) of the columns that belong to one channel, and a mask.
+
+    If BLOCK is larger than the number of these columns, the mask is False for the surplus indices.
+    """
     item = tl.arange(0, BLOCK)
     return item // N * period + channel * N + item % N, item < columns // period * N
 

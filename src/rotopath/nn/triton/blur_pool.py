@@ -104,7 +104,10 @@ def filter_of(pool: GroupAvgPool2d) -> Filter:
 
 
 class NormReluBlur(torch.autograd.Function):
-    """Autograd function: root-mean-square pool of x (B, H, W, C, N), after batch norm and ReLU unless norm is None."""
+    """Autograd function: blurred root-mean-square pool of x (B, H, W, C, N).
+
+    Batch norm and ReLU are applied to x before the pool, unless `statistics` is None.
+    """
 
     @staticmethod
     def forward(
@@ -413,7 +416,10 @@ def _forward_kernel(
 
 @triton.jit
 def _divide_by_root_kernel(dy, y, d_mean_square, count, root_eps, FLAT_TILE: tl.constexpr):
-    """Divide each of the `count` elements of dy by the root √(mean square + ε) = y + √ε; `root_eps` is √ε."""
+    """Write dy / √(m + ε) to `d_mean_square` for each of the `count` elements, where m is the mean square.
+
+    The root is computed from the output: √(m + ε) = y + √ε. `root_eps` is √ε.
+    """
     offset = tl.program_id(0).to(tl.int64) * FLAT_TILE + tl.arange(0, FLAT_TILE)
     mask = offset < count
     gradient = tl.load(dy + offset, mask=mask, other=0.0).to(tl.float32)

@@ -5,11 +5,12 @@ in the same pass, so that the lifted features are not stored. `sum_products` com
 kernels, and `sum_moments` the sums for batch norm.
 
 A *patch* is the part of an image that a kernel covers: k × k pixels with C' channels. Its *taps* are these k·k·C'
-values in the order (row, column, channel). A kernel has as many taps, its weights, in the same order. The patches form
-a matrix (patches, taps). A *constant tap* of 1 is appended to each patch. The sum of products of the constant tap and
-another factor is the plain sum of that factor.
+values in the order (row, column, channel). The taps of a kernel are its k·k·C' weights, in the same order. The patches
+form a matrix (patches, taps). A *constant tap* of 1 is appended to each patch. The sum of products of the constant tap
+and another factor is the plain sum of that factor.
 
-T is the length of an axis of taps: k·k·C' taps, the constant tap, and unused taps up to the size of one or two tiles.
+Taps are divided into one or two tiles. T is the total size of these tiles: k·k·C' taps, the constant tap, and unused
+taps, which fill the last tile.
 
 Arguments of the Triton kernels; all arrays but x are contiguous:
 
@@ -369,8 +370,9 @@ def _sum_moments_kernel(
 ):  # fmt: skip
     """Write the sums, over the patches of this program, of the products of all pairs of taps.
 
-    `moments` is (programs, MAIN + REST, MAIN + REST), and `patches` is the number of all patches of the batch. The sums
-    are computed in up to four blocks: MAIN × MAIN, REST × REST, and MAIN × REST, which is also written transposed.
+    `moments` is (programs, MAIN + REST, MAIN + REST), and `patches` is the number of patches in the batch. If REST is
+    not 0, the matrix of a program has four blocks. Three are computed: MAIN × MAIN, MAIN × REST and REST × REST. The
+    fourth, REST × MAIN, is the transpose of MAIN × REST.
     """
     total = tl.zeros([MAIN, MAIN], tl.float32)
     if REST:
