@@ -329,7 +329,7 @@ def test_gradients_of_intermediate_features_and_hooks_on_them() -> None:
 
 
 class Sine(torch.autograd.Function):
-    """A user's autograd function, which torch does not show to `Deferred.__torch_function__`."""
+    """A user's autograd function, for which torch does not call `Deferred.__torch_function__`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -183,10 +183,11 @@ class _State:
 
 
 class _Defer(torch.autograd.Function):
-    """Autograd function that returns a deferred tensor. Its gradients are those of the pending operations.
+    """Autograd function that returns a deferred tensor. `backward` computes the gradients of the pending operations.
 
-    They are needed if code that torch does not show to `Deferred.__torch_function__` reads the tensor, such as another
-    autograd function. All other code reads the finished result, which has an autograd history of its own.
+    `backward` runs only if the deferred tensor was read by code for which torch does not call
+    `Deferred.__torch_function__`, such as another autograd function. All other code reads the finished result, which
+    has an autograd history of its own.
     """
 
     @staticmethod
