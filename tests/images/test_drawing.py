@@ -135,5 +135,5 @@ def test_maps_that_do_not_fit_are_refused_in_one_sentence(
 
 
 def test_cells_have_at_least_one_pixel() -> None:
-    with pytest.raises(ValueError, match="every_px of 1 or more; got 0"):
+    with pytest.raises(ValueError, match="`every_px` of 1 or more; got 0"):
         draw_orientations(GRAY, np.ones((12, 12)), np.ones((12, 12)), every_px=0)
