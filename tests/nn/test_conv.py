@@ -1,6 +1,7 @@
 """Lifting and group convolutions against torch's convolutions, their definition, and wrong arguments and inputs."""
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,26 +91,79 @@ def test_a_pool_in_the_layer_equals_a_mean_pool_after_it(
 
 @pytest.mark.parametrize("reflections", [False, True])
 @pytest.mark.parametrize("orientations", [1, 2, 3, 8])
-def test_kernels_on_the_cpu_equal_those_of_every_device(orientations: int, reflections: bool) -> None:
-    def compute(weight: Tensor) -> Tensor:
-        kernels: Tensor = group.GroupKernelsOnCpu.apply(weight, rotation, reflections)
-        return kernels
-
+@pytest.mark.parametrize("max_twisted", [0, 2**18])
+def test_kernels_on_the_cpu_equal_those_of_every_device(
+    orientations: int, reflections: bool, max_twisted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group.kernel_families, "MAX_TWISTED", max_twisted)
     order = group.order(orientations, reflections)
     weight = torch.randn(2, 3, order, 9, dtype=torch.float64, requires_grad=True)
     rotation = group.rotation_map(3, orientations, "bilinear", reflections)
-    kernels, expected = compute(weight), group.group_kernels(weight, rotation, reflections)
+    kernels = group.write_group_kernels(weight.detach(), rotation, reflections)
+    expected = group.group_kernels(weight, rotation, reflections)
     assert kernels.stride() == expected.stride()
-    torch.testing.assert_close(kernels, expected)
-    assert torch.autograd.gradcheck(compute, weight, fast_mode=True)
-    assert torch.autograd.gradgradcheck(compute, weight, fast_mode=True)
+    torch.testing.assert_close(kernels, expected.detach())
+    before = kernels.data_ptr()
+    overwritten = group.write_group_kernels(-weight.detach(), rotation, reflections, out=kernels)
+    assert overwritten.data_ptr() == before
+    torch.testing.assert_close(overwritten, -expected.detach())
+    d_kernels = torch.randn_like(expected)
+    gradient = group.group_kernels_gradient(d_kernels, rotation, reflections)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, weight, d_kernels)[0])
+    assert gradient.stride() == weight.stride()
+
+
+@pytest.mark.parametrize("options", [{}, {"padding": 1, "stride": 2}, {"groups": 2, "reflections": True}, {"pool": 2}])
+def test_convolution_on_the_cpu_passes_gradcheck(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    conv = rp.nn.GroupConv2d(2, 2, 3, 4, dtype=torch.float64, **options)
+    n = conv.order
+    x = torch.randn(1, 2, n, 4 + ("stride" in options), 4 + ("stride" in options), dtype=torch.float64)
+
+    def apply(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return torch.func.functional_call(conv, {"weight": weight, "bias": bias}, x)
+
+    inputs = [value.detach().requires_grad_() for value in (x, conv.weight, conv.bias)]
+    assert torch.autograd.gradcheck(apply, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(apply, inputs, fast_mode=True)
+    assert conv._stored is not None, "and the layer has kept the memory of its kernels"
+
+
+def test_gradients_are_those_of_the_weights_in_the_forward_pass() -> None:
+    """The layer keeps the memory of its kernels, and a second forward pass overwrites them."""
+    conv, x = rp.nn.GroupConv2d(2, 3, 3, 4), torch.randn(1, 2, 4, 6, 6, requires_grad=True)
+    weights = [torch.randn_like(conv.weight, requires_grad=True) for _ in range(2)]
+    outputs = [torch.func.functional_call(conv, {"weight": weight}, x) for weight in weights]
+    for weight, output in zip(weights, outputs, strict=True):
+        expected = convolve(x, weight, conv)
+        torch.testing.assert_close(output, expected)
+        gradients, expected_gradients = (torch.autograd.grad(y.square().sum(), (x, weight)) for y in (output, expected))
+        torch.testing.assert_close(gradients, expected_gradients)
+
+
+def test_layers_train_after_inference_mode_and_in_it() -> None:
+    conv, x = rp.nn.GroupConv2d(2, 3, 3, 4), torch.randn(1, 2, 4, 6, 6)
+    with torch.inference_mode():
+        expected = conv(x)
+    for layer in (conv, conv.eval(), copy.deepcopy(conv).train()):
+        y = layer(x)
+        torch.testing.assert_close(y, expected)
+        y.sum().backward()
+    with torch.inference_mode():
+        torch.testing.assert_close(conv(x.clone()), expected)
+
+
+def convolve(x: Tensor, weight: Tensor, conv: rp.nn.GroupConv2d) -> Tensor:
+    """Return the output of `conv` with other base weights, computed by torch."""
+    kernels = group.group_kernels(weight, conv.rotation.to(weight))
+    y = F.conv2d(x.flatten(1, 2), kernels, conv.bias.repeat_interleave(conv.order))
+    return y.unflatten(1, (conv.out_channels, conv.order))
 
 
 def test_evaluation_without_gradients_rotates_kernels_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    real = rp.nn.GroupConv2d.kernels
-    apply = group.GroupKernelsOnCpu.apply
-    monkeypatch.setattr(group.GroupKernelsOnCpu, "apply", lambda *args: calls.append(1) or apply(*args))
+    write = group.write_group_kernels
+    monkeypatch.setattr(group, "write_group_kernels", lambda *args, **kwargs: calls.append(1) or write(*args, **kwargs))
     conv, x = rp.nn.GroupConv2d(2, 3, 3, 4).eval(), torch.randn(1, 2, 4, 6, 6)
     with torch.no_grad():
         first = conv(x)
@@ -123,17 +177,16 @@ def test_evaluation_without_gradients_rotates_kernels_once(monkeypatch: pytest.M
         ):
             change()
             x = x.to(conv.weight)
-            expected = F.conv2d(x.flatten(1, 2), real(conv), conv.bias.repeat_interleave(4)).unflatten(1, (3, 4))
+            expected = convolve(x, conv.weight, conv)
             calls.clear()
             for _ in range(2):
                 torch.testing.assert_close(conv(x), expected)
             assert len(calls) == 1
-    assert conv(x).requires_grad, "and with gradients, they are computed with gradients"
-    assert conv._cached is None
-    with torch.no_grad():
-        conv(x)
-    assert copy.deepcopy(conv)._cached is None
-    assert "_cached" not in str(conv.state_dict())
+    conv.train()(x)
+    conv(x)
+    assert len(calls) == 3, "and in training, they are computed at every call"
+    assert copy.deepcopy(conv)._stored is None
+    assert "_stored" not in str(conv.state_dict())
 
 
 def test_the_bias_is_shared_over_orientations() -> None:

@@ -20,13 +20,14 @@ from rotopath.group.grid import (
 )
 from rotopath.group.kernel_families import (
     KERNELS,
-    GroupKernelsOnCpu,
     Kernel,
     average_map,
     effective_taps,
     group_kernels,
+    group_kernels_gradient,
     lift_kernels,
     rotation_map,
+    write_group_kernels,
 )
 from rotopath.group.rotation import (
     apply_symmetries,
@@ -44,7 +45,6 @@ from rotopath.group.rotation import (
 
 __all__ = [
     "KERNELS",
-    "GroupKernelsOnCpu",
     "Kernel",
     "angles",
     "apply_symmetries",
@@ -58,6 +58,7 @@ __all__ = [
     "flip_features",
     "fourier_map",
     "group_kernels",
+    "group_kernels_gradient",
     "inscribed_disc",
     "interpolate_peak",
     "inverses",
@@ -73,4 +74,5 @@ __all__ = [
     "rotate_each",
     "rotate_features",
     "rotation_map",
+    "write_group_kernels",
 ]

@@ -15,7 +15,7 @@ write such a function, add it to KERNEL_FAMILIES, and add its name to `Kernel`.
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ from rotopath.group.grid import (
 
 Kernel = Literal["bilinear", "gaussian", "harmonic"]
 KERNELS = get_args(Kernel)
+
+MAX_TWISTED = 2**18  # largest number of kernel entries that `write_group_kernels` computes in one step
 
 # Standard deviation of the Gaussians of the family "gaussian", in px. Narrower Gaussians nearly vanish between pixels;
 # wider Gaussians overlap too much.
@@ -112,43 +114,72 @@ def group_kernels(weight: Tensor, rotation: Tensor, reflections: bool = False) -
     return _as_conv2d_weight(kernels.view(outputs, order, rotation.shape[1], inputs * order))
 
 
-class GroupKernelsOnCpu(torch.autograd.Function):
-    """Autograd function with the arguments, the result and the gradients of `group_kernels`, but faster on the CPU.
+def write_group_kernels(weight: Tensor, rotation: Tensor, reflections: bool, out: Tensor | None = None) -> Tensor:
+    """Return the same as `group_kernels`, without gradients. On the CPU, this is faster.
 
-    Most of the time is spent on allocating memory for arrays as large as the kernels. This function allocates only one:
-    it computes the kernels of one output orientation after the other in a small array.
+    `out` is the result of an earlier call for weights of the same shape. Its memory is used for the new kernels.
+    Most of the time of a call without `out` is spent on allocating memory.
     """
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, rotation: Tensor, reflections: bool) -> Tensor:
-        ctx.save_for_backward(weight, rotation)
-        ctx.reflections = reflections
-        outputs, inputs, order, taps = weight.shape
-        entries = rotation.shape[1]
-        slices = weight.permute(0, 3, 1, 2).reshape(outputs, taps, inputs * order)
-        kernels = weight.new_empty(outputs, order, entries, inputs, order)
+    outputs, inputs, order, taps = weight.shape
+    entries = rotation.shape[1]
+    shape = (outputs, order, entries, inputs, order)
+    kernels = weight.new_empty(shape) if out is None else out.permute(0, 2, 3, 1).view(shape)
+    slices = weight.permute(0, 3, 1, 2)  # (O, P, C, G)
+    if _is_twisted_at_once(kernels, reflections):
+        doubled = torch.cat([slices, slices], dim=-1).flatten(2)  # (O, P, C·2G)
+        rotated = rotation.flatten(0, 1) @ doubled  # (O, G·n², C·2G)
+        kernels.copy_(_twist(rotated.view(outputs, order, entries, inputs, 2 * order)))
+    else:
         rotated = weight.new_empty(outputs, entries, inputs, order)
+        slices = slices.reshape(outputs, taps, inputs * order)
         for g, sources in enumerate(_slices_by_orientation(order, reflections)):
             torch.matmul(rotation[g], slices, out=rotated.view(outputs, entries, -1))
             _permute_last_axis(rotated, sources, out=kernels[:, g])
-        return _as_conv2d_weight(kernels.flatten(3))
+    return _as_conv2d_weight(kernels.flatten(3)) if out is None else out
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        weight, rotation = ctx.saved_tensors
-        if torch.is_grad_enabled():  # second derivatives were requested
-            kernels = group_kernels(weight, rotation, ctx.reflections)
-            return *torch.autograd.grad(kernels, weight, gradients[0], create_graph=True), None, None
-        outputs, inputs, order, taps = weight.shape
-        d_kernels = gradients[0].permute(0, 2, 3, 1).reshape(outputs, order, -1, inputs, order)
-        d_rotated = torch.empty_like(d_kernels[:, 0])
-        d_slices = weight.new_zeros(outputs, taps, inputs * order)
-        for g, sources in enumerate(_slices_by_orientation(order, ctx.reflections)):
+
+def group_kernels_gradient(d_kernels: Tensor, rotation: Tensor, reflections: bool) -> Tensor:
+    """Return the gradient of the loss with respect to the base weights (O, C, G, P) of `group_kernels`, contiguous.
+
+    `d_kernels` (O·G, C·G, n, n) is the gradient with respect to the kernels. On the CPU, this is faster than autograd.
+    """
+    order, entries, taps = rotation.shape
+    maps = d_kernels.permute(0, 2, 3, 1).reshape(-1, order, entries, d_kernels.shape[1] // order, order)
+    outputs, inputs = maps.shape[0], maps.shape[3]
+    if _is_twisted_at_once(maps, reflections):
+        rotated = maps.new_zeros(outputs, order, entries, inputs, 2 * order)
+        _twist(rotated).copy_(maps)
+        doubled = rotation.flatten(0, 1).T @ rotated.view(outputs, order * entries, -1)  # (O, P, C·2G)
+        d_slices = doubled.view(outputs, taps, inputs, 2, order).sum(dim=3)
+    else:
+        rotated = torch.empty_like(maps[:, 0])
+        products = maps.new_zeros(outputs, taps, inputs * order)
+        for g, sources in enumerate(_slices_by_orientation(order, reflections)):
             inverse = sorted(range(order), key=sources.__getitem__)
-            _permute_last_axis(d_kernels[:, g], inverse, out=d_rotated)
-            d_slices.baddbmm_(rotation[g].T.expand(outputs, -1, -1), d_rotated.flatten(2))
-        d_weight = d_slices.view(outputs, taps, inputs, order).permute(0, 2, 3, 1)
-        return d_weight.contiguous(), None, None  # in the layout of the weights, as optimizers and DDP expect
+            _permute_last_axis(maps[:, g], inverse, out=rotated)
+            products.baddbmm_(rotation[g].T.expand(outputs, -1, -1), rotated.flatten(2))
+        d_slices = products.view(outputs, taps, inputs, order)
+    # In the layout of the weights, as optimizers and DDP expect. `contiguous` would keep other strides of an axis of 1.
+    return d_slices.permute(0, 2, 3, 1).clone(memory_format=torch.contiguous_format)
+
+
+def _is_twisted_at_once(kernels: Tensor, reflections: bool) -> bool:
+    """Return whether `_twist` is used for kernels (O, G, n², C, G). It needs memory for twice as many values."""
+    return kernels.numel() <= MAX_TWISTED and not reflections
+
+
+def _twist(doubled: Tensor) -> Tensor:
+    """Return the slices of base weights that each output orientation reads, as a view (O, G, n², C, G).
+
+    `doubled` (O, G, n², C, 2G) contains the rotated slices twice, one after another. Output orientation g reads input
+    orientation s with slice s - g modulo G. This is entry G + s - g of the last axis, so that a step along the axis of
+    output orientations goes back by one entry.
+    """
+    outputs, order, entries, inputs, _ = doubled.shape
+    output_stride, order_stride, *strides = doubled.stride()
+    return doubled.as_strided(
+        (outputs, order, entries, inputs, order), (output_stride, order_stride - 1, *strides), order
+    )
 
 
 @lru_cache(maxsize=64)

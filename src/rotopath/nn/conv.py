@@ -7,11 +7,12 @@ Both layers rotate their learned kernels to N orientations and apply all copies 
 import math
 from collections.abc import Callable
 from itertools import chain
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode  # private; tested in tests/nn/test_fuse.py
 
 from rotopath import group
 from rotopath.nn import fuse, triton
@@ -94,7 +95,7 @@ class _RotatedConv2d(MappedModule):
     weight: nn.Parameter
     bias: nn.Parameter | None
     rotation: Tensor
-    _cached: tuple[Tensor, Tensor] | None = None  # weights and their kernels
+    _stored: "_StoredKernels | None" = None  # kernels of the last call on the CPU
 
     def __init__(
         self,
@@ -173,10 +174,6 @@ class _RotatedConv2d(MappedModule):
         weight, rotation = self.weight, self.rotation.to(self.weight)
         if not self._reads_orientations:
             return group.lift_kernels(weight, rotation)
-        is_plain = type(weight) in (Tensor, nn.Parameter) and not is_being_recorded() and not triton.has_tangent(weight)
-        if is_plain and weight.device.type == "cpu":
-            kernels: Tensor = group.GroupKernelsOnCpu.apply(weight, rotation, self.reflections)  # type: ignore[no-untyped-call]
-            return kernels
         return group.group_kernels(weight, rotation, self.reflections)
 
     def reset_parameters(self) -> None:
@@ -228,7 +225,6 @@ class _RotatedConv2d(MappedModule):
     def _convolve(self, x: Tensor) -> Tensor:
         """Convolve images (B, C, H, W) or flattened features (B, C·N, H, W) to features (B, C', N, H', W')."""
         check_grid(x, self, self.window_px, self.stride * self.pool, self.padding, self.dilation)
-        kernels = self.kernels_for(x)
         bias = self.bias if self.bias is None else self.bias.repeat_interleave(self.order)
         padding = self.padding
         if self.padding_mode != "zeros" and padding:
@@ -236,7 +232,10 @@ class _RotatedConv2d(MappedModule):
             x = F.pad(x, (padding,) * 4, mode=self.padding_mode)
             padding = 0
         # Kernels are channels-last in memory, so the output is too, and (C', N) can be split and merged as views.
-        y = F.conv2d(x, kernels, bias, self.stride * self.pool, padding, self.dilation, self.groups)
+        if self._can_store_kernels(x):
+            y: Tensor = _ConvolveOnCpu.apply(x, self.weight, bias, self, padding)  # type: ignore[no-untyped-call]
+        else:
+            y = F.conv2d(x, self.kernels_for(x), bias, self.stride * self.pool, padding, self.dilation, self.groups)
         return split_orientations(y, self.order)  # (B, C'·N, H', W') → (B, C', N, H', W')
 
     def kernels_for(self, x: Tensor) -> Tensor:
@@ -257,22 +256,45 @@ class _RotatedConv2d(MappedModule):
         if x.is_meta:  # torch has no autocast for this device
             return self.kernels()
         with torch.autocast(x.device.type, enabled=False):
-            return self._kernels_on_cpu() if x.device.type == "cpu" else self.kernels()
-
-    def _kernels_on_cpu(self) -> Tensor:
-        """Return `kernels`. In evaluation without gradients, the kernels of the last call if weights are the same."""
-        weight, cached = self.weight, self._cached
-        can_reuse = not (self.training or torch.is_grad_enabled() or is_being_recorded() or self._overrides_kernels())
-        if not can_reuse or type(weight) is not nn.Parameter:
-            self._cached = None
             return self.kernels()
+
+    def _can_store_kernels(self, x: Tensor) -> bool:
+        """Return whether `_ConvolveOnCpu` can convolve x."""
+        weight = self.weight
+        return (
+            self._reads_orientations
+            and x.device.type == weight.device.type == "cpu"
+            and x.dtype == weight.dtype
+            and type(x) is Tensor
+            and type(weight) in (Tensor, nn.Parameter)
+            and not torch.is_autocast_enabled("cpu")
+            and not is_being_recorded()
+            and _get_current_dispatch_mode() is None
+            and not triton.has_tangent(x)
+            and not triton.has_tangent(weight)
+            and not self._overrides_kernels()
+        )
+
+    @torch.no_grad()
+    def _store_kernels(self) -> Tensor:
+        """Compute `kernels` on the CPU, without gradients, in memory that the layer keeps. The next call overwrites it.
+
+        In evaluation, the kernels of the last call are returned if the weights are the same.
+        """
+        weight, stored = self.weight.detach(), self._stored
+        if stored is not None and (stored.shape, stored.kernels.dtype) != (weight.shape, weight.dtype):
+            stored = None
         # Weights are compared by value. Torch's version counters do not see every change, such as those of `.data`.
-        if cached is None or cached[0].dtype != weight.dtype or not torch.equal(cached[0], weight):
-            self._cached = cached = weight.detach().clone(), self.kernels()
-        return cached[1]
+        if stored is not None and stored.weight is not None and not self.training and stored.weight.equal(weight):
+            return stored.kernels
+        with torch.inference_mode(False):  # changes of inference tensors are not counted
+            memory = None if stored is None else stored.kernels
+            kernels = group.write_group_kernels(weight, self.rotation.to(weight), self.reflections, out=memory)
+            self._stored = _StoredKernels(kernels, weight.shape, None if self.training else weight.clone())
+        return kernels
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_cached": None}  # copies and saved modules compute their own kernels
+        return {**vars(self), "_stored": None}  # copies and saved modules compute their own kernels
 
     def _kernels_for_compiler(self, x: Tensor) -> Tensor:
         """Return the rotated kernels on a GPU for torch.compile, contiguous.
@@ -293,6 +315,53 @@ class _RotatedConv2d(MappedModule):
     def _overrides_kernels(self) -> bool:
         """Return whether a subclass or this instance replaces `kernels`."""
         return type(self).kernels is not _RotatedConv2d.kernels or "kernels" in vars(self)
+
+
+class _StoredKernels(NamedTuple):
+    """Rotated kernels that a layer keeps, and the base weights that they were computed from."""
+
+    kernels: Tensor
+    shape: torch.Size  # of the base weights
+    weight: Tensor | None  # the base weights; in training, they are not kept
+
+
+class _ConvolveOnCpu(torch.autograd.Function):
+    """Autograd function: convolve maps x (B, C·N, H, W) with the rotated kernels of a `GroupConv2d`.
+
+    `weight` are the base weights of the layer, and `bias` has one value for each of the C'·N maps of the output. The
+    layer keeps the memory of its kernels. To allocate new memory in every step would take longer than to compute them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "GroupConv2d", padding: int) -> Tensor:
+        kernels = layer._store_kernels()
+        ctx.save_for_backward(x, weight, bias)
+        ctx.kernels, ctx.version = kernels, kernels._version
+        ctx.rotation, ctx.reflections = layer.rotation.to(weight), layer.reflections
+        ctx.options = (layer.stride * layer.pool, padding, layer.dilation, layer.groups)
+        return F.conv2d(x, kernels, bias, *ctx.options)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        is_differentiable = torch.is_grad_enabled()  # second derivatives were requested
+        if is_differentiable:
+            kernels = group.group_kernels(weight, ctx.rotation, ctx.reflections)
+        elif ctx.version == ctx.kernels._version:
+            kernels = ctx.kernels
+        else:  # the layer has overwritten them since the forward pass
+            kernels = group.write_group_kernels(weight, ctx.rotation, ctx.reflections)
+        stride, padding, dilation, groups = ctx.options
+        sizes, pairs = bias if bias is None else [len(bias)], [[size] * 2 for size in (stride, padding, dilation)]
+        dx, d_kernels, d_bias = torch.ops.aten.convolution_backward(
+            gradients[0], x, kernels, sizes, *pairs, False, [0, 0], groups, ctx.needs_input_grad[:3]
+        )
+        d_weight = None
+        if ctx.needs_input_grad[1] and is_differentiable:
+            (d_weight,) = torch.autograd.grad(kernels, weight, d_kernels, create_graph=True)
+        elif ctx.needs_input_grad[1]:
+            d_weight = group.group_kernels_gradient(d_kernels, ctx.rotation, ctx.reflections)
+        return dx, d_weight, d_bias, None, None
 
 
 class LiftConv2d(_RotatedConv2d):
