@@ -88,6 +88,14 @@ class SlideObject:
         """Identifier, computed from the kind, class and shape: an object has the same identifier in every file."""
         return self._identify(_make_geometry(self.shape))
 
+    @property
+    def bounds_px(self) -> tuple[float, float, float, float]:
+        """Top, left, bottom and right of the bounding box."""
+        if isinstance(self.shape, Point):
+            return (*self.shape, *self.shape)
+        vertices = np.concatenate([polygon.outer for polygon in self.shape])
+        return (*vertices.min(axis=0).tolist(), *vertices.max(axis=0).tolist())
+
     def _identify(self, geometry: dict[str, Any]) -> UUID:
         """Return the identifier. `geometry` is the GeoJSON geometry of the object, in pixels of level 0."""
         content = json.dumps([self.kind, self.class_name, geometry])
