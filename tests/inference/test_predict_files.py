@@ -94,6 +94,23 @@ def test_coordinates_on_a_stage_start_at_the_scanned_region(tmp_path: Path) -> N
     assert max(coordinates) < 300
 
 
+def test_onnx_runtime_finds_the_same_objects(images: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    command = (MODEL, images / "a.png", "--spacing-um-px", 1.0, "--device", "cpu")
+    for backend in ("torch", "onnxruntime"):
+        result = call(*command, "--out", tmp_path / backend, "--backend", backend)
+        assert result.exit_code == 0, result.output
+    ours, theirs = (
+        list(read_geojson(tmp_path / name / "a.png" / "objects.geojson")) for name in ("torch", "onnxruntime")
+    )
+    assert [item.id for item in ours] == [item.id for item in theirs]
+    refused = call(*command, "--out", tmp_path / "none", "--backend", "jax")
+    assert refused.exit_code == 2
+    assert "There is no backend 'jax'" in " ".join(refused.output.split())
+    assert not (tmp_path / "none").exists()
+
+
 def test_finished_files_are_skipped_unless_options_differ(images: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = (MODEL, images / "a.png", "--out", out, "--spacing-um-px", 1.0)
