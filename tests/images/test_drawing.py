@@ -7,7 +7,8 @@ import pytest
 from numpy.typing import NDArray
 
 from rotopath.images.drawing import MAX_HEAT_OPACITY, ORIENTATION_SCALE, draw_orientations, draw_overlay
-from rotopath.images.geojson import Point, SlideObject
+from rotopath.images.geojson import SlideObject
+from rotopath.images.outlines import Point
 from rotopath.images.slides import as_slide
 
 RED, BLUE, GREEN = (200, 0, 0), (0, 0, 200), (0, 200, 0)

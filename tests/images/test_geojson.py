@@ -15,16 +15,8 @@ from scipy import ndimage
 from skimage.draw import polygon2mask
 
 from rotopath.images import UnreadableFileError
-from rotopath.images.geojson import (
-    Point,
-    Polygon,
-    SlideObject,
-    fill_outline,
-    read_geojson,
-    signed_area,
-    trace_outlines,
-    write_geojson,
-)
+from rotopath.images.geojson import SlideObject, read_geojson, write_geojson
+from rotopath.images.outlines import Point, Polygon, fill_outline, signed_area, trace_outlines
 
 SQUARE = Polygon(np.array([(10.0, 20.0), (10, 24), (13, 24), (13, 20)]))
 LABELS = hnp.arrays(

@@ -17,7 +17,8 @@ from torch import nn
 import rotopath as rp
 from rotopath import tasks
 from rotopath.images import stain
-from rotopath.images.geojson import Point, SlideObject, fill_outline
+from rotopath.images.geojson import SlideObject
+from rotopath.images.outlines import Point, fill_outline
 from rotopath.images.slides import Slide, as_slide, open_slide
 from rotopath.images.tissue import find_tissue
 from rotopath.inference import predict

@@ -95,7 +95,23 @@ def estimate_stain_vectors(density: NDArray[np.float64]) -> NDArray[np.float64] 
     return vectors if vectors[0, 0] > vectors[0, 1] else vectors[:, ::-1]  # hematoxylin absorbs more red
 
 
-def optical_density(image: NDArray[np.uint8]) -> NDArray[np.float64]:
+def stain_densities(pixels: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Return the optical densities (..., 2) of hematoxylin and eosin at pixels (..., 3).
+
+    The optical density of a pixel is divided into those of the two reference stains (`REFERENCE_STAINS`), to which
+    normalized images are normalized. On other images, it is an estimate, because stains of laboratories differ.
+
+    >>> glass, nucleus = (240, 240, 240), (90, 60, 120)
+    >>> stain_densities(np.array([glass, nucleus], np.uint8)).round(1).tolist()
+    [[-0.0, -0.0], [1.1, 0.7]]
+    """
+    of_gray_level = optical_density(np.arange(256))  # as a table, because logarithms are slow
+    unmix = np.linalg.pinv(REFERENCE_STAINS)  # (2, 3)
+    densities = [sum(of_gray_level[pixels[..., k]] * stain[k] for k in range(3)) for stain in unmix]
+    return np.stack(densities, axis=-1)
+
+
+def optical_density(image: NDArray[np.integer]) -> NDArray[np.float64]:
     """Return the optical density of each pixel and channel of an image, in an array of the same shape.
 
     The optical density measures how much light the tissue absorbs. For a pixel value I, it is -ln((I + 1) / 240).

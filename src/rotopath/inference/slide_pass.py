@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -53,6 +53,14 @@ class ObjectFinder(Protocol):
         ...
 
 
+@runtime_checkable
+class LabelPainter(Protocol):
+    """An object finder that also paints its objects into a label map of the slide."""
+
+    # Number of the object at each output, in the order in which objects are yielded: 1, 2, ...; 0 for background
+    labels: "MapFile"
+
+
 class SlideTask(Protocol):
     """The properties and methods of a task that `SlidePass` uses. They are documented in `rotopath.tasks.Task`."""
 
@@ -66,6 +74,8 @@ class SlideTask(Protocol):
     def colors(self) -> tuple[Color, ...]: ...
     @property
     def heatmap_cell(self) -> int: ...
+    @property
+    def needs_pixels(self) -> bool: ...
     @property
     def tissue_margin_um(self) -> float: ...
     @property
@@ -159,13 +169,15 @@ def predict_slide(model: Model, slide: Slide, options: PassOptions) -> SlideResu
 class SlidePass:
     """Predicts a slide once, tile by tile. Use it in a `with` statement, which removes the temporary files at its end.
 
-    First iterate over `objects()` to the end. After that, `summary()`, `draw_overlay()` and three maps are complete:
+    First iterate over `objects()` to the end. After that, `summary()`, `draw_overlay()` and four maps are complete:
 
     - `heat`: the probability that any class is present or, in "classify", of the most probable class.
     - `winner`: the index of the most probable class; None if the task has one class.
     - `deviation`: the standard deviation over rotations; None with one rotation.
+    - `labels`: the label map of the objects: their number in the order of `objects()`, from 1; None unless the task
+      outlines objects pixel by pixel.
 
-    Each pixel of these maps is computed from means over `task.heatmap_cell` × `task.heatmap_cell` outputs of the
+    The label map has a pixel for each output of the network. Each pixel of the other maps is computed from means over `task.heatmap_cell` × `task.heatmap_cell` outputs of the
     network.
     """
 
@@ -192,6 +204,9 @@ class SlidePass:
             self.winner = create_map("winner") if len(task.colors) > 1 else None  # index of the class
             self.deviation = create_map("deviation") if options.rotations > 1 else None
             self._finder = task.make_object_finder(self.grid, model.point, folder)
+            self.labels = self._finder.labels if isinstance(self._finder, LabelPainter) else None
+            if self.labels is not None:
+                files.callback(self.labels.close)
             self._files = files.pop_all()
 
     def __enter__(self) -> Self:
@@ -232,6 +247,11 @@ class SlidePass:
         return draw_overlay(self.slide, heat, winner, (corner, side * step), self.model.task.colors, objects)
 
     @property
+    def labels_um_px(self) -> float:
+        """Pixel spacing of the label map, in µm/px."""
+        return self.grid.stride_px * self.view.spacing_um_px
+
+    @property
     def heat_frame(self) -> tuple[tuple[float, float], float]:
         """Top left corner (row, column) of the heat map, and side of a heat-map pixel; both in pixels of level 0."""
         corner, side = self.grid.output_frame()
@@ -241,7 +261,9 @@ class SlidePass:
         """Predict the tiles near tissue (see `_is_near_tissue`), write them into the maps, and yield the objects."""
         task = self.model.task
         wanted = [tile for tile in self.grid.tiles if self._is_near_tissue(*tile)]
-        tiles = predict_tiles(self.grid, wanted, self.model.device, self.options.rotations, task.to_probabilities)
+        tiles = predict_tiles(
+            self.grid, wanted, self.model.device, self.options.rotations, task.to_probabilities, task.needs_pixels
+        )
         for done, tile in enumerate(map(self._clear_glass, tiles), 1):
             self._write_maps(tile)
             yield from self._finder.add_tile(tile)
@@ -380,33 +402,50 @@ class SlideView:
 
 
 class MapFile:
-    """A map (rows, columns) of float32 in a file, written in rectangles. Pixels that are never written are 0."""
+    """A map (rows, columns) of numbers in a file, written in rectangles. Pixels that are never written are 0.
 
-    def __init__(self, path: Path, size: tuple[int, int]) -> None:
-        self.size = size
+    `dtype` is float32, or uint32 for label maps. On most file systems, parts that are never written need no space.
+    """
+
+    def __init__(self, path: Path, size: tuple[int, ...], dtype: type[np.float32 | np.uint32] = np.float32) -> None:
+        self.size = (size[0], size[1])
+        self._dtype = np.dtype(dtype)
         self._file = path.open("wb+")
-        self._file.truncate(4 * math.prod(size))
+        self._file.truncate(self._dtype.itemsize * math.prod(size))
 
-    def write(self, top: int, left: int, values: NDArray[np.float32]) -> None:
+    def write(self, top: int, left: int, values: NDArray[Any]) -> None:
         """Write values (h, w), with the first value at row `top` and column `left`."""
-        for i, row in enumerate(values):
-            self._file.seek(4 * ((top + i) * self.size[1] + left))
-            self._file.write(row.astype(np.float32).tobytes())
+        for i, row in enumerate(values.astype(self._dtype)):
+            self._seek(top + i, left)
+            self._file.write(row.tobytes())
 
-    def read(self, top: int = 0, bottom: int | None = None) -> NDArray[np.float32]:
+    def paint(self, top: int, left: int, values: NDArray[Any]) -> None:
+        """Write the values (h, w) that are not 0; where they are 0, the map keeps its values."""
+        used = np.flatnonzero(values.any(axis=0))
+        for row in np.flatnonzero(values.any(axis=1)).tolist():
+            part = values[row, used[0] : used[-1] + 1]
+            self._seek(top + row, left + int(used[0]))
+            old = np.frombuffer(self._file.read(len(part) * self._dtype.itemsize), self._dtype)
+            self.write(top + row, left + int(used[0]), np.where(part != 0, part, old)[None])
+
+    def read(self, top: int = 0, bottom: int | None = None) -> NDArray[Any]:
         """Return the rows of the map from `top` to `bottom` - 1; by default all rows."""
         rows = (self.size[0] if bottom is None else min(bottom, self.size[0])) - top
-        self._file.seek(4 * top * self.size[1])
-        return np.frombuffer(self._file.read(4 * rows * self.size[1]), np.float32).reshape(rows, self.size[1])
+        self._seek(top, 0)
+        content = self._file.read(self._dtype.itemsize * rows * self.size[1])
+        return np.frombuffer(content, self._dtype).reshape(rows, self.size[1])
 
-    def read_subsampled(self, step: int) -> NDArray[np.float32]:
+    def read_subsampled(self, step: int) -> NDArray[Any]:
         """Return the values of the map in every `step`-th row and column, without reading the whole map at once."""
         return np.concatenate([strip[::step, ::step] for strip in self.strips(512 * step)])
 
-    def strips(self, rows: int = 512) -> Iterator[NDArray[np.float32]]:
+    def strips(self, rows: int = 512) -> Iterator[NDArray[Any]]:
         """Yield the map from top to bottom in strips of `rows` rows. The last strip may have fewer rows."""
         for top in range(0, self.size[0], rows):
             yield self.read(top, top + rows)
 
     def close(self) -> None:
         self._file.close()
+
+    def _seek(self, row: int, column: int) -> None:
+        self._file.seek(self._dtype.itemsize * (row * self.size[1] + column))

@@ -21,7 +21,8 @@ from torch import Tensor
 from rotopath.data import DataError, Dataset, Finding, Sample
 from rotopath.data.sampling import ClassBalancedSampler, Ints, Sampler, SamplerSettings
 from rotopath.data.splits import select_fraction
-from rotopath.images.geojson import SlideObject, trace_outlines
+from rotopath.images.geojson import SlideObject
+from rotopath.images.outlines import trace_outlines
 from rotopath.inference.slide_pass import ObjectFinder
 from rotopath.inference.tiling import Grid, Tile
 from rotopath.metrics.bootstrap import score_interval, sum_by_case

@@ -93,6 +93,7 @@ class Task(ABC):
     regime_unit: ClassVar[str] = "images"  # unit of a regime, which is a reduced amount of training data
     can_mine: ClassVar[bool] = False  # whether `find_hard_examples` is implemented
     heatmap_cell: ClassVar[int] = 1  # each heat-map pixel is the mean over cell × cell outputs
+    needs_pixels: ClassVar[bool] = False  # whether `Tile.pixels` is needed to find and measure objects on slides
 
     def __post_init__(self) -> None:
         if not self.classes:
