@@ -1,16 +1,21 @@
-"""Objects on slides, and the GeoJSON files for QuPath in which they are written and read.
+"""Objects on slides, and the files in which they are written: GeoJSON for QuPath, which is also read, and CSV tables.
 
 GeoJSON files are FeatureCollections (RFC 7946) and are written atomically. Objects in memory have coordinates (row,
-column) in pixels of level 0. Positions in GeoJSON files are (x, y), that is (column, row).
+column) in pixels of level 0. Positions in files are (x, y), that is (column, row).
 """
 
+import csv
+import gzip
 import hashlib
+import io
 import json
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal, TextIO, cast
 from uuid import UUID
 
 import numpy as np
@@ -20,6 +25,8 @@ from rotopath.images.outlines import DECIMALS, Point, Polygon, Ring, signed_area
 from rotopath.writing import atomic_file
 
 HEAD, TAIL = '{"type": "FeatureCollection", "features": [\n', "\n]}\n"
+COLUMNS = ("number", "id", "class", "x_px", "y_px")  # first columns of tables of objects
+GZIP_LEVEL = 6  # higher levels take twice as long, and save 1 %
 DETECTION_TYPES = ("detection", "cell", "tile")  # QuPath types that are read as "detection"; all others are annotations
 
 
@@ -72,10 +79,15 @@ class SlideObject:
 def write_geojson(path: Path, objects: Iterable[SlideObject], origin_px: tuple[float, float] = (0, 0)) -> int:
     """Write objects to a GeoJSON file, one on each line, and return the number of objects.
 
+    If the file name ends in ".gz", the file is compressed, as QuPath reads it. Only one object at a time is in memory.
     `origin_px` (row, column) is subtracted from all coordinates; for QuPath, pass `slide.origin_px`.
     """
     count = 0
-    with atomic_file(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
+    with ExitStack() as stack:
+        raw: IO[bytes] = stack.enter_context(stack.enter_context(atomic_file(path)).open("wb"))
+        if path.suffix == ".gz":  # the same objects give the same bytes: neither the time nor the file name is written
+            raw = cast(IO[bytes], stack.enter_context(gzip.GzipFile("", "wb", GZIP_LEVEL, raw, mtime=0)))
+        file = stack.enter_context(io.TextIOWrapper(raw, encoding="utf-8", newline="\n"))
         file.write(HEAD)
         for item in objects:
             file.write(",\n" if count else "")
@@ -115,17 +127,58 @@ def _close(positions: list[list[float]]) -> list[list[float]]:
     return [*positions, positions[0]]
 
 
+# Writing CSV
+
+
+def write_rows(
+    objects: Iterable[SlideObject], table: TextIO, origin_px: tuple[float, float] = (0, 0)
+) -> Iterator[SlideObject]:
+    """Write each object as a row of a CSV table, then yield the object.
+
+    The columns are those of `to_row`. `origin_px` (row, column), in pixels of level 0, is subtracted from coordinates.
+    """
+    rows, has_head = csv.writer(table, lineterminator="\n"), False
+    for number, item in enumerate(objects, 1):
+        row = to_row(item, number, origin_px)
+        if not has_head:
+            rows.writerow(row)
+            has_head = True
+        measurements = [f"{value:.6g}" for value in item.measurements.values()]
+        rows.writerow([*list(row.values())[: len(COLUMNS)], *measurements])
+        yield item
+    if not has_head:
+        rows.writerow(COLUMNS)
+
+
+def to_row(item: SlideObject, number: int, origin_px: tuple[float, float] = (0, 0)) -> dict[str, str | int | float]:
+    """Return an object as a row of a table: a dictionary from the names of columns to values.
+
+    The columns are `COLUMNS`, and then the measurements. "number" counts the objects of a slide from 1. "x_px" and
+    "y_px" are the center of the bounding box, in pixels of level 0, minus `origin_px` (row, column).
+    """
+    if isinstance(item.shape, Point):
+        row, column = item.shape
+    else:
+        corners = np.concatenate([polygon.outer for polygon in item.shape])
+        row, column = (corners.min(axis=0) + corners.max(axis=0)) / 2
+    center = round(float(column - origin_px[1]), DECIMALS), round(float(row - origin_px[0]), DECIMALS)
+    return {**dict(zip(COLUMNS, (number, str(item.id), item.class_name, *center), strict=True)), **item.measurements}
+
+
 # Reading GeoJSON
 
 
 def read_geojson(path: Path, origin_px: tuple[float, float] = (0, 0)) -> list[SlideObject]:
-    """Read the objects of a GeoJSON file that this package or QuPath has written.
+    """Read the objects of a GeoJSON file that this package or QuPath has written; a file named *.gz is decompressed.
 
     `origin_px` (row, column) is added to all coordinates, to convert them to pixels of level 0. Raises
     `UnreadableFileError` if the file or one of its features cannot be used.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
+        content = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UnreadableFileError(path, f"is cut off or not a gzip file ({error}); compress it again.") from None
     except FileNotFoundError:
         raise UnreadableFileError(path, "does not exist.") from None
     except OSError as error:

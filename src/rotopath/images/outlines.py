@@ -250,9 +250,7 @@ def smooth_outlines(
     numbers = [number for number, polygons in outlines.items() if len(polygons) == 1 and not polygons[0].holes]
     smoothed = _smooth_rings([outlines[number][0].outer for number in numbers], pixel_px) if numbers else []
     rings = {number: ring for number, ring in zip(numbers, smoothed, strict=True) if ring is not None}
-    return {
-        number: (Polygon(rings[number]),) if number in rings else polygons for number, polygons in outlines.items()
-    }
+    return {number: (Polygon(rings[number]),) if number in rings else polygons for number, polygons in outlines.items()}
 
 
 class _Rings(NamedTuple):
@@ -278,7 +276,7 @@ class _Rings(NamedTuple):
 
     def sum(self, values: NDArray[Any]) -> NDArray[np.float64]:
         """Return the sum (rings,) over each ring of values (n,)."""
-        return np.bincount(self.owners, values, minlength=len(self.sizes))
+        return np.asarray(np.bincount(self.owners, values, minlength=len(self.sizes)), np.float64)
 
     def areas(self) -> NDArray[np.float64]:
         """Return the signed area (rings,) of each ring, as `signed_area`."""
@@ -509,4 +507,4 @@ def _integrate_chain(
         owners, heights, reach = owners[kept], heights[kept], reach[kept]
     is_same = owners[1:] == owners[:-1]
     areas = ((heights[1:] - heights[:-1]) * (reach[1:] + reach[:-1]) / 2)[is_same]
-    return np.bincount(owners[1:][is_same], areas, minlength=count)
+    return np.asarray(np.bincount(owners[1:][is_same], areas, minlength=count), np.float64)

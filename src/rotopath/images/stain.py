@@ -103,7 +103,7 @@ def stain_densities(pixels: NDArray[np.uint8]) -> NDArray[np.float64]:
 
     >>> glass, nucleus = (240, 240, 240), (90, 60, 120)
     >>> stain_densities(np.array([glass, nucleus], np.uint8)).round(1).tolist()
-    [[-0.0, -0.0], [1.1, 0.7]]
+    [[-0.0, -0.0], [1.7, 0.1]]
     """
     of_gray_level = optical_density(np.arange(256))  # as a table, because logarithms are slow
     unmix = np.linalg.pinv(REFERENCE_STAINS)  # (2, 3)

@@ -1,14 +1,12 @@
 """Apply a model to image files, folders and whole slides, and write a folder of results for each file.
 
 The folder contains the objects (GeoJSON and CSV), a heat map (OME-TIFF), an overlay (PNG), and a summary (JSON) that
-also describes the model, the options and the software. With several rotations, it also contains a map of the standard
-deviation over rotations (OME-TIFF). Files that already have results for the same model and options are skipped. A file
-whose prediction was interrupted is predicted again. If a file cannot be read, it is reported as failed, and the
-prediction continues with the next file.
+also describes the model, the options and the software. If objects are segmented, it also contains their label map
+(OME-TIFF). With several rotations, it also contains a map of the standard deviation over rotations (OME-TIFF). Files
+that already have results for the same model and options are skipped. A file whose prediction was interrupted is
+predicted again. If a file cannot be read, it is reported as failed, and the prediction continues with the next file.
 """
 
-import csv
-import io
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -18,14 +16,13 @@ from json import JSONDecodeError, loads
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 
 from rotopath.data.dataset import IMAGE_SUFFIXES, DataError
 from rotopath.environment import describe_machine, describe_software, now
 from rotopath.images import Slide, open_slide
 from rotopath.images.drawing import MAX_DRAWN
-from rotopath.images.geojson import Point, SlideObject, write_geojson
+from rotopath.images.geojson import SlideObject, write_geojson, write_rows
 from rotopath.images.pyramid import write_pyramid
 from rotopath.images.readers import SLIDE_SUFFIXES
 from rotopath.inference.slide_pass import Model, PassOptions, SlidePass
@@ -33,7 +30,7 @@ from rotopath.writing import atomic_folder, recover_folder, write_json
 
 # Names of the files in the folder of results
 GEOJSON, TABLE, HEAT, DEVIATION = "objects.geojson", "objects.csv", "heatmap.ome.tif", "deviation.ome.tif"
-OVERLAY, SUMMARY = "overlay.png", "summary.json"
+LABELS, OVERLAY, SUMMARY = "labels.ome.tif", "overlay.png", "summary.json"
 OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")  # parts of error messages of torch
 OnTile = Callable[[Path, int, int], None]  # slide, number of finished tiles of the slide, number of all its tiles
 OutcomeState = Literal["done", "skipped", "failed"]
@@ -160,14 +157,15 @@ def _write_results(
     with atomic_folder(folder) as unfinished, SlidePass(model, slide, options) as slide_pass:
         drawn: list[SlideObject] = []
         with (unfinished / TABLE).open("w", newline="", encoding="utf-8") as table:
-            objects = _write_table(slide_pass.objects(on_progress), table, drawn, slide.origin_px)
-            write_geojson(unfinished / GEOJSON, objects, slide.origin_px)
-        for name, map_file, values in (
-            (HEAT, slide_pass.heat, "probability"),
-            (DEVIATION, slide_pass.deviation, "deviation"),
+            objects = write_rows(slide_pass.objects(on_progress), table, slide.origin_px)
+            write_geojson(unfinished / GEOJSON, _collect_first(objects, drawn), slide.origin_px)
+        for name, map_file, um_px, values in (
+            (HEAT, slide_pass.heat, slide_pass.heat_um_px, "probability"),
+            (DEVIATION, slide_pass.deviation, slide_pass.heat_um_px, "deviation"),
+            (LABELS, slide_pass.labels, slide_pass.labels_um_px, "number in objects.csv"),
         ):
             if map_file is not None:
-                write_pyramid(unfinished / name, map_file.strips(), map_file.size, slide_pass.heat_um_px, values)
+                write_pyramid(unfinished / name, map_file.strips(), map_file.size, um_px, values)
         slide_pass.draw_overlay(drawn).save(unfinished / OVERLAY)
         summary = slide_pass.summary()
         corner_px, side_px = slide_pass.heat_frame
@@ -192,38 +190,12 @@ def _write_results(
         )
 
 
-def _write_table(
-    objects: Iterator[SlideObject], table: io.TextIOBase, drawn: list[SlideObject], origin_px: tuple[int, int]
-) -> Iterator[SlideObject]:
-    """Write each object as a row of the CSV table, then yield the object.
-
-    The first `MAX_DRAWN` objects are appended to the list `drawn`, for the overlay. `origin_px` (row, column), in
-    pixels of level 0, is subtracted from the coordinates in the table.
-    """
-    rows, columns = csv.writer(table, lineterminator="\n"), ["id", "class", "x_px", "y_px"]
-    is_empty = True
-    for detected in objects:
-        if is_empty:
-            rows.writerow([*columns, *detected.measurements])
-            is_empty = False
-        x, y = _find_center(detected, origin_px)
-        measurements = [f"{value:.6g}" for value in detected.measurements.values()]
-        rows.writerow([detected.id, detected.class_name, f"{x:.2f}", f"{y:.2f}", *measurements])
+def _collect_first(objects: Iterator[SlideObject], drawn: list[SlideObject]) -> Iterator[SlideObject]:
+    """Yield all objects, and append the first `MAX_DRAWN` of them to the list `drawn`, for the overlay."""
+    for item in objects:
         if len(drawn) < MAX_DRAWN:
-            drawn.append(detected)
-        yield detected
-    if is_empty:
-        rows.writerow(columns)
-
-
-def _find_center(detected: SlideObject, origin_px: tuple[int, int]) -> tuple[float, float]:
-    """Return the center (x, y) of an object's bounding box in pixels of level 0, minus `origin_px` (row, column)."""
-    if isinstance(detected.shape, Point):
-        row, column = detected.shape
-    else:
-        corners = np.concatenate([polygon.outer for polygon in detected.shape])
-        row, column = (corners.min(axis=0) + corners.max(axis=0)) / 2
-    return column - origin_px[1], row - origin_px[0]
+            drawn.append(item)
+        yield item
 
 
 def _describe(model: Model, path: Path, options: FileOptions) -> dict[str, object]:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,19 +23,27 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from rotopath.environment import install_command
 from rotopath.group import reflect_index
 from rotopath.images import Slide, Tissue, find_tissue
 from rotopath.images.drawing import draw_overlay
-from rotopath.images.geojson import SlideObject, write_geojson
+from rotopath.images.geojson import COLUMNS, SlideObject, to_row, write_geojson, write_rows
+from rotopath.images.outlines import Point, Polygon
 from rotopath.images.stain import Stain, Stains, measure_stains
 from rotopath.inference.dense import MixedNetwork
 from rotopath.inference.tiling import TILE_PX, Grid, Span, Tile, predict_tiles
 from rotopath.models import DenseNetwork
+from rotopath.writing import atomic_file
+
+if TYPE_CHECKING:
+    import pandas
+    import spatialdata
 
 GPU_TILE_PX = 2 * TILE_PX  # with smaller tiles, a GPU waits for Python, which starts its computations one by one
 MEASURED_PX = 2**21  # largest number of pixels from which stains are measured; on larger slides, samples are measured
 SAMPLE_PX = 256  # side of each of these square samples
 BLOCK_PX, CACHED_BLOCKS = 512, 32  # slides are read in square blocks, cached for adjacent tiles; 32 blocks need 25 MB
+MAX_LABELS_PX = 2**28  # largest label map that is kept in memory, which needs 1 GB
 OVERLAY_HEAT_PX = 4096  # heat maps with a longer side are subsampled before they are drawn on an overlay
 OnProgress = Callable[[int, int], None]  # number of finished tiles, number of all tiles
 Map = NDArray[np.float32]
@@ -136,10 +145,74 @@ class SlideResult:
     summary: Mapping[str, float]  # numbers by name, such as "tissue_mm2" and "objects" (number of objects)
     origin_px: tuple[int, int]  # (row, column) on level 0 from which QuPath counts coordinates
     overlay: Image.Image  # the slide with the heat map and the objects drawn on it
+    # Label map (h, w): the number of the object at each pixel, as in `table`, or 0. None if the task outlines no
+    # objects pixel by pixel, or if the map has more than `MAX_LABELS_PX` pixels; `rp.predict` writes maps of any size.
+    labels: NDArray[np.uint32] | None = None
+    labels_corner_px: tuple[float, float] = (0.0, 0.0)  # upper left corner (row, column) of the label map ...
+    labels_side_px: float = 1.0  # ... and side of its pixels, both in pixels of level 0
 
     def to_geojson(self, path: Path | str) -> None:
-        """Write the objects to a GeoJSON file for QuPath."""
+        """Write the objects to a GeoJSON file for QuPath. If the file name ends in ".gz", the file is compressed."""
         write_geojson(Path(path), self.objects, self.origin_px)
+
+    def to_csv(self, path: Path | str) -> None:
+        """Write the objects to a CSV table, with a row for each object, as `objects.csv` of `rotopath predict`."""
+        with atomic_file(Path(path)) as unfinished, unfinished.open("w", newline="", encoding="utf-8") as file:
+            for _ in write_rows(self.objects, file, self.origin_px):
+                pass
+
+    @property
+    def table(self) -> "pandas.DataFrame":
+        """The objects as a pandas table, with a row for each object and the columns of `to_csv`.
+
+        Raises ModuleNotFoundError if pandas is not installed.
+        """
+        pandas = _import_for_tables("pandas")
+        rows = [to_row(item, number, self.origin_px) for number, item in enumerate(self.objects, 1)]
+        return pandas.DataFrame(rows, columns=None if rows else list(COLUMNS))
+
+    def to_spatialdata(self) -> "spatialdata.SpatialData":
+        """Return the objects, their measurements and the label map as a SpatialData object.
+
+        Coordinates are (x, y) in pixels of level 0, minus `origin_px`, as in the files. The shapes "objects" are
+        polygons, or circles with a radius of 1 px for points. Their index is the number of each object. The table
+        "measurements" annotates them. Raises ModuleNotFoundError if a package of the extra "tables" is not installed.
+        """
+        anndata, geopandas, models, shapely, sd, transformations = map(
+            _import_for_tables,
+            ("anndata", "geopandas", "spatialdata.models", "shapely", "spatialdata", "spatialdata.transformations"),
+        )
+        rows = self.table.set_index("number", drop=False)
+        shapes = [_to_shapely(shapely, item.shape, self.origin_px) for item in self.objects]
+        frame = geopandas.GeoDataFrame({"geometry": shapes}, index=rows.index)
+        if self.objects and isinstance(self.objects[0].shape, Point):
+            frame["radius"] = 1.0
+        measured = rows[[name for name in rows.columns if name not in COLUMNS]]
+        table = anndata.AnnData(measured.to_numpy(np.float64), obs=rows[list(COLUMNS)].rename(index=str))
+        table.var_names = list(measured.columns)
+        table.obs["region"] = "objects"
+        table.obs["region"] = table.obs["region"].astype("category")
+        labels = {}
+        if self.labels is not None:
+            side, (top, left) = self.labels_side_px, self.labels_corner_px
+            move = (left - self.origin_px[1], top - self.origin_px[0])
+            to_level0 = transformations.Sequence(
+                [
+                    transformations.Scale([side, side], axes=("x", "y")),
+                    transformations.Translation(move, axes=("x", "y")),
+                ]
+            )
+            parsed = models.Labels2DModel.parse(self.labels, dims=("y", "x"), transformations={"global": to_level0})
+            labels = {"labels": parsed}
+        return sd.SpatialData(
+            shapes={"objects": models.ShapesModel.parse(frame)},
+            tables={
+                "measurements": models.TableModel.parse(
+                    table, region="objects", region_key="region", instance_key="number"
+                )
+            },
+            labels=labels,
+        )
 
     def show(self) -> Image.Image:
         """Return the overlay: the slide with heat map and objects drawn on it. Notebooks display it."""
@@ -154,6 +227,9 @@ def predict_slide(model: Model, slide: Slide, options: PassOptions) -> SlideResu
     """Predict a slide, and return all results in memory."""
     with SlidePass(model, slide, options) as slide_pass:
         objects = list(slide_pass.objects())
+        labels = slide_pass.labels
+        if labels is not None and math.prod(labels.size) > MAX_LABELS_PX:
+            labels = None
         return SlideResult(
             task=model.task.name,
             objects=objects,
@@ -163,7 +239,31 @@ def predict_slide(model: Model, slide: Slide, options: PassOptions) -> SlideResu
             summary=slide_pass.summary(),
             origin_px=slide.origin_px,
             overlay=slide_pass.draw_overlay(objects),
+            labels=None if labels is None else labels.read(),
+            labels_corner_px=slide_pass.grid.output_frame()[0],
+            labels_side_px=slide_pass.grid.output_frame()[1],
         )
+
+
+def _import_for_tables(module: str) -> Any:
+    """Import a module of the extra "tables". If it is not installed, the error says how to install it."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"This table needs the package {error.name}; install it with: {install_command('tables')}.", name=error.name
+        ) from None
+
+
+def _to_shapely(shapely: Any, shape: Point | tuple[Polygon, ...], origin_px: tuple[int, int]) -> Any:
+    """Convert a shape to a geometry of the package shapely, with `origin_px` (row, column) subtracted."""
+    if isinstance(shape, Point):
+        return shapely.Point(shape.column - origin_px[1], shape.row - origin_px[0])
+    polygons = [
+        shapely.Polygon(outer, holes)
+        for outer, *holes in ([(ring - origin_px)[:, ::-1] for ring in polygon.rings] for polygon in shape)
+    ]
+    return polygons[0] if len(polygons) == 1 else shapely.MultiPolygon(polygons)
 
 
 class SlidePass:
@@ -177,8 +277,8 @@ class SlidePass:
     - `labels`: the label map of the objects: their number in the order of `objects()`, from 1; None unless the task
       outlines objects pixel by pixel.
 
-    The label map has a pixel for each output of the network. Each pixel of the other maps is computed from means over `task.heatmap_cell` × `task.heatmap_cell` outputs of the
-    network.
+    The label map has a pixel for each output of the network. Each pixel of the other maps is computed from means over
+    `task.heatmap_cell` × `task.heatmap_cell` outputs.
     """
 
     def __init__(self, model: Model, slide: Slide, options: PassOptions) -> None:

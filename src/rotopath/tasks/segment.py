@@ -370,7 +370,9 @@ class InstanceFinder:
     def add_tile(self, tile: Tile) -> Iterator[SlideObject]:
         """Yield the objects of the regions that are completely inside the tile."""
         if tile.pixels is None:
-            raise ValueError("Objects are measured on the pixels of a tile; call `predict_tiles` with with_pixels=True.")
+            raise ValueError(
+                "Objects are measured on the pixels of a tile; call `predict_tiles` with with_pixels=True."
+            )
         self._has_deviation = tile.deviations is not None
         deviations = np.zeros_like(tile.probabilities) if tile.deviations is None else tile.deviations
         pixels = tile.pixels.transpose(2, 0, 1).astype(np.float32)
