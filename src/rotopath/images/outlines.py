@@ -24,8 +24,9 @@ STEPS = np.array([(0, 1), (1, 0), (0, -1), (-1, 0)])  # (rows, columns) of one s
 SMOOTHING_STEPS = 4  # a Gaussian with a standard deviation of 1.4 sides of pixels: stairs disappear, shapes do not
 VERTEX_SPACING = 3.0  # distance between vertices of smoothed outlines, in pixels: nuclei at 0.25 µm/px have 20 to 40
 MIN_VERTICES = 12  # smallest number of vertices of a smoothed outline
+GROWTH_STEPS = 4  # rounds in which smoothed outlines grow to the area that they had before
 MAX_SHRINKAGE = 0.25  # objects that smoothing changes by a larger fraction of their area are too thin to be smoothed
-MAX_AREA_CHANGE = 0.02  # largest change of the area by rounding, as a fraction
+MAX_AREA_CHANGE = 0.02  # largest change of the area by all steps, as a fraction
 MAX_TESTED_VERTICES = 512  # larger outlines, which are not those of cells, are not smoothed: the test would take long
 
 Ring = NDArray[np.float64]  # (vertices, 2), rows and columns; the last vertex is connected to the first
@@ -237,8 +238,9 @@ def smooth_outlines(
 
     `pixel_px` is the `scale` with which the outlines were traced. A vertex is placed about every `VERTEX_SPACING`
     pixels of the label map, at a position rounded to `DECIMALS`. Every returned ring is simple: it does not touch or
-    cross itself, and no vertex is between its two neighbors on a straight line. Some outlines are returned unchanged:
-    those of several parts, those with holes, and those of objects so thin that a smooth ring would be another shape.
+    cross itself, and no vertex is between its two neighbors on a straight line. It is inside the bounding box of the
+    traced ring. Some outlines are returned unchanged: those of several parts, those with holes, and those of objects so
+    thin that a smooth ring would be another shape.
 
     >>> rows, columns = np.mgrid[:30, :30]
     >>> disc = ((rows - 14.5) ** 2 + (columns - 14.5) ** 2 < 100).astype(np.int32)
@@ -298,16 +300,21 @@ def _smooth_rings(rings: Sequence[Ring], pixel_px: float) -> list[Ring | None]:
     areas = corners.areas()
     curves = _soften(_to_midpoints(corners))
     points = _space_evenly(curves)
-    softened_areas = points.areas()
-    is_similar = np.abs(softened_areas - areas) <= MAX_SHRINKAGE * areas
-    growth = np.sqrt(areas / np.where(is_similar, softened_areas, areas))
-    centers = np.stack([points.sum(axis) for axis in points.vertices.T], axis=1) / points.sizes[:, None]
-    grown = (points.vertices - centers[points.owners]) * growth[points.owners, None] + centers[points.owners]
+    is_similar = np.abs(points.areas() - areas) <= MAX_SHRINKAGE * areas
+    # Smoothing shrinks objects. They grow again about their centers, but not out of their bounding boxes, because an
+    # object at the edge of a slide would then extend beyond the slide. What this cuts off needs a little more growth.
+    owners = points.owners
+    low, high = (ends.reduceat(corners.vertices, corners.starts)[owners] for ends in (np.minimum, np.maximum))
+    for _ in range(GROWTH_STEPS):
+        growth = np.sqrt(areas / np.where(is_similar, points.areas(), areas))[owners, None]
+        centers = np.stack([points.sum(axis) for axis in points.vertices.T], axis=1) / points.sizes[:, None]
+        grown = (points.vertices - centers[owners]) * growth + centers[owners]
+        points = points._replace(vertices=grown.clip(low, high))
     # From here on, coordinates are whole numbers of the unit in which files are written, so that tests are exact.
     unit = 10**DECIMALS
-    rounded = np.rint((grown * pixel_px + origins[points.owners]) * unit).astype(np.int64)
+    rounded = np.rint((points.vertices * pixel_px + origins[owners]) * unit).astype(np.int64)
     rounded_origins = np.rint(origins * unit).astype(np.int64)
-    final = _drop_straight(_Rings(rounded - rounded_origins[points.owners], points.sizes))
+    final = _drop_straight(_Rings(rounded - rounded_origins[owners], points.sizes))
     scaled_areas = areas * (pixel_px * unit) ** 2
     is_good = is_similar & (final.sizes >= 3) & (np.abs(final.areas() - scaled_areas) <= MAX_AREA_CHANGE * scaled_areas)
     is_good &= _are_simple(final)
