@@ -247,7 +247,7 @@ def test_memory_does_not_grow_with_the_number_of_objects(tmp_path: Path, name: s
 
 def test_a_table_has_a_row_for_each_object(tmp_path: Path) -> None:
     objects = [
-        SlideObject((SQUARE,), class_name="Nucleus, of a lymphocyte", measurements={"area_um2": 12.3456789, "x": 1e-9}),
+        SlideObject((SQUARE,), class_name="Nucleus, small", measurements={"area_um2": 12.3456789, "x": 1e-9}),
         SlideObject(Point(1234567.25, 3), class_name="Mitosis", measurements={"area_um2": 2, "x": 1234567.0}),
     ]
     with (tmp_path / "a.csv").open("w", newline="") as file:
@@ -258,7 +258,7 @@ def test_a_table_has_a_row_for_each_object(tmp_path: Path) -> None:
     assert list(first.values()) == [
         "1",
         str(objects[0].id),
-        "Nucleus, of a lymphocyte",
+        "Nucleus, small",
         "2.0",
         "1.5",
         "12.3457",

@@ -303,9 +303,7 @@ def test_a_table_without_pandas_names_the_command_that_installs_it(monkeypatch: 
     with as_slide(blank, 0.25) as slide:
         result = predict_slide(Model(PAPER["nuclei"], DarkRegionNetwork(NUCLEI), POINT, CPU), slide, PassOptions())
     for read in (lambda: result.table, result.to_spatialdata):
-        with pytest.raises(
-            ModuleNotFoundError, match=r"needs the package .*; install it with: pip install 'rotopath\[tab"
-        ):
+        with pytest.raises(ModuleNotFoundError, match=r"needs the package .*: pip install 'rotopath\[tables\]'"):
             read()
 
 
@@ -329,6 +327,10 @@ def test_results_as_pandas_table_and_spatialdata() -> None:
     np.testing.assert_allclose(areas, table["area_um2"], rtol=0.02)
     transformation = data.labels["labels"].attrs["transform"]["global"].to_affine_matrix(("x", "y"), ("x", "y"))
     np.testing.assert_allclose(transformation, np.diag([0.5, 0.5, 1]), atol=1e-9)
+    with as_slide(np.full((100, 100, 3), 250, np.uint8), 0.25) as slide:
+        blank = predict_slide(model, slide, PassOptions())
+    assert len(blank.table) == 0
+    assert list(blank.to_spatialdata().labels) == ["labels"]
 
 
 class DarkerRegionNetwork(DarkRegionNetwork):

@@ -175,44 +175,36 @@ class SlideResult:
         """Return the objects, their measurements and the label map as a SpatialData object.
 
         Coordinates are (x, y) in pixels of level 0, minus `origin_px`, as in the files. The shapes "objects" are
-        polygons, or circles with a radius of 1 px for points. Their index is the number of each object. The table
-        "measurements" annotates them. Raises ModuleNotFoundError if a package of the extra "tables" is not installed.
+        polygons, or circles with a radius of 1 px for points; their index is the number of the object. The table
+        "measurements" describes them. Without objects, there are no shapes and no table. Raises ModuleNotFoundError if
+        a package of the extra "tables" is not installed.
         """
         anndata, geopandas, models, shapely, sd, transformations = map(
             _import_for_tables,
             ("anndata", "geopandas", "spatialdata.models", "shapely", "spatialdata", "spatialdata.transformations"),
         )
-        rows = self.table.set_index("number", drop=False)
-        shapes = [_to_shapely(shapely, item.shape, self.origin_px) for item in self.objects]
-        frame = geopandas.GeoDataFrame({"geometry": shapes}, index=rows.index)
-        if self.objects and isinstance(self.objects[0].shape, Point):
-            frame["radius"] = 1.0
-        measured = rows[[name for name in rows.columns if name not in COLUMNS]]
-        table = anndata.AnnData(measured.to_numpy(np.float64), obs=rows[list(COLUMNS)].rename(index=str))
-        table.var_names = list(measured.columns)
-        table.obs["region"] = "objects"
-        table.obs["region"] = table.obs["region"].astype("category")
-        labels = {}
+        shapes, tables, labels = {}, {}, {}
+        if self.objects:
+            rows = self.table.set_index("number", drop=False)
+            polygons = [_to_shapely(shapely, item.shape, self.origin_px) for item in self.objects]
+            frame = geopandas.GeoDataFrame({"geometry": polygons}, index=rows.index)
+            if isinstance(self.objects[0].shape, Point):
+                frame["radius"] = 1.0
+            shapes["objects"] = models.ShapesModel.parse(frame)
+            measured = rows[[name for name in rows.columns if name not in COLUMNS]]
+            table = anndata.AnnData(measured.to_numpy(np.float64), obs=rows[list(COLUMNS)].rename(index=str))
+            table.var_names = list(measured.columns)
+            table.obs["region"] = "objects"
+            table.obs["region"] = table.obs["region"].astype("category")
+            keys = {"region": "objects", "region_key": "region", "instance_key": "number"}
+            tables["measurements"] = models.TableModel.parse(table, **keys)
         if self.labels is not None:
             side, (top, left) = self.labels_side_px, self.labels_corner_px
-            move = (left - self.origin_px[1], top - self.origin_px[0])
-            to_level0 = transformations.Sequence(
-                [
-                    transformations.Scale([side, side], axes=("x", "y")),
-                    transformations.Translation(move, axes=("x", "y")),
-                ]
-            )
-            parsed = models.Labels2DModel.parse(self.labels, dims=("y", "x"), transformations={"global": to_level0})
-            labels = {"labels": parsed}
-        return sd.SpatialData(
-            shapes={"objects": models.ShapesModel.parse(frame)},
-            tables={
-                "measurements": models.TableModel.parse(
-                    table, region="objects", region_key="region", instance_key="number"
-                )
-            },
-            labels=labels,
-        )
+            scale = transformations.Scale([side, side], axes=("x", "y"))
+            move = transformations.Translation([left - self.origin_px[1], top - self.origin_px[0]], axes=("x", "y"))
+            to_level0 = {"global": transformations.Sequence([scale, move])}
+            labels["labels"] = models.Labels2DModel.parse(self.labels, dims=("y", "x"), transformations=to_level0)
+        return sd.SpatialData(shapes=shapes, tables=tables, labels=labels)
 
     def show(self) -> Image.Image:
         """Return the overlay: the slide with heat map and objects drawn on it. Notebooks display it."""
