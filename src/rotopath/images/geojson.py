@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Literal, TextIO, cast
 from uuid import UUID
@@ -40,14 +41,10 @@ class SlideObject:
     color: tuple[int, int, int] | None = None  # (red, green, blue) of the class
     measurements: Mapping[str, float] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def id(self) -> UUID:
         """Identifier, computed from the kind, class and shape: an object has the same identifier in every file."""
-        return self._identify(_make_geometry(self.shape))
-
-    def _identify(self, geometry: dict[str, Any]) -> UUID:
-        """Return the identifier. `geometry` is the GeoJSON geometry of the object, in pixels of level 0."""
-        content = json.dumps([self.kind, self.class_name, geometry])
+        content = json.dumps([self.kind, self.class_name, _make_geometry(self.shape)])
         return UUID(bytes=hashlib.sha256(content.encode()).digest()[:16], version=5)
 
     def to_feature(self, origin_px: tuple[float, float] = (0, 0)) -> dict[str, Any]:
@@ -66,11 +63,8 @@ class SlideObject:
                 raise ValueError(
                     f"An object has NaN or infinite measurements: {dict(self.measurements)}; remove these measurements."
                 )
-        geometry = _make_geometry(self.shape)
-        identifier = str(self._identify(geometry))
-        if any(origin_px):
-            geometry = _make_geometry(self.shape, origin_px)
-        return {"type": "Feature", "id": identifier, "geometry": geometry, "properties": properties}
+        geometry = _make_geometry(self.shape, origin_px)
+        return {"type": "Feature", "id": str(self.id), "geometry": geometry, "properties": properties}
 
 
 # Writing GeoJSON
