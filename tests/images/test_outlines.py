@@ -183,6 +183,14 @@ def check_ring(ring: np.ndarray) -> None:
         assert not touches
 
 
+def is_valid_ring(ring: np.ndarray) -> bool:
+    try:
+        check_ring(ring)
+    except AssertionError:
+        return False
+    return True
+
+
 def test_the_check_of_rings_finds_what_is_wrong() -> None:
     check_ring(np.array([(0.0, 0), (0, 4), (4, 4), (4, 0)]))
     for wrong in (
@@ -218,6 +226,22 @@ def test_every_smoothed_outline_is_valid(
         for axis in (0, 1):
             assert polygon.outer[:, axis].min() >= exact.outer[:, axis].min() - 0.0051
             assert polygon.outer[:, axis].max() <= exact.outer[:, axis].max() + 0.0051
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=3, max_size=8))
+def test_a_ring_is_known_to_be_simple_only_if_it_is(corners: list[tuple[int, int]]) -> None:
+    rings = outlines_module._drop_straight(outlines_module._Rings(np.array(corners), np.array([len(corners)])))
+    if len(rings.vertices) == 0:
+        return
+    (is_simple,) = outlines_module._are_simple(rings)
+    is_valid = is_valid_ring(rings.vertices / 100)
+    points = rings.vertices.tolist()
+    has_line = any(
+        (b[0] - a[0]) * (c[1] - a[1]) == (b[1] - a[1]) * (c[0] - a[0]) for a, b, c in combinations(points, 3)
+    )
+    assert is_simple <= is_valid
+    assert is_simple == is_valid or has_line, "only rings with three corners on a line may be reported wrongly"
 
 
 @pytest.mark.parametrize("seed", range(3))
