@@ -8,6 +8,7 @@ files, which together need a third of the uncompressed size of level 0. Files ar
 
 import math
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from itertools import chain, zip_longest
@@ -67,8 +68,9 @@ def write_pyramid(
         tile_rows = _regroup(chain([first], incoming), shape, first.dtype)
         for level, (level_shape, reduced) in enumerate(zip_longest(level_shapes, reduced_files)):
             pixels_per_cm = UM_PER_CM / (spacing_um_px * 2**level)
+            tiles = _cut_tiles(tile_rows, reduced)
             tiff.write(
-                _cut_tiles(tile_rows, reduced),
+                _compress_labels(tiles) if first.dtype == np.uint32 else tiles,
                 shape=level_shape,
                 dtype=first.dtype,
                 tile=(TILE_PX, TILE_PX),
@@ -107,6 +109,11 @@ def _regroup(strips: Iterable[Pixels], shape: tuple[int, ...], dtype: np.dtype[A
                 f"{done + filled}, which does not fit; pass strips that have the width and type of the pyramid, and "
                 f"heights that add up to its height."
             )
+        if filled == 0 and 0 < len(strip) == len(tile_row):  # the usual case, which needs no copy
+            yield strip
+            done += len(strip)
+            tile_row = np.empty((min(TILE_PX, height - done), *shape[1:]), dtype)
+            continue
         copied = 0
         while copied < len(strip):
             part = strip[copied : copied + len(tile_row) - filled]
@@ -138,6 +145,17 @@ def _cut_tiles(tile_rows: Iterable[Pixels], reduced: IO[bytes] | None) -> Iterat
             reduced.write(_halve(tile_row).tobytes())
         for left in range(0, tile_row.shape[1], TILE_PX):
             yield tile_row[:, left : left + TILE_PX]
+
+
+def _compress_labels(tiles: Iterable[Pixels]) -> Iterator[bytes]:
+    """Compress the tiles of a label map. Most of them contain no object, and are compressed only once."""
+    empty = zlib.compress(bytes(TILE_PX**2 * np.dtype(np.uint32).itemsize))
+    for tile in tiles:
+        if not tile.any():
+            yield empty
+            continue
+        missing = [(0, TILE_PX - size) for size in tile.shape]  # at the bottom and right edges
+        yield zlib.compress(np.pad(tile, missing).tobytes())
 
 
 def _halve(pixels: Pixels) -> Pixels:
