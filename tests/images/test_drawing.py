@@ -26,7 +26,8 @@ from rotopath.images.drawing import (
     draw_overlay,
     scale_bar_um,
 )
-from rotopath.images.geojson import Point, Polygon, SlideObject
+from rotopath.images.geojson import SlideObject
+from rotopath.images.outlines import Point, Polygon
 from rotopath.images.slides import as_slide
 
 RED, BLUE, GREEN = (200, 0, 0), (0, 0, 200), (0, 200, 0)

@@ -16,15 +16,17 @@ from hypothesis import strategies as st
 from layouts import write_image
 from PIL import Image
 from scanner_files import write_mirax
+from test_pretrained import draw_tissue
 from typer.testing import CliRunner, Result
 
 import rotopath as rp
 from rotopath import pretrained, runs
 from rotopath.cli import app
 from rotopath.data import DataError
-from rotopath.images.geojson import Point, SlideObject, read_geojson
+from rotopath.images.geojson import SlideObject, read_geojson
+from rotopath.images.outlines import Point, fill_outline
 from rotopath.inference import predict_files
-from rotopath.inference.slide_pass import SlidePass
+from rotopath.inference.slide_pass import Model, SlidePass
 from rotopath.metrics import smooth_images
 
 pytestmark = pytest.mark.slow
@@ -75,6 +77,40 @@ def test_a_folder_of_images(images: Path, tmp_path: Path) -> None:
     with Image.open(out / "a.png" / "overlay.png") as overlay:
         assert overlay.width >= 150
         assert overlay.height > 130, "there is a caption above the image"
+
+
+def test_nuclei_have_numbers_in_a_label_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in objects.csv, also if several tiles were predicted; levels of the pyramid contain no other numbers."""
+    monkeypatch.setattr(Model, "tile_px", 300)
+    image = np.tile(draw_tissue(), (3, 2, 1))[:600, :600]
+    write_image(tmp_path / "a.png", image)
+    options = {"spacing_um_px": 0.25, "device": "cpu", "everywhere": True}
+    (outcome,) = rp.predict("nuclei-kumar-n8", tmp_path / "a.png", tmp_path / "out", **options)  # type: ignore[arg-type]
+    assert {path.name for path in outcome.folder.iterdir()} == FILES | {"labels.ome.tif", "crops.png"}
+    with (outcome.folder / "objects.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    with tifffile.TiffFile(outcome.folder / "labels.ome.tif") as file:
+        (series,) = file.series
+        assert 'PhysicalSizeX="0.25"' in (file.ome_metadata or "")
+        labels, *levels = [level.asarray() for level in series.levels]
+    assert labels.shape == (600, 600)
+    assert labels.dtype == np.uint32
+    assert [level.shape for level in levels] == [(300, 300)]
+    assert np.array_equal(levels[0], labels[::2, ::2])
+    numbers = [int(row["number"]) for row in rows]
+    assert numbers == list(range(1, len(rows) + 1))
+    assert len(rows) > 10
+    areas = np.bincount(labels.ravel(), minlength=len(rows) + 1)[1:] * 0.25**2
+    np.testing.assert_allclose(areas, [float(row["area_um2"]) for row in rows], rtol=1e-4)
+    objects = read_geojson(outcome.folder / "objects.geojson")
+    for row, nucleus in zip(rows, objects, strict=True):
+        assert row["id"] == str(nucleus.id)
+        measured = {name: float(row[name]) for name in nucleus.measurements}
+        assert measured == pytest.approx(dict(nucleus.measurements), rel=1e-5)
+        assert isinstance(nucleus.shape, tuple)
+        filled = fill_outline(nucleus.shape, (600, 600))
+        own = labels == int(row["number"])
+        assert (filled & own).sum() / own.sum() > 0.8
 
 
 def test_coordinates_on_a_stage_start_at_the_scanned_region(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
 from rotopath import group
-from rotopath.images.geojson import Point, SlideObject
+from rotopath.images.geojson import SlideObject
+from rotopath.images.outlines import Point
 from rotopath.images.slides import Slide
 
 MAX_OVERLAY_PX = 1600  # maximum length of the longer side of an overlay

@@ -104,9 +104,25 @@ def estimate_stain_vectors(density: NDArray[np.float64]) -> NDArray[np.float64] 
     return vectors if vectors[0, 0] > vectors[0, 1] else vectors[:, ::-1]  # hematoxylin absorbs more red
 
 
+def stain_densities(pixels: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Return the optical densities (..., 2) of hematoxylin and eosin at pixels (..., 3).
+
+    The optical density of a pixel is divided into those of the two reference stains (`REFERENCE_STAINS`), to which
+    normalized images are normalized. On other images, it is an estimate, because stains of laboratories differ.
+
+    >>> glass, nucleus = (240, 240, 240), (90, 60, 120)
+    >>> stain_densities(np.array([glass, nucleus], np.uint8)).round(1).tolist()
+    [[-0.0, -0.0], [1.7, 0.1]]
+    """
+    unmix = np.linalg.pinv(REFERENCE_STAINS)  # (2, 3)
+    densities = [sum(DENSITIES[pixels[..., k]] * stain[k] for k in range(3)) for stain in unmix]
+    return np.stack(densities, axis=-1)
+
+
 def optical_density(image: NDArray[np.uint8]) -> NDArray[np.float64]:
     """Return the optical density of each pixel and channel of an image, in an array of the same shape.
 
     The optical density measures how much light the tissue absorbs. For a pixel value I, it is -ln((I + 1) / 240).
     """
-    return DENSITIES[image]
+    densities: NDArray[np.float64] = DENSITIES[image]
+    return densities

@@ -2,15 +2,13 @@
 
 The folder contains the objects (GeoJSON and CSV), a heat map (OME-TIFF), an overlay, and a summary (JSON) that also
 describes the model, the options and the software. It also contains crops of the objects with the highest scores and of
-the least certain objects (PNG), unless the objects are regions. With several rotations, it contains a map of the
-standard deviation over rotations (OME-TIFF). Files that already have results for the same model and options are
-skipped. A file whose prediction was interrupted is predicted again. If a file cannot be read, it is reported as failed,
-and the prediction continues with the next file.
+the least certain objects (PNG), unless the objects are regions. If objects are segmented, it contains their label map
+(OME-TIFF). With several rotations, it contains a map of the standard deviation over rotations (OME-TIFF). Files that
+already have results for the same model and options are skipped. A file whose prediction was interrupted is predicted
+again. If a file cannot be read, it is reported as failed, and the prediction continues with the next file.
 """
 
-import csv
 import heapq
-import io
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +24,7 @@ from rotopath.data.dataset import IMAGE_SUFFIXES, DataError
 from rotopath.environment import describe_machine, describe_software, now
 from rotopath.images import Slide, open_slide
 from rotopath.images.drawing import MAX_DRAWN, draw_crops
-from rotopath.images.geojson import SlideObject, write_geojson
+from rotopath.images.geojson import SlideObject, write_geojson, write_rows
 from rotopath.images.pyramid import write_pyramid
 from rotopath.images.readers import SLIDE_SUFFIXES
 from rotopath.inference.slide_pass import Model, PassOptions, SlidePass
@@ -34,7 +32,7 @@ from rotopath.writing import atomic_folder, recover_folder, write_json
 
 # Names of the files in the folder of results
 GEOJSON, TABLE, HEAT, DEVIATION = "objects.geojson", "objects.csv", "heatmap.ome.tif", "deviation.ome.tif"
-OVERLAY, CROPS, SUMMARY = "overlay.png", "crops.png", "summary.json"
+LABELS, OVERLAY, CROPS, SUMMARY = "labels.ome.tif", "overlay.png", "crops.png", "summary.json"
 CROP_COUNT = 24  # number of objects with the highest score, and of the least certain objects, that are cropped
 OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")  # parts of error messages of torch
 OnTile = Callable[[Path, int, int], None]  # slide, number of finished tiles of the slide, number of all its tiles
@@ -165,16 +163,17 @@ def _write_results(
         best = _Shortlist(lambda item: item.measurements[score])
         least_certain = _Shortlist(lambda item: item.measurements.get("deviation", -item.measurements[score]))
         with (unfinished / TABLE).open("w", newline="", encoding="utf-8") as table:
-            objects = _write_table(slide_pass.objects(on_progress), table, drawn, slide.origin_px)
+            objects = write_rows(slide_pass.objects(on_progress), table, slide.origin_px)
             if model.task.drawn_as != "regions":
                 objects = least_certain.watch(best.watch(objects))
-            write_geojson(unfinished / GEOJSON, objects, slide.origin_px)
-        for name, map_file, values in (
-            (HEAT, slide_pass.heat, "probability"),
-            (DEVIATION, slide_pass.deviation, "deviation"),
+            write_geojson(unfinished / GEOJSON, _collect_first(objects, drawn), slide.origin_px)
+        for name, map_file, um_px, values in (
+            (HEAT, slide_pass.heat, slide_pass.heat_um_px, "probability"),
+            (DEVIATION, slide_pass.deviation, slide_pass.heat_um_px, "deviation"),
+            (LABELS, slide_pass.labels, slide_pass.labels_um_px, "number in objects.csv"),
         ):
             if map_file is not None:
-                write_pyramid(unfinished / name, map_file.strips(), map_file.size, slide_pass.heat_um_px, values)
+                write_pyramid(unfinished / name, map_file.strips(), map_file.size, um_px, values)
         slide_pass.draw_overlay(drawn).save(unfinished / OVERLAY)
         if best.items:
             groups = {f"Highest {score}": best.items, "Least certain": least_certain.items}
@@ -225,34 +224,12 @@ class _Shortlist:
             yield item
 
 
-def _write_table(
-    objects: Iterator[SlideObject], table: io.TextIOBase, drawn: list[SlideObject], origin_px: tuple[int, int]
-) -> Iterator[SlideObject]:
-    """Write each object as a row of the CSV table, then yield the object.
-
-    The first `MAX_DRAWN` objects are appended to the list `drawn`, for the overlay. `origin_px` (row, column), in
-    pixels of level 0, is subtracted from the coordinates in the table.
-    """
-    rows, columns = csv.writer(table, lineterminator="\n"), ["id", "class", "x_px", "y_px"]
-    is_empty = True
-    for detected in objects:
-        if is_empty:
-            rows.writerow([*columns, *detected.measurements])
-            is_empty = False
-        x, y = _find_center(detected, origin_px)
-        measurements = [f"{value:.6g}" for value in detected.measurements.values()]
-        rows.writerow([detected.id, detected.class_name, f"{x:.2f}", f"{y:.2f}", *measurements])
+def _collect_first(objects: Iterator[SlideObject], drawn: list[SlideObject]) -> Iterator[SlideObject]:
+    """Yield all objects, and append the first `MAX_DRAWN` of them to the list `drawn`, for the overlay."""
+    for item in objects:
         if len(drawn) < MAX_DRAWN:
-            drawn.append(detected)
-        yield detected
-    if is_empty:
-        rows.writerow(columns)
-
-
-def _find_center(detected: SlideObject, origin_px: tuple[int, int]) -> tuple[float, float]:
-    """Return the center (x, y) of an object's bounding box in pixels of level 0, minus `origin_px` (row, column)."""
-    top, left, bottom, right = detected.bounds_px
-    return (left + right) / 2 - origin_px[1], (top + bottom) / 2 - origin_px[0]
+            drawn.append(item)
+        yield item
 
 
 def _describe(model: Model, path: Path, options: FileOptions) -> dict[str, object]:

@@ -95,6 +95,7 @@ class Task(ABC):
     drawn_as: ClassVar[DrawnAs] = "regions"  # how objects and the heat map are drawn on a slide (`draw_overlay`)
     object_score: ClassVar[str] = "probability"  # name of the measurement of an object that states its score
     heatmap_cell: ClassVar[int] = 1  # each heat-map pixel is the mean over cell × cell outputs
+    needs_pixels: ClassVar[bool] = False  # whether `Tile.pixels` is needed to find and measure objects on slides
 
     def __post_init__(self) -> None:
         if not self.classes:
