@@ -47,6 +47,14 @@ class SlideObject:
         content = json.dumps([self.kind, self.class_name, _make_geometry(self.shape)])
         return UUID(bytes=hashlib.sha256(content.encode()).digest()[:16], version=5)
 
+    @property
+    def bounds_px(self) -> tuple[float, float, float, float]:
+        """Top, left, bottom and right of the bounding box."""
+        if isinstance(self.shape, Point):
+            return (*self.shape, *self.shape)
+        vertices = np.concatenate([polygon.outer for polygon in self.shape])
+        return (*vertices.min(axis=0).tolist(), *vertices.max(axis=0).tolist())
+
     def to_feature(self, origin_px: tuple[float, float] = (0, 0)) -> dict[str, Any]:
         """Return the object as a GeoJSON feature.
 
@@ -150,13 +158,10 @@ def to_row(item: SlideObject, number: int, origin_px: tuple[float, float] = (0, 
     The columns are `COLUMNS`, and then the measurements. "number" counts the objects of a slide from 1. "x_px" and
     "y_px" are the center of the bounding box, in pixels of level 0, minus `origin_px` (row, column).
     """
-    if isinstance(item.shape, Point):
-        row, column = item.shape
-    else:
-        corners = np.concatenate([polygon.outer for polygon in item.shape])
-        row, column = (corners.min(axis=0) + corners.max(axis=0)) / 2
-    center = round(float(column - origin_px[1]), DECIMALS), round(float(row - origin_px[0]), DECIMALS)
-    return {**dict(zip(COLUMNS, (number, str(item.id), item.class_name, *center), strict=True)), **item.measurements}
+    top, left, bottom, right = item.bounds_px
+    x, y = (left + right) / 2 - origin_px[1], (top + bottom) / 2 - origin_px[0]
+    first = (number, str(item.id), item.class_name, round(x, DECIMALS), round(y, DECIMALS))
+    return {**dict(zip(COLUMNS, first, strict=True)), **item.measurements}
 
 
 # Reading GeoJSON

@@ -1,15 +1,17 @@
 """Apply a model to image files, folders and whole slides, and write a folder of results for each file.
 
-The folder contains the objects (GeoJSON and CSV), a heat map (OME-TIFF), an overlay (PNG), and a summary (JSON) that
-also describes the model, the options and the software. If objects are segmented, it also contains their label map
-(OME-TIFF). With several rotations, it also contains a map of the standard deviation over rotations (OME-TIFF). Files
-that already have results for the same model and options are skipped. A file whose prediction was interrupted is
-predicted again. If a file cannot be read, it is reported as failed, and the prediction continues with the next file.
+The folder contains the objects (GeoJSON and CSV), a heat map (OME-TIFF), an overlay, and a summary (JSON) that also
+describes the model, the options and the software. It also contains crops of the objects with the highest scores and of
+the least certain objects (PNG), unless the objects are regions. If objects are segmented, it contains their label map
+(OME-TIFF). With several rotations, it contains a map of the standard deviation over rotations (OME-TIFF). Files that
+already have results for the same model and options are skipped. A file whose prediction was interrupted is predicted
+again. If a file cannot be read, it is reported as failed, and the prediction continues with the next file.
 """
 
+import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from json import JSONDecodeError, loads
@@ -21,7 +23,7 @@ import torch
 from rotopath.data.dataset import IMAGE_SUFFIXES, DataError
 from rotopath.environment import describe_machine, describe_software, now
 from rotopath.images import Slide, open_slide
-from rotopath.images.drawing import MAX_DRAWN
+from rotopath.images.drawing import MAX_DRAWN, draw_crops
 from rotopath.images.geojson import SlideObject, write_geojson, write_rows
 from rotopath.images.pyramid import write_pyramid
 from rotopath.images.readers import SLIDE_SUFFIXES
@@ -30,7 +32,8 @@ from rotopath.writing import atomic_folder, recover_folder, write_json
 
 # Names of the files in the folder of results
 GEOJSON, TABLE, HEAT, DEVIATION = "objects.geojson", "objects.csv", "heatmap.ome.tif", "deviation.ome.tif"
-LABELS, OVERLAY, SUMMARY = "labels.ome.tif", "overlay.png", "summary.json"
+LABELS, OVERLAY, CROPS, SUMMARY = "labels.ome.tif", "overlay.png", "crops.png", "summary.json"
+CROP_COUNT = 24  # number of objects with the highest score, and of the least certain objects, that are cropped
 OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")  # parts of error messages of torch
 OnTile = Callable[[Path, int, int], None]  # slide, number of finished tiles of the slide, number of all its tiles
 OutcomeState = Literal["done", "skipped", "failed"]
@@ -156,8 +159,13 @@ def _write_results(
     started = time.monotonic()
     with atomic_folder(folder) as unfinished, SlidePass(model, slide, options) as slide_pass:
         drawn: list[SlideObject] = []
+        score = model.task.object_score
+        best = _Shortlist(lambda item: item.measurements[score])
+        least_certain = _Shortlist(lambda item: item.measurements.get("deviation", -item.measurements[score]))
         with (unfinished / TABLE).open("w", newline="", encoding="utf-8") as table:
             objects = write_rows(slide_pass.objects(on_progress), table, slide.origin_px)
+            if model.task.drawn_as != "regions":
+                objects = least_certain.watch(best.watch(objects))
             write_geojson(unfinished / GEOJSON, _collect_first(objects, drawn), slide.origin_px)
         for name, map_file, um_px, values in (
             (HEAT, slide_pass.heat, slide_pass.heat_um_px, "probability"),
@@ -167,6 +175,9 @@ def _write_results(
             if map_file is not None:
                 write_pyramid(unfinished / name, map_file.strips(), map_file.size, um_px, values)
         slide_pass.draw_overlay(drawn).save(unfinished / OVERLAY)
+        if best.items:
+            groups = {f"Highest {score}": best.items, "Least certain": least_certain.items}
+            draw_crops(slide, groups, score).save(unfinished / CROPS)
         summary = slide_pass.summary()
         corner_px, side_px = slide_pass.heat_frame
         write_json(
@@ -190,7 +201,30 @@ def _write_results(
         )
 
 
-def _collect_first(objects: Iterator[SlideObject], drawn: list[SlideObject]) -> Iterator[SlideObject]:
+class _Shortlist:
+    """Keeps the CROP_COUNT objects with the highest values of a key, out of a stream of objects."""
+
+    def __init__(self, key: Callable[[SlideObject], float]) -> None:
+        self._key = key
+        self._heap: list[tuple[float, int, SlideObject]] = []  # the lowest key first; in a tie, the latest object
+
+    @property
+    def items(self) -> list[SlideObject]:
+        """The objects, sorted from the highest key to the lowest."""
+        return [item for _, _, item in sorted(self._heap, reverse=True)]
+
+    def watch(self, objects: Iterable[SlideObject]) -> Iterator[SlideObject]:
+        """Yield objects, and keep those with the highest keys."""
+        for number, item in enumerate(objects):
+            entry = (self._key(item), -number, item)
+            if len(self._heap) < CROP_COUNT:
+                heapq.heappush(self._heap, entry)
+            else:
+                heapq.heappushpop(self._heap, entry)
+            yield item
+
+
+def _collect_first(objects: Iterable[SlideObject], drawn: list[SlideObject]) -> Iterator[SlideObject]:
     """Yield all objects, and append the first `MAX_DRAWN` of them to the list `drawn`, for the overlay."""
     for item in objects:
         if len(drawn) < MAX_DRAWN:

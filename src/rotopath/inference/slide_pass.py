@@ -26,7 +26,7 @@ from torch import Tensor
 from rotopath.environment import install_command
 from rotopath.group import reflect_index
 from rotopath.images import Slide, Tissue, find_tissue
-from rotopath.images.drawing import draw_overlay
+from rotopath.images.drawing import Caption, Color, DrawnAs, HeatMap, draw_overlay
 from rotopath.images.geojson import COLUMNS, SlideObject, to_row, write_geojson, write_rows
 from rotopath.images.outlines import Point, Polygon
 from rotopath.images.stain import Stain, Stains, measure_stains
@@ -47,7 +47,6 @@ MAX_LABELS_PX = 2**28  # largest label map that is kept in memory, which needs 1
 OVERLAY_HEAT_PX = 4096  # heat maps with a longer side are subsampled before they are drawn on an overlay
 OnProgress = Callable[[int, int], None]  # number of finished tiles, number of all tiles
 Map = NDArray[np.float32]
-Color = tuple[int, int, int]  # red, green, blue
 
 
 class ObjectFinder(Protocol):
@@ -81,6 +80,12 @@ class SlideTask(Protocol):
     def stain(self) -> Stain: ...
     @property
     def colors(self) -> tuple[Color, ...]: ...
+    @property
+    def class_names(self) -> tuple[str, ...]: ...
+    @property
+    def drawn_as(self) -> DrawnAs: ...
+    @property
+    def object_score(self) -> str: ...
     @property
     def heatmap_cell(self) -> int: ...
     @property
@@ -331,12 +336,14 @@ class SlidePass:
         return {"tissue_mm2": tissue_mm2, **self.model.task.summarize(self._counts, self._areas_mm2, tissue_mm2)}
 
     def draw_overlay(self, objects: Iterable[SlideObject]) -> Image.Image:
-        """Return an image of the slide with the heat map and the objects drawn on it."""
-        corner, side = self.heat_frame
+        """Return an image of the slide with the objects or the heat map drawn on it, a caption and a scale bar."""
+        task, (corner, side) = self.model.task, self.heat_frame
         step = -(-max(self.heat.size) // OVERLAY_HEAT_PX)
         winner = None if self.winner is None else self.winner.read_subsampled(step)
-        heat = self.heat.read_subsampled(step)
-        return draw_overlay(self.slide, heat, winner, (corner, side * step), self.model.task.colors, objects)
+        heat = HeatMap(self.heat.read_subsampled(step), winner, (corner, side * step))
+        caption = Caption(self.slide.path.name, [task.describe_summary(self.summary())])
+        classes = list(zip(task.class_names, task.colors, strict=True))
+        return draw_overlay(self.slide, heat, classes, objects, task.drawn_as, caption)
 
     @property
     def labels_um_px(self) -> float:

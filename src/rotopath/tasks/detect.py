@@ -86,6 +86,8 @@ class Detect(WindowTask):
     default_spacing_um_px = 0.25
     prediction_type = "map"
     rules = get_args(PointRule)
+    drawn_as = "points"
+    object_score = "score"
     regime_unit = "cases"
     can_mine = True
 

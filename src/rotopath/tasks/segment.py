@@ -85,6 +85,7 @@ class Segment(Task):
     robustness_inputs = "fields"
     rules = get_args(OverlapRule)
     regime_unit = "fields of each organ"
+    drawn_as = "outlines"
     heatmap_cell = 16
     needs_pixels = True
 
