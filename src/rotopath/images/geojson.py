@@ -159,9 +159,9 @@ def to_row(item: SlideObject, number: int, origin_px: tuple[float, float] = (0, 
     "y_px" are the center of the bounding box, in pixels of level 0, minus `origin_px` (row, column).
     """
     top, left, bottom, right = item.bounds_px
-    middle = (left + right) / 2 - origin_px[1], (top + bottom) / 2 - origin_px[0]
-    center = (round(value, DECIMALS) for value in middle)
-    return {**dict(zip(COLUMNS, (number, str(item.id), item.class_name, *center), strict=True)), **item.measurements}
+    x, y = (left + right) / 2 - origin_px[1], (top + bottom) / 2 - origin_px[0]
+    first = (number, str(item.id), item.class_name, round(x, DECIMALS), round(y, DECIMALS))
+    return {**dict(zip(COLUMNS, first, strict=True)), **item.measurements}
 
 
 # Reading GeoJSON

@@ -114,9 +114,8 @@ def stain_densities(pixels: NDArray[np.uint8]) -> NDArray[np.float64]:
     >>> stain_densities(np.array([glass, nucleus], np.uint8)).round(1).tolist()
     [[-0.0, -0.0], [1.7, 0.1]]
     """
-    unmix = np.linalg.pinv(REFERENCE_STAINS)  # (2, 3)
-    densities = [sum(DENSITIES[pixels[..., k]] * stain[k] for k in range(3)) for stain in unmix]
-    return np.stack(densities, axis=-1)
+    densities: NDArray[np.float64] = optical_density(pixels) @ np.linalg.pinv(REFERENCE_STAINS).T
+    return densities
 
 
 def optical_density(image: NDArray[np.uint8]) -> NDArray[np.float64]:

@@ -224,7 +224,7 @@ class _Shortlist:
             yield item
 
 
-def _collect_first(objects: Iterator[SlideObject], drawn: list[SlideObject]) -> Iterator[SlideObject]:
+def _collect_first(objects: Iterable[SlideObject], drawn: list[SlideObject]) -> Iterator[SlideObject]:
     """Yield all objects, and append the first `MAX_DRAWN` of them to the list `drawn`, for the overlay."""
     for item in objects:
         if len(drawn) < MAX_DRAWN:
