@@ -25,9 +25,17 @@ from torch import nn
 import rotopath
 from rotopath import pretrained
 from rotopath.images import Slide
+from rotopath.images.geojson import SlideObject
 from rotopath.images.slides import as_slide
 from rotopath.inference import dense
-from rotopath.inference.predict_files import FileOptions, OnTile, SlideOutcome, list_slides, predict_files
+from rotopath.inference.predict_files import (
+    FileOptions,
+    OnTile,
+    SlideOutcome,
+    list_slides,
+    make_region,
+    predict_files,
+)
 from rotopath.inference.slide_pass import Model, PassOptions, SlideResult, predict_slide
 from rotopath.model_file import (
     MODEL,
@@ -109,6 +117,12 @@ class Run:
         everywhere: bool = False,
         device: torch.device | Device | str | None = None,
         precision: Precision | None = None,
+        *,
+        threshold: float | None = None,
+        min_area_um2: float | None = None,
+        roi: Path | str | Sequence[SlideObject] | None = None,
+        exclude: Path | str | Sequence[SlideObject] | None = None,
+        classes: Sequence[str] = (),
     ) -> SlideResult:
         """Apply the model to an image array (H, W, 3), an image file or an open slide. Returns the result in memory.
 
@@ -119,20 +133,40 @@ class Run:
 
         The default of `device` is the first GPU, or the CPU if there is no GPU. `precision` is "16" (default on a GPU)
         or "32" (default on the CPU).
-        """
-        with as_slide(image, spacing_um_px) as slide:
-            return predict_slide(self.prepare(device, precision), slide, PassOptions(rotations, everywhere=everywhere))
 
-    def prepare(self, device: torch.device | Device | str | None = None, precision: Precision | None = None) -> Model:
+        `threshold` and `min_area_um2` replace thresholds of the model: the probability (0 to 1) from which objects are
+        accepted, and the area in µm² below which outlined objects are left out. `roi` and `exclude` are outlines of the
+        area to predict and of areas to leave out: the path of a GeoJSON file of QuPath annotations, or outlined objects
+        of another result. Only objects with their center in this area are returned; regions of a task such as "tumor"
+        are cut at its border. `classes` are the names of the classes whose objects are returned; empty means all.
+        """
+        chosen = self.task.resolve_classes(classes)
+        model = self.prepare(device, precision, threshold, min_area_um2)
+        with as_slide(image, spacing_um_px) as slide:
+            region = make_region(roi, exclude, slide.origin_px)
+            return predict_slide(
+                model, slide, PassOptions(rotations, everywhere=everywhere, region=region, classes=chosen)
+            )
+
+    def prepare(
+        self,
+        device: torch.device | Device | str | None = None,
+        precision: Precision | None = None,
+        threshold: float | None = None,
+        min_area_um2: float | None = None,
+    ) -> Model:
         """Return a copy of the model for inference, with the network in the form that is fastest on the device.
 
         The default of `device` is the first GPU, or the CPU if there is no GPU. `precision` is "16" (float16, GPU only)
-        or "32" (float32); the default is "16" on a GPU and "32" on the CPU. The network of this run is not changed.
-        Raises RunError if the device is not available or does not support the precision.
+        or "32" (float32); the default is "16" on a GPU and "32" on the CPU. `threshold` and `min_area_um2` are those of
+        `predict`. The network of this run is not changed. Raises RunError if the device is not available or does not
+        support the precision, and DataError if the task cannot use the threshold or the area.
         """
+        point = self.task.adjust_operating_point(self.point, threshold, min_area_um2)
         target = _find_device(device)
         dtype = _choose_dtype(target, precision)
-        return Model(self.task, dense.prepare(self.network, target, dtype), self.point, target, self._describe())
+        about = self._describe() | {"operating_point": point}
+        return Model(self.task, dense.prepare(self.network, target, dtype), point, target, about)
 
     def _describe(self) -> dict[str, object]:
         """Return the description of the model for the summary file of a prediction."""
@@ -184,6 +218,11 @@ def predict(
     everywhere: bool = False,
     device: torch.device | Device | str | None = None,
     precision: Precision | None = None,
+    threshold: float | None = None,
+    min_area_um2: float | None = None,
+    roi: Path | str | None = None,
+    exclude: Path | str | None = None,
+    classes: Sequence[str] = (),
     on_tile: OnTile = lambda _slide, _done, _all: None,
 ) -> list[SlideOutcome]:
     """Apply a model to image files, slides or folders of these files, and write the results into the folder `out`.
@@ -194,25 +233,38 @@ def predict(
     other files. Returns the outcome of each file.
 
     After each tile, the function `on_tile` is called with the path of the file, the number of its finished tiles, and
-    the number of all its tiles to predict. The other arguments are those of `Run.predict`. To predict a single image
+    the number of all its tiles to predict. `roi` and `exclude` are GeoJSON files of QuPath annotations or, for several
+    slides, folders with a file for each slide, such as `slide.svs.geojson` or `slide.geojson`. The other arguments are
+    those of `Run.predict`. To predict a single image
     and receive the result in memory, use `Run.predict` instead.
     """
     run = model if isinstance(model, Run) else load(model)
     given = [images] if isinstance(images, Path | str) else images
     slides = list_slides([Path(path) for path in given])
-    pass_options = PassOptions(rotations, everywhere=everywhere)
-    options = FileOptions(pass_options, spacing_um_px, same_precision=precision is not None)
-    return list(predict_files(run.prepare(device, precision), slides, Path(out), options, on_tile))
+    pass_options = PassOptions(rotations, everywhere=everywhere, classes=run.task.resolve_classes(classes))
+    options = FileOptions(
+        pass_options,
+        spacing_um_px,
+        same_precision=precision is not None,
+        roi=None if roi is None else Path(roi),
+        exclude=None if exclude is None else Path(exclude),
+    )
+    ready = run.prepare(device, precision, threshold, min_area_um2)
+    return list(predict_files(ready, slides, Path(out), options, on_tile))
 
 
 def prepare_model(
-    model: Path | str, device: torch.device | Device | str | None = None, precision: Precision | None = None
+    model: Path | str,
+    device: torch.device | Device | str | None = None,
+    precision: Precision | None = None,
+    threshold: float | None = None,
+    min_area_um2: float | None = None,
 ) -> Model:
     """Load a model by its folder or name, and prepare the model for inference, as `Run.prepare` does.
 
     Each worker process of a cluster calls this function to load its own copy of the model.
     """
-    return load(model).prepare(device, precision)
+    return load(model).prepare(device, precision, threshold, min_area_um2)
 
 
 # Build the network of a recipe

@@ -35,6 +35,35 @@ def predict(
     everywhere: Annotated[
         bool, typer.Option("--everywhere", help="Predict the whole slide. Default: only tissue is predicted.")
     ] = False,
+    threshold: Annotated[
+        float | None,
+        typer.Option(
+            help="Probability, from 0 to 1, from which objects are accepted: the higher, the fewer objects. For models "
+            "that outline objects, it is the probability that a pixel belongs to an object. Default: that of the model."
+        ),
+    ] = None,
+    min_area_um2: Annotated[
+        float | None,
+        typer.Option(
+            "--min-area-um2",
+            help="Area, in µm², below which outlined objects are left out. Default: that of the model.",
+        ),
+    ] = None,
+    roi: Annotated[
+        Path | None,
+        typer.Option(
+            help="GeoJSON file of QuPath annotations: only the area inside of them is predicted. For several slides, a "
+            "folder with a file for each slide, such as slide.svs.geojson or slide.geojson."
+        ),
+    ] = None,
+    exclude: Annotated[
+        Path | None,
+        typer.Option(help="GeoJSON file, or folder of files, of QuPath annotations: the area inside is left out."),
+    ] = None,
+    classes: Annotated[
+        str | None,
+        typer.Option(help="Names of classes, separated by commas: only objects of these classes are written."),
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="Device: cpu or cuda. Default: the GPU if there is one, else the CPU.")
     ] = None,
@@ -71,18 +100,27 @@ def predict(
         model, slides = load(run), list_slides(images)
         if spacing_um_px is not None and not is_plausible(spacing_um_px):
             terminal.exit_with_error(f"--spacing-um-px is {spacing_um_px:g}; choose a value from 0.05 to 5 µm/px.")
-        pass_options = PassOptions(rotations, everywhere=everywhere)
-        options = FileOptions(pass_options, spacing_um_px, same_precision=precision is not None)
+        names = [] if classes is None else classes.split(",")
+        pass_options = PassOptions(rotations, everywhere=everywhere, classes=model.task.resolve_classes(names))
+        # Paths are absolute, because workers of a cluster run in another folder.
+        options = FileOptions(
+            pass_options,
+            spacing_um_px,
+            same_precision=precision is not None,
+            roi=None if roi is None else roi.absolute(),
+            exclude=None if exclude is None else exclude.absolute(),
+        )
+        model.task.adjust_operating_point(model.point, threshold, min_area_um2)  # raises an error for a wrong value
         bits = cast("Precision | None", precision)  # `prepare` checks the value
         states: list[str] = []
         with SlideProgress(len(slides), terminal.console) as progress:
             try:
                 if cluster is None:
-                    outcomes = predict_files(model.prepare(device, bits), slides, out, options, progress.show)
+                    ready = model.prepare(device, bits, threshold, min_area_um2)
+                    outcomes = predict_files(ready, slides, out, options, progress.show)
                 else:
-                    # The path is absolute, because workers run in another folder.
                     reference = model.name if model.is_pretrained else model.folder.resolve()
-                    make_model = partial(prepare_model, reference, device, bits)
+                    make_model = partial(prepare_model, reference, device, bits, threshold, min_area_um2)
                     outcomes = predict_on_cluster(make_model, slides, out, options, cluster, at_once)
                 for outcome in outcomes:
                     progress.show_outcome(outcome)

@@ -1,16 +1,18 @@
 """Draw predictions on images: a heat map and objects on a slide, or an orientation field on an image.
 
-`draw_overlay` returns a reduced image of a slide that fits on a screen. An orientation field is a strength and an angle
-at each pixel, for example of fibers. `draw_orientations` returns an enlarged image on which short lines (strokes) show
-an orientation field.
+`draw_overlay` returns a reduced image of a slide that fits on a screen, and `draw_warnings` writes warnings on it. An
+orientation field is a strength and an angle at each pixel, for example of fibers. `draw_orientations` returns an
+enlarged image on which short lines (strokes) show an orientation field.
 """
 
 import colorsys
+import math
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageEnhance
+from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
 from rotopath import group
 from rotopath.images.geojson import Point, SlideObject
@@ -21,6 +23,8 @@ MAX_HEAT_OPACITY = 0.55  # opacity of the color where the heat map is 1
 MAX_OUTLINE_UM_PX = 2.0  # at coarser pixel spacings, outlines of detections are not drawn: they would be only dots
 RING_RADIUS_UM, MIN_RING_RADIUS_PX = 15.0, 7  # radius of the rings around points, and its minimum on the overlay
 MAX_DRAWN = 20_000  # maximum number of objects that are drawn
+WARNING_COLOR = (176, 0, 32)
+MIN_FONT_PX, FONTS_PER_WIDTH = 11, 60  # the height of letters is the width of the image / 60, but at least 11 px
 
 ORIENTATION_SCALE = 4  # `draw_orientations` enlarges the image by this factor
 SUPERSAMPLING = 2  # strokes are drawn larger by this factor and then reduced, for smooth lines
@@ -69,6 +73,27 @@ def draw_overlay(
     for _, item in zip(range(MAX_DRAWN), objects, strict=False):
         _draw_object(pen, item, item.color or colors[0], scale, spacing)
     return overlay
+
+
+def draw_warnings(overlay: Image.Image, warnings: Sequence[str]) -> Image.Image:
+    """Return an overlay with a red frame and, at its top, the given warnings. Without warnings, return it unchanged.
+
+    The size of the image does not change, so that positions on it stay the same.
+    """
+    if not warnings:
+        return overlay
+    marked = overlay.copy()
+    pen = ImageDraw.Draw(marked)
+    size_px = max(MIN_FONT_PX, overlay.width // FONTS_PER_WIDTH)
+    font = ImageFont.load_default(size_px)
+    line_px = math.ceil(1.3 * size_px)
+    letters = max(10, int((overlay.width - 2 * size_px) / font.getlength("n")))
+    lines = [line for warning in warnings for line in textwrap.wrap(f"Warning: {warning}", letters)]
+    pen.rectangle((0, 0, overlay.width, line_px * len(lines) + size_px), fill=WARNING_COLOR)
+    for number, line in enumerate(lines):
+        pen.text((size_px, size_px // 2 + number * line_px), line, fill="white", font=font)
+    pen.rectangle((0, 0, overlay.width - 1, overlay.height - 1), outline=WARNING_COLOR, width=max(2, size_px // 3))
+    return marked
 
 
 def _draw_object(

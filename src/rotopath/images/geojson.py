@@ -84,6 +84,15 @@ class SlideObject:
     measurements: Mapping[str, float] = field(default_factory=dict)
 
     @property
+    def center(self) -> tuple[float, float]:
+        """Position (row, column) of a point, or of the center of the bounding box of an outline."""
+        if isinstance(self.shape, Point):
+            return self.shape.row, self.shape.column
+        corners = np.concatenate([polygon.outer for polygon in self.shape])
+        row, column = (corners.min(axis=0) + corners.max(axis=0)) / 2
+        return float(row), float(column)
+
+    @property
     def id(self) -> UUID:
         """Identifier, computed from the kind, class and shape: an object has the same identifier in every file."""
         return self._identify(_make_geometry(self.shape))

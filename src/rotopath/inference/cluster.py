@@ -16,6 +16,7 @@ from rotopath.inference.predict_files import (
     OutcomeState,
     SlideOutcome,
     assign_folders,
+    find_region_files,
     predict_files,
 )
 from rotopath.inference.slide_pass import Model
@@ -82,6 +83,7 @@ def predict_on_cluster(
     from distributed import as_completed
 
     folders = assign_folders(slides, out)
+    find_region_files(slides, options)  # checks the files before a cluster starts
     with connect(cluster, at_once) as workers:
         futures = {}
         for path in slides:
