@@ -5,8 +5,16 @@ import math
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from PIL import Image
 
-from rotopath.images.drawing import MAX_HEAT_OPACITY, ORIENTATION_SCALE, draw_orientations, draw_overlay
+from rotopath.images.drawing import (
+    MAX_HEAT_OPACITY,
+    ORIENTATION_SCALE,
+    WARNING_COLOR,
+    draw_orientations,
+    draw_overlay,
+    draw_warnings,
+)
 from rotopath.images.geojson import Point, SlideObject
 from rotopath.images.slides import as_slide
 
@@ -22,6 +30,26 @@ def overlay(
         classes = None if top_class is None else top_class.astype(np.float32)
         image = draw_overlay(slide, heat.astype(np.float32), classes, ((0.0, 0.0), side), (RED, BLUE), objects)
     return np.asarray(image)
+
+
+# Warnings
+
+
+@pytest.mark.parametrize("size", [(60, 40), (900, 700)])
+def test_warnings_are_written_at_the_top_and_in_a_frame(size: tuple[int, int]) -> None:
+    image = Image.new("RGB", size, "white")
+    assert draw_warnings(image, ()) is image
+    marked = draw_warnings(image, ["The slide has 0.5 µm/px.", "There are 9 per mm²."])
+    assert marked.size == image.size
+    pixels = np.asarray(marked)
+    assert (pixels[[0, -1]] == WARNING_COLOR).all()
+    assert (pixels[:, [0, -1]] == WARNING_COLOR).all()
+    assert (np.asarray(image) == 255).all()
+    if size[0] > 100:
+        assert (pixels[: size[1] // 10] == 255).all(axis=2).any(), "letters"
+        assert (pixels[size[1] // 2, 20:-20] == 255).all(), "the rest stays"
+        plain = draw_warnings(image, ["The slide has 0.5 um/px.", "There are 9 per mm2."])
+        np.testing.assert_array_equal(pixels, np.asarray(plain), "letters that the font does not have are replaced")
 
 
 # Heat maps and objects

@@ -24,6 +24,7 @@ MAX_OUTLINE_UM_PX = 2.0  # at coarser pixel spacings, outlines of detections are
 RING_RADIUS_UM, MIN_RING_RADIUS_PX = 15.0, 7  # radius of the rings around points, and its minimum on the overlay
 MAX_DRAWN = 20_000  # maximum number of objects that are drawn
 WARNING_COLOR = (176, 0, 32)
+NOT_IN_FONT = str.maketrans({"µ": "u", "²": "2"})  # Pillow's font does not have these letters
 MIN_FONT_PX, FONTS_PER_WIDTH = 11, 60  # the height of letters is the width of the image / 60, but at least 11 px
 
 ORIENTATION_SCALE = 4  # `draw_orientations` enlarges the image by this factor
@@ -88,7 +89,8 @@ def draw_warnings(overlay: Image.Image, warnings: Sequence[str]) -> Image.Image:
     font = ImageFont.load_default(size_px)
     line_px = math.ceil(1.3 * size_px)
     letters = max(10, int((overlay.width - 2 * size_px) / font.getlength("n")))
-    lines = [line for warning in warnings for line in textwrap.wrap(f"Warning: {warning}", letters)]
+    texts = [f"Warning: {warning}".translate(NOT_IN_FONT) for warning in warnings]
+    lines = [line for text in texts for line in textwrap.wrap(text, letters)]
     pen.rectangle((0, 0, overlay.width, line_px * len(lines) + size_px), fill=WARNING_COLOR)
     for number, line in enumerate(lines):
         pen.text((size_px, size_px // 2 + number * line_px), line, fill="white", font=font)

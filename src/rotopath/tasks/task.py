@@ -394,8 +394,8 @@ class Task(ABC):
         density = summary.get(f"{self.objects_name}_per_mm2", low)
         if low <= density <= high or summary["tissue_mm2"] < MIN_DENSITY_MM2:
             return ""
-        limit = f"more than {high:,.0f}" if density > high else f"fewer than {low:,.0f}"
-        return f"{density:,.0f} {self.objects_name} per mm² are not plausible: {limit} do not occur in tissue."
+        limit = f"at most about {high:,.0f}" if density > high else f"at least about {low:,.0f}"
+        return f"{density:,.0f} {self.objects_name} per mm² are not plausible: tissue has {limit}."
 
     @abstractmethod
     def make_object_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> ObjectFinder:
