@@ -9,6 +9,7 @@ selected by outlines, such as annotations of QuPath.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,8 +115,17 @@ class Region:
         `first_px` (row, column) is the first position, and `step_px` the distance between two positions, both in pixels
         of level 0. `size` is the number of rows and of columns of the grid.
         """
-        inside = np.ones(size, bool) if self.roi is None else _fill_outlines(self.roi, first_px, step_px, size)
-        return inside & ~_fill_outlines(self.excluded, first_px, step_px, size)
+        grid = first_px, step_px, size
+        inside = np.ones(size, bool) if self.roi is None else _fill_outlines(self.roi, self._roi_bounds, *grid)
+        return inside & ~_fill_outlines(self.excluded, self._excluded_bounds, *grid)
+
+    @cached_property
+    def _roi_bounds(self) -> NDArray[np.float64]:
+        return _find_bounds(self.roi or ())
+
+    @cached_property
+    def _excluded_bounds(self) -> NDArray[np.float64]:
+        return _find_bounds(self.excluded)
 
     def measure(self, tissue: Tissue, slide: Slide) -> NDArray[np.float64]:
         """Return the fraction of each pixel of a tissue mask that is in the region, without its part off the slide."""
@@ -147,20 +157,31 @@ def select_outlines(objects: Iterable[SlideObject]) -> tuple[Outline, ...]:
     return tuple(item.shape for item in objects if item.kind == "annotation" and not isinstance(item.shape, Point))
 
 
+def _find_bounds(outlines: Sequence[Outline]) -> NDArray[np.float64]:
+    """Return the first and the last row and column (n, 2, 2) of n outlines."""
+    vertices = [np.concatenate([polygon.outer for polygon in outline]) for outline in outlines]
+    return np.array([(each.min(axis=0), each.max(axis=0)) for each in vertices]).reshape(-1, 2, 2)
+
+
 def _fill_outlines(
-    outlines: Sequence[Outline], first_px: tuple[float, float], step_px: float, size: tuple[int, int]
+    outlines: Sequence[Outline],
+    bounds: NDArray[np.float64],
+    first_px: tuple[float, float],
+    step_px: float,
+    size: tuple[int, int],
 ) -> NDArray[np.bool_]:
-    """Return a mask (rows, columns) for a grid of positions, as in `Region.contains`: true inside of any outline."""
+    """Return a mask (rows, columns) for a grid of positions, as in `Region.contains`: true inside of any outline.
+
+    `bounds` is the result of `_find_bounds`. By these, outlines that are far from the grid are skipped fast.
+    """
     mask = np.zeros(size, bool)
-    for outline in outlines:
-        vertices = np.concatenate([polygon.outer for polygon in outline])
-        first, last = ((corner - first_px) / step_px for corner in (vertices.min(axis=0), vertices.max(axis=0)))
-        top, left = np.floor(first).clip(0).astype(int)
-        bottom, right = np.minimum(np.ceil(last) + 1, size).astype(int)
-        if bottom <= top or right <= left:
-            continue
+    scaled = (bounds - first_px) / step_px  # in rows and columns of the grid
+    firsts = np.floor(scaled[:, 0]).clip(0).astype(int)
+    ends = np.minimum(np.ceil(scaled[:, 1]) + 1, size).astype(int)
+    for index in np.flatnonzero((firsts < ends).all(axis=1)).tolist():
+        (top, left), (bottom, right) = firsts[index], ends[index]
         # Positions of the grid become centers of pixels.
-        rings = [[(ring - first_px) / step_px + 0.5 for ring in polygon.rings] for polygon in outline]
+        rings = [[(ring - first_px) / step_px + 0.5 for ring in polygon.rings] for polygon in outlines[index]]
         polygons = [Polygon(outer, tuple(holes)) for outer, *holes in rings]
         mask[top:bottom, left:right] |= fill_outline(polygons, (bottom - top, right - left), (top, left))
     return mask

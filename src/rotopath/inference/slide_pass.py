@@ -37,9 +37,7 @@ GPU_TILE_PX = 2 * TILE_PX  # with smaller tiles, a GPU waits for Python, which s
 MEASURED_PX = 2**21  # largest number of pixels from which stains are measured; on larger slides, samples are measured
 SAMPLE_PX = 256  # side of each of these square samples
 BLOCK_PX, CACHED_BLOCKS = 512, 32  # slides are read in square blocks, cached for adjacent tiles; 32 blocks need 25 MB
-MAX_ENLARGEMENT = (
-    1.5  # if pixels are enlarged by more than this for the network, details that it has learned are missing
-)
+MAX_ENLARGEMENT = 1.5  # pixels that are enlarged more than this for the network lack details that it has learned
 OVERLAY_HEAT_PX = 4096  # heat maps with a longer side are subsampled before they are drawn on an overlay
 OnProgress = Callable[[int, int], None]  # number of finished tiles, number of all tiles
 Map = NDArray[np.float32]
@@ -260,10 +258,10 @@ class SlidePass:
         of objects that does not occur in tissue.
         """
         task, warnings = self.model.task, []
-        if self.view.level0_px < 1 / MAX_ENLARGEMENT:
+        if (enlargement := 1 / self.view.level0_px) > MAX_ENLARGEMENT:
             warnings.append(
-                f"The slide has {self.slide.spacing_um_px:.3g} µm/px, and was enlarged {1 / self.view.level0_px:.2g} "
-                f"times to the {task.spacing_um_px:.3g} µm/px of the model; details that the model needs are missing."
+                f"The slide has {self.slide.spacing_um_px:.3g} µm/px, and was enlarged {enlargement:.2g} times to the "
+                f"{task.spacing_um_px:.3g} µm/px of the model; details that the model needs are missing."
             )
         if task.expects_he and self.tissue.stain_doubt:
             warnings.append(f"The slide does not look like H&E, which the model knows: {self.tissue.stain_doubt}.")
@@ -291,13 +289,13 @@ class SlidePass:
         near = None if self.options.everywhere else tissue.dilate(task.tissue_margin_um)
         if region is None:
             return tissue, near
-        if region.roi is not None and not replace(region, excluded=()).measure(tissue, self.slide).any():
+        coverage = region.measure(tissue, self.slide)
+        if not coverage.any() and not replace(region, excluded=()).measure(tissue, self.slide).any():
             height, width = self.slide.size_px
             raise DataError(
                 f"The region of interest is outside of {self.slide.path.name}, which has {width} × {height} px; choose "
                 f"the annotations of this slide."
             )
-        coverage = region.measure(tissue, self.slide)
         # A pixel of the mask more than necessary, because the region may cut a corner of it.
         margin_um = tissue.spacing_um_px + (0 if task.cuts_at_roi else task.tissue_margin_um)
         area = replace(tissue, mask=coverage > 0).dilate(margin_um)
