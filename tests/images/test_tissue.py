@@ -16,6 +16,7 @@ from rotopath.images.slides import as_slide
 from rotopath.images.tissue import Outline, Region, Tissue, mask_tissue, select_outlines
 from rotopath.synthetic.lymph_nodes import render_slide
 from rotopath.synthetic.mitoses import render_mitosis_field
+from rotopath.synthetic.organs import render_organ_field
 
 EOSIN, HEMATOXYLIN, PALE, DAB = (224, 150, 190), (110, 80, 150), (238, 214, 230), (150, 105, 80)
 SIZE = (200, 240)
@@ -63,6 +64,16 @@ def test_a_synthetic_field_is_all_tissue(tmp_path: Path, case: int) -> None:
         assert tissue.mask.shape == (16, 16)
         assert tissue.mask.mean() > 0.95
         assert find_tissue(slide, 2.0).mask.mean() > 0.9
+        assert tissue.stain_doubt == ""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_synthetic_slides_and_organs_look_like_h_and_e(seed: int) -> None:
+    lymph_node, _ = render_slide(np.random.default_rng(seed))
+    organ, _ = render_organ_field(seed, ("breast", "kidney", "liver")[seed], seed, 512)
+    for image, spacing in ((lymph_node, 1.0), (organ, 0.25)):
+        with as_slide(image, spacing) as slide:
+            assert find_tissue(slide).stain_doubt == ""
 
 
 def test_pale_and_dark_tissue_are_found_together() -> None:

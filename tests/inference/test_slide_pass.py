@@ -1,5 +1,6 @@
 """Passes over slides: objects do not depend on the tiles, are at the right positions, and glass changes nothing."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -498,6 +499,24 @@ def test_objects_in_a_region_are_those_of_the_whole_slide_with_their_center_in_i
 def resize(polygon: np.ndarray, by_px: float) -> np.ndarray:
     """Move the corners of a polygon outwards, or inwards if `by_px` is negative."""
     return polygon + by_px * np.sign(polygon - polygon.mean(axis=0))
+
+
+def test_an_object_at_the_border_of_a_region_is_returned_whole() -> None:
+    """A disc of 40 µm, with its center 1 µm inside of the region or 1 µm outside."""
+    rows, columns = np.mgrid[:600, :600]
+    image = np.full((600, 600, 3), (230, 160, 200), np.uint8)
+    image[np.hypot(rows + 0.5 - 300, columns + 0.5 - 304) < 80] = 20
+    task = replace(PAPER["nuclei"], stain="none")
+    model = Model(task, DarkRegionNetwork(NUCLEI), POINT, CPU)
+    outlines = {}
+    for right in (None, 308, 300):
+        box = None if right is None else np.array([(100, 100), (100, right), (500, right), (500, 100)], float)
+        region = None if box is None else Region(((Polygon(box),),))
+        with as_slide(image, 0.25) as slide:
+            outlines[right] = [item.id for item in predict_slide(model, slide, PassOptions(region=region)).objects]
+    assert len(outlines[None]) == 1
+    assert outlines[308] == outlines[None]
+    assert outlines[300] == []
 
 
 def test_tiles_outside_of_a_region_are_not_computed(tmp_path: Path) -> None:
