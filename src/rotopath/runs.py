@@ -136,9 +136,10 @@ class Run:
 
         `threshold` and `min_area_um2` replace thresholds of the model: the probability (0 to 1) from which objects are
         accepted, and the area in µm² below which outlined objects are left out. `roi` and `exclude` are outlines of the
-        area to predict and of areas to leave out: the path of a GeoJSON file of QuPath annotations, or outlined objects
-        of another result. Only objects with their center in this area are returned; regions of a task such as "tumor"
-        are cut at its border. `classes` are the names of the classes whose objects are returned; empty means all.
+        area to predict and of areas to leave out: the path of a GeoJSON file of QuPath annotations, or such annotations
+        as objects, for example the regions that a "tumor" model has found. Only objects with their center in this area
+        are returned; regions of a task such as "tumor" are cut at its border. `classes` are the names of the classes
+        whose objects are returned; empty means all.
         """
         chosen = self.task.resolve_classes(classes)
         model = self.prepare(device, precision, threshold, min_area_um2)

@@ -57,10 +57,12 @@ def test_results_are_the_same_as_without_a_cluster(
     (tmp_path / "images" / "cut.png").write_bytes(b"\x89PNG")
     (tmp_path / "images" / "a.png").symlink_to(image.rename(tmp_path / "scan-1.png"))
     (tmp_path / "regions").mkdir()
-    for name in ("a", "cut"):
-        polygon = Polygon(np.array([(0, 0), (0, 90), (130, 90), (130, 0)], float))
-        write_geojson(tmp_path / "regions" / f"{name}.geojson", [SlideObject((polygon,), "annotation")])
-    options = ("--spacing-um-px", 1.0, "--device", "cpu", "--threshold", 0.3, "--roi", "regions")
+    (tmp_path / "excluded").mkdir()
+    for name, side in (("regions/a", 90), ("regions/cut", 90), ("excluded/a", 20)):
+        polygon = Polygon(np.array([(0, 0), (0, side), (side, side), (side, 0)], float))
+        write_geojson(tmp_path / f"{name}.geojson", [SlideObject((polygon,), "annotation")])
+    options = ("--spacing-um-px", 1.0, "--device", "cpu", "--threshold", 0.3)
+    options = (*options, "--roi", "regions", "--exclude", "excluded")
     images = tmp_path / "images"
     here = call(MODEL, images, "--out", "here", *options)
     there = call(MODEL, images, "--out", "there", *options, "--cluster", "local")
@@ -71,7 +73,7 @@ def test_results_are_the_same_as_without_a_cluster(
     assert ids[0] == ids[1]
     assert abouts[0] == abouts[1]
     assert abouts[0]["operating_point"] == {"threshold": 0.3}
-    assert "roi" in abouts[0]
+    assert {"roi", "exclude"} < set(abouts[0])
     again = call(MODEL, images, "--out", "there", *options, "--cluster", "local")
     assert "a.png: skipped, already done" in again.output
 

@@ -162,6 +162,7 @@ def test_thresholds_that_a_task_cannot_use_are_refused(
 def test_classes_are_named_in_any_spelling_and_order() -> None:
     task = make_task("segment", THREE)
     assert task.resolve_classes([]) == ()
+    assert task.resolve_classes("fat") == ("fat",)
     assert task.resolve_classes(["TUMOR", " stroma"]) == ("Stroma", "tumor")
     with pytest.raises(DataError, match="The model has no class 'gland'; choose from fat, Stroma, tumor"):
         task.resolve_classes(["fat", "gland"])

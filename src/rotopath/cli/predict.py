@@ -102,14 +102,8 @@ def predict(
             terminal.exit_with_error(f"--spacing-um-px is {spacing_um_px:g}; choose a value from 0.05 to 5 µm/px.")
         names = [] if classes is None else classes.split(",")
         pass_options = PassOptions(rotations, everywhere=everywhere, classes=model.task.resolve_classes(names))
-        # Paths are absolute, because workers of a cluster run in another folder.
-        options = FileOptions(
-            pass_options,
-            spacing_um_px,
-            same_precision=precision is not None,
-            roi=None if roi is None else roi.absolute(),
-            exclude=None if exclude is None else exclude.absolute(),
-        )
+        same_precision = precision is not None
+        options = FileOptions(pass_options, spacing_um_px, same_precision=same_precision, roi=roi, exclude=exclude)
         model.task.adjust_operating_point(model.point, threshold, min_area_um2)  # raises an error for a wrong value
         bits = cast("Precision | None", precision)  # `prepare` checks the value
         states: list[str] = []
@@ -119,6 +113,7 @@ def predict(
                     ready = model.prepare(device, bits, threshold, min_area_um2)
                     outcomes = predict_files(ready, slides, out, options, progress.show)
                 else:
+                    # The path is absolute, because workers run in another folder.
                     reference = model.name if model.is_pretrained else model.folder.resolve()
                     make_model = partial(prepare_model, reference, device, bits, threshold, min_area_um2)
                     outcomes = predict_on_cluster(make_model, slides, out, options, cluster, at_once)

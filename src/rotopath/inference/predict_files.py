@@ -138,7 +138,10 @@ def find_region_files(slides: Sequence[Path], options: FileOptions) -> dict[Path
 
 
 def _assign_geojson(option: str, path: Path | None, slides: Sequence[Path]) -> dict[Path, Path]:
-    """Return the GeoJSON file of each slide that has one. `path` is a file for the only slide, a folder, or None."""
+    """Return the GeoJSON file of each slide that has one, as an absolute path.
+
+    `path` is a file for the only slide, a folder of files, or None. `option` is its name in error messages.
+    """
     if path is None:
         return {}
     if not path.is_dir():
@@ -149,13 +152,13 @@ def _assign_geojson(option: str, path: Path | None, slides: Sequence[Path]) -> d
                 f"{option} is one file, but there are {len(slides)} slides; give a folder with a GeoJSON file for each "
                 f"slide, such as {slides[0].name}.geojson."
             )
-        return dict.fromkeys(slides, path)
+        return dict.fromkeys(slides, path.absolute())
     found = {}
     for slide in slides:
         names = dict.fromkeys([f"{slide.name}.geojson", f"{slide.stem}.geojson"])
         existing = [path / name for name in names if (path / name).is_file()]
         if existing:
-            found[slide] = existing[0]
+            found[slide] = existing[0].absolute()
     if not found:
         raise DataError(
             f"{path}, given with {option}, contains no GeoJSON file of a slide; name the files like the slides, such "

@@ -147,7 +147,11 @@ class Task(ABC):
         return names.index(name.casefold()) if name.casefold() in names else None
 
     def resolve_classes(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return class names as the task spells them, in the order of its classes. Raises DataError for other names."""
+        """Return class names as the task spells them, in the order of its classes. Raises DataError for other names.
+
+        `names` may also be a single name.
+        """
+        names = [names] if isinstance(names, str) else names
         known = {name.casefold(): name for name in self.class_names}
         if unknown := [name for name in names if name.strip().casefold() not in known]:
             raise DataError(f"The model has no class {unknown[0]!r}; choose from {', '.join(self.class_names)}.")
