@@ -25,10 +25,18 @@ from torch import nn
 import rotopath
 from rotopath import pretrained
 from rotopath.images import Slide
+from rotopath.images.geojson import SlideObject
 from rotopath.images.slides import as_slide
 from rotopath.inference import dense
 from rotopath.inference.dense import Backend
-from rotopath.inference.predict_files import FileOptions, OnTile, SlideOutcome, list_slides, predict_files
+from rotopath.inference.predict_files import (
+    FileOptions,
+    OnTile,
+    SlideOutcome,
+    list_slides,
+    make_region,
+    predict_files,
+)
 from rotopath.inference.slide_pass import Model, PassOptions, SlideResult, predict_slide
 from rotopath.model_file import (
     MODEL,
@@ -111,6 +119,12 @@ class Run:
         device: torch.device | Device | str | None = None,
         precision: Precision | None = None,
         backend: Backend = "torch",
+        *,
+        threshold: float | None = None,
+        min_area_um2: float | None = None,
+        roi: Path | str | Sequence[SlideObject] | None = None,
+        exclude: Path | str | Sequence[SlideObject] | None = None,
+        classes: Sequence[str] = (),
     ) -> SlideResult:
         """Apply the model to an image array (H, W, 3), an image file or an open slide. Returns the result in memory.
 
@@ -121,10 +135,20 @@ class Run:
 
         The default of `device` is the first GPU, or the CPU if there is no GPU. `precision` is "16" (default on a GPU)
         or "32" (default on the CPU). `backend` is "torch" or, on the CPU, "onnxruntime".
+
+        `threshold` and `min_area_um2` replace thresholds of the model: the probability (0 to 1) from which objects are
+        accepted, and the area in µm² below which outlined objects are left out. `roi` and `exclude` are outlines of the
+        area to predict and of areas to leave out: the path of a GeoJSON file of QuPath annotations, or such annotations
+        as objects, for example the regions that a "tumor" model has found. Only objects with their center in this area
+        are returned; regions of a task such as "tumor" are cut at its border. `classes` are the names of the classes
+        whose objects are returned; empty means all.
         """
+        chosen = self.task.resolve_classes(classes)
+        model = self.prepare(device, precision, backend, threshold, min_area_um2)
         with as_slide(image, spacing_um_px) as slide:
+            region = make_region(roi, exclude, slide.origin_px)
             return predict_slide(
-                self.prepare(device, precision, backend), slide, PassOptions(rotations, everywhere=everywhere)
+                model, slide, PassOptions(rotations, everywhere=everywhere, region=region, classes=chosen)
             )
 
     def prepare(
@@ -132,15 +156,19 @@ class Run:
         device: torch.device | Device | str | None = None,
         precision: Precision | None = None,
         backend: Backend = "torch",
+        threshold: float | None = None,
+        min_area_um2: float | None = None,
     ) -> Model:
         """Return a copy of the model for inference, with the network in the form that is fastest on the device.
 
         The default of `device` is the first GPU, or the CPU if there is no GPU. `precision` is "16" (float16, GPU only)
         or "32" (float32); the default is "16" on a GPU and "32" on the CPU. `backend` is "torch", or "onnxruntime" for
-        ONNX Runtime on the CPU, which needs the extra `onnx`. The network of this run is not changed. Raises RunError
+        ONNX Runtime on the CPU, which needs the extra `onnx`.
+        `threshold` and `min_area_um2` are those of `predict`. The network of this run is not changed. Raises RunError
         if the device is not available, or does not support the precision or the backend, or if the network cannot be
-        converted for the backend.
+        converted for the backend. Raises DataError if the task cannot use the threshold or the area.
         """
+        point = self.task.adjust_operating_point(self.point, threshold, min_area_um2)
         if backend not in get_args(Backend):
             raise RunError(f"There is no backend {backend!r}; choose {' or '.join(map(repr, get_args(Backend)))}.")
         target = _find_device("cpu" if device is None and backend == "onnxruntime" else device)
@@ -153,7 +181,8 @@ class Run:
             network = dense.prepare(self.network, target, dtype, backend)
         except ValueError as error:
             raise RunError(str(error)) from None
-        return Model(self.task, network, self.point, target, self._describe())
+        about = self._describe() | {"operating_point": point}
+        return Model(self.task, network, point, target, about)
 
     def _describe(self) -> dict[str, object]:
         """Return the description of the model for the summary file of a prediction."""
@@ -206,6 +235,11 @@ def predict(
     device: torch.device | Device | str | None = None,
     precision: Precision | None = None,
     backend: Backend = "torch",
+    threshold: float | None = None,
+    min_area_um2: float | None = None,
+    roi: Path | str | None = None,
+    exclude: Path | str | None = None,
+    classes: Sequence[str] = (),
     on_tile: OnTile = lambda _slide, _done, _all: None,
 ) -> list[SlideOutcome]:
     """Apply a model to image files, slides or folders of these files, and write the results into the folder `out`.
@@ -216,15 +250,24 @@ def predict(
     other files. Returns the outcome of each file.
 
     After each tile, the function `on_tile` is called with the path of the file, the number of its finished tiles, and
-    the number of all its tiles to predict. The other arguments are those of `Run.predict`. To predict a single image
+    the number of all its tiles to predict. `roi` and `exclude` are GeoJSON files of QuPath annotations or, for several
+    slides, folders with a file for each slide, such as `slide.svs.geojson` or `slide.geojson`. The other arguments are
+    those of `Run.predict`. To predict a single image
     and receive the result in memory, use `Run.predict` instead.
     """
     run = model if isinstance(model, Run) else load(model)
     given = [images] if isinstance(images, Path | str) else images
     slides = list_slides([Path(path) for path in given])
-    pass_options = PassOptions(rotations, everywhere=everywhere)
-    options = FileOptions(pass_options, spacing_um_px, same_precision=precision is not None)
-    return list(predict_files(run.prepare(device, precision, backend), slides, Path(out), options, on_tile))
+    pass_options = PassOptions(rotations, everywhere=everywhere, classes=run.task.resolve_classes(classes))
+    options = FileOptions(
+        pass_options,
+        spacing_um_px,
+        same_precision=precision is not None,
+        roi=None if roi is None else Path(roi),
+        exclude=None if exclude is None else Path(exclude),
+    )
+    ready = run.prepare(device, precision, backend, threshold, min_area_um2)
+    return list(predict_files(ready, slides, Path(out), options, on_tile))
 
 
 def prepare_model(
@@ -232,12 +275,14 @@ def prepare_model(
     device: torch.device | Device | str | None = None,
     precision: Precision | None = None,
     backend: Backend = "torch",
+    threshold: float | None = None,
+    min_area_um2: float | None = None,
 ) -> Model:
     """Load a model by its folder or name, and prepare the model for inference, as `Run.prepare` does.
 
     Each worker process of a cluster calls this function to load its own copy of the model.
     """
-    return load(model).prepare(device, precision, backend)
+    return load(model).prepare(device, precision, backend, threshold, min_area_um2)
 
 
 # Build the network of a recipe

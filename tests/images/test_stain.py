@@ -111,3 +111,59 @@ def test_densities_follow_the_formula() -> None:
     pixels = np.random.default_rng(1).integers(0, 256, (7, 3), dtype=np.uint8)
     expected = np.linalg.lstsq(stain.REFERENCE_STAINS, stain.optical_density(pixels).T, rcond=None)[0].T
     np.testing.assert_allclose(stain.stain_densities(pixels), expected, atol=1e-12)
+
+
+# Images that are not H&E
+
+DAB = np.array([0.27, 0.57, 0.78])
+
+
+def find_doubt(image: np.ndarray) -> str:
+    """Return the doubt about an image of tissue at 8 µm/px."""
+    return stain.find_stain_doubt(image, image.max(axis=2) > stain.BLACK_LEVEL, 8.0)
+
+
+def with_stains(*stains: np.ndarray) -> np.ndarray:
+    return stained(np.stack(stains, axis=1), (1.2, 1.0))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("strength", [(1.9, 1.0), (0.3, 1.0), (1.9, 0.4), (0.4, 0.4)])
+def test_hematoxylin_and_eosin_of_any_strength_is_not_doubted(strength: tuple[float, float], seed: int) -> None:
+    assert find_doubt(stained(stain.REFERENCE_STAINS, strength, seed)) == ""
+
+
+def test_other_stains_are_recognized() -> None:
+    hematoxylin = stain.REFERENCE_STAINS[:, 0]
+    assert "DAB" in find_doubt(with_stains(hematoxylin, DAB))
+    assert "without eosin" in find_doubt(with_stains(np.array([0.65, 0.70, 0.29]), np.array([0.8, 0.57, 0.1])))
+    gray = with_stains(hematoxylin, stain.REFERENCE_STAINS[:, 1])[..., :1].repeat(3, axis=2)
+    assert "gray" in find_doubt(gray)
+
+
+def test_bright_objects_on_black_are_recognized_but_a_black_border_is_not() -> None:
+    black = np.zeros((64, 64, 3), np.uint8)
+    assert "fluorescence" in find_doubt(black)
+    blue = black.copy()
+    blue[10:30, 10:40, 2] = 230
+    assert "fluorescence" in find_doubt(blue)
+    bordered = black.copy()
+    bordered[:20] = stained(stain.REFERENCE_STAINS, (1.9, 1.0))[:20]
+    assert find_doubt(bordered) == ""
+
+
+def test_yellow_glass_does_not_make_tissue_brown() -> None:
+    """Old mounting medium absorbs blue light, of tissue as well."""
+    image = np.full((64, 64, 3), stain.WHITE, np.uint8)
+    image[:32] = stained(stain.REFERENCE_STAINS, (0.5, 0.3))[:32]
+    yellow = (image * [1, 0.98, 0.75]).astype(np.uint8)
+    tissue = np.arange(64)[:, None].repeat(64, axis=1) < 32
+    assert stain.find_stain_doubt(yellow, tissue, 8.0) == ""
+    assert stain.find_stain_doubt(yellow, np.ones_like(tissue), 8.0) != "", "if the glass is not known"
+
+
+def test_little_tissue_is_not_judged() -> None:
+    brown = with_stains(stain.REFERENCE_STAINS[:, 0], DAB)
+    assert find_doubt(brown) != ""
+    assert find_doubt(brown[:10, :10]) == ""
+    assert find_doubt(np.zeros((5, 5, 3), np.uint8)) == ""

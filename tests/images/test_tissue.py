@@ -11,10 +11,12 @@ from PIL import Image
 from scipy import ndimage
 
 from rotopath.images import find_tissue, open_slide
+from rotopath.images.geojson import Point, Polygon, SlideObject
 from rotopath.images.slides import as_slide
-from rotopath.images.tissue import Tissue, mask_tissue
+from rotopath.images.tissue import Outline, Region, Tissue, mask_tissue, select_outlines
 from rotopath.synthetic.lymph_nodes import render_slide
 from rotopath.synthetic.mitoses import render_mitosis_field
+from rotopath.synthetic.organs import render_organ_field
 
 EOSIN, HEMATOXYLIN, PALE, DAB = (224, 150, 190), (110, 80, 150), (238, 214, 230), (150, 105, 80)
 SIZE = (200, 240)
@@ -62,6 +64,16 @@ def test_a_synthetic_field_is_all_tissue(tmp_path: Path, case: int) -> None:
         assert tissue.mask.shape == (16, 16)
         assert tissue.mask.mean() > 0.95
         assert find_tissue(slide, 2.0).mask.mean() > 0.9
+        assert tissue.stain_doubt == ""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_synthetic_slides_and_organs_look_like_h_and_e(seed: int) -> None:
+    lymph_node, _ = render_slide(np.random.default_rng(seed))
+    organ, _ = render_organ_field(seed, ("breast", "kidney", "liver")[seed], seed, 512)
+    for image, spacing in ((lymph_node, 1.0), (organ, 0.25)):
+        with as_slide(image, spacing) as slide:
+            assert find_tissue(slide).stain_doubt == ""
 
 
 def test_pale_and_dark_tissue_are_found_together() -> None:
@@ -184,3 +196,58 @@ def test_the_margin_has_the_given_width() -> None:
     assert wide.mask[3, 3]
     assert not wide.mask[2, 2]
     assert not Tissue(np.zeros((3, 3), bool), 8.0).dilate(16).mask.any()
+
+
+# Regions
+
+
+def box(top: float, left: float, bottom: float, right: float) -> np.ndarray:
+    return np.array([(top, left), (top, right), (bottom, right), (bottom, left)], float)
+
+
+def rectangle(*sides: float) -> Outline:
+    return (Polygon(box(*sides)),)
+
+
+def test_a_region_is_inside_of_any_outline_and_outside_of_holes_and_excluded_areas() -> None:
+    with_hole = (Polygon(box(0, 0, 60, 60), (box(20, 20, 40, 40)[::-1],)),)
+    region = Region((with_hole, rectangle(50, 50, 90, 90)), (rectangle(0, 0, 10, 100), rectangle(80, 80, 200, 200)))
+    expected = np.zeros((100, 100), bool)
+    expected[:60, :60] = True
+    expected[20:40, 20:40] = False
+    expected[50:90, 50:90] = True
+    expected[:10] = False
+    expected[80:, 80:] = False
+    np.testing.assert_array_equal(region.contains((0.5, 0.5), 1.0, (100, 100)), expected)
+    np.testing.assert_array_equal(region.contains((12.5, 7.5), 3.0, (20, 25)), expected[12:72:3, 7:82:3])
+    assert [bool(region.contains(at, 1.0, (1, 1))) for at in ((15, 15), (30, 30), (85, 60), (85, 85), (-5, 5))] == [
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert Region(None).contains((0, 0), 1.0, (3, 4)).all()
+
+
+@pytest.mark.parametrize("size_px", [(4096, 6000), (1001, 2003)])
+@pytest.mark.parametrize("spacing", [0.25, 0.7])
+def test_the_area_of_a_region_is_that_of_its_outlines(size_px: tuple[int, int], spacing: float) -> None:
+    """The mask of the large slide is measured in several strips; neither slide is a multiple of a mask pixel."""
+    with as_slide(np.full((*size_px, 3), EOSIN, np.uint8), spacing) as slide:
+        tissue = find_tissue(slide)
+        for sides, area_px in (
+            ((100.3, 200.7, 600.1, 900.9), 499.8 * 700.2),
+            ((-50, -50, 9000, 9000), np.prod(size_px)),
+            ((size_px[0] - 300, 0, 9000, 500), 300 * 500),
+        ):
+            coverage = Region((rectangle(*sides),)).measure(tissue, slide)
+            area_mm2 = Tissue(tissue.mask, tissue.spacing_um_px, tissue.size_um, coverage).area_mm2
+            assert area_mm2 == pytest.approx(area_px * spacing**2 / 1e6, rel=0.02)
+        assert Region(None, (rectangle(-1, -1, 9000, 9000),)).measure(tissue, slide).max() == 0
+
+
+def test_outlines_are_those_of_annotations() -> None:
+    shapes = [Point(1, 2), rectangle(0, 0, 1, 1), rectangle(0, 0, 2, 2)]
+    objects = [SlideObject(shapes[0], "annotation"), SlideObject(shapes[1]), SlideObject(shapes[2], "annotation")]
+    assert select_outlines(objects) == (shapes[2],)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 import rotopath as rp
 from rotopath import pretrained
 from rotopath.cli import app
-from rotopath.images.geojson import read_geojson
+from rotopath.images.geojson import Polygon, SlideObject, read_geojson, write_geojson
 from rotopath.inference.cluster import ClusterError, connect, predict_on_cluster
 from rotopath.inference.predict_files import FileOptions, SlideOutcome
 from rotopath.inference.slide_pass import Model
@@ -56,7 +56,13 @@ def test_results_are_the_same_as_without_a_cluster(
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "cut.png").write_bytes(b"\x89PNG")
     (tmp_path / "images" / "a.png").symlink_to(image.rename(tmp_path / "scan-1.png"))
-    options = ("--spacing-um-px", 1.0, "--device", "cpu")
+    (tmp_path / "regions").mkdir()
+    (tmp_path / "excluded").mkdir()
+    for name, side in (("regions/a", 90), ("regions/cut", 90), ("excluded/a", 20)):
+        polygon = Polygon(np.array([(0, 0), (0, side), (side, side), (side, 0)], float))
+        write_geojson(tmp_path / f"{name}.geojson", [SlideObject((polygon,), "annotation")])
+    options = ("--spacing-um-px", 1.0, "--device", "cpu", "--threshold", 0.3)
+    options = (*options, "--roi", "regions", "--exclude", "excluded")
     images = tmp_path / "images"
     here = call(MODEL, images, "--out", "here", *options)
     there = call(MODEL, images, "--out", "there", *options, "--cluster", "local")
@@ -66,7 +72,8 @@ def test_results_are_the_same_as_without_a_cluster(
     ids, abouts = zip(*(read_results(tmp_path / out / "a.png") for out in ("here", "there")), strict=True)
     assert ids[0] == ids[1]
     assert abouts[0] == abouts[1]
-    assert abouts[0]["operating_point"] == {"threshold": 0.5}
+    assert abouts[0]["operating_point"] == {"threshold": 0.3}
+    assert {"roi", "exclude"} < set(abouts[0])
     again = call(MODEL, images, "--out", "there", *options, "--cluster", "local")
     assert "a.png: skipped, already done" in again.output
 

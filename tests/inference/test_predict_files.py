@@ -23,8 +23,9 @@ import rotopath as rp
 from rotopath import pretrained, runs
 from rotopath.cli import app
 from rotopath.data import DataError
-from rotopath.images.geojson import SlideObject, read_geojson
-from rotopath.images.outlines import Point, fill_outline
+from rotopath.images.drawing import WARNING_INK
+from rotopath.images.geojson import SlideObject, read_geojson, write_geojson
+from rotopath.images.outlines import Point, Polygon, fill_outline
 from rotopath.inference import predict_files
 from rotopath.inference.slide_pass import Model, SlidePass
 from rotopath.metrics import smooth_images
@@ -278,6 +279,9 @@ def test_unusual_images_are_predicted_or_reported(tmp_path: Path) -> None:
         assert "Traceback" not in result.output
 
 
+WORDS = (MODEL, "a.png", "--out", "out", "--spacing-um-px", 1)
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -292,6 +296,16 @@ def test_unusual_images_are_predicted_or_reported(tmp_path: Path) -> None:
         ((MODEL, "a.png", "--out", "out", "--spacing-um-px", 1, "--device", "cuda:99"), "is not available"),
         ((MODEL, "a.png", "--out", "out", "--spacing-um-px", 1, "--device", "cpu", "--precision", 16), "for GPUs"),
         ((MODEL, "a.png", "--out", "out", "--spacing-um-px", 1, "--precision", "bf16"), "choose '16' or '32'"),
+        ((*WORDS, "--threshold", 1.2), "choose a number from 0 to 1"),
+        ((*WORDS, "--min-area-um2", -3), "choose a finite number, 0 or more"),
+        ((*WORDS, "--classes", "tumor,gland"), "has no class 'gland'; choose from Tumor"),
+        ((*WORDS, "--roi", "none.geojson"), "none.geojson, given with --roi, does not exist"),
+        ((*WORDS, "--exclude", "empty"), "empty, given with --exclude, contains no GeoJSON file of a slide"),
+        ((*WORDS, "--roi", "a.png"), "is cut off or not valid JSON"),
+        ((*WORDS, "--roi", "points.geojson"), "contains no annotation with an outline"),
+        ((*WORDS, "c.png", "--roi", "roi.geojson"), "--roi is one file, but there are 2 slides"),
+        ((*WORDS, "--roi", "far.geojson"), "The region of interest is outside of a.png, which has 100 × 100 px"),
+        (("mitosis-amida13-n8", *WORDS[1:], "--min-area-um2", 3), "have no area"),
     ],
 )
 def test_wrong_arguments_are_reported_in_one_sentence(
@@ -299,11 +313,15 @@ def test_wrong_arguments_are_reported_in_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_image(tmp_path / "a.png", tissue(100, 100))
+    write_image(tmp_path / "c.png", tissue(100, 100))
     write_image(tmp_path / "other" / "a.png", tissue(100, 100))
+    write_geojson(tmp_path / "points.geojson", [SlideObject(Point(3, 4), "annotation")])
+    write_region(tmp_path / "roi.geojson", (10, 10, 90, 90))
+    write_region(tmp_path / "far.geojson", (1000, 10, 1090, 90))
     (tmp_path / "empty").mkdir()
     result = call(*words)
     assert result.exit_code == 2, result.output
-    assert sentence in result.output
+    assert sentence in " ".join(result.output.split())
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
 
 
@@ -352,6 +370,126 @@ def test_the_summary_identifies_the_model_and_the_options(images: Path, tmp_path
         ("options", {"rotations": 1, "tile_px": None, "everywhere": False}),
         ("precision", "32"),
     ]
+
+
+def write_region(path: Path, *boxes: tuple[float, float, float, float]) -> Path:
+    """Write rectangles (left, top, right, bottom) as annotations of QuPath."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    corners = [[(top, left), (top, right), (bottom, right), (bottom, left)] for left, top, right, bottom in boxes]
+    polygons = [Polygon(np.array(box, float)) for box in corners]
+    write_geojson(path, [SlideObject((polygon,), "annotation") for polygon in polygons])
+    return path
+
+
+def read_about(folder: Path) -> dict[str, Any]:
+    about: dict[str, Any] = json.loads((folder / "summary.json").read_text())["about"]
+    return about
+
+
+def test_every_option_decides_whether_a_slide_is_done(images: Path, tmp_path: Path) -> None:
+    """Also the content of the GeoJSON files. A threshold that is that of the model changes nothing."""
+    roi = write_region(tmp_path / "roi.geojson", (10, 10, 100, 100))
+    other = write_region(tmp_path / "other" / "a.geojson", (60, 20, 90, 50))
+    words = (MODEL, images / "a.png", "--out", tmp_path / "out", "--spacing-um-px", 1.0, "--device", "cpu")
+    assert call(*words).exit_code == 0
+    about = read_about(tmp_path / "out" / "a.png")
+    default = about["operating_point"]["threshold"]
+    assert "already done" in call(*words, "--threshold", default).output
+    for options, key, value in (
+        (("--threshold", 0.7), "operating_point", {"threshold": 0.7}),
+        (("--min-area-um2", 500), "operating_point", {"threshold": default, "min_area_um2": 500}),
+        (("--roi", roi), "roi", None),
+        (("--roi", roi, "--exclude", other), "exclude", None),
+        (("--exclude", other.parent), "exclude", None),
+        (("--classes", "tumor"), "options", about["options"] | {"classes": ["Tumor"]}),
+    ):
+        first = call(*words, *options)
+        assert first.exit_code == 0, first.output
+        assert "already done" not in first.output
+        assert "already done" in call(*words, *options).output
+        written = read_about(tmp_path / "out" / "a.png")
+        assert written[key] == value or (value is None and written[key]["file"].endswith(".geojson"))
+        assert "already done" not in call(*words).output, "without the option, the slide is predicted again"
+    call(*words, "--roi", roi)
+    write_region(roi, (10, 10, 80, 100))
+    assert "already done" not in call(*words, "--roi", roi).output
+
+
+def test_regions_of_several_slides_are_in_a_folder(images: Path, tmp_path: Path) -> None:
+    """By the name of the slide with or without its suffix. Slides without a file are predicted whole or refused."""
+    folder = tmp_path / "regions"
+    write_region(folder / "a.png.geojson", (0, 0, 75, 130))
+    options = (MODEL, images, "--spacing-um-px", 1.0, "--device", "cpu")
+    result = call(*options, "--out", tmp_path / "refused", "--roi", folder)
+    assert result.exit_code == 2
+    assert "contains no region of interest for b.tif; save its annotations there as b.tif.geojson" in result.output
+    assert not (tmp_path / "refused").exists()
+    excluded = rp.predict(MODEL, images, tmp_path / "excluded", spacing_um_px=1.0, exclude=folder)
+    write_region(folder / "b.geojson", (0, 0, 20, 20), (30, 20, 50, 40))
+    inside = rp.predict(MODEL, images, tmp_path / "inside", spacing_um_px=1.0, roi=folder)
+    areas = [json.loads((item.folder / "summary.json").read_text())["tissue_mm2"] for item in (*excluded, *inside)]
+    expected = [75 * 130, 40 * 50, 75 * 130, 2 * 20 * 20]
+    np.testing.assert_allclose(np.array(areas) * 1e6, expected, rtol=0.06)
+    assert [read_about(item.folder)["roi"]["file"] for item in inside] == ["a.png.geojson", "b.geojson"]
+    assert "exclude" not in read_about(excluded[1].folder)
+
+
+def test_regions_start_at_the_scanned_region_as_in_qupath(tmp_path: Path) -> None:
+    pytest.importorskip("openslide")
+    scan = write_mirax(tmp_path / "a.mrxs", tissue(256, 256), (8, 12), first_tile=(4, 8), spacing_um_px=0.972)
+    roi = write_region(tmp_path / "roi.geojson", (0, 0, 128, 256))
+    (outcome,) = rp.predict(MODEL, scan, tmp_path / "out", threshold=0.01, roi=roi)
+    assert outcome.state == "done", outcome.reason
+    tissue_mm2 = json.loads((outcome.folder / "summary.json").read_text())["tissue_mm2"]
+    assert tissue_mm2 == pytest.approx(128 * 256 * 0.972e-3**2, rel=0.02)
+    (region,) = read_geojson(outcome.folder / "objects.geojson")
+    corners = np.concatenate([polygon.outer for polygon in region.shape])  # type: ignore[union-attr]
+    assert corners[:, 1].max() < 128 + 13, "half of the scan"
+    assert corners[:, 0].max() > 200
+
+
+def test_a_result_can_select_the_region_of_another_prediction(images: Path, tmp_path: Path) -> None:
+    model = rp.load(MODEL)
+    square = Polygon(np.array([(10, 10), (10, 90), (90, 90), (90, 10)], float))
+    roi = [SlideObject((square,), "annotation")]
+    result = model.predict(images / "a.png", 1.0, device="cpu", roi=roi, threshold=0.3)
+    write_geojson(tmp_path / "roi.geojson", roi)
+    same = model.predict(images / "a.png", 1.0, device="cpu", roi=tmp_path / "roi.geojson", threshold=0.3)
+    assert result.summary == same.summary
+    assert result.summary["tissue_mm2"] == pytest.approx(0.08**2, rel=0.02)
+    with pytest.raises(DataError, match="list of objects contains no annotation with an outline"):
+        model.predict(images / "a.png", 1.0, roi=[SlideObject(Point(3, 4), "annotation")])
+    with pytest.raises(DataError, match="choose a number from 0 to 1"):
+        model.predict(images / "a.png", 1.0, threshold=1.5)
+
+
+def test_warnings_are_printed_and_written(tmp_path: Path) -> None:
+    """Also for a slide that is skipped; and a normal slide has none."""
+    gray = np.repeat(tissue(160, 160)[..., :1], 3, axis=2)
+    write_image(tmp_path / "in" / "gray.png", gray)
+    write_image(tmp_path / "in" / "pink.png", tissue(160, 160))
+    for state in ("tumor in", "skipped"):
+        result = call(MODEL, tmp_path / "in", "--out", tmp_path / "out", "--spacing-um-px", 1.0)
+        assert result.exit_code == 0
+        assert f"pink.png: {state}" in result.output
+        lines = [line for line in result.output.splitlines() if "Warning" in line]
+        assert len(lines) == 1
+        assert lines[0].startswith("gray.png: Warning: The slide does not look like H&E")
+    for name, count in (("gray", 1), ("pink", 0)):
+        warnings = json.loads((tmp_path / "out" / f"{name}.png" / "summary.json").read_text())["warnings"]
+        assert len(warnings) == count
+    with Image.open(tmp_path / "out" / "gray.png" / "overlay.png") as overlay:
+        assert overlay.getpixel((0, 0)) == WARNING_INK
+
+
+def test_results_of_earlier_versions_have_no_warnings(images: Path, tmp_path: Path) -> None:
+    (outcome,) = rp.predict(MODEL, images / "a.png", tmp_path / "out", spacing_um_px=1.0)
+    path = outcome.folder / "summary.json"
+    summary = json.loads(path.read_text())
+    del summary["warnings"]
+    path.write_text(json.dumps(summary))
+    (again,) = rp.predict(MODEL, images / "a.png", tmp_path / "out", spacing_um_px=1.0)
+    assert (again.state, again.warnings) == ("skipped", [])
 
 
 def test_files_and_memory_have_the_same_results(images: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -19,11 +20,13 @@ from torch import nn
 
 import rotopath as rp
 from rotopath import tasks
+from rotopath.data import DataError
 from rotopath.images import stain
+from rotopath.images.drawing import WARNING_INK
 from rotopath.images.geojson import SlideObject
-from rotopath.images.outlines import Point, fill_outline
+from rotopath.images.outlines import Point, Polygon, fill_outline
 from rotopath.images.slides import Slide, as_slide, open_slide
-from rotopath.images.tissue import find_tissue
+from rotopath.images.tissue import Region, find_tissue
 from rotopath.inference import predict
 from rotopath.inference import slide_pass as slide_pass_module
 from rotopath.inference.dense import MixedNetwork
@@ -35,7 +38,7 @@ from rotopath.models import make_dense
 from rotopath.models.architecture import ARCHITECTURES, MITOSIS, NUCLEI, TUMOR
 from rotopath.models.network import Network
 from rotopath.runs import Run
-from rotopath.tasks import PAPER, Class, Classify
+from rotopath.tasks import PAPER, Class, Classify, Overrides, make_task
 from rotopath.tasks.segment import measure_objects
 
 pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # tracing them would take minutes
@@ -527,3 +530,218 @@ def test_large_heat_maps_are_subsampled_for_the_overlay(monkeypatch: pytest.Monk
         subsampled = slide_pass.draw_overlay(objects)
     assert whole.size == subsampled.size
     assert np.asarray(whole).tobytes() != np.asarray(subsampled).tobytes()
+
+
+# The region of a slide, and the classes that a user requests
+
+ROI = 7 * np.array([(30, 20), (20, 150), (120, 165), (140, 40)], float)
+HOLE = 7 * np.array([(60, 60), (60, 100), (90, 100), (90, 60)], float)
+REGION = Region(((Polygon(ROI),),), ((Polygon(HOLE),),))
+
+
+def is_inside(positions: np.ndarray, polygon: np.ndarray) -> np.ndarray:
+    """Return whether positions (k, 2) are inside a convex polygon: on the same side of all edges."""
+    edges = np.roll(polygon, -1, axis=0) - polygon
+    offsets = positions[:, None] - polygon
+    sides = edges[:, 0] * offsets[..., 1] - edges[:, 1] * offsets[..., 0]
+    inside: np.ndarray = (sides > 0).all(axis=1) | (sides < 0).all(axis=1)
+    return inside
+
+
+@pytest.mark.parametrize("tile_px", [200, 4096])
+@pytest.mark.parametrize("name", ["mitosis", "nuclei"])
+def test_objects_in_a_region_are_those_of_the_whole_slide_with_their_center_in_it(name: str, tile_px: int) -> None:
+    task, image = PAPER[name], np.tile(draw_tissue()[0], (2, 2, 1))
+    point = POINT if name == "nuclei" else {"threshold": 0.05}
+    model = Model(task, DarkerRegionNetwork(ARCHITECTURES[name]), point, CPU)
+    with as_slide(image, 0.25) as slide:
+        whole = predict_slide(model, slide, PassOptions(tile_px=tile_px, everywhere=True))
+        part = predict_slide(model, slide, PassOptions(tile_px=tile_px, everywhere=True, region=REGION))
+    centers = np.array([item.center for item in whole.objects])
+    wanted = is_inside(centers, ROI) & ~is_inside(centers, HOLE)
+    assert 10 < wanted.sum() < len(wanted)
+    assert {item.id for item in part.objects} == {
+        item.id for item, is_wanted in zip(whole.objects, wanted, strict=True) if is_wanted
+    }
+    area_mm2 = (Polygon(ROI).area_px - Polygon(HOLE).area_px) * 0.25e-3**2
+    assert part.summary["tissue_mm2"] == pytest.approx(area_mm2, rel=0.01)
+    density = part.summary[f"{task.objects_name}_per_mm2"]
+    assert density == pytest.approx(wanted.sum() / part.summary["tissue_mm2"])
+    # The heat map is that of the whole slide in the region, and 0 outside.
+    positions_px = (np.indices(part.map.shape).reshape(2, -1).T + 0.5) * part.map_um / 0.25
+    inside, near = (
+        is_inside(positions_px, resize(ROI, by_px)) & ~is_inside(positions_px, resize(HOLE, -by_px))
+        for by_px in (-40, 40)
+    )
+    inside, near = inside.reshape(part.map.shape), near.reshape(part.map.shape)
+    assert inside.mean() > 0.2
+    assert (~near).mean() > 0.2
+    assert (part.map[~near] == 0).all()
+    assert part.map[inside].max() > 0.1
+    np.testing.assert_allclose(part.map[inside], whole.map[inside], atol=1e-6)
+
+
+def resize(polygon: np.ndarray, by_px: float) -> np.ndarray:
+    """Move the corners of a polygon outwards, or inwards if `by_px` is negative."""
+    return polygon + by_px * np.sign(polygon - polygon.mean(axis=0))
+
+
+def test_an_object_at_the_border_of_a_region_is_returned_whole() -> None:
+    """A disc of 40 µm, with its center 1 µm inside of the region or 1 µm outside."""
+    rows, columns = np.mgrid[:600, :600]
+    image = np.full((600, 600, 3), (230, 160, 200), np.uint8)
+    image[np.hypot(rows + 0.5 - 300, columns + 0.5 - 304) < 80] = 20
+    task = replace(PAPER["nuclei"], stain="none")
+    model = Model(task, DarkRegionNetwork(NUCLEI), POINT, CPU)
+    outlines = {}
+    for right in (None, 308, 300):
+        box = None if right is None else np.array([(100, 100), (100, right), (500, right), (500, 100)], float)
+        region = None if box is None else Region(((Polygon(box),),))
+        with as_slide(image, 0.25) as slide:
+            outlines[right] = [item.id for item in predict_slide(model, slide, PassOptions(region=region)).objects]
+    assert len(outlines[None]) == 1
+    assert outlines[308] == outlines[None]
+    assert outlines[300] == []
+
+
+def test_tiles_outside_of_a_region_are_not_computed(tmp_path: Path) -> None:
+    drawn = draw_slide(tmp_path / "slide.tif", (900, 1100), ((64, 64, 420), (450, 600, 440)))
+    square = np.array([(70, 70), (70, 270), (270, 270), (270, 70)], float)
+    counts, expected = [], []
+    for region in (None, Region(((Polygon(square),),)), Region(None, ((Polygon(4 * square),),))):
+        network = DarkRegionNetwork(NUCLEI)
+        options = PassOptions(tile_px=100, everywhere=True, region=region)
+        model = Model(PAPER["nuclei"], network, POINT, CPU)
+        with open_slide(drawn.path) as slide, SlidePass(model, slide, options) as slide_pass:
+            list(slide_pass.objects())
+            spans = [
+                [slide_pass.grid.extent_um(span, axis) for axis, span in enumerate(tile)]
+                for tile in slide_pass.grid.tiles
+            ]
+        counts.append(len(network.input_sizes))
+    # Tiles that touch the square with a margin of 32 µm, and up to two pixels of the mask more. Inside of the larger
+    # square, all tiles are left out that are farther from its border.
+    for margin_um in (32, 48):
+        expected.append(
+            sum(all(a.start < 67.5 + margin_um and a.stop > 17.5 - margin_um for a in tile) for tile in spans)
+        )
+        left_out = sum(all(a.stop < 270 - margin_um and a.start > 70 + margin_um for a in tile) for tile in spans)
+        expected.append(len(spans) - left_out)
+    assert counts[0] == len(spans)
+    assert expected[0] <= counts[1] <= expected[2] < len(spans) / 2
+    assert expected[1] <= counts[2] <= expected[3] < len(spans)
+
+
+def test_a_region_of_tumor_is_cut_at_the_border() -> None:
+    """Everything is tumor. Its area is that of the region of interest, though it extends beyond it."""
+    dark = np.full((600, 800, 3), (90, 40, 70), np.uint8)
+    square = np.array([(120, 240), (120, 480), (360, 480), (360, 240)], float)
+    model = Model(PAPER["tumor"], DarkerRegionNetwork(TUMOR), {"threshold": 0.5}, CPU)
+    with as_slide(dark, 1.0) as slide:
+        result = predict_slide(model, slide, PassOptions(region=Region(((Polygon(square),),))))
+    (region,) = result.objects
+    corners = np.concatenate([polygon.outer for polygon in region.shape])  # type: ignore[union-attr]
+    assert np.abs(corners.min(axis=0) - (120, 240)).max() <= 12
+    assert np.abs(corners.max(axis=0) - (360, 480)).max() <= 12
+    assert result.summary["tumor_mm2"] == pytest.approx(0.24**2, rel=0.1)
+    assert result.summary["tissue_mm2"] == pytest.approx(0.24**2, rel=0.02)
+
+
+def test_a_region_of_interest_off_the_slide_is_refused() -> None:
+    model = Model(PAPER["nuclei"], DarkRegionNetwork(NUCLEI), POINT, CPU)
+    with as_slide(textured(60, 70, 1), 0.25) as slide, pytest.raises(DataError, match=r"outside of image.*70 × 60 px"):
+        SlidePass(model, slide, PassOptions(region=Region(((Polygon(ROI + 200),),))))
+
+
+def test_small_regions_of_tumor_are_left_out() -> None:
+    white = np.full((400, 400, 3), 235, np.uint8)
+    white[100:130, 100:130] = 30
+    white[200:330, 200:330] = 30
+    areas = {}
+    for min_area_um2 in (None, 5000):
+        point = PAPER["tumor"].adjust_operating_point({"threshold": 0.5}, None, min_area_um2)
+        model = Model(PAPER["tumor"], DarkerRegionNetwork(TUMOR), point, CPU)
+        with as_slide(white, 1.0) as slide:
+            result = predict_slide(model, slide, PassOptions(everywhere=True))
+        areas[min_area_um2] = [region.measurements["area_mm2"] for region in result.objects]
+        assert result.summary["tumor_mm2"] == pytest.approx(sum(areas[min_area_um2]))
+    assert len(areas[None]) == 2
+    assert areas[5000] == [max(areas[None])]
+
+
+@pytest.mark.parametrize("kind", ["segment", "classify"])
+def test_only_requested_classes_are_returned_and_counted(kind: str) -> None:
+    task = make_task(kind, Overrides(classes=("red", "green", "blue"), spacing_um_px=1.0))
+    truth = np.zeros((60, 90), int)
+    truth[10:30, 20:40], truth[40:50, 60:80], truth[15:20, 65:75] = 2, 2, 1
+    image = (150 + 60 * np.eye(3)[truth]).astype(np.uint8)
+    module = nn.Conv2d(3, task.outputs, 1, bias=False)
+    with torch.no_grad():
+        module.weight.zero_()
+        module.weight[-3:] = 30 * torch.eye(3)[..., None, None]
+        if kind == "segment":
+            module.weight[0, 1:], module.weight[0, 0], module.weight[2, 0] = 30, -30, 30
+    point = {"inside": 0.5, "background": 0.5, "least_px": 5} if kind == "segment" else {}
+    model = Model(task, make_dense(module.eval(), task.outputs, 8), point, CPU)
+    results = {}
+    for classes in ((), ("blue",), ("green", "blue")):
+        with as_slide(image, 1.0) as slide:
+            results[classes] = predict_slide(model, slide, PassOptions(everywhere=True, classes=classes))
+    everything = results.pop(())
+    for classes, result in results.items():
+        expected = [item.id for item in everything.objects if item.class_name in classes]
+        assert [item.id for item in result.objects] == expected != []
+        assert result.summary["objects"] == len(expected)
+        sentence = task.describe_summary(result.summary)
+        assert all((name in sentence) == (name in classes) for name in task.class_names)
+    assert len(results["blue",].objects) < len(everything.objects)
+
+
+# Warnings
+
+
+def warn(image: np.ndarray, spacing_um_px: float, task: str = "nuclei", **options: object) -> tuple[str, ...]:
+    network = DarkerRegionNetwork(ARCHITECTURES[task])
+    point = POINT if task == "nuclei" else {"threshold": 0.05}
+    with as_slide(image, spacing_um_px) as slide:
+        result = predict_slide(Model(PAPER[task], network, point, CPU), slide, PassOptions(**options))  # type: ignore[arg-type]
+    assert all(warning in repr(result) for warning in result.warnings)
+    frame = np.asarray(result.overlay)[0]
+    assert (frame == WARNING_INK).all() == bool(result.warnings)
+    return result.warnings
+
+
+def test_normal_tissue_has_no_warning() -> None:
+    image, _ = draw_tissue()
+    assert warn(image, 0.25, everywhere=True) == ()
+    assert warn(image, 0.37) == ()
+    assert warn(image, 0.1) == (), "smaller pixels lose no detail"
+
+
+def test_enlarged_pixels_are_reported() -> None:
+    (warning,) = warn(draw_tissue()[0][:200, :200], 0.5)
+    assert warning.startswith("The slide has 0.5 µm/px, and was enlarged 2 times to the 0.25 µm/px of the model")
+
+
+def test_a_slide_that_is_not_h_and_e_is_reported_unless_the_model_is_for_other_stains() -> None:
+    image, _ = draw_tissue()
+    fluorescence = np.where(image.mean(axis=2, keepdims=True) < 100, (0, 0, 255), 0).astype(np.uint8)
+    (warning,) = warn(fluorescence, 0.25, "tumor", everywhere=True)
+    assert warning.startswith("The slide does not look like H&E, which the model knows: its background is dark")
+    brown = image[..., [0, 2, 1]]
+    (warning,) = warn(brown, 0.25, "mitosis")
+    assert "brown" in warning
+    task = make_task("segment")
+    model = Model(task, DarkRegionNetwork(NUCLEI), POINT, CPU)
+    with as_slide(brown, 0.25) as slide:
+        assert predict_slide(model, slide, PassOptions()).warnings == ()
+
+
+def test_a_density_that_does_not_occur_is_reported() -> None:
+    """Sixteen dark nuclei, which the network detects as mitoses, in 0.1 mm²."""
+    image, centers = draw_tissue()
+    image = np.tile(image, (2, 2, 1))
+    (warning,) = warn(image, 0.25, "mitosis", everywhere=True)
+    per_mm2 = 4 * len(centers) / (4 * TISSUE_MM2)
+    assert warning == f"{per_mm2:,.0f} mitoses per mm² are not plausible: tissue has at most about 100."
+    assert warn(image[:SIDE_PX], 0.25, "mitosis", everywhere=True) == (), "too little tissue"

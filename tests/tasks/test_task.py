@@ -1,4 +1,4 @@
-"""All tasks: training regimes of the published sizes, invalid ones, and nested subsets."""
+"""All tasks: training regimes, thresholds that a user chooses, and plausible densities."""
 
 from collections import Counter
 from dataclasses import replace
@@ -12,7 +12,7 @@ from layouts import amida13, kumar, pcam
 from rotopath.data.dataset import DataError, Sample
 from rotopath.data.formats import open_data
 from rotopath.data.kumar import ORGANS
-from rotopath.tasks import NUCLEI, PAPER, Overrides, make_task
+from rotopath.tasks import MITOSIS, NUCLEI, PAPER, TUMOR, Overrides, Task, make_task
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +108,101 @@ def test_fields_of_an_unknown_organ_have_no_regime(tmp_path: Path) -> None:
         DataError, match=r"training images of each organ, but the organ of Tissue Images/a.tif is not known"
     ):
         NUCLEI.select_training_subset(samples, 1, 0)
+
+
+# Thresholds and classes that a user chooses
+
+THREE = Overrides(classes=("fat", "Stroma", "tumor"))
+NUCLEI_POINT = {"inside": 0.6, "background": 0.1, "least_px": 110}
+
+
+@pytest.mark.parametrize("task", [MITOSIS, TUMOR])
+def test_a_threshold_replaces_that_of_the_model(task: Task) -> None:
+    point = {"threshold": 0.4}
+    assert task.adjust_operating_point(point) == point
+    assert task.adjust_operating_point(point, 0.8) == {"threshold": 0.8}
+    assert point == {"threshold": 0.4}
+
+
+def test_the_threshold_of_several_detected_classes_is_that_of_each_class() -> None:
+    task = make_task("detect", THREE)
+    point = dict.fromkeys(task.threshold_names, 0.4)  # type: ignore[attr-defined]
+    assert task.adjust_operating_point(point) == point
+    assert task.adjust_operating_point(point, 0.7) == dict.fromkeys(point, 0.7)
+
+
+def test_the_threshold_of_outlines_is_a_probability_of_foreground_and_their_area_is_in_pixels() -> None:
+    assert NUCLEI.adjust_operating_point(NUCLEI_POINT) == NUCLEI_POINT
+    assert NUCLEI.adjust_operating_point(NUCLEI_POINT, 0.9) == NUCLEI_POINT, "1 - 0.1, without rounding errors"
+    assert NUCLEI.adjust_operating_point(NUCLEI_POINT, 0.3, 20) == NUCLEI_POINT | {"background": 0.7, "least_px": 320}
+    finer = replace(NUCLEI, spacing_um_px=0.1)
+    assert finer.adjust_operating_point(NUCLEI_POINT, min_area_um2=0.3)["least_px"] == 30, "not 30.000000000000004"
+
+
+@pytest.mark.parametrize(
+    ("task", "threshold", "area", "sentence"),
+    [
+        (MITOSIS, 1.1, None, "The threshold is 1.1, but it is a probability; choose a number from 0 to 1"),
+        (TUMOR, float("nan"), None, "The threshold is nan"),
+        (NUCLEI, -0.1, None, "The threshold is -0.1"),
+        (NUCLEI, None, -1, "The minimum area is -1 µm²; choose a finite number, 0 or more"),
+        (TUMOR, None, float("inf"), "The minimum area is inf µm²"),
+        (MITOSIS, None, 20, "The objects of the task mitosis have no area; leave out the minimum area"),
+        (make_task("classify", THREE), 0.5, None, "The model has 3 classes, of which the most probable one"),
+    ],
+)
+def test_thresholds_that_a_task_cannot_use_are_refused(
+    task: Task, threshold: float | None, area: float | None, sentence: str
+) -> None:
+    point = {MITOSIS: {"threshold": 0.5}, TUMOR: {"threshold": 0.5}, NUCLEI: NUCLEI_POINT}.get(task, {})
+    with pytest.raises(DataError, match=sentence):
+        task.adjust_operating_point(point, threshold, area)
+
+
+def test_classes_are_named_in_any_spelling_and_order() -> None:
+    task = make_task("segment", THREE)
+    assert task.resolve_classes([]) == ()
+    assert task.resolve_classes("fat") == ("fat",)
+    assert task.resolve_classes(["TUMOR", " stroma"]) == ("Stroma", "tumor")
+    with pytest.raises(DataError, match="The model has no class 'gland'; choose from fat, Stroma, tumor"):
+        task.resolve_classes(["fat", "gland"])
+
+
+# Plausible densities
+
+
+@pytest.mark.parametrize(
+    ("name", "per_mm2", "sentence"),
+    [
+        ("mitosis", 0, ""),
+        ("mitosis", 40, ""),
+        ("mitosis", 556, "556 mitoses per mm² are not plausible: tissue has at most about 100"),
+        ("nuclei", 30_672, ""),
+        ("nuclei", 50_000, "at most about 40,000"),
+        ("nuclei", 3, "at least about 20"),
+    ],
+)
+def test_densities_that_do_not_occur_in_tissue_are_reported(name: str, per_mm2: float, sentence: str) -> None:
+    task = PAPER[name]
+
+    def find(tissue_mm2: float) -> str:
+        counts = Counter({task.class_names[0]: round(per_mm2 * tissue_mm2)})
+        summary = task.summarize(counts, Counter(), tissue_mm2)
+        return task.find_implausible_density({"tissue_mm2": tissue_mm2, **summary})
+
+    assert sentence in find(1.0)
+    assert bool(sentence) == bool(find(1.0))
+    assert find(0.05) == "", "too little tissue to be sure"
+
+
+def test_other_tasks_have_no_implausible_density() -> None:
+    for task in (TUMOR, make_task("detect", THREE)):
+        names = task.class_names
+        summary = task.summarize(Counter(dict.fromkeys(names, 10**6)), Counter(dict.fromkeys(names, 1)), 1.0)
+        assert task.find_implausible_density({"tissue_mm2": 1.0, **summary}) == ""
+
+
+def test_the_papers_tasks_and_normalized_stains_are_about_h_and_e() -> None:
+    assert all(task.expects_he for task in PAPER.values())
+    assert make_task("segment", Overrides(stain="macenko")).expects_he
+    assert not make_task("segment").expects_he

@@ -36,6 +36,35 @@ def predict(
     everywhere: Annotated[
         bool, typer.Option("--everywhere", help="Predict the whole slide. Default: only tissue is predicted.")
     ] = False,
+    threshold: Annotated[
+        float | None,
+        typer.Option(
+            help="Probability, from 0 to 1, from which objects are accepted: the higher, the fewer objects. For models "
+            "that outline objects, it is the probability that a pixel belongs to an object. Default: that of the model."
+        ),
+    ] = None,
+    min_area_um2: Annotated[
+        float | None,
+        typer.Option(
+            "--min-area-um2",
+            help="Area, in µm², below which outlined objects are left out. Default: that of the model.",
+        ),
+    ] = None,
+    roi: Annotated[
+        Path | None,
+        typer.Option(
+            help="GeoJSON file of QuPath annotations: only the area inside of them is predicted. For several slides, a "
+            "folder with a file for each slide, such as slide.svs.geojson or slide.geojson."
+        ),
+    ] = None,
+    exclude: Annotated[
+        Path | None,
+        typer.Option(help="GeoJSON file, or folder of files, of QuPath annotations: the area inside is left out."),
+    ] = None,
+    classes: Annotated[
+        str | None,
+        typer.Option(help="Names of classes, separated by commas: only objects of these classes are written."),
+    ] = None,
     device: Annotated[
         str | None, typer.Option(help="Device: cpu or cuda. Default: the GPU if there is one, else the CPU.")
     ] = None,
@@ -79,9 +108,13 @@ def predict(
         model, slides = load(run), list_slides(images)
         if spacing_um_px is not None and not is_plausible(spacing_um_px):
             terminal.exit_with_error(f"--spacing-um-px is {spacing_um_px:g}; choose a value from 0.05 to 5 µm/px.")
-        pass_options = PassOptions(rotations, everywhere=everywhere)
-        options = FileOptions(pass_options, spacing_um_px, same_precision=precision is not None)
-        settings = (device, cast("Precision | None", precision), cast("Backend", backend))  # `prepare` checks them
+        names = [] if classes is None else classes.split(",")
+        pass_options = PassOptions(rotations, everywhere=everywhere, classes=model.task.resolve_classes(names))
+        same_precision = precision is not None
+        options = FileOptions(pass_options, spacing_um_px, same_precision=same_precision, roi=roi, exclude=exclude)
+        model.task.adjust_operating_point(model.point, threshold, min_area_um2)  # raises an error for a wrong value
+        # `prepare` checks the values
+        settings = (device, cast("Precision | None", precision), cast("Backend", backend), threshold, min_area_um2)
         states: list[str] = []
         with SlideProgress(len(slides), terminal.console) as progress:
             try:

@@ -144,7 +144,10 @@ def _draw_object(pen: ImageDraw.ImageDraw, item: SlideObject, color: Color, scal
 def _frame(
     overlay: Image.Image, caption: Caption, classes: Sequence[tuple[str, Color]], spacing_um_px: float
 ) -> Image.Image:
-    """Return an overlay with its caption and a legend of the classes above it, and a scale bar below it."""
+    """Return an overlay with its caption and a legend of the classes above it, and a scale bar below it.
+
+    With warnings, the caption has a red frame.
+    """
     width = max(overlay.width, MIN_OVERLAY_PX)
     characters = int((width - 2 * MARGIN_PX) / CHARACTER_PX)
     texts = [(line, INK) for line in textwrap.wrap(caption.title, characters)]
@@ -170,6 +173,8 @@ def _frame(
     pen.rectangle((MARGIN_PX, y + 6, MARGIN_PX + bar_um / spacing_um_px, y + 11), fill=INK)
     label = f"{bar_um / 1000:g} mm" if bar_um >= 1000 else f"{bar_um:g} µm"
     _write(pen, (2 * MARGIN_PX + bar_um / spacing_um_px, y), label)
+    if caption.warnings:
+        pen.rectangle((0, 0, framed.width - 1, top - 1), outline=WARNING_INK, width=4)
     return framed
 
 

@@ -41,6 +41,12 @@ class SlideObject:
     color: tuple[int, int, int] | None = None  # (red, green, blue) of the class
     measurements: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def center(self) -> tuple[float, float]:
+        """Position (row, column) of a point, or of the center of the bounding box of an outline."""
+        top, left, bottom, right = self.bounds_px
+        return (top + bottom) / 2, (left + right) / 2
+
     @cached_property
     def id(self) -> UUID:
         """Identifier, computed from the kind, class and shape: an object has the same identifier in every file."""
@@ -158,8 +164,7 @@ def to_row(item: SlideObject, number: int, origin_px: tuple[float, float] = (0, 
     The columns are `COLUMNS`, and then the measurements. "number" counts the objects of a slide from 1. "x_px" and
     "y_px" are the center of the bounding box, in pixels of level 0, minus `origin_px` (row, column).
     """
-    top, left, bottom, right = item.bounds_px
-    x, y = (left + right) / 2 - origin_px[1], (top + bottom) / 2 - origin_px[0]
+    x, y = item.center[1] - origin_px[1], item.center[0] - origin_px[0]
     first = (number, str(item.id), item.class_name, round(x, DECIMALS), round(y, DECIMALS))
     return {**dict(zip(COLUMNS, first, strict=True)), **item.measurements}
 

@@ -2,18 +2,24 @@
 
 The slide is read at a low resolution. Pixels that absorb light are tissue, except pen marks and the black border of a
 scan, which are recognized by their colors. `find_tissue` returns a `Tissue`: a mask of the slide, with methods that
-return whether there is tissue in a rectangle or at given positions.
+return whether there is tissue in a rectangle or at given positions. A `Region` is the part of a slide that a user has
+selected by outlines, such as annotations of QuPath.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 from skimage.filters import threshold_otsu
 
+from rotopath.images.geojson import SlideObject
+from rotopath.images.outlines import Point, Polygon, fill_outline
 from rotopath.images.slides import Slide
+from rotopath.images.stain import find_stain_doubt
 
 SPACING_UM_PX = 8.0  # default pixel spacing of the mask
 MAX_MASK_PX = 2**20  # masks of large slides get a coarser pixel spacing, to limit memory
@@ -27,6 +33,10 @@ WARM_INK = 1.6  # red ink: minimum optical density of green and of blue; blood h
 SMOOTHING_UM = 12.0  # twice the standard deviation of the Gaussian filter that smooths the density
 MIN_TISSUE_MM2 = 0.002  # smaller specks are dust or a few detached cells
 MAX_HOLE_MM2 = 0.05  # smaller holes are vessels, ducts and fat within the tissue, and are filled
+SAMPLES = 4  # the part of a mask pixel that is in a region is measured at SAMPLES × SAMPLES positions
+ROWS_AT_ONCE = 64  # rows of the mask that are measured at once, to limit memory
+
+Outline = tuple[Polygon, ...]  # polygons of one object, in pixels of level 0
 
 
 @dataclass(frozen=True)
@@ -38,15 +48,21 @@ class Tissue:
     # Height and width of the slide, which can differ from the size of the mask by up to half a mask pixel. If None, the
     # size of the mask is used.
     size_um: tuple[float, float] | None = None
+    coverage: NDArray[np.float64] | None = None  # fraction of each mask pixel that is in a region; None: 1 everywhere
+    stain_doubt: str = ""  # how the slide differs from H&E, see `find_stain_doubt`; "" if it does not
 
     @property
     def area_mm2(self) -> float:
-        """Area of the tissue in mm². Pixels in the last row and column are counted up to the edge of the slide."""
+        """Area of the tissue in mm². Pixels in the last row and column are counted up to the edge of the slide.
+
+        Only the part in the region is counted if `coverage` is not None.
+        """
         heights, widths = (np.full(count, self.spacing_um_px) for count in self.mask.shape)
         if self.size_um is not None:
             for sides, total in zip((heights, widths), self.size_um, strict=True):
                 sides[-1] = total - (len(sides) - 1) * self.spacing_um_px
-        return float(heights @ self.mask @ widths) / 1e6
+        counted = self.mask if self.coverage is None else self.mask * self.coverage
+        return float(heights @ counted @ widths) / 1e6
 
     def touches(self, top_um: float, left_um: float, height_um: float, width_um: float) -> bool:
         """Return whether a rectangle on the slide contains tissue.
@@ -80,7 +96,96 @@ class Tissue:
         if self.mask.all() or not self.mask.any():
             return self
         is_near = ndimage.distance_transform_edt(~self.mask) * self.spacing_um_px <= margin_um
-        return Tissue(is_near, self.spacing_um_px, self.size_um)
+        return replace(self, mask=is_near)
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """The part of a slide inside of a region of interest, and outside of excluded areas.
+
+    Outlines are polygons in pixels of level 0. A position is in the region if at least one outline in `roi` contains
+    it, and no outline in `excluded`.
+    """
+
+    roi: tuple[Outline, ...] | None  # None: the whole slide
+    excluded: tuple[Outline, ...] = ()
+
+    def contains(self, first_px: tuple[float, float], step_px: float, size: tuple[int, int]) -> NDArray[np.bool_]:
+        """Return a mask (rows, columns) for a grid of positions on the slide: true where they are in the region.
+
+        `first_px` (row, column) is the first position, and `step_px` the distance between two positions, both in pixels
+        of level 0. `size` is the number of rows and of columns of the grid.
+        """
+        grid = first_px, step_px, size
+        inside = np.ones(size, bool) if self.roi is None else _fill_outlines(self.roi, self._roi_bounds, *grid)
+        return inside & ~_fill_outlines(self.excluded, self._excluded_bounds, *grid)
+
+    @cached_property
+    def _roi_bounds(self) -> NDArray[np.float64]:
+        return _find_bounds(self.roi or ())
+
+    @cached_property
+    def _excluded_bounds(self) -> NDArray[np.float64]:
+        return _find_bounds(self.excluded)
+
+    def measure(self, tissue: Tissue, slide: Slide) -> NDArray[np.float64]:
+        """Return the fraction of each pixel of a tissue mask that is in the region, without its part off the slide."""
+        height, width = tissue.mask.shape
+        step_px = tissue.spacing_um_px / slide.spacing_um_px / SAMPLES
+        on_slide = [
+            ((np.arange(count * SAMPLES) + 0.5) * step_px <= size).reshape(count, SAMPLES)
+            for count, size in zip(tissue.mask.shape, slide.size_px, strict=True)
+        ]
+        coverage = np.zeros(tissue.mask.shape)
+        for top in range(0, height, ROWS_AT_ONCE):
+            rows = slice(top, min(top + ROWS_AT_ONCE, height))
+            first_px = ((top * SAMPLES + 0.5) * step_px, 0.5 * step_px)
+            count = rows.stop - rows.start
+            samples = self.contains(first_px, step_px, (count * SAMPLES, width * SAMPLES))
+            counts = np.einsum(
+                "ipjq,ip,jq->ij",
+                samples.reshape(count, SAMPLES, width, SAMPLES),
+                on_slide[0][rows],
+                on_slide[1],
+                dtype=int,
+            )
+            coverage[rows] = counts / np.outer(on_slide[0][rows].sum(axis=1), on_slide[1].sum(axis=1)).clip(1)
+        return coverage
+
+
+def select_outlines(objects: Iterable[SlideObject]) -> tuple[Outline, ...]:
+    """Return the outlines of all annotations. Points and detections are left out."""
+    return tuple(item.shape for item in objects if item.kind == "annotation" and not isinstance(item.shape, Point))
+
+
+def _find_bounds(outlines: Sequence[Outline]) -> NDArray[np.float64]:
+    """Return the first and the last row and column (n, 2, 2) of n outlines."""
+    vertices = [np.concatenate([polygon.outer for polygon in outline]) for outline in outlines]
+    return np.array([(each.min(axis=0), each.max(axis=0)) for each in vertices]).reshape(-1, 2, 2)
+
+
+def _fill_outlines(
+    outlines: Sequence[Outline],
+    bounds: NDArray[np.float64],
+    first_px: tuple[float, float],
+    step_px: float,
+    size: tuple[int, int],
+) -> NDArray[np.bool_]:
+    """Return a mask (rows, columns) for a grid of positions, as in `Region.contains`: true inside of any outline.
+
+    `bounds` is the result of `_find_bounds`. By these, outlines that are far from the grid are skipped fast.
+    """
+    mask = np.zeros(size, bool)
+    scaled = (bounds - first_px) / step_px  # in rows and columns of the grid
+    firsts = np.floor(scaled[:, 0]).clip(0).astype(int)
+    ends = np.minimum(np.ceil(scaled[:, 1]) + 1, size).astype(int)
+    for index in np.flatnonzero((firsts < ends).all(axis=1)).tolist():
+        (top, left), (bottom, right) = firsts[index], ends[index]
+        # Positions of the grid become centers of pixels.
+        rings = [[(ring - first_px) / step_px + 0.5 for ring in polygon.rings] for polygon in outlines[index]]
+        polygons = [Polygon(outer, tuple(holes)) for outer, *holes in rings]
+        mask[top:bottom, left:right] |= fill_outline(polygons, (bottom - top, right - left), (top, left))
+    return mask
 
 
 def find_tissue(slide: Slide, spacing_um_px: float | None = None) -> Tissue:
@@ -96,7 +201,8 @@ def find_tissue(slide: Slide, spacing_um_px: float | None = None) -> Tissue:
     image = slide.read(0, 0, *slide.size_at(spacing_um_px), spacing_um_px)
     height, width = slide.size_px
     size_um = (height * slide.spacing_um_px, width * slide.spacing_um_px)
-    return Tissue(mask_tissue(image, spacing_um_px), spacing_um_px, size_um)
+    mask = mask_tissue(image, spacing_um_px)
+    return Tissue(mask, spacing_um_px, size_um, stain_doubt=find_stain_doubt(image, mask, spacing_um_px))
 
 
 def mask_tissue(image: NDArray[np.uint8], spacing_um_px: float) -> NDArray[np.bool_]:

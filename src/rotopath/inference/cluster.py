@@ -7,7 +7,7 @@ as the slide is finished. Every worker needs an installation of rotopath and acc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rotopath.inference.predict_files import (
     OutcomeState,
     SlideOutcome,
     assign_folders,
+    find_region_files,
     predict_files,
 )
 from rotopath.inference.slide_pass import Model
@@ -82,12 +83,14 @@ def predict_on_cluster(
     from distributed import as_completed
 
     folders = assign_folders(slides, out)
+    regions = find_region_files(slides, options)
     with connect(cluster, at_once) as workers:
         futures = {}
         for path in slides:
             # Paths are absolute, because a worker may have a different current folder. If a slide is a symbolic link,
             # the link is not resolved, because the folder of results has the name of the link.
-            future = workers.submit(_predict_slide, make_model, path.absolute(), out.resolve(), options)
+            slide_options = replace(options, roi=regions[path].roi, exclude=regions[path].exclude)
+            future = workers.submit(_predict_slide, make_model, path.absolute(), out.resolve(), slide_options)
             futures[future] = path
         for future in as_completed(futures):
             path = futures[future]

@@ -8,11 +8,12 @@ already have results for the same model and options are skipped. A file whose pr
 again. If a file cannot be read, it is reported as failed, and the prediction continues with the next file.
 """
 
+import hashlib
 import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from json import JSONDecodeError, loads
 from pathlib import Path
@@ -24,9 +25,10 @@ from rotopath.data.dataset import IMAGE_SUFFIXES, DataError
 from rotopath.environment import describe_machine, describe_software, now
 from rotopath.images import Slide, open_slide
 from rotopath.images.drawing import MAX_DRAWN, draw_crops
-from rotopath.images.geojson import SlideObject, write_geojson, write_rows
+from rotopath.images.geojson import SlideObject, read_geojson, write_geojson, write_rows
 from rotopath.images.pyramid import write_pyramid
 from rotopath.images.readers import SLIDE_SUFFIXES
+from rotopath.images.tissue import Outline, Region, select_outlines
 from rotopath.inference.slide_pass import Model, PassOptions, SlidePass
 from rotopath.writing import atomic_folder, recover_folder, write_json
 
@@ -48,6 +50,14 @@ class SlideOutcome:
     state: OutcomeState
     reason: str = ""  # error message if the slide failed
 
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences that say why the results may be wrong, from `summary.json`. Empty if the slide failed."""
+        if self.state == "failed":
+            return []
+        warnings: list[str] = loads((self.folder / SUMMARY).read_text(encoding="utf-8")).get("warnings", [])
+        return warnings
+
 
 @dataclass(frozen=True)
 class FileOptions:
@@ -56,6 +66,9 @@ class FileOptions:
     slide: PassOptions = field(default_factory=PassOptions)
     spacing_um_px: float | None = None  # pixel spacing of all files; if None, each file must state its own
     same_precision: bool = False  # if True, existing results with another precision (16 or 32 bits) are replaced
+    # GeoJSON files of QuPath annotations, or folders with a file for each slide: `slide.svs.geojson` or `slide.geojson`
+    roi: Path | None = None  # outlines of the area to predict; None: the whole slide
+    exclude: Path | None = None  # outlines of areas that are left out
 
 
 def list_slides(inputs: Sequence[Path]) -> list[Path]:
@@ -89,6 +102,100 @@ def assign_folders(slides: Sequence[Path], out: Path) -> dict[Path, Path]:
     return folders
 
 
+@dataclass(frozen=True)
+class RegionFiles:
+    """The GeoJSON files that select the region of a slide to predict."""
+
+    roi: Path | None = None
+    exclude: Path | None = None
+
+    def describe(self) -> dict[str, object]:
+        """Return the names of the files and the start of their SHA-256, for the summary; without files, nothing."""
+        files = {"roi": self.roi, "exclude": self.exclude}
+        return {
+            key: {"file": path.name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()[:16]}
+            for key, path in files.items()
+            if path is not None
+        }
+
+
+def find_region_files(slides: Sequence[Path], options: FileOptions) -> dict[Path, RegionFiles]:
+    """Return the GeoJSON files of the region of each slide, after reading each of them once as a check.
+
+    If `options.exclude` is a folder, slides without a file are predicted whole. Raises a ValueError if another file is
+    missing, if a file is not valid, or if one file is given for several slides.
+    """
+    rois = _assign_geojson("--roi", options.roi, slides)
+    excluded = _assign_geojson("--exclude", options.exclude, slides)
+    if missing := [path for path in slides if options.roi is not None and path not in rois]:
+        raise DataError(
+            f"{options.roi} contains no region of interest for {missing[0].name}; save its annotations there as "
+            f"{missing[0].name}.geojson."
+        )
+    regions = {path: RegionFiles(rois.get(path), excluded.get(path)) for path in slides}
+    for files in regions.values():
+        make_region(files.roi, files.exclude)
+    return regions
+
+
+def _assign_geojson(option: str, path: Path | None, slides: Sequence[Path]) -> dict[Path, Path]:
+    """Return the GeoJSON file of each slide that has one, as an absolute path.
+
+    `path` is a file for the only slide, a folder of files, or None. `option` is its name in error messages.
+    """
+    if path is None:
+        return {}
+    if not path.is_dir():
+        if not path.exists():
+            raise DataError(f"{path}, given with {option}, does not exist; choose a GeoJSON file or a folder of them.")
+        if len(slides) > 1:
+            raise DataError(
+                f"{option} is one file, but there are {len(slides)} slides; give a folder with a GeoJSON file for each "
+                f"slide, such as {slides[0].name}.geojson."
+            )
+        return dict.fromkeys(slides, path.absolute())
+    found = {}
+    for slide in slides:
+        names = dict.fromkeys([f"{slide.name}.geojson", f"{slide.stem}.geojson"])
+        existing = [path / name for name in names if (path / name).is_file()]
+        if existing:
+            found[slide] = existing[0].absolute()
+    if not found:
+        raise DataError(
+            f"{path}, given with {option}, contains no GeoJSON file of a slide; name the files like the slides, such "
+            f"as {slides[0].name}.geojson."
+        )
+    return found
+
+
+def make_region(
+    roi: Path | str | Sequence[SlideObject] | None,
+    exclude: Path | str | Sequence[SlideObject] | None,
+    origin_px: tuple[int, int] = (0, 0),
+) -> Region | None:
+    """Return the region of a slide inside of `roi` and outside of `exclude`, or None if both are None.
+
+    Each argument is the path of a GeoJSON file with annotations, or objects in pixels of level 0. `origin_px` (row,
+    column) is the position on level 0 from which QuPath counts. Raises a ValueError if a file cannot be read, or if
+    there is no annotation with an outline.
+    """
+    if roi is None and exclude is None:
+        return None
+    inside = None if roi is None else _find_outlines(roi, origin_px)
+    return Region(inside, () if exclude is None else _find_outlines(exclude, origin_px))
+
+
+def _find_outlines(source: Path | str | Sequence[SlideObject], origin_px: tuple[int, int]) -> tuple[Outline, ...]:
+    """Return the outlines of annotations, in pixels of level 0. The arguments are those of `make_region`."""
+    if isinstance(source, Path | str):
+        name, objects = str(source), read_geojson(Path(source), origin_px)
+    else:
+        name, objects = "The list of objects", list(source)
+    if outlines := select_outlines(objects):
+        return outlines
+    raise DataError(f"{name} contains no annotation with an outline; draw one in QuPath, and export it as GeoJSON.")
+
+
 def predict_files(
     model: Model,
     slides: Sequence[Path],
@@ -105,9 +212,10 @@ def predict_files(
     finished tiles and the number of all tiles to predict in this slide.
     """
     folders = assign_folders(slides, out)
+    regions = find_region_files(slides, options)
     out.mkdir(parents=True, exist_ok=True)
     for path, folder in folders.items():
-        about = _describe(model, path, options)
+        about = _describe(model, path, options) | regions[path].describe()
         if _is_done(recover_folder(folder), about, options.same_precision):
             yield SlideOutcome(path, folder, "skipped")
             continue
@@ -115,7 +223,10 @@ def predict_files(
             if folder.exists() and not (folder / SUMMARY).exists() and any(folder.iterdir()):
                 raise DataError(f"{folder} contains files that are not results; choose another folder with --out.")
             with open_slide(path, options.spacing_um_px) as slide:
-                _write_results(model, slide, options.slide, folder, about, partial(on_tile, path))
+                slide_options = replace(
+                    options.slide, region=make_region(regions[path].roi, regions[path].exclude, slide.origin_px)
+                )
+                _write_results(model, slide, slide_options, folder, about, partial(on_tile, path))
         except ValueError as error:  # for example, the file cannot be read
             yield SlideOutcome(path, folder, "failed", str(error))
         except (MemoryError, RuntimeError) as error:
@@ -185,6 +296,7 @@ def _write_results(
             {
                 **{name: round(value, 6) for name, value in summary.items()},
                 "sentence": model.task.describe_summary(summary),
+                "warnings": slide_pass.warnings(),
                 "slide": {
                     "size_px": slide.size_px,
                     "spacing_um_px": slide.spacing_um_px,
@@ -233,13 +345,20 @@ def _collect_first(objects: Iterable[SlideObject], drawn: list[SlideObject]) -> 
 
 
 def _describe(model: Model, path: Path, options: FileOptions) -> dict[str, object]:
-    """Return a dictionary of everything that the results depend on: the model, file, options and precision."""
+    """Return a dictionary of everything that the results depend on: the model, file, options and precision.
+
+    The files of the region are added by `predict_files`. The requested classes are included only if there are any, so
+    that results of versions without this option still count as finished.
+    """
+    chosen = options.slide
+    classes = {"classes": list(chosen.classes)} if chosen.classes else {}
     return {
         **model.about,
         "file": path.name,
         "file_bytes": path.stat().st_size if path.exists() else 0,
         "spacing_um_px": options.spacing_um_px,
-        "options": asdict(options.slide) | {"tile_px": None},  # results do not depend on the tile size
+        # Results do not depend on the tile size.
+        "options": {"rotations": chosen.rotations, "tile_px": None, "everywhere": chosen.everywhere, **classes},
         "precision": model.precision,
     }
 

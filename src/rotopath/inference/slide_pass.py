@@ -11,7 +11,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from rotopath.data.dataset import DataError
 from rotopath.environment import install_command
 from rotopath.group import reflect_index
 from rotopath.images import Slide, Tissue, find_tissue
@@ -30,6 +31,7 @@ from rotopath.images.drawing import Caption, Color, DrawnAs, HeatMap, draw_overl
 from rotopath.images.geojson import COLUMNS, SlideObject, to_row, write_geojson, write_rows
 from rotopath.images.outlines import Point, Polygon
 from rotopath.images.stain import Stain, Stains, measure_stains
+from rotopath.images.tissue import Region
 from rotopath.inference.dense import MixedNetwork
 from rotopath.inference.tiling import TILE_PX, Grid, Span, Tile, predict_tiles
 from rotopath.models import DenseNetwork
@@ -44,6 +46,7 @@ MEASURED_PX = 2**21  # largest number of pixels from which stains are measured; 
 SAMPLE_PX = 256  # side of each of these square samples
 BLOCK_PX, CACHED_BLOCKS = 512, 32  # slides are read in square blocks, cached for adjacent tiles; 32 blocks need 25 MB
 MAX_LABELS_PX = 2**28  # largest label map that is kept in memory, which needs 1 GB
+MAX_ENLARGEMENT = 1.5  # pixels that are enlarged more than this for the network lack details that it has learned
 OVERLAY_HEAT_PX = 4096  # heat maps with a longer side are subsampled before they are drawn on an overlay
 OnProgress = Callable[[int, int], None]  # number of finished tiles, number of all tiles
 Map = NDArray[np.float32]
@@ -94,6 +97,10 @@ class SlideTask(Protocol):
     def tissue_margin_um(self) -> float: ...
     @property
     def background_probabilities(self) -> tuple[float, ...]: ...
+    @property
+    def cuts_at_roi(self) -> bool: ...
+    @property
+    def expects_he(self) -> bool: ...
     def halo(self, stride_px: int) -> int: ...
     def to_probabilities(self, logits: Tensor) -> Tensor: ...
     def make_object_finder(self, grid: Grid, point: Mapping[str, float], folder: Path) -> ObjectFinder: ...
@@ -102,6 +109,7 @@ class SlideTask(Protocol):
     def foreground_deviation(self, deviations: Map) -> Map: ...
     def summarize(self, counts: Counter[str], areas_mm2: Counter[str], tissue_mm2: float) -> dict[str, float]: ...
     def describe_summary(self, summary: Mapping[str, float]) -> str: ...
+    def find_implausible_density(self, summary: Mapping[str, float]) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -132,6 +140,8 @@ class PassOptions:
     rotations: int = 1  # number of rotations for test-time augmentation; above 1, also return the standard deviation
     tile_px: int | None = None  # largest side of a tile in pixels; by default `Model.tile_px`
     everywhere: bool = False  # if True, also predict where no tissue was detected
+    region: Region | None = None  # the part of the slide to predict; None: the whole slide
+    classes: tuple[str, ...] = ()  # names of the classes whose objects are returned; empty: all classes
 
 
 # Predict a slide, and keep the results in memory
@@ -150,6 +160,7 @@ class SlideResult:
     summary: Mapping[str, float]  # numbers by name, such as "tissue_mm2" and "objects" (number of objects)
     origin_px: tuple[int, int]  # (row, column) on level 0 from which QuPath counts coordinates
     overlay: Image.Image  # the slide with the heat map and the objects drawn on it
+    warnings: tuple[str, ...] = ()  # sentences that say why the result may be wrong
     # Label map (h, w): the number of the object at each pixel, as in `table`, or 0. None if the task outlines no
     # objects pixel by pixel, or if the map has more than `MAX_LABELS_PX` pixels; `rp.predict` writes maps of any size.
     labels: NDArray[np.uint32] | None = None
@@ -217,7 +228,8 @@ class SlideResult:
 
     def __repr__(self) -> str:
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in self.summary.items())
-        return f"SlideResult({self.task}: {numbers})"
+        warnings = "".join(f"; warning: {warning}" for warning in self.warnings)
+        return f"SlideResult({self.task}: {numbers}{warnings})"
 
 
 def predict_slide(model: Model, slide: Slide, options: PassOptions) -> SlideResult:
@@ -239,6 +251,7 @@ def predict_slide(model: Model, slide: Slide, options: PassOptions) -> SlideResu
             labels=None if labels is None else labels.read(),
             labels_corner_px=slide_pass.grid.output_frame()[0],
             labels_side_px=slide_pass.grid.output_frame()[1],
+            warnings=slide_pass.warnings(),
         )
 
 
@@ -281,13 +294,14 @@ class SlidePass:
     def __init__(self, model: Model, slide: Slide, options: PassOptions) -> None:
         self.model, self.slide, self.options = model, slide, options
         task = model.task
-        self.tissue: Tissue = find_tissue(slide)
-        self._near_tissue = None if options.everywhere else self.tissue.dilate(task.tissue_margin_um)
-        self.view = SlideView(slide, task.spacing_um_px, task.stain, self.tissue)
+        tissue = find_tissue(slide)
+        # Stains are those of all tissue, so that the objects in a region are the same as without a region.
+        self.view = SlideView(slide, task.spacing_um_px, task.stain, tissue)
+        self.tissue, self._near_tissue = self._select_area(tissue)  # tissue in the region, and the area to predict
         halo, self._outputs_per_px = task.halo(model.network.geometry.stride_px), task.heatmap_cell
         self.grid = Grid(model.network, self.view, options.tile_px or model.tile_px, halo, self._outputs_per_px)
         self.heat_um_px = self._outputs_per_px * self.grid.stride_px * self.view.spacing_um_px  # spacing of the maps
-        self._counts, self._areas_mm2 = Counter[str](), Counter[str]()
+        self._clear_counts()
         rows, columns = (-(-size // self._outputs_per_px) for size in self.grid.size)
         with ExitStack() as files:
             folder = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="rotopath-")))
@@ -318,9 +332,12 @@ class SlidePass:
         With the option `everywhere`, all tiles are predicted. Otherwise, only tiles that contain tissue or are within
         `task.tissue_margin_um` of tissue are predicted. After each tile, the function `on_progress` is called with the
         number of finished tiles and the number of all tiles to predict.
+
+        With a region, only tiles in the region or near it are predicted. Tasks that outline areas outline only the part
+        in the region (`task.cuts_at_roi`). Objects of other tasks are returned whole if their center is in the region.
         """
-        self._counts, self._areas_mm2 = Counter[str](), Counter[str]()
-        for detected in self._detect(on_progress):
+        self._clear_counts()
+        for detected in filter(self._is_wanted, self._detect(on_progress)):
             self._counts[detected.class_name] += 1
             area_mm2 = detected.measurements.get("area_mm2", 0.0)
             self._areas_mm2[detected.class_name] += area_mm2  # type: ignore[assignment]
@@ -341,9 +358,27 @@ class SlidePass:
         step = -(-max(self.heat.size) // OVERLAY_HEAT_PX)
         winner = None if self.winner is None else self.winner.read_subsampled(step)
         heat = HeatMap(self.heat.read_subsampled(step), winner, (corner, side * step))
-        caption = Caption(self.slide.path.name, [task.describe_summary(self.summary())])
+        caption = Caption(self.slide.path.name, [task.describe_summary(self.summary())], self.warnings())
         classes = list(zip(task.class_names, task.colors, strict=True))
         return draw_overlay(self.slide, heat, classes, objects, task.drawn_as, caption)
+
+    def warnings(self) -> tuple[str, ...]:
+        """Return a sentence for each reason why the result may be wrong: the slide is not what the model knows.
+
+        The reasons are pixels that are much larger than those of the network, an image that is not H&E, and a density
+        of objects that does not occur in tissue.
+        """
+        task, warnings = self.model.task, []
+        if (enlargement := 1 / self.view.level0_px) > MAX_ENLARGEMENT:
+            warnings.append(
+                f"The slide has {self.slide.spacing_um_px:.3g} µm/px, and was enlarged {enlargement:.2g} times to the "
+                f"{task.spacing_um_px:.3g} µm/px of the model; details that the model needs are missing."
+            )
+        if task.expects_he and self.tissue.stain_doubt:
+            warnings.append(f"The slide does not look like H&E, which the model knows: {self.tissue.stain_doubt}.")
+        if not self.options.classes and (density := task.find_implausible_density(self.summary())):
+            warnings.append(density)
+        return tuple(warnings)
 
     @property
     def labels_um_px(self) -> float:
@@ -355,6 +390,52 @@ class SlidePass:
         """Top left corner (row, column) of the heat map, and side of a heat-map pixel; both in pixels of level 0."""
         corner, side = self.grid.output_frame()
         return corner, side * self._outputs_per_px
+
+    def _clear_counts(self) -> None:
+        """Set the number and the area of the objects to 0 for each class whose objects are returned."""
+        names = self.options.classes or self.model.task.class_names
+        self._counts, self._areas_mm2 = Counter(dict.fromkeys(names, 0)), Counter(dict.fromkeys(names, 0))
+
+    def _select_area(self, tissue: Tissue) -> tuple[Tissue, Tissue | None]:
+        """Return the tissue in the region, and the area to predict; the latter is None if it is the whole slide.
+
+        Raises DataError if the region of interest is off the slide.
+        """
+        task, region = self.model.task, self.options.region
+        near = None if self.options.everywhere else tissue.dilate(task.tissue_margin_um)
+        if region is None:
+            return tissue, near
+        coverage = region.measure(tissue, self.slide)
+        if not coverage.any() and not replace(region, excluded=()).measure(tissue, self.slide).any():
+            height, width = self.slide.size_px
+            raise DataError(
+                f"The region of interest is outside of {self.slide.path.name}, which has {width} × {height} px; choose "
+                f"the annotations of this slide."
+            )
+        # A pixel of the mask more than necessary, because the region may cut a corner of it.
+        margin_um = tissue.spacing_um_px + (0 if task.cuts_at_roi else task.tissue_margin_um)
+        area = replace(tissue, mask=coverage > 0).dilate(margin_um)
+        return replace(tissue, coverage=coverage), area if near is None else replace(area, mask=area.mask & near.mask)
+
+    def _is_wanted(self, detected: SlideObject) -> bool:
+        """Return whether an object has one of the requested classes and is in the region."""
+        if self.options.classes and detected.class_name not in self.options.classes:
+            return False
+        region = self.options.region
+        return (
+            region is None or self.model.task.cuts_at_roi or bool(region.contains(detected.center, 1.0, (1, 1))[0, 0])
+        )
+
+    def _find_in_region(self, spans: tuple[Span, Span]) -> NDArray[np.bool_] | None:
+        """Return which outputs, in a range of rows and of columns, are in the region; None if there is no region."""
+        if self.options.region is None:
+            return None
+        first_um = [
+            self.grid.positions_um(Span(span.start, span.start + 1), axis)[0] for axis, span in enumerate(spans)
+        ]
+        first_px = (first_um[0] / self.slide.spacing_um_px, first_um[1] / self.slide.spacing_um_px)
+        _, side_px = self.grid.output_frame()
+        return self.options.region.contains(first_px, side_px, (spans[0].size, spans[1].size))
 
     def _detect(self, on_progress: OnProgress) -> Iterator[SlideObject]:
         """Predict the tiles near tissue (see `_is_near_tissue`), write them into the maps, and yield the objects."""
@@ -370,20 +451,25 @@ class SlidePass:
         yield from self._finder.finish()
 
     def _write_maps(self, tile: Tile) -> None:
-        """Write a tile into the maps `heat`, `winner` and `deviation`. Maps that are None are skipped."""
-        task = self.model.task
+        """Write a tile into the maps `heat`, `winner` and `deviation`. Maps that are None are skipped.
+
+        Outputs outside of the region are 0 in `heat` and `deviation`.
+        """
+        task, in_region = self.model.task, self._find_in_region(tile.with_halo)
+        inside = np.float32(1) if in_region is None else in_region.astype(np.float32)
         top, left = tile.rows.start // self._outputs_per_px, tile.columns.start // self._outputs_per_px
-        self.heat.write(top, left, self._pool_outputs(tile, task.foreground_map(tile.probabilities)))
+        self.heat.write(top, left, self._pool_outputs(tile, task.foreground_map(tile.probabilities) * inside))
         if self.winner is not None:
             classes = [self._pool_outputs(tile, class_map) for class_map in task.class_maps(tile.probabilities)]
             self.winner.write(top, left, np.argmax(classes, axis=0).astype(np.float32))
         if self.deviation is not None and tile.deviations is not None:
-            self.deviation.write(top, left, self._pool_outputs(tile, task.foreground_deviation(tile.deviations)))
+            deviations = task.foreground_deviation(tile.deviations) * inside
+            self.deviation.write(top, left, self._pool_outputs(tile, deviations))
 
     def _is_near_tissue(self, rows: Span, columns: Span) -> bool:
-        """Return whether a tile contains tissue or is within `task.tissue_margin_um` of tissue.
+        """Return whether a tile contains tissue or is within `task.tissue_margin_um` of tissue, and near the region.
 
-        `rows` and `columns` are the outputs of the tile. With the option `everywhere`, the result is always True.
+        `rows` and `columns` are the outputs of the tile. With the option `everywhere`, tissue is not necessary.
         """
         if self._near_tissue is None:
             return True
@@ -393,14 +479,18 @@ class SlidePass:
     def _clear_glass(self, tile: Tile) -> Tile:
         """Return the tile with the task's background probabilities at all outputs on glass.
 
-        An output is on glass if it is farther than `task.tissue_margin_um` from tissue. The standard deviation over
-        rotations becomes 0 there. Without this change, results on glass would depend on the size of the tiles, because
-        only tiles near tissue are predicted. With the option `everywhere`, the tile is not changed.
+        An output is on glass if it is farther than `task.tissue_margin_um` from tissue. Outputs that are not near the
+        region are treated like glass; if `task.cuts_at_roi`, all outputs outside of the region. The standard deviation
+        over rotations becomes 0 there. Without this change, results on glass would depend on the size of the tiles,
+        because only tiles near tissue are predicted. With the option `everywhere` and no region, the tile is not
+        changed.
         """
         if self._near_tissue is None:
             return tile
         down, across = (self.grid.positions_um(span, axis) for axis, span in enumerate(tile.with_halo))
         near = self._near_tissue.is_tissue_at(down, across)
+        if self.model.task.cuts_at_roi and (inside := self._find_in_region(tile.with_halo)) is not None:
+            near &= inside
         if near.all():
             return tile
         background = np.array(self.model.task.background_probabilities, np.float32)[:, None, None]

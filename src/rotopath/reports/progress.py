@@ -107,7 +107,7 @@ class SlideProgress(ProgressBar):
         self._bar.update(self._tiles, completed=done)
 
     def show_outcome(self, outcome: SlideOutcome) -> None:
-        """Print one line about a slide: its result, that the slide was skipped, or why the slide failed."""
+        """Print a line about a slide: its result, that the slide was skipped, or why it failed; and its warnings."""
         self._bar.advance(self._slides)
         self._bar.update(self._tiles, visible=False)
         if outcome.state == "failed":
@@ -117,6 +117,9 @@ class SlideProgress(ProgressBar):
         else:
             line = f"{outcome.path.name}: {read_sentence(outcome.folder)}"
         self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+        for warning in outcome.warnings:
+            line = f"{outcome.path.name}: Warning: {warning}"
+            self._console.print(line, style="yellow", highlight=False, soft_wrap=True, markup=False)
 
 
 class StudyProgress:

@@ -47,6 +47,7 @@ from rotopath.tasks.task import (
     Task,
     TrainingWindow,
     check_numbers,
+    expect_area,
     format_area,
 )
 
@@ -107,6 +108,7 @@ class Classify(WindowTask):
     prediction_type = "window"
     regime_unit = "of each class"
     can_mine = True
+    cuts_at_roi = True
 
     @property
     def outputs(self) -> int:
@@ -295,6 +297,21 @@ class Classify(WindowTask):
 
     # Slides
 
+    def adjust_operating_point(
+        self, point: OperatingPoint, threshold: float | None = None, min_area_um2: float | None = None
+    ) -> dict[str, float]:
+        """Return the operating point with the thresholds that a user has chosen.
+
+        With several classes there is no threshold, because the most probable class is the prediction.
+        """
+        if threshold is not None and not self.is_single:
+            raise DataError(
+                f"The model has {len(self.classes)} classes, of which the most probable one is the prediction; leave "
+                f"out the threshold."
+            )
+        adjusted = super().adjust_operating_point(point, threshold)
+        return adjusted if min_area_um2 is None else {**adjusted, "min_area_um2": expect_area(min_area_um2)}
+
     def make_object_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> ObjectFinder:
         """Return an object finder that collects the tiles of a slide, and outlines regions after the last tile."""
         del folder  # temporary files are not needed: the maps fit in memory, because one output covers many pixels
@@ -326,13 +343,14 @@ class Classify(WindowTask):
         The area is given in mm² (such as "tumor_mm2"), and as a fraction of the area of tissue (such as "tumor_share").
         """
         summary: dict[str, float] = {"objects": sum(counts.values())}
-        for name in self.class_names:
+        for name in areas_mm2:
             part = areas_mm2[name] / tissue_mm2 if tissue_mm2 else 0.0
             summary |= {f"{name.lower()}_mm2": areas_mm2[name], f"{name.lower()}_share": min(1.0, part)}
         return summary
 
     def describe_summary(self, summary: Mapping[str, float]) -> str:
-        parts = ", ".join(f"{name.lower()} in {summary[f'{name.lower()}_share']:.1%}" for name in self.class_names)
+        shares = {name.lower(): summary.get(f"{name.lower()}_share") for name in self.class_names}
+        parts = ", ".join(f"{name} in {share:.1%}" for name, share in shares.items() if share is not None)
         return f"{parts} of {format_area(summary['tissue_mm2'])} of tissue"
 
 
@@ -365,8 +383,11 @@ class RegionFinder:
         # Outputs that were not predicted, such as glass, have probabilities of 0. They belong to no class.
         least = self._point["threshold"] if task.is_single else np.finfo(np.float32).tiny
         output_um = grid.stride_px * grid.view.spacing_um_px
+        min_area_um2 = self._point.get("min_area_um2", 0.0)
         for index, region_class in enumerate(task.classes):
-            regions, count = ndimage.label(remove_speckle((best == index) & (self._maps[index] >= least)))
+            regions, _ = ndimage.label(remove_speckle((best == index) & (self._maps[index] >= least)))
+            regions = remove_small(regions, min_area_um2 / output_um**2)
+            count = int(regions.max(initial=0))
             numbers = np.arange(1, count + 1)
             probability = ndimage.mean(self._maps[index], regions, numbers)
             deviation = ndimage.mean(self._deviation, regions, numbers)

@@ -41,7 +41,15 @@ from rotopath.metrics.matching import (
     pool_matches,
 )
 from rotopath.tasks.classify import WindowTask, require_every_class
-from rotopath.tasks.task import HardExample, Map, OperatingPoint, Scores, TrainingWindow, check_numbers
+from rotopath.tasks.task import (
+    HardExample,
+    Map,
+    OperatingPoint,
+    Scores,
+    TrainingWindow,
+    check_numbers,
+    expect_threshold,
+)
 
 MATCH_RADIUS_UM = 7.5  # 30 px at 0.25 µm/px
 SMOOTH_UM = 1.5  # standard deviation of the Gaussian filter that smooths the maps; 6 px at 0.25 µm/px
@@ -287,6 +295,15 @@ class Detect(WindowTask):
         return pool_matches(matches)
 
     # Slides
+
+    def adjust_operating_point(
+        self, point: OperatingPoint, threshold: float | None = None, min_area_um2: float | None = None
+    ) -> dict[str, float]:
+        """Return the operating point with the thresholds that a user has chosen. `threshold` is for all classes."""
+        adjusted = super().adjust_operating_point(point, min_area_um2=min_area_um2)
+        if threshold is None:
+            return adjusted
+        return dict.fromkeys(self.threshold_names, expect_threshold(threshold))
 
     def make_object_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> ObjectFinder:
         """Return an object finder that collects the peaks of all tiles of a slide, and merges them at the end."""

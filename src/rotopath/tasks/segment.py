@@ -41,7 +41,17 @@ from rotopath.metrics.matching import (
     remove_small,
     score_objects,
 )
-from rotopath.tasks.task import Loss, Map, OperatingPoint, Scores, Task, TrainingWindow, check_numbers
+from rotopath.tasks.task import (
+    Loss,
+    Map,
+    OperatingPoint,
+    Scores,
+    Task,
+    TrainingWindow,
+    check_numbers,
+    expect_area,
+    expect_threshold,
+)
 
 Labels = NDArray[np.int32]
 
@@ -323,6 +333,22 @@ class Segment(Task):
         return {"objects": self.foreground_map(maps), "borders": maps[BORDER]}
 
     # Slides
+
+    def adjust_operating_point(
+        self, point: OperatingPoint, threshold: float | None = None, min_area_um2: float | None = None
+    ) -> dict[str, float]:
+        """Return the operating point with the thresholds that a user has chosen.
+
+        `threshold` is the probability that a pixel belongs to an object, 1 - probability of background, from which a
+        pixel belongs to the foreground. `point["inside"]`, which separates objects that touch, is kept.
+        """
+        adjusted = dict(point)
+        if threshold is not None:
+            adjusted["background"] = round(1 - expect_threshold(threshold), 9)  # 1 - 0.9 is 0.1
+        if min_area_um2 is not None:
+            # Rounded, so that an area of a whole number of pixels is not just above this number.
+            adjusted["least_px"] = round(expect_area(min_area_um2) / self.spacing_um_px**2, 6)
+        return adjusted
 
     def make_object_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> ObjectFinder:
         """Return an object finder that finds the objects of each tile. Temporary files are written to `folder`.

@@ -37,6 +37,15 @@ Evidence = Any  # prediction and ground truth of one image, from which scores ar
 Scores = dict[str, object]  # scores by name; all values can be written as JSON
 OperatingPoint = Mapping[str, float]  # the decision thresholds of a model, by name
 
+HE_TASKS = ("mitosis", "nuclei", "tumor")  # names of tasks that are always about H&E
+# Plausible densities of objects, per mm² of tissue of a slide or a field: lowest and highest, by name of the task.
+# - mitosis: the regions of highest activity in the 503 tumors of MIDOG++ (Aubreville et al., Scientific Data 2023), of
+#   about 2 mm² each, have 11,937 mitotic figures: 12 per mm² on average. The highest value is eight times as high.
+# - nuclei: the fields of Kumar et al. have 4,704 to 30,672 nuclei per mm². At the highest value, cells are 5.6 µm wide
+#   without any space between them. Even fat and scars have more nuclei than the lowest value.
+PLAUSIBLE_PER_MM2 = {"mitosis": (0.0, 100.0), "nuclei": (20.0, 40_000.0)}
+MIN_DENSITY_MM2 = 0.1  # in less tissue than this, a few objects more or less change the density much
+
 
 @dataclass(frozen=True)
 class Class:
@@ -96,6 +105,8 @@ class Task(ABC):
     object_score: ClassVar[str] = "probability"  # name of the measurement of an object that states its score
     heatmap_cell: ClassVar[int] = 1  # each heat-map pixel is the mean over cell × cell outputs
     needs_pixels: ClassVar[bool] = False  # whether `Tile.pixels` is needed to find and measure objects on slides
+    # Whether objects are cut at the border of a region of interest. If not, an object is in it if its center is inside.
+    cuts_at_roi: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not self.classes:
@@ -137,6 +148,18 @@ class Task(ABC):
             )
         names = [known.casefold() for known in self.class_names]
         return names.index(name.casefold()) if name.casefold() in names else None
+
+    def resolve_classes(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return class names as the task spells them, in the order of its classes. Raises DataError for other names.
+
+        `names` may also be a single name.
+        """
+        names = [names] if isinstance(names, str) else names
+        known = {name.casefold(): name for name in self.class_names}
+        if unknown := [name for name in names if name.strip().casefold() not in known]:
+            raise DataError(f"The model has no class {unknown[0]!r}; choose from {', '.join(self.class_names)}.")
+        chosen = {known[name.strip().casefold()] for name in names}
+        return tuple(name for name in self.class_names if name in chosen)
 
     @classmethod
     def find_classes(cls, dataset: Dataset) -> tuple[str, ...]:
@@ -348,6 +371,39 @@ class Task(ABC):
 
     # Slides
 
+    def adjust_operating_point(
+        self, point: OperatingPoint, threshold: float | None = None, min_area_um2: float | None = None
+    ) -> dict[str, float]:
+        """Return the operating point with the thresholds that a user has chosen; None keeps those of the model.
+
+        `threshold` is the probability, from 0 to 1, from which an object is accepted: the higher, the fewer objects.
+        `min_area_um2` is the area below which outlined objects are left out. Raises DataError if a value is not valid,
+        or if the task has no such threshold. By default, the only threshold is `point["threshold"]`.
+        """
+        if threshold is not None and "threshold" not in point:
+            raise DataError(f"The task {self.name} has no threshold that can be chosen; leave out the threshold.")
+        if min_area_um2 is not None:
+            raise DataError(f"The objects of the task {self.name} have no area; leave out the minimum area.")
+        return dict(point) if threshold is None else {**point, "threshold": expect_threshold(threshold)}
+
+    @property
+    def expects_he(self) -> bool:
+        """Whether the images must be H&E. False means that their stain is not known, so that no slide is unusual."""
+        return self.stain == "macenko" or self.name in HE_TASKS
+
+    def find_implausible_density(self, summary: Mapping[str, float]) -> str:
+        """Return a sentence if the density of objects does not occur in tissue, otherwise "".
+
+        `summary` is the result of `summarize`, with "tissue_mm2" added. By default, the bounds are those in
+        PLAUSIBLE_PER_MM2; a task that is not in this table has none.
+        """
+        low, high = PLAUSIBLE_PER_MM2.get(self.name, (0.0, float("inf")))
+        density = summary.get(f"{self.objects_name}_per_mm2", low)
+        if low <= density <= high or summary["tissue_mm2"] < MIN_DENSITY_MM2:
+            return ""
+        limit = f"at most about {high:,.0f}" if density > high else f"at least about {low:,.0f}"
+        return f"{density:,.0f} {self.objects_name} per mm² are not plausible: tissue has {limit}."
+
     @abstractmethod
     def make_object_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> ObjectFinder:
         """Return an object finder, which receives the predicted tiles of one slide and yields the objects in them.
@@ -393,13 +449,14 @@ class Task(ABC):
 
         `counts` and `areas_mm2` contain the number and the total area of the objects of each class. `tissue_mm2` is the
         area of the tissue. By default, the summary contains the number and the density (per mm² of tissue) of all
-        objects. If there are several classes, it also contains the number and the density of the objects of each class.
+        objects. If there are several classes, it also contains the number and the density of the objects of each class
+        in `counts`. Classes that the user has not requested are missing there; all others are there, if only with 0.
         """
         del areas_mm2
         total = sum(counts.values())
         summary = {"objects": total, f"{self.objects_name}_per_mm2": total / tissue_mm2 if tissue_mm2 else 0.0}
         if not self.is_single:
-            for name in self.class_names:
+            for name in counts:
                 density = counts[name] / tissue_mm2 if tissue_mm2 else 0.0
                 summary |= {name: counts[name], f"{name}_per_mm2": density}
         return summary
@@ -408,7 +465,11 @@ class Task(ABC):
         """Return a summary as one line of text. `summary` is the result of `summarize`, with "tissue_mm2" added."""
         count = int(summary["objects"])
         name = self.class_names[0].lower() if count == 1 and self.is_single else self.objects_name
-        by_class = "" if self.is_single else ", ".join(f"{summary[name]:,.0f} {name}" for name in self.class_names)
+        by_class = (
+            ""
+            if self.is_single
+            else ", ".join(f"{summary[name]:,.0f} {name}" for name in self.class_names if name in summary)
+        )
         density = f"{summary[f'{self.objects_name}_per_mm2']:,.1f} per mm²"
         tissue = f"{format_area(summary['tissue_mm2'])} of tissue"
         return f"{count:,} {name}{f' ({by_class})' if by_class else ''}, {density} in {tissue}"
@@ -422,6 +483,20 @@ def format_area(mm2: float) -> str:
     ('12.35 mm²', '0.016 mm²')
     """
     return f"{mm2:.2f} mm²" if mm2 >= 0.1 or mm2 == 0 else f"{mm2:.2g} mm²"
+
+
+def expect_threshold(threshold: float) -> float:
+    """Return the threshold that a user has chosen. Raises DataError unless it is a probability, from 0 to 1."""
+    if not 0 <= threshold <= 1:
+        raise DataError(f"The threshold is {threshold:g}, but it is a probability; choose a number from 0 to 1.")
+    return float(threshold)
+
+
+def expect_area(min_area_um2: float) -> float:
+    """Return the minimum area in µm² that a user has chosen. Raises DataError unless it is 0 or more, and finite."""
+    if not 0 <= min_area_um2 < float("inf"):
+        raise DataError(f"The minimum area is {min_area_um2:g} µm²; choose a finite number, 0 or more.")
+    return float(min_area_um2)
 
 
 def check_numbers(point: Mapping[str, object], bounds: Mapping[str, tuple[float, float]]) -> dict[str, float]:
