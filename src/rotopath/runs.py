@@ -109,18 +109,20 @@ class Run:
         everywhere: bool = False,
         device: torch.device | Device | str | None = None,
         precision: Precision | None = None,
+        override_spacing: bool = False,
     ) -> SlideResult:
         """Apply the model to an image array (H, W, 3), an image file or an open slide. Returns the result in memory.
 
-        `spacing_um_px` is the pixel spacing of the image in µm/px. It is required for an array, replaces the pixel
-        spacing that a file specifies, and is ignored for an open slide. If `rotations` is above 1, each tile is
-        predicted at this number of equally spaced angles, and the result contains the mean and the standard deviation
-        over the angles. If `everywhere` is False, only tissue is predicted.
+        `spacing_um_px` is the pixel spacing of the image in µm/px. It is required for an array, and for a file that
+        does not specify its pixel spacing. If it differs by more than 1 % from that of the file, `override_spacing`
+        must be True. It is ignored for an open slide. If `rotations` is above 1, each tile is predicted at this number
+        of equally spaced angles, and the result contains the mean and the standard deviation over the angles. If
+        `everywhere` is False, only tissue is predicted.
 
         The default of `device` is the first GPU, or the CPU if there is no GPU. `precision` is "16" (default on a GPU)
         or "32" (default on the CPU).
         """
-        with as_slide(image, spacing_um_px) as slide:
+        with as_slide(image, spacing_um_px, override_spacing) as slide:
             return predict_slide(self.prepare(device, precision), slide, PassOptions(rotations, everywhere=everywhere))
 
     def prepare(self, device: torch.device | Device | str | None = None, precision: Precision | None = None) -> Model:
@@ -180,6 +182,7 @@ def predict(
     out: Path | str,
     *,
     spacing_um_px: float | None = None,
+    override_spacing: bool = False,
     rotations: int = 1,
     everywhere: bool = False,
     device: torch.device | Device | str | None = None,
@@ -190,8 +193,9 @@ def predict(
 
     `model` is a loaded run, the path of a run folder, or the name of a pretrained model. The results of each file are
     written into a subfolder of `out`. A file is skipped if `out` contains its results for the same model and options
-    (and the same precision, if `precision` is not None). A file that cannot be read does not stop the prediction of the
-    other files. Returns the outcome of each file.
+    (and the same precision, if `precision` is not None). A file that fails, for whatever reason, does not stop the
+    prediction of the other files; only a full disk does (DiskFullError, an OSError). Files that another process is
+    predicting into the same folder are left until the end. Returns the outcome of each file.
 
     After each tile, the function `on_tile` is called with the path of the file, the number of its finished tiles, and
     the number of all its tiles to predict. The other arguments are those of `Run.predict`. To predict a single image
@@ -201,8 +205,9 @@ def predict(
     given = [images] if isinstance(images, Path | str) else images
     slides = list_slides([Path(path) for path in given])
     pass_options = PassOptions(rotations, everywhere=everywhere)
-    options = FileOptions(pass_options, spacing_um_px, same_precision=precision is not None)
-    return list(predict_files(run.prepare(device, precision), slides, Path(out), options, on_tile))
+    options = FileOptions(pass_options, spacing_um_px, override_spacing, same_precision=precision is not None)
+    outcomes = predict_files(run.prepare(device, precision), slides, Path(out), options, on_tile)
+    return [outcome for outcome in outcomes if outcome.state != "waiting"]
 
 
 def prepare_model(

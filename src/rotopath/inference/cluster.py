@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rotopath.inference.predict_files import (
+    DiskFullError,
     FileOptions,
     OutcomeState,
     SlideOutcome,
@@ -97,7 +98,7 @@ def predict_on_cluster(
 
 def _predict_slide(make_model: Callable[[], Model], path: Path, out: Path, options: FileOptions) -> SlideOutcome:
     """Predict one slide, and return its outcome. Runs on a worker."""
-    (outcome,) = predict_files(make_model(), [path], out, options)
+    *_, outcome = predict_files(make_model(), [path], out, options)  # the last, if another process was predicting it
     return outcome
 
 
@@ -105,6 +106,8 @@ def _collect(future: Any) -> tuple[OutcomeState, str]:
     """Wait for the Dask future of a `SlideOutcome`, and return its state and reason ("" unless the slide failed)."""
     try:
         outcome: SlideOutcome = future.result()
+    except DiskFullError:
+        raise  # ends the prediction of all slides
     except Exception as error:  # raised by the prediction or by Dask
         return "failed", describe_failure(error)
     return outcome.state, outcome.reason
