@@ -76,6 +76,12 @@ def recover_folder(path: Path) -> Path:
     return path
 
 
+def remove_unfinished(path: Path) -> None:
+    """Remove the unfinished folder that a killed process has left. Call this only if no process writes to `path`."""
+    recover_folder(path)
+    shutil.rmtree(_state_paths(path)[1], ignore_errors=True)
+
+
 @contextmanager
 def hold_lock(lock: Path, wait_s: float | None, remove: bool = False) -> Iterator[None]:
     """Context manager: hold a lock, so that only one process at a time writes to a path. `lock` is the lock file.

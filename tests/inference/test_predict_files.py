@@ -31,6 +31,7 @@ from rotopath.images.geojson import SlideObject, read_geojson
 from rotopath.inference import predict_files
 from rotopath.inference.slide_pass import SlidePass
 from rotopath.metrics import smooth_images
+from rotopath.writing import hold_lock
 
 pytestmark = pytest.mark.slow
 
@@ -347,6 +348,17 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next(
     assert (tmp_path / "out" / ".a.png.unfinished" / "objects.csv").exists()
     assert call(*words).exit_code == 0
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["a.png"]
+
+
+def test_leftovers_are_removed_unless_a_process_is_predicting_the_slide(tmp_path: Path) -> None:
+    folder, lock = tmp_path / "a.png", tmp_path / ".a.png.lock"
+    with hold_lock(lock, 0):
+        (tmp_path / ".a.png.unfinished").mkdir()
+        predict_files.remove_leftovers(folder)
+        assert (tmp_path / ".a.png.unfinished").exists()
+    assert lock.exists()
+    predict_files.remove_leftovers(folder)
+    assert not list(tmp_path.iterdir())
 
 
 def test_two_processes_share_the_slides_and_do_not_disturb_each_other(

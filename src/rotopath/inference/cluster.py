@@ -18,6 +18,7 @@ from rotopath.inference.predict_files import (
     SlideOutcome,
     assign_folders,
     predict_files,
+    remove_leftovers,
 )
 from rotopath.inference.slide_pass import Model
 
@@ -83,17 +84,21 @@ def predict_on_cluster(
     from distributed import as_completed
 
     folders = assign_folders(slides, out)
-    with connect(cluster, at_once) as workers:
-        futures = {}
-        for path in slides:
-            # Paths are absolute, because a worker may have a different current folder. If a slide is a symbolic link,
-            # the link is not resolved, because the folder of results has the name of the link.
-            future = workers.submit(_predict_slide, make_model, path.absolute(), out.resolve(), options)
-            futures[future] = path
-        for future in as_completed(futures):
-            path = futures[future]
-            state, reason = _collect(future)
-            yield SlideOutcome(path, folders[path], state, reason)
+    try:
+        with connect(cluster, at_once) as workers:
+            futures = {}
+            for path in slides:
+                # Paths are absolute, because a worker may have a different current folder. If a slide is a symbolic
+                # link, the link is not resolved, because the folder of results has the name of the link.
+                future = workers.submit(_predict_slide, make_model, path.absolute(), out.resolve(), options)
+                futures[future] = path
+            for future in as_completed(futures):
+                path = futures[future]
+                state, reason = _collect(future)
+                yield SlideOutcome(path, folders[path], state, reason)
+    finally:  # workers are killed after an interrupt, or may have been killed for lack of memory
+        for folder in folders.values():
+            remove_leftovers(folder)
 
 
 def _predict_slide(make_model: Callable[[], Model], path: Path, out: Path, options: FileOptions) -> SlideOutcome:

@@ -37,7 +37,15 @@ from rotopath.images.drawing import MAX_DRAWN
 from rotopath.images.geojson import Point, SlideObject, write_geojson
 from rotopath.images.pyramid import write_pyramid
 from rotopath.inference.slide_pass import Model, PassOptions, SlidePass
-from rotopath.writing import BusyError, atomic_folder, hold_lock, recover_folder, write_json, write_text
+from rotopath.writing import (
+    BusyError,
+    atomic_folder,
+    hold_lock,
+    recover_folder,
+    remove_unfinished,
+    write_json,
+    write_text,
+)
 
 # Names of the files in the folder of results
 GEOJSON, TABLE, HEAT, DEVIATION = "objects.geojson", "objects.csv", "heatmap.ome.tif", "deviation.ome.tif"
@@ -172,6 +180,13 @@ def _predict_file(
         if is_out_of_memory(error) and model.device.type == "cuda":
             torch.cuda.empty_cache()  # frees memory for the next slide
         return SlideOutcome(path, folder, "failed", _describe_error(error, model, folder))
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed process has left of a folder of results, unless another process is predicting the slide."""
+    if folder.with_name(f".{folder.name}.lock").exists():
+        with suppress(BusyError, OSError), _lock_folder(folder, wait_s=1):
+            remove_unfinished(folder)
 
 
 @contextmanager
