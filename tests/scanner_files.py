@@ -190,21 +190,26 @@ def write_ome_zarr(
     channels: tuple[tuple[str, str], ...] = (),
     unit: str | None = "micrometer",
 ) -> Path:
-    """Write an OME-Zarr image (H, W, C) of 0.25 µm/px, with three levels and the axes c, y and x.
+    """Write an OME-Zarr image (H, W, C) of 0.25 µm/px, with three levels.
 
-    `channels` are the names and colors of the channels.
+    The axes are c, y and x or, in version 0.4, all five, as bioformats2raw writes them. `channels` are the names and
+    colors of the channels.
     """
     import zarr
 
+    has_all_axes = version == "0.4"
     root = zarr.open_group(folder, mode="w", zarr_format=3 if version == "0.5" else 2)
     datasets = []
     for level, step in enumerate((1, 2, 4)):
         pixels = np.moveaxis(_reduce(image, step), 2, 0)
-        root.create_array(str(level), data=pixels, chunks=(1, 100, 100))
-        scale = {"type": "scale", "scale": [1, 0.25 * step, 0.25 * step]}
+        pixels, chunks = (pixels[None, :, None], (1, 1, 1, 100, 100)) if has_all_axes else (pixels, (1, 100, 100))
+        root.create_array(str(level), data=pixels, chunks=chunks)
+        scale = {"type": "scale", "scale": [1] * (pixels.ndim - 2) + [0.25 * step] * 2}
         datasets.append({"path": str(level), "coordinateTransformations": [scale]})
     space = {"type": "space"} | ({} if unit is None else {"unit": unit})
     axes = [{"name": "c", "type": "channel"}, {"name": "y", **space}, {"name": "x", **space}]
+    if has_all_axes:
+        axes = [{"name": "t", "type": "time"}, axes[0], {"name": "z", "type": "space"}, *axes[1:]]
     ome = {"version": version, "multiscales": [{"axes": axes, "datasets": datasets}]}
     if channels:
         ome["omero"] = {"channels": [{"label": label, "color": color} for label, color in channels]}

@@ -122,7 +122,7 @@ def _describe_readers(missing: list[str]) -> list[dict[str, Any]]:
     for name, package, (module, version), reads in (
         ("Pillow", "pillow", ("PIL", "__version__"), "PNG, JPEG, TIFF and other images"),
         ("OpenSlide", "openslide-python", ("openslide", "__library_version__"), f"slides: {slides}, pyramidal TIFF"),
-        ("tiffslide", "tiffslide", ("tiffslide", "__version__"), "pyramids in OME-TIFF and QPTIFF"),
+        ("tiffslide", "tiffslide", ("tiffslide", "__version__"), "pyramids in OME-TIFF"),
         ("zarr", "zarr", ("zarr", "__version__"), "OME-Zarr"),
     ):
         reader = {"reader": name, "reads": reads, "installed": package not in missing}

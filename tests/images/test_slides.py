@@ -441,6 +441,9 @@ def test_ome_zarr(tmp_path: Path, version: str, dtype: type) -> None:
     description = slides_module.describe_slide(path)
     assert description.contents.format == f"OME-Zarr {version}"
     assert description.missing == ()
+    with open_slide(path) as slide, ThreadPoolExecutor(4) as pool:
+        rows = list(pool.map(lambda top: slide.read(top, 0, 10, 480), range(0, 320, 10)))
+    assert np.array_equal(np.concatenate(rows), image)
 
 
 def test_ome_zarr_with_fluorescence_without_units_and_with_several_images(tmp_path: Path) -> None:
@@ -492,7 +495,12 @@ def test_stacks_are_refused_and_not_read_as_gray_images(
         open_slide(tmp_path / "a.ome.tif", 0.5)
 
 
-def test_the_channels_of_a_qptiff_are_named(tmp_path: Path) -> None:
+def test_the_channels_of_an_ome_tiff_and_of_a_qptiff_are_named(tmp_path: Path) -> None:
+    named = {"axes": "CYX", "Channel": {"Name": ["DAPI", "FITC"]}}
+    stack = np.zeros((2, 64, 64), np.uint8)
+    tifffile.imwrite(tmp_path / "a.ome.tif", stack, ome=True, metadata=named, photometric="minisblack")
+    with pytest.raises(UnreadableImageError, match=r"contains 2 separate channels \(DAPI, FITC\), but must"):
+        open_slide(tmp_path / "a.ome.tif", 0.5)
     with tifffile.TiffWriter(tmp_path / "a.qptiff") as tiff:
         for dye in ("DAPI", "FITC", "Cy3"):
             xml = f"<PerkinElmer-QPI-ImageDescription><ImageType>FullResolution</ImageType><Name>{dye}</Name>"
@@ -517,8 +525,52 @@ def test_the_largest_of_several_images_is_read_and_the_others_are_listed(tmp_pat
     with tifffile.TiffWriter(path, ome=True) as tiff:
         tiff.write(label, photometric="rgb")
         tiff.write(image, photometric="rgb")
+    with open_slide(path, 0.5) as slide:
+        assert np.array_equal(slide.read(0, 0, 256, 320), image)
+    with tifffile.TiffWriter(path, ome=True) as tiff:
+        tiff.write(label, photometric="rgb")
+        tiff.write(image, subifds=1, tile=(128, 128), photometric="rgb")
+        tiff.write(image[::2, ::2], tile=(128, 128), photometric="rgb", subfiletype=1)
     with pytest.raises(UnreadableImageError, match=r"contains 2 images, of which only .* but the largest is number 2"):
         open_slide(path, 0.5)
+
+
+def test_the_page_of_an_image_has_its_own_spacing(tmp_path: Path) -> None:
+    with tifffile.TiffWriter(tmp_path / "a.tif") as tiff:
+        tiff.write(np.zeros((20, 30, 3), np.uint8), resolution=(1e4, 1e4), resolutionunit="CENTIMETER")
+        tiff.write(checkers(64, 96), resolution=(4e4, 4e4), resolutionunit="CENTIMETER")
+    with open_slide(tmp_path / "a.tif") as slide:
+        assert slide.spacing_um_px == pytest.approx(0.25)
+        assert np.array_equal(slide.read(0, 0, 64, 96), checkers(64, 96))
+
+
+def test_ome_metadata_state_the_spacing_of_a_tiled_image_without_levels(tmp_path: Path) -> None:
+    size = {"PhysicalSizeX": 0.5, "PhysicalSizeXUnit": "µm", "PhysicalSizeY": 0.5, "PhysicalSizeYUnit": "µm"}
+    image = checkers(256, 256)
+    tifffile.imwrite(tmp_path / "a.ome.tif", image, ome=True, tile=(128, 128), photometric="rgb", metadata=size)
+    with open_slide(tmp_path / "a.ome.tif") as slide:
+        assert slide.spacing_um_px == 0.5
+    assert slides_module.describe_slide(tmp_path / "a.ome.tif").contents.format == "OME-TIFF"
+
+
+def test_a_qptiff_of_a_stained_slide_is_read(tmp_path: Path) -> None:
+    """Its pages are the image, a thumbnail, and the other levels."""
+    pytest.importorskip("tiffslide")
+    image = checkers(512, 640)
+    storage = {"software": "PerkinElmer-QPI", "photometric": "rgb", "metadata": None, "resolutionunit": "CENTIMETER"}
+    with tifffile.TiffWriter(tmp_path / "a.qptiff") as tiff:
+        tiff.write(image, tile=(128, 128), resolution=(4e4, 4e4), **storage)
+        tiff.write(image[::8, ::8], **storage)
+        tiff.write(image[::2, ::2], tile=(128, 128), resolution=(2e4, 2e4), subfiletype=1, **storage)
+        tiff.write(image[:100, :90], **storage)
+    with open_slide(tmp_path / "a.qptiff") as slide:
+        assert [level.size_px for level in slide.levels] == [(512, 640), (256, 320)]
+        assert slide.spacing_um_px == pytest.approx(0.25)
+        assert np.array_equal(slide.read(0, 0, 512, 640), image)
+        assert np.array_equal(slide.read(0, 0, 256, 320, 0.5), image[::2, ::2])
+    contents = slides_module.describe_slide(tmp_path / "a.qptiff").contents
+    assert contents.format == "QPI-TIFF"
+    assert [name for name, _ in contents.others] == ["Thumbnail", "Macro"]
 
 
 def test_the_description_of_a_slide_states_what_is_missing(tmp_path: Path) -> None:

@@ -19,7 +19,12 @@ from rotopath.images.files import UnreadableImageError
 OPENSLIDE_SUFFIXES = {".svs", ".ndpi", ".ndpis", ".mrxs", ".scn", ".svslide", ".bif", ".vms", ".vmu", ".czi", ".dcm"}
 SLIDE_SUFFIXES = OPENSLIDE_SUFFIXES | {".qptiff"}
 COLOR_DTYPES = ("uint8", "uint16")  # data types of files whose values are gray levels or colors
-AXES_NAMES = {"C": "channels", "Z": "focal planes", "T": "time points"}  # axes along which an image must have length 1
+AXES_NAMES = {
+    "C": "channels",
+    "S": "colors",
+    "Z": "focal planes",
+    "T": "time points",
+}  # axes along which an image must have length 1
 RGB = ("FF0000", "00FF00", "0000FF")  # colors of the channels of an OME-Zarr image that has RGB pixels
 RGB_LABEL = r"(channel)?[ _:]*\d*|r(ed)?|g(reen)?|b(lue)?"  # names of these channels; others are names of dyes
 UM_PER_UNIT = {"nanometer": 1e-3, "micrometer": 1.0, "millimeter": 1e3}  # units of axes in OME-Zarr
@@ -51,7 +56,10 @@ def is_slide_folder(path: Path) -> bool:
         return False
     if is_zarr(path):
         return True
-    slides = [file for file in path.iterdir() if file.suffix.lower() in SLIDE_SUFFIXES]
+    try:
+        slides = [file for file in path.iterdir() if file.suffix.lower() in SLIDE_SUFFIXES]
+    except PermissionError:
+        return False
     return len(keep_one_file_per_series(slides)) == 1 and slides[0].suffix.lower() == ".dcm"
 
 
@@ -66,6 +74,7 @@ class TiffSeries(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     level_count: int
+    page: int  # number of its first page in the file, from 0
     channels: tuple[str, ...]  # names of the channels, if the file states them
     description: str  # image description of the first page
     format: str  # such as "OME-TIFF"
@@ -93,7 +102,8 @@ def list_series(path: Path) -> list[TiffSeries]:
                     shape=tuple(series.shape),
                     dtype=series.dtype.name if series.dtype else "",
                     level_count=len(series.levels),
-                    channels=_find_channel_names(series),
+                    page=series.keyframe.index,
+                    channels=_find_channel_names(series, tiff.ome_metadata or ""),
                     description=series.keyframe.description,
                     format="-".join(filter(None, kinds)),
                 )
@@ -123,12 +133,18 @@ def read_ndpi_fluorescence(path: Path) -> str | None:
     return str(name) if name else None
 
 
-def _find_channel_names(series: Any) -> tuple[str, ...]:
-    """Return the names of the channels of a series that tifffile has read, from QPI metadata; empty if unknown."""
-    if "C" not in series.axes or series.kind != "qpi":
+def _find_channel_names(series: Any, ome_xml: str) -> tuple[str, ...]:
+    """Return the names of the channels of a series that tifffile has read, from OME or QPI metadata.
+
+    `ome_xml` is the OME metadata of the file. Returns an empty tuple if the names are unknown.
+    """
+    if "C" not in series.axes:
         return ()
-    names = [re.search(r"<Name>([^<]+)</Name>", page.description) for page in series.pages if page is not None]
-    return tuple(name[1] for name in names if name)
+    names = re.findall(r'<Channel\b[^>]*\bName="([^"]*)"', ome_xml)
+    if series.kind == "qpi":
+        found = [re.search(r"<Name>([^<]+)</Name>", page.description) for page in series.pages if page is not None]
+        names = [name[1] for name in found if name]
+    return tuple(names) if len(names) == series.shape[series.axes.index("C")] else ()
 
 
 # OME-Zarr
@@ -243,7 +259,7 @@ def expect_one_image(path: Path, axes: str, shape: Sequence[int], channels: Sequ
     channels along the axis C, if the file states them.
     """
     for axis, length in zip(axes, shape, strict=True):
-        if axis in "YX" or length == 1 or (axis == "S" and length in (3, 4)):
+        if axis in "YX" or length == 1 or (axis == "S" and length <= 4):
             continue
         names = f" ({', '.join(channels)})" if axis == "C" and any(channels) else ""
         raise UnreadableImageError(

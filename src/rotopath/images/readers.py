@@ -113,18 +113,13 @@ def _open_tiff(path: Path, series: Sequence[TiffSeries]) -> SlideReader:
         with suppress(UnreadableImageError, ModuleNotFoundError):  # tiffslide or Pillow may still read the file
             slide = _OpenSlideReader(path)
             if len(slide.levels) >= image.level_count:
+                slide.pixel_size_um = parse_pixel_size_um(image.description) or slide.pixel_size_um
                 return slide
             slide.close()  # an OME-TIFF stores all levels but the first in sub-IFDs, which OpenSlide does not read
     if image.level_count > 1:
         expect_color_dtype(path, image.dtype)
         return _TiffSlideReader(path, series, main)
-    if main == 0:
-        return _read_image(path, series)
-    raise UnreadableImageError(
-        path,
-        f"contains {len(series)} images, of which only the first can be read, but the largest is number {main + 1}; "
-        f"export it to a file of its own.",
-    )
+    return _read_image(path, series, main)
 
 
 # Readers
@@ -220,8 +215,9 @@ class _OpenSlideReader:
         vendor, others = properties["openslide.vendor"], []
         if vendor == "generic-tiff":
             level_sizes = [level.size_px for level in self.levels]
-            images = (SizedImage(image.name, image.size_px) for image in list_series(self._path))
-            others = [image for image in images if image.size_px not in level_sizes]
+            images = list_series(self._path)
+            vendor = images[0].format
+            others = [SizedImage(image.name, image.size_px) for image in images if image.size_px not in level_sizes]
         fluorescence = read_ndpi_fluorescence(self._path) if vendor == "hamamatsu" else None
         notes = () if fluorescence is None else (f"The scanner recorded fluorescence ({fluorescence}).",)
         reader = f"OpenSlide {openslide.__library_version__}"
@@ -282,8 +278,8 @@ class _TiffSlideReader:
         return _to_rgb(_to_8_bits(pixels))
 
     def describe(self) -> FileContents:
-        others = [SizedImage(image.name, image.size_px) for i, image in enumerate(self._series) if i != self._main]
-        return FileContents(self._series[self._main].format, f"tiffslide {version('tiffslide')}", others=tuple(others))
+        others = _list_others(self._series, self._main)
+        return FileContents(self._series[self._main].format, f"tiffslide {version('tiffslide')}", others=others)
 
     def close(self) -> None:
         self._slide.close()
@@ -325,7 +321,7 @@ class _OmeZarrReader:
         return _to_rgb(_to_8_bits(pixels.reshape(height, width, -1)))
 
     def describe(self) -> FileContents:
-        return FileContents(f"OME-Zarr {self._image.version}", f"zarr {version('zarr')}", others=self._others)
+        return FileContents(f"OME-Zarr {self._image.version}".strip(), f"zarr {version('zarr')}", others=self._others)
 
     def close(self) -> None:
         pass
@@ -348,12 +344,16 @@ def _make_levels(sizes: list[tuple[int, int]], downsamples: tuple[float, ...]) -
     return tuple(levels)
 
 
-def _read_image(path: Path, series: Sequence[TiffSeries] = ()) -> ImageReader:
-    """Read an image file with Pillow, which reads the first of several images. `series` are all images of a TIFF."""
-    others = tuple(SizedImage(image.name, image.size_px) for image in series[1:])
-    kind = series[0].format if series else path.suffix[1:].upper()
-    contents = FileContents(kind, f"Pillow {version('pillow')}", others=others)
-    return ImageReader(read_rgb(path), pixel_size_um(path), contents)
+def _read_image(path: Path, series: Sequence[TiffSeries] = (), main: int = 0) -> ImageReader:
+    """Read an image file with Pillow. Of the images `series` in a TIFF, read that with the index `main`."""
+    kind, page = (series[main].format, series[main].page) if series else (path.suffix[1:].upper(), 0)
+    contents = FileContents(kind, f"Pillow {version('pillow')}", others=_list_others(series, main))
+    return ImageReader(read_rgb(path, page), pixel_size_um(path, page), contents)
+
+
+def _list_others(series: Sequence[TiffSeries], main: int) -> tuple[SizedImage, ...]:
+    """Return the images in a TIFF file except that with the index `main`."""
+    return tuple(SizedImage(image.name, image.size_px) for i, image in enumerate(series) if i != main)
 
 
 def _to_8_bits(pixels: NDArray[Any]) -> NDArray[np.uint8]:
@@ -362,12 +362,17 @@ def _to_8_bits(pixels: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def _to_rgb(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Convert gray (h, w, 1), RGB or RGBA pixels to RGB (h, w, 3). Transparent pixels are blended with white."""
+    """Convert gray or RGB pixels (h, w, 1 to 4), with or without alpha, to RGB (h, w, 3).
+
+    Transparent pixels are blended with white.
+    """
     channels = pixels.shape[2]
     if channels == 3:
         return pixels
     if channels == 1:
         return np.repeat(pixels, 3, axis=2)
+    if channels == 2:
+        pixels = pixels[..., [0, 0, 0, 1]]
     colors, alpha = pixels[..., :3], pixels[..., 3:4]
     if (alpha == WHITE).all():
         return np.ascontiguousarray(colors)
