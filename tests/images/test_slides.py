@@ -300,6 +300,20 @@ def test_files_that_are_not_images_are_refused_in_one_sentence(tmp_path: Path) -
         open_slide(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["a.svs", "a.png"])
+def test_a_file_without_permission_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).touch()
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(UnreadableImageError, match=rf"{name} cannot be read \(Permission denied\)"):
+        open_slide(tmp_path / name)
+
+
 def test_invalid_rectangles_and_spacings_are_refused(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     with open_slide(tmp_path / "a.png", 0.5) as slide:

@@ -67,8 +67,11 @@ def predict(
 ) -> None:
     """Apply a model to images and whole slides, and write a folder of results for each image or slide.
 
-    A slide is skipped if --out already contains its results for the same model and the same options. Thus, to resume
-    an interrupted prediction, run the same command again. Several processes may predict into the same folder.
+    A slide is skipped if --out already contains its results for the same model and the same options.
+
+    To resume an interrupted prediction, run the same command again.
+
+    Several processes may write to the same --out.
 
     A slide that fails does not stop the others. The exit code is 1 if some slides failed, and 2 if all slides failed.
     """

@@ -81,6 +81,8 @@ def open_reader(path: Path) -> SlideReader:
         return _OmeZarrReader(path)
     if path.is_dir():
         path = find_dicom_slide(path)
+    with errors_in_one_sentence(path):
+        path.open("rb").close()  # the libraries do not distinguish files without permission from damaged files
     is_slide = path.suffix.lower() in OPENSLIDE_SUFFIXES
     try:
         import openslide
