@@ -162,24 +162,13 @@ class _OpenSlideReader:
         import openslide
 
         self._path = path
-        try:
-            self._slide = openslide.OpenSlide(path)
-        except openslide.OpenSlideError as error:
-            if not is_dicom(path):
-                with errors_in_one_sentence(path):
-                    raise
-            reason = (
-                str(error)
-                .splitlines()[0]
-                .removeprefix(f"Reading {path}: ")
-                .replace("Couldn't get image flavor", "the attribute Image Type is missing or incomplete")
-            )
-            raise UnreadableImageError(
-                path,
-                f"is a DICOM file that OpenSlide {openslide.__library_version__} cannot read ({reason}): it is "
-                f"incomplete, or lacks attributes that the DICOM standard requires of a whole slide; download it "
-                f"again, or convert the original slide with another program, such as wsidicomizer.",
-            ) from None
+        with errors_in_one_sentence(path):
+            try:
+                self._slide = openslide.OpenSlide(path)
+            except openslide.OpenSlideError as error:
+                if is_dicom(path):
+                    raise _explain_dicom_error(path, error, openslide.__library_version__) from None
+                raise
         sizes = [(height, width) for width, height in self._slide.level_dimensions]
         self.levels = _make_levels(sizes, self._slide.level_downsamples)
         properties = self._slide.properties
@@ -237,6 +226,18 @@ class _OpenSlideReader:
         corner = (round(left * downsample), round(top * downsample))
         with errors_in_one_sentence(self._path):
             return _to_rgb(np.asarray(self._slide.read_region(corner, level, (width, height))))
+
+
+def _explain_dicom_error(path: Path, error: Exception, version: str) -> UnreadableImageError:
+    """Return the error for a DICOM file that OpenSlide refuses: the file is not always damaged."""
+    reason = str(error).splitlines()[0].removeprefix(f"Reading {path}: ")
+    reason = reason.replace("Couldn't get image flavor", "the attribute Image Type is missing or incomplete")
+    return UnreadableImageError(
+        path,
+        f"is a DICOM file that OpenSlide {version} cannot read ({reason}): it is incomplete, or lacks attributes that "
+        f"the DICOM standard requires of a whole slide; download it again, or convert the original slide with another "
+        f"program, such as wsidicomizer.",
+    )
 
 
 class _TiffSlideReader:
