@@ -3,13 +3,15 @@
 .venv/bin/python benchmarks/frozen.py [cuda] [--orientations 8] [--rounds 15]
 
 The plain CNN does the same work as the frozen network, without rotopath: channels-last convolutions with a bias, max
-pools, and ReLU after each pool, as in a frozen network. In every round, all three run in random order. The table has
-medians over rounds.
+pools, and ReLU after each pool, as in a frozen network. On the CPU, the frozen network is also measured in ONNX
+Runtime, if this is installed (`rotopath predict --backend onnxruntime`). In every round, all run in random order. The
+table has medians over rounds.
 """
 
 import argparse
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from statistics import median
 
 import torch
@@ -19,6 +21,7 @@ from timing import measure
 from torch import Tensor
 
 import rotopath as rp
+from rotopath.inference.dense import prepare
 from rotopath.models import ARCHITECTURES, Network
 from rotopath.models.protocols import IMAGE_CHANNELS
 
@@ -33,6 +36,8 @@ def compare(network: Network, images: Tensor, rounds: int) -> dict[str, object]:
     models = {"network": network, "frozen": rp.freeze(network), "plain CNN": plain}
     calls: dict[str, Callable[[], object]] = {name: partial(model, images) for name, model in models.items()}
     device = images.device.type
+    if device == "cpu" and find_spec("onnxruntime") and find_spec("onnxscript"):
+        calls["ONNX Runtime"] = partial(prepare(network, images.device, backend="onnxruntime"), images)
     times = measure(calls, device, rounds, CALLS[device])
     ratio = median(a / b for a, b in zip(times["frozen"], times["plain CNN"], strict=True))
     medians = {f"{name}, ms": f"{median(values):.2f}" for name, values in times.items()}

@@ -1,4 +1,4 @@
-"""Draw docs/speed-HARDWARE.png from the results of step.py, inference.py and scaling.py on one machine.
+"""Draw docs/speed-HARDWARE.png from the results of step.py, inference.py, scaling.py and library.py on one machine.
 
 .venv/bin/python benchmarks/plot.py [nvidia-h200-torch2.11.0]
 
@@ -15,8 +15,9 @@ import matplotlib.pyplot as plt
 import torch
 from record import RESULTS, hardware
 
+MAX_COLUMNS = 3  # of panels
 DOCS = RESULTS.parent / "docs"
-OURS, OTHERS = "#c0392b", "#95a5a6"
+OURS, OTHERS, LIGHT = "#c0392b", "#95a5a6", "#ced6d8"
 Rows = list[dict[str, str]]
 
 
@@ -59,22 +60,48 @@ def draw_orientations(axes: Any, rows: Rows) -> None:
     axes.legend(frameon=False)
 
 
+def draw_library(axes: Any, rows: Rows, mode: str) -> None:
+    """Draw the time of each network of the library, compared with the plain CNN, for our layers and other libraries."""
+    networks = list(dict.fromkeys(row["network"] for row in rows))
+    names = {"rotopath": OURS, "escnn": OTHERS, "e2cnn": LIGHT}
+    ratios = {(row["network"], row["what"]): float(row["× plain CNN"]) for row in rows if row["mode"] == mode}
+    for i, (name, color) in enumerate(names.items()):
+        measured = [(j, ratios[network, name]) for j, network in enumerate(networks) if (network, name) in ratios]
+        bars = axes.bar(
+            [j + 0.27 * (i - 1) for j, _ in measured], [y for _, y in measured], 0.25, color=color, label=name
+        )
+        axes.bar_label(bars, fmt="%.2f")
+    axes.axhline(1, color="black", linewidth=1)
+    axes.set(title=f"networks of the library, {mode}", ylabel="× plain CNN", xticks=range(len(networks)))
+    axes.set_xticklabels(networks)
+    axes.margins(y=0.15)
+    axes.legend(frameon=False)
+
+
 def main(machine: str = f"{hardware()}-torch{torch.__version__.partition('+')[0]}") -> None:
-    step, inference, scaling = tables = [read(name, machine) for name in ("step", "inference", "scaling")]
-    count = sum(map(bool, tables))
+    names = ("step", "inference", "scaling", "library")
+    step, inference, scaling, library = tables = [read(name, machine) for name in names]
+    count = sum(map(bool, tables)) + bool(library)  # the library has a panel for steps and one for inference
     if not count:
         raise SystemExit(
             f"results/ has no measurements of {machine}; run the benchmarks first, or name another machine."
         )
-    figure, grid = plt.subplots(1, count, figsize=(16 / 3 * count + 1, 4.5), layout="constrained", squeeze=False)
-    axes = iter(grid[0])
+    rows, columns = -(-count // MAX_COLUMNS), min(count, MAX_COLUMNS)
+    size = (16 / 3 * columns + 1, 4.5 * rows)
+    figure, grid = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    for panel in grid.flat[count:]:
+        panel.remove()
+    axes = iter(grid.flat[:count])
     if step:
         draw_bars(next(axes), step, f"step, batch of {step[0]['batch']}, {step[0]['precision']}")
     if inference:
         draw_bars(next(axes), inference, f"inference, {inference[0]['image']}, {inference[0]['precision']}")
     if scaling:
         draw_orientations(next(axes), scaling)
-    for panel in grid[0]:
+    if library:
+        draw_library(next(axes), library, "eager")
+        draw_library(next(axes), library, "inference")
+    for panel in grid.flat[:count]:
         panel.spines[["top", "right"]].set_visible(False)
     path: Path = DOCS / f"speed-{machine.partition('-torch')[0]}.png"
     figure.savefig(path, dpi=100)

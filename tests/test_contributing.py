@@ -67,7 +67,7 @@ def test_files_of_the_table_exist() -> None:
 
 def test_walks_are_short_and_name_no_file_twice() -> None:
     assert len(set(TRAIN)) == 15
-    assert len(set(PREDICT)) == 13
+    assert len(set(PREDICT)) == 14
 
 
 @pytest.mark.parametrize("walk", ["train", "predict"])

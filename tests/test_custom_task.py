@@ -17,7 +17,8 @@ from typer.testing import CliRunner, Result
 from rotopath.cli import app
 from rotopath.data import Sample
 from rotopath.data.sampling import CenterSampler, Ints, Sampler, SamplerSettings, Windows
-from rotopath.images.geojson import Point, SlideObject, read_geojson
+from rotopath.images.geojson import SlideObject, read_geojson
+from rotopath.images.outlines import Point
 from rotopath.inference.tiling import Grid, Tile
 from rotopath.tasks import Task, TrainingWindow
 from rotopath.tasks.task import Evidence, Loss, Map, Scores, check_numbers

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from layouts import amida13, kumar, write_image
+from PIL import Image
 from test_pretrained import draw_tissue
 from typer.testing import CliRunner, Result
 
@@ -16,7 +17,7 @@ from rotopath.cli import app
 from rotopath.images.geojson import read_geojson
 from rotopath.metrics.matching import OverlapRule
 from rotopath.recipe import make_recipe
-from rotopath.training.mining import MINED
+from rotopath.training.checkpoint import MINED
 
 pytestmark = pytest.mark.slow
 
@@ -124,4 +125,6 @@ def test_pretrained_models_of_objects_predict_files(tmp_path: Path, model: str, 
     with (out / "tissue.png" / "objects.csv").open(newline="") as file:
         assert len(list(csv.DictReader(file))) == len(found)
     assert (out / "tissue.png" / "deviation.ome.tif").exists()
+    with Image.open(out / "tissue.png" / "crops.png") as crops:
+        assert crops.width > 8 * 128
     assert "skipped" in call(*command, "--everywhere").output

@@ -75,6 +75,10 @@ def test_preparing_a_run_for_inference_leaves_its_network_unchanged(tmp_path: Pa
         run.prepare("cpu", "16")
     with pytest.raises(ValueError, match="for GPUs"):
         run.predict(np.zeros((100, 100, 3), np.uint8), spacing_um_px=1.0, device="cpu", precision="16")
+    with pytest.raises(RunError, match="There is no backend 'tensorflow'; choose 'torch' or 'onnxruntime'"):
+        run.prepare("cpu", backend="tensorflow")
+    with pytest.raises(RunError, match="'onnxruntime' is for the CPU, but the device is 'meta'; choose 'cpu'"):
+        run.prepare("meta", backend="onnxruntime")
 
 
 # Recipes of newer versions

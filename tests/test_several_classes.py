@@ -11,7 +11,8 @@ from test_custom_task import QUICK, call, write_recipe
 
 import rotopath as rp
 from rotopath.data import DataError
-from rotopath.images.geojson import Point, read_geojson
+from rotopath.images.geojson import read_geojson
+from rotopath.images.outlines import Point
 from rotopath.models.protocols import make_dense
 
 pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # tracing them would take minutes

@@ -32,12 +32,14 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
     "slides": {"openslide": "openslide-python", "tiffslide": "tiffslide", "zarr": "zarr"},
     "onnx": {"onnx": "onnx", "onnxruntime": "onnxruntime", "onnxscript": "onnxscript"},
     "cluster": {"dask": "dask", "distributed": "distributed", "dask_jobqueue": "dask-jobqueue"},
+    "tables": {"pandas": "pandas", "geopandas": "geopandas", "spatialdata": "spatialdata"},
 }
 PURPOSE: Mapping[str, str] = {  # for each extra: the features that need its packages
     "train": "training, the demo, PCam and Aperio files, figures",
     "slides": "whole slides",
     "onnx": "export to ONNX",
     "cluster": "studies and slides on a Dask cluster",
+    "tables": "results as pandas tables and SpatialData",
 }
 # Packages whose versions are saved with every run, prediction and export.
 PACKAGES = ("torch", "numpy", "scipy", "scikit-image", "lightning", "safetensors")

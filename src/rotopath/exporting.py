@@ -8,11 +8,8 @@ the weights, a configuration file, the provenance and a README are added, and th
 
 import copy
 import dataclasses
-import logging
 import shutil
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,9 +19,17 @@ from torch import Tensor, nn
 
 from rotopath import runs
 from rotopath.environment import PACKAGES, describe_software, now
+from rotopath.inference.dense import (
+    has_fixed_size,
+    load_onnx,
+    make_example,
+    smallest_image_px,
+    suppress_export_warnings,
+    to_onnx,
+)
 from rotopath.model_file import RunError, read_json
 from rotopath.models import DenseNetwork, freeze
-from rotopath.models.protocols import IMAGE_CHANNELS, DenseModule, SlidingModule, unwrap
+from rotopath.models.protocols import IMAGE_CHANNELS, unwrap
 from rotopath.models.registry import find_window_px, is_equivariant
 from rotopath.pretrained import CARD
 from rotopath.runs import Run
@@ -60,7 +65,7 @@ def export(model: Run | Path | str, to: Format = "torchscript", out: Path | str 
     _expect_replaceable(folder)
     frozen = _make_module(run, to)
     with atomic_folder(folder) as unfinished:
-        with _suppress_warnings():
+        with suppress_export_warnings():
             exported = WRITERS[to](frozen, run.network, unfinished / MODELS[to])
             check_outputs(exported, _make_module(run, to, frozen=False), run.network)
         tensors = {name: tensor.contiguous() for name, tensor in frozen.state_dict().items()}
@@ -139,25 +144,6 @@ def _is_classifier(run: Run, to: Format) -> bool:
     return to == "torchscript" and has_one_output
 
 
-def _has_fixed_size(network: DenseNetwork) -> bool:
-    """Return whether the exported model accepts images of one size only.
-
-    Within rotopath, such a network is applied to larger images as a sliding window.
-    """
-    return isinstance(network, SlidingModule)
-
-
-def _smallest_image_px(network: DenseNetwork) -> int:
-    """Return the smallest image side, in px, that an exported model should be used with.
-
-    A `DenseModule` may pad its input. For such a network, this side is large enough that padding does not affect the
-    outputs at the center.
-    """
-    geometry = network.geometry
-    is_padded = isinstance(network, DenseModule)
-    return geometry.nearest_sizes(geometry.context_px)[-1] if is_padded else geometry.smallest_px
-
-
 # Writers: each function writes a model to a file in one format, reads this file, and returns the model that it has read
 
 
@@ -165,7 +151,7 @@ def _write_torchscript(model: nn.Module, network: DenseNetwork, path: Path) -> P
     try:
         script: Any = torch.jit.script(model)
     except Exception:  # of any type: scripting does not support all of Python, but tracing works
-        side_px = _smallest_image_px(network)
+        side_px = smallest_image_px(network)
         example = torch.zeros(2, IMAGE_CHANNELS, side_px, side_px)
         script = torch.jit.trace(model, example, check_trace=False)  # type: ignore[no-untyped-call]
     script.save(str(path))
@@ -174,28 +160,12 @@ def _write_torchscript(model: nn.Module, network: DenseNetwork, path: Path) -> P
 
 
 def _write_onnx(model: nn.Module, network: DenseNetwork, path: Path) -> Predict:
-    import onnxruntime
-
-    example, dynamic_shapes = _make_example(network)
-    program = torch.onnx.export(
-        model,
-        (example,),
-        dynamo=True,
-        dynamic_shapes=(dynamic_shapes,),
-        input_names=["image"],
-        output_names=["logits"],
-        verbose=False,
-    )
-    assert program is not None
-    for node in program.model.graph:
-        node.metadata_props.clear()  # they contain local paths
-    program.save(str(path), external_data=False)
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    return lambda images: torch.from_numpy(session.run(["logits"], {"image": images.numpy()})[0])
+    path.write_bytes(to_onnx(model, network))
+    return load_onnx(path.read_bytes())
 
 
 def _write_torch_program(model: nn.Module, network: DenseNetwork, path: Path) -> Predict:
-    example, dynamic_shapes = _make_example(network)
+    example, dynamic_shapes = make_example(network)
     torch.export.save(torch.export.export(model, (example,), dynamic_shapes=(dynamic_shapes,)), path)
     # torch adds checks (guards) of the strides of tensors, which would wrongly reject feature maps of a single pixel.
     exported: Predict = torch.export.load(path).module(check_guards=False)
@@ -209,37 +179,6 @@ WRITERS: Mapping[Format, Callable[[nn.Module, DenseNetwork, Path], Predict]] = {
 }
 
 
-def _make_example(network: DenseNetwork) -> tuple[Tensor, dict[int, Any]]:
-    """Return example images (B, 3, H, W) for an exporter, and a dictionary of the axes whose size may vary.
-
-    The dictionary maps axis numbers to symbolic sizes (`torch.export.Dim`). The size of axis 0, the batch, may always
-    vary. The sizes of axes 2 and 3, H and W, may vary unless the network accepts one image size only.
-    """
-    step, side = network.geometry.step_px, _smallest_image_px(network)
-    batch = torch.export.Dim("batch", min=1)
-    if _has_fixed_size(network):
-        return torch.zeros(2, IMAGE_CHANNELS, side, side), {0: batch}
-    height, width = (torch.export.Dim(name, min=side // step) for name in ("rows", "columns"))
-    shapes = {0: batch, 2: step * height + side % step, 3: step * width + side % step}
-    return torch.zeros(2, IMAGE_CHANNELS, side + step, side + 2 * step), shapes
-
-
-@contextmanager
-def _suppress_warnings() -> Iterator[None]:
-    """Context manager: suppress harmless warnings of torch's exporters, such as those about deprecated functions."""
-    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            warnings.simplefilter("ignore", FutureWarning)
-            warnings.filterwarnings("ignore", "No complete tensor found in the group", UserWarning)
-            yield
-    finally:
-        logger.setLevel(level)
-
-
 def check_outputs(exported: Predict, expected: Predict, network: DenseNetwork) -> None:
     """Compare the logits of an exported model with those of the model before the export, for several image sizes.
 
@@ -248,7 +187,7 @@ def check_outputs(exported: Predict, expected: Predict, network: DenseNetwork) -
     than `TOLERANCE`.
     """
     generator = torch.Generator().manual_seed(0)
-    side, step = _smallest_image_px(network), 0 if _has_fixed_size(network) else network.geometry.step_px
+    side, step = smallest_image_px(network), 0 if has_fixed_size(network) else network.geometry.step_px
     for batch, more_rows, more_columns in CHECKED_SIZES:
         size = (batch, IMAGE_CHANNELS, side + more_rows * step, side + more_columns * step)
         images = torch.randint(0, 256, size, generator=generator).float() / 255
@@ -279,7 +218,7 @@ def make_config(run: Run, to: Format) -> dict[str, object]:
     window_px = usual_px if task.reader.target_maps else geometry.smallest_px
     resize = {"name": "Resize", "arguments": {"size": window_px}}
     reflections = "-reflections" if network.options.get("reflections") else ""
-    if _has_fixed_size(run.network):
+    if has_fixed_size(run.network):
         output, step = f"logits (B, {len(class_names)}) of a patch", 0
     else:
         output = f"logits (B, {geometry.outputs}, H', W') of a map"
@@ -295,7 +234,7 @@ def make_config(run: Run, to: Format) -> dict[str, object]:
         "output": output,
         "activation": "softmax" if is_classifier else task.activation,
         "stain": "as it is" if task.stain == "none" else task.stain,
-        "image_sides_px": {"smallest": _smallest_image_px(run.network), "step": step},
+        "image_sides_px": {"smallest": smallest_image_px(run.network), "step": step},
         "stride_px": geometry.stride_px,
         "operating_point": dict(run.point),
     }

@@ -27,6 +27,7 @@ from rotopath import pretrained
 from rotopath.images import Slide
 from rotopath.images.slides import as_slide
 from rotopath.inference import dense
+from rotopath.inference.dense import Backend
 from rotopath.inference.predict_files import FileOptions, OnTile, SlideOutcome, list_slides, predict_files
 from rotopath.inference.slide_pass import Model, PassOptions, SlideResult, predict_slide
 from rotopath.model_file import (
@@ -109,6 +110,7 @@ class Run:
         everywhere: bool = False,
         device: torch.device | Device | str | None = None,
         precision: Precision | None = None,
+        backend: Backend = "torch",
         override_spacing: bool = False,
     ) -> SlideResult:
         """Apply the model to an image array (H, W, 3), an image file or an open slide. Returns the result in memory.
@@ -120,21 +122,40 @@ class Run:
         `everywhere` is False, only tissue is predicted.
 
         The default of `device` is the first GPU, or the CPU if there is no GPU. `precision` is "16" (default on a GPU)
-        or "32" (default on the CPU).
+        or "32" (default on the CPU). `backend` is "torch" or, on the CPU, "onnxruntime".
         """
         with as_slide(image, spacing_um_px, override_spacing) as slide:
-            return predict_slide(self.prepare(device, precision), slide, PassOptions(rotations, everywhere=everywhere))
+            return predict_slide(
+                self.prepare(device, precision, backend), slide, PassOptions(rotations, everywhere=everywhere)
+            )
 
-    def prepare(self, device: torch.device | Device | str | None = None, precision: Precision | None = None) -> Model:
+    def prepare(
+        self,
+        device: torch.device | Device | str | None = None,
+        precision: Precision | None = None,
+        backend: Backend = "torch",
+    ) -> Model:
         """Return a copy of the model for inference, with the network in the form that is fastest on the device.
 
         The default of `device` is the first GPU, or the CPU if there is no GPU. `precision` is "16" (float16, GPU only)
-        or "32" (float32); the default is "16" on a GPU and "32" on the CPU. The network of this run is not changed.
-        Raises RunError if the device is not available or does not support the precision.
+        or "32" (float32); the default is "16" on a GPU and "32" on the CPU. `backend` is "torch", or "onnxruntime" for
+        ONNX Runtime on the CPU, which needs the extra `onnx`. The network of this run is not changed. Raises RunError
+        if the device is not available, or does not support the precision or the backend, or if the network cannot be
+        converted for the backend.
         """
-        target = _find_device(device)
+        if backend not in get_args(Backend):
+            raise RunError(f"There is no backend {backend!r}; choose {' or '.join(map(repr, get_args(Backend)))}.")
+        target = _find_device("cpu" if device is None and backend == "onnxruntime" else device)
+        if backend == "onnxruntime" and target.type != "cpu":
+            raise RunError(
+                f"The backend 'onnxruntime' is for the CPU, but the device is {target.type!r}; choose 'cpu'."
+            )
         dtype = _choose_dtype(target, precision)
-        return Model(self.task, dense.prepare(self.network, target, dtype), self.point, target, self._describe())
+        try:
+            network = dense.prepare(self.network, target, dtype, backend)
+        except ValueError as error:
+            raise RunError(str(error)) from None
+        return Model(self.task, network, self.point, target, self._describe())
 
     def _describe(self) -> dict[str, object]:
         """Return the description of the model for the summary file of a prediction."""
@@ -187,6 +208,7 @@ def predict(
     everywhere: bool = False,
     device: torch.device | Device | str | None = None,
     precision: Precision | None = None,
+    backend: Backend = "torch",
     on_tile: OnTile = lambda _slide, _done, _all: None,
 ) -> list[SlideOutcome]:
     """Apply a model to image files, slides or folders of these files, and write the results into the folder `out`.
@@ -206,18 +228,21 @@ def predict(
     slides = list_slides([Path(path) for path in given])
     pass_options = PassOptions(rotations, everywhere=everywhere)
     options = FileOptions(pass_options, spacing_um_px, override_spacing, same_precision=precision is not None)
-    outcomes = predict_files(run.prepare(device, precision), slides, Path(out), options, on_tile)
+    outcomes = predict_files(run.prepare(device, precision, backend), slides, Path(out), options, on_tile)
     return [outcome for outcome in outcomes if outcome.state != "waiting"]
 
 
 def prepare_model(
-    model: Path | str, device: torch.device | Device | str | None = None, precision: Precision | None = None
+    model: Path | str,
+    device: torch.device | Device | str | None = None,
+    precision: Precision | None = None,
+    backend: Backend = "torch",
 ) -> Model:
     """Load a model by its folder or name, and prepare the model for inference, as `Run.prepare` does.
 
     Each worker process of a cluster calls this function to load its own copy of the model.
     """
-    return load(model).prepare(device, precision)
+    return load(model).prepare(device, precision, backend)
 
 
 # Build the network of a recipe

@@ -15,7 +15,8 @@ from rotopath.data.annotations import AnnotationError, parse_objects, parse_poin
 from rotopath.data.dataset import DataError, Sample, TableError, problems
 from rotopath.data.formats import check, open_data
 from rotopath.images.files import UnreadableFileError
-from rotopath.images.geojson import SlideObject, trace_outlines, write_geojson
+from rotopath.images.geojson import SlideObject, write_geojson
+from rotopath.images.outlines import trace_outlines
 from rotopath.tasks import Detect, Segment, make_task
 
 Ring = list[tuple[float, float]]

@@ -1,27 +1,63 @@
 """Overlays show a heat map and objects at the right positions in the right colors; strokes follow their angles."""
 
 import math
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rotopath.images.drawing import MAX_HEAT_OPACITY, ORIENTATION_SCALE, draw_orientations, draw_overlay
-from rotopath.images.geojson import Point, SlideObject
+from rotopath.images import drawing
+from rotopath.images.drawing import (
+    CROP_PX,
+    CROPS_PER_ROW,
+    INK,
+    MARGIN_PX,
+    MAX_HEAT_OPACITY,
+    MIN_CROP_UM,
+    ORIENTATION_SCALE,
+    WARNING_INK,
+    Caption,
+    DrawnAs,
+    HeatMap,
+    draw_crops,
+    draw_orientations,
+    draw_overlay,
+    scale_bar_um,
+)
+from rotopath.images.geojson import SlideObject
+from rotopath.images.outlines import Point, Polygon
 from rotopath.images.slides import as_slide
 
 RED, BLUE, GREEN = (200, 0, 0), (0, 0, 200), (0, 200, 0)
+TITLE = Caption("slide.svs")
+BELOW_PX = 2 * MARGIN_PX + drawing.FONT_PX + MARGIN_PX // 2  # height of the band with the scale bar
 WHITE = 240
 GRAY = np.full((12, 12, 3), 128, dtype=np.uint8)
 
 
-def overlay(
-    heat: np.ndarray, top_class: np.ndarray | None = None, objects: tuple[SlideObject, ...] = (), side: float = 50
+def framed_overlay(
+    heat: np.ndarray,
+    top_class: np.ndarray | None = None,
+    objects: tuple[SlideObject, ...] = (),
+    drawn_as: DrawnAs = "regions",
+    caption: Caption = TITLE,
+    spacing_um_px: float = 1.0,
+    size: tuple[int, int] = (100, 200),
 ) -> np.ndarray:
-    with as_slide(np.full((100, 200, 3), WHITE, np.uint8), 1.0) as slide:
+    with as_slide(np.full((*size, 3), WHITE, np.uint8), spacing_um_px) as slide:
         classes = None if top_class is None else top_class.astype(np.float32)
-        image = draw_overlay(slide, heat.astype(np.float32), classes, ((0.0, 0.0), side), (RED, BLUE), objects)
+        heat_map = HeatMap(heat.astype(np.float32), classes, ((0.0, 0.0), size[1] / heat.shape[1]))
+        image = draw_overlay(slide, heat_map, [("tumor", RED), ("stroma", BLUE)], objects, drawn_as, caption)
     return np.asarray(image)
+
+
+def overlay(*args: Any, **kwargs: Any) -> np.ndarray:
+    """The overlay of a slide of 100 × 200 px, without its caption and scale bar."""
+    framed = framed_overlay(*args, **kwargs)
+    top = framed.shape[0] - 100 - BELOW_PX
+    return framed[top : top + 100, :200]
 
 
 # Heat maps and objects
@@ -54,8 +90,98 @@ def test_objects_have_their_own_color_or_else_the_first() -> None:
         mitosis = SlideObject(Point(50.0, 100.0), "detection", "x", color, {})
         image = overlay(np.zeros((2, 4)), objects=(mitosis,))
         drawn = image[(image != WHITE).any(axis=2)]
-        assert len(drawn)
-        assert (drawn == expected).all()
+        assert {tuple(color) for color in drawn.tolist()} == {expected, drawing.PAPER}, "rings have a white edge"
+
+
+def square(top: float, left: float, side: float, kind: str = "detection", **measurements: float) -> SlideObject:
+    corners = np.array([(top, left), (top, left + side), (top + side, left + side), (top + side, left)])
+    return SlideObject((Polygon(corners),), kind, "tumor", GREEN, measurements)
+
+
+@pytest.mark.parametrize(
+    ("drawn_as", "spacing_um_px", "has_heat", "has_outline"),
+    [
+        ("regions", 1.0, True, True),
+        ("outlines", 1.0, False, True),
+        ("points", 1.0, False, True),
+        ("regions", 3.0, True, False),
+        ("outlines", 3.0, True, False),
+        ("points", 3.0, False, False),
+    ],
+)
+def test_only_regions_and_invisible_outlines_tint_the_tissue(
+    drawn_as: DrawnAs, spacing_um_px: float, has_heat: bool, has_outline: bool
+) -> None:
+    image = overlay(np.ones((2, 4)), objects=(square(40, 40, 20),), drawn_as=drawn_as, spacing_um_px=spacing_um_px)
+    assert (image[5, 5] != WHITE).any() == has_heat
+    assert (image == GREEN).all(axis=2).any() == has_outline
+
+
+def test_the_caption_and_the_scale_bar_are_outside_of_the_slide() -> None:
+    plain = framed_overlay(np.zeros((2, 4)))
+    assert (plain == RED).all(axis=2).any(), "the legend has the color of each class"
+    assert (plain == BLUE).all(axis=2).any()
+    assert not (plain == WARNING_INK).all(axis=2).any()
+    warned = framed_overlay(np.zeros((2, 4)), caption=Caption("slide.svs", ["a " * 100], ["it is not H&E"]))
+    assert (warned == WARNING_INK).all(axis=2).any()
+    assert warned.shape[0] > plain.shape[0], "more text needs more space"
+    for image in (plain, warned):
+        slide = image[image.shape[0] - BELOW_PX - 100 : image.shape[0] - BELOW_PX, :200]
+        assert (slide == WHITE).all()
+
+
+@pytest.mark.parametrize(("size", "spacing_um_px", "length_px"), [((100, 200), 1.0, 50), ((50, 3200), 0.5, 200 / 1.0)])
+def test_the_scale_bar_has_the_length_that_it_states(
+    size: tuple[int, int], spacing_um_px: float, length_px: float
+) -> None:
+    image = framed_overlay(np.zeros((2, 4)), size=size, spacing_um_px=spacing_um_px)
+    band = (image[image.shape[0] - BELOW_PX + MARGIN_PX + 8] == INK).all(axis=1)
+    ends = np.flatnonzero(np.diff(np.concatenate([[0], band.astype(int), [0]])))
+    assert ends[1] - ends[0] == pytest.approx(length_px, abs=1.5)
+
+
+def test_scale_bars_have_round_lengths() -> None:
+    lengths = [scale_bar_um(longest) for longest in np.geomspace(1, 1e5, 200)]
+    assert all(
+        length <= longest * (1 + 1e-9) for length, longest in zip(lengths, np.geomspace(1, 1e5, 200), strict=True)
+    )
+    assert sorted(set(lengths))[:5] == [1, 2, 5, 10, 20]
+    assert all(later >= earlier for earlier, later in pairwise(lengths))
+
+
+def test_without_other_fonts_units_are_written_in_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = drawing.ImageFont.truetype
+
+    def load_only_from_memory(font: object, *args: Any, **kwargs: Any) -> object:
+        if isinstance(font, str):
+            raise OSError(font)
+        return load(font, *args, **kwargs)
+
+    drawing._load_font.cache_clear()
+    monkeypatch.setattr(drawing.ImageFont, "truetype", load_only_from_memory)
+    written = []
+    monkeypatch.setattr(drawing.ImageDraw.ImageDraw, "text", lambda _, __, text, **___: written.append(text))
+    framed_overlay(np.zeros((2, 4)), caption=Caption("slide.svs", ["2 per mm²"]))
+    drawing._load_font.cache_clear()
+    assert written == ["slide.svs", "2 per mm2", "tumor", "stroma", "50 um"]
+
+
+def test_crops_are_centered_on_their_objects_and_large_enough() -> None:
+    pixels = np.full((400, 400, 3), WHITE, np.uint8)
+    pixels[100:120, 200:220] = RED
+    pixels[300:380, 300:380] = BLUE
+    small, large = square(100, 200, 20, score=0.9), square(300, 300, 80, score=0.8)
+    corner = SlideObject(Point(0.0, 0.0), "annotation", "tumor", GREEN, {"score": 0.7})
+    with as_slide(pixels, 0.5) as slide:
+        sheet = np.asarray(draw_crops(slide, {"Highest score": [small, large, corner], "None": []}, "score"))
+    assert sheet.shape[1] == CROPS_PER_ROW * (CROP_PX + MARGIN_PX) + MARGIN_PX
+    top = int(np.flatnonzero((sheet == RED).all(axis=2).any(axis=1)).mean().round()) - CROP_PX // 2
+    crops = [sheet[top : top + CROP_PX, MARGIN_PX + i * (CROP_PX + MARGIN_PX) :][:, :CROP_PX] for i in range(3)]
+    for crop, color, fraction in ((crops[0], RED, 10 / MIN_CROP_UM), (crops[1], BLUE, 1 / 1.5)):
+        mask = np.abs(crop.astype(int) - color).max(axis=2) < 60
+        rows, columns = np.nonzero(mask)
+        assert np.ptp(rows) == pytest.approx(fraction * CROP_PX, abs=4)
+        assert (rows.mean(), columns.mean()) == pytest.approx((CROP_PX / 2 - 0.5,) * 2, abs=2)
 
 
 # Orientation fields

@@ -1,6 +1,9 @@
 """Outlines are exact and valid; GeoJSON follows RFC 7946 and QuPath, and reading it returns the same objects."""
 
+import csv
+import gzip
 import json
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,20 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from scipy import ndimage
-from skimage.draw import polygon2mask
 
 from rotopath.images import UnreadableFileError
-from rotopath.images.geojson import (
-    Point,
-    Polygon,
-    SlideObject,
-    fill_outline,
-    read_geojson,
-    signed_area,
-    trace_outlines,
-    write_geojson,
-)
+from rotopath.images.geojson import SlideObject, read_geojson, write_geojson, write_rows
+from rotopath.images.outlines import Point, Polygon, signed_area, trace_outlines
 
 SQUARE = Polygon(np.array([(10.0, 20.0), (10, 24), (13, 24), (13, 20)]))
 LABELS = hnp.arrays(
@@ -44,120 +37,6 @@ OBJECTS = st.builds(
     color=st.none() | st.tuples(*[st.integers(0, 255)] * 3),
     measurements=st.dictionaries(st.sampled_from(["score", "area_um2"]), st.floats(-1e9, 1e9)),
 )
-
-
-# Outlines
-
-
-def test_a_rectangle_has_four_corners() -> None:
-    labels = np.zeros((6, 8), np.int32)
-    labels[1:4, 2:7] = 5
-    (polygon,) = trace_outlines(labels)[5]
-    assert {tuple(corner) for corner in polygon.outer.tolist()} == {(1, 2), (1, 7), (4, 7), (4, 2)}
-    assert len(polygon.outer) == 4
-    assert polygon.area_px == 15
-    (moved,) = trace_outlines(labels, offset_px=(100, 1000), scale=2)[5]
-    assert np.array_equal(moved.outer, polygon.outer * 2 + (100, 1000))
-
-
-def test_holes_are_kept_or_filled() -> None:
-    labels = np.ones((5, 5), np.int32)
-    labels[2, 1:3] = 0
-    (with_hole,) = trace_outlines(labels)[1]
-    (filled,) = trace_outlines(labels, fill_holes=True)[1]
-    assert len(with_hole.holes) == 1
-    assert with_hole.area_px == 23
-    assert filled.holes == ()
-    assert filled.area_px == 25
-    assert signed_area(with_hole.holes[0]) == -2
-
-
-def test_pixels_that_touch_at_a_corner_are_two_parts() -> None:
-    parts = trace_outlines(np.eye(2, dtype=np.int32))[1]
-    assert [part.area_px for part in parts] == [1, 1]
-
-
-def test_a_hole_that_touches_the_outside_is_a_separate_ring() -> None:
-    labels = np.ones((4, 4), np.int32)
-    labels[0, 0] = labels[1, 1] = 0
-    (polygon,) = trace_outlines(labels)[1]
-    assert sorted(signed_area(ring) for ring in polygon.rings) == [-1, 15]
-
-
-@settings(deadline=None, max_examples=300)
-@given(LABELS | COARSE_LABELS, st.booleans())
-def test_filling_outlines_returns_the_label_map(labels: np.ndarray, fill_holes: bool) -> None:
-    outlines = trace_outlines(labels, fill_holes=fill_holes)
-    assert set(outlines) == set(np.unique(labels)) - {0}
-    for number, polygons in outlines.items():
-        pixels = labels == number
-        parts, count = ndimage.label(pixels)
-        assert len(polygons) == count
-        if not fill_holes:
-            assert np.array_equal(fill_outline(polygons, labels.shape), pixels)
-            assert sum(polygon.area_px for polygon in polygons) == pixels.sum()
-        for polygon in polygons:
-            filled = fill_outline([polygon], labels.shape)
-            part = parts == parts[tuple(np.argwhere(filled & pixels)[0])]
-            assert np.array_equal(filled, ndimage.binary_fill_holes(part) if fill_holes else part)
-
-
-@settings(deadline=None, max_examples=200)
-@given(LABELS | COARSE_LABELS)
-def test_rings_are_simple_and_follow_the_right_hand_rule(labels: np.ndarray) -> None:
-    for polygons in trace_outlines(labels).values():
-        for polygon in polygons:
-            assert signed_area(polygon.outer) > 0
-            assert all(signed_area(hole) < 0 for hole in polygon.holes)
-            for ring in polygon.rings:
-                assert len({tuple(corner) for corner in ring.tolist()}) == len(ring) >= 4
-                steps = np.roll(ring, -1, axis=0) - ring
-                assert ((steps != 0).sum(axis=1) == 1).all()  # along a row or a column
-                assert ((steps != 0) != np.roll(steps != 0, 1, axis=0)).all()  # the direction changes at each vertex
-
-
-@settings(deadline=None, max_examples=100, derandomize=True)
-@given(st.lists(st.tuples(st.floats(-3, 23), st.floats(-3, 23)), min_size=3, max_size=7))
-def test_any_polygon_is_filled_by_the_even_odd_rule(corners: list[tuple[float, float]]) -> None:
-    ring = np.round(np.array(corners), 2) + np.array([0.003, 0.0071])  # so that no center of a pixel is on an edge
-    filled = fill_outline([Polygon(ring)], (20, 20))
-    assert np.array_equal(filled, polygon2mask((20, 20), ring - 0.5))
-
-
-def test_the_offset_is_the_corner_of_the_filled_mask() -> None:
-    square = Polygon(np.array([(10.0, 20.0), (10, 24), (13, 24), (13, 20)]))
-    mask = fill_outline([square], (6, 6), offset_px=(8, 19))
-    assert np.argwhere(mask).min(axis=0).tolist() == [2, 1]
-    assert mask.sum() == 12
-    assert fill_outline([square], (2, 2), offset_px=(100, 100)).sum() == 0
-
-
-def test_an_empty_label_map_has_no_outlines() -> None:
-    assert trace_outlines(np.zeros((4, 5), np.int32)) == {}
-    assert trace_outlines(np.zeros((0, 5), np.int32)) == {}
-
-
-def test_ten_thousand_nuclei_are_traced_separately() -> None:
-    rows, columns = np.mgrid[:2000, :2000]
-    disc = (rows % 20 - 10) ** 2 + (columns % 20 - 10) ** 2 < 64
-    labels = np.where(disc, rows // 20 * 100 + columns // 20 + 1, 0).astype(np.int32)
-    outlines = trace_outlines(labels)
-    assert len(outlines) == 10_000
-    for number in (1, 5_050, 10_000):
-        assert np.array_equal(fill_outline(outlines[number], labels.shape), labels == number)
-
-
-def test_polygons_are_equal_when_their_rings_are() -> None:
-    square = np.array([(0.0, 0.0), (0, 1), (1, 1), (1, 0)])
-    assert Polygon(square) == Polygon(square.copy())
-    assert hash(Polygon(square)) == hash(Polygon(square.copy()))
-    assert Polygon(square) != Polygon(square + 1)
-    assert Polygon(square) != Polygon(square, (square[::-1],))
-    assert Polygon(square) != "square"
-    assert Polygon(square).area_px == pytest.approx(1)
-
-
-# GeoJSON
 
 
 def check_rfc_7946(content: dict[str, Any]) -> None:
@@ -333,6 +212,62 @@ def test_invalid_files_are_refused_in_one_sentence(tmp_path: Path, text: str, se
     (tmp_path / "a.geojson").write_text(text)
     with pytest.raises(UnreadableFileError, match=sentence):
         read_geojson(tmp_path / "a.geojson")
+
+
+def test_files_named_gz_are_compressed(tmp_path: Path) -> None:
+    objects = [SlideObject(Point(row, 0), measurements={"score": 0.5}) for row in range(1000)]
+    for name in ("a.geojson", "a.geojson.gz", "b.geojson.gz"):
+        assert write_geojson(tmp_path / name, iter(objects)) == 1000
+    compressed = (tmp_path / "a.geojson.gz").read_bytes()
+    assert gzip.decompress(compressed) == (tmp_path / "a.geojson").read_bytes()
+    assert len(compressed) < (tmp_path / "a.geojson").stat().st_size / 4
+    assert compressed == (tmp_path / "b.geojson.gz").read_bytes(), "neither the time nor the name is in the file"
+    assert read_geojson(tmp_path / "a.geojson.gz") == read_geojson(tmp_path / "a.geojson") == objects
+    for content in (compressed[:-50], compressed[:5], b"{}", b"\x1f\x8b\x08" + bytes(30)):
+        (tmp_path / "c.geojson.gz").write_bytes(content)
+        with pytest.raises(UnreadableFileError, match="is cut off or not a gzip file"):
+            read_geojson(tmp_path / "c.geojson.gz")
+
+
+@pytest.mark.parametrize("name", ["a.geojson", "a.geojson.gz"])
+def test_memory_does_not_grow_with_the_number_of_objects(tmp_path: Path, name: str) -> None:
+    def peak_bytes(count: int) -> int:
+        objects = (SlideObject((Polygon(SQUARE.outer + i),), measurements={"score": 0.5}) for i in range(count))
+        tracemalloc.start()
+        try:
+            with (tmp_path / "a.csv").open("w") as table:
+                assert write_geojson(tmp_path / name, write_rows(objects, table)) == count
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    peak_bytes(10)  # caches
+    assert peak_bytes(5000) < peak_bytes(50) + 200_000 < 1_000_000
+
+
+def test_a_table_has_a_row_for_each_object(tmp_path: Path) -> None:
+    objects = [
+        SlideObject((SQUARE,), class_name="Nucleus, small", measurements={"area_um2": 12.3456789, "x": 1e-9}),
+        SlideObject(Point(1234567.25, 3), class_name="Mitosis", measurements={"area_um2": 2, "x": 1234567.0}),
+    ]
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        assert list(write_rows(iter(objects), file, (10, 20))) == objects
+    with (tmp_path / "a.csv").open(newline="") as file:
+        first, second = csv.DictReader(file)
+    assert list(first) == ["number", "id", "class", "x_px", "y_px", "area_um2", "x"]
+    assert list(first.values()) == [
+        "1",
+        str(objects[0].id),
+        "Nucleus, small",
+        "2.0",
+        "1.5",
+        "12.3457",
+        "1e-09",
+    ]
+    assert list(second.values())[2:] == ["Mitosis", "-17.0", "1234557.25", "2", "1.23457e+06"]
+    with (tmp_path / "empty.csv").open("w") as file:
+        assert list(write_rows([], file)) == []
+    assert (tmp_path / "empty.csv").read_text() == "number,id,class,x_px,y_px\n"
 
 
 def test_missing_and_unreadable_files_are_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -55,6 +55,18 @@ def test_every_level_is_read_as_it_was_written(tmp_path: Path, size: tuple[int, 
         assert np.abs(_halve(larger.astype(float)) - smaller).max() <= (1e-6 if kind == "map" else 0.5)
 
 
+@pytest.mark.parametrize("size", [(150, 97), (1, 33), (64, 64)])
+def test_levels_of_a_label_map_contain_no_other_numbers(tmp_path: Path, size: tuple[int, int]) -> None:
+    labels = np.random.default_rng(0).integers(0, 2**32, size, dtype=np.uint32)
+    write_pyramid(tmp_path / "a.ome.tif", [labels], size, 0.25)
+    with tifffile.TiffFile(tmp_path / "a.ome.tif") as tiff:
+        levels = [level.asarray() for level in tiff.series[0].levels]
+    for level, values in enumerate(levels):
+        assert values.dtype == np.uint32
+        assert np.array_equal(values, labels[:: 2**level, :: 2**level])
+    assert max(levels[-1].shape) <= 32
+
+
 def test_metadata_is_what_qupath_and_bioformats_read(tmp_path: Path) -> None:
     write_pyramid(tmp_path / "a.ome.tif", [_draw((100, 130), "map")], (100, 130), 0.5, name="probability of tumor")
     with tifffile.TiffFile(tmp_path / "a.ome.tif") as tiff:
@@ -106,7 +118,7 @@ def test_tiles_are_written_before_all_strips_are_read(tmp_path: Path) -> None:
     ("strips", "sentence"),
     [
         ([], r"got a size of 10 × 8 px \(rows × columns\) and no strips"),
-        ([np.zeros((10, 8), np.float64)], r"of float32 or uint8; got \(10, 8\) of float64"),
+        ([np.zeros((10, 8), np.float64)], r"of float32, uint8 or uint32; got \(10, 8\) of float64"),
         ([np.zeros((10, 8, 4), np.uint8)], r"got \(10, 8, 4\) of uint8"),
         ([np.zeros((10, 7), np.uint8)], "at row 0, which does not fit"),
         ([np.zeros((6, 8), np.uint8), np.zeros((6, 8), np.uint8)], "at row 6, which does not fit"),

@@ -96,3 +96,18 @@ def test_any_strength_of_stains_is_normalized(seed: int, hematoxylin: float, eos
     normalized = stain.macenko(image)
     assert normalized.shape == image.shape
     assert normalized.dtype == np.uint8
+
+
+def test_densities_of_mixed_stains_are_their_concentrations() -> None:
+    concentrations = np.random.default_rng(0).uniform(0, 0.9, (40, 50, 2))
+    intensity = stain.WHITE * np.exp(-concentrations @ stain.REFERENCE_STAINS.T) - 1
+    densities = stain.stain_densities(intensity.round().astype(np.uint8))
+    assert densities.shape == (40, 50, 2)
+    assert np.abs(densities - concentrations).max() < 0.03, "gray levels are rounded"
+    assert abs(densities - concentrations).mean() < 0.005
+
+
+def test_densities_follow_the_formula() -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (7, 3), dtype=np.uint8)
+    expected = np.linalg.lstsq(stain.REFERENCE_STAINS, stain.optical_density(pixels).T, rcond=None)[0].T
+    np.testing.assert_allclose(stain.stain_densities(pixels), expected, atol=1e-12)

@@ -11,6 +11,7 @@ from torch import Tensor
 import rotopath as rp
 from rotopath import group, pretrained
 from rotopath.inference import (
+    dense,
     predict,
     predict_batch,
     predict_patches,
@@ -23,6 +24,7 @@ from rotopath.metrics import smooth_images
 from rotopath.models import FrozenNetwork
 from rotopath.models.architecture import ARCHITECTURES, MITOSIS, NUCLEI, TUMOR, Architecture
 from rotopath.models.network import Network
+from rotopath.models.protocols import make_dense
 from rotopath.nn import center_crop, triton
 
 pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # a sweep of numbers: tracing it would take minutes
@@ -407,3 +409,44 @@ def test_triton_kernels_run_on_gpus_from_ampere_on_if_triton_is_installed(
     monkeypatch.setattr(triton, "is_installed", lambda: installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     assert triton.supports_device(device) is supported
+
+
+# ONNX Runtime
+
+
+@pytest.mark.parametrize("name", ["tumor", "nuclei", "resnet18"])
+def test_onnx_runtime_predicts_the_same_as_torch(name: str) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    if name == "resnet18":
+        network = make_dense(rp.models.registry.build_network(name, 2, 4).eval(), 2, window_px=64, stride_px=32)
+    else:
+        network = untrained(name, 4)
+    ready = prepare(network, CPU, backend="onnxruntime")
+    assert ready.geometry == network.geometry
+    assert not ready.training
+    image = textured(140, 150)
+    for rotations in (1, 2):  # bytes at multiples of 90°, floats at other angles
+        expected, actual = (predict(net, image, CPU, 2 * rotations) for net in (network, ready))
+        assert actual.first_px == expected.first_px
+        np.testing.assert_allclose(actual.probabilities, expected.probabilities, atol=1e-4)
+
+
+def test_a_network_that_onnx_computes_differently_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxruntime")
+    load = dense.load_onnx
+    monkeypatch.setattr(dense, "load_onnx", lambda content: lambda images: load(content)(images) + 0.01)
+    with pytest.raises(ValueError, match=r"computes logits that differ by 0\.01 from those of torch; use the backend"):
+        prepare(untrained("tumor", 4), CPU, backend="onnxruntime")
+    monkeypatch.setattr(dense, "load_onnx", lambda content: lambda images: load(content)(images) * torch.nan)
+    with pytest.raises(ValueError, match="computes logits that differ by nan"):
+        prepare(untrained("tumor", 4), CPU, backend="onnxruntime")
+
+
+def test_a_network_that_cannot_be_converted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no such\noperator.")
+
+    monkeypatch.setattr(dense, "to_onnx", fail)
+    with pytest.raises(ValueError, match=r"converted to ONNX \(no such operator\); use the backend 'torch'"):
+        prepare(untrained("tumor", 4), CPU, backend="onnxruntime")

@@ -1,5 +1,7 @@
 """Passes over slides: objects do not depend on the tiles, are at the right positions, and glass changes nothing."""
 
+import csv
+import sys
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +12,7 @@ import torch
 from drawn_slides import MARK_PX, draw_slide
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import ndimage
 from scipy.spatial.distance import cdist
 from stub_networks import DarkRegionNetwork
 from torch import nn
@@ -17,10 +20,12 @@ from torch import nn
 import rotopath as rp
 from rotopath import tasks
 from rotopath.images import stain
-from rotopath.images.geojson import Point, SlideObject, fill_outline
+from rotopath.images.geojson import SlideObject
+from rotopath.images.outlines import Point, fill_outline
 from rotopath.images.slides import Slide, as_slide, open_slide
 from rotopath.images.tissue import find_tissue
 from rotopath.inference import predict
+from rotopath.inference import slide_pass as slide_pass_module
 from rotopath.inference.dense import MixedNetwork
 from rotopath.inference.slide_pass import MEASURED_PX, Model, PassOptions, SlidePass, SlideView, predict_slide
 from rotopath.inference.tiling import Span
@@ -31,6 +36,7 @@ from rotopath.models.architecture import ARCHITECTURES, MITOSIS, NUCLEI, TUMOR
 from rotopath.models.network import Network
 from rotopath.runs import Run
 from rotopath.tasks import PAPER, Class, Classify
+from rotopath.tasks.segment import measure_objects
 
 pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # tracing them would take minutes
 
@@ -94,25 +100,42 @@ def test_objects_do_not_depend_on_the_tiles(task: str, height: int, width: int, 
         whole, heat, _ = predict_objects(task, network, point, slide, tile_px=4096)
         tiled, tiled_heat, _ = predict_objects(task, network, point, slide, tile_px=tile_px)
     assert sorted(nucleus.id for nucleus in whole) == sorted(nucleus.id for nucleus in tiled)
+    measurements = {nucleus.id: nucleus.measurements for nucleus in tiled}
+    for nucleus in whole:
+        assert nucleus.measurements == pytest.approx(measurements[nucleus.id], abs=1e-6)
     np.testing.assert_allclose(heat, tiled_heat, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:stain normalization left")
-def test_nuclei_are_those_of_the_whole_image() -> None:
+@pytest.mark.parametrize("tile_px", [100, 4096])
+def test_nuclei_are_those_of_the_whole_image(tile_px: int) -> None:
+    """Their pixels in the label map, their order, their outlines, and what is measured on them."""
     network, image = untrained("nuclei"), textured(150, 170, 1)
     point = choose_point("nuclei", network, image)
-    with as_slide(image, 0.25) as slide:
-        objects, _, _ = predict_objects("nuclei", network, point, slide, tile_px=100)
-        view = SlideView(slide, rp.tasks.NUCLEI.spacing_um_px, rp.tasks.NUCLEI.stain, find_tissue(slide))
-        pixels = view.read(Span(0, 150), Span(0, 170))  # with normalized stains, if there are any
-    labels = rp.tasks.NUCLEI.decode(predict(network, pixels, CPU), point)
-    assert labels.max() > 5
-    filled = [fill_outline(nucleus.shape, (150, 170)) for nucleus in objects]  # type: ignore[arg-type]
-    assert len(filled) == labels.max()
-    for number in range(1, labels.max() + 1):
-        nucleus = labels == number
-        # Outlines have no holes; where those of labels are filled, there is no other nucleus.
-        assert any((nucleus <= mask).all() and (mask & (labels > 0) <= nucleus).all() for mask in filled)
+    model, options = Model(PAPER["nuclei"], network, point, CPU), PassOptions(everywhere=True, tile_px=tile_px)
+    with as_slide(image, 0.25) as slide, SlidePass(model, slide, options) as slide_pass:
+        assert (len(slide_pass.grid.tiles) > 3) == (tile_px == 100)
+        objects = list(slide_pass.objects())
+        pixels = slide_pass.view.read(Span(0, 150), Span(0, 170))  # with normalized stains, if there are any
+        assert slide_pass.labels is not None
+        found = slide_pass.labels.read()
+        assert slide_pass.labels_um_px == 0.25
+    prediction = predict(network, pixels, CPU)
+    labels = rp.tasks.NUCLEI.decode(prediction, point)
+    assert labels.max() == len(objects) > 5
+    pairs = np.unique(np.stack([labels, found.astype(int)], axis=-1).reshape(-1, 2), axis=0)
+    assert len(pairs) == labels.max() + 1, "the same pixels belong to the same object"
+    foreground = rp.tasks.NUCLEI.foreground_map(prediction.probabilities)
+    expected = measure_objects(labels, foreground, None, pixels.transpose(2, 0, 1), 0.25)
+    for number, (truth, shown) in enumerate(pairs.tolist()):
+        if number == 0:
+            assert (truth, shown) == (0, 0)
+            continue
+        nucleus = objects[shown - 1]
+        assert nucleus.measurements == pytest.approx({name: values[truth - 1] for name, values in expected.items()})
+        filled = fill_outline(nucleus.shape, (150, 170))  # type: ignore[arg-type]
+        pixels_of_it = ndimage.binary_fill_holes(labels == truth)
+        assert (filled & pixels_of_it).sum() / (filled | pixels_of_it).sum() > 0.6, "a small object may become rounder"
 
 
 def test_mitoses_are_those_of_the_whole_image() -> None:
@@ -240,7 +263,9 @@ def test_a_run_predicts_an_array_in_memory(tmp_path: Path) -> None:
     run = Run(tmp_path, ModelInfo(PAPER["tumor"], info, {"threshold": 0.5}, None), network)
     result = run.predict(image, spacing_um_px=1.0, everywhere=True)
     assert result.map.shape == (9, 10)
-    assert result.show().size == (120, 100)
+    overlay = result.show()
+    assert overlay.width >= 120
+    assert overlay.height > 100, "there is a caption above the image"
     result.to_geojson(tmp_path / "out.geojson")
     assert "FeatureCollection" in (tmp_path / "out.geojson").read_text()
     assert "tumor" in repr(result)
@@ -248,6 +273,66 @@ def test_a_run_predicts_an_array_in_memory(tmp_path: Path) -> None:
         run.predict(image)
     with pytest.raises(ValueError, match=r"image \(H, W, 3\) of uint8"):
         run.predict(image.astype(float), spacing_um_px=1.0)
+
+
+def test_results_in_memory_are_tables_and_label_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels, _ = draw_tissue()
+    model = Model(PAPER["nuclei"], DarkerRegionNetwork(NUCLEI), POINT, CPU)
+    with as_slide(pixels, 0.25) as slide:
+        result = predict_slide(model, slide, PassOptions())
+        monkeypatch.setattr(slide_pass_module, "MAX_LABELS_PX", SIDE_PX**2 - 1)
+        assert predict_slide(model, slide, PassOptions()).labels is None
+    assert result.labels is not None
+    assert result.labels.dtype == np.uint32
+    assert result.labels.shape == (SIDE_PX, SIDE_PX)
+    areas = np.bincount(result.labels.ravel())[1:] * 0.25**2
+    assert areas.tolist() == pytest.approx([nucleus.measurements["area_um2"] for nucleus in result.objects], abs=1e-4)
+    result.to_csv(tmp_path / "a.csv")
+    with (tmp_path / "a.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["number"]) for row in rows] == list(range(1, len(result.objects) + 1))
+    for row in rows:
+        y, x = np.argwhere(result.labels == int(row["number"])).mean(axis=0) + 0.5
+        assert (float(row["x_px"]), float(row["y_px"])) == pytest.approx((x, y), abs=1.5)
+    densities = [nucleus.measurements["hematoxylin_mean"] for nucleus in result.objects]
+    assert min(densities) > 1.5, "nuclei were drawn in hematoxylin, which is normalized to a maximum of 1.97"
+    assert max(nucleus.measurements["eosin_mean"] for nucleus in result.objects) < 0.4
+
+
+def test_a_table_without_pandas_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    blank = np.full((100, 100, 3), 250, np.uint8)
+    with as_slide(blank, 0.25) as slide:
+        result = predict_slide(Model(PAPER["nuclei"], DarkRegionNetwork(NUCLEI), POINT, CPU), slide, PassOptions())
+    for read in (lambda: result.table, result.to_spatialdata):
+        with pytest.raises(ModuleNotFoundError, match=r"needs the package .*: pip install 'rotopath\[tables\]'"):
+            read()
+
+
+@pytest.mark.filterwarnings("ignore")  # of packages that rotopath does not require
+def test_results_as_pandas_table_and_spatialdata() -> None:
+    pandas = pytest.importorskip("pandas")
+    pixels, centers = draw_tissue()
+    with as_slide(pixels, 0.5) as slide:
+        model = Model(PAPER["nuclei"], DarkerRegionNetwork(NUCLEI), POINT, CPU)
+        result = predict_slide(model, slide, PassOptions())
+    table = result.table
+    assert isinstance(table, pandas.DataFrame)
+    assert list(table.columns)[:6] == ["number", "id", "class", "x_px", "y_px", "area_um2"]
+    assert len(table) == len(result.objects) == len(centers)
+    pytest.importorskip("spatialdata")
+    data = result.to_spatialdata()
+    assert list(data.shapes["objects"].index) == table["number"].tolist()
+    assert data.tables["measurements"].obs["number"].tolist() == table["number"].tolist()
+    assert data.tables["measurements"].to_df()["area_um2"].tolist() == table["area_um2"].tolist()
+    areas = data.shapes["objects"].area.to_numpy() * 0.5**2
+    np.testing.assert_allclose(areas, table["area_um2"], rtol=0.02)
+    transformation = data.labels["labels"].attrs["transform"]["global"].to_affine_matrix(("x", "y"), ("x", "y"))
+    np.testing.assert_allclose(transformation, np.diag([0.5, 0.5, 1]), atol=1e-9)
+    with as_slide(np.full((100, 100, 3), 250, np.uint8), 0.25) as slide:
+        blank = predict_slide(model, slide, PassOptions())
+    assert len(blank.table) == 0
+    assert list(blank.to_spatialdata().labels) == ["labels"]
 
 
 class DarkerRegionNetwork(DarkRegionNetwork):
@@ -440,5 +525,5 @@ def test_large_heat_maps_are_subsampled_for_the_overlay(monkeypatch: pytest.Monk
         whole = slide_pass.draw_overlay(objects)
         monkeypatch.setattr("rotopath.inference.slide_pass.OVERLAY_HEAT_PX", 10)
         subsampled = slide_pass.draw_overlay(objects)
-    assert whole.size == subsampled.size == (260, 300)
+    assert whole.size == subsampled.size
     assert np.asarray(whole).tobytes() != np.asarray(subsampled).tobytes()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import rotopath as rp
 from rotopath.images.slides import as_slide
-from rotopath.images.tissue import SPACING_UM_PX, Tissue
+from rotopath.images.tissue import SPACING_UM_PX, Tissue, find_tissue
 from rotopath.inference import predict
 from rotopath.inference.dense import MixedNetwork
 from rotopath.inference.slide_pass import SlideView
@@ -51,6 +51,27 @@ def predict_slide_tiles(
         everywhere = Tissue(np.ones(slide.size_at(SPACING_UM_PX), bool), SPACING_UM_PX)
         grid = Grid(network, SlideView(slide, 0.25, "none", everywhere), tile_px, halo)
         return list(predict_tiles(grid, grid.tiles, CPU, rotations))
+
+
+@pytest.mark.parametrize("rotations", [1, 4, 8])
+@pytest.mark.parametrize(("name", "tile_px", "halo"), [("nuclei", 60, 0), ("nuclei", 500, 0), ("mitosis", 84, 3)])
+def test_tiles_have_the_pixels_at_the_positions_of_their_outputs(
+    name: str, tile_px: int, halo: int, rotations: int
+) -> None:
+    network, image = untrained(name), textured(70, 83)
+    with as_slide(image, 0.25) as slide:
+        grid = Grid(network, SlideView(slide, 0.25, "none", find_tissue(slide)), tile_px, halo)
+        tiles = list(predict_tiles(grid, grid.tiles, CPU, rotations, with_pixels=True))
+        assert next(predict_tiles(grid, grid.tiles, CPU, rotations)).pixels is None
+    assert (len(tiles) > 1) == (tile_px < 100)
+    for tile in tiles:
+        # The position of an output is inside its pixel, or on the upper left edge of it.
+        down, across = (
+            np.minimum(np.floor(grid.positions_um(span, axis) / 0.25 + 1e-9).astype(int), image.shape[axis] - 1)
+            for axis, span in enumerate(tile.with_halo)
+        )
+        assert tile.pixels is not None
+        np.testing.assert_array_equal(tile.pixels, image[np.ix_(down, across)])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from rotopath.data.formats import open_data
 from rotopath.evaluation import open_task_data
 from rotopath.metrics.bootstrap import MIN_CASES
 from rotopath.tasks import TUMOR, Class, Classify, Overrides, TrainingWindow, make_task
-from rotopath.tasks.classify import PatchEvidence
+from rotopath.tasks.classify import MIN_REGION_OUTPUTS, PatchEvidence, remove_speckle
 
 LABELS, PROBABILITIES = (0, 0, 1, 1, 0), (0.1, 0.6, 0.5, 0.9, 0.2)
 GLEASON = Classify(
@@ -385,3 +385,45 @@ def test_hard_examples_of_several_classes() -> None:
     assert [(example.image, pytest.approx(example.score)) for example in mined] == [("patch 0", 0.9), ("patch 2", 0.56)]
     examples = np.array([[4, 0, 0], [1, 0, 0]])
     assert GLEASON.examples_for_sampler(examples).tolist() == [4, 1], "indices of images"
+
+
+# Regions on slides
+
+
+def test_speckle_is_removed_and_small_holes_are_filled() -> None:
+    drawn = [
+        "#....####.",
+        "..##.#..#.",
+        "..##.####.",
+        ".......###",
+        "###...#.#.",
+        "..........",
+        "######...#",
+        "#....#...#",
+        "#....#...#",
+        "######...#",
+    ]
+    expected = [
+        ".....####.",
+        "..##.####.",
+        "..##.####.",
+        ".......###",
+        "........#.",
+        "..........",
+        "######...#",
+        "#....#...#",
+        "#....#...#",
+        "######...#",
+    ]
+    mask, cleaned = (np.array([[cell == "#" for cell in row] for row in rows]) for rows in (drawn, expected))
+    assert MIN_REGION_OUTPUTS == 4
+    np.testing.assert_array_equal(remove_speckle(mask), cleaned)
+    np.testing.assert_array_equal(remove_speckle(cleaned), cleaned)
+    for quarters in (1, 2, 3):
+        np.testing.assert_array_equal(remove_speckle(np.rot90(mask, quarters)), np.rot90(cleaned, quarters))
+
+
+def test_an_image_of_few_outputs_is_a_region_if_all_of_them_agree() -> None:
+    assert remove_speckle(np.ones((1, 1), bool)).all()
+    assert remove_speckle(np.ones((1, 3), bool)).all()
+    assert not remove_speckle(np.array([[True, False], [True, True]])).any()

@@ -9,8 +9,7 @@ from rotopath.data import DataError, open_data
 from rotopath.recipe import Mining
 from rotopath.tasks import MITOSIS, TUMOR, HardExample
 from rotopath.training import MINED, read_hard_examples, train
-from rotopath.training.checkpoint import RESUME
-from rotopath.training.mining import index_hard_examples, write_hard_examples
+from rotopath.training.checkpoint import RESUME, index_hard_examples, write_hard_examples
 
 pytestmark = pytest.mark.slow
 

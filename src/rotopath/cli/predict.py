@@ -13,6 +13,7 @@ from rotopath.reports import terminal
 
 if TYPE_CHECKING:
     from rotopath.images.slides import SlideDescription
+    from rotopath.inference.dense import Backend
     from rotopath.runs import Precision
 
 
@@ -52,6 +53,13 @@ def predict(
     precision: Annotated[
         str | None, typer.Option(help="Floating-point precision in bits: 16 or 32. Default: 16 on a GPU, 32 on a CPU.")
     ] = None,
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="Library that computes the network: torch, or onnxruntime, which is faster on the CPU and needs the "
+            "extra onnx."
+        ),
+    ] = "torch",
     cluster: Annotated[
         str | None,
         typer.Option(help="Predict slides on a Dask cluster: local, slurm, or the address of a scheduler."),
@@ -95,14 +103,18 @@ def predict(
                 options = FileOptions(
                     pass_options, spacing_um_px, override_spacing, same_precision=precision is not None
                 )
-                bits = cast("Precision | None", precision)  # `prepare` checks the value
+                settings = (
+                    device,
+                    cast("Precision | None", precision),
+                    cast("Backend", backend),
+                )  # `prepare` checks them
                 with SlideProgress(len(slides), terminal.console) as progress:
                     if cluster is None:
-                        outcomes = predict_files(model.prepare(device, bits), slides, out, options, progress.show)
+                        outcomes = predict_files(model.prepare(*settings), slides, out, options, progress.show)
                     else:
                         # The path is absolute, because workers run in another folder.
                         reference = model.name if model.is_pretrained else model.folder.resolve()
-                        make_model = partial(prepare_model, reference, device, bits)
+                        make_model = partial(prepare_model, reference, *settings)
                         outcomes = predict_on_cluster(make_model, slides, out, options, cluster, at_once)
                     for outcome in outcomes:
                         progress.show_outcome(outcome)

@@ -22,7 +22,8 @@ from skimage.draw import polygon2mask
 
 from rotopath.data.dataset import Row, Sample, TableError, read_csv, read_table, resampling_factor
 from rotopath.images.files import UnreadableFileError, image_size_px, is_plausible, read_labels
-from rotopath.images.geojson import Point, SlideObject, fill_outline, read_geojson
+from rotopath.images.geojson import SlideObject, read_geojson
+from rotopath.images.outlines import Point, fill_outline
 
 GEOJSON_SUFFIXES = (".geojson", ".json")
 # Accepted names of the columns of CSV files with points.

@@ -14,7 +14,8 @@ from rotopath.data.annotations import GEOJSON_SUFFIXES
 from rotopath.data.dataset import Annotated, DataError, Dataset, Finding, Row, Sample, read_table
 from rotopath.data.splits import SPLITS, split_fractions
 from rotopath.images.files import PLAUSIBLE_UM_PX, UnreadableFileError, is_plausible, spacing_um_px
-from rotopath.images.geojson import Point, read_geojson
+from rotopath.images.geojson import read_geojson
+from rotopath.images.outlines import Point
 
 MANIFEST_FILE = "manifest.csv"
 # Fraction of the patients in each split, for random splits if the manifest has no column `split`. For class folders

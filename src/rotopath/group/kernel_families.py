@@ -32,7 +32,7 @@ from rotopath.group.grid import (
 Kernel = Literal["bilinear", "gaussian", "harmonic"]
 KERNELS = get_args(Kernel)
 
-MAX_TWISTED = 2**18  # largest number of kernel entries that `write_group_kernels` computes in one step
+MAX_TWISTED = 2**20  # largest number of kernel entries that `write_group_kernels` computes in one step
 
 # Standard deviation of the Gaussians of the family "gaussian", in px. Narrower Gaussians nearly vanish between pixels;
 # wider Gaussians overlap too much.

@@ -1,26 +1,41 @@
-"""Draw predictions on images: a heat map and objects on a slide, or an orientation field on an image.
+"""Draw predictions on images: objects and a heat map on a slide, crops of objects, or an orientation field on an image.
 
-`draw_overlay` returns a reduced image of a slide that fits on a screen. An orientation field is a strength and an angle
-at each pixel, for example of fibers. `draw_orientations` returns an enlarged image on which short lines (strokes) show
-an orientation field.
+`draw_overlay` returns a reduced image of a slide that fits on a screen, with a caption and a scale bar. `draw_crops`
+returns a sheet of crops around objects. An orientation field is a strength and an angle at each pixel, for example of
+fibers. `draw_orientations` returns an enlarged image on which short lines (strokes) show an orientation field.
 """
 
 import colorsys
-from collections.abc import Iterable, Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageEnhance
+from PIL import Image, ImageDraw, ImageEnhance, ImageFont
 
 from rotopath import group
-from rotopath.images.geojson import Point, SlideObject
+from rotopath.images.geojson import SlideObject
+from rotopath.images.outlines import Point
 from rotopath.images.slides import Slide
 
 MAX_OVERLAY_PX = 1600  # maximum length of the longer side of an overlay
-MAX_HEAT_OPACITY = 0.55  # opacity of the color where the heat map is 1
+MIN_OVERLAY_PX = 480  # smaller overlays are widened to the right, because a caption needs space
+MAX_HEAT_OPACITY = 0.4  # opacity of the color where the heat map is 1; the tissue must stay visible
 MAX_OUTLINE_UM_PX = 2.0  # at coarser pixel spacings, outlines of detections are not drawn: they would be only dots
 RING_RADIUS_UM, MIN_RING_RADIUS_PX = 15.0, 7  # radius of the rings around points, and its minimum on the overlay
 MAX_DRAWN = 20_000  # maximum number of objects that are drawn
+FONT_PX, MARGIN_PX = 16, 12  # size of the text, and distance between text and edges, in pixels
+CHARACTER_PX = 8.5  # mean width of a character
+INK, WARNING_INK, PAPER = (30, 30, 40), (180, 20, 20), (255, 255, 255)  # colors of text, warnings and background
+REPLACEMENTS = str.maketrans({"µ": "u", "²": "2", "×": "x"})  # for fonts without these characters
+CROP_PX, CROPS_PER_ROW = 128, 8  # side of a crop on a sheet, and number of crops in a row
+MIN_CROP_UM = 32.0  # side of the smallest crop
 
 ORIENTATION_SCALE = 4  # `draw_orientations` enlarges the image by this factor
 SUPERSAMPLING = 2  # strokes are drawn larger by this factor and then reduced, for smooth lines
@@ -28,66 +43,196 @@ MIN_STROKE = 0.3  # strokes shorter than this fraction of the longest stroke are
 SATURATION = 0.45  # the color saturation of the image is reduced to this fraction, so that strokes stand out
 
 
-# Heat maps and objects
+DrawnAs = Literal["regions", "outlines", "points"]  # what the objects of a task are, which decides how they are drawn
+Color = tuple[int, int, int]  # red, green, blue
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """A heat map, and its position on the slide."""
+
+    values: NDArray[np.float32]  # (rows, columns), a probability at each pixel
+    top_class: NDArray[np.float32] | None  # (rows, columns), index of the most probable class; None for one class
+    frame: tuple[tuple[float, float], float]  # upper left corner (row, column) and side of a pixel, in level 0 pixels
+
+
+@dataclass(frozen=True)
+class Caption:
+    """Text above an overlay."""
+
+    title: str
+    lines: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+
+
+# Slides
 
 
 def draw_overlay(
     slide: Slide,
-    heat: NDArray[np.float32],
-    top_class: NDArray[np.float32] | None,
-    heat_frame: tuple[tuple[float, float], float],
-    colors: Sequence[tuple[int, int, int]],
+    heat: HeatMap,
+    classes: Sequence[tuple[str, Color]],
     objects: Iterable[SlideObject],
+    drawn_as: DrawnAs,
+    caption: Caption,
 ) -> Image.Image:
-    """Draw a heat map and objects on a slide, and return the image, reduced to fit on a screen.
+    """Draw objects on a slide, and return the image, reduced to fit on a screen, with a caption and a scale bar.
 
-    `heat` (rows, columns) is the heat map, a probability at each pixel. The higher the probability, the more opaque is
-    the color of the pixel. `heat_frame` is the upper left corner (row, column) of the heat map and the side of a
-    heat-map pixel, both in pixels of level 0. `colors` has the color (red, green, blue) of each class. `top_class`
-    (rows, columns) is the index of the most probable class at each pixel of the heat map. If `top_class` is None, the
-    whole heat map has the first color. Objects without a color also have the first color. Only the first `MAX_DRAWN`
-    objects are drawn.
+    `classes` has the name and the color of each class, for the legend. Objects without a color have the color of the
+    first class. Only the first `MAX_DRAWN` objects are drawn. If the objects are regions, such as tumor, the heat map
+    is drawn too: the higher the probability, the more opaque is the color. Other objects are drawn without the heat
+    map, because a tint would change the colors of the tissue that is to be judged. An exception are outlines on an
+    image that is reduced so much that outlines would be only dots: then only the heat map is drawn.
     """
-    spacing = max(slide.spacing_um_px, max(slide.size_px) * slide.spacing_um_px / MAX_OVERLAY_PX)
+    spacing = overlay_spacing(slide)
     height, width = slide.size_at(spacing)
     scale = slide.spacing_um_px / spacing  # side of a pixel of level 0, in pixels of the overlay
     overlay = Image.fromarray(slide.read(0, 0, height, width, spacing))
-    (top, left), side = heat_frame
+    if drawn_as == "regions" or (drawn_as == "outlines" and spacing > MAX_OUTLINE_UM_PX):
+        _draw_heat(overlay, heat, [color for _, color in classes], scale)
+    pen = ImageDraw.Draw(overlay)
+    for _, item in zip(range(MAX_DRAWN), objects, strict=False):
+        _draw_object(pen, item, item.color or classes[0][1], scale, spacing)
+    return _frame(overlay, caption, classes, spacing)
+
+
+def overlay_spacing(slide: Slide) -> float:
+    """Return the pixel spacing of the overlay of a slide, in µm/px."""
+    return max(slide.spacing_um_px, max(slide.size_px) * slide.spacing_um_px / MAX_OVERLAY_PX)
+
+
+def _draw_heat(overlay: Image.Image, heat: HeatMap, colors: Sequence[Color], scale: float) -> None:
+    """Draw a heat map on an overlay, in place. `scale` is the side of a pixel of level 0, in pixels of the overlay."""
+    (top, left), side = heat.frame
     step = 1 / (scale * side)
     to_heat = (step, 0.0, -left / side, 0.0, step, -top / side)  # from (x, y) on the overlay to the heat map
-    opacity = Image.fromarray(heat * np.float32(255 * MAX_HEAT_OPACITY)).transform(
+    opacity = Image.fromarray(heat.values * np.float32(255 * MAX_HEAT_OPACITY)).transform(
         overlay.size, Image.Transform.AFFINE, to_heat, Image.Resampling.BILINEAR
     )
     color = Image.new("RGB", overlay.size, colors[0])
-    if top_class is not None:
-        class_colors = np.array(colors, np.uint8)[top_class.astype(np.int64)]
+    if heat.top_class is not None:
+        class_colors = np.array(colors, np.uint8)[heat.top_class.astype(np.int64)]
         color = Image.fromarray(class_colors).transform(
             overlay.size, Image.Transform.AFFINE, to_heat, Image.Resampling.NEAREST
         )
     overlay.paste(color, mask=opacity.convert("L"))
-    pen = ImageDraw.Draw(overlay)
-    for _, item in zip(range(MAX_DRAWN), objects, strict=False):
-        _draw_object(pen, item, item.color or colors[0], scale, spacing)
-    return overlay
 
 
-def _draw_object(
-    pen: ImageDraw.ImageDraw, item: SlideObject, color: tuple[int, int, int], scale: float, spacing_um_px: float
-) -> None:
+def _draw_object(pen: ImageDraw.ImageDraw, item: SlideObject, color: Color, scale: float, spacing_um_px: float) -> None:
     """Draw an object on the overlay: a ring around its position if the object is a point, otherwise its outline.
 
-    Outlines of detections are drawn only if `spacing_um_px`, the pixel spacing of the overlay, is at most
-    `MAX_OUTLINE_UM_PX`. `scale` is the side of a pixel of level 0, in pixels of the overlay.
+    Rings and regions have a white edge, so that they are visible on tissue of any color. Outlines of detections are
+    drawn only if `spacing_um_px`, the pixel spacing of the overlay, is at most `MAX_OUTLINE_UM_PX`. `scale` is the side
+    of a pixel of level 0, in pixels of the overlay.
     """
     if isinstance(item.shape, Point):
         row, column = item.shape.row * scale, item.shape.column * scale
         radius = max(MIN_RING_RADIUS_PX, RING_RADIUS_UM / spacing_um_px)
-        pen.ellipse((column - radius, row - radius, column + radius, row + radius), outline=color, width=2)
+        for extra, ink, line_px in ((1, PAPER, 4), (0, color, 2)):
+            r = radius + extra
+            pen.ellipse((column - r, row - r, column + r, row + r), outline=ink, width=line_px)
     elif item.kind == "annotation" or spacing_um_px <= MAX_OUTLINE_UM_PX:
         for polygon in item.shape:
             for ring in polygon.rings:
                 vertices = [(float(x), float(y)) for y, x in ring * scale]
-                pen.line([*vertices, vertices[0]], fill=color, width=2 if item.kind == "annotation" else 1)
+                line = [*vertices, vertices[0]]
+                if item.kind == "annotation":
+                    pen.line(line, fill=PAPER, width=4, joint="curve")
+                pen.line(line, fill=color, width=2 if item.kind == "annotation" else 1)
+
+
+def _frame(
+    overlay: Image.Image, caption: Caption, classes: Sequence[tuple[str, Color]], spacing_um_px: float
+) -> Image.Image:
+    """Return an overlay with its caption and a legend of the classes above it, and a scale bar below it."""
+    width = max(overlay.width, MIN_OVERLAY_PX)
+    characters = int((width - 2 * MARGIN_PX) / CHARACTER_PX)
+    texts = [(line, INK) for line in textwrap.wrap(caption.title, characters)]
+    texts += [(line, INK) for text in caption.lines for line in textwrap.wrap(text, characters)]
+    texts += [
+        (line, WARNING_INK) for text in caption.warnings for line in textwrap.wrap(f"Warning: {text}", characters)
+    ]
+    line_px = FONT_PX + MARGIN_PX // 2
+    top = 2 * MARGIN_PX + line_px * (len(texts) + 1)
+    framed = Image.new("RGB", (width, top + overlay.height + 2 * MARGIN_PX + line_px), PAPER)
+    framed.paste(overlay, (0, top))
+    pen = ImageDraw.Draw(framed)
+    y = MARGIN_PX
+    for text, ink in texts:
+        _write(pen, (MARGIN_PX, y), text, ink)
+        y += line_px
+    x = float(MARGIN_PX)
+    for name, color in classes:
+        pen.rectangle((x, y + 2, x + FONT_PX, y + 2 + FONT_PX), fill=color, outline=INK)
+        x += FONT_PX + 6 + _write(pen, (x + FONT_PX + 6, y), name) + 2 * MARGIN_PX
+    bar_um = scale_bar_um(overlay.width * spacing_um_px / 4)
+    y = top + overlay.height + MARGIN_PX
+    pen.rectangle((MARGIN_PX, y + 6, MARGIN_PX + bar_um / spacing_um_px, y + 11), fill=INK)
+    label = f"{bar_um / 1000:g} mm" if bar_um >= 1000 else f"{bar_um:g} µm"
+    _write(pen, (2 * MARGIN_PX + bar_um / spacing_um_px, y), label)
+    return framed
+
+
+def _write(pen: ImageDraw.ImageDraw, position: tuple[float, float], text: str, ink: Color = INK) -> float:
+    """Write a line of text with its upper left corner at a position (x, y), and return its length in pixels."""
+    font, is_complete = _load_font()
+    if not is_complete:
+        text = text.translate(REPLACEMENTS)
+    pen.text(position, text, fill=ink, font=font)
+    return pen.textlength(text, font=font)
+
+
+@cache
+def _load_font() -> tuple[ImageFont.FreeTypeFont | ImageFont.ImageFont, bool]:
+    """Return a font, and whether it has all characters in REPLACEMENTS. Pillow's own font does not have them."""
+    names = ["DejaVuSans.ttf", "Arial.ttf", "arial.ttf"]
+    if (matplotlib := find_spec("matplotlib")) is not None and matplotlib.origin is not None:
+        names.insert(0, str(Path(matplotlib.origin).parent / "mpl-data" / "fonts" / "ttf" / "DejaVuSans.ttf"))
+    for name in names:
+        with suppress(OSError):  # this font is not installed
+            return ImageFont.truetype(name, FONT_PX - 1), True
+    return ImageFont.load_default(FONT_PX), False
+
+
+def scale_bar_um(longest_um: float) -> float:
+    """Return the length of a scale bar: the largest of 1, 2, 5, 10, 20, 50, … µm that is at most `longest_um`."""
+    power = 10.0 ** np.floor(np.log10(longest_um))
+    return float(power * max(step for step in (1, 2, 5) if step * power <= longest_um))
+
+
+def draw_crops(slide: Slide, groups: Mapping[str, Sequence[SlideObject]], measurement: str) -> Image.Image:
+    """Return a sheet of crops around objects, without drawings on them.
+
+    `groups` maps titles to objects. Each crop is centered on an object, and is large enough for it. The text below a
+    crop is the value of `measurement` of the object, and the side of the crop in µm.
+    """
+    line_px = FONT_PX + MARGIN_PX // 2
+    cell_width, cell_height = CROP_PX + MARGIN_PX, CROP_PX + line_px + MARGIN_PX // 2
+    heights = [line_px + -(-len(objects) // CROPS_PER_ROW) * cell_height + MARGIN_PX for objects in groups.values()]
+    sheet = Image.new("RGB", (CROPS_PER_ROW * cell_width + MARGIN_PX, sum(heights) + MARGIN_PX), PAPER)
+    pen, top = ImageDraw.Draw(sheet), MARGIN_PX
+    for (title, objects), height in zip(groups.items(), heights, strict=True):
+        _write(pen, (MARGIN_PX, top), title)
+        for i, item in enumerate(objects):
+            x = MARGIN_PX + i % CROPS_PER_ROW * cell_width
+            y = top + line_px + i // CROPS_PER_ROW * cell_height
+            crop, side_um = _crop(slide, item)
+            sheet.paste(crop, (x, y))
+            _write(pen, (x, y + CROP_PX + 2), f"{item.measurements[measurement]:.2f} · {side_um:.0f} µm")
+        top += height
+    return sheet
+
+
+def _crop(slide: Slide, item: SlideObject) -> tuple[Image.Image, float]:
+    """Return the square around an object, as an image of CROP_PX × CROP_PX pixels, and its side in µm."""
+    top, left, bottom, right = item.bounds_px
+    side_um = max(MIN_CROP_UM, 1.5 * max(bottom - top, right - left) * slide.spacing_um_px)
+    spacing = side_um / CROP_PX
+    row, column = (
+        round(middle * slide.spacing_um_px / spacing - CROP_PX / 2)
+        for middle in ((top + bottom) / 2, (left + right) / 2)
+    )
+    return Image.fromarray(slide.read(row, column, CROP_PX, CROP_PX, spacing)), side_um
 
 
 # Orientation fields

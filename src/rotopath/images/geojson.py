@@ -1,76 +1,34 @@
-"""Trace the outlines of objects in label maps, and read and write objects as GeoJSON files for QuPath.
-
-A label map (H, W) contains an object number at each pixel, and 0 for background. An object may have several parts. A
-part is a connected component: its pixels are connected by their sides, not only by their corners. The outline of an
-object has a polygon for each part. A polygon has an outer ring and a ring for each hole; a ring is a closed line. The
-vertices of traced outlines are corners of pixels. Their coordinates are (row, column), as in QuPath: pixel (0, 0)
-extends from (0, 0) to (1, 1). If a traced outline is filled, the result is exactly the pixels of the object.
+"""Objects on slides, and the files in which they are written: GeoJSON for QuPath, which is also read, and CSV tables.
 
 GeoJSON files are FeatureCollections (RFC 7946) and are written atomically. Objects in memory have coordinates (row,
-column) in pixels of level 0. Positions in GeoJSON files are (x, y), that is (column, row).
+column) in pixels of level 0. Positions in files are (x, y), that is (column, row).
 """
 
+import csv
+import gzip
 import hashlib
+import io
 import json
 import math
-from collections import defaultdict
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import IO, Any, Literal, TextIO, cast
 from uuid import UUID
 
 import numpy as np
-from numpy.typing import NDArray
-from skimage.measure import label
 
 from rotopath.images.files import UnreadableFileError
+from rotopath.images.outlines import DECIMALS, Point, Polygon, Ring, signed_area
 from rotopath.writing import atomic_file
 
-DECIMALS = 2  # coordinates in files are rounded to a hundredth of a pixel
 HEAD, TAIL = '{"type": "FeatureCollection", "features": [\n', "\n]}\n"
+COLUMNS = ("number", "id", "class", "x_px", "y_px")  # first columns of tables of objects
+GZIP_LEVEL = 6  # higher levels take twice as long, and save 1 %
 DETECTION_TYPES = ("detection", "cell", "tile")  # QuPath types that are read as "detection"; all others are annotations
-EAST, SOUTH, WEST, NORTH = range(4)
-STEPS = np.array([(0, 1), (1, 0), (0, -1), (-1, 0)])  # (rows, columns) of one step in each of these directions
-
-Ring = NDArray[np.float64]  # (vertices, 2), rows and columns; the last vertex is connected to the first
-
-
-class Point(NamedTuple):
-    """A position in pixels. Whole numbers are corners of pixels: the center of the first pixel is (0.5, 0.5)."""
-
-    row: float
-    column: float
-
-
-@dataclass(frozen=True, eq=False)
-class Polygon:
-    """Outline of one part of an object: an outer ring, and a ring for each hole.
-
-    On the screen, the outer ring runs clockwise and has a positive `signed_area`. Holes run counter-clockwise and have
-    a negative `signed_area`. This is the right-hand rule of GeoJSON, in coordinates with y pointing down.
-    """
-
-    outer: Ring
-    holes: tuple[Ring, ...] = ()
-
-    @property
-    def rings(self) -> tuple[Ring, ...]:
-        """The outer ring, then the holes."""
-        return (self.outer, *self.holes)
-
-    @property
-    def area_px(self) -> float:
-        """Area without the holes, in px²."""
-        return sum(signed_area(ring) for ring in self.rings)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Polygon) or len(self.holes) != len(other.holes):
-            return False
-        return all(np.array_equal(ours, theirs) for ours, theirs in zip(self.rings, other.rings, strict=True))
-
-    def __hash__(self) -> int:
-        return hash(tuple(ring.tobytes() for ring in self.rings))
 
 
 @dataclass(frozen=True)
@@ -83,15 +41,19 @@ class SlideObject:
     color: tuple[int, int, int] | None = None  # (red, green, blue) of the class
     measurements: Mapping[str, float] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def id(self) -> UUID:
         """Identifier, computed from the kind, class and shape: an object has the same identifier in every file."""
-        return self._identify(_make_geometry(self.shape))
-
-    def _identify(self, geometry: dict[str, Any]) -> UUID:
-        """Return the identifier. `geometry` is the GeoJSON geometry of the object, in pixels of level 0."""
-        content = json.dumps([self.kind, self.class_name, geometry])
+        content = json.dumps([self.kind, self.class_name, _make_geometry(self.shape)])
         return UUID(bytes=hashlib.sha256(content.encode()).digest()[:16], version=5)
+
+    @property
+    def bounds_px(self) -> tuple[float, float, float, float]:
+        """Top, left, bottom and right of the bounding box."""
+        if isinstance(self.shape, Point):
+            return (*self.shape, *self.shape)
+        vertices = np.concatenate([polygon.outer for polygon in self.shape])
+        return (*vertices.min(axis=0).tolist(), *vertices.max(axis=0).tolist())
 
     def to_feature(self, origin_px: tuple[float, float] = (0, 0)) -> dict[str, Any]:
         """Return the object as a GeoJSON feature.
@@ -109,170 +71,8 @@ class SlideObject:
                 raise ValueError(
                     f"An object has NaN or infinite measurements: {dict(self.measurements)}; remove these measurements."
                 )
-        geometry = _make_geometry(self.shape)
-        identifier = str(self._identify(geometry))
-        if any(origin_px):
-            geometry = _make_geometry(self.shape, origin_px)
-        return {"type": "Feature", "id": identifier, "geometry": geometry, "properties": properties}
-
-
-# From a label map to outlines and back
-
-
-def trace_outlines(
-    labels: NDArray[np.integer], offset_px: tuple[float, float] = (0, 0), scale: float = 1.0, fill_holes: bool = False
-) -> dict[int, tuple[Polygon, ...]]:
-    """Trace the outlines of all objects in a label map (H, W).
-
-    Returns a dictionary from object numbers to outlines. An outline is a tuple with one polygon for each part of the
-    object. Vertices (row, column) are multiplied by `scale`. Then `offset_px` (row, column) is added, for example to
-    convert vertices to pixels of level 0. With `fill_holes`, polygons have no holes.
-
-    >>> labels = np.zeros((4, 6), np.int32)
-    >>> labels[1:3, 2:5] = 7
-    >>> trace_outlines(labels)[7][0].outer.tolist()
-    [[1.0, 5.0], [3.0, 5.0], [3.0, 2.0], [1.0, 2.0]]
-    """
-    parts: NDArray[np.int64] = label(labels, background=0, connectivity=1)  # type: ignore[no-untyped-call]
-    numbers = np.zeros(int(parts.max(initial=0)) + 1, np.int64)  # object number of each part
-    numbers[parts.ravel()] = labels.ravel()
-    rings: defaultdict[int, list[Ring]] = defaultdict(list)
-    for part, ring in _trace_rings(parts):
-        rings[part].append(ring)
-    outlines: defaultdict[int, list[Polygon]] = defaultdict(list)
-    for part in sorted(rings):
-        # The outer ring is the only ring with a positive signed area, so it comes first.
-        outer, *holes = (ring * scale + offset_px for ring in sorted(rings[part], key=signed_area, reverse=True))
-        outlines[int(numbers[part])].append(Polygon(outer, () if fill_holes else tuple(holes)))
-    return {number: tuple(outlines[number]) for number in sorted(outlines)}
-
-
-def fill_outline(
-    polygons: Iterable[Polygon], size_px: tuple[int, int], offset_px: tuple[float, float] = (0, 0)
-) -> NDArray[np.bool_]:
-    """Return a mask (H, W) that is true at pixels with their centers inside the polygons.
-
-    `size_px` is (H, W). `offset_px` is the (row, column) of the upper left corner of the mask, in the coordinates of
-    the polygons. Where polygons overlap, the even-odd rule applies: pixels inside two polygons are false.
-    """
-    height, width = size_px
-    crossings = np.zeros((height, width + 1), np.int64)
-    for polygon in polygons:
-        for ring in polygon.rings:
-            _count_crossings(crossings, ring - offset_px)
-    inside: NDArray[np.bool_] = np.cumsum(crossings[:, :width], axis=1) % 2 == 1
-    return inside
-
-
-def signed_area(ring: Ring) -> float:
-    """Return the area inside a ring in px²: positive if the ring runs clockwise on the screen, otherwise negative."""
-    rows, columns = (ring - ring[0]).T
-    return float(columns @ _next_vertices(rows) - rows @ _next_vertices(columns)) / 2
-
-
-def _next_vertices(ring: Ring) -> Ring:
-    """Return the vertices (k, 2) of a ring, or one of their coordinates (k,), with the first entry moved to the end."""
-    return np.concatenate([ring[1:], ring[:1]])
-
-
-def _trace_rings(parts: NDArray[np.int64]) -> Iterator[tuple[int, Ring]]:
-    """Trace the outer rings of all parts, and the rings around their holes.
-
-    `parts` (H, W) has the part number of each pixel, and 0 for background. Yields the part number and the vertices of
-    each ring. On the screen, outer rings run clockwise and rings around holes run counter-clockwise, so that the part
-    is always to the right of the direction of travel. Only corners at which the ring changes direction are vertices.
-    """
-    owners, directions, starts = _find_edges(parts)
-    width = parts.shape[1] + 1
-    ends = starts + (STEPS @ (width, 1))[directions]
-    # Link each edge to the next edge of the ring. At each corner, as many edges of a part end as start. The edges are
-    # therefore sorted twice by part and corner: once by the corner at which they end, and once by the corner at which
-    # they start. Edges at the same index in both orders are linked. Where two pixels touch only at a corner, two edges
-    # end and two start. They may be linked either way, because `_split_ring` splits the ring at this corner.
-    owner_key = owners * (math.prod(parts.shape) + sum(parts.shape) + 1)
-    following = np.empty_like(starts)
-    following[np.argsort(owner_key + ends, kind="stable")] = np.argsort(owner_key + starts, kind="stable")
-    next_of, direction_of, start_of, owner_of = (values.tolist() for values in (following, directions, starts, owners))
-    is_visited = bytearray(len(next_of))
-    for first in range(len(next_of)):
-        if is_visited[first]:
-            continue
-        ring, edge, direction = [], first, direction_of[first]
-        while not is_visited[edge]:
-            is_visited[edge] = True
-            edge = next_of[edge]
-            if direction_of[edge] != direction:
-                ring.append(start_of[edge])
-                direction = direction_of[edge]
-        for simple_ring in _split_ring(ring):
-            corners = np.stack(np.divmod(np.array(simple_ring), width), axis=1)
-            yield owner_of[first], corners.astype(np.float64)
-
-
-def _find_edges(parts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Find the edges of each part: the sides of its pixels that separate the part from its surroundings.
-
-    `parts` (H, W) has the part number of each pixel, and 0 for background. Returns three arrays with an entry for each
-    edge: the part number, the direction (EAST, SOUTH, WEST or NORTH), and the number of the corner at which the edge
-    starts. Corners of pixels are numbered row by row; there are W + 1 corners in a row.
-    """
-    width = parts.shape[1] + 1
-    padded = np.pad(parts, 1)
-    owners, directions, starts = [], [], []
-    above, below = padded[:-1, 1:-1], padded[1:, 1:-1]  # parts above and below each horizontal edge
-    before, after = padded[1:-1, :-1], padded[1:-1, 1:]  # parts left and right of each vertical edge
-    for owner, neighbor, direction, shift in (
-        (below, above, EAST, 0),
-        (before, after, SOUTH, 0),
-        (above, below, WEST, 1),
-        (after, before, NORTH, width),
-    ):
-        rows, columns = np.nonzero((owner != neighbor) & (owner > 0))
-        owners.append(owner[rows, columns])
-        directions.append(np.full(len(rows), direction))
-        starts.append(rows * width + columns + shift)
-    return np.concatenate(owners), np.concatenate(directions), np.concatenate(starts)
-
-
-def _split_ring(ring: list[int]) -> Iterator[list[int]]:
-    """Split a ring that passes some corners twice into rings that pass each corner only once.
-
-    Rings are lists of corner numbers, as in `_find_edges`.
-    """
-    if len(set(ring)) == len(ring):
-        yield ring
-        return
-    path: list[int] = []
-    position: dict[int, int] = {}
-    for corner in ring:
-        if corner in position:
-            loop = path[position[corner] :]
-            yield loop
-            for passed in loop:
-                del position[passed]
-            del path[len(path) - len(loop) :]
-        position[corner] = len(path)
-        path.append(corner)
-    yield path
-
-
-def _count_crossings(crossings: NDArray[np.int64], ring: Ring) -> None:
-    """Add the crossings of a ring with rows of pixels to `crossings` (H, W + 1), in place.
-
-    Where an edge of the ring crosses the center line of a row of pixels, 1 is added in this row, at the first pixel
-    whose center is at the crossing or to the right of the crossing. Column W counts the crossings to the right of all
-    pixel centers.
-    """
-    height, last = crossings.shape[0], crossings.shape[1] - 1
-    following = _next_vertices(ring)
-    first = np.ceil(np.minimum(ring[:, 0], following[:, 0]) - 0.5).clip(0, height).astype(np.int64)
-    stop = np.ceil(np.maximum(ring[:, 0], following[:, 0]) - 0.5).clip(0, height).astype(np.int64)
-    counts = stop - first
-    edges = np.repeat(np.arange(len(ring)), counts)
-    rows = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + first[edges]
-    (row0, column0), (row1, column1) = ring[edges].T, following[edges].T
-    columns = column0 + (rows + 0.5 - row0) / (row1 - row0) * (column1 - column0)
-    np.add.at(crossings, (rows, np.ceil(columns - 0.5).clip(0, last).astype(np.int64)), 1)
+        geometry = _make_geometry(self.shape, origin_px)
+        return {"type": "Feature", "id": str(self.id), "geometry": geometry, "properties": properties}
 
 
 # Writing GeoJSON
@@ -281,10 +81,15 @@ def _count_crossings(crossings: NDArray[np.int64], ring: Ring) -> None:
 def write_geojson(path: Path, objects: Iterable[SlideObject], origin_px: tuple[float, float] = (0, 0)) -> int:
     """Write objects to a GeoJSON file, one on each line, and return the number of objects.
 
+    If the file name ends in ".gz", the file is compressed, as QuPath reads it. Only one object at a time is in memory.
     `origin_px` (row, column) is subtracted from all coordinates; for QuPath, pass `slide.origin_px`.
     """
     count = 0
-    with atomic_file(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
+    with ExitStack() as stack:
+        raw: IO[bytes] = stack.enter_context(stack.enter_context(atomic_file(path)).open("wb"))
+        if path.suffix == ".gz":  # the same objects give the same bytes: neither the time nor the file name is written
+            raw = cast(IO[bytes], stack.enter_context(gzip.GzipFile("", "wb", GZIP_LEVEL, raw, mtime=0)))
+        file = stack.enter_context(io.TextIOWrapper(raw, encoding="utf-8", newline="\n"))
         file.write(HEAD)
         for item in objects:
             file.write(",\n" if count else "")
@@ -324,17 +129,55 @@ def _close(positions: list[list[float]]) -> list[list[float]]:
     return [*positions, positions[0]]
 
 
+# Writing CSV
+
+
+def write_rows(
+    objects: Iterable[SlideObject], table: TextIO, origin_px: tuple[float, float] = (0, 0)
+) -> Iterator[SlideObject]:
+    """Write each object as a row of a CSV table, then yield the object.
+
+    The columns are those of `to_row`. `origin_px` (row, column), in pixels of level 0, is subtracted from coordinates.
+    """
+    rows, has_head = csv.writer(table, lineterminator="\n"), False
+    for number, item in enumerate(objects, 1):
+        row = to_row(item, number, origin_px)
+        if not has_head:
+            rows.writerow(row)
+            has_head = True
+        measurements = [f"{value:.6g}" for value in item.measurements.values()]
+        rows.writerow([*list(row.values())[: len(COLUMNS)], *measurements])
+        yield item
+    if not has_head:
+        rows.writerow(COLUMNS)
+
+
+def to_row(item: SlideObject, number: int, origin_px: tuple[float, float] = (0, 0)) -> dict[str, str | int | float]:
+    """Return an object as a row of a table: a dictionary from the names of columns to values.
+
+    The columns are `COLUMNS`, and then the measurements. "number" counts the objects of a slide from 1. "x_px" and
+    "y_px" are the center of the bounding box, in pixels of level 0, minus `origin_px` (row, column).
+    """
+    top, left, bottom, right = item.bounds_px
+    x, y = (left + right) / 2 - origin_px[1], (top + bottom) / 2 - origin_px[0]
+    first = (number, str(item.id), item.class_name, round(x, DECIMALS), round(y, DECIMALS))
+    return {**dict(zip(COLUMNS, first, strict=True)), **item.measurements}
+
+
 # Reading GeoJSON
 
 
 def read_geojson(path: Path, origin_px: tuple[float, float] = (0, 0)) -> list[SlideObject]:
-    """Read the objects of a GeoJSON file that this package or QuPath has written.
+    """Read the objects of a GeoJSON file that this package or QuPath has written; a file named *.gz is decompressed.
 
     `origin_px` (row, column) is added to all coordinates, to convert them to pixels of level 0. Raises
     `UnreadableFileError` if the file or one of its features cannot be used.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
+        content = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise UnreadableFileError(path, f"is cut off or not a gzip file ({error}); compress it again.") from None
     except FileNotFoundError:
         raise UnreadableFileError(path, "does not exist.") from None
     except OSError as error:

@@ -1,13 +1,14 @@
 """Write large maps and images as image pyramids: tiled OME-TIFF files with several resolution levels.
 
 QuPath, Bio-Formats and `open_slide` read parts of these files quickly. The caller passes the pixels as horizontal
-strips from top to bottom: arrays (h, W) or (h, W, 3) of float32 or uint8. Level 0 has the full resolution. Only one row
-of tiles is in memory at a time. The pixels of the other levels are kept in temporary files, which together need a third
-of the uncompressed size of level 0. Files are written atomically.
+strips from top to bottom: arrays (h, W) or (h, W, 3) of float32 or uint8, or label maps (h, W) of uint32. Level 0 has
+the full resolution. Only one row of tiles is in memory at a time. The pixels of the other levels are kept in temporary
+files, which together need a third of the uncompressed size of level 0. Files are written atomically.
 """
 
 import math
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from itertools import chain, zip_longest
@@ -33,11 +34,12 @@ def write_pyramid(
 
     `size_px` (rows, columns) is the size of level 0, and `spacing_um_px` its pixel spacing in µm/px. `name` is the
     image name in the metadata. Each further level has half the resolution of the previous level; its pixels are means
-    of 2 × 2 pixels. The last level fits in a single tile.
+    of 2 × 2 pixels or, in label maps, the upper left of them, because the mean of two object numbers is another object.
+    The last level fits in a single tile.
 
     Raises ValueError if a side of `size_px` is below 1, or if there are no strips. Also raises ValueError unless all
-    strips have the same type (float32 or uint8), the same number of channels and the width of `size_px`, and together
-    have as many rows as `size_px`.
+    strips have the same type (float32, uint8 or uint32), the same number of channels and the width of `size_px`, and
+    together have as many rows as `size_px`.
     """
     incoming = iter(strips)
     first = next(incoming, None)
@@ -46,9 +48,10 @@ def write_pyramid(
             f"A pyramid needs a size of 1 × 1 px or more, and at least one strip of pixels; got a size of "
             f"{size_px[0]} × {size_px[1]} px (rows × columns) and {'no strips' if first is None else 'strips'}."
         )
-    if first.dtype not in (np.float32, np.uint8) or first.shape[2:] not in ((), (3,)):
+    if first.dtype not in (np.float32, np.uint8, np.uint32) or first.shape[2:] not in ((), (3,)):
         raise ValueError(
-            f"A pyramid needs strips (h, W) or (h, W, 3) of float32 or uint8; got {first.shape} of {first.dtype}."
+            f"A pyramid needs strips (h, W) or (h, W, 3) of float32, uint8 or uint32; got {first.shape} of "
+            f"{first.dtype}."
         )
     shape = (*size_px, *first.shape[2:])
     level_shapes = _level_shapes(shape)
@@ -65,8 +68,9 @@ def write_pyramid(
         tile_rows = _regroup(chain([first], incoming), shape, first.dtype)
         for level, (level_shape, reduced) in enumerate(zip_longest(level_shapes, reduced_files)):
             pixels_per_cm = UM_PER_CM / (spacing_um_px * 2**level)
+            tiles = _cut_tiles(tile_rows, reduced)
             tiff.write(
-                _cut_tiles(tile_rows, reduced),
+                _compress_labels(tiles) if first.dtype == np.uint32 else tiles,
                 shape=level_shape,
                 dtype=first.dtype,
                 tile=(TILE_PX, TILE_PX),
@@ -105,6 +109,11 @@ def _regroup(strips: Iterable[Pixels], shape: tuple[int, ...], dtype: np.dtype[A
                 f"{done + filled}, which does not fit; pass strips that have the width and type of the pyramid, and "
                 f"heights that add up to its height."
             )
+        if filled == 0 and 0 < len(strip) == len(tile_row):  # the usual case, which needs no copy
+            yield strip
+            done += len(strip)
+            tile_row = np.empty((min(TILE_PX, height - done), *shape[1:]), dtype)
+            continue
         copied = 0
         while copied < len(strip):
             part = strip[copied : copied + len(tile_row) - filled]
@@ -138,8 +147,24 @@ def _cut_tiles(tile_rows: Iterable[Pixels], reduced: IO[bytes] | None) -> Iterat
             yield tile_row[:, left : left + TILE_PX]
 
 
+def _compress_labels(tiles: Iterable[Pixels]) -> Iterator[bytes]:
+    """Compress the tiles of a label map. Most of them contain no object, and are compressed only once."""
+    empty = zlib.compress(bytes(TILE_PX**2 * np.dtype(np.uint32).itemsize))
+    for tile in tiles:
+        if not tile.any():
+            yield empty
+            continue
+        missing = [(0, TILE_PX - size) for size in tile.shape]  # at the bottom and right edges
+        yield zlib.compress(np.pad(tile, missing).tobytes())
+
+
 def _halve(pixels: Pixels) -> Pixels:
-    """Return the means of squares of 2 × 2 pixels. If a side is odd, the last squares contain fewer pixels."""
+    """Return the means of squares of 2 × 2 pixels or, for uint32, their upper left pixels.
+
+    If a side is odd, the last squares contain fewer pixels.
+    """
+    if pixels.dtype == np.uint32:
+        return pixels[::2, ::2]
     odd_rows, odd_columns = pixels.shape[0] % 2, pixels.shape[1] % 2
     padded = np.pad(pixels, [(0, odd_rows), (0, odd_columns), *[(0, 0)] * (pixels.ndim - 2)], mode="edge")
     squares = padded.reshape(padded.shape[0] // 2, 2, padded.shape[1] // 2, 2, *pixels.shape[2:])

@@ -22,6 +22,8 @@ MAX_PERCENTILE = 99.0  # percentile of the concentrations that is used as their 
 # Rows: red, green, blue. Columns: hematoxylin, eosin.
 REFERENCE_STAINS = np.array([[0.5626, 0.2159], [0.7201, 0.8012], [0.4062, 0.5581]])
 REFERENCE_CONCENTRATIONS = np.array([1.9705, 1.0308])  # highest concentrations of hematoxylin and eosin
+DENSITIES = -np.log((np.arange(256.0) + 1) / WHITE)  # optical density of each pixel value
+CHUNK = 2**14  # number of pixels that are normalized together
 MIN_TISSUE_PIXELS = 100  # smallest number of pixels from which two stain vectors are estimated
 
 
@@ -52,10 +54,17 @@ class Stains:
 
         The concentrations are scaled, so that their highest values equal those of the reference.
         """
-        concentrations = optical_density(image).reshape(-1, 3) @ np.linalg.pinv(self.vectors).T  # (pixels, 2)
-        concentrations *= REFERENCE_CONCENTRATIONS / self.max_concentrations
-        normalized: NDArray[np.float64] = WHITE * np.exp(-concentrations @ REFERENCE_STAINS.T)
-        return normalized.clip(0, 255).astype(np.uint8).reshape(image.shape)
+        # From densities to concentrations, scaled, and back to densities, in one matrix (3, 3)
+        scales = REFERENCE_CONCENTRATIONS / self.max_concentrations
+        to_normalized = np.linalg.pinv(self.vectors).T * scales @ REFERENCE_STAINS.T
+        pixels = image.reshape(-1, 3)
+        result = np.empty_like(pixels)
+        for start in range(0, len(pixels), CHUNK):  # small arrays stay in the cache of the processor
+            values = -optical_density(pixels[start : start + CHUNK]) @ to_normalized
+            np.exp(values, out=values)
+            values *= WHITE
+            result[start : start + CHUNK] = np.minimum(values, 255, out=values)
+        return result.reshape(image.shape)
 
 
 def measure_stains(image: NDArray[np.uint8]) -> Stains | None:
@@ -95,10 +104,24 @@ def estimate_stain_vectors(density: NDArray[np.float64]) -> NDArray[np.float64] 
     return vectors if vectors[0, 0] > vectors[0, 1] else vectors[:, ::-1]  # hematoxylin absorbs more red
 
 
+def stain_densities(pixels: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """Return the optical densities (..., 2) of hematoxylin and eosin at pixels (..., 3).
+
+    The optical density of a pixel is divided into those of the two reference stains (`REFERENCE_STAINS`), to which
+    normalized images are normalized. On other images, it is an estimate, because stains of laboratories differ.
+
+    >>> glass, nucleus = (240, 240, 240), (90, 60, 120)
+    >>> stain_densities(np.array([glass, nucleus], np.uint8)).round(1).tolist()
+    [[-0.0, -0.0], [1.7, 0.1]]
+    """
+    densities: NDArray[np.float64] = optical_density(pixels) @ np.linalg.pinv(REFERENCE_STAINS).T
+    return densities
+
+
 def optical_density(image: NDArray[np.uint8]) -> NDArray[np.float64]:
     """Return the optical density of each pixel and channel of an image, in an array of the same shape.
 
     The optical density measures how much light the tissue absorbs. For a pixel value I, it is -ln((I + 1) / 240).
     """
-    density: NDArray[np.float64] = -np.log((image.astype(np.float64) + 1) / WHITE)
-    return density
+    densities: NDArray[np.float64] = DENSITIES[image]
+    return densities

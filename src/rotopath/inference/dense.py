@@ -13,8 +13,12 @@ module `slide_pass`, tile by tile; the module `tiling` rotates the tiles.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -35,13 +39,23 @@ from rotopath.inference.tiling import (
     predict_in_tiles,
 )
 from rotopath.models import DenseNetwork, Geometry, freeze
-from rotopath.models.protocols import replace_module, unwrap
+from rotopath.models.protocols import (
+    IMAGE_CHANNELS,
+    DenseModule,
+    SlidingModule,
+    as_floats,
+    in_one_line,
+    replace_module,
+    unwrap,
+)
 from rotopath.models.registry import is_equivariant
 from rotopath.nn import center_crop, triton
 
 # Windows are predicted in batches of at most this many pixels, such as 135 windows of 88 × 88 px. For this number, a
 # network with 8 orientations needs about 2 GB of memory.
 PIXELS_PER_BATCH = 2**20
+ONNX_TOLERANCE = 1e-3  # largest difference of logits between torch and ONNX Runtime
+Backend = Literal["torch", "onnxruntime"]  # the library that computes a network
 
 
 # Maps of whole images
@@ -300,14 +314,20 @@ class MixedNetwork(nn.Module):
         return logits.float()  # half precision cannot resolve probabilities near 1
 
 
-def prepare(network: DenseNetwork, device: torch.device, dtype: torch.dtype = torch.float32) -> DenseNetwork:
+def prepare(
+    network: DenseNetwork, device: torch.device, dtype: torch.dtype = torch.float32, backend: Backend = "torch"
+) -> DenseNetwork:
     """Return a copy of a network that is fast on a device, in evaluation mode, with convolutions in `dtype`.
 
     The copy has the same geometry (receptive field, stride, valid image sizes), and the same logits up to rounding. On
     GPUs that can run the package's Triton kernels, the copy keeps its SE(2) layers, because with these kernels the
     layers need fewer passes over memory than a plain CNN. On other devices, the copy is frozen to a plain CNN (see
-    `rotopath.freeze`) if possible.
+    `rotopath.freeze`) if possible. The backend "onnxruntime" runs the plain CNN in ONNX Runtime, on the CPU in float32.
+    Raises ValueError if the network cannot be converted to ONNX.
     """
+    if backend == "onnxruntime":
+        frozen = _freeze_if_possible(network).to(torch.device("cpu")).eval()
+        return replace_module(frozen, OnnxNetwork(frozen)).eval()
     ready = copy.deepcopy(network) if triton.supports_device(device) else _freeze_if_possible(network)
     ready = ready.to(device).eval()
     return ready if dtype == torch.float32 else MixedNetwork(ready, dtype)
@@ -322,3 +342,126 @@ def _freeze_if_possible(network: DenseNetwork) -> DenseNetwork:
         return replace_module(network, freeze(module))
     except ValueError:
         return copy.deepcopy(network)  # the copy predicts the same as a plain CNN, but more slowly
+
+
+# ONNX
+
+
+class OnnxNetwork(nn.Module):
+    """A network that ONNX Runtime computes on the CPU, without gradients.
+
+    `network` is the network in torch, in evaluation mode. Raises ValueError if it cannot be converted, or if ONNX
+    Runtime computes other logits.
+    """
+
+    def __init__(self, network: DenseNetwork) -> None:
+        super().__init__()
+        self.geometry = network.geometry
+        module = unwrap(network)
+        try:
+            with suppress_export_warnings():
+                self._compute = load_onnx(to_onnx(module, network))
+        except ModuleNotFoundError:
+            raise
+        except Exception as error:  # torch's exporter raises errors of any type
+            raise ValueError(
+                f"The network cannot be converted to ONNX ({in_one_line(error)}); use the backend 'torch'."
+            ) from None
+        images = make_example(network)[0].uniform_(0, 1, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            difference = float((self._compute(images) - module(images)).abs().max())
+        if not difference <= ONNX_TOLERANCE:
+            raise ValueError(
+                f"ONNX Runtime computes logits that differ by {difference:.2g} from those of torch; use the backend "
+                f"'torch'."
+            )
+        self.eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._compute(as_floats(x, self))
+
+
+def to_onnx(model: nn.Module, network: DenseNetwork) -> bytes:
+    """Convert a module to an ONNX model with the input "image" and the output "logits", and return the file's content.
+
+    `network` states the valid image sizes. The size of the batch and, unless `has_fixed_size`, the height and the width
+    may vary.
+    """
+    import onnxruntime  # noqa: F401  # so that a missing package is reported before any work is done
+    import onnxscript  # noqa: F401
+
+    example, dynamic_shapes = make_example(network)
+    program = torch.onnx.export(
+        model,
+        (example,),
+        dynamo=True,
+        dynamic_shapes=(dynamic_shapes,),
+        input_names=["image"],
+        output_names=["logits"],
+        verbose=False,
+    )
+    assert program is not None
+    for node in program.model.graph:
+        node.metadata_props.clear()  # they contain local paths
+    content: bytes = program.model_proto.SerializeToString()
+    return content
+
+
+def load_onnx(content: bytes) -> Callable[[Tensor], Tensor]:
+    """Return a function from images (B, 3, H, W) to logits that computes an ONNX model of `to_onnx` on the CPU."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    return lambda images: torch.from_numpy(session.run(["logits"], {"image": images.contiguous().numpy()})[0])
+
+
+def has_fixed_size(network: DenseNetwork) -> bool:
+    """Return whether the exported model accepts images of one size only.
+
+    Within rotopath, such a network is applied to larger images as a sliding window.
+    """
+    return isinstance(network, SlidingModule)
+
+
+def smallest_image_px(network: DenseNetwork) -> int:
+    """Return the smallest image side, in px, that an exported model should be used with.
+
+    A `DenseModule` may pad its input. For such a network, this side is large enough that padding does not affect the
+    outputs at the center.
+    """
+    geometry = network.geometry
+    is_padded = isinstance(network, DenseModule)
+    return geometry.nearest_sizes(geometry.context_px)[-1] if is_padded else geometry.smallest_px
+
+
+def make_example(network: DenseNetwork) -> tuple[Tensor, dict[int, Any]]:
+    """Return example images (B, 3, H, W) for an exporter, and a dictionary of the axes whose size may vary.
+
+    The dictionary maps axis numbers to symbolic sizes (`torch.export.Dim`). The size of axis 0, the batch, may always
+    vary. The sizes of axes 2 and 3, H and W, may vary unless the network accepts one image size only.
+    """
+    step, side = network.geometry.step_px, smallest_image_px(network)
+    batch = torch.export.Dim("batch", min=1)
+    if has_fixed_size(network):
+        return torch.zeros(2, IMAGE_CHANNELS, side, side), {0: batch}
+    height, width = (torch.export.Dim(name, min=side // step) for name in ("rows", "columns"))
+    shapes = {0: batch, 2: step * height + side % step, 3: step * width + side % step}
+    return torch.zeros(2, IMAGE_CHANNELS, side + step, side + 2 * step), shapes
+
+
+@contextmanager
+def suppress_export_warnings() -> Iterator[None]:
+    """Context manager: suppress harmless warnings of torch's exporters, such as those about deprecated functions."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.filterwarnings("ignore", "No complete tensor found in the group", UserWarning)
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,24 +1,25 @@
 """Apply a model to image files, folders and whole slides, and write a folder of results for each file.
 
-The folder contains the objects (GeoJSON and CSV), a heat map (OME-TIFF), an overlay (PNG), and a summary (JSON) that
-also describes the model, the options and the software. With several rotations, it also contains a map of the standard
-deviation over rotations (OME-TIFF). Files that already have results for the same model and options are skipped. A file
-whose prediction was interrupted is predicted again. If a file fails, for whatever reason, this is reported, and the
-prediction continues with the next file; only a full disk stops it. Several processes may write to the same folder of
-results: a file that another process is predicting is left until the end.
+The folder contains the objects (GeoJSON and CSV), a heat map (OME-TIFF), an overlay, and a summary (JSON) that also
+describes the model, the options and the software. It also contains crops of the objects with the highest scores and of
+the least certain objects (PNG), unless the objects are regions. If objects are segmented, it contains their label map
+(OME-TIFF). With several rotations, it contains a map of the standard deviation over rotations (OME-TIFF). Files that
+already have results for the same model and options are skipped. A file whose prediction was interrupted is predicted
+again. If a file fails, for whatever reason, this is reported, and the prediction continues with the next file; only a
+full disk stops it. Several processes may write to the same folder of results: a file that another process is predicting
+is left until the end.
 
 Next to the folder NAME, `.NAME.lock` and `.NAME.pid` are the lock of the process that predicts the file, and the ID of
 this process. After an unexpected error, `NAME.log` contains its traceback.
 """
 
-import csv
 import errno
-import io
+import heapq
 import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -26,15 +27,14 @@ from json import JSONDecodeError, loads
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 
 from rotopath.data.dataset import IMAGE_SUFFIXES, DataError
 from rotopath.environment import describe_machine, describe_software, now
 from rotopath.images import Slide, UnreadableFileError, open_slide
 from rotopath.images.containers import SLIDE_SUFFIXES, is_slide_folder, keep_one_file_per_series
-from rotopath.images.drawing import MAX_DRAWN
-from rotopath.images.geojson import Point, SlideObject, write_geojson
+from rotopath.images.drawing import MAX_DRAWN, draw_crops
+from rotopath.images.geojson import SlideObject, write_geojson, write_rows
 from rotopath.images.pyramid import write_pyramid
 from rotopath.inference.slide_pass import Model, PassOptions, SlidePass
 from rotopath.writing import (
@@ -49,7 +49,8 @@ from rotopath.writing import (
 
 # Names of the files in the folder of results
 GEOJSON, TABLE, HEAT, DEVIATION = "objects.geojson", "objects.csv", "heatmap.ome.tif", "deviation.ome.tif"
-OVERLAY, SUMMARY = "overlay.png", "summary.json"
+LABELS, OVERLAY, CROPS, SUMMARY = "labels.ome.tif", "overlay.png", "crops.png", "summary.json"
+CROP_COUNT = 24  # number of objects with the highest score, and of the least certain objects, that are cropped
 OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")  # parts of error messages of torch
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # errors of file systems without locks
@@ -284,16 +285,25 @@ def _write_results(
     started = time.monotonic()
     with atomic_folder(folder) as unfinished, SlidePass(model, slide, options) as slide_pass:
         drawn: list[SlideObject] = []
+        score = model.task.object_score
+        best = _Shortlist(lambda item: item.measurements[score])
+        least_certain = _Shortlist(lambda item: item.measurements.get("deviation", -item.measurements[score]))
         with (unfinished / TABLE).open("w", newline="", encoding="utf-8") as table:
-            objects = _write_table(slide_pass.objects(on_progress), table, drawn, slide.origin_px)
-            write_geojson(unfinished / GEOJSON, objects, slide.origin_px)
-        for name, map_file, values in (
-            (HEAT, slide_pass.heat, "probability"),
-            (DEVIATION, slide_pass.deviation, "deviation"),
+            objects = write_rows(slide_pass.objects(on_progress), table, slide.origin_px)
+            if model.task.drawn_as != "regions":
+                objects = least_certain.watch(best.watch(objects))
+            write_geojson(unfinished / GEOJSON, _collect_first(objects, drawn), slide.origin_px)
+        for name, map_file, um_px, values in (
+            (HEAT, slide_pass.heat, slide_pass.heat_um_px, "probability"),
+            (DEVIATION, slide_pass.deviation, slide_pass.heat_um_px, "deviation"),
+            (LABELS, slide_pass.labels, slide_pass.labels_um_px, "number in objects.csv"),
         ):
             if map_file is not None:
-                write_pyramid(unfinished / name, map_file.strips(), map_file.size, slide_pass.heat_um_px, values)
+                write_pyramid(unfinished / name, map_file.strips(), map_file.size, um_px, values)
         slide_pass.draw_overlay(drawn).save(unfinished / OVERLAY)
+        if best.items:
+            groups = {f"Highest {score}": best.items, "Least certain": least_certain.items}
+            draw_crops(slide, groups, score).save(unfinished / CROPS)
         summary = slide_pass.summary()
         corner_px, side_px = slide_pass.heat_frame
         write_json(
@@ -317,38 +327,35 @@ def _write_results(
         )
 
 
-def _write_table(
-    objects: Iterator[SlideObject], table: io.TextIOBase, drawn: list[SlideObject], origin_px: tuple[int, int]
-) -> Iterator[SlideObject]:
-    """Write each object as a row of the CSV table, then yield the object.
+class _Shortlist:
+    """Keeps the CROP_COUNT objects with the highest values of a key, out of a stream of objects."""
 
-    The first `MAX_DRAWN` objects are appended to the list `drawn`, for the overlay. `origin_px` (row, column), in
-    pixels of level 0, is subtracted from the coordinates in the table.
-    """
-    rows, columns = csv.writer(table, lineterminator="\n"), ["id", "class", "x_px", "y_px"]
-    is_empty = True
-    for detected in objects:
-        if is_empty:
-            rows.writerow([*columns, *detected.measurements])
-            is_empty = False
-        x, y = _find_center(detected, origin_px)
-        measurements = [f"{value:.6g}" for value in detected.measurements.values()]
-        rows.writerow([detected.id, detected.class_name, f"{x:.2f}", f"{y:.2f}", *measurements])
+    def __init__(self, key: Callable[[SlideObject], float]) -> None:
+        self._key = key
+        self._heap: list[tuple[float, int, SlideObject]] = []  # the lowest key first; in a tie, the latest object
+
+    @property
+    def items(self) -> list[SlideObject]:
+        """The objects, sorted from the highest key to the lowest."""
+        return [item for _, _, item in sorted(self._heap, reverse=True)]
+
+    def watch(self, objects: Iterable[SlideObject]) -> Iterator[SlideObject]:
+        """Yield objects, and keep those with the highest keys."""
+        for number, item in enumerate(objects):
+            entry = (self._key(item), -number, item)
+            if len(self._heap) < CROP_COUNT:
+                heapq.heappush(self._heap, entry)
+            else:
+                heapq.heappushpop(self._heap, entry)
+            yield item
+
+
+def _collect_first(objects: Iterable[SlideObject], drawn: list[SlideObject]) -> Iterator[SlideObject]:
+    """Yield all objects, and append the first `MAX_DRAWN` of them to the list `drawn`, for the overlay."""
+    for item in objects:
         if len(drawn) < MAX_DRAWN:
-            drawn.append(detected)
-        yield detected
-    if is_empty:
-        rows.writerow(columns)
-
-
-def _find_center(detected: SlideObject, origin_px: tuple[int, int]) -> tuple[float, float]:
-    """Return the center (x, y) of an object's bounding box in pixels of level 0, minus `origin_px` (row, column)."""
-    if isinstance(detected.shape, Point):
-        row, column = detected.shape
-    else:
-        corners = np.concatenate([polygon.outer for polygon in detected.shape])
-        row, column = (corners.min(axis=0) + corners.max(axis=0)) / 2
-    return column - origin_px[1], row - origin_px[0]
+            drawn.append(item)
+        yield item
 
 
 def _describe(model: Model, path: Path, options: FileOptions) -> dict[str, object]:

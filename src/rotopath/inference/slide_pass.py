@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,23 +23,30 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from rotopath.environment import install_command
 from rotopath.group import reflect_index
 from rotopath.images import Slide, Tissue, find_tissue
-from rotopath.images.drawing import draw_overlay
-from rotopath.images.geojson import SlideObject, write_geojson
+from rotopath.images.drawing import Caption, Color, DrawnAs, HeatMap, draw_overlay
+from rotopath.images.geojson import COLUMNS, SlideObject, to_row, write_geojson, write_rows
+from rotopath.images.outlines import Point, Polygon
 from rotopath.images.stain import Stain, Stains, measure_stains
 from rotopath.inference.dense import MixedNetwork
 from rotopath.inference.tiling import TILE_PX, Grid, Span, Tile, predict_tiles
 from rotopath.models import DenseNetwork
+from rotopath.writing import atomic_file
+
+if TYPE_CHECKING:
+    import pandas
+    import spatialdata
 
 GPU_TILE_PX = 2 * TILE_PX  # with smaller tiles, a GPU waits for Python, which starts its computations one by one
 MEASURED_PX = 2**21  # largest number of pixels from which stains are measured; on larger slides, samples are measured
 SAMPLE_PX = 256  # side of each of these square samples
 BLOCK_PX, CACHED_BLOCKS = 512, 32  # slides are read in square blocks, cached for adjacent tiles; 32 blocks need 25 MB
+MAX_LABELS_PX = 2**28  # largest label map that is kept in memory, which needs 1 GB
 OVERLAY_HEAT_PX = 4096  # heat maps with a longer side are subsampled before they are drawn on an overlay
 OnProgress = Callable[[int, int], None]  # number of finished tiles, number of all tiles
 Map = NDArray[np.float32]
-Color = tuple[int, int, int]  # red, green, blue
 
 
 class ObjectFinder(Protocol):
@@ -53,6 +61,14 @@ class ObjectFinder(Protocol):
         ...
 
 
+@runtime_checkable
+class LabelPainter(Protocol):
+    """An object finder that also paints its objects into a label map of the slide."""
+
+    # Number of the object at each output, in the order in which objects are yielded: 1, 2, ...; 0 for background
+    labels: "MapFile"
+
+
 class SlideTask(Protocol):
     """The properties and methods of a task that `SlidePass` uses. They are documented in `rotopath.tasks.Task`."""
 
@@ -65,7 +81,15 @@ class SlideTask(Protocol):
     @property
     def colors(self) -> tuple[Color, ...]: ...
     @property
+    def class_names(self) -> tuple[str, ...]: ...
+    @property
+    def drawn_as(self) -> DrawnAs: ...
+    @property
+    def object_score(self) -> str: ...
+    @property
     def heatmap_cell(self) -> int: ...
+    @property
+    def needs_pixels(self) -> bool: ...
     @property
     def tissue_margin_um(self) -> float: ...
     @property
@@ -126,10 +150,66 @@ class SlideResult:
     summary: Mapping[str, float]  # numbers by name, such as "tissue_mm2" and "objects" (number of objects)
     origin_px: tuple[int, int]  # (row, column) on level 0 from which QuPath counts coordinates
     overlay: Image.Image  # the slide with the heat map and the objects drawn on it
+    # Label map (h, w): the number of the object at each pixel, as in `table`, or 0. None if the task outlines no
+    # objects pixel by pixel, or if the map has more than `MAX_LABELS_PX` pixels; `rp.predict` writes maps of any size.
+    labels: NDArray[np.uint32] | None = None
+    labels_corner_px: tuple[float, float] = (0.0, 0.0)  # upper left corner (row, column) of the label map ...
+    labels_side_px: float = 1.0  # ... and side of its pixels, both in pixels of level 0
 
     def to_geojson(self, path: Path | str) -> None:
-        """Write the objects to a GeoJSON file for QuPath."""
+        """Write the objects to a GeoJSON file for QuPath. If the file name ends in ".gz", the file is compressed."""
         write_geojson(Path(path), self.objects, self.origin_px)
+
+    def to_csv(self, path: Path | str) -> None:
+        """Write the objects to a CSV table, with a row for each object, as `objects.csv` of `rotopath predict`."""
+        with atomic_file(Path(path)) as unfinished, unfinished.open("w", newline="", encoding="utf-8") as file:
+            for _ in write_rows(self.objects, file, self.origin_px):
+                pass
+
+    @property
+    def table(self) -> "pandas.DataFrame":
+        """The objects as a pandas table, with a row for each object and the columns of `to_csv`.
+
+        Raises ModuleNotFoundError if pandas is not installed.
+        """
+        pandas = _import_for_tables("pandas")
+        rows = [to_row(item, number, self.origin_px) for number, item in enumerate(self.objects, 1)]
+        return pandas.DataFrame(rows, columns=None if rows else list(COLUMNS))
+
+    def to_spatialdata(self) -> "spatialdata.SpatialData":
+        """Return the objects, their measurements and the label map as a SpatialData object.
+
+        Coordinates are (x, y) in pixels of level 0, minus `origin_px`, as in the files. The shapes "objects" are
+        polygons, or circles with a radius of 1 px for points; their index is the number of the object. The table
+        "measurements" describes them. Without objects, there are no shapes and no table. Raises ModuleNotFoundError if
+        a package of the extra "tables" is not installed.
+        """
+        anndata, geopandas, models, shapely, sd, transformations = map(
+            _import_for_tables,
+            ("anndata", "geopandas", "spatialdata.models", "shapely", "spatialdata", "spatialdata.transformations"),
+        )
+        shapes, tables, labels = {}, {}, {}
+        if self.objects:
+            rows = self.table.set_index("number", drop=False)
+            polygons = [_to_shapely(shapely, item.shape, self.origin_px) for item in self.objects]
+            frame = geopandas.GeoDataFrame({"geometry": polygons}, index=rows.index)
+            if isinstance(self.objects[0].shape, Point):
+                frame["radius"] = 1.0
+            shapes["objects"] = models.ShapesModel.parse(frame)
+            measured = rows[[name for name in rows.columns if name not in COLUMNS]]
+            table = anndata.AnnData(measured.to_numpy(np.float64), obs=rows[list(COLUMNS)].rename(index=str))
+            table.var_names = list(measured.columns)
+            table.obs["region"] = "objects"
+            table.obs["region"] = table.obs["region"].astype("category")
+            keys = {"region": "objects", "region_key": "region", "instance_key": "number"}
+            tables["measurements"] = models.TableModel.parse(table, **keys)
+        if self.labels is not None:
+            side, (top, left) = self.labels_side_px, self.labels_corner_px
+            scale = transformations.Scale([side, side], axes=("x", "y"))
+            move = transformations.Translation([left - self.origin_px[1], top - self.origin_px[0]], axes=("x", "y"))
+            to_level0 = {"global": transformations.Sequence([scale, move])}
+            labels["labels"] = models.Labels2DModel.parse(self.labels, dims=("y", "x"), transformations=to_level0)
+        return sd.SpatialData(shapes=shapes, tables=tables, labels=labels)
 
     def show(self) -> Image.Image:
         """Return the overlay: the slide with heat map and objects drawn on it. Notebooks display it."""
@@ -144,6 +224,9 @@ def predict_slide(model: Model, slide: Slide, options: PassOptions) -> SlideResu
     """Predict a slide, and return all results in memory."""
     with SlidePass(model, slide, options) as slide_pass:
         objects = list(slide_pass.objects())
+        labels = slide_pass.labels
+        if labels is not None and math.prod(labels.size) > MAX_LABELS_PX:
+            labels = None
         return SlideResult(
             task=model.task.name,
             objects=objects,
@@ -153,20 +236,46 @@ def predict_slide(model: Model, slide: Slide, options: PassOptions) -> SlideResu
             summary=slide_pass.summary(),
             origin_px=slide.origin_px,
             overlay=slide_pass.draw_overlay(objects),
+            labels=None if labels is None else labels.read(),
+            labels_corner_px=slide_pass.grid.output_frame()[0],
+            labels_side_px=slide_pass.grid.output_frame()[1],
         )
+
+
+def _import_for_tables(module: str) -> Any:
+    """Import a module of the extra "tables". If it is not installed, the error says how to install it."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"This table needs the package {error.name}; install it with: {install_command('tables')}.", name=error.name
+        ) from None
+
+
+def _to_shapely(shapely: Any, shape: Point | tuple[Polygon, ...], origin_px: tuple[int, int]) -> Any:
+    """Convert a shape to a geometry of the package shapely, with `origin_px` (row, column) subtracted."""
+    if isinstance(shape, Point):
+        return shapely.Point(shape.column - origin_px[1], shape.row - origin_px[0])
+    polygons = [
+        shapely.Polygon(outer, holes)
+        for outer, *holes in ([(ring - origin_px)[:, ::-1] for ring in polygon.rings] for polygon in shape)
+    ]
+    return polygons[0] if len(polygons) == 1 else shapely.MultiPolygon(polygons)
 
 
 class SlidePass:
     """Predicts a slide once, tile by tile. Use it in a `with` statement, which removes the temporary files at its end.
 
-    First iterate over `objects()` to the end. After that, `summary()`, `draw_overlay()` and three maps are complete:
+    First iterate over `objects()` to the end. After that, `summary()`, `draw_overlay()` and four maps are complete:
 
     - `heat`: the probability that any class is present or, in "classify", of the most probable class.
     - `winner`: the index of the most probable class; None if the task has one class.
     - `deviation`: the standard deviation over rotations; None with one rotation.
+    - `labels`: the label map of the objects: their number in the order of `objects()`, from 1; None unless the task
+      outlines objects pixel by pixel.
 
-    Each pixel of these maps is computed from means over `task.heatmap_cell` × `task.heatmap_cell` outputs of the
-    network.
+    The label map has a pixel for each output of the network. Each pixel of the other maps is computed from means over
+    `task.heatmap_cell` × `task.heatmap_cell` outputs.
     """
 
     def __init__(self, model: Model, slide: Slide, options: PassOptions) -> None:
@@ -192,6 +301,9 @@ class SlidePass:
             self.winner = create_map("winner") if len(task.colors) > 1 else None  # index of the class
             self.deviation = create_map("deviation") if options.rotations > 1 else None
             self._finder = task.make_object_finder(self.grid, model.point, folder)
+            self.labels = self._finder.labels if isinstance(self._finder, LabelPainter) else None
+            if self.labels is not None:
+                files.callback(self.labels.close)
             self._files = files.pop_all()
 
     def __enter__(self) -> Self:
@@ -224,12 +336,19 @@ class SlidePass:
         return {"tissue_mm2": tissue_mm2, **self.model.task.summarize(self._counts, self._areas_mm2, tissue_mm2)}
 
     def draw_overlay(self, objects: Iterable[SlideObject]) -> Image.Image:
-        """Return an image of the slide with the heat map and the objects drawn on it."""
-        corner, side = self.heat_frame
+        """Return an image of the slide with the objects or the heat map drawn on it, a caption and a scale bar."""
+        task, (corner, side) = self.model.task, self.heat_frame
         step = -(-max(self.heat.size) // OVERLAY_HEAT_PX)
         winner = None if self.winner is None else self.winner.read_subsampled(step)
-        heat = self.heat.read_subsampled(step)
-        return draw_overlay(self.slide, heat, winner, (corner, side * step), self.model.task.colors, objects)
+        heat = HeatMap(self.heat.read_subsampled(step), winner, (corner, side * step))
+        caption = Caption(self.slide.path.name, [task.describe_summary(self.summary())])
+        classes = list(zip(task.class_names, task.colors, strict=True))
+        return draw_overlay(self.slide, heat, classes, objects, task.drawn_as, caption)
+
+    @property
+    def labels_um_px(self) -> float:
+        """Pixel spacing of the label map, in µm/px."""
+        return self.grid.stride_px * self.view.spacing_um_px
 
     @property
     def heat_frame(self) -> tuple[tuple[float, float], float]:
@@ -241,7 +360,9 @@ class SlidePass:
         """Predict the tiles near tissue (see `_is_near_tissue`), write them into the maps, and yield the objects."""
         task = self.model.task
         wanted = [tile for tile in self.grid.tiles if self._is_near_tissue(*tile)]
-        tiles = predict_tiles(self.grid, wanted, self.model.device, self.options.rotations, task.to_probabilities)
+        tiles = predict_tiles(
+            self.grid, wanted, self.model.device, self.options.rotations, task.to_probabilities, task.needs_pixels
+        )
         for done, tile in enumerate(map(self._clear_glass, tiles), 1):
             self._write_maps(tile)
             yield from self._finder.add_tile(tile)
@@ -380,33 +501,50 @@ class SlideView:
 
 
 class MapFile:
-    """A map (rows, columns) of float32 in a file, written in rectangles. Pixels that are never written are 0."""
+    """A map (rows, columns) of numbers in a file, written in rectangles. Pixels that are never written are 0.
 
-    def __init__(self, path: Path, size: tuple[int, int]) -> None:
-        self.size = size
+    `dtype` is float32, or uint32 for label maps. On most file systems, parts that are never written need no space.
+    """
+
+    def __init__(self, path: Path, size: tuple[int, ...], dtype: type[np.float32 | np.uint32] = np.float32) -> None:
+        self.size = (size[0], size[1])
+        self._dtype = np.dtype(dtype)
         self._file = path.open("wb+")
-        self._file.truncate(4 * math.prod(size))
+        self._file.truncate(self._dtype.itemsize * math.prod(size))
 
-    def write(self, top: int, left: int, values: NDArray[np.float32]) -> None:
+    def write(self, top: int, left: int, values: NDArray[Any]) -> None:
         """Write values (h, w), with the first value at row `top` and column `left`."""
-        for i, row in enumerate(values):
-            self._file.seek(4 * ((top + i) * self.size[1] + left))
-            self._file.write(row.astype(np.float32).tobytes())
+        for i, row in enumerate(values.astype(self._dtype)):
+            self._seek(top + i, left)
+            self._file.write(row.tobytes())
 
-    def read(self, top: int = 0, bottom: int | None = None) -> NDArray[np.float32]:
+    def paint(self, top: int, left: int, values: NDArray[Any]) -> None:
+        """Write the values (h, w) that are not 0; where they are 0, the map keeps its values."""
+        used = np.flatnonzero(values.any(axis=0))
+        for row in np.flatnonzero(values.any(axis=1)).tolist():
+            part = values[row, used[0] : used[-1] + 1]
+            self._seek(top + row, left + int(used[0]))
+            old = np.frombuffer(self._file.read(len(part) * self._dtype.itemsize), self._dtype)
+            self.write(top + row, left + int(used[0]), np.where(part != 0, part, old)[None])
+
+    def read(self, top: int = 0, bottom: int | None = None) -> NDArray[Any]:
         """Return the rows of the map from `top` to `bottom` - 1; by default all rows."""
         rows = (self.size[0] if bottom is None else min(bottom, self.size[0])) - top
-        self._file.seek(4 * top * self.size[1])
-        return np.frombuffer(self._file.read(4 * rows * self.size[1]), np.float32).reshape(rows, self.size[1])
+        self._seek(top, 0)
+        content = self._file.read(self._dtype.itemsize * rows * self.size[1])
+        return np.frombuffer(content, self._dtype).reshape(rows, self.size[1])
 
-    def read_subsampled(self, step: int) -> NDArray[np.float32]:
+    def read_subsampled(self, step: int) -> NDArray[Any]:
         """Return the values of the map in every `step`-th row and column, without reading the whole map at once."""
         return np.concatenate([strip[::step, ::step] for strip in self.strips(512 * step)])
 
-    def strips(self, rows: int = 512) -> Iterator[NDArray[np.float32]]:
+    def strips(self, rows: int = 512) -> Iterator[NDArray[Any]]:
         """Yield the map from top to bottom in strips of `rows` rows. The last strip may have fewer rows."""
         for top in range(0, self.size[0], rows):
             yield self.read(top, top + rows)
 
     def close(self) -> None:
         self._file.close()
+
+    def _seek(self, row: int, column: int) -> None:
+        self._file.seek(self._dtype.itemsize * (row * self.size[1] + column))

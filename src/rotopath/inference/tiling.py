@@ -296,6 +296,7 @@ class Tile(NamedTuple):
     with_halo: tuple[Span, Span]  # rows and columns of the outputs in the maps below: the tile and its halo
     probabilities: NDArray[np.float32]  # (K, h, w): mean over rotations
     deviations: NDArray[np.float32] | None  # (K, h, w): standard deviation over rotations; None for one rotation
+    pixels: NDArray[np.uint8] | None = None  # (h, w, 3): pixels at the positions of the outputs; None unless requested
 
     @property
     def core(self) -> tuple[slice, slice]:
@@ -391,11 +392,13 @@ def predict_tiles(
     device: torch.device,
     rotations: int = 1,
     activation: Activation = activate,
+    with_pixels: bool = False,
 ) -> Iterator[Tile]:
     """Predict the tiles `wanted`, which are all or some of `grid.tiles`, and yield them in the same order.
 
     With `rotations` above 1, tiles contain the mean (test-time augmentation) and the standard deviation over this
-    number of rotations. The network must be on `device`. Threads read the next tiles while the network computes. Only a
+    number of rotations. With `with_pixels`, tiles contain the pixels at the positions of their outputs, as the network
+    reads them. The network must be on `device`. Threads read the next tiles while the network computes. Only a
     few tiles are in memory at a time. Raises ValueError if probabilities are not finite.
     """
     expect_eval(grid.network)
@@ -412,14 +415,32 @@ def predict_tiles(
     waiting: deque[tuple[Span, Span, Future[Tensor]]] = deque()
     try:
         while True:
-            while len(waiting) <= READERS and (tile := next(remaining, None)) is not None:
-                waiting.append((*tile, pool.submit(read, *tile)))
+            while len(waiting) <= READERS and (spans := next(remaining, None)) is not None:
+                waiting.append((*spans, pool.submit(read, *spans)))
             if not waiting:
                 return
-            rows, columns, pixels = waiting.popleft()
-            yield _predict_tile(grid, rows, columns, pixels.result().to(device, non_blocking=True), degrees, activation)
+            rows, columns, reading = waiting.popleft()
+            pixels = reading.result()
+            tile = _predict_tile(grid, rows, columns, pixels.to(device, non_blocking=True), degrees, activation)
+            if with_pixels:
+                area = area_to_read(grid.network.geometry, grid.frame_of(rows, columns).pixels, degrees)
+                tile = tile._replace(pixels=_pick_pixels(grid, tile.with_halo, pixels, area))
+            yield tile
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _pick_pixels(grid: Grid, outputs: tuple[Span, Span], pixels: Tensor, area: Frame) -> NDArray[np.uint8]:
+    """Return the pixels (h, w, 3) at the positions of outputs (rows, columns); between pixels, the nearest below right.
+
+    `pixels` (1, 3, H, W) are the pixels of the slide in the rectangle `area`.
+    """
+    down, across = (
+        np.floor(first + grid.stride_px * np.arange(*span) + 0.5).astype(np.int64).clip(0, size - 1) - read.start
+        for first, span, size, read in zip(grid.first_px, outputs, grid.view.size_px, area, strict=True)
+    )
+    image: NDArray[np.uint8] = pixels[0].permute(1, 2, 0).numpy()
+    return image[np.ix_(down, across)]
 
 
 def _predict_tile(

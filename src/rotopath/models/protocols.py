@@ -346,7 +346,7 @@ class _Probe:
                     f"{self._name} returns {result}; it must return logits of shape (B, K) or (B, K, h, w)."
                 )
             return logits.shape
-        raise ValueError(f"{self._name} does not accept windows of {size} × {size} px: {_in_one_line(reason)}.")
+        raise ValueError(f"{self._name} does not accept windows of {size} × {size} px: {in_one_line(reason)}.")
 
     def output_side(self, size: int) -> int | None:
         """Return the number of outputs along an image side of `size` px.
@@ -439,12 +439,12 @@ class _Probe:
         except Exception as error:  # any kind of error: the module is user code
             size = " × ".join(map(str, images.shape[-2:]))
             raise ValueError(
-                f"{self._name} does not accept a test image of {size} px with float64 values: {_in_one_line(error)}."
+                f"{self._name} does not accept a test image of {size} px with float64 values: {in_one_line(error)}."
             ) from None
         return logits
 
 
-def _in_one_line(error: Exception | None) -> str:
+def in_one_line(error: Exception | None) -> str:
     """Return the whole message of an error in one line, or the name of the error's class if the message is empty."""
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__
 

@@ -10,13 +10,14 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rotopath.images.drawing import Color
 from rotopath.images.stain import Stain
 from rotopath.inference.slide_pass import ObjectFinder
 from rotopath.models.registry import import_object
 from rotopath.tasks.classify import Classify
 from rotopath.tasks.detect import Detect
 from rotopath.tasks.segment import Segment
-from rotopath.tasks.task import Class, Color, HardExample, Task, TrainingWindow
+from rotopath.tasks.task import Class, HardExample, Task, TrainingWindow
 
 # Default colors of classes: the palette of Okabe and Ito. Color-blind people can distinguish these colors, also on pink
 # and purple tissue.

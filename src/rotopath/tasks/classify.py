@@ -21,7 +21,8 @@ from torch import Tensor
 from rotopath.data import DataError, Dataset, Finding, Sample
 from rotopath.data.sampling import ClassBalancedSampler, Ints, Sampler, SamplerSettings
 from rotopath.data.splits import select_fraction
-from rotopath.images.geojson import SlideObject, trace_outlines
+from rotopath.images.geojson import SlideObject
+from rotopath.images.outlines import trace_outlines
 from rotopath.inference.slide_pass import ObjectFinder
 from rotopath.inference.tiling import Grid, Tile
 from rotopath.metrics.bootstrap import score_interval, sum_by_case
@@ -36,6 +37,7 @@ from rotopath.metrics.classification import (
     reliability_curve,
     score_each_class,
 )
+from rotopath.metrics.matching import remove_small
 from rotopath.tasks.task import (
     HardExample,
     Loss,
@@ -47,6 +49,9 @@ from rotopath.tasks.task import (
     check_numbers,
     format_area,
 )
+
+# The smallest region that is outlined on a slide: a square of 24 × 24 µm if there is an output every 12 µm
+MIN_REGION_OUTPUTS = 4
 
 
 class WindowTask(Task):
@@ -352,7 +357,8 @@ class RegionFinder:
     def finish(self) -> Iterator[SlideObject]:
         """Yield the regions of the first class, then those of the second class, and so on.
 
-        A region is a set of connected outputs with the same predicted class. Its outline may have holes.
+        A region is a set of connected outputs with the same predicted class. Its outline may have holes. Regions of
+        fewer than `MIN_REGION_OUTPUTS` outputs are dropped, and smaller holes are filled.
         """
         grid, task = self._grid, self._task
         best = np.zeros(grid.size, np.int64) if task.is_single else self._maps.argmax(axis=0)
@@ -360,7 +366,7 @@ class RegionFinder:
         least = self._point["threshold"] if task.is_single else np.finfo(np.float32).tiny
         output_um = grid.stride_px * grid.view.spacing_um_px
         for index, region_class in enumerate(task.classes):
-            regions, count = ndimage.label((best == index) & (self._maps[index] >= least))
+            regions, count = ndimage.label(remove_speckle((best == index) & (self._maps[index] >= least)))
             numbers = np.arange(1, count + 1)
             probability = ndimage.mean(self._maps[index], regions, numbers)
             deviation = ndimage.mean(self._deviation, regions, numbers)
@@ -370,6 +376,24 @@ class RegionFinder:
                 if self._has_deviation:
                     measurements["deviation"] = deviation[number - 1]
                 yield SlideObject(polygons, "annotation", region_class.name, region_class.color, measurements)
+
+
+def remove_speckle(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return a mask (h, w) without regions, and without holes, of fewer than `MIN_REGION_OUTPUTS` outputs.
+
+    In a mask with fewer outputs, regions must cover the whole mask. Regions and holes are 4-connected. Background that
+    reaches the edge of the mask is not a hole.
+    """
+    least = min(MIN_REGION_OUTPUTS, mask.size)
+    regions, _ = ndimage.label(mask)
+    kept = remove_small(regions, least) > 0
+    holes, _ = ndimage.label(~kept)
+    edge = np.concatenate([holes[0], holes[-1], holes[:, 0], holes[:, -1]])
+    is_filled = np.bincount(holes.ravel()) < least
+    is_filled[0] = False
+    is_filled[edge] = False
+    filled: NDArray[np.bool_] = kept | is_filled[holes]
+    return filled
 
 
 # Losses

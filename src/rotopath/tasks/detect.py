@@ -23,7 +23,8 @@ from rotopath.data import Sample
 from rotopath.data.annotations import read_points
 from rotopath.data.sampling import Ints, ObjectBalancedSampler, ObjectPositions, Sampler, SamplerSettings
 from rotopath.data.splits import select_cases
-from rotopath.images.geojson import Point, SlideObject
+from rotopath.images.geojson import SlideObject
+from rotopath.images.outlines import Point
 from rotopath.inference.dense import Prediction
 from rotopath.inference.slide_pass import ObjectFinder
 from rotopath.inference.tiling import Grid, Tile
@@ -85,6 +86,8 @@ class Detect(WindowTask):
     default_spacing_um_px = 0.25
     prediction_type = "map"
     rules = get_args(PointRule)
+    drawn_as = "points"
+    object_score = "score"
     regime_unit = "cases"
     can_mine = True
 

@@ -24,10 +24,12 @@ from rotopath.data.annotations import read_objects
 from rotopath.data.batches import Bytes, SampleReader
 from rotopath.data.sampling import Ints, PatientBalancedSampler, Sampler, SamplerSettings
 from rotopath.data.splits import select_per_stratum
-from rotopath.images.geojson import SlideObject, trace_outlines
+from rotopath.images.geojson import SlideObject
+from rotopath.images.outlines import measure_shapes, smooth_outlines, trace_outlines
+from rotopath.images.stain import stain_densities
 from rotopath.inference.dense import Prediction
 from rotopath.inference.seams import Seams
-from rotopath.inference.slide_pass import ObjectFinder
+from rotopath.inference.slide_pass import MapFile, ObjectFinder
 from rotopath.inference.tiling import Grid, Tile
 from rotopath.metrics.bootstrap import ImageCase, f1_terms
 from rotopath.metrics.matching import (
@@ -54,6 +56,7 @@ INSIDE_TRIED = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 BACKGROUND_TRIED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 # Areas of discs with a diameter of about 2 to 4 µm: 45 to 170 px at 0.25 µm/px
 MIN_UM2_TRIED = (2.8125, 5.0, 6.875, 8.75, 10.625)
+MEASURED_DECIMALS = 4  # of shapes (µm, µm², fractions) and stains of objects
 
 NO_COUNTS = ObjectCounts(0, 0, 0, 0.0)
 
@@ -82,7 +85,9 @@ class Segment(Task):
     robustness_inputs = "fields"
     rules = get_args(OverlapRule)
     regime_unit = "fields of each organ"
+    drawn_as = "outlines"
     heatmap_cell = 16
+    needs_pixels = True
 
     @property
     def outputs(self) -> int:
@@ -349,21 +354,30 @@ class InstanceFinder:
     """Find the objects of a slide tile by tile. Objects in regions that cross tile borders are found at the end.
 
     The foreground consists of the pixels whose probability of background is below `point["background"]`. A region is a
-    connected component of the foreground, and may contain several objects.
+    connected component of the foreground, and may contain several objects. `labels` is the label map of all objects
+    that were yielded; the first one has the number 1.
     """
 
     def __init__(self, task: Segment, grid: Grid, point: OperatingPoint, folder: Path) -> None:
         self._task, self._grid, self._point = task, grid, point
-        background = (*task.background_probabilities, 0.0)  # the last value is the standard deviation
+        # After the probabilities come the standard deviation over rotations, and red, green and blue of the pixel.
+        background = (*task.background_probabilities, 0.0, 0.0, 0.0, 0.0)
         self._background = np.array(background, np.float32)[:, None, None]
         self._seams = Seams(grid.size, background, folder)
         self._has_deviation = False
+        self._count = 0
+        self.labels = MapFile(folder / "labels", grid.size, np.uint32)
 
     def add_tile(self, tile: Tile) -> Iterator[SlideObject]:
         """Yield the objects of the regions that are completely inside the tile."""
+        if tile.pixels is None:
+            raise ValueError(
+                "Objects are measured on the pixels of a tile; call `predict_tiles` with with_pixels=True."
+            )
         self._has_deviation = tile.deviations is not None
         deviations = np.zeros_like(tile.probabilities) if tile.deviations is None else tile.deviations
-        values = np.concatenate([tile.probabilities, self._task.foreground_deviation(deviations)[None]])
+        pixels = tile.pixels.transpose(2, 0, 1).astype(np.float32)
+        values = np.concatenate([tile.probabilities, self._task.foreground_deviation(deviations)[None], pixels])
         mask = values[BACKGROUND] < self._point["background"]
         is_complete = self._seams.add_tile(tile.rows, tile.columns, mask, values)
         yield from self._decode(np.where(is_complete, values, self._background), tile.rows.start, tile.columns.start)
@@ -376,23 +390,52 @@ class InstanceFinder:
     def _decode(self, values: Map, top: int, left: int) -> Iterator[SlideObject]:
         """Yield the objects in a rectangle of outputs. `top` and `left` are its first row and column on the slide.
 
-        `values` (K + 1, h, w) contains the K probabilities of each output, and then the standard deviation over
-        rotations of the foreground probability.
+        `values` (K + 4, h, w) contains the K probabilities of each output, then the standard deviation over rotations
+        of the foreground probability, and then red, green and blue of the pixel.
         """
         task, grid = self._task, self._grid
-        maps, deviations = values[:-1], values[-1]
+        maps, deviations, pixels = np.split(values, [task.outputs, task.outputs + 1])
         labels = task.decode(Prediction(maps, grid.stride_px, (0, 0)), self._point)
         classes = task.decide_classes(labels, maps)
-        numbers = np.arange(1, labels.max() + 1)
-        probability = ndimage.mean(task.foreground_map(maps), labels, numbers)
-        deviation = ndimage.mean(deviations, labels, numbers)
-        areas_um2 = np.bincount(labels.ravel(), minlength=len(numbers) + 1)[1:] * grid.view.spacing_um_px**2
-        for number, polygons in trace_outlines(labels, *grid.output_frame(top, left), fill_holes=True).items():
-            measurements = {"area_um2": areas_um2[number - 1], "probability": probability[number - 1]}
-            if self._has_deviation:
-                measurements["deviation"] = deviation[number - 1]
+        spacing_um = grid.stride_px * grid.view.spacing_um_px
+        foreground, deviation = task.foreground_map(maps), deviations[0] if self._has_deviation else None
+        measured = measure_objects(labels, foreground, deviation, pixels, spacing_um)
+        corner, side = grid.output_frame(top, left)
+        outlines = smooth_outlines(trace_outlines(labels, corner, side, fill_holes=True), side)
+        self.labels.paint(top, left, np.where(labels > 0, labels.astype(np.int64) + self._count, 0))
+        self._count += len(outlines)
+        for number, polygons in outlines.items():
+            measurements = {name: float(column[number - 1]) for name, column in measured.items()}
             object_class = task.classes[classes[number]]
             yield SlideObject(polygons, "detection", object_class.name, object_class.color, measurements)
+
+
+def measure_objects(
+    labels: Labels, foreground: Map, deviation: Map | None, pixels: Map, spacing_um_px: float
+) -> dict[str, NDArray[np.float64]]:
+    """Measure the shape and the stain of each object in a label map (H, W). Objects have the numbers 1 to n.
+
+    `foreground` (H, W) is the probability of the foreground, `deviation` (H, W) its standard deviation over rotations,
+    and `pixels` (3, H, W) are the pixels as the network reads them, from 0 to 255. Returns a dictionary from the names
+    of measurements to arrays (n,): those of `measure_shapes`, then mean and standard deviation of the optical densities
+    of hematoxylin and of eosin over the pixels of each object, then the mean probability, and then the mean deviation,
+    unless it is None. All but the last two are rounded to `MEASURED_DECIMALS` decimals.
+    """
+    measured = measure_shapes(labels, spacing_um_px)
+    is_object = labels > 0
+    numbers = labels[is_object].astype(np.int64) - 1
+    counts = np.bincount(numbers)
+
+    def mean(values: NDArray[np.floating]) -> NDArray[np.float64]:
+        return np.asarray(np.bincount(numbers, values) / counts)
+
+    densities = stain_densities(pixels[:, is_object].T.astype(np.uint8))  # (pixels of all objects, 2)
+    for stain, density in zip(("hematoxylin", "eosin"), densities.T, strict=True):
+        measured[f"{stain}_mean"] = mean(density)
+        measured[f"{stain}_sd"] = np.sqrt(mean((density - measured[f"{stain}_mean"][numbers]) ** 2))
+    measured = {name: np.round(values, MEASURED_DECIMALS) for name, values in measured.items()}
+    measured["probability"] = mean(foreground[is_object])
+    return measured if deviation is None else measured | {"deviation": mean(deviation[is_object])}
 
 
 # Targets and loss

@@ -25,12 +25,12 @@ from rotopath.data import Annotated, DataError, Dataset, Finding, Sample
 from rotopath.data.annotations import parse_objects, parse_points
 from rotopath.data.batches import SampleReader
 from rotopath.data.sampling import Ints, Sampler, SamplerSettings
+from rotopath.images.drawing import Color, DrawnAs
 from rotopath.images.files import UnreadableFileError
 from rotopath.images.stain import Stain
 from rotopath.inference.slide_pass import ObjectFinder
 from rotopath.inference.tiling import Grid, activate
 
-Color = tuple[int, int, int]  # red, green, blue, 0 to 255
 Loss = Callable[[Tensor, Tensor], Tensor]  # from logits and targets to a scalar tensor
 Map = NDArray[np.float32]  # a value at each output (h, w), or several channels (channels, h, w)
 Evidence = Any  # prediction and ground truth of one image, from which scores are computed; each kind has its own type
@@ -92,7 +92,10 @@ class Task(ABC):
     rules: ClassVar[tuple[str, ...]] = ()  # names of the rules for counting true positives; the first is the default
     regime_unit: ClassVar[str] = "images"  # unit of a regime, which is a reduced amount of training data
     can_mine: ClassVar[bool] = False  # whether `find_hard_examples` is implemented
+    drawn_as: ClassVar[DrawnAs] = "regions"  # how objects and the heat map are drawn on a slide (`draw_overlay`)
+    object_score: ClassVar[str] = "probability"  # name of the measurement of an object that states its score
     heatmap_cell: ClassVar[int] = 1  # each heat-map pixel is the mean over cell × cell outputs
+    needs_pixels: ClassVar[bool] = False  # whether `Tile.pixels` is needed to find and measure objects on slides
 
     def __post_init__(self) -> None:
         if not self.classes:

@@ -1,4 +1,4 @@
-"""The run folder during a training: prepare it, and write the log and the checkpoints.
+"""The run folder during a training: prepare it, and write the log, the checkpoints and the hard examples.
 
 `prepare_folder` creates a run folder, or checks that an existing one belongs to the same recipe and the same data.
 `RunRecorder`, a Lightning callback, writes three files during the training:
@@ -9,7 +9,10 @@
 - `resume.ckpt`: a checkpoint with weights, optimizer, step and log. If the same command is run again, `loop.fit` loads
   this checkpoint. On the CPU, a resumed training ends with exactly the same weights as an uninterrupted training.
 
-The last two files are removed when the run is finished. Every file is written atomically (see `rotopath.writing`), so
+The last two files are removed when the run is finished. If the recipe mines hard examples, the module `loop` first
+trains a baseline network, and `mine_hard_examples` writes the worst mistakes of this network to `mined.csv`, one row
+per mistake, the worst first. In the training that follows, the sampler draws windows at their positions more often.
+Every file is written atomically (see `rotopath.writing`), so
 that it is complete even if the process is killed.
 """
 
@@ -18,25 +21,33 @@ import hashlib
 import io
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from rotopath import runs
-from rotopath.data import Dataset, Sample
+from rotopath.data import DataError, Dataset, Sample
 from rotopath.data.annotations import class_table_path
+from rotopath.data.dataset import read_table
+from rotopath.data.sampling import Ints
 from rotopath.environment import describe_software, now
+from rotopath.evaluation import gather_evidence
 from rotopath.images.files import UnreadableFileError
 from rotopath.model_file import WEIGHTS, RunError, pack_weights, read_json
+from rotopath.models import DenseNetwork
 from rotopath.recipe import Recipe, find_changed_key, format_recipe
+from rotopath.tasks import HardExample, Task
 from rotopath.writing import atomic_file, write_bytes, write_json, write_text
 
+MINED = "mined.csv"
+MINED_COLUMNS = ("image", "row", "column", "score")
 RESUME, KEPT = "resume.ckpt", "kept.safetensors"  # removed when the run is finished
 LOG_COLUMNS = ("step", "epoch", "loss", "learning_rate", "images_per_second", "validation_loss", "validation_accuracy")
 LOG_EVERY_STEPS = 25  # losses of this number of steps are read together, because each read waits for the GPU
@@ -294,3 +305,51 @@ def _check_finite(loss: float, step: int, name: str) -> None:
             f"The {name} became {loss} at step {step}; train with a lower learning_rate in another folder, or run the "
             f"same command again to resume from the last checkpoint."
         )
+
+
+# Hard examples: the worst mistakes of a baseline network on the training images
+
+
+def mine_hard_examples(
+    task: Task, network: DenseNetwork, samples: Sequence[Sample], device: torch.device, max_examples: int, path: Path
+) -> None:
+    """Write the worst mistakes of a baseline network on the training samples `samples` to the CSV file `path`.
+
+    `network` is the baseline network. At most `max_examples` mistakes are written, the worst first.
+    """
+    evidence = gather_evidence(task, network, samples, device)
+    write_hard_examples(path, task.find_hard_examples(evidence, max_examples))
+
+
+def write_hard_examples(path: Path, examples: Sequence[HardExample]) -> None:
+    """Write hard examples to a CSV file, in the given order."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(MINED_COLUMNS)
+    writer.writerows((example.image, example.row, example.column, f"{example.score:.6f}") for example in examples)
+    write_text(path, text.getvalue())
+
+
+def read_hard_examples(path: Path) -> list[HardExample]:
+    """Read hard examples from a CSV file, in the order in which they were written."""
+    return [
+        HardExample(row["image"], int(row["row"]), int(row["column"]), float(row["score"]))
+        for _, row in read_table(path, MINED_COLUMNS)
+    ]
+
+
+def index_hard_examples(examples: Sequence[HardExample], task: Task, samples: Sequence[Sample]) -> Ints:
+    """Convert hard examples to the array `mined` for the sampler of the task (`Task.make_sampler`).
+
+    The array (n, 3) has the columns image index, row and column; row and column are in pixels. For tasks that classify
+    whole images, the array (n,) contains only the image index. The image index i stands for `samples[i]`. Raises
+    DataError if the image of a hard example is not among the samples.
+    """
+    index_of = {sample.name: index for index, sample in enumerate(samples)}
+    if unknown := [example.image for example in examples if example.image not in index_of]:
+        raise DataError(
+            f"The image {unknown[0]!r} of a hard example in {MINED} is not among the training images; restore the "
+            f"data, or choose another folder with --out."
+        )
+    positions = [(index_of[example.image], example.row, example.column) for example in examples]
+    return task.examples_for_sampler(np.array(positions, np.int64).reshape(-1, 3))

@@ -32,7 +32,17 @@ from rotopath.recipe import Recipe, RecipeError, make_recipe, read_recipe
 from rotopath.runs import Run
 from rotopath.tasks import PAPER, Task, TrainingWindow
 from rotopath.tasks.task import Evidence, Loss
-from rotopath.training.checkpoint import KEPT, RESUME, Row, RunRecorder, prepare_folder
+from rotopath.training.checkpoint import (
+    KEPT,
+    MINED,
+    RESUME,
+    Row,
+    RunRecorder,
+    index_hard_examples,
+    mine_hard_examples,
+    prepare_folder,
+    read_hard_examples,
+)
 from rotopath.training.distributed import (
     EpochLoader,
     expect_processes,
@@ -42,7 +52,6 @@ from rotopath.training.distributed import (
     run_on_first_process,
     synchronize_batch_norms,
 )
-from rotopath.training.mining import MINED, index_hard_examples, mine_hard_examples, read_hard_examples
 from rotopath.writing import write_bytes, write_json
 
 BASELINE, TRAINING, SCORING = "baseline", "training", "scoring"  # stages; BASELINE is also the name of a subfolder
