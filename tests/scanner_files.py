@@ -1,4 +1,4 @@
-"""Write minimal slides in the formats of three scanners: Aperio, Hamamatsu, and MIRAX with a stage."""
+"""Write minimal slides in the formats of three scanners, in DICOM, and in OME-Zarr."""
 
 import io
 import struct
@@ -10,6 +10,8 @@ from PIL import Image
 
 TILE_PX = 256
 SLIDE_ID = "0123456789ABCDEF"
+WHOLE_SLIDE, JPEG_BASELINE = "1.2.840.10008.5.1.4.1.1.77.1.6", "1.2.840.10008.1.2.4.50"  # identifiers of DICOM
+VOLUME = "ORIGINAL\\PRIMARY\\VOLUME\\NONE"
 
 
 def write_svs(path: Path, image: np.ndarray, spacing_um_px: float = 0.25) -> Path:
@@ -128,10 +130,100 @@ def _reduce(image: np.ndarray, step: int) -> np.ndarray:
     """Return the image reduced by a whole factor; each pixel is a mean."""
     rows, columns = (side // step for side in image.shape[:2])
     squares = image[: rows * step, : columns * step].reshape(rows, step, columns, step, 3)
-    return squares.mean(axis=(1, 3)).round().astype(np.uint8)
+    return squares.mean(axis=(1, 3)).round().astype(image.dtype)
 
 
 def _jpeg(pixels: np.ndarray) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "JPEG", quality=95, subsampling=0)
     return file.getvalue()
+
+
+def write_dicom(folder: Path, image: np.ndarray, series: str = "1.2.4", image_type: str = VOLUME) -> Path:
+    """Write a whole-slide DICOM of 0.25 µm/px: one file in a folder for each of two levels.
+
+    `series` identifies the slide. `image_type` is an attribute, which is left out if it is empty.
+    """
+    folder.mkdir(exist_ok=True)
+    for number, step in enumerate((1, 4)):
+        reduced = _reduce(image, step)
+        rows, columns = reduced.shape[:2]
+        sides = [(0, -side % TILE_PX) for side in (rows, columns)]
+        padded = np.pad(reduced, [*sides, (0, 0)], mode="edge")
+        frames = [
+            _jpeg(padded[top : top + TILE_PX, left : left + TILE_PX])
+            for top in range(0, rows, TILE_PX)
+            for left in range(0, columns, TILE_PX)
+        ]
+        spacing_mm = f"{0.25e-3 * step:.6g}"
+        measures = _item(_element(0x0028, 0x0030, "DS", f"{spacing_mm}\\{spacing_mm}"))
+        head = _element(0x0002, 0x0002, "UI", WHOLE_SLIDE) + _element(0x0002, 0x0003, "UI", f"{series}.{number}")
+        head += _element(0x0002, 0x0010, "UI", JPEG_BASELINE)
+        elements = [
+            _element(0x0008, 0x0008, "CS", image_type) if image_type else b"",
+            _element(0x0008, 0x0016, "UI", WHOLE_SLIDE),
+            _element(0x0008, 0x0018, "UI", f"{series}.{number}"),
+            _element(0x0020, 0x000E, "UI", series),
+            _element(0x0020, 0x9311, "CS", "TILED_FULL"),
+            _element(0x0028, 0x0002, "US", struct.pack("<H", 3)),
+            _element(0x0028, 0x0004, "CS", "YBR_FULL_422"),
+            _element(0x0028, 0x0006, "US", struct.pack("<H", 0)),
+            _element(0x0028, 0x0008, "IS", str(len(frames))),
+            *(_element(0x0028, tag, "US", struct.pack("<H", TILE_PX)) for tag in (0x0010, 0x0011)),
+            *(_element(0x0028, tag, "US", struct.pack("<H", bits)) for tag, bits in ((0x0100, 8), (0x0101, 8))),
+            *(_element(0x0028, tag, "US", struct.pack("<H", bits)) for tag, bits in ((0x0102, 7), (0x0103, 0))),
+            *(_element(0x0048, tag, "UL", struct.pack("<I", side)) for tag, side in ((6, columns), (7, rows))),
+            _element(0x5200, 0x9229, "SQ", _item(_element(0x0028, 0x9110, "SQ", measures))),
+            struct.pack("<HH2sHI", 0x7FE0, 0x0010, b"OB", 0, 0xFFFFFFFF),
+            *(_item(frame + b"\0" * (len(frame) % 2)) for frame in (b"", *frames)),
+            struct.pack("<HHI", 0xFFFE, 0xE0DD, 0),
+        ]
+        head = _element(0x0002, 0x0000, "UL", struct.pack("<I", len(head))) + head
+        (folder / f"{series}-{number}.dcm").write_bytes(bytes(128) + b"DICM" + head + b"".join(elements))
+    return folder
+
+
+def write_ome_zarr(
+    folder: Path,
+    image: np.ndarray,
+    version: str = "0.5",
+    channels: tuple[tuple[str, str], ...] = (),
+    unit: str | None = "micrometer",
+) -> Path:
+    """Write an OME-Zarr image (H, W, C) of 0.25 µm/px, with three levels.
+
+    The axes are c, y and x or, in version 0.4, all five, as bioformats2raw writes them. `channels` are the names and
+    colors of the channels.
+    """
+    import zarr
+
+    has_all_axes = version == "0.4"
+    root = zarr.open_group(folder, mode="w", zarr_format=3 if version == "0.5" else 2)
+    datasets = []
+    for level, step in enumerate((1, 2, 4)):
+        pixels = np.moveaxis(_reduce(image, step), 2, 0)
+        pixels, chunks = (pixels[None, :, None], (1, 1, 1, 100, 100)) if has_all_axes else (pixels, (1, 100, 100))
+        root.create_array(str(level), data=pixels, chunks=chunks)
+        scale = {"type": "scale", "scale": [1] * (pixels.ndim - 2) + [0.25 * step] * 2}
+        datasets.append({"path": str(level), "coordinateTransformations": [scale]})
+    space = {"type": "space"} | ({} if unit is None else {"unit": unit})
+    axes = [{"name": "c", "type": "channel"}, {"name": "y", **space}, {"name": "x", **space}]
+    if has_all_axes:
+        axes = [{"name": "t", "type": "time"}, axes[0], {"name": "z", "type": "space"}, *axes[1:]]
+    ome = {"version": version, "multiscales": [{"axes": axes, "datasets": datasets}]}
+    if channels:
+        ome["omero"] = {"channels": [{"label": label, "color": color} for label, color in channels]}
+    root.attrs.update({"ome": ome} if version == "0.5" else ome)
+    return folder
+
+
+def _element(group: int, tag: int, kind: str, value: str | bytes) -> bytes:
+    """Return an element of a DICOM file: little-endian, with an explicit data type."""
+    content = value if isinstance(value, bytes) else value.encode()
+    content += (b"\0" if kind == "UI" else b" ") * (len(content) % 2)
+    length = struct.pack("<HI", 0, len(content)) if kind == "SQ" else struct.pack("<H", len(content))
+    return struct.pack("<HH2s", group, tag, kind.encode()) + length + content
+
+
+def _item(content: bytes) -> bytes:
+    return struct.pack("<HHI", 0xFFFE, 0xE000, len(content)) + content

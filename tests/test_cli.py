@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from layouts import pcam, pixels, write_csv, write_image
 from rich.console import Console
+from scanner_files import write_svs
 from typer.testing import CliRunner, Result
 
 import rotopath
@@ -444,3 +445,31 @@ def test_manifest_without_groups_has_intervals_over_patches(tmp_path: Path) -> N
     result = run("evaluate", "tumor-pcam-n8", "--data", str(tmp_path), "--out", str(scores))
     assert result.exit_code == 0, result.stderr
     assert json.loads(scores.read_text())["test"]["interval_over"] == "patches"
+
+
+def test_slides_prints_what_files_contain(tmp_path: Path) -> None:
+    pytest.importorskip("openslide")
+    svs = write_svs(tmp_path / "a.svs", pixels(1024, 2048))
+    result = run("slides", str(svs))
+    assert result.exit_code == 0, result.stderr
+    lines = {line[:19].strip(): line[19:].strip() for line in result.stdout.splitlines()[1:]}
+    assert lines["format"] == "aperio"
+    assert lines["read by"].startswith("OpenSlide ")
+    assert lines["size"] == "2048 × 1024 px (width × height), 0.512 × 0.256 mm"
+    assert lines["pixel spacing"] == "0.25 µm/px"
+    assert lines["level 2"] == "128 × 64 px, downsample 16, 4 µm/px"
+    assert lines["missing"] == "nothing"
+
+
+def test_slides_refuses_a_file_in_one_sentence_and_describes_the_others(tmp_path: Path) -> None:
+    write_image(tmp_path / "a.png", pixels(40, 60))
+    (tmp_path / "b.svs").write_text("not a slide")
+    result = run("slides", str(tmp_path))
+    assert result.exit_code == 2
+    assert "60 × 40 px (width × height)" in result.stdout
+    assert "--spacing-um-px" in result.stdout
+    assert result.stderr.startswith(f"rotopath: {tmp_path / 'b.svs'} is")
+    assert result.stderr.count("\n") == 1
+    nowhere = run("slides", str(tmp_path / "nowhere"))
+    assert nowhere.exit_code == 2
+    assert "does not exist" in nowhere.stderr

@@ -5,6 +5,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
@@ -266,3 +267,28 @@ def test_finished_writer_does_not_remove_the_file_of_another(tmp_path: Path, mon
         unfinished.write_text("new")
     assert (tmp_path / "a.txt").read_text() == "new"
     assert unfinished.read_text() == "of another process"
+
+
+def test_a_lock_is_held_by_one_at_a_time_although_its_file_is_removed(tmp_path: Path) -> None:
+    """The package filelock must notice that a lock file was removed between its opening and its locking."""
+    lock, counter = tmp_path / ".a.lock", tmp_path / "counter"
+    counter.write_text("0")
+
+    def count_up(_: int) -> None:
+        for _ in range(50):
+            with writing.hold_lock(lock, None, remove=True):
+                counter.write_text(str(int(counter.read_text()) + 1))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(count_up, range(4)))
+    assert counter.read_text() == "200"
+    assert list_names(tmp_path) == ["counter"]
+
+
+def test_a_lock_that_is_held_is_refused_and_its_holder_is_named(tmp_path: Path) -> None:
+    lock = tmp_path / ".a.lock"
+    with writing.hold_lock(lock, 0, remove=True):
+        with pytest.raises(writing.BusyError), writing.hold_lock(lock, 0, remove=True):
+            pass
+        assert (tmp_path / ".a.pid").read_text() == str(os.getpid())
+    assert list_names(tmp_path) == []

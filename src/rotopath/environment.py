@@ -22,7 +22,6 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
         "lightning": "lightning",
         "h5py": "h5py",
         "defusedxml": "defusedxml",
-        "filelock": "filelock",
         "matplotlib": "matplotlib",
         "psutil": "psutil",
         "tensorboard": "tensorboard",
@@ -30,7 +29,7 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
     },
     # The extra "slides" also installs the package openslide-bin. It is not listed here, because it is not needed on
     # systems that have the OpenSlide library.
-    "slides": {"openslide": "openslide-python", "tiffslide": "tiffslide"},
+    "slides": {"openslide": "openslide-python", "tiffslide": "tiffslide", "zarr": "zarr"},
     "onnx": {"onnx": "onnx", "onnxruntime": "onnxruntime", "onnxscript": "onnxscript"},
     "cluster": {"dask": "dask", "distributed": "distributed", "dask_jobqueue": "dask-jobqueue"},
     "tables": {"pandas": "pandas", "geopandas": "geopandas", "spatialdata": "spatialdata"},

@@ -120,6 +120,7 @@ class Run:
         precision: Precision | None = None,
         backend: Backend = "torch",
         *,
+        override_spacing: bool = False,
         threshold: float | None = None,
         min_area_um2: float | None = None,
         roi: Path | str | Sequence[SlideObject] | None = None,
@@ -128,10 +129,11 @@ class Run:
     ) -> SlideResult:
         """Apply the model to an image array (H, W, 3), an image file or an open slide. Returns the result in memory.
 
-        `spacing_um_px` is the pixel spacing of the image in µm/px. It is required for an array, replaces the pixel
-        spacing that a file specifies, and is ignored for an open slide. If `rotations` is above 1, each tile is
-        predicted at this number of equally spaced angles, and the result contains the mean and the standard deviation
-        over the angles. If `everywhere` is False, only tissue is predicted.
+        `spacing_um_px` is the pixel spacing of the image in µm/px. It is required for an array, and for a file that
+        does not specify its pixel spacing. If it differs by more than 1 % from that of the file, `override_spacing`
+        must be True. It is ignored for an open slide. If `rotations` is above 1, each tile is predicted at this number
+        of equally spaced angles, and the result contains the mean and the standard deviation over the angles. If
+        `everywhere` is False, only tissue is predicted.
 
         The default of `device` is the first GPU, or the CPU if there is no GPU. `precision` is "16" (default on a GPU)
         or "32" (default on the CPU). `backend` is "torch" or, on the CPU, "onnxruntime".
@@ -145,7 +147,7 @@ class Run:
         """
         chosen = self.task.resolve_classes(classes)
         model = self.prepare(device, precision, backend, threshold, min_area_um2)
-        with as_slide(image, spacing_um_px) as slide:
+        with as_slide(image, spacing_um_px, override_spacing) as slide:
             region = make_region(roi, exclude, slide.origin_px)
             return predict_slide(
                 model, slide, PassOptions(rotations, everywhere=everywhere, region=region, classes=chosen)
@@ -230,6 +232,7 @@ def predict(
     out: Path | str,
     *,
     spacing_um_px: float | None = None,
+    override_spacing: bool = False,
     rotations: int = 1,
     everywhere: bool = False,
     device: torch.device | Device | str | None = None,
@@ -246,8 +249,9 @@ def predict(
 
     `model` is a loaded run, the path of a run folder, or the name of a pretrained model. The results of each file are
     written into a subfolder of `out`. A file is skipped if `out` contains its results for the same model and options
-    (and the same precision, if `precision` is not None). A file that cannot be read does not stop the prediction of the
-    other files. Returns the outcome of each file.
+    (and the same precision, if `precision` is not None). A file that fails, for whatever reason, does not stop the
+    prediction of the other files; only a full disk does (DiskFullError, an OSError). Files that another process is
+    predicting into the same folder are left until the end. Returns the outcome of each file.
 
     After each tile, the function `on_tile` is called with the path of the file, the number of its finished tiles, and
     the number of all its tiles to predict. `roi` and `exclude` are GeoJSON files of QuPath annotations or, for several
@@ -262,12 +266,14 @@ def predict(
     options = FileOptions(
         pass_options,
         spacing_um_px,
+        override_spacing,
         same_precision=precision is not None,
         roi=None if roi is None else Path(roi),
         exclude=None if exclude is None else Path(exclude),
     )
     ready = run.prepare(device, precision, backend, threshold, min_area_um2)
-    return list(predict_files(ready, slides, Path(out), options, on_tile))
+    outcomes = predict_files(ready, slides, Path(out), options, on_tile)
+    return [outcome for outcome in outcomes if outcome.state != "waiting"]
 
 
 def prepare_model(

@@ -27,8 +27,8 @@ from torch import Tensor
 from rotopath import group, models, nn, pretrained, runs
 from rotopath.environment import EXTRAS, PURPOSE, describe_software, install_command, list_missing
 from rotopath.images import open_slide
+from rotopath.images.containers import OPENSLIDE_SUFFIXES
 from rotopath.images.pyramid import write_pyramid
-from rotopath.images.readers import SLIDE_SUFFIXES
 from rotopath.inference import predict
 from rotopath.metrics.equivariance import smooth_images, untrained_errors
 from rotopath.nn.triton import is_installed, supports_device
@@ -117,12 +117,13 @@ def _describe_readers(missing: list[str]) -> list[dict[str, Any]]:
     The entry of an installed reader also contains its version, or the reason why it cannot be loaded. `missing` are the
     names of the packages that are not installed.
     """
-    slides = ", ".join(sorted(suffix[1:].upper() for suffix in SLIDE_SUFFIXES))
+    slides = ", ".join(sorted(suffix[1:].upper() for suffix in OPENSLIDE_SUFFIXES))
     readers: list[dict[str, Any]] = []
     for name, package, (module, version), reads in (
         ("Pillow", "pillow", ("PIL", "__version__"), "PNG, JPEG, TIFF and other images"),
         ("OpenSlide", "openslide-python", ("openslide", "__library_version__"), f"slides: {slides}, pyramidal TIFF"),
         ("tiffslide", "tiffslide", ("tiffslide", "__version__"), "pyramids in OME-TIFF"),
+        ("zarr", "zarr", ("zarr", "__version__"), "OME-Zarr"),
     ):
         reader = {"reader": name, "reads": reads, "installed": package not in missing}
         if reader["installed"]:

@@ -11,6 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
+
+class BusyError(Exception):
+    """Raised if another process holds a lock. The message is one sentence."""
+
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
@@ -68,6 +74,38 @@ def recover_folder(path: Path) -> Path:
         with suppress(FileNotFoundError):  # there is no complete folder, or another process has just renamed it
             _rename(finished, resolved)
     return path
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove the unfinished folder that a killed process has left. Call this only if no process writes to `path`."""
+    recover_folder(path)
+    shutil.rmtree(_state_paths(path)[1], ignore_errors=True)
+
+
+@contextmanager
+def hold_lock(lock: Path, wait_s: float | None, remove: bool = False) -> Iterator[None]:
+    """Context manager: hold a lock, so that only one process at a time writes to a path. `lock` is the lock file.
+
+    Raises BusyError if another process does not release the lock within `wait_s` seconds; None waits without end. The
+    operating system releases the lock when the process ends, also if the process is killed. The process ID is written
+    to a separate file with the suffix .pid, because on Windows other processes cannot read a locked file. If `remove`
+    is True, both files are removed at the end.
+    """
+    # With fallback_to_soft=True, filelock would create an ordinary file on file systems without locks. If the process
+    # is killed, this file would remain and block the path forever.
+    try:
+        held = FileLock(lock, fallback_to_soft=False).acquire(timeout=-1 if wait_s is None else wait_s)
+    except Timeout:
+        raise BusyError(f"{lock} is held by another process.") from None
+    with held:
+        try:
+            write_text(lock.with_suffix(".pid"), str(os.getpid()))
+            yield
+        finally:
+            if remove:  # while the lock is held: filelock notices if a file was removed before it acquired the lock
+                lock.with_suffix(".pid").unlink(missing_ok=True)
+                with suppress(PermissionError):  # Windows does not remove open files
+                    lock.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layouts import truncate
 from PIL import Image
-from scanner_files import write_mirax, write_ndpi, write_svs
+from scanner_files import write_dicom, write_mirax, write_ndpi, write_ome_zarr, write_svs
 from scipy import ndimage
 
 from rotopath.images import UnreadableImageError, open_slide, read_rgb
@@ -222,9 +222,7 @@ def test_a_pyramid_of_floats_is_not_a_slide(tmp_path: Path) -> None:
     with tifffile.TiffWriter(tmp_path / "map.ome.tif", ome=True) as tiff:
         tiff.write(np.zeros((256, 256), np.float32), subifds=1, tile=(128, 128))
         tiff.write(np.zeros((128, 128), np.float32), tile=(128, 128), subfiletype=1)
-    with pytest.raises(
-        UnreadableImageError, match=r"contains float32 numbers along the axes YX, but must contain gray"
-    ):
+    with pytest.raises(UnreadableImageError, match=r"contains float32 numbers, but must contain gray"):
         open_slide(tmp_path / "map.ome.tif")
 
 
@@ -238,12 +236,19 @@ def test_a_file_without_spacing_is_refused_unless_it_is_given(tmp_path: Path) ->
         open_slide(tmp_path / "a.png", 250)
 
 
-def test_a_given_spacing_overrides_that_of_the_file(tmp_path: Path) -> None:
+def test_a_given_spacing_that_contradicts_the_file_must_override_it(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png", dpi=(101_600, 101_600))
     with open_slide(tmp_path / "a.png") as slide:
         assert slide.spacing_um_px == pytest.approx(0.25, rel=1e-4)
-    with open_slide(tmp_path / "a.png", 0.5) as slide:
-        assert slide.spacing_um_px == 0.5
+    for spacing in (0.2476, 0.2524):
+        with open_slide(tmp_path / "a.png", spacing) as slide:
+            assert slide.spacing_um_px == spacing
+    for spacing in (0.247, 0.253, 0.5):
+        sentence = rf"a.png states a pixel spacing of 0.25 µm/px, but {spacing} µm/px was given; .* --override-spacing"
+        with pytest.raises(UnreadableImageError, match=sentence):
+            open_slide(tmp_path / "a.png", spacing)
+        with open_slide(tmp_path / "a.png", spacing, override_spacing=True) as slide:
+            assert slide.spacing_um_px == spacing
 
 
 def test_pixels_that_are_not_square_are_refused(tmp_path: Path) -> None:
@@ -253,6 +258,9 @@ def test_pixels_that_are_not_square_are_refused(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "far.tif", dpi=(101_600, 50_800))
     with pytest.raises(UnreadableImageError, match=r"has pixels 0.5 µm high and 0.25 µm wide, but they must be square"):
         open_slide(tmp_path / "far.tif")
+    for spacing in (0.25, 0.5):  # each is the true spacing of one axis only
+        with pytest.raises(UnreadableImageError, match="add --override-spacing"):
+            open_slide(tmp_path / "far.tif", spacing)
 
 
 @pytest.mark.parametrize("keep", [0.02, 0.3, 0.6, 0.95])
@@ -275,7 +283,9 @@ def test_truncated_files_are_refused_in_one_sentence(tmp_path: Path, kind: str, 
 
     read_all()
     truncate(path, keep)
-    with pytest.raises(UnreadableImageError, match=rf"{path.name} (is damaged|is not an image)") as caught:
+    with pytest.raises(
+        UnreadableImageError, match=rf"{path.name} (is damaged|cannot be decoded|is not an image)"
+    ) as caught:
         read_all()
     assert "\n" not in str(caught.value)
 
@@ -286,8 +296,22 @@ def test_files_that_are_not_images_are_refused_in_one_sentence(tmp_path: Path) -
         open_slide(tmp_path / "text.svs")
     with pytest.raises(UnreadableImageError, match=r"missing.svs does not exist"):
         open_slide(tmp_path / "missing.svs")
-    with pytest.raises(UnreadableImageError, match=r"cannot be read \(Is a directory\)"):
+    with pytest.raises(UnreadableImageError, match="contains neither an OME-Zarr image nor a DICOM slide"):
         open_slide(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.svs", "a.png"])
+def test_a_file_without_permission_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).touch()
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(UnreadableImageError, match=rf"{name} cannot be read \(Permission denied\)"):
+        open_slide(tmp_path / name)
 
 
 def test_invalid_rectangles_and_spacings_are_refused(tmp_path: Path) -> None:
@@ -379,3 +403,198 @@ def test_downsamples_of_rounded_sizes_are_whole_numbers() -> None:
     levels = readers_module._make_levels(sizes, (1.0, 4.000121536217793, 16.00048614487117))
     assert [level.downsample for level in levels] == [1, 4, 16]
     assert readers_module._make_levels([(1000, 1000), (469, 469)], (1.0, 2.1322))[1].downsample == 2.1322
+
+
+def checkers(rows: int = 640, columns: int = 800) -> np.ndarray:
+    """Squares of 32 px in random colors, which JPEG preserves well."""
+    colors = np.random.default_rng(0).integers(0, 256, (rows // 32, columns // 32, 3))
+    return np.kron(colors, np.ones((32, 32, 1))).astype(np.uint8)
+
+
+def test_a_dicom_slide_is_a_folder_or_any_of_its_files(tmp_path: Path) -> None:
+    """Levels are separate files, from which OpenSlide assembles the slide."""
+    pytest.importorskip("openslide")
+    image, folder = checkers(), write_dicom(tmp_path / "slide", checkers())
+    for path in (folder, *folder.iterdir()):
+        with open_slide(path) as slide:
+            assert [level.size_px for level in slide.levels] == [(640, 800), (160, 200)]
+            assert slide.spacing_um_px == pytest.approx(0.25)
+            assert np.abs(slide.read(0, 0, 640, 800).astype(int) - image).max() <= 3
+            assert np.abs(slide.read(0, 0, 160, 200, 1.0).astype(int) - image[::4, ::4]).mean() < 1
+    write_dicom(folder, image, series="1.2.5")
+    with pytest.raises(UnreadableImageError, match="is a folder that contains 2 DICOM slides; choose one"):
+        open_slide(folder)
+
+
+def test_a_dicom_file_that_is_not_damaged_is_not_called_damaged(tmp_path: Path) -> None:
+    pytest.importorskip("openslide")
+    folder = write_dicom(tmp_path / "slide", checkers(), image_type="")
+    with pytest.raises(UnreadableImageError) as caught:
+        open_slide(folder)
+    assert "cannot read (the attribute Image Type is missing or incomplete)" in str(caught.value)
+    assert "damaged" not in str(caught.value)
+    (tmp_path / "scan.dcm").write_bytes(bytes(128) + b"DICM" + bytes(100))
+    with pytest.raises(UnreadableImageError, match=r"scan.dcm is a DICOM file, but not of a whole slide"):
+        open_slide(tmp_path / "scan.dcm")
+
+
+@pytest.mark.parametrize("version", ["0.4", "0.5"])
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_ome_zarr(tmp_path: Path, version: str, dtype: type) -> None:
+    pytest.importorskip("zarr")
+    image = checkers(320, 480)
+    channels = tuple((f"Channel {i}", color) for i, color in enumerate(("FF0000", "00ff00", "0000FF")))
+    stored = image.astype(dtype) * (np.iinfo(dtype).max // 255)
+    path = write_ome_zarr(tmp_path / "a.zarr", stored, version, channels)
+    with open_slide(path) as slide:
+        assert [level.size_px for level in slide.levels] == [(320, 480), (160, 240), (80, 120)]
+        assert slide.spacing_um_px == 0.25
+        assert np.array_equal(slide.read(0, 0, 320, 480), image)
+        assert np.array_equal(slide.read(30, 70, 50, 90), image[30:80, 70:160])
+        assert np.array_equal(slide.read(5, 7, 70, 100, 1.0), image[2::4, 2::4][5:75, 7:107])
+    description = slides_module.describe_slide(path)
+    assert description.contents.format == f"OME-Zarr {version}"
+    assert description.missing == ()
+    with open_slide(path) as slide, ThreadPoolExecutor(4) as pool:
+        rows = list(pool.map(lambda top: slide.read(top, 0, 10, 480), range(0, 320, 10)))
+    assert np.array_equal(np.concatenate(rows), image)
+
+
+def test_ome_zarr_with_fluorescence_without_units_and_with_several_images(tmp_path: Path) -> None:
+    zarr = pytest.importorskip("zarr")
+    image = checkers(320, 480)
+    dyes = (("DAPI", "FF0000"), ("FITC", "00FF00"), ("Cy3", "0000FF"))
+    with pytest.raises(UnreadableImageError, match=r"contains 3 separate channels \(DAPI, FITC, Cy3\), but must"):
+        open_slide(write_ome_zarr(tmp_path / "dyes.zarr", image, channels=dyes))
+    with pytest.raises(UnreadableImageError, match="contains float64 numbers, but must contain gray or RGB values"):
+        open_slide(write_ome_zarr(tmp_path / "floats.zarr", image.astype(float)))
+    with pytest.raises(UnreadableImageError, match="does not state the size of its pixels"):
+        open_slide(write_ome_zarr(tmp_path / "pixels.zarr", image, unit=None))
+    several = tmp_path / "several.zarr"
+    zarr.open_group(several, mode="w", zarr_format=2, attributes={"bioformats2raw.layout": 3})
+    write_ome_zarr(several / "0", image[:64, :96], "0.4")
+    write_ome_zarr(several / "1", image, "0.4")
+    with open_slide(several) as slide:
+        assert slide.size_px == (320, 480)
+    assert slides_module.describe_slide(several).contents.others == (("0", (64, 96)),)
+    zarr.open_group(tmp_path / "other.zarr", mode="w")
+    with pytest.raises(UnreadableImageError, match="is a Zarr folder without an OME-Zarr image"):
+        open_slide(tmp_path / "other.zarr")
+
+
+def test_without_zarr_its_images_name_the_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("zarr")
+    path = write_ome_zarr(tmp_path / "a.zarr", checkers(64, 64))
+    monkeypatch.setitem(sys.modules, "zarr", None)
+    with pytest.raises(UnreadableImageError, match=r"needs zarr; install it: pip install 'rotopath\[slides\]'"):
+        open_slide(path)
+
+
+@pytest.mark.parametrize("openslide", ["installed", "missing"])
+@pytest.mark.parametrize("tile", [None, (128, 128)])
+@pytest.mark.parametrize(("axes", "what"), [("CYX", "2 separate channels"), ("ZYX", "2 separate focal planes")])
+def test_stacks_are_refused_and_not_read_as_gray_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, openslide: str, tile: tuple[int, int] | None, axes: str, what: str
+) -> None:
+    """OpenSlide and Pillow would read the first channel or plane only."""
+    stack = np.zeros((2, 256, 256), np.uint8)
+    tifffile.imwrite(
+        tmp_path / "a.ome.tif", stack, ome=True, tile=tile, metadata={"axes": axes}, photometric="minisblack"
+    )
+    if openslide == "missing":
+        monkeypatch.setitem(sys.modules, "openslide", None)
+    with pytest.raises(
+        UnreadableImageError, match=rf"a.ome.tif contains {what}, but must contain one gray or RGB image"
+    ):
+        open_slide(tmp_path / "a.ome.tif", 0.5)
+
+
+def test_the_channels_of_an_ome_tiff_and_of_a_qptiff_are_named(tmp_path: Path) -> None:
+    named = {"axes": "CYX", "Channel": {"Name": ["DAPI", "FITC"]}}
+    stack = np.zeros((2, 64, 64), np.uint8)
+    tifffile.imwrite(tmp_path / "a.ome.tif", stack, ome=True, metadata=named, photometric="minisblack")
+    with pytest.raises(UnreadableImageError, match=r"contains 2 separate channels \(DAPI, FITC\), but must"):
+        open_slide(tmp_path / "a.ome.tif", 0.5)
+    with tifffile.TiffWriter(tmp_path / "a.qptiff") as tiff:
+        for dye in ("DAPI", "FITC", "Cy3"):
+            xml = f"<PerkinElmer-QPI-ImageDescription><ImageType>FullResolution</ImageType><Name>{dye}</Name>"
+            description = f"{xml}</PerkinElmer-QPI-ImageDescription>"
+            pixels = np.zeros((64, 64), np.uint8)
+            tiff.write(pixels, description=description, software="PerkinElmer-QPI", metadata=None)
+    with pytest.raises(UnreadableImageError, match=r"contains 3 separate channels \(DAPI, FITC, Cy3\), but must"):
+        open_slide(tmp_path / "a.qptiff", 0.5)
+
+
+def test_the_largest_of_several_images_is_read_and_the_others_are_listed(tmp_path: Path) -> None:
+    pytest.importorskip("tiffslide")
+    image, label = checkers(256, 320), np.zeros((100, 90, 3), np.uint8)
+    path = tmp_path / "a.ome.tif"
+    with tifffile.TiffWriter(path, ome=True) as tiff:
+        tiff.write(image, subifds=1, tile=(128, 128), photometric="rgb", metadata={"Name": "slide"})
+        tiff.write(image[::2, ::2], tile=(128, 128), photometric="rgb", subfiletype=1)
+        tiff.write(label, photometric="rgb", metadata={"Name": "label"})
+    with open_slide(path, 0.5) as slide:
+        assert np.array_equal(slide.read(0, 0, 256, 320), image)
+    assert slides_module.describe_slide(path).contents.others == (("label", (100, 90)),)
+    with tifffile.TiffWriter(path, ome=True) as tiff:
+        tiff.write(label, photometric="rgb")
+        tiff.write(image, photometric="rgb")
+    with open_slide(path, 0.5) as slide:
+        assert np.array_equal(slide.read(0, 0, 256, 320), image)
+    with tifffile.TiffWriter(path, ome=True) as tiff:
+        tiff.write(label, photometric="rgb")
+        tiff.write(image, subifds=1, tile=(128, 128), photometric="rgb")
+        tiff.write(image[::2, ::2], tile=(128, 128), photometric="rgb", subfiletype=1)
+    with pytest.raises(UnreadableImageError, match=r"contains 2 images, of which only .* but the largest is number 2"):
+        open_slide(path, 0.5)
+
+
+def test_the_page_of_an_image_has_its_own_spacing(tmp_path: Path) -> None:
+    with tifffile.TiffWriter(tmp_path / "a.tif") as tiff:
+        tiff.write(np.zeros((20, 30, 3), np.uint8), resolution=(1e4, 1e4), resolutionunit="CENTIMETER")
+        tiff.write(checkers(64, 96), resolution=(4e4, 4e4), resolutionunit="CENTIMETER")
+    with open_slide(tmp_path / "a.tif") as slide:
+        assert slide.spacing_um_px == pytest.approx(0.25)
+        assert np.array_equal(slide.read(0, 0, 64, 96), checkers(64, 96))
+
+
+def test_ome_metadata_state_the_spacing_of_a_tiled_image_without_levels(tmp_path: Path) -> None:
+    size = {"PhysicalSizeX": 0.5, "PhysicalSizeXUnit": "µm", "PhysicalSizeY": 0.5, "PhysicalSizeYUnit": "µm"}
+    image = checkers(256, 256)
+    tifffile.imwrite(tmp_path / "a.ome.tif", image, ome=True, tile=(128, 128), photometric="rgb", metadata=size)
+    with open_slide(tmp_path / "a.ome.tif") as slide:
+        assert slide.spacing_um_px == 0.5
+    assert slides_module.describe_slide(tmp_path / "a.ome.tif").contents.format == "OME-TIFF"
+
+
+def test_a_qptiff_of_a_stained_slide_is_read(tmp_path: Path) -> None:
+    """Its pages are the image, a thumbnail, and the other levels."""
+    pytest.importorskip("tiffslide")
+    image = checkers(512, 640)
+    storage = {"software": "PerkinElmer-QPI", "photometric": "rgb", "metadata": None, "resolutionunit": "CENTIMETER"}
+    with tifffile.TiffWriter(tmp_path / "a.qptiff") as tiff:
+        tiff.write(image, tile=(128, 128), resolution=(4e4, 4e4), **storage)
+        tiff.write(image[::8, ::8], **storage)
+        tiff.write(image[::2, ::2], tile=(128, 128), resolution=(2e4, 2e4), subfiletype=1, **storage)
+        tiff.write(image[:100, :90], **storage)
+    with open_slide(tmp_path / "a.qptiff") as slide:
+        assert [level.size_px for level in slide.levels] == [(512, 640), (256, 320)]
+        assert slide.spacing_um_px == pytest.approx(0.25)
+        assert np.array_equal(slide.read(0, 0, 512, 640), image)
+        assert np.array_equal(slide.read(0, 0, 256, 320, 0.5), image[::2, ::2])
+    contents = slides_module.describe_slide(tmp_path / "a.qptiff").contents
+    assert contents.format == "QPI-TIFF"
+    assert [name for name, _ in contents.others] == ["Thumbnail", "Macro"]
+
+
+def test_the_description_of_a_slide_states_what_is_missing(tmp_path: Path) -> None:
+    pytest.importorskip("openslide")
+    Image.new("RGB", (30, 20)).save(tmp_path / "a.png")
+    plain = slides_module.describe_slide(tmp_path / "a.png")
+    assert (plain.contents.format, plain.pixel_size_um) == ("PNG", None)
+    assert plain.contents.reader.startswith("Pillow ")
+    assert "--spacing-um-px" in plain.missing[0]
+    svs = slides_module.describe_slide(write_svs(tmp_path / "a.svs", checkers(1024, 1024)))
+    assert (svs.contents.format, svs.pixel_size_um, svs.missing) == ("aperio", (0.25, 0.25), ())
+    assert svs.contents.reader.startswith("OpenSlide ")
+    assert svs.levels[0] == ((1024, 1024), 1.0)

@@ -1,8 +1,15 @@
 """Prediction of files: a folder for each, written atomically; finished files are skipped, bad ones stop nothing."""
 
 import csv
+import errno
 import hashlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +22,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from layouts import write_image
 from PIL import Image
-from scanner_files import write_mirax
+from scanner_files import write_dicom, write_mirax, write_ome_zarr
 from test_pretrained import draw_tissue
 from typer.testing import CliRunner, Result
 
@@ -29,6 +36,7 @@ from rotopath.images.outlines import Point, Polygon, fill_outline
 from rotopath.inference import predict_files
 from rotopath.inference.slide_pass import Model, SlidePass
 from rotopath.metrics import smooth_images
+from rotopath.writing import hold_lock
 
 pytestmark = pytest.mark.slow
 
@@ -255,15 +263,224 @@ def test_the_command_reports_a_slide_that_needs_too_much_memory(
     assert "a.png failed: memory is too small" in " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("error", [RuntimeError("Expected all tensors to be on the same device"), AssertionError()])
-def test_other_errors_are_raised(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+ERRORS = {
+    "of torch": RuntimeError("Expected all tensors to be on the same device."),
+    "without a message": AssertionError(),
+    "of a user's class": type("DecoderCrash", (Exception,), {})("tile 7\nis bad"),
+    "of the system": OSError(5, "Input/output error", "a.png"),
+    "of a value": ValueError("operands could not be broadcast together"),
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_no_error_of_a_slide_stops_the_others(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """They are bugs, which have to be noticed."""
-    monkeypatch.setattr(predict_files, "write_pyramid", lambda *_: raise_error(error))
-    with pytest.raises(type(error)):
-        rp.predict(MODEL, images, tmp_path / "out", spacing_um_px=1.0)
+    """An unexpected error may be a bug; its type is printed, and its traceback is kept until the slide is predicted."""
+    detect, out, error = SlidePass.objects, tmp_path / "out", ERRORS[kind]
+
+    def fail(self: SlidePass, *arguments: Any) -> Iterator[SlideObject]:
+        if self.slide.size_px == (130, 150):
+            raise error
+        yield from detect(self, *arguments)
+
+    words = (MODEL, images, "--out", out, "--spacing-um-px", 1.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(SlidePass, "objects", fail)
+        result = call(*words)
+    assert result.exit_code == 1
+    lines = [line for line in result.output.splitlines() if "a.png" in line]
+    assert len(lines) == 1
+    assert "b.tif: tumor in" in result.output
+    if kind == "of the system":
+        assert lines == ["a.png failed: a.png cannot be read or written (Input/output error)."]
+        assert sorted(path.name for path in out.iterdir()) == ["b.tif"]
+    else:
+        assert lines[0].startswith(f"a.png failed: {type(error).__name__}")
+        assert lines[0].endswith(f"; the traceback is in {out / 'a.png.log'}.")
+        assert sorted(path.name for path in out.iterdir()) == ["a.png.log", "b.tif"]
+        assert "in fail\n    raise error" in (out / "a.png.log").read_text()
+    assert call(*words).exit_code == 0
+    assert sorted(path.name for path in out.iterdir()) == ["a.png", "b.tif"]
+
+
+def test_a_slide_with_a_name_that_is_too_long_does_not_stop_the_others(images: Path, tmp_path: Path) -> None:
+    """The names of temporary files are a few letters longer than that of the slide."""
+    name = f"{'a' * 250}.png"
+    (images / "a.png").rename(images / name)
+    result = call(MODEL, images, "--out", tmp_path / "out", "--spacing-um-px", 1.0)
+    assert result.exit_code == 1
+    assert f"{name} failed: its file name is too long for the names of the results; give the slide" in result.output
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["b.tif"]
+
+
+def test_a_full_disk_stops_all_slides_in_one_sentence(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError:
+            raise RuntimeError("cannot write the tile") from None  # as libraries hide the cause
+
+    monkeypatch.setattr(predict_files, "write_pyramid", fail)
+    result = call(MODEL, images, "--out", tmp_path / "out", "--spacing-um-px", 1.0)
+    assert result.exit_code == 2
+    assert result.output.splitlines() == [
+        f"rotopath: The disk of {tmp_path / 'out'} or of the folder for temporary files ({tempfile.gettempdir()}) is "
+        f"full; free some space, and run the same command again: finished slides are skipped."
+    ]
     assert not list((tmp_path / "out").iterdir())
+
+
+# Applies the command to argv[3:]. When a slide is nearly finished, creates the file argv[1], and waits for argv[2].
+PROGRAM = """
+import signal, sys, time
+from pathlib import Path
+from rotopath.cli import app
+from rotopath.inference import predict_files
+
+def wait_then_write(*arguments):
+    Path(sys.argv[1]).touch()
+    while not Path(sys.argv[2]).exists():
+        time.sleep(0.02)
+    write(*arguments)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+write, predict_files.write_pyramid = predict_files.write_pyramid, wait_then_write
+app(sys.argv[3:])
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
+    """Start `rotopath predict` in a process that waits before it finishes its first slide, until `go` exists."""
+    processes = []
+
+    def start_process(*words: object, go: str = "go") -> "subprocess.Popen[str]":
+        reached = tmp_path / f"reached-{len(processes)}"
+        command = [sys.executable, "-c", PROGRAM, str(reached), str(tmp_path / go), "predict", *map(str, words)]
+        environment = os.environ | {"PYTHONPATH": str(Path(rp.__file__).parents[1]), "COLUMNS": "500"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(command, env=environment, text=True, **pipes)
+        processes.append(process)
+        while not reached.exists() and process.poll() is None:
+            time.sleep(0.02)
+        return process
+
+    yield start_process
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(("name", "code", "how"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
+def test_a_signal_leaves_nothing_behind(
+    images: Path, tmp_path: Path, start: Callable[..., "subprocess.Popen[str]"], name: str, code: int, how: str
+) -> None:
+    out = tmp_path / "out"
+    process = start(MODEL, images, "--out", out, "--spacing-um-px", 1.0)
+    assert {path.name for path in out.iterdir()} == {".a.png.lock", ".a.png.pid", ".a.png.unfinished"}
+    process.send_signal(getattr(signal, name))
+    time.sleep(0.1)
+    (tmp_path / "go").touch()  # the signal has been received, and must have been obeyed
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    assert errors == (
+        f"rotopath: The command was {how}; run the same command again to resume the work in {out}: finished slides are "
+        f"skipped.\n"
+    )
+    assert not list(out.iterdir())
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal")
+def test_what_a_killed_process_leaves_is_removed_by_the_next(
+    images: Path, tmp_path: Path, start: Callable[..., "subprocess.Popen[str]"]
+) -> None:
+    words = (MODEL, images / "a.png", "--out", tmp_path / "out", "--spacing-um-px", 1.0)
+    process = start(*words)
+    process.kill()
+    process.communicate()
+    assert (tmp_path / "out" / ".a.png.unfinished" / "objects.csv").exists()
+    assert call(*words).exit_code == 0
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a.png"]
+
+
+def test_leftovers_are_removed_unless_a_process_is_predicting_the_slide(tmp_path: Path) -> None:
+    folder, lock = tmp_path / "a.png", tmp_path / ".a.png.lock"
+    with hold_lock(lock, 0):
+        (tmp_path / ".a.png.unfinished").mkdir()
+        predict_files.remove_leftovers(folder)
+        assert (tmp_path / ".a.png.unfinished").exists()
+    assert lock.exists()
+    predict_files.remove_leftovers(folder)
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_processes_share_the_slides_and_do_not_disturb_each_other(
+    images: Path, tmp_path: Path, start: Callable[..., "subprocess.Popen[str]"]
+) -> None:
+    """The second leaves the slide of the first alone, predicts the other, and waits for the first at the end."""
+    out = tmp_path / "out"
+    words = (MODEL, images, "--out", out, "--spacing-um-px", 1.0)
+    first, second = start(*words, go="go-1"), start(*words, go="go-2")
+    assert {".a.png.unfinished", ".b.tif.unfinished"} <= {path.name for path in out.iterdir()}
+    (tmp_path / "go-2").touch()
+    while not (out / "b.tif").exists():
+        time.sleep(0.02)
+    time.sleep(0.2)
+    assert second.poll() is None, "it waits for the first"
+    (tmp_path / "go-1").touch()
+    printed = [process.communicate(timeout=60)[0].splitlines() for process in (first, second)]
+    assert [process.returncode for process in (first, second)] == [0, 0]
+    assert printed[0][0].startswith("a.png: tumor in")
+    assert printed[0][1] == "b.tif: skipped, already done"
+    waiting = f"another process (ID {first.pid}) is predicting this slide; this command waits for it at the end."
+    assert printed[1][0] == f"a.png: {waiting}"
+    assert printed[1][1].startswith("b.tif: tumor in")
+    assert printed[1][2] == "a.png: skipped, already done"
+    assert sorted(path.name for path in out.iterdir()) == ["a.png", "b.tif"]
+    assert all({path.name for path in folder.iterdir()} == FILES for folder in out.iterdir())
+
+
+def test_a_file_system_without_locks_is_supported(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(fcntl, "flock", lambda *_: raise_error(OSError(errno.ENOSYS, "Function not implemented")))
+    assert call(MODEL, images, "--out", tmp_path / "out", "--spacing-um-px", 1.0).exit_code == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["a.png", "b.tif"]
+
+
+def test_a_spacing_that_contradicts_a_file_fails_that_file_only(images: Path, tmp_path: Path) -> None:
+    Image.fromarray(tissue(100, 120)).save(images / "a.png", dpi=(50_800, 50_800))
+    words = (MODEL, images, "--out", tmp_path / "out", "--spacing-um-px", 1.0)
+    result = call(*words)
+    assert result.exit_code == 1
+    sentence = "a.png states a pixel spacing of 0.5 µm/px, but 1 µm/px was given; leave out --spacing-um-px to use that"
+    assert sentence in result.output
+    assert call(*words, "--override-spacing").exit_code == 0
+    assert json.loads((tmp_path / "out" / "a.png" / "summary.json").read_text())["slide"]["spacing_um_px"] == 1
+
+
+def test_a_folder_may_be_a_slide(tmp_path: Path) -> None:
+    """In the format OME-Zarr, or as the DICOM files of one slide; other folders contain slides."""
+    pytest.importorskip("zarr")
+    image, slides = tissue(128, 160), tmp_path / "slides"
+    slides.mkdir()
+    zarr = write_ome_zarr(slides / "a.zarr", image)
+    dicom = write_dicom(slides / "b", image)
+    for series in ("1.2.5", "1.2.6"):
+        write_dicom(slides, image, series)
+    (slides / "notes").mkdir()
+    loose = [slides / "1.2.5-0.dcm", slides / "1.2.6-0.dcm"]
+    assert predict_files.list_slides([slides]) == [*loose, zarr, dicom]
+    assert predict_files.list_slides([zarr, dicom]) == [zarr, dicom]
+    out = tmp_path / "out"
+    result = call(MODEL, zarr, dicom, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert sorted(path.name for path in out.iterdir()) == ["a.zarr", "b"]
 
 
 def test_unusual_images_are_predicted_or_reported(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from rotopath.model_file import MODEL, WEIGHTS, RunError
 from rotopath.reports.study_report import report
 from rotopath.studies import jobs, read_study
 from rotopath.studies.jobs import JobFuture, job_file, run_study
+from rotopath.writing import BusyError, hold_lock
 
 pytestmark = pytest.mark.slow
 
@@ -164,9 +165,9 @@ for _ in range(2):
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from rotopath.studies import jobs
+from rotopath.writing import hold_lock
 
-with jobs._hold_lock(Path(sys.argv[1])):
+with hold_lock(Path(sys.argv[1]), 20):
     child = os.fork() if "fork" in sys.argv else None
     if child != 0:
         Path(sys.argv[1]).with_suffix(".child").write_text(str(child))
@@ -187,7 +188,7 @@ def test_a_job_that_another_process_is_working_on_is_refused(tmp_path: Path, mon
     lock, read_text = tmp_path / ".N4.lock", Path.read_text
 
     def take_lock(*_: object, **__: object) -> int:
-        with pytest.raises(jobs.BusyError), jobs._hold_lock(lock):
+        with pytest.raises(BusyError), hold_lock(lock, 0.3):
             pass
         return jobs.EXIT_BUSY
 
@@ -197,7 +198,6 @@ def test_a_job_that_another_process_is_working_on_is_refused(tmp_path: Path, mon
         return read_text(path, **options)
 
     monkeypatch.setattr(Path, "read_text", read_unlocked)
-    monkeypatch.setattr(jobs, "WAIT_FOR_LOCK_S", 0.3)
     monkeypatch.setattr(jobs.subprocess, "call", take_lock)
     process = hold(lock)
     try:
@@ -208,30 +208,26 @@ def test_a_job_that_another_process_is_working_on_is_refused(tmp_path: Path, mon
     assert reason == f"another process (ID {process.pid}) is working on this job; wait until that process has ended."
 
 
-def test_the_lock_of_a_killed_process_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "WAIT_FOR_LOCK_S", 2.0)
+def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     lock = tmp_path / ".N4.lock"
     process = hold(lock)
     process.kill()
     process.wait()
     for _ in range(2):  # and free again after it is released
-        with jobs._hold_lock(lock):
+        with hold_lock(lock, 2.0):
             assert (tmp_path / ".N4.pid").read_text() == str(os.getpid())
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
-def test_a_lock_ends_with_its_process_and_not_with_its_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_ends_with_its_process_and_not_with_its_children(tmp_path: Path) -> None:
     """Children that load data may outlive a killed process."""
-    monkeypatch.setattr(jobs, "WAIT_FOR_LOCK_S", 2.0)
     lock = tmp_path / ".N4.lock"
     process = hold(lock, "fork")
     child = int(lock.with_suffix(".child").read_text())
     process.kill()
     process.wait()
     try:
-        with jobs._hold_lock(lock):
+        with hold_lock(lock, 2.0):
             assert (tmp_path / ".N4.pid").read_text() == str(os.getpid())
     finally:
         os.kill(child, signal.SIGKILL)

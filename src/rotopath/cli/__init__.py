@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import rotopath
-from rotopath.cli import datasets, demo, doctor, evaluate, export, list_models, predict, study, train
+from rotopath.cli import datasets, doctor, evaluate, export, list_models, predict, study, train
 from rotopath.reports import terminal
 
 __all__ = ["app"]
@@ -41,10 +41,11 @@ def _add_version_option(
 
 # The help lists the commands in this order.
 app.command("models")(list_models.list_models)
-app.command("demo")(demo.demo)
+app.command("demo")(train.demo)
 app.command("doctor")(doctor.doctor)
 app.command("train")(train.train)
 app.command("evaluate")(evaluate.evaluate)
+app.command("slides")(predict.slides)
 app.command("predict")(predict.predict)
 app.command("export")(export.export)
 app.add_typer(data_app, name="data")

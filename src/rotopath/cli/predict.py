@@ -1,14 +1,18 @@
-"""`rotopath predict`: apply a model to images and whole slides."""
+"""`rotopath predict`: apply a model to images and whole slides. `rotopath slides`: print what slide files contain."""
 
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
 from rotopath.reports import terminal
 
 if TYPE_CHECKING:
+    from rotopath.images.slides import SlideDescription
     from rotopath.inference.dense import Backend
     from rotopath.runs import Precision
 
@@ -21,10 +25,17 @@ def predict(
         float | None,
         typer.Option(
             "--spacing-um-px",
-            help="Pixel spacing, in µm/px, of all files. Replaces the pixel spacing that a file specifies. Required "
-            "if a file does not specify a pixel spacing.",
+            help="Pixel spacing, in µm/px, of all files. Required if a file does not specify a pixel spacing. If a "
+            "file specifies a pixel spacing that differs by more than 1 %, --override-spacing is required, too.",
         ),
     ] = None,
+    override_spacing: Annotated[
+        bool,
+        typer.Option(
+            "--override-spacing",
+            help="Use --spacing-um-px in place of a different pixel spacing that a file specifies.",
+        ),
+    ] = False,
     rotations: Annotated[
         int,
         typer.Option(
@@ -95,7 +106,11 @@ def predict(
 
     A slide is skipped if --out already contains its results for the same model and the same options.
 
-    The exit code is 1 if some slides failed, and 2 if all slides failed.
+    To resume an interrupted prediction, run the same command again.
+
+    Several processes may write to the same --out.
+
+    A slide that fails does not stop the others. The exit code is 1 if some slides failed, and 2 if all slides failed.
     """
     with terminal.user_errors_in_one_sentence():
         from rotopath.images.files import is_plausible
@@ -105,31 +120,98 @@ def predict(
         from rotopath.reports.progress import SlideProgress
         from rotopath.runs import load, prepare_model
 
-        model, slides = load(run), list_slides(images)
         if spacing_um_px is not None and not is_plausible(spacing_um_px):
             terminal.exit_with_error(f"--spacing-um-px is {spacing_um_px:g}; choose a value from 0.05 to 5 µm/px.")
-        names = [] if classes is None else classes.split(",")
-        pass_options = PassOptions(rotations, everywhere=everywhere, classes=model.task.resolve_classes(names))
-        same_precision = precision is not None
-        options = FileOptions(pass_options, spacing_um_px, same_precision=same_precision, roi=roi, exclude=exclude)
-        model.task.adjust_operating_point(model.point, threshold, min_area_um2)  # raises an error for a wrong value
-        # `prepare` checks the values
-        settings = (device, cast("Precision | None", precision), cast("Backend", backend), threshold, min_area_um2)
+        if override_spacing and spacing_um_px is None:
+            terminal.exit_with_error("--override-spacing needs the spacing to use; add --spacing-um-px.")
         states: list[str] = []
-        with SlideProgress(len(slides), terminal.console) as progress:
-            try:
-                if cluster is None:
-                    outcomes = predict_files(model.prepare(*settings), slides, out, options, progress.show)
-                else:
-                    # The path is absolute, because workers run in another folder.
-                    reference = model.name if model.is_pretrained else model.folder.resolve()
-                    make_model = partial(prepare_model, reference, *settings)
-                    outcomes = predict_on_cluster(make_model, slides, out, options, cluster, at_once)
-                for outcome in outcomes:
-                    progress.show_outcome(outcome)
-                    states.append(outcome.state)
-            except KeyboardInterrupt:
-                terminal.exit_interrupted(out)
+        try:
+            with terminal.terminate_like_interrupt():
+                model, slides = load(run), list_slides(images)
+                names = [] if classes is None else classes.split(",")
+                pass_options = PassOptions(rotations, everywhere=everywhere, classes=model.task.resolve_classes(names))
+                options = FileOptions(
+                    pass_options,
+                    spacing_um_px,
+                    override_spacing,
+                    same_precision=precision is not None,
+                    roi=roi,
+                    exclude=exclude,
+                )
+                # `prepare` checks these values, here or in the workers. This call reports a wrong threshold at once.
+                model.task.adjust_operating_point(model.point, threshold, min_area_um2)
+                bits, library = cast("Precision | None", precision), cast("Backend", backend)
+                settings = (device, bits, library, threshold, min_area_um2)
+                with SlideProgress(len(slides), terminal.console) as progress:
+                    if cluster is None:
+                        outcomes = predict_files(model.prepare(*settings), slides, out, options, progress.show)
+                    else:
+                        # The path is absolute, because workers run in another folder.
+                        reference = model.name if model.is_pretrained else model.folder.resolve()
+                        make_model = partial(prepare_model, reference, *settings)
+                        outcomes = predict_on_cluster(make_model, slides, out, options, cluster, at_once)
+                    for outcome in outcomes:
+                        progress.show_outcome(outcome)
+                        if outcome.state != "waiting":
+                            states.append(outcome.state)
+        except KeyboardInterrupt as error:
+            terminal.exit_interrupted(out, error, ": finished slides are skipped")
     terminal.print_path("Results", out)
     if "failed" in states:
         raise typer.Exit(2 if len(states) == states.count("failed") else 1)
+
+
+def slides(
+    files: Annotated[list[Path], typer.Argument(help="Slides, images, or folders that contain them.")],
+) -> None:
+    """Print what slide files contain: format, levels, pixel spacing, size, label and macro images, and what is missing.
+
+    The exit code is 2 if a file cannot be read.
+    """
+    refused = False
+    with terminal.user_errors_in_one_sentence():
+        from rotopath.images import UnreadableFileError
+        from rotopath.images.slides import describe_slide
+        from rotopath.inference.predict_files import list_slides
+
+        for path in list_slides(files):
+            try:
+                description = describe_slide(path)
+            except UnreadableFileError as error:
+                terminal.print_error(str(error))
+                refused = True
+            else:
+                terminal.console.print(slide_table(description), highlight=False, soft_wrap=True)
+    if refused:
+        raise typer.Exit(terminal.EXIT_ERROR)
+
+
+def slide_table(slide: "SlideDescription") -> Group:
+    """Return the lines that describe a slide: a title, a line for each fact, and a line for each level."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    height_px, width_px = slide.levels[0].size_px
+    size = f"{width_px} × {height_px} px (width × height)"
+    spacing = "not stated"
+    if slide.pixel_size_um is not None:
+        height_um, width_um = slide.pixel_size_um
+        spacing = f"{width_um:.4g} µm/px"
+        if f"{height_um:.4g}" != f"{width_um:.4g}":
+            spacing = f"{width_um:.4g} µm/px across, {height_um:.4g} µm/px down"
+        size += f", {width_px * width_um / 1000:.3g} × {height_px * height_um / 1000:.3g} mm"
+    contents = slide.contents
+    rows = [("format", contents.format), ("read by", contents.reader), ("size", size), ("pixel spacing", spacing)]
+    for number, level in enumerate(slide.levels):
+        across = f", {slide.pixel_size_um[1] * level.downsample:.4g} µm/px" if slide.pixel_size_um else ""
+        rows.append((f"level {number}", f"{_format_size(level.size_px)}, downsample {level.downsample:.6g}{across}"))
+    for title, images in (("associated images", contents.associated), ("other images", contents.others)):
+        names = ", ".join(f"{image.name} {_format_size(image.size_px)}".strip() for image in images)
+        rows.append((title, names or "none"))
+    rows += [("note", note) for note in contents.notes]
+    rows += [("missing", sentence) for sentence in slide.missing or ("nothing",)]
+    for title, text in rows:
+        table.add_row(Text(title, "dim"), Text(text))
+    return Group(Text(str(slide.path), "bold"), table, Text())
+
+
+def _format_size(size_px: tuple[int, int]) -> str:
+    return f"{size_px[1]} × {size_px[0]} px"

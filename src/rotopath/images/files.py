@@ -39,13 +39,14 @@ class UnreadableImageError(UnreadableFileError):
 # Pixels
 
 
-def read_rgb(path: Path) -> NDArray[np.uint8]:
-    """Read an image as RGB pixels (H, W, 3) of uint8.
+def read_rgb(path: Path, page: int = 0) -> NDArray[np.uint8]:
+    """Read an image as RGB pixels (H, W, 3) of uint8. `page` is the number of the image in a file with several images.
 
     Transparent pixels are blended with white. 16-bit gray values are reduced to 8 bits, and gray images get three equal
     channels.
     """
     with _open_image(path) as image:
+        image.seek(page)
         if image.mode == "F":
             raise UnreadableImageError(path, "holds floating-point numbers; save it with 8 bits for each color.")
         if image.mode.startswith("I"):
@@ -104,12 +105,14 @@ def spacing_um_px(path: Path) -> float | None:
     return None if size is None else size[1]
 
 
-def pixel_size_um(path: Path) -> tuple[float, float] | None:
+def pixel_size_um(path: Path, page: int = 0) -> tuple[float, float] | None:
     """Read the height and width of a pixel in µm from the metadata of an image file.
 
-    Returns None if they are missing, or if one of them is not in the range `PLAUSIBLE_UM_PX`.
+    `page` is the number of the image in a file with several images. Returns None if height and width are missing, or
+    if one of them is not in the range `PLAUSIBLE_UM_PX`.
     """
     with _open_image(path) as image:
+        image.seek(page)
         tags = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else {}
         description = str(tags.get(TiffImagePlugin.IMAGEDESCRIPTION, ""))
         dots_per_inch = image.info.get("dpi")  # Pillow converts resolutions per centimeter as well

@@ -1,26 +1,42 @@
 """Open slide and image files, and read their levels, pixel sizes and pixels.
 
 A level is one resolution of a slide. Level 0 is the highest resolution. `open_reader` opens a file with OpenSlide, with
-tiffslide (for TIFF pyramids of which OpenSlide does not read all levels), or with Pillow (for ordinary images). Errors
-of these libraries are converted to an `UnreadableImageError`, whose message is one sentence.
+tiffslide (for TIFF pyramids of which OpenSlide does not read all levels), with zarr (for OME-Zarr folders), or with
+Pillow (for ordinary images). Errors of these libraries are converted to an `UnreadableImageError`, whose message is one
+sentence.
 """
 
-import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rotopath.environment import install_command
+from rotopath.images.containers import (
+    COLOR_DTYPES,
+    OPENSLIDE_SUFFIXES,
+    FileContents,
+    SizedImage,
+    TiffSeries,
+    errors_in_one_sentence,
+    expect_color_dtype,
+    expect_one_image,
+    find_dicom_slide,
+    find_largest,
+    is_dicom,
+    is_zarr,
+    list_series,
+    list_zarr_images,
+    missing_package,
+    read_ndpi_fluorescence,
+)
 from rotopath.images.files import UnreadableImageError, parse_pixel_size_um, pixel_size_um, read_rgb
 
-SLIDE_SUFFIXES = {".svs", ".ndpi", ".ndpis", ".mrxs", ".scn", ".svslide", ".bif", ".vms", ".vmu", ".czi", ".dcm"}
-COLOR_DTYPES = ("uint8", "uint16")  # data types of TIFF files whose values are gray levels or colors
 BLOCK_PX = 512  # side of the blocks that `_OpenSlideReader` caches
 MAX_CACHED_BLOCKS = 64  # these blocks need 48 MB
 WHITE = 255
@@ -47,42 +63,65 @@ class SlideReader(Protocol):
         must not extend beyond the level.
         """
 
+    def describe(self) -> FileContents:
+        """Return the format of the file, the package that reads it, and the other images in it."""
+        ...
+
     def close(self) -> None: ...
 
 
 def open_reader(path: Path) -> SlideReader:
-    """Open a file with the library that reads the most of its levels.
+    """Open a file, or a folder that is a slide, with the library that reads the most of its levels.
 
     Raises UnreadableImageError if no library can read the file, or if the required library is not installed.
     """
     if not path.exists():
         raise UnreadableImageError(path, "does not exist.")
+    if is_zarr(path):
+        return _OmeZarrReader(path)
     if path.is_dir():
-        raise UnreadableImageError(path, "cannot be read (Is a directory).")
-    is_slide = path.suffix.lower() in SLIDE_SUFFIXES
+        path = find_dicom_slide(path)
+    with errors_in_one_sentence(path):
+        path.open("rb").close()  # the libraries do not distinguish files without permission from damaged files
+    is_slide = path.suffix.lower() in OPENSLIDE_SUFFIXES
     try:
         import openslide
     except ModuleNotFoundError:  # also raised if the Python package is installed, but not the OpenSlide library
-        if is_slide or _inspect_tiff(path)[0] > 1:
-            raise _missing_package(path, "OpenSlide") from None
-        return ImageReader(read_rgb(path), pixel_size_um(path))
-    with _errors_in_one_sentence(path):
+        series = list_series(path)
+        if is_slide or any(image.level_count > 1 for image in series):
+            raise missing_package(path, "OpenSlide") from None
+        return _open_tiff(path, series) if series else _read_image(path)
+    with errors_in_one_sentence(path):
         vendor = openslide.OpenSlide.detect_format(path)
     if vendor not in (None, "generic-tiff"):
         return _OpenSlideReader(path)
-    level_count, dtype = _inspect_tiff(path)
-    with suppress(UnreadableImageError):  # tiffslide or Pillow may still be able to read the file
-        slide = _OpenSlideReader(path)
-        if len(slide.levels) >= level_count and dtype in COLOR_DTYPES:
-            return slide
-        slide.close()  # an OME-TIFF stores all levels but the first in sub-IFDs, which OpenSlide does not read
-    if level_count > 1:
-        return _TiffSlideReader(path)
+    if series := list_series(path):
+        return _open_tiff(path, series)
+    if is_dicom(path):
+        raise UnreadableImageError(path, "is a DICOM file, but not of a whole slide; choose a whole slide.")
     if is_slide:
         raise UnreadableImageError(
             path, "is damaged, or not in a slide format that OpenSlide reads; download or export it again."
         )
-    return ImageReader(read_rgb(path), pixel_size_um(path))
+    return _read_image(path)
+
+
+def _open_tiff(path: Path, series: Sequence[TiffSeries]) -> SlideReader:
+    """Open the largest of the images in a TIFF file that has no format of a slide scanner."""
+    main = find_largest([image.size_px for image in series])
+    image = series[main]
+    expect_one_image(path, image.axes, image.shape, image.channels)
+    if main == 0 and image.dtype in COLOR_DTYPES:
+        with suppress(UnreadableImageError, ModuleNotFoundError):  # tiffslide or Pillow may still read the file
+            slide = _OpenSlideReader(path)
+            if len(slide.levels) >= image.level_count:
+                slide.pixel_size_um = parse_pixel_size_um(image.description) or slide.pixel_size_um
+                return slide
+            slide.close()  # an OME-TIFF stores all levels but the first in sub-IFDs, which OpenSlide does not read
+    if image.level_count > 1:
+        expect_color_dtype(path, image.dtype)
+        return _TiffSlideReader(path, series, main)
+    return _read_image(path, series, main)
 
 
 # Readers
@@ -93,15 +132,24 @@ class ImageReader:
 
     origin_px = (0, 0)
 
-    def __init__(self, pixels: NDArray[np.uint8], pixel_size_um: tuple[float, float] | None = None) -> None:
+    def __init__(
+        self,
+        pixels: NDArray[np.uint8],
+        pixel_size_um: tuple[float, float] | None = None,
+        contents: FileContents | None = None,
+    ) -> None:
         self._pixels = pixels
         self.pixel_size_um = pixel_size_um
+        self._contents = contents or FileContents("array", "rotopath")
         height, width = pixels.shape[:2]
         self.levels: tuple[Level, ...] = (Level((height, width), 1.0),)
 
     def read(self, level: int, top: int, left: int, height: int, width: int) -> NDArray[np.uint8]:
         assert level == 0
         return self._pixels[top : top + height, left : left + width]
+
+    def describe(self) -> FileContents:
+        return self._contents
 
     def close(self) -> None:
         pass
@@ -114,8 +162,13 @@ class _OpenSlideReader:
         import openslide
 
         self._path = path
-        with _errors_in_one_sentence(path):
-            self._slide = openslide.OpenSlide(path)
+        with errors_in_one_sentence(path):
+            try:
+                self._slide = openslide.OpenSlide(path)
+            except openslide.OpenSlideError as error:
+                if is_dicom(path):
+                    raise _explain_dicom_error(path, error, openslide.__library_version__) from None
+                raise
         sizes = [(height, width) for width, height in self._slide.level_dimensions]
         self.levels = _make_levels(sizes, self._slide.level_downsamples)
         properties = self._slide.properties
@@ -143,6 +196,24 @@ class _OpenSlideReader:
                 pixels[to_rows, to_columns] = block[from_rows, from_columns]
         return pixels
 
+    def describe(self) -> FileContents:
+        import openslide
+
+        properties, sizes = self._slide.properties, []
+        for name in self._slide.associated_images:
+            height, width = (int(properties[f"openslide.associated.{name}.{side}"]) for side in ("height", "width"))
+            sizes.append(SizedImage(name, (height, width)))
+        vendor, others = properties["openslide.vendor"], []
+        if vendor == "generic-tiff":
+            level_sizes = [level.size_px for level in self.levels]
+            images = list_series(self._path)
+            vendor = images[0].format
+            others = [SizedImage(image.name, image.size_px) for image in images if image.size_px not in level_sizes]
+        fluorescence = read_ndpi_fluorescence(self._path) if vendor == "hamamatsu" else None
+        notes = () if fluorescence is None else (f"The scanner recorded fluorescence ({fluorescence}).",)
+        reader = f"OpenSlide {openslide.__library_version__}"
+        return FileContents(vendor, reader, tuple(sizes), tuple(others), notes)
+
     def close(self) -> None:
         self._slide.close()
 
@@ -153,8 +224,20 @@ class _OpenSlideReader:
     def _read_region(self, level: int, top: int, left: int, height: int, width: int) -> NDArray[np.uint8]:
         downsample = self._slide.level_downsamples[level]
         corner = (round(left * downsample), round(top * downsample))
-        with _errors_in_one_sentence(self._path):
+        with errors_in_one_sentence(self._path):
             return _to_rgb(np.asarray(self._slide.read_region(corner, level, (width, height))))
+
+
+def _explain_dicom_error(path: Path, error: Exception, version: str) -> UnreadableImageError:
+    """Return the error for a DICOM file that OpenSlide refuses: the file is not always damaged."""
+    reason = str(error).splitlines()[0].removeprefix(f"Reading {path}: ")
+    reason = reason.replace("Couldn't get image flavor", "the attribute Image Type is missing or incomplete")
+    return UnreadableImageError(
+        path,
+        f"is a DICOM file that OpenSlide {version} cannot read ({reason}): it is incomplete, or lacks attributes that "
+        f"the DICOM standard requires of a whole slide; download it again, or convert the original slide with another "
+        f"program, such as wsidicomizer.",
+    )
 
 
 class _TiffSlideReader:
@@ -166,39 +249,85 @@ class _TiffSlideReader:
 
     origin_px = (0, 0)
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, series: Sequence[TiffSeries], main: int) -> None:
         try:
             from tiffslide import TiffSlide
         except ModuleNotFoundError:
-            raise _missing_package(path, "tiffslide") from None
-        self._path = path
-        with _errors_in_one_sentence(path):
+            raise missing_package(path, "tiffslide") from None
+        self._path, self._series, self._main = path, series, main
+        with errors_in_one_sentence(path):
             self._slide = TiffSlide(path)
             sizes = [(height, width) for width, height in self._slide.level_dimensions]
             properties = self._slide.properties
-            series = self._slide.ts_tifffile.series[properties["tiffslide.series-index"]]
-        if series.axes not in ("YX", "YXS") or str(series.dtype) not in COLOR_DTYPES:
+            index = properties["tiffslide.series-index"]
+        if index != main:
             self.close()
             raise UnreadableImageError(
                 path,
-                f"contains {series.dtype} numbers along the axes {series.axes}, but must contain gray or RGB values of "
-                f"8 or 16 bits; export it again as an RGB image.",
+                f"contains {len(series)} images, of which only number {index + 1} can be read, but the largest is "
+                f"number {main + 1}; export it to a file of its own.",
             )
         self.levels = _make_levels(sizes, self._slide.level_downsamples)
         height_um, width_um = properties.get("tiffslide.mpp-y"), properties.get("tiffslide.mpp-x")
         size_um = (float(height_um), float(width_um)) if height_um and width_um else None
-        self.pixel_size_um = parse_pixel_size_um(series.keyframe.description) or size_um
+        self.pixel_size_um = parse_pixel_size_um(series[main].description) or size_um
 
     def read(self, level: int, top: int, left: int, height: int, width: int) -> NDArray[np.uint8]:
         # Rounded up, because tiffslide rounds down when it converts the corner to pixels of the level.
         downsample = self._slide.level_downsamples[level]
         x, y = (math.ceil(position * downsample - 1e-6) for position in (left, top))
-        with _errors_in_one_sentence(self._path):
+        with errors_in_one_sentence(self._path):
             pixels = self._slide.read_region((x, y), level, (width, height), as_array=True)
-        return _to_rgb((pixels if pixels.dtype == np.uint8 else pixels >> 8).astype(np.uint8))
+        return _to_rgb(_to_8_bits(pixels))
+
+    def describe(self) -> FileContents:
+        others = _list_others(self._series, self._main)
+        return FileContents(self._series[self._main].format, f"tiffslide {version('tiffslide')}", others=others)
 
     def close(self) -> None:
         self._slide.close()
+
+
+class _OmeZarrReader:
+    """Reads the largest image in an OME-Zarr folder with zarr, which several threads may call at the same time."""
+
+    origin_px = (0, 0)
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import zarr
+        except ModuleNotFoundError:
+            raise missing_package(path, "zarr") from None
+        self._path = path
+        with errors_in_one_sentence(path):
+            images = list_zarr_images(zarr.open_group(path, mode="r"))
+        if not images:
+            raise UnreadableImageError(
+                path, "is a Zarr folder without an OME-Zarr image (multiscales); choose the folder of one image."
+            )
+        names = list(images)
+        main = images.pop(names[find_largest([image.sizes_px[0] for image in images.values()])])
+        expect_one_image(path, main.color_axes, main.shape, main.channels)
+        expect_color_dtype(path, main.dtype)
+        (height, width), sizes = main.sizes_px[0], main.sizes_px
+        self.levels = _make_levels(sizes, tuple((height / rows + width / columns) / 2 for rows, columns in sizes))
+        self.pixel_size_um = main.pixel_size_um
+        self._image = main
+        self._others = tuple(SizedImage(name, image.sizes_px[0]) for name, image in images.items())
+
+    def read(self, level: int, top: int, left: int, height: int, width: int) -> NDArray[np.uint8]:
+        spans = {"Y": slice(top, top + height), "X": slice(left, left + width), "C": slice(None)}
+        with errors_in_one_sentence(self._path):
+            pixels = self._image.levels[level][tuple(spans.get(axis, 0) for axis in self._image.axes)]
+        kept = [axis for axis in self._image.axes if axis in spans]
+        pixels = pixels.transpose([kept.index(axis) for axis in ("Y", "X", "C") if axis in kept])
+        return _to_rgb(_to_8_bits(pixels.reshape(height, width, -1)))
+
+    def describe(self) -> FileContents:
+        return FileContents(f"OME-Zarr {self._image.version}".strip(), f"zarr {version('zarr')}", others=self._others)
+
+    def close(self) -> None:
+        pass
 
 
 # Levels and pixels
@@ -218,13 +347,35 @@ def _make_levels(sizes: list[tuple[int, int]], downsamples: tuple[float, ...]) -
     return tuple(levels)
 
 
+def _read_image(path: Path, series: Sequence[TiffSeries] = (), main: int = 0) -> ImageReader:
+    """Read an image file with Pillow. Of the images `series` in a TIFF, read that with the index `main`."""
+    kind, page = (series[main].format, series[main].page) if series else (path.suffix[1:].upper(), 0)
+    contents = FileContents(kind, f"Pillow {version('pillow')}", others=_list_others(series, main))
+    return ImageReader(read_rgb(path, page), pixel_size_um(path, page), contents)
+
+
+def _list_others(series: Sequence[TiffSeries], main: int) -> tuple[SizedImage, ...]:
+    """Return the images in a TIFF file except that with the index `main`."""
+    return tuple(SizedImage(image.name, image.size_px) for i, image in enumerate(series) if i != main)
+
+
+def _to_8_bits(pixels: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return colors of 8 or 16 bits as colors of 8 bits."""
+    return (pixels if pixels.dtype == np.uint8 else pixels >> 8).astype(np.uint8)
+
+
 def _to_rgb(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Convert gray (h, w, 1), RGB or RGBA pixels to RGB (h, w, 3). Transparent pixels are blended with white."""
+    """Convert gray or RGB pixels (h, w, 1 to 4), with or without alpha, to RGB (h, w, 3).
+
+    Transparent pixels are blended with white.
+    """
     channels = pixels.shape[2]
     if channels == 3:
         return pixels
     if channels == 1:
         return np.repeat(pixels, 3, axis=2)
+    if channels == 2:
+        pixels = pixels[..., [0, 0, 0, 1]]
     colors, alpha = pixels[..., :3], pixels[..., 3:4]
     if (alpha == WHITE).all():
         return np.ascontiguousarray(colors)
@@ -240,40 +391,3 @@ def _overlap(start: int, size: int, other_start: int, other_size: int) -> tuple[
     """
     first, end = max(start, other_start), min(start + size, other_start + other_size)
     return slice(first - start, end - start), slice(first - other_start, end - other_start)
-
-
-def _inspect_tiff(path: Path) -> tuple[int, str]:
-    """Return the number of levels and the data type of the first image in a TIFF file; 0 and "" for other files."""
-    from tifffile import TiffFile
-
-    log = logging.getLogger("tifffile")
-    was_disabled = log.disabled
-    log.disabled = True  # tifffile would log errors of the file, which the next library reports
-    try:
-        with TiffFile(path) as tiff:
-            return len(tiff.series[0].levels), str(tiff.series[0].dtype)
-    except Exception:  # tifffile raises errors of any type for damaged bytes
-        return 0, ""
-    finally:
-        log.disabled = was_disabled
-
-
-# Errors
-
-
-def _missing_package(path: Path, package: str) -> UnreadableImageError:
-    return UnreadableImageError(path, f"is a whole slide and needs {package}; install it: {install_command('slides')}.")
-
-
-@contextmanager
-def _errors_in_one_sentence(path: Path) -> Iterator[None]:
-    """Convert any error of a slide library to an UnreadableImageError with a message of one sentence."""
-    try:
-        yield
-    except PermissionError as error:
-        raise UnreadableImageError(path, f"cannot be read ({error.strerror}).") from None
-    except Exception as error:  # decoders raise errors of any type for damaged bytes
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UnreadableImageError(
-            path, f"is damaged and cannot be decoded ({reason}); download or export it again."
-        ) from None

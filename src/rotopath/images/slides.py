@@ -9,6 +9,7 @@ resolution in a file.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from rotopath.images.containers import FileContents
 from rotopath.images.files import PLAUSIBLE_UM_PX, UnreadableImageError, is_plausible
 from rotopath.images.readers import WHITE, ImageReader, Level, SlideReader, open_reader
 
@@ -25,6 +27,8 @@ SQUARE_TOLERANCE = 1.01  # pixels are treated as square up to this ratio of thei
 # If the requested pixel spacing differs from that of a level by less than this fraction, pixels are not resampled. The
 # error is at most 0.1 px on a side of 100,000 px.
 SAME_SCALE = 1e-6
+CONTRADICTION = 0.01  # a given pixel spacing contradicts the file if it differs from that of the file by over 1 %
+LARGE_PX = 16_384  # without reduced levels, slides with a longer side take long to search for tissue
 LANCZOS_PX = 3  # radius of the filter, in pixels before or after resampling, whichever are larger
 BLOCK_PX = 2048  # to limit memory, larger rectangles are resampled in blocks of this side, in pixels of the level
 
@@ -159,12 +163,13 @@ class Slide:
         return spacing_um_px / self.spacing_um_px
 
 
-def open_slide(path: Path | str, spacing_um_px: float | None = None) -> Slide:
+def open_slide(path: Path | str, spacing_um_px: float | None = None, override_spacing: bool = False) -> Slide:
     """Open a whole slide, or an ordinary image as a slide with one level.
 
     `spacing_um_px` is the pixel spacing of level 0; by default it is read from the file. Raises
     `UnreadableImageError` if the file cannot be read, does not state its pixel spacing, or has pixels that are not
-    square. Raises ValueError if `spacing_um_px` is implausible.
+    square. Raises it also if `spacing_um_px` differs by more than 1 % from the spacing that the file states, unless
+    `override_spacing` is True. Raises ValueError if `spacing_um_px` is implausible.
     """
     path = Path(path)
     if spacing_um_px is not None and not is_plausible(spacing_um_px):
@@ -175,7 +180,7 @@ def open_slide(path: Path | str, spacing_um_px: float | None = None) -> Slide:
         )
     reader = open_reader(path)
     try:
-        spacing = _expect_spacing(path, reader.pixel_size_um) if spacing_um_px is None else spacing_um_px
+        spacing = _choose_spacing(path, reader.pixel_size_um, spacing_um_px, override_spacing)
     except UnreadableImageError:
         reader.close()
         raise
@@ -183,17 +188,19 @@ def open_slide(path: Path | str, spacing_um_px: float | None = None) -> Slide:
 
 
 @contextmanager
-def as_slide(image: NDArray[np.uint8] | Path | str | Slide, spacing_um_px: float | None = None) -> Iterator[Slide]:
+def as_slide(
+    image: NDArray[np.uint8] | Path | str | Slide, spacing_um_px: float | None = None, override_spacing: bool = False
+) -> Iterator[Slide]:
     """Yield a slide from an array of pixels (H, W, 3), the path of a file, or an open slide, for a `with` statement.
 
-    `spacing_um_px` is the pixel spacing of level 0 in µm/px. It is required for an array. For a file, it replaces the
-    spacing that the file states. For an open slide, it is ignored. A file is closed at the end of the `with` statement;
-    a slide that was already open stays open.
+    `spacing_um_px` is the pixel spacing of level 0 in µm/px. It is required for an array. For a file, it is the
+    argument of `open_slide`, as is `override_spacing`. For an open slide, both are ignored. A file is closed at the end
+    of the `with` statement; a slide that was already open stays open.
     """
     if isinstance(image, Slide):
         yield image
     elif isinstance(image, Path | str):
-        with open_slide(image, spacing_um_px) as slide:
+        with open_slide(image, spacing_um_px, override_spacing) as slide:
             yield slide
     else:
         pixels = np.asarray(image)
@@ -205,6 +212,60 @@ def as_slide(image: NDArray[np.uint8] | Path | str | Slide, spacing_um_px: float
         if spacing_um_px is None:
             raise ValueError("An array does not state its pixel spacing; pass the spacing in µm/px as spacing_um_px.")
         yield Slide(Path("image"), ImageReader(pixels), spacing_um_px)
+
+
+@dataclass(frozen=True)
+class SlideDescription:
+    """What a slide file contains, and what is missing for a prediction."""
+
+    path: Path
+    contents: FileContents
+    levels: tuple[Level, ...]
+    pixel_size_um: tuple[float, float] | None  # height and width of a pixel; None if not stated, or implausible
+    missing: tuple[str, ...]  # sentences
+
+
+def describe_slide(path: Path) -> SlideDescription:
+    """Describe a slide file, an image, or a folder that is a slide, without reading the pixels of a slide.
+
+    Raises UnreadableImageError if it cannot be read.
+    """
+    reader = open_reader(path)
+    try:
+        contents, size_um, missing = reader.describe(), reader.pixel_size_um, []
+        if size_um is not None and not all(is_plausible(side) for side in size_um):
+            size_um = None
+        try:
+            _expect_spacing(path, reader.pixel_size_um)
+        except UnreadableImageError as error:
+            missing.append(f"The file {error.fault}")
+        if len(reader.levels) == 1 and max(reader.levels[0].size_px) > LARGE_PX:
+            missing.append("The file contains no reduced levels, so that its tissue is found slowly.")
+        return SlideDescription(path, contents, reader.levels, size_um, tuple(missing))
+    finally:
+        reader.close()
+
+
+def _choose_spacing(
+    path: Path, size_um: tuple[float, float] | None, given_um_px: float | None, override: bool
+) -> float:
+    """Return the pixel spacing of a file: the given spacing or, if it is None, that which the file states.
+
+    `size_um` are the height and width of a pixel that the file states, in µm, or None. Raises UnreadableImageError if
+    no spacing is known, or if the given spacing contradicts the file and `override` is False.
+    """
+    if given_um_px is None:
+        return _expect_spacing(path, size_um)
+    if size_um is not None and not override and all(is_plausible(side) for side in size_um):
+        stated_um_px = max(size_um, key=lambda side: abs(side / given_um_px - 1))
+        if abs(stated_um_px / given_um_px - 1) > CONTRADICTION:
+            raise UnreadableImageError(
+                path,
+                f"states a pixel spacing of {stated_um_px:.4g} µm/px, but {given_um_px:.4g} µm/px was given; leave out "
+                f"--spacing-um-px to use that of the file, or add --override-spacing (override_spacing=True) to use "
+                f"the given one.",
+            )
+    return given_um_px
 
 
 def _expect_spacing(path: Path, size_um: tuple[float, float] | None) -> float:
@@ -223,6 +284,7 @@ def _expect_spacing(path: Path, size_um: tuple[float, float] | None) -> float:
         raise UnreadableImageError(
             path,
             f"has pixels {height_um:g} µm high and {width_um:g} µm wide, but they must be square; "
-            f"resample the image, or give the true pixel spacing with --spacing-um-px (or spacing_um_px=...).",
+            f"resample the image, or give the true pixel spacing with --spacing-um-px and --override-spacing (or "
+            f"spacing_um_px=... and override_spacing=True).",
         )
     return (height_um + width_um) / 2

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from rotopath.inference.predict_files import (
+    DiskFullError,
     FileOptions,
     OutcomeState,
     SlideOutcome,
     assign_folders,
     find_region_files,
     predict_files,
+    remove_leftovers,
 )
 from rotopath.inference.slide_pass import Model
 
@@ -84,23 +86,27 @@ def predict_on_cluster(
 
     folders = assign_folders(slides, out)
     regions = find_region_files(slides, options)
-    with connect(cluster, at_once) as workers:
-        futures = {}
-        for path in slides:
-            # Paths are absolute, because a worker may have a different current folder. If a slide is a symbolic link,
-            # the link is not resolved, because the folder of results has the name of the link.
-            slide_options = replace(options, roi=regions[path].roi, exclude=regions[path].exclude)
-            future = workers.submit(_predict_slide, make_model, path.absolute(), out.resolve(), slide_options)
-            futures[future] = path
-        for future in as_completed(futures):
-            path = futures[future]
-            state, reason = _collect(future)
-            yield SlideOutcome(path, folders[path], state, reason)
+    try:
+        with connect(cluster, at_once) as workers:
+            futures = {}
+            for path in slides:
+                # Paths are absolute, because a worker may have a different current folder. If a slide is a symbolic
+                # link, the link is not resolved, because the folder of results has the name of the link.
+                slide_options = replace(options, roi=regions[path].roi, exclude=regions[path].exclude)
+                future = workers.submit(_predict_slide, make_model, path.absolute(), out.resolve(), slide_options)
+                futures[future] = path
+            for future in as_completed(futures):
+                path = futures[future]
+                state, reason = _collect(future)
+                yield SlideOutcome(path, folders[path], state, reason)
+    finally:  # workers are killed after an interrupt, or may have been killed for lack of memory
+        for folder in folders.values():
+            remove_leftovers(folder)
 
 
 def _predict_slide(make_model: Callable[[], Model], path: Path, out: Path, options: FileOptions) -> SlideOutcome:
     """Predict one slide, and return its outcome. Runs on a worker."""
-    (outcome,) = predict_files(make_model(), [path], out, options)
+    *_, outcome = predict_files(make_model(), [path], out, options)  # the last, if another process was predicting it
     return outcome
 
 
@@ -108,6 +114,8 @@ def _collect(future: Any) -> tuple[OutcomeState, str]:
     """Wait for the Dask future of a `SlideOutcome`, and return its state and reason ("" unless the slide failed)."""
     try:
         outcome: SlideOutcome = future.result()
+    except DiskFullError:
+        raise  # ends the prediction of all slides
     except Exception as error:  # raised by the prediction or by Dask
         return "failed", describe_failure(error)
     return outcome.state, outcome.reason

@@ -5,14 +5,23 @@ describes the model, the options and the software. It also contains crops of the
 the least certain objects (PNG), unless the objects are regions. If objects are segmented, it contains their label map
 (OME-TIFF). With several rotations, it contains a map of the standard deviation over rotations (OME-TIFF). Files that
 already have results for the same model and options are skipped. A file whose prediction was interrupted is predicted
-again. If a file cannot be read, it is reported as failed, and the prediction continues with the next file.
+again. If a file fails, for whatever reason, this is reported, and the prediction continues with the next file; only a
+full disk stops it. Several processes may write to the same folder of results: a file that another process is predicting
+is left until the end.
+
+Next to the folder NAME, `.NAME.lock` and `.NAME.pid` are the lock of the process that predicts the file, and the ID of
+this process. After an unexpected error, `NAME.log` contains its traceback.
 """
 
+import errno
 import hashlib
 import heapq
+import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from json import JSONDecodeError, loads
@@ -23,37 +32,55 @@ import torch
 
 from rotopath.data.dataset import IMAGE_SUFFIXES, DataError
 from rotopath.environment import describe_machine, describe_software, now
-from rotopath.images import Slide, open_slide
+from rotopath.images import Slide, UnreadableFileError, open_slide
+from rotopath.images.containers import SLIDE_SUFFIXES, is_slide_folder, keep_one_file_per_series
 from rotopath.images.drawing import MAX_DRAWN, draw_crops
 from rotopath.images.geojson import SlideObject, read_geojson, write_geojson, write_rows
 from rotopath.images.pyramid import write_pyramid
-from rotopath.images.readers import SLIDE_SUFFIXES
 from rotopath.images.tissue import Outline, Region, select_outlines
 from rotopath.inference.slide_pass import Model, PassOptions, SlidePass
-from rotopath.writing import atomic_folder, recover_folder, write_json
+from rotopath.writing import (
+    BusyError,
+    atomic_folder,
+    hold_lock,
+    recover_folder,
+    remove_unfinished,
+    write_json,
+    write_text,
+)
 
 # Names of the files in the folder of results
 GEOJSON, TABLE, HEAT, DEVIATION = "objects.geojson", "objects.csv", "heatmap.ome.tif", "deviation.ome.tif"
 LABELS, OVERLAY, CROPS, SUMMARY = "labels.ome.tif", "overlay.png", "crops.png", "summary.json"
 CROP_COUNT = 24  # number of objects with the highest score, and of the least certain objects, that are cropped
 OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")  # parts of error messages of torch
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # errors of file systems without locks
 OnTile = Callable[[Path, int, int], None]  # slide, number of finished tiles of the slide, number of all its tiles
-OutcomeState = Literal["done", "skipped", "failed"]
+OutcomeState = Literal["done", "skipped", "failed", "waiting"]
+
+
+class DiskFullError(OSError):
+    """The disk is full, so that no slide can be predicted. The message is one sentence."""
 
 
 @dataclass(frozen=True)
 class SlideOutcome:
-    """Outcome of the prediction of one slide: done, skipped or failed."""
+    """Outcome of the prediction of one slide: done, skipped or failed.
+
+    If another process is predicting the slide, the state is first "waiting". After the other process has ended, the
+    slide has a second outcome.
+    """
 
     path: Path  # file of the slide
     folder: Path  # folder of results
     state: OutcomeState
-    reason: str = ""  # error message if the slide failed
+    reason: str = ""  # one sentence, if the slide failed or is waiting
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences that say why the results may be wrong, from `summary.json`. Empty if the slide failed."""
-        if self.state == "failed":
+        """Sentences that say why the results may be wrong, from `summary.json`. Empty if there are no results."""
+        if self.state in ("failed", "waiting"):
             return []
         warnings: list[str] = loads((self.folder / SUMMARY).read_text(encoding="utf-8")).get("warnings", [])
         return warnings
@@ -65,6 +92,7 @@ class FileOptions:
 
     slide: PassOptions = field(default_factory=PassOptions)
     spacing_um_px: float | None = None  # pixel spacing of all files; if None, each file must state its own
+    override_spacing: bool = False  # if True, `spacing_um_px` may differ by more than 1 % from that of a file
     same_precision: bool = False  # if True, existing results with another precision (16 or 32 bits) are replaced
     # GeoJSON files of QuPath annotations, or folders with a file for each slide: `slide.svs.geojson` or `slide.geojson`
     roi: Path | None = None  # outlines of the area to predict; None: the whole slide
@@ -74,16 +102,21 @@ class FileOptions:
 def list_slides(inputs: Sequence[Path]) -> list[Path]:
     """Return the given files, and the slides and images in the given folders, without duplicates.
 
-    Raises DataError if a path does not exist, or if a folder contains no slides or images.
+    A folder may itself be a slide, in OME-Zarr or in several DICOM files. Raises DataError if a path does not exist, or
+    if a folder contains no slides or images.
     """
     slides: list[Path] = []
     for path in inputs:
-        if path.is_dir():
+        if path.is_dir() and not is_slide_folder(path):
             suffixes = (*SLIDE_SUFFIXES, *IMAGE_SUFFIXES)
-            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in suffixes)
+            inside = [
+                entry
+                for entry in path.iterdir()
+                if (entry.suffix.lower() in suffixes and not entry.is_dir()) or is_slide_folder(entry)
+            ]
             if not inside:
                 raise DataError(f"{path} contains no slides or images; choose files, or another folder.")
-            slides += inside
+            slides += keep_one_file_per_series(inside)
         elif path.exists():
             slides.append(path)
         else:
@@ -206,39 +239,136 @@ def predict_files(
     """Predict slides one after another, and yield the outcome of each slide.
 
     The results of a slide are written into the subfolder of `out` that `assign_folders` returns. A slide is skipped if
-    this subfolder already contains results for the same file, model and options. A slide is reported as failed if its
-    prediction raises a ValueError (for example, because the file cannot be read) or needs too much memory. All other
-    errors are raised. After each tile, the function `on_tile` is called with the path of the slide, the number of
-    finished tiles and the number of all tiles to predict in this slide.
+    this subfolder already contains results for the same file, model and options. A slide that another process is
+    predicting has the outcome "waiting", and a second outcome at the end, after the other process has ended. If an
+    error of any type occurs, the slide is reported as failed. Only a full disk ends the prediction: it raises
+    DiskFullError. After each tile, the function `on_tile` is called with the path of the slide, the number of finished
+    tiles and the number of all tiles to predict in this slide.
     """
     folders = assign_folders(slides, out)
     regions = find_region_files(slides, options)
     out.mkdir(parents=True, exist_ok=True)
+    waiting = []
     for path, folder in folders.items():
-        about = _describe(model, path, options) | regions[path].describe()
+        outcome = _predict_file(model, path, folder, options, regions[path], on_tile, wait_s=0)
+        if outcome.state == "waiting":
+            waiting.append(path)
+        yield outcome
+    for path in waiting:
+        yield _predict_file(model, path, folders[path], options, regions[path], on_tile, wait_s=None)
+
+
+def _predict_file(
+    model: Model,
+    path: Path,
+    folder: Path,
+    options: FileOptions,
+    region: RegionFiles,
+    on_tile: OnTile,
+    wait_s: float | None,
+) -> SlideOutcome:
+    """Predict a slide, write its folder of results, and return its outcome.
+
+    If another process is predicting the slide, wait up to `wait_s` seconds, or without end if it is None.
+    """
+    try:
+        about = _describe(model, path, options) | region.describe()
         if _is_done(recover_folder(folder), about, options.same_precision):
-            yield SlideOutcome(path, folder, "skipped")
-            continue
-        try:
+            return SlideOutcome(path, folder, "skipped")
+        with _lock_folder(folder, wait_s):
+            if _is_done(folder, about, options.same_precision):  # the other process has just finished the slide
+                return SlideOutcome(path, folder, "skipped")
             if folder.exists() and not (folder / SUMMARY).exists() and any(folder.iterdir()):
                 raise DataError(f"{folder} contains files that are not results; choose another folder with --out.")
-            with open_slide(path, options.spacing_um_px) as slide:
-                slide_options = replace(
-                    options.slide, region=make_region(regions[path].roi, regions[path].exclude, slide.origin_px)
-                )
+            with open_slide(path, options.spacing_um_px, options.override_spacing) as slide:
+                slide_options = replace(options.slide, region=make_region(region.roi, region.exclude, slide.origin_px))
                 _write_results(model, slide, slide_options, folder, about, partial(on_tile, path))
-        except ValueError as error:  # for example, the file cannot be read
-            yield SlideOutcome(path, folder, "failed", str(error))
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+            _log_file(folder).unlink(missing_ok=True)
+        return SlideOutcome(path, folder, "done")
+    except BusyError as error:
+        return SlideOutcome(path, folder, "waiting", str(error))
+    except Exception as error:
+        if _is_disk_full(error):
+            raise DiskFullError(
+                f"The disk of {folder.parent} or of the folder for temporary files ({tempfile.gettempdir()}) is full; "
+                f"free some space, and run the same command again: finished slides are skipped."
+            ) from error
+        if is_out_of_memory(error) and model.device.type == "cuda":
+            torch.cuda.empty_cache()  # frees memory for the next slide
+        return SlideOutcome(path, folder, "failed", _describe_error(error, model, folder))
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a killed process has left of a folder of results, unless another process is predicting the slide."""
+    if folder.with_name(f".{folder.name}.lock").exists():
+        with suppress(BusyError, OSError), _lock_folder(folder, wait_s=1):
+            remove_unfinished(folder)
+
+
+@contextmanager
+def _lock_folder(folder: Path, wait_s: float | None) -> Iterator[None]:
+    """Context manager: hold the lock of a folder of results. At the end, the files of the lock are removed.
+
+    Raises BusyError if another process does not release the lock within `wait_s` seconds; None waits without end. On a
+    file system without locks, there is no lock.
+    """
+    lock = folder.with_name(f".{folder.name}.lock")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(hold_lock(lock, wait_s, remove=True))
+        except BusyError:
+            process_id = _read_text(lock.with_suffix(".pid")) or "unknown"
+            raise BusyError(
+                f"another process (ID {process_id}) is predicting this slide; this command waits for it at the end."
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
                 raise
-            if model.device.type == "cuda":
-                torch.cuda.empty_cache()  # frees memory for the next slide
-            memory = "the GPU's memory" if model.device.type == "cuda" else "memory"
-            reason = f"{memory} is too small for this slide; use a machine with more memory."
-            yield SlideOutcome(path, folder, "failed", reason)
-        else:
-            yield SlideOutcome(path, folder, "done")
+            lock.unlink(missing_ok=True)
+        yield
+
+
+def _describe_error(error: Exception, model: Model, folder: Path) -> str:
+    """Return an error that ended the prediction of a slide as one sentence.
+
+    The traceback of an unexpected error, which may be an error in rotopath, is written next to the folder of results.
+    """
+    if isinstance(error, UnreadableFileError | DataError):
+        return str(error)
+    if is_out_of_memory(error):
+        memory = "the GPU's memory" if model.device.type == "cuda" else "memory"
+        return f"{memory} is too small for this slide; use a machine with more memory."
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return "its file name is too long for the names of the results; give the slide a shorter name."
+    if isinstance(error, OSError) and error.errno is not None:
+        return f"{error.filename or 'a file'} cannot be read or written ({error.strerror})."
+    sentence = " ".join(str(error).split()).rstrip(".")
+    with suppress(OSError):
+        write_text(log := _log_file(folder), "".join(traceback.format_exception(error)))
+        return f"{type(error).__name__}{f': {sentence}' if sentence else ''}; the traceback is in {log}."
+    return f"{type(error).__name__}{f': {sentence}' if sentence else ''}."
+
+
+def _log_file(folder: Path) -> Path:
+    """Return the file for the traceback of an unexpected error."""
+    return folder.with_name(f"{folder.name}.log")
+
+
+def _is_disk_full(error: BaseException | None) -> bool:
+    """Return whether an error, or one of the errors that caused it, means that a disk is full."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _read_text(path: Path) -> str:
+    """Return the text in a file; "" if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def read_sentence(folder: Path) -> str:
@@ -355,7 +485,7 @@ def _describe(model: Model, path: Path, options: FileOptions) -> dict[str, objec
     return {
         **model.about,
         "file": path.name,
-        "file_bytes": path.stat().st_size if path.exists() else 0,
+        "file_bytes": path.stat().st_size if path.is_file() else 0,
         "spacing_um_px": options.spacing_um_px,
         # Results do not depend on the tile size.
         "options": {"rotations": chosen.rotations, "tile_px": None, "everywhere": chosen.everywhere, **classes},

@@ -107,11 +107,14 @@ class SlideProgress(ProgressBar):
         self._bar.update(self._tiles, completed=done)
 
     def show_outcome(self, outcome: SlideOutcome) -> None:
-        """Print a line about a slide: its result, that the slide was skipped, or why it failed; and its warnings."""
-        self._bar.advance(self._slides)
+        """Print a line about a slide: its result, or that it was skipped, waits or failed. Print its warnings too."""
+        if outcome.state != "waiting":
+            self._bar.advance(self._slides)
         self._bar.update(self._tiles, visible=False)
         if outcome.state == "failed":
             line = f"{outcome.path.name} failed: {outcome.reason}"
+        elif outcome.state == "waiting":
+            line = f"{outcome.path.name}: {outcome.reason}"
         elif outcome.state == "skipped":
             line = f"{outcome.path.name}: skipped, already done"
         else:

@@ -4,9 +4,12 @@ At import, this module imports no packages that take long to import, such as tor
 """
 
 import json
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import typer
@@ -17,7 +20,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-EXIT_ERROR, EXIT_INTERRUPTED = 2, 130  # exit codes; 130 = 128 + SIGINT, as in shells
+EXIT_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 2, 130, 143  # exit codes; 128 + SIGINT or SIGTERM, as in shells
 console = Console()
 
 
@@ -63,10 +66,41 @@ def exit_with_error(message: str) -> NoReturn:
     raise typer.Exit(EXIT_ERROR)
 
 
-def exit_interrupted(folder: Path) -> NoReturn:
-    """After Ctrl-C: print how to resume the work in `folder`, and exit with code 130."""
-    print_error(f"The command was interrupted; run the same command again to resume the work in {folder}.")
-    raise typer.Exit(EXIT_INTERRUPTED)
+class Terminated(KeyboardInterrupt):
+    """Raised by the signal SIGTERM inside `terminate_like_interrupt`."""
+
+
+@contextmanager
+def terminate_like_interrupt() -> Iterator[None]:
+    """Context manager: SIGTERM raises `Terminated`, a KeyboardInterrupt, so that files are cleaned up as after Ctrl-C.
+
+    Schedulers of clusters send SIGTERM. In threads other than the main thread, which receive no signals, nothing
+    changes.
+    """
+
+    def stop(_signal: int, _frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not interrupt the cleaning up
+        raise Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def exit_interrupted(folder: Path, error: KeyboardInterrupt | None = None, note: str = "") -> NoReturn:
+    """After Ctrl-C or SIGTERM: print how to resume the work in `folder`, and exit with code 130 or 143.
+
+    `error` is the interrupt, and `note` a clause that follows the sentence.
+    """
+    was_terminated = isinstance(error, Terminated)
+    how = "terminated" if was_terminated else "interrupted"
+    print_error(f"The command was {how}; run the same command again to resume the work in {folder}{note}.")
+    raise typer.Exit(EXIT_TERMINATED if was_terminated else EXIT_INTERRUPTED)
 
 
 def print_error(message: str) -> None:

@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from filelock import FileLock, Timeout
 
 from rotopath import runs
 from rotopath.data import DataError
@@ -48,7 +47,7 @@ from rotopath.inference.cluster import connect, describe_failure
 from rotopath.model_file import WEIGHTS, RunError
 from rotopath.recipe import RecipeError, find_changed_key, format_recipe, read_recipe
 from rotopath.studies.plan import PLAIN, SPLIT, Job, Study, read_study
-from rotopath.writing import write_text
+from rotopath.writing import BusyError, hold_lock, write_text
 
 READ_STATES_EVERY_S = 0.5
 WRITE_PROGRESS_EVERY_S = 1.0
@@ -348,10 +347,6 @@ def run_process(recipe: str, rotations: int, cwd: str, environment: Mapping[str,
 # The process of one job
 
 
-class BusyError(Exception):
-    """Raised if another process is working on the job."""
-
-
 def main(path: Path, rotations: int, parent: int) -> int:
     """Run the job of the recipe at `path`, and return the exit code.
 
@@ -364,7 +359,7 @@ def main(path: Path, rotations: int, parent: int) -> int:
     _stop_on_request(parent, path.with_suffix(".stop"))
     failed = path.with_suffix(".failed")
     try:
-        with _hold_lock(path.with_name(f".{path.stem}.lock")):
+        with hold_lock(path.with_name(f".{path.stem}.lock"), WAIT_FOR_LOCK_S):
             failed.unlink(missing_ok=True)
             run_job(path, rotations)
             path.with_suffix(".progress").unlink(missing_ok=True)
@@ -419,25 +414,6 @@ class _ProgressFile:
         """Write the stage, and numbers such as the current step, as JSON."""
         self._written_s = time.monotonic()
         write_text(self._path, json.dumps({"stage": stage, "steps": self._steps, **numbers}))
-
-
-@contextmanager
-def _hold_lock(lock: Path) -> Iterator[None]:
-    """Context manager: hold the lock of a job. `lock` is the path of the lock file.
-
-    Raises BusyError if another process does not release the lock within `WAIT_FOR_LOCK_S` seconds. The operating system
-    releases the lock when the process ends, also if the process is killed. The process ID is written to a separate
-    file, because on Windows other processes cannot read a locked file.
-    """
-    # With fallback_to_soft=True, filelock would create an ordinary file on file systems without locks. If the process
-    # is killed, this file would remain and block the job forever.
-    try:
-        held = FileLock(lock, fallback_to_soft=False).acquire(timeout=WAIT_FOR_LOCK_S)
-    except Timeout:
-        raise BusyError(f"{lock} is held by another process.") from None
-    with held:
-        write_text(lock.with_suffix(".pid"), str(os.getpid()))
-        yield
 
 
 def _stop_on_request(parent: int, stop: Path) -> None:
