@@ -27,6 +27,7 @@ from rotopath import pretrained
 from rotopath.images import Slide
 from rotopath.images.geojson import SlideObject
 from rotopath.images.slides import as_slide
+from rotopath.images.tissue import make_region
 from rotopath.inference import dense
 from rotopath.inference.dense import Backend
 from rotopath.inference.predict_files import (
@@ -34,7 +35,6 @@ from rotopath.inference.predict_files import (
     OnTile,
     SlideOutcome,
     list_slides,
-    make_region,
     predict_files,
 )
 from rotopath.inference.slide_pass import Model, PassOptions, SlideResult, predict_slide

@@ -1,9 +1,11 @@
-"""Write large maps and images as image pyramids: tiled OME-TIFF files with several resolution levels.
+"""Keep large maps in files, and write maps and images as image pyramids.
 
-QuPath, Bio-Formats and `open_slide` read parts of these files quickly. The caller passes the pixels as horizontal
-strips from top to bottom: arrays (h, W) or (h, W, 3) of float32 or uint8, or label maps (h, W) of uint32. Level 0 has
-the full resolution. Only one row of tiles is in memory at a time. The pixels of the other levels are kept in temporary
-files, which together need a third of the uncompressed size of level 0. Files are written atomically.
+`MapFile` is a temporary file of a map, which is written in rectangles and read in strips. `write_pyramid` writes a
+tiled OME-TIFF file with several resolution levels. QuPath, Bio-Formats and `open_slide` read parts of these files
+quickly. The caller passes the pixels as horizontal strips from top to bottom: arrays (h, W) or (h, W, 3) of float32 or
+uint8, or label maps (h, W) of uint32. Level 0 has the full resolution. Only one row of tiles is in memory at a time.
+The pixels of the other levels are kept in temporary files, which together need a third of the uncompressed size of
+level 0. Files are written atomically.
 """
 
 import math
@@ -25,6 +27,56 @@ TILE_PX = 512  # side of the square tiles
 UM_PER_CM = 1e4
 MAX_CLASSIC_BYTES = 2**31  # for a larger level 0, a BigTIFF is written: offsets in a classic TIFF have only 32 bits
 Pixels = NDArray[Any]
+
+
+class MapFile:
+    """A map (rows, columns) of numbers in a file, written in rectangles. Pixels that are never written are 0.
+
+    `dtype` is float32, or uint32 for label maps. On most file systems, parts that are never written need no space.
+    """
+
+    def __init__(self, path: Path, size: tuple[int, ...], dtype: type[np.float32 | np.uint32] = np.float32) -> None:
+        self.size = (size[0], size[1])
+        self._dtype = np.dtype(dtype)
+        self._file = path.open("wb+")
+        self._file.truncate(self._dtype.itemsize * math.prod(size))
+
+    def write(self, top: int, left: int, values: NDArray[Any]) -> None:
+        """Write values (h, w), with the first value at row `top` and column `left`."""
+        for i, row in enumerate(values.astype(self._dtype)):
+            self._seek(top + i, left)
+            self._file.write(row.tobytes())
+
+    def paint(self, top: int, left: int, values: NDArray[Any]) -> None:
+        """Write the values (h, w) that are not 0; where they are 0, the map keeps its values."""
+        used = np.flatnonzero(values.any(axis=0))
+        for row in np.flatnonzero(values.any(axis=1)).tolist():
+            part = values[row, used[0] : used[-1] + 1]
+            self._seek(top + row, left + int(used[0]))
+            old = np.frombuffer(self._file.read(len(part) * self._dtype.itemsize), self._dtype)
+            self.write(top + row, left + int(used[0]), np.where(part != 0, part, old)[None])
+
+    def read(self, top: int = 0, bottom: int | None = None) -> NDArray[Any]:
+        """Return the rows of the map from `top` to `bottom` - 1; by default all rows."""
+        rows = (self.size[0] if bottom is None else min(bottom, self.size[0])) - top
+        self._seek(top, 0)
+        content = self._file.read(self._dtype.itemsize * rows * self.size[1])
+        return np.frombuffer(content, self._dtype).reshape(rows, self.size[1])
+
+    def read_subsampled(self, step: int) -> NDArray[Any]:
+        """Return the values of the map in every `step`-th row and column, without reading the whole map at once."""
+        return np.concatenate([strip[::step, ::step] for strip in self.strips(512 * step)])
+
+    def strips(self, rows: int = 512) -> Iterator[NDArray[Any]]:
+        """Yield the map from top to bottom in strips of `rows` rows. The last strip may have fewer rows."""
+        for top in range(0, self.size[0], rows):
+            yield self.read(top, top + rows)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _seek(self, row: int, column: int) -> None:
+        self._file.seek(self._dtype.itemsize * (row * self.size[1] + column))
 
 
 def write_pyramid(

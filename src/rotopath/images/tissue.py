@@ -10,13 +10,15 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
 from skimage.filters import threshold_otsu
 
-from rotopath.images.geojson import SlideObject
+from rotopath.images.files import UnreadableFileError
+from rotopath.images.geojson import SlideObject, read_geojson
 from rotopath.images.outlines import Point, Polygon, fill_outline
 from rotopath.images.slides import Slide
 from rotopath.images.stain import find_stain_doubt
@@ -156,6 +158,36 @@ class Region:
 def select_outlines(objects: Iterable[SlideObject]) -> tuple[Outline, ...]:
     """Return the outlines of all annotations. Points and detections are left out."""
     return tuple(item.shape for item in objects if item.kind == "annotation" and not isinstance(item.shape, Point))
+
+
+def make_region(
+    roi: Path | str | Sequence[SlideObject] | None,
+    exclude: Path | str | Sequence[SlideObject] | None,
+    origin_px: tuple[int, int] = (0, 0),
+) -> Region | None:
+    """Return the region of a slide inside of `roi` and outside of `exclude`, or None if both are None.
+
+    Each argument is the path of a GeoJSON file with annotations, or objects in pixels of level 0. `origin_px` (row,
+    column) is the position on level 0 from which QuPath counts. Raises UnreadableFileError if a file cannot be read,
+    or if there is no annotation with an outline.
+    """
+    if roi is None and exclude is None:
+        return None
+    inside = None if roi is None else _find_outlines(roi, origin_px)
+    return Region(inside, () if exclude is None else _find_outlines(exclude, origin_px))
+
+
+def _find_outlines(source: Path | str | Sequence[SlideObject], origin_px: tuple[int, int]) -> tuple[Outline, ...]:
+    """Return the outlines of annotations, in pixels of level 0. The arguments are those of `make_region`."""
+    if isinstance(source, Path | str):
+        name, outlines = str(source), select_outlines(read_geojson(Path(source), origin_px))
+    else:
+        name, outlines = "The list of objects", select_outlines(source)
+    if outlines:
+        return outlines
+    raise UnreadableFileError(
+        name, "contains no annotation with an outline; draw one in QuPath, and export it as GeoJSON."
+    )
 
 
 def _find_bounds(outlines: Sequence[Outline]) -> NDArray[np.float64]:

@@ -35,9 +35,9 @@ from rotopath.environment import describe_machine, describe_software, now
 from rotopath.images import Slide, UnreadableFileError, open_slide
 from rotopath.images.containers import SLIDE_SUFFIXES, is_slide_folder, keep_one_file_per_series
 from rotopath.images.drawing import MAX_DRAWN, draw_crops
-from rotopath.images.geojson import SlideObject, read_geojson, write_geojson, write_rows
+from rotopath.images.geojson import SlideObject, write_geojson, write_rows
 from rotopath.images.pyramid import write_pyramid
-from rotopath.images.tissue import Outline, Region, select_outlines
+from rotopath.images.tissue import make_region
 from rotopath.inference.slide_pass import Model, PassOptions, SlidePass
 from rotopath.writing import (
     BusyError,
@@ -199,34 +199,6 @@ def _assign_geojson(option: str, path: Path | None, slides: Sequence[Path]) -> d
             f"as {slides[0].name}.geojson."
         )
     return found
-
-
-def make_region(
-    roi: Path | str | Sequence[SlideObject] | None,
-    exclude: Path | str | Sequence[SlideObject] | None,
-    origin_px: tuple[int, int] = (0, 0),
-) -> Region | None:
-    """Return the region of a slide inside of `roi` and outside of `exclude`, or None if both are None.
-
-    Each argument is the path of a GeoJSON file with annotations, or objects in pixels of level 0. `origin_px` (row,
-    column) is the position on level 0 from which QuPath counts. Raises a ValueError if a file cannot be read, or if
-    there is no annotation with an outline.
-    """
-    if roi is None and exclude is None:
-        return None
-    inside = None if roi is None else _find_outlines(roi, origin_px)
-    return Region(inside, () if exclude is None else _find_outlines(exclude, origin_px))
-
-
-def _find_outlines(source: Path | str | Sequence[SlideObject], origin_px: tuple[int, int]) -> tuple[Outline, ...]:
-    """Return the outlines of annotations, in pixels of level 0. The arguments are those of `make_region`."""
-    if isinstance(source, Path | str):
-        name, objects = str(source), read_geojson(Path(source), origin_px)
-    else:
-        name, objects = "The list of objects", list(source)
-    if outlines := select_outlines(objects):
-        return outlines
-    raise DataError(f"{name} contains no annotation with an outline; draw one in QuPath, and export it as GeoJSON.")
 
 
 def predict_files(

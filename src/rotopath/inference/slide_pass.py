@@ -30,6 +30,7 @@ from rotopath.images import Slide, Tissue, find_tissue
 from rotopath.images.drawing import Caption, Color, DrawnAs, HeatMap, draw_overlay
 from rotopath.images.geojson import COLUMNS, SlideObject, to_row, write_geojson, write_rows
 from rotopath.images.outlines import Point, Polygon
+from rotopath.images.pyramid import MapFile
 from rotopath.images.stain import Stain, Stains, measure_stains
 from rotopath.images.tissue import Region
 from rotopath.inference.dense import MixedNetwork
@@ -69,7 +70,7 @@ class LabelPainter(Protocol):
     """An object finder that also paints its objects into a label map of the slide."""
 
     # Number of the object at each output, in the order in which objects are yielded: 1, 2, ...; 0 for background
-    labels: "MapFile"
+    labels: MapFile
 
 
 class SlideTask(Protocol):
@@ -512,7 +513,7 @@ class SlidePass:
         return means.astype(np.float32)
 
 
-# The pixels of a slide, and files for its maps
+# The pixels of a slide
 
 
 class SlideView:
@@ -588,53 +589,3 @@ class SlideView:
         down, across = ((indices >= 0) & (indices < size) for indices, size in zip(pixels, self.size_px, strict=True))
         mask: NDArray[np.bool_] = tissue.is_tissue_at(down_um, across_um) & down[:, None] & across[None, :]
         return mask
-
-
-class MapFile:
-    """A map (rows, columns) of numbers in a file, written in rectangles. Pixels that are never written are 0.
-
-    `dtype` is float32, or uint32 for label maps. On most file systems, parts that are never written need no space.
-    """
-
-    def __init__(self, path: Path, size: tuple[int, ...], dtype: type[np.float32 | np.uint32] = np.float32) -> None:
-        self.size = (size[0], size[1])
-        self._dtype = np.dtype(dtype)
-        self._file = path.open("wb+")
-        self._file.truncate(self._dtype.itemsize * math.prod(size))
-
-    def write(self, top: int, left: int, values: NDArray[Any]) -> None:
-        """Write values (h, w), with the first value at row `top` and column `left`."""
-        for i, row in enumerate(values.astype(self._dtype)):
-            self._seek(top + i, left)
-            self._file.write(row.tobytes())
-
-    def paint(self, top: int, left: int, values: NDArray[Any]) -> None:
-        """Write the values (h, w) that are not 0; where they are 0, the map keeps its values."""
-        used = np.flatnonzero(values.any(axis=0))
-        for row in np.flatnonzero(values.any(axis=1)).tolist():
-            part = values[row, used[0] : used[-1] + 1]
-            self._seek(top + row, left + int(used[0]))
-            old = np.frombuffer(self._file.read(len(part) * self._dtype.itemsize), self._dtype)
-            self.write(top + row, left + int(used[0]), np.where(part != 0, part, old)[None])
-
-    def read(self, top: int = 0, bottom: int | None = None) -> NDArray[Any]:
-        """Return the rows of the map from `top` to `bottom` - 1; by default all rows."""
-        rows = (self.size[0] if bottom is None else min(bottom, self.size[0])) - top
-        self._seek(top, 0)
-        content = self._file.read(self._dtype.itemsize * rows * self.size[1])
-        return np.frombuffer(content, self._dtype).reshape(rows, self.size[1])
-
-    def read_subsampled(self, step: int) -> NDArray[Any]:
-        """Return the values of the map in every `step`-th row and column, without reading the whole map at once."""
-        return np.concatenate([strip[::step, ::step] for strip in self.strips(512 * step)])
-
-    def strips(self, rows: int = 512) -> Iterator[NDArray[Any]]:
-        """Yield the map from top to bottom in strips of `rows` rows. The last strip may have fewer rows."""
-        for top in range(0, self.size[0], rows):
-            yield self.read(top, top + rows)
-
-    def close(self) -> None:
-        self._file.close()
-
-    def _seek(self, row: int, column: int) -> None:
-        self._file.seek(self._dtype.itemsize * (row * self.size[1] + column))

@@ -26,10 +26,11 @@ from rotopath.data.sampling import Ints, PatientBalancedSampler, Sampler, Sample
 from rotopath.data.splits import select_per_stratum
 from rotopath.images.geojson import SlideObject
 from rotopath.images.outlines import measure_shapes, smooth_outlines, trace_outlines
+from rotopath.images.pyramid import MapFile
 from rotopath.images.stain import stain_densities
 from rotopath.inference.dense import Prediction
 from rotopath.inference.seams import Seams
-from rotopath.inference.slide_pass import MapFile, ObjectFinder
+from rotopath.inference.slide_pass import ObjectFinder
 from rotopath.inference.tiling import Grid, Tile
 from rotopath.metrics.bootstrap import ImageCase, f1_terms
 from rotopath.metrics.matching import (
