@@ -153,7 +153,7 @@ def test_device_is_compared_with_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert selftest._test_device(selftest.CPU).startswith("as a plain CNN in precision 32: same as on the CPU")
     biases = iter([3.0, 0.0])  # of the device, then of the CPU
 
-    def prepare(network: Network, _device: torch.device, _dtype: torch.dtype) -> Network:
+    def prepare(network: Network, _device: torch.device, _dtype: torch.dtype, _backend: str) -> Network:
         network = copy.deepcopy(network)
         torch.nn.init.constant_(network.head.conv.bias, next(biases))
         return network

@@ -156,6 +156,23 @@ def test_onnx_runtime_finds_the_same_objects(images: Path, tmp_path: Path) -> No
     assert not (tmp_path / "none").exists()
 
 
+def test_the_profile_accounts_for_the_time_and_the_pixels(images: Path, tmp_path: Path) -> None:
+    command = (MODEL, images / "a.png", "--spacing-um-px", 1.0, "--device", "cpu", "--everywhere")
+    result = call(*command, "--out", tmp_path / "out", "--profile")
+    summary = json.loads((tmp_path / "out" / "a.png" / "summary.json").read_text())
+    stages = summary["seconds_of_stages"]
+    assert tuple(stages) == predict_files.STAGES
+    assert all(seconds >= 0 for seconds in stages.values())
+    consecutive = sum(stages[stage] for stage in ("tissue", "network", "maps", "objects", "files"))
+    assert consecutive == pytest.approx(summary["seconds"], abs=0.06), "the other stages run in threads"
+    assert stages["stains"] == 0, "the model reads the pixels as they are"
+    assert summary["predicted_mpx"] == pytest.approx(11 * 13 * 12**2 / 1e6, abs=1e-3)
+    printed = [line.split()[0] for line in result.output.splitlines() if line.strip()]
+    assert set(predict_files.STAGES) <= set(printed)
+    assert "Mpx/s" in result.output
+    assert "Mpx/s" not in call(*command, "--out", tmp_path / "quiet").output
+
+
 def test_finished_files_are_skipped_unless_options_differ(images: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = (MODEL, images / "a.png", "--out", out, "--spacing-um-px", 1.0)
@@ -674,7 +691,7 @@ def test_a_result_can_select_the_region_of_another_prediction(images: Path, tmp_
     same = model.predict(images / "a.png", 1.0, device="cpu", roi=tmp_path / "roi.geojson", threshold=0.3)
     assert result.summary == same.summary
     assert result.summary["tissue_mm2"] == pytest.approx(0.08**2, rel=0.02)
-    with pytest.raises(DataError, match="list of objects contains no annotation with an outline"):
+    with pytest.raises(ValueError, match="list of objects contains no annotation with an outline"):
         model.predict(images / "a.png", 1.0, roi=[SlideObject(Point(3, 4), "annotation")])
     with pytest.raises(DataError, match="choose a number from 0 to 1"):
         model.predict(images / "a.png", 1.0, threshold=1.5)

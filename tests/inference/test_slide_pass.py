@@ -2,6 +2,7 @@
 
 import csv
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -30,7 +31,15 @@ from rotopath.images.tissue import Region, find_tissue
 from rotopath.inference import predict
 from rotopath.inference import slide_pass as slide_pass_module
 from rotopath.inference.dense import MixedNetwork
-from rotopath.inference.slide_pass import MEASURED_PX, Model, PassOptions, SlidePass, SlideView, predict_slide
+from rotopath.inference.slide_pass import (
+    MEASURED_PX,
+    Model,
+    PassOptions,
+    SlidePass,
+    SlideView,
+    Stopwatch,
+    predict_slide,
+)
 from rotopath.inference.tiling import Span
 from rotopath.metrics import smooth_images
 from rotopath.model_file import ModelInfo, NetworkInfo
@@ -518,6 +527,25 @@ def raise_disk_full(*_: object) -> None:
     raise OSError("disk full")
 
 
+def test_a_stopwatch_adds_the_seconds_of_threads_and_of_items(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    stopwatch = Stopwatch()
+    assert list(stopwatch.watch("items", "abc")) == ["a", "b", "c"]
+    assert stopwatch.seconds == {"items": 4}, "the end of the items takes time, too"
+    with pytest.raises(KeyError), stopwatch.measure("block"):
+        raise KeyError
+    assert stopwatch.seconds == {"items": 4, "block": 1}
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: time_block(stopwatch), range(20)))
+    assert stopwatch.seconds["threads"] >= 20
+
+
+def time_block(stopwatch: Stopwatch) -> None:
+    with stopwatch.measure("threads"):
+        pass
+
+
 def test_large_heat_maps_are_subsampled_for_the_overlay(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(PAPER["tumor"], untrained("tumor"), {"threshold": 0.5}, CPU)
     image = textured(300, 260, 1)
@@ -528,6 +556,7 @@ def test_large_heat_maps_are_subsampled_for_the_overlay(monkeypatch: pytest.Monk
         whole = slide_pass.draw_overlay(objects)
         monkeypatch.setattr("rotopath.inference.slide_pass.OVERLAY_HEAT_PX", 10)
         subsampled = slide_pass.draw_overlay(objects)
+        assert set(slide_pass.stopwatch.seconds) == {"reading", "network", "maps", "objects"}
     assert whole.size == subsampled.size
     assert np.asarray(whole).tobytes() != np.asarray(subsampled).tobytes()
 

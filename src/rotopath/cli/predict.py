@@ -89,6 +89,9 @@ def predict(
             "extra onnx."
         ),
     ] = "torch",
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Print the seconds and the megapixels per second of each stage.")
+    ] = False,
     cluster: Annotated[
         str | None,
         typer.Option(help="Predict slides on a Dask cluster: local, slurm, or the address of a scheduler."),
@@ -142,7 +145,7 @@ def predict(
                 model.task.adjust_operating_point(model.point, threshold, min_area_um2)
                 bits, library = cast("Precision | None", precision), cast("Backend", backend)
                 settings = (device, bits, library, threshold, min_area_um2)
-                with SlideProgress(len(slides), terminal.console) as progress:
+                with SlideProgress(len(slides), terminal.console, profile) as progress:
                     if cluster is None:
                         outcomes = predict_files(model.prepare(*settings), slides, out, options, progress.show)
                     else:

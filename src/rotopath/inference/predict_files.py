@@ -52,6 +52,9 @@ from rotopath.writing import (
 # Names of the files in the folder of results
 GEOJSON, TABLE, HEAT, DEVIATION = "objects.geojson", "objects.csv", "heatmap.ome.tif", "deviation.ome.tif"
 LABELS, OVERLAY, CROPS, SUMMARY = "labels.ome.tif", "overlay.png", "crops.png", "summary.json"
+# What takes time: tissue and stains are measured; pixels are read, and their stains normalized, by threads; the network
+# computes, or waits for pixels; its outputs are written into maps; objects are found; and files are written.
+STAGES = ("tissue", "reading", "stains", "network", "maps", "objects", "files")
 CROP_COUNT = 24  # number of objects with the highest score, and of the least certain objects, that are cropped
 OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")  # parts of error messages of torch
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -349,6 +352,12 @@ def read_sentence(folder: Path) -> str:
     return sentence
 
 
+def read_stages(folder: Path) -> tuple[float, dict[str, float]]:
+    """Return the number of predicted megapixels, and the seconds of each stage (`STAGES`), from `summary.json`."""
+    summary = loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    return summary["predicted_mpx"], summary["seconds_of_stages"]
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error of Python or torch means that there is not enough memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -369,12 +378,14 @@ def _write_results(
     `about` is the dictionary that `_describe` returns; it is saved in the summary. After each tile, `on_progress` is
     called with the number of finished tiles and the number of all tiles to predict.
     """
-    started = time.monotonic()
+    started = time.perf_counter()
     with atomic_folder(folder) as unfinished, SlidePass(model, slide, options) as slide_pass:
+        prepared = time.perf_counter()
         drawn: list[SlideObject] = []
         score = model.task.object_score
         best = _Shortlist(lambda item: item.measurements[score])
         least_certain = _Shortlist(lambda item: item.measurements.get("deviation", -item.measurements[score]))
+        seconds = slide_pass.stopwatch.seconds
         with (unfinished / TABLE).open("w", newline="", encoding="utf-8") as table:
             objects = write_rows(slide_pass.objects(on_progress), table, slide.origin_px)
             if model.task.drawn_as != "regions":
@@ -391,6 +402,9 @@ def _write_results(
         if best.items:
             groups = {f"Highest {score}": best.items, "Least certain": least_certain.items}
             draw_crops(slide, groups, score).save(unfinished / CROPS)
+        ended = time.perf_counter()
+        in_loop = sum(seconds[stage] for stage in ("network", "maps", "objects"))
+        stages = {"tissue": prepared - started, **seconds, "files": ended - prepared - in_loop}
         summary = slide_pass.summary()
         corner_px, side_px = slide_pass.heat_frame
         write_json(
@@ -406,7 +420,9 @@ def _write_results(
                     "stains_normalised": slide_pass.view.stains is not None,
                 },
                 "heatmap": {"spacing_um_px": slide_pass.heat_um_px, "corner_px": corner_px, "side_px": side_px},
-                "seconds": round(time.monotonic() - started, 1),
+                "seconds": round(ended - started, 1),
+                "predicted_mpx": round(slide_pass.predicted_px / 1e6, 3),
+                "seconds_of_stages": {name: round(stages.get(name, 0.0), 3) for name in STAGES},
                 "written": now(),
                 "about": about,
                 **describe_software(),

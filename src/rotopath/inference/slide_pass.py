@@ -8,14 +8,16 @@ folder.
 
 import math
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -51,6 +53,7 @@ MAX_ENLARGEMENT = 1.5  # pixels that are enlarged more than this for the network
 OVERLAY_HEAT_PX = 4096  # heat maps with a longer side are subsampled before they are drawn on an overlay
 OnProgress = Callable[[int, int], None]  # number of finished tiles, number of all tiles
 Map = NDArray[np.float32]
+Item = TypeVar("Item")
 
 
 class ObjectFinder(Protocol):
@@ -277,6 +280,39 @@ def _to_shapely(shapely: Any, shape: Point | tuple[Polygon, ...], origin_px: tup
     return polygons[0] if len(polygons) == 1 else shapely.MultiPolygon(polygons)
 
 
+class Stopwatch:
+    """Measures how many seconds each stage of a prediction takes.
+
+    Several threads may measure the same stage at once. Their seconds are added, so that the sum can exceed the time
+    that has passed.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()  # by name of the stage
+        self._lock = Lock()
+
+    @contextmanager
+    def measure(self, stage: str) -> Iterator[None]:
+        """Context manager: add the seconds of its block to a stage."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.seconds[stage] += time.perf_counter() - start  # type: ignore[assignment]  # not a whole number
+
+    def watch(self, stage: str, items: Iterable[Item]) -> Iterator[Item]:
+        """Yield items, and add the seconds that it takes to make them to a stage."""
+        iterator = iter(items)
+        while True:
+            with self.measure(stage):
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+            yield item
+
+
 class SlidePass:
     """Predicts a slide once, tile by tile. Use it in a `with` statement, which removes the temporary files at its end.
 
@@ -297,7 +333,9 @@ class SlidePass:
         task = model.task
         tissue = find_tissue(slide)
         # Stains are those of all tissue, so that the objects in a region are the same as without a region.
-        self.view = SlideView(slide, task.spacing_um_px, task.stain, tissue)
+        self.stopwatch = Stopwatch()
+        self.predicted_px = 0  # pixels of the predicted tiles, at the pixel spacing of the model
+        self.view = SlideView(slide, task.spacing_um_px, task.stain, tissue, self.stopwatch)
         self.tissue, self._near_tissue = self._select_area(tissue)  # tissue in the region, and the area to predict
         halo, self._outputs_per_px = task.halo(model.network.geometry.stride_px), task.heatmap_cell
         self.grid = Grid(model.network, self.view, options.tile_px or model.tile_px, halo, self._outputs_per_px)
@@ -445,11 +483,15 @@ class SlidePass:
         tiles = predict_tiles(
             self.grid, wanted, self.model.device, self.options.rotations, task.to_probabilities, task.needs_pixels
         )
-        for done, tile in enumerate(map(self._clear_glass, tiles), 1):
-            self._write_maps(tile)
-            yield from self._finder.add_tile(tile)
+        watch = self.stopwatch.watch
+        for done, tile in enumerate(watch("network", tiles), 1):
+            self.predicted_px += tile.rows.size * tile.columns.size * self.grid.stride_px**2
+            with self.stopwatch.measure("maps"):
+                cleared = self._clear_glass(tile)
+                self._write_maps(cleared)
+            yield from watch("objects", self._finder.add_tile(cleared))
             on_progress(done, len(wanted))
-        yield from self._finder.finish()
+        yield from watch("objects", self._finder.finish())
 
     def _write_maps(self, tile: Tile) -> None:
         """Write a tile into the maps `heat`, `winner` and `deviation`. Maps that are None are skipped.
@@ -522,8 +564,11 @@ class SlideView:
     If `stain` is "macenko", the stains are normalized, unless they cannot be measured.
     """
 
-    def __init__(self, slide: Slide, spacing_um_px: float, stain: Stain, tissue: Tissue) -> None:
+    def __init__(
+        self, slide: Slide, spacing_um_px: float, stain: Stain, tissue: Tissue, stopwatch: Stopwatch | None = None
+    ) -> None:
         self.slide = slide
+        self._stopwatch = stopwatch or Stopwatch()
         self.spacing_um_px = spacing_um_px
         self.size_px = slide.size_at(self.spacing_um_px)
         self.level0_px = self.spacing_um_px / slide.spacing_um_px  # side of a pixel of the view, in pixels of level 0
@@ -557,8 +602,12 @@ class SlideView:
         """
         top, left = row * BLOCK_PX, column * BLOCK_PX
         height, width = (min(BLOCK_PX, size - start) for size, start in zip(self.size_px, (top, left), strict=True))
-        pixels = self.slide.read(top, left, height, width, self.spacing_um_px)
-        return pixels if self.stains is None else self.stains.normalize(pixels)
+        with self._stopwatch.measure("reading"):
+            pixels = self.slide.read(top, left, height, width, self.spacing_um_px)
+        if self.stains is None:
+            return pixels
+        with self._stopwatch.measure("stains"):
+            return self.stains.normalize(pixels)
 
     def _measure_stains(self, tissue: Tissue) -> Stains | None:
         """Return the stains of the tissue, or None if there is too little tissue or only one stain.

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeE
 from rich.table import Table
 from rich.text import Text
 
-from rotopath.inference.predict_files import SlideOutcome, read_sentence
+from rotopath.inference.predict_files import SlideOutcome, read_sentence, read_stages
 from rotopath.recipe import Recipe
 from rotopath.studies.jobs import JobState
 from rotopath.studies.plan import Job, Study
@@ -90,14 +90,16 @@ class SlideProgress(ProgressBar):
     """Two progress bars: one for all slides, and one for the tiles of the current slide.
 
     `slides` is the number of all slides. A line is printed for each slide that was predicted, was skipped or failed.
+    With `profile`, it is followed by the time of each stage of a slide that was predicted.
     """
 
-    def __init__(self, slides: int, console: Console) -> None:
+    def __init__(self, slides: int, console: Console, profile: bool = False) -> None:
         count = TextColumn("{task.completed:g} of {task.total:g} {task.fields[unit]}")
         super().__init__(console, TextColumn("{task.description}"), BarColumn(), count)
         self._slides = self._bar.add_task("all", total=slides, unit="slides")
         self._tiles = self._bar.add_task("", total=1, unit="tiles", visible=False)
         self._current: Path | None = None
+        self._profile = profile
 
     def show(self, slide: Path, done: int, tiles: int) -> None:
         """Show the progress of the current slide: `done` of `tiles` tiles are predicted. `slide` is its path."""
@@ -123,6 +125,17 @@ class SlideProgress(ProgressBar):
         for warning in outcome.warnings:
             line = f"{outcome.path.name}: Warning: {warning}"
             self._console.print(line, style="yellow", highlight=False, soft_wrap=True, markup=False)
+        if self._profile and outcome.state == "done":
+            self._print_stages(*read_stages(outcome.folder))
+
+    def _print_stages(self, mpx: float, seconds: Mapping[str, float]) -> None:
+        """Print the seconds of each stage, and the megapixels per second if `mpx` megapixels were predicted."""
+        table = Table(box=None, pad_edge=False)
+        for name in ("stage", "seconds", "Mpx/s"):
+            table.add_column(name, justify="left" if name == "stage" else "right")
+        for stage, value in seconds.items():
+            table.add_row(stage, f"{value:.2f}", f"{mpx / value:.1f}" if value > 0 else "")
+        self._console.print(table, Text(f"{mpx:.1f} Mpx. Reading and stains run in threads, beside the other stages."))
 
 
 class StudyProgress:
