@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from rotopath.data import Sample
 from rotopath.data.sampling import CenterSampler, Ints, Sampler, SamplerSettings, Windows
 from rotopath.images.geojson import SlideObject, read_geojson
 from rotopath.images.outlines import Point
-from rotopath.inference.tiling import Grid, Tile
+from rotopath.inference.tiling import Grid, Run, Tile
 from rotopath.tasks import Task, TrainingWindow
 from rotopath.tasks.task import Evidence, Loss, Map, Scores, check_numbers
 
@@ -143,11 +143,10 @@ class DarkestFinder:
         self._task, self._grid = task, grid
         self._map = np.zeros(grid.size, np.float32)
 
-    def add_tile(self, tile: Tile) -> Iterator[SlideObject]:
-        self._map[slice(*tile.rows), slice(*tile.columns)] = tile.probabilities[0][tile.core]
-        yield from ()
-
-    def finish(self) -> Iterator[SlideObject]:
+    def find(self, tiles: Iterable[Tile], run: Run = map) -> Iterator[SlideObject]:
+        del run
+        for tile in tiles:
+            self._map[slice(*tile.rows), slice(*tile.columns)] = tile.probabilities[0][tile.core]
         row, column = np.unravel_index(int(self._map.argmax()), self._map.shape)
         (top, left), side = self._grid.output_frame(int(row), int(column))
         dark = self._task.classes[0]

@@ -1,5 +1,6 @@
 """Regions that tiles cut are merged: each comes out complete, once, with its own pixels."""
 
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import ndimage
 
-from rotopath.inference.seams import Region, Seams
+from rotopath.inference.seams import Region, Seams, split_tile
 from rotopath.inference.tiling import Span
 
 pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # tracing them would take minutes
@@ -20,6 +21,16 @@ def cut(size: int, step: int) -> list[Span]:
     return [Span(start, min(start + step, size)) for start in range(0, size, step)]
 
 
+def add_tile(
+    seams: Seams, size: tuple[int, ...], folder: Path, rows: Span, columns: Span, mask: np.ndarray, values: np.ndarray
+) -> np.ndarray:
+    """Return the mask of the complete regions of a tile."""
+    number = len(list(folder.iterdir()))
+    complete, parts = split_tile(size, folder, number, (rows, columns), mask, values)
+    seams.join(pickle.loads(pickle.dumps(parts)))  # another process may have split the tile
+    return complete
+
+
 def find_regions(mask: np.ndarray, values: np.ndarray, step: int, folder: Path) -> list[frozenset[tuple[int, int]]]:
     """Return the pixels of all regions, found in tiles of `step` pixels a side."""
     seams = Seams(mask.shape, BACKGROUND, folder)
@@ -27,7 +38,7 @@ def find_regions(mask: np.ndarray, values: np.ndarray, step: int, folder: Path) 
     for rows in cut(mask.shape[0], step):
         for columns in cut(mask.shape[1], step):
             tile = (slice(*rows), slice(*columns))
-            complete = seams.add_tile(rows, columns, mask[tile], values[:, *tile])
+            complete = add_tile(seams, mask.shape, folder, rows, columns, mask[tile], values[:, *tile])
             inside = np.where(complete, values[:, *tile], np.array(BACKGROUND, np.float32)[:, None, None])
             found.append(Region(rows.start, columns.start, inside))
     found += seams.finish()
@@ -64,7 +75,7 @@ def test_a_region_ends_at_a_tile_that_is_skipped(tmp_path: Path) -> None:
     values = np.zeros((2, 4, 4), np.float32)
     mask = np.zeros((4, 4), bool)
     mask[1, 2:] = True
-    complete = seams.add_tile(Span(0, 4), Span(0, 4), mask, np.where(mask, values, 1))
+    complete = add_tile(seams, (4, 8), tmp_path, Span(0, 4), Span(0, 4), mask, np.where(mask, values, 1))
     assert not complete.any(), "the region might continue in the next tile"
     (region,) = seams.finish()
     assert (region.top, region.left, region.values.shape) == (1, 2, (2, 1, 2))
@@ -78,7 +89,8 @@ def test_regions_that_would_be_too_large_stay_in_pieces(tmp_path: Path, monkeypa
     monkeypatch.setattr("rotopath.inference.seams.LARGEST_PX", 23)
     seams = Seams(mask.shape, BACKGROUND, tmp_path)
     for columns in cut(12, 4):
-        seams.add_tile(Span(0, 7), columns, mask[:, slice(*columns)], values[:, :, slice(*columns)])
+        tile = (slice(None), slice(*columns))
+        add_tile(seams, mask.shape, tmp_path, Span(0, 7), columns, mask[tile], values[:, *tile])
     boxes = [(region.top, region.left, *region.values.shape[1:]) for region in seams.finish()]
     assert sorted(boxes) == [(1, 0, 2, 4), (1, 4, 2, 4), (1, 8, 2, 4), (4, 3, 2, 2)]
     monkeypatch.setattr("rotopath.inference.seams.LARGEST_PX", 24)

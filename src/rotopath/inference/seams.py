@@ -1,8 +1,8 @@
 """Merge connected regions that cross the borders between tiles.
 
-`Seams` receives the tiles of a slide, row by row, each with a mask. A region is a connected component of the mask of
-the whole slide. A region that touches no border to another tile is complete, and is returned immediately. Any other
-region may have parts in several tiles; a part is a connected component of the mask of one tile. Parts are merged after
+A region is a connected component of the mask of the whole slide. A region that touches no border to another tile is
+complete, and `split_tile` returns it immediately. Any other region may have parts in several tiles; a part is a
+connected component of the mask of one tile. `Seams` receives the parts of all tiles, row by row, and merges them after
 the last tile. Until then, their pixels are kept in temporary files. Two things stay in memory: the edges of tiles, and
 a table that states which parts belong to the same region. Points, such as mitoses, are merged in `tasks.detect`.
 """
@@ -36,13 +36,57 @@ class Region(NamedTuple):
     values: NDArray[np.float32]  # (k, h, w): k channels
 
 
+class TileParts(NamedTuple):
+    """The parts of regions in one tile, without their pixels, as `split_tile` returns them."""
+
+    rows: Span  # of the tile on the whole map
+    columns: Span
+    number: int  # of the tile
+    cut: list[int]  # numbers of the parts that touch a border to another tile
+    edges: tuple[NDArray[np.int32], ...]  # part number of each pixel along the top, bottom, left and right edge
+
+
+def split_tile(
+    size: tuple[int, ...],
+    folder: Path,
+    number: int,
+    spans: tuple[Span, Span],
+    mask: NDArray[np.bool_],
+    values: NDArray[np.float32],
+) -> tuple[NDArray[np.bool_], TileParts]:
+    """Split the regions of a tile into complete regions and others, and store the pixels of the others in a file.
+
+    A region is complete if it touches no border to another tile. `size` and `folder` are those of `Seams`, and `number`
+    counts the tiles from 0. `spans` are the rows and columns of the whole map that the tile covers. `mask` (h, w) is
+    true in regions. `values` (k, h, w) are the k channels of the tile. Returns a mask (h, w) of the complete regions,
+    and the arguments of `Seams.join`. This function may run in another process than `Seams`.
+    """
+    rows, columns = spans
+    part_numbers, _ = ndimage.label(mask)
+    edges = (part_numbers[0], part_numbers[-1], part_numbers[:, 0], part_numbers[:, -1])
+    is_inside = (rows.start > 0, rows.stop < size[0], columns.start > 0, columns.stop < size[1])
+    inner_edges = [edge for edge, inside in zip(edges, is_inside, strict=True) if inside]
+    cut = np.unique(np.concatenate(inner_edges or [part_numbers[:0, 0]]))
+    cut = cut[cut > 0]
+    is_cut = np.isin(part_numbers, cut)
+    pixels = np.flatnonzero(is_cut)
+    np.savez(
+        folder / f"{number}.npz",
+        pixels=pixels,
+        part_numbers=part_numbers.ravel()[pixels],
+        values=values.reshape(len(values), -1)[:, pixels],
+    )
+    parts = TileParts(rows, columns, number, cut.tolist(), tuple(edge.copy() for edge in edges))
+    return mask & ~is_cut, parts
+
+
 class Seams:
     """Collects regions from tiles, and merges the parts of regions that cross borders between tiles.
 
-    Call `add_tile` for each tile, row by row and from left to right, and then `finish`. `size` is the number of rows
-    and of columns of the whole map. `background` has a fill value for each of the k channels, for pixels that are in
-    the bounding box of a `Region` but outside the region. Regions are 4-connected: pixels that touch only at a corner
-    are not connected. Temporary files are written to `folder`.
+    Call `split_tile` and `join` for each tile, row by row and from left to right, and then `finish`. `size` is the
+    number of rows and of columns of the whole map. `background` has a fill value for each of the k channels, for pixels
+    that are in the bounding box of a `Region` but outside the region. Regions are 4-connected: pixels that touch only
+    at a corner are not connected. Temporary files are written to `folder`.
     """
 
     def __init__(self, size: tuple[int, ...], background: Sequence[float], folder: Path) -> None:
@@ -56,44 +100,15 @@ class Seams:
         self._right_edges: dict[tuple[int, int], Edge] = {}  # key: column right of the tile, first row
         self._load = lru_cache(maxsize=TILES_IN_MEMORY)(self._load_file)
 
-    def add_tile(
-        self, rows: Span, columns: Span, mask: NDArray[np.bool_], values: NDArray[np.float32]
-    ) -> NDArray[np.bool_]:
-        """Return a mask (h, w) of the complete regions of a tile, and store its other regions for `finish`.
-
-        A region is complete if it touches no border to another tile. `rows` and `columns` are the rows and columns of
-        the whole map that the tile covers. `mask` (h, w) is true in regions. `values` (k, h, w) are the k channels of
-        the tile; `finish` returns them for the pixels of the merged regions.
-        """
-        part_numbers, _ = ndimage.label(mask)
-        number = len(self._tiles)
+    def join(self, parts: TileParts) -> None:
+        """Record the parts of a tile, and which of them are connected to parts of the tiles above and to the left."""
+        rows, columns, number, cut, (top, bottom, left, right) = parts
         self._tiles.append((rows, columns))
-        inner_edges = [
-            edge
-            for edge, is_inside in (
-                (part_numbers[0], rows.start > 0),
-                (part_numbers[-1], rows.stop < self._size[0]),
-                (part_numbers[:, 0], columns.start > 0),
-                (part_numbers[:, -1], columns.stop < self._size[1]),
-            )
-            if is_inside
-        ]
-        cut = np.unique(np.concatenate(inner_edges or [part_numbers[:0, 0]]))
-        cut = cut[cut > 0]
-        self._parents |= {(number, int(part)): (number, int(part)) for part in cut}
-        self._join(number, part_numbers[0], self._bottom_edges.pop((rows.start, columns.start), None))
-        self._join(number, part_numbers[:, 0], self._right_edges.pop((columns.start, rows.start), None))
-        self._bottom_edges[rows.stop, columns.start] = (number, part_numbers[-1])
-        self._right_edges[columns.stop, rows.start] = (number, part_numbers[:, -1])
-        is_cut = np.isin(part_numbers, cut)
-        pixels = np.flatnonzero(is_cut)
-        np.savez(
-            self._folder / f"{number}.npz",
-            pixels=pixels,
-            part_numbers=part_numbers.ravel()[pixels],
-            values=values.reshape(len(values), -1)[:, pixels],
-        )
-        return mask & ~is_cut
+        self._parents |= {(number, part): (number, part) for part in cut}
+        self._join_edges(number, top, self._bottom_edges.pop((rows.start, columns.start), None))
+        self._join_edges(number, left, self._right_edges.pop((columns.start, rows.start), None))
+        self._bottom_edges[rows.stop, columns.start] = (number, bottom)
+        self._right_edges[columns.stop, rows.start] = (number, right)
 
     def finish(self) -> Iterator[Region]:
         """Merge and yield all regions that touch a border between tiles. Call this after the last tile."""
@@ -134,14 +149,14 @@ class Seams:
         return np.stack([down + rows.start, right + columns.start]), values[:, inside]
 
     def _load_file(self, number: int) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
-        """Return three arrays that `add_tile` saved for a tile: flat indices, part numbers and values of pixels.
+        """Return three arrays that `split_tile` saved for a tile: flat indices, part numbers and values of pixels.
 
         Indices and part numbers are (pixels,), and values are (k, pixels).
         """
         with np.load(self._folder / f"{number}.npz") as arrays:
             return arrays["pixels"], arrays["part_numbers"], arrays["values"]
 
-    def _join(self, number: int, edge: NDArray[np.int32], neighbor: Edge | None) -> None:
+    def _join_edges(self, number: int, edge: NDArray[np.int32], neighbor: Edge | None) -> None:
         """Record which parts in a tile and in a neighboring tile are connected across the border between the tiles.
 
         `number` is the number of the tile. `edge` has the part number of each pixel of this tile along the border (0:

@@ -9,14 +9,14 @@ folder.
 import math
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
-from threading import Lock
+from threading import Lock, local
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
@@ -36,7 +36,7 @@ from rotopath.images.pyramid import MapFile
 from rotopath.images.stain import Stain, Stains, measure_stains
 from rotopath.images.tissue import Region
 from rotopath.inference.dense import MixedNetwork
-from rotopath.inference.tiling import TILE_PX, Grid, Span, Tile, predict_tiles
+from rotopath.inference.tiling import TILE_PX, Grid, Run, Span, Tile, predict_tiles, start_workers
 from rotopath.models import DenseNetwork
 from rotopath.writing import atomic_file
 
@@ -57,23 +57,27 @@ Item = TypeVar("Item")
 
 
 class ObjectFinder(Protocol):
-    """Finds the objects of a slide in its tiles, which it receives one after another."""
+    """Finds the objects of a slide in its tiles."""
 
-    def add_tile(self, tile: Tile) -> Iterator[SlideObject]:
-        """Search the next tile, and yield the objects that are complete: no later tile can change them."""
-        ...
+    def find(self, tiles: Iterable[Tile], run: Run = map) -> Iterator[SlideObject]:
+        """Yield each object as soon as no later tile can change it.
 
-    def finish(self) -> Iterator[SlideObject]:
-        """Yield all remaining objects. Call this after the last tile."""
+        `tiles` yields the tiles of a slide, row by row. `run` is used like `map`, and may call a function in other
+        processes; the function, the items and the results must then be picklable.
+        """
         ...
 
 
 @runtime_checkable
 class LabelPainter(Protocol):
-    """An object finder that also paints its objects into a label map of the slide."""
+    """An object finder that also paints its objects into a label map of the slide.
+
+    It yields and paints only the objects for which the function `is_wanted` returns True.
+    """
 
     # Number of the object at each output, in the order in which objects are yielded: 1, 2, ...; 0 for background
     labels: MapFile
+    is_wanted: Callable[[SlideObject], bool]
 
 
 class SlideTask(Protocol):
@@ -144,6 +148,7 @@ class PassOptions:
     rotations: int = 1  # number of rotations for test-time augmentation; above 1, also return the standard deviation
     tile_px: int | None = None  # largest side of a tile in pixels; by default `Model.tile_px`
     everywhere: bool = False  # if True, also predict where no tissue was detected
+    workers: int = 0  # number of processes that search tiles for objects; 0: the process of the network searches them
     region: Region | None = None  # the part of the slide to predict; None: the whole slide
     classes: tuple[str, ...] = ()  # names of the classes whose objects are returned; empty: all classes
 
@@ -284,22 +289,26 @@ class Stopwatch:
     """Measures how many seconds each stage of a prediction takes.
 
     Several threads may measure the same stage at once. Their seconds are added, so that the sum can exceed the time
-    that has passed.
+    that has passed. If a stage is measured inside another stage, its seconds do not count for the outer stage.
     """
 
     def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()  # by name of the stage
+        self.seconds: dict[str, float] = defaultdict(float)  # by name of the stage
         self._lock = Lock()
+        self._inner = local()  # per thread: seconds of the stages inside of the current stage
 
     @contextmanager
     def measure(self, stage: str) -> Iterator[None]:
         """Context manager: add the seconds of its block to a stage."""
+        outer, self._inner.seconds = getattr(self._inner, "seconds", 0.0), 0.0
         start = time.perf_counter()
         try:
             yield
         finally:
+            elapsed = time.perf_counter() - start
             with self._lock:
-                self.seconds[stage] += time.perf_counter() - start  # type: ignore[assignment]  # not a whole number
+                self.seconds[stage] += elapsed - self._inner.seconds
+            self._inner.seconds = outer + elapsed
 
     def watch(self, stage: str, items: Iterable[Item]) -> Iterator[Item]:
         """Yield items, and add the seconds that it takes to make them to a stage."""
@@ -376,7 +385,12 @@ class SlidePass:
         in the region (`task.cuts_at_roi`). Objects of other tasks are returned whole if their center is in the region.
         """
         self._clear_counts()
-        for detected in filter(self._is_wanted, self._detect(on_progress)):
+        objects = self._detect(on_progress)
+        if isinstance(self._finder, LabelPainter):
+            self._finder.is_wanted = self._is_wanted
+        else:
+            objects = filter(self._is_wanted, objects)
+        for detected in objects:
             self._counts[detected.class_name] += 1
             area_mm2 = detected.measurements.get("area_mm2", 0.0)
             self._areas_mm2[detected.class_name] += area_mm2  # type: ignore[assignment]
@@ -483,15 +497,26 @@ class SlidePass:
         tiles = predict_tiles(
             self.grid, wanted, self.model.device, self.options.rotations, task.to_probabilities, task.needs_pixels
         )
-        watch = self.stopwatch.watch
-        for done, tile in enumerate(watch("network", tiles), 1):
+
+        def on_tile(done: int) -> None:
+            on_progress(done, len(wanted))
+
+        with start_workers(self.options.workers) as run:
+            yield from self.stopwatch.watch("objects", self._finder.find(self._finish_tiles(tiles, on_tile), run))
+
+    def _finish_tiles(self, tiles: Iterable[Tile], on_tile: Callable[[int], None]) -> Iterator[Tile]:
+        """Yield predicted tiles for the search of objects, and write them into the maps.
+
+        After the search of each tile, or after its start in another process, `on_tile` is called with the number of
+        tiles.
+        """
+        for done, tile in enumerate(self.stopwatch.watch("network", tiles), 1):
             self.predicted_px += tile.rows.size * tile.columns.size * self.grid.stride_px**2
             with self.stopwatch.measure("maps"):
                 cleared = self._clear_glass(tile)
                 self._write_maps(cleared)
-            yield from watch("objects", self._finder.add_tile(cleared))
-            on_progress(done, len(wanted))
-        yield from watch("objects", self._finder.finish())
+            yield cleared
+            on_tile(done)
 
     def _write_maps(self, tile: Tile) -> None:
         """Write a tile into the maps `heat`, `winner` and `deviation`. Maps that are None are skipped.

@@ -20,11 +20,15 @@ augmentation), each frame is rotated and predicted, the maps are rotated back, a
 """
 
 import math
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from functools import partial
+from multiprocessing import get_all_start_methods, get_context
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -68,6 +72,7 @@ class Span(NamedTuple):
 
 Frame = tuple[Span, Span]  # rows and columns of a frame, in pixels of the image
 ReadPixels = Callable[[Span, Span], Tensor]  # reads rows and columns as pixels (B, 3, h, w), reflected beyond edges
+Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]  # calls a function for each item, like `map`
 Activation = Callable[[Tensor], Tensor]  # from logits (B, K, h, w) to probabilities of the same shape
 Predict = Callable[[Tensor], Tensor]  # from the pixels of a frame (B, 3, H, W) to probabilities (B, K, h, w)
 
@@ -326,6 +331,7 @@ class Grid:
         self, network: DenseNetwork, view: PixelSource, tile_px: int | None = None, halo: int = 0, multiple: int = 1
     ) -> None:
         self.network, self.view, self.halo = network, view, halo
+        self.spacing_um_px, self.level0_px = view.spacing_um_px, view.level0_px
         self.tile_px = max(tile_px or TILE_PX, network.geometry.context_px)
         self.layouts = [lay_out(network.geometry, size) for size in view.size_px]
         self.size = tuple(layout.kept.size for layout in self.layouts)  # rows and columns of outputs on the slide
@@ -339,6 +345,9 @@ class Grid:
             for side in self.layouts
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "network": None, "view": None}  # other processes need neither of them
+
     @property
     def tiles(self) -> list[tuple[Span, Span]]:
         """The outputs (rows, columns) of all tiles, without halo, row by row."""
@@ -351,13 +360,13 @@ class Grid:
         numbers.
         """
         edges = ((output - 0.5) * self.stride_px + self.first_px[axis] + 0.5 for output in outputs)
-        start, stop = (edge * self.view.spacing_um_px for edge in edges)
+        start, stop = (edge * self.spacing_um_px for edge in edges)
         return Span(int(np.floor(start)), int(np.ceil(stop)))
 
     def positions_um(self, outputs: Span, axis: int) -> NDArray[np.float64]:
         """Return the center of each output in a range, in µm from the top edge (axis 0) or left edge (axis 1)."""
         positions_px = self.first_px[axis] + self.stride_px * np.arange(*outputs)
-        return np.asarray((positions_px + 0.5) * self.view.spacing_um_px)
+        return np.asarray((positions_px + 0.5) * self.spacing_um_px)
 
     def output_frame(self, top: int = 0, left: int = 0) -> tuple[tuple[float, float], float]:
         """Return the square that an output covers: its top left corner (row, column), and its side (the stride).
@@ -365,10 +374,10 @@ class Grid:
         Corner and side are in pixels of level 0. `top` and `left` are the row and column of the output in the grid.
         """
         row, column = (
-            ((start - 0.5) * self.stride_px + first + 0.5) * self.view.level0_px
+            ((start - 0.5) * self.stride_px + first + 0.5) * self.level0_px
             for start, first in zip((top, left), self.first_px, strict=True)
         )
-        return (row, column), self.stride_px * self.view.level0_px
+        return (row, column), self.stride_px * self.level0_px
 
     def frame_of(self, rows: Span, columns: Span) -> TileFrame:
         """Return three rectangles: a tile with its halo, the outputs to compute for it, and the pixels to read for it.
@@ -475,3 +484,45 @@ def _predict_tile(
         )
     deviations = maps.std(dim=0, correction=0).cpu().numpy() if len(degrees) > 1 else None
     return Tile(rows, columns, with_halo, maps.mean(dim=0).cpu().numpy(), deviations)
+
+
+# Other processes
+
+
+@contextmanager
+def start_workers(count: int) -> Iterator[Run]:
+    """Context manager: yield a function that is used like `map`, and computes in `count` other processes.
+
+    The results have the order of the items. Functions, items and results must be picklable. Only a few items per
+    process are in memory at a time. If `count` is 0, the function is `map` itself. Raises BrokenProcessPool if a
+    process is killed.
+    """
+    if not count:
+        yield map
+        return
+    # Processes that are forked from a process with threads or with a GPU can hang. So they are forked from a server.
+    has_server = "forkserver" in get_all_start_methods()
+    context = get_context("forkserver" if has_server else "spawn")
+    if has_server:
+        context.set_forkserver_preload(["rotopath.tasks"])
+    pool = ProcessPoolExecutor(count, context, initializer=_ignore_interrupts)
+    try:
+        yield partial(_map_in_order, pool, 2 * count)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _map_in_order(pool: Executor, limit: int, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+    """Yield the results of a function for all items, in their order. At most `limit` items are computed ahead."""
+    waiting: deque[Future[Any]] = deque()
+    for item in items:
+        waiting.append(pool.submit(function, item))
+        if len(waiting) > limit:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def _ignore_interrupts() -> None:
+    """Leave Ctrl-C, which a terminal sends to all processes, to the process that started this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

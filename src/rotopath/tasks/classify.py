@@ -7,7 +7,7 @@ several classes, the network predicts a probability for each class, and the most
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from rotopath.data.splits import select_fraction
 from rotopath.images.geojson import SlideObject
 from rotopath.images.outlines import trace_outlines
 from rotopath.inference.slide_pass import ObjectFinder
-from rotopath.inference.tiling import Grid, Tile
+from rotopath.inference.tiling import Grid, Run, Tile
 from rotopath.metrics.bootstrap import score_interval, sum_by_case
 from rotopath.metrics.classification import (
     Floats,
@@ -355,7 +355,7 @@ class Classify(WindowTask):
 
 
 class RegionFinder:
-    """Collect the maps of a slide tile by tile, and outline the connected regions of each class after the last tile."""
+    """Collects the maps of a slide tile by tile, and outlines the regions of each class after the last tile."""
 
     def __init__(self, task: Classify, grid: Grid, point: OperatingPoint) -> None:
         self._task, self._grid, self._point = task, grid, point
@@ -363,16 +363,18 @@ class RegionFinder:
         self._deviation = np.zeros(grid.size, np.float32)
         self._has_deviation = False
 
-    def add_tile(self, tile: Tile) -> Iterator[SlideObject]:
-        """Copy a tile, without its halo, into the maps. Yields nothing: regions are known only after the last tile."""
-        area = (slice(*tile.rows), slice(*tile.columns))
-        self._maps[:, *area] = tile.probabilities[:, *tile.core]
-        if tile.deviations is not None:
-            self._has_deviation = True
-            self._deviation[area] = self._task.foreground_deviation(tile.deviations)[tile.core]
-        yield from ()
+    def find(self, tiles: Iterable[Tile], run: Run = map) -> Iterator[SlideObject]:
+        """Copy the tiles into maps and then, after the last tile, yield the regions of each class."""
+        del run  # outlining a few large regions is fast
+        for tile in tiles:
+            area = (slice(*tile.rows), slice(*tile.columns))
+            self._maps[:, *area] = tile.probabilities[:, *tile.core]
+            if tile.deviations is not None:
+                self._has_deviation = True
+                self._deviation[area] = self._task.foreground_deviation(tile.deviations)[tile.core]
+        yield from self._outline_regions()
 
-    def finish(self) -> Iterator[SlideObject]:
+    def _outline_regions(self) -> Iterator[SlideObject]:
         """Yield the regions of the first class, then those of the second class, and so on.
 
         A region is a set of connected outputs with the same predicted class. Its outline may have holes. Regions of
@@ -382,7 +384,7 @@ class RegionFinder:
         best = np.zeros(grid.size, np.int64) if task.is_single else self._maps.argmax(axis=0)
         # Outputs that were not predicted, such as glass, have probabilities of 0. They belong to no class.
         least = self._point["threshold"] if task.is_single else np.finfo(np.float32).tiny
-        output_um = grid.stride_px * grid.view.spacing_um_px
+        output_um = grid.stride_px * grid.spacing_um_px
         min_area_um2 = self._point.get("min_area_um2", 0.0)
         for index, region_class in enumerate(task.classes):
             regions, _ = ndimage.label(remove_speckle((best == index) & (self._maps[index] >= least)))

@@ -8,7 +8,7 @@ channel for positions without any object.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -27,7 +27,7 @@ from rotopath.images.geojson import SlideObject
 from rotopath.images.outlines import Point
 from rotopath.inference.dense import Prediction
 from rotopath.inference.slide_pass import ObjectFinder
-from rotopath.inference.tiling import Grid, Tile
+from rotopath.inference.tiling import Grid, Run, Tile
 from rotopath.metrics.bootstrap import f1_terms, interval_unit, score_interval, sum_by_case
 from rotopath.metrics.matching import (
     Counts,
@@ -326,26 +326,48 @@ class Detect(WindowTask):
         return (0.0,) if self.is_single else (*(0.0 for _ in self.classes), 1.0)
 
 
+Peak = tuple[float, float, int, float, float]  # row, column, class, score, standard deviation over rotations
+
+
 class PeakFinder:
-    """Collect the peaks of a slide tile by tile, and merge them to one peak for each object after the last tile.
+    """Collects the peaks of a slide tile by tile, and merges them to one peak for each object after the last tile.
 
     Because peaks are merged at the end, detections do not depend on the tile size, even at tile borders.
     """
 
     def __init__(self, task: Detect, grid: Grid, point: OperatingPoint) -> None:
         self._task, self._grid, self._point = task, grid, point
-        self._peaks: list[tuple[float, float, int, float, float]] = []  # row, column, class, score, standard deviation
-        self._has_deviation = False
 
-    def add_tile(self, tile: Tile) -> Iterator[SlideObject]:
-        """Store the peaks of a tile. Yields nothing, because peaks are merged after the last tile."""
+    def find(self, tiles: Iterable[Tile], run: Run = map) -> Iterator[SlideObject]:
+        """Find the peaks of all tiles, merge them, and yield the detections of the slide."""
+        found: list[Peak] = []
+        has_deviation = False
+        for peaks_of_tile, is_measured in run(self._search_tile, tiles):
+            found += peaks_of_tile
+            has_deviation = is_measured  # the same for all tiles
+        rows = sorted(found)  # so that the order of detections does not depend on the tiles
+        peaks = np.array(rows, np.float64).reshape(-1, 5)
+        deviation_at = {(row, column, index): deviation for row, column, index, _, deviation in rows}
+        merged = self._task.merge(Detections(peaks[:, :2], peaks[:, 3], peaks[:, 2].astype(np.int64)))
+        for position, score, index in zip(merged.positions, merged.scores, merged.classes.tolist(), strict=True):
+            measurements = {"score": float(score)}
+            if has_deviation:
+                measurements["deviation"] = deviation_at[(*position.tolist(), index)]
+            # In `positions`, (0, 0) is the center of the first pixel. In shapes, it is the corner of the first pixel.
+            row, column = (position + 0.5) * self._grid.level0_px
+            object_class = self._task.classes[index]
+            shape = Point(row, column)
+            yield SlideObject(shape, "annotation", object_class.name, object_class.color, measurements)
+
+    def _search_tile(self, tile: Tile) -> tuple[list[Peak], bool]:
+        """Return the peaks of a tile, and whether the tile has standard deviations."""
         grid, (rows, columns) = self._grid, tile.with_halo
         top, left = (
             first + span.start * grid.stride_px for first, span in zip(grid.first_px, (rows, columns), strict=True)
         )
         prediction = Prediction(tile.probabilities, grid.stride_px, (top, left))
         peaks = self._task.find_peaks(prediction, self._point)
-        self._has_deviation = tile.deviations is not None
+        found: list[Peak] = []
         for position, score, index in zip(peaks.positions, peaks.scores, peaks.classes.tolist(), strict=True):
             # Halves are always rounded up (not to even numbers), so that each peak belongs to exactly one tile.
             row, column = np.floor((position - grid.first_px) / grid.stride_px + 0.5).astype(int)
@@ -353,24 +375,8 @@ class PeakFinder:
                 deviation = 0.0
                 if tile.deviations is not None:
                     deviation = float(tile.deviations[index, row - rows.start, column - columns.start])
-                self._peaks.append((*position.tolist(), index, float(score), deviation))
-        yield from ()
-
-    def finish(self) -> Iterator[SlideObject]:
-        """Merge the peaks of all tiles, and yield the detections of the slide."""
-        rows = sorted(self._peaks)  # so that the order of detections does not depend on the tiles
-        peaks = np.array(rows, np.float64).reshape(-1, 5)
-        deviation_at = {(row, column, index): deviation for row, column, index, _, deviation in rows}
-        merged = self._task.merge(Detections(peaks[:, :2], peaks[:, 3], peaks[:, 2].astype(np.int64)))
-        for position, score, index in zip(merged.positions, merged.scores, merged.classes.tolist(), strict=True):
-            measurements = {"score": float(score)}
-            if self._has_deviation:
-                measurements["deviation"] = deviation_at[(*position.tolist(), index)]
-            # In `positions`, (0, 0) is the center of the first pixel. In shapes, it is the corner of the first pixel.
-            row, column = (position + 0.5) * self._grid.view.level0_px
-            object_class = self._task.classes[index]
-            shape = Point(row, column)
-            yield SlideObject(shape, "annotation", object_class.name, object_class.color, measurements)
+                found.append((*position.tolist(), index, float(score), deviation))
+        return found, tile.deviations is not None
 
 
 # Peaks

@@ -5,11 +5,11 @@ background. With several classes, the network also predicts the probability of e
 the same class.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import numpy as np
 import torch
@@ -29,9 +29,9 @@ from rotopath.images.outlines import measure_shapes, smooth_outlines, trace_outl
 from rotopath.images.pyramid import MapFile
 from rotopath.images.stain import stain_densities
 from rotopath.inference.dense import Prediction
-from rotopath.inference.seams import Seams
+from rotopath.inference.seams import Region, Seams, TileParts, split_tile
 from rotopath.inference.slide_pass import ObjectFinder
-from rotopath.inference.tiling import Grid, Tile
+from rotopath.inference.tiling import Grid, Run, Tile
 from rotopath.metrics.bootstrap import ImageCase, f1_terms
 from rotopath.metrics.matching import (
     ObjectCounts,
@@ -377,64 +377,113 @@ class Segment(Task):
         return (0.0, 0.0, 1.0, *(0.0 for _ in range(self.outputs - len(PARTS))))
 
 
-class InstanceFinder:
-    """Find the objects of a slide tile by tile. Objects in regions that cross tile borders are found at the end.
+class FoundObjects(NamedTuple):
+    """The objects in a rectangle of outputs."""
+
+    top: int  # first row of the rectangle on the slide
+    left: int
+    labels: Labels  # (h, w), label map: object i has the number i + 1
+    objects: list[SlideObject]
+
+
+@dataclass(frozen=True)
+class InstanceSearch:
+    """Finds the objects in a tile or in a region that crosses tile borders. It can be sent to another process.
 
     The foreground consists of the pixels whose probability of background is below `point["background"]`. A region is a
-    connected component of the foreground, and may contain several objects. `labels` is the label map of all objects
-    that were yielded; the first one has the number 1.
+    connected component of the foreground, and may contain several objects.
     """
 
-    def __init__(self, task: Segment, grid: Grid, point: OperatingPoint, folder: Path) -> None:
-        self._task, self._grid, self._point = task, grid, point
-        # After the probabilities come the standard deviation over rotations, and red, green and blue of the pixel.
-        background = (*task.background_probabilities, 0.0, 0.0, 0.0, 0.0)
-        self._background = np.array(background, np.float32)[:, None, None]
-        self._seams = Seams(grid.size, background, folder)
-        self._has_deviation = False
-        self._count = 0
-        self.labels = MapFile(folder / "labels", grid.size, np.uint32)
+    task: "Segment"
+    grid: Grid
+    point: OperatingPoint
+    folder: Path  # for the pixels of regions that cross tile borders
+    background: tuple[float, ...]  # values of outputs without a region, as in the argument `values` of `_decode`
 
-    def add_tile(self, tile: Tile) -> Iterator[SlideObject]:
-        """Yield the objects of the regions that are completely inside the tile."""
+    def search_tile(self, item: tuple[int, Tile]) -> tuple[TileParts, FoundObjects, bool]:
+        """Find the objects of the regions that are completely inside a tile.
+
+        `item` is the number of the tile and the tile. Returns the parts of the other regions, the objects, and whether
+        the tile has standard deviations.
+        """
+        number, tile = item
         if tile.pixels is None:
             raise ValueError(
                 "Objects are measured on the pixels of a tile; call `predict_tiles` with with_pixels=True."
             )
-        self._has_deviation = tile.deviations is not None
         deviations = np.zeros_like(tile.probabilities) if tile.deviations is None else tile.deviations
         pixels = tile.pixels.transpose(2, 0, 1).astype(np.float32)
-        values = np.concatenate([tile.probabilities, self._task.foreground_deviation(deviations)[None], pixels])
-        mask = values[BACKGROUND] < self._point["background"]
-        is_complete = self._seams.add_tile(tile.rows, tile.columns, mask, values)
-        yield from self._decode(np.where(is_complete, values, self._background), tile.rows.start, tile.columns.start)
+        values = np.concatenate([tile.probabilities, self.task.foreground_deviation(deviations)[None], pixels])
+        mask = values[BACKGROUND] < self.point["background"]
+        spans = tile.rows, tile.columns
+        is_complete, parts = split_tile(self.grid.size, self.folder, number, spans, mask, values)
+        background = np.array(self.background, np.float32)[:, None, None]
+        has_deviation = tile.deviations is not None
+        complete = np.where(is_complete, values, background)
+        return parts, self._decode(complete, tile.rows.start, tile.columns.start, has_deviation), has_deviation
 
-    def finish(self) -> Iterator[SlideObject]:
-        """Yield the objects of the regions that cross tile borders."""
-        for region in self._seams.finish():
-            yield from self._decode(region.values, region.top, region.left)
+    def search_region(self, item: tuple[Region, bool]) -> FoundObjects:
+        """Find the objects of a merged region. `item` is the region, and whether tiles have standard deviations."""
+        region, has_deviation = item
+        return self._decode(region.values, region.top, region.left, has_deviation)
 
-    def _decode(self, values: Map, top: int, left: int) -> Iterator[SlideObject]:
-        """Yield the objects in a rectangle of outputs. `top` and `left` are its first row and column on the slide.
+    def _decode(self, values: Map, top: int, left: int, has_deviation: bool) -> FoundObjects:
+        """Return the objects in a rectangle of outputs. `top` and `left` are its first row and column on the slide.
 
         `values` (K + 4, h, w) contains the K probabilities of each output, then the standard deviation over rotations
         of the foreground probability, and then red, green and blue of the pixel.
         """
-        task, grid = self._task, self._grid
+        task, grid = self.task, self.grid
         maps, deviations, pixels = np.split(values, [task.outputs, task.outputs + 1])
-        labels = task.decode(Prediction(maps, grid.stride_px, (0, 0)), self._point)
+        labels = task.decode(Prediction(maps, grid.stride_px, (0, 0)), self.point)
         classes = task.decide_classes(labels, maps)
-        spacing_um = grid.stride_px * grid.view.spacing_um_px
-        foreground, deviation = task.foreground_map(maps), deviations[0] if self._has_deviation else None
+        spacing_um = grid.stride_px * grid.spacing_um_px
+        foreground, deviation = task.foreground_map(maps), deviations[0] if has_deviation else None
         measured = measure_objects(labels, foreground, deviation, pixels, spacing_um)
         corner, side = grid.output_frame(top, left)
         outlines = smooth_outlines(trace_outlines(labels, corner, side, fill_holes=True), side)
-        self.labels.paint(top, left, np.where(labels > 0, labels.astype(np.int64) + self._count, 0))
-        self._count += len(outlines)
+        objects = []
         for number, polygons in outlines.items():
             measurements = {name: float(column[number - 1]) for name, column in measured.items()}
             object_class = task.classes[classes[number]]
-            yield SlideObject(polygons, "detection", object_class.name, object_class.color, measurements)
+            objects.append(SlideObject(polygons, "detection", object_class.name, object_class.color, measurements))
+        return FoundObjects(top, left, labels, objects)
+
+
+class InstanceFinder:
+    """Finds the objects of a slide. Objects in regions that cross tile borders are found after the last tile.
+
+    `labels` is the label map of all objects that were yielded; the first one has the number 1.
+    """
+
+    def __init__(self, task: "Segment", grid: Grid, point: OperatingPoint, folder: Path) -> None:
+        # After the probabilities come the standard deviation over rotations, and red, green and blue of the pixel.
+        background = (*task.background_probabilities, 0.0, 0.0, 0.0, 0.0)
+        self._search = InstanceSearch(task, grid, point, folder, background)
+        self._seams = Seams(grid.size, background, folder)
+        self._count = 0
+        self.labels = MapFile(folder / "labels", grid.size, np.uint32)
+        self.is_wanted: Callable[[SlideObject], bool] = lambda _: True
+
+    def find(self, tiles: Iterable[Tile], run: Run = map) -> Iterator[SlideObject]:
+        """Yield the objects of each tile and then, after the last tile, those that cross tile borders."""
+        has_deviation = False
+        for parts, found, is_measured in run(self._search.search_tile, enumerate(tiles)):
+            self._seams.join(parts)
+            yield from self._paint(found)
+            has_deviation = is_measured  # the same for all tiles
+        regions = ((region, has_deviation) for region in self._seams.finish())
+        for found in run(self._search.search_region, regions):
+            yield from self._paint(found)
+
+    def _paint(self, found: FoundObjects) -> Iterator[SlideObject]:
+        """Paint the wanted objects into the label map, and yield them."""
+        is_wanted = np.array([self.is_wanted(item) for item in found.objects], bool)
+        numbers = np.zeros(len(is_wanted) + 1, np.int64)
+        numbers[1:][is_wanted] = self._count + 1 + np.arange(is_wanted.sum())
+        self._count += int(is_wanted.sum())
+        self.labels.paint(found.top, found.left, numbers[found.labels])
+        yield from (item for item, wanted in zip(found.objects, is_wanted.tolist(), strict=True) if wanted)
 
 
 def measure_objects(
