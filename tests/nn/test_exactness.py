@@ -184,6 +184,7 @@ def replace_shift(monkeypatch: pytest.MonkeyPatch, shift: Callable[..., Tensor])
     monkeypatch.setattr(group.kernel_families, "orientation_shift", shift)
     without_cache = group.kernel_families._slices_by_orientation.__wrapped__
     monkeypatch.setattr(group.kernel_families, "_slices_by_orientation", without_cache)
+    monkeypatch.setattr(group.kernel_families, "MAX_TWISTED", 0)  # `_twist` contains the shift as strides
 
 
 def test_a_group_convolution_without_shift_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import pi
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -472,7 +473,7 @@ def _measure_perimeters(padded: NDArray[np.integer], count: int) -> NDArray[np.f
         is_boundary = here != there
         for side in (here, there):
             crossings += distance * np.bincount(side[is_boundary], minlength=count + 1)
-    return np.asarray(crossings[1:] * math.pi / 8)
+    return np.asarray(crossings[1:] * pi / 8)
 
 
 def _measure_hulls(padded: NDArray[np.integer], count: int) -> NDArray[np.float64]:
@@ -483,7 +484,8 @@ def _measure_hulls(padded: NDArray[np.integer], count: int) -> NDArray[np.float6
     """
     hulls = np.zeros(count)
     for side in (-1, 1):  # left, right
-        rows, columns = np.nonzero((padded > 0) & (padded != np.roll(padded, -side, axis=1)))
+        neighbors = np.concatenate([padded[:, side:], padded[:, :side]], axis=1)  # the pixels to this side
+        rows, columns = np.nonzero((padded > 0) & (padded != neighbors))
         indices = padded[rows, columns].astype(np.int64) - 1
         # All coordinates are doubled, so that midpoints of sides are whole numbers.
         heights = np.concatenate([2 * rows + step for step in (-1, 0, 1)])

@@ -263,6 +263,7 @@ class _RotatedConv2d(MappedModule):
         weight = self.weight
         return (
             self._reads_orientations
+            and not triton.can_run_on(x)
             and x.device.type == weight.device.type == "cpu"
             and x.dtype == weight.dtype
             and type(x) is Tensor
