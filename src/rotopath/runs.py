@@ -243,6 +243,7 @@ def predict(
     roi: Path | str | None = None,
     exclude: Path | str | None = None,
     classes: Sequence[str] = (),
+    workers: int = 0,
     on_tile: OnTile = lambda _slide, _done, _all: None,
 ) -> list[SlideOutcome]:
     """Apply a model to image files, slides or folders of these files, and write the results into the folder `out`.
@@ -255,14 +256,17 @@ def predict(
 
     After each tile, the function `on_tile` is called with the path of the file, the number of its finished tiles, and
     the number of all its tiles to predict. `roi` and `exclude` are GeoJSON files of QuPath annotations or, for several
-    slides, folders with a file for each slide, such as `slide.svs.geojson` or `slide.geojson`. The other arguments are
-    those of `Run.predict`. To predict a single image
-    and receive the result in memory, use `Run.predict` instead.
+    slides, folders with a file for each slide, such as `slide.svs.geojson` or `slide.geojson`. `workers` is the number
+    of processes that find objects while the network computes the next tiles; a script that uses them must call this
+    function under `if __name__ == "__main__":`. The other arguments are those of `Run.predict`. To predict a single
+    image and receive the result in memory, use `Run.predict` instead.
     """
     run = model if isinstance(model, Run) else load(model)
     given = [images] if isinstance(images, Path | str) else images
     slides = list_slides([Path(path) for path in given])
-    pass_options = PassOptions(rotations, everywhere=everywhere, classes=run.task.resolve_classes(classes))
+    pass_options = PassOptions(
+        rotations, everywhere=everywhere, classes=run.task.resolve_classes(classes), workers=workers
+    )
     options = FileOptions(
         pass_options,
         spacing_um_px,

@@ -156,6 +156,26 @@ def test_onnx_runtime_finds_the_same_objects(images: Path, tmp_path: Path) -> No
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.parametrize("model", ["nuclei-kumar-n8", "mitosis-amida13-n8"])
+def test_workers_find_the_same_objects(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Model, "tile_px", 300)
+    write_image(tmp_path / "a.png", np.tile(draw_tissue(), (3, 2, 1))[:600, :600])
+    options = {"spacing_um_px": 0.25, "device": "cpu", "everywhere": True, "rotations": 2}
+    tables, labels = [], []
+    for workers in (0, 2):
+        out = tmp_path / str(workers)
+        (outcome,) = rp.predict(model, tmp_path / "a.png", out, workers=workers, **options)  # type: ignore[arg-type]
+        assert outcome.state == "done", outcome.reason
+        tables.append((outcome.folder / "objects.csv").read_text())
+        if (outcome.folder / "labels.ome.tif").exists():
+            labels.append(tifffile.imread(outcome.folder / "labels.ome.tif"))
+    assert tables[0] == tables[1]
+    assert len(tables[0].splitlines()) > 1
+    assert len(labels) in (0, 2)
+    if labels:
+        np.testing.assert_array_equal(*labels)
+
+
 def test_the_profile_accounts_for_the_time_and_the_pixels(images: Path, tmp_path: Path) -> None:
     command = (MODEL, images / "a.png", "--spacing-um-px", 1.0, "--device", "cpu", "--everywhere")
     result = call(*command, "--out", tmp_path / "out", "--profile")

@@ -1,6 +1,9 @@
 """Tiles: their outputs equal those of the whole image, a tile is predicted as a whole, and only the network rounds."""
 
-from collections.abc import Callable
+import math
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 import pytest
@@ -13,8 +16,9 @@ from rotopath.images.slides import as_slide
 from rotopath.images.tissue import SPACING_UM_PX, Tissue, find_tissue
 from rotopath.inference import predict
 from rotopath.inference.dense import MixedNetwork
+from rotopath.inference.predict_files import is_out_of_memory
 from rotopath.inference.slide_pass import SlideView
-from rotopath.inference.tiling import Grid, Tile, predict_tiles
+from rotopath.inference.tiling import Grid, Tile, predict_tiles, start_workers
 from rotopath.metrics import smooth_images
 from rotopath.models import DenseNetwork, Network
 from rotopath.models.architecture import MITOSIS, NUCLEI, Architecture
@@ -191,3 +195,31 @@ def test_tiles_smaller_than_the_receptive_field_are_refused() -> None:
 
     with pytest.raises(ValueError, match="at least 68 px"):
         predict(NeverCalled(MITOSIS), textured(80, 80), CPU, tile_px=50)
+
+
+# Other processes
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_workers_return_results_in_order_and_read_few_items_ahead(count: int) -> None:
+    taken = []
+
+    def items() -> Iterator[int]:
+        for i in range(40):
+            taken.append(i)
+            yield i
+
+    with start_workers(count) as run:
+        for i, result in enumerate(run(math.factorial, items())):
+            assert result == math.factorial(i)
+            assert len(taken) - i <= 2 * count + 1
+    assert len(taken) == 40
+
+
+def test_errors_of_workers_are_raised_and_a_killed_worker_is_too_little_memory() -> None:
+    with start_workers(1) as run:
+        with pytest.raises(ValueError, match="factorial"):
+            list(run(math.factorial, [3, -1]))
+        with pytest.raises(BrokenProcessPool) as killed:
+            list(run(os._exit, [1]))
+    assert is_out_of_memory(killed.value)

@@ -89,6 +89,15 @@ def predict(
             "extra onnx."
         ),
     ] = "torch",
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=64,
+            help="Processes that find and outline objects while the network computes the next tiles. Use them with a "
+            "fast GPU. Default: none.",
+        ),
+    ] = 0,
     profile: Annotated[
         bool, typer.Option("--profile", help="Print the seconds and the megapixels per second of each stage.")
     ] = False,
@@ -125,6 +134,8 @@ def predict(
 
         if spacing_um_px is not None and not is_plausible(spacing_um_px):
             terminal.exit_with_error(f"--spacing-um-px is {spacing_um_px:g}; choose a value from 0.05 to 5 µm/px.")
+        if workers and cluster is not None:
+            terminal.exit_with_error("--workers is for predictions without --cluster, which has its own workers.")
         if override_spacing and spacing_um_px is None:
             terminal.exit_with_error("--override-spacing needs the spacing to use; add --spacing-um-px.")
         states: list[str] = []
@@ -132,7 +143,8 @@ def predict(
             with terminal.terminate_like_interrupt():
                 model, slides = load(run), list_slides(images)
                 names = [] if classes is None else classes.split(",")
-                pass_options = PassOptions(rotations, everywhere=everywhere, classes=model.task.resolve_classes(names))
+                chosen = model.task.resolve_classes(names)
+                pass_options = PassOptions(rotations, everywhere=everywhere, classes=chosen, workers=workers)
                 options = FileOptions(
                     pass_options,
                     spacing_um_px,

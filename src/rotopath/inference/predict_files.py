@@ -21,6 +21,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -360,7 +361,7 @@ def read_stages(folder: Path) -> tuple[float, dict[str, float]]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error of Python or torch means that there is not enough memory."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    if isinstance(error, MemoryError | torch.OutOfMemoryError | BrokenProcessPool):  # the system has killed a worker
         return True
     return any(message in str(error) for message in OUT_OF_MEMORY)
 
