@@ -114,6 +114,8 @@ def test_nuclei_have_numbers_in_a_label_map(has_roi: bool, tmp_path: Path, monke
     numbers = [int(row["number"]) for row in rows]
     assert numbers == list(range(1, len(rows) + 1))
     assert len(rows) > 5
+    low, high = (150, 450) if has_roi else (0, 600)
+    assert all(low <= float(row[axis]) <= high for row in rows for axis in ("x_px", "y_px"))
     areas = np.bincount(labels.ravel(), minlength=len(rows) + 1)[1:] * 0.25**2
     np.testing.assert_allclose(areas, [float(row["area_um2"]) for row in rows], rtol=1e-4)
     objects = read_geojson(outcome.folder / "objects.geojson")
