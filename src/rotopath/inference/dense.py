@@ -413,6 +413,8 @@ def load_onnx(content: bytes) -> Callable[[Tensor], Tensor]:
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
+    # Threads that wait in a loop would slow down the threads that read slides and find objects.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run(["logits"], {"image": images.contiguous().numpy()})[0])
 
