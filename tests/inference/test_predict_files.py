@@ -197,6 +197,7 @@ def test_the_profile_accounts_for_the_time_and_the_pixels(images: Path, tmp_path
     printed = [line.split()[0] for line in result.output.splitlines() if line.strip()]
     assert set(predict_files.STAGES) <= set(printed)
     assert "Mpx/s" in result.output
+    assert "Packages and model loaded in " in result.output
     assert "Mpx/s" not in call(*command, "--out", tmp_path / "quiet").output
 
 

@@ -1,5 +1,6 @@
 """`rotopath predict`: apply a model to images and whole slides. `rotopath slides`: print what slide files contain."""
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -95,7 +96,7 @@ def predict(
             min=0,
             max=64,
             help="Processes that find and outline objects while the network computes the next tiles. Use them with a "
-            "fast GPU. Default: none.",
+            "fast GPU.",
         ),
     ] = 0,
     profile: Annotated[
@@ -124,6 +125,7 @@ def predict(
 
     A slide that fails does not stop the others. The exit code is 1 if some slides failed, and 2 if all slides failed.
     """
+    started = time.perf_counter()
     with terminal.user_errors_in_one_sentence():
         from rotopath.images.files import is_plausible
         from rotopath.inference.cluster import predict_on_cluster
@@ -159,7 +161,10 @@ def predict(
                 settings = (device, bits, library, threshold, min_area_um2)
                 with SlideProgress(len(slides), terminal.console, profile) as progress:
                     if cluster is None:
-                        outcomes = predict_files(model.prepare(*settings), slides, out, options, progress.show)
+                        ready = model.prepare(*settings)
+                        if profile:
+                            progress.show_start(time.perf_counter() - started)
+                        outcomes = predict_files(ready, slides, out, options, progress.show)
                     else:
                         # The path is absolute, because workers run in another folder.
                         reference = model.name if model.is_pretrained else model.folder.resolve()

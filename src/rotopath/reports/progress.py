@@ -101,6 +101,10 @@ class SlideProgress(ProgressBar):
         self._current: Path | None = None
         self._profile = profile
 
+    def show_start(self, seconds: float) -> None:
+        """Print the seconds that it took to import packages and to load the model."""
+        self._console.print(f"Packages and model loaded in {seconds:.1f} s.", highlight=False)
+
     def show(self, slide: Path, done: int, tiles: int) -> None:
         """Show the progress of the current slide: `done` of `tiles` tiles are predicted. `slide` is its path."""
         if slide != self._current:
