@@ -3,6 +3,7 @@
 import re
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
@@ -67,7 +68,14 @@ def test_files_of_the_table_exist() -> None:
 
 def test_walks_are_short_and_name_no_file_twice() -> None:
     assert len(set(TRAIN)) == 15
-    assert len(set(PREDICT)) == 14
+    assert len(set(PREDICT)) == 13
+
+
+def test_no_class_and_no_module_has_the_name_of_another() -> None:
+    paths = [path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+    classes = [name for path in paths for name in re.findall(r"^class (\w+)", path.read_text("utf-8"), re.MULTILINE)]
+    for names in ([path.name for path in paths], classes):
+        assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
 @pytest.mark.parametrize("walk", ["train", "predict"])

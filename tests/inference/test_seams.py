@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import ndimage
 
-from rotopath.inference.seams import Region, Seams, split_tile
+from rotopath.inference.seams import MergedRegion, Seams, split_tile
 from rotopath.inference.tiling import Span
 
 pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # tracing them would take minutes
@@ -34,13 +34,13 @@ def add_tile(
 def find_regions(mask: np.ndarray, values: np.ndarray, step: int, folder: Path) -> list[frozenset[tuple[int, int]]]:
     """Return the pixels of all regions, found in tiles of `step` pixels a side."""
     seams = Seams(mask.shape, BACKGROUND, folder)
-    found: list[Region] = []
+    found: list[MergedRegion] = []
     for rows in cut(mask.shape[0], step):
         for columns in cut(mask.shape[1], step):
             tile = (slice(*rows), slice(*columns))
             complete = add_tile(seams, mask.shape, folder, rows, columns, mask[tile], values[:, *tile])
             inside = np.where(complete, values[:, *tile], np.array(BACKGROUND, np.float32)[:, None, None])
-            found.append(Region(rows.start, columns.start, inside))
+            found.append(MergedRegion(rows.start, columns.start, inside))
     found += seams.finish()
     regions = []
     for region in found:

@@ -25,7 +25,7 @@ PartKey = tuple[int, int]  # key of a part of a region: tile number, number of t
 Edge = tuple[int, NDArray[np.int32]]  # tile number, part number of each pixel along one edge of the tile (0: no part)
 
 
-class Region(NamedTuple):
+class MergedRegion(NamedTuple):
     """The values of one merged region, in its bounding box on the whole map.
 
     Pixels of the box that are outside the region have the fill values `background` of `Seams`.
@@ -85,8 +85,8 @@ class Seams:
 
     Call `split_tile` and `join` for each tile, row by row and from left to right, and then `finish`. `size` is the
     number of rows and of columns of the whole map. `background` has a fill value for each of the k channels, for pixels
-    that are in the bounding box of a `Region` but outside the region. Regions are 4-connected: pixels that touch only
-    at a corner are not connected. Temporary files are written to `folder`.
+    that are in the bounding box of a `MergedRegion` but outside the region. Regions are 4-connected: pixels that touch
+    only at a corner are not connected. Temporary files are written to `folder`.
     """
 
     def __init__(self, size: tuple[int, ...], background: Sequence[float], folder: Path) -> None:
@@ -110,7 +110,7 @@ class Seams:
         self._bottom_edges[rows.stop, columns.start] = (number, bottom)
         self._right_edges[columns.stop, rows.start] = (number, right)
 
-    def finish(self) -> Iterator[Region]:
+    def finish(self) -> Iterator[MergedRegion]:
         """Merge and yield all regions that touch a border between tiles. Call this after the last tile."""
         groups: defaultdict[PartKey, list[PartKey]] = defaultdict(list)
         for key in self._parents:
@@ -118,7 +118,7 @@ class Seams:
         for keys in groups.values():
             yield from self._merge([self._read_part(key) for key in keys])
 
-    def _merge(self, parts: list[tuple[NDArray[np.int64], NDArray[np.float32]]]) -> Iterator[Region]:
+    def _merge(self, parts: list[tuple[NDArray[np.int64], NDArray[np.float32]]]) -> Iterator[MergedRegion]:
         """Merge the parts of one region, as `_read_part` returns them, and yield the region.
 
         If the bounding box of the region is larger than `LARGEST_PX`, each part is yielded as a separate region.
@@ -134,7 +134,7 @@ class Seams:
         box = np.empty((len(values), height, width), np.float32)
         box[:] = self._background[:, None, None]
         box[:, positions[0] - top, positions[1] - left] = values
-        yield Region(int(top), int(left), box)
+        yield MergedRegion(int(top), int(left), box)
 
     def _read_part(self, key: PartKey) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return the part of a region in one tile: pixel positions on the whole map (2, pixels) and values (k, pixels).

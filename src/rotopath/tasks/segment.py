@@ -29,7 +29,7 @@ from rotopath.images.outlines import measure_shapes, smooth_outlines, trace_outl
 from rotopath.images.pyramid import MapFile
 from rotopath.images.stain import stain_densities
 from rotopath.inference.dense import Prediction
-from rotopath.inference.seams import Region, Seams, TileParts, split_tile
+from rotopath.inference.seams import MergedRegion, Seams, TileParts, split_tile
 from rotopath.inference.slide_pass import ObjectFinder
 from rotopath.inference.tiling import Grid, Run, Tile
 from rotopath.metrics.bootstrap import ImageCase, f1_terms
@@ -422,7 +422,7 @@ class InstanceSearch:
         complete = np.where(is_complete, values, background)
         return parts, self._decode(complete, tile.rows.start, tile.columns.start, has_deviation), has_deviation
 
-    def search_region(self, item: tuple[Region, bool]) -> FoundObjects:
+    def search_region(self, item: tuple[MergedRegion, bool]) -> FoundObjects:
         """Find the objects of a merged region. `item` is the region, and whether tiles have standard deviations."""
         region, has_deviation = item
         return self._decode(region.values, region.top, region.left, has_deviation)
