@@ -132,6 +132,7 @@ def test_slide_library_that_cannot_be_loaded_is_a_failure(monkeypatch: pytest.Mo
 # Self-tests of GPUs, as far as a CPU can run them.
 
 
+@pytest.mark.no_cover  # tracing interpreted kernels would take long
 def test_fused_kernels_are_compared_with_separate_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from rotopath.nn.triton import batch_norm
