@@ -173,7 +173,9 @@ def test_crops_are_centered_on_their_objects_and_large_enough() -> None:
     small, large = square(100, 200, 20, score=0.9), square(300, 300, 80, score=0.8)
     corner = SlideObject(Point(0.0, 0.0), "annotation", "tumor", GREEN, {"score": 0.7})
     with as_slide(pixels, 0.5) as slide:
-        sheet = np.asarray(draw_crops(slide, {"Highest score": [small, large, corner], "None": []}, "score"))
+        sheet = np.asarray(
+            draw_crops(slide, {"Highest score": [(7, small), (8, large), (9, corner)], "None": []}, "score")
+        )
     assert sheet.shape[1] == CROPS_PER_ROW * (CROP_PX + MARGIN_PX) + MARGIN_PX
     top = int(np.flatnonzero((sheet == RED).all(axis=2).any(axis=1)).mean().round()) - CROP_PX // 2
     crops = [sheet[top : top + CROP_PX, MARGIN_PX + i * (CROP_PX + MARGIN_PX) :][:, :CROP_PX] for i in range(3)]

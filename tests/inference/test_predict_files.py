@@ -587,6 +587,30 @@ def test_wrong_arguments_are_reported_in_one_sentence(
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
 
 
+def test_results_of_another_model_are_not_replaced(images: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert call(MODEL, images / "a.png", "--out", out, "--spacing-um-px", 1.0).exit_code == 0
+    before = (out / "a.png" / "summary.json").read_bytes()
+    refused = call("mitosis-amida13-n8", images / "a.png", "--out", out, "--spacing-um-px", 1.0)
+    assert refused.exit_code == 2
+    assert f"contains results of the model {MODEL!r}; choose another folder" in " ".join(refused.output.split())
+    assert "Results:" not in refused.output
+    assert (out / "a.png" / "summary.json").read_bytes() == before
+    assert call(MODEL, images / "a.png", "--out", out, "--spacing-um-px", 1.0, "--threshold", 0.9).exit_code == 0
+    assert (out / "a.png" / "summary.json").read_bytes() != before, "those of other options are replaced"
+
+
+def test_a_threshold_of_0_selects_only_predicted_tissue(images: Path, tmp_path: Path) -> None:
+    corners = np.array([(20, 20), (20, 90), (90, 90), (90, 20)], float)
+    write_geojson(tmp_path / "roi.geojson", [SlideObject((Polygon(corners),), "annotation")])
+    command = ("--out", tmp_path / "out", "--spacing-um-px", 1.0, "--threshold", 0, "--roi", tmp_path / "roi.geojson")
+    assert call(MODEL, images / "a.png", *command).exit_code == 0
+    (region,) = read_geojson(tmp_path / "out" / "a.png" / "objects.geojson")
+    top, left, bottom, right = region.bounds_px
+    assert min(top, left) > 20 - 12
+    assert max(bottom, right) < 90 + 12
+
+
 def test_other_files_in_a_folder_are_not_replaced(images: Path, tmp_path: Path) -> None:
     precious = tmp_path / "out" / "a.png" / "thesis.txt"
     precious.parent.mkdir(parents=True)
@@ -777,4 +801,5 @@ def test_the_highest_scores_of_a_stream_are_kept(scores: list[float]) -> None:
     shortlist = predict_files._Shortlist(lambda item: item.measurements["score"])
     assert list(shortlist.watch(objects)) == objects
     first = sorted(objects, key=lambda item: -item.measurements["score"])[: predict_files.CROP_COUNT]
-    assert shortlist.items == first, "the earliest objects come first in a tie"
+    assert [item for _, item in shortlist.items] == first, "the earliest objects come first in a tie"
+    assert all(objects[number - 1] is item for number, item in shortlist.items)

@@ -747,6 +747,10 @@ def test_normal_tissue_has_no_warning() -> None:
     assert warn(image, 0.1) == (), "smaller pixels lose no detail"
 
 
+def test_a_slide_without_tissue_is_reported() -> None:
+    assert warn(np.full((300, 300, 3), 240, np.uint8), 0.25) == ("No tissue was found on the slide.",)
+
+
 def test_enlarged_pixels_are_reported() -> None:
     (warning,) = warn(draw_tissue()[0][:200, :200], 0.5)
     assert warning.startswith("The slide has 0.5 µm/px, and was enlarged 2 times to the 0.25 µm/px of the model")

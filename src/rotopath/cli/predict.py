@@ -51,8 +51,9 @@ def predict(
     threshold: Annotated[
         float | None,
         typer.Option(
-            help="Probability, from 0 to 1, from which objects are accepted: the higher, the fewer objects. For models "
-            "that outline objects, it is the probability that a pixel belongs to an object. Default: that of the model."
+            help="Probability, from 0 to 1, from which objects are accepted. For models that outline objects, it is "
+            "the probability that a pixel belongs to an object: the higher, the smaller are the outlines. Default: that "
+            "of the model."
         ),
     ] = None,
     min_area_um2: Annotated[
@@ -176,7 +177,8 @@ def predict(
                             states.append(outcome.state)
         except KeyboardInterrupt as error:
             terminal.exit_interrupted(out, error, ": finished slides are skipped")
-    terminal.print_path("Results", out)
+    if states.count("failed") < len(states):
+        terminal.print_path("Results", out)
     if "failed" in states:
         raise typer.Exit(2 if len(states) == states.count("failed") else 1)
 

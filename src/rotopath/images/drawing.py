@@ -205,11 +205,12 @@ def scale_bar_um(longest_um: float) -> float:
     return float(power * max(step for step in (1, 2, 5) if step * power <= longest_um))
 
 
-def draw_crops(slide: Slide, groups: Mapping[str, Sequence[SlideObject]], measurement: str) -> Image.Image:
+def draw_crops(slide: Slide, groups: Mapping[str, Sequence[tuple[int, SlideObject]]], measurement: str) -> Image.Image:
     """Return a sheet of crops around objects, without drawings on them.
 
-    `groups` maps titles to objects. Each crop is centered on an object, and is large enough for it. The text below a
-    crop is the value of `measurement` of the object, and the side of the crop in µm.
+    `groups` maps titles to objects and their numbers. Each crop is centered on an object, and has a side of MIN_CROP_UM
+    or is large enough for the object. The text below a crop is the number of the object, the value of its
+    `measurement`, and the side of the crop in µm if it is not MIN_CROP_UM.
     """
     line_px = FONT_PX + MARGIN_PX // 2
     cell_width, cell_height = CROP_PX + MARGIN_PX, CROP_PX + line_px + MARGIN_PX // 2
@@ -217,13 +218,14 @@ def draw_crops(slide: Slide, groups: Mapping[str, Sequence[SlideObject]], measur
     sheet = Image.new("RGB", (CROPS_PER_ROW * cell_width + MARGIN_PX, sum(heights) + MARGIN_PX), PAPER)
     pen, top = ImageDraw.Draw(sheet), MARGIN_PX
     for (title, objects), height in zip(groups.items(), heights, strict=True):
-        _write(pen, (MARGIN_PX, top), title)
-        for i, item in enumerate(objects):
+        _write(pen, (MARGIN_PX, top), f"{title}: number and {measurement}. Crops of {MIN_CROP_UM:g} µm unless stated.")
+        for i, (number, item) in enumerate(objects):
             x = MARGIN_PX + i % CROPS_PER_ROW * cell_width
             y = top + line_px + i // CROPS_PER_ROW * cell_height
             crop, side_um = _crop(slide, item)
             sheet.paste(crop, (x, y))
-            _write(pen, (x, y + CROP_PX + 2), f"{item.measurements[measurement]:.2f} · {side_um:.0f} µm")
+            text = f"{number}: {item.measurements[measurement]:.2f}"
+            _write(pen, (x, y + CROP_PX + 2), text if side_um == MIN_CROP_UM else f"{text} · {side_um:.0f} µm")
         top += height
     return sheet
 

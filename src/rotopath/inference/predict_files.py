@@ -20,7 +20,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -256,6 +256,7 @@ def _predict_file(
                 return SlideOutcome(path, folder, "skipped")
             if folder.exists() and not (folder / SUMMARY).exists() and any(folder.iterdir()):
                 raise DataError(f"{folder} contains files that are not results; choose another folder with --out.")
+            _expect_same_model(folder, about)
             with open_slide(path, options.spacing_um_px, options.override_spacing) as slide:
                 slide_options = replace(options.slide, region=make_region(region.roi, region.exclude, slide.origin_px))
                 _write_results(model, slide, slide_options, folder, about, partial(on_tile, path))
@@ -272,6 +273,16 @@ def _predict_file(
         if is_out_of_memory(error) and model.device.type == "cuda":
             torch.cuda.empty_cache()  # frees memory for the next slide
         return SlideOutcome(path, folder, "failed", _describe_error(error, model, folder))
+
+
+def _expect_same_model(folder: Path, about: Mapping[str, object]) -> None:
+    """Raise DataError if a folder contains results of another model. Those of other options are replaced."""
+    try:
+        written = loads((folder / SUMMARY).read_text(encoding="utf-8"))["about"]["model"]
+    except (OSError, JSONDecodeError, KeyError, TypeError):
+        return
+    if written != about.get("model", written):
+        raise DataError(f"{folder} contains results of the model {written!r}; choose another folder with --out.")
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -401,7 +412,9 @@ def _write_results(
                 write_pyramid(unfinished / name, map_file.strips(), map_file.size, um_px, values)
         slide_pass.draw_overlay(drawn).save(unfinished / OVERLAY)
         if best.items:
-            groups = {f"Highest {score}": best.items, "Least certain": least_certain.items}
+            groups = {f"Highest {score}": best.items}
+            if len(best.items) == CROP_COUNT:  # with fewer objects, both groups would be the same
+                groups["Least certain"] = least_certain.items
             draw_crops(slide, groups, score).save(unfinished / CROPS)
         ended = time.perf_counter()
         in_loop = sum(seconds[stage] for stage in ("network", "maps", "objects"))
@@ -440,13 +453,13 @@ class _Shortlist:
         self._heap: list[tuple[float, int, SlideObject]] = []  # the lowest key first; in a tie, the latest object
 
     @property
-    def items(self) -> list[SlideObject]:
-        """The objects, sorted from the highest key to the lowest."""
-        return [item for _, _, item in sorted(self._heap, reverse=True)]
+    def items(self) -> list[tuple[int, SlideObject]]:
+        """The objects and their numbers in the stream, from 1, sorted from the highest key to the lowest."""
+        return [(-number, item) for _, number, item in sorted(self._heap, reverse=True)]
 
     def watch(self, objects: Iterable[SlideObject]) -> Iterator[SlideObject]:
         """Yield objects, and keep those with the highest keys."""
-        for number, item in enumerate(objects):
+        for number, item in enumerate(objects, 1):
             entry = (self._key(item), -number, item)
             if len(self._heap) < CROP_COUNT:
                 heapq.heappush(self._heap, entry)

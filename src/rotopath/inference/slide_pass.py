@@ -411,7 +411,10 @@ class SlidePass:
         step = -(-max(self.heat.size) // OVERLAY_HEAT_PX)
         winner = None if self.winner is None else self.winner.read_subsampled(step)
         heat = HeatMap(self.heat.read_subsampled(step), winner, (corner, side * step))
-        caption = Caption(self.slide.path.name, [task.describe_summary(self.summary())], self.warnings())
+        lines = [task.describe_summary(self.summary())]
+        if self.options.region is not None:
+            lines.append("Only the region of interest was predicted.")
+        caption = Caption(self.slide.path.name, lines, self.warnings())
         classes = list(zip(task.class_names, task.colors, strict=True))
         return draw_overlay(self.slide, heat, classes, objects, task.drawn_as, caption)
 
@@ -422,6 +425,9 @@ class SlidePass:
         of objects that does not occur in tissue.
         """
         task, warnings = self.model.task, []
+        if not self.tissue.area_mm2 and not self.tissue.stain_doubt:
+            where = "on the slide" if self.options.region is None else "in the region of interest"
+            warnings.append(f"No tissue was found {where}.")
         if (enlargement := 1 / self.view.level0_px) > MAX_ENLARGEMENT:
             warnings.append(
                 f"The slide has {self.slide.spacing_um_px:.3g} µm/px, and was enlarged {enlargement:.2g} times to the "

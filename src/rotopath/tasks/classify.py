@@ -383,7 +383,7 @@ class RegionFinder:
         grid, task = self._grid, self._task
         best = np.zeros(grid.size, np.int64) if task.is_single else self._maps.argmax(axis=0)
         # Outputs that were not predicted, such as glass, have probabilities of 0. They belong to no class.
-        least = self._point["threshold"] if task.is_single else np.finfo(np.float32).tiny
+        least = max(self._point["threshold"] if task.is_single else 0.0, np.finfo(np.float32).tiny)
         output_um = grid.stride_px * grid.spacing_um_px
         min_area_um2 = self._point.get("min_area_um2", 0.0)
         for index, region_class in enumerate(task.classes):
