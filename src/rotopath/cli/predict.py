@@ -52,8 +52,8 @@ def predict(
         float | None,
         typer.Option(
             help="Probability, from 0 to 1, from which objects are accepted. For models that outline objects, it is "
-            "the probability that a pixel belongs to an object: the higher, the smaller are the outlines. Default: that "
-            "of the model."
+            "the probability that a pixel belongs to an object: the higher, the smaller are the outlines. Default: "
+            "that of the model."
         ),
     ] = None,
     min_area_um2: Annotated[

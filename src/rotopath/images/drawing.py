@@ -216,9 +216,9 @@ def draw_crops(slide: Slide, groups: Mapping[str, Sequence[tuple[int, SlideObjec
     cell_width, cell_height = CROP_PX + MARGIN_PX, CROP_PX + line_px + MARGIN_PX // 2
     heights = [line_px + -(-len(objects) // CROPS_PER_ROW) * cell_height + MARGIN_PX for objects in groups.values()]
     sheet = Image.new("RGB", (CROPS_PER_ROW * cell_width + MARGIN_PX, sum(heights) + MARGIN_PX), PAPER)
-    pen, top = ImageDraw.Draw(sheet), MARGIN_PX
+    pen, top, size = ImageDraw.Draw(sheet), MARGIN_PX, f"Crops are {MIN_CROP_UM:g} µm wide unless stated."
     for (title, objects), height in zip(groups.items(), heights, strict=True):
-        _write(pen, (MARGIN_PX, top), f"{title}: number and {measurement}. Crops of {MIN_CROP_UM:g} µm unless stated.")
+        _write(pen, (MARGIN_PX, top), f"{title}: number and {measurement} of the object in the middle. {size}")
         for i, (number, item) in enumerate(objects):
             x = MARGIN_PX + i % CROPS_PER_ROW * cell_width
             y = top + line_px + i // CROPS_PER_ROW * cell_height
