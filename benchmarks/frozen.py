@@ -26,7 +26,8 @@ from rotopath.models import ARCHITECTURES, Network
 from rotopath.models.protocols import IMAGE_CHANNELS
 
 BUILDERS = {"mitosis": rp.models.mitosis, "nuclei": rp.models.nuclei, "tumor": rp.models.tumor}
-IMAGES = {"cpu": ((16, 0), (1, 256), (1, 1024)), "cuda": ((256, 0), (4, 1024))}  # batch size, side in px (0: the smallest)
+# Batch size, and side in px (0: the smallest)
+IMAGES = {"cpu": ((16, 0), (1, 256), (1, 1024)), "cuda": ((256, 0), (4, 1024))}
 CALLS = {"cpu": 1, "cuda": 10}  # calls per measurement
 
 
