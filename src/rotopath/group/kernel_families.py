@@ -117,8 +117,8 @@ def group_kernels(weight: Tensor, rotation: Tensor, reflections: bool = False) -
 def write_group_kernels(weight: Tensor, rotation: Tensor, reflections: bool, out: Tensor | None = None) -> Tensor:
     """Return the same as `group_kernels`, without gradients. On the CPU, this is faster.
 
-    `out` is the result of an earlier call for weights of the same shape. Its memory is used for the new kernels.
-    Most of the time of a call without `out` is spent on allocating memory.
+    `out` is the result of an earlier call for weights of the same shape. Its memory is used for the new kernels, which
+    saves the time to allocate it.
     """
     outputs, inputs, order, taps = weight.shape
     entries = rotation.shape[1]

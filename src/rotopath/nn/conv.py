@@ -330,7 +330,7 @@ class _ConvolveOnCpu(torch.autograd.Function):
     """Autograd function: convolve maps x (B, C·N, H, W) with the rotated kernels of a `GroupConv2d`.
 
     `weight` are the base weights of the layer, and `bias` has one value for each of the C'·N maps of the output. The
-    layer keeps the memory of its kernels. To allocate new memory in every step would take longer than to compute them.
+    layer keeps the memory of its kernels, because to allocate it again in every step takes time.
     """
 
     @staticmethod

@@ -39,8 +39,8 @@ OperatingPoint = Mapping[str, float]  # the decision thresholds of a model, by n
 
 HE_TASKS = ("mitosis", "nuclei", "tumor")  # names of tasks that are always about H&E
 # Plausible densities of objects, per mm² of tissue of a slide or a field: lowest and highest, by name of the task.
-# - mitosis: the regions of highest activity in the 503 tumors of MIDOG++ (Aubreville et al., Scientific Data 2023), of
-#   about 2 mm² each, have 11,937 mitotic figures: 12 per mm² on average. The highest value is eight times as high.
+# - mitosis: MIDOG++ (Aubreville et al., Scientific Data 2023) has 11,937 mitotic figures in regions of 503 tumors. If a
+#   region has 2 mm², this is 12 per mm² on average. The highest value is eight times as high.
 # - nuclei: the fields of Kumar et al. have 4,704 to 30,672 nuclei per mm². At the highest value, cells are 5.6 µm wide
 #   without any space between them. Even fat and scars have more nuclei than the lowest value.
 PLAUSIBLE_PER_MM2 = {"mitosis": (0.0, 100.0), "nuclei": (20.0, 40_000.0)}
