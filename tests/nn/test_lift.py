@@ -17,6 +17,7 @@ from rotopath.nn.triton import batch_norm, lift, patches
 
 pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # tracing interpreted kernels would take minutes
 
+ROUNDING = 2e-6  # of values after batch norm in float32
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 if DEVICE.type == "cuda":  # Triton's interpreter cannot multiply matrices of bfloat16
     TOLERANCE[torch.bfloat16] = 3e-2
@@ -46,6 +47,19 @@ def apply_fused(x: Tensor, kernels: Tensor, norm: nn.BatchNorm3d, pool: nn.Modul
 def apply_layers(x: Tensor, kernels: Tensor, norm: nn.Module, pool: int) -> Tensor:
     lifted = nn.functional.conv2d(x.double(), kernels).unflatten(1, (norm.num_features, -1))
     return rp.nn.GroupMaxPool2d(pool)(norm(lifted).relu())
+
+
+def has_near_tie(x: Tensor, kernels: Tensor, norm: nn.Module, pool: int) -> bool:
+    """Return whether rounding to float32 can decide which value of a window is the maximum, or whether it is above 0.
+
+    The gradient then goes to another patch, and cannot be compared.
+    """
+    lifted = nn.functional.conv2d(x.double(), kernels.detach()).unflatten(1, (norm.num_features, -1))
+    values = rp.nn.finish(copy.deepcopy(norm)(lifted)).detach().flatten(0, 2)[:, None]
+    windows = nn.functional.unfold(values, pool, stride=pool)  # (maps, values of a window, windows)
+    first = windows.amax(dim=1)
+    is_near = (windows >= first[:, None] - ROUNDING).sum(dim=1) > 1
+    return bool((is_near & (first > 0)).any() or (first.abs() < ROUNDING).any())
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
@@ -84,6 +98,7 @@ def test_lift_norm_relu_pool_matches_the_layers(
     x = make_images((batch, in_channels, height, width), seed, dtype, channels_last)
     kernels, exact = make_kernels(channels * n, in_channels, side, seed, dtype)
     norm, reference = make_norm(channels), make_norm(channels, torch.float64)
+    assume(not has_near_tie(x, exact, reference, pool))
     y, expected = apply_fused(x, kernels, norm, rp.nn.GroupMaxPool2d(pool)), apply_layers(x, exact, reference, pool)
     assert y.shape == expected.shape
     assert y.dtype == dtype
