@@ -91,7 +91,8 @@ class Batch(Training):
         before = copy.deepcopy(self.original)
         step()
         exact = Batch(before.double(), self.images.double())
-        with rp.nn.disable_fusion():
+        # Trying out all algorithms would take minutes in float64.
+        with rp.nn.disable_fusion(), torch.backends.cudnn.flags(enabled=True, benchmark=False):
             exact.compute_gradients()
         expected = exact.results()
         return {

@@ -2,6 +2,7 @@
 
 import csv
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -556,9 +557,32 @@ def test_large_heat_maps_are_subsampled_for_the_overlay(monkeypatch: pytest.Monk
         whole = slide_pass.draw_overlay(objects)
         monkeypatch.setattr("rotopath.inference.slide_pass.OVERLAY_HEAT_PX", 10)
         subsampled = slide_pass.draw_overlay(objects)
-        assert set(slide_pass.stopwatch.seconds) == {"reading", "network", "maps", "objects"}
+        assert set(slide_pass.stopwatch.seconds) == {"waiting", "reading", "network", "maps", "objects"}
     assert whole.size == subsampled.size
     assert np.asarray(whole).tobytes() != np.asarray(subsampled).tobytes()
+
+
+def test_threads_read_each_block_of_a_slide_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rotopath.inference.slide_pass.BLOCK_PX", 64)
+    image, read = textured(300, 260, 1), []
+    read_block = SlideView._read_block
+
+    def count(view: SlideView, row: int, column: int) -> np.ndarray:
+        read.append((row, column))
+        time.sleep(0.01)  # so that other threads ask for the same block
+        return read_block(view, row, column)
+
+    monkeypatch.setattr(SlideView, "_read_block", count)
+    with as_slide(image, 0.5) as slide:
+        view = SlideView(slide, 0.5, "none", find_tissue(slide))
+        spans = [(Span(top, top + 150), Span(left, left + 130)) for top in (-20, 90, 200) for left in (-50, 64, 170)]
+        with ThreadPoolExecutor(4) as pool:
+            parts = list(pool.map(lambda rectangle: view.read(*rectangle), spans))
+    reflected = np.pad(image, ((20, 50), (50, 40), (0, 0)), mode="reflect")
+    for (rows, columns), part in zip(spans, parts, strict=True):
+        expected = reflected[rows.start + 20 : rows.stop + 20, columns.start + 50 : columns.stop + 50]
+        np.testing.assert_array_equal(part, expected)
+    assert sorted(read) == [(row, column) for row in range(5) for column in range(5)]
 
 
 # The region of a slide, and the classes that a user requests

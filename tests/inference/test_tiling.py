@@ -2,7 +2,8 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
@@ -18,7 +19,7 @@ from rotopath.inference import predict
 from rotopath.inference.dense import MixedNetwork
 from rotopath.inference.predict_files import is_out_of_memory
 from rotopath.inference.slide_pass import SlideView
-from rotopath.inference.tiling import Grid, Tile, predict_tiles, start_workers
+from rotopath.inference.tiling import Grid, Tile, compute_ahead, pick, predict_tiles, start_workers
 from rotopath.metrics import smooth_images
 from rotopath.models import DenseNetwork, Network
 from rotopath.models.architecture import MITOSIS, NUCLEI, Architecture
@@ -223,3 +224,52 @@ def test_errors_of_workers_are_raised_and_a_killed_worker_is_too_little_memory()
         with pytest.raises(BrokenProcessPool) as killed:
             list(run(os._exit, [1]))
     assert is_out_of_memory(killed.value)
+
+
+# Other threads
+
+
+def test_items_are_computed_one_ahead_in_another_thread() -> None:
+    threads, made, closed = set(), [], []
+
+    def make_items() -> Generator[int]:
+        try:
+            for number in range(10):
+                threads.add(threading.current_thread())
+                made.append(number)
+                yield number
+        finally:
+            closed.append(len(made))
+
+    assert list(compute_ahead(make_items())) == list(range(10))
+    assert len(threads) == 1
+    assert threading.current_thread() not in threads
+    ahead = compute_ahead(make_items())
+    made.clear()
+    assert [next(ahead), next(ahead)] == [0, 1]
+    ahead.close()  # type: ignore[attr-defined]
+    assert made == [0, 1, 2], "one item ahead, and no more"
+    assert closed == [10, 3], "the iterator was closed"
+
+
+def test_an_error_of_the_other_thread_is_raised_in_its_place() -> None:
+    def fail() -> Generator[int]:
+        yield 1
+        raise ValueError("of the item after the first")
+
+    ahead = compute_ahead(fail())
+    assert next(ahead) == 1
+    with pytest.raises(ValueError, match="after the first"):
+        next(ahead)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [([2, 3, 4], [0, 1]), ([1, 4, 7], [5]), ([3], [3]), ([5, 4, 3], [1, 2]), ([0, 1, 1], [1, 2]), ([0, 1, 3], [0, 4])],
+    ids=["adjacent", "evenly spaced", "one pixel", "reversed", "repeated", "uneven"],
+)
+def test_pixels_are_picked_at_all_combinations_of_rows_and_columns(rows: list[int], columns: list[int]) -> None:
+    image = np.random.default_rng(0).integers(256, size=(9, 6, 3), dtype=np.uint8)
+    picked = pick(image, np.array(rows), np.array(columns))
+    np.testing.assert_array_equal(picked, image[np.ix_(rows, columns)])
+    assert picked.flags["C_CONTIGUOUS"]

@@ -10,10 +10,10 @@ import math
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from pathlib import Path
 from threading import Lock, local
@@ -36,7 +36,18 @@ from rotopath.images.pyramid import MapFile
 from rotopath.images.stain import Stain, Stains, measure_stains
 from rotopath.images.tissue import Region
 from rotopath.inference.dense import MixedNetwork
-from rotopath.inference.tiling import TILE_PX, Grid, Run, Span, Tile, predict_tiles, start_workers
+from rotopath.inference.tiling import (
+    READERS,
+    TILE_PX,
+    Grid,
+    Run,
+    Span,
+    Tile,
+    compute_ahead,
+    pick,
+    predict_tiles,
+    start_workers,
+)
 from rotopath.models import DenseNetwork
 from rotopath.writing import atomic_file
 
@@ -47,7 +58,7 @@ if TYPE_CHECKING:
 GPU_TILE_PX = 2 * TILE_PX  # with smaller tiles, a GPU waits for Python, which starts its computations one by one
 MEASURED_PX = 2**21  # largest number of pixels from which stains are measured; on larger slides, samples are measured
 SAMPLE_PX = 256  # side of each of these square samples
-BLOCK_PX, CACHED_BLOCKS = 512, 32  # slides are read in square blocks, cached for adjacent tiles; 32 blocks need 25 MB
+BLOCK_PX, CACHED_BLOCKS = 512, 16 * READERS  # slides are read in square blocks, cached for adjacent tiles; 32: 25 MB
 MAX_LABELS_PX = 2**28  # largest label map that is kept in memory, which needs 1 GB
 MAX_ENLARGEMENT = 1.5  # pixels that are enlarged more than this for the network lack details that it has learned
 OVERLAY_HEAT_PX = 4096  # heat maps with a longer side are subsampled before they are drawn on an overlay
@@ -310,7 +321,7 @@ class Stopwatch:
                 self.seconds[stage] += elapsed - self._inner.seconds
             self._inner.seconds = outer + elapsed
 
-    def watch(self, stage: str, items: Iterable[Item]) -> Iterator[Item]:
+    def watch(self, stage: str, items: Iterable[Item]) -> Generator[Item]:
         """Yield items, and add the seconds that it takes to make them to a stage."""
         iterator = iter(items)
         while True:
@@ -516,7 +527,9 @@ class SlidePass:
         After the search of each tile, or after its start in another process, `on_tile` is called with the number of
         tiles.
         """
-        for done, tile in enumerate(self.stopwatch.watch("network", tiles), 1):
+        # The network computes the next tile in another thread.
+        ahead = compute_ahead(self.stopwatch.watch("network", tiles))
+        for done, tile in enumerate(self.stopwatch.watch("waiting", ahead), 1):
             self.predicted_px += tile.rows.size * tile.columns.size * self.grid.stride_px**2
             with self.stopwatch.measure("maps"):
                 cleared = self._clear_glass(tile)
@@ -589,6 +602,20 @@ class SlidePass:
 # The pixels of a slide
 
 
+class _OnceRead:
+    """Pixels that are read when they are first needed, and only once, even if several threads need them at once."""
+
+    def __init__(self, read: Callable[[], NDArray[np.uint8]]) -> None:
+        self._read, self._lock = read, Lock()
+        self._pixels: NDArray[np.uint8] | None = None
+
+    def get(self) -> NDArray[np.uint8]:
+        with self._lock:
+            if self._pixels is None:
+                self._pixels = self._read()
+        return self._pixels
+
+
 class SlideView:
     """Reads rectangles of a slide at a pixel spacing. Thread-safe.
 
@@ -604,7 +631,7 @@ class SlideView:
         self.size_px = slide.size_at(self.spacing_um_px)
         self.level0_px = self.spacing_um_px / slide.spacing_um_px  # side of a pixel of the view, in pixels of level 0
         self.stains = self._measure_stains(tissue) if stain == "macenko" else None
-        self._block = lru_cache(CACHED_BLOCKS)(self._read_block)
+        self._blocks = lru_cache(CACHED_BLOCKS)(lambda row, column: _OnceRead(partial(self._read_block, row, column)))
 
     def read(self, rows: Span, columns: Span) -> NDArray[np.uint8]:
         """Return the pixels (h, w, 3) in a range of rows and of columns, both counted at the view's pixel spacing.
@@ -615,15 +642,15 @@ class SlideView:
             reflect_index(torch.arange(*span), size).numpy()
             for span, size in zip((rows, columns), self.size_px, strict=True)
         )
-        first = [int(indices.min()) // BLOCK_PX for indices in (down, across)]
-        last = [int(indices.max()) // BLOCK_PX for indices in (down, across)]
-        rows_of_blocks = [
-            np.concatenate([self._block(i, j) for j in range(first[1], last[1] + 1)], axis=1)
-            for i in range(first[0], last[0] + 1)
-        ]
-        blocks = np.concatenate(rows_of_blocks)
-        pixels: NDArray[np.uint8] = blocks[np.ix_(down - first[0] * BLOCK_PX, across - first[1] * BLOCK_PX)]
-        return pixels
+        (top, bottom), (left, right) = ((int(indices.min()), int(indices.max()) + 1) for indices in (down, across))
+        pixels = np.empty((bottom - top, right - left, 3), np.uint8)
+        for row in range(top // BLOCK_PX, -(-bottom // BLOCK_PX)):
+            for column in range(left // BLOCK_PX, -(-right // BLOCK_PX)):
+                block = self._blocks(row, column).get()
+                first = row * BLOCK_PX - top, column * BLOCK_PX - left  # of the block, in `pixels`; may be below 0
+                part = pixels[max(first[0], 0) : first[0] + len(block), max(first[1], 0) : first[1] + block.shape[1]]
+                part[:] = block[max(-first[0], 0) :, max(-first[1], 0) :][: part.shape[0], : part.shape[1]]
+        return pick(pixels, down - top, across - left)
 
     def _read_block(self, row: int, column: int) -> NDArray[np.uint8]:
         """Return the pixels of block (row, column), with normalized stains unless `stains` is None.

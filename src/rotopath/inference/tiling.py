@@ -22,13 +22,13 @@ augmentation), each frame is rotated and predicted, the maps are rotated back, a
 import math
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_all_start_methods, get_context
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -36,12 +36,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rotopath import group
+from rotopath.environment import count_cores
 from rotopath.models import DenseNetwork, Geometry
 from rotopath.nn import center_crop
 
 TILE_PX = 1024  # default for the largest side that a network reads at once; with 8 orientations this needs about 1.5 GB
 SPLINE_REACH = 4  # pixels farther away contribute only about 1 % to a value that splines interpolate
-READERS = 2  # number of threads that read the next tiles; each tile that was read needs a few megabytes
+READERS = min(8, max(2, count_cores() // 2))  # threads that read the next tiles; each needs a few megabytes for a tile
 
 
 class Span(NamedTuple):
@@ -74,6 +75,7 @@ Frame = tuple[Span, Span]  # rows and columns of a frame, in pixels of the image
 ReadPixels = Callable[[Span, Span], Tensor]  # reads rows and columns as pixels (B, 3, h, w), reflected beyond edges
 Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]  # calls a function for each item, like `map`
 Activation = Callable[[Tensor], Tensor]  # from logits (B, K, h, w) to probabilities of the same shape
+Item = TypeVar("Item")
 Predict = Callable[[Tensor], Tensor]  # from the pixels of a frame (B, 3, H, W) to probabilities (B, K, h, w)
 
 
@@ -449,7 +451,22 @@ def _pick_pixels(grid: Grid, outputs: tuple[Span, Span], pixels: Tensor, area: F
         for first, span, size, read in zip(grid.first_px, outputs, grid.view.size_px, area, strict=True)
     )
     image: NDArray[np.uint8] = pixels[0].permute(1, 2, 0).numpy()
-    return image[np.ix_(down, across)]
+    return pick(image, down, across)
+
+
+def pick(image: NDArray[np.uint8], rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Return the pixels of an image (H, W, 3) at all combinations of the given rows and columns.
+
+    If the rows and the columns are evenly spaced, this is much faster than indexing with `np.ix_`, and other threads
+    can run meanwhile.
+    """
+    slices = []
+    for indices in (rows, columns):
+        steps = np.diff(indices)
+        if not len(steps) or steps[0] < 1 or (steps != steps[0]).any():
+            return image[np.ix_(rows, columns)]
+        slices.append(slice(int(indices[0]), int(indices[-1]) + 1, int(steps[0])))
+    return np.ascontiguousarray(image[tuple(slices)])
 
 
 def _predict_tile(
@@ -486,7 +503,17 @@ def _predict_tile(
     return Tile(rows, columns, with_halo, maps.mean(dim=0).cpu().numpy(), deviations)
 
 
-# Other processes
+# Other threads and processes
+
+
+def compute_ahead(items: Generator[Item]) -> Iterator[Item]:
+    """Yield items from an iterator that runs in another thread, one item ahead."""
+    end = object()
+    with closing(items) as iterator, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(next, iterator, end)
+        while (item := waiting.result()) is not end:
+            waiting = pool.submit(next, iterator, end)
+            yield cast(Item, item)
 
 
 @contextmanager

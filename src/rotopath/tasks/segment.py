@@ -446,8 +446,10 @@ class InstanceSearch:
         for number, polygons in outlines.items():
             measurements = {name: float(column[number - 1]) for name, column in measured.items()}
             object_class = task.classes[classes[number]]
-            objects.append(SlideObject(polygons, "detection", object_class.name, object_class.color, measurements))
-        return FoundObjects(top, left, labels, objects)
+            item = SlideObject(polygons, "detection", object_class.name, object_class.color, measurements)
+            item.render()  # here, so that workers do it
+            objects.append(item)
+        return FoundObjects(top, left, labels.astype(np.min_scalar_type(len(objects))), objects)
 
 
 class InstanceFinder:
