@@ -262,13 +262,7 @@ def test_a_network_for_windows_of_one_size_is_exported(tmp_path: Path, to: str) 
 def test_a_network_for_windows_with_one_class_has_the_outputs_of_its_format(tmp_path: Path, to: str) -> None:
     """WSInfer and QuPath apply softmax to two logits, other software applies sigmoid to one. The network is plain."""
     skip_without_extras(to)
-    keys = {
-        "orientations": 1,
-        "classes": ["tumor"],
-        "network": "resnet18",
-        "network_options": {"width": 4},
-        "window_px": 32,
-    }
+    keys = {"network": "resnet18", "network_options": {"width": 4}, "window_px": 32, "orientations": 1}
     run = make_run(tmp_path / "run", "classify", random_statistics=True, classes=["tumor"], **keys)
     place = export(run, to, tmp_path / "model")
     config = read(place / "config.json")
