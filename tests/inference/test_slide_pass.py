@@ -26,7 +26,7 @@ from rotopath.data import DataError
 from rotopath.images import stain
 from rotopath.images.drawing import WARNING_INK
 from rotopath.images.geojson import SlideObject
-from rotopath.images.outlines import Point, Polygon, fill_outline
+from rotopath.images.outlines import Point, Polygon, fill_outline, measure_objects
 from rotopath.images.slides import Slide, as_slide, open_slide
 from rotopath.images.tissue import Region, find_tissue
 from rotopath.inference import predict
@@ -49,7 +49,6 @@ from rotopath.models.architecture import ARCHITECTURES, MITOSIS, NUCLEI, TUMOR
 from rotopath.models.network import Network
 from rotopath.runs import Run
 from rotopath.tasks import PAPER, Class, Classify, Overrides, make_task
-from rotopath.tasks.segment import measure_objects
 
 pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # tracing them would take minutes
 
