@@ -243,6 +243,8 @@ def predict(
     roi: Path | str | None = None,
     exclude: Path | str | None = None,
     classes: Sequence[str] = (),
+    keep_map: bool = False,
+    reuse: bool = False,
     workers: int = 0,
     on_tile: OnTile = lambda _slide, _done, _all: None,
 ) -> list[SlideOutcome]:
@@ -256,7 +258,9 @@ def predict(
 
     After each tile, the function `on_tile` is called with the path of the file, the number of its finished tiles, and
     the number of all its tiles to predict. `roi` and `exclude` are GeoJSON files of QuPath annotations or, for several
-    slides, folders with a file for each slide, such as `slide.svs.geojson` or `slide.geojson`. `workers` is the number
+    slides, folders with a file for each slide, such as `slide.svs.geojson` or `slide.geojson`. With `keep_map`, the
+    outputs of the network are stored in `map.zip` beside the results. With `reuse`, they are read from there, and the
+    results are replaced without running the network, for example with another threshold. `workers` is the number
     of processes that find objects while the network computes the next tiles; a script that uses them must call this
     function under `if __name__ == "__main__":`. The other arguments are those of `Run.predict`. To predict a single
     image and receive the result in memory, use `Run.predict` instead.
@@ -274,6 +278,8 @@ def predict(
         same_precision=precision is not None,
         roi=None if roi is None else Path(roi),
         exclude=None if exclude is None else Path(exclude),
+        keep_map=keep_map,
+        reuse=reuse,
     )
     ready = run.prepare(device, precision, backend, threshold, min_area_um2)
     outcomes = predict_files(ready, slides, Path(out), options, on_tile)

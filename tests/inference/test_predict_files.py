@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import tifffile
 import torch
+import untrained_runs
 from hypothesis import example, given
 from hypothesis import strategies as st
 from layouts import write_image
@@ -33,7 +34,7 @@ from rotopath.data import DataError
 from rotopath.images.drawing import WARNING_INK
 from rotopath.images.geojson import SlideObject, read_geojson, write_geojson
 from rotopath.images.outlines import Point, Polygon, fill_outline
-from rotopath.inference import predict_files
+from rotopath.inference import predict_files, tiling
 from rotopath.inference.slide_pass import Model, SlidePass
 from rotopath.metrics import smooth_images
 from rotopath.writing import hold_lock
@@ -747,6 +748,136 @@ def test_a_result_can_select_the_region_of_another_prediction(images: Path, tmp_
         model.predict(images / "a.png", 1.0, roi=[SlideObject(Point(3, 4), "annotation")])
     with pytest.raises(DataError, match="choose a number from 0 to 1"):
         model.predict(images / "a.png", 1.0, threshold=1.5)
+
+
+CLASSES = ("lymphocyte", "plasma cell", "tumor cell")
+OTHER_OPTIONS: dict[str, dict[str, Any]] = {  # by name of the model; the map is stored with the default options
+    "tumor-pcam-n8": {"threshold": 0.1, "min_area_um2": 600},
+    "mitosis-amida13-n8": {"threshold": 0.02},
+    "nuclei-kumar-n8": {"threshold": 0.6, "min_area_um2": 20},
+    "classify": {"classes": CLASSES[:2]},
+    "detect": {"threshold": 0.3, "classes": CLASSES[1:]},
+    "segment": {"threshold": 0.4, "min_area_um2": 2, "classes": CLASSES[1:]},
+}
+
+
+@pytest.mark.parametrize("rotations", [1, 4])
+@pytest.mark.parametrize("name", OTHER_OPTIONS)
+def test_a_stored_map_gives_the_results_of_a_full_run(
+    name: str, rotations: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With other thresholds, classes, regions and tile sizes, for all kinds of tasks, and without running a network."""
+    model: Path | str = name
+    if name in untrained_runs.POINTS:
+        keys = {"segment": untrained_runs.UNET}.get(name, untrained_runs.RESNET)
+        spacing = {"data_spacing_um_px": 0.25, "classes": CLASSES}
+        model = untrained_runs.make_run(tmp_path / "run", name, random_statistics=True, **keys, **spacing)
+    image = np.full((420, 600, 3), 244, np.uint8)
+    image[30:400, 20:420] = np.tile(draw_tissue(), (2, 2, 1))[:370, :400]
+    write_image(tmp_path / "a.png", image)
+    common: dict[str, Any] = {"spacing_um_px": rp.load(model).task.spacing_um_px, "device": "cpu"}
+    common["rotations"] = rotations
+    other = OTHER_OPTIONS[name] | {"exclude": write_region(tmp_path / "b.geojson", (150, 100, 250, 500))}
+    monkeypatch.setattr(Model, "tile_px", 256)
+    (full,) = rp.predict(model, tmp_path / "a.png", tmp_path / "full", **common, **other)
+    (default,) = rp.predict(model, tmp_path / "a.png", tmp_path / "default", **common)
+    (stored,) = rp.predict(model, tmp_path / "a.png", tmp_path / "out", keep_map=True, **common)
+    assert (full.state, default.state, stored.state) == ("done",) * 3, full.reason + default.reason + stored.reason
+    assert_same_results(stored.folder, default.folder, is_exact=True)
+    map_file = (stored.folder / "map.zip").read_bytes()
+    monkeypatch.setattr(tiling, "predict_frame", lambda *_: pytest.fail("the network runs"))
+    for tile_px, options, expected in ((256, other, full), (190, other, full), (1024, {}, default), (256, {}, default)):
+        monkeypatch.setattr(Model, "tile_px", tile_px)
+        (again,) = rp.predict(model, tmp_path / "a.png", tmp_path / "out", reuse=True, **common, **options)
+        if (tile_px, options) == (190, other) or (tile_px, options) == (256, {}):
+            assert again.state == "skipped"
+            remove_summary(again.folder)
+            (again,) = rp.predict(model, tmp_path / "a.png", tmp_path / "out", reuse=True, **common, **options)
+        assert again.state == "done", again.reason
+        assert_same_results(again.folder, expected.folder, is_exact=tile_px == 256 and name != "detect")
+        assert (again.folder / "map.zip").read_bytes() == map_file
+    full_rows, default_rows = ((outcome.folder / "objects.csv").read_text() for outcome in (full, default))
+    assert full_rows != default_rows
+
+
+def remove_summary(folder: Path) -> None:
+    """Make the results in a folder those of another point in time, so that they are not skipped."""
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["about"]["operating_point"] = None
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def assert_same_results(folder: Path, expected: Path, is_exact: bool) -> None:
+    """Compare all objects, maps and numbers. If `is_exact` is false, the order and the rounding may differ."""
+    names = sorted(path.name for path in folder.iterdir() if path.name != "map.zip")
+    assert names == sorted(path.name for path in expected.iterdir())
+    for name in names:
+        if name.endswith(".tif"):
+            maps = [tifffile.imread(parent / name) for parent in (folder, expected)]
+            if name.startswith("labels") and not is_exact:
+                maps = [labels > 0 for labels in maps]
+            np.testing.assert_allclose(*maps, atol=0 if is_exact else 1e-5)
+    tables = []
+    for parent in (folder, expected):
+        with (parent / "objects.csv").open() as file:
+            tables.append(sorted(csv.DictReader(file), key=lambda row: row["number" if is_exact else "id"]))
+    for row, other in zip(*tables, strict=True):
+        assert row.keys() == other.keys()
+        for key in row.keys() - ({"number"} if not is_exact else set()):
+            assert row[key] == other[key] or float(row[key]) == pytest.approx(float(other[key]), rel=1e-4), key
+            assert row[key] == other[key] or not is_exact
+    summaries = [json.loads((parent / "summary.json").read_text()) for parent in (folder, expected)]
+    for key in ("sentence", "warnings", "about", "tissue_mm2", "objects"):
+        assert summaries[0][key] == summaries[1][key], key
+
+
+def test_a_stored_map_is_refused_if_it_is_not_what_would_be_predicted(images: Path, tmp_path: Path) -> None:
+    """Of another slide, model, spacing, precision, number of rotations or area; or missing or damaged."""
+    out, image = tmp_path / "out", images / "a.png"
+    words = (MODEL, image, "--out", out, "--spacing-um-px", 1.0, "--device", "cpu")
+    changed = tissue(130, 150)
+    changed[:, 70:] = 244
+    write_image(image, changed)  # with glass, which is not predicted
+
+    def refusal(*options: object) -> str:
+        before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        result = call(*words, "--reuse", *options)
+        assert result.exit_code == 2
+        assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+        return " ".join(result.output.split())
+
+    assert call(*words).exit_code == 0
+    assert "contains no stored map; predict the slide with --keep-map first." in refusal("--threshold", 0.7)
+    assert "already done" not in call(*words, "--keep-map").output, "the same results, but the map is missing"
+    assert "already done" in call(*words, "--keep-map").output
+    assert "stored with rotations 1, but 4 is requested" in refusal("--rotations", 4)
+    assert "does not cover the whole area" in refusal("--everywhere")
+    assert "contains results of the model 'tumor-pcam-n8'" in refusal_of_model(words)
+    again = (MODEL, image, "--out", out, "--spacing-um-px", 1.1, "--device", "cpu", "--reuse")
+    assert "stored with spacing_um_px 1.0, but 1.1 is requested" in " ".join(call(*again).output.split())
+    summary = out / "a.png" / "summary.json"
+    whole = (out / "a.png" / "map.zip").read_bytes()
+    bmp = images / "c.bmp"  # all images of this size have the same number of bytes
+    write_image(bmp, tissue(130, 150))
+    assert call(MODEL, bmp, *words[2:], "--keep-map").exit_code == 0
+    write_image(bmp, changed)
+    reused = call(MODEL, bmp, *words[2:], "--reuse", "--threshold", 0.7)
+    assert "c.bmp has changed since its map was stored" in " ".join(reused.output.split())
+    roi = write_region(tmp_path / "roi.geojson", (10, 10, 60, 60))
+    assert call(*words, "--keep-map", "--roi", roi).exit_code == 0
+    assert summary.exists()
+    assert "does not cover the whole area to predict" in refusal()
+    smaller = write_region(tmp_path / "smaller.geojson", (20, 20, 40, 40))
+    assert call(*words, "--reuse", "--roi", smaller).exit_code == 0
+    for content in (whole[: len(whole) // 2], b"", whole.replace(b"weights", b"WEIGHTS")):
+        (out / "a.png" / "map.zip").write_bytes(content)
+        assert "map.zip is damaged" in refusal("--threshold", 0.6)
+
+
+def refusal_of_model(words: tuple[object, ...]) -> str:
+    result = call("mitosis-amida13-n8", *words[1:], "--reuse")
+    assert result.exit_code == 2
+    return " ".join(result.output.split())
 
 
 def test_warnings_are_printed_and_written(tmp_path: Path) -> None:

@@ -78,6 +78,20 @@ def predict(
         str | None,
         typer.Option(help="Names of classes, separated by commas: only objects of these classes are written."),
     ] = None,
+    keep_map: Annotated[
+        bool,
+        typer.Option(
+            "--keep-map", help="Also store the outputs of the network, in a file map.zip beside the results of a slide."
+        ),
+    ] = False,
+    reuse: Annotated[
+        bool,
+        typer.Option(
+            "--reuse",
+            help="Replace the results in --out without running the network, for other thresholds, regions or classes: "
+            "its outputs are read from the map that --keep-map has stored there.",
+        ),
+    ] = False,
     device: Annotated[
         str | None, typer.Option(help="Device: cpu or cuda. Default: the GPU if there is one, else the CPU.")
     ] = None,
@@ -155,6 +169,8 @@ def predict(
                     same_precision=precision is not None,
                     roi=roi,
                     exclude=exclude,
+                    keep_map=keep_map,
+                    reuse=reuse,
                 )
                 # `prepare` checks these values, here or in the workers. This call reports a wrong threshold at once.
                 model.task.adjust_operating_point(model.point, threshold, min_area_um2)

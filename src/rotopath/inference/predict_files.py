@@ -3,11 +3,12 @@
 The folder contains the objects (GeoJSON and CSV), a heat map (OME-TIFF), an overlay, and a summary (JSON) that also
 describes the model, the options and the software. It also contains crops of the objects with the highest scores and of
 the least certain objects (PNG), unless the objects are regions. If objects are segmented, it contains their label map
-(OME-TIFF). With several rotations, it contains a map of the standard deviation over rotations (OME-TIFF). Files that
-already have results for the same model and options are skipped. A file whose prediction was interrupted is predicted
-again. If a file fails, for whatever reason, this is reported, and the prediction continues with the next file; only a
-full disk stops it. Several processes may write to the same folder of results: a file that another process is predicting
-is left until the end.
+(OME-TIFF). With several rotations, it contains a map of the standard deviation over rotations (OME-TIFF). On request,
+it contains the outputs of the network (`map.zip`), so that the network need not run again for other thresholds. Files
+that already have results for the same model and options are skipped. A file whose prediction was interrupted is
+predicted again. If a file fails, for whatever reason, this is reported, and the prediction continues with the next
+file; only a full disk stops it. Several processes may write to the same folder of results: a file that another process
+is predicting is left until the end.
 
 Next to the folder NAME, `.NAME.lock` and `.NAME.pid` are the lock of the process that predicts the file, and the ID of
 this process. After an unexpected error, `NAME.log` contains its traceback.
@@ -16,13 +17,15 @@ this process. After an unexpected error, `NAME.log` contains its traceback.
 import errno
 import hashlib
 import heapq
+import os
+import shutil
 import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from json import JSONDecodeError, loads
@@ -37,7 +40,7 @@ from rotopath.images import Slide, UnreadableFileError, open_slide
 from rotopath.images.containers import SLIDE_SUFFIXES, is_slide_folder, keep_one_file_per_series
 from rotopath.images.drawing import MAX_DRAWN, draw_crops
 from rotopath.images.geojson import SlideObject, write_geojson, write_rows
-from rotopath.images.pyramid import write_pyramid
+from rotopath.images.pyramid import MapWriter, StoredMap, write_pyramid
 from rotopath.images.tissue import make_region
 from rotopath.inference.slide_pass import Model, PassOptions, SlidePass
 from rotopath.writing import (
@@ -53,6 +56,7 @@ from rotopath.writing import (
 # Names of the files in the folder of results
 GEOJSON, TABLE, HEAT, DEVIATION = "objects.geojson", "objects.csv", "heatmap.ome.tif", "deviation.ome.tif"
 LABELS, OVERLAY, CROPS, SUMMARY = "labels.ome.tif", "overlay.png", "crops.png", "summary.json"
+MAP = "map.zip"  # the outputs of the network, from which `reuse` finds objects with other thresholds
 # What takes time: tissue and stains are measured; pixels are read, and their stains normalized, by threads; the network
 # computes, or waits for pixels; its outputs are written into maps; objects are found; and files are written.
 STAGES = ("tissue", "reading", "stains", "network", "maps", "objects", "files")
@@ -101,6 +105,8 @@ class FileOptions:
     # GeoJSON files of QuPath annotations, or folders with a file for each slide: `slide.svs.geojson` or `slide.geojson`
     roi: Path | None = None  # outlines of the area to predict; None: the whole slide
     exclude: Path | None = None  # outlines of areas that are left out
+    keep_map: bool = False  # if True, store the outputs of the network beside the results
+    reuse: bool = False  # if True, read the outputs of the network from the existing results, and keep them there
 
 
 def list_slides(inputs: Sequence[Path]) -> list[Path]:
@@ -249,17 +255,22 @@ def _predict_file(
     """
     try:
         about = _describe(model, path, options) | region.describe()
-        if _is_done(recover_folder(folder), about, options.same_precision):
+        if _is_done(recover_folder(folder), about, options):
             return SlideOutcome(path, folder, "skipped")
         with _lock_folder(folder, wait_s):
-            if _is_done(folder, about, options.same_precision):  # the other process has just finished the slide
+            if _is_done(folder, about, options):  # the other process has just finished the slide
                 return SlideOutcome(path, folder, "skipped")
             if folder.exists() and not (folder / SUMMARY).exists() and any(folder.iterdir()):
                 raise DataError(f"{folder} contains files that are not results; choose another folder with --out.")
             _expect_same_model(folder, about)
             with open_slide(path, options.spacing_um_px, options.override_spacing) as slide:
                 slide_options = replace(options.slide, region=make_region(region.roi, region.exclude, slide.origin_px))
-                _write_results(model, slide, slide_options, folder, about, partial(on_tile, path))
+                with _open_map(folder, about, options) if options.reuse else nullcontext() as stored:
+                    if stored is not None:
+                        about["precision"] = stored.about["precision"]
+                    _write_results(
+                        model, slide, slide_options, folder, about, partial(on_tile, path), options.keep_map, stored
+                    )
             _log_file(folder).unlink(missing_ok=True)
         return SlideOutcome(path, folder, "done")
     except BusyError as error:
@@ -283,6 +294,26 @@ def _expect_same_model(folder: Path, about: Mapping[str, object]) -> None:
         return
     if written != about.get("model", written):
         raise DataError(f"{folder} contains results of the model {written!r}; choose another folder with --out.")
+
+
+def _open_map(folder: Path, about: Mapping[str, object], options: FileOptions) -> StoredMap:
+    """Return the stored map in a folder of results. Raises DataError if it is not what the network would predict.
+
+    `about` describes the requested prediction. `SlidePass` checks that the map covers the area to predict.
+    """
+    if not (folder / MAP).exists():
+        raise DataError(f"{folder} contains no stored map; predict the slide with --keep-map first.")
+    stored = StoredMap(folder / MAP)
+    names = ("weights", "file", "file_bytes", "spacing_um_px", "rotations", "precision")
+    of_map, requested = ({**given, **given["options"]} for given in (stored.about, about))  # type: ignore[dict-item]
+    for name in names if options.same_precision else names[:-1]:
+        if of_map[name] != requested[name]:
+            stored.close()
+            raise DataError(
+                f"The map in {folder} was stored with {name} {of_map[name]}, but {requested[name]} is requested; "
+                f"predict the slide again, with --keep-map."
+            )
+    return stored
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -384,14 +415,24 @@ def _write_results(
     folder: Path,
     about: dict[str, object],
     on_progress: Callable[[int, int], None],
+    keep_map: bool = False,
+    stored: StoredMap | None = None,
 ) -> None:
     """Predict a slide, and write all results into a folder atomically.
 
     `about` is the dictionary that `_describe` returns; it is saved in the summary. After each tile, `on_progress` is
-    called with the number of finished tiles and the number of all tiles to predict.
+    called with the number of finished tiles and the number of all tiles to predict. With `keep_map`, the outputs of the
+    network are written, too. If they are given as `stored`, the network does not run, and the file is kept.
     """
     started = time.perf_counter()
-    with atomic_folder(folder) as unfinished, SlidePass(model, slide, options) as slide_pass:
+    with ExitStack() as stack:
+        unfinished = stack.enter_context(atomic_folder(folder))
+        writer = stack.enter_context(MapWriter(unfinished / MAP)) if keep_map and stored is None else None
+        slide_pass = stack.enter_context(SlidePass(model, slide, options, writer, stored))
+        if stored is not None:
+            _link_file(folder / MAP, unfinished / MAP)
+        if writer is not None:
+            writer.describe(about, slide_pass.map_mask)
         prepared = time.perf_counter()
         drawn: list[SlideObject] = []
         score = model.task.object_score
@@ -433,6 +474,7 @@ def _write_results(
                     "origin_px": slide.origin_px,
                     "stains_normalised": slide_pass.view.stains is not None,
                 },
+                "reused_map": stored is not None,
                 "heatmap": {"spacing_um_px": slide_pass.heat_um_px, "corner_px": corner_px, "side_px": side_px},
                 "seconds": round(ended - started, 1),
                 "predicted_mpx": round(slide_pass.predicted_px / 1e6, 3),
@@ -443,6 +485,14 @@ def _write_results(
                 "hardware": describe_machine(model.device),
             },
         )
+
+
+def _link_file(source: Path, target: Path) -> None:
+    """Give a file a second path or, on file systems without links, copy it."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 class _Shortlist:
@@ -495,14 +545,16 @@ def _describe(model: Model, path: Path, options: FileOptions) -> dict[str, objec
     }
 
 
-def _is_done(folder: Path, about: dict[str, object], same_precision: bool) -> bool:
-    """Return whether a folder contains results for the model, file and options in `about`.
+def _is_done(folder: Path, about: dict[str, object], options: FileOptions) -> bool:
+    """Return whether a folder contains results for the model, file and options in `about`, and a map if it is kept.
 
-    `about` is the dictionary that `_describe` returns. Unless `same_precision` is true, the results may have been
-    computed with another precision.
+    `about` is the dictionary that `_describe` returns. Unless `options.same_precision` is true, the results may have
+    been computed with another precision.
     """
+    if options.keep_map and not (folder / MAP).exists():
+        return False
     try:
         written = loads((folder / SUMMARY).read_text(encoding="utf-8"))["about"]
-        return bool((written if same_precision else written | {"precision": about["precision"]}) == about)
+        return bool((written if options.same_precision else written | {"precision": about["precision"]}) == about)
     except (OSError, JSONDecodeError, KeyError, TypeError):
         return False

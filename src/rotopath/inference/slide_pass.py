@@ -32,11 +32,11 @@ from rotopath.images import Slide, Tissue, find_tissue
 from rotopath.images.drawing import Caption, Color, DrawnAs, HeatMap, draw_overlay
 from rotopath.images.geojson import COLUMNS, SlideObject, to_row, write_geojson, write_rows
 from rotopath.images.outlines import Point, Polygon
-from rotopath.images.pyramid import MapFile
+from rotopath.images.pyramid import MapFile, MapWriter, StoredMap
 from rotopath.images.stain import Stain, Stains, measure_stains
 from rotopath.images.tissue import Region
 from rotopath.inference.dense import MixedNetwork
-from rotopath.inference.tiling import TILE_PX, Grid, Run, Span, Tile, predict_tiles, start_workers
+from rotopath.inference.tiling import TILE_PX, Grid, Run, Span, Tile, predict_tiles, read_tiles, start_workers
 from rotopath.models import DenseNetwork
 from rotopath.writing import atomic_file
 
@@ -335,19 +335,33 @@ class SlidePass:
 
     The label map has a pixel for each output of the network. Each pixel of the other maps is computed from means over
     `task.heatmap_cell` × `task.heatmap_cell` outputs.
+
+    With `writer`, the probabilities of the network are also written there. With `stored`, which was written in this
+    way, they are read from there, and the network does not run. Raises DataError if the stored map is not of this
+    slide, or does not cover the area to predict.
     """
 
-    def __init__(self, model: Model, slide: Slide, options: PassOptions) -> None:
-        self.model, self.slide, self.options = model, slide, options
+    def __init__(
+        self,
+        model: Model,
+        slide: Slide,
+        options: PassOptions,
+        writer: MapWriter | None = None,
+        stored: StoredMap | None = None,
+    ) -> None:
+        self.model, self.slide, self.options, self._writer, self._stored = model, slide, options, writer, stored
         task = model.task
         tissue = find_tissue(slide)
         # Stains are those of all tissue, so that the objects in a region are the same as without a region.
         self.stopwatch = Stopwatch()
         self.predicted_px = 0  # pixels of the predicted tiles, at the pixel spacing of the model
         self.view = SlideView(slide, task.spacing_um_px, task.stain, tissue, self.stopwatch)
+        self._tissue_mask = tissue.mask
         self.tissue, self._near_tissue = self._select_area(tissue)  # tissue in the region, and the area to predict
         halo, self._outputs_per_px = task.halo(model.network.geometry.stride_px), task.heatmap_cell
         self.grid = Grid(model.network, self.view, options.tile_px or model.tile_px, halo, self._outputs_per_px)
+        if stored is not None:
+            self._expect_covered(stored)
         self.heat_um_px = self._outputs_per_px * self.grid.stride_px * self.view.spacing_um_px  # spacing of the maps
         self._clear_counts()
         rows, columns = (-(-size // self._outputs_per_px) for size in self.grid.size)
@@ -476,6 +490,23 @@ class SlidePass:
         area = replace(tissue, mask=coverage > 0).dilate(margin_um)
         return replace(tissue, coverage=coverage), area if near is None else replace(area, mask=area.mask & near.mask)
 
+    @property
+    def map_mask(self) -> NDArray[np.uint8]:
+        """Mask for a stored map, at the pixels of the tissue mask: 1 where the slide is predicted, plus 2 on tissue."""
+        near = np.ones_like(self._tissue_mask) if self._near_tissue is None else self._near_tissue.mask
+        return np.asarray(near + 2 * self._tissue_mask, np.uint8)
+
+    def _expect_covered(self, stored: StoredMap) -> None:
+        """Raise DataError if the stored map is not of this slide, or does not cover the area to predict."""
+        mask, name = self.map_mask, self.slide.path.name
+        if not np.array_equal(mask & 2, stored.mask & 2):
+            raise DataError(f"{name} has changed since its map was stored; predict it again, with --keep-map.")
+        if (mask & ~stored.mask & 1).any():
+            raise DataError(
+                f"The stored map of {name} does not cover the whole area to predict, because it was stored with "
+                f"another region or without --everywhere; predict the slide again, with --keep-map."
+            )
+
     def _is_wanted(self, detected: SlideObject) -> bool:
         """Return whether an object has one of the requested classes and is in the region."""
         if self.options.classes and detected.class_name not in self.options.classes:
@@ -500,9 +531,12 @@ class SlidePass:
         """Predict the tiles near tissue (see `_is_near_tissue`), write them into the maps, and yield the objects."""
         task = self.model.task
         wanted = [tile for tile in self.grid.tiles if self._is_near_tissue(*tile)]
-        tiles = predict_tiles(
-            self.grid, wanted, self.model.device, self.options.rotations, task.to_probabilities, task.needs_pixels
-        )
+        if self._stored is None:
+            tiles = predict_tiles(
+                self.grid, wanted, self.model.device, self.options.rotations, task.to_probabilities, task.needs_pixels
+            )
+        else:
+            tiles = read_tiles(self.grid, wanted, self._read_stored, task.needs_pixels)
 
         def on_tile(done: int) -> None:
             on_progress(done, len(wanted))
@@ -519,10 +553,27 @@ class SlidePass:
         for done, tile in enumerate(self.stopwatch.watch("network", tiles), 1):
             self.predicted_px += tile.rows.size * tile.columns.size * self.grid.stride_px**2
             with self.stopwatch.measure("maps"):
+                if self._writer is not None:
+                    self._store(tile, self._writer)
                 cleared = self._clear_glass(tile)
                 self._write_maps(cleared)
             yield cleared
             on_tile(done)
+
+    def _store(self, tile: Tile, writer: MapWriter) -> None:
+        """Write the probabilities of a tile, then its standard deviations if there are any. On glass, they are 0."""
+        maps = [tile.probabilities] if tile.deviations is None else [tile.probabilities, tile.deviations]
+        values = np.concatenate([part[:, *tile.core] for part in maps])
+        if (near := self._find_near(tile.rows, tile.columns)) is not None:
+            values = values * near
+        writer.write(tile.rows.start, tile.columns.start, values)
+
+    def _read_stored(self, rows: Span, columns: Span) -> tuple[Map, Map | None]:
+        """Read the probabilities, and the standard deviations if there are several rotations, from the stored map."""
+        assert self._stored is not None
+        count, has_deviation = len(self.model.task.background_probabilities), self.options.rotations > 1
+        values = self._stored.read(rows, columns, count * (1 + has_deviation))
+        return values[:count], values[count:] if has_deviation else None
 
     def _write_maps(self, tile: Tile) -> None:
         """Write a tile into the maps `heat`, `winner` and `deviation`. Maps that are None are skipped.
@@ -559,10 +610,9 @@ class SlidePass:
         because only tiles near tissue are predicted. With the option `everywhere` and no region, the tile is not
         changed.
         """
-        if self._near_tissue is None:
+        near = self._find_near(*tile.with_halo)
+        if near is None:
             return tile
-        down, across = (self.grid.positions_um(span, axis) for axis, span in enumerate(tile.with_halo))
-        near = self._near_tissue.is_tissue_at(down, across)
         if self.model.task.cuts_at_roi and (inside := self._find_in_region(tile.with_halo)) is not None:
             near &= inside
         if near.all():
@@ -570,6 +620,13 @@ class SlidePass:
         background = np.array(self.model.task.background_probabilities, np.float32)[:, None, None]
         deviations = None if tile.deviations is None else np.where(near, tile.deviations, np.float32(0))
         return tile._replace(probabilities=np.where(near, tile.probabilities, background), deviations=deviations)
+
+    def _find_near(self, rows: Span, columns: Span) -> NDArray[np.bool_] | None:
+        """Return which outputs are near tissue and near the region; None if all of them are predicted."""
+        if self._near_tissue is None:
+            return None
+        down, across = (self.grid.positions_um(span, axis) for axis, span in enumerate((rows, columns)))
+        return self._near_tissue.is_tissue_at(down, across)
 
     def _pool_outputs(self, tile: Tile, values: Map) -> Map:
         """Return the heat-map pixels of a tile: remove the halo, and average the outputs over small squares.
