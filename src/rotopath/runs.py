@@ -243,6 +243,7 @@ def predict(
     roi: Path | str | None = None,
     exclude: Path | str | None = None,
     classes: Sequence[str] = (),
+    parquet: bool = False,
     keep_map: bool = False,
     reuse: bool = False,
     workers: int = 0,
@@ -258,11 +259,12 @@ def predict(
 
     After each tile, the function `on_tile` is called with the path of the file, the number of its finished tiles, and
     the number of all its tiles to predict. `roi` and `exclude` are GeoJSON files of QuPath annotations or, for several
-    slides, folders with a file for each slide, such as `slide.svs.geojson` or `slide.geojson`. With `keep_map`, the
-    outputs of the network are stored in `map.zip` beside the results. With `reuse`, they are read from there, and the
-    results are replaced without running the network, for example with another threshold. `workers` is the number
-    of processes that find objects while the network computes the next tiles; a script that uses them must call this
-    function under `if __name__ == "__main__":`. The other arguments are those of `Run.predict`. To predict a single
+    slides, folders with a file for each slide, such as `slide.svs.geojson` or `slide.geojson`. With `parquet`, the
+    table of objects is also written to `objects.parquet`. With `keep_map`, the outputs of the network are stored in
+    `map.zip` beside the results. With `reuse`, they are read from there, and the results are replaced without running
+    the network, for example with another threshold. `workers` is the number of processes that find objects while the
+    network computes the next tiles; a script that uses them must call this function under
+    `if __name__ == "__main__":`. The other arguments are those of `Run.predict`. To predict a single
     image and receive the result in memory, use `Run.predict` instead.
     """
     run = model if isinstance(model, Run) else load(model)
@@ -278,6 +280,7 @@ def predict(
         same_precision=precision is not None,
         roi=None if roi is None else Path(roi),
         exclude=None if exclude is None else Path(exclude),
+        parquet=parquet,
         keep_map=keep_map,
         reuse=reuse,
     )

@@ -31,6 +31,7 @@ import rotopath as rp
 from rotopath import pretrained, runs
 from rotopath.cli import app
 from rotopath.data import DataError
+from rotopath.images import geojson
 from rotopath.images.drawing import WARNING_INK
 from rotopath.images.geojson import SlideObject, read_geojson, write_geojson
 from rotopath.images.outlines import Point, Polygon, fill_outline
@@ -878,6 +879,56 @@ def refusal_of_model(words: tuple[object, ...]) -> str:
     result = call("mitosis-amida13-n8", *words[1:], "--reuse")
     assert result.exit_code == 2
     return " ".join(result.output.split())
+
+
+@pytest.mark.filterwarnings("ignore")  # of packages that rotopath does not require
+@pytest.mark.parametrize("name", [MODEL, "nuclei-kumar-n8"])
+@pytest.mark.parametrize("has_objects", [True, False])
+def test_parquet_has_the_rows_and_columns_of_the_csv_table(
+    name: str, has_objects: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pyarrow")
+    pandas = pytest.importorskip("pandas")
+    monkeypatch.setattr(geojson, "ROWS_AT_ONCE", 7)
+    write_image(tmp_path / "a.png", draw_tissue() if has_objects else np.full((200, 200, 3), 244, np.uint8))
+    options: dict[str, Any] = {"spacing_um_px": rp.load(name).task.spacing_um_px, "device": "cpu", "threshold": 0.05}
+    rp.predict(name, tmp_path / "a.png", tmp_path / "out", rotations=2, **options)
+    (outcome,) = rp.predict(name, tmp_path / "a.png", tmp_path / "out", rotations=2, parquet=True, **options)
+    assert outcome.state == "done", "the table was missing"
+    table = pandas.read_parquet(outcome.folder / "objects.parquet")
+    text = pandas.read_csv(outcome.folder / "objects.csv")
+    assert list(table.columns) == list(text.columns)
+    assert (len(table) > 0) == has_objects
+    assert "deviation" in table.columns
+    pandas.testing.assert_frame_equal(table, text, check_dtype=has_objects, rtol=1e-5)
+    again = rp.load(name).predict(tmp_path / "a.png", rotations=2, **options)
+    again.to_parquet(tmp_path / "a.parquet")
+    again.to_csv(tmp_path / "a.csv")
+    pandas.testing.assert_frame_equal(pandas.read_parquet(tmp_path / "a.parquet"), table)
+    assert (tmp_path / "a.csv").read_text() == (outcome.folder / "objects.csv").read_text()
+    (again,) = rp.predict(name, tmp_path / "a.png", tmp_path / "out", rotations=2, parquet=True, **options)
+    assert again.state == "skipped"
+
+
+def test_parquet_without_its_package_is_refused(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    result = call(MODEL, images, "--out", tmp_path / "out", "--spacing-um-px", 1.0, "--parquet")
+    assert result.exit_code == 2
+    assert "This command needs the package pyarrow; install it with: pip install 'rotopath[tables]'" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", [MODEL, "nuclei-kumar-n8", "mitosis-amida13-n8"])
+def test_tables_without_objects_have_all_columns(name: str, tmp_path: Path) -> None:
+    spacing = rp.load(name).task.spacing_um_px
+    heads = []
+    for image, threshold in ((np.full((200, 200, 3), 244, np.uint8), None), (draw_tissue(), 0.01)):
+        write_image(tmp_path / "a.png", image)
+        out = tmp_path / str(threshold)
+        rp.predict(name, tmp_path / "a.png", out, spacing_um_px=spacing, device="cpu", threshold=threshold)
+        heads.append((out / "a.png" / "objects.csv").read_text().splitlines())
+    assert heads[0] == heads[1][:1]
+    assert len(heads[1]) > 1
 
 
 def test_warnings_are_printed_and_written(tmp_path: Path) -> None:

@@ -78,6 +78,9 @@ def predict(
         str | None,
         typer.Option(help="Names of classes, separated by commas: only objects of these classes are written."),
     ] = None,
+    parquet: Annotated[
+        bool, typer.Option("--parquet", help="Also write objects.parquet, with the rows and columns of objects.csv.")
+    ] = False,
     keep_map: Annotated[
         bool,
         typer.Option(
@@ -169,6 +172,7 @@ def predict(
                     same_precision=precision is not None,
                     roi=roi,
                     exclude=exclude,
+                    parquet=parquet,
                     keep_map=keep_map,
                     reuse=reuse,
                 )

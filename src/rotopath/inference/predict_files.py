@@ -35,11 +35,11 @@ from typing import Literal
 import torch
 
 from rotopath.data.dataset import IMAGE_SUFFIXES, DataError
-from rotopath.environment import describe_machine, describe_software, now
+from rotopath.environment import describe_machine, describe_software, import_for_tables, now
 from rotopath.images import Slide, UnreadableFileError, open_slide
 from rotopath.images.containers import SLIDE_SUFFIXES, is_slide_folder, keep_one_file_per_series
 from rotopath.images.drawing import MAX_DRAWN, draw_crops
-from rotopath.images.geojson import SlideObject, write_geojson, write_rows
+from rotopath.images.geojson import SlideObject, write_geojson, write_parquet, write_rows
 from rotopath.images.pyramid import MapWriter, StoredMap, write_pyramid
 from rotopath.images.tissue import make_region
 from rotopath.inference.slide_pass import Model, PassOptions, SlidePass
@@ -56,6 +56,7 @@ from rotopath.writing import (
 # Names of the files in the folder of results
 GEOJSON, TABLE, HEAT, DEVIATION = "objects.geojson", "objects.csv", "heatmap.ome.tif", "deviation.ome.tif"
 LABELS, OVERLAY, CROPS, SUMMARY = "labels.ome.tif", "overlay.png", "crops.png", "summary.json"
+PARQUET = "objects.parquet"
 MAP = "map.zip"  # the outputs of the network, from which `reuse` finds objects with other thresholds
 # What takes time: tissue and stains are measured; pixels are read, and their stains normalized, by threads; the network
 # computes, or waits for pixels; its outputs are written into maps; objects are found; and files are written.
@@ -105,8 +106,13 @@ class FileOptions:
     # GeoJSON files of QuPath annotations, or folders with a file for each slide: `slide.svs.geojson` or `slide.geojson`
     roi: Path | None = None  # outlines of the area to predict; None: the whole slide
     exclude: Path | None = None  # outlines of areas that are left out
+    parquet: bool = False  # if True, also write the table of objects as a Parquet file
     keep_map: bool = False  # if True, store the outputs of the network beside the results
     reuse: bool = False  # if True, read the outputs of the network from the existing results, and keep them there
+
+    def __post_init__(self) -> None:
+        if self.parquet:  # a missing package is reported before any slide is predicted
+            import_for_tables("pyarrow")
 
 
 def list_slides(inputs: Sequence[Path]) -> list[Path]:
@@ -264,13 +270,12 @@ def _predict_file(
                 raise DataError(f"{folder} contains files that are not results; choose another folder with --out.")
             _expect_same_model(folder, about)
             with open_slide(path, options.spacing_um_px, options.override_spacing) as slide:
-                slide_options = replace(options.slide, region=make_region(region.roi, region.exclude, slide.origin_px))
+                area = make_region(region.roi, region.exclude, slide.origin_px)
+                in_region = replace(options, slide=replace(options.slide, region=area))
                 with _open_map(folder, about, options) if options.reuse else nullcontext() as stored:
                     if stored is not None:
                         about["precision"] = stored.about["precision"]
-                    _write_results(
-                        model, slide, slide_options, folder, about, partial(on_tile, path), options.keep_map, stored
-                    )
+                    _write_results(model, slide, in_region, folder, about, partial(on_tile, path), stored)
             _log_file(folder).unlink(missing_ok=True)
         return SlideOutcome(path, folder, "done")
     except BusyError as error:
@@ -411,24 +416,23 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _write_results(
     model: Model,
     slide: Slide,
-    options: PassOptions,
+    options: FileOptions,
     folder: Path,
     about: dict[str, object],
     on_progress: Callable[[int, int], None],
-    keep_map: bool = False,
-    stored: StoredMap | None = None,
+    stored: StoredMap | None,
 ) -> None:
     """Predict a slide, and write all results into a folder atomically.
 
     `about` is the dictionary that `_describe` returns; it is saved in the summary. After each tile, `on_progress` is
-    called with the number of finished tiles and the number of all tiles to predict. With `keep_map`, the outputs of the
-    network are written, too. If they are given as `stored`, the network does not run, and the file is kept.
+    called with the number of finished tiles and the number of all tiles to predict. If the outputs of the
+    network are given as `stored`, the network does not run, and their file is kept.
     """
     started = time.perf_counter()
     with ExitStack() as stack:
         unfinished = stack.enter_context(atomic_folder(folder))
-        writer = stack.enter_context(MapWriter(unfinished / MAP)) if keep_map and stored is None else None
-        slide_pass = stack.enter_context(SlidePass(model, slide, options, writer, stored))
+        writer = stack.enter_context(MapWriter(unfinished / MAP)) if options.keep_map and stored is None else None
+        slide_pass = stack.enter_context(SlidePass(model, slide, options.slide, writer, stored))
         if stored is not None:
             _link_file(folder / MAP, unfinished / MAP)
         if writer is not None:
@@ -440,7 +444,10 @@ def _write_results(
         least_certain = _Shortlist(lambda item: item.measurements.get("deviation", -item.measurements[score]))
         seconds = slide_pass.stopwatch.seconds
         with (unfinished / TABLE).open("w", newline="", encoding="utf-8") as table:
-            objects = write_rows(slide_pass.objects(on_progress), table, slide.origin_px)
+            shape_of_table = slide.origin_px, slide_pass.measurement_names
+            objects = write_rows(slide_pass.objects(on_progress), table, *shape_of_table)
+            if options.parquet:
+                objects = write_parquet(objects, unfinished / PARQUET, *shape_of_table)
             if model.task.drawn_as != "regions":
                 objects = least_certain.watch(best.watch(objects))
             write_geojson(unfinished / GEOJSON, _collect_first(objects, drawn), slide.origin_px)
@@ -546,12 +553,13 @@ def _describe(model: Model, path: Path, options: FileOptions) -> dict[str, objec
 
 
 def _is_done(folder: Path, about: dict[str, object], options: FileOptions) -> bool:
-    """Return whether a folder contains results for the model, file and options in `about`, and a map if it is kept.
+    """Return whether a folder contains results for `about`, with all files that `options` request.
 
     `about` is the dictionary that `_describe` returns. Unless `options.same_precision` is true, the results may have
     been computed with another precision.
     """
-    if options.keep_map and not (folder / MAP).exists():
+    requested = {MAP: options.keep_map, PARQUET: options.parquet}
+    if any(is_requested and not (folder / name).exists() for name, is_requested in requested.items()):
         return False
     try:
         written = loads((folder / SUMMARY).read_text(encoding="utf-8"))["about"]

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from importlib import import_module
 from pathlib import Path
 from threading import Lock, local
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, runtime_checkable
@@ -26,11 +25,11 @@ from PIL import Image
 from torch import Tensor
 
 from rotopath.data.dataset import DataError
-from rotopath.environment import install_command
+from rotopath.environment import import_for_tables
 from rotopath.group import reflect_index
 from rotopath.images import Slide, Tissue, find_tissue
 from rotopath.images.drawing import Caption, Color, DrawnAs, HeatMap, draw_overlay
-from rotopath.images.geojson import COLUMNS, SlideObject, to_row, write_geojson, write_rows
+from rotopath.images.geojson import COLUMNS, SlideObject, to_row, write_geojson, write_parquet, write_rows
 from rotopath.images.outlines import Point, Polygon
 from rotopath.images.pyramid import MapFile, MapWriter, StoredMap
 from rotopath.images.stain import Stain, Stains, measure_stains
@@ -97,6 +96,8 @@ class SlideTask(Protocol):
     def drawn_as(self) -> DrawnAs: ...
     @property
     def object_score(self) -> str: ...
+    @property
+    def measurement_names(self) -> tuple[str, ...]: ...
     @property
     def heatmap_cell(self) -> int: ...
     @property
@@ -170,6 +171,7 @@ class SlideResult:
     origin_px: tuple[int, int]  # (row, column) on level 0 from which QuPath counts coordinates
     overlay: Image.Image  # the slide with the heat map and the objects drawn on it
     warnings: tuple[str, ...] = ()  # sentences that say why the result may be wrong
+    measurement_names: tuple[str, ...] = ()  # of the objects, in order
     # Label map (h, w): the number of the object at each pixel, as in `table`, or 0. None if the task outlines no
     # objects pixel by pixel, or if the map has more than `MAX_LABELS_PX` pixels; `rp.predict` writes maps of any size.
     labels: NDArray[np.uint32] | None = None
@@ -183,7 +185,16 @@ class SlideResult:
     def to_csv(self, path: Path | str) -> None:
         """Write the objects to a CSV table, with a row for each object, as `objects.csv` of `rotopath predict`."""
         with atomic_file(Path(path)) as unfinished, unfinished.open("w", newline="", encoding="utf-8") as file:
-            for _ in write_rows(self.objects, file, self.origin_px):
+            for _ in write_rows(self.objects, file, self.origin_px, self.measurement_names):
+                pass
+
+    def to_parquet(self, path: Path | str) -> None:
+        """Write the objects to a Parquet table with the rows and columns of `to_csv`.
+
+        Raises ModuleNotFoundError if pyarrow is not installed.
+        """
+        with atomic_file(Path(path)) as unfinished:
+            for _ in write_parquet(self.objects, unfinished, self.origin_px, self.measurement_names):
                 pass
 
     @property
@@ -192,9 +203,9 @@ class SlideResult:
 
         Raises ModuleNotFoundError if pandas is not installed.
         """
-        pandas = _import_for_tables("pandas")
+        pandas = import_for_tables("pandas")
         rows = [to_row(item, number, self.origin_px) for number, item in enumerate(self.objects, 1)]
-        return pandas.DataFrame(rows, columns=None if rows else list(COLUMNS))
+        return pandas.DataFrame(rows, columns=None if rows else [*COLUMNS, *self.measurement_names])
 
     def to_spatialdata(self) -> "spatialdata.SpatialData":
         """Return the objects, their measurements and the label map as a SpatialData object.
@@ -205,7 +216,7 @@ class SlideResult:
         a package of the extra "tables" is not installed.
         """
         anndata, geopandas, models, shapely, sd, transformations = map(
-            _import_for_tables,
+            import_for_tables,
             ("anndata", "geopandas", "spatialdata.models", "shapely", "spatialdata", "spatialdata.transformations"),
         )
         shapes, tables, labels = {}, {}, {}
@@ -261,17 +272,8 @@ def predict_slide(model: Model, slide: Slide, options: PassOptions) -> SlideResu
             labels_corner_px=slide_pass.grid.output_frame()[0],
             labels_side_px=slide_pass.grid.output_frame()[1],
             warnings=slide_pass.warnings(),
+            measurement_names=slide_pass.measurement_names,
         )
-
-
-def _import_for_tables(module: str) -> Any:
-    """Import a module of the extra "tables". If it is not installed, the error says how to install it."""
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"This table needs the package {error.name}; install it with: {install_command('tables')}.", name=error.name
-        ) from None
 
 
 def _to_shapely(shapely: Any, shape: Point | tuple[Polygon, ...], origin_px: tuple[int, int]) -> Any:
@@ -452,6 +454,12 @@ class SlidePass:
         if not self.options.classes and (density := task.find_implausible_density(self.summary())):
             warnings.append(density)
         return tuple(warnings)
+
+    @property
+    def measurement_names(self) -> tuple[str, ...]:
+        """Names of the measurements of the objects, in order."""
+        names = self.model.task.measurement_names
+        return (*names, "deviation") if names and self.options.rotations > 1 else names
 
     @property
     def labels_um_px(self) -> float:

@@ -312,6 +312,10 @@ class Classify(WindowTask):
         adjusted = super().adjust_operating_point(point, threshold)
         return adjusted if min_area_um2 is None else {**adjusted, "min_area_um2": expect_area(min_area_um2)}
 
+    @property
+    def measurement_names(self) -> tuple[str, ...]:
+        return ("area_mm2", "probability")
+
     def make_object_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> ObjectFinder:
         """Return an object finder that collects the tiles of a slide, and outlines regions after the last tile."""
         del folder  # temporary files are not needed: the maps fit in memory, because one output covers many pixels
