@@ -910,6 +910,34 @@ def test_parquet_has_the_rows_and_columns_of_the_csv_table(
     assert again.state == "skipped"
 
 
+@pytest.mark.parametrize("name", [MODEL, "nuclei-kumar-n8", "mitosis-amida13-n8"])
+def test_the_embedding_is_written_in_the_order_of_the_table(name: str, tmp_path: Path) -> None:
+    write_image(tmp_path / "a.png", draw_tissue())
+    options: dict[str, Any] = {"spacing_um_px": rp.load(name).task.spacing_um_px, "device": "cpu", "threshold": 0.05}
+    rp.predict(name, tmp_path / "a.png", tmp_path / "out", keep_map=True, **options)
+    (outcome,) = rp.predict(name, tmp_path / "a.png", tmp_path / "out", reuse=True, embedding=True, **options)
+    assert outcome.state == "done", outcome.reason
+    result = rp.load(name).predict(tmp_path / "a.png", embedding=True, **options)
+    assert result.embedding is not None
+    assert len(result.objects) > 0
+    written = np.load(outcome.folder / "embedding.npy")
+    assert written.dtype == np.float32
+    np.testing.assert_array_equal(written, result.embedding)
+    with (outcome.folder / "objects.csv").open() as file:
+        assert [row["id"] for row in csv.DictReader(file)] == [str(item.id) for item in result.objects]
+    with Image.open(outcome.folder / "overlay.png") as overlay:
+        np.testing.assert_array_equal(np.asarray(overlay), np.asarray(result.show()))
+
+
+def test_onnx_runtime_computes_no_embedding(images: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    words = (MODEL, images / "a.png", "--out", tmp_path / "out", "--spacing-um-px", 1.0)
+    result = call(*words, "--backend", "onnxruntime", "--embedding")
+    assert result.exit_code == 2
+    assert "a.png failed: ONNX Runtime computes no features; use the backend 'torch'." in result.output
+
+
 def test_parquet_without_its_package_is_refused(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     result = call(MODEL, images, "--out", tmp_path / "out", "--spacing-um-px", 1.0, "--parquet")

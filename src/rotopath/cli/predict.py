@@ -81,6 +81,14 @@ def predict(
     parquet: Annotated[
         bool, typer.Option("--parquet", help="Also write objects.parquet, with the rows and columns of objects.csv.")
     ] = False,
+    embedding: Annotated[
+        bool,
+        typer.Option(
+            "--embedding",
+            help="Also write embedding.npy: features of the network for each object, in the order of objects.csv. The "
+            "network runs once more where there are objects.",
+        ),
+    ] = False,
     keep_map: Annotated[
         bool,
         typer.Option(
@@ -164,7 +172,9 @@ def predict(
                 model, slides = load(run), list_slides(images)
                 names = [] if classes is None else classes.split(",")
                 chosen = model.task.resolve_classes(names)
-                pass_options = PassOptions(rotations, everywhere=everywhere, classes=chosen, workers=workers)
+                pass_options = PassOptions(
+                    rotations, everywhere=everywhere, classes=chosen, workers=workers, embedding=embedding
+                )
                 options = FileOptions(
                     pass_options,
                     spacing_um_px,

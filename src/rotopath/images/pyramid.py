@@ -68,6 +68,14 @@ class MapFile:
             old = np.frombuffer(self._file.read(len(part) * self._dtype.itemsize), self._dtype)
             self.write(top + row, left + int(used[0]), np.where(part != 0, part, old)[None])
 
+    def read_part(self, rows: tuple[int, int], columns: tuple[int, int]) -> NDArray[Any]:
+        """Return the values in a range of rows and of columns, each as (start, stop)."""
+        part = np.empty((rows[1] - rows[0], columns[1] - columns[0]), self._dtype)
+        for i in range(len(part)):
+            self._seek(rows[0] + i, columns[0])
+            part[i] = np.frombuffer(self._file.read(part[i].nbytes), self._dtype)
+        return part
+
     def read(self, top: int = 0, bottom: int | None = None) -> NDArray[Any]:
         """Return the rows of the map from `top` to `bottom` - 1; by default all rows."""
         rows = (self.size[0] if bottom is None else min(bottom, self.size[0])) - top

@@ -32,6 +32,7 @@ from json import JSONDecodeError, loads
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 
 from rotopath.data.dataset import IMAGE_SUFFIXES, DataError
@@ -40,6 +41,7 @@ from rotopath.images import Slide, UnreadableFileError, open_slide
 from rotopath.images.containers import SLIDE_SUFFIXES, is_slide_folder, keep_one_file_per_series
 from rotopath.images.drawing import MAX_DRAWN, draw_crops
 from rotopath.images.geojson import SlideObject, write_geojson, write_parquet, write_rows
+from rotopath.images.outlines import Point, Polygon
 from rotopath.images.pyramid import MapWriter, StoredMap, write_pyramid
 from rotopath.images.tissue import make_region
 from rotopath.inference.slide_pass import Model, PassOptions, SlidePass
@@ -56,7 +58,7 @@ from rotopath.writing import (
 # Names of the files in the folder of results
 GEOJSON, TABLE, HEAT, DEVIATION = "objects.geojson", "objects.csv", "heatmap.ome.tif", "deviation.ome.tif"
 LABELS, OVERLAY, CROPS, SUMMARY = "labels.ome.tif", "overlay.png", "crops.png", "summary.json"
-PARQUET = "objects.parquet"
+PARQUET, EMBEDDING = "objects.parquet", "embedding.npy"
 MAP = "map.zip"  # the outputs of the network, from which `reuse` finds objects with other thresholds
 # What takes time: tissue and stains are measured; pixels are read, and their stains normalized, by threads; the network
 # computes, or waits for pixels; its outputs are written into maps; objects are found; and files are written.
@@ -439,6 +441,7 @@ def _write_results(
             writer.describe(about, slide_pass.map_mask)
         prepared = time.perf_counter()
         drawn: list[SlideObject] = []
+        shapes: list[Point | tuple[Polygon, ...]] = []
         score = model.task.object_score
         best = _Shortlist(lambda item: item.measurements[score])
         least_certain = _Shortlist(lambda item: item.measurements.get("deviation", -item.measurements[score]))
@@ -448,6 +451,8 @@ def _write_results(
             objects = write_rows(slide_pass.objects(on_progress), table, *shape_of_table)
             if options.parquet:
                 objects = write_parquet(objects, unfinished / PARQUET, *shape_of_table)
+            if options.slide.embedding and slide_pass.labels is None:
+                objects = _collect_shapes(objects, shapes)
             if model.task.drawn_as != "regions":
                 objects = least_certain.watch(best.watch(objects))
             write_geojson(unfinished / GEOJSON, _collect_first(objects, drawn), slide.origin_px)
@@ -458,6 +463,8 @@ def _write_results(
         ):
             if map_file is not None:
                 write_pyramid(unfinished / name, map_file.strips(), map_file.size, um_px, values)
+        if options.slide.embedding:
+            np.save(unfinished / EMBEDDING, slide_pass.embed(shapes))
         slide_pass.draw_overlay(drawn).save(unfinished / OVERLAY)
         if best.items:
             groups = {f"Highest {score}": best.items}
@@ -525,6 +532,13 @@ class _Shortlist:
             yield item
 
 
+def _collect_shapes(objects: Iterable[SlideObject], shapes: list[Point | tuple[Polygon, ...]]) -> Iterator[SlideObject]:
+    """Yield all objects, and append their shapes to a list."""
+    for item in objects:
+        shapes.append(item.shape)
+        yield item
+
+
 def _collect_first(objects: Iterable[SlideObject], drawn: list[SlideObject]) -> Iterator[SlideObject]:
     """Yield all objects, and append the first `MAX_DRAWN` of them to the list `drawn`, for the overlay."""
     for item in objects:
@@ -558,7 +572,7 @@ def _is_done(folder: Path, about: dict[str, object], options: FileOptions) -> bo
     `about` is the dictionary that `_describe` returns. Unless `options.same_precision` is true, the results may have
     been computed with another precision.
     """
-    requested = {MAP: options.keep_map, PARQUET: options.parquet}
+    requested = {MAP: options.keep_map, PARQUET: options.parquet, EMBEDDING: options.slide.embedding}
     if any(is_requested and not (folder / name).exists() for name, is_requested in requested.items()):
         return False
     try:

@@ -10,7 +10,7 @@ import math
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -30,11 +30,11 @@ from rotopath.group import reflect_index
 from rotopath.images import Slide, Tissue, find_tissue
 from rotopath.images.drawing import Caption, Color, DrawnAs, HeatMap, draw_overlay
 from rotopath.images.geojson import COLUMNS, SlideObject, to_row, write_geojson, write_parquet, write_rows
-from rotopath.images.outlines import Point, Polygon
+from rotopath.images.outlines import Point, Polygon, fill_outline
 from rotopath.images.pyramid import MapFile, MapWriter, StoredMap
 from rotopath.images.stain import Stain, Stains, measure_stains
 from rotopath.images.tissue import Region
-from rotopath.inference.dense import MixedNetwork
+from rotopath.inference.dense import FeatureNetwork, MixedNetwork
 from rotopath.inference.tiling import TILE_PX, Grid, Run, Span, Tile, predict_tiles, read_tiles, start_workers
 from rotopath.models import DenseNetwork
 from rotopath.writing import atomic_file
@@ -152,6 +152,7 @@ class PassOptions:
     workers: int = 0  # number of processes that search tiles for objects; 0: the process of the network searches them
     region: Region | None = None  # the part of the slide to predict; None: the whole slide
     classes: tuple[str, ...] = ()  # names of the classes whose objects are returned; empty: all classes
+    embedding: bool = False  # if True, also compute the features of the network for each object (`SlidePass.embed`)
 
 
 # Predict a slide, and keep the results in memory
@@ -177,6 +178,7 @@ class SlideResult:
     labels: NDArray[np.uint32] | None = None
     labels_corner_px: tuple[float, float] = (0.0, 0.0)  # upper left corner (row, column) of the label map ...
     labels_side_px: float = 1.0  # ... and side of its pixels, both in pixels of level 0
+    embedding: NDArray[np.float32] | None = None  # (objects, F): see `SlidePass.embed`; None unless requested
 
     def to_geojson(self, path: Path | str) -> None:
         """Write the objects to a GeoJSON file for QuPath. If the file name ends in ".gz", the file is compressed."""
@@ -212,8 +214,8 @@ class SlideResult:
 
         Coordinates are (x, y) in pixels of level 0, minus `origin_px`, as in the files. The shapes "objects" are
         polygons, or circles with a radius of 1 px for points; their index is the number of the object. The table
-        "measurements" describes them. Without objects, there are no shapes and no table. Raises ModuleNotFoundError if
-        a package of the extra "tables" is not installed.
+        "measurements" describes them, and contains the embedding in `obsm`, if there is one. Without objects, there are
+        no shapes and no table. Raises ModuleNotFoundError if a package of the extra "tables" is not installed.
         """
         anndata, geopandas, models, shapely, sd, transformations = map(
             import_for_tables,
@@ -230,6 +232,8 @@ class SlideResult:
             measured = rows[[name for name in rows.columns if name not in COLUMNS]]
             table = anndata.AnnData(measured.to_numpy(np.float64), obs=rows[list(COLUMNS)].rename(index=str))
             table.var_names = list(measured.columns)
+            if self.embedding is not None:
+                table.obsm["embedding"] = self.embedding
             table.obs["region"] = "objects"
             table.obs["region"] = table.obs["region"].astype("category")
             keys = {"region": "objects", "region_key": "region", "instance_key": "number"}
@@ -272,6 +276,7 @@ def predict_slide(model: Model, slide: Slide, options: PassOptions) -> SlideResu
             labels_corner_px=slide_pass.grid.output_frame()[0],
             labels_side_px=slide_pass.grid.output_frame()[1],
             warnings=slide_pass.warnings(),
+            embedding=slide_pass.embed([item.shape for item in objects]) if options.embedding else None,
             measurement_names=slide_pass.measurement_names,
         )
 
@@ -340,7 +345,7 @@ class SlidePass:
 
     With `writer`, the probabilities of the network are also written there. With `stored`, which was written in this
     way, they are read from there, and the network does not run. Raises DataError if the stored map is not of this
-    slide, or does not cover the area to predict.
+    slide, or does not cover the area to predict, or if the network has no features for the option `embedding`.
     """
 
     def __init__(
@@ -353,6 +358,12 @@ class SlidePass:
     ) -> None:
         self.model, self.slide, self.options, self._writer, self._stored = model, slide, options, writer, stored
         task = model.task
+        self._features = None
+        if options.embedding:
+            try:
+                self._features = FeatureNetwork(model.network)
+            except ValueError as error:
+                raise DataError(str(error)) from None
         tissue = find_tissue(slide)
         # Stains are those of all tissue, so that the objects in a region are the same as without a region.
         self.stopwatch = Stopwatch()
@@ -454,6 +465,55 @@ class SlidePass:
         if not self.options.classes and (density := task.find_implausible_density(self.summary())):
             warnings.append(density)
         return tuple(warnings)
+
+    def embed(self, shapes: Sequence[Point | tuple[Polygon, ...]]) -> NDArray[np.float32]:
+        """Return the embedding (n, F) of the objects: the mean of the features of the network over each object.
+
+        Features are the input of the last layer of the network (see `FeatureNetwork`), without test-time augmentation.
+        The mean is over the outputs inside of an object; at a point, it is the output that is nearest. `shapes` are
+        those of all objects, in the order of `objects()`. They are not used, and may be empty, if there is a label map.
+        The network runs on all tiles with objects. This needs the option `embedding`.
+        """
+        assert self._features is not None
+        network, grid = self._features, self.grid
+        count = len(shapes) if self.labels is None else sum(self._counts.values())
+        sums = totals = np.zeros((0, 0))
+        for rows, columns in grid.tiles:
+            labels = self._label_outputs(rows, columns, shapes)
+            if not labels.any():
+                continue
+            _, (all_rows, all_columns), frame = grid.frame_of(rows, columns)
+            pixels = torch.from_numpy(self.view.read(*frame)).permute(2, 0, 1)[None].to(self.model.device)
+            with torch.no_grad():
+                features = network(pixels)[0, :, rows.within(all_rows), columns.within(all_columns)]
+            inside = labels > 0
+            values, numbers = features.double().cpu().numpy()[:, inside], labels[inside] - 1
+            if not len(sums):
+                sums, totals = np.zeros((count, len(values))), np.zeros((count, 1))
+            unique, indices = np.unique(numbers, return_inverse=True)
+            totals[unique, 0] += np.bincount(indices)
+            sums[unique] += np.stack([np.bincount(indices, channel) for channel in values], axis=1)
+        return np.asarray(sums / totals, np.float32)
+
+    def _label_outputs(
+        self, rows: Span, columns: Span, shapes: Sequence[Point | tuple[Polygon, ...]]
+    ) -> NDArray[np.int64]:
+        """Return the number of the object at each output of a tile (from 1), or 0. `shapes` is that of `embed`."""
+        if self.labels is not None:
+            return self.labels.read_part(rows, columns).astype(np.int64)
+        labels = np.zeros((rows.size, columns.size), np.int64)
+        corner, side = self.grid.output_frame()
+        for number, shape in enumerate(shapes, 1):
+            if isinstance(shape, Point):
+                row, column = np.floor((np.array(shape) - corner) / side).astype(int)
+                row, column = min(max(row, 0), self.grid.size[0] - 1), min(max(column, 0), self.grid.size[1] - 1)
+                if row in range(*rows) and column in range(*columns):
+                    labels[row - rows.start, column - columns.start] = number
+            else:
+                rings = [[(ring - corner) / side for ring in polygon.rings] for polygon in shape]
+                polygons = [Polygon(outer, tuple(holes)) for outer, *holes in rings]
+                labels[fill_outline(polygons, labels.shape, (rows.start, columns.start))] = number
+        return labels
 
     @property
     def measurement_names(self) -> tuple[str, ...]:
