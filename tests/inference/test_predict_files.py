@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from hypothesis import strategies as st
 from layouts import write_image
 from PIL import Image
 from scanner_files import write_dicom, write_mirax, write_ome_zarr
+from scipy import ndimage
 from test_pretrained import draw_tissue
 from typer.testing import CliRunner, Result
 
@@ -43,7 +45,7 @@ from rotopath.writing import hold_lock
 pytestmark = pytest.mark.slow
 
 MODEL = "tumor-pcam-n8"
-FILES = {"heatmap.ome.tif", "objects.csv", "objects.geojson", "overlay.png", "summary.json"}
+FILES = {"heatmap.ome.tif", "objects.csv", "objects.geojson", "overlay.png", "quality.png", "summary.json"}
 
 
 def tissue(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -976,6 +978,40 @@ def test_warnings_are_printed_and_written(tmp_path: Path) -> None:
         assert len(warnings) == count
     with Image.open(tmp_path / "out" / "gray.png" / "overlay.png") as overlay:
         assert overlay.getpixel((0, 0)) == WARNING_INK
+
+
+def test_blur_and_pen_marks_are_measured_drawn_and_reported(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    sharp = (
+        np.array([190, 110, 170]) + generator.integers(-45, 46, (64, 96)).repeat(8, 0).repeat(8, 1)[..., None]
+    ).clip(0)
+    bad = sharp.copy()
+    bad[:, :384] = ndimage.gaussian_filter(sharp[:, :384].astype(float), (5, 5, 0))
+    bad[100:300, 400:700] = (30, 60, 170)
+    for name, image in (("sharp", sharp), ("bad", bad)):
+        write_image(tmp_path / "in" / f"{name}.png", image.astype(np.uint8))
+    result = call(MODEL, tmp_path / "in", "--out", tmp_path / "out", "--spacing-um-px", 1.0, "--device", "cpu")
+    summaries = [
+        json.loads((tmp_path / "out" / f"{name}.png" / "summary.json").read_text()) for name in ("sharp", "bad")
+    ]
+    assert summaries[0]["warnings"] == []
+    assert summaries[0]["quality"]["out_of_focus_share"] == 0
+    assert summaries[0]["quality"]["pen_mm2"] == 0
+    assert summaries[1]["quality"]["out_of_focus_share"] == pytest.approx(384 * 512 / (768 * 512 - 200 * 300), abs=0.05)
+    assert summaries[1]["quality"]["pen_mm2"] == pytest.approx(0.2 * 0.3, rel=0.1)
+    assert summaries[1]["quality"]["pen_share"] == pytest.approx(0.06 / (0.768 * 0.512), rel=0.1)
+    focus, pen = summaries[1]["warnings"]
+    assert focus.endswith("of the tissue is out of focus; results are unreliable there.")
+    assert re.match(r"Pen marks cover 0\.0\d+ mm², 1\d% of the area of tissue and marks;", pen)
+    assert f"bad.png: Warning: {focus}" in result.output
+    with Image.open(tmp_path / "out" / "bad.png" / "quality.png") as page:
+        pixels = np.asarray(page)
+    top = len(pixels) - 512 - 2 * 12 - 22  # below are a margin and the scale bar
+    inside = pixels[top : top + 512]
+    for color, columns in (((230, 120, 0), (0, 390)), ((200, 0, 200), (395, 705))):
+        where = np.flatnonzero((inside == color).all(axis=2).any(axis=0))
+        assert len(where) > 5
+        assert columns[0] <= where.min() < where.max() <= columns[1]
 
 
 def test_results_of_earlier_versions_have_no_warnings(images: Path, tmp_path: Path) -> None:

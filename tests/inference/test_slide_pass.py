@@ -662,7 +662,7 @@ def test_large_heat_maps_are_subsampled_for_the_overlay(monkeypatch: pytest.Monk
         whole = slide_pass.draw_overlay(objects)
         monkeypatch.setattr("rotopath.inference.slide_pass.OVERLAY_HEAT_PX", 10)
         subsampled = slide_pass.draw_overlay(objects)
-        assert set(slide_pass.stopwatch.seconds) == {"reading", "network", "maps", "objects"}
+        assert set(slide_pass.stopwatch.seconds) == {"focus", "reading", "network", "maps", "objects"}
     assert whole.size == subsampled.size
     assert np.asarray(whole).tobytes() != np.asarray(subsampled).tobytes()
 

@@ -1,14 +1,14 @@
 """Apply a model to image files, folders and whole slides, and write a folder of results for each file.
 
-The folder contains the objects (GeoJSON and CSV), a heat map (OME-TIFF), an overlay, and a summary (JSON) that also
-describes the model, the options and the software. It also contains crops of the objects with the highest scores and of
-the least certain objects (PNG), unless the objects are regions. If objects are segmented, it contains their label map
-(OME-TIFF). With several rotations, it contains a map of the standard deviation over rotations (OME-TIFF). On request,
-it contains the outputs of the network (`map.zip`), so that the network need not run again for other thresholds. Files
-that already have results for the same model and options are skipped. A file whose prediction was interrupted is
-predicted again. If a file fails, for whatever reason, this is reported, and the prediction continues with the next
-file; only a full disk stops it. Several processes may write to the same folder of results: a file that another process
-is predicting is left until the end.
+The folder contains the objects (GeoJSON and CSV), a heat map (OME-TIFF), an overlay, an image of the tissue, its focus
+and pen marks (PNG), and a summary (JSON) that also describes the model, the options and the software. It also contains
+crops of the objects with the highest scores and of the least certain objects (PNG), unless the objects are regions. If
+objects are segmented, it contains their label map (OME-TIFF). With several rotations, it contains a map of the standard
+deviation over rotations (OME-TIFF). On request, it contains the outputs of the network (`map.zip`), so that the network
+need not run again for other thresholds. Files that already have results for the same model and options are skipped. A
+file whose prediction was interrupted is predicted again. If a file fails, for whatever reason, this is reported, and
+the prediction continues with the next file; only a full disk stops it. Several processes may write to the same folder
+of results: a file that another process is predicting is left until the end.
 
 Next to the folder NAME, `.NAME.lock` and `.NAME.pid` are the lock of the process that predicts the file, and the ID of
 this process. After an unexpected error, `NAME.log` contains its traceback.
@@ -58,11 +58,13 @@ from rotopath.writing import (
 # Names of the files in the folder of results
 GEOJSON, TABLE, HEAT, DEVIATION = "objects.geojson", "objects.csv", "heatmap.ome.tif", "deviation.ome.tif"
 LABELS, OVERLAY, CROPS, SUMMARY = "labels.ome.tif", "overlay.png", "crops.png", "summary.json"
+QUALITY = "quality.png"
 PARQUET, EMBEDDING = "objects.parquet", "embedding.npy"
 MAP = "map.zip"  # the outputs of the network, from which `reuse` finds objects with other thresholds
-# What takes time: tissue and stains are measured; pixels are read, and their stains normalized, by threads; the network
-# computes, or waits for pixels; its outputs are written into maps; objects are found; and files are written.
-STAGES = ("tissue", "reading", "stains", "network", "maps", "objects", "files")
+# What takes time: tissue and stains are measured; focus is measured, and pixels are read, and their stains normalized,
+# by threads; the network computes, or waits for pixels; its outputs are written into maps; objects are found; and files
+# are written.
+STAGES = ("tissue", "focus", "reading", "stains", "network", "maps", "objects", "files")
 CROP_COUNT = 24  # number of objects with the highest score, and of the least certain objects, that are cropped
 OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")  # parts of error messages of torch
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -466,6 +468,7 @@ def _write_results(
         if options.slide.embedding:
             np.save(unfinished / EMBEDDING, slide_pass.embed(shapes))
         slide_pass.draw_overlay(drawn).save(unfinished / OVERLAY)
+        slide_pass.draw_quality().save(unfinished / QUALITY)
         if best.items:
             groups = {f"Highest {score}": best.items}
             if len(best.items) == CROP_COUNT:  # with fewer objects, both groups would be the same
@@ -482,6 +485,7 @@ def _write_results(
                 **{name: round(value, 6) for name, value in summary.items()},
                 "sentence": model.task.describe_summary(summary),
                 "warnings": slide_pass.warnings(),
+                "quality": {name: round(value, 6) for name, value in slide_pass.quality().items()},
                 "slide": {
                     "size_px": slide.size_px,
                     "spacing_um_px": slide.spacing_um_px,

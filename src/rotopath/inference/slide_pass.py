@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from scipy import ndimage
 from torch import Tensor
 
 from rotopath.data.dataset import DataError
@@ -30,10 +32,10 @@ from rotopath.group import reflect_index
 from rotopath.images import Slide, Tissue, find_tissue
 from rotopath.images.drawing import Caption, Color, DrawnAs, HeatMap, draw_overlay
 from rotopath.images.geojson import COLUMNS, SlideObject, to_row, write_geojson, write_parquet, write_rows
-from rotopath.images.outlines import Point, Polygon, fill_outline
+from rotopath.images.outlines import Point, Polygon, fill_outline, trace_outlines
 from rotopath.images.pyramid import MapFile, MapWriter, StoredMap
 from rotopath.images.stain import Stain, Stains, measure_stains
-from rotopath.images.tissue import Region
+from rotopath.images.tissue import Focus, Region, measure_focus
 from rotopath.inference.dense import FeatureNetwork, MixedNetwork
 from rotopath.inference.tiling import TILE_PX, Grid, Run, Span, Tile, predict_tiles, read_tiles, start_workers
 from rotopath.models import DenseNetwork
@@ -49,6 +51,9 @@ SAMPLE_PX = 256  # side of each of these square samples
 BLOCK_PX, CACHED_BLOCKS = 512, 32  # slides are read in square blocks, cached for adjacent tiles; 32 blocks need 25 MB
 MAX_LABELS_PX = 2**28  # largest label map that is kept in memory, which needs 1 GB
 MAX_ENLARGEMENT = 1.5  # pixels that are enlarged more than this for the network lack details that it has learned
+MIN_FOCUS_MM2 = 0.1  # in less tissue than this, a fraction of tissue that is out of focus means little
+MAX_BLURRED, MAX_PEN = 0.1, 0.1  # larger fractions, out of focus or of pen marks, cause a warning
+QUALITY_COLORS: dict[str, Color] = {"tissue": (0, 150, 60), "out of focus": (230, 120, 0), "pen marks": (200, 0, 200)}
 OVERLAY_HEAT_PX = 4096  # heat maps with a longer side are subsampled before they are drawn on an overlay
 OnProgress = Callable[[int, int], None]  # number of finished tiles, number of all tiles
 Map = NDArray[np.float32]
@@ -393,6 +398,9 @@ class SlidePass:
             self.labels = self._finder.labels if isinstance(self._finder, LabelPainter) else None
             if self.labels is not None:
                 files.callback(self.labels.close)
+            pool = ThreadPoolExecutor(1)  # focus is measured while the network computes
+            files.callback(pool.shutdown, cancel_futures=True)
+            self._focus = pool.submit(self._measure_focus)
             self._files = files.pop_all()
 
     def __enter__(self) -> Self:
@@ -445,11 +453,45 @@ class SlidePass:
         classes = list(zip(task.class_names, task.colors, strict=True))
         return draw_overlay(self.slide, heat, classes, objects, task.drawn_as, caption)
 
+    def quality(self) -> dict[str, float]:
+        """Return what was measured of the quality of the slide: areas in mm², and fractions of the tissue.
+
+        "pen_share" is the area of pen marks as a fraction of that of tissue and pen marks together; marks of a slide
+        that is not H&E, or not known to be, are not found. Focus is measured on the tissue in the region.
+        """
+        focus, pen_mm2 = self._focus.result(), 0.0
+        if self.tissue.pen is not None and self.model.task.expects_he and not self.tissue.stain_doubt:
+            pen_mm2 = replace(self.tissue, mask=self.tissue.pen, coverage=None).area_mm2
+        whole_mm2 = pen_mm2 + replace(self.tissue, coverage=None).area_mm2
+        return {
+            "focus_assessed_mm2": focus.assessed_mm2,
+            "out_of_focus_share": focus.share,
+            "pen_mm2": pen_mm2,
+            "pen_share": pen_mm2 / whole_mm2 if whole_mm2 else 0.0,
+        }
+
+    def draw_quality(self) -> Image.Image:
+        """Return an image of the slide with outlines of the tissue, of tissue out of focus, and of pen marks."""
+        quality, focus, tissue = self.quality(), self._focus.result(), self.tissue
+        mask = tissue.mask if tissue.coverage is None else tissue.mask & (tissue.coverage > 0)
+        pen = tissue.pen if tissue.pen is not None and quality["pen_mm2"] else np.zeros_like(mask)
+        masks = ((mask, tissue.spacing_um_px), (focus.is_blurred, focus.cell_um), (pen, tissue.spacing_um_px))
+        objects = [
+            SlideObject(polygons, "annotation", name, color)
+            for (name, color), (mask, um) in zip(QUALITY_COLORS.items(), masks, strict=True)
+            for polygons in trace_outlines(ndimage.label(mask)[0], (0.0, 0.0), um / self.slide.spacing_um_px).values()
+        ]
+        line = f"{tissue.area_mm2:.2f} mm² of tissue, {quality['out_of_focus_share']:.1%} of it out of focus"
+        if not quality["focus_assessed_mm2"]:
+            line = f"{tissue.area_mm2:.2f} mm² of tissue, whose focus could not be assessed"
+        caption = Caption(self.slide.path.name, [f"{line}; {quality['pen_mm2']:.2f} mm² of pen marks"], self.warnings())
+        return draw_overlay(self.slide, None, list(QUALITY_COLORS.items()), objects, "regions", caption)
+
     def warnings(self) -> tuple[str, ...]:
         """Return a sentence for each reason why the result may be wrong: the slide is not what the model knows.
 
-        The reasons are pixels that are much larger than those of the network, an image that is not H&E, and a density
-        of objects that does not occur in tissue.
+        The reasons are pixels that are much larger than those of the network, an image that is not H&E, tissue that is
+        out of focus or under pen marks, and a density of objects that does not occur in tissue.
         """
         task, warnings = self.model.task, []
         if not self.tissue.area_mm2 and not self.tissue.stain_doubt:
@@ -462,6 +504,16 @@ class SlidePass:
             )
         if task.expects_he and self.tissue.stain_doubt:
             warnings.append(f"The slide does not look like H&E, which the model knows: {self.tissue.stain_doubt}.")
+        quality = self.quality()
+        if quality["out_of_focus_share"] > MAX_BLURRED and quality["focus_assessed_mm2"] >= MIN_FOCUS_MM2:
+            warnings.append(
+                f"{quality['out_of_focus_share']:.0%} of the tissue is out of focus; results are unreliable there."
+            )
+        if quality["pen_share"] > MAX_PEN:
+            warnings.append(
+                f"Pen marks cover {quality['pen_mm2']:.2g} mm², {quality['pen_share']:.0%} of the area of tissue and "
+                f"marks; what is below them is not counted as tissue."
+            )
         if not self.options.classes and (density := task.find_implausible_density(self.summary())):
             warnings.append(density)
         return tuple(warnings)
@@ -531,6 +583,10 @@ class SlidePass:
         """Top left corner (row, column) of the heat map, and side of a heat-map pixel; both in pixels of level 0."""
         corner, side = self.grid.output_frame()
         return corner, side * self._outputs_per_px
+
+    def _measure_focus(self) -> Focus:
+        with self.stopwatch.measure("focus"):
+            return measure_focus(self.slide, self.tissue)
 
     def _clear_counts(self) -> None:
         """Set the number and the area of the objects to 0 for each class whose objects are returned."""
