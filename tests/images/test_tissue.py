@@ -242,17 +242,19 @@ def test_a_region_is_inside_of_any_outline_and_outside_of_holes_and_excluded_are
 @pytest.mark.parametrize("size_px", [(4096, 6000), (1001, 2003)])
 @pytest.mark.parametrize("spacing", [0.25, 0.7])
 def test_the_area_of_a_region_is_that_of_its_outlines(size_px: tuple[int, int], spacing: float) -> None:
-    """The mask of the large slide is measured in several strips; neither slide is a multiple of a mask pixel."""
+    """Neither slide is a multiple of a mask pixel."""
     with as_slide(np.full((*size_px, 3), EOSIN, np.uint8), spacing) as slide:
         tissue = find_tissue(slide)
         for sides, area_px in (
             ((100.3, 200.7, 600.1, 900.9), 499.8 * 700.2),
+            ((40.3, 30.7, 61.5, 44.1), 21.2 * 13.4),
             ((-50, -50, 9000, 9000), np.prod(size_px)),
             ((size_px[0] - 300, 0, 9000, 500), 300 * 500),
         ):
             coverage = Region((rectangle(*sides),)).measure(tissue, slide)
             area_mm2 = Tissue(tissue.mask, tissue.spacing_um_px, tissue.size_um, coverage).area_mm2
-            assert area_mm2 == pytest.approx(area_px * spacing**2 / 1e6, rel=0.02)
+            assert area_mm2 == pytest.approx(area_px * spacing**2 / 1e6, rel=1e-9)
+            assert coverage.max() <= 1
         assert Region(None, (rectangle(-1, -1, 9000, 9000),)).measure(tissue, slide).max() == 0
 
 
@@ -325,3 +327,15 @@ def test_the_black_border_of_a_scan_is_no_pen_mark() -> None:
     image[:, :30] = image[140:] = 10
     image[50:52, 60:64] = (30, 60, 170)  # a speck
     assert not mask_pen(image, 8.0).any()
+
+
+def test_the_area_of_tissue_in_cells_is_exact() -> None:
+    mask = np.zeros((4, 5), bool)
+    mask[1:3, 1:4] = True
+    tissue = Tissue(mask, 8.0, (30.0, 41.0))
+    lines = np.array([-5.0, 3, 12, 20, 50]), np.array([0.0, 10, 12, 41, 60])
+    expected = [[0, 0, 0, 0], [4 * 2, 4 * 2, 4 * 20, 0], [8 * 2, 8 * 2, 8 * 20, 0], [4 * 2, 4 * 2, 4 * 20, 0]]
+    np.testing.assert_allclose(tissue.measure_cells(*lines) * 1e6, expected, atol=1e-9)
+    whole = Tissue(np.ones((4, 5), bool), 8.0, (30.0, 41.0), np.full((4, 5), 0.5))
+    assert whole.measure_cells(*lines).sum() == pytest.approx(whole.area_mm2)
+    assert whole.measure_cells(*lines)[3, 2] * 1e6 == pytest.approx(10 * 29 / 2)

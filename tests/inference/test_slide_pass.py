@@ -268,6 +268,48 @@ def test_the_most_likely_of_several_classes_wins_everywhere() -> None:
         assert {region.color for region in regions} == {(number, number, number)}
 
 
+def test_the_area_of_tumor_is_that_of_its_tissue() -> None:
+    """Where all is tumor, it is as much as the tissue, although outputs of 12 µm cover glass and reach off the slide."""
+    model = Model(PAPER["tumor"], untrained("tumor").float(), {"threshold": 0.0}, CPU)
+    image = np.full((310, 403, 3), 244, np.uint8)
+    image[60:211, 100:333] = textured(151, 233, 3) // 2 + (100, 40, 80)
+    for pixels in (image, image[60:211, 100:333]):
+        with as_slide(pixels, 1.0) as slide:
+            result = predict_slide(model, slide, PassOptions())
+        summary = result.summary
+        (region,) = result.objects
+        assert summary["tumor_mm2"] == pytest.approx(summary["tissue_mm2"], rel=1e-6 if pixels is image else 0.05)
+        assert summary["tumor_mm2"] == pytest.approx(151 * 233 / 1e6, rel=0.1 if pixels is image else 0.05)
+        assert region.measurements["area_mm2"] == summary["tumor_mm2"]
+        top, left, bottom, right = region.bounds_px
+        assert top >= 0
+        assert left >= 0
+        assert bottom <= pixels.shape[0]
+        assert right <= pixels.shape[1]
+        (polygon,) = region.shape  # type: ignore[misc]
+        assert (polygon.area_px / 1e6 > 1.2 * summary["tumor_mm2"]) == (pixels is image)
+
+
+def test_the_region_of_interest_is_drawn() -> None:
+    model = Model(PAPER["tumor"], untrained("tumor").float(), {"threshold": 1.0}, CPU)
+    boxes = [Polygon(np.array(box, float)) for box in ([(50, 60), (50, 300), (250, 300), (250, 60)],)]
+    hole = Polygon(np.array([(100, 100), (100, 150), (150, 150), (150, 100)], float))
+    region = Region((tuple(boxes),), ((hole,),))
+    with (
+        as_slide(textured(300, 480, 1), 1.0) as slide,
+        SlidePass(model, slide, PassOptions(everywhere=True, region=region)) as slide_pass,
+    ):
+        objects = list(slide_pass.objects())
+        pages = [slide_pass.draw_overlay(objects), slide_pass.draw_quality()]
+    for page in pages:
+        pixels = np.asarray(page)
+        top = len(pixels) - 300 - 2 * 12 - 22
+        for color, corner, last in (((20, 20, 20), (50, 60), (250, 300)), ((130, 130, 130), (100, 100), (150, 150))):
+            rows, columns = np.nonzero((pixels[top : top + 300] == color).all(axis=2))
+            assert np.abs(np.subtract((rows.min(), columns.min()), corner)).max() <= 2
+            assert np.abs(np.subtract((rows.max(), columns.max()), last)).max() <= 2
+
+
 def test_a_run_predicts_an_array_in_memory(tmp_path: Path) -> None:
     image = textured(100, 120, 5)
     network = rp.models.tumor(4).eval()

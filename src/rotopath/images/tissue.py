@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from skimage.filters import threshold_otsu
 
 from rotopath.images.files import UnreadableFileError
 from rotopath.images.geojson import SlideObject, read_geojson
-from rotopath.images.outlines import Point, Polygon, fill_outline
+from rotopath.images.outlines import Point, Polygon, fill_outline, measure_coverage
 from rotopath.images.slides import Slide
 from rotopath.images.stain import find_stain_doubt
 
@@ -43,8 +44,6 @@ MAX_HOLE_MM2 = 0.05  # smaller holes are vessels, ducts and fat within the tissu
 FOCUS_UM_PX, FOCUS_CELL_PX, FOCUS_BLOCK_PX = 1.0, 64, 512
 MIN_SHARPNESS = 0.15
 MIN_CONTRAST = 2.0  # standard deviation of gray values; a square with less has nothing that could be sharp
-SAMPLES = 4  # the part of a mask pixel that is in a region is measured at SAMPLES × SAMPLES positions
-ROWS_AT_ONCE = 64  # rows of the mask that are measured at once, to limit memory
 
 Outline = tuple[Polygon, ...]  # polygons of one object, in pixels of level 0
 
@@ -68,12 +67,39 @@ class Tissue:
 
         Only the part in the region is counted if `coverage` is not None.
         """
+        heights, widths = self._sides_um
+        return float(heights @ self._counted @ widths) / 1e6
+
+    def measure_cells(self, rows_um: NDArray[np.float64], columns_um: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the area of the tissue in each cell of a grid, in mm²: (r - 1, c - 1) for r × c lines of the grid.
+
+        `rows_um` (r,) and `columns_um` (c,) are increasing distances of these lines from the top and from the left edge
+        of the slide. Areas are exact for the mask, and counted as in `area_mm2`.
+        """
+        areas = self._counted.astype(np.float64)
+        for lines, sides in zip((rows_um, columns_um), self._sides_um, strict=True):
+            edges = np.append(0, np.cumsum(sides))
+            sums = np.concatenate([np.zeros((1, areas.shape[1])), np.cumsum(areas * sides[:, None], axis=0)])
+            lines = lines.clip(0, edges[-1])
+            first = (np.searchsorted(edges, lines, side="right") - 1).clip(0, len(sides) - 1)
+            fraction = (lines - edges[first]) / sides[first]
+            at_lines = sums[first] + fraction[:, None] * (sums[first + 1] - sums[first])
+            areas = np.diff(at_lines, axis=0).T  # after both axes, the array is not transposed
+        return areas / 1e6
+
+    @property
+    def _sides_um(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Heights and widths of the pixels of the mask. The last row and column end at the edge of the slide."""
         heights, widths = (np.full(count, self.spacing_um_px) for count in self.mask.shape)
         if self.size_um is not None:
             for sides, total in zip((heights, widths), self.size_um, strict=True):
                 sides[-1] = total - (len(sides) - 1) * self.spacing_um_px
-        counted = self.mask if self.coverage is None else self.mask * self.coverage
-        return float(heights @ counted @ widths) / 1e6
+        return heights, widths
+
+    @property
+    def _counted(self) -> NDArray[Any]:
+        """The fraction of each pixel of the mask that counts as tissue."""
+        return self.mask if self.coverage is None else self.mask * self.coverage
 
     def touches(self, top_um: float, left_um: float, height_um: float, width_um: float) -> bool:
         """Return whether a rectangle on the slide contains tissue.
@@ -140,28 +166,12 @@ class Region:
         return _find_bounds(self.excluded)
 
     def measure(self, tissue: Tissue, slide: Slide) -> NDArray[np.float64]:
-        """Return the fraction of each pixel of a tissue mask that is in the region, without its part off the slide."""
-        height, width = tissue.mask.shape
-        step_px = tissue.spacing_um_px / slide.spacing_um_px / SAMPLES
-        on_slide = [
-            ((np.arange(count * SAMPLES) + 0.5) * step_px <= size).reshape(count, SAMPLES)
-            for count, size in zip(tissue.mask.shape, slide.size_px, strict=True)
-        ]
-        coverage = np.zeros(tissue.mask.shape)
-        for top in range(0, height, ROWS_AT_ONCE):
-            rows = slice(top, min(top + ROWS_AT_ONCE, height))
-            first_px = ((top * SAMPLES + 0.5) * step_px, 0.5 * step_px)
-            count = rows.stop - rows.start
-            samples = self.contains(first_px, step_px, (count * SAMPLES, width * SAMPLES))
-            counts = np.einsum(
-                "ipjq,ip,jq->ij",
-                samples.reshape(count, SAMPLES, width, SAMPLES),
-                on_slide[0][rows],
-                on_slide[1],
-                dtype=int,
-            )
-            coverage[rows] = counts / np.outer(on_slide[0][rows].sum(axis=1), on_slide[1].sum(axis=1)).clip(1)
-        return coverage
+        """Return the fraction of each pixel of a tissue mask that is in the region, without its part off the slide.
+
+        The fraction is exact, except in pixels that the borders of several outlines cross.
+        """
+        inside = np.ones(tissue.mask.shape) if self.roi is None else _measure_outlines(self.roi, tissue, slide)
+        return inside * (1 - _measure_outlines(self.excluded, tissue, slide))
 
 
 def select_outlines(objects: Iterable[SlideObject]) -> tuple[Outline, ...]:
@@ -227,6 +237,27 @@ def _fill_outlines(
         polygons = [Polygon(outer, tuple(holes)) for outer, *holes in rings]
         mask[top:bottom, left:right] |= fill_outline(polygons, (bottom - top, right - left), (top, left))
     return mask
+
+
+def _measure_outlines(outlines: Iterable[Outline], tissue: Tissue, slide: Slide) -> NDArray[np.float64]:
+    """Return the fraction of each pixel of a tissue mask, without its part off the slide, that is in any outline."""
+    side_px = tissue.spacing_um_px / slide.spacing_um_px
+    size = (slide.size_px[0] / side_px, slide.size_px[1] / side_px)
+    total = np.zeros(tissue.mask.shape)
+    for outline in outlines:
+        polygons = [
+            Polygon(outer, tuple(holes))
+            for outer, *holes in ([ring / side_px for ring in polygon.rings] for polygon in outline)
+        ]
+        covered = measure_coverage(polygons, size)
+        for axis, count in enumerate(tissue.mask.shape):  # the slide may extend beyond the mask by part of a pixel
+            covered = np.add.reduceat(covered, np.arange(min(count, covered.shape[axis])), axis=axis)
+        total[: covered.shape[0], : covered.shape[1]] += covered
+    heights, widths = (
+        np.diff(np.append(np.arange(count), length)) for count, length in zip(tissue.mask.shape, size, strict=True)
+    )
+    fractions: NDArray[np.float64] = np.round(total / np.outer(heights, widths), 9).clip(0, 1)  # 0 and 1 are exact
+    return fractions
 
 
 def find_tissue(slide: Slide, spacing_um_px: float | None = None) -> Tissue:

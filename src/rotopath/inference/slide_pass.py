@@ -32,7 +32,7 @@ from rotopath.group import reflect_index
 from rotopath.images import Slide, Tissue, find_tissue
 from rotopath.images.drawing import Caption, Color, DrawnAs, HeatMap, draw_overlay
 from rotopath.images.geojson import COLUMNS, SlideObject, to_row, write_geojson, write_parquet, write_rows
-from rotopath.images.outlines import Point, Polygon, fill_outline, trace_outlines
+from rotopath.images.outlines import Point, Polygon, clamp_outline, fill_outline, trace_outlines
 from rotopath.images.pyramid import MapFile, MapWriter, StoredMap
 from rotopath.images.stain import Stain, Stains, measure_stains
 from rotopath.images.tissue import Focus, Region, measure_focus
@@ -54,6 +54,7 @@ MAX_ENLARGEMENT = 1.5  # pixels that are enlarged more than this for the network
 MIN_FOCUS_MM2 = 0.1  # in less tissue than this, a fraction of tissue that is out of focus means little
 MAX_BLURRED, MAX_PEN = 0.1, 0.1  # larger fractions, out of focus or of pen marks, cause a warning
 QUALITY_COLORS: dict[str, Color] = {"tissue": (0, 150, 60), "out of focus": (230, 120, 0), "pen marks": (200, 0, 200)}
+REGION_COLORS: dict[str, Color] = {"region of interest": (20, 20, 20), "excluded": (130, 130, 130)}
 OVERLAY_HEAT_PX = 4096  # heat maps with a longer side are subsampled before they are drawn on an overlay
 OnProgress = Callable[[int, int], None]  # number of finished tiles, number of all tiles
 Map = NDArray[np.float32]
@@ -82,6 +83,13 @@ class LabelPainter(Protocol):
     # Number of the object at each output, in the order in which objects are yielded: 1, 2, ...; 0 for background
     labels: MapFile
     is_wanted: Callable[[SlideObject], bool]
+
+
+@runtime_checkable
+class AreaFinder(Protocol):
+    """An object finder whose objects are areas of tissue, made of outputs. "area_mm2" is the area of their tissue."""
+
+    tissue_mm2: NDArray[np.float64]  # (rows, columns): area of the tissue in the region, in the cell of each output
 
 
 class SlideTask(Protocol):
@@ -425,7 +433,13 @@ class SlidePass:
             self._finder.is_wanted = self._is_wanted
         else:
             objects = filter(self._is_wanted, objects)
+        is_area = isinstance(self._finder, AreaFinder)
+        if isinstance(self._finder, AreaFinder):
+            rows_um, columns_um = (self.grid.edges_um(axis) for axis in (0, 1))
+            self._finder.tissue_mm2 = self.tissue.measure_cells(rows_um, columns_um)
         for detected in objects:
+            if is_area and not isinstance(detected.shape, Point):  # cells may reach beyond the slide
+                detected = replace(detected, shape=clamp_outline(detected.shape, self.slide.size_px))
             self._counts[detected.class_name] += 1
             area_mm2 = detected.measurements.get("area_mm2", 0.0)
             self._areas_mm2[detected.class_name] += area_mm2  # type: ignore[assignment]
@@ -450,8 +464,18 @@ class SlidePass:
         if self.options.region is not None:
             lines.append("Only the region of interest was predicted.")
         caption = Caption(self.slide.path.name, lines, self.warnings())
-        classes = list(zip(task.class_names, task.colors, strict=True))
-        return draw_overlay(self.slide, heat, classes, objects, task.drawn_as, caption)
+        regions = self._list_regions()
+        classes = dict(zip(task.class_names, task.colors, strict=True))
+        classes |= {item.class_name: REGION_COLORS[item.class_name] for item in regions}
+        return draw_overlay(self.slide, heat, list(classes.items()), [*regions, *objects], task.drawn_as, caption)
+
+    def _list_regions(self) -> list[SlideObject]:
+        """Return the outlines of the region of interest and of excluded areas as objects, to draw them."""
+        region = self.options.region
+        if region is None:
+            return []
+        outlines = zip(REGION_COLORS.items(), (region.roi or (), region.excluded), strict=True)
+        return [SlideObject(shape, "annotation", name, color) for (name, color), shapes in outlines for shape in shapes]
 
     def quality(self) -> dict[str, float]:
         """Return what was measured of the quality of the slide: areas in mm², and fractions of the tissue.
@@ -485,7 +509,9 @@ class SlidePass:
         if not quality["focus_assessed_mm2"]:
             line = f"{tissue.area_mm2:.2f} mm² of tissue, whose focus could not be assessed"
         caption = Caption(self.slide.path.name, [f"{line}; {quality['pen_mm2']:.2f} mm² of pen marks"], self.warnings())
-        return draw_overlay(self.slide, None, list(QUALITY_COLORS.items()), objects, "regions", caption)
+        regions = self._list_regions()
+        classes = QUALITY_COLORS | {item.class_name: REGION_COLORS[item.class_name] for item in regions}
+        return draw_overlay(self.slide, None, list(classes.items()), [*regions, *objects], "regions", caption)
 
     def warnings(self) -> tuple[str, ...]:
         """Return a sentence for each reason why the result may be wrong: the slide is not what the model knows.

@@ -368,6 +368,11 @@ class Grid:
         positions_px = self.first_px[axis] + self.stride_px * np.arange(*outputs)
         return np.asarray((positions_px + 0.5) * self.spacing_um_px)
 
+    def edges_um(self, axis: int) -> NDArray[np.float64]:
+        """Return the edges of all outputs, which are one more than outputs, in µm as in `positions_um`."""
+        edges_px = self.first_px[axis] + self.stride_px * (np.arange(self.size[axis] + 1) - 0.5)
+        return np.asarray((edges_px + 0.5) * self.spacing_um_px)
+
     def output_frame(self, top: int = 0, left: int = 0) -> tuple[tuple[float, float], float]:
         """Return the square that an output covers: its top left corner (row, column), and its side (the stride).
 
