@@ -39,7 +39,10 @@ def make_run(
     network, made_task = runs.build(recipe), recipe.make_task()
     if random_statistics:
         _randomize_statistics(unwrap(network))
-    weights, point = pack_weights(network), POINTS[made_task.kind] if made_task.is_single else {}
+    several = {"classify": {}, "detect": {f"threshold {name}": 0.375 for name in made_task.class_names}}
+    weights, point = pack_weights(network), POINTS[made_task.kind]
+    if not made_task.is_single:
+        point = several.get(made_task.kind, point)
     write_text(folder / runs.RECIPE, format_recipe(recipe))
     write_json(folder / runs.PROVENANCE, {"seed": 0, "rotopath": rp.__version__})
     write_model(folder, made_task, runs.describe_network(recipe, network), point, weights)

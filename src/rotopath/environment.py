@@ -8,9 +8,11 @@ import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,14 +35,14 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
     "slides": {"openslide": "openslide-python", "tiffslide": "tiffslide", "zarr": "zarr"},
     "onnx": {"onnx": "onnx", "onnxruntime": "onnxruntime", "onnxscript": "onnxscript"},
     "cluster": {"dask": "dask", "distributed": "distributed", "dask_jobqueue": "dask-jobqueue"},
-    "tables": {"pandas": "pandas", "geopandas": "geopandas", "spatialdata": "spatialdata"},
+    "tables": {"pandas": "pandas", "pyarrow": "pyarrow", "geopandas": "geopandas", "spatialdata": "spatialdata"},
 }
 PURPOSE: Mapping[str, str] = {  # for each extra: the features that need its packages
     "train": "training, the demo, PCam and Aperio files, figures",
     "slides": "whole slides",
     "onnx": "export to ONNX",
     "cluster": "studies and slides on a Dask cluster",
-    "tables": "results as pandas tables and SpatialData",
+    "tables": "results as pandas tables, Parquet and SpatialData",
 }
 # Packages whose versions are saved with every run, prediction and export.
 PACKAGES = ("torch", "numpy", "scipy", "scikit-image", "lightning", "safetensors")
@@ -68,6 +70,16 @@ def install_command(extra: str) -> str:
     "pip install 'rotopath[slides]'"
     """
     return f"pip install 'rotopath[{extra}]'"
+
+
+def import_for_tables(module: str) -> Any:
+    """Import a module of the extra "tables". If it is not installed, the error says how to install it."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"This table needs the package {error.name}; install it with: {install_command('tables')}.", name=error.name
+        ) from None
 
 
 def list_missing(extra: str) -> list[str]:

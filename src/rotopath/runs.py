@@ -126,6 +126,7 @@ class Run:
         roi: Path | str | Sequence[SlideObject] | None = None,
         exclude: Path | str | Sequence[SlideObject] | None = None,
         classes: Sequence[str] = (),
+        embedding: bool = False,
     ) -> SlideResult:
         """Apply the model to an image array (H, W, 3), an image file or an open slide. Returns the result in memory.
 
@@ -143,15 +144,15 @@ class Run:
         area to predict and of areas to leave out: the path of a GeoJSON file of QuPath annotations, or such annotations
         as objects, for example the regions that a "tumor" model has found. Only objects with their center in this area
         are returned; regions of a task such as "tumor" are cut at its border. `classes` are the names of the classes
-        whose objects are returned; empty means all.
+        whose objects are returned; empty means all. With `embedding`, `result.embedding` contains features of the
+        network for each object.
         """
         chosen = self.task.resolve_classes(classes)
         model = self.prepare(device, precision, backend, threshold, min_area_um2)
         with as_slide(image, spacing_um_px, override_spacing) as slide:
             region = make_region(roi, exclude, slide.origin_px)
-            return predict_slide(
-                model, slide, PassOptions(rotations, everywhere=everywhere, region=region, classes=chosen)
-            )
+            options = PassOptions(rotations, everywhere=everywhere, region=region, classes=chosen, embedding=embedding)
+            return predict_slide(model, slide, options)
 
     def prepare(
         self,
@@ -243,6 +244,10 @@ def predict(
     roi: Path | str | None = None,
     exclude: Path | str | None = None,
     classes: Sequence[str] = (),
+    parquet: bool = False,
+    embedding: bool = False,
+    keep_map: bool = False,
+    reuse: bool = False,
     workers: int = 0,
     on_tile: OnTile = lambda _slide, _done, _all: None,
 ) -> list[SlideOutcome]:
@@ -256,16 +261,24 @@ def predict(
 
     After each tile, the function `on_tile` is called with the path of the file, the number of its finished tiles, and
     the number of all its tiles to predict. `roi` and `exclude` are GeoJSON files of QuPath annotations or, for several
-    slides, folders with a file for each slide, such as `slide.svs.geojson` or `slide.geojson`. `workers` is the number
-    of processes that find objects while the network computes the next tiles; a script that uses them must call this
-    function under `if __name__ == "__main__":`. The other arguments are those of `Run.predict`. To predict a single
+    slides, folders with a file for each slide, such as `slide.svs.geojson` or `slide.geojson`. With `parquet`, the
+    table of objects is also written to `objects.parquet`; with `embedding`, features of the network for each object
+    are written to `embedding.npy`. With `keep_map`, the outputs of the network are stored in
+    `map.zip` beside the results. With `reuse`, they are read from there, and the results are replaced without running
+    the network, for example with another threshold. `workers` is the number of processes that find objects while the
+    network computes the next tiles; a script that uses them must call this function under
+    `if __name__ == "__main__":`. The other arguments are those of `Run.predict`. To predict a single
     image and receive the result in memory, use `Run.predict` instead.
     """
     run = model if isinstance(model, Run) else load(model)
     given = [images] if isinstance(images, Path | str) else images
     slides = list_slides([Path(path) for path in given])
     pass_options = PassOptions(
-        rotations, everywhere=everywhere, classes=run.task.resolve_classes(classes), workers=workers
+        rotations,
+        everywhere=everywhere,
+        classes=run.task.resolve_classes(classes),
+        workers=workers,
+        embedding=embedding,
     )
     options = FileOptions(
         pass_options,
@@ -274,6 +287,9 @@ def predict(
         same_precision=precision is not None,
         roi=None if roi is None else Path(roi),
         exclude=None if exclude is None else Path(exclude),
+        parquet=parquet,
+        keep_map=keep_map,
+        reuse=reuse,
     )
     ready = run.prepare(device, precision, backend, threshold, min_area_um2)
     outcomes = predict_files(ready, slides, Path(out), options, on_tile)

@@ -18,6 +18,7 @@ from rotopath.images.outlines import (
     DECIMALS,
     Polygon,
     fill_outline,
+    measure_coverage,
     measure_objects,
     measure_shapes,
     signed_area,
@@ -425,3 +426,32 @@ def test_a_label_map_without_objects_has_no_measurements() -> None:
     empty = np.zeros((5, 6), np.float32)
     measured = measure_objects(empty.astype(np.int32), empty, empty, np.zeros((3, 5, 6), np.float32), 0.25)
     assert all(values.shape == (0,) for values in measured.values())
+
+
+@settings(deadline=None, max_examples=40)
+@given(seed=st.integers(0, 9999), height=st.floats(0.6, 9.9), width=st.floats(0.6, 9.9), vertices=st.integers(3, 9))
+def test_the_coverage_of_pixels_is_their_area_inside(seed: int, height: float, width: float, vertices: int) -> None:
+    """As counted at many positions in each pixel. Stars reach beyond the image, and have a hole."""
+    rng = np.random.default_rng(seed)
+    angles = np.sort(rng.uniform(0, 2 * np.pi, vertices))
+    directions = np.stack([np.sin(angles), np.cos(angles)], axis=1)
+    center = rng.uniform(0, 10, 2)
+    if np.diff(np.append(angles, angles[0] + 2 * np.pi)).max() > 3:
+        return  # the center is outside
+    outer = center + directions * rng.uniform(2, 9, (vertices, 1))
+    hole = (center + directions * rng.uniform(0.2, 0.6, (vertices, 1)))[::-1]
+    polygon = Polygon(outer, (hole,))
+    covered = measure_coverage([polygon], (height, width))
+    steps = 40
+    shape = covered.shape
+    samples = fill_outline([Polygon(outer * steps, (hole * steps,))], (round(height * steps), round(width * steps)))
+    padded = np.zeros((shape[0] * steps, shape[1] * steps))
+    rows, columns = (min(size, full) for size, full in zip(samples.shape, padded.shape, strict=True))
+    padded[:rows, :columns] = samples[:rows, :columns]
+    expected = padded.reshape(shape[0], steps, shape[1], steps).mean(axis=(1, 3))
+    np.testing.assert_allclose(covered, expected, atol=0.06)
+    whole = measure_coverage([polygon], (40.0, 40.0))
+    if outer.min() > 0:
+        assert whole.sum() == pytest.approx(polygon.area_px)
+    assert covered.min() >= 0
+    assert covered.max() <= 1 + 1e-9

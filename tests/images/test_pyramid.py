@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rotopath.images import open_slide
 from rotopath.images import pyramid as pyramid_module
-from rotopath.images.pyramid import MapFile, write_pyramid
+from rotopath.images.pyramid import MapFile, MapWriter, StoredMap, write_pyramid
 
 
 @pytest.fixture(autouse=True)
@@ -145,3 +145,40 @@ def test_painting_keeps_the_map_where_values_are_0(tmp_path: Path) -> None:
         box[values != 0] = values[values != 0]
         np.testing.assert_array_equal(painted.read(), expected)
     painted.close()
+
+
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    size=st.tuples(st.integers(1, 90), st.integers(1, 90)),
+    step=st.integers(3, 60),
+    corner=st.tuples(st.integers(0, 80), st.integers(0, 80)),
+    seed=st.integers(0, 99),
+)
+def test_any_rectangle_of_a_stored_map_has_the_bits_that_were_written(
+    size: tuple[int, int],
+    step: int,
+    corner: tuple[int, int],
+    seed: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pyramid_module, "BLOCK_PX", 16)
+    rng = np.random.default_rng(seed)
+    values = rng.normal(size=(3, *size)).astype(np.float32)
+    mask = rng.integers(0, 4, (5, 7), dtype=np.uint8)
+    with MapWriter(tmp_path / "map.zip") as writer:
+        for top in range(0, size[0], step):
+            for left in range(0, size[1], step):
+                if rng.random() < 0.8:
+                    writer.write(top, left, values[:, top : top + step, left : left + step])
+                else:  # never written
+                    values[:, top : top + step, left : left + step] = 0
+        writer.describe({"model": "µ"}, mask)
+    rows, columns = ((start, min(start + 40, side)) for start, side in zip(corner, size, strict=True))
+    with StoredMap(tmp_path / "map.zip") as stored:
+        assert stored.about == {"model": "µ"}
+        assert np.array_equal(stored.mask, mask)
+        if rows[0] < rows[1] and columns[0] < columns[1]:
+            np.testing.assert_array_equal(
+                stored.read(rows, columns, 3), values[:, rows[0] : rows[1], columns[0] : columns[1]]
+            )

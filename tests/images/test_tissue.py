@@ -1,5 +1,6 @@
 """Tissue is found beside pen, black borders and dust, and in images of nothing but tissue or glass."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,15 @@ from scipy import ndimage
 from rotopath.images import find_tissue, open_slide
 from rotopath.images.geojson import Point, Polygon, SlideObject
 from rotopath.images.slides import as_slide
-from rotopath.images.tissue import Outline, Region, Tissue, mask_tissue, select_outlines
+from rotopath.images.tissue import (
+    Outline,
+    Region,
+    Tissue,
+    mask_pen,
+    mask_tissue,
+    measure_focus,
+    select_outlines,
+)
 from rotopath.synthetic.lymph_nodes import render_slide
 from rotopath.synthetic.mitoses import render_mitosis_field
 from rotopath.synthetic.organs import render_organ_field
@@ -233,17 +242,19 @@ def test_a_region_is_inside_of_any_outline_and_outside_of_holes_and_excluded_are
 @pytest.mark.parametrize("size_px", [(4096, 6000), (1001, 2003)])
 @pytest.mark.parametrize("spacing", [0.25, 0.7])
 def test_the_area_of_a_region_is_that_of_its_outlines(size_px: tuple[int, int], spacing: float) -> None:
-    """The mask of the large slide is measured in several strips; neither slide is a multiple of a mask pixel."""
+    """Neither slide is a multiple of a mask pixel."""
     with as_slide(np.full((*size_px, 3), EOSIN, np.uint8), spacing) as slide:
         tissue = find_tissue(slide)
         for sides, area_px in (
             ((100.3, 200.7, 600.1, 900.9), 499.8 * 700.2),
+            ((40.3, 30.7, 61.5, 44.1), 21.2 * 13.4),
             ((-50, -50, 9000, 9000), np.prod(size_px)),
             ((size_px[0] - 300, 0, 9000, 500), 300 * 500),
         ):
             coverage = Region((rectangle(*sides),)).measure(tissue, slide)
             area_mm2 = Tissue(tissue.mask, tissue.spacing_um_px, tissue.size_um, coverage).area_mm2
-            assert area_mm2 == pytest.approx(area_px * spacing**2 / 1e6, rel=0.02)
+            assert area_mm2 == pytest.approx(area_px * spacing**2 / 1e6, rel=1e-9)
+            assert coverage.max() <= 1
         assert Region(None, (rectangle(-1, -1, 9000, 9000),)).measure(tissue, slide).max() == 0
 
 
@@ -251,3 +262,80 @@ def test_outlines_are_those_of_annotations() -> None:
     shapes = [Point(1, 2), rectangle(0, 0, 1, 1), rectangle(0, 0, 2, 2)]
     objects = [SlideObject(shapes[0], "annotation"), SlideObject(shapes[1]), SlideObject(shapes[2], "annotation")]
     assert select_outlines(objects) == (shapes[2],)
+
+
+def draw_cells(size: tuple[int, int], seed: int = 0) -> np.ndarray:
+    """Draw dark discs of 8 µm with sharp edges on pink, at 0.5 µm/px."""
+    rng = np.random.default_rng(seed)
+    image = np.full((*size, 3), (222, 178, 212), np.uint8)
+    rows, columns = np.mgrid[-8:9, -8:9]
+    disc = np.hypot(rows, columns) <= 8
+    for row, column in rng.integers(8, [size[0] - 9, size[1] - 9], (size[0] * size[1] // 900, 2)):
+        image[row - 8 : row + 9, column - 8 : column + 9][disc] = (96, 62, 140)
+    return image
+
+
+@pytest.mark.parametrize(("blur_um", "expected"), [(0, 0), (2, 0.25), (4, 0.25)])
+@pytest.mark.parametrize("pale", [1.0, 0.3])
+def test_a_planted_blur_is_out_of_focus(blur_um: float, expected: float, pale: float) -> None:
+    """In a quarter of the tissue, also if the tissue is pale. Glass is not assessed."""
+    image = np.full((1600, 2048, 3), 244, np.uint8)
+    cells = draw_cells((1280, 2048)).astype(float)
+    cells = 244 - (244 - cells) * pale
+    if blur_um:
+        cells[:640, :1024] = ndimage.gaussian_filter(cells[:640, :1024], (2 * blur_um, 2 * blur_um, 0))
+    image[:1280] = cells.round()
+    with as_slide(image, 0.5) as slide:
+        tissue = find_tissue(slide)
+        focus = measure_focus(slide, tissue)
+        assert focus.share == pytest.approx(expected, abs=0.01)
+        assert focus.assessed_mm2 == pytest.approx(0.64 * 1.024, rel=0.02)
+        assert focus.is_blurred[:5, :8].all() == (expected > 0)
+        assert not focus.is_blurred[:, 8:].any()
+        half = Region((tuple(Polygon(np.array(box, float)) for box in [[(0, 0), (0, 1024), (1280, 1024), (1280, 0)]]),))
+        inside = measure_focus(slide, replace(tissue, coverage=half.measure(tissue, slide)))
+        assert inside.share == pytest.approx(2 * expected, abs=0.02)
+
+
+def test_focus_is_assessed_neither_on_plain_color_nor_on_coarse_slides() -> None:
+    plain = np.full((600, 600, 3), (222, 178, 212), np.uint8)
+    for image, spacing in ((plain, 0.5), (draw_cells((600, 600)), 2.0)):
+        with as_slide(image, spacing) as slide:
+            focus = measure_focus(slide, find_tissue(slide))
+        assert (focus.assessed_mm2, focus.share) == (0, 0)
+
+
+@pytest.mark.parametrize("ink", [(30, 60, 170), (30, 140, 70), (25, 22, 28)])
+def test_planted_pen_marks_are_found(ink: tuple[int, int, int]) -> None:
+    """On glass and on tissue, whose colors they multiply; and without marks, nothing is found."""
+    image = np.full((160, 200, 3), 244, np.uint8)
+    image[40:130, 30:150] = draw_cells((1440, 1920))[::16, ::16]
+    assert not mask_pen(image, 8.0).any()
+    assert not mask_pen(draw_cells((1440, 1920)), 0.5).any()
+    mark = np.zeros((160, 200), bool)
+    mark[20:60, 60:80] = mark[100:112, 100:190] = True
+    marked = np.where(mark[..., None], np.array(ink) / 244 * image, image).astype(np.uint8)
+    assert agreement(mask_pen(marked, 8.0), mark) > 0.98
+    with as_slide(marked, 5.0) as slide:
+        tissue = find_tissue(slide)
+    assert tissue.pen is not None
+    assert not (tissue.pen & tissue.mask).any()
+
+
+def test_the_black_border_of_a_scan_is_no_pen_mark() -> None:
+    image = np.full((160, 200, 3), 244, np.uint8)
+    image[:, :30] = image[140:] = 10
+    image[50:52, 60:64] = (30, 60, 170)  # a speck
+    assert not mask_pen(image, 8.0).any()
+
+
+def test_the_area_of_tissue_in_cells_is_exact() -> None:
+    mask = np.zeros((4, 5), bool)
+    mask[1:3, 1:4] = True
+    tissue = Tissue(mask, 8.0, (30.0, 41.0))
+    lines = np.array([-5.0, 3, 12, 20, 50]), np.array([0.0, 10, 12, 41, 60])
+    expected = [[0, 0, 0, 0], [4 * 2, 4 * 2, 4 * 20, 0], [8 * 2, 8 * 2, 8 * 20, 0], [4 * 2, 4 * 2, 4 * 20, 0]]
+    np.testing.assert_allclose(tissue.measure_cells(*lines) * 1e6, expected, atol=1e-9)
+    whole = Tissue(np.ones((4, 5), bool), 8.0, (30.0, 41.0), np.full((4, 5), 0.5))
+    assert whole.measure_cells(*lines).sum() == pytest.approx(whole.area_mm2)
+    assert whole.measure_cells(*lines)[3, 2] * 1e6 == pytest.approx(10 * 29 / 2)

@@ -5,6 +5,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,11 +19,13 @@ import numpy as np
 import pytest
 import tifffile
 import torch
+import untrained_runs
 from hypothesis import example, given
 from hypothesis import strategies as st
 from layouts import write_image
 from PIL import Image
 from scanner_files import write_dicom, write_mirax, write_ome_zarr
+from scipy import ndimage
 from test_pretrained import draw_tissue
 from typer.testing import CliRunner, Result
 
@@ -30,10 +33,11 @@ import rotopath as rp
 from rotopath import pretrained, runs
 from rotopath.cli import app
 from rotopath.data import DataError
+from rotopath.images import geojson
 from rotopath.images.drawing import WARNING_INK
 from rotopath.images.geojson import SlideObject, read_geojson, write_geojson
 from rotopath.images.outlines import Point, Polygon, fill_outline
-from rotopath.inference import predict_files
+from rotopath.inference import predict_files, tiling
 from rotopath.inference.slide_pass import Model, SlidePass
 from rotopath.metrics import smooth_images
 from rotopath.writing import hold_lock
@@ -41,7 +45,7 @@ from rotopath.writing import hold_lock
 pytestmark = pytest.mark.slow
 
 MODEL = "tumor-pcam-n8"
-FILES = {"heatmap.ome.tif", "objects.csv", "objects.geojson", "overlay.png", "summary.json"}
+FILES = {"heatmap.ome.tif", "objects.csv", "objects.geojson", "overlay.png", "quality.png", "summary.json"}
 
 
 def tissue(height: int, width: int, seed: int = 0) -> np.ndarray:
@@ -749,6 +753,214 @@ def test_a_result_can_select_the_region_of_another_prediction(images: Path, tmp_
         model.predict(images / "a.png", 1.0, threshold=1.5)
 
 
+CLASSES = ("lymphocyte", "plasma cell", "tumor cell")
+OTHER_OPTIONS: dict[str, dict[str, Any]] = {  # by name of the model; the map is stored with the default options
+    "tumor-pcam-n8": {"threshold": 0.1, "min_area_um2": 600},
+    "mitosis-amida13-n8": {"threshold": 0.02},
+    "nuclei-kumar-n8": {"threshold": 0.6, "min_area_um2": 20},
+    "classify": {"classes": CLASSES[:2]},
+    "detect": {"threshold": 0.3, "classes": CLASSES[1:]},
+    "segment": {"threshold": 0.4, "min_area_um2": 2, "classes": CLASSES[1:]},
+}
+
+
+@pytest.mark.parametrize("rotations", [1, 4])
+@pytest.mark.parametrize("name", OTHER_OPTIONS)
+def test_a_stored_map_gives_the_results_of_a_full_run(
+    name: str, rotations: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With other thresholds, classes, regions and tile sizes, for all kinds of tasks, and without running a network."""
+    model: Path | str = name
+    if name in untrained_runs.POINTS:
+        keys = {"segment": untrained_runs.UNET}.get(name, untrained_runs.RESNET)
+        spacing = {"data_spacing_um_px": 0.25, "classes": CLASSES}
+        model = untrained_runs.make_run(tmp_path / "run", name, random_statistics=True, **keys, **spacing)
+    image = np.full((420, 600, 3), 244, np.uint8)
+    image[30:400, 20:420] = np.tile(draw_tissue(), (2, 2, 1))[:370, :400]
+    write_image(tmp_path / "a.png", image)
+    common: dict[str, Any] = {"spacing_um_px": rp.load(model).task.spacing_um_px, "device": "cpu"}
+    common["rotations"] = rotations
+    other = OTHER_OPTIONS[name] | {"exclude": write_region(tmp_path / "b.geojson", (150, 100, 250, 500))}
+    monkeypatch.setattr(Model, "tile_px", 256)
+    (full,) = rp.predict(model, tmp_path / "a.png", tmp_path / "full", **common, **other)
+    (default,) = rp.predict(model, tmp_path / "a.png", tmp_path / "default", **common)
+    (stored,) = rp.predict(model, tmp_path / "a.png", tmp_path / "out", keep_map=True, **common)
+    assert (full.state, default.state, stored.state) == ("done",) * 3, full.reason + default.reason + stored.reason
+    assert_same_results(stored.folder, default.folder, is_exact=True)
+    map_file = (stored.folder / "map.zip").read_bytes()
+    monkeypatch.setattr(tiling, "predict_frame", lambda *_: pytest.fail("the network runs"))
+    for tile_px, options, expected in ((256, other, full), (190, other, full), (1024, {}, default), (256, {}, default)):
+        monkeypatch.setattr(Model, "tile_px", tile_px)
+        (again,) = rp.predict(model, tmp_path / "a.png", tmp_path / "out", reuse=True, **common, **options)
+        if (tile_px, options) == (190, other) or (tile_px, options) == (256, {}):
+            assert again.state == "skipped"
+            remove_summary(again.folder)
+            (again,) = rp.predict(model, tmp_path / "a.png", tmp_path / "out", reuse=True, **common, **options)
+        assert again.state == "done", again.reason
+        assert_same_results(again.folder, expected.folder, is_exact=tile_px == 256 and name != "detect")
+        assert (again.folder / "map.zip").read_bytes() == map_file
+    full_rows, default_rows = ((outcome.folder / "objects.csv").read_text() for outcome in (full, default))
+    assert full_rows != default_rows
+
+
+def remove_summary(folder: Path) -> None:
+    """Make the results in a folder those of another point in time, so that they are not skipped."""
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["about"]["operating_point"] = None
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def assert_same_results(folder: Path, expected: Path, is_exact: bool) -> None:
+    """Compare all objects, maps and numbers. If `is_exact` is false, the order and the rounding may differ."""
+    names = sorted(path.name for path in folder.iterdir() if path.name != "map.zip")
+    assert names == sorted(path.name for path in expected.iterdir())
+    for name in names:
+        if name.endswith(".tif"):
+            maps = [tifffile.imread(parent / name) for parent in (folder, expected)]
+            if name.startswith("labels") and not is_exact:
+                maps = [labels > 0 for labels in maps]
+            np.testing.assert_allclose(*maps, atol=0 if is_exact else 1e-5)
+    tables = []
+    for parent in (folder, expected):
+        with (parent / "objects.csv").open() as file:
+            tables.append(sorted(csv.DictReader(file), key=lambda row: row["number" if is_exact else "id"]))
+    for row, other in zip(*tables, strict=True):
+        assert row.keys() == other.keys()
+        for key in row.keys() - ({"number"} if not is_exact else set()):
+            assert row[key] == other[key] or float(row[key]) == pytest.approx(float(other[key]), rel=1e-4), key
+            assert row[key] == other[key] or not is_exact
+    summaries = [json.loads((parent / "summary.json").read_text()) for parent in (folder, expected)]
+    for key in ("sentence", "warnings", "about", "tissue_mm2", "objects"):
+        assert summaries[0][key] == summaries[1][key], key
+
+
+def test_a_stored_map_is_refused_if_it_is_not_what_would_be_predicted(images: Path, tmp_path: Path) -> None:
+    """Of another slide, model, spacing, precision, number of rotations or area; or missing or damaged."""
+    out, image = tmp_path / "out", images / "a.png"
+    words = (MODEL, image, "--out", out, "--spacing-um-px", 1.0, "--device", "cpu")
+    changed = tissue(130, 150)
+    changed[:, 70:] = 244
+    write_image(image, changed)  # with glass, which is not predicted
+
+    def refusal(*options: object) -> str:
+        before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        result = call(*words, "--reuse", *options)
+        assert result.exit_code == 2
+        assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+        return " ".join(result.output.split())
+
+    assert call(*words).exit_code == 0
+    assert "contains no stored map; predict the slide with --keep-map first." in refusal("--threshold", 0.7)
+    assert "already done" not in call(*words, "--keep-map").output, "the same results, but the map is missing"
+    assert "already done" in call(*words, "--keep-map").output
+    assert "stored with rotations 1, but 4 is requested" in refusal("--rotations", 4)
+    assert "does not cover the whole area" in refusal("--everywhere")
+    assert "contains results of the model 'tumor-pcam-n8'" in refusal_of_model(words)
+    again = (MODEL, image, "--out", out, "--spacing-um-px", 1.1, "--device", "cpu", "--reuse")
+    assert "stored with spacing_um_px 1.0, but 1.1 is requested" in " ".join(call(*again).output.split())
+    summary = out / "a.png" / "summary.json"
+    whole = (out / "a.png" / "map.zip").read_bytes()
+    bmp = images / "c.bmp"  # all images of this size have the same number of bytes
+    write_image(bmp, tissue(130, 150))
+    assert call(MODEL, bmp, *words[2:], "--keep-map").exit_code == 0
+    write_image(bmp, changed)
+    reused = call(MODEL, bmp, *words[2:], "--reuse", "--threshold", 0.7)
+    assert "c.bmp has changed since its map was stored" in " ".join(reused.output.split())
+    roi = write_region(tmp_path / "roi.geojson", (10, 10, 60, 60))
+    assert call(*words, "--keep-map", "--roi", roi).exit_code == 0
+    assert summary.exists()
+    assert "does not cover the whole area to predict" in refusal()
+    smaller = write_region(tmp_path / "smaller.geojson", (20, 20, 40, 40))
+    assert call(*words, "--reuse", "--roi", smaller).exit_code == 0
+    for content in (whole[: len(whole) // 2], b"", whole.replace(b"weights", b"WEIGHTS")):
+        (out / "a.png" / "map.zip").write_bytes(content)
+        assert "map.zip is damaged" in refusal("--threshold", 0.6)
+
+
+def refusal_of_model(words: tuple[object, ...]) -> str:
+    result = call("mitosis-amida13-n8", *words[1:], "--reuse")
+    assert result.exit_code == 2
+    return " ".join(result.output.split())
+
+
+@pytest.mark.filterwarnings("ignore")  # of packages that rotopath does not require
+@pytest.mark.parametrize("name", [MODEL, "nuclei-kumar-n8"])
+@pytest.mark.parametrize("has_objects", [True, False])
+def test_parquet_has_the_rows_and_columns_of_the_csv_table(
+    name: str, has_objects: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pyarrow")
+    pandas = pytest.importorskip("pandas")
+    monkeypatch.setattr(geojson, "ROWS_AT_ONCE", 7)
+    write_image(tmp_path / "a.png", draw_tissue() if has_objects else np.full((200, 200, 3), 244, np.uint8))
+    options: dict[str, Any] = {"spacing_um_px": rp.load(name).task.spacing_um_px, "device": "cpu", "threshold": 0.05}
+    rp.predict(name, tmp_path / "a.png", tmp_path / "out", rotations=2, **options)
+    (outcome,) = rp.predict(name, tmp_path / "a.png", tmp_path / "out", rotations=2, parquet=True, **options)
+    assert outcome.state == "done", "the table was missing"
+    table = pandas.read_parquet(outcome.folder / "objects.parquet")
+    text = pandas.read_csv(outcome.folder / "objects.csv")
+    assert list(table.columns) == list(text.columns)
+    assert (len(table) > 0) == has_objects
+    assert "deviation" in table.columns
+    pandas.testing.assert_frame_equal(table, text, check_dtype=has_objects, rtol=1e-5)
+    again = rp.load(name).predict(tmp_path / "a.png", rotations=2, **options)
+    again.to_parquet(tmp_path / "a.parquet")
+    again.to_csv(tmp_path / "a.csv")
+    pandas.testing.assert_frame_equal(pandas.read_parquet(tmp_path / "a.parquet"), table)
+    assert (tmp_path / "a.csv").read_text() == (outcome.folder / "objects.csv").read_text()
+    (again,) = rp.predict(name, tmp_path / "a.png", tmp_path / "out", rotations=2, parquet=True, **options)
+    assert again.state == "skipped"
+
+
+@pytest.mark.parametrize("name", [MODEL, "nuclei-kumar-n8", "mitosis-amida13-n8"])
+def test_the_embedding_is_written_in_the_order_of_the_table(name: str, tmp_path: Path) -> None:
+    write_image(tmp_path / "a.png", draw_tissue())
+    options: dict[str, Any] = {"spacing_um_px": rp.load(name).task.spacing_um_px, "device": "cpu", "threshold": 0.05}
+    rp.predict(name, tmp_path / "a.png", tmp_path / "out", keep_map=True, **options)
+    (outcome,) = rp.predict(name, tmp_path / "a.png", tmp_path / "out", reuse=True, embedding=True, **options)
+    assert outcome.state == "done", outcome.reason
+    result = rp.load(name).predict(tmp_path / "a.png", embedding=True, **options)
+    assert result.embedding is not None
+    assert len(result.objects) > 0
+    written = np.load(outcome.folder / "embedding.npy")
+    assert written.dtype == np.float32
+    np.testing.assert_array_equal(written, result.embedding)
+    with (outcome.folder / "objects.csv").open() as file:
+        assert [row["id"] for row in csv.DictReader(file)] == [str(item.id) for item in result.objects]
+    with Image.open(outcome.folder / "overlay.png") as overlay:
+        np.testing.assert_array_equal(np.asarray(overlay), np.asarray(result.show()))
+
+
+def test_onnx_runtime_computes_no_embedding(images: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    words = (MODEL, images / "a.png", "--out", tmp_path / "out", "--spacing-um-px", 1.0)
+    result = call(*words, "--backend", "onnxruntime", "--embedding")
+    assert result.exit_code == 2
+    assert "a.png failed: ONNX Runtime computes no features; use the backend 'torch'." in result.output
+
+
+def test_parquet_without_its_package_is_refused(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    result = call(MODEL, images, "--out", tmp_path / "out", "--spacing-um-px", 1.0, "--parquet")
+    assert result.exit_code == 2
+    assert "This command needs the package pyarrow; install it with: pip install 'rotopath[tables]'" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", [MODEL, "nuclei-kumar-n8", "mitosis-amida13-n8"])
+def test_tables_without_objects_have_all_columns(name: str, tmp_path: Path) -> None:
+    spacing = rp.load(name).task.spacing_um_px
+    heads = []
+    for image, threshold in ((np.full((200, 200, 3), 244, np.uint8), None), (draw_tissue(), 0.01)):
+        write_image(tmp_path / "a.png", image)
+        out = tmp_path / str(threshold)
+        rp.predict(name, tmp_path / "a.png", out, spacing_um_px=spacing, device="cpu", threshold=threshold)
+        heads.append((out / "a.png" / "objects.csv").read_text().splitlines())
+    assert heads[0] == heads[1][:1]
+    assert len(heads[1]) > 1
+
+
 def test_warnings_are_printed_and_written(tmp_path: Path) -> None:
     """Also for a slide that is skipped; and a normal slide has none."""
     gray = np.repeat(tissue(160, 160)[..., :1], 3, axis=2)
@@ -766,6 +978,40 @@ def test_warnings_are_printed_and_written(tmp_path: Path) -> None:
         assert len(warnings) == count
     with Image.open(tmp_path / "out" / "gray.png" / "overlay.png") as overlay:
         assert overlay.getpixel((0, 0)) == WARNING_INK
+
+
+def test_blur_and_pen_marks_are_measured_drawn_and_reported(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    sharp = (
+        np.array([190, 110, 170]) + generator.integers(-45, 46, (64, 96)).repeat(8, 0).repeat(8, 1)[..., None]
+    ).clip(0)
+    bad = sharp.copy()
+    bad[:, :384] = ndimage.gaussian_filter(sharp[:, :384].astype(float), (5, 5, 0))
+    bad[100:300, 400:700] = (30, 60, 170)
+    for name, image in (("sharp", sharp), ("bad", bad)):
+        write_image(tmp_path / "in" / f"{name}.png", image.astype(np.uint8))
+    result = call(MODEL, tmp_path / "in", "--out", tmp_path / "out", "--spacing-um-px", 1.0, "--device", "cpu")
+    summaries = [
+        json.loads((tmp_path / "out" / f"{name}.png" / "summary.json").read_text()) for name in ("sharp", "bad")
+    ]
+    assert summaries[0]["warnings"] == []
+    assert summaries[0]["quality"]["out_of_focus_share"] == 0
+    assert summaries[0]["quality"]["pen_mm2"] == 0
+    assert summaries[1]["quality"]["out_of_focus_share"] == pytest.approx(384 * 512 / (768 * 512 - 200 * 300), abs=0.05)
+    assert summaries[1]["quality"]["pen_mm2"] == pytest.approx(0.2 * 0.3, rel=0.1)
+    assert summaries[1]["quality"]["pen_share"] == pytest.approx(0.06 / (0.768 * 0.512), rel=0.1)
+    focus, pen = summaries[1]["warnings"]
+    assert focus.endswith("of the tissue is out of focus; results are unreliable there.")
+    assert re.match(r"Pen marks cover 0\.0\d+ mm², 1\d% of the area of tissue and marks;", pen)
+    assert f"bad.png: Warning: {focus}" in result.output
+    with Image.open(tmp_path / "out" / "bad.png" / "quality.png") as page:
+        pixels = np.asarray(page)
+    top = len(pixels) - 512 - 2 * 12 - 22  # below are a margin and the scale bar
+    inside = pixels[top : top + 512]
+    for color, columns in (((230, 120, 0), (0, 390)), ((200, 0, 200), (395, 705))):
+        where = np.flatnonzero((inside == color).all(axis=2).any(axis=0))
+        assert len(where) > 5
+        assert columns[0] <= where.min() < where.max() <= columns[1]
 
 
 def test_results_of_earlier_versions_have_no_warnings(images: Path, tmp_path: Path) -> None:

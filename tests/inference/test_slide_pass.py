@@ -268,6 +268,48 @@ def test_the_most_likely_of_several_classes_wins_everywhere() -> None:
         assert {region.color for region in regions} == {(number, number, number)}
 
 
+def test_the_area_of_tumor_is_that_of_its_tissue() -> None:
+    """Where all is tumor, it is as much as the tissue, although 12 µm outputs cover glass and reach off the slide."""
+    model = Model(PAPER["tumor"], untrained("tumor").float(), {"threshold": 0.0}, CPU)
+    image = np.full((310, 403, 3), 244, np.uint8)
+    image[60:211, 100:333] = textured(151, 233, 3) // 2 + (100, 40, 80)
+    for pixels in (image, image[60:211, 100:333]):
+        with as_slide(pixels, 1.0) as slide:
+            result = predict_slide(model, slide, PassOptions())
+        summary = result.summary
+        (region,) = result.objects
+        assert summary["tumor_mm2"] == pytest.approx(summary["tissue_mm2"], rel=1e-6 if pixels is image else 0.05)
+        assert summary["tumor_mm2"] == pytest.approx(151 * 233 / 1e6, rel=0.1 if pixels is image else 0.05)
+        assert region.measurements["area_mm2"] == summary["tumor_mm2"]
+        top, left, bottom, right = region.bounds_px
+        assert top >= 0
+        assert left >= 0
+        assert bottom <= pixels.shape[0]
+        assert right <= pixels.shape[1]
+        (polygon,) = region.shape  # type: ignore[misc]
+        assert (polygon.area_px / 1e6 > 1.2 * summary["tumor_mm2"]) == (pixels is image)
+
+
+def test_the_region_of_interest_is_drawn() -> None:
+    model = Model(PAPER["tumor"], untrained("tumor").float(), {"threshold": 1.0}, CPU)
+    boxes = [Polygon(np.array(box, float)) for box in ([(50, 60), (50, 300), (250, 300), (250, 60)],)]
+    hole = Polygon(np.array([(100, 100), (100, 150), (150, 150), (150, 100)], float))
+    region = Region((tuple(boxes),), ((hole,),))
+    with (
+        as_slide(textured(300, 480, 1), 1.0) as slide,
+        SlidePass(model, slide, PassOptions(everywhere=True, region=region)) as slide_pass,
+    ):
+        objects = list(slide_pass.objects())
+        pages = [slide_pass.draw_overlay(objects), slide_pass.draw_quality()]
+    for page in pages:
+        pixels = np.asarray(page)
+        top = len(pixels) - 300 - 2 * 12 - 22
+        for color, corner, last in (((20, 20, 20), (50, 60), (250, 300)), ((130, 130, 130), (100, 100), (150, 150))):
+            rows, columns = np.nonzero((pixels[top : top + 300] == color).all(axis=2))
+            assert np.abs(np.subtract((rows.min(), columns.min()), corner)).max() <= 2
+            assert np.abs(np.subtract((rows.max(), columns.max()), last)).max() <= 2
+
+
 def test_a_run_predicts_an_array_in_memory(tmp_path: Path) -> None:
     image = textured(100, 120, 5)
     network = rp.models.tumor(4).eval()
@@ -311,6 +353,110 @@ def test_results_in_memory_are_tables_and_label_maps(tmp_path: Path, monkeypatch
     assert max(nucleus.measurements["eosin_mean"] for nucleus in result.objects) < 0.4
 
 
+class ColorFeatures(nn.Module):
+    """Predicts an object where a pixel is dark, by a last layer whose input are the color and the darkness."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.head = nn.Conv2d(4, outputs, 1)
+        with torch.no_grad():
+            self.head.weight.zero_()
+            self.head.weight[:, 3, 0, 0] = torch.tensor([9.0, 0, -9][:outputs])
+            self.head.bias.zero_()  # type: ignore[union-attr]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype == torch.uint8:
+            x = x.float() / 255
+        return self.head(torch.cat([x, 0.6 - x.mean(dim=1, keepdim=True)], dim=1))
+
+
+@pytest.mark.parametrize("tile_px", [4096, 100])
+def test_the_embedding_is_the_mean_of_the_features_over_each_object(tile_px: int) -> None:
+    """For objects with a label map; some cross the borders of tiles."""
+    rng = np.random.default_rng(1)
+    image = rng.integers(200, 256, (150, 230, 3), dtype=np.uint8)
+    for top, left in ((10, 10), (88, 92), (60, 180), (120, 30)):
+        image[top : top + 20, left : left + 25] = rng.integers(0, 90, (20, 25, 3))
+    network = make_dense(ColorFeatures(3).eval(), 3, 8)
+    task = replace(PAPER["nuclei"], stain="none")
+    options = PassOptions(everywhere=True, tile_px=tile_px, embedding=True)
+    with as_slide(image, 0.25) as slide:
+        result = predict_slide(Model(task, network, POINT, CPU), slide, options)
+    assert result.labels is not None
+    assert result.embedding is not None
+    assert len(result.objects) == 4
+    for number, embedding in enumerate(result.embedding, 1):
+        color = image[result.labels == number].mean(axis=0) / 255
+        np.testing.assert_allclose(embedding, [*color, 0.6 - color.mean()], atol=1e-5)
+
+
+def test_the_embedding_of_points_and_regions_is_that_of_their_outputs() -> None:
+    image = np.full((96, 160, 3), 230, np.uint8)
+    image[16:48, 24:72] = (90, 40, 120)
+    image[64:88, 104:136] = (20, 60, 10)
+    task = Classify("dark", (Class("dark", (0, 0, 0)),), spacing_um_px=1.0)
+    options = PassOptions(everywhere=True, tile_px=40, embedding=True)
+    network = make_dense(ColorFeatures(1).eval(), 1, 8)
+    with as_slide(image, 1.0) as slide:
+        result = predict_slide(Model(task, network, {"threshold": 0.55}, CPU), slide, options)
+    assert result.embedding is not None
+    np.testing.assert_allclose(result.embedding[:, :3] * 255, [(90, 40, 120), (20, 60, 10)], atol=1e-3)
+    point = rp.load("mitosis-amida13-n8")
+    pixels, _ = draw_tissue()
+    found = point.predict(pixels[:420, :420], 0.25, device="cpu", threshold=0.01, everywhere=True, embedding=True)
+    assert found.embedding is not None
+    assert found.embedding.shape == (len(found.objects), 16)
+    assert len(found.objects) > 3
+    with torch.no_grad():
+        for item, embedding in zip(found.objects, found.embedding, strict=True):
+            score = point.network.head(torch.from_numpy(embedding)[None, :, None, None]).sigmoid()  # type: ignore[operator]
+            assert abs(float(score) - item.measurements["score"]) < 0.4, "the score is that of a smoothed map"
+
+
+@pytest.mark.parametrize("orientations", [1, 4])
+def test_the_embedding_does_not_change_under_rotation(orientations: int) -> None:
+    """By 90°, of an SE(2) network; that of an ordinary network does."""
+    network, image = untrained("nuclei", orientations).float(), textured(128, 128, 1)
+    task = replace(PAPER["nuclei"], stain="none")
+    model = Model(task, network, choose_point("nuclei", network, image), CPU)
+    results = []
+    for turned in (image, np.ascontiguousarray(np.rot90(image))):
+        with as_slide(turned, 0.25) as slide:
+            results.append(predict_slide(model, slide, PassOptions(everywhere=True, embedding=True)))
+    first, second = results
+    assert first.labels is not None
+    assert second.labels is not None
+    assert first.embedding is not None
+    assert second.embedding is not None
+    back = np.rot90(second.labels, -1)
+    pairs = [np.bincount(back[first.labels == number]).argmax() for number in range(1, len(first.objects) + 1)]
+    same = [
+        np.abs(first.embedding[i] - second.embedding[j - 1]).max()
+        for i, j in enumerate(pairs)
+        if j and np.array_equal(back == j, first.labels == i + 1)
+    ]
+    if orientations == 4:
+        assert len(same) == len(first.objects) > 5
+        assert max(same) < 1e-4
+    else:
+        difference = [np.abs(first.embedding[i] - second.embedding[j - 1]).max() for i, j in enumerate(pairs) if j]
+        assert np.median(difference) > 0.01
+
+
+def test_networks_without_known_features_are_refused() -> None:
+    class Rooted(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.float() / 255 if x.dtype == torch.uint8 else x).mean(dim=1, keepdim=True)
+
+    network = make_dense(nn.Sequential(Rooted(), nn.ConvTranspose2d(1, 1, 1)).eval(), 1, 8)
+    task = Classify("dark", (Class("dark", (0, 0, 0)),), spacing_um_px=1.0)
+    with (
+        as_slide(textured(60, 60, 1), 1.0) as slide,
+        pytest.raises(DataError, match="The last layer of the network is"),
+    ):
+        predict_slide(Model(task, network, {"threshold": 0.5}, CPU), slide, PassOptions(embedding=True))
+
+
 def test_a_table_without_pandas_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     blank = np.full((100, 100, 3), 250, np.uint8)
@@ -332,11 +478,13 @@ def test_results_as_pandas_table_and_spatialdata() -> None:
     assert isinstance(table, pandas.DataFrame)
     assert list(table.columns)[:6] == ["number", "id", "class", "x_px", "y_px", "area_um2"]
     assert len(table) == len(result.objects) == len(centers)
+    result = replace(result, embedding=np.arange(2 * len(table), dtype=np.float32).reshape(-1, 2))
     pytest.importorskip("spatialdata")
     data = result.to_spatialdata()
     assert list(data.shapes["objects"].index) == table["number"].tolist()
     assert data.tables["measurements"].obs["number"].tolist() == table["number"].tolist()
     assert data.tables["measurements"].to_df()["area_um2"].tolist() == table["area_um2"].tolist()
+    np.testing.assert_array_equal(data.tables["measurements"].obsm["embedding"], result.embedding)
     areas = data.shapes["objects"].area.to_numpy() * 0.5**2
     np.testing.assert_allclose(areas, table["area_um2"], rtol=0.02)
     transformation = data.labels["labels"].attrs["transform"]["global"].to_affine_matrix(("x", "y"), ("x", "y"))
@@ -556,7 +704,7 @@ def test_large_heat_maps_are_subsampled_for_the_overlay(monkeypatch: pytest.Monk
         whole = slide_pass.draw_overlay(objects)
         monkeypatch.setattr("rotopath.inference.slide_pass.OVERLAY_HEAT_PX", 10)
         subsampled = slide_pass.draw_overlay(objects)
-        assert set(slide_pass.stopwatch.seconds) == {"waiting", "reading", "network", "maps", "objects"}
+        assert set(slide_pass.stopwatch.seconds) == {"waiting", "focus", "reading", "network", "maps", "objects"}
     assert whole.size == subsampled.size
     assert np.asarray(whole).tobytes() != np.asarray(subsampled).tobytes()
 

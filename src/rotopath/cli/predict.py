@@ -78,6 +78,31 @@ def predict(
         str | None,
         typer.Option(help="Names of classes, separated by commas: only objects of these classes are written."),
     ] = None,
+    parquet: Annotated[
+        bool, typer.Option("--parquet", help="Also write objects.parquet, with the rows and columns of objects.csv.")
+    ] = False,
+    embedding: Annotated[
+        bool,
+        typer.Option(
+            "--embedding",
+            help="Also write embedding.npy: features of the network for each object, in the order of objects.csv. The "
+            "network runs once more where there are objects.",
+        ),
+    ] = False,
+    keep_map: Annotated[
+        bool,
+        typer.Option(
+            "--keep-map", help="Also store the outputs of the network, in a file map.zip beside the results of a slide."
+        ),
+    ] = False,
+    reuse: Annotated[
+        bool,
+        typer.Option(
+            "--reuse",
+            help="Replace the results in --out without running the network, for other thresholds, regions or classes: "
+            "its outputs are read from the map that --keep-map has stored there.",
+        ),
+    ] = False,
     device: Annotated[
         str | None, typer.Option(help="Device: cpu or cuda. Default: the GPU if there is one, else the CPU.")
     ] = None,
@@ -147,7 +172,9 @@ def predict(
                 model, slides = load(run), list_slides(images)
                 names = [] if classes is None else classes.split(",")
                 chosen = model.task.resolve_classes(names)
-                pass_options = PassOptions(rotations, everywhere=everywhere, classes=chosen, workers=workers)
+                pass_options = PassOptions(
+                    rotations, everywhere=everywhere, classes=chosen, workers=workers, embedding=embedding
+                )
                 options = FileOptions(
                     pass_options,
                     spacing_um_px,
@@ -155,6 +182,9 @@ def predict(
                     same_precision=precision is not None,
                     roi=roi,
                     exclude=exclude,
+                    parquet=parquet,
+                    keep_map=keep_map,
+                    reuse=reuse,
                 )
                 # `prepare` checks these values, here or in the workers. This call reports a wrong threshold at once.
                 model.task.adjust_operating_point(model.point, threshold, min_area_um2)

@@ -70,7 +70,7 @@ class Caption:
 
 def draw_overlay(
     slide: Slide,
-    heat: HeatMap,
+    heat: HeatMap | None,
     classes: Sequence[tuple[str, Color]],
     objects: Iterable[SlideObject],
     drawn_as: DrawnAs,
@@ -88,7 +88,7 @@ def draw_overlay(
     height, width = slide.size_at(spacing)
     scale = slide.spacing_um_px / spacing  # side of a pixel of level 0, in pixels of the overlay
     overlay = Image.fromarray(slide.read(0, 0, height, width, spacing))
-    if drawn_as == "regions" or (drawn_as == "outlines" and spacing > MAX_OUTLINE_UM_PX):
+    if heat is not None and (drawn_as == "regions" or (drawn_as == "outlines" and spacing > MAX_OUTLINE_UM_PX)):
         _draw_heat(overlay, heat, [color for _, color in classes], scale)
     pen = ImageDraw.Draw(overlay)
     for _, item in zip(range(MAX_DRAWN), objects, strict=False):

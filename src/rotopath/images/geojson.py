@@ -1,4 +1,4 @@
-"""Objects on slides, and the files in which they are written: GeoJSON for QuPath, which is also read, and CSV tables.
+"""Objects on slides, and the files in which they are written: GeoJSON for QuPath, which is also read, and tables.
 
 GeoJSON files are FeatureCollections (RFC 7946) and are written atomically. Objects in memory have coordinates (row,
 column) in pixels of level 0. Positions in files are (x, y), that is (column, row).
@@ -11,7 +11,7 @@ import io
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,12 +21,14 @@ from uuid import UUID
 
 import numpy as np
 
+from rotopath.environment import import_for_tables
 from rotopath.images.files import UnreadableFileError
 from rotopath.images.outlines import DECIMALS, Point, Polygon, Ring, signed_area
 from rotopath.writing import atomic_file
 
 HEAD, TAIL = '{"type": "FeatureCollection", "features": [\n', "\n]}\n"
 COLUMNS = ("number", "id", "class", "x_px", "y_px")  # first columns of tables of objects
+ROWS_AT_ONCE = 20_000  # rows of a Parquet table that are written at once
 GZIP_LEVEL = 6  # higher levels take twice as long, and save 1 %
 DETECTION_TYPES = ("detection", "cell", "tile")  # QuPath types that are read as "detection"; all others are annotations
 
@@ -152,15 +154,19 @@ def _close(positions: list[list[float]]) -> list[list[float]]:
     return [*positions, positions[0]]
 
 
-# Writing CSV
+# Writing tables
 
 
 def write_rows(
-    objects: Iterable[SlideObject], table: TextIO, origin_px: tuple[float, float] = (0, 0)
+    objects: Iterable[SlideObject],
+    table: TextIO,
+    origin_px: tuple[float, float] = (0, 0),
+    measurement_names: Sequence[str] = (),
 ) -> Iterator[SlideObject]:
     """Write each object as a row of a CSV table, then yield the object.
 
     The columns are those of `to_row`. `origin_px` (row, column), in pixels of level 0, is subtracted from coordinates.
+    `measurement_names` are the columns of measurements of a table without rows.
     """
     rows, has_head = csv.writer(table, lineterminator="\n"), False
     for number, item in enumerate(objects, 1):
@@ -172,7 +178,41 @@ def write_rows(
         rows.writerow([*list(row.values())[: len(COLUMNS)], *measurements])
         yield item
     if not has_head:
-        rows.writerow(COLUMNS)
+        rows.writerow([*COLUMNS, *measurement_names])
+
+
+def write_parquet(
+    objects: Iterable[SlideObject],
+    path: Path,
+    origin_px: tuple[float, float] = (0, 0),
+    measurement_names: Sequence[str] = (),
+) -> Iterator[SlideObject]:
+    """Write each object as a row of a Parquet table, and yield the object.
+
+    The columns are those of `write_rows`, with the types int64 (number), string (id, class) and float64. The table is
+    complete when the iterator is exhausted. Only `ROWS_AT_ONCE` rows are in memory. Raises ModuleNotFoundError if
+    pyarrow is not installed.
+    """
+    pyarrow, parquet = import_for_tables("pyarrow"), import_for_tables("pyarrow.parquet")
+    types = {"number": pyarrow.int64(), "id": pyarrow.string(), "class": pyarrow.string()}
+
+    def make_schema(names: Iterable[str]) -> Any:
+        return pyarrow.schema([(name, types.get(name, pyarrow.float64())) for name in names])
+
+    rows: list[dict[str, str | int | float]] = []
+    with ExitStack() as stack:
+        writer = None
+        for number, item in enumerate(objects, 1):
+            rows.append(to_row(item, number, origin_px))
+            if writer is None:
+                writer = stack.enter_context(parquet.ParquetWriter(path, make_schema(rows[0])))
+            if len(rows) == ROWS_AT_ONCE:
+                writer.write_table(pyarrow.Table.from_pylist(rows, writer.schema))
+                rows.clear()
+            yield item
+        if writer is None:
+            writer = stack.enter_context(parquet.ParquetWriter(path, make_schema([*COLUMNS, *measurement_names])))
+        writer.write_table(pyarrow.Table.from_pylist(rows, writer.schema))
 
 
 def to_row(item: SlideObject, number: int, origin_px: tuple[float, float] = (0, 0)) -> dict[str, str | int | float]:

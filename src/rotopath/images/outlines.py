@@ -121,6 +121,83 @@ def fill_outline(
     return inside
 
 
+def measure_coverage(polygons: Iterable[Polygon], size: tuple[float, float]) -> NDArray[np.float64]:
+    """Return the area of each pixel that is inside of polygons which do not overlap, exactly.
+
+    `size` (height, width) is that of the image. It may be fractional: the last row and the last column are then parts
+    of pixels, and the result has as many rows and columns as complete and partial pixels.
+    """
+    covered = np.zeros((math.ceil(size[0]), math.ceil(size[1])))
+    for polygon in polygons:
+        rings = [_clip_ring(ring, size) for ring in polygon.rings]
+        if not len(rings[0]):
+            continue
+        top, left = np.floor(rings[0].min(axis=0)).astype(int)
+        bottom, right = np.minimum(np.ceil(rings[0].max(axis=0)).astype(int), covered.shape)
+        # `areas` are parts of pixels to the right of an edge, and `steps` what the edge adds to all pixels beyond.
+        areas, steps = np.zeros((2, bottom - top + 1, right - left + 2))
+        for ring in rings:
+            _add_edges(areas, steps, ring - (top, left))
+        inside = np.abs(areas + np.cumsum(steps, axis=1))[: bottom - top, : right - left]
+        covered[top:bottom, left:right] += inside
+    return covered
+
+
+def clamp_outline(polygons: Iterable[Polygon], size: tuple[float, float]) -> tuple[Polygon, ...]:
+    """Move vertices beyond the edges of an image (height, width) to the edges.
+
+    This cuts outlines along the sides of cells of a grid at the edges, if each cell reaches into the image.
+    """
+    return tuple(
+        Polygon(outer, tuple(holes))
+        for outer, *holes in ([ring.clip(0, size) for ring in polygon.rings] for polygon in polygons)
+    )
+
+
+def _clip_ring(ring: Ring, size: tuple[float, float]) -> Ring:
+    """Return the part of a ring on an image, by the algorithm of Sutherland and Hodgman; empty if it is off the image.
+
+    Parts of a concave ring may be connected along the edge of the image, which changes no area.
+    """
+    for axis, limit, sign in ((0, 0.0, 1), (0, size[0], -1), (1, 0.0, 1), (1, size[1], -1)):
+        if not len(ring):
+            break
+        following = _next_vertices(ring)
+        inside, next_inside = sign * (ring[:, axis] - limit) >= 0, sign * (following[:, axis] - limit) >= 0
+        crosses = inside != next_inside
+        span = np.where(crosses, following[:, axis] - ring[:, axis], 1)
+        crossing = ring + ((limit - ring[:, axis]) / span)[:, None] * (following - ring)
+        crossing[:, axis] = limit
+        vertices = np.stack([ring, crossing], axis=1).reshape(-1, 2)
+        ring = vertices[np.stack([inside, crosses], axis=1).ravel()]
+    return ring
+
+
+def _add_edges(areas: NDArray[np.float64], steps: NDArray[np.float64], ring: Ring) -> None:
+    """Add the edges of a ring to the arrays of `measure_coverage`, in place."""
+    change = _next_vertices(ring) - ring
+    # Where edges enter another pixel: numbers of the edges, and fractions of their length
+    numbers = [np.arange(len(ring)).repeat(2)]
+    fractions = [np.tile([0.0, 1.0], len(ring))]
+    for start, length in zip(ring.T, change.T, strict=True):
+        first = np.floor(np.minimum(start, start + length)) + 1
+        counts = (np.ceil(np.maximum(start, start + length)) - first).clip(0).astype(int)
+        edges = np.repeat(np.arange(len(ring)), counts)
+        lines = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + first[edges]
+        numbers.append(edges)
+        fractions.append((lines - start[edges]) / length[edges])
+    edges, ends = np.concatenate(numbers), np.concatenate(fractions).clip(0, 1)
+    order = np.lexsort((ends, edges))
+    edges, ends = edges[order], ends[order]
+    is_same = edges[1:] == edges[:-1]
+    edges, begins, ends = edges[1:][is_same], ends[:-1][is_same], ends[1:][is_same]
+    middles = ring[edges] + ((begins + ends) / 2)[:, None] * change[edges]
+    heights = (ends - begins) * change[edges, 0]
+    rows, columns = np.floor(middles).astype(int).T
+    np.add.at(areas, (rows, columns), heights * (columns + 1 - middles[:, 1]))
+    np.add.at(steps, (rows, columns + 1), heights)
+
+
 def signed_area(ring: Ring) -> float:
     """Return the area inside a ring in px²: positive if the ring runs clockwise on the screen, otherwise negative."""
     rows, columns = (ring - ring[0]).T

@@ -1,34 +1,43 @@
 """Keep large maps in files, and write maps and images as image pyramids.
 
-`MapFile` is a temporary file of a map, which is written in rectangles and read in strips. `write_pyramid` writes a
-tiled OME-TIFF file with several resolution levels. QuPath, Bio-Formats and `open_slide` read parts of these files
+`MapFile` is a temporary file of a map, which is written in rectangles and read in strips. `MapWriter` writes the
+outputs of a network to a compressed file, from which `StoredMap` reads any rectangle. `write_pyramid` writes a tiled
+OME-TIFF file with several resolution levels. QuPath, Bio-Formats and `open_slide` read parts of these files
 quickly. The caller passes the pixels as horizontal strips from top to bottom: arrays (h, W) or (h, W, 3) of float32 or
 uint8, or label maps (h, W) of uint32. Level 0 has the full resolution. Only one row of tiles is in memory at a time.
 The pixels of the other levels are kept in temporary files, which together need a third of the uncompressed size of
 level 0. Files are written atomically.
 """
 
+import io
+import json
 import math
 import tempfile
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from itertools import chain, zip_longest
+from functools import lru_cache
+from itertools import chain, product, zip_longest
 from pathlib import Path
-from typing import IO, Any
+from types import TracebackType
+from typing import IO, Any, Self
+from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 from tifffile import TiffWriter
 
+from rotopath.images.files import UnreadableFileError
 from rotopath.writing import atomic_file
 
 TILE_PX = 512  # side of the square tiles
-COMPRESSORS = 4  # number of threads that compress label maps
 UM_PER_CM = 1e4
 MAX_CLASSIC_BYTES = 2**31  # for a larger level 0, a BigTIFF is written: offsets in a classic TIFF have only 32 bits
+BLOCK_PX, CACHED_BLOCKS = 512, 24  # stored maps are compressed in blocks; 24 blocks of three channels need 75 MB
+COMPRESSORS = 4  # number of threads that compress blocks and tiles
+ABOUT, MASK = "about.json", "mask.npy"  # names of the other parts of a stored map
 Pixels = NDArray[Any]
 
 
@@ -57,11 +66,16 @@ class MapFile:
             return
         used = values[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
         first = top + int(rows[0]), left + int(columns[0])
-        old = np.empty(used.shape, self._dtype)
-        for i, row in enumerate(old):
-            self._seek(first[0] + i, first[1])
-            self._file.readinto(row.data)
+        old = self.read_part((first[0], first[0] + len(used)), (first[1], first[1] + used.shape[1]))
         self.write(*first, np.where(used != 0, used, old))
+
+    def read_part(self, rows: tuple[int, int], columns: tuple[int, int]) -> NDArray[Any]:
+        """Return the values in a range of rows and of columns, each as (start, stop)."""
+        part = np.empty((rows[1] - rows[0], columns[1] - columns[0]), self._dtype)
+        for i, row in enumerate(part):
+            self._seek(rows[0] + i, columns[0])
+            self._file.readinto(row.data)
+        return part
 
     def read(self, top: int = 0, bottom: int | None = None) -> NDArray[Any]:
         """Return the rows of the map from `top` to `bottom` - 1; by default all rows."""
@@ -84,6 +98,117 @@ class MapFile:
 
     def _seek(self, row: int, column: int) -> None:
         self._file.seek(self._dtype.itemsize * (row * self.size[1] + column))
+
+
+class MapWriter:
+    """Writes a map of several channels to a zip file, rectangle by rectangle, without any rounding.
+
+    Use it in a `with` statement. The parts of the file are blocks, named by the row and the column of their first
+    pixel, and by their numbers of channels, rows and columns, such as "0,512,3,512,512". A block contains float32
+    numbers, compressed by zlib: first the first bytes of all numbers, then the second bytes, and so on, because bytes
+    in this order need less space. "mask.npy" is a mask, and "about.json" states where the map comes from.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._zip = ZipFile(path, "w")
+        self._pool = ThreadPoolExecutor(COMPRESSORS)
+        self._waiting: deque[tuple[str, Future[bytes]]] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _type: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        try:
+            while self._waiting and error is None:
+                self._write_block()
+        finally:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._zip.close()
+
+    def write(self, top: int, left: int, values: NDArray[np.float32]) -> None:
+        """Write values (channels, h, w), with the first value at row `top` and column `left`.
+
+        Rectangles must not overlap. Pixels that are never written are 0.
+        """
+        for row, column in product(*(range(0, size, BLOCK_PX) for size in values.shape[1:])):
+            block = values[:, row : row + BLOCK_PX, column : column + BLOCK_PX]
+            name = ",".join(map(str, (top + row, left + column, *block.shape)))
+            self._waiting.append((name, self._pool.submit(_compress, block.astype("<f4"))))
+            if len(self._waiting) > 4 * COMPRESSORS:
+                self._write_block()
+
+    def describe(self, about: Mapping[str, object], mask: NDArray[np.uint8]) -> None:
+        """Write where the map comes from, and a mask (rows, columns) of any size."""
+        self._zip.writestr(ABOUT, json.dumps(about))
+        with io.BytesIO() as content:
+            np.save(content, mask, allow_pickle=False)
+            self._zip.writestr(MASK, content.getvalue(), compress_type=ZIP_DEFLATED)
+
+    def _write_block(self) -> None:
+        name, compressed = self._waiting.popleft()
+        self._zip.writestr(name, compressed.result())
+
+
+class StoredMap:
+    """A map that `MapWriter` has written. Use it in a `with` statement. Several threads may read at once.
+
+    `about` states where the map comes from, and `mask` is its mask. Raises UnreadableFileError if the file is damaged,
+    here or later.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._zip = ZipFile(path)
+            self.about: dict[str, Any] = json.loads(self._zip.read(ABOUT))
+            self.mask: NDArray[np.uint8] = np.load(io.BytesIO(self._zip.read(MASK)), allow_pickle=False)
+            self._names = [name for name in self._zip.namelist() if name not in (ABOUT, MASK)]
+            self._frames = np.array([name.split(",") for name in self._names], np.int64).reshape(-1, 5)
+        except (OSError, BadZipFile, KeyError, ValueError) as error:
+            raise self._damaged(error) from None
+        self._read_block = lru_cache(CACHED_BLOCKS)(self._decompress)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._zip.close()
+
+    def read(self, rows: tuple[int, int], columns: tuple[int, int], channels: int) -> NDArray[np.float32]:
+        """Return the values (channels, h, w) in a range of rows and of columns, each as (start, stop)."""
+        values = np.zeros((channels, rows[1] - rows[0], columns[1] - columns[0]), np.float32)
+        tops, lefts, _, heights, widths = self._frames.T
+        touches = (tops < rows[1]) & (tops + heights > rows[0]) & (lefts < columns[1]) & (lefts + widths > columns[0])
+        for index in np.flatnonzero(touches).tolist():
+            top, left, _, height, width = self._frames[index].tolist()
+            down, across = (
+                (max(start, first), min(stop, first + size))
+                for (start, stop), first, size in ((rows, top, height), (columns, left, width))
+            )
+            block = self._read_block(index)
+            values[:, slice(*(i - rows[0] for i in down)), slice(*(i - columns[0] for i in across))] = block[
+                :, slice(*(i - top for i in down)), slice(*(i - left for i in across))
+            ]
+        return values
+
+    def _decompress(self, index: int) -> NDArray[np.float32]:
+        try:
+            content = zlib.decompress(self._zip.read(self._names[index]))
+            planes = np.frombuffer(content, np.uint8).reshape(4, -1)
+            return np.ascontiguousarray(planes.T).view("<f4").reshape(self._frames[index, 2:])
+        except (OSError, BadZipFile, ValueError, zlib.error) as error:
+            raise self._damaged(error) from None
+
+    def _damaged(self, error: Exception) -> UnreadableFileError:
+        return UnreadableFileError(self._path, f"is damaged ({error}); predict the slide again, with --keep-map.")
+
+
+def _compress(block: NDArray[np.float32]) -> bytes:
+    """Compress numbers, the first bytes of all numbers first."""
+    return zlib.compress(np.ascontiguousarray(block).view(np.uint8).reshape(-1, 4).T.tobytes(), level=1)
 
 
 def write_pyramid(

@@ -3,14 +3,16 @@
 The slide is read at a low resolution. Pixels that absorb light are tissue, except pen marks and the black border of a
 scan, which are recognized by their colors. `find_tissue` returns a `Tissue`: a mask of the slide, with methods that
 return whether there is tissue in a rectangle or at given positions. A `Region` is the part of a slide that a user has
-selected by outlines, such as annotations of QuPath.
+selected by outlines, such as annotations of QuPath. `measure_focus` finds tissue that is out of focus.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +21,7 @@ from skimage.filters import threshold_otsu
 
 from rotopath.images.files import UnreadableFileError
 from rotopath.images.geojson import SlideObject, read_geojson
-from rotopath.images.outlines import Point, Polygon, fill_outline
+from rotopath.images.outlines import Point, Polygon, fill_outline, measure_coverage
 from rotopath.images.slides import Slide
 from rotopath.images.stain import find_stain_doubt
 
@@ -33,10 +35,15 @@ BLACK = 50  # maximum brightness of black; no stain is as dark when averaged ove
 COLD_INK = 0.24  # blue and green ink: the optical density of red exceeds that of green by more than this
 WARM_INK = 1.6  # red ink: minimum optical density of green and of blue; blood has less
 SMOOTHING_UM = 12.0  # twice the standard deviation of the Gaussian filter that smooths the density
+MIN_PEN_MM2 = 0.01  # smaller specks of the color of ink are pigment, folds or dust
 MIN_TISSUE_MM2 = 0.002  # smaller specks are dust or a few detached cells
 MAX_HOLE_MM2 = 0.05  # smaller holes are vessels, ducts and fat within the tissue, and are filled
-SAMPLES = 4  # the part of a mask pixel that is in a region is measured at SAMPLES × SAMPLES positions
-ROWS_AT_ONCE = 64  # rows of the mask that are measured at once, to limit memory
+# Focus is measured in squares of FOCUS_CELL_PX pixels at this pixel spacing. On three slides and four fields of other
+# slides, the sharpness was 0.28 to 4.3 in 96 % of the squares. After a Gaussian filter with a standard deviation of
+# 1 µm, it was 0.03 to 0.47; with 1.5 µm, 0.01 to 0.17; and with 3 µm, below 0.03.
+FOCUS_UM_PX, FOCUS_CELL_PX, FOCUS_BLOCK_PX = 1.0, 64, 512
+MIN_SHARPNESS = 0.15
+MIN_CONTRAST = 2.0  # standard deviation of gray values; a square with less has nothing that could be sharp
 
 Outline = tuple[Polygon, ...]  # polygons of one object, in pixels of level 0
 
@@ -52,6 +59,7 @@ class Tissue:
     size_um: tuple[float, float] | None = None
     coverage: NDArray[np.float64] | None = None  # fraction of each mask pixel that is in a region; None: 1 everywhere
     stain_doubt: str = ""  # how the slide differs from H&E, see `find_stain_doubt`; "" if it does not
+    pen: NDArray[np.bool_] | None = None  # (rows, columns), true at pen marks, which are not tissue; None: not known
 
     @property
     def area_mm2(self) -> float:
@@ -59,12 +67,39 @@ class Tissue:
 
         Only the part in the region is counted if `coverage` is not None.
         """
+        heights, widths = self._sides_um
+        return float(heights @ self._counted @ widths) / 1e6
+
+    def measure_cells(self, rows_um: NDArray[np.float64], columns_um: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the area of the tissue in each cell of a grid, in mm²: (r - 1, c - 1) for r × c lines of the grid.
+
+        `rows_um` (r,) and `columns_um` (c,) are increasing distances of these lines from the top and from the left edge
+        of the slide. Areas are exact for the mask, and counted as in `area_mm2`.
+        """
+        areas = self._counted.astype(np.float64)
+        for lines, sides in zip((rows_um, columns_um), self._sides_um, strict=True):
+            edges = np.append(0, np.cumsum(sides))
+            sums = np.concatenate([np.zeros((1, areas.shape[1])), np.cumsum(areas * sides[:, None], axis=0)])
+            lines = lines.clip(0, edges[-1])
+            first = (np.searchsorted(edges, lines, side="right") - 1).clip(0, len(sides) - 1)
+            fraction = (lines - edges[first]) / sides[first]
+            at_lines = sums[first] + fraction[:, None] * (sums[first + 1] - sums[first])
+            areas = np.diff(at_lines, axis=0).T  # after both axes, the array is not transposed
+        return areas / 1e6
+
+    @property
+    def _sides_um(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Heights and widths of the pixels of the mask. The last row and column end at the edge of the slide."""
         heights, widths = (np.full(count, self.spacing_um_px) for count in self.mask.shape)
         if self.size_um is not None:
             for sides, total in zip((heights, widths), self.size_um, strict=True):
                 sides[-1] = total - (len(sides) - 1) * self.spacing_um_px
-        counted = self.mask if self.coverage is None else self.mask * self.coverage
-        return float(heights @ counted @ widths) / 1e6
+        return heights, widths
+
+    @property
+    def _counted(self) -> NDArray[Any]:
+        """The fraction of each pixel of the mask that counts as tissue."""
+        return self.mask if self.coverage is None else self.mask * self.coverage
 
     def touches(self, top_um: float, left_um: float, height_um: float, width_um: float) -> bool:
         """Return whether a rectangle on the slide contains tissue.
@@ -131,28 +166,12 @@ class Region:
         return _find_bounds(self.excluded)
 
     def measure(self, tissue: Tissue, slide: Slide) -> NDArray[np.float64]:
-        """Return the fraction of each pixel of a tissue mask that is in the region, without its part off the slide."""
-        height, width = tissue.mask.shape
-        step_px = tissue.spacing_um_px / slide.spacing_um_px / SAMPLES
-        on_slide = [
-            ((np.arange(count * SAMPLES) + 0.5) * step_px <= size).reshape(count, SAMPLES)
-            for count, size in zip(tissue.mask.shape, slide.size_px, strict=True)
-        ]
-        coverage = np.zeros(tissue.mask.shape)
-        for top in range(0, height, ROWS_AT_ONCE):
-            rows = slice(top, min(top + ROWS_AT_ONCE, height))
-            first_px = ((top * SAMPLES + 0.5) * step_px, 0.5 * step_px)
-            count = rows.stop - rows.start
-            samples = self.contains(first_px, step_px, (count * SAMPLES, width * SAMPLES))
-            counts = np.einsum(
-                "ipjq,ip,jq->ij",
-                samples.reshape(count, SAMPLES, width, SAMPLES),
-                on_slide[0][rows],
-                on_slide[1],
-                dtype=int,
-            )
-            coverage[rows] = counts / np.outer(on_slide[0][rows].sum(axis=1), on_slide[1].sum(axis=1)).clip(1)
-        return coverage
+        """Return the fraction of each pixel of a tissue mask that is in the region, without its part off the slide.
+
+        The fraction is exact, except in pixels that the borders of several outlines cross.
+        """
+        inside = np.ones(tissue.mask.shape) if self.roi is None else _measure_outlines(self.roi, tissue, slide)
+        return inside * (1 - _measure_outlines(self.excluded, tissue, slide))
 
 
 def select_outlines(objects: Iterable[SlideObject]) -> tuple[Outline, ...]:
@@ -220,6 +239,27 @@ def _fill_outlines(
     return mask
 
 
+def _measure_outlines(outlines: Iterable[Outline], tissue: Tissue, slide: Slide) -> NDArray[np.float64]:
+    """Return the fraction of each pixel of a tissue mask, without its part off the slide, that is in any outline."""
+    side_px = tissue.spacing_um_px / slide.spacing_um_px
+    size = (slide.size_px[0] / side_px, slide.size_px[1] / side_px)
+    total = np.zeros(tissue.mask.shape)
+    for outline in outlines:
+        polygons = [
+            Polygon(outer, tuple(holes))
+            for outer, *holes in ([ring / side_px for ring in polygon.rings] for polygon in outline)
+        ]
+        covered = measure_coverage(polygons, size)
+        for axis, count in enumerate(tissue.mask.shape):  # the slide may extend beyond the mask by part of a pixel
+            covered = np.add.reduceat(covered, np.arange(min(count, covered.shape[axis])), axis=axis)
+        total[: covered.shape[0], : covered.shape[1]] += covered
+    heights, widths = (
+        np.diff(np.append(np.arange(count), length)) for count, length in zip(tissue.mask.shape, size, strict=True)
+    )
+    fractions: NDArray[np.float64] = np.round(total / np.outer(heights, widths), 9).clip(0, 1)  # 0 and 1 are exact
+    return fractions
+
+
 def find_tissue(slide: Slide, spacing_um_px: float | None = None) -> Tissue:
     """Find the tissue on a slide.
 
@@ -234,7 +274,102 @@ def find_tissue(slide: Slide, spacing_um_px: float | None = None) -> Tissue:
     height, width = slide.size_px
     size_um = (height * slide.spacing_um_px, width * slide.spacing_um_px)
     mask = mask_tissue(image, spacing_um_px)
-    return Tissue(mask, spacing_um_px, size_um, stain_doubt=find_stain_doubt(image, mask, spacing_um_px))
+    doubt = find_stain_doubt(image, mask, spacing_um_px)
+    return Tissue(mask, spacing_um_px, size_um, stain_doubt=doubt, pen=mask_pen(image, spacing_um_px))
+
+
+@dataclass(frozen=True)
+class Focus:
+    """Which squares of the tissue are out of focus."""
+
+    is_blurred: NDArray[np.bool_]  # (rows, columns), from the upper left corner of the slide
+    cell_um: float  # side of a square
+    assessed_mm2: float  # area of the tissue in the squares that could be assessed
+    blurred_mm2: float  # area of the tissue in those that are out of focus
+
+    @property
+    def share(self) -> float:
+        """Fraction of the assessed tissue that is out of focus; 0 if none was assessed."""
+        return self.blurred_mm2 / self.assessed_mm2 if self.assessed_mm2 else 0.0
+
+
+def measure_focus(slide: Slide, tissue: Tissue) -> Focus:
+    """Find the tissue that is out of focus, by the variance of the Laplacian at `FOCUS_UM_PX`.
+
+    The sharpness of a square is the variance of the Laplacian of its gray values, divided by their variance, so that
+    pale tissue is not less sharp. Only tissue counts. Squares are assessed if half of them is tissue in the region and
+    if they have some contrast. Nothing is assessed on slides with a larger pixel spacing.
+    """
+    cell_um = FOCUS_UM_PX * FOCUS_CELL_PX
+    sizes = slide.size_at(FOCUS_UM_PX)
+    is_blurred = np.zeros([size // FOCUS_CELL_PX for size in sizes], bool)
+    counts = {True: 0, False: 0}  # pixels of tissue in blurred and in sharp squares
+    area = tissue if tissue.coverage is None else replace(tissue, mask=tissue.mask & (tissue.coverage > 0))
+    corners = product(*(range(0, size - FOCUS_CELL_PX + 1, FOCUS_BLOCK_PX) for size in sizes))
+    for top, left in corners if slide.spacing_um_px <= 1.05 * FOCUS_UM_PX else ():
+        height, width = (
+            min(FOCUS_BLOCK_PX, size - start) // FOCUS_CELL_PX * FOCUS_CELL_PX
+            for size, start in zip(sizes, (top, left), strict=True)
+        )
+        if not area.touches(*(FOCUS_UM_PX * value for value in (top, left, height, width))):
+            continue
+        pixels = slide.read(top, left, height, width, FOCUS_UM_PX)
+        rows, columns = (
+            np.asarray((start + np.arange(count) + 0.5) * FOCUS_UM_PX, np.float64)
+            for start, count in ((top, height), (left, width))
+        )
+        sharpness, tissue_px = _measure_sharpness(pixels, area.is_tissue_at(rows, columns))
+        blurred = sharpness < MIN_SHARPNESS  # false where nothing was assessed
+        is_blurred[top // FOCUS_CELL_PX :, left // FOCUS_CELL_PX :][: blurred.shape[0], : blurred.shape[1]] = blurred
+        counts[True] += int(tissue_px[blurred].sum())
+        counts[False] += int(tissue_px[sharpness >= MIN_SHARPNESS].sum())
+    pixel_mm2 = FOCUS_UM_PX**2 / 1e6
+    return Focus(is_blurred, cell_um, sum(counts.values()) * pixel_mm2, counts[True] * pixel_mm2)
+
+
+def _measure_sharpness(
+    pixels: NDArray[np.uint8], is_tissue: NDArray[np.bool_]
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return the sharpness of each square of an image (H, W, 3), NaN if not assessed, and its pixels of tissue."""
+    gray = pixels.mean(axis=2)
+    edges = ndimage.laplace(gray)
+    shape = (gray.shape[0] // FOCUS_CELL_PX, FOCUS_CELL_PX, gray.shape[1] // FOCUS_CELL_PX, FOCUS_CELL_PX)
+    inside = is_tissue.reshape(shape)
+    counts = inside.sum(axis=(1, 3))
+
+    def variance(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        squares = values.reshape(shape)
+        mean = np.sum(squares, axis=(1, 3), where=inside, keepdims=True) / counts.clip(1)[:, None, :, None]
+        return np.asarray(np.sum((squares - mean) ** 2, axis=(1, 3), where=inside) / counts.clip(1))
+
+    contrast = variance(gray)
+    is_assessed = (counts >= FOCUS_CELL_PX**2 / 2) & (contrast >= MIN_CONTRAST**2)
+    return np.where(is_assessed, variance(edges) / contrast.clip(MIN_CONTRAST**2), np.nan), counts
+
+
+def mask_pen(image: NDArray[np.uint8], spacing_um_px: float) -> NDArray[np.bool_]:
+    """Return a mask (H, W) of a low-resolution image (H, W, 3): true at marks of blue, green, red or black ink.
+
+    Black areas that reach the edge of the image are the border of the scan. Small specks are left out.
+    """
+    is_black = image.max(axis=2) <= BLACK
+    if is_black.all():
+        return np.zeros(is_black.shape, bool)
+    black, _ = ndimage.label(is_black, np.ones((3, 3)))
+    border = np.unique(np.concatenate([black[0], black[-1], black[:, 0], black[:, -1]]))
+    is_ink = (is_black & ~np.isin(black, border)) | (~is_black & _is_ink(_to_density(image, is_black)))
+    marks, count = ndimage.label(is_ink, np.ones((3, 3)))
+    is_kept = np.bincount(marks.ravel(), minlength=count + 1) * spacing_um_px**2 / 1e6 >= MIN_PEN_MM2
+    is_kept[0] = False
+    pen: NDArray[np.bool_] = is_kept[marks]
+    return pen
+
+
+def _to_density(image: NDArray[np.uint8], is_black: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """Return the optical density (H, W, 3) of an image, relative to glass. Black pixels are not used."""
+    glass = float(np.percentile(image.max(axis=2)[~is_black], GLASS_PERCENTILE).clip(*GLASS_BOUNDS))
+    density: NDArray[np.float32] = np.log(glass / image.clip(1).astype(np.float32))
+    return density
 
 
 def mask_tissue(image: NDArray[np.uint8], spacing_um_px: float) -> NDArray[np.bool_]:
@@ -242,12 +377,10 @@ def mask_tissue(image: NDArray[np.uint8], spacing_um_px: float) -> NDArray[np.bo
 
     `spacing_um_px` is the pixel spacing of the image and of the mask.
     """
-    brightest = image.max(axis=2)
-    is_black = brightest <= BLACK
+    is_black = image.max(axis=2) <= BLACK
     if is_black.all():
         return np.zeros(is_black.shape, bool)
-    glass = float(np.percentile(brightest[~is_black], GLASS_PERCENTILE).clip(*GLASS_BOUNDS))
-    density = np.log(glass / image.clip(1).astype(np.float32))
+    density = _to_density(image, is_black)
     is_ink = is_black | _is_ink(density)
     # Blue is ignored: old mounting medium is yellow and absorbs only blue, whereas tissue also absorbs red or green.
     absorbed = np.where(is_ink, 0, density[..., :2].max(axis=2)).clip(0)

@@ -314,6 +314,70 @@ class MixedNetwork(nn.Module):
         return logits.float()  # half precision cannot resolve probabilities near 1
 
 
+class FeatureNetwork(nn.Module):
+    """Returns the features of a network: the input of its last layer, instead of logits.
+
+    `network` is in evaluation mode, and ready for prediction (see `prepare`). Features (B, F, h, w) have the positions
+    of the logits. In an SE(2,N) network, they come after the projection, and do not change if the image is rotated by a
+    multiple of 360°/N, apart from the interpolation of rotated kernels; at multiples of 90°, they are exact. Raises
+    ValueError if the last layer is not a convolution or linear layer of torch, or does not compute each output from
+    features at its position.
+    """
+
+    def __init__(self, network: DenseNetwork) -> None:
+        super().__init__()
+        inner = network.network if isinstance(network, MixedNetwork) else network
+        module = unwrap(inner)
+        self._slides = isinstance(inner, SlidingModule)
+        if isinstance(module, OnnxNetwork):
+            raise ValueError("ONNX Runtime computes no features; use the backend 'torch'.")
+        self.network, self.geometry = network, network.geometry
+        called: list[nn.Module] = []
+        layers = [layer for layer in module.modules() if _has_kernel(layer)]
+        hooks = [layer.register_forward_pre_hook(lambda layer, _: called.append(layer)) for layer in layers]
+        side = self.geometry.smallest_px
+        image = torch.zeros(1, IMAGE_CHANNELS, side, side, device=next(module.parameters()).device)
+        try:
+            with torch.no_grad():
+                network(image)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._last = called[-1] if called else None
+        if not isinstance(self._last, nn.Conv2d | nn.Linear):
+            raise ValueError(
+                "The last layer of the network is not a convolution or a linear layer of torch, so it is not known "
+                "whether its features change under rotation; predict without the embedding."
+            )
+        with torch.no_grad():
+            self(image)  # checks the positions of the features
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self._last is not None
+        inputs: list[Tensor] = []
+        hook = self._last.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+        try:
+            logits = self.network(x)
+        finally:
+            hook.remove()
+        if self._slides:  # the network was applied to windows, in several batches
+            rows, columns = logits.shape[-2:]
+            features = torch.cat([part.flatten(1) for part in inputs]).view(len(x), rows, columns, -1)
+            return features.permute(0, 3, 1, 2).float()
+        (features,) = inputs
+        if features.shape[2:] != logits.shape[2:]:
+            raise ValueError(
+                f"The last layer of the network has {tuple(logits.shape[2:])} outputs, but features at "
+                f"{tuple(features.shape[2:])} positions; predict without the embedding."
+            )
+        return features.float()
+
+
+def _has_kernel(layer: nn.Module) -> bool:
+    """Return whether a layer has own weights with two or more axes, unlike batch norm."""
+    return any(weight.ndim > 1 for weight in layer.parameters(recurse=False))
+
+
 def prepare(
     network: DenseNetwork, device: torch.device, dtype: torch.dtype = torch.float32, backend: Backend = "torch"
 ) -> DenseNetwork:

@@ -1,13 +1,14 @@
 """Apply a model to image files, folders and whole slides, and write a folder of results for each file.
 
-The folder contains the objects (GeoJSON and CSV), a heat map (OME-TIFF), an overlay, and a summary (JSON) that also
-describes the model, the options and the software. It also contains crops of the objects with the highest scores and of
-the least certain objects (PNG), unless the objects are regions. If objects are segmented, it contains their label map
-(OME-TIFF). With several rotations, it contains a map of the standard deviation over rotations (OME-TIFF). Files that
-already have results for the same model and options are skipped. A file whose prediction was interrupted is predicted
-again. If a file fails, for whatever reason, this is reported, and the prediction continues with the next file; only a
-full disk stops it. Several processes may write to the same folder of results: a file that another process is predicting
-is left until the end.
+The folder contains the objects (GeoJSON and CSV), a heat map (OME-TIFF), an overlay, an image of the tissue, its focus
+and pen marks (PNG), and a summary (JSON) that also describes the model, the options and the software. It also contains
+crops of the objects with the highest scores and of the least certain objects (PNG), unless the objects are regions. If
+objects are segmented, it contains their label map (OME-TIFF). With several rotations, it contains a map of the standard
+deviation over rotations (OME-TIFF). On request, it contains the outputs of the network (`map.zip`), so that the network
+need not run again for other thresholds. Files that already have results for the same model and options are skipped. A
+file whose prediction was interrupted is predicted again. If a file fails, for whatever reason, this is reported, and
+the prediction continues with the next file; only a full disk stops it. Several processes may write to the same folder
+of results: a file that another process is predicting is left until the end.
 
 Next to the folder NAME, `.NAME.lock` and `.NAME.pid` are the lock of the process that predicts the file, and the ID of
 this process. After an unexpected error, `NAME.log` contains its traceback.
@@ -16,28 +17,32 @@ this process. After an unexpected error, `NAME.log` contains its traceback.
 import errno
 import hashlib
 import heapq
+import os
+import shutil
 import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from json import JSONDecodeError, loads
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 
 from rotopath.data.dataset import IMAGE_SUFFIXES, DataError
-from rotopath.environment import describe_machine, describe_software, now
+from rotopath.environment import describe_machine, describe_software, import_for_tables, now
 from rotopath.images import Slide, UnreadableFileError, open_slide
 from rotopath.images.containers import SLIDE_SUFFIXES, is_slide_folder, keep_one_file_per_series
 from rotopath.images.drawing import MAX_DRAWN, draw_crops
-from rotopath.images.geojson import SlideObject, write_geojson, write_rows
-from rotopath.images.pyramid import write_pyramid
+from rotopath.images.geojson import SlideObject, write_geojson, write_parquet, write_rows
+from rotopath.images.outlines import Point, Polygon
+from rotopath.images.pyramid import MapWriter, StoredMap, write_pyramid
 from rotopath.images.tissue import make_region
 from rotopath.inference.slide_pass import Model, PassOptions, SlidePass
 from rotopath.writing import (
@@ -53,9 +58,13 @@ from rotopath.writing import (
 # Names of the files in the folder of results
 GEOJSON, TABLE, HEAT, DEVIATION = "objects.geojson", "objects.csv", "heatmap.ome.tif", "deviation.ome.tif"
 LABELS, OVERLAY, CROPS, SUMMARY = "labels.ome.tif", "overlay.png", "crops.png", "summary.json"
-# What takes time: tissue and stains are measured; pixels are read, and their stains normalized, by threads; the network
-# computes, or waits for pixels; its outputs are written into maps; objects are found; and files are written.
-STAGES = ("tissue", "reading", "stains", "network", "maps", "objects", "files")
+QUALITY = "quality.png"
+PARQUET, EMBEDDING = "objects.parquet", "embedding.npy"
+MAP = "map.zip"  # the outputs of the network, from which `reuse` finds objects with other thresholds
+# What takes time: tissue and stains are measured; focus is measured, and pixels are read, and their stains normalized,
+# by threads; the network computes, or waits for pixels; its outputs are written into maps; objects are found; and files
+# are written.
+STAGES = ("tissue", "focus", "reading", "stains", "network", "maps", "objects", "files")
 CROP_COUNT = 24  # number of objects with the highest score, and of the least certain objects, that are cropped
 OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")  # parts of error messages of torch
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -101,6 +110,13 @@ class FileOptions:
     # GeoJSON files of QuPath annotations, or folders with a file for each slide: `slide.svs.geojson` or `slide.geojson`
     roi: Path | None = None  # outlines of the area to predict; None: the whole slide
     exclude: Path | None = None  # outlines of areas that are left out
+    parquet: bool = False  # if True, also write the table of objects as a Parquet file
+    keep_map: bool = False  # if True, store the outputs of the network beside the results
+    reuse: bool = False  # if True, read the outputs of the network from the existing results, and keep them there
+
+    def __post_init__(self) -> None:
+        if self.parquet:  # a missing package is reported before any slide is predicted
+            import_for_tables("pyarrow")
 
 
 def list_slides(inputs: Sequence[Path]) -> list[Path]:
@@ -249,17 +265,21 @@ def _predict_file(
     """
     try:
         about = _describe(model, path, options) | region.describe()
-        if _is_done(recover_folder(folder), about, options.same_precision):
+        if _is_done(recover_folder(folder), about, options):
             return SlideOutcome(path, folder, "skipped")
         with _lock_folder(folder, wait_s):
-            if _is_done(folder, about, options.same_precision):  # the other process has just finished the slide
+            if _is_done(folder, about, options):  # the other process has just finished the slide
                 return SlideOutcome(path, folder, "skipped")
             if folder.exists() and not (folder / SUMMARY).exists() and any(folder.iterdir()):
                 raise DataError(f"{folder} contains files that are not results; choose another folder with --out.")
             _expect_same_model(folder, about)
             with open_slide(path, options.spacing_um_px, options.override_spacing) as slide:
-                slide_options = replace(options.slide, region=make_region(region.roi, region.exclude, slide.origin_px))
-                _write_results(model, slide, slide_options, folder, about, partial(on_tile, path))
+                area = make_region(region.roi, region.exclude, slide.origin_px)
+                in_region = replace(options, slide=replace(options.slide, region=area))
+                with _open_map(folder, about, options) if options.reuse else nullcontext() as stored:
+                    if stored is not None:
+                        about["precision"] = stored.about["precision"]
+                    _write_results(model, slide, in_region, folder, about, partial(on_tile, path), stored)
             _log_file(folder).unlink(missing_ok=True)
         return SlideOutcome(path, folder, "done")
     except BusyError as error:
@@ -283,6 +303,26 @@ def _expect_same_model(folder: Path, about: Mapping[str, object]) -> None:
         return
     if written != about.get("model", written):
         raise DataError(f"{folder} contains results of the model {written!r}; choose another folder with --out.")
+
+
+def _open_map(folder: Path, about: Mapping[str, object], options: FileOptions) -> StoredMap:
+    """Return the stored map in a folder of results. Raises DataError if it is not what the network would predict.
+
+    `about` describes the requested prediction. `SlidePass` checks that the map covers the area to predict.
+    """
+    if not (folder / MAP).exists():
+        raise DataError(f"{folder} contains no stored map; predict the slide with --keep-map first.")
+    stored = StoredMap(folder / MAP)
+    names = ("weights", "file", "file_bytes", "spacing_um_px", "rotations", "precision")
+    of_map, requested = ({**given, **given["options"]} for given in (stored.about, about))  # type: ignore[dict-item]
+    for name in names if options.same_precision else names[:-1]:
+        if of_map[name] != requested[name]:
+            stored.close()
+            raise DataError(
+                f"The map in {folder} was stored with {name} {of_map[name]}, but {requested[name]} is requested; "
+                f"predict the slide again, with --keep-map."
+            )
+    return stored
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -380,26 +420,41 @@ def is_out_of_memory(error: BaseException) -> bool:
 def _write_results(
     model: Model,
     slide: Slide,
-    options: PassOptions,
+    options: FileOptions,
     folder: Path,
     about: dict[str, object],
     on_progress: Callable[[int, int], None],
+    stored: StoredMap | None,
 ) -> None:
     """Predict a slide, and write all results into a folder atomically.
 
     `about` is the dictionary that `_describe` returns; it is saved in the summary. After each tile, `on_progress` is
-    called with the number of finished tiles and the number of all tiles to predict.
+    called with the number of finished tiles and the number of all tiles to predict. If the outputs of the
+    network are given as `stored`, the network does not run, and their file is kept.
     """
     started = time.perf_counter()
-    with atomic_folder(folder) as unfinished, SlidePass(model, slide, options) as slide_pass:
+    with ExitStack() as stack:
+        unfinished = stack.enter_context(atomic_folder(folder))
+        writer = stack.enter_context(MapWriter(unfinished / MAP)) if options.keep_map and stored is None else None
+        slide_pass = stack.enter_context(SlidePass(model, slide, options.slide, writer, stored))
+        if stored is not None:
+            _link_file(folder / MAP, unfinished / MAP)
+        if writer is not None:
+            writer.describe(about, slide_pass.map_mask)
         prepared = time.perf_counter()
         drawn: list[SlideObject] = []
+        shapes: list[Point | tuple[Polygon, ...]] = []
         score = model.task.object_score
         best = _Shortlist(lambda item: item.measurements[score])
         least_certain = _Shortlist(lambda item: item.measurements.get("deviation", -item.measurements[score]))
         seconds = slide_pass.stopwatch.seconds
         with (unfinished / TABLE).open("w", newline="", encoding="utf-8") as table:
-            objects = write_rows(slide_pass.objects(on_progress), table, slide.origin_px)
+            shape_of_table = slide.origin_px, slide_pass.measurement_names
+            objects = write_rows(slide_pass.objects(on_progress), table, *shape_of_table)
+            if options.parquet:
+                objects = write_parquet(objects, unfinished / PARQUET, *shape_of_table)
+            if options.slide.embedding and slide_pass.labels is None:
+                objects = _collect_shapes(objects, shapes)
             if model.task.drawn_as != "regions":
                 objects = least_certain.watch(best.watch(objects))
             write_geojson(unfinished / GEOJSON, _collect_first(objects, drawn), slide.origin_px)
@@ -410,7 +465,10 @@ def _write_results(
         ):
             if map_file is not None:
                 write_pyramid(unfinished / name, map_file.strips(), map_file.size, um_px, values)
+        if options.slide.embedding:
+            np.save(unfinished / EMBEDDING, slide_pass.embed(shapes))
         slide_pass.draw_overlay(drawn).save(unfinished / OVERLAY)
+        slide_pass.draw_quality().save(unfinished / QUALITY)
         if best.items:
             groups = {f"Highest {score}": best.items}
             if len(best.items) == CROP_COUNT:  # with fewer objects, both groups would be the same
@@ -427,12 +485,14 @@ def _write_results(
                 **{name: round(value, 6) for name, value in summary.items()},
                 "sentence": model.task.describe_summary(summary),
                 "warnings": slide_pass.warnings(),
+                "quality": {name: round(value, 6) for name, value in slide_pass.quality().items()},
                 "slide": {
                     "size_px": slide.size_px,
                     "spacing_um_px": slide.spacing_um_px,
                     "origin_px": slide.origin_px,
                     "stains_normalised": slide_pass.view.stains is not None,
                 },
+                "reused_map": stored is not None,
                 "heatmap": {"spacing_um_px": slide_pass.heat_um_px, "corner_px": corner_px, "side_px": side_px},
                 "seconds": round(ended - started, 1),
                 "predicted_mpx": round(slide_pass.predicted_px / 1e6, 3),
@@ -443,6 +503,14 @@ def _write_results(
                 "hardware": describe_machine(model.device),
             },
         )
+
+
+def _link_file(source: Path, target: Path) -> None:
+    """Give a file a second path or, on file systems without links, copy it."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 class _Shortlist:
@@ -466,6 +534,13 @@ class _Shortlist:
             else:
                 heapq.heappushpop(self._heap, entry)
             yield item
+
+
+def _collect_shapes(objects: Iterable[SlideObject], shapes: list[Point | tuple[Polygon, ...]]) -> Iterator[SlideObject]:
+    """Yield all objects, and append their shapes to a list."""
+    for item in objects:
+        shapes.append(item.shape)
+        yield item
 
 
 def _collect_first(objects: Iterable[SlideObject], drawn: list[SlideObject]) -> Iterator[SlideObject]:
@@ -495,14 +570,17 @@ def _describe(model: Model, path: Path, options: FileOptions) -> dict[str, objec
     }
 
 
-def _is_done(folder: Path, about: dict[str, object], same_precision: bool) -> bool:
-    """Return whether a folder contains results for the model, file and options in `about`.
+def _is_done(folder: Path, about: dict[str, object], options: FileOptions) -> bool:
+    """Return whether a folder contains results for `about`, with all files that `options` request.
 
-    `about` is the dictionary that `_describe` returns. Unless `same_precision` is true, the results may have been
-    computed with another precision.
+    `about` is the dictionary that `_describe` returns. Unless `options.same_precision` is true, the results may have
+    been computed with another precision.
     """
+    requested = {MAP: options.keep_map, PARQUET: options.parquet, EMBEDDING: options.slide.embedding}
+    if any(is_requested and not (folder / name).exists() for name, is_requested in requested.items()):
+        return False
     try:
         written = loads((folder / SUMMARY).read_text(encoding="utf-8"))["about"]
-        return bool((written if same_precision else written | {"precision": about["precision"]}) == about)
+        return bool((written if options.same_precision else written | {"precision": about["precision"]}) == about)
     except (OSError, JSONDecodeError, KeyError, TypeError):
         return False

@@ -10,11 +10,11 @@ import math
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from importlib import import_module
 from pathlib import Path
 from threading import Lock, local
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, runtime_checkable
@@ -23,19 +23,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from scipy import ndimage
 from torch import Tensor
 
 from rotopath.data.dataset import DataError
-from rotopath.environment import install_command
+from rotopath.environment import import_for_tables
 from rotopath.group import reflect_index
 from rotopath.images import Slide, Tissue, find_tissue
 from rotopath.images.drawing import Caption, Color, DrawnAs, HeatMap, draw_overlay
-from rotopath.images.geojson import COLUMNS, SlideObject, to_row, write_geojson, write_rows
-from rotopath.images.outlines import Point, Polygon
-from rotopath.images.pyramid import MapFile
+from rotopath.images.geojson import COLUMNS, SlideObject, to_row, write_geojson, write_parquet, write_rows
+from rotopath.images.outlines import Point, Polygon, clamp_outline, fill_outline, trace_outlines
+from rotopath.images.pyramid import MapFile, MapWriter, StoredMap
 from rotopath.images.stain import Stain, Stains, measure_stains
-from rotopath.images.tissue import Region
-from rotopath.inference.dense import MixedNetwork
+from rotopath.images.tissue import Focus, Region, measure_focus
+from rotopath.inference.dense import FeatureNetwork, MixedNetwork
 from rotopath.inference.tiling import (
     READERS,
     TILE_PX,
@@ -46,6 +47,7 @@ from rotopath.inference.tiling import (
     compute_ahead,
     pick,
     predict_tiles,
+    read_tiles,
     start_workers,
 )
 from rotopath.models import DenseNetwork
@@ -61,6 +63,10 @@ SAMPLE_PX = 256  # side of each of these square samples
 BLOCK_PX, CACHED_BLOCKS = 512, 16 * READERS  # slides are read in square blocks, cached for adjacent tiles; 32: 25 MB
 MAX_LABELS_PX = 2**28  # largest label map that is kept in memory, which needs 1 GB
 MAX_ENLARGEMENT = 1.5  # pixels that are enlarged more than this for the network lack details that it has learned
+MIN_FOCUS_MM2 = 0.1  # in less tissue than this, a fraction of tissue that is out of focus means little
+MAX_BLURRED, MAX_PEN = 0.1, 0.1  # larger fractions, out of focus or of pen marks, cause a warning
+QUALITY_COLORS: dict[str, Color] = {"tissue": (0, 150, 60), "out of focus": (230, 120, 0), "pen marks": (200, 0, 200)}
+REGION_COLORS: dict[str, Color] = {"region of interest": (20, 20, 20), "excluded": (130, 130, 130)}
 OVERLAY_HEAT_PX = 4096  # heat maps with a longer side are subsampled before they are drawn on an overlay
 OnProgress = Callable[[int, int], None]  # number of finished tiles, number of all tiles
 Map = NDArray[np.float32]
@@ -91,6 +97,13 @@ class LabelPainter(Protocol):
     is_wanted: Callable[[SlideObject], bool]
 
 
+@runtime_checkable
+class AreaFinder(Protocol):
+    """An object finder whose objects are areas of tissue, made of outputs. "area_mm2" is the area of their tissue."""
+
+    tissue_mm2: NDArray[np.float64]  # (rows, columns): area of the tissue in the region, in the cell of each output
+
+
 class SlideTask(Protocol):
     """The properties and methods of a task that `SlidePass` uses. They are documented in `rotopath.tasks.Task`."""
 
@@ -108,6 +121,8 @@ class SlideTask(Protocol):
     def drawn_as(self) -> DrawnAs: ...
     @property
     def object_score(self) -> str: ...
+    @property
+    def measurement_names(self) -> tuple[str, ...]: ...
     @property
     def heatmap_cell(self) -> int: ...
     @property
@@ -162,6 +177,7 @@ class PassOptions:
     workers: int = 0  # number of processes that search tiles for objects; 0: the process of the network searches them
     region: Region | None = None  # the part of the slide to predict; None: the whole slide
     classes: tuple[str, ...] = ()  # names of the classes whose objects are returned; empty: all classes
+    embedding: bool = False  # if True, also compute the features of the network for each object (`SlidePass.embed`)
 
 
 # Predict a slide, and keep the results in memory
@@ -181,11 +197,13 @@ class SlideResult:
     origin_px: tuple[int, int]  # (row, column) on level 0 from which QuPath counts coordinates
     overlay: Image.Image  # the slide with the heat map and the objects drawn on it
     warnings: tuple[str, ...] = ()  # sentences that say why the result may be wrong
+    measurement_names: tuple[str, ...] = ()  # of the objects, in order
     # Label map (h, w): the number of the object at each pixel, as in `table`, or 0. None if the task outlines no
     # objects pixel by pixel, or if the map has more than `MAX_LABELS_PX` pixels; `rp.predict` writes maps of any size.
     labels: NDArray[np.uint32] | None = None
     labels_corner_px: tuple[float, float] = (0.0, 0.0)  # upper left corner (row, column) of the label map ...
     labels_side_px: float = 1.0  # ... and side of its pixels, both in pixels of level 0
+    embedding: NDArray[np.float32] | None = None  # (objects, F): see `SlidePass.embed`; None unless requested
 
     def to_geojson(self, path: Path | str) -> None:
         """Write the objects to a GeoJSON file for QuPath. If the file name ends in ".gz", the file is compressed."""
@@ -194,7 +212,16 @@ class SlideResult:
     def to_csv(self, path: Path | str) -> None:
         """Write the objects to a CSV table, with a row for each object, as `objects.csv` of `rotopath predict`."""
         with atomic_file(Path(path)) as unfinished, unfinished.open("w", newline="", encoding="utf-8") as file:
-            for _ in write_rows(self.objects, file, self.origin_px):
+            for _ in write_rows(self.objects, file, self.origin_px, self.measurement_names):
+                pass
+
+    def to_parquet(self, path: Path | str) -> None:
+        """Write the objects to a Parquet table with the rows and columns of `to_csv`.
+
+        Raises ModuleNotFoundError if pyarrow is not installed.
+        """
+        with atomic_file(Path(path)) as unfinished:
+            for _ in write_parquet(self.objects, unfinished, self.origin_px, self.measurement_names):
                 pass
 
     @property
@@ -203,20 +230,20 @@ class SlideResult:
 
         Raises ModuleNotFoundError if pandas is not installed.
         """
-        pandas = _import_for_tables("pandas")
+        pandas = import_for_tables("pandas")
         rows = [to_row(item, number, self.origin_px) for number, item in enumerate(self.objects, 1)]
-        return pandas.DataFrame(rows, columns=None if rows else list(COLUMNS))
+        return pandas.DataFrame(rows, columns=None if rows else [*COLUMNS, *self.measurement_names])
 
     def to_spatialdata(self) -> "spatialdata.SpatialData":
         """Return the objects, their measurements and the label map as a SpatialData object.
 
         Coordinates are (x, y) in pixels of level 0, minus `origin_px`, as in the files. The shapes "objects" are
         polygons, or circles with a radius of 1 px for points; their index is the number of the object. The table
-        "measurements" describes them. Without objects, there are no shapes and no table. Raises ModuleNotFoundError if
-        a package of the extra "tables" is not installed.
+        "measurements" describes them, and contains the embedding in `obsm`, if there is one. Without objects, there are
+        no shapes and no table. Raises ModuleNotFoundError if a package of the extra "tables" is not installed.
         """
         anndata, geopandas, models, shapely, sd, transformations = map(
-            _import_for_tables,
+            import_for_tables,
             ("anndata", "geopandas", "spatialdata.models", "shapely", "spatialdata", "spatialdata.transformations"),
         )
         shapes, tables, labels = {}, {}, {}
@@ -230,6 +257,8 @@ class SlideResult:
             measured = rows[[name for name in rows.columns if name not in COLUMNS]]
             table = anndata.AnnData(measured.to_numpy(np.float64), obs=rows[list(COLUMNS)].rename(index=str))
             table.var_names = list(measured.columns)
+            if self.embedding is not None:
+                table.obsm["embedding"] = self.embedding
             table.obs["region"] = "objects"
             table.obs["region"] = table.obs["region"].astype("category")
             keys = {"region": "objects", "region_key": "region", "instance_key": "number"}
@@ -272,17 +301,9 @@ def predict_slide(model: Model, slide: Slide, options: PassOptions) -> SlideResu
             labels_corner_px=slide_pass.grid.output_frame()[0],
             labels_side_px=slide_pass.grid.output_frame()[1],
             warnings=slide_pass.warnings(),
+            embedding=slide_pass.embed([item.shape for item in objects]) if options.embedding else None,
+            measurement_names=slide_pass.measurement_names,
         )
-
-
-def _import_for_tables(module: str) -> Any:
-    """Import a module of the extra "tables". If it is not installed, the error says how to install it."""
-    try:
-        return import_module(module)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"This table needs the package {error.name}; install it with: {install_command('tables')}.", name=error.name
-        ) from None
 
 
 def _to_shapely(shapely: Any, shape: Point | tuple[Polygon, ...], origin_px: tuple[int, int]) -> Any:
@@ -346,19 +367,39 @@ class SlidePass:
 
     The label map has a pixel for each output of the network. Each pixel of the other maps is computed from means over
     `task.heatmap_cell` × `task.heatmap_cell` outputs.
+
+    With `writer`, the probabilities of the network are also written there. With `stored`, which was written in this
+    way, they are read from there, and the network does not run. Raises DataError if the stored map is not of this
+    slide, or does not cover the area to predict, or if the network has no features for the option `embedding`.
     """
 
-    def __init__(self, model: Model, slide: Slide, options: PassOptions) -> None:
-        self.model, self.slide, self.options = model, slide, options
+    def __init__(
+        self,
+        model: Model,
+        slide: Slide,
+        options: PassOptions,
+        writer: MapWriter | None = None,
+        stored: StoredMap | None = None,
+    ) -> None:
+        self.model, self.slide, self.options, self._writer, self._stored = model, slide, options, writer, stored
         task = model.task
+        self._features = None
+        if options.embedding:
+            try:
+                self._features = FeatureNetwork(model.network)
+            except ValueError as error:
+                raise DataError(str(error)) from None
         tissue = find_tissue(slide)
         # Stains are those of all tissue, so that the objects in a region are the same as without a region.
         self.stopwatch = Stopwatch()
         self.predicted_px = 0  # pixels of the predicted tiles, at the pixel spacing of the model
         self.view = SlideView(slide, task.spacing_um_px, task.stain, tissue, self.stopwatch)
+        self._tissue_mask = tissue.mask
         self.tissue, self._near_tissue = self._select_area(tissue)  # tissue in the region, and the area to predict
         halo, self._outputs_per_px = task.halo(model.network.geometry.stride_px), task.heatmap_cell
         self.grid = Grid(model.network, self.view, options.tile_px or model.tile_px, halo, self._outputs_per_px)
+        if stored is not None:
+            self._expect_covered(stored)
         self.heat_um_px = self._outputs_per_px * self.grid.stride_px * self.view.spacing_um_px  # spacing of the maps
         self._clear_counts()
         rows, columns = (-(-size // self._outputs_per_px) for size in self.grid.size)
@@ -377,6 +418,9 @@ class SlidePass:
             self.labels = self._finder.labels if isinstance(self._finder, LabelPainter) else None
             if self.labels is not None:
                 files.callback(self.labels.close)
+            pool = ThreadPoolExecutor(1)  # focus is measured while the network computes
+            files.callback(pool.shutdown, cancel_futures=True)
+            self._focus = pool.submit(self._measure_focus)
             self._files = files.pop_all()
 
     def __enter__(self) -> Self:
@@ -401,7 +445,13 @@ class SlidePass:
             self._finder.is_wanted = self._is_wanted
         else:
             objects = filter(self._is_wanted, objects)
+        is_area = isinstance(self._finder, AreaFinder)
+        if isinstance(self._finder, AreaFinder):
+            rows_um, columns_um = (self.grid.edges_um(axis) for axis in (0, 1))
+            self._finder.tissue_mm2 = self.tissue.measure_cells(rows_um, columns_um)
         for detected in objects:
+            if is_area and not isinstance(detected.shape, Point):  # cells may reach beyond the slide
+                detected = replace(detected, shape=clamp_outline(detected.shape, self.slide.size_px))
             self._counts[detected.class_name] += 1
             area_mm2 = detected.measurements.get("area_mm2", 0.0)
             self._areas_mm2[detected.class_name] += area_mm2  # type: ignore[assignment]
@@ -426,14 +476,60 @@ class SlidePass:
         if self.options.region is not None:
             lines.append("Only the region of interest was predicted.")
         caption = Caption(self.slide.path.name, lines, self.warnings())
-        classes = list(zip(task.class_names, task.colors, strict=True))
-        return draw_overlay(self.slide, heat, classes, objects, task.drawn_as, caption)
+        regions = self._list_regions()
+        classes = dict(zip(task.class_names, task.colors, strict=True))
+        classes |= {item.class_name: REGION_COLORS[item.class_name] for item in regions}
+        return draw_overlay(self.slide, heat, list(classes.items()), [*regions, *objects], task.drawn_as, caption)
+
+    def _list_regions(self) -> list[SlideObject]:
+        """Return the outlines of the region of interest and of excluded areas as objects, to draw them."""
+        region = self.options.region
+        if region is None:
+            return []
+        outlines = zip(REGION_COLORS.items(), (region.roi or (), region.excluded), strict=True)
+        return [SlideObject(shape, "annotation", name, color) for (name, color), shapes in outlines for shape in shapes]
+
+    def quality(self) -> dict[str, float]:
+        """Return what was measured of the quality of the slide: areas in mm², and fractions of the tissue.
+
+        "pen_share" is the area of pen marks as a fraction of that of tissue and pen marks together; marks of a slide
+        that is not H&E, or not known to be, are not found. Focus is measured on the tissue in the region.
+        """
+        focus, pen_mm2 = self._focus.result(), 0.0
+        if self.tissue.pen is not None and self.model.task.expects_he and not self.tissue.stain_doubt:
+            pen_mm2 = replace(self.tissue, mask=self.tissue.pen, coverage=None).area_mm2
+        whole_mm2 = pen_mm2 + replace(self.tissue, coverage=None).area_mm2
+        return {
+            "focus_assessed_mm2": focus.assessed_mm2,
+            "out_of_focus_share": focus.share,
+            "pen_mm2": pen_mm2,
+            "pen_share": pen_mm2 / whole_mm2 if whole_mm2 else 0.0,
+        }
+
+    def draw_quality(self) -> Image.Image:
+        """Return an image of the slide with outlines of the tissue, of tissue out of focus, and of pen marks."""
+        quality, focus, tissue = self.quality(), self._focus.result(), self.tissue
+        mask = tissue.mask if tissue.coverage is None else tissue.mask & (tissue.coverage > 0)
+        pen = tissue.pen if tissue.pen is not None and quality["pen_mm2"] else np.zeros_like(mask)
+        masks = ((mask, tissue.spacing_um_px), (focus.is_blurred, focus.cell_um), (pen, tissue.spacing_um_px))
+        objects = [
+            SlideObject(polygons, "annotation", name, color)
+            for (name, color), (mask, um) in zip(QUALITY_COLORS.items(), masks, strict=True)
+            for polygons in trace_outlines(ndimage.label(mask)[0], (0.0, 0.0), um / self.slide.spacing_um_px).values()
+        ]
+        line = f"{tissue.area_mm2:.2f} mm² of tissue, {quality['out_of_focus_share']:.1%} of it out of focus"
+        if not quality["focus_assessed_mm2"]:
+            line = f"{tissue.area_mm2:.2f} mm² of tissue, whose focus could not be assessed"
+        caption = Caption(self.slide.path.name, [f"{line}; {quality['pen_mm2']:.2f} mm² of pen marks"], self.warnings())
+        regions = self._list_regions()
+        classes = QUALITY_COLORS | {item.class_name: REGION_COLORS[item.class_name] for item in regions}
+        return draw_overlay(self.slide, None, list(classes.items()), [*regions, *objects], "regions", caption)
 
     def warnings(self) -> tuple[str, ...]:
         """Return a sentence for each reason why the result may be wrong: the slide is not what the model knows.
 
-        The reasons are pixels that are much larger than those of the network, an image that is not H&E, and a density
-        of objects that does not occur in tissue.
+        The reasons are pixels that are much larger than those of the network, an image that is not H&E, tissue that is
+        out of focus or under pen marks, and a density of objects that does not occur in tissue.
         """
         task, warnings = self.model.task, []
         if not self.tissue.area_mm2 and not self.tissue.stain_doubt:
@@ -446,9 +542,74 @@ class SlidePass:
             )
         if task.expects_he and self.tissue.stain_doubt:
             warnings.append(f"The slide does not look like H&E, which the model knows: {self.tissue.stain_doubt}.")
+        quality = self.quality()
+        if quality["out_of_focus_share"] > MAX_BLURRED and quality["focus_assessed_mm2"] >= MIN_FOCUS_MM2:
+            warnings.append(
+                f"{quality['out_of_focus_share']:.0%} of the tissue is out of focus; results are unreliable there."
+            )
+        if quality["pen_share"] > MAX_PEN:
+            warnings.append(
+                f"Pen marks cover {quality['pen_mm2']:.2g} mm², {quality['pen_share']:.0%} of the area of tissue and "
+                f"marks; what is below them is not counted as tissue."
+            )
         if not self.options.classes and (density := task.find_implausible_density(self.summary())):
             warnings.append(density)
         return tuple(warnings)
+
+    def embed(self, shapes: Sequence[Point | tuple[Polygon, ...]]) -> NDArray[np.float32]:
+        """Return the embedding (n, F) of the objects: the mean of the features of the network over each object.
+
+        Features are the input of the last layer of the network (see `FeatureNetwork`), without test-time augmentation.
+        The mean is over the outputs inside of an object; at a point, it is the output that is nearest. `shapes` are
+        those of all objects, in the order of `objects()`. They are not used, and may be empty, if there is a label map.
+        The network runs on all tiles with objects. This needs the option `embedding`.
+        """
+        assert self._features is not None
+        network, grid = self._features, self.grid
+        count = len(shapes) if self.labels is None else sum(self._counts.values())
+        sums = totals = np.zeros((0, 0))
+        for rows, columns in grid.tiles:
+            labels = self._label_outputs(rows, columns, shapes)
+            if not labels.any():
+                continue
+            _, (all_rows, all_columns), frame = grid.frame_of(rows, columns)
+            pixels = torch.from_numpy(self.view.read(*frame)).permute(2, 0, 1)[None].to(self.model.device)
+            with torch.no_grad():
+                features = network(pixels)[0, :, rows.within(all_rows), columns.within(all_columns)]
+            inside = labels > 0
+            values, numbers = features.double().cpu().numpy()[:, inside], labels[inside] - 1
+            if not len(sums):
+                sums, totals = np.zeros((count, len(values))), np.zeros((count, 1))
+            unique, indices = np.unique(numbers, return_inverse=True)
+            totals[unique, 0] += np.bincount(indices)
+            sums[unique] += np.stack([np.bincount(indices, channel) for channel in values], axis=1)
+        return np.asarray(sums / totals, np.float32)
+
+    def _label_outputs(
+        self, rows: Span, columns: Span, shapes: Sequence[Point | tuple[Polygon, ...]]
+    ) -> NDArray[np.int64]:
+        """Return the number of the object at each output of a tile (from 1), or 0. `shapes` is that of `embed`."""
+        if self.labels is not None:
+            return self.labels.read_part(rows, columns).astype(np.int64)
+        labels = np.zeros((rows.size, columns.size), np.int64)
+        corner, side = self.grid.output_frame()
+        for number, shape in enumerate(shapes, 1):
+            if isinstance(shape, Point):
+                row, column = np.floor((np.array(shape) - corner) / side).astype(int)
+                row, column = min(max(row, 0), self.grid.size[0] - 1), min(max(column, 0), self.grid.size[1] - 1)
+                if row in range(*rows) and column in range(*columns):
+                    labels[row - rows.start, column - columns.start] = number
+            else:
+                rings = [[(ring - corner) / side for ring in polygon.rings] for polygon in shape]
+                polygons = [Polygon(outer, tuple(holes)) for outer, *holes in rings]
+                labels[fill_outline(polygons, labels.shape, (rows.start, columns.start))] = number
+        return labels
+
+    @property
+    def measurement_names(self) -> tuple[str, ...]:
+        """Names of the measurements of the objects, in order."""
+        names = self.model.task.measurement_names
+        return (*names, "deviation") if names and self.options.rotations > 1 else names
 
     @property
     def labels_um_px(self) -> float:
@@ -460,6 +621,10 @@ class SlidePass:
         """Top left corner (row, column) of the heat map, and side of a heat-map pixel; both in pixels of level 0."""
         corner, side = self.grid.output_frame()
         return corner, side * self._outputs_per_px
+
+    def _measure_focus(self) -> Focus:
+        with self.stopwatch.measure("focus"):
+            return measure_focus(self.slide, self.tissue)
 
     def _clear_counts(self) -> None:
         """Set the number and the area of the objects to 0 for each class whose objects are returned."""
@@ -487,6 +652,23 @@ class SlidePass:
         area = replace(tissue, mask=coverage > 0).dilate(margin_um)
         return replace(tissue, coverage=coverage), area if near is None else replace(area, mask=area.mask & near.mask)
 
+    @property
+    def map_mask(self) -> NDArray[np.uint8]:
+        """Mask for a stored map, at the pixels of the tissue mask: 1 where the slide is predicted, plus 2 on tissue."""
+        near = np.ones_like(self._tissue_mask) if self._near_tissue is None else self._near_tissue.mask
+        return np.asarray(near + 2 * self._tissue_mask, np.uint8)
+
+    def _expect_covered(self, stored: StoredMap) -> None:
+        """Raise DataError if the stored map is not of this slide, or does not cover the area to predict."""
+        mask, name = self.map_mask, self.slide.path.name
+        if not np.array_equal(mask & 2, stored.mask & 2):
+            raise DataError(f"{name} has changed since its map was stored; predict it again, with --keep-map.")
+        if (mask & ~stored.mask & 1).any():
+            raise DataError(
+                f"The stored map of {name} does not cover the whole area to predict, because it was stored with "
+                f"another region or without --everywhere; predict the slide again, with --keep-map."
+            )
+
     def _is_wanted(self, detected: SlideObject) -> bool:
         """Return whether an object has one of the requested classes and is in the region."""
         if self.options.classes and detected.class_name not in self.options.classes:
@@ -511,9 +693,12 @@ class SlidePass:
         """Predict the tiles near tissue (see `_is_near_tissue`), write them into the maps, and yield the objects."""
         task = self.model.task
         wanted = [tile for tile in self.grid.tiles if self._is_near_tissue(*tile)]
-        tiles = predict_tiles(
-            self.grid, wanted, self.model.device, self.options.rotations, task.to_probabilities, task.needs_pixels
-        )
+        if self._stored is None:
+            tiles = predict_tiles(
+                self.grid, wanted, self.model.device, self.options.rotations, task.to_probabilities, task.needs_pixels
+            )
+        else:
+            tiles = read_tiles(self.grid, wanted, self._read_stored, task.needs_pixels)
 
         def on_tile(done: int) -> None:
             on_progress(done, len(wanted))
@@ -532,10 +717,27 @@ class SlidePass:
         for done, tile in enumerate(self.stopwatch.watch("waiting", ahead), 1):
             self.predicted_px += tile.rows.size * tile.columns.size * self.grid.stride_px**2
             with self.stopwatch.measure("maps"):
+                if self._writer is not None:
+                    self._store(tile, self._writer)
                 cleared = self._clear_glass(tile)
                 self._write_maps(cleared)
             yield cleared
             on_tile(done)
+
+    def _store(self, tile: Tile, writer: MapWriter) -> None:
+        """Write the probabilities of a tile, then its standard deviations if there are any. On glass, they are 0."""
+        maps = [tile.probabilities] if tile.deviations is None else [tile.probabilities, tile.deviations]
+        values = np.concatenate([part[:, *tile.core] for part in maps])
+        if (near := self._find_near(tile.rows, tile.columns)) is not None:
+            values = values * near
+        writer.write(tile.rows.start, tile.columns.start, values)
+
+    def _read_stored(self, rows: Span, columns: Span) -> tuple[Map, Map | None]:
+        """Read the probabilities, and the standard deviations if there are several rotations, from the stored map."""
+        assert self._stored is not None
+        count, has_deviation = len(self.model.task.background_probabilities), self.options.rotations > 1
+        values = self._stored.read(rows, columns, count * (1 + has_deviation))
+        return values[:count], values[count:] if has_deviation else None
 
     def _write_maps(self, tile: Tile) -> None:
         """Write a tile into the maps `heat`, `winner` and `deviation`. Maps that are None are skipped.
@@ -572,10 +774,9 @@ class SlidePass:
         because only tiles near tissue are predicted. With the option `everywhere` and no region, the tile is not
         changed.
         """
-        if self._near_tissue is None:
+        near = self._find_near(*tile.with_halo)
+        if near is None:
             return tile
-        down, across = (self.grid.positions_um(span, axis) for axis, span in enumerate(tile.with_halo))
-        near = self._near_tissue.is_tissue_at(down, across)
         if self.model.task.cuts_at_roi and (inside := self._find_in_region(tile.with_halo)) is not None:
             near &= inside
         if near.all():
@@ -583,6 +784,13 @@ class SlidePass:
         background = np.array(self.model.task.background_probabilities, np.float32)[:, None, None]
         deviations = None if tile.deviations is None else np.where(near, tile.deviations, np.float32(0))
         return tile._replace(probabilities=np.where(near, tile.probabilities, background), deviations=deviations)
+
+    def _find_near(self, rows: Span, columns: Span) -> NDArray[np.bool_] | None:
+        """Return which outputs are near tissue and near the region; None if all of them are predicted."""
+        if self._near_tissue is None:
+            return None
+        down, across = (self.grid.positions_um(span, axis) for axis, span in enumerate((rows, columns)))
+        return self._near_tissue.is_tissue_at(down, across)
 
     def _pool_outputs(self, tile: Tile, values: Map) -> Map:
         """Return the heat-map pixels of a tile: remove the halo, and average the outputs over small squares.

@@ -370,6 +370,11 @@ class Grid:
         positions_px = self.first_px[axis] + self.stride_px * np.arange(*outputs)
         return np.asarray((positions_px + 0.5) * self.spacing_um_px)
 
+    def edges_um(self, axis: int) -> NDArray[np.float64]:
+        """Return the edges of all outputs, which are one more than outputs, in µm as in `positions_um`."""
+        edges_px = self.first_px[axis] + self.stride_px * (np.arange(self.size[axis] + 1) - 0.5)
+        return np.asarray((edges_px + 0.5) * self.spacing_um_px)
+
     def output_frame(self, top: int = 0, left: int = 0) -> tuple[tuple[float, float], float]:
         """Return the square that an output covers: its top left corner (row, column), and its side (the stride).
 
@@ -441,15 +446,41 @@ def predict_tiles(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
+def read_tiles(
+    grid: Grid,
+    wanted: Iterable[tuple[Span, Span]],
+    read_maps: Callable[[Span, Span], tuple[NDArray[np.float32], NDArray[np.float32] | None]],
+    with_pixels: bool = False,
+) -> Iterator[Tile]:
+    """Yield tiles like `predict_tiles`, but with stored maps in place of predicted ones.
+
+    `read_maps` is the function that reads the probabilities (K, h, w), and the standard deviations or None, of a range
+    of rows and of columns of outputs. It is called by threads.
+    """
+
+    def read(spans: tuple[Span, Span]) -> Tile:
+        with_halo = grid.frame_of(*spans).with_halo
+        tile = Tile(*spans, with_halo, *read_maps(*with_halo))
+        if not with_pixels:
+            return tile
+        down, across = _find_pixels(grid, with_halo)
+        area = Span(int(down[0]), int(down[-1]) + 1), Span(int(across[0]), int(across[-1]) + 1)
+        pixels = torch.from_numpy(grid.view.read(*area)).permute(2, 0, 1)[None]
+        return tile._replace(pixels=_pick_pixels(grid, with_halo, pixels, area))
+
+    pool = ThreadPoolExecutor(READERS)
+    try:
+        yield from _map_in_order(pool, READERS, read, wanted)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
 def _pick_pixels(grid: Grid, outputs: tuple[Span, Span], pixels: Tensor, area: Frame) -> NDArray[np.uint8]:
     """Return the pixels (h, w, 3) at the positions of outputs (rows, columns); between pixels, the nearest below right.
 
     `pixels` (1, 3, H, W) are the pixels of the slide in the rectangle `area`.
     """
-    down, across = (
-        np.floor(first + grid.stride_px * np.arange(*span) + 0.5).astype(np.int64).clip(0, size - 1) - read.start
-        for first, span, size, read in zip(grid.first_px, outputs, grid.view.size_px, area, strict=True)
-    )
+    down, across = (indices - read.start for indices, read in zip(_find_pixels(grid, outputs), area, strict=True))
     image: NDArray[np.uint8] = pixels[0].permute(1, 2, 0).numpy()
     return pick(image, down, across)
 
@@ -467,6 +498,14 @@ def pick(image: NDArray[np.uint8], rows: NDArray[np.int64], columns: NDArray[np.
             return image[np.ix_(rows, columns)]
         slices.append(slice(int(indices[0]), int(indices[-1]) + 1, int(steps[0])))
     return np.ascontiguousarray(image[tuple(slices)])
+
+
+def _find_pixels(grid: Grid, outputs: tuple[Span, Span]) -> tuple[NDArray[np.int64], ...]:
+    """Return the rows and the columns of the pixels at the positions of outputs (rows, columns)."""
+    return tuple(
+        np.floor(first + grid.stride_px * np.arange(*span) + 0.5).astype(np.int64).clip(0, size - 1)
+        for first, span, size in zip(grid.first_px, outputs, grid.view.size_px, strict=True)
+    )
 
 
 def _predict_tile(

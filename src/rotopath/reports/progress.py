@@ -139,7 +139,9 @@ class SlideProgress(ProgressBar):
             table.add_column(name, justify="left" if name == "stage" else "right")
         for stage, value in seconds.items():
             table.add_row(stage, f"{value:.2f}", f"{mpx / value:.1f}" if value > 0 else "")
-        self._console.print(table, Text(f"{mpx:.1f} Mpx. Reading and stains run in threads, beside the other stages."))
+        self._console.print(
+            table, Text(f"{mpx:.1f} Mpx. Focus, reading and stains run in threads, beside the other stages.")
+        )
 
 
 class StudyProgress:

@@ -312,6 +312,10 @@ class Classify(WindowTask):
         adjusted = super().adjust_operating_point(point, threshold)
         return adjusted if min_area_um2 is None else {**adjusted, "min_area_um2": expect_area(min_area_um2)}
 
+    @property
+    def measurement_names(self) -> tuple[str, ...]:
+        return ("area_mm2", "probability")
+
     def make_object_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> ObjectFinder:
         """Return an object finder that collects the tiles of a slide, and outlines regions after the last tile."""
         del folder  # temporary files are not needed: the maps fit in memory, because one output covers many pixels
@@ -338,7 +342,7 @@ class Classify(WindowTask):
         return (0.0,) * self.outputs
 
     def summarize(self, counts: Counter[str], areas_mm2: Counter[str], tissue_mm2: float) -> dict[str, float]:
-        """Return the number of all regions, and the area of each class.
+        """Return the number of all regions, and the area of the tissue in those of each class.
 
         The area is given in mm² (such as "tumor_mm2"), and as a fraction of the area of tissue (such as "tumor_share").
         """
@@ -355,12 +359,16 @@ class Classify(WindowTask):
 
 
 class RegionFinder:
-    """Collects the maps of a slide tile by tile, and outlines the regions of each class after the last tile."""
+    """Collects the maps of a slide tile by tile, and outlines the regions of each class after the last tile.
+
+    `tissue_mm2` is the area of the tissue at each output. It must be set before the regions are found.
+    """
 
     def __init__(self, task: Classify, grid: Grid, point: OperatingPoint) -> None:
         self._task, self._grid, self._point = task, grid, point
         self._maps = np.zeros((task.outputs, *grid.size), np.float32)
         self._deviation = np.zeros(grid.size, np.float32)
+        self.tissue_mm2 = np.zeros(grid.size)
         self._has_deviation = False
 
     def find(self, tiles: Iterable[Tile], run: Run = map) -> Iterator[SlideObject]:
@@ -393,7 +401,7 @@ class RegionFinder:
             numbers = np.arange(1, count + 1)
             probability = ndimage.mean(self._maps[index], regions, numbers)
             deviation = ndimage.mean(self._deviation, regions, numbers)
-            areas_mm2 = np.bincount(regions.ravel(), minlength=count + 1)[1:] * output_um**2 / 1e6
+            areas_mm2 = np.bincount(regions.ravel(), self.tissue_mm2.ravel(), minlength=count + 1)[1:]
             for number, polygons in trace_outlines(regions, *grid.output_frame()).items():
                 measurements = {"area_mm2": areas_mm2[number - 1], "probability": probability[number - 1]}
                 if self._has_deviation:

@@ -305,6 +305,10 @@ class Detect(WindowTask):
             return adjusted
         return dict.fromkeys(self.threshold_names, expect_threshold(threshold))
 
+    @property
+    def measurement_names(self) -> tuple[str, ...]:
+        return ("score",)
+
     def make_object_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> ObjectFinder:
         """Return an object finder that collects the peaks of all tiles of a slide, and merges them at the end."""
         del folder  # temporary files are not needed: peaks are few and fit in memory

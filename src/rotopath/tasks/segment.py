@@ -355,6 +355,11 @@ class Segment(Task):
             adjusted["least_px"] = round(expect_area(min_area_um2) / self.spacing_um_px**2, 6)
         return adjusted
 
+    @property
+    def measurement_names(self) -> tuple[str, ...]:
+        pixel = np.ones((1, 1), np.float32)
+        return tuple(measure_objects(pixel.astype(np.int32), pixel, None, np.stack([pixel] * 3), 1.0))
+
     def make_object_finder(self, grid: Grid, point: OperatingPoint, folder: Path) -> ObjectFinder:
         """Return an object finder that finds the objects of each tile. Temporary files are written to `folder`.
 

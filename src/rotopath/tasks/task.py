@@ -371,6 +371,14 @@ class Task(ABC):
 
     # Slides
 
+    @property
+    def measurement_names(self) -> tuple[str, ...]:
+        """Names of the measurements of the objects on slides, in order, without "deviation", for tables without rows.
+
+        By default, there are no names: tables without rows have no columns of measurements.
+        """
+        return ()
+
     def adjust_operating_point(
         self, point: OperatingPoint, threshold: float | None = None, min_area_um2: float | None = None
     ) -> dict[str, float]:
