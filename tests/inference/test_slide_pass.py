@@ -269,7 +269,7 @@ def test_the_most_likely_of_several_classes_wins_everywhere() -> None:
 
 
 def test_the_area_of_tumor_is_that_of_its_tissue() -> None:
-    """Where all is tumor, it is as much as the tissue, although outputs of 12 µm cover glass and reach off the slide."""
+    """Where all is tumor, it is as much as the tissue, although cells of 12 µm cover glass and end off the slide."""
     model = Model(PAPER["tumor"], untrained("tumor").float(), {"threshold": 0.0}, CPU)
     image = np.full((310, 403, 3), 244, np.uint8)
     image[60:211, 100:333] = textured(151, 233, 3) // 2 + (100, 40, 80)

@@ -312,6 +312,11 @@ class Classify(WindowTask):
         adjusted = super().adjust_operating_point(point, threshold)
         return adjusted if min_area_um2 is None else {**adjusted, "min_area_um2": expect_area(min_area_um2)}
 
+    def describe_operating_point(self, point: OperatingPoint) -> str:
+        if not self.is_single:
+            return "none, because the most probable class is the prediction"
+        return super().describe_operating_point(point)
+
     @property
     def measurement_names(self) -> tuple[str, ...]:
         return ("area_mm2", "probability")
