@@ -36,7 +36,9 @@ format: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): this takes a few minutes and about 3 GB, once."
 	$(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable '.[dev]'
+	@# On all cores; pip would use one. A few files of packages are templates, which are no valid Python.
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $@
 
 clean:

@@ -1,10 +1,11 @@
 """Settings of all tests, and names that examples in docstrings use without importing them: `torch` and `rp`."""
 
+import functools
 import gc
 import os
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from importlib.util import find_spec
 
 import hypothesis
@@ -25,6 +26,26 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)  # test processes share the cores; module fixtures run before the fixture below
 gc.set_threshold(20_000, 20, 20)  # torch and the tests keep millions of objects; looking at all of them takes long
 hypothesis.settings.register_profile("quick", max_examples=10, deadline=None)
+
+
+def _untraced(function: Callable[..., object]) -> Callable[..., object]:
+    """Return the function without measurement of its coverage."""
+
+    @functools.wraps(function)
+    def call(*arguments: object, **options: object) -> object:
+        trace = sys.gettrace()
+        sys.settrace(None)
+        try:
+            return function(*arguments, **options)
+        finally:
+            sys.settrace(trace)
+
+    return call
+
+
+# Exporters run so many lines of torch that tracing them would double the time of the tests that export.
+torch.export.export = _untraced(torch.export.export)
+torch.onnx.export = _untraced(torch.onnx.export)
 
 
 def pytest_collection_finish() -> None:

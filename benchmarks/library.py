@@ -10,7 +10,7 @@ installed. A step is the forward pass, the loss, the backward pass, and SGD with
 "inference". All run in every round on the same batch. Errors are relative errors of all logits and gradients, in one
 more step after the measured ones, compared with float64 and the same weights. The script fails if an error of one of
 our networks is above LIMITS and above twice that of the plain network. A gradient jumps where a ReLU or a pool compares
-numbers that are equal up to rounding.
+numbers that are equal up to rounding. With --networks, the recorded rows of the other networks are kept.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from contenders import PlainCNN, SteerableResNet, SteerableUNet, peers
-from record import record
+from record import read_recorded, record
 from step import Training
 from timing import build, describe, leave_out, measure, reset_compiler, reset_peak_memory
 from torch import Tensor, nn
@@ -91,7 +91,8 @@ class Batch(Training):
         before = copy.deepcopy(self.original)
         step()
         exact = Batch(before.double(), self.images.double())
-        with rp.nn.disable_fusion():
+        # Trying out all algorithms would take minutes in float64.
+        with rp.nn.disable_fusion(), torch.backends.cudnn.flags(enabled=True, benchmark=False):
             exact.compute_gradients()
         expected = exact.results()
         return {
@@ -180,9 +181,10 @@ def main() -> None:
     parser.add_argument("--fast", action="store_true", help="do not compute errors, and write no file")
     arguments = parser.parse_args()
     rows: list[dict[str, object]] = []
+    others = [row for row in read_recorded("library", arguments.device) if row["network"] not in arguments.networks]
     for network in arguments.networks:
         rows += compare(network, arguments.device, arguments)
-        record("library", rows, arguments.device, write=not arguments.fast)
+        record("library", others + rows, arguments.device, write=not arguments.fast)
     check_errors(rows, arguments.device)
 
 

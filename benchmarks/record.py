@@ -21,6 +21,21 @@ def hardware(device: str = "cpu") -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
+def result_file(name: str, device: str = "cpu") -> Path:
+    """Return the path of a CSV in results/, named by hardware and torch version."""
+    version = torch.__version__.partition("+")[0]
+    return RESULTS / f"{name}-{hardware(device)}-torch{version}.csv"
+
+
+def read_recorded(name: str, device: str = "cpu") -> list[dict[str, object]]:
+    """Return the rows that an earlier run on the same hardware has saved; none if there was no earlier run."""
+    path = result_file(name, device)
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [dict(row) for row in csv.DictReader(file)]
+
+
 def record(name: str, rows: Sequence[Mapping[str, object]], device: str = "cpu", write: bool = True) -> None:
     """Print rows as a Markdown table, and save them to results/NAME-HARDWARE-torchVERSION.csv."""
     print("| " + " | ".join(rows[0]) + " |")
@@ -29,8 +44,7 @@ def record(name: str, rows: Sequence[Mapping[str, object]], device: str = "cpu",
         print("| " + " | ".join(str(value) for value in row.values()) + " |")
     if not write:
         return
-    version = torch.__version__.partition("+")[0]
-    path = RESULTS / f"{name}-{hardware(device)}-torch{version}.csv"
+    path = result_file(name, device)
     path.parent.mkdir(exist_ok=True)
     unfinished = path.with_suffix(".part")
     with unfinished.open("w", newline="") as file:

@@ -62,7 +62,7 @@ def test_models_rejects_bad_arguments_in_one_sentence(arguments: tuple[str, ...]
 def test_demo_trains_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "new" / "folder"
     monkeypatch.setattr("rotopath.reports.demo_report.WINDOWS", 8)
-    result = run("demo", "--out", str(out), "--steps", "1", "--size", "256")
+    result = run("demo", "--out", str(out), "--steps", "1", "--size", "160")
     assert result.exit_code == 0, result.stderr
     report = (out / "report.html").read_text()
     assert report.count("data:image/png;base64,") == 3
@@ -70,7 +70,7 @@ def test_demo_trains_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert f"<td>{name}</td>" in report
         assert f"Training {name}." in result.stdout
         assert (out / name / "weights.safetensors").exists()
-    again = run("demo", "--out", str(out), "--steps", "1", "--size", "256")
+    again = run("demo", "--out", str(out), "--steps", "1", "--size", "160")
     assert again.exit_code == 0
     assert "Training" not in again.stdout, "finished runs are kept"
 

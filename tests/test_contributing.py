@@ -68,7 +68,7 @@ def test_files_of_the_table_exist() -> None:
 
 def test_walks_are_short_and_name_no_file_twice() -> None:
     assert len(set(TRAIN)) == 15
-    assert len(set(PREDICT)) == 14
+    assert len(set(PREDICT)) == 13
 
 
 def test_no_class_and_no_module_has_the_name_of_another() -> None:

@@ -210,30 +210,27 @@ def test_a_network_that_cannot_be_built_is_named(run: Path, key: str, value: obj
 
 
 @pytest.mark.parametrize(
-    ("task", "keys", "key", "value"),
+    ("task", "keys", "changes"),
     [
-        ("classify", RESNET, "network.geometry.outputs", 2),
-        ("classify", RESNET, "network.geometry.smallest_px", 48),
-        ("classify", RESNET, "network.geometry.step_px", 32),
-        ("classify", RESNET, "network.geometry.rim", 1),
-        ("classify", RESNET, "network.window_px", 48),
-        ("classify", RESNET, "network.slides", False),
-        ("segment", UNET, "network.geometry.outputs", 2),
-        ("segment", UNET, "network.geometry.smallest_px", 4),
-        ("segment", UNET, "network.geometry.step_px", 4),
-        ("segment", UNET, "network.slides", True),
-        ("tumor", {}, "network.window_px", 90),
-        ("tumor", {}, "network.slides", True),
+        (
+            "classify",
+            RESNET,
+            {"outputs": 2, "smallest_px": 48, "step_px": 32, "rim": 1, "window_px": 48, "slides": False},
+        ),
+        ("segment", UNET, {"outputs": 2, "smallest_px": 4, "step_px": 4, "slides": True}),
+        ("tumor", {}, {"window_px": 90, "slides": True}),
     ],
 )
 def test_a_geometry_that_the_network_does_not_have_is_refused(
-    tmp_path: Path, task: str, keys: dict[str, object], key: str, value: object
+    tmp_path: Path, task: str, keys: dict[str, object], changes: dict[str, object]
 ) -> None:
     """Also for networks that declare no geometry. Predictions would fail, or be at wrong positions."""
     path = make_run(tmp_path / "run", task, **keys) / MODEL
     content = read_json(path)
-    write_json(path, with_value(content, key, value))
-    assert str(path) in error_of_loading(path.parent)
+    for name, value in changes.items():
+        table = "network" if name in ("window_px", "slides") else "network.geometry"
+        write_json(path, with_value(content, f"{table}.{name}", value))
+        assert str(path) in error_of_loading(path.parent), name
     write_json(path, content)
     rp.load(path.parent)
 

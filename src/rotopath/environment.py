@@ -3,6 +3,7 @@
 This module is in the lowest layer of the package: it imports nothing from rotopath except the version number.
 """
 
+import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -107,6 +108,11 @@ def describe_machine(device: torch.device) -> dict[str, object]:
     """Return the name of a device (GPU or processor), and the number of CPU threads that torch uses."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {"device": name, "threads": torch.get_num_threads()}
+
+
+def count_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def now() -> str:

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import pickle
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -125,6 +126,19 @@ def test_ids_depend_on_shape_and_class_but_not_on_measurements() -> None:
     assert tumor.id != SlideObject((SQUARE,), class_name="Stroma").id
     assert tumor.id != SlideObject((Polygon(SQUARE.outer + 1),), class_name="Tumor").id
     assert str(tumor.id) == "3d53e0bf-ecf7-5257-b127-8c3db974efd1"  # the same in every version
+
+
+def test_rendered_objects_are_written_without_further_computation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    item = SlideObject((SQUARE,), class_name="µ", color=(1, 2, 3), measurements={"score": 0.5})
+    write_geojson(tmp_path / "expected.geojson", [item])
+    rendered = SlideObject((SQUARE,), class_name="µ", color=(1, 2, 3), measurements={"score": 0.5})
+    rendered.render()
+    received = pickle.loads(pickle.dumps(rendered))  # as from another process
+    monkeypatch.setattr("rotopath.images.geojson._make_geometry", None)
+    write_geojson(tmp_path / "a.geojson", [received])
+    assert (tmp_path / "a.geojson").read_bytes() == (tmp_path / "expected.geojson").read_bytes()
 
 
 def test_coordinates_are_rounded_to_a_hundredth_of_a_pixel(tmp_path: Path) -> None:

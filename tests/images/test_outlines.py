@@ -1,4 +1,4 @@
-"""Traced outlines are exact, smoothed outlines are valid, and shapes are those of slow reference implementations."""
+"""Outlines are exact, smoothed outlines valid, shapes those of slow reference code, and stains those drawn."""
 
 import math
 from itertools import combinations
@@ -13,11 +13,13 @@ from skimage.draw import polygon2mask
 from skimage.measure import label, regionprops_table
 
 from rotopath.images import outlines as outlines_module
+from rotopath.images import stain
 from rotopath.images.outlines import (
     DECIMALS,
     Polygon,
     fill_outline,
     measure_coverage,
+    measure_objects,
     measure_shapes,
     signed_area,
     smooth_outlines,
@@ -35,6 +37,11 @@ def draw_blobs(seed: int, size: int = 160, blur_px: float = 4.0, level: float = 
     noise = ndimage.gaussian_filter(np.random.default_rng(seed).normal(size=(size, size)), blur_px, mode="wrap")
     blobs: np.ndarray = label(noise > level * noise.std(), connectivity=1)  # type: ignore[no-untyped-call]
     return blobs.astype(np.int32)
+
+
+def disc(row: float, column: float, number: int, radius: float) -> np.ndarray:
+    rows, columns = np.mgrid[:80, :80]
+    return (number * ((rows - row) ** 2 + (columns - column) ** 2 <= radius**2)).astype(np.int32)
 
 
 # Outlines
@@ -312,7 +319,7 @@ def test_a_smoothed_outline_does_not_depend_on_its_position_and_on_other_objects
     assert len(together) > 20
 
 
-# Shapes
+# Measurements
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -370,6 +377,55 @@ def test_the_hull_is_that_of_all_corners_in_any_order() -> None:
     labels[10:12, 45:55] = labels[10:40, 53:55] = labels[38:40, 43:55] = labels[15:40, 43:45] = 2
     expected = regionprops_table(labels, properties=("solidity",))["solidity"]  # type: ignore[no-untyped-call]
     np.testing.assert_allclose(measure_shapes(labels, 1.0)["solidity"], expected, atol=0.02)
+
+
+def paint_stains(labels: np.ndarray, hematoxylin: np.ndarray, eosin: np.ndarray) -> np.ndarray:
+    """Return pixels (3, H, W) of tissue whose objects have the given densities of the two stains."""
+    densities = np.stack([hematoxylin[labels], eosin[labels]], axis=-1)
+    intensity = stain.WHITE * np.exp(-densities @ stain.REFERENCE_STAINS.T) - 1
+    return intensity.round().clip(0, 255).transpose(2, 0, 1).astype(np.float32)
+
+
+def test_objects_have_the_stains_and_the_shapes_that_were_drawn() -> None:
+    labels = np.maximum(disc(20, 20, 1, radius=8), disc(50, 50, 2, radius=16))
+    pixels = paint_stains(labels, np.array([0.1, 1.5, 0.5]), np.array([0.9, 0.2, 0.7]))
+    lighter = paint_stains(labels, np.array([0.1, 1.5, 0.1]), np.array([0.9, 0.2, 0.7]))
+    columns = np.arange(80)[None]
+    pixels[:, (labels == 2) & (columns > 50)] = lighter[:, (labels == 2) & (columns > 50)]
+    foreground = np.where(labels == 1, np.float32(0.75), np.float32(0.5))
+    measured = measure_objects(labels, foreground, None, pixels, 0.5)
+    assert list(measured) == [
+        *("area_um2", "perimeter_um", "major_axis_um", "minor_axis_um", "eccentricity", "orientation_deg", "solidity"),
+        *("hematoxylin_mean", "hematoxylin_sd", "eosin_mean", "eosin_sd", "probability"),
+    ]
+    areas = np.bincount(labels.ravel())[1:]
+    assert measured["area_um2"].tolist() == (areas / 4).tolist()
+    fraction = ((labels == 2) & (columns > 50)).sum() / areas[1]
+    mean = 0.5 - 0.4 * fraction
+    assert measured["hematoxylin_mean"] == pytest.approx([1.5, mean], abs=0.02)
+    assert measured["hematoxylin_sd"] == pytest.approx([0, 0.4 * np.sqrt(fraction * (1 - fraction))], abs=0.01)
+    assert measured["eosin_mean"] == pytest.approx([0.2, 0.7], abs=0.02)
+    assert measured["eosin_sd"] == pytest.approx([0, 0], abs=0.03)
+    assert measured["probability"].tolist() == [0.75, 0.5]
+    deviations = measure_objects(labels, foreground, foreground / 2, pixels, 0.5)["deviation"]
+    assert deviations.tolist() == [0.375, 0.25]
+
+
+def test_measurements_do_not_depend_on_the_surroundings() -> None:
+    random = np.random.default_rng(0)
+    labels = np.maximum(disc(20, 30, 1, radius=7.5), disc(52, 50, 2, radius=11))
+    pixels = random.integers(0, 256, (3, 80, 80)).astype(np.float32)
+    foreground = random.random((80, 80), np.float32)
+    together = measure_objects(labels, foreground, foreground, pixels, 0.25)
+    cut = (slice(40, 70), slice(37, 64))
+    alone = measure_objects(labels[cut] // 2, foreground[cut], foreground[cut], pixels[:, *cut], 0.25)
+    assert {name: values[1] for name, values in together.items()} == {name: value for name, (value,) in alone.items()}
+
+
+def test_a_label_map_without_objects_has_no_measurements() -> None:
+    empty = np.zeros((5, 6), np.float32)
+    measured = measure_objects(empty.astype(np.int32), empty, empty, np.zeros((3, 5, 6), np.float32), 0.25)
+    assert all(values.shape == (0,) for values in measured.values())
 
 
 @settings(deadline=None, max_examples=40)

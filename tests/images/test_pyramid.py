@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rotopath.images import open_slide
 from rotopath.images import pyramid as pyramid_module
-from rotopath.images.pyramid import MapWriter, StoredMap, write_pyramid
+from rotopath.images.pyramid import MapFile, MapWriter, StoredMap, write_pyramid
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +132,19 @@ def test_strips_that_do_not_fit_leave_the_old_file(tmp_path: Path, strips: list[
         write_pyramid(tmp_path / "a.ome.tif", iter(strips), (10, 8), 0.25)
     assert [path.name for path in tmp_path.iterdir()] == ["a.ome.tif"]
     assert (tmp_path / "a.ome.tif").read_text() == "the old file"
+
+
+def test_painting_keeps_the_map_where_values_are_0(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    painted, expected = MapFile(tmp_path / "map", (40, 50), np.uint32), np.zeros((40, 50), np.uint32)
+    for _ in range(30):
+        top, left = int(rng.integers(30)), int(rng.integers(30))
+        values = rng.integers(1, 9, (10, 20)) * (rng.random((10, 20)) < rng.choice([0, 0.05, 0.5]))
+        painted.paint(top, left, values)
+        box = expected[top : top + 10, left : left + 20]
+        box[values != 0] = values[values != 0]
+        np.testing.assert_array_equal(painted.read(), expected)
+    painted.close()
 
 
 @settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])

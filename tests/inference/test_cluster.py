@@ -4,7 +4,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import rotopath as rp
 from rotopath import pretrained
 from rotopath.cli import app
 from rotopath.images.geojson import Polygon, SlideObject, read_geojson, write_geojson
-from rotopath.inference.cluster import ClusterError, connect, predict_on_cluster
+from rotopath.inference.cluster import ClusterError, Workers, connect, predict_on_cluster
 from rotopath.inference.predict_files import FileOptions, SlideOutcome
 from rotopath.inference.slide_pass import Model
 from rotopath.runs import prepare_model
@@ -39,11 +40,28 @@ def call(*words: object) -> Result:
     return CliRunner().invoke(app, ["predict", *map(str, words)])
 
 
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Workers]:
+    """A cluster with one worker, which is started again if it dies. A call may kill a worker once, and not twice."""
+    import dask
+
+    with dask.config.set({"distributed.scheduler.allowed-failures": 1}), connect("local", 1) as workers:
+        yield workers
+
+
+@pytest.fixture
+def workers(cluster: Workers, monkeypatch: pytest.MonkeyPatch) -> Workers:
+    """The cluster, to which `predict_on_cluster` connects instead of starting another one."""
+    monkeypatch.setattr("rotopath.inference.cluster.connect", lambda *_: nullcontext(cluster))
+    return cluster
+
+
 def predict(make_model: Callable[[], Model], slides: list[Path], out: Path) -> list[SlideOutcome]:
     outcomes = predict_on_cluster(make_model, slides, out, OPTIONS, "local", at_once=1)
     return sorted(outcomes, key=lambda outcome: outcome.path)
 
 
+@pytest.mark.usefixtures("workers")
 def test_results_are_the_same_as_without_a_cluster(
     image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,15 +102,17 @@ def read_results(folder: Path) -> tuple[set[object], dict[str, object]]:
     return ids, json.loads((folder / "summary.json").read_text())["about"]
 
 
+@pytest.mark.usefixtures("workers")
 def test_a_slide_whose_worker_dies_is_tried_again_and_then_reported(image: Path, tmp_path: Path) -> None:
     (outcome,) = predict(partial(os._exit, 9), [image], tmp_path / "out")
     assert (outcome.path, outcome.state) == (image, "failed")
     assert (
         outcome.reason
-        == "the worker process was killed 4 times, perhaps for lack of memory; use workers with more memory."
+        == "the worker process was killed 2 times, perhaps for lack of memory; use workers with more memory."
     )
 
 
+@pytest.mark.usefixtures("workers")
 def test_a_slide_whose_worker_dies_once_is_predicted_by_another_worker(image: Path, tmp_path: Path) -> None:
     (outcome,) = predict(partial(die_once, tmp_path / "died"), [image], tmp_path / "out")
     assert (tmp_path / "died").exists()
@@ -108,6 +128,7 @@ def die_once(marker: Path) -> Model:
     return prepare_model(MODEL, "cpu")
 
 
+@pytest.mark.usefixtures("workers")
 def test_an_error_in_a_worker_is_the_reason(image: Path, tmp_path: Path) -> None:
     """All slides are reported; nothing is repeated."""
     other = image.with_name("b.png")
@@ -117,28 +138,16 @@ def test_an_error_in_a_worker_is_the_reason(image: Path, tmp_path: Path) -> None
     assert "no-such-model is neither a run folder nor one of the pretrained models" in outcomes[0].reason
 
 
-def test_workers_work_in_any_folder(image: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_work_in_any_folder(
+    image: Path, tmp_path: Path, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Relative paths are those of the folder that the slides are sent from."""
     monkeypatch.chdir(tmp_path)
-    with connect("local", 1) as workers:
-        monkeypatch.setattr("rotopath.inference.cluster.connect", lambda *_: ConnectedAlready(workers))
-        workers.submit(os.chdir, "/").result()
-        (outcome,) = predict(partial(prepare_model, MODEL, "cpu"), [Path(image.name)], Path("out"))
+    workers.submit(os.chdir, "/").result()
+    (outcome,) = predict(partial(prepare_model, MODEL, "cpu"), [Path(image.name)], Path("out"))
     assert (outcome.path, outcome.folder) == (Path("a.png"), Path("out/a.png"))
     assert outcome.state == "done", outcome.reason
     assert (tmp_path / "out" / "a.png" / "summary.json").exists()
-
-
-class ConnectedAlready:
-    """A context manager that returns workers and leaves them running."""
-
-    def __init__(self, workers: object) -> None:
-        self._workers = workers
-
-    def __enter__(self) -> object:
-        return self._workers
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 def test_an_unknown_cluster_is_refused() -> None:

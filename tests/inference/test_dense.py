@@ -25,6 +25,7 @@ from rotopath.models import FrozenNetwork
 from rotopath.models.architecture import ARCHITECTURES, MITOSIS, NUCLEI, TUMOR, Architecture
 from rotopath.models.network import Network
 from rotopath.models.protocols import make_dense
+from rotopath.models.registry import build_network
 from rotopath.nn import center_crop, triton
 
 pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # a sweep of numbers: tracing it would take minutes
@@ -419,7 +420,7 @@ def test_onnx_runtime_predicts_the_same_as_torch(name: str) -> None:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     if name == "resnet18":
-        network = make_dense(rp.models.registry.build_network(name, 2, 4).eval(), 2, window_px=64, stride_px=32)
+        network = make_dense(build_network(name, 2, 4, {"width": 16}).eval(), 2, window_px=64, stride_px=32)
     else:
         network = untrained(name, 4)
     ready = prepare(network, CPU, backend="onnxruntime")
@@ -434,13 +435,14 @@ def test_onnx_runtime_predicts_the_same_as_torch(name: str) -> None:
 
 def test_a_network_that_onnx_computes_differently_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxruntime")
-    load = dense.load_onnx
+    load, network = dense.load_onnx, make_dense(torch.nn.Conv2d(3, 1, 5).eval(), 1, window_px=16)
+    prepare(network, CPU, backend="onnxruntime")
     monkeypatch.setattr(dense, "load_onnx", lambda content: lambda images: load(content)(images) + 0.01)
     with pytest.raises(ValueError, match=r"computes logits that differ by 0\.01 from those of torch; use the backend"):
-        prepare(untrained("tumor", 4), CPU, backend="onnxruntime")
+        prepare(network, CPU, backend="onnxruntime")
     monkeypatch.setattr(dense, "load_onnx", lambda content: lambda images: load(content)(images) * torch.nan)
     with pytest.raises(ValueError, match="computes logits that differ by nan"):
-        prepare(untrained("tumor", 4), CPU, backend="onnxruntime")
+        prepare(network, CPU, backend="onnxruntime")
 
 
 def test_a_network_that_cannot_be_converted_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

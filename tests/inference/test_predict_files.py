@@ -170,7 +170,7 @@ def test_onnx_runtime_finds_the_same_objects(images: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("model", ["nuclei-kumar-n8", "mitosis-amida13-n8"])
 def test_workers_find_the_same_objects(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Model, "tile_px", 300)
-    write_image(tmp_path / "a.png", np.tile(draw_tissue(), (3, 2, 1))[:600, :600])
+    write_image(tmp_path / "a.png", np.tile(draw_tissue(), (2, 1, 1))[:360, :360])
     options = {"spacing_um_px": 0.25, "device": "cpu", "everywhere": True, "rotations": 2}
     tables, labels = [], []
     for workers in (0, 2):

@@ -2,6 +2,7 @@
 
 import csv
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -25,7 +26,7 @@ from rotopath.data import DataError
 from rotopath.images import stain
 from rotopath.images.drawing import WARNING_INK
 from rotopath.images.geojson import SlideObject
-from rotopath.images.outlines import Point, Polygon, fill_outline
+from rotopath.images.outlines import Point, Polygon, fill_outline, measure_objects
 from rotopath.images.slides import Slide, as_slide, open_slide
 from rotopath.images.tissue import Region, find_tissue
 from rotopath.inference import predict
@@ -48,7 +49,6 @@ from rotopath.models.architecture import ARCHITECTURES, MITOSIS, NUCLEI, TUMOR
 from rotopath.models.network import Network
 from rotopath.runs import Run
 from rotopath.tasks import PAPER, Class, Classify, Overrides, make_task
-from rotopath.tasks.segment import measure_objects
 
 pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # tracing them would take minutes
 
@@ -269,7 +269,7 @@ def test_the_most_likely_of_several_classes_wins_everywhere() -> None:
 
 
 def test_the_area_of_tumor_is_that_of_its_tissue() -> None:
-    """Where all is tumor, it is as much as the tissue, although cells of 12 µm cover glass and end off the slide."""
+    """Where all is tumor, it is as much as the tissue, although 12 µm outputs cover glass and reach off the slide."""
     model = Model(PAPER["tumor"], untrained("tumor").float(), {"threshold": 0.0}, CPU)
     image = np.full((310, 403, 3), 244, np.uint8)
     image[60:211, 100:333] = textured(151, 233, 3) // 2 + (100, 40, 80)
@@ -704,9 +704,32 @@ def test_large_heat_maps_are_subsampled_for_the_overlay(monkeypatch: pytest.Monk
         whole = slide_pass.draw_overlay(objects)
         monkeypatch.setattr("rotopath.inference.slide_pass.OVERLAY_HEAT_PX", 10)
         subsampled = slide_pass.draw_overlay(objects)
-        assert set(slide_pass.stopwatch.seconds) == {"focus", "reading", "network", "maps", "objects"}
+        assert set(slide_pass.stopwatch.seconds) == {"waiting", "focus", "reading", "network", "maps", "objects"}
     assert whole.size == subsampled.size
     assert np.asarray(whole).tobytes() != np.asarray(subsampled).tobytes()
+
+
+def test_threads_read_each_block_of_a_slide_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rotopath.inference.slide_pass.BLOCK_PX", 64)
+    image, read = textured(300, 260, 1), []
+    read_block = SlideView._read_block
+
+    def count(view: SlideView, row: int, column: int) -> np.ndarray:
+        read.append((row, column))
+        time.sleep(0.01)  # so that other threads ask for the same block
+        return read_block(view, row, column)
+
+    monkeypatch.setattr(SlideView, "_read_block", count)
+    with as_slide(image, 0.5) as slide:
+        view = SlideView(slide, 0.5, "none", find_tissue(slide))
+        spans = [(Span(top, top + 150), Span(left, left + 130)) for top in (-20, 90, 200) for left in (-50, 64, 170)]
+        with ThreadPoolExecutor(4) as pool:
+            parts = list(pool.map(lambda rectangle: view.read(*rectangle), spans))
+    reflected = np.pad(image, ((20, 50), (50, 40), (0, 0)), mode="reflect")
+    for (rows, columns), part in zip(spans, parts, strict=True):
+        expected = reflected[rows.start + 20 : rows.stop + 20, columns.start + 50 : columns.stop + 50]
+        np.testing.assert_array_equal(part, expected)
+    assert sorted(read) == [(row, column) for row in range(5) for column in range(5)]
 
 
 # The region of a slide, and the classes that a user requests

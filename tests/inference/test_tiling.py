@@ -2,23 +2,26 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from drawn_slides import draw_slide
 from stub_networks import BrightnessNetwork
 from torch import Tensor
 
 import rotopath as rp
-from rotopath.images.slides import as_slide
+from rotopath.images.slides import as_slide, open_slide
 from rotopath.images.tissue import SPACING_UM_PX, Tissue, find_tissue
-from rotopath.inference import predict
+from rotopath.inference import predict, tiling
 from rotopath.inference.dense import MixedNetwork
 from rotopath.inference.predict_files import is_out_of_memory
 from rotopath.inference.slide_pass import SlideView
-from rotopath.inference.tiling import Grid, Tile, predict_tiles, start_workers
+from rotopath.inference.tiling import Grid, Tile, compute_ahead, pick, predict_tiles, start_workers
 from rotopath.metrics import smooth_images
 from rotopath.models import DenseNetwork, Network
 from rotopath.models.architecture import MITOSIS, NUCLEI, Architecture
@@ -200,9 +203,8 @@ def test_tiles_smaller_than_the_receptive_field_are_refused() -> None:
 # Other processes
 
 
-@pytest.mark.parametrize("count", [0, 2])
-def test_workers_return_results_in_order_and_read_few_items_ahead(count: int) -> None:
-    taken = []
+def test_workers_return_results_in_order_and_read_few_items_ahead() -> None:
+    taken, count = [], 2
 
     def items() -> Iterator[int]:
         for i in range(40):
@@ -210,16 +212,107 @@ def test_workers_return_results_in_order_and_read_few_items_ahead(count: int) ->
             yield i
 
     with start_workers(count) as run:
+        assert run is not None
         for i, result in enumerate(run(math.factorial, items())):
             assert result == math.factorial(i)
-            assert len(taken) - i <= 2 * count + 1
+            assert len(taken) - i <= count + 3
     assert len(taken) == 40
+    with start_workers(0) as run:
+        assert run is None
 
 
 def test_errors_of_workers_are_raised_and_a_killed_worker_is_too_little_memory() -> None:
     with start_workers(1) as run:
+        assert run is not None
         with pytest.raises(ValueError, match="factorial"):
             list(run(math.factorial, [3, -1]))
         with pytest.raises(BrokenProcessPool) as killed:
             list(run(os._exit, [1]))
     assert is_out_of_memory(killed.value)
+
+
+def test_large_arrays_go_to_workers_and_back_in_files_that_are_removed(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    large, small = rng.random((200, 300)), rng.random(5)
+    parcel = tiling._pack({"large": large, "turned": large.T, "small": small, "text": "µ"}, tmp_path)
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_size == 2 * large.nbytes
+    assert len(parcel.content) < 1000
+    received = tiling._unpack(parcel)
+    assert not list(tmp_path.iterdir())
+    np.testing.assert_array_equal(received["large"], large)
+    np.testing.assert_array_equal(received["turned"], large.T)
+    np.testing.assert_array_equal(received["small"], small)
+    assert received["text"] == "µ"
+    received["large"][:] = 0  # arrays can be written
+    assert tiling._pack(small, tmp_path).file is None, "small arrays need no file"
+
+
+def test_workers_read_the_same_pixels_as_threads(tmp_path: Path) -> None:
+    slide_path = draw_slide(tmp_path / "a.tif", (700, 900), ((100, 100, 512),), levels=2).path
+    network = BrightnessNetwork(MITOSIS)
+    with open_slide(slide_path) as slide:
+        grid = Grid(network, SlideView(slide, 0.3, "macenko", find_tissue(slide)), 256)
+        assert grid.view.stains is not None  # type: ignore[attr-defined]
+        expected = list(predict_tiles(grid, grid.tiles, CPU, with_pixels=True))
+        assert grid.view.stopwatch.seconds.keys() == {"reading", "stains"}
+        before = dict(grid.view.stopwatch.seconds)
+        with start_workers(1) as run:
+            tiles = list(predict_tiles(grid, grid.tiles, CPU, with_pixels=True, run=run))
+    for tile, of_threads in zip(tiles, expected, strict=True):
+        assert tile[:3] == of_threads[:3]
+        np.testing.assert_array_equal(tile.probabilities, of_threads.probabilities)
+        assert tile.pixels is not None
+        assert of_threads.pixels is not None
+        np.testing.assert_array_equal(tile.pixels, of_threads.pixels)
+    for stage, seconds in grid.view.stopwatch.seconds.items():
+        assert seconds > before[stage], "the seconds of the worker are added"
+
+
+# Other threads
+
+
+def test_items_are_computed_one_ahead_in_another_thread() -> None:
+    threads, made, closed = set(), [], []
+
+    def make_items() -> Generator[int]:
+        try:
+            for number in range(10):
+                threads.add(threading.current_thread())
+                made.append(number)
+                yield number
+        finally:
+            closed.append(len(made))
+
+    assert list(compute_ahead(make_items())) == list(range(10))
+    assert len(threads) == 1
+    assert threading.current_thread() not in threads
+    ahead = compute_ahead(make_items())
+    made.clear()
+    assert [next(ahead), next(ahead)] == [0, 1]
+    ahead.close()  # type: ignore[attr-defined]
+    assert made == [0, 1, 2], "one item ahead, and no more"
+    assert closed == [10, 3], "the iterator was closed"
+
+
+def test_an_error_of_the_other_thread_is_raised_in_its_place() -> None:
+    def fail() -> Generator[int]:
+        yield 1
+        raise ValueError("of the item after the first")
+
+    ahead = compute_ahead(fail())
+    assert next(ahead) == 1
+    with pytest.raises(ValueError, match="after the first"):
+        next(ahead)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [([2, 3, 4], [0, 1]), ([1, 4, 7], [5]), ([3], [3]), ([5, 4, 3], [1, 2]), ([0, 1, 1], [1, 2]), ([0, 1, 3], [0, 4])],
+    ids=["adjacent", "evenly spaced", "one pixel", "reversed", "repeated", "uneven"],
+)
+def test_pixels_are_picked_at_all_combinations_of_rows_and_columns(rows: list[int], columns: list[int]) -> None:
+    image = np.random.default_rng(0).integers(256, size=(9, 6, 3), dtype=np.uint8)
+    picked = pick(image, np.array(rows), np.array(columns))
+    np.testing.assert_array_equal(picked, image[np.ix_(rows, columns)])
+    assert picked.flags["C_CONTIGUOUS"]

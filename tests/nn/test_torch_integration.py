@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import shutil
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -243,7 +244,9 @@ def gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
 
 def run_worker(rank: int, rendezvous: str, results: str) -> None:
     torch.manual_seed(rank)  # DDP must broadcast the weights of the first process
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    timeout = timedelta(seconds=120)  # for the other process to start, and to answer
+    method = f"file://{rendezvous}"
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2, timeout=timeout)
     net = DistributedDataParallel(small_network())
     batch = torch.rand(4, 3, 20, 24, generator=torch.Generator().manual_seed(7))[rank::2]
     torch.save(gradients(net, batch), Path(results) / f"{rank}.pt")
@@ -252,7 +255,12 @@ def run_worker(rank: int, rendezvous: str, results: str) -> None:
 
 
 def test_two_processes_average_gradients(tmp_path: Path) -> None:
-    mp.spawn(run_worker, args=(str(tmp_path / "rendezvous"), str(tmp_path)), nprocs=2)
+    arguments = (str(tmp_path / "rendezvous"), str(tmp_path))
+    other = mp.get_context("spawn").Process(target=run_worker, args=(1, *arguments))
+    other.start()
+    run_worker(0, *arguments)  # this process is one of the two
+    other.join()
+    assert other.exitcode == 0
     torch.manual_seed(0)
     net = small_network()
     batch = torch.rand(4, 3, 20, 24, generator=torch.Generator().manual_seed(7))

@@ -34,13 +34,13 @@ def test_an_interval_is_narrower_with_more_patients() -> None:
 
 
 def test_intervals_contain_the_true_score() -> None:
-    """Three seeds with a standard deviation of 0.02 around 0.8, 2000 patients: most intervals have to contain 0.8."""
+    """Three seeds with a standard deviation of 0.02 around 0.8, 500 patients: most intervals have to contain 0.8."""
     generator = np.random.default_rng(0)
     contained = 0
     for _ in range(30):
         chances = 0.8 + 0.02 * generator.standard_normal(3)
-        runs = [np.flatnonzero(generator.random(2000) > chance).tolist() for chance in chances]
-        interval = estimate([result(wrong, 2000, seed=seed) for seed, wrong in enumerate(runs)])
+        runs = [np.flatnonzero(generator.random(500) > chance).tolist() for chance in chances]
+        interval = estimate([result(wrong, 500, seed=seed) for seed, wrong in enumerate(runs)])
         contained += interval.low <= 0.8 <= interval.high
     assert contained >= 26
 

@@ -4,7 +4,7 @@ import html
 import re
 import shutil
 import tomllib
-from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from rotopath.reports import study_figures, study_report
 from rotopath.reports.study_report import report
 from rotopath.runs import RECIPE
 from rotopath.studies import read_study
-from rotopath.studies.jobs import run_here, run_study
+from rotopath.studies.jobs import JobFuture, run_job, run_study
 from rotopath.studies.results import read_results
 
 pytestmark = pytest.mark.slow
@@ -49,6 +49,14 @@ def draw_texture(name: str, *seed: int) -> np.ndarray:
     return patch
 
 
+def run_in_this_process(recipe: str, rotations: int, _cwd: str) -> JobFuture:
+    """Run a job before returning its future. That jobs have processes is tested in `test_jobs.py`."""
+    future: Future[str] = Future()
+    run_job(Path(recipe), rotations)
+    future.set_result("")
+    return future
+
+
 def _make_study(folder: Path) -> None:
     """Write patches sorted by class, a recipe without classes, and a study of two networks, and run it."""
     for number, (split, count) in enumerate(COUNTS.items()):
@@ -63,19 +71,11 @@ def _make_study(folder: Path) -> None:
     (folder / "s.toml").write_text(
         f'[texture]\nrecipe = "r.toml"\norientations = {list(ORIENTATIONS)}\nseed = [0]\ntta = 4\n'
     )
-    states = rp.study(folder / "s.toml", folder / "finished", at_once=2)
+    states = run_study(read_study(folder / "s.toml"), folder / "finished", run_in_this_process)
     assert {job.name: state.state for job, state in states.items()} == {
         "texture/N4-seed0": "done",
         "texture/N1-seed0": "done",
     }, states
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The same rounding in all processes of a study."""
-    with pytest.MonkeyPatch.context() as change:
-        change.setenv("OMP_NUM_THREADS", "1")
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -142,9 +142,8 @@ def test_an_interrupted_run_is_resumed_with_the_same_classes(study: Path, finish
     for path in interrupted.iterdir():
         if path.name not in (RECIPE, "provenance.json") and path.is_file():
             path.unlink()
-    with run_here(1) as submit:
-        started: list[str] = []
-        states = run_study(read_study(study), out, lambda *job: (started.append(job[0]), submit(*job))[1])
+    started: list[str] = []
+    states = run_study(read_study(study), out, lambda *job: (started.append(job[0]), run_in_this_process(*job))[1])
     assert [state.state for state in states.values()] == ["done", "done"], states
     assert [Path(recipe).stem for recipe in started] == ["N1-seed0"]
     for name in (WEIGHTS, MODEL):

@@ -16,7 +16,6 @@ from scipy import ndimage
 
 from rotopath.data.annotations import paint_labels
 from rotopath.data.dataset import DataError, Sample
-from rotopath.images import stain
 from rotopath.inference import Prediction
 from rotopath.synthetic import organs
 from rotopath.tasks import NUCLEI, Class, Overrides, Segment, TrainingWindow, make_task
@@ -31,7 +30,6 @@ from rotopath.tasks.segment import (
     PARTS,
     ObjectEvidence,
     balancing_weights,
-    measure_objects,
     part_map,
     weighted_cross_entropy,
 )
@@ -572,55 +570,3 @@ def test_the_minimum_areas_that_are_tried_are_in_square_micrometers(spacing: flo
         planes = np.eye(3)[np.where(speck + truth > 0, INSIDE, BACKGROUND)].transpose(2, 0, 1).astype(np.float32)
         evidence = ObjectEvidence("f", "1", truth, np.zeros(3, np.int64), Prediction(planes, 1, (0.0, 0.0)))
         assert task.choose_operating_point([evidence])["least_px"] == area
-
-
-# Measurements
-
-
-def paint_stains(labels: np.ndarray, hematoxylin: np.ndarray, eosin: np.ndarray) -> np.ndarray:
-    """Return pixels (3, H, W) of tissue whose objects have the given densities of the two stains."""
-    densities = np.stack([hematoxylin[labels], eosin[labels]], axis=-1)
-    intensity = stain.WHITE * np.exp(-densities @ stain.REFERENCE_STAINS.T) - 1
-    return intensity.round().clip(0, 255).transpose(2, 0, 1).astype(np.float32)
-
-
-def test_objects_have_the_stains_and_the_shapes_that_were_drawn() -> None:
-    labels = np.maximum(disc(20, 20, 1, radius=8), disc(50, 50, 2, radius=16))
-    pixels = paint_stains(labels, np.array([0.1, 1.5, 0.5]), np.array([0.9, 0.2, 0.7]))
-    lighter = paint_stains(labels, np.array([0.1, 1.5, 0.1]), np.array([0.9, 0.2, 0.7]))
-    columns = np.arange(80)[None]
-    pixels[:, (labels == 2) & (columns > 50)] = lighter[:, (labels == 2) & (columns > 50)]
-    foreground = np.where(labels == 1, np.float32(0.75), np.float32(0.5))
-    measured = measure_objects(labels, foreground, None, pixels, 0.5)
-    assert list(measured) == [
-        *("area_um2", "perimeter_um", "major_axis_um", "minor_axis_um", "eccentricity", "orientation_deg", "solidity"),
-        *("hematoxylin_mean", "hematoxylin_sd", "eosin_mean", "eosin_sd", "probability"),
-    ]
-    areas = np.bincount(labels.ravel())[1:]
-    assert measured["area_um2"].tolist() == (areas / 4).tolist()
-    fraction = ((labels == 2) & (columns > 50)).sum() / areas[1]
-    mean = 0.5 - 0.4 * fraction
-    assert measured["hematoxylin_mean"] == pytest.approx([1.5, mean], abs=0.02)
-    assert measured["hematoxylin_sd"] == pytest.approx([0, 0.4 * np.sqrt(fraction * (1 - fraction))], abs=0.01)
-    assert measured["eosin_mean"] == pytest.approx([0.2, 0.7], abs=0.02)
-    assert measured["eosin_sd"] == pytest.approx([0, 0], abs=0.03)
-    assert measured["probability"].tolist() == [0.75, 0.5]
-    deviations = measure_objects(labels, foreground, foreground / 2, pixels, 0.5)["deviation"]
-    assert deviations.tolist() == [0.375, 0.25]
-
-
-def test_measurements_do_not_depend_on_the_surroundings() -> None:
-    random = np.random.default_rng(0)
-    labels = np.maximum(disc(20, 30, 1, radius=7.5), disc(52, 50, 2, radius=11))
-    pixels = random.integers(0, 256, (3, 80, 80)).astype(np.float32)
-    foreground = random.random((80, 80), np.float32)
-    together = measure_objects(labels, foreground, foreground, pixels, 0.25)
-    cut = (slice(40, 70), slice(37, 64))
-    alone = measure_objects(labels[cut] // 2, foreground[cut], foreground[cut], pixels[:, *cut], 0.25)
-    assert {name: values[1] for name, values in together.items()} == {name: value for name, (value,) in alone.items()}
-
-
-def test_a_label_map_without_objects_has_no_measurements() -> None:
-    empty = np.zeros((5, 6), np.float32)
-    measured = measure_objects(empty.astype(np.int32), empty, empty, np.zeros((3, 5, 6), np.float32), 0.25)
-    assert all(values.shape == (0,) for values in measured.values())

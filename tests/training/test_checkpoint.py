@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -191,14 +192,15 @@ def test_folders_that_cannot_be_used_are_refused(data: dict[str, Path], tmp_path
 
 
 def test_a_folder_is_refused_if_the_network_or_the_classes_have_changed(patches: Path, tmp_path: Path) -> None:
-    train_until_killed(converted_recipe(patches), tmp_path / "run", 3)
+    changed = partial(converted_recipe, patches, orientations=1)  # a plain network
+    train_until_killed(changed(), tmp_path / "run", 3)
     with pytest.raises(RunError, match=r"was started with network_options = \{'width': 4\}; .* now has \{'width': 6\}"):
-        train(converted_recipe(patches, network_options={"width": 6}), tmp_path / "run")
+        train(changed(network_options={"width": 6}), tmp_path / "run")
     with pytest.raises(RunError, match="was started with window_px = 32; the recipe now has 64"):
-        train(converted_recipe(patches, window_px=64), tmp_path / "run")
+        train(changed(window_px=64), tmp_path / "run")
     with pytest.raises(RunError, match=r"was started with classes = .*; the recipe now has .*'tumor', 'stroma'"):
-        train(converted_recipe(patches, classes=["fat", "tumor", "stroma"]), tmp_path / "run")
-    train(converted_recipe(patches, classes=[*PATCH_CLASSES]), tmp_path / "run")
+        train(changed(classes=["fat", "tumor", "stroma"]), tmp_path / "run")
+    train(changed(classes=[*PATCH_CLASSES]), tmp_path / "run")
 
 
 def test_a_folder_is_refused_if_the_data_has_changed_or_is_missing(data: dict[str, Path], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,9 @@ def run_two_steps(net: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 def run_worker(rank: int, rendezvous: str, results: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+    timeout = timedelta(seconds=120)  # for the other process to start, and to answer
+    method = f"file://{rendezvous}"
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2, timeout=timeout)
     net = make_norms()
     synchronize_batch_norms(net)
     start, stop = ((0, 2), (2, 6))[rank]  # processes may have parts of different sizes
@@ -70,7 +73,12 @@ def run_worker(rank: int, rendezvous: str, results: str) -> None:
 
 def test_two_processes_have_the_statistics_and_gradients_of_the_whole_batch(tmp_path: Path) -> None:
     """For batch norms alone, and for nuclei: weighted pixels, and a batch norm after the projection."""
-    mp.spawn(run_worker, args=(str(tmp_path / "rendezvous"), str(tmp_path)), nprocs=2)
+    arguments = (str(tmp_path / "rendezvous"), str(tmp_path))
+    other = mp.get_context("spawn").Process(target=run_worker, args=(1, *arguments))
+    other.start()
+    run_worker(0, *arguments)  # this process is one of the two
+    other.join()
+    assert other.exitcode == 0
     check_norms(*(torch.load(tmp_path / f"norms-{rank}.pt", weights_only=True) for rank in range(2)))
     torch.manual_seed(0)
     expected = nuclei_gradients(rp.models.nuclei(orientations=4).double(), slice(None))
@@ -157,8 +165,8 @@ def test_processes_started_by_torchrun_mine_hard_examples_and_continue(tmp_path:
     path = write_toml(tmp_path / "tumor.toml", **keys, accelerator="cpu", checkpoint_steps=1)
     with path.open("a") as file:
         file.write("[mining]\nepochs = 1\nexamples = 4\n")
+    train(path, tmp_path / "one")
     rotopath = ("-m", "rotopath", "train", str(path))
-    assert run_python(*rotopath, "--out", str(tmp_path / "one")).returncode == 0
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *rotopath)
     finished = run_python(*launch, "--set", "devices=2", "--out", str(tmp_path / "two"))
     assert finished.returncode == 0, finished.stderr

@@ -8,7 +8,6 @@ With "none", images are decoded from their files for each batch. Where a window 
 continued by reflection at its edge.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -34,6 +33,7 @@ from rotopath.data.dataset import (
     resampling_factor,
 )
 from rotopath.data.sampling import Ints, Sampler, Windows
+from rotopath.environment import count_cores
 from rotopath.images.files import UnreadableFileError, image_size_px, resample
 from rotopath.images.stain import Stain, macenko
 from rotopath.nn import center_crop
@@ -213,7 +213,7 @@ def load_images(samples: Sequence[Sample], reader: SampleReader) -> list[Bytes]:
     def load_group(members: list[Sample]) -> list[Bytes]:
         return [reader.prepare(sample, image) for sample, image in zip(members, read_together(members), strict=True)]
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(count_cores()) as pool:
         return [image for images in pool.map(load_group, group_for_reading(samples)) for image in images]
 
 
@@ -274,11 +274,6 @@ def _free_bytes() -> int:
     except ModuleNotFoundError:
         return ASSUMED_FREE_BYTES
     return int(psutil.virtual_memory().available)
-
-
-def count_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class HostPixels:

@@ -52,10 +52,22 @@ class SlideObject:
     @cached_property
     def id(self) -> UUID:
         """Identifier, computed from the kind, class and shape: an object has the same identifier in every file."""
-        content = json.dumps([self.kind, self.class_name, _make_geometry(self.shape)])
+        content = f"{json.dumps([self.kind, self.class_name])[:-1]}, {self._geometry}]"
         return UUID(bytes=hashlib.sha256(content.encode()).digest()[:16], version=5)
 
-    @property
+    @cached_property
+    def _geometry(self) -> str:
+        return json.dumps(_make_geometry(self.shape))
+
+    @cached_property
+    def _feature(self) -> str:
+        return self._write_feature(self._geometry)
+
+    def render(self) -> None:
+        """Compute everything that tables and GeoJSON files need now. The object keeps it, also in another process."""
+        _ = self._feature, self.bounds_px
+
+    @cached_property
     def bounds_px(self) -> tuple[float, float, float, float]:
         """Top, left, bottom and right of the bounding box."""
         if isinstance(self.shape, Point):
@@ -63,12 +75,17 @@ class SlideObject:
         vertices = np.concatenate([polygon.outer for polygon in self.shape])
         return (*vertices.min(axis=0).tolist(), *vertices.max(axis=0).tolist())
 
-    def to_feature(self, origin_px: tuple[float, float] = (0, 0)) -> dict[str, Any]:
-        """Return the object as a GeoJSON feature.
+    def to_feature(self, origin_px: tuple[float, float] = (0, 0)) -> str:
+        """Return the object as the text of a GeoJSON feature.
 
         `origin_px` (row, column), in pixels of level 0, is subtracted from all coordinates. Raises ValueError if a
         coordinate or a measurement is NaN or infinite.
         """
+        if not any(origin_px):
+            return self._feature
+        return self._write_feature(json.dumps(_make_geometry(self.shape, origin_px)))
+
+    def _write_feature(self, geometry: str) -> str:
         properties: dict[str, Any] = {"objectType": self.kind}
         if self.class_name:
             color = {} if self.color is None else {"color": list(self.color)}
@@ -79,8 +96,8 @@ class SlideObject:
                 raise ValueError(
                     f"An object has NaN or infinite measurements: {dict(self.measurements)}; remove these measurements."
                 )
-        geometry = _make_geometry(self.shape, origin_px)
-        return {"type": "Feature", "id": str(self.id), "geometry": geometry, "properties": properties}
+        content = json.dumps(properties, ensure_ascii=False, allow_nan=False)
+        return f'{{"type": "Feature", "id": "{self.id}", "geometry": {geometry}, "properties": {content}}}'
 
 
 # Writing GeoJSON
@@ -101,7 +118,7 @@ def write_geojson(path: Path, objects: Iterable[SlideObject], origin_px: tuple[f
         file.write(HEAD)
         for item in objects:
             file.write(",\n" if count else "")
-            file.write(json.dumps(item.to_feature(origin_px), ensure_ascii=False, allow_nan=False))
+            file.write(item.to_feature(origin_px))
             count += 1
         file.write(TAIL)
     return count

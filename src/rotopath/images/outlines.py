@@ -1,4 +1,4 @@
-"""Trace the outlines of objects in label maps, smooth the outlines, and measure the shapes of the objects.
+"""Trace the outlines of objects in label maps, smooth the outlines, and measure the objects.
 
 A label map (H, W) contains an object number at each pixel, and 0 for background. An object may have several parts. A
 part is a connected component: its pixels are connected by their sides, not only by their corners. The outline of an
@@ -19,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from skimage.measure import label
 
+from rotopath.images.stain import stain_densities
+
 DECIMALS = 2  # coordinates in files are rounded to a hundredth of a pixel, and vertices of smoothed outlines as well
 EAST, SOUTH, WEST, NORTH = range(4)
 STEPS = np.array([(0, 1), (1, 0), (0, -1), (-1, 0)])  # (rows, columns) of one step in each of these directions
@@ -29,6 +31,7 @@ GROWTH_STEPS = 4  # rounds in which smoothed outlines grow to the area that they
 MAX_SHRINKAGE = 0.25  # objects that smoothing changes by a larger fraction of their area are too thin to be smoothed
 MAX_AREA_CHANGE = 0.02  # largest change of the area by all steps, as a fraction
 MAX_TESTED_VERTICES = 512  # larger outlines, which are not those of cells, are not smoothed: the test would take long
+MEASURED_DECIMALS = 4  # of shapes (µm, µm², fractions) and stains of objects
 
 Ring = NDArray[np.float64]  # (vertices, 2), rows and columns; the last vertex is connected to the first
 
@@ -485,7 +488,7 @@ def _cross(first: NDArray[Any], second: NDArray[Any]) -> NDArray[Any]:
     return np.asarray(first[:, 0] * second[:, 1] - first[:, 1] * second[:, 0])
 
 
-# Shapes
+# Measurements
 
 
 def measure_shapes(labels: NDArray[np.integer], spacing_um_px: float) -> dict[str, NDArray[np.float64]]:
@@ -533,6 +536,38 @@ def measure_shapes(labels: NDArray[np.integer], spacing_um_px: float) -> dict[st
         "orientation_deg": np.where(angle < 0, angle + 180, angle),
         "solidity": np.minimum(1, areas / _measure_hulls(padded, count)),
     }
+
+
+def measure_objects(
+    labels: NDArray[np.integer],
+    foreground: NDArray[np.float32],
+    deviation: NDArray[np.float32] | None,
+    pixels: NDArray[np.float32],
+    spacing_um_px: float,
+) -> dict[str, NDArray[np.float64]]:
+    """Measure the shape and the stain of each object in a label map (H, W). Objects have the numbers 1 to n.
+
+    `foreground` (H, W) is the probability of the foreground, `deviation` (H, W) its standard deviation over rotations,
+    and `pixels` (3, H, W) are the pixels as the network reads them, from 0 to 255. Returns a dictionary from the names
+    of measurements to arrays (n,): those of `measure_shapes`, then mean and standard deviation of the optical densities
+    of hematoxylin and of eosin over the pixels of each object, then the mean probability, and then the mean deviation,
+    unless it is None. All but the last two are rounded to `MEASURED_DECIMALS` decimals.
+    """
+    measured = measure_shapes(labels, spacing_um_px)
+    is_object = labels > 0
+    numbers = labels[is_object].astype(np.int64) - 1
+    counts = np.bincount(numbers)
+
+    def mean(values: NDArray[np.floating]) -> NDArray[np.float64]:
+        return np.asarray(np.bincount(numbers, values) / counts)
+
+    densities = stain_densities(pixels[:, is_object].T.astype(np.uint8))  # (pixels of all objects, 2)
+    for stain, density in zip(("hematoxylin", "eosin"), densities.T, strict=True):
+        measured[f"{stain}_mean"] = mean(density)
+        measured[f"{stain}_sd"] = np.sqrt(mean((density - measured[f"{stain}_mean"][numbers]) ** 2))
+    measured = {name: np.round(values, MEASURED_DECIMALS) for name, values in measured.items()}
+    measured["probability"] = mean(foreground[is_object])
+    return measured if deviation is None else measured | {"deviation": mean(deviation[is_object])}
 
 
 def _measure_perimeters(padded: NDArray[np.integer], count: int) -> NDArray[np.float64]:

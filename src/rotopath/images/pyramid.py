@@ -36,7 +36,7 @@ TILE_PX = 512  # side of the square tiles
 UM_PER_CM = 1e4
 MAX_CLASSIC_BYTES = 2**31  # for a larger level 0, a BigTIFF is written: offsets in a classic TIFF have only 32 bits
 BLOCK_PX, CACHED_BLOCKS = 512, 24  # stored maps are compressed in blocks; 24 blocks of three channels need 75 MB
-COMPRESSORS = 4  # number of threads that compress blocks
+COMPRESSORS = 4  # number of threads that compress blocks and tiles
 ABOUT, MASK = "about.json", "mask.npy"  # names of the other parts of a stored map
 Pixels = NDArray[Any]
 
@@ -55,25 +55,26 @@ class MapFile:
 
     def write(self, top: int, left: int, values: NDArray[Any]) -> None:
         """Write values (h, w), with the first value at row `top` and column `left`."""
-        for i, row in enumerate(values.astype(self._dtype)):
+        for i, row in enumerate(np.ascontiguousarray(values, self._dtype)):
             self._seek(top + i, left)
-            self._file.write(row.tobytes())
+            self._file.write(row.data)
 
     def paint(self, top: int, left: int, values: NDArray[Any]) -> None:
         """Write the values (h, w) that are not 0; where they are 0, the map keeps its values."""
-        used = np.flatnonzero(values.any(axis=0))
-        for row in np.flatnonzero(values.any(axis=1)).tolist():
-            part = values[row, used[0] : used[-1] + 1]
-            self._seek(top + row, left + int(used[0]))
-            old = np.frombuffer(self._file.read(len(part) * self._dtype.itemsize), self._dtype)
-            self.write(top + row, left + int(used[0]), np.where(part != 0, part, old)[None])
+        rows, columns = np.flatnonzero(values.any(axis=1)), np.flatnonzero(values.any(axis=0))
+        if not len(rows):
+            return
+        used = values[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+        first = top + int(rows[0]), left + int(columns[0])
+        old = self.read_part((first[0], first[0] + len(used)), (first[1], first[1] + used.shape[1]))
+        self.write(*first, np.where(used != 0, used, old))
 
     def read_part(self, rows: tuple[int, int], columns: tuple[int, int]) -> NDArray[Any]:
         """Return the values in a range of rows and of columns, each as (start, stop)."""
         part = np.empty((rows[1] - rows[0], columns[1] - columns[0]), self._dtype)
-        for i in range(len(part)):
+        for i, row in enumerate(part):
             self._seek(rows[0] + i, columns[0])
-            part[i] = np.frombuffer(self._file.read(part[i].nbytes), self._dtype)
+            self._file.readinto(row.data)
         return part
 
     def read(self, top: int = 0, bottom: int | None = None) -> NDArray[Any]:
@@ -331,14 +332,21 @@ def _cut_tiles(tile_rows: Iterable[Pixels], reduced: IO[bytes] | None) -> Iterat
 
 
 def _compress_labels(tiles: Iterable[Pixels]) -> Iterator[bytes]:
-    """Compress the tiles of a label map. Most of them contain no object, and are compressed only once."""
+    """Compress the tiles of a label map, in threads. Most of them contain no object, and are compressed only once."""
     empty = zlib.compress(bytes(TILE_PX**2 * np.dtype(np.uint32).itemsize))
-    for tile in tiles:
-        if not tile.any():
-            yield empty
-            continue
+
+    def compress(tile: Pixels) -> bytes:
         missing = [(0, TILE_PX - size) for size in tile.shape]  # at the bottom and right edges
-        yield zlib.compress(np.pad(tile, missing).tobytes())
+        return zlib.compress(np.pad(tile, missing).tobytes()) if tile.any() else empty
+
+    with ThreadPoolExecutor(COMPRESSORS) as pool:
+        waiting: deque[Future[bytes]] = deque()
+        for tile in tiles:
+            waiting.append(pool.submit(compress, tile))
+            if len(waiting) > 2 * COMPRESSORS:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def _halve(pixels: Pixels) -> Pixels:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +52,9 @@ class Slide:
         self.size_px = reader.levels[0].size_px  # rows and columns of level 0
         self.origin_px = reader.origin_px  # row and column of level 0 that QuPath counts as (0, 0)
         self._reader = reader
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_slide, (self.path, self.spacing_um_px, True)  # another process opens the file itself
 
     def size_at(self, spacing_um_px: float) -> tuple[int, int]:
         """Return the number of rows and of columns at a pixel spacing, each at least 1.

@@ -477,7 +477,7 @@ def _write_results(
                 groups["Least certain"] = least_certain.items
             draw_crops(slide, groups, score).save(unfinished / CROPS)
         ended = time.perf_counter()
-        in_loop = sum(seconds[stage] for stage in ("network", "maps", "objects"))
+        in_loop = sum(seconds[stage] for stage in ("waiting", "maps", "objects"))
         stages = {"tissue": prepared - started, **seconds, "files": ended - prepared - in_loop}
         summary = slide_pass.summary()
         corner_px, side_px = slide_pass.heat_frame

@@ -8,15 +8,14 @@ folder.
 
 import math
 import tempfile
-import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from threading import Lock, local
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
@@ -37,7 +36,20 @@ from rotopath.images.pyramid import MapFile, MapWriter, StoredMap
 from rotopath.images.stain import Stain, Stains, measure_stains
 from rotopath.images.tissue import Focus, Region, measure_focus
 from rotopath.inference.dense import FeatureNetwork, MixedNetwork
-from rotopath.inference.tiling import TILE_PX, Grid, Run, Span, Tile, predict_tiles, read_tiles, start_workers
+from rotopath.inference.tiling import (
+    READERS,
+    TILE_PX,
+    Grid,
+    Run,
+    Span,
+    Stopwatch,
+    Tile,
+    compute_ahead,
+    pick,
+    predict_tiles,
+    read_tiles,
+    start_workers,
+)
 from rotopath.models import DenseNetwork
 from rotopath.writing import atomic_file
 
@@ -48,7 +60,8 @@ if TYPE_CHECKING:
 GPU_TILE_PX = 2 * TILE_PX  # with smaller tiles, a GPU waits for Python, which starts its computations one by one
 MEASURED_PX = 2**21  # largest number of pixels from which stains are measured; on larger slides, samples are measured
 SAMPLE_PX = 256  # side of each of these square samples
-BLOCK_PX, CACHED_BLOCKS = 512, 32  # slides are read in square blocks, cached for adjacent tiles; 32 blocks need 25 MB
+BLOCK_PX, CACHED_BLOCKS = 512, 16 * READERS  # slides are read in square blocks, cached for adjacent tiles; 32: 25 MB
+BLOCKS_OF_WORKER = 32  # blocks that another process caches: its tiles are seldom adjacent
 MAX_LABELS_PX = 2**28  # largest label map that is kept in memory, which needs 1 GB
 MAX_ENLARGEMENT = 1.5  # pixels that are enlarged more than this for the network lack details that it has learned
 MIN_FOCUS_MM2 = 0.1  # in less tissue than this, a fraction of tissue that is out of focus means little
@@ -303,43 +316,6 @@ def _to_shapely(shapely: Any, shape: Point | tuple[Polygon, ...], origin_px: tup
         for outer, *holes in ([(ring - origin_px)[:, ::-1] for ring in polygon.rings] for polygon in shape)
     ]
     return polygons[0] if len(polygons) == 1 else shapely.MultiPolygon(polygons)
-
-
-class Stopwatch:
-    """Measures how many seconds each stage of a prediction takes.
-
-    Several threads may measure the same stage at once. Their seconds are added, so that the sum can exceed the time
-    that has passed. If a stage is measured inside another stage, its seconds do not count for the outer stage.
-    """
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)  # by name of the stage
-        self._lock = Lock()
-        self._inner = local()  # per thread: seconds of the stages inside of the current stage
-
-    @contextmanager
-    def measure(self, stage: str) -> Iterator[None]:
-        """Context manager: add the seconds of its block to a stage."""
-        outer, self._inner.seconds = getattr(self._inner, "seconds", 0.0), 0.0
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            elapsed = time.perf_counter() - start
-            with self._lock:
-                self.seconds[stage] += elapsed - self._inner.seconds
-            self._inner.seconds = outer + elapsed
-
-    def watch(self, stage: str, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield items, and add the seconds that it takes to make them to a stage."""
-        iterator = iter(items)
-        while True:
-            with self.measure(stage):
-                try:
-                    item = next(iterator)
-                except StopIteration:
-                    return
-            yield item
 
 
 class SlidePass:
@@ -679,18 +655,19 @@ class SlidePass:
         """Predict the tiles near tissue (see `_is_near_tissue`), write them into the maps, and yield the objects."""
         task = self.model.task
         wanted = [tile for tile in self.grid.tiles if self._is_near_tissue(*tile)]
-        if self._stored is None:
-            tiles = predict_tiles(
-                self.grid, wanted, self.model.device, self.options.rotations, task.to_probabilities, task.needs_pixels
-            )
-        else:
-            tiles = read_tiles(self.grid, wanted, self._read_stored, task.needs_pixels)
 
         def on_tile(done: int) -> None:
             on_progress(done, len(wanted))
 
         with start_workers(self.options.workers) as run:
-            yield from self.stopwatch.watch("objects", self._finder.find(self._finish_tiles(tiles, on_tile), run))
+            if self._stored is None:
+                device, rotations = self.model.device, self.options.rotations
+                probabilities, needs_pixels = task.to_probabilities, task.needs_pixels
+                tiles = predict_tiles(self.grid, wanted, device, rotations, probabilities, needs_pixels, run)
+            else:
+                tiles = read_tiles(self.grid, wanted, self._read_stored, task.needs_pixels)
+            found = self._finder.find(self._finish_tiles(tiles, on_tile), run or map)
+            yield from self.stopwatch.watch("objects", found)
 
     def _finish_tiles(self, tiles: Iterable[Tile], on_tile: Callable[[int], None]) -> Iterator[Tile]:
         """Yield predicted tiles for the search of objects, and write them into the maps.
@@ -698,7 +675,9 @@ class SlidePass:
         After the search of each tile, or after its start in another process, `on_tile` is called with the number of
         tiles.
         """
-        for done, tile in enumerate(self.stopwatch.watch("network", tiles), 1):
+        # The network computes the next tile in another thread.
+        ahead = compute_ahead(self.stopwatch.watch("network", tiles))
+        for done, tile in enumerate(self.stopwatch.watch("waiting", ahead), 1):
             self.predicted_px += tile.rows.size * tile.columns.size * self.grid.stride_px**2
             with self.stopwatch.measure("maps"):
                 if self._writer is not None:
@@ -794,6 +773,20 @@ class SlidePass:
 # The pixels of a slide
 
 
+class _OnceRead:
+    """Pixels that are read when they are first needed, and only once, even if several threads need them at once."""
+
+    def __init__(self, read: Callable[[], NDArray[np.uint8]]) -> None:
+        self._read, self._lock = read, Lock()
+        self._pixels: NDArray[np.uint8] | None = None
+
+    def get(self) -> NDArray[np.uint8]:
+        with self._lock:
+            if self._pixels is None:
+                self._pixels = self._read()
+        return self._pixels
+
+
 class SlideView:
     """Reads rectangles of a slide at a pixel spacing. Thread-safe.
 
@@ -804,12 +797,22 @@ class SlideView:
         self, slide: Slide, spacing_um_px: float, stain: Stain, tissue: Tissue, stopwatch: Stopwatch | None = None
     ) -> None:
         self.slide = slide
-        self._stopwatch = stopwatch or Stopwatch()
+        self.stopwatch = stopwatch or Stopwatch()
         self.spacing_um_px = spacing_um_px
         self.size_px = slide.size_at(self.spacing_um_px)
         self.level0_px = self.spacing_um_px / slide.spacing_um_px  # side of a pixel of the view, in pixels of level 0
         self.stains = self._measure_stains(tissue) if stain == "macenko" else None
-        self._block = lru_cache(CACHED_BLOCKS)(self._read_block)
+        self._cache_blocks(CACHED_BLOCKS)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_blocks"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._cache_blocks(BLOCKS_OF_WORKER)
+
+    def _cache_blocks(self, count: int) -> None:
+        self._blocks = lru_cache(count)(lambda row, column: _OnceRead(partial(self._read_block, row, column)))
 
     def read(self, rows: Span, columns: Span) -> NDArray[np.uint8]:
         """Return the pixels (h, w, 3) in a range of rows and of columns, both counted at the view's pixel spacing.
@@ -820,15 +823,15 @@ class SlideView:
             reflect_index(torch.arange(*span), size).numpy()
             for span, size in zip((rows, columns), self.size_px, strict=True)
         )
-        first = [int(indices.min()) // BLOCK_PX for indices in (down, across)]
-        last = [int(indices.max()) // BLOCK_PX for indices in (down, across)]
-        rows_of_blocks = [
-            np.concatenate([self._block(i, j) for j in range(first[1], last[1] + 1)], axis=1)
-            for i in range(first[0], last[0] + 1)
-        ]
-        blocks = np.concatenate(rows_of_blocks)
-        pixels: NDArray[np.uint8] = blocks[np.ix_(down - first[0] * BLOCK_PX, across - first[1] * BLOCK_PX)]
-        return pixels
+        (top, bottom), (left, right) = ((int(indices.min()), int(indices.max()) + 1) for indices in (down, across))
+        pixels = np.empty((bottom - top, right - left, 3), np.uint8)
+        for row in range(top // BLOCK_PX, -(-bottom // BLOCK_PX)):
+            for column in range(left // BLOCK_PX, -(-right // BLOCK_PX)):
+                block = self._blocks(row, column).get()
+                first = row * BLOCK_PX - top, column * BLOCK_PX - left  # of the block, in `pixels`; may be below 0
+                part = pixels[max(first[0], 0) : first[0] + len(block), max(first[1], 0) : first[1] + block.shape[1]]
+                part[:] = block[max(-first[0], 0) :, max(-first[1], 0) :][: part.shape[0], : part.shape[1]]
+        return pick(pixels, down - top, across - left)
 
     def _read_block(self, row: int, column: int) -> NDArray[np.uint8]:
         """Return the pixels of block (row, column), with normalized stains unless `stains` is None.
@@ -838,11 +841,11 @@ class SlideView:
         """
         top, left = row * BLOCK_PX, column * BLOCK_PX
         height, width = (min(BLOCK_PX, size - start) for size, start in zip(self.size_px, (top, left), strict=True))
-        with self._stopwatch.measure("reading"):
+        with self.stopwatch.measure("reading"):
             pixels = self.slide.read(top, left, height, width, self.spacing_um_px)
         if self.stains is None:
             return pixels
-        with self._stopwatch.measure("stains"):
+        with self.stopwatch.measure("stains"):
             return self.stains.normalize(pixels)
 
     def _measure_stains(self, tissue: Tissue) -> Stains | None:

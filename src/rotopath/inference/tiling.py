@@ -20,15 +20,21 @@ augmentation), each frame is rotated and predicted, the maps are rotated back, a
 """
 
 import math
+import pickle
 import signal
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing import get_all_start_methods, get_context
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Lock, local
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -36,12 +42,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rotopath import group
+from rotopath.environment import count_cores
 from rotopath.models import DenseNetwork, Geometry
 from rotopath.nn import center_crop
 
+LARGE_BYTES = 2**16  # arrays of at least this size are handed to other processes in files
 TILE_PX = 1024  # default for the largest side that a network reads at once; with 8 orientations this needs about 1.5 GB
 SPLINE_REACH = 4  # pixels farther away contribute only about 1 % to a value that splines interpolate
-READERS = 2  # number of threads that read the next tiles; each tile that was read needs a few megabytes
+READERS = min(8, max(2, count_cores() // 2))  # threads that read the next tiles; each needs a few megabytes for a tile
 
 
 class Span(NamedTuple):
@@ -70,10 +78,12 @@ class Span(NamedTuple):
         return self.stop - self.start
 
 
+Pixels = NDArray[np.uint8]
 Frame = tuple[Span, Span]  # rows and columns of a frame, in pixels of the image
 ReadPixels = Callable[[Span, Span], Tensor]  # reads rows and columns as pixels (B, 3, h, w), reflected beyond edges
 Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]  # calls a function for each item, like `map`
 Activation = Callable[[Tensor], Tensor]  # from logits (B, K, h, w) to probabilities of the same shape
+Item = TypeVar("Item")
 Predict = Callable[[Tensor], Tensor]  # from the pixels of a frame (B, 3, H, W) to probabilities (B, K, h, w)
 
 
@@ -278,8 +288,57 @@ def _read_rotated(geometry: Geometry, read_pixels: ReadPixels, frame: Frame, ang
 # Tiles of a slide
 
 
+class Stopwatch:
+    """Measures how many seconds each stage of a prediction takes.
+
+    Several threads may measure the same stage at once. Their seconds are added, so that the sum can exceed the time
+    that has passed. If a stage is measured inside another stage, its seconds do not count for the outer stage.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)  # by name of the stage
+        self._lock = Lock()
+        self._inner = local()  # per thread: seconds of the stages inside of the current stage
+
+    def __reduce__(self) -> tuple[type["Stopwatch"], tuple[()]]:
+        return Stopwatch, ()  # another process starts at 0
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Add seconds that another process has measured, by name of the stage."""
+        with self._lock:
+            for stage, value in seconds.items():
+                self.seconds[stage] += value
+
+    @contextmanager
+    def measure(self, stage: str) -> Iterator[None]:
+        """Context manager: add the seconds of its block to a stage."""
+        outer, self._inner.seconds = getattr(self._inner, "seconds", 0.0), 0.0
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            elapsed = time.perf_counter() - start
+            with self._lock:
+                self.seconds[stage] += elapsed - self._inner.seconds
+            self._inner.seconds = outer + elapsed
+
+    def watch(self, stage: str, items: Iterable[Item]) -> Generator[Item]:
+        """Yield items, and add the seconds that it takes to make them to a stage."""
+        iterator = iter(items)
+        while True:
+            with self.measure(stage):
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    return
+            yield item
+
+
 class PixelSource(Protocol):
-    """A slide or image at the pixel spacing of a network, such as `SlideView`. Several threads may read at once."""
+    """A slide or image at the pixel spacing of a network, such as `SlideView`.
+
+    Several threads may read at once. To read in other processes, the object must be picklable.
+    """
 
     @property
     def size_px(self) -> tuple[int, int]: ...
@@ -288,6 +347,10 @@ class PixelSource(Protocol):
     @property
     def level0_px(self) -> float:
         """Side of a pixel of this image, in pixels of level 0 of the slide."""
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """Measures the stages of reading."""
 
     def read(self, rows: Span, columns: Span) -> NDArray[np.uint8]:
         """Return the pixels (h, w, 3) of a rectangle. The image is reflected beyond its edges."""
@@ -407,41 +470,63 @@ def predict_tiles(
     rotations: int = 1,
     activation: Activation = activate,
     with_pixels: bool = False,
-) -> Iterator[Tile]:
+    run: Run | None = None,
+) -> Generator[Tile]:
     """Predict the tiles `wanted`, which are all or some of `grid.tiles`, and yield them in the same order.
 
     With `rotations` above 1, tiles contain the mean (test-time augmentation) and the standard deviation over this
     number of rotations. With `with_pixels`, tiles contain the pixels at the positions of their outputs, as the network
-    reads them. The network must be on `device`. Threads read the next tiles while the network computes. Only a
-    few tiles are in memory at a time. Raises ValueError if probabilities are not finite.
+    reads them. The network must be on `device`. Threads read the next tiles while the network computes or, if `run`
+    calls functions in other processes, these processes. Only a few tiles are in memory at a time. Raises ValueError if
+    probabilities are not finite.
     """
     expect_eval(grid.network)
-    remaining = iter(wanted)
     degrees = group.angles(rotations)
-    pin = device.type == "cuda"
+    tiles = list(wanted)
+    areas = [area_to_read(grid.network.geometry, grid.frame_of(*tile).pixels, degrees) for tile in tiles]
+    with _start_readers(grid.view, run) as read:
+        for (rows, columns), area, image in zip(tiles, areas, read(areas), strict=True):
+            pixels = torch.from_numpy(image).permute(2, 0, 1)[None]
+            on_device = pixels.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else pixels
+            tile = _predict_tile(grid, rows, columns, on_device, degrees, activation)
+            yield tile._replace(pixels=_pick_pixels(grid, tile.with_halo, pixels, area)) if with_pixels else tile
 
-    def read(rows: Span, columns: Span) -> Tensor:
-        area = area_to_read(grid.network.geometry, grid.frame_of(rows, columns).pixels, degrees)
-        image = torch.from_numpy(grid.view.read(*area)).permute(2, 0, 1)[None]
-        return image.pin_memory() if pin else image
 
-    pool = ThreadPoolExecutor(READERS)
-    waiting: deque[tuple[Span, Span, Future[Tensor]]] = deque()
-    try:
-        while True:
-            while len(waiting) <= READERS and (spans := next(remaining, None)) is not None:
-                waiting.append((*spans, pool.submit(read, *spans)))
-            if not waiting:
-                return
-            rows, columns, reading = waiting.popleft()
-            pixels = reading.result()
-            tile = _predict_tile(grid, rows, columns, pixels.to(device, non_blocking=True), degrees, activation)
-            if with_pixels:
-                area = area_to_read(grid.network.geometry, grid.frame_of(rows, columns).pixels, degrees)
-                tile = tile._replace(pixels=_pick_pixels(grid, tile.with_halo, pixels, area))
-            yield tile
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+@contextmanager
+def _start_readers(view: PixelSource, run: Run | None) -> Iterator[Callable[[Iterable[Frame]], Iterator[Pixels]]]:
+    """Context manager: yield a function that reads the pixels (h, w, 3) of rectangles of an image, in their order.
+
+    Threads read ahead or, if `run` calls functions in other processes, these processes.
+    """
+    if run is None:
+        with ThreadPoolExecutor(READERS) as pool:
+            try:
+                yield partial(_map_in_order, pool, READERS, lambda area: view.read(*area))
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+        return
+    read = partial(_read_in_worker, pickle.dumps(view))
+
+    def read_all(areas: Iterable[Frame]) -> Iterator[Pixels]:
+        for pixels, seconds in run(read, areas):
+            view.stopwatch.add(seconds)
+            yield pixels
+
+    yield read_all
+
+
+def _read_in_worker(view: bytes, area: Frame) -> tuple[Pixels, dict[str, float]]:
+    """Return the pixels of a rectangle, and the seconds of each stage of reading. `view` is a pickled `PixelSource`."""
+    opened = _open_view(view)
+    before = dict(opened.stopwatch.seconds)
+    pixels = opened.read(*area)
+    return pixels, {stage: seconds - before.get(stage, 0) for stage, seconds in opened.stopwatch.seconds.items()}
+
+
+@lru_cache(maxsize=1)
+def _open_view(view: bytes) -> PixelSource:
+    opened: PixelSource = pickle.loads(view)
+    return opened
 
 
 def read_tiles(
@@ -449,7 +534,7 @@ def read_tiles(
     wanted: Iterable[tuple[Span, Span]],
     read_maps: Callable[[Span, Span], tuple[NDArray[np.float32], NDArray[np.float32] | None]],
     with_pixels: bool = False,
-) -> Iterator[Tile]:
+) -> Generator[Tile]:
     """Yield tiles like `predict_tiles`, but with stored maps in place of predicted ones.
 
     `read_maps` is the function that reads the probabilities (K, h, w), and the standard deviations or None, of a range
@@ -480,7 +565,22 @@ def _pick_pixels(grid: Grid, outputs: tuple[Span, Span], pixels: Tensor, area: F
     """
     down, across = (indices - read.start for indices, read in zip(_find_pixels(grid, outputs), area, strict=True))
     image: NDArray[np.uint8] = pixels[0].permute(1, 2, 0).numpy()
-    return image[np.ix_(down, across)]
+    return pick(image, down, across)
+
+
+def pick(image: NDArray[np.uint8], rows: NDArray[np.int64], columns: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Return the pixels of an image (H, W, 3) at all combinations of the given rows and columns.
+
+    If the rows and the columns are evenly spaced, this is much faster than indexing with `np.ix_`, and other threads
+    can run meanwhile.
+    """
+    slices = []
+    for indices in (rows, columns):
+        steps = np.diff(indices)
+        if not len(steps) or steps[0] < 1 or (steps != steps[0]).any():
+            return image[np.ix_(rows, columns)]
+        slices.append(slice(int(indices[0]), int(indices[-1]) + 1, int(steps[0])))
+    return np.ascontiguousarray(image[tuple(slices)])
 
 
 def _find_pixels(grid: Grid, outputs: tuple[Span, Span]) -> tuple[NDArray[np.int64], ...]:
@@ -525,30 +625,47 @@ def _predict_tile(
     return Tile(rows, columns, with_halo, maps.mean(dim=0).cpu().numpy(), deviations)
 
 
-# Other processes
+# Other threads and processes
+
+
+def compute_ahead(items: Generator[Item]) -> Iterator[Item]:
+    """Yield items from an iterator that runs in another thread, one item ahead."""
+    end = object()
+    with closing(items) as iterator, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(next, iterator, end)
+        while (item := waiting.result()) is not end:
+            waiting = pool.submit(next, iterator, end)
+            yield cast(Item, item)
 
 
 @contextmanager
-def start_workers(count: int) -> Iterator[Run]:
+def start_workers(count: int) -> Iterator[Run | None]:
     """Context manager: yield a function that is used like `map`, and computes in `count` other processes.
 
     The results have the order of the items. Functions, items and results must be picklable. Only a few items per
-    process are in memory at a time. If `count` is 0, the function is `map` itself. Raises BrokenProcessPool if a
-    process is killed.
+    process are computed ahead. Large arrays are handed over in files, which other processes and threads can write and
+    read while Python runs. If `count` is 0, None is yielded. Raises BrokenProcessPool if a process is killed.
     """
     if not count:
-        yield map
+        yield None
         return
     # Processes that are forked from a process with threads or with a GPU can hang. So they are forked from a server.
     has_server = "forkserver" in get_all_start_methods()
     context = get_context("forkserver" if has_server else "spawn")
     if has_server:
         context.set_forkserver_preload(["rotopath.tasks"])
-    pool = ProcessPoolExecutor(count, context, initializer=_ignore_interrupts)
-    try:
-        yield partial(_map_in_order, pool, 2 * count)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    with TemporaryDirectory(prefix="rotopath-") as folder:
+        pool = ProcessPoolExecutor(count, context, initializer=_ignore_interrupts)
+
+        def run(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+            parcels = (_pack(item, Path(folder)) for item in items)
+            in_worker = partial(_call_in_worker, function, Path(folder))
+            yield from map(_unpack, _map_in_order(pool, count + 2, in_worker, parcels))
+
+        try:
+            yield run
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _map_in_order(pool: Executor, limit: int, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
@@ -560,6 +677,49 @@ def _map_in_order(pool: Executor, limit: int, function: Callable[[Any], Any], it
             yield waiting.popleft().result()
     while waiting:
         yield waiting.popleft().result()
+
+
+class _Parcel(NamedTuple):
+    """A pickled object, whose large arrays are in a file."""
+
+    content: bytes  # without the large arrays
+    file: Path | None
+    sizes: tuple[int, ...]  # of the large arrays, in bytes
+
+
+def _call_in_worker(function: Callable[[Any], Any], folder: Path, parcel: _Parcel) -> _Parcel:
+    return _pack(function(_unpack(parcel)), folder)
+
+
+def _pack(item: object, folder: Path) -> _Parcel:
+    """Pickle an object, and write its large arrays to a file in a folder."""
+    large: list[memoryview] = []
+
+    def keep_inside(buffer: pickle.PickleBuffer) -> bool:
+        if buffer.raw().nbytes < LARGE_BYTES:
+            return True
+        large.append(buffer.raw())
+        return False
+
+    content = pickle.dumps(item, protocol=5, buffer_callback=keep_inside)
+    if not large:
+        return _Parcel(content, None, ())
+    file = folder / uuid4().hex
+    with file.open("wb") as opened:
+        for buffer in large:
+            opened.write(buffer)
+    return _Parcel(content, file, tuple(buffer.nbytes for buffer in large))
+
+
+def _unpack(parcel: _Parcel) -> Any:
+    """Return the object of a parcel, and remove its file."""
+    buffers = [np.empty(size, np.uint8) for size in parcel.sizes]
+    if parcel.file is not None:
+        with parcel.file.open("rb") as opened:
+            for buffer in buffers:
+                opened.readinto(buffer.data)
+        parcel.file.unlink()
+    return pickle.loads(parcel.content, buffers=buffers)
 
 
 def _ignore_interrupts() -> None:

@@ -40,7 +40,7 @@ import torch
 
 from rotopath import runs
 from rotopath.data import DataError
-from rotopath.data.batches import count_cores
+from rotopath.environment import count_cores
 from rotopath.evaluation import evaluate, evaluation_file
 from rotopath.images import UnreadableFileError
 from rotopath.inference.cluster import connect, describe_failure

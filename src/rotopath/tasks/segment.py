@@ -2,11 +2,14 @@
 
 For each pixel, the network predicts the probabilities of three parts: inside an object, border of an object, and
 background. With several classes, the network also predicts the probability of each class. All pixels of an object get
-the same class.
+the same class. On slides, objects in one tile are found at once, and objects in regions that cross borders between
+tiles after the last tile.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
@@ -16,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from scipy import ndimage
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 from skimage.segmentation import watershed
 from torch import Tensor
 
@@ -25,13 +30,11 @@ from rotopath.data.batches import Bytes, SampleReader
 from rotopath.data.sampling import Ints, PatientBalancedSampler, Sampler, SamplerSettings
 from rotopath.data.splits import select_per_stratum
 from rotopath.images.geojson import SlideObject
-from rotopath.images.outlines import measure_shapes, smooth_outlines, trace_outlines
+from rotopath.images.outlines import measure_objects, smooth_outlines, trace_outlines
 from rotopath.images.pyramid import MapFile
-from rotopath.images.stain import stain_densities
 from rotopath.inference.dense import Prediction
-from rotopath.inference.seams import MergedRegion, Seams, TileParts, split_tile
 from rotopath.inference.slide_pass import ObjectFinder
-from rotopath.inference.tiling import Grid, Run, Tile
+from rotopath.inference.tiling import Grid, Run, Span, Tile
 from rotopath.metrics.bootstrap import ImageCase, f1_terms
 from rotopath.metrics.matching import (
     ObjectCounts,
@@ -67,7 +70,8 @@ INSIDE_TRIED = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 BACKGROUND_TRIED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 # Areas of discs with a diameter of about 2 to 4 µm: 45 to 170 px at 0.25 µm/px
 MIN_UM2_TRIED = (2.8125, 5.0, 6.875, 8.75, 10.625)
-MEASURED_DECIMALS = 4  # of shapes (µm, µm², fractions) and stains of objects
+LARGEST_PX = 2**24  # largest bounding box of a merged region, in px²: 1 mm² at 0.25 µm/px, far larger than a nucleus
+TILES_IN_MEMORY = 16  # number of tiles whose files are cached while regions are merged
 
 NO_COUNTS = ObjectCounts(0, 0, 0, 0.0)
 
@@ -369,7 +373,7 @@ class Segment(Task):
 
     def class_maps(self, maps: Map) -> Map:
         """Return, for each class, the probability that a pixel belongs to an object of this class: (classes, h, w)."""
-        foreground: Map = 1 - maps[BACKGROUND][None]
+        foreground = self.foreground_map(maps)[None]
         return foreground if self.is_single else foreground * maps[len(PARTS) :]
 
     def foreground_map(self, maps: Map) -> Map:
@@ -386,6 +390,21 @@ class Segment(Task):
         return (0.0, 0.0, 1.0, *(0.0 for _ in range(self.outputs - len(PARTS))))
 
 
+# Objects of slides. A region is a connected component of the foreground, and may contain several objects.
+
+
+class Rectangle(NamedTuple):
+    """The outputs in a rectangle of the slide, with k channels.
+
+    The channels are the K probabilities, then red, green and blue of the pixel, and then, if the slide is predicted at
+    several rotations, the standard deviation of the foreground probability over the rotations.
+    """
+
+    top: int  # first row of the rectangle on the slide
+    left: int
+    values: Map  # (k, h, w)
+
+
 class FoundObjects(NamedTuple):
     """The objects in a rectangle of outputs."""
 
@@ -395,68 +414,170 @@ class FoundObjects(NamedTuple):
     objects: list[SlideObject]
 
 
-@dataclass(frozen=True)
-class InstanceSearch:
-    """Finds the objects in a tile or in a region that crosses tile borders. It can be sent to another process.
+class TileParts(NamedTuple):
+    """The parts of regions in one tile, without their pixels, as `split_tile` returns them."""
 
-    The foreground consists of the pixels whose probability of background is below `point["background"]`. A region is a
-    connected component of the foreground, and may contain several objects.
+    rows: Span  # of the tile on the slide
+    columns: Span
+    total: int  # number of parts; they have the numbers 1 to `total`
+    edges: tuple[Labels, ...]  # part number of each output along the top, bottom, left and right edge; 0: no part
+
+
+def split_tile(
+    size: tuple[int, ...], folder: Path, number: int, spans: tuple[Span, Span], mask: NDArray[np.bool_], values: Map
+) -> tuple[NDArray[np.bool_], TileParts]:
+    """Split the regions of a tile into complete regions and parts, and store the outputs of the parts in a file.
+
+    A region that touches no border to another tile is complete. Any other region of the tile may have parts in several
+    tiles. `size` is the number of rows and columns of outputs on the slide, `number` counts the tiles from 0, and
+    `spans` are the rows and columns of the tile. `mask` (h, w) is true in regions, and `values` (k, h, w) are the
+    channels. Returns a mask (h, w) of the complete regions, and the parts, which `Seams.join` takes.
+    """
+    rows, columns = spans
+    regions, count = ndimage.label(mask)
+    is_cut = np.zeros(count + 1, bool)
+    is_border = (rows.start > 0, rows.stop < size[0], columns.start > 0, columns.stop < size[1])
+    for edge, border in zip(_edges(regions), is_border, strict=True):
+        is_cut[edge] |= border
+    is_cut[0] = False
+    part_numbers = np.where(is_cut, np.cumsum(is_cut), 0).astype(np.int32)[regions]
+    pixels = np.flatnonzero(part_numbers)
+    in_parts = values.reshape(len(values), -1)[:, pixels]
+    np.savez(folder / f"{number}.npz", pixels=pixels, part_numbers=part_numbers.ravel()[pixels], values=in_parts)
+    edges = tuple(edge.copy() for edge in _edges(part_numbers))
+    return mask & (part_numbers == 0), TileParts(rows, columns, int(is_cut.sum()), edges)
+
+
+def _edges(labels: Labels) -> tuple[Labels, ...]:
+    """Return the top, bottom, left and right edge of a label map."""
+    return labels[0], labels[-1], labels[:, 0], labels[:, -1]
+
+
+class Seams:
+    """Merges the parts of regions that cross borders between tiles.
+
+    Call `split_tile`, which may run in another process, and `join` for each tile, row by row and from left to right,
+    and then `finish`. Regions are 4-connected: outputs that touch only at a corner are not connected. The outputs of
+    the parts are in the files that `split_tile` writes to `folder`. Two things stay in memory: the edges of tiles that
+    have no neighbor yet, and a table that states which parts are connected. `background` has a value for each of the
+    first channels. Outputs outside of a merged region, but in its bounding box, get these values (other channels: 0).
     """
 
-    task: "Segment"
+    def __init__(self, background: Sequence[float], folder: Path) -> None:
+        self._background, self._folder = np.asarray(background, np.float32), folder
+        self._tiles: list[tuple[Span, Span]] = []  # rows and columns of each tile
+        self._parts: list[tuple[int, int]] = []  # tile number, and part number in this tile, of each part of the slide
+        self._pairs: list[NDArray[np.integer]] = []  # (2, n): parts that are connected, as indices of `_parts`
+        # Edges of tiles whose neighbors are still to come: the index in `_parts` of the part at each output, or -1. The
+        # key is the axis that the edge crosses, and the first row and column of the neighbor.
+        self._open_edges: dict[tuple[int, int, int], NDArray[np.integer]] = {}
+        self._load = lru_cache(maxsize=TILES_IN_MEMORY)(self._load_file)
+
+    def join(self, parts: TileParts) -> None:
+        """Record the parts of a tile, and which of them are connected to parts of the tiles above and to the left."""
+        rows, columns = parts.rows, parts.columns
+        first = len(self._parts)
+        self._parts += [(len(self._tiles), part) for part in range(1, parts.total + 1)]
+        self._tiles.append((rows, columns))
+        top, bottom, left, right = (np.where(edge > 0, first + edge - 1, -1) for edge in parts.edges)
+        for axis, edge in enumerate((top, left)):
+            neighbor = self._open_edges.pop((axis, rows.start, columns.start), None)
+            if neighbor is not None:  # otherwise that tile was skipped
+                pairs = np.stack([edge, neighbor])
+                self._pairs.append(np.unique(pairs[:, (pairs >= 0).all(axis=0)], axis=1))
+        self._open_edges[0, rows.stop, columns.start] = bottom
+        self._open_edges[1, rows.start, columns.stop] = right
+
+    def finish(self) -> Iterator[Rectangle]:
+        """Merge and yield all regions that touch a border between tiles. Call this after the last tile."""
+        pairs = np.concatenate([np.empty((2, 0), np.int64), *self._pairs], axis=1)
+        table = coo_array((np.ones(pairs.shape[1], bool), tuple(pairs)), shape=(len(self._parts),) * 2)
+        groups: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        if self._parts:
+            for part, region in zip(self._parts, connected_components(table, directed=False)[1].tolist(), strict=True):
+                groups[region].append(part)
+        for parts in groups.values():
+            yield from self._merge([self._read_part(*part) for part in parts])
+
+    def _merge(self, parts: list[tuple[NDArray[np.int64], Map]]) -> Iterator[Rectangle]:
+        """Merge the parts of one region, as `_read_part` returns them, and yield the region in its bounding box.
+
+        If the bounding box of the region is larger than `LARGEST_PX`, each part is yielded as a separate region.
+        """
+        positions = np.concatenate([positions for positions, _ in parts], axis=1)  # (2, pixels)
+        top, left = positions.min(axis=1)
+        height, width = positions.max(axis=1) + 1 - (top, left)
+        if height * width > LARGEST_PX and len(parts) > 1:
+            for part in parts:
+                yield from self._merge([part])
+            return
+        values = np.concatenate([values for _, values in parts], axis=1)  # (k, pixels)
+        box = np.zeros((len(values), height, width), np.float32)
+        box[: len(self._background)] = self._background[:, None, None]
+        box[:, positions[0] - top, positions[1] - left] = values
+        yield Rectangle(int(top), int(left), box)
+
+    def _read_part(self, tile: int, part: int) -> tuple[NDArray[np.int64], Map]:
+        """Return the part of a region in one tile: positions of outputs on the slide (2, n), and channels (k, n)."""
+        pixels, part_numbers, values = self._load(tile)
+        inside = part_numbers == part
+        rows, columns = self._tiles[tile]
+        down, right = np.divmod(pixels[inside], columns.size)
+        return np.stack([down + rows.start, right + columns.start]), values[:, inside]
+
+    def _load_file(self, tile: int) -> tuple[NDArray[np.int64], Labels, Map]:
+        """Return what `split_tile` saved for a tile: flat indices (n,), part numbers (n,) and channels (k, n)."""
+        with np.load(self._folder / f"{tile}.npz") as arrays:
+            return arrays["pixels"], arrays["part_numbers"], arrays["values"]
+
+
+@dataclass(frozen=True)
+class InstanceSearch:
+    """Finds the objects in a tile or in a region that crosses tile borders. It can be sent to another process."""
+
+    task: Segment
     grid: Grid
     point: OperatingPoint
-    folder: Path  # for the pixels of regions that cross tile borders
-    background: tuple[float, ...]  # values of outputs without a region, as in the argument `values` of `_decode`
+    folder: Path  # for the outputs of regions that cross tile borders
 
-    def search_tile(self, item: tuple[int, Tile]) -> tuple[TileParts, FoundObjects, bool]:
-        """Find the objects of the regions that are completely inside a tile.
+    def search_tile(self, item: tuple[int, Tile]) -> tuple[TileParts, FoundObjects]:
+        """Find the objects of the regions that are completely inside a tile, and return the parts of other regions.
 
-        `item` is the number of the tile and the tile. Returns the parts of the other regions, the objects, and whether
-        the tile has standard deviations.
+        `item` is the number of the tile and the tile.
         """
         number, tile = item
         if tile.pixels is None:
             raise ValueError(
                 "Objects are measured on the pixels of a tile; call `predict_tiles` with with_pixels=True."
             )
-        deviations = np.zeros_like(tile.probabilities) if tile.deviations is None else tile.deviations
-        pixels = tile.pixels.transpose(2, 0, 1).astype(np.float32)
-        values = np.concatenate([tile.probabilities, self.task.foreground_deviation(deviations)[None], pixels])
+        channels: list[NDArray[Any]] = [tile.probabilities, tile.pixels.transpose(2, 0, 1)]
+        if tile.deviations is not None:
+            channels.append(self.task.foreground_deviation(tile.deviations)[None])
+        values = np.concatenate(channels, dtype=np.float32)
         mask = values[BACKGROUND] < self.point["background"]
-        spans = tile.rows, tile.columns
-        is_complete, parts = split_tile(self.grid.size, self.folder, number, spans, mask, values)
-        background = np.array(self.background, np.float32)[:, None, None]
-        has_deviation = tile.deviations is not None
-        complete = np.where(is_complete, values, background)
-        return parts, self._decode(complete, tile.rows.start, tile.columns.start, has_deviation), has_deviation
+        is_complete, parts = split_tile(self.grid.size, self.folder, number, (tile.rows, tile.columns), mask, values)
+        values[: self.task.outputs, ~is_complete] = np.array(self.task.background_probabilities)[:, None]
+        return parts, self.search(Rectangle(tile.rows.start, tile.columns.start, values))
 
-    def search_region(self, item: tuple[MergedRegion, bool]) -> FoundObjects:
-        """Find the objects of a merged region. `item` is the region, and whether tiles have standard deviations."""
-        region, has_deviation = item
-        return self._decode(region.values, region.top, region.left, has_deviation)
-
-    def _decode(self, values: Map, top: int, left: int, has_deviation: bool) -> FoundObjects:
-        """Return the objects in a rectangle of outputs. `top` and `left` are its first row and column on the slide.
-
-        `values` (K + 4, h, w) contains the K probabilities of each output, then the standard deviation over rotations
-        of the foreground probability, and then red, green and blue of the pixel.
-        """
-        task, grid = self.task, self.grid
-        maps, deviations, pixels = np.split(values, [task.outputs, task.outputs + 1])
+    def search(self, rectangle: Rectangle) -> FoundObjects:
+        """Find the objects in a rectangle of outputs."""
+        task, grid, (top, left, values) = self.task, self.grid, rectangle
+        maps, pixels, deviations = np.split(values, [task.outputs, task.outputs + 3])
         labels = task.decode(Prediction(maps, grid.stride_px, (0, 0)), self.point)
         classes = task.decide_classes(labels, maps)
+        deviation = deviations[0] if len(deviations) else None
         spacing_um = grid.stride_px * grid.spacing_um_px
-        foreground, deviation = task.foreground_map(maps), deviations[0] if has_deviation else None
-        measured = measure_objects(labels, foreground, deviation, pixels, spacing_um)
+        measured = measure_objects(labels, task.foreground_map(maps), deviation, pixels, spacing_um)
         corner, side = grid.output_frame(top, left)
         outlines = smooth_outlines(trace_outlines(labels, corner, side, fill_holes=True), side)
         objects = []
         for number, polygons in outlines.items():
             measurements = {name: float(column[number - 1]) for name, column in measured.items()}
             object_class = task.classes[classes[number]]
-            objects.append(SlideObject(polygons, "detection", object_class.name, object_class.color, measurements))
-        return FoundObjects(top, left, labels, objects)
+            item = SlideObject(polygons, "detection", object_class.name, object_class.color, measurements)
+            item.render()  # here, so that workers do it
+            objects.append(item)
+        return FoundObjects(top, left, labels.astype(np.min_scalar_type(len(objects))), objects)
 
 
 class InstanceFinder:
@@ -465,24 +586,19 @@ class InstanceFinder:
     `labels` is the label map of all objects that were yielded; the first one has the number 1.
     """
 
-    def __init__(self, task: "Segment", grid: Grid, point: OperatingPoint, folder: Path) -> None:
-        # After the probabilities come the standard deviation over rotations, and red, green and blue of the pixel.
-        background = (*task.background_probabilities, 0.0, 0.0, 0.0, 0.0)
-        self._search = InstanceSearch(task, grid, point, folder, background)
-        self._seams = Seams(grid.size, background, folder)
+    def __init__(self, task: Segment, grid: Grid, point: OperatingPoint, folder: Path) -> None:
+        self._search = InstanceSearch(task, grid, point, folder)
+        self._seams = Seams(task.background_probabilities, folder)
         self._count = 0
         self.labels = MapFile(folder / "labels", grid.size, np.uint32)
         self.is_wanted: Callable[[SlideObject], bool] = lambda _: True
 
     def find(self, tiles: Iterable[Tile], run: Run = map) -> Iterator[SlideObject]:
         """Yield the objects of each tile and then, after the last tile, those that cross tile borders."""
-        has_deviation = False
-        for parts, found, is_measured in run(self._search.search_tile, enumerate(tiles)):
+        for parts, found in run(self._search.search_tile, enumerate(tiles)):
             self._seams.join(parts)
             yield from self._paint(found)
-            has_deviation = is_measured  # the same for all tiles
-        regions = ((region, has_deviation) for region in self._seams.finish())
-        for found in run(self._search.search_region, regions):
+        for found in run(self._search.search, self._seams.finish()):
             yield from self._paint(found)
 
     def _paint(self, found: FoundObjects) -> Iterator[SlideObject]:
@@ -493,34 +609,6 @@ class InstanceFinder:
         self._count += int(is_wanted.sum())
         self.labels.paint(found.top, found.left, numbers[found.labels])
         yield from (item for item, wanted in zip(found.objects, is_wanted.tolist(), strict=True) if wanted)
-
-
-def measure_objects(
-    labels: Labels, foreground: Map, deviation: Map | None, pixels: Map, spacing_um_px: float
-) -> dict[str, NDArray[np.float64]]:
-    """Measure the shape and the stain of each object in a label map (H, W). Objects have the numbers 1 to n.
-
-    `foreground` (H, W) is the probability of the foreground, `deviation` (H, W) its standard deviation over rotations,
-    and `pixels` (3, H, W) are the pixels as the network reads them, from 0 to 255. Returns a dictionary from the names
-    of measurements to arrays (n,): those of `measure_shapes`, then mean and standard deviation of the optical densities
-    of hematoxylin and of eosin over the pixels of each object, then the mean probability, and then the mean deviation,
-    unless it is None. All but the last two are rounded to `MEASURED_DECIMALS` decimals.
-    """
-    measured = measure_shapes(labels, spacing_um_px)
-    is_object = labels > 0
-    numbers = labels[is_object].astype(np.int64) - 1
-    counts = np.bincount(numbers)
-
-    def mean(values: NDArray[np.floating]) -> NDArray[np.float64]:
-        return np.asarray(np.bincount(numbers, values) / counts)
-
-    densities = stain_densities(pixels[:, is_object].T.astype(np.uint8))  # (pixels of all objects, 2)
-    for stain, density in zip(("hematoxylin", "eosin"), densities.T, strict=True):
-        measured[f"{stain}_mean"] = mean(density)
-        measured[f"{stain}_sd"] = np.sqrt(mean((density - measured[f"{stain}_mean"][numbers]) ** 2))
-    measured = {name: np.round(values, MEASURED_DECIMALS) for name, values in measured.items()}
-    measured["probability"] = mean(foreground[is_object])
-    return measured if deviation is None else measured | {"deviation": mean(deviation[is_object])}
 
 
 # Targets and loss

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import ndimage
 
-from rotopath.inference.seams import MergedRegion, Seams, split_tile
 from rotopath.inference.tiling import Span
+from rotopath.tasks.segment import Rectangle, Seams, split_tile
 
 pytestmark = [pytest.mark.slow, pytest.mark.no_cover]  # tracing them would take minutes
 
@@ -33,14 +33,14 @@ def add_tile(
 
 def find_regions(mask: np.ndarray, values: np.ndarray, step: int, folder: Path) -> list[frozenset[tuple[int, int]]]:
     """Return the pixels of all regions, found in tiles of `step` pixels a side."""
-    seams = Seams(mask.shape, BACKGROUND, folder)
-    found: list[MergedRegion] = []
+    seams = Seams(BACKGROUND, folder)
+    found: list[Rectangle] = []
     for rows in cut(mask.shape[0], step):
         for columns in cut(mask.shape[1], step):
             tile = (slice(*rows), slice(*columns))
             complete = add_tile(seams, mask.shape, folder, rows, columns, mask[tile], values[:, *tile])
             inside = np.where(complete, values[:, *tile], np.array(BACKGROUND, np.float32)[:, None, None])
-            found.append(MergedRegion(rows.start, columns.start, inside))
+            found.append(Rectangle(rows.start, columns.start, inside))
     found += seams.finish()
     regions = []
     for region in found:
@@ -71,7 +71,7 @@ def test_regions_do_not_depend_on_the_tiles(height: int, width: int, step: int, 
 
 
 def test_a_region_ends_at_a_tile_that_is_skipped(tmp_path: Path) -> None:
-    seams = Seams((4, 8), BACKGROUND, tmp_path)
+    seams = Seams(BACKGROUND, tmp_path)
     values = np.zeros((2, 4, 4), np.float32)
     mask = np.zeros((4, 4), bool)
     mask[1, 2:] = True
@@ -86,13 +86,13 @@ def test_regions_that_would_be_too_large_stay_in_pieces(tmp_path: Path, monkeypa
     mask = np.zeros((7, 12), bool)
     mask[1:3], mask[4:6, 3:5] = True, True
     values = np.stack([mask, ~mask]).astype(np.float32)
-    monkeypatch.setattr("rotopath.inference.seams.LARGEST_PX", 23)
-    seams = Seams(mask.shape, BACKGROUND, tmp_path)
+    monkeypatch.setattr("rotopath.tasks.segment.LARGEST_PX", 23)
+    seams = Seams(BACKGROUND, tmp_path)
     for columns in cut(12, 4):
         tile = (slice(None), slice(*columns))
         add_tile(seams, mask.shape, tmp_path, Span(0, 7), columns, mask[tile], values[:, *tile])
     boxes = [(region.top, region.left, *region.values.shape[1:]) for region in seams.finish()]
     assert sorted(boxes) == [(1, 0, 2, 4), (1, 4, 2, 4), (1, 8, 2, 4), (4, 3, 2, 2)]
-    monkeypatch.setattr("rotopath.inference.seams.LARGEST_PX", 24)
+    monkeypatch.setattr("rotopath.tasks.segment.LARGEST_PX", 24)
     merged = sorted((region.left, region.values.shape) for region in seams.finish())
     assert merged == [(0, (2, 2, 12)), (3, (2, 2, 2))]
