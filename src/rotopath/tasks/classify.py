@@ -353,8 +353,8 @@ class Classify(WindowTask):
         """
         summary: dict[str, float] = {"objects": sum(counts.values())}
         for name in areas_mm2:
-            part = areas_mm2[name] / tissue_mm2 if tissue_mm2 else 0.0
-            summary |= {f"{name.lower()}_mm2": areas_mm2[name], f"{name.lower()}_share": min(1.0, part)}
+            part = min(1.0, areas_mm2[name] / tissue_mm2) if tissue_mm2 else 0.0  # rounding may exceed 1
+            summary |= {f"{name.lower()}_mm2": areas_mm2[name], f"{name.lower()}_share": part}
         return summary
 
     def describe_summary(self, summary: Mapping[str, float]) -> str:
