@@ -395,6 +395,18 @@ def test_models_lists_pretrained_models_and_architectures() -> None:
         assert name in result.stdout
 
 
+@pytest.mark.parametrize("name", pretrained.list_pretrained())
+def test_models_states_the_default_thresholds(name: str) -> None:
+    """As numbers that `predict` accepts, and that change nothing there."""
+    line = run("models", name).stdout.splitlines()[-1]
+    assert line.startswith("Defaults of `rotopath predict`: threshold 0.")
+    model = rotopath.load(name)
+    threshold = float(line.split("threshold ")[1].rstrip(".").split(",")[0])
+    area = float(line.split("minimum area ")[1].split()[0]) if "minimum area" in line else None
+    chosen = model.task.adjust_operating_point(model.point, threshold, area)
+    assert chosen == pytest.approx(dict(model.point), abs=1e-4)
+
+
 def train_on_class_folders(tmp_path: Path, *settings: str) -> Result:
     """Train a small ResNet on patches in class folders, whose files do not specify their pixel size."""
     for split, count in (("train", 4), ("valid", 2), ("test", 2)):

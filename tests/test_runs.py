@@ -60,7 +60,7 @@ def test_gpus_use_half_precision_by_default(device: torch.device, precision: str
 
 @pytest.mark.parametrize(("device", "precision"), [(CPU, "16"), (CPU, "64"), (CUDA, "bf16"), (CUDA, "")])
 def test_unknown_precisions_are_refused(device: torch.device, precision: str) -> None:
-    with pytest.raises(RunError, match=r"choose .*'32'"):
+    with pytest.raises(RunError, match=r"choose .*32"):
         _choose_dtype(device, precision)
 
 
@@ -75,9 +75,9 @@ def test_preparing_a_run_for_inference_leaves_its_network_unchanged(tmp_path: Pa
         run.prepare("cpu", "16")
     with pytest.raises(ValueError, match="for GPUs"):
         run.predict(np.zeros((100, 100, 3), np.uint8), spacing_um_px=1.0, device="cpu", precision="16")
-    with pytest.raises(RunError, match="There is no backend 'tensorflow'; choose 'torch' or 'onnxruntime'"):
+    with pytest.raises(RunError, match="There is no backend 'tensorflow'; choose torch or onnxruntime"):
         run.prepare("cpu", backend="tensorflow")
-    with pytest.raises(RunError, match="'onnxruntime' is for the CPU, but the device is 'meta'; choose 'cpu'"):
+    with pytest.raises(RunError, match="onnxruntime is for the CPU, but the device is meta; choose the device cpu"):
         run.prepare("meta", backend="onnxruntime")
 
 

@@ -173,11 +173,11 @@ class Run:
         """
         point = self.task.adjust_operating_point(self.point, threshold, min_area_um2)
         if backend not in get_args(Backend):
-            raise RunError(f"There is no backend {backend!r}; choose {' or '.join(map(repr, get_args(Backend)))}.")
+            raise RunError(f"There is no backend {backend!r}; choose {' or '.join(get_args(Backend))}.")
         target = _find_device("cpu" if device is None and backend == "onnxruntime" else device)
         if backend == "onnxruntime" and target.type != "cpu":
             raise RunError(
-                f"The backend 'onnxruntime' is for the CPU, but the device is {target.type!r}; choose 'cpu'."
+                f"The backend onnxruntime is for the CPU, but the device is {target.type}; choose the device cpu."
             )
         dtype = _choose_dtype(target, precision)
         try:
@@ -477,7 +477,7 @@ def _choose_dtype(device: torch.device, precision: str | None) -> torch.dtype:
     "16", "32" and None.
     """
     if precision not in (None, *get_args(Precision)):
-        raise RunError(f"There is no precision {precision!r}; choose '16' or '32'.")
+        raise RunError(f"There is no precision {precision!r}; choose 16 or 32 bits.")
     if precision == "16" and device.type != "cuda":
-        raise RunError(f"Precision '16' is for GPUs, but the device is {device.type!r}; choose '32'.")
+        raise RunError(f"A precision of 16 bits is for GPUs, but the device is {device.type}; choose 32.")
     return torch.float16 if device.type == "cuda" and precision != "32" else torch.float32

@@ -34,17 +34,22 @@ def list_models(
 ) -> None:
     """List pretrained models and network architectures, or describe one model or architecture.
 
-    With the name of a pretrained model, show its model card: training data, license, scores and limits.
+    With the name of a pretrained model, show its model card: training data, license, scores and limits, and the
+    default thresholds.
 
     With the name of an architecture, show a table of its layers: size of the output, channels and number of weights.
     """
     from rotopath import pretrained
     from rotopath.models import ARCHITECTURES
+    from rotopath.runs import read_model_info
 
     names = pretrained.list_pretrained()
     if name in names:
         card = (pretrained.HOME / name / pretrained.CARD).read_text(encoding="utf-8")
         terminal.console.print(Markdown(card), width=min(terminal.console.width, CARD_WIDTH))
+        info = read_model_info(pretrained.HOME / name)
+        thresholds = info.task.describe_operating_point(info.point)
+        terminal.console.print(f"\nDefaults of `rotopath predict`: {thresholds}.", highlight=False, soft_wrap=True)
         raise typer.Exit
     if name is not None and name not in ARCHITECTURES:
         terminal.exit_with_error(f"There is no model {name!r}; choose from {', '.join([*names, *ARCHITECTURES])}.")

@@ -245,7 +245,9 @@ def read_geojson(path: Path, origin_px: tuple[float, float] = (0, 0)) -> list[Sl
     except OSError as error:
         raise UnreadableFileError(path, f"cannot be read ({error.strerror}).") from None
     except ValueError as error:  # not JSON, or not UTF-8
-        raise UnreadableFileError(path, f"is cut off or not valid JSON ({error}); export it again.") from None
+        raise UnreadableFileError(
+            path, f"is not a GeoJSON file, or is cut off ({error}); export it as GeoJSON."
+        ) from None
     features = content.get("features", [content]) if isinstance(content, dict) else content
     if not isinstance(features, list):
         raise UnreadableFileError(

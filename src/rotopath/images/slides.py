@@ -265,8 +265,7 @@ def _choose_spacing(
             raise UnreadableImageError(
                 path,
                 f"states a pixel spacing of {stated_um_px:.4g} µm/px, but {given_um_px:.4g} µm/px was given; leave out "
-                f"--spacing-um-px to use that of the file, or add --override-spacing (override_spacing=True) to use "
-                f"the given one.",
+                f"--spacing-um-px to use that of the file, or add --override-spacing to use the given one.",
             )
     return given_um_px
 
@@ -280,14 +279,13 @@ def _expect_spacing(path: Path, size_um: tuple[float, float] | None) -> float:
         raise UnreadableImageError(
             path,
             "does not state the size of its pixels, or states an implausible size; give the pixel spacing in µm/px "
-            "with --spacing-um-px (or spacing_um_px=...).",
+            "with --spacing-um-px.",
         )
     height_um, width_um = size_um
     if max(size_um) > min(size_um) * SQUARE_TOLERANCE:
         raise UnreadableImageError(
             path,
             f"has pixels {height_um:g} µm high and {width_um:g} µm wide, but they must be square; "
-            f"resample the image, or give the true pixel spacing with --spacing-um-px and --override-spacing (or "
-            f"spacing_um_px=... and override_spacing=True).",
+            f"resample the image, or give the true pixel spacing with --spacing-um-px and --override-spacing.",
         )
     return (height_um + width_um) / 2

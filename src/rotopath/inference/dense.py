@@ -350,7 +350,7 @@ class FeatureNetwork(nn.Module):
                 "whether its features change under rotation; predict without the embedding."
             )
         with torch.no_grad():
-            self(image)  # checks the positions of the features
+            self.channels = self(image).shape[1]  # this also checks the positions of the features
 
     def forward(self, x: Tensor) -> Tensor:
         assert self._last is not None

@@ -147,8 +147,10 @@ def list_slides(inputs: Sequence[Path]) -> list[Path]:
 def assign_folders(slides: Sequence[Path], out: Path) -> dict[Path, Path]:
     """Return the folder of results for each slide: the subfolder of `out` with the file name of the slide.
 
-    Raises DataError if two slides have the same file name.
+    Raises DataError if two slides have the same file name, or if `out` is a file.
     """
+    if out.exists() and not out.is_dir():
+        raise DataError(f"{out} is a file, but the results need a folder; choose a folder with --out.")
     folders = {path: out / path.name for path in slides}
     if repeated := [name for name, count in Counter(path.name for path in slides).items() if count > 1]:
         raise DataError(f"There are several slides named {repeated[0]}; predict each of them with a different --out.")

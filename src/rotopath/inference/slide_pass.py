@@ -531,7 +531,7 @@ class SlidePass:
         assert self._features is not None
         network, grid = self._features, self.grid
         count = len(shapes) if self.labels is None else sum(self._counts.values())
-        sums = totals = np.zeros((0, 0))
+        sums, totals = np.zeros((count, network.channels)), np.zeros((count, 1))
         for rows, columns in grid.tiles:
             labels = self._label_outputs(rows, columns, shapes)
             if not labels.any():
@@ -542,8 +542,6 @@ class SlidePass:
                 features = network(pixels)[0, :, rows.within(all_rows), columns.within(all_columns)]
             inside = labels > 0
             values, numbers = features.double().cpu().numpy()[:, inside], labels[inside] - 1
-            if not len(sums):
-                sums, totals = np.zeros((count, len(values))), np.zeros((count, 1))
             unique, indices = np.unique(numbers, return_inverse=True)
             totals[unique, 0] += np.bincount(indices)
             sums[unique] += np.stack([np.bincount(indices, channel) for channel in values], axis=1)

@@ -619,7 +619,7 @@ def _predict_tile(
     if not maps.isfinite().all():
         raise ValueError(
             "The network predicted values that are not finite numbers, perhaps because they are too large for 16-bit "
-            "precision on a GPU; use --precision 32 (or precision='32')."
+            "precision on a GPU; use --precision 32."
         )
     deviations = maps.std(dim=0, correction=0).cpu().numpy() if len(degrees) > 1 else None
     return Tile(rows, columns, with_halo, maps.mean(dim=0).cpu().numpy(), deviations)

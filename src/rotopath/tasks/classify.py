@@ -312,6 +312,11 @@ class Classify(WindowTask):
         adjusted = super().adjust_operating_point(point, threshold)
         return adjusted if min_area_um2 is None else {**adjusted, "min_area_um2": expect_area(min_area_um2)}
 
+    def describe_operating_point(self, point: OperatingPoint) -> str:
+        if not self.is_single:
+            return "none, because the most probable class is the prediction"
+        return super().describe_operating_point(point)
+
     @property
     def measurement_names(self) -> tuple[str, ...]:
         return ("area_mm2", "probability")
@@ -348,8 +353,8 @@ class Classify(WindowTask):
         """
         summary: dict[str, float] = {"objects": sum(counts.values())}
         for name in areas_mm2:
-            part = areas_mm2[name] / tissue_mm2 if tissue_mm2 else 0.0
-            summary |= {f"{name.lower()}_mm2": areas_mm2[name], f"{name.lower()}_share": min(1.0, part)}
+            part = min(1.0, areas_mm2[name] / tissue_mm2) if tissue_mm2 else 0.0  # rounding may exceed 1
+            summary |= {f"{name.lower()}_mm2": areas_mm2[name], f"{name.lower()}_share": part}
         return summary
 
     def describe_summary(self, summary: Mapping[str, float]) -> str:

@@ -355,6 +355,10 @@ class Segment(Task):
             adjusted["least_px"] = round(expect_area(min_area_um2) / self.spacing_um_px**2, 6)
         return adjusted
 
+    def describe_operating_point(self, point: OperatingPoint) -> str:
+        area_um2 = point["least_px"] * self.spacing_um_px**2
+        return f"threshold {1 - point['background']:.4g}, minimum area {area_um2:.4g} µm²"
+
     @property
     def measurement_names(self) -> tuple[str, ...]:
         pixel = np.ones((1, 1), np.float32)

@@ -156,6 +156,11 @@ class Task(ABC):
         """
         names = [names] if isinstance(names, str) else names
         known = {name.casefold(): name for name in self.class_names}
+        if not all(name.strip() for name in names):
+            raise DataError(
+                f"The name of a class is empty; choose from {', '.join(self.class_names)}, or choose no classes, which "
+                f"stands for all."
+            )
         if unknown := [name for name in names if name.strip().casefold() not in known]:
             raise DataError(f"The model has no class {unknown[0]!r}; choose from {', '.join(self.class_names)}.")
         chosen = {known[name.strip().casefold()] for name in names}
@@ -370,6 +375,10 @@ class Task(ABC):
         return {"objects": self.foreground_map(maps)}
 
     # Slides
+
+    def describe_operating_point(self, point: OperatingPoint) -> str:
+        """Return the thresholds of an operating point as a user can choose them (see `adjust_operating_point`)."""
+        return ", ".join(f"{name} {value:.4g}" for name, value in point.items())
 
     @property
     def measurement_names(self) -> tuple[str, ...]:
