@@ -29,7 +29,7 @@ from rotopath.data.dataset import DataError
 from rotopath.environment import import_for_tables
 from rotopath.group import reflect_index
 from rotopath.images import Slide, Tissue, find_tissue
-from rotopath.images.drawing import Caption, Color, DrawnAs, HeatMap, draw_overlay
+from rotopath.images.drawing import Caption, Color, DrawnAs, HeatMap, draw_overlay, reduce_slide
 from rotopath.images.geojson import COLUMNS, SlideObject, to_row, write_geojson, write_parquet, write_rows
 from rotopath.images.outlines import Point, Polygon, clamp_outline, fill_outline, trace_outlines
 from rotopath.images.pyramid import MapFile, MapWriter, StoredMap
@@ -385,6 +385,7 @@ class SlidePass:
             pool = ThreadPoolExecutor(1)  # focus is measured while the network computes
             files.callback(pool.shutdown, cancel_futures=True)
             self._focus = pool.submit(self._measure_focus)
+            self._reduced = pool.submit(reduce_slide, slide)  # for images of the results
             self._files = files.pop_all()
 
     def __enter__(self) -> Self:
@@ -443,7 +444,8 @@ class SlidePass:
         regions = self._list_regions()
         classes = dict(zip(task.class_names, task.colors, strict=True))
         classes |= {item.class_name: REGION_COLORS[item.class_name] for item in regions}
-        return draw_overlay(self.slide, heat, list(classes.items()), [*regions, *objects], task.drawn_as, caption)
+        slide, drawn = self._reduced.result(), [*regions, *objects]
+        return draw_overlay(slide, heat, list(classes.items()), drawn, task.drawn_as, caption)
 
     def _list_regions(self) -> list[SlideObject]:
         """Return the outlines of the region of interest and of excluded areas as objects, to draw them."""
@@ -487,7 +489,8 @@ class SlidePass:
         caption = Caption(self.slide.path.name, [f"{line}; {quality['pen_mm2']:.2f} mm² of pen marks"], self.warnings())
         regions = self._list_regions()
         classes = QUALITY_COLORS | {item.class_name: REGION_COLORS[item.class_name] for item in regions}
-        return draw_overlay(self.slide, None, list(classes.items()), [*regions, *objects], "regions", caption)
+        slide, drawn = self._reduced.result(), [*regions, *objects]
+        return draw_overlay(slide, None, list(classes.items()), drawn, "regions", caption)
 
     def warnings(self) -> tuple[str, ...]:
         """Return a sentence for each reason why the result may be wrong: the slide is not what the model knows.
@@ -663,7 +666,9 @@ class SlidePass:
             if self._stored is None:
                 device, rotations = self.model.device, self.options.rotations
                 probabilities, needs_pixels = task.to_probabilities, task.needs_pixels
-                tiles = predict_tiles(self.grid, wanted, device, rotations, probabilities, needs_pixels, run)
+                # Threads read as fast as processes, but cannot normalize stains at the same time: Python is busy then.
+                reading = None if self.view.stains is None else run
+                tiles = predict_tiles(self.grid, wanted, device, rotations, probabilities, needs_pixels, reading)
             else:
                 tiles = read_tiles(self.grid, wanted, self._read_stored, task.needs_pixels)
             found = self._finder.find(self._finish_tiles(tiles, on_tile), run or map)
@@ -802,6 +807,7 @@ class SlideView:
         self.size_px = slide.size_at(self.spacing_um_px)
         self.level0_px = self.spacing_um_px / slide.spacing_um_px  # side of a pixel of the view, in pixels of level 0
         self.stains = self._measure_stains(tissue) if stain == "macenko" else None
+        self._is_level = slide.has_level(spacing_um_px)  # if False, pixels are resampled, in blocks
         self._cache_blocks(CACHED_BLOCKS)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -824,6 +830,8 @@ class SlideView:
             for span, size in zip((rows, columns), self.size_px, strict=True)
         )
         (top, bottom), (left, right) = ((int(indices.min()), int(indices.max()) + 1) for indices in (down, across))
+        if self._is_level:
+            return pick(self._read(top, left, bottom - top, right - left), down - top, across - left)
         pixels = np.empty((bottom - top, right - left, 3), np.uint8)
         for row in range(top // BLOCK_PX, -(-bottom // BLOCK_PX)):
             for column in range(left // BLOCK_PX, -(-right // BLOCK_PX)):
@@ -834,13 +842,17 @@ class SlideView:
         return pick(pixels, down - top, across - left)
 
     def _read_block(self, row: int, column: int) -> NDArray[np.uint8]:
-        """Return the pixels of block (row, column), with normalized stains unless `stains` is None.
+        """Return the pixels of block (row, column).
 
         The positions of blocks do not depend on the tiles. If they did, results would depend on the tiles, too: the
         value of a pixel may differ by one gray level if the pixel is resampled as part of another rectangle.
         """
         top, left = row * BLOCK_PX, column * BLOCK_PX
         height, width = (min(BLOCK_PX, size - start) for size, start in zip(self.size_px, (top, left), strict=True))
+        return self._read(top, left, height, width)
+
+    def _read(self, top: int, left: int, height: int, width: int) -> NDArray[np.uint8]:
+        """Return the pixels of a rectangle on the slide, with normalized stains unless `stains` is None."""
         with self.stopwatch.measure("reading"):
             pixels = self.slide.read(top, left, height, width, self.spacing_um_px)
         if self.stains is None:

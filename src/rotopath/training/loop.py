@@ -264,6 +264,7 @@ def fit(
 
     with warnings.catch_warnings(), raise_keyboard_interrupt():
         warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)  # caused by Lightning
+        warnings.filterwarnings("ignore", "GPU available but not used")  # the recipe asks for the CPU
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")  # CUDA graphs use a side stream
         trainer.fit(
             TrainingModule(recipe, module, loss, plan.task.accuracy),
