@@ -709,6 +709,38 @@ def test_large_heat_maps_are_subsampled_for_the_overlay(monkeypatch: pytest.Monk
     assert np.asarray(whole).tobytes() != np.asarray(subsampled).tobytes()
 
 
+@pytest.mark.parametrize(
+    ("task", "device", "requested", "tiles", "cores", "expected"),
+    [
+        ("nuclei", "cuda", None, 50, 16, 8),
+        ("nuclei", "cuda", None, 50, 64, 8),
+        ("nuclei", "cuda", None, 50, 4, 2),
+        ("nuclei", "cuda", None, 7, 16, 0),
+        ("nuclei", "cpu", None, 50, 16, 0),
+        ("mitosis", "cuda", None, 50, 16, 0),
+        ("mitosis", "cpu", 3, 1, 2, 3),
+        ("nuclei", "cuda", 0, 50, 16, 0),
+    ],
+)
+def test_workers_are_started_where_they_help(
+    task: str,
+    device: str,
+    requested: int | None,
+    tiles: int,
+    cores: int,
+    expected: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slide_pass_module, "count_cores", lambda: cores)
+    model = Model(
+        PAPER[task], untrained(task), dict.fromkeys(("threshold", "inside", "background", "least_px"), 0.5), CPU
+    )
+    with as_slide(textured(100, 100, 1), 0.25) as slide:
+        with SlidePass(model, slide, PassOptions(workers=requested)) as slide_pass:
+            slide_pass.model = replace(model, device=torch.device(device))
+            assert slide_pass._count_workers(tiles) == expected
+
+
 def test_threads_read_each_block_of_a_slide_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rotopath.inference.slide_pass.BLOCK_PX", 64)
     image, read = textured(300, 260, 1), []

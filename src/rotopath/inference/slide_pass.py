@@ -26,7 +26,7 @@ from scipy import ndimage
 from torch import Tensor
 
 from rotopath.data.dataset import DataError
-from rotopath.environment import import_for_tables
+from rotopath.environment import count_cores, import_for_tables
 from rotopath.group import reflect_index
 from rotopath.images import Slide, Tissue, find_tissue
 from rotopath.images.drawing import Caption, Color, DrawnAs, HeatMap, draw_overlay, reduce_slide
@@ -62,6 +62,7 @@ MEASURED_PX = 2**21  # largest number of pixels from which stains are measured; 
 SAMPLE_PX = 256  # side of each of these square samples
 BLOCK_PX, CACHED_BLOCKS = 512, 16 * READERS  # slides are read in square blocks, cached for adjacent tiles; 32: 25 MB
 BLOCKS_OF_WORKER = 32  # blocks that another process caches: its tiles are seldom adjacent
+MAX_WORKERS, MIN_TILES_FOR_WORKERS = 8, 8  # for the number of processes that is chosen if none is requested
 MAX_LABELS_PX = 2**28  # largest label map that is kept in memory, which needs 1 GB
 MAX_ENLARGEMENT = 1.5  # pixels that are enlarged more than this for the network lack details that it has learned
 MIN_FOCUS_MM2 = 0.1  # in less tissue than this, a fraction of tissue that is out of focus means little
@@ -175,7 +176,9 @@ class PassOptions:
     rotations: int = 1  # number of rotations for test-time augmentation; above 1, also return the standard deviation
     tile_px: int | None = None  # largest side of a tile in pixels; by default `Model.tile_px`
     everywhere: bool = False  # if True, also predict where no tissue was detected
-    workers: int = 0  # number of processes that search tiles for objects; 0: the process of the network searches them
+    # Number of processes that normalize stains and search tiles for objects; 0: the process of the network does both;
+    # None: chosen by `SlidePass`
+    workers: int | None = 0
     region: Region | None = None  # the part of the slide to predict; None: the whole slide
     classes: tuple[str, ...] = ()  # names of the classes whose objects are returned; empty: all classes
     embedding: bool = False  # if True, also compute the features of the network for each object (`SlidePass.embed`)
@@ -662,7 +665,7 @@ class SlidePass:
         def on_tile(done: int) -> None:
             on_progress(done, len(wanted))
 
-        with start_workers(self.options.workers) as run:
+        with start_workers(self._count_workers(len(wanted))) as run:
             if self._stored is None:
                 device, rotations = self.model.device, self.options.rotations
                 probabilities, needs_pixels = task.to_probabilities, task.needs_pixels
@@ -673,6 +676,18 @@ class SlidePass:
                 tiles = read_tiles(self.grid, wanted, self._read_stored, task.needs_pixels)
             found = self._finder.find(self._finish_tiles(tiles, on_tile), run or map)
             yield from self.stopwatch.watch("objects", found)
+
+    def _count_workers(self, tiles: int) -> int:
+        """Return the number of processes to start for a slide with this number of tiles.
+
+        By default, none are started if the network runs on the CPU, which it keeps busy, or if objects are found
+        quickly. On slides of a few tiles, their start would take longer than they save.
+        """
+        if self.options.workers is not None:
+            return self.options.workers
+        if self.model.device.type == "cpu" or not self.model.task.needs_pixels or tiles < MIN_TILES_FOR_WORKERS:
+            return 0
+        return min(MAX_WORKERS, count_cores() // 2)
 
     def _finish_tiles(self, tiles: Iterable[Tile], on_tile: Callable[[int], None]) -> Iterator[Tile]:
         """Yield predicted tiles for the search of objects, and write them into the maps.
