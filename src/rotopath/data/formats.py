@@ -24,7 +24,6 @@ from scipy import ndimage
 
 from rotopath.data.amida13 import is_amida13, open_amida13
 from rotopath.data.annotations import AnnotationError, Objects, parse_objects, parse_points
-from rotopath.data.class_folders import is_class_folders, open_class_folders
 from rotopath.data.dataset import (
     SYNTHETIC_MARKER,
     Annotated,
@@ -36,7 +35,7 @@ from rotopath.data.dataset import (
     read_together,
 )
 from rotopath.data.kumar import is_kumar, open_kumar
-from rotopath.data.manifest import MANIFEST_FILE, open_manifest
+from rotopath.data.manifest import MANIFEST_FILE, is_class_folders, open_class_folders, open_manifest
 from rotopath.data.pcam import is_kaggle, is_pcam, open_kaggle, open_pcam
 from rotopath.data.splits import SPLITS, find_leaks
 from rotopath.images.files import UnreadableFileError, is_plausible
@@ -186,7 +185,7 @@ def check(dataset: Dataset, on_progress: Callable[[int], object] = lambda _: Non
 
     `on_progress` is a function that is called with the number of samples that were read since its previous call.
     """
-    counts = {split: Counter[str]() for split in SPLITS}
+    counts: dict[str, Counter[str]] = {split: Counter() for split in SPLITS}
     findings = list(dataset.findings)
     agreement: dict[str, float] = {}
     for sample in dataset.samples:

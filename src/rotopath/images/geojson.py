@@ -20,15 +20,20 @@ from typing import IO, Any, Literal, TextIO, cast
 from uuid import UUID
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rotopath.images.files import UnreadableFileError
-from rotopath.images.outlines import DECIMALS, Point, Polygon, Ring, signed_area
+from rotopath.images.outlines import DECIMALS, Point, Polygon, Ring, make_polygon
 from rotopath.writing import atomic_file
 
 HEAD, TAIL = '{"type": "FeatureCollection", "features": [\n', "\n]}\n"
 COLUMNS = ("number", "id", "class", "x_px", "y_px")  # first columns of tables of objects
 GZIP_LEVEL = 6  # higher levels take twice as long, and save 1 %
 DETECTION_TYPES = ("detection", "cell", "tile")  # QuPath types that are read as "detection"; all others are annotations
+# Classes of QuPath that are not classes of objects: areas that are left out, and areas in which objects are annotated.
+IGNORED_CLASS, REGION_CLASS = "Ignore*", "Region*"
+MAX_JSON_BYTES = 2**30
+MAX_COORDINATE_PX = 1e9  # larger than any slide
 
 
 @dataclass(frozen=True)
@@ -61,11 +66,11 @@ class SlideObject:
         vertices = np.concatenate([polygon.outer for polygon in self.shape])
         return (*vertices.min(axis=0).tolist(), *vertices.max(axis=0).tolist())
 
-    def to_feature(self, origin_px: tuple[float, float] = (0, 0)) -> dict[str, Any]:
+    def to_feature(self, origin_px: tuple[float, float] = (0, 0), decimals: int | None = DECIMALS) -> dict[str, Any]:
         """Return the object as a GeoJSON feature.
 
-        `origin_px` (row, column), in pixels of level 0, is subtracted from all coordinates. Raises ValueError if a
-        coordinate or a measurement is NaN or infinite.
+        `origin_px` (row, column), in pixels of level 0, is subtracted from all coordinates, which are then rounded to
+        `decimals`; None keeps all decimals. Raises ValueError if a coordinate or a measurement is NaN or infinite.
         """
         properties: dict[str, Any] = {"objectType": self.kind}
         if self.class_name:
@@ -77,18 +82,24 @@ class SlideObject:
                 raise ValueError(
                     f"An object has NaN or infinite measurements: {dict(self.measurements)}; remove these measurements."
                 )
-        geometry = _make_geometry(self.shape, origin_px)
+        geometry = _make_geometry(self.shape, origin_px, decimals)
         return {"type": "Feature", "id": str(self.id), "geometry": geometry, "properties": properties}
 
 
 # Writing GeoJSON
 
 
-def write_geojson(path: Path, objects: Iterable[SlideObject], origin_px: tuple[float, float] = (0, 0)) -> int:
+def write_geojson(
+    path: Path,
+    objects: Iterable[SlideObject],
+    origin_px: tuple[float, float] = (0, 0),
+    decimals: int | None = DECIMALS,
+) -> int:
     """Write objects to a GeoJSON file, one on each line, and return the number of objects.
 
     If the file name ends in ".gz", the file is compressed, as QuPath reads it. Only one object at a time is in memory.
-    `origin_px` (row, column) is subtracted from all coordinates; for QuPath, pass `slide.origin_px`.
+    `origin_px` (row, column) is subtracted from all coordinates; for QuPath, pass `slide.origin_px`. Coordinates are
+    rounded to `decimals`; None keeps all decimals.
     """
     count = 0
     with ExitStack() as stack:
@@ -99,29 +110,33 @@ def write_geojson(path: Path, objects: Iterable[SlideObject], origin_px: tuple[f
         file.write(HEAD)
         for item in objects:
             file.write(",\n" if count else "")
-            file.write(json.dumps(item.to_feature(origin_px), ensure_ascii=False, allow_nan=False))
+            file.write(json.dumps(item.to_feature(origin_px, decimals), ensure_ascii=False, allow_nan=False))
             count += 1
         file.write(TAIL)
     return count
 
 
-def _make_geometry(shape: Point | tuple[Polygon, ...], origin_px: tuple[float, float] = (0, 0)) -> dict[str, Any]:
+def _make_geometry(
+    shape: Point | tuple[Polygon, ...], origin_px: tuple[float, float] = (0, 0), decimals: int | None = DECIMALS
+) -> dict[str, Any]:
     """Convert a shape to a GeoJSON geometry. `origin_px` (row, column) is subtracted from all coordinates."""
     if isinstance(shape, Point):
-        return {"type": "Point", "coordinates": _to_positions(np.array([shape], np.float64), origin_px)[0]}
-    polygons = [[_close(_to_positions(ring, origin_px)) for ring in polygon.rings] for polygon in shape]
+        return {"type": "Point", "coordinates": _to_positions(np.array([shape], np.float64), origin_px, decimals)[0]}
+    polygons = [[_close(_to_positions(ring, origin_px, decimals)) for ring in polygon.rings] for polygon in shape]
     if len(polygons) == 1:
         return {"type": "Polygon", "coordinates": polygons[0]}
     return {"type": "MultiPolygon", "coordinates": polygons}
 
 
-def _to_positions(vertices: Ring, origin_px: tuple[float, float]) -> list[list[float]]:
-    """Convert vertices (row, column) to positions [x, y], rounded to `DECIMALS` decimals.
+def _to_positions(vertices: Ring, origin_px: tuple[float, float], decimals: int | None) -> list[list[float]]:
+    """Convert vertices (row, column) to positions [x, y], rounded to `decimals`; None keeps all decimals.
 
     `origin_px` (row, column) is subtracted from the vertices. Coordinates are integers if all of them are whole numbers
     after rounding. Raises ValueError if a coordinate is NaN or infinite.
     """
-    positions = np.round(vertices[:, ::-1] - origin_px[::-1], DECIMALS)
+    positions = vertices[:, ::-1] - origin_px[::-1]
+    if decimals is not None:
+        positions = np.round(positions, decimals)
     if not np.isfinite(positions).all():
         raise ValueError(
             f"An object has NaN or infinite coordinates (row, column): {vertices.tolist()}; remove this object."
@@ -178,17 +193,34 @@ def read_geojson(path: Path, origin_px: tuple[float, float] = (0, 0)) -> list[Sl
     `origin_px` (row, column) is added to all coordinates, to convert them to pixels of level 0. Raises
     `UnreadableFileError` if the file or one of its features cannot be used.
     """
+    return parse_geojson(path, read_json(path), origin_px)
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file; a file named *.gz is decompressed. Raises `UnreadableFileError` if it cannot.
+
+    Files that are larger than `MAX_JSON_BYTES`, also after decompression, are not read.
+    """
     try:
-        content = path.read_bytes()
-        content = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+        with path.open("rb") if path.suffix != ".gz" else gzip.open(path) as file:
+            content = file.read(MAX_JSON_BYTES + 1)
+        if len(content) > MAX_JSON_BYTES:
+            raise UnreadableFileError(path, f"is larger than {MAX_JSON_BYTES >> 20} MB; divide it into several files.")
+        return json.loads(content)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UnreadableFileError(path, f"is cut off or not a gzip file ({error}); compress it again.") from None
     except FileNotFoundError:
         raise UnreadableFileError(path, "does not exist.") from None
     except OSError as error:
         raise UnreadableFileError(path, f"cannot be read ({error.strerror}).") from None
-    except ValueError as error:  # not JSON, or not UTF-8
+    except UnreadableFileError:
+        raise
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or lists within lists without end
         raise UnreadableFileError(path, f"is cut off or not valid JSON ({error}); export it again.") from None
+
+
+def parse_geojson(path: Path, content: Any, origin_px: tuple[float, float] = (0, 0)) -> list[SlideObject]:
+    """Return the objects in the `content` of the GeoJSON file at `path`, as `read_geojson` does."""
     features = content.get("features", [content]) if isinstance(content, dict) else content
     if not isinstance(features, list):
         raise UnreadableFileError(
@@ -249,6 +281,7 @@ def _parse_geometry(
     kind, coordinates = geometry["type"], geometry["coordinates"]
     if kind in ("Point", "MultiPoint"):
         for x, y, *_ in [coordinates] if kind == "Point" else coordinates:
+            _expect_coordinates(np.array([x, y], np.float64))
             yield Point(float(y) + origin_px[0], float(x) + origin_px[1])
     elif kind in ("Polygon", "MultiPolygon"):
         polygons = [coordinates] if kind == "Polygon" else coordinates
@@ -266,10 +299,7 @@ def _parse_polygon(rings: list[Any], origin_px: tuple[float, float]) -> Polygon:
     software has written a ring in the opposite direction to that of `Polygon`, the ring is reversed.
     """
     outer, *holes = (_parse_ring(ring, origin_px) for ring in rings)
-    return Polygon(
-        outer if signed_area(outer) >= 0 else outer[::-1],
-        tuple(hole if signed_area(hole) <= 0 else hole[::-1] for hole in holes),
-    )
+    return make_polygon(outer, holes)
 
 
 def _parse_ring(positions: list[Any], origin_px: tuple[float, float]) -> Ring:
@@ -278,8 +308,13 @@ def _parse_ring(positions: list[Any], origin_px: tuple[float, float]) -> Ring:
     The last position, which repeats the first, is left out.
     """
     ring = np.array([(y, x) for x, y, *_ in positions], np.float64)
-    if not np.isfinite(ring).all():
-        raise _UnknownShapeError("it has a coordinate that is NaN or infinite")
+    _expect_coordinates(ring)
     if len(ring) < 4 or not np.array_equal(ring[0], ring[-1]):
         raise _UnknownShapeError("a ring must end at its first position and have at least three corners")
     return ring[:-1] + origin_px
+
+
+def _expect_coordinates(values: NDArray[np.float64]) -> None:
+    """Raise _UnknownShapeError if a coordinate is NaN, infinite, or beyond any slide."""
+    if not (np.abs(values) < MAX_COORDINATE_PX).all():
+        raise _UnknownShapeError("it has a coordinate that is NaN or infinite, or larger than any slide")
