@@ -55,6 +55,7 @@ class Points:
     positions: NDArray[np.float64]  # (k, 2): row and column in pixels
     classes: tuple[str, ...]  # (k,): class name of each point; an empty string if the point has no class
     ignored: tuple[tuple[Polygon, ...], ...] = ()  # outline of each ignored area
+    outside: tuple[tuple[float, float], ...] = ()  # positions outside the image, which are left out
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -108,17 +109,18 @@ def parse_points(sample: Sample) -> tuple[Points, list[str]]:
         rows, ignored = _read_geojson_points(path)
     else:
         rows, faults = _read_csv_points(path)
-    inside = []
+    inside, outside = [], []
     for source, row, column, name in rows:
-        if 0 <= row < height and 0 <= column < width:
+        if -0.5 <= row < height and -0.5 <= column < width:  # whole numbers are centers of pixels
             inside.append((row, column, name))
         else:
+            outside.append((row, column))
             faults.append(
                 f"{source} has an object at row {row:g}, column {column:g}, outside the image of {height} × {width} px "
                 f"(height × width); check that positions are in pixels, and that row and column are not swapped."
             )
     positions = np.array([(row, column) for row, column, _ in inside], np.float64).reshape(-1, 2)
-    return Points(positions, tuple(name for *_, name in inside), ignored), faults
+    return Points(positions, tuple(name for *_, name in inside), ignored, tuple(outside)), faults
 
 
 def _read_geojson_points(path: Path) -> tuple[list[PointRow], tuple[tuple[Polygon, ...], ...]]:

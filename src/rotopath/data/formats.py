@@ -1,5 +1,10 @@
 """Open a dataset of any known format, and check its contents.
 
+`check` reads everything and also looks for mistakes that make annotations useless: exchanged rows and columns, outlines
+that are shifted against the image, a wrong pixel spacing, the same image in two splits, and objects of one pixel. Most
+annotated objects are nuclei, or contain nuclei, which are dark in the red channel; the checks compare the brightness at
+the annotated positions with that at other positions of the same image.
+
 `FORMATS` is the table of all formats. To add a format:
 
 1. Write `data/my_format.py` with two functions. `is_my_format(root)` returns whether a folder has the format; it uses
@@ -12,6 +17,7 @@
 4. Describe the format in docs/data.md.
 """
 
+import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -20,10 +26,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from scipy import ndimage
 
 from rotopath.data.amida13 import is_amida13, open_amida13
-from rotopath.data.annotations import AnnotationError, Objects, parse_objects, parse_points
+from rotopath.data.annotations import AnnotationError, Objects, Points, parse_objects, parse_points
 from rotopath.data.dataset import (
     SYNTHETIC_MARKER,
     Annotated,
@@ -31,7 +39,9 @@ from rotopath.data.dataset import (
     Dataset,
     Finding,
     Sample,
+    count_and_list,
     group_for_reading,
+    image_spacing_um_px,
     read_together,
 )
 from rotopath.data.kumar import is_kumar, open_kumar
@@ -92,6 +102,22 @@ ANNOTATION_KINDS: Mapping[Annotated, str] = {
     "points": "positions of objects",
     "objects": "outlines of objects",
 }
+
+
+IGNORED = "ignored areas"  # their name in tables of counts
+SPACING_TOLERANCE = 0.1
+RARE = 10  # a class with fewer objects in the training images is reported
+RADIUS_UM = 1.5  # of the area around a point whose brightness is measured
+FAR_UM = 6.0  # positions that are compared must be this far apart
+GLASS = 215  # brightness of the darkest channel above which an area is empty background
+MIN_POINTS, MIN_OBJECTS = 10, 20  # with fewer objects, nothing is concluded
+MAX_SHIFT_UM = 8.0  # outlines are moved by up to this distance
+MIN_SHIFT_UM = 0.75
+MIN_GAIN = 0.08  # of the correlation; 20 times larger than in correctly annotated images
+MIN_COVER = 0.01  # images in which objects cover less than this fraction are too uncertain
+MAX_MEASURED_PX = 2048  # side of the part of an image in which the fit of outlines is measured
+SMALLEST_UM, LARGEST_UM = 2.5, 20.0  # range of plausible median diameters of nuclei
+MAX_SPECKS = 0.02  # fraction of objects of one pixel
 
 
 # Opening
@@ -178,6 +204,32 @@ class _Contents:
     objects: Counter[str] = field(default_factory=Counter)  # objects[name]; names: `dataset.objects`, and classes
     findings: list[Finding] = field(default_factory=list)  # problems and notes
     agreement: dict[str, float] = field(default_factory=dict)  # by image name, as in `Check.agreement`
+    digests: list[tuple[str, str, bytes]] = field(
+        default_factory=list
+    )  # name and split of an image, hash of its pixels
+    areas_px: list[int] = field(default_factory=list)  # of all objects with outlines
+    diameters_um: list[float] = field(default_factory=list)  # of circles with these areas
+    # Points: how much darker the image is at a point than with row and column exchanged, and than at a random position.
+    darker_than_swapped: list[float] = field(default_factory=list)
+    darker_than_random: list[float] = field(default_factory=list)
+    on_glass: int = 0  # number of points on empty background
+    outside: list[bool] = field(
+        default_factory=list
+    )  # of each point outside the image: whether it is inside if swapped
+    fits: list["_Fit"] = field(default_factory=list)  # of each image with outlines
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Correlation of the outlines of an image with the darkness of its pixels."""
+
+    name: str
+    correlation: float  # at the annotated positions
+    swapped: float  # with rows and columns exchanged
+    best: float  # the highest correlation, if the outlines are moved
+    down_px: int  # the move with the highest correlation
+    right_px: int
+    spacing_um_px: float
 
 
 def check(dataset: Dataset, on_progress: Callable[[int], object] = lambda _: None) -> Check:
@@ -194,13 +246,17 @@ def check(dataset: Dataset, on_progress: Callable[[int], object] = lambda _: Non
         cases = {sample.case for sample in dataset.samples if sample.split == split}
         counts[split]["cases"] = len(cases - {""})
     groups = group_for_reading(dataset.samples)
+    evidence: list[_Contents] = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for group, contents in zip(groups, pool.map(partial(_check_group, dataset), groups), strict=True):
             counts[group[0].split].update(contents.objects)
             findings += contents.findings
             agreement |= contents.agreement
+            evidence.append(contents)
             on_progress(len(group))
     findings += _find_empty_splits(dataset)
+    findings += [*_find_rare_classes(dataset, counts), *_find_copies(evidence), *_find_misplaced_points(evidence)]
+    findings += [*_find_misplaced_outlines(evidence), *_find_implausible_sizes(evidence)]
     return Check(dataset, counts, tuple(findings), agreement)
 
 
@@ -216,20 +272,36 @@ def _check_group(dataset: Dataset, samples: list[Sample]) -> _Contents:
     """Read the images and the annotations of a group of samples; return counts and findings."""
     contents = _Contents()
     try:
-        read_together(samples)
+        images = read_together(samples)
     except UnreadableFileError as error:
         contents.findings.append(Finding.from_error(error, dataset.root))
         return contents
+    for sample, image in zip(samples, images, strict=True):
+        digest = hashlib.blake2b(image.tobytes(), digest_size=16).digest()
+        contents.digests.append((sample.name, sample.split, digest))
+    contents.findings += _compare_spacing(samples[0])
     if dataset.annotated == "labels":
         contents.objects.update(sample.label or "" for sample in samples)
     elif dataset.annotated == "points":
-        _check_points(samples[0], dataset, contents)
+        _check_points(samples[0], images[0], dataset, contents)
     else:
-        _check_objects(samples[0], dataset, contents)
+        _check_objects(samples[0], images[0], dataset, contents)
     return contents
 
 
-def _check_points(sample: Sample, dataset: Dataset, contents: _Contents) -> None:
+def _compare_spacing(sample: Sample) -> list[Finding]:
+    """Return a note if an image file specifies another pixel spacing than that which is used."""
+    stated = None if sample.row is not None else image_spacing_um_px(sample.path)
+    if stated is None or abs(stated / sample.spacing_um_px - 1) <= SPACING_TOLERANCE:
+        return []
+    message = (
+        f"the file specifies {stated:.4g} µm/px, but the dataset {sample.spacing_um_px:.4g} µm/px, which is used; "
+        f"correct the dataset if the file is right."
+    )
+    return [Finding(sample.name, message, is_problem=False)]
+
+
+def _check_points(sample: Sample, image: NDArray[np.uint8], dataset: Dataset, contents: _Contents) -> None:
     """Read the annotation file of a sample; count its points, and add the counts and all findings to `contents`."""
     try:
         points, faults = parse_points(sample)
@@ -238,11 +310,14 @@ def _check_points(sample: Sample, dataset: Dataset, contents: _Contents) -> None
         return
     contents.objects[dataset.objects] += len(points)
     contents.objects.update(name for name in points.classes if name)
+    if points.ignored:
+        contents.objects[IGNORED] += len(points.ignored)
+    _measure_points(sample, image, points, contents)
     errors = [AnnotationError(sample.annotations[0], fault) for fault in faults]
     contents.findings += [Finding.from_error(error, dataset.root) for error in errors]
 
 
-def _check_objects(sample: Sample, dataset: Dataset, contents: _Contents) -> None:
+def _check_objects(sample: Sample, image: NDArray[np.uint8], dataset: Dataset, contents: _Contents) -> None:
     """Read all annotation files of a sample; count its objects, and add the counts and all findings to `contents`.
 
     Only the objects in the first file are counted, because training uses only this file. Findings are about all files.
@@ -261,6 +336,14 @@ def _check_objects(sample: Sample, dataset: Dataset, contents: _Contents) -> Non
         if annotation == sample.annotations[0]:
             contents.objects[dataset.objects] += len(objects.numbers)
             contents.objects.update(objects.classes.values())
+            if objects.ignored:
+                contents.objects[IGNORED] += len(objects.ignored)
+            areas = np.bincount(objects.labels.ravel())[1:]
+            areas = areas[areas > 0]
+            contents.areas_px += areas.tolist()
+            contents.diameters_um += (2 * np.sqrt(areas / np.pi) * sample.spacing_um_px).tolist()
+            if len(areas) >= MIN_POINTS and (fit := _measure_fit(sample, image, objects.labels)) is not None:
+                contents.fits.append(fit)
             if (parts := _count_parts_of_single_object(objects)) > 1:
                 fault = (
                     f"has {parts} separate objects with the same number, which count as one; give each object its own "
@@ -277,3 +360,188 @@ def _count_parts_of_single_object(objects: Objects) -> int:
     More than one component means that the file is a mask in which objects were not numbered.
     """
     return int(ndimage.label(objects.labels)[1]) if len(objects.numbers) == 1 else 1
+
+
+# Evidence of mistakes in single images
+
+
+def _measure_points(sample: Sample, image: NDArray[np.uint8], points: Points, contents: _Contents) -> None:
+    """Add to `contents` how dark an image is at its annotated points, compared with other positions."""
+    height, width = image.shape[:2]
+    contents.outside += [0 <= column < height and 0 <= row < width for row, column in points.outside]
+    radius, far = max(1, round(RADIUS_UM / sample.spacing_um_px)), FAR_UM / sample.spacing_um_px
+
+    def measure(row: float, column: float) -> NDArray[np.uint8]:
+        top, left = max(round(row) - radius, 0), max(round(column) - radius, 0)
+        return image[top : top + 2 * radius + 1, left : left + 2 * radius + 1]
+
+    random = np.random.default_rng(0).random((len(points), 2)) * (height - 1, width - 1)
+    for (row, column), other in zip(points.positions.tolist(), random.tolist(), strict=True):
+        area = measure(row, column)
+        contents.on_glass += float(area.min(axis=2).mean()) > GLASS
+        if column <= height - 1 and row <= width - 1 and abs(row - column) * 2**0.5 > far:
+            contents.darker_than_swapped.append(_compare_red(area, measure(column, row)))
+        if np.hypot(other[0] - row, other[1] - column) > far:
+            contents.darker_than_random.append(_compare_red(area, measure(*other)))
+
+
+def _compare_red(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> float:
+    """Return how much darker the first area (h, w, 3) is than the second in the red channel, which nuclei absorb."""
+    return float(second[..., 0].mean() - first[..., 0].mean())
+
+
+def _measure_fit(sample: Sample, image: NDArray[np.uint8], labels: NDArray[np.int32]) -> _Fit | None:
+    """Return how well a label map fits the dark objects of an image; None if it covers too little of the image."""
+    height, width = (min(side, MAX_MEASURED_PX) for side in labels.shape)
+    mask = (labels[:height, :width] > 0).astype(np.float64)
+    if not MIN_COVER <= mask.mean() <= 1 - MIN_COVER:
+        return None
+    dark = ndimage.gaussian_filter(255.0 - image[:height, :width, 0], RADIUS_UM / 3 / sample.spacing_um_px)
+    side = min(height, width)
+    swapped = _correlate(mask[:side, :side].T, dark[:side, :side])
+    mask, dark = mask - mask.mean(), dark - dark.mean()
+    scale = np.sqrt((mask**2).sum() * (dark**2).sum())
+    if scale == 0:
+        return None
+    surface = np.fft.irfft2(np.fft.rfft2(dark) * np.conj(np.fft.rfft2(mask)), mask.shape) / scale
+    reach = max(1, min(round(MAX_SHIFT_UM / sample.spacing_um_px), min(height, width) // 4))
+    near = np.roll(surface, (reach, reach), (0, 1))[: 2 * reach + 1, : 2 * reach + 1]
+    row, column = np.unravel_index(int(near.argmax()), near.shape)
+    return _Fit(
+        sample.name,
+        float(near[reach, reach]),
+        swapped,
+        float(near.max()),
+        int(row) - reach,
+        int(column) - reach,
+        sample.spacing_um_px,
+    )
+
+
+def _correlate(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
+    """Return the correlation of two images, or 0 if one of them is constant."""
+    first, second = first - first.mean(), second - second.mean()
+    scale = np.sqrt((first**2).sum() * (second**2).sum())
+    return float((first * second).sum() / scale) if scale else 0.0
+
+
+# Conclusions from all images
+
+
+def _find_rare_classes(dataset: Dataset, counts: Mapping[str, Counter[str]]) -> list[Finding]:
+    """Return a note for each class with few objects, or few images, in the training set."""
+    known = {"images", "cases", dataset.objects, IGNORED}
+    unit = "images" if dataset.annotated == "labels" else "objects"
+    names = {name for split in SPLITS for name in counts[split]} - known
+    if sum(counts["train"][name] for name in names) < RARE**2:  # every class is rare
+        return []
+    return [
+        Finding(
+            "",
+            f"the class {name!r} has only {counts['train'][name]} {unit} in the split 'train'; annotate more of them, or "
+            f"merge the class with another (`rotopath data import --classes`).",
+            is_problem=False,
+        )
+        for name in sorted(names)
+        if counts["train"][name] < RARE
+    ]
+
+
+def _find_copies(evidence: list[_Contents]) -> list[Finding]:
+    """Return a problem for each image with the same pixels as an image in another split."""
+    first: dict[bytes, tuple[str, str]] = {}
+    findings = []
+    for name, split, digest in (item for contents in evidence for item in contents.digests):
+        earlier = first.setdefault(digest, (name, split))
+        if earlier[1] != split:
+            message = (
+                f"has the same pixels as {earlier[0]!r}, but is in the split {split!r} instead of {earlier[1]!r}; keep "
+                f"one of the two."
+            )
+            findings.append(Finding(name, message))
+    return findings
+
+
+def _find_misplaced_points(evidence: list[_Contents]) -> list[Finding]:
+    """Return problems and notes about points that are probably at wrong positions."""
+    findings = []
+    points = sum(len(contents.darker_than_random) for contents in evidence)
+    outside = [is_inside for contents in evidence for is_inside in contents.outside]
+    swapped = _mean_error([value for contents in evidence for value in contents.darker_than_swapped])
+    random = _mean_error([value for contents in evidence for value in contents.darker_than_random])
+    glass = sum(contents.on_glass for contents in evidence)
+    solution = "exchange the two columns in the header of the files, or with `rotopath data import --columns`."
+    if sum(outside) >= 3 and sum(outside) == len(outside):
+        message = (
+            f"{len(outside)} objects are outside their images, but inside if row and column are exchanged; {solution}"
+        )
+        findings.append(Finding("", message))
+    elif swapped < -3:
+        message = (
+            f"row and column are probably exchanged: the {points} objects are on brighter tissue than the positions "
+            f"with row and column exchanged; {solution}"
+        )
+        findings.append(Finding("", message))
+    elif points >= MIN_POINTS and glass > 0.1 * points:
+        message = f"{glass} objects are on empty background (glass); check that positions are in pixels of the image."
+        findings.append(Finding("", message))
+    elif points >= MIN_OBJECTS and random < 1:
+        message = (
+            f"the {points} objects are not darker than random positions, as nuclei are; if they are nuclei, check the "
+            f"positions with `rotopath data show`."
+        )
+        findings.append(Finding("", message, is_problem=False))
+    return findings
+
+
+def _mean_error(values: list[float]) -> float:
+    """Return the mean of values divided by its standard error; 0 if there are fewer than 5 values."""
+    spread = np.std(values) if len(values) >= 5 else 0.0
+    return float(np.mean(values) / spread * len(values) ** 0.5) if spread else 0.0
+
+
+def _find_misplaced_outlines(evidence: list[_Contents]) -> list[Finding]:
+    """Return problems and notes about images whose outlines are exchanged, shifted, or do not fit."""
+    findings = []
+    unfitting = []
+    fits = [fit for contents in evidence for fit in contents.fits]
+    for fit in fits:
+        distance_um = float(np.hypot(fit.down_px, fit.right_px)) * fit.spacing_um_px
+        if fit.swapped > max(fit.correlation, 0) + 2 * MIN_GAIN:
+            message = "its outlines fit the image only if rows and columns are exchanged; exchange x and y in the file."
+            findings.append(Finding(fit.name, message))
+        elif fit.best > fit.correlation + MIN_GAIN and fit.best > 2 * MIN_GAIN and distance_um >= MIN_SHIFT_UM:
+            message = (
+                f"its outlines are shifted: they fit dark objects better {fit.down_px} px further down and "
+                f"{fit.right_px} px further right; correct the offset of the annotations."
+            )
+            findings.append(Finding(fit.name, message))
+        elif abs(fit.correlation) < MIN_GAIN:
+            unfitting.append(fit.name)
+    if len(unfitting) > len(fits) / 2:
+        message = (
+            f"the outlines in {count_and_list(unfitting, 'image')} do not follow dark objects, as those of nuclei do; "
+            f"check with `rotopath data show` that each annotation file belongs to its image."
+        )
+        findings.append(Finding("", message, is_problem=False))
+    return findings
+
+
+def _find_implausible_sizes(evidence: list[_Contents]) -> list[Finding]:
+    """Return problems and notes about objects of one pixel, and about sizes that contradict the pixel spacing."""
+    findings = []
+    areas = np.array([area for contents in evidence for area in contents.areas_px])
+    diameters = np.array([diameter for contents in evidence for diameter in contents.diameters_um])
+    if specks := int((areas == 1).sum()):
+        is_problem = specks >= MIN_POINTS and specks > MAX_SPECKS * len(areas)
+        message = f"{specks} of {len(areas)} objects consist of one pixel; remove them if they are noise of a mask."
+        findings.append(Finding("", message, is_problem))
+    if len(areas) >= MIN_OBJECTS and not SMALLEST_UM <= (median := float(np.median(diameters))) <= LARGEST_UM:
+        is_small = median < SMALLEST_UM
+        size = "smaller than nuclei" if is_small else "if they are nuclei, they are too large"
+        message = (
+            f"the median diameter of objects is {median:.3g} µm at the stated pixel spacing: {size} (4 to 15 µm); "
+            f"correct the pixel spacing (--spacing-um-px, or the column `spacing`)."
+        )
+        findings.append(Finding("", message, is_small))
+    return findings
