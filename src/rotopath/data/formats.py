@@ -114,9 +114,11 @@ MIN_POINTS, MIN_OBJECTS = 10, 20  # with fewer objects, nothing is concluded
 MAX_SHIFT_UM = 8.0  # outlines are moved by up to this distance
 MIN_SHIFT_UM = 0.75
 MIN_GAIN = 0.08  # of the correlation; 20 times larger than in correctly annotated images
+MIN_BEST = 0.25  # correlation after the move
 MIN_COVER = 0.01  # images in which objects cover less than this fraction are too uncertain
 MAX_MEASURED_PX = 2048  # side of the part of an image in which the fit of outlines is measured
 SMALLEST_UM, LARGEST_UM = 2.5, 20.0  # range of plausible median diameters of nuclei
+CORNER = 0.05  # as a fraction of the height or width of an image
 MAX_SPECKS = 0.02  # fraction of objects of one pixel
 
 
@@ -216,6 +218,7 @@ class _Contents:
     outside: list[bool] = field(
         default_factory=list
     )  # of each point outside the image: whether it is inside if swapped
+    spans: list[tuple[float, float]] = field(default_factory=list)  # lowest and highest position, from 0 to 1, by axis
     fits: list["_Fit"] = field(default_factory=list)  # of each image with outlines
 
 
@@ -257,6 +260,9 @@ def check(dataset: Dataset, on_progress: Callable[[int], object] = lambda _: Non
     findings += _find_empty_splits(dataset)
     findings += [*_find_rare_classes(dataset, counts), *_find_copies(evidence), *_find_misplaced_points(evidence)]
     findings += [*_find_misplaced_outlines(evidence), *_find_implausible_sizes(evidence)]
+    total = sum(counts[split][dataset.objects] for split in SPLITS)
+    if total >= MIN_OBJECTS and (finding := _find_wrong_scale(evidence)):
+        findings.append(finding)
     return Check(dataset, counts, tuple(findings), agreement)
 
 
@@ -342,6 +348,11 @@ def _check_objects(sample: Sample, image: NDArray[np.uint8], dataset: Dataset, c
             areas = areas[areas > 0]
             contents.areas_px += areas.tolist()
             contents.diameters_um += (2 * np.sqrt(areas / np.pi) * sample.spacing_um_px).tolist()
+            contents.spans += [
+                (float(indices.min()) / side, float(indices.max()) / side)
+                for indices, side in zip(np.nonzero(objects.labels), objects.labels.shape, strict=True)
+                if len(indices)
+            ]
             if len(areas) >= MIN_POINTS and (fit := _measure_fit(sample, image, objects.labels)) is not None:
                 contents.fits.append(fit)
             if (parts := _count_parts_of_single_object(objects)) > 1:
@@ -375,6 +386,9 @@ def _measure_points(sample: Sample, image: NDArray[np.uint8], points: Points, co
         top, left = max(round(row) - radius, 0), max(round(column) - radius, 0)
         return image[top : top + 2 * radius + 1, left : left + 2 * radius + 1]
 
+    if len(points):
+        fractions = points.positions / (height, width)
+        contents.spans += zip(fractions.min(axis=0).tolist(), fractions.max(axis=0).tolist(), strict=True)
     random = np.random.default_rng(0).random((len(points), 2)) * (height - 1, width - 1)
     for (row, column), other in zip(points.positions.tolist(), random.tolist(), strict=True):
         area = measure(row, column)
@@ -438,8 +452,8 @@ def _find_rare_classes(dataset: Dataset, counts: Mapping[str, Counter[str]]) -> 
     return [
         Finding(
             "",
-            f"the class {name!r} has only {counts['train'][name]} {unit} in the split 'train'; annotate more of them, or "
-            f"merge the class with another (`rotopath data import --classes`).",
+            f"the split 'train' has too few {unit} of the class {name!r} ({counts['train'][name]}); annotate more of "
+            f"them, or merge the class with another (`rotopath data import --classes`).",
             is_problem=False,
         )
         for name in sorted(names)
@@ -510,10 +524,11 @@ def _find_misplaced_outlines(evidence: list[_Contents]) -> list[Finding]:
         if fit.swapped > max(fit.correlation, 0) + 2 * MIN_GAIN:
             message = "its outlines fit the image only if rows and columns are exchanged; exchange x and y in the file."
             findings.append(Finding(fit.name, message))
-        elif fit.best > fit.correlation + MIN_GAIN and fit.best > 2 * MIN_GAIN and distance_um >= MIN_SHIFT_UM:
+        elif fit.best > fit.correlation + MIN_GAIN and fit.best > MIN_BEST and distance_um >= MIN_SHIFT_UM:
             message = (
-                f"its outlines are shifted: they fit dark objects better {fit.down_px} px further down and "
-                f"{fit.right_px} px further right; correct the offset of the annotations."
+                f"its outlines are shifted: they fit dark objects if they are moved {abs(fit.down_px)} px "
+                f"{'down' if fit.down_px > 0 else 'up'} and {abs(fit.right_px)} px "
+                f"{'right' if fit.right_px > 0 else 'left'}; correct the offset of the annotations."
             )
             findings.append(Finding(fit.name, message))
         elif abs(fit.correlation) < MIN_GAIN:
@@ -525,6 +540,18 @@ def _find_misplaced_outlines(evidence: list[_Contents]) -> list[Finding]:
         )
         findings.append(Finding("", message, is_problem=False))
     return findings
+
+
+def _find_wrong_scale(evidence: list[_Contents]) -> Finding | None:
+    """Return a problem if all objects are in the upper left part of their images, otherwise None."""
+    lows, highs = zip(*(span for contents in evidence for span in contents.spans), strict=True)
+    if min(lows) > CORNER or max(highs) > 0.5 + CORNER:  # not only in the upper left quarter, or all near the center
+        return None
+    return Finding(
+        "",
+        "all objects are in the upper left quarter of their images; positions are probably in µm, or in pixels of a "
+        "lower resolution; convert them to pixels of the image.",
+    )
 
 
 def _find_implausible_sizes(evidence: list[_Contents]) -> list[Finding]:
