@@ -32,7 +32,7 @@ from rotopath.inference.dense import Prediction
 from rotopath.inference.seams import MergedRegion, Seams, TileParts, split_tile
 from rotopath.inference.slide_pass import ObjectFinder
 from rotopath.inference.tiling import Grid, Run, Tile
-from rotopath.metrics.bootstrap import ImageCase, f1_terms
+from rotopath.metrics.classification import ImageCase, f1_terms
 from rotopath.metrics.matching import (
     ObjectCounts,
     OverlapRule,
