@@ -239,21 +239,21 @@ def make_coco(samples: Sequence[tuple[str, Sample, Sequence[SlideObject]]], are_
 
 def _make_coco_shape(item: SlideObject, size_px: tuple[int, int], are_points: bool) -> dict[str, Any]:
     """Return the keys of a COCO annotation that describe the shape of an object."""
-    top, left, bottom, right = item.bounds_px
+    shape = item.shape
+    more: dict[str, Any] = {}
+    if not isinstance(shape, Point) and any(polygon.holes for polygon in shape):
+        mask = fill_outline(shape, size_px)
+        if mask.any():
+            shape = trace_outlines(mask.astype(np.int32))[1]  # box and area are those of the mask
+            more = {"segmentation": {"size": list(size_px), "counts": encode_runs(mask)}}
+    top, left, bottom, right = SlideObject(shape).bounds_px
     box = [round(value, COORDINATE_DECIMALS) for value in (left, top, right - left, bottom - top)]
-    if isinstance(item.shape, Point):
-        return {"bbox": box, "area": 0, "keypoints": [item.shape.column, item.shape.row, 2], "num_keypoints": 1}
-    area = round(sum(polygon.area_px for polygon in item.shape), COORDINATE_DECIMALS)
-    if are_points and is_rectangle(item.shape):
-        return {"bbox": box, "area": area}
-    if any(polygon.holes for polygon in item.shape):
-        mask = fill_outline(item.shape, size_px)
-        return {"bbox": box, "area": area, "segmentation": {"size": list(size_px), "counts": encode_runs(mask)}}
-    return {
-        "bbox": box,
-        "area": area,
-        "segmentation": [polygon.outer[:, ::-1].ravel().tolist() for polygon in item.shape],
-    }
+    if isinstance(shape, Point):
+        return {"bbox": box, "area": 0, "keypoints": [shape.column, shape.row, 2], "num_keypoints": 1}
+    area = round(sum(polygon.area_px for polygon in shape), COORDINATE_DECIMALS)
+    if not more and not (are_points and is_rectangle(shape)):
+        more = {"segmentation": [polygon.outer[:, ::-1].ravel().tolist() for polygon in shape]}
+    return {"bbox": box, "area": area, **more}
 
 
 def is_rectangle(shape: tuple[Polygon, ...]) -> bool:

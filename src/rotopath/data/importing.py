@@ -310,11 +310,12 @@ def _read_annotations(
             annotations += [(file, annotation) for annotation in found]
     for path, file in mask_of.items():
         objects = read_mask(path, masks, _find_classes(path, tables))
-        kinds["mask" if masks in ("binary", "classes") else "label map or mask"] += 1
+        kinds["mask"] += 1
         annotations.append((file, Annotation(path, "", tuple(objects))))
     for kind, count in sorted(kinds.items()):
-        text = f"read {count} {kind}{'s' if count > 1 and not kind.endswith('Net') else ''}"
-        notes.append(Finding("", text.replace("file of", "files of") + ".", is_problem=False))
+        first, *rest = kind.split(" of ")
+        plural = " of ".join([first + ("s" if count > 1 else ""), *rest])
+        notes.append(Finding("", f"read {count} {plural}.", is_problem=False))
     if skipped:
         notes.append(
             Finding("", f"left out {count_and_list(skipped, 'file')}, which describe no objects.", is_problem=False)
