@@ -109,6 +109,7 @@ SPACING_TOLERANCE = 0.1
 RARE = 10  # a class with fewer objects in the training images is reported
 RADIUS_UM = 1.5  # of the area around a point whose brightness is measured
 FAR_UM = 6.0  # positions that are compared must be this far apart
+CERTAIN = 3.0  # standard errors by which a mean difference must exceed 0
 GLASS = 215  # brightness of the darkest channel above which an area is empty background
 MIN_POINTS, MIN_OBJECTS = 10, 20  # with fewer objects, nothing is concluded
 MAX_SHIFT_UM = 8.0  # outlines are moved by up to this distance
@@ -211,9 +212,12 @@ class _Contents:
     )  # name and split of an image, hash of its pixels
     areas_px: list[int] = field(default_factory=list)  # of all objects with outlines
     diameters_um: list[float] = field(default_factory=list)  # of circles with these areas
-    # Points: how much darker the image is at a point than with row and column exchanged, and than at a random position.
-    darker_than_swapped: list[float] = field(default_factory=list)
+    points: int = 0  # number of points
+    # How much darker an image is at a point than at a random position; at a point than with row and column exchanged;
+    # and at the exchanged position than at a random position.
     darker_than_random: list[float] = field(default_factory=list)
+    darker_than_swapped: list[float] = field(default_factory=list)
+    swapped_darker_than_random: list[float] = field(default_factory=list)
     on_glass: int = 0  # number of points on empty background
     outside: list[bool] = field(
         default_factory=list
@@ -386,17 +390,20 @@ def _measure_points(sample: Sample, image: NDArray[np.uint8], points: Points, co
         top, left = max(round(row) - radius, 0), max(round(column) - radius, 0)
         return image[top : top + 2 * radius + 1, left : left + 2 * radius + 1]
 
+    contents.points += len(points)
     if len(points):
         fractions = points.positions / (height, width)
         contents.spans += zip(fractions.min(axis=0).tolist(), fractions.max(axis=0).tolist(), strict=True)
     random = np.random.default_rng(0).random((len(points), 2)) * (height - 1, width - 1)
     for (row, column), other in zip(points.positions.tolist(), random.tolist(), strict=True):
-        area = measure(row, column)
+        area, area_there = measure(row, column), measure(*other)
         contents.on_glass += float(area.min(axis=2).mean()) > GLASS
         if column <= height - 1 and row <= width - 1 and abs(row - column) * 2**0.5 > far:
-            contents.darker_than_swapped.append(_compare_red(area, measure(column, row)))
+            swapped = measure(column, row)
+            contents.darker_than_swapped.append(_compare_red(area, swapped))
+            contents.swapped_darker_than_random.append(_compare_red(swapped, area_there))
         if np.hypot(other[0] - row, other[1] - column) > far:
-            contents.darker_than_random.append(_compare_red(area, measure(*other)))
+            contents.darker_than_random.append(_compare_red(area, area_there))
 
 
 def _compare_red(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> float:
@@ -479,10 +486,11 @@ def _find_copies(evidence: list[_Contents]) -> list[Finding]:
 def _find_misplaced_points(evidence: list[_Contents]) -> list[Finding]:
     """Return problems and notes about points that are probably at wrong positions."""
     findings = []
-    points = sum(len(contents.darker_than_random) for contents in evidence)
+    points = sum(contents.points for contents in evidence)
     outside = [is_inside for contents in evidence for is_inside in contents.outside]
     swapped = _mean_error([value for contents in evidence for value in contents.darker_than_swapped])
     random = _mean_error([value for contents in evidence for value in contents.darker_than_random])
+    there = _mean_error([value for contents in evidence for value in contents.swapped_darker_than_random])
     glass = sum(contents.on_glass for contents in evidence)
     solution = "exchange the two columns in the header of the files, or with `rotopath data import --columns`."
     if sum(outside) >= 3 and sum(outside) == len(outside):
@@ -490,7 +498,7 @@ def _find_misplaced_points(evidence: list[_Contents]) -> list[Finding]:
             f"{len(outside)} objects are outside their images, but inside if row and column are exchanged; {solution}"
         )
         findings.append(Finding("", message))
-    elif swapped < -3:
+    elif swapped < -CERTAIN and there > CERTAIN:
         message = (
             f"row and column are probably exchanged: the {points} objects are on brighter tissue than the positions "
             f"with row and column exchanged; {solution}"
@@ -499,7 +507,7 @@ def _find_misplaced_points(evidence: list[_Contents]) -> list[Finding]:
     elif points >= MIN_POINTS and glass > 0.1 * points:
         message = f"{glass} objects are on empty background (glass); check that positions are in pixels of the image."
         findings.append(Finding("", message))
-    elif points >= MIN_OBJECTS and random < 1:
+    elif points >= MIN_OBJECTS and random < CERTAIN - 1:
         message = (
             f"the {points} objects are not darker than random positions, as nuclei are; if they are nuclei, check the "
             f"positions with `rotopath data show`."
