@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from layouts import note_messages, open_and_check, problem_messages, write_csv, write_image
+
 from rotopath.data.dataset import Finding, group_findings
 
 SIZE = (200, 200)

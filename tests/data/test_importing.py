@@ -460,6 +460,7 @@ def test_folders_of_classes_keep_their_splits(tmp_path: Path) -> None:
         for k, name in enumerate(("stroma", "tumor", "debris")):
             for i in range(count):
                 write_image(tmp_path / "lab" / split / name / f"{i}.png", tissue(nuclei=NUCLEI[: i + k]))
+    write_image(tmp_path / "lab" / "val" / "tumor" / "0.png", np.full((20, 20, 3), 250, np.uint8))
     dataset = bring(tmp_path / "lab", classes="debris=,stroma=normal")
     rows = manifest(tmp_path)
     assert {(row["split"], row["label"]) for row in rows} == {

@@ -29,7 +29,7 @@ from rotopath.data.dataset import (
     image_spacing_um_px,
     read_table,
 )
-from rotopath.data.import_masks import MASK_KINDS, MaskKind, read_mask, read_mat
+from rotopath.data.import_masks import MASK_KINDS, MAX_CLASSES, MaskKind, read_mask, read_mat
 from rotopath.data.import_objects import (
     Annotation,
     Classes,
@@ -161,7 +161,8 @@ def import_data(
     notes: list[Finding] = []
     files = _collect([Path(source) for source in sources])
     pictures = [file for file in files if _has_suffix(file.path, PICTURE_SUFFIXES)]
-    mask_of = _find_masks(pictures)
+    are_class_folders = all(Path(source).is_dir() and is_class_folders(Path(source)) for source in sources)
+    mask_of = {} if are_class_folders else _find_masks(pictures)
     items = [_Item(file) for file in pictures if file.path not in mask_of]
     if not items:
         raise DataError(f"{_list_sources(sources)} contains no images; give the folder with the images as well.")
@@ -171,7 +172,12 @@ def import_data(
         _pair(items, annotations, notes)
         items, column = _finish_objects(items, renamed, read_as, spacing_um_px, notes)
     else:
-        items, column = _label_by_folder(items, [Path(source) for source in sources], renamed), "label"
+        if not are_class_folders:
+            raise DataError(
+                f"{_list_sources(sources)} contains images, but no annotations; expected GeoJSON, COCO, CSV, XML or "
+                f".mat files or masks with the names of the images, or a folder of images for each class."
+            )
+        items, column = _label_by_folder(items, renamed), "label"
     items = _describe_images(items, Path(table) if table else None, patient, notes)
     _find_spacings(items, spacing_um_px)
     _assign_splits(items, column == "label", notes)
@@ -240,7 +246,7 @@ def _find_masks(pictures: Sequence[_File]) -> dict[Path, _File]:
     masks: dict[Path, _File] = {}
     for group in by_stem.values():
         named = [file for file in group if MASK_ENDING.search(_stem(file.path)) or file.is_in_mask_folder]
-        if not named and len(group) > 1:
+        if not named and len(group) == 2:
             named = [file for file in group if _looks_like_mask(file.path)]
         if len(named) < len(group):
             masks |= {file.path: file for file in named}
@@ -248,12 +254,12 @@ def _find_masks(pictures: Sequence[_File]) -> dict[Path, _File]:
 
 
 def _looks_like_mask(path: Path) -> bool:
-    """Return whether an image file has one channel or at most 256 colors."""
+    """Return whether an image file has one channel, or few colors."""
     if not _has_suffix(path, IMAGE_SUFFIXES - {".jpg", ".jpeg"}):
         return False
     try:
         with Image.open(path) as image:
-            return len(image.getbands()) == 1 or image.convert("RGB").getcolors(256) is not None
+            return len(image.getbands()) == 1 or image.convert("RGB").getcolors(MAX_CLASSES) is not None
     except Exception:  # decoders raise errors of any type; `check` reports the file
         return False
 
@@ -489,13 +495,8 @@ def _move(item: SlideObject, factor: float, offset: tuple[float, float]) -> Slid
     return replace(item, shape=polygons)
 
 
-def _label_by_folder(items: Sequence[_Item], sources: Sequence[Path], renamed: Mapping[str, str]) -> list[_Item]:
-    """Label images with the names of their folders. Raises DataError unless the sources are class folders."""
-    if not all(source.is_dir() and is_class_folders(source) for source in sources):
-        raise DataError(
-            f"{_list_sources(sources)} contains images, but no annotations; expected GeoJSON, COCO, CSV, XML or .mat "
-            f"files or masks with the names of the images, or a folder of images for each class."
-        )
+def _label_by_folder(items: Sequence[_Item], renamed: Mapping[str, str]) -> list[_Item]:
+    """Label images with the names of their folders, and return those that have a label after renaming."""
     expect_known_classes(renamed, {item.file.path.parent.name for item in items})
     for item in items:
         name = item.file.path.parent.name
