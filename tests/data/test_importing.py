@@ -136,6 +136,7 @@ def test_own_predictions_are_found_by_their_folders(tmp_path: Path) -> None:
     dataset = bring(tmp_path / "images", tmp_path / "results")
     assert [sample.name for sample in dataset.samples] == ["../images/a.png", "../images/b.png"]
     assert [len(read_points(sample, 0.25)) for sample in dataset.samples] == [1, 1]
+    assert not any("left out" in note for note in note_messages(dataset)), "files of results are not mentioned"
 
 
 def test_one_annotation_and_one_image_belong_together(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ KIND_FOLDERS = MASK_FOLDERS | {
     "mat",
 }
 MASK_ENDING = re.compile(rf"[ _.-]({'|'.join(MASK_WORDS)})s?$", re.IGNORECASE)
+RESULTS = ["objects.geojson", "summary.json"]  # in each folder of results that `rotopath predict` writes
 FILE_OF_FOLDER = {
     "objects",
     "annotations",
@@ -217,6 +218,8 @@ def _collect(sources: Sequence[Path]) -> list[_File]:
             continue
         for parent, folders, names in os.walk(source, followlinks=True):
             folders[:] = sorted(name for name in folders if not name.startswith("."))
+            if set(RESULTS) <= set(names):  # the other files, such as images of the objects, are not annotated
+                names = RESULTS[:1]
             for name in sorted(names):
                 if not name.startswith("."):
                     path = Path(parent) / name
