@@ -177,6 +177,15 @@ def test_rare_classes(tmp_path: Path) -> None:
     assert note.startswith("the split 'train' has too few objects of the class 'rare' (4)")
 
 
+def test_class_names_that_differ_only_in_case(tmp_path: Path) -> None:
+    for i in range(3):
+        write_image(tmp_path / f"{i}.png", image([], i))
+    rows = [(f"{i}.png", label, "train", 0.25) for i, label in enumerate(("Tumor", "stroma", "tumor"))]
+    write_csv(tmp_path / "manifest.csv", [("image", "label", "split", "spacing"), *rows])
+    (problem,) = problem_messages(open_and_check(tmp_path))
+    assert problem.startswith("the classes 'Tumor' and 'tumor' differ only in upper and lower case")
+
+
 def test_similar_findings_are_printed_once() -> None:
     same = [Finding("m.csv", f"line {i}: the label 'normal{i}' of a{i}.png is not 0 or 1.") for i in range(321)]
     others = [Finding("", "the split 'valid' contains no images."), Finding("", "the split 'test' contains no images.")]

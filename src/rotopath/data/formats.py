@@ -20,7 +20,7 @@ the annotated positions with that at other positions of the same image.
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -262,7 +262,7 @@ def check(dataset: Dataset, on_progress: Callable[[int], object] = lambda _: Non
             evidence.append(contents)
             on_progress(len(group))
     findings += _find_empty_splits(dataset)
-    findings += [*_find_rare_classes(dataset, counts), *_find_copies(evidence), *_find_misplaced_points(evidence)]
+    findings += [*_find_faulty_classes(dataset, counts), *_find_copies(evidence), *_find_misplaced_points(evidence)]
     findings += [*_find_misplaced_outlines(evidence), *_find_implausible_sizes(evidence)]
     total = sum(counts[split][dataset.objects] for split in SPLITS)
     if total >= MIN_OBJECTS and (finding := _find_wrong_scale(evidence)):
@@ -449,14 +449,18 @@ def _correlate(first: NDArray[np.float64], second: NDArray[np.float64]) -> float
 # Conclusions from all images
 
 
-def _find_rare_classes(dataset: Dataset, counts: Mapping[str, Counter[str]]) -> list[Finding]:
-    """Return a note for each class with few objects, or few images, in the training set."""
+def _find_faulty_classes(dataset: Dataset, counts: Mapping[str, Counter[str]]) -> list[Finding]:
+    """Return a note for each class with few objects, or few images, in the training set.
+
+    Also return a problem for each two classes that differ only in upper and lower case.
+    """
     known = {"images", "cases", dataset.objects, IGNORED}
     unit = "images" if dataset.annotated == "labels" else "objects"
     names = {name for split in SPLITS for name in counts[split]} - known
+    findings = _find_similar_names(names)
     if sum(counts["train"][name] for name in names) < RARE**2:  # every class is rare
-        return []
-    return [
+        return findings
+    return findings + [
         Finding(
             "",
             f"the split 'train' has too few {unit} of the class {name!r} ({counts['train'][name]}); annotate more of "
@@ -465,6 +469,20 @@ def _find_rare_classes(dataset: Dataset, counts: Mapping[str, Counter[str]]) -> 
         )
         for name in sorted(names)
         if counts["train"][name] < RARE
+    ]
+
+
+def _find_similar_names(names: Collection[str]) -> list[Finding]:
+    """Return a problem for each two names that differ only in upper and lower case, which a task cannot have."""
+    first: dict[str, str] = {}
+    return [
+        Finding(
+            "",
+            f"the classes {known!r} and {name!r} differ only in upper and lower case; give them one name "
+            f"(`rotopath data import --classes {name}={known}`), or different ones.",
+        )
+        for name in sorted(names)
+        if (known := first.setdefault(name.casefold(), name)) != name
     ]
 
 

@@ -104,9 +104,9 @@ class _File:
         return tuple(part.casefold() for part in parts if part.casefold() not in KIND_FOLDERS)
 
     @property
-    def is_in_mask_folder(self) -> bool:
+    def is_named_as_mask(self) -> bool:
         parts = (self.root.name, *self.path.relative_to(self.root).parent.parts)
-        return any(part.casefold() in MASK_FOLDERS for part in parts)
+        return bool(MASK_ENDING.search(_stem(self.path))) or any(part.casefold() in MASK_FOLDERS for part in parts)
 
 
 @dataclass
@@ -248,7 +248,7 @@ def _find_masks(pictures: Sequence[_File]) -> dict[Path, _File]:
         by_stem[MASK_ENDING.sub("", _stem(file.path)).casefold()].append(file)
     masks: dict[Path, _File] = {}
     for group in by_stem.values():
-        named = [file for file in group if MASK_ENDING.search(_stem(file.path)) or file.is_in_mask_folder]
+        named = [file for file in group if file.is_named_as_mask]
         if not named and len(group) == 2:
             named = [file for file in group if _looks_like_mask(file.path)]
         if len(named) < len(group):
@@ -431,7 +431,11 @@ def _finish_objects(
 ) -> tuple[list[_Item], str]:
     """Convert objects to pixels, rename their classes, and return the annotated images and the manifest's column."""
     annotated = [item for item in items if item.annotation is not None]
-    if without := [item.name for item in items if item.annotation is None]:
+    unused = [item for item in items if item.annotation is None]
+    if masks := [item.name for item in unused if item.file.is_named_as_mask]:
+        message = f"left out {count_and_list(masks, 'mask')} without an image of the same name."
+        notes.append(Finding("", message, is_problem=False))
+    if without := [item.name for item in unused if not item.file.is_named_as_mask]:
         message = (
             f"left out {count_and_list(without, 'image')} without annotations; to use an image as one without "
             f"objects, give it an empty annotation file."
