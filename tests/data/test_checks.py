@@ -1,5 +1,6 @@
 """Checks of annotations: mistakes that are planted in correct data are reported, and correct data is not."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,3 +195,18 @@ def test_similar_findings_are_printed_once() -> None:
         "the split 'valid' contains no images.",
         "the split 'test' contains no images.",
     ]
+
+
+def test_outlines_that_cover_others(tmp_path: Path) -> None:
+    """A region of tumor in the same file as its nuclei."""
+
+    def annotate(path: Path, positions: Positions) -> Path:
+        boxes = [(0, 0, 199), *((row - 4, column - 4, 8) for row, column in positions)]
+        rings = [[[x, y], [x + s, y], [x + s, y + s], [x, y + s], [x, y]] for y, x, s in boxes]
+        geometries = [{"type": "Polygon", "coordinates": [ring]} for ring in rings]
+        features = [{"type": "Feature", "geometry": geometry, "properties": {}} for geometry in geometries]
+        path.with_suffix(".geojson").write_text(json.dumps(features))
+        return path.with_suffix(".geojson")
+
+    problems = problem_messages(open_and_check(dataset(tmp_path, annotate)))
+    assert problems[0].startswith("0.geojson: has 30 outlines that are completely covered by earlier ones")

@@ -122,6 +122,18 @@ def test_polygons_are_not_rounded(tmp_path: Path) -> None:
     assert (first.class_name, first.color, first.measurements) == ("tumor", (200, 0, 0), {"score": 0.1})
 
 
+def test_areas_around_detected_objects_are_regions(tmp_path: Path) -> None:
+    """QuPath exports the annotation in which cells were detected together with the cells."""
+    root = tmp_path / "lab"
+    write_image(root / "a.png", tissue())
+    cells = [feature("Polygon", [square(x, 20, 8)], objectType="detection") for x in (10, 30, 50)]
+    write_json(root / "a.geojson", [feature("Polygon", [square(1, 1, 58)]), *cells])
+    dataset = bring(root)
+    assert read_objects(dataset.samples[0], 0.25).numbers == [1, 2, 3]
+    assert any("1 outlines without a class that contain other objects are regions" in n for n in note_messages(dataset))
+    assert len(read_geojson(dataset.samples[0].annotations[0])) == 4
+
+
 def test_own_predictions_are_found_by_their_folders(tmp_path: Path) -> None:
     """`rotopath predict` writes a folder for each image, with the objects as GeoJSON and as a table."""
     for name in ("a.png", "b.png"):
@@ -528,7 +540,7 @@ def test_validation_patients_are_taken_from_training_patients(tmp_path: Path) ->
         ({"spacing_um_px": 50}, "--spacing-um-px is 50 µm/px"),
         ({"patient": "(", "read_as": "points"}, "is not a regular expression"),
         ({"patient": "P1", "read_as": "points"}, "--patient 'P1' does not match the path"),
-        ({}, "1 points, 0 boxes and 1 outlines; choose --as points"),
+        ({}, r"both points or boxes \(1\) and outlines \(1\); choose --as points"),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_written(tmp_path: Path, options: dict[str, Any], message: str) -> None:

@@ -120,6 +120,7 @@ MIN_COVER = 0.01  # images in which objects cover less than this fraction are to
 MAX_MEASURED_PX = 2048  # side of the part of an image in which the fit of outlines is measured
 SMALLEST_UM, LARGEST_UM = 2.5, 20.0  # range of plausible median diameters of nuclei
 CORNER = 0.05  # as a fraction of the height or width of an image
+MAX_COVERED = 0.1  # fraction of outlines that others cover
 MAX_SPECKS = 0.02  # fraction of objects of one pixel
 
 
@@ -341,6 +342,13 @@ def _check_objects(sample: Sample, image: NDArray[np.uint8], dataset: Dataset, c
             contents.findings.append(Finding.from_error(error, dataset.root))
             continue
         label_maps.append(objects.labels)
+        covered = sum("cover all of its pixels" in fault for fault in faults)
+        if covered >= MIN_POINTS and covered > MAX_COVERED * (covered + len(objects.numbers)):
+            fault = (
+                f"has {covered} outlines that are completely covered by earlier ones, and are left out; leave the "
+                f"class of the large outlines out (`rotopath data import --classes NAME=`)."
+            )
+            contents.findings.append(Finding.from_error(AnnotationError(annotation, fault), dataset.root))
         left_out = [Finding.from_error(AnnotationError(annotation, fault), dataset.root) for fault in faults]
         contents.findings += [replace(finding, is_problem=False) for finding in left_out]
         if annotation == sample.annotations[0]:

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
+import numpy as np
 from PIL import Image
+from skimage.measure import points_in_poly
 
 from rotopath.data.annotations import GEOJSON_SUFFIXES, parse_points
 from rotopath.data.dataset import (
@@ -88,6 +90,7 @@ TABLE_COLUMNS = {  # columns of a table about images, and the column of the mani
 }
 ANNOTATION_FOLDER = "annotations"
 VALID_OF_TRAIN = {"train": 0.8, "valid": 0.2}  # if the source has training images, but no images for validation
+MIN_CONTAINED = 3  # an outline without a class that contains so many objects is not an object
 MIN_PATIENTS = 3  # with fewer patients, no split into training, validation and test sets is possible
 
 
@@ -449,28 +452,56 @@ def _finish_objects(
             f"outlines of the class {names[0]!r} are ignored areas; --classes {names[0]}={names[0]} makes them objects."
         )
         notes.append(Finding("", message, is_problem=False))
-    boxes = points = outlines = 0
+    boxes = points = outlines = regions = 0
     for item in annotated:
         annotation = item.annotation
         assert annotation is not None
         objects = _to_pixels(item, annotation, spacing_um_px)
-        item.objects = rename_classes(objects, {**renamed, **ignored})
+        item.objects, count = _mark_regions(rename_classes(objects, {**renamed, **ignored}))
+        regions += count
         shapes = [shape for shape in item.objects if shape.class_name not in (IGNORED_CLASS, REGION_CLASS)]
         found = sum(isinstance(shape.shape, Point) for shape in shapes)
         rectangles = sum(not isinstance(shape.shape, Point) and is_rectangle(shape.shape) for shape in shapes)
         new_boxes = min(annotation.boxes, rectangles)
         points, boxes, outlines = points + found, boxes + new_boxes, outlines + len(shapes) - found - new_boxes
+    if regions:
+        message = f"{regions} outlines without a class that contain other objects are regions (Region*), not objects."
+        notes.append(Finding("", message, is_problem=False))
     if not points + boxes + outlines:
         raise DataError("The sources contain no objects; check that the annotation files are complete.")
     if read_as is None and outlines and points + boxes:
         raise DataError(
-            f"The sources contain {points} points, {boxes} boxes and {outlines} outlines; choose --as points (the "
-            f"centers of all) or --as outlines (points are left out), or leave classes out with --classes NAME=."
+            f"The sources contain both points or boxes ({points + boxes}) and outlines ({outlines}); choose --as "
+            f"points (the centers of all) or --as outlines (points are left out), or leave classes out with --classes NAME=."
         )
     if boxes and read_as is None:
         message = "the objects have bounding boxes only; their centers are used as points."
         notes.append(Finding("", message, is_problem=False))
     return annotated, read_as or ("outlines" if outlines else "points")
+
+
+def _mark_regions(objects: Sequence[SlideObject]) -> tuple[list[SlideObject], int]:
+    """Give the class of regions to annotations without a class that contain several other objects.
+
+    These are the areas in which QuPath has detected objects. Returns all objects, and the number of regions.
+    """
+    centers = np.array([item.center for item in objects]).reshape(-1, 2)
+    marked = list(objects)
+    for i, item in enumerate(objects):
+        if isinstance(item.shape, Point) or item.class_name or item.kind != "annotation":
+            continue
+        top, left, bottom, right = item.bounds_px
+        others = np.delete(centers, i, axis=0)
+        others = others[np.all((others > (top, left)) & (others < (bottom, right)), axis=1)]
+        if len(others) < MIN_CONTAINED:
+            continue
+        inside = sum(
+            points_in_poly(others, polygon.outer).sum()  # type: ignore[no-untyped-call]
+            for polygon in item.shape
+        )
+        if inside >= MIN_CONTAINED:
+            marked[i] = replace(item, class_name=REGION_CLASS)
+    return marked, sum(new is not old for new, old in zip(marked, objects, strict=True))
 
 
 def _to_pixels(item: _Item, annotation: Annotation, spacing_um_px: float | None) -> list[SlideObject]:
