@@ -336,6 +336,8 @@ def test_monusac_has_a_class_for_each_layer(tmp_path: Path) -> None:
     assert objects.classes == {1: "Epithelial", 2: "Lymphocyte"}
     assert len(objects.ignored) == 1
     assert (objects.labels == 1).sum() == 100
+    first = read_geojson(sample.annotations[0])[0]
+    assert first.bounds_px == (5.5, 7.5, 15.5, 17.5), "whole numbers are pixel centers in XML, and corners in GeoJSON"
     notes = note_messages(dataset)
     assert any("region 1 is left out: it has fewer than 3 vertices" in note for note in notes)
     assert any("the class 'Ambiguous' are ignored areas; --classes Ambiguous=Ambiguous" in note for note in notes)
@@ -480,6 +482,14 @@ def test_folders_of_classes_keep_their_splits(tmp_path: Path) -> None:
         (split, label) for split in ("train", "valid", "test") for label in ("normal", "tumor")
     }
     assert len(dataset.samples) == len(rows) == 14
+
+
+def test_classes_with_few_patches_do_not_prevent_a_split(tmp_path: Path) -> None:
+    for k, (name, count) in enumerate((("stroma", 2), ("tumor", 2), ("debris", 2))):
+        for i in range(count):
+            write_image(tmp_path / "lab" / name / f"{i}.png", tissue(seed=2 * k + i))
+    dataset = bring(tmp_path / "lab")
+    assert [len(dataset.split(split)) for split in ("train", "valid", "test")] == [4, 1, 1]
 
 
 # Patients, splits and classes

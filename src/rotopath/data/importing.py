@@ -472,7 +472,8 @@ def _finish_objects(
     if read_as is None and outlines and points + boxes:
         raise DataError(
             f"The sources contain both points or boxes ({points + boxes}) and outlines ({outlines}); choose --as "
-            f"points (the centers of all) or --as outlines (points are left out), or leave classes out with --classes NAME=."
+            f"points (the centers of all) or --as outlines (points are left out), or leave classes out with --classes "
+            f"NAME=."
         )
     if boxes and read_as is None:
         message = "the objects have bounding boxes only; their centers are used as points."
