@@ -251,6 +251,52 @@ def test_splits_of_coco_are_the_names_of_its_files(tmp_path: Path) -> None:
     }
 
 
+IMAGE = {"id": 1, "file_name": "a.png", "height": SIZE[0], "width": SIZE[1]}
+
+
+@pytest.mark.parametrize(
+    ("annotation", "message"),
+    [
+        ({}, "neither a segmentation nor a bounding box"),
+        ({"bbox": [1, 2, 3]}, "a bbox that is not a list of four numbers"),
+        ({"bbox": [1, 2, 0, 4]}, "neither a segmentation nor a bounding box with an area"),
+        ({"image_id": 2}, "the image_id 2, which it does not list"),
+        ({"category_id": 7}, "the category_id 7, which it does not list"),
+        ({"segmentation": [[1, 2, 3, 4]]}, "a polygon needs at least three vertices"),
+        ({"segmentation": {"counts": [10**30], "size": [10, 10]}}, "a number that is too large"),
+        ({"segmentation": {"counts": [1], "size": [10**6, 10**6]}}, "an implausible size"),
+        ({"segmentation": {"counts": "0", "size": [10, "x"]}}, "an implausible size"),
+    ],
+)
+def test_faulty_coco_files_are_refused(tmp_path: Path, annotation: dict[str, Any], message: str) -> None:
+    write_image(tmp_path / "lab" / "a.png", tissue())
+    item = {"id": 5, "image_id": 1, "category_id": 1, **annotation}
+    content = {"images": [IMAGE], "annotations": [item], "categories": [{"id": 1, "name": "x"}]}
+    write_json(tmp_path / "lab" / "coco.json", content)
+    with pytest.raises(UnreadableFileError, match=message):
+        bring(tmp_path / "lab")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", "[" * 100_000, "is cut off or not valid JSON"),
+        ("a.geojson", "null", "is not GeoJSON"),
+        ("a.geojson", '[{"geometry": {"type": "Point", "coordinates": [1e300, 1]}}]', "larger than any slide"),
+        ("a.geojson", '[{"geometry": {"type": "Point", "coordinates": [NaN, 1]}}]', "NaN or infinite"),
+        ("coco.json", '{"images": [{"id": 1}], "annotations": []}', "'file_name' is missing or wrong"),
+        ("a.xml", '<!DOCTYPE a [<!ENTITY b "c">]><Annotations>&b;</Annotations>', "may be harmful"),
+        ("a_mask.png", "text", "is not an image in a supported format"),
+    ],
+)
+def test_faulty_files_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+    write_image(tmp_path / "lab" / "a.png", tissue())
+    write_text(tmp_path / "lab" / name, text)
+    with pytest.raises(UnreadableFileError, match=message):
+        bring(tmp_path / "lab")
+    assert not (tmp_path / "out").exists()
+
+
 # Tables
 
 
@@ -517,9 +563,11 @@ def test_patients_are_found_by_a_pattern_and_never_divided(tmp_path: Path) -> No
 
 def test_table_states_patients_and_splits(tmp_path: Path) -> None:
     root = patients(tmp_path / "lab", count=3)
+    for path in root.glob("*.csv"):
+        write_text(path, "10,12\n")
     rows = [(f"crops/P{i:02d}_0.jpg", f"case {i}", split) for i, split in enumerate(("Training", "val", "testing"))]
-    table = write_csv(tmp_path / "crops.csv", [("crop", "case", "split"), *rows])
-    dataset = bring(root, table=table)
+    table = write_csv(root / "crops.csv", [("crop", "case", "split"), *rows])
+    dataset = bring(root, table=table, columns="row,column")
     assert [(sample.case, sample.split) for sample in dataset.samples] == [
         *(("case 0", "train"), ("case 1", "valid"), ("case 2", "test"))
     ]

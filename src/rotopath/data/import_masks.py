@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 from scipy import ndimage
 
 from rotopath.data.annotations import AnnotationError
-from rotopath.images.files import read_labels, read_rgb
+from rotopath.images.files import open_image, read_labels, read_rgb
 from rotopath.images.geojson import SlideObject
 from rotopath.images.outlines import Point, trace_outlines
 
@@ -59,7 +58,7 @@ def read_mask(path: Path, kind: MaskKind | None, classes: Mapping[int, str] | No
 
 def _read_numbers(path: Path) -> NDArray[np.int32]:
     """Read the numbers (H, W) of a mask: a gray image, a palette image, or an image of one bit."""
-    with Image.open(path) as image:
+    with open_image(path) as image:
         if image.mode in ("1", "P"):
             return np.array(image).astype(np.int32)
     return read_labels(path)
@@ -70,7 +69,7 @@ def _read_colors(path: Path) -> tuple[NDArray[np.int32], dict[int, tuple[str, tu
 
     The name of a class is its color, such as "#ff0000". Black is the background, or white if no pixel is black.
     """
-    with Image.open(path) as image:
+    with open_image(path) as image:
         if len(image.getbands()) < 3:
             return None
     pixels = read_rgb(path).astype(np.int32)
@@ -212,9 +211,12 @@ def decode_runs(counts: str | Sequence[int], height: int, width: int) -> tuple[N
     `counts` is a list, or a string in the compressed form of pycocotools. Returns the smallest part of the mask that
     contains all pixels, and the row and column of its upper left pixel. Raises ValueError if the mask is invalid.
     """
-    lengths = np.array(_decompress(counts) if isinstance(counts, str) else counts, np.int64)
-    if not 0 < height * width <= MAX_MASK_PX:
+    if not (isinstance(height, int) and isinstance(width, int) and 0 < height * width <= MAX_MASK_PX):
         raise ValueError(f"its mask has an implausible size of {height} × {width} px")
+    try:
+        lengths = np.array(_decompress(counts) if isinstance(counts, str) else counts, np.int64)
+    except OverflowError:
+        raise ValueError("its run lengths contain a number that is too large") from None
     if (lengths < 0).any() or lengths.sum() != height * width:
         raise ValueError(f"its run lengths do not add up to the {height * width} px of its mask")
     ends = np.cumsum(lengths)[1::2]

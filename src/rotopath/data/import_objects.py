@@ -74,7 +74,8 @@ def read_json_objects(path: Path) -> list[Annotation] | None:
     content = read_json(path)
     if isinstance(content, dict) and {"images", "annotations"} <= content.keys():
         return _parse_coco(path, content)
-    is_geojson = isinstance(content, list) or content.get("type") in ("FeatureCollection", "Feature")
+    kind = content.get("type") if isinstance(content, dict) else None
+    is_geojson = isinstance(content, list) or kind in ("FeatureCollection", "Feature")
     if not is_geojson and path.name.endswith((".json", ".json.gz")):
         return None
     return [Annotation(path, "", tuple(parse_geojson(path, content)), counts_from_origin=True)]
@@ -107,9 +108,17 @@ def _parse_coco(path: Path, content: Mapping[str, Any]) -> list[Annotation]:
         names = {category["id"]: str(category["name"]) for category in content.get("categories", [])}
         items: dict[Any, list[Mapping[str, Any]]] = {number: [] for number in images}
         for item in content["annotations"]:
+            for key, known in (("image_id", images), ("category_id", names)):
+                if item[key] not in known:
+                    raise AnnotationError(
+                        path,
+                        f"has an annotation with the {key} {item[key]!r}, which it does not list; export it again.",
+                    )
             items[item["image_id"]].append(item)
         for image in images.values():
             _expect_inside(path, str(image["file_name"]))
+        if len({image["file_name"] for image in images.values()}) < len(content["images"]):
+            raise AnnotationError(path, "lists an image twice; export it again.")
     except (KeyError, TypeError, AttributeError) as error:
         raise AnnotationError(
             path, f"is not a valid COCO file ({type(error).__name__}: {error} is missing or wrong); export it again."
@@ -270,7 +279,8 @@ def is_rectangle(shape: tuple[Polygon, ...]) -> bool:
 def read_table_objects(path: Path, columns: Sequence[str] | None) -> list[Annotation] | Classes | None:
     """Read a table with the positions of objects, or with the classes of the objects in label maps.
 
-    Tables may have any delimiter. Columns are identified by their names, or by `columns`, which replaces a header.
+    Tables may have any delimiter. Columns are identified by their names in the header, or in `columns` if a
+    table has no header.
     Returns None for a table with other columns. Raises AnnotationError if the order of the columns is not known, or if
     a line has no position.
     """
@@ -278,23 +288,23 @@ def read_table_objects(path: Path, columns: Sequence[str] | None) -> list[Annota
     if not lines:
         return [Annotation(path, "", ())]
     has_header = not any(_to_number(cell) is not None for cell in lines[0][1])
-    if columns is not None or has_header:
-        words = [_split_words(name) for name in columns or lines[0][1]]
-        names = _find_columns(path, columns or lines[0][1], words)
-    else:
+    header = lines[0][1] if has_header else columns
+    if header is None:
         first = ", ".join(lines[0][1])
         raise AnnotationError(
             path,
             f"has no header (line 1: {first}), so the order of its columns is not known; state it with --columns, for "
             f"example --columns row,column or --columns x,y,class.",
         )
+    words = [_split_words(name) for name in header]
+    names = _find_columns(path, header, words)
     body = lines[1:] if has_header else lines
     if {"row", "column"} <= names.keys():
         return _read_positions(path, body, names, words)
     if {"object", "class"} <= names.keys():
         return _read_classes(path, body, names)
-    if columns is not None:
-        raise AnnotationError(path, f"cannot be read with --columns {','.join(columns)}: name a row and a column.")
+    if not has_header:
+        raise AnnotationError(path, f"cannot be read with --columns {','.join(header)}: name a row and a column.")
     return None
 
 

@@ -164,6 +164,8 @@ def import_data(
     renamed = parse_classes(classes)
     notes: list[Finding] = []
     files = _collect([Path(source) for source in sources])
+    if table is not None:
+        files = [file for file in files if file.path.resolve() != Path(table).resolve()]
     pictures = [file for file in files if _has_suffix(file.path, PICTURE_SUFFIXES)]
     are_class_folders = all(Path(source).is_dir() and is_class_folders(Path(source)) for source in sources)
     mask_of = {} if are_class_folders else _find_masks(pictures)

@@ -254,7 +254,11 @@ def _parse_feature(feature: Any, origin_px: tuple[float, float]) -> Iterator[Sli
     values = properties.get("measurements") or {}
     if isinstance(values, list):  # before QuPath 0.4
         values = {item["name"]: item["value"] for item in values}
-    measurements = {str(name): float(value) for name, value in values.items() if value is not None}
+    measurements = {
+        str(name): float(value)
+        for name, value in values.items()
+        if value is not None and math.isfinite(float(value))  # QuPath writes NaN for missing values
+    }
     for shape in _parse_geometry(feature["geometry"], origin_px):
         yield SlideObject(shape, kind, class_name, color, measurements)
 
