@@ -49,7 +49,7 @@ from rotopath.data.manifest import FRACTIONS, MANIFEST_FILE, SPLIT_SEED, is_clas
 from rotopath.data.splits import SPLITS, find_split, split_fractions
 from rotopath.images.containers import SLIDE_SUFFIXES
 from rotopath.images.files import UnreadableFileError, is_plausible
-from rotopath.images.geojson import IGNORED_CLASS, REGION_CLASS, SlideObject, read_geojson, write_geojson
+from rotopath.images.geojson import IGNORED_CLASS, REGION_CLASS, SlideObject, format_geojson, read_geojson
 from rotopath.images.outlines import Point, make_polygon
 from rotopath.images.slides import open_slide
 from rotopath.writing import atomic_folder, write_json, write_text
@@ -698,7 +698,7 @@ def _write_manifest(folder: Path, out: Path, items: Sequence[_Item], column: str
             cell = f"{ANNOTATION_FOLDER}/{name}.geojson"
             path = folder / cell
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_geojson(path, item.objects, decimals=None)
+            path.write_text(format_geojson(item.objects), encoding="utf-8", newline="\n")
         values = {**item.row, "image": _relative_path(item.file.path, out), column: cell}
         rows.append([values.get(key, "") for key in header])
     text = io.StringIO()
@@ -752,7 +752,7 @@ def export_data(dataset: Dataset, out: Path | str) -> Path:
         for name, _, objects in contents:
             path = folder / f"{name}.geojson"
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_geojson(path, objects, decimals=None)
+            path.write_text(format_geojson(objects), encoding="utf-8", newline="\n")
     return out
 
 

@@ -89,31 +89,38 @@ class SlideObject:
 # Writing GeoJSON
 
 
-def write_geojson(
-    path: Path,
-    objects: Iterable[SlideObject],
-    origin_px: tuple[float, float] = (0, 0),
-    decimals: int | None = DECIMALS,
-) -> int:
+def write_geojson(path: Path, objects: Iterable[SlideObject], origin_px: tuple[float, float] = (0, 0)) -> int:
     """Write objects to a GeoJSON file, one on each line, and return the number of objects.
 
     If the file name ends in ".gz", the file is compressed, as QuPath reads it. Only one object at a time is in memory.
-    `origin_px` (row, column) is subtracted from all coordinates; for QuPath, pass `slide.origin_px`. Coordinates are
-    rounded to `decimals`; None keeps all decimals.
+    `origin_px` (row, column) is subtracted from all coordinates; for QuPath, pass `slide.origin_px`.
     """
-    count = 0
+    parts = 0
     with ExitStack() as stack:
         raw: IO[bytes] = stack.enter_context(stack.enter_context(atomic_file(path)).open("wb"))
         if path.suffix == ".gz":  # the same objects give the same bytes: neither the time nor the file name is written
             raw = cast(IO[bytes], stack.enter_context(gzip.GzipFile("", "wb", GZIP_LEVEL, raw, mtime=0)))
         file = stack.enter_context(io.TextIOWrapper(raw, encoding="utf-8", newline="\n"))
-        file.write(HEAD)
-        for item in objects:
-            file.write(",\n" if count else "")
-            file.write(json.dumps(item.to_feature(origin_px, decimals), ensure_ascii=False, allow_nan=False))
-            count += 1
-        file.write(TAIL)
-    return count
+        for text in _format_geojson(objects, origin_px, DECIMALS):
+            file.write(text)
+            parts += 1
+    return parts - 2  # without the beginning and the end
+
+
+def format_geojson(objects: Iterable[SlideObject]) -> str:
+    """Return the text of a GeoJSON file with objects, whose coordinates are not rounded."""
+    return "".join(_format_geojson(objects, (0, 0), None))
+
+
+def _format_geojson(
+    objects: Iterable[SlideObject], origin_px: tuple[float, float], decimals: int | None
+) -> Iterator[str]:
+    """Yield the beginning of a GeoJSON file, a line for each object, and the end of the file."""
+    yield HEAD
+    for number, item in enumerate(objects):
+        feature = item.to_feature(origin_px, decimals)
+        yield (",\n" if number else "") + json.dumps(feature, ensure_ascii=False, allow_nan=False)
+    yield TAIL
 
 
 def _make_geometry(
