@@ -574,6 +574,15 @@ def test_table_states_patients_and_splits(tmp_path: Path) -> None:
     assert any("left out 6 images" in note for note in note_messages(dataset))
 
 
+def test_patients_in_two_splits_are_reported(tmp_path: Path) -> None:
+    root = patients(tmp_path / "lab", count=2)
+    rows = [(f"P{i:02d}_{k}.png", f"case {i}", split) for i in (0, 1) for k, split in enumerate(("train", "valid"))]
+    table = write_csv(tmp_path / "crops.csv", [("image", "patient", "split"), *rows])
+    assert problem_messages(bring(root, table=table)) == [
+        f"patient or slide case {i} is in train and valid; move all of its images to one split." for i in (0, 1)
+    ]
+
+
 def test_validation_patients_are_taken_from_training_patients(tmp_path: Path) -> None:
     for split, count in (("Train", 10), ("Test", 4)):
         for i in range(count):

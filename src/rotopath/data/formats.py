@@ -161,7 +161,10 @@ def _open(path: Path, spacing_um_px: float | None) -> Dataset:
         raise DataError(f"{path} does not exist.")
     if path.is_file():
         if path.suffix.lower() != ".csv":
-            raise DataError(f"{path} is a file, but not a CSV manifest; expected a folder or a CSV manifest.")
+            raise DataError(
+                f"{path} is a file, but not a CSV manifest; expected a folder or a CSV manifest; `rotopath data "
+                f"import` writes a manifest from files of other software."
+            )
         return open_manifest(path, spacing_um_px)
     if (known := _find_format(path)) is not None:
         return known.open(path, spacing_um_px)
@@ -177,7 +180,10 @@ def _open(path: Path, spacing_um_px: float | None) -> Dataset:
     )
     if match is None:
         fault = "is empty" if not any(path.iterdir()) else "is not a dataset of a known format"
-        raise DataError(f"{path} {fault}; expected {'; or '.join(known.example for known in FORMATS)}.")
+        raise DataError(
+            f"{path} {fault}; expected {'; or '.join(known.example for known in FORMATS)}; `rotopath data "
+            f"import` reads other formats, such as those of QuPath and COCO."
+        )
     folder, known = match
     return known.open(folder, spacing_um_px)
 
@@ -288,8 +294,9 @@ def _check_group(dataset: Dataset, samples: list[Sample]) -> _Contents:
         contents.findings.append(Finding.from_error(error, dataset.root))
         return contents
     for sample, image in zip(samples, images, strict=True):
-        digest = hashlib.blake2b(image.tobytes(), digest_size=16).digest()
-        contents.digests.append((sample.name, sample.split, digest))
+        if image.min() < image.max():  # images of empty background may be equal
+            digest = hashlib.blake2b(image.tobytes(), digest_size=16).digest()
+            contents.digests.append((sample.name, sample.split, digest))
     contents.findings += _compare_spacing(samples[0])
     if dataset.annotated == "labels":
         contents.objects.update(sample.label or "" for sample in samples)

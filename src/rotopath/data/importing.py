@@ -31,6 +31,7 @@ from rotopath.data.dataset import (
     image_spacing_um_px,
     read_table,
 )
+from rotopath.data.formats import open_data
 from rotopath.data.import_masks import MASK_KINDS, MAX_CLASSES, MaskKind, read_mask, read_mat
 from rotopath.data.import_objects import (
     Annotation,
@@ -45,7 +46,7 @@ from rotopath.data.import_objects import (
     rename_classes,
 )
 from rotopath.data.kumar import find_patient
-from rotopath.data.manifest import FRACTIONS, MANIFEST_FILE, SPLIT_SEED, is_class_folders, open_manifest
+from rotopath.data.manifest import FRACTIONS, MANIFEST_FILE, SPLIT_SEED, is_class_folders
 from rotopath.data.splits import SPLITS, find_split, split_fractions
 from rotopath.images.containers import SLIDE_SUFFIXES
 from rotopath.images.files import UnreadableFileError, is_plausible
@@ -189,7 +190,7 @@ def import_data(
     _assign_splits(items, column == "label", notes)
     with atomic_folder(out) as folder:
         _write_manifest(folder, out, items, column)
-    dataset = open_manifest(out / MANIFEST_FILE)
+    dataset = open_data(out)
     return replace(dataset, findings=(*dataset.findings, *notes))
 
 
