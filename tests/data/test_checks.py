@@ -119,6 +119,15 @@ def test_shifted_outlines(tmp_path: Path, shift: tuple[int, int], solution: str)
     assert f"they fit dark objects if they are moved {solution}" in problems[0]
 
 
+def test_common_shift_of_all_images_is_found_if_it_is_smaller(tmp_path: Path) -> None:
+    annotate = outlines(lambda positions: discs(positions, shift=(0, 2)))
+    (problem,) = problem_messages(open_and_check(dataset(tmp_path, annotate, count=6)))
+    assert problem == (
+        "the outlines of most images are shifted: they fit dark objects if they are moved 0 px up and 2 px left; "
+        "correct the offset of the annotations."
+    )
+
+
 def test_outlines_of_other_images(tmp_path: Path) -> None:
     result = open_and_check(dataset(tmp_path, outlines(lambda positions: discs(nuclei(positions[0][0] + 100)))))
     assert any("do not follow dark objects" in note for note in note_messages(result))

@@ -20,7 +20,7 @@ the annotated positions with that at other positions of the same image.
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -116,9 +116,12 @@ MAX_SHIFT_UM = 8.0  # outlines are moved by up to this distance
 MIN_SHIFT_UM = 0.75
 MIN_GAIN = 0.08  # of the correlation; 20 times larger than in correctly annotated images
 MIN_BEST = 0.25  # correlation after the move
+# A common shift of images is reported if it is smaller: the number of images, and the fraction that agree
+MIN_IMAGES, MIN_AGREEING = 5, 0.8
+MIN_COMMON_UM, MIN_COMMON_GAIN = 0.45, 0.02
 MIN_COVER = 0.01  # images in which objects cover less than this fraction are too uncertain
 MAX_MEASURED_PX = 2048  # side of the part of an image in which the fit of outlines is measured
-SMALLEST_UM, LARGEST_UM = 2.5, 20.0  # range of plausible median diameters of nuclei
+SMALLEST_UM, LARGEST_UM = 2.5, 15.0  # range of plausible median diameters of nuclei
 CORNER = 0.05  # as a fraction of the height or width of an image
 MAX_COVERED = 0.1  # fraction of outlines that others cover
 MAX_SPECKS = 0.02  # fraction of objects of one pixel
@@ -560,18 +563,20 @@ def _find_misplaced_outlines(evidence: list[_Contents]) -> list[Finding]:
     findings = []
     unfitting = []
     fits = [fit for contents in evidence for fit in contents.fits]
+    common = _find_common_shift(fits)
+    if common is not None:
+        message = f"the outlines of most images are shifted: they fit {common}; correct the offset of the annotations."
+        findings.append(Finding("", message))
     for fit in fits:
         distance_um = float(np.hypot(fit.down_px, fit.right_px)) * fit.spacing_um_px
         if fit.swapped > max(fit.correlation, 0) + 2 * MIN_GAIN:
             message = "its outlines fit the image only if rows and columns are exchanged; exchange x and y in the file."
             findings.append(Finding(fit.name, message))
         elif fit.best > fit.correlation + MIN_GAIN and fit.best > MIN_BEST and distance_um >= MIN_SHIFT_UM:
-            message = (
-                f"its outlines are shifted: they fit dark objects if they are moved {abs(fit.down_px)} px "
-                f"{'down' if fit.down_px > 0 else 'up'} and {abs(fit.right_px)} px "
-                f"{'right' if fit.right_px > 0 else 'left'}; correct the offset of the annotations."
-            )
-            findings.append(Finding(fit.name, message))
+            if common is None:
+                move = _describe_move(fit.down_px, fit.right_px)
+                message = f"its outlines are shifted: they fit {move}; correct the offset of the annotations."
+                findings.append(Finding(fit.name, message))
         elif abs(fit.correlation) < MIN_GAIN:
             unfitting.append(fit.name)
     if len(unfitting) > len(fits) / 2:
@@ -581,6 +586,26 @@ def _find_misplaced_outlines(evidence: list[_Contents]) -> list[Finding]:
         )
         findings.append(Finding("", message, is_problem=False))
     return findings
+
+
+def _find_common_shift(fits: Sequence[_Fit]) -> str | None:
+    """Return the move by which the outlines of nearly all images fit better, for a message, or None."""
+    if len(fits) < MIN_IMAGES:
+        return None
+    moves = np.array([(fit.down_px, fit.right_px) for fit in fits])
+    down, right = np.median(moves, axis=0)
+    agreeing = np.abs(moves - (down, right)).max(axis=1) <= 1
+    gain = float(np.median([fit.best - fit.correlation for fit in fits]))
+    distance_px = float(np.hypot(down, right))
+    if agreeing.mean() < MIN_AGREEING or distance_px < 2 or distance_px * fits[0].spacing_um_px < MIN_COMMON_UM:
+        return None
+    return _describe_move(round(down), round(right)) if gain > MIN_COMMON_GAIN else None
+
+
+def _describe_move(down_px: int, right_px: int) -> str:
+    """Return a text that states how outlines must be moved."""
+    vertical, horizontal = "down" if down_px > 0 else "up", "right" if right_px > 0 else "left"
+    return f"dark objects if they are moved {abs(down_px)} px {vertical} and {abs(right_px)} px {horizontal}"
 
 
 def _find_wrong_scale(evidence: list[_Contents]) -> Finding | None:
