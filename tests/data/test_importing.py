@@ -130,7 +130,9 @@ def test_areas_around_detected_objects_are_regions(tmp_path: Path) -> None:
     write_json(root / "a.geojson", [feature("Polygon", [square(1, 1, 58)]), *cells])
     dataset = bring(root)
     assert read_objects(dataset.samples[0], 0.25).numbers == [1, 2, 3]
-    assert any("1 outlines without a class that contain other objects are regions" in n for n in note_messages(dataset))
+    assert any(
+        "outlines without a class that contain other objects (1) are regions" in n for n in note_messages(dataset)
+    )
     assert len(read_geojson(dataset.samples[0].annotations[0])) == 4
 
 

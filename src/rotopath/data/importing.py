@@ -468,7 +468,7 @@ def _finish_objects(
         new_boxes = min(annotation.boxes, rectangles)
         points, boxes, outlines = points + found, boxes + new_boxes, outlines + len(shapes) - found - new_boxes
     if regions:
-        message = f"{regions} outlines without a class that contain other objects are regions (Region*), not objects."
+        message = f"outlines without a class that contain other objects ({regions}) are regions (Region*), not objects."
         notes.append(Finding("", message, is_problem=False))
     if not points + boxes + outlines:
         raise DataError("The sources contain no objects; check that the annotation files are complete.")
@@ -648,17 +648,15 @@ def _assign_splits(items: Sequence[_Item], has_labels: bool, notes: list[Finding
         )
         notes.append(Finding("", message, is_problem=False))
     known = [item for item in items if item.row.get("split")]
-    if len(known) == len(items) and ({"valid"} <= {item.row["split"] for item in items} or len(items) < MIN_PATIENTS):
+    splits_known = {item.row["split"] for item in known}
+    if len(known) == len(items) and ("valid" in splits_known or "train" not in splits_known):
         notes.append(Finding("", "the splits are those of the sources.", is_problem=False))
         return
-    if len(known) == len(items) and any(item.row["split"] == "train" for item in items):
+    if len(known) == len(items):
         divided, fractions = [item for item in items if item.row["split"] == "train"], VALID_OF_TRAIN
         message = (
             "the sources have no images for validation: 20 % of the training patients are proposed (split 'valid')."
         )
-    elif len(known) == len(items):
-        notes.append(Finding("", "the splits are those of the sources.", is_problem=False))
-        return
     else:
         divided, fractions = list(items), FRACTIONS
         message = "a random split by patient is proposed: 60 % train, 20 % valid, 20 % test."
@@ -671,13 +669,14 @@ def _assign_splits(items: Sequence[_Item], has_labels: bool, notes: list[Finding
     splits = split_fractions(strata, fractions, SPLIT_SEED)
     for item in divided:
         item.row["split"] = splits[_find_group(item)]
-    notes.append(Finding("", f"{message} To change it, edit the column `split` of the manifest.", is_problem=False))
     if len(groups) < len(fractions):
         message = (
             f"there are too few patients ({len(groups)}) for {len(fractions)} splits; all of them are in 'train'; add "
             f"images of other patients before training."
         )
-        notes.append(Finding("", message, is_problem=False))
+    else:
+        message += " To change it, edit the column `split` of the manifest."
+    notes.append(Finding("", message, is_problem=False))
 
 
 def _find_group(item: _Item) -> str:
