@@ -457,6 +457,24 @@ def test_colors_are_classes(tmp_path: Path) -> None:
     assert np.array_equal(objects.labels > 0, label_map() > 0)
 
 
+@pytest.mark.parametrize("source", ["mask", "coco", "mat"])
+def test_annotations_of_another_size_are_refused(tmp_path: Path, source: str) -> None:
+    """The image was resized after it was annotated."""
+    root = tmp_path / "lab"
+    if source == "mask":
+        write_masks(root, label_map((120, 160)))
+    if source == "coco":
+        coco(root, [{"bbox": [1, 1, 9, 9]}])
+        write_image(root / "images" / "0.png", tissue()[::2, ::2])
+    if source == "mat":
+        write_image(root / "a.png", tissue()[::2, ::2])
+        savemat(root / "a.mat", hovernet())
+    with pytest.raises(
+        DataError, match=r"is for an image of (120 × 160|60 × 80) px .* give the image that was annotated"
+    ):
+        bring(root)
+
+
 def test_masks_in_jpeg_format_are_refused(tmp_path: Path) -> None:
     root = write_masks(tmp_path / "lab", np.where(label_map() > 0, 255, 0).astype(np.uint8), "masks/a.jpg")
     with pytest.raises(UnreadableFileError, match="JPEG format, which changes numbers"):

@@ -5,7 +5,7 @@ Objects become outlines that cover exactly their pixels.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,14 @@ MAX_RUN_BITS = 40
 ALL_NEIGHBORS = np.ones((3, 3), int)  # pixels are connected by sides and by corners
 
 
-def read_mask(path: Path, kind: MaskKind | None, classes: Mapping[int, str] | None = None) -> list[SlideObject]:
+class MaskObjects(NamedTuple):
+    """The objects of a mask, and its size."""
+
+    objects: list[SlideObject]
+    size_px: tuple[int, int] | None  # height and width; None for points
+
+
+def read_mask(path: Path, kind: MaskKind | None, classes: Mapping[int, str] | None = None) -> MaskObjects:
     """Read the objects of a mask.
 
     `kind` states what a number in the mask is: the number of an object ("objects"), or of a class whose connected parts
@@ -38,22 +45,23 @@ def read_mask(path: Path, kind: MaskKind | None, classes: Mapping[int, str] | No
         raise AnnotationError(path, "is a mask in JPEG format, which changes numbers and colors; save it as PNG.")
     colors = _read_colors(path)
     if colors is not None:
-        return _split_classes(*colors)
+        return MaskObjects(_split_classes(*colors), (colors[0].shape[0], colors[0].shape[1]))
     labels = _read_numbers(path)
+    size_px = labels.shape[0], labels.shape[1]
     if kind is None and not classes:
         _expect_objects(path, labels)
     if kind == "binary":
         labels = ndimage.label(labels > 0, ALL_NEIGHBORS)[0].astype(np.int32)
     if kind == "classes":
-        return _split_classes(
-            labels, {number: (str(number), None) for number in np.unique(labels[labels > 0]).tolist()}
-        )
+        numbers = np.unique(labels[labels > 0]).tolist()
+        return MaskObjects(_split_classes(labels, {number: (str(number), None) for number in numbers}), size_px)
     present = np.unique(labels[labels > 0]).tolist()
     if classes and (missing := [number for number in present if number not in classes]):
         raise AnnotationError(path, f"contains the object {missing[0]}, which has no class; list every object.")
     names = classes or {}
     outlines = trace_outlines(labels)
-    return [SlideObject(outlines[number], "annotation", names.get(number, "")) for number in present]
+    objects = [SlideObject(outlines[number], "annotation", names.get(number, "")) for number in present]
+    return MaskObjects(objects, size_px)
 
 
 def _read_numbers(path: Path) -> NDArray[np.int32]:
@@ -122,7 +130,7 @@ def _expect_objects(path: Path, labels: NDArray[np.int32]) -> None:
 # HoVer-Net
 
 
-def read_mat(path: Path) -> list[SlideObject]:
+def read_mat(path: Path) -> MaskObjects:
     """Read the objects of a `.mat` file of HoVer-Net.
 
     The file contains `inst_map` (H, W), a label map; or `inst_centroid` (n, 2), the columns and rows of points. Classes
@@ -140,7 +148,8 @@ def read_mat(path: Path) -> list[SlideObject]:
         if len(names) != len(positions) or not np.isfinite(positions).all():
             raise AnnotationError(path, "has an `inst_centroid` that does not fit its `inst_type`; save it again.")
         points = (Point(float(y) + 0.5, float(x) + 0.5) for x, y in positions)
-        return [SlideObject(point, "annotation", name) for point, name in zip(points, names, strict=True)]
+        named = zip(points, names, strict=True)
+        return MaskObjects([SlideObject(point, "annotation", name) for point, name in named], None)
     values = arrays["inst_map"]
     if values.ndim != 2 or not (np.isfinite(values).all() and (values >= 0).all() and (values == values.round()).all()):
         raise AnnotationError(path, "has an `inst_map` that is not a label map of whole numbers; save it again.")
@@ -158,9 +167,9 @@ def read_mat(path: Path) -> list[SlideObject]:
             path, f"has {len(types)} classes in `inst_type` for {len(numbers)} objects in `inst_map`; save it again."
         )
     outlines = trace_outlines(labels)
-    return [
-        SlideObject(outlines[number], "annotation", name) for number, name in zip(numbers.tolist(), names, strict=True)
-    ]
+    pairs = zip(numbers.tolist(), names, strict=True)
+    objects = [SlideObject(outlines[number], "annotation", name) for number, name in pairs]
+    return MaskObjects(objects, (labels.shape[0], labels.shape[1]))
 
 
 def _read_mat_arrays(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:

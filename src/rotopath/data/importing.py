@@ -27,6 +27,7 @@ from rotopath.data.dataset import (
     Dataset,
     Finding,
     Sample,
+    annotated_size_px,
     count_and_list,
     image_spacing_um_px,
     read_table,
@@ -303,7 +304,8 @@ def _read_annotations(
         elif path.suffix.lower() == ".xml":
             kind, found = "Aperio XML file", [read_xml_objects(path)]
         elif path.suffix.lower() == ".mat":
-            kind, found = "MATLAB file of HoVer-Net", [Annotation(path, "", tuple(read_mat(path)))]
+            objects, size_px = read_mat(path)
+            kind, found = "MATLAB file of HoVer-Net", [Annotation(path, "", tuple(objects), size_px=size_px)]
         elif _has_suffix(path, TABLE_SUFFIXES):
             if (path.parent, _stem(path)) in json_files:
                 continue  # a table of the same objects
@@ -324,9 +326,9 @@ def _read_annotations(
             kinds[kind] += 1
             annotations += [(file, annotation) for annotation in found]
     for path, file in mask_of.items():
-        objects = read_mask(path, masks, _find_classes(path, tables))
+        objects, size_px = read_mask(path, masks, _find_classes(path, tables))
         kinds["mask"] += 1
-        annotations.append((file, Annotation(path, "", tuple(objects))))
+        annotations.append((file, Annotation(path, "", tuple(objects), size_px=size_px)))
     for kind, count in sorted(kinds.items()):
         first, *rest = kind.split(" of ")
         plural = " of ".join([first + ("s" if count > 1 else ""), *rest])
@@ -459,6 +461,12 @@ def _finish_objects(
     for item in annotated:
         annotation = item.annotation
         assert annotation is not None
+        size_px = annotated_size_px(item.file.path)
+        if annotation.size_px not in (None, size_px):
+            raise DataError(
+                f"{annotation.path} is for an image of {annotation.size_px[0]} × {annotation.size_px[1]} px (height × "
+                f"width), but {item.file.path} has {size_px[0]} × {size_px[1]} px; give the image that was annotated."
+            )
         objects = _to_pixels(item, annotation, spacing_um_px)
         item.objects, count = _mark_regions(rename_classes(objects, {**renamed, **ignored}))
         regions += count
@@ -774,7 +782,7 @@ def _read_objects(annotated: Annotated, sample: Sample) -> list[SlideObject]:
             for (row, column), name in zip(points.positions, points.classes, strict=True)
         ]
     tables = [found] if isinstance(found := _read_class_table_of(path), Classes) else []
-    return read_mask(path, "objects", _find_classes(path, tables))
+    return read_mask(path, "objects", _find_classes(path, tables)).objects
 
 
 def _read_class_table_of(label_map: Path) -> object:
