@@ -226,6 +226,29 @@ def test_boxes_of_coco_and_of_midog_become_points(tmp_path: Path) -> None:
         assert any("as in MIDOG" in note for note in note_messages(dataset)) == (name == "midog")
 
 
+@pytest.mark.parametrize(
+    ("boxes", "areas", "are_corners"),
+    [
+        ([[10, 10, 14, 16], [20, 12, 24, 18]], None, True),  # all of them are 4 × 6 px, but only as corners
+        ([[10, 10, 14, 16], [20, 12, 14, 16]], None, False),  # all of them are 14 × 16 px
+        ([[10, 10, 14, 16]], None, False),
+        ([[10, 10, 14, 16]], [24], True),
+        ([[10, 10, 14, 16]], [224], False),
+        ([[10, 10, 5, 6], [40, 30, 45, 36]], None, False),
+    ],
+)
+def test_boxes_that_fit_in_both_ways(
+    tmp_path: Path, boxes: list[list[int]], areas: list[int] | None, are_corners: bool
+) -> None:
+    items: list[dict[str, Any]] = [{"bbox": box} for box in boxes]
+    for item, area in zip(items, areas or [], strict=False):
+        item["area"] = area
+    points = read_points(bring(coco(tmp_path / "lab", items)).samples[0], 0.25)
+    left, top, right, bottom = boxes[0]
+    expected = [(top + bottom) / 2, (left + right) / 2] if are_corners else [top + bottom / 2, left + right / 2]
+    assert (points.positions[0] + 0.5).tolist() == expected
+
+
 @pytest.mark.parametrize("name", ["../0.png", "/etc/0.png", "images/../../0.png", "..\\0.png", "C:/0.png", ""])
 def test_names_of_images_outside_of_the_folder_are_refused(tmp_path: Path, name: str) -> None:
     root = coco(tmp_path / "lab", [])

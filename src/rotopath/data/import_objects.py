@@ -126,7 +126,7 @@ def _parse_coco(path: Path, content: Mapping[str, Any]) -> list[Annotation]:
     has_corners = _has_corners(path, images, items)
     notes: tuple[Finding, ...] = ()
     if has_corners:
-        message = "boxes are left, top, right, bottom (as in MIDOG), not left, top, width, height: only so they fit."
+        message = "boxes are left, top, right, bottom, as in MIDOG; as left, top, width, height, they do not fit."
         notes = (Finding(str(path), message, is_problem=False),)
     annotations = []
     for number, image in images.items():
@@ -174,22 +174,30 @@ def _expect_inside(path: Path, name: str) -> None:
 def _has_corners(path: Path, images: Mapping[Any, Any], items: Mapping[Any, list[Mapping[str, Any]]]) -> bool:
     """Return whether boxes are (left, top, right, bottom), as in MIDOG, instead of (left, top, width, height).
 
-    This is so if some of the boxes have their centers outside the image, unless they are read as corners.
+    This is so if some boxes have their centers outside of the image unless they are read as corners. If all boxes fit
+    in both ways, it is so if their areas say so or, without areas, if all boxes have the same size only as corners.
     """
-    boxes, sizes = [], []
+    boxes, sizes, areas = [], [], []
     for number, image in images.items():
         for item in items[number]:
-            if item.get("bbox") and not item.get("segmentation"):
+            if item.get("bbox") and not item.get("segmentation") and not item.get("keypoints"):
                 boxes.append(item["bbox"])
                 sizes.append((image.get("width") or np.inf, image.get("height") or np.inf))
+                areas.append(item.get("area") or np.nan)
     try:
         corners = np.array(boxes, np.float64).reshape(-1, 4)
         limits = np.array(sizes, np.float64).reshape(-1, 2)
+        stated = np.array(areas, np.float64)
     except (TypeError, ValueError):
         raise AnnotationError(path, "has a bbox that is not a list of four numbers; correct or remove it.") from None
     first, second = corners[:, :2], corners[:, 2:]
-    are_sizes_inside = (first + second / 2 < limits).all()
-    return bool(not are_sizes_inside and (second > first).all() and ((first + second) / 2 < limits).all())
+    if not len(corners) or not (second > first).all() or not ((first + second) / 2 < limits).all():
+        return False
+    if not (first + second / 2 < limits).all():
+        return True
+    if np.isfinite(stated).all():
+        return bool(np.allclose(stated, (second - first).prod(axis=1)) and not np.allclose(stated, second.prod(axis=1)))
+    return bool(np.ptp(second - first, axis=0).max() == 0 < np.ptp(second, axis=0).max())
 
 
 def _parse_coco_shape(item: Mapping[str, Any], has_corners: bool) -> tuple[Point | tuple[Polygon, ...], bool]:
