@@ -668,7 +668,7 @@ def test_pairs_that_are_not_certain_are_refused(tmp_path: Path) -> None:
     points = [feature("Point", [3, 3])]
     root = tmp_path / "lab"
     write_json(root / "a.geojson", points)
-    with pytest.raises(DataError, match="contains no images"):
+    with pytest.raises(DataError, match="No images were found in"):
         bring(root)
     write_image(root / "other" / "b.png", tissue())
     write_image(root / "other" / "c.png", tissue())

@@ -173,7 +173,7 @@ def import_data(
     mask_of = {} if are_class_folders else _find_masks(pictures)
     items = [_Item(file) for file in pictures if file.path not in mask_of]
     if not items:
-        raise DataError(f"{_list_sources(sources)} contains no images; give the folder with the images as well.")
+        raise DataError(f"No images were found in {_list_sources(sources)}; give the folder with the images as well.")
     order = [name.strip() for name in columns.split(",")] if columns else None
     annotations = _read_annotations(files, mask_of, order, masks, notes, given={Path(source) for source in sources})
     if annotations:
@@ -182,8 +182,8 @@ def import_data(
     else:
         if not are_class_folders:
             raise DataError(
-                f"{_list_sources(sources)} contains images, but no annotations; expected GeoJSON, COCO, CSV, XML or "
-                f".mat files or masks with the names of the images, or a folder of images for each class."
+                f"No annotations were found in {_list_sources(sources)}; expected GeoJSON, COCO, CSV, XML or .mat files "
+                f"or masks with the names of the images, or a folder of images for each class."
             )
         items, column = _label_by_folder(items, renamed), "label"
     items = _describe_images(items, Path(table) if table else None, patient, notes)
