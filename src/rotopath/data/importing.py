@@ -182,8 +182,8 @@ def import_data(
     else:
         if not are_class_folders:
             raise DataError(
-                f"No annotations were found in {_list_sources(sources)}; expected GeoJSON, COCO, CSV, XML or .mat files "
-                f"or masks with the names of the images, or a folder of images for each class."
+                f"No annotations were found in {_list_sources(sources)}; expected GeoJSON, COCO, CSV, XML or .mat "
+                f"files or masks with the names of the images, or a folder of images for each class."
             )
         items, column = _label_by_folder(items, renamed), "label"
     items = _describe_images(items, Path(table) if table else None, patient, notes)
@@ -498,9 +498,11 @@ def _mark_regions(objects: Sequence[SlideObject]) -> tuple[list[SlideObject], in
     These are the areas in which QuPath has detected objects. Returns all objects, and the number of regions.
     """
     centers = np.array([item.center for item in objects]).reshape(-1, 2)
+    sides = np.array([np.subtract(item.bounds_px[2:], item.bounds_px[:2]) for item in objects]).reshape(-1, 2)
+    is_large = sides.prod(axis=1) > MIN_CONTAINED * np.median(sides.prod(axis=1)) if len(sides) else sides
     marked = list(objects)
     for i, item in enumerate(objects):
-        if isinstance(item.shape, Point) or item.class_name or item.kind != "annotation":
+        if isinstance(item.shape, Point) or item.class_name or item.kind != "annotation" or not is_large[i]:
             continue
         top, left, bottom, right = item.bounds_px
         others = np.delete(centers, i, axis=0)
