@@ -309,7 +309,7 @@ def test_train_and_evaluate(tmp_path: Path) -> None:
     again = json.loads((tmp_path / "run/evaluation-test.json").read_text())["test"]
     before = json.loads((tmp_path / "run/metrics.json").read_text())["test"]
     assert {name: again[name] for name in before} == before, "all scores are computed again"
-    rotated = run("evaluate", str(tmp_path / "run"), "--tta", "4", "--split", "valid", "--data", str(tmp_path / "data"))
+    rotated = run("evaluate", str(tmp_path / "run"), "--tta", "4", "--split", "val", "--data", str(tmp_path / "data"))
     assert rotated.exit_code == 0, rotated.stderr
     assert json.loads((tmp_path / "run/evaluation-valid-tta4.json").read_text())["valid"]["rotations"] == 4
     own = (tmp_path / "run/evaluation-test.json").read_text()

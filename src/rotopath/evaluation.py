@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from rotopath import runs
 from rotopath.data import NO_AUGMENTATION, Augmentation, Batches, DataError, Dataset, Sample, open_data, problems
 from rotopath.data.batches import Cache, SampleReader, open_pixels
 from rotopath.data.sampling import CenterSampler, Ints, SamplerSettings
-from rotopath.data.splits import SPLITS
+from rotopath.data.splits import SPLITS, Split, find_split
 from rotopath.group import covering_size
 from rotopath.inference import predict_batch, predict_patches, predict_rotated, predict_rotations
 from rotopath.inference.tiling import SPLINE_REACH
@@ -38,7 +38,6 @@ from rotopath.tasks import Task, TrainingWindow
 from rotopath.tasks.task import Evidence
 from rotopath.writing import atomic_file, write_json
 
-Split = Literal["train", "valid", "test"]
 OnProgress = Callable[[int, int], None]  # receives the number of finished samples, and the number of all samples
 CPU = torch.device("cpu")
 STACK_PX = 2**18  # images of the same size are predicted together, up to this total number of pixels
@@ -101,8 +100,9 @@ def evaluate(
     data does not fit the task, or if the task does not have the rule.
     """
     run = model if isinstance(model, Run) else runs.load(model)
-    if split not in SPLITS:
+    if (known_split := find_split(split)) is None:
         raise DataError(f"There is no split {split!r}; choose from {', '.join(SPLITS)}.")
+    split = known_split
     task = run.task
     if data is None and run.is_pretrained:
         raise DataError(

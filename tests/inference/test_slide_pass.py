@@ -735,10 +735,10 @@ def test_workers_are_started_where_they_help(
     model = Model(
         PAPER[task], untrained(task), dict.fromkeys(("threshold", "inside", "background", "least_px"), 0.5), CPU
     )
-    with as_slide(textured(100, 100, 1), 0.25) as slide:
-        with SlidePass(model, slide, PassOptions(workers=requested)) as slide_pass:
-            slide_pass.model = replace(model, device=torch.device(device))
-            assert slide_pass._count_workers(tiles) == expected
+    options = PassOptions(workers=requested)
+    with as_slide(textured(100, 100, 1), 0.25) as slide, SlidePass(model, slide, options) as slide_pass:
+        slide_pass.model = replace(model, device=torch.device(device))
+        assert slide_pass._count_workers(tiles) == expected
 
 
 def test_threads_read_each_block_of_a_slide_once(monkeypatch: pytest.MonkeyPatch) -> None:

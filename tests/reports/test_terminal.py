@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from rotopath.inference import Prediction
-from rotopath.metrics.bootstrap import MIN_CASES
+from rotopath.metrics.classification import MIN_CASES
 from rotopath.recipe import Recipe
 from rotopath.reports.terminal import score_table, user_errors_in_one_sentence
 from rotopath.tasks import TUMOR, Classify, Detect, Segment

@@ -8,7 +8,7 @@ import typer
 from rotopath.reports import terminal
 
 if TYPE_CHECKING:
-    from rotopath.evaluation import Split
+    from rotopath.data.splits import Split
 
 
 def evaluate(

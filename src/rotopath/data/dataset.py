@@ -11,6 +11,7 @@ in HDF5 files.
 
 import csv
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,7 +22,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rotopath.images.files import UnreadableFileError, read_rgb, resample
+from rotopath.images.containers import SLIDE_SUFFIXES
+from rotopath.images.files import (
+    UnreadableFileError,
+    UnreadableImageError,
+    image_size_px,
+    read_rgb,
+    resample,
+    spacing_um_px,
+)
+from rotopath.images.slides import describe_slide, open_slide
 
 if TYPE_CHECKING:
     import h5py
@@ -35,6 +45,7 @@ IMAGE_SUFFIXES = frozenset({".tif", ".tiff", ".png", ".jpg", ".jpeg"})
 SAME_SPACING = 0.05  # relative differences of pixel spacings up to 5 % are ignored: resampling would only blur images
 MAX_ROWS_PER_READ = 1024  # rows of an HDF5 file that are read at once
 MAX_NAMES_LISTED = 5  # largest number of names, such as those of files, that one message lists
+MAX_SLIDE_PX = 10**8  # a slide file with more pixels is not read as one image
 SNIFFED_CHARACTERS = 10_000  # read from a CSV file to detect the delimiter of its columns
 
 
@@ -87,6 +98,11 @@ class Finding:
     def __str__(self) -> str:
         return f"{self.file}: {self.message}" if self.file else self.message
 
+    @property
+    def pattern(self) -> str:
+        """The message without numbers and names, which is the same for findings of the same type."""
+        return re.sub(r"'[^']*'|\"[^\"]*\"|[-\d.]*\d|\b\S+[./]\w+\b", "#", self.message)
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -117,6 +133,18 @@ def problems(findings: Iterable[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.is_problem]
 
 
+def group_findings(findings: Iterable[Finding]) -> list[str]:
+    """Return a line of text for each finding, or for more than two findings of a type: their number and the first."""
+    groups: dict[str, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(finding.pattern, []).append(finding)
+    return [
+        line
+        for group in groups.values()
+        for line in ([f"{len(group)} times, first: {group[0]}"] if len(group) > 2 else map(str, group))
+    ]
+
+
 # Pixels of samples
 
 
@@ -135,8 +163,35 @@ def read_together(samples: Sequence[Sample]) -> list[NDArray[np.uint8]]:
     """
     first = samples[0]
     if first.row is None:
-        return [read_rgb(first.path)]
+        return [_read_slide(first) if first.path.suffix.lower() in SLIDE_SUFFIXES else read_rgb(first.path)]
     return list(read_hdf5_rows(first.path, "x", first.row, first.row + len(samples)))
+
+
+def _read_slide(sample: Sample) -> NDArray[np.uint8]:
+    """Read all pixels (H, W, 3) of level 0 of a slide file. Raises UnreadableImageError for a whole slide."""
+    with open_slide(sample.path, sample.spacing_um_px, override_spacing=True) as slide:
+        if slide.size_px[0] * slide.size_px[1] > MAX_SLIDE_PX:
+            raise UnreadableImageError(
+                sample.path,
+                f"is a whole slide of {slide.size_px[0]} × {slide.size_px[1]} px (height × width), too large to be one "
+                f"image of a dataset; export its annotated regions as images.",
+            )
+        return slide.read(0, 0, *slide.size_px)
+
+
+def annotated_size_px(path: Path) -> tuple[int, int]:
+    """Return (height, width) of an image file, or of level 0 of a slide file, without reading its pixels."""
+    if path.suffix.lower() in SLIDE_SUFFIXES:
+        return describe_slide(path).levels[0].size_px
+    return image_size_px(path)
+
+
+def image_spacing_um_px(path: Path) -> float | None:
+    """Return the pixel spacing (µm/px) that an image file or a slide file specifies, or None if there is none."""
+    if path.suffix.lower() in SLIDE_SUFFIXES:
+        size_um = describe_slide(path).pixel_size_um
+        return None if size_um is None else size_um[1]
+    return spacing_um_px(path)
 
 
 def group_for_reading(samples: Sequence[Sample]) -> list[list[Sample]]:
@@ -241,7 +296,8 @@ def read_csv(path: Path) -> list[tuple[int, list[str]]]:
         with path.open(newline="", encoding="utf-8-sig") as file:
             start = file.read(SNIFFED_CHARACTERS)
             file.seek(0)
-            reader = csv.reader(file, delimiter=_find_delimiter(start))
+            delimiter = _find_delimiter(start)
+            reader = csv.reader(file, delimiter=delimiter, skipinitialspace=delimiter == " ")
             rows = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader]
     except FileNotFoundError:
         raise TableError(path, "does not exist.") from None
@@ -253,9 +309,16 @@ def read_csv(path: Path) -> list[tuple[int, list[str]]]:
 
 
 def _find_delimiter(text: str) -> str:
-    """Return the delimiter of columns: the most frequent of comma, semicolon and tab in the first line with text."""
-    header = next((line for line in text.splitlines() if line.strip(",;\t ")), "")
-    return max(",;\t", key=header.count)
+    """Return the delimiter of columns: the most frequent one in the first line with text, except that of decimals.
+
+    Delimiters are semicolon, tab, vertical bar and comma, and a space if the line contains none of them. In a line such
+    as `12,5;33,0`, the comma is a decimal comma.
+    """
+    header = next((line for line in text.splitlines() if line.strip(",;\t| ")), "")
+    others = max(";\t|", key=header.count)
+    if header.count(others) and (header.count(others) >= header.count(",") or re.search(r"\d,\d", header)):
+        return others
+    return "," if "," in header or " " not in header.strip() else " "
 
 
 # Arrays in HDF5 files, readable from any number of processes

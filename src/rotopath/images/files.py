@@ -45,7 +45,7 @@ def read_rgb(path: Path, page: int = 0) -> NDArray[np.uint8]:
     Transparent pixels are blended with white. 16-bit gray values are reduced to 8 bits, and gray images get three equal
     channels.
     """
-    with _open_image(path) as image:
+    with open_image(path) as image:
         image.seek(page)
         if image.mode == "F":
             raise UnreadableImageError(path, "holds floating-point numbers; save it with 8 bits for each color.")
@@ -60,7 +60,7 @@ def read_rgb(path: Path, page: int = 0) -> NDArray[np.uint8]:
 
 def read_labels(path: Path) -> NDArray[np.int32]:
     """Read a label map (H, W) from a gray image of 8, 16 or 32 bits."""
-    with _open_image(path) as image:
+    with open_image(path) as image:
         if len(image.getbands()) != 1 or image.mode in ("F", "1"):
             raise UnreadableImageError(
                 path,
@@ -91,7 +91,7 @@ def resample(image: NDArray[np.uint8], scale: float) -> NDArray[np.uint8]:
 
 def image_size_px(path: Path) -> tuple[int, int]:
     """Return (height, width) of an image in pixels. Only the header of the file is read."""
-    with _open_image(path) as image:
+    with open_image(path) as image:
         return image.height, image.width
 
 
@@ -111,7 +111,7 @@ def pixel_size_um(path: Path, page: int = 0) -> tuple[float, float] | None:
     `page` is the number of the image in a file with several images. Returns None if height and width are missing, or
     if one of them is not in the range `PLAUSIBLE_UM_PX`.
     """
-    with _open_image(path) as image:
+    with open_image(path) as image:
         image.seek(page)
         tags = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else {}
         description = str(tags.get(TiffImagePlugin.IMAGEDESCRIPTION, ""))
@@ -162,7 +162,7 @@ def _plausible_size(height_um: float, width_um: float) -> tuple[float, float] | 
 
 
 @contextmanager
-def _open_image(path: Path) -> Iterator[Image.Image]:
+def open_image(path: Path) -> Iterator[Image.Image]:
     """Open an image for a `with` statement, in which any error is converted to an UnreadableImageError."""
     try:
         with _read_header(path) as image:

@@ -21,7 +21,7 @@ from scipy.stats import t
 
 from rotopath import runs
 from rotopath.evaluation import evaluation_file
-from rotopath.metrics.bootstrap import MIN_CASES
+from rotopath.metrics.classification import MIN_CASES
 from rotopath.model_file import RunError
 from rotopath.recipe import Recipe
 from rotopath.studies.plan import PLAIN, SPLIT

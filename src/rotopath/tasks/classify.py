@@ -25,7 +25,6 @@ from rotopath.images.geojson import SlideObject
 from rotopath.images.outlines import trace_outlines
 from rotopath.inference.slide_pass import ObjectFinder
 from rotopath.inference.tiling import Grid, Run, Tile
-from rotopath.metrics.bootstrap import score_interval, sum_by_case
 from rotopath.metrics.classification import (
     Floats,
     auc_interval,
@@ -36,6 +35,8 @@ from rotopath.metrics.classification import (
     confusion_matrix,
     reliability_curve,
     score_each_class,
+    score_interval,
+    sum_by_case,
 )
 from rotopath.metrics.matching import remove_small
 from rotopath.tasks.task import (
