@@ -568,7 +568,7 @@ WORDS = (MODEL, "a.png", "--out", "out", "--spacing-um-px", 1)
         ((*WORDS, "--classes", ""), "The name of a class is empty; choose from Tumor, or choose no classes"),
         ((*WORDS, "--roi", "none.geojson"), "none.geojson, given with --roi, does not exist"),
         ((*WORDS, "--exclude", "empty"), "empty, given with --exclude, contains no GeoJSON file of a slide"),
-        ((*WORDS, "--roi", "a.png"), "is not a GeoJSON file, or is cut off"),
+        ((*WORDS, "--roi", "a.png"), "is cut off or not valid JSON"),
         ((*WORDS, "--roi", "points.geojson"), "contains no annotation with an outline"),
         ((*WORDS, "c.png", "--roi", "roi.geojson"), "--roi is one file, but there are 2 slides"),
         ((*WORDS, "--roi", "far.geojson"), "The region of interest is outside of a.png, which has 100 × 100 px"),
