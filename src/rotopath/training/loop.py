@@ -38,6 +38,7 @@ from rotopath.training.checkpoint import (
     RESUME,
     Row,
     RunRecorder,
+    find_checkpoint,
     index_hard_examples,
     mine_hard_examples,
     prepare_folder,
@@ -252,6 +253,7 @@ def fit(
     recipe = plan.recipe
     network = runs.build(recipe, plan.task)
     module = unwrap(network)
+    checkpoint = find_checkpoint(folder, module)
     trainer = make_trainer(recipe, folder, RunRecorder(folder, recipe, on_row))
     if recipe.devices * recipe.nodes > 1:
         synchronize_batch_norms(module)
@@ -269,7 +271,7 @@ def fit(
             TrainingModule(recipe, module, loss, plan.task.accuracy),
             EpochLoader(training, list_training_steps, recipe.steps, trainer, recipe.workers),
             EpochLoader(validation, lambda: range(validation_steps), validation_steps, trainer, recipe.workers),
-            ckpt_path=folder / RESUME if (folder / RESUME).exists() else None,  # resume an interrupted training
+            ckpt_path=checkpoint,  # resume an interrupted training
             weights_only=True,
         )
     load_weights(network, folder / KEPT)
