@@ -23,6 +23,7 @@ from rotopath.images.files import PLAUSIBLE_UM_PX
 from rotopath.images.stain import Stain
 from rotopath.models import DenseNetwork, Geometry
 from rotopath.models.protocols import unwrap
+from rotopath.recipe import MAX_ORIENTATIONS, MAX_WINDOW_PX
 from rotopath.tasks import KINDS, Class, Task, find_kind
 from rotopath.writing import parse_json, write_json
 
@@ -165,9 +166,9 @@ def _parse_network(table: Mapping[str, Any]) -> NetworkInfo:
     options = _get_table(table, "options")
     return NetworkInfo(
         name=_get_text(table, "name"),
-        orientations=_get_whole(table, "orientations", 1),
+        orientations=_get_whole(table, "orientations", 1, MAX_ORIENTATIONS),
         options={key: tuple(value) if isinstance(value, list) else value for key, value in options.items()},
-        window_px=_get_whole(table, "window_px", 1),
+        window_px=_get_whole(table, "window_px", 1, MAX_WINDOW_PX),
         geometry=Geometry(**{name: _get_whole(sizes, name, low) for name, low in minimums.items()}),
         slides=_get_flag(table, "slides"),
     )
@@ -206,10 +207,10 @@ def _get_number(table: Mapping[str, Any], name: str, low: float, high: float) ->
     return float(value)
 
 
-def _get_whole(table: Mapping[str, Any], name: str, low: int) -> int:
+def _get_whole(table: Mapping[str, Any], name: str, low: int, high: int = LARGEST_WHOLE) -> int:
     value = table.get(name)
-    if type(value) is not int or not low <= value <= LARGEST_WHOLE:
-        raise ValueError(f"the key {name!r} must be a whole number from {low} to {LARGEST_WHOLE}; got {value!r}")
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"the key {name!r} must be a whole number from {low} to {high}; got {value!r}")
     return value
 
 

@@ -331,6 +331,20 @@ def test_a_folder_can_be_used_again_while_no_step_was_trained(data: dict[str, Pa
     train(replace(recipe, seed=1), tmp_path / "run")
 
 
+def test_a_folder_of_a_training_that_failed_before_its_first_checkpoint_can_be_used_again(
+    data: dict[str, Path], tmp_path: Path
+) -> None:
+    """After several steps, of which TensorBoard's log is left."""
+    recipe = short_recipe(data, epochs=1, steps=30, checkpoint_steps=30)
+    with pytest.raises(RunError, match=r"became (nan|inf)"):
+        train(replace(recipe, learning_rate=100.0, momentum=0.99, optimiser="sgd"), tmp_path / "run")
+    assert (tmp_path / "run/tensorboard").exists()
+    train(recipe, tmp_path / "run")
+    train(recipe, tmp_path / "new")
+    assert read_weights(tmp_path / "run") == read_weights(tmp_path / "new")
+    assert len(list((tmp_path / "run/tensorboard").iterdir())) == len(list((tmp_path / "new/tensorboard").iterdir()))
+
+
 # Fingerprints of data
 
 

@@ -10,8 +10,10 @@ in HDF5 files.
 """
 
 import csv
+import math
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
@@ -33,6 +35,7 @@ Row = dict[str, str]  # cells of a row of a CSV table, by column name
 SYNTHETIC_MARKER = "SYNTHETIC.txt"  # a file that marks synthetic tissue in the layout of a benchmark
 IMAGE_SUFFIXES = frozenset({".tif", ".tiff", ".png", ".jpg", ".jpeg"})
 SAME_SPACING = 0.05  # relative differences of pixel spacings up to 5 % are ignored: resampling would only blur images
+MAX_ROW_BYTES = 2**26  # largest image in an HDF5 file; those of PCam have 27,648 bytes
 MAX_ROWS_PER_READ = 1024  # rows of an HDF5 file that are read at once
 MAX_NAMES_LISTED = 5  # largest number of names, such as those of files, that one message lists
 SNIFFED_CHARACTERS = 10_000  # read from a CSV file to detect the delimiter of its columns
@@ -267,22 +270,35 @@ def read_hdf5_shape(path: Path, key: str) -> tuple[int, ...]:
     Raises UnreadableHdf5Error if the elements of the array are not bytes (uint8).
     """
     array = _open_hdf5_array(path, key)
-    if array.dtype != np.uint8:
+    with _hdf5_errors(path):
+        dtype, shape = array.dtype, tuple(int(length) for length in array.shape)
+    if dtype != np.uint8:
         raise UnreadableHdf5Error(
-            path, f"has an array {key!r} of type {array.dtype}; expected bytes (uint8); download it again."
+            path, f"has an array {key!r} of type {dtype}; expected bytes (uint8); download it again."
         )
-    return tuple(int(length) for length in array.shape)
+    if math.prod(shape[1:]) > MAX_ROW_BYTES:
+        raise UnreadableHdf5Error(path, f"is damaged: its images would have the shape {shape[1:]}; download it again.")
+    return shape
 
 
 def read_hdf5_rows(path: Path, key: str, start: int, stop: int) -> NDArray[np.uint8]:
     """Read rows `start` to `stop - 1`, along the first axis, of the array `key` (uint8) in an HDF5 file."""
-    try:
-        rows: NDArray[np.uint8] = _open_hdf5_array(path, key)[start:stop]
-    except OSError as error:
-        raise UnreadableHdf5Error(
-            path, f"is damaged at rows {start} to {stop - 1} of {key!r} ({error}); download it again."
-        ) from None
+    array = _open_hdf5_array(path, key)
+    with _hdf5_errors(path, f"rows {start} to {stop - 1} of {key!r}"):
+        rows: NDArray[np.uint8] = array[start:stop]
     return rows
+
+
+@contextmanager
+def _hdf5_errors(path: Path, part: str = "its header") -> Iterator[None]:
+    """Convert any error of h5py to an UnreadableHdf5Error: damaged bytes raise errors of many types."""
+    try:
+        yield
+    except UnreadableHdf5Error:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UnreadableHdf5Error(path, f"is damaged at {part} ({reason}); download it again.") from None
 
 
 def _open_hdf5_array(path: Path, key: str) -> "h5py.Dataset":
@@ -305,11 +321,12 @@ def _open_once(path: Path, key: str, process: int, modified_ns: int) -> "h5py.Da
 
     try:
         file = h5py.File(path, "r")
-    except OSError as error:
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
         raise UnreadableHdf5Error(path, f"is not an HDF5 file, or is damaged ({error}); download it again.") from None
-    array: Any = file.get(key)
-    if not isinstance(array, h5py.Dataset):
-        keys = ", ".join(map(repr, file)) or "nothing"
-        file.close()
-        raise UnreadableHdf5Error(path, f"has no array {key!r}; it contains {keys}; download it again.")
+    with _hdf5_errors(path):
+        array: Any = file.get(key)
+        if not isinstance(array, h5py.Dataset):
+            keys = ", ".join(map(repr, file)) or "nothing"
+            file.close()
+            raise UnreadableHdf5Error(path, f"has no array {key!r}; it contains {keys}; download it again.")
     return array

@@ -118,9 +118,11 @@ def pixel_size_um(path: Path, page: int = 0) -> tuple[float, float] | None:
         dots_per_inch = image.info.get("dpi")  # Pillow converts resolutions per centimeter as well
     if size := parse_pixel_size_um(description):
         return size
-    if not dots_per_inch or min(dots_per_inch) <= 0:
+    try:
+        width_um, height_um = (UM_PER_INCH / float(dots) for dots in dots_per_inch or ())
+    except (TypeError, ValueError, ZeroDivisionError):  # not stated, or a damaged header states 0/0
         return None
-    return _plausible_size(UM_PER_INCH / float(dots_per_inch[1]), UM_PER_INCH / float(dots_per_inch[0]))
+    return _plausible_size(height_um, width_um)
 
 
 def parse_pixel_size_um(description: str) -> tuple[float, float] | None:

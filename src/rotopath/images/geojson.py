@@ -24,7 +24,7 @@ import numpy as np
 from rotopath.environment import import_for_tables
 from rotopath.images.files import UnreadableFileError
 from rotopath.images.outlines import DECIMALS, Point, Polygon, Ring, signed_area
-from rotopath.writing import atomic_file
+from rotopath.writing import atomic_file, parse_json
 
 HEAD, TAIL = '{"type": "FeatureCollection", "features": [\n', "\n]}\n"
 COLUMNS = ("number", "id", "class", "x_px", "y_px")  # first columns of tables of objects
@@ -237,7 +237,7 @@ def read_geojson(path: Path, origin_px: tuple[float, float] = (0, 0)) -> list[Sl
     """
     try:
         content = path.read_bytes()
-        content = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+        content = parse_json(gzip.decompress(content) if path.suffix == ".gz" else content)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UnreadableFileError(path, f"is cut off or not a gzip file ({error}); compress it again.") from None
     except FileNotFoundError:

@@ -20,6 +20,7 @@ import csv
 import hashlib
 import io
 import math
+import shutil
 import time
 import zipfile
 from collections.abc import Callable, Sequence
@@ -51,6 +52,7 @@ from rotopath.writing import atomic_file, write_bytes, write_json, write_text
 MINED = "mined.csv"
 MINED_COLUMNS = ("image", "row", "column", "score")
 RESUME, KEPT = "resume.ckpt", "kept.safetensors"  # removed when the run is finished
+BASELINE, TENSORBOARD = "baseline", "tensorboard"  # subfolders: the run that finds hard examples, and a log
 STATE_KEY = "Keeper"  # of the state of `RunRecorder` in a checkpoint
 LOG_COLUMNS = ("step", "epoch", "loss", "learning_rate", "images_per_second", "validation_loss", "validation_accuracy")
 LOG_EVERY_STEPS = 25  # losses of this number of steps are read together, because each read waits for the GPU
@@ -77,19 +79,23 @@ def prepare_folder(folder: Path, recipe: Recipe, dataset: Dataset) -> None:
     if folder.exists() and not _is_untouched(folder):
         raise RunError(f"{folder} exists and is not a run folder of rotopath; choose another folder with --out.")
     provenance = describe_training(recipe.seed, dataset)
+    for leftover in (TENSORBOARD, BASELINE):  # of a training that ended before its first checkpoint
+        shutil.rmtree(folder / leftover, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / runs.PROVENANCE, provenance)
     write_text(folder / runs.RECIPE, format_recipe(recipe))
 
 
 def _is_untouched(folder: Path) -> bool:
-    """Return whether a folder exists and contains nothing except files that `prepare_folder` writes.
+    """Return whether a folder exists and contains nothing that a training writes at its first checkpoint or later.
 
-    A new run can use such a folder, because no checkpoint of another run is lost.
+    A new run can use such a folder, because no work of another run is lost.
     """
-    names = (runs.PROVENANCE, runs.RECIPE)
-    allowed = {*names, *(f".{name}.unfinished" for name in names)}
-    return folder.is_dir() and allowed.issuperset(path.name for path in folder.iterdir())
+    if not folder.is_dir():
+        return False
+    names = (runs.PROVENANCE, runs.RECIPE, RESUME, KEPT, runs.LOG)
+    allowed = {runs.PROVENANCE, runs.RECIPE, TENSORBOARD, *(f".{name}.unfinished" for name in names)}
+    return all(path.name in allowed or (path.name == BASELINE and _is_untouched(path)) for path in folder.iterdir())
 
 
 def _check_unchanged(folder: Path, recipe: Recipe, dataset: Dataset) -> None:

@@ -33,6 +33,7 @@ from rotopath.runs import Run
 from rotopath.tasks import PAPER, Task, TrainingWindow
 from rotopath.tasks.task import Evidence, Loss
 from rotopath.training.checkpoint import (
+    BASELINE,
     KEPT,
     MINED,
     RESUME,
@@ -55,7 +56,7 @@ from rotopath.training.distributed import (
 )
 from rotopath.writing import write_bytes, write_json
 
-BASELINE, TRAINING, SCORING = "baseline", "training", "scoring"  # stages; BASELINE is also the name of a subfolder
+TRAINING, SCORING = "training", "scoring"  # stages; the first stage is BASELINE, which is also the name of a subfolder
 OnProgress = Callable[[str, Row], None]  # receives the stage and a dictionary; see `train`
 VALIDATION_SEED = 1_000_003  # the same validation windows in all runs, so that validation losses can be compared
 
