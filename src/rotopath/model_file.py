@@ -19,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 import rotopath
-from rotopath.images.files import PLAUSIBLE_UM_PX
+from rotopath.images.files import PLAUSIBLE_UM_PX, UnreadableFileError, expect_file
 from rotopath.images.stain import Stain
 from rotopath.models import DenseNetwork, Geometry
 from rotopath.models.protocols import unwrap
@@ -238,6 +238,7 @@ def load_weights(network: DenseNetwork | nn.Module, path: Path, sha256: str | No
     the network, or if a weight is not finite. The network is not changed in these cases.
     """
     try:
+        expect_file(path)
         content = path.read_bytes()
         if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
             raise RunError(f"{path} was damaged or replaced: its checksum is not the one in {MODEL}. {REMEDY}")
@@ -248,6 +249,8 @@ def load_weights(network: DenseNetwork | nn.Module, path: Path, sha256: str | No
         raise RunError(f"{path} is damaged ({str(error).splitlines()[0]}). {REMEDY}") from None
     except RunError:
         raise
+    except UnreadableFileError as error:
+        raise RunError(str(error)) from None
     except (KeyError, ValueError, RuntimeError) as error:  # of types or shapes that torch does not have
         raise RunError(f"{path} is damaged ({' '.join(str(error).split())}). {REMEDY}") from None
     if sealed is not None and sealed != hashlib.sha256(save(tensors)).hexdigest():
@@ -291,7 +294,10 @@ def _name_dtype(tensor: Tensor) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a file that contains a JSON object. Raises RunError if it cannot be read or contains anything else."""
     try:
+        expect_file(path)
         content = parse_json(path.read_bytes())
+    except UnreadableFileError as error:
+        raise RunError(str(error)) from None
     except FileNotFoundError:
         raise RunError(f"{path} does not exist. Restore the file from a copy.") from None
     except OSError as error:

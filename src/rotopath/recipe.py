@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rotopath.data.augmentation import Augmentation
 from rotopath.data.batches import Cache
-from rotopath.images.files import PLAUSIBLE_UM_PX, is_plausible
+from rotopath.images.files import PLAUSIBLE_UM_PX, UnreadableFileError, expect_file, is_plausible
 from rotopath.images.stain import Stain
 from rotopath.models.registry import NETWORK_OPTIONS, check_options, expand_preset
 from rotopath.tasks import PAPER, Overrides, Task, find_kind, make_task
@@ -195,8 +195,11 @@ def read_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
 def read_values(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
     """Return the keys and values of a TOML file, with the overrides in `changes`. The values are not checked."""
     try:
+        expect_file(path)
         with path.open("rb") as file:
             values = tomllib.load(file)
+    except UnreadableFileError as error:
+        raise RecipeError(str(error)) from None
     except FileNotFoundError:
         raise RecipeError(f"{path} does not exist; check the path.") from None
     except OSError as error:

@@ -21,7 +21,7 @@ from PIL import Image
 from skimage.draw import polygon2mask
 
 from rotopath.data.dataset import Row, Sample, TableError, read_csv, read_table, resampling_factor
-from rotopath.images.files import UnreadableFileError, image_size_px, is_plausible, read_labels
+from rotopath.images.files import UnreadableFileError, expect_file, image_size_px, is_plausible, read_labels
 from rotopath.images.geojson import SlideObject, read_geojson
 from rotopath.images.outlines import Point, fill_outline
 
@@ -279,6 +279,7 @@ def read_aperio_outlines(path: Path) -> tuple[Outline, ...]:
     import defusedxml.ElementTree
     from defusedxml import DefusedXmlException
 
+    expect_file(path)
     try:
         root = defusedxml.ElementTree.parse(path).getroot()
     except FileNotFoundError:
@@ -311,6 +312,7 @@ def read_aperio_spacing_um_px(path: Path) -> float | None:
     import defusedxml.ElementTree
     from defusedxml import DefusedXmlException
 
+    expect_file(path)
     try:
         with path.open("rb") as file:
             for _, root in defusedxml.ElementTree.iterparse(file, events=("start",)):

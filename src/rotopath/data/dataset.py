@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rotopath.images.files import UnreadableFileError, read_rgb, resample
+from rotopath.images.files import UnreadableFileError, expect_file, read_rgb, resample
 
 if TYPE_CHECKING:
     import h5py
@@ -172,17 +172,31 @@ def resampling_factor(sample: Sample, spacing_um_px: float) -> float:
 def find_files(folder: Path | None, suffixes: Collection[str]) -> list[Path]:
     """Return all files with one of the suffixes in a folder and its subfolders, sorted.
 
-    If `folder` is None, the list is empty. Hidden files, such as `._x.tif` of macOS, are left out. `suffixes` are in
-    lower case; suffixes of files may be in upper case.
+    If `folder` is None, the list is empty. Links are followed. Hidden files, such as `._x.tif` of macOS, are left out.
+    `suffixes` are in lower case; suffixes of files may be in upper case.
     """
     if folder is None:
         return []
     return sorted(
         Path(parent) / name
-        for parent, _, names in os.walk(folder, followlinks=True)
+        for parent, names in _walk(folder)
         for name in names
         if Path(name).suffix.lower() in suffixes and not name.startswith(".")
     )
+
+
+def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield the path of a folder and of each of its subfolders, and the names of the files in it.
+
+    Links to folders are followed, except to a folder that contains the link, which would never end.
+    """
+    containing = {str(folder): {os.path.realpath(folder)}}  # for each folder: the folders that contain it, and itself
+    for parent, subfolders, names in os.walk(folder, followlinks=True):
+        above = containing.pop(parent)
+        targets = {name: os.path.realpath(os.path.join(parent, name)) for name in subfolders}  # noqa: PTH118
+        subfolders[:] = [name for name in subfolders if targets[name] not in above]
+        containing |= {os.path.join(parent, name): above | {targets[name]} for name in subfolders}  # noqa: PTH118
+        yield parent, names
 
 
 def index_by_stem(root: Path, paths: Iterable[Path]) -> tuple[dict[str, Path], list[Finding]]:
@@ -240,6 +254,7 @@ def read_table(path: Path, required: Collection[str]) -> list[tuple[int, Row]]:
 
 def read_csv(path: Path) -> list[tuple[int, list[str]]]:
     """Read a CSV file; return (line number, cells without surrounding spaces) for each line that is not empty."""
+    expect_file(path)
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             start = file.read(SNIFFED_CHARACTERS)
@@ -303,6 +318,7 @@ def _hdf5_errors(path: Path, part: str = "its header") -> Iterator[None]:
 
 def _open_hdf5_array(path: Path, key: str) -> "h5py.Dataset":
     """Return the array `key` in an HDF5 file, without reading its elements."""
+    expect_file(path)
     try:
         modified_ns = path.stat().st_mtime_ns
     except FileNotFoundError:

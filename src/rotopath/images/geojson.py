@@ -22,7 +22,7 @@ from uuid import UUID
 import numpy as np
 
 from rotopath.environment import import_for_tables
-from rotopath.images.files import UnreadableFileError
+from rotopath.images.files import UnreadableFileError, expect_file
 from rotopath.images.outlines import DECIMALS, Point, Polygon, Ring, signed_area
 from rotopath.writing import atomic_file, parse_json
 
@@ -235,6 +235,7 @@ def read_geojson(path: Path, origin_px: tuple[float, float] = (0, 0)) -> list[Sl
     `origin_px` (row, column) is added to all coordinates, to convert them to pixels of level 0. Raises
     `UnreadableFileError` if the file or one of its features cannot be used.
     """
+    expect_file(path)
     try:
         content = path.read_bytes()
         content = parse_json(gzip.decompress(content) if path.suffix == ".gz" else content)

@@ -35,7 +35,7 @@ from rotopath.images.containers import (
     missing_package,
     read_ndpi_fluorescence,
 )
-from rotopath.images.files import UnreadableImageError, parse_pixel_size_um, pixel_size_um, read_rgb
+from rotopath.images.files import UnreadableImageError, expect_file, parse_pixel_size_um, pixel_size_um, read_rgb
 
 BLOCK_PX = 512  # side of the blocks that `_OpenSlideReader` caches
 MAX_CACHED_BLOCKS = 64  # these blocks need 48 MB
@@ -77,6 +77,7 @@ def open_reader(path: Path) -> SlideReader:
     """
     if not path.exists():
         raise UnreadableImageError(path, "does not exist.")
+    expect_file(path)
     if is_zarr(path):
         return _OmeZarrReader(path)
     if path.is_dir():

@@ -42,7 +42,7 @@ from rotopath.data.dataset import read_table
 from rotopath.data.sampling import Ints
 from rotopath.environment import describe_software, now
 from rotopath.evaluation import gather_evidence
-from rotopath.images.files import UnreadableFileError
+from rotopath.images.files import UnreadableFileError, expect_file
 from rotopath.model_file import WEIGHTS, RunError, find_weight_fault, load_weights, pack_weights, read_json
 from rotopath.models import DenseNetwork
 from rotopath.recipe import Recipe, find_changed_key, format_recipe
@@ -176,6 +176,7 @@ def _list_files(sample: Sample) -> list[Path]:
 def _hash_file(path: Path) -> str:
     """Return the SHA-256 hash of a file in hexadecimal. Raises UnreadableFileError if the file cannot be read."""
     digest = hashlib.sha256()
+    expect_file(path)
     try:
         with path.open("rb") as file:
             while block := file.read(HASH_BLOCK_BYTES):
