@@ -17,13 +17,27 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rotopath.data.augmentation import Augmentation
 from rotopath.data.batches import Cache
-from rotopath.group import check_orientations
-from rotopath.images.files import PLAUSIBLE_UM_PX, is_plausible
+from rotopath.images.files import PLAUSIBLE_UM_PX, UnreadableFileError, expect_file, is_plausible
 from rotopath.images.stain import Stain
 from rotopath.models.registry import NETWORK_OPTIONS, check_options, expand_preset
 from rotopath.tasks import PAPER, Overrides, Task, find_kind, make_task
 
 HARDWARE = ("accelerator", "devices", "nodes", "cache", "workers")  # keys that do not change the result of a training
+MAX_EPOCHS, MAX_ORIENTATIONS, MAX_WINDOW_PX = 10**5, 128, 4096
+# The lowest and the highest value of keys with whole numbers. Higher values are mistakes: a training would need years,
+# or more memory than computers have.
+BOUNDS = {
+    "orientations": (1, MAX_ORIENTATIONS),
+    "seed": (0, 2**32 - 1),
+    **dict.fromkeys(("epochs", "patience"), (1, MAX_EPOCHS)),
+    **dict.fromkeys(("steps", "validation_steps", "checkpoint_steps"), (1, 10**7)),
+    "batch": (1, 2**16),
+    **dict.fromkeys(("window_px", "stride_px"), (1, MAX_WINDOW_PX)),
+    "workers": (0, 256),
+    **dict.fromkeys(("devices", "nodes"), (1, 1024)),
+}
+MAX_DEPTH = 8  # of tables and lists in a TOML file
+MAX_NUMBER = 2**64
 RESETTABLE_OPTIONS = ("projection", "widths_of")  # network options that can be set to false, which means the default
 
 
@@ -50,8 +64,9 @@ class Mining:
     examples: int = 2000  # largest number of hard examples; of more mistakes, the worst are kept
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "examples"):
-            _require(getattr(self, name) >= 1, f"mining.{name}", getattr(self, name), "1 or more")
+        for name, highest in (("epochs", MAX_EPOCHS), ("examples", 10**7)):
+            value = getattr(self, name)
+            _require(1 <= value <= highest, f"mining.{name}", value, f"a whole number from 1 to {highest}")
 
 
 @dataclass(frozen=True)
@@ -108,7 +123,6 @@ class Recipe:
     mining: Mining | None = None  # default: no hard example mining
 
     def __post_init__(self) -> None:
-        check_orientations(self.orientations)
         kind = _call(find_kind, self.task)
         _call(check_options, self.network_name, self.network_options)
         options = _call(expand_preset, self.network_name, self.network_options)
@@ -121,14 +135,13 @@ class Recipe:
         for name in ("spacing_um_px", "data_spacing_um_px"):
             value = getattr(self, name)
             _require(value is None or is_plausible(value), name, value, f"a number from {low:g} to {high:g} µm/px")
-        for name in ("epochs", "steps", "patience", "validation_steps", "checkpoint_steps", "devices", "nodes"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        for name in ("seed", "workers", "momentum", "weight_decay"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
-        _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "a number above 0")
-        for name in ("batch", "window_px", "stride_px"):
+        for name, (lowest, highest) in BOUNDS.items():
             value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "1 or more")
+            is_valid = value is None or lowest <= value <= highest
+            _require(is_valid, name, value, f"a whole number from {lowest} to {highest}")
+        _require(0 <= self.momentum < 1, "momentum", self.momentum, "a number from 0 to below 1")
+        _require(0 <= self.weight_decay <= 1, "weight_decay", self.weight_decay, "a number from 0 to 1")
+        _require(0 < self.learning_rate <= 100, "learning_rate", self.learning_rate, "a number above 0, up to 100")
         if self.batch_size % (self.devices * self.nodes):
             raise RecipeError(
                 f"a batch of {self.batch_size} windows cannot be divided equally among "
@@ -182,17 +195,38 @@ def read_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
 def read_values(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
     """Return the keys and values of a TOML file, with the overrides in `changes`. The values are not checked."""
     try:
+        expect_file(path)
         with path.open("rb") as file:
             values = tomllib.load(file)
+    except UnreadableFileError as error:
+        raise RecipeError(str(error)) from None
     except FileNotFoundError:
         raise RecipeError(f"{path} does not exist; check the path.") from None
     except OSError as error:
         raise RecipeError(f"{path} cannot be read ({error.strerror}); check the path.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number of 5,000 digits, or deep nesting
         raise RecipeError(f"{path} is not valid TOML ({error}); correct the file.") from None
     for override in changes:
         _apply_override(values, override)
+    _check_limits(path, values)
     return values
+
+
+def _check_limits(path: Path, values: dict[str, Any]) -> None:
+    """Raise RecipeError if the values of a TOML file are nested too deeply, or if a whole number is too large."""
+    remaining: list[tuple[Any, int, str]] = [(values, 0, "")]
+    while remaining:
+        value, depth, key = remaining.pop()
+        if depth > MAX_DEPTH:
+            raise RecipeError(
+                f"{path}: the key {key!r} has more than {MAX_DEPTH} levels of tables or lists; use fewer."
+            )
+        if isinstance(value, int) and abs(value) >= MAX_NUMBER:
+            raise RecipeError(f"{path}: the key {key!r} has a number of more than 19 digits; choose a smaller number.")
+        if isinstance(value, dict):
+            remaining += [(child, depth + 1, key or name) for name, child in value.items()]
+        elif isinstance(value, list):
+            remaining += [(child, depth + 1, key) for child in value]
 
 
 def make_recipe(values: Mapping[str, Any]) -> Recipe:
@@ -250,7 +284,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
             raise RecipeError(f"The key {table!r} has no subkeys; got the override {override!r}.")
     try:
         values[name] = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         values[name] = text.strip()  # strings need no quotes on the command line
 
 

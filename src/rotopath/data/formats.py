@@ -162,7 +162,7 @@ def _open(path: Path, spacing_um_px: float | None) -> Dataset:
     """
     if not path.exists():
         raise DataError(f"{path} does not exist.")
-    if path.is_file():
+    if not path.is_dir():
         if path.suffix.lower() != ".csv":
             raise DataError(
                 f"{path} is a file, but not a CSV manifest; expected a folder or a CSV manifest; `rotopath data "

@@ -35,7 +35,7 @@ from rotopath.images.outlines import Point, Polygon, clamp_outline, fill_outline
 from rotopath.images.pyramid import MapFile, MapWriter, StoredMap
 from rotopath.images.stain import Stain, Stains, measure_stains
 from rotopath.images.tissue import Focus, Region, measure_focus
-from rotopath.inference.dense import FeatureNetwork, MixedNetwork
+from rotopath.inference.dense import FeatureNetwork, MixedNetwork, check_rotations
 from rotopath.inference.tiling import (
     READERS,
     TILE_PX,
@@ -182,6 +182,9 @@ class PassOptions:
     region: Region | None = None  # the part of the slide to predict; None: the whole slide
     classes: tuple[str, ...] = ()  # names of the classes whose objects are returned; empty: all classes
     embedding: bool = False  # if True, also compute the features of the network for each object (`SlidePass.embed`)
+
+    def __post_init__(self) -> None:
+        check_rotations(self.rotations)
 
 
 # Predict a slide, and keep the results in memory

@@ -33,11 +33,13 @@ from rotopath.runs import Run
 from rotopath.tasks import PAPER, Task, TrainingWindow
 from rotopath.tasks.task import Evidence, Loss
 from rotopath.training.checkpoint import (
+    BASELINE,
     KEPT,
     MINED,
     RESUME,
     Row,
     RunRecorder,
+    find_checkpoint,
     index_hard_examples,
     mine_hard_examples,
     prepare_folder,
@@ -54,7 +56,7 @@ from rotopath.training.distributed import (
 )
 from rotopath.writing import write_bytes, write_json
 
-BASELINE, TRAINING, SCORING = "baseline", "training", "scoring"  # stages; BASELINE is also the name of a subfolder
+TRAINING, SCORING = "training", "scoring"  # stages; the first stage is BASELINE, which is also the name of a subfolder
 OnProgress = Callable[[str, Row], None]  # receives the stage and a dictionary; see `train`
 VALIDATION_SEED = 1_000_003  # the same validation windows in all runs, so that validation losses can be compared
 
@@ -252,6 +254,7 @@ def fit(
     recipe = plan.recipe
     network = runs.build(recipe, plan.task)
     module = unwrap(network)
+    checkpoint = find_checkpoint(folder, module)
     trainer = make_trainer(recipe, folder, RunRecorder(folder, recipe, on_row))
     if recipe.devices * recipe.nodes > 1:
         synchronize_batch_norms(module)
@@ -270,7 +273,7 @@ def fit(
             TrainingModule(recipe, module, loss, plan.task.accuracy),
             EpochLoader(training, list_training_steps, recipe.steps, trainer, recipe.workers),
             EpochLoader(validation, lambda: range(validation_steps), validation_steps, trainer, recipe.workers),
-            ckpt_path=folder / RESUME if (folder / RESUME).exists() else None,  # resume an interrupted training
+            ckpt_path=checkpoint,  # resume an interrupted training
             weights_only=True,
         )
     load_weights(network, folder / KEPT)
