@@ -327,7 +327,10 @@ def test_train_and_evaluate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("train", "{}/none.toml"), "none.toml does not exist; check the path."),
+        (
+            ("train", "{}/none.toml"),
+            "none.toml does not exist; check the path, or name a recipe of the package: mitosis, nuclei, tumor.",
+        ),
         (("train", "{}/r.toml", "--set", "orientation=4"), "did you mean 'orientations'?"),
         (("train", "{}/r.toml"), "nowhere does not exist."),
         (
@@ -355,6 +358,33 @@ def test_train_and_evaluate_reject_bad_arguments_in_one_sentence(
     assert sentence in result.stderr
     assert result.stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_recipes_lists_the_recipes_of_the_package() -> None:
+    result = run("recipes")
+    assert result.exit_code == 0
+    for name in ("mitosis", "nuclei", "tumor"):
+        assert f"{name} " in result.stdout
+    assert result.stdout.count("with the settings of Lafarge et al. (2020).") == 3
+
+
+def test_train_by_name_from_a_pretrained_model(tmp_path: Path) -> None:
+    settings = ("steps=2", "epochs=1", "batch=4", "accelerator=cpu", "mining=false", f"data={tmp_path / 'data'}")
+    pcam(tmp_path / "data", (16, 8, 8))
+    words = [word for setting in settings for word in ("--set", setting)]
+    result = run("train", "tumor", *words, "--from", "tumor-pcam-n8", "--out", str(tmp_path / "run"))
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "11 of 11 layers start from tumor-pcam-n8, at 0.1 of the learning rate; none is fresh."
+    assert lines[1] == "tumor-pcam-n8 was trained on a sample of PCam (terms of the data: CC0)."
+    assert "loss" in lines[2]
+    wrong = run(
+        "train", "tumor", *words, "--set", "orientations=4", "--from", "tumor-pcam-n8", "--out", str(tmp_path / "b")
+    )
+    assert wrong.exit_code == 2
+    assert wrong.stderr.count("\n") == 1
+    assert "has orientations = 8, but the recipe has orientations = 4" in wrong.stderr
+    assert not (tmp_path / "b").exists()
 
 
 def copy_model(tmp_path: Path, **changes: object) -> Path:

@@ -233,17 +233,22 @@ def load_weights(network: DenseNetwork | nn.Module, path: Path, sha256: str | No
     if the file cannot be read or has another checksum, if the names, shapes or types of the weights are not those of
     the network, or if a weight is not finite. The network is not changed in these cases.
     """
-    try:
-        content = path.read_bytes()
-        if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
-            raise RunError(f"{path} was damaged or replaced: its checksum is not the one in {MODEL}. {REMEDY}")
-        tensors = load_tensors(content)
-    except (SafetensorError, OSError) as error:
-        raise RunError(f"{path} is damaged ({str(error).splitlines()[0]}). {REMEDY}") from None
+    tensors = read_weights(path, sha256)
     module = unwrap(network)
     if fault := _find_fault(tensors, module.state_dict()):
         raise RunError(f"{path} does not contain the weights of this network: {fault}. {REMEDY}")
     module.load_state_dict(tensors)
+
+
+def read_weights(path: Path, sha256: str | None = None) -> dict[str, Tensor]:
+    """Read the tensors in a safetensors file, by name. Raises RunError if this fails, or if the checksum is another."""
+    try:
+        content = path.read_bytes()
+        if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
+            raise RunError(f"{path} was damaged or replaced: its checksum is not the one in {MODEL}. {REMEDY}")
+        return load_tensors(content)
+    except (SafetensorError, OSError) as error:
+        raise RunError(f"{path} is damaged ({str(error).splitlines()[0]}). {REMEDY}") from None
 
 
 def hash_weights(folder: Path) -> str:

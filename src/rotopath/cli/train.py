@@ -1,19 +1,38 @@
-"""`rotopath train`: train a network from a recipe. `rotopath demo`: train two networks on synthetic tissue."""
+"""`rotopath train`: train a network from a recipe. `rotopath recipes` and `rotopath init`: list and write recipes.
 
+`rotopath demo`: train two networks on synthetic tissue.
+"""
+
+import json
 import webbrowser
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from rotopath.reports import terminal
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="Recipe file (TOML). The folder recipes/ contains examples.")],
+    recipe: Annotated[
+        Path,
+        typer.Argument(help="Recipe: a TOML file, or the name of a recipe of the package (see `rotopath recipes`)."),
+    ],
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key of the recipe: key=value. Can be repeated.")
+    ] = None,
+    from_: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            help="Start from the weights of this model (fine-tuning): the name of a pretrained model, or a run folder. "
+            "Short for --set from=MODEL.",
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -34,12 +53,13 @@ def train(
         from rotopath.training import is_first_process, name_folder
         from rotopath.training import train as train_run
 
-        checked = read_recipe(recipe, changes or [])
+        checked = read_recipe(recipe, [*(changes or []), *([f"from={json.dumps(from_)}"] if from_ else [])])
         folder = out or name_folder(recipe.stem, checked)
         console = terminal.console if is_first_process() else Console(quiet=True)
+        print_line = partial(console.print, highlight=False, markup=False, soft_wrap=True)
         try:
             with TrainingProgress(checked, console) as progress:
-                run = train_run(checked, folder, on_progress=progress.show)
+                run = train_run(checked, folder, on_progress=progress.show, on_message=print_line)
         except KeyboardInterrupt:
             terminal.exit_interrupted(folder)
         if not is_first_process():
@@ -54,6 +74,22 @@ def train(
             sheet = draw_hard_examples(dataset, examples, spacing_um_px, folder / "mined.png")
             terminal.print_path("Hard examples", sheet)
     terminal.print_scores(str(folder), folder / METRICS)
+
+
+def recipes() -> None:
+    """List the recipes of the package. `rotopath train NAME --set data=PATH` trains with one of them.
+
+    They have the settings of the paper. For your own data, write a recipe with `rotopath init`.
+    """
+    from rotopath.recipe import RECIPES, list_recipes
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("name", no_wrap=True)
+    table.add_column("recipe")
+    for name, line in list_recipes().items():
+        table.add_row(Text(name, "bold"), line)
+    terminal.console.print(table)
+    terminal.print_path("Files", RECIPES)
 
 
 def demo(

@@ -59,21 +59,22 @@ Row = dict[str, float]  # one row of the log: from column name to value
 # Create a run folder, or check an existing one
 
 
-def prepare_folder(folder: Path, recipe: Recipe, dataset: Dataset) -> None:
+def prepare_folder(folder: Path, recipe: Recipe, dataset: Dataset, parent: runs.Parent | None = None) -> None:
     """Create the folder of a new run, or check that an existing folder contains this run, still unfinished.
 
     A new folder gets the recipe and the provenance. An existing run must have the same data and the same recipe, except
-    for keys that do not change the result, such as `devices`. Raises RunError if the run differs, if it is finished, or
+    for keys that do not change the result, such as `devices`. `parent` is the model whose weights the training starts
+    from; its weights must be the same too. Raises RunError if the run differs, if it is finished, or
     if the folder contains files that do not belong to a run.
     """
     if (folder / WEIGHTS).exists() and (folder / runs.RECIPE).exists():
         raise RunError(f"{folder} contains a finished run; evaluate it, or choose another folder with --out.")
     if (folder / runs.RECIPE).exists() and not _is_untouched(folder):
-        _check_unchanged(folder, recipe, dataset)
+        _check_unchanged(folder, recipe, dataset, parent)
         return
     if folder.exists() and not _is_untouched(folder):
         raise RunError(f"{folder} exists and is not a run folder of rotopath; choose another folder with --out.")
-    provenance = describe_training(recipe.seed, dataset)
+    provenance = describe_training(recipe.seed, dataset, parent)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / runs.PROVENANCE, provenance)
     write_text(folder / runs.RECIPE, format_recipe(recipe))
@@ -89,14 +90,17 @@ def _is_untouched(folder: Path) -> bool:
     return folder.is_dir() and allowed.issuperset(path.name for path in folder.iterdir())
 
 
-def _check_unchanged(folder: Path, recipe: Recipe, dataset: Dataset) -> None:
-    """Raise a RunError if the run in `folder` was started with another recipe than `recipe`, or with other data."""
+def _check_unchanged(folder: Path, recipe: Recipe, dataset: Dataset, parent: runs.Parent | None) -> None:
+    """Raise a RunError if the run in `folder` was started with another recipe than `recipe`, or with other data.
+
+    Also raise it if the weights of `parent`, from which the training starts, have changed.
+    """
     first_recipe = runs.read_run_recipe(folder)
     if key := find_changed_key(first_recipe, recipe):
         old, new = getattr(first_recipe, key), getattr(recipe, key)
         raise RunError(
-            f"The training in {folder} was started with {key} = {old!r}; the recipe now has {new!r}. Restore the "
-            f"value, or choose another folder with --out."
+            f"The training in {folder} was started with {key.removesuffix('_')} = {old!r}; the recipe now has "
+            f"{new!r}. Restore the value, or choose another folder with --out."
         )
     first_fingerprint = _read_fingerprint(folder)
     if not first_fingerprint.startswith(FINGERPRINT_PREFIX):
@@ -108,6 +112,12 @@ def _check_unchanged(folder: Path, recipe: Recipe, dataset: Dataset) -> None:
         raise RunError(
             f"{recipe.data} has changed since the training in {folder} was started; restore the data, or choose "
             f"another folder with --out."
+        )
+    first_parent = read_json(folder / runs.PROVENANCE).get("from")
+    if parent and (not isinstance(first_parent, dict) or first_parent.get("weights") != parent.weights_sha256):
+        raise RunError(
+            f"The weights of {parent.name} have changed since the training in {folder} was started; restore them, or "
+            f"choose another folder with --out."
         )
 
 
@@ -126,8 +136,11 @@ def _read_fingerprint(folder: Path) -> str:
     return fingerprint
 
 
-def describe_training(seed: int, dataset: Dataset) -> dict[str, object]:
-    """Return the provenance of a new training: current time, software versions, git commit, seed and data."""
+def describe_training(seed: int, dataset: Dataset, parent: runs.Parent | None = None) -> dict[str, object]:
+    """Return the provenance of a new training: current time, software versions, git commit, seed and data.
+
+    If the training starts from the weights of the model `parent`, the key "from" describes this model.
+    """
     return {
         "begun": now(),
         **describe_software(),
@@ -138,6 +151,7 @@ def describe_training(seed: int, dataset: Dataset) -> dict[str, object]:
             "fingerprint": compute_fingerprint(dataset),
             "images": len(dataset.samples),
         },
+        **({"from": parent.describe()} if parent else {}),
     }
 
 
