@@ -6,6 +6,7 @@ the model file and the weights. `fit` runs Lightning's training loop, and resume
 if there is one. The module `checkpoint` writes the log and the checkpoints.
 """
 
+import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -183,6 +184,21 @@ def check_network(plan: TrainingPlan) -> DenseNetwork:
         stop = "" if reason.endswith((".", "?")) else "."
         raise RecipeError(f"The network {plan.recipe.network_name!r} cannot be used: {reason}{stop}") from None
     return network
+
+
+def measure_step_s(recipe: Recipe, network: DenseNetwork, steps: int = 2) -> tuple[float, torch.device]:
+    """Return the time of a training step of a network in seconds, and the device on which it was measured."""
+    device = torch.device("cuda" if torch.cuda.is_available() and recipe.accelerator != "cpu" else "cpu")
+    window_px = find_training_window(recipe, network).window_px
+    images = torch.rand(recipe.batch_size, 3, window_px, window_px, device=device)
+    module = unwrap(network).to(device).train()
+    for step in range(steps + 1):  # the first one is slower, and not counted
+        if step == 1:
+            begun = time.perf_counter()
+        module(images).square().mean().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return (time.perf_counter() - begun) / steps, device
 
 
 def find_training_window(recipe: Recipe, network: DenseNetwork) -> TrainingWindow:
