@@ -6,11 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from functools import partial
 from pathlib import Path
 
 import pytest
-from layouts import pcam, pixels, write_csv, write_image
+import torch
+from layouts import amida13, kumar, pcam, pixels, write_csv, write_image
 from rich.console import Console
 from scanner_files import write_svs
 from typer.testing import CliRunner, Result
@@ -18,8 +20,10 @@ from typer.testing import CliRunner, Result
 import rotopath
 from rotopath import pretrained
 from rotopath.cli import app
+from rotopath.cli import train as train_command
 from rotopath.model_file import FORMAT, MODEL
 from rotopath.models import ARCHITECTURES
+from rotopath.training import loop
 
 pytestmark = pytest.mark.slow
 
@@ -329,7 +333,10 @@ def test_train_and_evaluate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("train", "{}/none.toml"), "none.toml does not exist; check the path."),
+        (
+            ("train", "{}/none.toml"),
+            "none.toml does not exist; check the path, or name a recipe of the package: mitosis, nuclei, tumor.",
+        ),
         (("train", "{}/r.toml", "--set", "orientation=4"), "did you mean 'orientations'?"),
         (("train", "{}/r.toml"), "nowhere does not exist."),
         (
@@ -357,6 +364,97 @@ def test_train_and_evaluate_reject_bad_arguments_in_one_sentence(
     assert sentence in result.stderr
     assert result.stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_recipes_lists_the_recipes_of_the_package() -> None:
+    result = run("recipes")
+    assert result.exit_code == 0
+    for name in ("mitosis", "nuclei", "tumor"):
+        assert f"{name} " in result.stdout
+    assert result.stdout.count("with the settings of Lafarge et al. (2020).") == 3
+
+
+def test_train_by_name_from_a_pretrained_model(tmp_path: Path) -> None:
+    settings = ("steps=2", "epochs=1", "batch=4", "accelerator=cpu", "mining=false", f"data={tmp_path / 'data'}")
+    pcam(tmp_path / "data", (16, 8, 8))
+    words = [word for setting in settings for word in ("--set", setting)]
+    result = run("train", "tumor", *words, "--from", "tumor-pcam-n8", "--out", str(tmp_path / "run"))
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "11 of 11 layers start from tumor-pcam-n8, at 0.1 of the learning rate; none is fresh."
+    assert lines[1] == "tumor-pcam-n8 was trained on a sample of PCam (terms of the data: CC0)."
+    assert "loss" in lines[2]
+    wrong = run(
+        "train", "tumor", *words, "--set", "orientations=4", "--from", "tumor-pcam-n8", "--out", str(tmp_path / "b")
+    )
+    assert wrong.exit_code == 2
+    assert wrong.stderr.count("\n") == 1
+    assert "has orientations = 8, but the recipe has orientations = 4" in wrong.stderr
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("classify", {"task": "classify", "steps": 50, "batch": 16, "window_px": 88, "spacing_um_px": 1.0}),
+        ("detect", {"task": "detect", "steps": 50, "batch": 16, "window_px": 68, "spacing_um_px": 0.25}),
+        ("segment", {"task": "segment", "steps": 50, "batch": 8, "window_px": 68, "spacing_um_px": 0.25}),
+    ],
+)
+def test_init_writes_a_recipe_that_can_be_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, expected: dict[str, object]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    data = {
+        "classify": lambda: pcam(tmp_path / "my data", (16, 8, 8)),
+        "detect": lambda: amida13(tmp_path / "my data", cases=[1, 2, 3, 13], size=(100, 110)),
+        "segment": lambda: kumar(tmp_path / "my data", [f"n{i}" for i in range(6)], size=70),
+    }[kind]()
+    written = run("init", str(data))
+    assert written.exit_code == 0, written.stderr
+    text = Path("my data.toml").read_text()
+    recipe = tomllib.loads(text)
+    assert {key: recipe[key] for key in expected} == expected
+    assert "minutes on this machine (cpu)" in text
+    assert "# from = " in text
+    again = run("init", str(data))
+    assert again.exit_code == 2
+    assert "my data.toml exists; choose another file with --out." in again.stderr
+    trained = run("train", "my data.toml", "--set", "steps=1", "--set", "epochs=1", "--set", "validation_steps=1")
+    assert trained.exit_code == 0, trained.stderr
+
+
+def test_init_adapts_to_the_data_and_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small patches are read at a finer spacing; the steps depend on the number of images and the time of a step."""
+    for split, count in (("train", 80), ("valid", 4)):
+        for name in ("a", "b"):
+            for i in range(count):
+                write_image(tmp_path / "data" / split / name / f"{i}.png", pixels(88, 100))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(train_command, "LEAST_STEPS", 1)
+    for step_s, steps in ((0.001, 160 // 16), (30.0, 3600 // 20 // 30)):
+        monkeypatch.setattr(loop, "measure_step_s", lambda *_, s=step_s: (s, torch.device("cpu")))
+        result = run(
+            "init", str(tmp_path / "data"), "--spacing-um-px", "0.5", "--out", str(tmp_path / f"{step_s}.toml")
+        )
+        assert result.exit_code == 0, result.stderr
+        recipe = tomllib.loads((tmp_path / f"{step_s}.toml").read_text())
+        assert recipe["steps"] == steps
+        assert (recipe["spacing_um_px"], recipe["data_spacing_um_px"], recipe["classes"]) == (0.5, 0.5, ["a", "b"])
+
+
+def test_init_from_a_model_takes_its_network_and_its_images(tmp_path: Path) -> None:
+    data = kumar(tmp_path / "data", [f"n{i}" for i in range(6)], size=70)
+    result = run("init", str(data), "--from", "nuclei-kumar-n8", "--out", str(tmp_path / "r.toml"))
+    assert result.exit_code == 0, result.stderr
+    recipe = tomllib.loads((tmp_path / "r.toml").read_text())
+    assert (recipe["from"], recipe["network"], recipe["stain"]) == ("nuclei-kumar-n8", "nuclei", "macenko")
+    assert recipe["network_options"]["kernel"] == "bilinear"
+    wrong = run("init", str(data), "--from", "tumor-pcam-n8", "--out", str(tmp_path / "s.toml"))
+    assert wrong.exit_code == 2
+    assert wrong.stderr.count("\n") == 1
+    assert not (tmp_path / "s.toml").exists()
 
 
 def copy_model(tmp_path: Path, **changes: object) -> Path:

@@ -1,5 +1,6 @@
 """Recipes: a written recipe is read back equal, changes apply, and every wrong key is named."""
 
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -18,7 +19,9 @@ from rotopath.recipe import (
     Recipe,
     RecipeError,
     find_changed_key,
+    find_recipe,
     format_recipe,
+    list_recipes,
     make_recipe,
     read_recipe,
 )
@@ -219,14 +222,35 @@ def test_whole_numbers_are_accepted_for_numbers() -> None:
     assert make_recipe({"task": "tumor", "data": "x", "learning_rate": 1}).learning_rate == 1.0
 
 
-@pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parent.parent / "recipes").glob("*.toml")), ids=lambda p: p.stem
-)
-def test_the_published_recipes_are_valid(path: Path) -> None:
-    recipe = read_recipe(path)
-    assert recipe.task == path.stem
-    assert f"rotopath train recipes/{path.name}" in path.read_text(), "the command is at its top"
-    assert (recipe.mining is None) == (recipe.task == "nuclei")
+@pytest.mark.parametrize("name", ["mitosis", "nuclei", "tumor"])
+def test_recipes_of_the_package_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir()  # a folder of data is no recipe
+    recipe = read_recipe(Path(name), ["seed=3"])
+    assert (recipe.task, recipe.seed) == (name, 3)
+    assert list_recipes()[name].endswith("with the settings of Lafarge et al. (2020).")
+    assert f"rotopath train {name} --set data=FOLDER" in find_recipe(Path(name)).read_text(), (
+        "the command is at its top"
+    )
+    assert (recipe.mining is None) == (name == "nuclei")
+    Path(f"{name}.toml").write_text(MINIMAL)
+    assert read_recipe(Path(f"{name}.toml")).data == "pcam", "a file comes first"
+
+
+def test_the_key_from_is_written_and_read_as_from(tmp_path: Path) -> None:
+    recipe = make_recipe({"task": "tumor", "data": "pcam", "from": "tumor-pcam-n8", "frozen_stages": 1})
+    assert recipe.from_ == "tumor-pcam-n8"
+    text = format_recipe(recipe)
+    assert 'from = "tumor-pcam-n8"' in text
+    assert read_recipe(write_toml(tmp_path, text)) == recipe
+    assert read_recipe(write_toml(tmp_path, text), ["from=false", "frozen_stages=0"]).from_ is None
+    for changes, sentence in (
+        ({"from_": "x"}, "the key 'from_' is unknown; did you mean 'from'?"),
+        ({"frozen_stages": 1}, "random weights cannot be frozen"),
+        ({"from": "x", "from_rate": 0}, "'from_rate' must be a number above 0, at most 1; got 0.0."),
+    ):
+        with pytest.raises(RecipeError, match=re.escape(sentence)):
+            make_recipe({"task": "tumor", "data": "pcam", **changes})
 
 
 @pytest.mark.parametrize(

@@ -237,6 +237,15 @@ def load_weights(network: DenseNetwork | nn.Module, path: Path, sha256: str | No
     if the file cannot be read or has another checksum, if the names, shapes or types of the weights are not those of
     the network, or if a weight is not finite. The network is not changed in these cases.
     """
+    tensors = read_weights(path, sha256)
+    module = unwrap(network)
+    if fault := find_weight_fault(tensors, module.state_dict()):
+        raise RunError(f"{path} does not contain the weights of this network: {fault}. {REMEDY}")
+    module.load_state_dict(tensors)
+
+
+def read_weights(path: Path, sha256: str | None = None) -> dict[str, Tensor]:
+    """Read the tensors in a safetensors file, by name. Raises RunError if this fails, or if a checksum is wrong."""
     try:
         expect_file(path)
         content = path.read_bytes()
@@ -255,10 +264,7 @@ def load_weights(network: DenseNetwork | nn.Module, path: Path, sha256: str | No
         raise RunError(f"{path} is damaged ({' '.join(str(error).split())}). {REMEDY}") from None
     if sealed is not None and sealed != hashlib.sha256(save(tensors)).hexdigest():
         raise RunError(f"{path} was damaged or replaced: its checksum is not the one in the file. {REMEDY}")
-    module = unwrap(network)
-    if fault := find_weight_fault(tensors, module.state_dict()):
-        raise RunError(f"{path} does not contain the weights of this network: {fault}. {REMEDY}")
-    module.load_state_dict(tensors)
+    return tensors
 
 
 def hash_weights(folder: Path) -> str:

@@ -64,21 +64,22 @@ Row = dict[str, float]  # one row of the log: from column name to value
 # Create a run folder, or check an existing one
 
 
-def prepare_folder(folder: Path, recipe: Recipe, dataset: Dataset) -> None:
+def prepare_folder(folder: Path, recipe: Recipe, dataset: Dataset, parent: runs.Parent | None = None) -> None:
     """Create the folder of a new run, or check that an existing folder contains this run, still unfinished.
 
     A new folder gets the recipe and the provenance. An existing run must have the same data and the same recipe, except
-    for keys that do not change the result, such as `devices`. Raises RunError if the run differs, if it is finished, or
+    for keys that do not change the result, such as `devices`. `parent` is the model whose weights the training starts
+    from; its weights must be the same too. Raises RunError if the run differs, if it is finished, or
     if the folder contains files that do not belong to a run.
     """
     if (folder / WEIGHTS).exists() and (folder / runs.RECIPE).exists():
         raise RunError(f"{folder} contains a finished run; evaluate it, or choose another folder with --out.")
     if (folder / runs.RECIPE).exists() and not _is_untouched(folder):
-        _check_unchanged(folder, recipe, dataset)
+        _check_unchanged(folder, recipe, dataset, parent)
         return
     if folder.exists() and not _is_untouched(folder):
         raise RunError(f"{folder} exists and is not a run folder of rotopath; choose another folder with --out.")
-    provenance = describe_training(recipe.seed, dataset)
+    provenance = describe_training(recipe.seed, dataset, parent)
     for leftover in (TENSORBOARD, BASELINE):  # of a training that ended before its first checkpoint
         shutil.rmtree(folder / leftover, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,14 +99,17 @@ def _is_untouched(folder: Path) -> bool:
     return all(path.name in allowed or (path.name == BASELINE and _is_untouched(path)) for path in folder.iterdir())
 
 
-def _check_unchanged(folder: Path, recipe: Recipe, dataset: Dataset) -> None:
-    """Raise a RunError if the run in `folder` was started with another recipe than `recipe`, or with other data."""
+def _check_unchanged(folder: Path, recipe: Recipe, dataset: Dataset, parent: runs.Parent | None) -> None:
+    """Raise a RunError if the run in `folder` was started with another recipe than `recipe`, or with other data.
+
+    Also raise it if the weights of `parent`, from which the training starts, have changed.
+    """
     first_recipe = runs.read_run_recipe(folder)
     if key := find_changed_key(first_recipe, recipe):
         old, new = getattr(first_recipe, key), getattr(recipe, key)
         raise RunError(
-            f"The training in {folder} was started with {key} = {old!r}; the recipe now has {new!r}. Restore the "
-            f"value, or choose another folder with --out."
+            f"The training in {folder} was started with {key.removesuffix('_')} = {old!r}; the recipe now has "
+            f"{new!r}. Restore the value, or choose another folder with --out."
         )
     first_fingerprint = _read_fingerprint(folder)
     if not first_fingerprint.startswith(FINGERPRINT_PREFIX):
@@ -117,6 +121,12 @@ def _check_unchanged(folder: Path, recipe: Recipe, dataset: Dataset) -> None:
         raise RunError(
             f"{recipe.data} has changed since the training in {folder} was started; restore the data, or choose "
             f"another folder with --out."
+        )
+    first_parent = read_json(folder / runs.PROVENANCE).get("from")
+    if parent and (not isinstance(first_parent, dict) or first_parent.get("weights") != parent.weights_sha256):
+        raise RunError(
+            f"The weights of {parent.name} have changed since the training in {folder} was started; restore them, or "
+            f"choose another folder with --out."
         )
 
 
@@ -135,8 +145,11 @@ def _read_fingerprint(folder: Path) -> str:
     return fingerprint
 
 
-def describe_training(seed: int, dataset: Dataset) -> dict[str, object]:
-    """Return the provenance of a new training: current time, software versions, git commit, seed and data."""
+def describe_training(seed: int, dataset: Dataset, parent: runs.Parent | None = None) -> dict[str, object]:
+    """Return the provenance of a new training: current time, software versions, git commit, seed and data.
+
+    If the training starts from the weights of the model `parent`, the key "from" describes this model.
+    """
     return {
         "begun": now(),
         **describe_software(),
@@ -147,6 +160,7 @@ def describe_training(seed: int, dataset: Dataset) -> dict[str, object]:
             "fingerprint": compute_fingerprint(dataset),
             "images": len(dataset.samples),
         },
+        **({"from": parent.describe()} if parent else {}),
     }
 
 
