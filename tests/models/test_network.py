@@ -492,8 +492,3 @@ def test_networks_with_reflections_are_frozen(name: str) -> None:
     net = BUILDERS[name](4, reflections=True).double().eval()
     x = torch.rand(1, 3, net.receptive_field, net.receptive_field, dtype=torch.float64)
     torch.testing.assert_close(rp.freeze(net)(x), net(x))
-
-
-def test_orientations_that_no_choice_of_channels_fits_are_refused() -> None:
-    with pytest.raises(ValueError, match="tumor cannot have 999999 orientations, because no choice of channels"):
-        rp.models.tumor(orientations=999_999)
