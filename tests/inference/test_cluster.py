@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from layouts import write_image
 from typer.testing import CliRunner, Result
@@ -54,6 +55,20 @@ def workers(cluster: Workers, monkeypatch: pytest.MonkeyPatch) -> Workers:
     """The cluster, to which `predict_on_cluster` connects instead of starting another one."""
     monkeypatch.setattr("rotopath.inference.cluster.connect", lambda *_: nullcontext(cluster))
     return cluster
+
+
+def test_a_local_cluster_listens_on_this_machine_only(cluster: Workers) -> None:
+    """Also its dashboard."""
+    assert cluster.client.scheduler is not None
+    this = psutil.Process()
+    listening = [
+        connection.laddr.ip
+        for process in (this, *this.children(recursive=True))
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert len(listening) >= 4
+    assert set(listening) == {"127.0.0.1"}
 
 
 def predict(make_model: Callable[[], Model], slides: list[Path], out: Path) -> list[SlideOutcome]:
