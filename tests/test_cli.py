@@ -1,7 +1,9 @@
 """The command line: what each command prints and writes, its error messages, and its exit codes."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -327,7 +329,7 @@ def test_train_and_evaluate(tmp_path: Path) -> None:
     again = json.loads((tmp_path / "run/evaluation-test.json").read_text())["test"]
     before = json.loads((tmp_path / "run/metrics.json").read_text())["test"]
     assert {name: again[name] for name in before} == before, "all scores are computed again"
-    rotated = run("evaluate", str(tmp_path / "run"), "--tta", "4", "--split", "valid", "--data", str(tmp_path / "data"))
+    rotated = run("evaluate", str(tmp_path / "run"), "--tta", "4", "--split", "val", "--data", str(tmp_path / "data"))
     assert rotated.exit_code == 0, rotated.stderr
     assert json.loads((tmp_path / "run/evaluation-valid-tta4.json").read_text())["valid"]["rotations"] == 4
     own = (tmp_path / "run/evaluation-test.json").read_text()
@@ -597,3 +599,47 @@ def test_slides_refuses_a_file_in_one_sentence_and_describes_the_others(tmp_path
     nowhere = run("slides", str(tmp_path / "nowhere"))
     assert nowhere.exit_code == 2
     assert "does not exist" in nowhere.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes in folders")
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        *(
+            (name, "predict tumor-pcam-n8 {} --out {out} --spacing-um-px 1")
+            for name in ("a.png", "a.tif", "a.svs", "a.dcm")
+        ),
+        *((name, "slides {}") for name in ("a.svs", "a.ome.tif")),
+        ("a.toml", "train {} --out {out}"),
+        ("a.toml", "study run {} --out {out}"),
+        ("a.csv", "data check {}"),
+        ("run/model.json", "predict {folder}/run {image} --out {out} --spacing-um-px 1"),
+        ("run/weights.safetensors", "predict {folder}/run {image} --out {out} --spacing-um-px 1"),
+        ("a.geojson", "predict tumor-pcam-n8 {image} --roi {} --out {out} --spacing-um-px 1"),
+        ("train/camelyonpatch_level_2_split_train_x.h5", "data check {folder}/train"),
+    ],
+)
+def test_a_pipe_is_refused_and_not_waited_for(name: str, command: str, tmp_path: Path) -> None:
+    """Reading a pipe waits until another program writes to it."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    if path.parent.name == "run":
+        shutil.copytree(pretrained.HOME / "tumor-pcam-n8", path.parent, dirs_exist_ok=True)
+        path.unlink()
+    image = write_image(tmp_path / "image.png", pixels(90, 90))
+    os.mkfifo(path)
+    places = {"folder": tmp_path, "out": tmp_path / "out", "image": image}
+
+    def give_up(*_: object) -> None:
+        pytest.fail("the command waits for the pipe")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(30)
+    try:
+        result = run(*command.format(path, **places).split())
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert result.exit_code in (1, 2)
+    assert "is a pipe, a socket or a device and not a file" in result.output
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())

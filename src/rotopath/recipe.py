@@ -17,14 +17,29 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rotopath.data.augmentation import OWN_STAIN, Augmentation
 from rotopath.data.batches import Cache
-from rotopath.group import check_orientations
-from rotopath.images.files import PLAUSIBLE_UM_PX, is_plausible
+from rotopath.images.files import PLAUSIBLE_UM_PX, UnreadableFileError, expect_file, is_plausible
 from rotopath.images.stain import Stain
 from rotopath.models.registry import NETWORK_OPTIONS, check_options, expand_preset
 from rotopath.tasks import PAPER, Overrides, Task, find_kind, make_task
 
 HARDWARE = ("accelerator", "devices", "nodes", "cache", "workers")  # keys that do not change the result of a training
 RECIPES = Path(__file__).parent / "recipes"  # recipes of the package
+MAX_EPOCHS, MAX_ORIENTATIONS, MAX_WINDOW_PX = 10**5, 128, 4096
+# The lowest and the highest value of keys with whole numbers. Higher values are mistakes: a training would need years,
+# or more memory than computers have.
+BOUNDS = {
+    "orientations": (1, MAX_ORIENTATIONS),
+    "seed": (0, 2**32 - 1),
+    **dict.fromkeys(("epochs", "patience"), (1, MAX_EPOCHS)),
+    **dict.fromkeys(("steps", "validation_steps", "checkpoint_steps"), (1, 10**7)),
+    "batch": (1, 2**16),
+    **dict.fromkeys(("window_px", "stride_px"), (1, MAX_WINDOW_PX)),
+    "workers": (0, 256),
+    "frozen_stages": (0, 1000),
+    **dict.fromkeys(("devices", "nodes"), (1, 1024)),
+}
+MAX_DEPTH = 8  # of tables and lists in a TOML file
+MAX_NUMBER = 2**64
 RESETTABLE_OPTIONS = ("projection", "widths_of")  # network options that can be set to false, which means the default
 
 
@@ -51,8 +66,9 @@ class Mining:
     examples: int = 2000  # largest number of hard examples; of more mistakes, the worst are kept
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "examples"):
-            _require(getattr(self, name) >= 1, f"mining.{name}", getattr(self, name), "1 or more")
+        for name, highest in (("epochs", MAX_EPOCHS), ("examples", 10**7)):
+            value = getattr(self, name)
+            _require(1 <= value <= highest, f"mining.{name}", value, f"a whole number from 1 to {highest}")
 
 
 @dataclass(frozen=True)
@@ -114,7 +130,6 @@ class Recipe:
     mining: Mining | None = None  # default: no hard example mining
 
     def __post_init__(self) -> None:
-        check_orientations(self.orientations)
         kind = _call(find_kind, self.task)
         _call(check_options, self.network_name, self.network_options)
         options = _call(expand_preset, self.network_name, self.network_options)
@@ -130,20 +145,19 @@ class Recipe:
         for name in ("spacing_um_px", "data_spacing_um_px"):
             value = getattr(self, name)
             _require(value is None or is_plausible(value), name, value, f"a number from {low:g} to {high:g} µm/px")
-        for name in ("epochs", "steps", "patience", "validation_steps", "checkpoint_steps", "devices", "nodes"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        for name in ("seed", "workers", "momentum", "weight_decay", "frozen_stages"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
-        _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "a number above 0")
         _require(0 < self.from_rate <= 1, "from_rate", self.from_rate, "a number above 0, at most 1")
         if self.frozen_stages and self.from_ is None:
             raise RecipeError(
                 f"the key 'frozen_stages' is {self.frozen_stages}, but random weights cannot be frozen; name a model "
                 f"in the key 'from', or remove 'frozen_stages'."
             )
-        for name in ("batch", "window_px", "stride_px"):
+        for name, (lowest, highest) in BOUNDS.items():
             value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "1 or more")
+            is_valid = value is None or lowest <= value <= highest
+            _require(is_valid, name, value, f"a whole number from {lowest} to {highest}")
+        _require(0 <= self.momentum < 1, "momentum", self.momentum, "a number from 0 to below 1")
+        _require(0 <= self.weight_decay <= 1, "weight_decay", self.weight_decay, "a number from 0 to 1")
+        _require(0 < self.learning_rate <= 100, "learning_rate", self.learning_rate, "a number above 0, up to 100")
         if self.batch_size % (self.devices * self.nodes):
             raise RecipeError(
                 f"a batch of {self.batch_size} windows cannot be divided equally among "
@@ -217,18 +231,40 @@ def read_values(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
     `path` may be the name of a recipe of the package.
     """
     try:
-        with find_recipe(path).open("rb") as file:
+        path = find_recipe(path)
+        expect_file(path)
+        with path.open("rb") as file:
             values = tomllib.load(file)
+    except UnreadableFileError as error:
+        raise RecipeError(str(error)) from None
     except FileNotFoundError:
         names = ", ".join(list_recipes())
         raise RecipeError(f"{path} does not exist; check the path, or name a recipe of the package: {names}.") from None
     except OSError as error:
         raise RecipeError(f"{path} cannot be read ({error.strerror}); check the path.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number of 5,000 digits, or deep nesting
         raise RecipeError(f"{path} is not valid TOML ({error}); correct the file.") from None
     for override in changes:
         _apply_override(values, override)
+    _check_limits(path, values)
     return values
+
+
+def _check_limits(path: Path, values: dict[str, Any]) -> None:
+    """Raise RecipeError if the values of a TOML file are nested too deeply, or if a whole number is too large."""
+    remaining: list[tuple[Any, int, str]] = [(values, 0, "")]
+    while remaining:
+        value, depth, key = remaining.pop()
+        if depth > MAX_DEPTH:
+            raise RecipeError(
+                f"{path}: the key {key!r} has more than {MAX_DEPTH} levels of tables or lists; use fewer."
+            )
+        if isinstance(value, int) and abs(value) >= MAX_NUMBER:
+            raise RecipeError(f"{path}: the key {key!r} has a number of more than 19 digits; choose a smaller number.")
+        if isinstance(value, dict):
+            remaining += [(child, depth + 1, key or name) for name, child in value.items()]
+        elif isinstance(value, list):
+            remaining += [(child, depth + 1, key) for child in value]
 
 
 def make_recipe(values: Mapping[str, Any]) -> Recipe:
@@ -291,7 +327,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
             raise RecipeError(f"The key {table!r} has no subkeys; got the override {override!r}.")
     try:
         values[name] = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         values[name] = text.strip()  # strings need no quotes on the command line
 
 

@@ -602,6 +602,8 @@ def _find_device(device: torch.device | str | None) -> torch.device:
         target = torch.device(device)
     except RuntimeError:
         raise RunError(f"There is no device {device!r}; choose cpu or cuda.") from None
+    if target.type not in get_args(Device):
+        raise RunError(f"The device {device!r} is not supported; choose cpu or cuda.")
     if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
         raise RunError(f"The device {device!r} is not available; run `rotopath doctor` to list the available devices.")
     return target

@@ -248,10 +248,10 @@ def test_damaged_geojson_is_reported_and_other_files_are_counted(tmp_path: Path)
     write_csv(tmp_path / "manifest.csv", [("image", "annotation", "split", "spacing"), *rows])
     result = check(open_data(tmp_path))
     (message,) = (str(finding) for finding in problems(result.findings))
-    assert message.startswith("a.geojson: is not a GeoJSON file, or is cut off")
+    assert message.startswith("a.geojson: is cut off or not valid JSON")
     assert result.counts["train"] == {"images": 2, "cases": 2, "objects": 1, "x": 1}
     with pytest.raises(
-        DataError, match=r"a\.geojson is not a GeoJSON file, or is cut off.* Run `rotopath data check` on the data"
+        DataError, match=r"a\.geojson is cut off or not valid JSON.* Run `rotopath data check` on the data"
     ):
         Segment.find_classes(result.dataset)
 

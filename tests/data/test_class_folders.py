@@ -18,7 +18,7 @@ CLASSES = ("fat", "stroma", "tumor")
 def folders(root: Path, count: int = 5, classes: tuple[str, ...] = CLASSES) -> Path:
     for k, name in enumerate(classes):
         for i in range(count):
-            write_image(root / name / f"{i}.png", pixels(12, 12, k, i))
+            write_image(root / name / f"{i}.png", pixels(12, 12, k, i, *root.name.encode()))
     return root
 
 

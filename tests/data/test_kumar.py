@@ -146,8 +146,8 @@ def test_spacing_is_read_from_files(tmp_path: Path) -> None:
         ),
         (lambda root: write_image(root / "Label Maps/a.png", pixels(40, 40)), "Label Maps/a.png: is not a label map"),
         (
-            lambda root: write_text(root / "split.csv", "image,split\na,training\nb,test\n"),
-            "split.csv: line 2 has the split 'training'; choose from train, valid, test.",
+            lambda root: write_text(root / "split.csv", "image,split\na,learn\nb,test\n"),
+            "split.csv: line 2 has the split 'learn'; choose from train, valid, test.",
         ),
     ],
     ids=["cut off", "entities", "no annotation", "no image", "truncated", "other size", "colors", "split"],

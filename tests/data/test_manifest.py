@@ -106,7 +106,7 @@ def test_default_spacing_applies_to_images_without_one(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("b.png,,g,train,0.5", "the column `label` is empty; write the class of the image."),
-        ("b.png,1,g,training,0.5", "the column `split` is 'training'; choose from train, valid, test."),
+        ("b.png,1,g,learn,0.5", "the column `split` is 'learn'; choose from train, valid, test."),
         ("b.png,1,g,train,coarse", "the column `spacing` is 'coarse'; expected a number from 0.05 to 5 (µm/px)."),
         ("b.png,1,g,train,-1", "the column `spacing` is '-1'; expected a number from 0.05 to 5 (µm/px)."),
         ("b.png,1,g,train,nan", "the column `spacing` is 'nan'; expected a number from 0.05 to 5 (µm/px)."),
@@ -148,7 +148,7 @@ def test_missing_images_and_leaks_are_reported(tmp_path: Path) -> None:
         ("path,label\na.png,1\n", "has no column 'image'; its first line must contain 'image'."),
         ("image,label\n", "lists no images; add a line for each image."),
         ("image\na.png\n", "needs either a column `label`"),
-        ("image,label,annotation\na.png,1,a.csv\n", "but not both"),
+        ("image,label,annotation\na.png,1,a.csv\n", "but only one of them; it has `label` and `annotation`"),
         (
             "image,annotation\na.png,a.csv\nb.png,b.xml\n",
             "annotation files of these types: .csv, .xml; use either CSV files",

@@ -24,6 +24,7 @@ from rotopath.images.drawing import (
     draw_crops,
     draw_orientations,
     draw_overlay,
+    reduce_slide,
     scale_bar_um,
 )
 from rotopath.images.geojson import SlideObject
@@ -49,7 +50,9 @@ def framed_overlay(
     with as_slide(np.full((*size, 3), WHITE, np.uint8), spacing_um_px) as slide:
         classes = None if top_class is None else top_class.astype(np.float32)
         heat_map = HeatMap(heat.astype(np.float32), classes, ((0.0, 0.0), size[1] / heat.shape[1]))
-        image = draw_overlay(slide, heat_map, [("tumor", RED), ("stroma", BLUE)], objects, drawn_as, caption)
+        image = draw_overlay(
+            reduce_slide(slide), heat_map, [("tumor", RED), ("stroma", BLUE)], objects, drawn_as, caption
+        )
     return np.asarray(image)
 
 

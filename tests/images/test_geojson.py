@@ -206,7 +206,7 @@ def test_files_of_qupath_and_other_software_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ('{"type": "FeatureCollection", "features": [', "is not a GeoJSON file, or is cut off"),
+        ('{"type": "FeatureCollection", "features": [', "is cut off or not valid JSON"),
         ('{"features": 3}', "is not GeoJSON: expected a FeatureCollection"),
         ("3", "is not GeoJSON: expected a FeatureCollection"),
         ('[{"geometry": null}]', "has a feature, number 1, that cannot be used"),
@@ -290,5 +290,5 @@ def test_missing_and_unreadable_files_are_refused_in_one_sentence(tmp_path: Path
     with pytest.raises(UnreadableFileError, match="cannot be read"):
         read_geojson(tmp_path)
     (tmp_path / "bytes.geojson").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UnreadableFileError, match="not a GeoJSON file, or is cut off"):
+    with pytest.raises(UnreadableFileError, match="cut off or not valid JSON"):
         read_geojson(tmp_path / "bytes.geojson")

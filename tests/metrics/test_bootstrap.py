@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from rotopath.metrics.bootstrap import bootstrap_interval
-from rotopath.metrics.classification import auc
+from rotopath.metrics.classification import auc, bootstrap_interval
 
 
 def test_the_interval_of_a_mean_is_as_wide_as_theory_says() -> None:

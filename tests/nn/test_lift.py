@@ -169,22 +169,25 @@ def test_networks_have_the_same_outputs_with_and_without_fusion(
     real = lift.norm_relu_pool
     monkeypatch.setattr(lift, "norm_relu_pool", lambda *args: calls.append(args[-1]) or real(*args))
 
-    def run() -> list[Tensor]:
+    def run(precision: torch.dtype = torch.float32) -> list[Tensor]:
         torch.manual_seed(0)
-        net = build(orientations=2).to(DEVICE).train(training)
+        net = build(orientations=2).to(DEVICE, precision).train(training)
         with torch.set_grad_enabled(training):
-            y = net(torch.rand(1, 3, net.architecture.input_px, net.architecture.input_px, device=DEVICE))
+            y = net(torch.rand(1, 3, net.architecture.input_px, net.architecture.input_px).to(DEVICE, precision))
         if not training:
             return [y]
-        (y * torch.randn(y.shape, device=DEVICE)).sum().backward()
+        (y * torch.randn(y.shape).to(y)).sum().backward()
         return [y, *(parameter.grad for parameter in net.parameters()), *net.buffers()]
 
+    precisions = torch.float64, torch.float32
     with rp.nn.disable_fusion():
-        separate = run()
+        exact, separate = ([tensor.detach().double() for tensor in run(precision)] for precision in precisions)
     use_kernels(monkeypatch)
     monkeypatch.setattr(triton, "can_lift", lambda *_: True)  # in float32 too
-    for actual, expected in zip(run(), separate, strict=True):
-        assert_close(actual, expected.double(), 1e-3)
+    for actual, expected, rounded in zip(run(), exact, separate, strict=True):
+        # The batch norms of a single image enlarge rounding errors, also those of separate layers.
+        error = float((rounded - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
+        assert_close(actual, expected, max(1e-3, 2 * error))
     assert calls == [1 if build is rp.models.nuclei else 2], "side of the pool; the first stage of nuclei has none"
 
 

@@ -215,6 +215,7 @@ def test_compiles_as_one_graph(build: type[nn.Module]) -> None:
     assert all(p.grad is not None for p in net.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # raised by inductor
 def test_compiles_layers_of_several_kernel_sizes() -> None:
     """After the second size, torch.compile treats the sizes of kernels as variables."""
     torch.compiler.reset()

@@ -1,5 +1,6 @@
 """The contact sheet: annotations are drawn at their positions, classes have colors and names, captions fit."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.contour import ContourSet
 from matplotlib.figure import Figure
-from matplotlib.patches import Circle
+from matplotlib.patches import Circle, Polygon
 from PIL import Image
 
 from rotopath.data.dataset import Dataset
@@ -196,3 +197,17 @@ def test_as_many_classes_as_colors_have_different_colors() -> None:
     colors = ClassColors()
     assert len({colors.color_of(str(number)) for number in range(len(COLORS))}) == len(COLORS) >= 6
     assert colors.color_of("3") == colors.color_of("3")
+
+
+def test_ignored_areas_are_dashed(tmp_path: Path) -> None:
+    write_image(tmp_path / "a.png", pixels(60, 80))
+    area = {"type": "Polygon", "coordinates": [[[10, 20], [30, 20], [30, 40], [10, 20]]]}
+    feature = {"type": "Feature", "geometry": area, "properties": {"classification": {"name": "Ignore*"}}}
+    (tmp_path / "a.geojson").write_text(json.dumps([feature]))
+    write_csv(
+        tmp_path / "manifest.csv", [("image", "points", "split", "spacing"), ("a.png", "a.geojson", "train", 0.25)]
+    )
+    (patch,) = draw_tile(open_data(tmp_path)).patches
+    assert isinstance(patch, Polygon)
+    assert patch.get_xy()[:3].tolist() == [[9.5, 19.5], [29.5, 19.5], [29.5, 39.5]], "(0, 0) is a pixel center here"
+    assert patch.get_linestyle() == "--"

@@ -103,7 +103,7 @@ def test_a_hidden_nucleus_does_not_shift_the_classes_of_others() -> None:
     outside = sample_nucleus(EPITHELIAL, 200 + 30j)
     others = [sample_nucleus(NEEDLE, 70 + 70j), sample_nucleus(EPITHELIAL, 30 + 75j)]
     visible = outline_visible_nuclei(concatenate_nuclei([in_front, hidden, outside, *others]), 100)
-    assert [outline.cell for outline in visible] == ["lymphocyte", "fibroblast", "epithelial"]
+    assert [outline.class_name for outline in visible] == ["lymphocyte", "fibroblast", "epithelial"]
     labels, problems = paint_labels(visible, 100, 100)
     assert problems == []
     assert [labels[30, 30], labels[70, 70], labels[75, 30]] == [1, 2, 3]
@@ -113,7 +113,7 @@ def test_a_hidden_nucleus_does_not_shift_the_classes_of_others() -> None:
 def test_tables_contain_the_classes_of_the_nuclei_that_were_painted(organ: str, datasets: Path) -> None:
     visible = outline_visible_nuclei(render_organ_field(0, organ, 6, SMALL_PX)[1], SMALL_PX)
     rows = read_rows(datasets / f"nuclei/Label Maps/SYNTH-{organ[:2].upper()}-06.csv", ["object", "class"])
-    assert [row["class"] for row in rows] == [outline.cell for outline in visible]
+    assert [row["class"] for row in rows] == [outline.class_name for outline in visible]
 
 
 def test_the_manifest_lists_every_field(datasets: Path) -> None:

@@ -13,7 +13,7 @@ from layouts import pixels, write_csv, write_image
 from rotopath.data.dataset import DataError, Sample
 from rotopath.data.formats import open_data
 from rotopath.evaluation import open_task_data
-from rotopath.metrics.bootstrap import MIN_CASES
+from rotopath.metrics.classification import MIN_CASES
 from rotopath.tasks import TUMOR, Class, Classify, Overrides, TrainingWindow, make_task
 from rotopath.tasks.classify import MIN_REGION_OUTPUTS, PatchEvidence, remove_speckle
 

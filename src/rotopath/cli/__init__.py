@@ -20,7 +20,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-data_app = typer.Typer(help="Check and preview datasets, or generate synthetic tissue images.", no_args_is_help=True)
+data_app = typer.Typer(
+    help="Import, check, preview and export datasets, or generate synthetic tissue images.", no_args_is_help=True
+)
 study_app = typer.Typer(help="Run a study (many trainings and evaluations), or write its report.", no_args_is_help=True)
 
 
@@ -51,8 +53,10 @@ app.command("slides")(predict.slides)
 app.command("predict")(predict.predict)
 app.command("export")(export.export)
 app.add_typer(data_app, name="data")
+data_app.command("import")(datasets.import_data)
 data_app.command("check")(datasets.check_data)
 data_app.command("show")(datasets.show_data)
+data_app.command("export")(datasets.export_data)
 data_app.command("make")(datasets.make_data)
 app.add_typer(study_app, name="study")
 study_app.command("run")(study.run_study)

@@ -1,11 +1,12 @@
-"""`rotopath data`: check a dataset, draw some of its images, or generate a dataset of synthetic tissue images.
+"""`rotopath data`: import annotated images, check a dataset, draw some of its images, export or generate a dataset.
 
-`check_data`, `show_data` and `make_data` are the commands `rotopath data check`, `data show` and `data make`.
+`import_data`, `check_data`, `show_data`, `export_data` and `make_data` are the commands `rotopath data import`, `data
+check`, `data show`, `data export` and `data make`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich import box
@@ -28,6 +29,85 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".pdf", ".svg")
 MAX_COLUMNS = 5  # largest number of columns with counts that fits a terminal with a width of 80 characters
 
 
+def import_data(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Files and folders with images and their annotations: GeoJSON (QuPath), COCO, CSV tables of "
+            "positions, Aperio XML, .mat files of HoVer-Net, label maps or masks; or a folder of patches with a "
+            "subfolder for each class."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the manifest and the annotations. It must be new or empty.")],
+    classes: Annotated[
+        str | None,
+        typer.Option(
+            help="New names of classes: OLD=NEW,... An empty name (OLD=) leaves a class out. The name Ignore* makes "
+            "the outlines of a class ignored areas."
+        ),
+    ] = None,
+    read_as: Annotated[
+        str | None,
+        typer.Option("--as", help="What the objects are used for: points (their centers) or outlines."),
+    ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(help="Order of the columns of tables without a header: row,column or x,y,class, for example."),
+    ] = None,
+    masks: Annotated[
+        str | None,
+        typer.Option(
+            help="What a number in a gray mask is: objects (the number of an object), binary (each connected part is "
+            "an object), or classes (the number of a class; each connected part is an object)."
+        ),
+    ] = None,
+    patient: Annotated[
+        str | None,
+        typer.Option(help="Regular expression that finds the patient in the path of an image, such as '(P[0-9]+)_'."),
+    ] = None,
+    table: Annotated[
+        Path | None,
+        typer.Option(
+            help="CSV file with the name of each image in its first column, and columns such as patient, split, "
+            "spacing. Images that it does not list are left out."
+        ),
+    ] = None,
+    spacing_um_px: Annotated[float | None, typer.Option("--spacing-um-px", help=SPACING_HELP)] = None,
+) -> None:
+    """Import annotated images from the formats of other software, and check them. Images are not copied.
+
+    The command writes a manifest, a GeoJSON file for each image, and a contact sheet. The exit code is 0 if there are
+    no problems, and 1 if there are problems.
+    """
+    from rotopath.data import DataError, problems
+    from rotopath.data import import_data as import_sources
+    from rotopath.images import UnreadableFileError
+
+    with terminal.user_errors_in_one_sentence():
+        from rotopath.reports.contact_sheet import draw_contact_sheet
+
+        dataset = import_sources(
+            sources,
+            out,
+            classes=classes,
+            read_as=cast(Any, read_as),  # import_sources checks the value
+            columns=columns,
+            masks=cast(Any, masks),
+            patient=patient,
+            table=table,
+            spacing_um_px=spacing_um_px,
+        )
+        result = _check(dataset)
+        terminal.console.print(data_table(result), highlight=False, soft_wrap=True)
+        try:
+            terminal.print_path("Contact sheet", draw_contact_sheet(dataset, out / "contact-sheet.png", 0))
+        except (DataError, UnreadableFileError) as error:
+            terminal.print_error(f"The contact sheet cannot be drawn: {error}")
+    terminal.print_path("Manifest", out / "manifest.csv")
+    if problems(result.findings):
+        raise typer.Exit(1)
+
+
 def check_data(
     path: Annotated[Path, typer.Argument(help=PATH_HELP)],
     task: Annotated[
@@ -43,7 +123,7 @@ def check_data(
 
     The exit code is 0 if there are no problems, and 1 if there are problems.
     """
-    from rotopath.data import check, open_data, problems
+    from rotopath.data import open_data, problems
     from rotopath.evaluation import open_task_data
     from rotopath.tasks import PAPER, find_kind, make_task
 
@@ -58,12 +138,34 @@ def check_data(
             except ValueError as error:
                 terminal.exit_with_error(str(error))
             dataset = open_data(path, kind.annotated, spacing_um_px)
-        with terminal.transient_progress() as bar:
-            reading = bar.add_task("reading", total=len(dataset.samples))
-            result = check(dataset, on_progress=lambda count: bar.advance(reading, count))
+        result = _check(dataset)
     terminal.console.print(data_table(result), highlight=False, soft_wrap=True)
     if problems(result.findings):
         raise typer.Exit(1)
+
+
+def _check(dataset: "Dataset") -> "Check":
+    """Check a dataset, with a progress bar."""
+    from rotopath.data import check
+
+    with terminal.transient_progress() as bar:
+        reading = bar.add_task("reading", total=len(dataset.samples))
+        return check(dataset, on_progress=lambda count: bar.advance(reading, count))
+
+
+def export_data(
+    path: Annotated[Path, typer.Argument(help=PATH_HELP)],
+    out: Annotated[
+        Path, typer.Option(help="COCO file to write (a name that ends in .json), or new folder for GeoJSON files.")
+    ],
+    spacing_um_px: Annotated[float | None, typer.Option("--spacing-um-px", help=SPACING_HELP)] = None,
+) -> None:
+    """Write the annotated objects of a dataset as a COCO file, or as a GeoJSON file for each image."""
+    from rotopath.data import export_data as export_dataset
+    from rotopath.data import open_data
+
+    with terminal.user_errors_in_one_sentence():
+        terminal.print_path("Annotations", export_dataset(open_data(path, None, spacing_um_px), out))
 
 
 def show_data(
@@ -114,6 +216,7 @@ def data_table(check: "Check") -> Group:
     If counts of the dataset are published, the table also contains the published counts in parentheses.
     """
     from rotopath.data import problems
+    from rotopath.data.dataset import group_findings
     from rotopath.data.formats import ANNOTATION_KINDS
 
     dataset = check.dataset
@@ -138,7 +241,7 @@ def data_table(check: "Check") -> Group:
     for title, findings in (("problem", wrong), ("note", notes)):
         if findings:
             parts.append(Text(f"{len(findings)} {title}{'s' if len(findings) > 1 else ''}", "bold"))
-            parts += [Text(f"- {finding}") for finding in findings]
+            parts += [Text(f"- {line}") for line in group_findings(findings)]
             parts.append(Text())
     if not wrong:
         parts.append(Text("No problems.", "green"))

@@ -8,7 +8,7 @@ import typer
 from rotopath.reports import terminal
 
 if TYPE_CHECKING:
-    from rotopath.evaluation import Split
+    from rotopath.data.splits import Split
 
 
 def evaluate(
@@ -22,7 +22,7 @@ def evaluate(
     ] = None,
     split: Annotated[str, typer.Option(help="Split of the dataset: train, valid or test.")] = "test",
     tta: Annotated[
-        int, typer.Option(min=1, help="Test-time augmentation: average predictions over this many rotations.")
+        int, typer.Option(min=1, max=360, help="Test-time augmentation: average predictions over this many rotations.")
     ] = 1,
     rule: Annotated[
         str | None,

@@ -41,6 +41,7 @@ def predict(
         int,
         typer.Option(
             min=1,
+            max=360,
             help="Test-time augmentation: average predictions over this many rotations, and also write their standard "
             "deviation.",
         ),
@@ -117,14 +118,14 @@ def predict(
         ),
     ] = "torch",
     workers: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=0,
             max=64,
-            help="Processes that find and outline objects while the network computes the next tiles. Use them with a "
-            "fast GPU.",
+            help="Processes that normalize stains, and find and outline objects, while the network computes. By "
+            "default 0 on the CPU; on a GPU half as many as CPU cores, at most 8, if the objects are outlined.",
         ),
-    ] = 0,
+    ] = None,
     profile: Annotated[
         bool, typer.Option("--profile", help="Print the seconds and the megapixels per second of each stage.")
     ] = False,

@@ -8,6 +8,7 @@ from rotopath.data.augmentation import NO_AUGMENTATION, Augmentation, augment
 from rotopath.data.batches import Batches
 from rotopath.data.dataset import Annotated, DataError, Dataset, Finding, Sample, problems, read_image
 from rotopath.data.formats import Check, check, open_data
+from rotopath.data.importing import export_data, import_data
 
 __all__ = [
     "NO_AUGMENTATION",
@@ -21,6 +22,8 @@ __all__ = [
     "Sample",
     "augment",
     "check",
+    "export_data",
+    "import_data",
     "open_data",
     "problems",
     "read_image",

@@ -8,6 +8,10 @@ outlines in GeoJSON or Aperio XML files.
 A label map (H, W) contains the object number of each pixel, and 0 for background. Positions are (row, column) in
 pixels; (0, 0) is the center of the upper left pixel. Classes are names in this module; a task converts them to class
 numbers.
+
+In GeoJSON files, outlines of QuPath's class "Ignore*" are areas in which objects are not annotated, or are ambiguous.
+They and outlines of the class "Region*" are no objects. Ignored areas have positions as in GeoJSON: (0, 0) is the upper
+left corner of the image.
 """
 
 from collections.abc import Sequence
@@ -20,10 +24,18 @@ from numpy.typing import NDArray
 from PIL import Image
 from skimage.draw import polygon2mask
 
-from rotopath.data.dataset import Row, Sample, TableError, read_csv, read_table, resampling_factor
-from rotopath.images.files import UnreadableFileError, image_size_px, is_plausible, read_labels
-from rotopath.images.geojson import SlideObject, read_geojson
-from rotopath.images.outlines import Point, fill_outline
+from rotopath.data.dataset import (
+    Row,
+    Sample,
+    TableError,
+    annotated_size_px,
+    read_csv,
+    read_table,
+    resampling_factor,
+)
+from rotopath.images.files import UnreadableFileError, expect_file, is_plausible, read_labels
+from rotopath.images.geojson import IGNORED_CLASS, REGION_CLASS, SlideObject, read_geojson
+from rotopath.images.outlines import Point, Polygon, fill_outline
 
 GEOJSON_SUFFIXES = (".geojson", ".json")
 # Accepted names of the columns of CSV files with points.
@@ -42,6 +54,8 @@ class Points:
 
     positions: NDArray[np.float64]  # (k, 2): row and column in pixels
     classes: tuple[str, ...]  # (k,): class name of each point; an empty string if the point has no class
+    ignored: tuple[tuple[Polygon, ...], ...] = ()  # outline of each ignored area
+    outside: tuple[tuple[float, float], ...] = ()  # positions outside the image, which are left out
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -53,6 +67,7 @@ class Objects:
 
     labels: NDArray[np.int32]  # (H, W): object number of each pixel, 0 for background
     classes: dict[int, str]  # class name by object number; objects without a class are left out
+    ignored: tuple[tuple[Polygon, ...], ...] = ()  # outline of each ignored area
 
     @property
     def numbers(self) -> list[int]:
@@ -74,7 +89,8 @@ def read_points(sample: Sample, spacing_um_px: float) -> Points:
     if faults:
         raise AnnotationError(sample.annotations[0], f"cannot be used: {faults[0]}")
     # Resampling scales the distance from the image corner, which is half a pixel from the center of the first pixel.
-    return Points((points.positions + 0.5) * resampling_factor(sample, spacing_um_px) - 0.5, points.classes)
+    factor = resampling_factor(sample, spacing_um_px)
+    return Points((points.positions + 0.5) * factor - 0.5, points.classes, _scale(points.ignored, factor))
 
 
 def parse_points(sample: Sample) -> tuple[Points, list[str]]:
@@ -86,37 +102,55 @@ def parse_points(sample: Sample) -> tuple[Points, list[str]]:
     if not sample.annotations:
         return Points(np.empty((0, 2)), ()), []
     path = sample.annotations[0]
-    height, width = image_size_px(sample.path)
-    rows, faults = _read_geojson_points(path) if path.suffix.lower() in GEOJSON_SUFFIXES else _read_csv_points(path)
-    inside = []
+    height, width = annotated_size_px(sample.path)
+    ignored: tuple[tuple[Polygon, ...], ...] = ()
+    faults: list[str] = []
+    if path.suffix.lower() in GEOJSON_SUFFIXES:
+        rows, ignored = _read_geojson_points(path)
+    else:
+        rows, faults = _read_csv_points(path)
+    inside, outside = [], []
     for source, row, column, name in rows:
-        if 0 <= row < height and 0 <= column < width:
+        if -0.5 <= row < height and -0.5 <= column < width:  # whole numbers are centers of pixels
             inside.append((row, column, name))
         else:
+            outside.append((row, column))
             faults.append(
                 f"{source} has an object at row {row:g}, column {column:g}, outside the image of {height} × {width} px "
                 f"(height × width); check that positions are in pixels, and that row and column are not swapped."
             )
     positions = np.array([(row, column) for row, column, _ in inside], np.float64).reshape(-1, 2)
-    return Points(positions, tuple(name for *_, name in inside)), faults
+    return Points(positions, tuple(name for *_, name in inside), ignored, tuple(outside)), faults
 
 
-def _read_geojson_points(path: Path) -> tuple[list[PointRow], list[str]]:
-    """Read the points of a GeoJSON file. An object with an outline becomes one point: the center of its bounding box.
+def _read_geojson_points(path: Path) -> tuple[list[PointRow], tuple[tuple[Polygon, ...], ...]]:
+    """Read the points and the ignored areas of a GeoJSON file.
 
-    Returns the points and a list of messages, as `_read_csv_points` does. The list of messages is always empty, because
-    `read_geojson` raises an error if the file is invalid.
+    An object with an outline becomes one point: the center of its bounding box.
     """
     rows: list[PointRow] = []
-    for i, item in enumerate(read_geojson(path), 1):
-        if isinstance(item.shape, Point):
-            row, column = item.shape
-        else:
-            corners = np.concatenate([polygon.outer for polygon in item.shape])
-            row, column = (corners.min(axis=0) + corners.max(axis=0)) / 2
-        # (0, 0) is the corner of the first pixel in GeoJSON, but the center of this pixel in `Points`.
-        rows.append((f"feature {i}", float(row) - 0.5, float(column) - 0.5, item.class_name))
-    return rows, []
+    objects = read_geojson(path)
+    for i, item in enumerate(objects, 1):
+        if item.class_name not in (IGNORED_CLASS, REGION_CLASS):
+            row, column = item.center
+            # (0, 0) is the corner of the first pixel in GeoJSON, but the center of this pixel in `Points`.
+            rows.append((f"feature {i}", row - 0.5, column - 0.5, item.class_name))
+    return rows, _find_ignored(objects)
+
+
+def _find_ignored(objects: Sequence[SlideObject]) -> tuple[tuple[Polygon, ...], ...]:
+    """Return the outlines of the ignored areas among the objects of a GeoJSON file."""
+    return tuple(
+        item.shape for item in objects if item.class_name == IGNORED_CLASS and not isinstance(item.shape, Point)
+    )
+
+
+def _scale(areas: tuple[tuple[Polygon, ...], ...], factor: float) -> tuple[tuple[Polygon, ...], ...]:
+    """Multiply the positions in outlines by a factor."""
+    return tuple(
+        tuple(Polygon(area.outer * factor, tuple(hole * factor for hole in area.holes)) for area in polygons)
+        for polygons in areas
+    )
 
 
 def _read_csv_points(path: Path) -> tuple[list[PointRow], list[str]]:
@@ -179,7 +213,7 @@ def read_objects(sample: Sample, spacing_um_px: float) -> Objects:
     height, width = (max(1, round(side * factor)) for side in objects.labels.shape)
     # Nearest neighbor: interpolation would mix object numbers.
     resized = Image.fromarray(objects.labels).resize((width, height), Image.Resampling.NEAREST)
-    return Objects(np.array(resized), objects.classes)
+    return Objects(np.array(resized), objects.classes, _scale(objects.ignored, factor))
 
 
 def parse_objects(sample: Sample, annotation: Path) -> tuple[Objects, list[str]]:
@@ -188,7 +222,7 @@ def parse_objects(sample: Sample, annotation: Path) -> tuple[Objects, list[str]]
     Also returns a message for each object that is left out. Raises UnreadableFileError if the whole file cannot be
     used, for example because a label map does not have the size of the image.
     """
-    height, width = image_size_px(sample.path)
+    height, width = annotated_size_px(sample.path)
     suffix = annotation.suffix.lower()
     if suffix == ".xml":
         labels, faults = paint_labels(read_aperio_outlines(annotation), height, width)
@@ -241,6 +275,8 @@ def _paint_geojson(objects: Sequence[SlideObject], height: int, width: int) -> t
     classes: dict[int, str] = {}
     faults: list[str] = []
     for i, item in enumerate(objects, 1):
+        if item.class_name in (IGNORED_CLASS, REGION_CLASS):
+            continue
         if isinstance(item.shape, Point):
             faults.append(f"feature {i} is left out: it is a point, not a polygon.")
             continue
@@ -260,7 +296,7 @@ def _paint_geojson(objects: Sequence[SlideObject], height: int, width: int) -> t
         box[free] = number
         classes[number] = item.class_name
     named = {number: name for number, name in classes.items() if name}
-    return Objects(labels, named), faults
+    return Objects(labels, named, _find_ignored(objects)), faults
 
 
 # Outlines in Aperio XML
@@ -272,6 +308,7 @@ class Outline:
 
     region: str  # Id of the region in the file
     vertices: NDArray[np.float64]  # (k, 2): x (right), y (down) in pixels; (0, 0): center of the upper left pixel
+    class_name: str = ""
 
 
 def read_aperio_outlines(path: Path) -> tuple[Outline, ...]:
@@ -279,6 +316,7 @@ def read_aperio_outlines(path: Path) -> tuple[Outline, ...]:
     import defusedxml.ElementTree
     from defusedxml import DefusedXmlException
 
+    expect_file(path)
     try:
         root = defusedxml.ElementTree.parse(path).getroot()
     except FileNotFoundError:
@@ -299,8 +337,23 @@ def read_aperio_outlines(path: Path) -> tuple[Outline, ...]:
             path,
             f"is not an Aperio annotation: it begins with {start}, not with <Annotations>; export it as Aperio XML.",
         )
-    regions = [region for region in root.iter("Region") if region.get("NegativeROA", "0") == "0"]
-    return tuple(_parse_outline(region, path) for region in regions)
+    return tuple(
+        _parse_outline(region, _find_class(layer), path)
+        for layer in root.iter("Annotation")
+        for region in layer.iter("Region")
+        if region.get("NegativeROA", "0") == "0"
+    )
+
+
+def _find_class(layer: Element) -> str:
+    """Return the class of the regions in a layer of an Aperio XML file, or an empty string.
+
+    The class is the name of the layer, or the name of its first attribute (as in MoNuSAC), unless this is the
+    attribute "Description" of ImageScope.
+    """
+    attribute = layer.find("Attributes/Attribute")
+    name = "" if attribute is None else attribute.get("Name", "")
+    return layer.get("Name", "").strip() or ("" if name == "Description" else name.strip())
 
 
 def read_aperio_spacing_um_px(path: Path) -> float | None:
@@ -311,6 +364,7 @@ def read_aperio_spacing_um_px(path: Path) -> float | None:
     import defusedxml.ElementTree
     from defusedxml import DefusedXmlException
 
+    expect_file(path)
     try:
         with path.open("rb") as file:
             for _, root in defusedxml.ElementTree.iterparse(file, events=("start",)):
@@ -351,11 +405,11 @@ def paint_labels(outlines: tuple[Outline, ...], height: int, width: int) -> tupl
     return labels, faults
 
 
-def _parse_outline(region: Element, path: Path) -> Outline:
+def _parse_outline(region: Element, class_name: str, path: Path) -> Outline:
     vertices = [
         (_parse_number(vertex, "X", path), _parse_number(vertex, "Y", path)) for vertex in region.iter("Vertex")
     ]
-    return Outline(region.get("Id", "?"), np.array(vertices, np.float64).reshape(-1, 2))
+    return Outline(region.get("Id", "?"), np.array(vertices, np.float64).reshape(-1, 2), class_name)
 
 
 def _parse_number(element: Element, attribute: str, path: Path) -> float:

@@ -27,6 +27,7 @@ from rotopath.data.augmentation import NO_AUGMENTATION, Augmentation, DrawnChang
 from rotopath.data.dataset import (
     DataError,
     Sample,
+    annotated_size_px,
     group_for_reading,
     read_hdf5_shape,
     read_together,
@@ -34,7 +35,7 @@ from rotopath.data.dataset import (
 )
 from rotopath.data.sampling import Ints, Sampler, Windows
 from rotopath.environment import count_cores
-from rotopath.images.files import UnreadableFileError, image_size_px, resample
+from rotopath.images.files import UnreadableFileError, resample
 from rotopath.images.stain import Stain, macenko
 from rotopath.nn import center_crop
 
@@ -199,7 +200,7 @@ class SampleReader:
     def size_px(self, sample: Sample) -> tuple[int, int]:
         """Return (height, width) of a sample at the pixel spacing of this reader, without decoding the image."""
         if sample.row is None:
-            height, width = image_size_px(sample.path)
+            height, width = annotated_size_px(sample.path)
         else:
             _, height, width, _ = read_hdf5_shape(sample.path, "x")
         factor = resampling_factor(sample, self.spacing_um_px)

@@ -10,8 +10,11 @@ in HDF5 files.
 """
 
 import csv
+import math
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
@@ -21,7 +24,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rotopath.images.files import UnreadableFileError, read_rgb, resample
+from rotopath.images.containers import SLIDE_SUFFIXES
+from rotopath.images.files import (
+    UnreadableFileError,
+    UnreadableImageError,
+    expect_file,
+    image_size_px,
+    read_rgb,
+    resample,
+    spacing_um_px,
+)
+from rotopath.images.slides import describe_slide, open_slide
 
 if TYPE_CHECKING:
     import h5py
@@ -33,8 +46,10 @@ Row = dict[str, str]  # cells of a row of a CSV table, by column name
 SYNTHETIC_MARKER = "SYNTHETIC.txt"  # a file that marks synthetic tissue in the layout of a benchmark
 IMAGE_SUFFIXES = frozenset({".tif", ".tiff", ".png", ".jpg", ".jpeg"})
 SAME_SPACING = 0.05  # relative differences of pixel spacings up to 5 % are ignored: resampling would only blur images
+MAX_ROW_BYTES = 2**26  # largest image in an HDF5 file; those of PCam have 27,648 bytes
 MAX_ROWS_PER_READ = 1024  # rows of an HDF5 file that are read at once
 MAX_NAMES_LISTED = 5  # largest number of names, such as those of files, that one message lists
+MAX_SLIDE_PX = 10**8  # a slide file with more pixels is not read as one image
 SNIFFED_CHARACTERS = 10_000  # read from a CSV file to detect the delimiter of its columns
 
 
@@ -87,6 +102,11 @@ class Finding:
     def __str__(self) -> str:
         return f"{self.file}: {self.message}" if self.file else self.message
 
+    @property
+    def pattern(self) -> str:
+        """The message without numbers and names, which is the same for findings of the same type."""
+        return re.sub(r"'[^']*'|\"[^\"]*\"|[-\d.]*\d|\b\S+[./]\w+\b", "#", self.message)
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -117,6 +137,18 @@ def problems(findings: Iterable[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.is_problem]
 
 
+def group_findings(findings: Iterable[Finding]) -> list[str]:
+    """Return a line of text for each finding, or for more than two findings of a type: their number and the first."""
+    groups: dict[str, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(finding.pattern, []).append(finding)
+    return [
+        line
+        for group in groups.values()
+        for line in ([f"{len(group)} times, first: {group[0]}"] if len(group) > 2 else map(str, group))
+    ]
+
+
 # Pixels of samples
 
 
@@ -135,8 +167,35 @@ def read_together(samples: Sequence[Sample]) -> list[NDArray[np.uint8]]:
     """
     first = samples[0]
     if first.row is None:
-        return [read_rgb(first.path)]
+        return [_read_slide(first) if first.path.suffix.lower() in SLIDE_SUFFIXES else read_rgb(first.path)]
     return list(read_hdf5_rows(first.path, "x", first.row, first.row + len(samples)))
+
+
+def _read_slide(sample: Sample) -> NDArray[np.uint8]:
+    """Read all pixels (H, W, 3) of level 0 of a slide file. Raises UnreadableImageError for a whole slide."""
+    with open_slide(sample.path, sample.spacing_um_px, override_spacing=True) as slide:
+        if slide.size_px[0] * slide.size_px[1] > MAX_SLIDE_PX:
+            raise UnreadableImageError(
+                sample.path,
+                f"is a whole slide of {slide.size_px[0]} × {slide.size_px[1]} px (height × width), too large to be one "
+                f"image of a dataset; export its annotated regions as images.",
+            )
+        return slide.read(0, 0, *slide.size_px)
+
+
+def annotated_size_px(path: Path) -> tuple[int, int]:
+    """Return (height, width) of an image file, or of level 0 of a slide file, without reading its pixels."""
+    if path.suffix.lower() in SLIDE_SUFFIXES:
+        return describe_slide(path).levels[0].size_px
+    return image_size_px(path)
+
+
+def image_spacing_um_px(path: Path) -> float | None:
+    """Return the pixel spacing (µm/px) that an image file or a slide file specifies, or None if there is none."""
+    if path.suffix.lower() in SLIDE_SUFFIXES:
+        size_um = describe_slide(path).pixel_size_um
+        return None if size_um is None else size_um[1]
+    return spacing_um_px(path)
 
 
 def group_for_reading(samples: Sequence[Sample]) -> list[list[Sample]]:
@@ -169,17 +228,31 @@ def resampling_factor(sample: Sample, spacing_um_px: float) -> float:
 def find_files(folder: Path | None, suffixes: Collection[str]) -> list[Path]:
     """Return all files with one of the suffixes in a folder and its subfolders, sorted.
 
-    If `folder` is None, the list is empty. Hidden files, such as `._x.tif` of macOS, are left out. `suffixes` are in
-    lower case; suffixes of files may be in upper case.
+    If `folder` is None, the list is empty. Links are followed. Hidden files, such as `._x.tif` of macOS, are left out.
+    `suffixes` are in lower case; suffixes of files may be in upper case.
     """
     if folder is None:
         return []
     return sorted(
         Path(parent) / name
-        for parent, _, names in os.walk(folder, followlinks=True)
+        for parent, names in _walk(folder)
         for name in names
         if Path(name).suffix.lower() in suffixes and not name.startswith(".")
     )
+
+
+def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield the path of a folder and of each of its subfolders, and the names of the files in it.
+
+    Links to folders are followed, except to a folder that contains the link, which would never end.
+    """
+    containing = {str(folder): {os.path.realpath(folder)}}  # for each folder: the folders that contain it, and itself
+    for parent, subfolders, names in os.walk(folder, followlinks=True):
+        above = containing.pop(parent)
+        targets = {name: os.path.realpath(os.path.join(parent, name)) for name in subfolders}  # noqa: PTH118
+        subfolders[:] = [name for name in subfolders if targets[name] not in above]
+        containing |= {os.path.join(parent, name): above | {targets[name]} for name in subfolders}  # noqa: PTH118
+        yield parent, names
 
 
 def index_by_stem(root: Path, paths: Iterable[Path]) -> tuple[dict[str, Path], list[Finding]]:
@@ -237,11 +310,13 @@ def read_table(path: Path, required: Collection[str]) -> list[tuple[int, Row]]:
 
 def read_csv(path: Path) -> list[tuple[int, list[str]]]:
     """Read a CSV file; return (line number, cells without surrounding spaces) for each line that is not empty."""
+    expect_file(path)
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             start = file.read(SNIFFED_CHARACTERS)
             file.seek(0)
-            reader = csv.reader(file, delimiter=_find_delimiter(start))
+            delimiter = _find_delimiter(start)
+            reader = csv.reader(file, delimiter=delimiter, skipinitialspace=delimiter == " ")
             rows = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader]
     except FileNotFoundError:
         raise TableError(path, "does not exist.") from None
@@ -253,9 +328,16 @@ def read_csv(path: Path) -> list[tuple[int, list[str]]]:
 
 
 def _find_delimiter(text: str) -> str:
-    """Return the delimiter of columns: the most frequent of comma, semicolon and tab in the first line with text."""
-    header = next((line for line in text.splitlines() if line.strip(",;\t ")), "")
-    return max(",;\t", key=header.count)
+    """Return the delimiter of columns: the most frequent one in the first line with text, except that of decimals.
+
+    Delimiters are semicolon, tab, vertical bar and comma, and a space if the line contains none of them. In a line such
+    as `12,5;33,0`, the comma is a decimal comma.
+    """
+    header = next((line for line in text.splitlines() if line.strip(",;\t| ")), "")
+    others = max(";\t|", key=header.count)
+    if header.count(others) and (header.count(others) >= header.count(",") or re.search(r"\d,\d", header)):
+        return others
+    return "," if "," in header or " " not in header.strip() else " "
 
 
 # Arrays in HDF5 files, readable from any number of processes
@@ -267,26 +349,40 @@ def read_hdf5_shape(path: Path, key: str) -> tuple[int, ...]:
     Raises UnreadableHdf5Error if the elements of the array are not bytes (uint8).
     """
     array = _open_hdf5_array(path, key)
-    if array.dtype != np.uint8:
+    with _hdf5_errors(path):
+        dtype, shape = array.dtype, tuple(int(length) for length in array.shape)
+    if dtype != np.uint8:
         raise UnreadableHdf5Error(
-            path, f"has an array {key!r} of type {array.dtype}; expected bytes (uint8); download it again."
+            path, f"has an array {key!r} of type {dtype}; expected bytes (uint8); download it again."
         )
-    return tuple(int(length) for length in array.shape)
+    if math.prod(shape[1:]) > MAX_ROW_BYTES:
+        raise UnreadableHdf5Error(path, f"is damaged: its images would have the shape {shape[1:]}; download it again.")
+    return shape
 
 
 def read_hdf5_rows(path: Path, key: str, start: int, stop: int) -> NDArray[np.uint8]:
     """Read rows `start` to `stop - 1`, along the first axis, of the array `key` (uint8) in an HDF5 file."""
-    try:
-        rows: NDArray[np.uint8] = _open_hdf5_array(path, key)[start:stop]
-    except OSError as error:
-        raise UnreadableHdf5Error(
-            path, f"is damaged at rows {start} to {stop - 1} of {key!r} ({error}); download it again."
-        ) from None
+    array = _open_hdf5_array(path, key)
+    with _hdf5_errors(path, f"rows {start} to {stop - 1} of {key!r}"):
+        rows: NDArray[np.uint8] = array[start:stop]
     return rows
+
+
+@contextmanager
+def _hdf5_errors(path: Path, part: str = "its header") -> Iterator[None]:
+    """Convert any error of h5py to an UnreadableHdf5Error: damaged bytes raise errors of many types."""
+    try:
+        yield
+    except UnreadableHdf5Error:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UnreadableHdf5Error(path, f"is damaged at {part} ({reason}); download it again.") from None
 
 
 def _open_hdf5_array(path: Path, key: str) -> "h5py.Dataset":
     """Return the array `key` in an HDF5 file, without reading its elements."""
+    expect_file(path)
     try:
         modified_ns = path.stat().st_mtime_ns
     except FileNotFoundError:
@@ -305,11 +401,12 @@ def _open_once(path: Path, key: str, process: int, modified_ns: int) -> "h5py.Da
 
     try:
         file = h5py.File(path, "r")
-    except OSError as error:
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
         raise UnreadableHdf5Error(path, f"is not an HDF5 file, or is damaged ({error}); download it again.") from None
-    array: Any = file.get(key)
-    if not isinstance(array, h5py.Dataset):
-        keys = ", ".join(map(repr, file)) or "nothing"
-        file.close()
-        raise UnreadableHdf5Error(path, f"has no array {key!r}; it contains {keys}; download it again.")
+    with _hdf5_errors(path):
+        array: Any = file.get(key)
+        if not isinstance(array, h5py.Dataset):
+            keys = ", ".join(map(repr, file)) or "nothing"
+            file.close()
+            raise UnreadableHdf5Error(path, f"has no array {key!r}; it contains {keys}; download it again.")
     return array

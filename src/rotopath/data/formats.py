@@ -1,5 +1,10 @@
 """Open a dataset of any known format, and check its contents.
 
+`check` reads everything and also looks for mistakes that make annotations useless: exchanged rows and columns, outlines
+that are shifted against the image, a wrong pixel spacing, the same image in two splits, and objects of one pixel. Most
+annotated objects are nuclei, or contain nuclei, which are dark in the red channel; the checks compare the brightness at
+the annotated positions with that at other positions of the same image.
+
 `FORMATS` is the table of all formats. To add a format:
 
 1. Write `data/my_format.py` with two functions. `is_my_format(root)` returns whether a folder has the format; it uses
@@ -12,19 +17,21 @@
 4. Describe the format in docs/data.md.
 """
 
+import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from scipy import ndimage
 
 from rotopath.data.amida13 import is_amida13, open_amida13
-from rotopath.data.annotations import AnnotationError, Objects, parse_objects, parse_points
-from rotopath.data.class_folders import is_class_folders, open_class_folders
+from rotopath.data.annotations import AnnotationError, Objects, Points, parse_objects, parse_points
 from rotopath.data.dataset import (
     SYNTHETIC_MARKER,
     Annotated,
@@ -32,11 +39,13 @@ from rotopath.data.dataset import (
     Dataset,
     Finding,
     Sample,
+    count_and_list,
     group_for_reading,
+    image_spacing_um_px,
     read_together,
 )
 from rotopath.data.kumar import is_kumar, open_kumar
-from rotopath.data.manifest import MANIFEST_FILE, open_manifest
+from rotopath.data.manifest import MANIFEST_FILE, is_class_folders, open_class_folders, open_manifest
 from rotopath.data.pcam import is_kaggle, is_pcam, open_kaggle, open_pcam
 from rotopath.data.splits import SPLITS, find_leaks
 from rotopath.images.files import UnreadableFileError, is_plausible
@@ -95,6 +104,29 @@ ANNOTATION_KINDS: Mapping[Annotated, str] = {
 }
 
 
+IGNORED = "ignored areas"  # their name in tables of counts
+SPACING_TOLERANCE = 0.1
+RARE = 10  # a class with fewer objects in the training images is reported
+RADIUS_UM = 1.5  # of the area around a point whose brightness is measured
+FAR_UM = 6.0  # positions that are compared must be this far apart
+CERTAIN = 3.0  # standard errors by which a mean difference must exceed 0
+GLASS = 215  # brightness of the darkest channel above which an area is empty background
+MIN_POINTS, MIN_OBJECTS = 10, 20  # with fewer objects, nothing is concluded
+MAX_SHIFT_UM = 8.0  # outlines are moved by up to this distance
+MIN_SHIFT_UM = 0.75
+MIN_GAIN = 0.08  # of the correlation; 20 times larger than in correctly annotated images
+MIN_BEST = 0.25  # correlation after the move
+# A common shift of images is reported if it is smaller: the number of images, and the fraction that agree
+MIN_IMAGES, MIN_AGREEING = 5, 0.8
+MIN_COMMON_UM, MIN_COMMON_GAIN = 0.45, 0.02
+MIN_COVER = 0.01  # images in which objects cover less than this fraction are too uncertain
+MAX_MEASURED_PX = 2048  # side of the part of an image in which the fit of outlines is measured
+SMALLEST_UM, LARGEST_UM = 2.5, 15.0  # range of plausible median diameters of nuclei
+CORNER = 0.05  # as a fraction of the height or width of an image
+MAX_COVERED = 0.1  # fraction of outlines that others cover
+MAX_SPECKS = 0.02  # fraction of objects of one pixel
+
+
 # Opening
 
 
@@ -130,9 +162,12 @@ def _open(path: Path, spacing_um_px: float | None) -> Dataset:
     """
     if not path.exists():
         raise DataError(f"{path} does not exist.")
-    if path.is_file():
+    if not path.is_dir():
         if path.suffix.lower() != ".csv":
-            raise DataError(f"{path} is a file, but not a CSV manifest; expected a folder or a CSV manifest.")
+            raise DataError(
+                f"{path} is a file, but not a CSV manifest; expected a folder or a CSV manifest; `rotopath data "
+                f"import` writes a manifest from files of other software."
+            )
         return open_manifest(path, spacing_um_px)
     if (known := _find_format(path)) is not None:
         return known.open(path, spacing_um_px)
@@ -148,7 +183,10 @@ def _open(path: Path, spacing_um_px: float | None) -> Dataset:
     )
     if match is None:
         fault = "is empty" if not any(path.iterdir()) else "is not a dataset of a known format"
-        raise DataError(f"{path} {fault}; expected {'; or '.join(known.example for known in FORMATS)}.")
+        raise DataError(
+            f"{path} {fault}; expected {'; or '.join(known.example for known in FORMATS)}; `rotopath data "
+            f"import` reads other formats, such as those of QuPath and COCO."
+        )
     folder, known = match
     return known.open(folder, spacing_um_px)
 
@@ -179,6 +217,36 @@ class _Contents:
     objects: Counter[str] = field(default_factory=Counter)  # objects[name]; names: `dataset.objects`, and classes
     findings: list[Finding] = field(default_factory=list)  # problems and notes
     agreement: dict[str, float] = field(default_factory=dict)  # by image name, as in `Check.agreement`
+    digests: list[tuple[str, str, bytes]] = field(
+        default_factory=list
+    )  # name and split of an image, hash of its pixels
+    areas_px: list[int] = field(default_factory=list)  # of all objects with outlines
+    diameters_um: list[float] = field(default_factory=list)  # of circles with these areas
+    points: int = 0  # number of points
+    # How much darker an image is at a point than at a random position; at a point than with row and column exchanged;
+    # and at the exchanged position than at a random position.
+    darker_than_random: list[float] = field(default_factory=list)
+    darker_than_swapped: list[float] = field(default_factory=list)
+    swapped_darker_than_random: list[float] = field(default_factory=list)
+    on_glass: int = 0  # number of points on empty background
+    outside: list[bool] = field(
+        default_factory=list
+    )  # of each point outside the image: whether it is inside if swapped
+    spans: list[tuple[float, float]] = field(default_factory=list)  # lowest and highest position, from 0 to 1, by axis
+    fits: list["_Fit"] = field(default_factory=list)  # of each image with outlines
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Correlation of the outlines of an image with the darkness of its pixels."""
+
+    name: str
+    correlation: float  # at the annotated positions
+    swapped: float  # with rows and columns exchanged
+    best: float  # the highest correlation, if the outlines are moved
+    down_px: int  # the move with the highest correlation
+    right_px: int
+    spacing_um_px: float
 
 
 def check(dataset: Dataset, on_progress: Callable[[int], object] = lambda _: None) -> Check:
@@ -186,7 +254,7 @@ def check(dataset: Dataset, on_progress: Callable[[int], object] = lambda _: Non
 
     `on_progress` is a function that is called with the number of samples that were read since its previous call.
     """
-    counts = {split: Counter[str]() for split in SPLITS}
+    counts: dict[str, Counter[str]] = {split: Counter() for split in SPLITS}
     findings = list(dataset.findings)
     agreement: dict[str, float] = {}
     for sample in dataset.samples:
@@ -195,13 +263,20 @@ def check(dataset: Dataset, on_progress: Callable[[int], object] = lambda _: Non
         cases = {sample.case for sample in dataset.samples if sample.split == split}
         counts[split]["cases"] = len(cases - {""})
     groups = group_for_reading(dataset.samples)
+    evidence: list[_Contents] = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for group, contents in zip(groups, pool.map(partial(_check_group, dataset), groups), strict=True):
             counts[group[0].split].update(contents.objects)
             findings += contents.findings
             agreement |= contents.agreement
+            evidence.append(contents)
             on_progress(len(group))
     findings += _find_empty_splits(dataset)
+    findings += [*_find_faulty_classes(dataset, counts), *_find_copies(evidence), *_find_misplaced_points(evidence)]
+    findings += [*_find_misplaced_outlines(evidence), *_find_implausible_sizes(evidence)]
+    total = sum(counts[split][dataset.objects] for split in SPLITS)
+    if total >= MIN_OBJECTS and (finding := _find_wrong_scale(evidence)):
+        findings.append(finding)
     return Check(dataset, counts, tuple(findings), agreement)
 
 
@@ -217,20 +292,37 @@ def _check_group(dataset: Dataset, samples: list[Sample]) -> _Contents:
     """Read the images and the annotations of a group of samples; return counts and findings."""
     contents = _Contents()
     try:
-        read_together(samples)
+        images = read_together(samples)
     except UnreadableFileError as error:
         contents.findings.append(Finding.from_error(error, dataset.root))
         return contents
+    for sample, image in zip(samples, images, strict=True):
+        if image.min() < image.max():  # images of empty background may be equal
+            digest = hashlib.blake2b(image.tobytes(), digest_size=16).digest()
+            contents.digests.append((sample.name, sample.split, digest))
+    contents.findings += _compare_spacing(samples[0])
     if dataset.annotated == "labels":
         contents.objects.update(sample.label or "" for sample in samples)
     elif dataset.annotated == "points":
-        _check_points(samples[0], dataset, contents)
+        _check_points(samples[0], images[0], dataset, contents)
     else:
-        _check_objects(samples[0], dataset, contents)
+        _check_objects(samples[0], images[0], dataset, contents)
     return contents
 
 
-def _check_points(sample: Sample, dataset: Dataset, contents: _Contents) -> None:
+def _compare_spacing(sample: Sample) -> list[Finding]:
+    """Return a note if an image file specifies another pixel spacing than that which is used."""
+    stated = None if sample.row is not None else image_spacing_um_px(sample.path)
+    if stated is None or abs(stated / sample.spacing_um_px - 1) <= SPACING_TOLERANCE:
+        return []
+    message = (
+        f"the file specifies {stated:.4g} µm/px, but the dataset {sample.spacing_um_px:.4g} µm/px, which is used; "
+        f"correct the dataset if the file is right."
+    )
+    return [Finding(sample.name, message, is_problem=False)]
+
+
+def _check_points(sample: Sample, image: NDArray[np.uint8], dataset: Dataset, contents: _Contents) -> None:
     """Read the annotation file of a sample; count its points, and add the counts and all findings to `contents`."""
     try:
         points, faults = parse_points(sample)
@@ -239,11 +331,14 @@ def _check_points(sample: Sample, dataset: Dataset, contents: _Contents) -> None
         return
     contents.objects[dataset.objects] += len(points)
     contents.objects.update(name for name in points.classes if name)
+    if points.ignored:
+        contents.objects[IGNORED] += len(points.ignored)
+    _measure_points(sample, image, points, contents)
     errors = [AnnotationError(sample.annotations[0], fault) for fault in faults]
     contents.findings += [Finding.from_error(error, dataset.root) for error in errors]
 
 
-def _check_objects(sample: Sample, dataset: Dataset, contents: _Contents) -> None:
+def _check_objects(sample: Sample, image: NDArray[np.uint8], dataset: Dataset, contents: _Contents) -> None:
     """Read all annotation files of a sample; count its objects, and add the counts and all findings to `contents`.
 
     Only the objects in the first file are counted, because training uses only this file. Findings are about all files.
@@ -257,11 +352,31 @@ def _check_objects(sample: Sample, dataset: Dataset, contents: _Contents) -> Non
             contents.findings.append(Finding.from_error(error, dataset.root))
             continue
         label_maps.append(objects.labels)
+        covered = sum("cover all of its pixels" in fault for fault in faults)
+        if covered >= MIN_POINTS and covered > MAX_COVERED * (covered + len(objects.numbers)):
+            fault = (
+                f"has {covered} outlines that are completely covered by earlier ones, and are left out; leave the "
+                f"class of the large outlines out (`rotopath data import --classes NAME=`)."
+            )
+            contents.findings.append(Finding.from_error(AnnotationError(annotation, fault), dataset.root))
         left_out = [Finding.from_error(AnnotationError(annotation, fault), dataset.root) for fault in faults]
         contents.findings += [replace(finding, is_problem=False) for finding in left_out]
         if annotation == sample.annotations[0]:
             contents.objects[dataset.objects] += len(objects.numbers)
             contents.objects.update(objects.classes.values())
+            if objects.ignored:
+                contents.objects[IGNORED] += len(objects.ignored)
+            areas = np.bincount(objects.labels.ravel())[1:]
+            areas = areas[areas > 0]
+            contents.areas_px += areas.tolist()
+            contents.diameters_um += (2 * np.sqrt(areas / np.pi) * sample.spacing_um_px).tolist()
+            contents.spans += [
+                (float(indices.min()) / side, float(indices.max()) / side)
+                for indices, side in zip(np.nonzero(objects.labels), objects.labels.shape, strict=True)
+                if len(indices)
+            ]
+            if len(areas) >= MIN_POINTS and (fit := _measure_fit(sample, image, objects.labels)) is not None:
+                contents.fits.append(fit)
             if (parts := _count_parts_of_single_object(objects)) > 1:
                 fault = (
                     f"has {parts} separate objects with the same number, which count as one; give each object its own "
@@ -278,3 +393,248 @@ def _count_parts_of_single_object(objects: Objects) -> int:
     More than one component means that the file is a mask in which objects were not numbered.
     """
     return int(ndimage.label(objects.labels)[1]) if len(objects.numbers) == 1 else 1
+
+
+# Evidence of mistakes in single images
+
+
+def _measure_points(sample: Sample, image: NDArray[np.uint8], points: Points, contents: _Contents) -> None:
+    """Add to `contents` how dark an image is at its annotated points, compared with other positions."""
+    height, width = image.shape[:2]
+    contents.outside += [0 <= column < height and 0 <= row < width for row, column in points.outside]
+    radius, far = max(1, round(RADIUS_UM / sample.spacing_um_px)), FAR_UM / sample.spacing_um_px
+
+    def measure(row: float, column: float) -> NDArray[np.uint8]:
+        top, left = max(round(row) - radius, 0), max(round(column) - radius, 0)
+        return image[top : top + 2 * radius + 1, left : left + 2 * radius + 1]
+
+    contents.points += len(points)
+    if len(points):
+        fractions = points.positions / (height, width)
+        contents.spans += zip(fractions.min(axis=0).tolist(), fractions.max(axis=0).tolist(), strict=True)
+    random = np.random.default_rng(0).random((len(points), 2)) * (height - 1, width - 1)
+    for (row, column), other in zip(points.positions.tolist(), random.tolist(), strict=True):
+        area, area_there = measure(row, column), measure(*other)
+        contents.on_glass += float(area.min(axis=2).mean()) > GLASS
+        if column <= height - 1 and row <= width - 1 and abs(row - column) * 2**0.5 > far:
+            swapped = measure(column, row)
+            contents.darker_than_swapped.append(_compare_red(area, swapped))
+            contents.swapped_darker_than_random.append(_compare_red(swapped, area_there))
+        if np.hypot(other[0] - row, other[1] - column) > far:
+            contents.darker_than_random.append(_compare_red(area, area_there))
+
+
+def _compare_red(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> float:
+    """Return how much darker the first area (h, w, 3) is than the second in the red channel, which nuclei absorb."""
+    return float(second[..., 0].mean() - first[..., 0].mean())
+
+
+def _measure_fit(sample: Sample, image: NDArray[np.uint8], labels: NDArray[np.int32]) -> _Fit | None:
+    """Return how well a label map fits the dark objects of an image; None if it covers too little of the image."""
+    height, width = (min(side, MAX_MEASURED_PX) for side in labels.shape)
+    mask = (labels[:height, :width] > 0).astype(np.float64)
+    if not MIN_COVER <= mask.mean() <= 1 - MIN_COVER:
+        return None
+    dark = ndimage.gaussian_filter(255.0 - image[:height, :width, 0], RADIUS_UM / 3 / sample.spacing_um_px)
+    side = min(height, width)
+    swapped = _correlate(mask[:side, :side].T, dark[:side, :side])
+    mask, dark = mask - mask.mean(), dark - dark.mean()
+    scale = np.sqrt((mask**2).sum() * (dark**2).sum())
+    if scale == 0:
+        return None
+    surface = np.fft.irfft2(np.fft.rfft2(dark) * np.conj(np.fft.rfft2(mask)), mask.shape) / scale
+    reach = max(1, min(round(MAX_SHIFT_UM / sample.spacing_um_px), min(height, width) // 4))
+    near = np.roll(surface, (reach, reach), (0, 1))[: 2 * reach + 1, : 2 * reach + 1]
+    row, column = np.unravel_index(int(near.argmax()), near.shape)
+    return _Fit(
+        sample.name,
+        float(near[reach, reach]),
+        swapped,
+        float(near.max()),
+        int(row) - reach,
+        int(column) - reach,
+        sample.spacing_um_px,
+    )
+
+
+def _correlate(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
+    """Return the correlation of two images, or 0 if one of them is constant."""
+    first, second = first - first.mean(), second - second.mean()
+    scale = np.sqrt((first**2).sum() * (second**2).sum())
+    return float((first * second).sum() / scale) if scale else 0.0
+
+
+# Conclusions from all images
+
+
+def _find_faulty_classes(dataset: Dataset, counts: Mapping[str, Counter[str]]) -> list[Finding]:
+    """Return a note for each class with few objects, or few images, in the training set.
+
+    Also return a problem for each two classes that differ only in upper and lower case.
+    """
+    known = {"images", "cases", dataset.objects, IGNORED}
+    unit = "images" if dataset.annotated == "labels" else "objects"
+    names = {name for split in SPLITS for name in counts[split]} - known
+    findings = _find_similar_names(names)
+    if sum(counts["train"][name] for name in names) < RARE**2:  # every class is rare
+        return findings
+    return findings + [
+        Finding(
+            "",
+            f"the split 'train' has too few {unit} of the class {name!r} ({counts['train'][name]}); annotate more of "
+            f"them, or merge the class with another (`rotopath data import --classes`).",
+            is_problem=False,
+        )
+        for name in sorted(names)
+        if counts["train"][name] < RARE
+    ]
+
+
+def _find_similar_names(names: Collection[str]) -> list[Finding]:
+    """Return a problem for each two names that differ only in upper and lower case, which a task cannot have."""
+    first: dict[str, str] = {}
+    return [
+        Finding(
+            "",
+            f"the classes {known!r} and {name!r} differ only in upper and lower case; give them one name "
+            f"(`rotopath data import --classes {name}={known}`), or different ones.",
+        )
+        for name in sorted(names)
+        if (known := first.setdefault(name.casefold(), name)) != name
+    ]
+
+
+def _find_copies(evidence: list[_Contents]) -> list[Finding]:
+    """Return a problem for each image with the same pixels as an image in another split."""
+    first: dict[bytes, tuple[str, str]] = {}
+    findings = []
+    for name, split, digest in (item for contents in evidence for item in contents.digests):
+        earlier = first.setdefault(digest, (name, split))
+        if earlier[1] != split:
+            message = (
+                f"has the same pixels as {earlier[0]!r}, but is in the split {split!r} instead of {earlier[1]!r}; keep "
+                f"one of the two."
+            )
+            findings.append(Finding(name, message))
+    return findings
+
+
+def _find_misplaced_points(evidence: list[_Contents]) -> list[Finding]:
+    """Return problems and notes about points that are probably at wrong positions."""
+    findings = []
+    points = sum(contents.points for contents in evidence)
+    outside = [is_inside for contents in evidence for is_inside in contents.outside]
+    swapped = _mean_error([value for contents in evidence for value in contents.darker_than_swapped])
+    random = _mean_error([value for contents in evidence for value in contents.darker_than_random])
+    there = _mean_error([value for contents in evidence for value in contents.swapped_darker_than_random])
+    glass = sum(contents.on_glass for contents in evidence)
+    solution = "exchange the two columns in the header of the files, or with `rotopath data import --columns`."
+    if sum(outside) >= 3 and sum(outside) == len(outside):
+        message = (
+            f"{len(outside)} objects are outside their images, but inside if row and column are exchanged; {solution}"
+        )
+        findings.append(Finding("", message))
+    elif swapped < -CERTAIN and there > CERTAIN:
+        message = (
+            f"row and column are probably exchanged: the {points} objects are on brighter tissue than the positions "
+            f"with row and column exchanged; {solution}"
+        )
+        findings.append(Finding("", message))
+    elif points >= MIN_POINTS and glass > 0.1 * points:
+        message = f"{glass} objects are on empty background (glass); check that positions are in pixels of the image."
+        findings.append(Finding("", message))
+    elif points >= MIN_OBJECTS and random < CERTAIN - 1:
+        message = (
+            f"the {points} objects are not darker than random positions, as nuclei are; if they are nuclei, check the "
+            f"positions with `rotopath data show`."
+        )
+        findings.append(Finding("", message, is_problem=False))
+    return findings
+
+
+def _mean_error(values: list[float]) -> float:
+    """Return the mean of values divided by its standard error; 0 if there are fewer than 5 values."""
+    spread = np.std(values) if len(values) >= 5 else 0.0
+    return float(np.mean(values) / spread * len(values) ** 0.5) if spread else 0.0
+
+
+def _find_misplaced_outlines(evidence: list[_Contents]) -> list[Finding]:
+    """Return problems and notes about images whose outlines are exchanged, shifted, or do not fit."""
+    findings = []
+    unfitting = []
+    fits = [fit for contents in evidence for fit in contents.fits]
+    common = _find_common_shift(fits)
+    if common is not None:
+        message = f"the outlines of most images are shifted: they fit {common}; correct the offset of the annotations."
+        findings.append(Finding("", message))
+    for fit in fits:
+        distance_um = float(np.hypot(fit.down_px, fit.right_px)) * fit.spacing_um_px
+        if fit.swapped > max(fit.correlation, 0) + 2 * MIN_GAIN:
+            message = "its outlines fit the image only if rows and columns are exchanged; exchange x and y in the file."
+            findings.append(Finding(fit.name, message))
+        elif fit.best > fit.correlation + MIN_GAIN and fit.best > MIN_BEST and distance_um >= MIN_SHIFT_UM:
+            if common is None:
+                move = _describe_move(fit.down_px, fit.right_px)
+                message = f"its outlines are shifted: they fit {move}; correct the offset of the annotations."
+                findings.append(Finding(fit.name, message))
+        elif abs(fit.correlation) < MIN_GAIN:
+            unfitting.append(fit.name)
+    if len(unfitting) > len(fits) / 2:
+        message = (
+            f"the outlines in {count_and_list(unfitting, 'image')} do not follow dark objects, as those of nuclei do; "
+            f"check with `rotopath data show` that each annotation file belongs to its image."
+        )
+        findings.append(Finding("", message, is_problem=False))
+    return findings
+
+
+def _find_common_shift(fits: Sequence[_Fit]) -> str | None:
+    """Return the move by which the outlines of nearly all images fit better, for a message, or None."""
+    if len(fits) < MIN_IMAGES:
+        return None
+    moves = np.array([(fit.down_px, fit.right_px) for fit in fits])
+    down, right = np.median(moves, axis=0)
+    agreeing = np.abs(moves - (down, right)).max(axis=1) <= 1
+    gain = float(np.median([fit.best - fit.correlation for fit in fits]))
+    distance_px = float(np.hypot(down, right))
+    if agreeing.mean() < MIN_AGREEING or distance_px < 2 or distance_px * fits[0].spacing_um_px < MIN_COMMON_UM:
+        return None
+    return _describe_move(round(down), round(right)) if gain > MIN_COMMON_GAIN else None
+
+
+def _describe_move(down_px: int, right_px: int) -> str:
+    """Return a text that states how outlines must be moved."""
+    vertical, horizontal = "down" if down_px > 0 else "up", "right" if right_px > 0 else "left"
+    return f"dark objects if they are moved {abs(down_px)} px {vertical} and {abs(right_px)} px {horizontal}"
+
+
+def _find_wrong_scale(evidence: list[_Contents]) -> Finding | None:
+    """Return a problem if all objects are in the upper left part of their images, otherwise None."""
+    lows, highs = zip(*(span for contents in evidence for span in contents.spans), strict=True)
+    if min(lows) > CORNER or max(highs) > 0.5 + CORNER:  # not only in the upper left quarter, or all near the center
+        return None
+    return Finding(
+        "",
+        "all objects are in the upper left quarter of their images; positions are probably in µm, or in pixels of a "
+        "lower resolution; convert them to pixels of the image.",
+    )
+
+
+def _find_implausible_sizes(evidence: list[_Contents]) -> list[Finding]:
+    """Return problems and notes about objects of one pixel, and about sizes that contradict the pixel spacing."""
+    findings = []
+    areas = np.array([area for contents in evidence for area in contents.areas_px])
+    diameters = np.array([diameter for contents in evidence for diameter in contents.diameters_um])
+    if specks := int((areas == 1).sum()):
+        is_problem = specks >= MIN_POINTS and specks > MAX_SPECKS * len(areas)
+        message = f"{specks} of {len(areas)} objects consist of one pixel; remove them if they are noise of a mask."
+        findings.append(Finding("", message, is_problem))
+    if len(areas) >= MIN_OBJECTS and not SMALLEST_UM <= (median := float(np.median(diameters))) <= LARGEST_UM:
+        is_small = median < SMALLEST_UM
+        size = "smaller than nuclei" if is_small else "if they are nuclei, they are too large"
+        message = (
+            f"the median diameter of objects is {median:.3g} µm at the stated pixel spacing: {size} (4 to 15 µm); "
+            f"correct the pixel spacing (--spacing-um-px, or the column `spacing`)."
+        )
+        findings.append(Finding("", message, is_small))
+    return findings

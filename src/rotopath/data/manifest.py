@@ -1,20 +1,36 @@
-"""Open your own images, which are listed in a CSV manifest.
+"""Open your own images: those that a CSV manifest lists, or patches in one folder for each class.
 
-A manifest has the column `image`, either the column `label` or the column `annotation`, and optionally `group` (the
-patient), `split`, `spacing` (pixel spacing in µm/px) and `organ`. Paths are relative to the folder of the manifest. A
-`label` is the class of a whole image. An `annotation` is a file of points (CSV, or GeoJSON of points) or of outlines
-(label map, Aperio XML, or GeoJSON of polygons).
+A manifest has the column `image`, one column with annotations, and optionally `group` (the patient), `split`, `spacing`
+(pixel spacing in µm/px) and `organ`. Paths are relative to the folder of the manifest. The column with annotations is
+`label`, the class of a whole image; or `points` or `outlines`, a file of objects (GeoJSON, CSV of positions, label map,
+or Aperio XML); or `annotation`, a file of objects whose type follows from the files.
+
+Class folders are the layout of torchvision's ImageFolder. The class of a patch is the name of its folder:
+`CLASS/IMAGE`, or `train/CLASS/IMAGE` if each split has a folder. An optional `split.csv` has the columns `image`,
+`split` and, optionally, `group` (the patient). The splits in this file have priority over the folders of splits.
 """
 
 import os
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 from rotopath.data.annotations import GEOJSON_SUFFIXES
-from rotopath.data.dataset import Annotated, DataError, Dataset, Finding, Row, Sample, read_table
-from rotopath.data.splits import SPLITS, split_fractions
-from rotopath.images.files import PLAUSIBLE_UM_PX, UnreadableFileError, is_plausible, spacing_um_px
-from rotopath.images.geojson import read_geojson
+from rotopath.data.dataset import (
+    IMAGE_SUFFIXES,
+    Annotated,
+    DataError,
+    Dataset,
+    Finding,
+    Row,
+    Sample,
+    find_files,
+    image_spacing_um_px,
+    read_table,
+)
+from rotopath.data.splits import SPLITS, find_split, read_split_file, split_fractions
+from rotopath.images.files import PLAUSIBLE_UM_PX, UnreadableFileError, is_plausible
+from rotopath.images.geojson import IGNORED_CLASS, REGION_CLASS, read_geojson
 from rotopath.images.outlines import Point
 
 MANIFEST_FILE = "manifest.csv"
@@ -22,6 +38,15 @@ MANIFEST_FILE = "manifest.csv"
 # without splits: fraction of the images.
 FRACTIONS = {"train": 0.6, "valid": 0.2, "test": 0.2}
 SPLIT_SEED = 0
+# Names of folders, in lower case, that show that a dataset has another format.
+NOT_CLASSES = {"image", "images", "img", "imgs", "mask", "masks", "label", "labels", "annotation", "annotations"}
+# Columns with annotations. A manifest has one of them; None means that the type follows from the files.
+ANNOTATION_COLUMNS: Mapping[str, Annotated | None] = {
+    "label": "labels",
+    "annotation": None,
+    "points": "points",
+    "outlines": "objects",
+}
 
 
 def open_manifest(path: Path, default_spacing_um_px: float | None = None) -> Dataset:
@@ -30,13 +55,13 @@ def open_manifest(path: Path, default_spacing_um_px: float | None = None) -> Dat
     `default_spacing_um_px` is the pixel spacing of an image if neither the manifest nor the image file specifies its
     pixel spacing. If `default_spacing_um_px` is None, the row of such an image is invalid.
 
-    Raises DataError if the manifest lists no images, or if it has both or neither of the columns `label` and
-    `annotation`. Also raises DataError if the column `annotation` lists no files, or both CSV files and other files.
+    Raises DataError if the manifest lists no images, or does not have exactly one of `ANNOTATION_COLUMNS`. Also raises
+    DataError if the column `annotation` lists no files, or both CSV files and other files.
     """
     table = read_table(path, ("image",))
     if not table:
         raise DataError(f"{path} lists no images; add a line for each image.")
-    annotated = _find_annotated(path, table)
+    column, annotated = _find_annotated(path, table)
     samples: list[Sample] = []
     findings: list[Finding] = []
     splits = _assign_splits(table)
@@ -45,7 +70,7 @@ def open_manifest(path: Path, default_spacing_um_px: float | None = None) -> Dat
         try:
             if (first := first_lines.setdefault(_normalize_path(row), line)) != line:
                 raise DataError(f"{row['image']!r} is listed already in line {first}; list each image once.")
-            samples.append(_make_sample(path.parent, row, annotated, splits[line], default_spacing_um_px))
+            samples.append(_make_sample(path.parent, row, column, annotated, splits[line], default_spacing_um_px))
         except (DataError, UnreadableFileError) as error:
             findings.append(Finding(path.name, f"line {line}: {error}"))
     return Dataset(annotated, "manifest", path.parent, tuple(samples), tuple(findings))
@@ -60,7 +85,7 @@ def find_spacing(path: Path, name: str, text: str, default_um_px: float | None) 
     Raises UnreadableFileError if the image file must be read, but cannot be read.
     """
     if not text:
-        if spacing := spacing_um_px(path) or default_um_px:
+        if spacing := image_spacing_um_px(path) or default_um_px:
             return spacing
         raise DataError(
             f"{name!r} does not specify its pixel spacing (µm/px); set `data_spacing_um_px` in the recipe, or use "
@@ -76,28 +101,29 @@ def find_spacing(path: Path, name: str, text: str, default_um_px: float | None) 
     return spacing
 
 
-def _find_annotated(path: Path, table: list[tuple[int, Row]]) -> Annotated:
-    """Return the type of annotation of the manifest at `path`: "labels", "points" or "objects".
+def _find_annotated(path: Path, table: list[tuple[int, Row]]) -> tuple[str, Annotated]:
+    """Return the column with annotations of the manifest at `path`, and the type of annotation.
 
-    The type follows from the columns, and from the suffixes and contents of the annotation files. `table` contains the
-    rows of the manifest. Raises DataError if the type is not clear.
+    For the column `annotation`, the type follows from the suffixes and contents of the annotation files. `table`
+    contains the rows of the manifest. Raises DataError if the type is not clear.
     """
-    columns = table[0][1].keys()
-    if ("label" in columns) == ("annotation" in columns):
+    columns = [name for name in ANNOTATION_COLUMNS if name in table[0][1]]
+    if len(columns) != 1:
+        names = " and ".join(f"`{name}`" for name in columns)
         raise DataError(
-            f"{path} needs either a column `label` (the class of each image) or a column `annotation` (a file with the "
-            f"objects of each image), but not both."
+            f"{path} needs either a column `label` (the class of each image) or a column `annotation`, `points` or "
+            f"`outlines` (a file with the objects of each image), but only one of them; it has {names or 'none'}."
         )
-    if "label" in columns:
-        return "labels"
+    if (annotated := ANNOTATION_COLUMNS[columns[0]]) is not None:
+        return columns[0], annotated
     files = [Path(row["annotation"]) for _, row in table if row["annotation"]]
     suffixes = {file.suffix.lower() for file in files}
     if suffixes and suffixes <= set(GEOJSON_SUFFIXES):
-        return _find_annotated_in_geojson([path.parent / file for file in files])
+        return columns[0], _find_annotated_in_geojson([path.parent / file for file in files])
     if suffixes == {".csv"}:
-        return "points"
+        return columns[0], "points"
     if suffixes and ".csv" not in suffixes:
-        return "objects"
+        return columns[0], "objects"
     raise DataError(
         f"{path} lists annotation files of these types: {', '.join(sorted(suffixes)) or 'none'}; use either CSV files "
         f"only (positions of objects), or label maps, XML and GeoJSON only (outlines of objects)."
@@ -108,7 +134,7 @@ def _find_annotated_in_geojson(files: list[Path]) -> Annotated:
     """Return "points" if the first file with any object contains only points, else "objects"."""
     for file in files:
         try:
-            objects = read_geojson(file)
+            objects = [item for item in read_geojson(file) if item.class_name not in (IGNORED_CLASS, REGION_CLASS)]
         except UnreadableFileError:
             continue  # `check` reports this file
         if objects:
@@ -142,27 +168,34 @@ def _normalize_path(row: Row) -> str:
     return os.path.normpath(row["image"])
 
 
-def _make_sample(folder: Path, row: Row, annotated: Annotated, split: str, default_um_px: float | None) -> Sample:
+def _make_sample(
+    folder: Path, row: Row, column: str, annotated: Annotated, word: str, default_um_px: float | None
+) -> Sample:
     """Return the sample of a row of the manifest in `folder`.
+
+    `column` is the column with annotations. `word` is a word for the split of the row.
 
     Raises DataError if the row is invalid, or UnreadableFileError if the image file cannot be read.
     """
     if not row["image"]:
         raise DataError("the column `image` is empty; write the path of the image.")
-    if split not in SPLITS:
-        raise DataError(f"the column `split` is {split!r}; choose from {', '.join(SPLITS)}.")
+    if (split := find_split(word)) is None:
+        raise DataError(f"the column `split` is {word!r}; choose from {', '.join(SPLITS)}.")
     path = folder / row["image"]
     label: str | None = None
     annotations: tuple[Path, ...] = ()
     if annotated == "labels":
         if not (label := row["label"]):
             raise DataError("the column `label` is empty; write the class of the image.")
-    elif row["annotation"]:
-        annotations = (folder / row["annotation"],)
+    elif row[column]:
+        annotations = (folder / row[column],)
         if not annotations[0].is_file():
-            raise DataError(f"the annotation file {row['annotation']!r} does not exist; correct its path.")
+            raise DataError(f"the annotation file {row[column]!r} does not exist; correct its path.")
     elif annotated == "objects":
-        raise DataError("the column `annotation` is empty; an image without objects needs a label map of zeros.")
+        raise DataError(
+            f"the column `{column}` is empty; an image without objects needs a GeoJSON file without features, or a "
+            f"label map of zeros."
+        )
     return Sample(
         path,
         row["image"],
@@ -173,3 +206,84 @@ def _make_sample(folder: Path, row: Row, annotated: Annotated, split: str, defau
         annotations=annotations,
         stratum=row.get("organ", ""),
     )
+
+
+# Patches in a folder for each class
+
+
+def is_class_folders(root: Path) -> bool:
+    """Return whether a dataset folder contains at least two class folders with images.
+
+    The class folders are directly in `root`, or in its subfolders `train`, `valid` (or `val`) and `test`. The result is
+    False if a folder with images has a name in NOT_CLASSES, such as `masks`: the dataset then has another format.
+    """
+    names = _find_class_folders(root)
+    return len(names) > 1 and not any(name.casefold() in NOT_CLASSES for name in names)
+
+
+def open_class_folders(root: Path, spacing_um_px: float | None = None) -> Dataset:
+    """Open all images in the class folders, except images without a split.
+
+    `spacing_um_px` is the pixel spacing of image files that do not specify their own. If it is None, the first file
+    without a pixel spacing is reported as a problem in `findings` of the returned dataset, and the remaining images are
+    not opened. Images that cannot be read are reported and left out.
+    """
+    folders_of = _find_class_folders(root)
+    images = {
+        path.relative_to(root).as_posix(): (label, path)
+        for label, folders in folders_of.items()
+        for folder in folders
+        for path in find_files(folder, IMAGE_SUFFIXES)
+    }
+    splits, patients, findings = _assign_folder_splits(root, {name: label for name, (label, _) in images.items()})
+    samples = []
+    for name in sorted(splits):
+        label, path = images[name]
+        try:
+            spacing = find_spacing(path, name, "", spacing_um_px)
+        except (DataError, UnreadableFileError) as error:
+            findings.append(Finding(name, str(error).removeprefix(f"{name!r} ").removeprefix(f"{path} ")))
+            if isinstance(error, DataError):
+                break  # the other patches probably have no pixel spacing either; one message is enough
+            continue
+        samples.append(Sample(path, name, patients.get(name, ""), splits[name], spacing, label=label))
+    classes = tuple(sorted(folders_of))
+    return Dataset("labels", "class folders", root, tuple(samples), tuple(findings), classes=classes)
+
+
+def _find_class_folders(root: Path) -> dict[str, list[Path]]:
+    """Return a dictionary from class names to the folders of the class: one folder, or one folder for each split."""
+    parents = _find_split_folders(root) or [root]
+    classes: dict[str, list[Path]] = {}
+    for parent in parents:
+        for folder in sorted(path for path in parent.iterdir() if path.is_dir() and not path.name.startswith(".")):
+            if any(path.suffix.lower() in IMAGE_SUFFIXES for path in folder.iterdir()):
+                classes.setdefault(folder.name, []).append(folder)
+    return classes
+
+
+def _find_split_folders(root: Path) -> list[Path]:
+    """Return the subfolders whose names are words for splits, such as `train` and `val`."""
+    return sorted(path for path in root.iterdir() if find_split(path.name) and path.is_dir())
+
+
+def _assign_folder_splits(root: Path, labels: dict[str, str]) -> tuple[dict[str, str], dict[str, str], list[Finding]]:
+    """Return a dictionary from images to splits, a dictionary from images to patients, and findings about the splits.
+
+    Images are given by their paths relative to `root`. `labels` maps each image to its class.
+
+    Splits come from `split.csv`. Without this file, they come from the folders `train`, `valid` and `test`. Without
+    these folders, splits are random within each class. Images without a split are missing in the first dictionary.
+    Images of unknown patients are missing in the second dictionary.
+    """
+    table, findings = read_split_file(root, "image", labels)
+    if table is not None:
+        patients = {name: row["group"] for name, row in table.items() if row.get("group")}
+        return {name: row["split"] for name, row in table.items()}, patients, findings
+    if _find_split_folders(root):
+        return {name: find_split(name.partition("/")[0]) or "" for name in labels}, {}, []
+    message = (
+        "the patients are unknown: patches of one patient may be in two splits, and scores may be too high; to prevent "
+        "this, add a split.csv (image,split,group) that keeps each patient in one split."
+    )
+    return split_fractions(labels, FRACTIONS, SPLIT_SEED), {}, [Finding("", message, is_problem=False)]

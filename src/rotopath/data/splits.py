@@ -11,13 +11,22 @@ the training set of a larger regime.
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rotopath.data.dataset import DataError, Finding, Row, count_and_list, read_table
 
-SPLITS = ("train", "valid", "test")
+Split = Literal["train", "valid", "test"]
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
+SPLIT_WORDS: Mapping[
+    str, Split
+] = {  # words for the splits in tables and in names of folders; upper and lower case are the same
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("valid", "val", "validation"), "valid"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
 SPLIT_FILE = "split.csv"
 
 AMIDA13_VALID_CASES = frozenset({3, 5, 7, 10})  # with 92 mitoses, as in Lafarge et al. (arXiv:2002.08725)
@@ -28,6 +37,15 @@ KUMAR_FIELDS = {"train": 3, "valid": 1, "test": 2}  # number of fields (images) 
 
 
 # Splits
+
+
+def find_split(word: str) -> Split | None:
+    """Return the split that a word means, or None for other words.
+
+    >>> find_split("val"), find_split("Training"), find_split("tests")
+    ('valid', 'train', None)
+    """
+    return SPLIT_WORDS.get(word.strip().casefold())
 
 
 def amida13_split(case: int) -> str:
@@ -99,12 +117,12 @@ def read_split_file(
     findings = []
     for line, row in read_table(path, (column, "split")):
         key = key_of(row[column])
-        if row["split"] not in SPLITS:
+        if (split := find_split(row["split"])) is None:
             message = f"line {line} has the split {row['split']!r}; choose from {', '.join(SPLITS)}."
         elif key in rows:
             message = f"line {line} repeats {row[column]!r}; list it once."
         else:
-            rows[key] = row
+            rows[key] = {**row, "split": split}
             continue
         findings.append(Finding(path.name, message))
     if missing := sorted(rows.keys() - set(present)):

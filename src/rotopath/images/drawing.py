@@ -1,6 +1,6 @@
 """Draw predictions on images: objects and a heat map on a slide, crops of objects, or an orientation field on an image.
 
-`draw_overlay` returns a reduced image of a slide that fits on a screen, with a caption and a scale bar. `draw_crops`
+`draw_overlay` draws on an image of a slide that fits on a screen, and adds a caption and a scale bar. `draw_crops`
 returns a sheet of crops around objects. An orientation field is a strength and an angle at each pixel, for example of
 fibers. `draw_orientations` returns an enlarged image on which short lines (strokes) show an orientation field.
 """
@@ -68,15 +68,31 @@ class Caption:
 # Slides
 
 
+@dataclass(frozen=True)
+class ReducedSlide:
+    """An image of a slide that fits on a screen."""
+
+    image: Image.Image
+    spacing_um_px: float  # pixel spacing of the image
+    scale: float  # side of a pixel of level 0, in pixels of the image
+
+
+def reduce_slide(slide: Slide) -> ReducedSlide:
+    """Read a slide, reduced so that its longer side has at most `MAX_OVERLAY_PX` pixels."""
+    spacing = max(slide.spacing_um_px, max(slide.size_px) * slide.spacing_um_px / MAX_OVERLAY_PX)
+    pixels = slide.read(0, 0, *slide.size_at(spacing), spacing)
+    return ReducedSlide(Image.fromarray(pixels), spacing, slide.spacing_um_px / spacing)
+
+
 def draw_overlay(
-    slide: Slide,
+    slide: ReducedSlide,
     heat: HeatMap | None,
     classes: Sequence[tuple[str, Color]],
     objects: Iterable[SlideObject],
     drawn_as: DrawnAs,
     caption: Caption,
 ) -> Image.Image:
-    """Draw objects on a slide, and return the image, reduced to fit on a screen, with a caption and a scale bar.
+    """Draw objects on an image of a slide, and return the new image, with a caption and a scale bar.
 
     `classes` has the name and the color of each class, for the legend. Objects without a color have the color of the
     first class. Only the first `MAX_DRAWN` objects are drawn. If the objects are regions, such as tumor, the heat map
@@ -84,21 +100,13 @@ def draw_overlay(
     map, because a tint would change the colors of the tissue that is to be judged. An exception are outlines on an
     image that is reduced so much that outlines would be only dots: then only the heat map is drawn.
     """
-    spacing = overlay_spacing(slide)
-    height, width = slide.size_at(spacing)
-    scale = slide.spacing_um_px / spacing  # side of a pixel of level 0, in pixels of the overlay
-    overlay = Image.fromarray(slide.read(0, 0, height, width, spacing))
+    overlay, spacing, scale = slide.image.copy(), slide.spacing_um_px, slide.scale
     if heat is not None and (drawn_as == "regions" or (drawn_as == "outlines" and spacing > MAX_OUTLINE_UM_PX)):
         _draw_heat(overlay, heat, [color for _, color in classes], scale)
     pen = ImageDraw.Draw(overlay)
     for _, item in zip(range(MAX_DRAWN), objects, strict=False):
         _draw_object(pen, item, item.color or classes[0][1], scale, spacing)
     return _frame(overlay, caption, classes, spacing)
-
-
-def overlay_spacing(slide: Slide) -> float:
-    """Return the pixel spacing of the overlay of a slide, in µm/px."""
-    return max(slide.spacing_um_px, max(slide.size_px) * slide.spacing_um_px / MAX_OVERLAY_PX)
 
 
 def _draw_heat(overlay: Image.Image, heat: HeatMap, colors: Sequence[Color], scale: float) -> None:

@@ -36,6 +36,15 @@ class UnreadableImageError(UnreadableFileError):
     """An image file, label map or slide cannot be used. The attribute `fault` states the problem."""
 
 
+def expect_file(path: Path) -> None:
+    """Raise UnreadableFileError if a path is a pipe, a socket or a device: reading it may wait or go on without end.
+
+    A path that does not exist, or that is a folder, is reported by the function that reads it.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UnreadableFileError(path, "is a pipe, a socket or a device and not a file; copy its content into a file.")
+
+
 # Pixels
 
 
@@ -45,7 +54,7 @@ def read_rgb(path: Path, page: int = 0) -> NDArray[np.uint8]:
     Transparent pixels are blended with white. 16-bit gray values are reduced to 8 bits, and gray images get three equal
     channels.
     """
-    with _open_image(path) as image:
+    with open_image(path) as image:
         image.seek(page)
         if image.mode == "F":
             raise UnreadableImageError(path, "holds floating-point numbers; save it with 8 bits for each color.")
@@ -60,7 +69,7 @@ def read_rgb(path: Path, page: int = 0) -> NDArray[np.uint8]:
 
 def read_labels(path: Path) -> NDArray[np.int32]:
     """Read a label map (H, W) from a gray image of 8, 16 or 32 bits."""
-    with _open_image(path) as image:
+    with open_image(path) as image:
         if len(image.getbands()) != 1 or image.mode in ("F", "1"):
             raise UnreadableImageError(
                 path,
@@ -91,7 +100,7 @@ def resample(image: NDArray[np.uint8], scale: float) -> NDArray[np.uint8]:
 
 def image_size_px(path: Path) -> tuple[int, int]:
     """Return (height, width) of an image in pixels. Only the header of the file is read."""
-    with _open_image(path) as image:
+    with open_image(path) as image:
         return image.height, image.width
 
 
@@ -111,16 +120,18 @@ def pixel_size_um(path: Path, page: int = 0) -> tuple[float, float] | None:
     `page` is the number of the image in a file with several images. Returns None if height and width are missing, or
     if one of them is not in the range `PLAUSIBLE_UM_PX`.
     """
-    with _open_image(path) as image:
+    with open_image(path) as image:
         image.seek(page)
         tags = image.tag_v2 if isinstance(image, TiffImagePlugin.TiffImageFile) else {}
         description = str(tags.get(TiffImagePlugin.IMAGEDESCRIPTION, ""))
         dots_per_inch = image.info.get("dpi")  # Pillow converts resolutions per centimeter as well
     if size := parse_pixel_size_um(description):
         return size
-    if not dots_per_inch or min(dots_per_inch) <= 0:
+    try:
+        width_um, height_um = (UM_PER_INCH / float(dots) for dots in dots_per_inch or ())
+    except (TypeError, ValueError, ZeroDivisionError):  # not stated, or a damaged header states 0/0
         return None
-    return _plausible_size(UM_PER_INCH / float(dots_per_inch[1]), UM_PER_INCH / float(dots_per_inch[0]))
+    return _plausible_size(height_um, width_um)
 
 
 def parse_pixel_size_um(description: str) -> tuple[float, float] | None:
@@ -162,7 +173,7 @@ def _plausible_size(height_um: float, width_um: float) -> tuple[float, float] | 
 
 
 @contextmanager
-def _open_image(path: Path) -> Iterator[Image.Image]:
+def open_image(path: Path) -> Iterator[Image.Image]:
     """Open an image for a `with` statement, in which any error is converted to an UnreadableImageError."""
     try:
         with _read_header(path) as image:
@@ -189,6 +200,7 @@ def _open_image(path: Path) -> Iterator[Image.Image]:
 
 def _read_header(path: Path) -> Image.Image:
     """Open an image without decoding its pixels. Warnings about damaged or very large files are raised as errors."""
+    expect_file(path)
     with _WARNING_FILTERS, warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="PIL")  # about unusual metadata
         warnings.filterwarnings("error", "Truncated File Read")

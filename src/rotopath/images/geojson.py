@@ -20,17 +20,22 @@ from typing import IO, Any, Literal, TextIO, cast
 from uuid import UUID
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rotopath.environment import import_for_tables
-from rotopath.images.files import UnreadableFileError
-from rotopath.images.outlines import DECIMALS, Point, Polygon, Ring, signed_area
-from rotopath.writing import atomic_file
+from rotopath.images.files import UnreadableFileError, expect_file
+from rotopath.images.outlines import DECIMALS, Point, Polygon, Ring, make_polygon
+from rotopath.writing import atomic_file, parse_json
 
 HEAD, TAIL = '{"type": "FeatureCollection", "features": [\n', "\n]}\n"
 COLUMNS = ("number", "id", "class", "x_px", "y_px")  # first columns of tables of objects
 ROWS_AT_ONCE = 20_000  # rows of a Parquet table that are written at once
 GZIP_LEVEL = 6  # higher levels take twice as long, and save 1 %
 DETECTION_TYPES = ("detection", "cell", "tile")  # QuPath types that are read as "detection"; all others are annotations
+# Classes of QuPath that are not classes of objects: areas that are left out, and areas in which objects are annotated.
+IGNORED_CLASS, REGION_CLASS = "Ignore*", "Region*"
+MAX_JSON_BYTES = 2**30
+MAX_COORDINATE_PX = 1e9  # larger than any slide
 
 
 @dataclass(frozen=True)
@@ -75,15 +80,15 @@ class SlideObject:
         vertices = np.concatenate([polygon.outer for polygon in self.shape])
         return (*vertices.min(axis=0).tolist(), *vertices.max(axis=0).tolist())
 
-    def to_feature(self, origin_px: tuple[float, float] = (0, 0)) -> str:
+    def to_feature(self, origin_px: tuple[float, float] = (0, 0), decimals: int | None = DECIMALS) -> str:
         """Return the object as the text of a GeoJSON feature.
 
-        `origin_px` (row, column), in pixels of level 0, is subtracted from all coordinates. Raises ValueError if a
-        coordinate or a measurement is NaN or infinite.
+        `origin_px` (row, column), in pixels of level 0, is subtracted from all coordinates, which are then rounded to
+        `decimals`; None keeps all decimals. Raises ValueError if a coordinate or a measurement is NaN or infinite.
         """
-        if not any(origin_px):
+        if not any(origin_px) and decimals == DECIMALS:
             return self._feature
-        return self._write_feature(json.dumps(_make_geometry(self.shape, origin_px)))
+        return self._write_feature(json.dumps(_make_geometry(self.shape, origin_px, decimals)))
 
     def _write_feature(self, geometry: str) -> str:
         properties: dict[str, Any] = {"objectType": self.kind}
@@ -109,38 +114,54 @@ def write_geojson(path: Path, objects: Iterable[SlideObject], origin_px: tuple[f
     If the file name ends in ".gz", the file is compressed, as QuPath reads it. Only one object at a time is in memory.
     `origin_px` (row, column) is subtracted from all coordinates; for QuPath, pass `slide.origin_px`.
     """
-    count = 0
+    parts = 0
     with ExitStack() as stack:
         raw: IO[bytes] = stack.enter_context(stack.enter_context(atomic_file(path)).open("wb"))
         if path.suffix == ".gz":  # the same objects give the same bytes: neither the time nor the file name is written
             raw = cast(IO[bytes], stack.enter_context(gzip.GzipFile("", "wb", GZIP_LEVEL, raw, mtime=0)))
         file = stack.enter_context(io.TextIOWrapper(raw, encoding="utf-8", newline="\n"))
-        file.write(HEAD)
-        for item in objects:
-            file.write(",\n" if count else "")
-            file.write(item.to_feature(origin_px))
-            count += 1
-        file.write(TAIL)
-    return count
+        for text in _format_geojson(objects, origin_px, DECIMALS):
+            file.write(text)
+            parts += 1
+    return parts - 2  # without the beginning and the end
 
 
-def _make_geometry(shape: Point | tuple[Polygon, ...], origin_px: tuple[float, float] = (0, 0)) -> dict[str, Any]:
+def format_geojson(objects: Iterable[SlideObject]) -> str:
+    """Return the text of a GeoJSON file with objects, whose coordinates are not rounded."""
+    return "".join(_format_geojson(objects, (0, 0), None))
+
+
+def _format_geojson(
+    objects: Iterable[SlideObject], origin_px: tuple[float, float], decimals: int | None
+) -> Iterator[str]:
+    """Yield the beginning of a GeoJSON file, a line for each object, and the end of the file."""
+    yield HEAD
+    for number, item in enumerate(objects):
+        yield (",\n" if number else "") + item.to_feature(origin_px, decimals)
+    yield TAIL
+
+
+def _make_geometry(
+    shape: Point | tuple[Polygon, ...], origin_px: tuple[float, float] = (0, 0), decimals: int | None = DECIMALS
+) -> dict[str, Any]:
     """Convert a shape to a GeoJSON geometry. `origin_px` (row, column) is subtracted from all coordinates."""
     if isinstance(shape, Point):
-        return {"type": "Point", "coordinates": _to_positions(np.array([shape], np.float64), origin_px)[0]}
-    polygons = [[_close(_to_positions(ring, origin_px)) for ring in polygon.rings] for polygon in shape]
+        return {"type": "Point", "coordinates": _to_positions(np.array([shape], np.float64), origin_px, decimals)[0]}
+    polygons = [[_close(_to_positions(ring, origin_px, decimals)) for ring in polygon.rings] for polygon in shape]
     if len(polygons) == 1:
         return {"type": "Polygon", "coordinates": polygons[0]}
     return {"type": "MultiPolygon", "coordinates": polygons}
 
 
-def _to_positions(vertices: Ring, origin_px: tuple[float, float]) -> list[list[float]]:
-    """Convert vertices (row, column) to positions [x, y], rounded to `DECIMALS` decimals.
+def _to_positions(vertices: Ring, origin_px: tuple[float, float], decimals: int | None) -> list[list[float]]:
+    """Convert vertices (row, column) to positions [x, y], rounded to `decimals`; None keeps all decimals.
 
     `origin_px` (row, column) is subtracted from the vertices. Coordinates are integers if all of them are whole numbers
     after rounding. Raises ValueError if a coordinate is NaN or infinite.
     """
-    positions = np.round(vertices[:, ::-1] - origin_px[::-1], DECIMALS)
+    positions = vertices[:, ::-1] - origin_px[::-1]
+    if decimals is not None:
+        positions = np.round(positions, decimals)
     if not np.isfinite(positions).all():
         raise ValueError(
             f"An object has NaN or infinite coordinates (row, column): {vertices.tolist()}; remove this object."
@@ -235,19 +256,35 @@ def read_geojson(path: Path, origin_px: tuple[float, float] = (0, 0)) -> list[Sl
     `origin_px` (row, column) is added to all coordinates, to convert them to pixels of level 0. Raises
     `UnreadableFileError` if the file or one of its features cannot be used.
     """
+    return parse_geojson(path, read_json(path), origin_px)
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file; a file named *.gz is decompressed. Raises `UnreadableFileError` if it cannot.
+
+    Files that are larger than `MAX_JSON_BYTES`, also after decompression, are not read.
+    """
+    expect_file(path)
     try:
-        content = path.read_bytes()
-        content = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+        with path.open("rb") if path.suffix != ".gz" else gzip.open(path) as file:
+            content = file.read(MAX_JSON_BYTES + 1)
+        if len(content) > MAX_JSON_BYTES:
+            raise UnreadableFileError(path, f"is larger than {MAX_JSON_BYTES >> 20} MB; divide it into several files.")
+        return parse_json(content)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UnreadableFileError(path, f"is cut off or not a gzip file ({error}); compress it again.") from None
     except FileNotFoundError:
         raise UnreadableFileError(path, "does not exist.") from None
     except OSError as error:
         raise UnreadableFileError(path, f"cannot be read ({error.strerror}).") from None
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise UnreadableFileError(
-            path, f"is not a GeoJSON file, or is cut off ({error}); export it as GeoJSON."
-        ) from None
+    except UnreadableFileError:
+        raise
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or lists within lists without end
+        raise UnreadableFileError(path, f"is cut off or not valid JSON ({error}); export it again.") from None
+
+
+def parse_geojson(path: Path, content: Any, origin_px: tuple[float, float] = (0, 0)) -> list[SlideObject]:
+    """Return the objects in the `content` of the GeoJSON file at `path`, as `read_geojson` does."""
     features = content.get("features", [content]) if isinstance(content, dict) else content
     if not isinstance(features, list):
         raise UnreadableFileError(
@@ -281,7 +318,11 @@ def _parse_feature(feature: Any, origin_px: tuple[float, float]) -> Iterator[Sli
     values = properties.get("measurements") or {}
     if isinstance(values, list):  # before QuPath 0.4
         values = {item["name"]: item["value"] for item in values}
-    measurements = {str(name): float(value) for name, value in values.items() if value is not None}
+    measurements = {
+        str(name): float(value)
+        for name, value in values.items()
+        if value is not None and math.isfinite(float(value))  # QuPath writes NaN for missing values
+    }
     for shape in _parse_geometry(feature["geometry"], origin_px):
         yield SlideObject(shape, kind, class_name, color, measurements)
 
@@ -308,6 +349,7 @@ def _parse_geometry(
     kind, coordinates = geometry["type"], geometry["coordinates"]
     if kind in ("Point", "MultiPoint"):
         for x, y, *_ in [coordinates] if kind == "Point" else coordinates:
+            _expect_coordinates(np.array([x, y], np.float64))
             yield Point(float(y) + origin_px[0], float(x) + origin_px[1])
     elif kind in ("Polygon", "MultiPolygon"):
         polygons = [coordinates] if kind == "Polygon" else coordinates
@@ -325,10 +367,7 @@ def _parse_polygon(rings: list[Any], origin_px: tuple[float, float]) -> Polygon:
     software has written a ring in the opposite direction to that of `Polygon`, the ring is reversed.
     """
     outer, *holes = (_parse_ring(ring, origin_px) for ring in rings)
-    return Polygon(
-        outer if signed_area(outer) >= 0 else outer[::-1],
-        tuple(hole if signed_area(hole) <= 0 else hole[::-1] for hole in holes),
-    )
+    return make_polygon(outer, holes)
 
 
 def _parse_ring(positions: list[Any], origin_px: tuple[float, float]) -> Ring:
@@ -337,8 +376,13 @@ def _parse_ring(positions: list[Any], origin_px: tuple[float, float]) -> Ring:
     The last position, which repeats the first, is left out.
     """
     ring = np.array([(y, x) for x, y, *_ in positions], np.float64)
-    if not np.isfinite(ring).all():
-        raise _UnknownShapeError("it has a coordinate that is NaN or infinite")
+    _expect_coordinates(ring)
     if len(ring) < 4 or not np.array_equal(ring[0], ring[-1]):
         raise _UnknownShapeError("a ring must end at its first position and have at least three corners")
     return ring[:-1] + origin_px
+
+
+def _expect_coordinates(values: NDArray[np.float64]) -> None:
+    """Raise _UnknownShapeError if a coordinate is NaN, infinite, or beyond any slide."""
+    if not (np.abs(values) < MAX_COORDINATE_PX).all():
+        raise _UnknownShapeError("it has a coordinate that is NaN or infinite, or larger than any slide")

@@ -204,6 +204,14 @@ def signed_area(ring: Ring) -> float:
     return float(columns @ _next_vertices(rows) - rows @ _next_vertices(columns)) / 2
 
 
+def make_polygon(outer: Ring, holes: Iterable[Ring] = ()) -> Polygon:
+    """Return the polygon of rings that run in any direction; rings are reversed where `Polygon` requires it."""
+    return Polygon(
+        outer if signed_area(outer) >= 0 else outer[::-1],
+        tuple(hole if signed_area(hole) <= 0 else hole[::-1] for hole in holes),
+    )
+
+
 def _next_vertices(ring: Ring) -> Ring:
     """Return the vertices (k, 2) of a ring, or one of their coordinates (k,), with the first entry moved to the end."""
     return np.concatenate([ring[1:], ring[:1]])

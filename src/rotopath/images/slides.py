@@ -56,6 +56,10 @@ class Slide:
     def __reduce__(self) -> tuple[Any, ...]:
         return open_slide, (self.path, self.spacing_um_px, True)  # another process opens the file itself
 
+    def has_level(self, spacing_um_px: float) -> bool:
+        """Return whether a level has this pixel spacing, so that pixels are read without resampling."""
+        return abs(self._choose_level(spacing_um_px)[1] - 1) < SAME_SCALE
+
     def size_at(self, spacing_um_px: float) -> tuple[int, int]:
         """Return the number of rows and of columns at a pixel spacing, each at least 1.
 

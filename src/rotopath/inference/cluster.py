@@ -138,7 +138,7 @@ def _start_cluster(cluster: str, at_once: int) -> Iterator[Any]:
         from distributed import LocalCluster
 
         # Dask's log messages about errors are silenced, because the results of the calls report the errors.
-        options = {"dashboard_address": ":0", "silence_logs": logging.CRITICAL}
+        options = {"dashboard_address": "127.0.0.1:0", "silence_logs": logging.CRITICAL}
         with LocalCluster(n_workers=at_once, threads_per_worker=1, **options) as local:
             yield local
     elif cluster == "slurm":

@@ -26,16 +26,16 @@ from scipy import ndimage
 from torch import Tensor
 
 from rotopath.data.dataset import DataError
-from rotopath.environment import import_for_tables
+from rotopath.environment import count_cores, import_for_tables
 from rotopath.group import reflect_index
 from rotopath.images import Slide, Tissue, find_tissue
-from rotopath.images.drawing import Caption, Color, DrawnAs, HeatMap, draw_overlay
+from rotopath.images.drawing import Caption, Color, DrawnAs, HeatMap, draw_overlay, reduce_slide
 from rotopath.images.geojson import COLUMNS, SlideObject, to_row, write_geojson, write_parquet, write_rows
 from rotopath.images.outlines import Point, Polygon, clamp_outline, fill_outline, trace_outlines
 from rotopath.images.pyramid import MapFile, MapWriter, StoredMap
 from rotopath.images.stain import Stain, Stains, measure_stains
 from rotopath.images.tissue import Focus, Region, measure_focus
-from rotopath.inference.dense import FeatureNetwork, MixedNetwork
+from rotopath.inference.dense import FeatureNetwork, MixedNetwork, check_rotations
 from rotopath.inference.tiling import (
     READERS,
     TILE_PX,
@@ -62,6 +62,7 @@ MEASURED_PX = 2**21  # largest number of pixels from which stains are measured; 
 SAMPLE_PX = 256  # side of each of these square samples
 BLOCK_PX, CACHED_BLOCKS = 512, 16 * READERS  # slides are read in square blocks, cached for adjacent tiles; 32: 25 MB
 BLOCKS_OF_WORKER = 32  # blocks that another process caches: its tiles are seldom adjacent
+MAX_WORKERS, MIN_TILES_FOR_WORKERS = 8, 8  # for the number of processes that is chosen if none is requested
 MAX_LABELS_PX = 2**28  # largest label map that is kept in memory, which needs 1 GB
 MAX_ENLARGEMENT = 1.5  # pixels that are enlarged more than this for the network lack details that it has learned
 MIN_FOCUS_MM2 = 0.1  # in less tissue than this, a fraction of tissue that is out of focus means little
@@ -175,10 +176,15 @@ class PassOptions:
     rotations: int = 1  # number of rotations for test-time augmentation; above 1, also return the standard deviation
     tile_px: int | None = None  # largest side of a tile in pixels; by default `Model.tile_px`
     everywhere: bool = False  # if True, also predict where no tissue was detected
-    workers: int = 0  # number of processes that search tiles for objects; 0: the process of the network searches them
+    # Number of processes that normalize stains and search tiles for objects; 0: the process of the network does both;
+    # None: chosen by `SlidePass`
+    workers: int | None = 0
     region: Region | None = None  # the part of the slide to predict; None: the whole slide
     classes: tuple[str, ...] = ()  # names of the classes whose objects are returned; empty: all classes
     embedding: bool = False  # if True, also compute the features of the network for each object (`SlidePass.embed`)
+
+    def __post_init__(self) -> None:
+        check_rotations(self.rotations)
 
 
 # Predict a slide, and keep the results in memory
@@ -385,6 +391,7 @@ class SlidePass:
             pool = ThreadPoolExecutor(1)  # focus is measured while the network computes
             files.callback(pool.shutdown, cancel_futures=True)
             self._focus = pool.submit(self._measure_focus)
+            self._reduced = pool.submit(reduce_slide, slide)  # for images of the results
             self._files = files.pop_all()
 
     def __enter__(self) -> Self:
@@ -443,7 +450,8 @@ class SlidePass:
         regions = self._list_regions()
         classes = dict(zip(task.class_names, task.colors, strict=True))
         classes |= {item.class_name: REGION_COLORS[item.class_name] for item in regions}
-        return draw_overlay(self.slide, heat, list(classes.items()), [*regions, *objects], task.drawn_as, caption)
+        slide, drawn = self._reduced.result(), [*regions, *objects]
+        return draw_overlay(slide, heat, list(classes.items()), drawn, task.drawn_as, caption)
 
     def _list_regions(self) -> list[SlideObject]:
         """Return the outlines of the region of interest and of excluded areas as objects, to draw them."""
@@ -487,7 +495,8 @@ class SlidePass:
         caption = Caption(self.slide.path.name, [f"{line}; {quality['pen_mm2']:.2f} mm² of pen marks"], self.warnings())
         regions = self._list_regions()
         classes = QUALITY_COLORS | {item.class_name: REGION_COLORS[item.class_name] for item in regions}
-        return draw_overlay(self.slide, None, list(classes.items()), [*regions, *objects], "regions", caption)
+        slide, drawn = self._reduced.result(), [*regions, *objects]
+        return draw_overlay(slide, None, list(classes.items()), drawn, "regions", caption)
 
     def warnings(self) -> tuple[str, ...]:
         """Return a sentence for each reason why the result may be wrong: the slide is not what the model knows.
@@ -659,15 +668,29 @@ class SlidePass:
         def on_tile(done: int) -> None:
             on_progress(done, len(wanted))
 
-        with start_workers(self.options.workers) as run:
+        with start_workers(self._count_workers(len(wanted))) as run:
             if self._stored is None:
                 device, rotations = self.model.device, self.options.rotations
                 probabilities, needs_pixels = task.to_probabilities, task.needs_pixels
-                tiles = predict_tiles(self.grid, wanted, device, rotations, probabilities, needs_pixels, run)
+                # Threads read as fast as processes, but cannot normalize stains at the same time: Python is busy then.
+                reading = None if self.view.stains is None else run
+                tiles = predict_tiles(self.grid, wanted, device, rotations, probabilities, needs_pixels, reading)
             else:
                 tiles = read_tiles(self.grid, wanted, self._read_stored, task.needs_pixels)
             found = self._finder.find(self._finish_tiles(tiles, on_tile), run or map)
             yield from self.stopwatch.watch("objects", found)
+
+    def _count_workers(self, tiles: int) -> int:
+        """Return the number of processes to start for a slide with this number of tiles.
+
+        By default, none are started if the network runs on the CPU, which it keeps busy, or if objects are found
+        quickly. On slides of a few tiles, their start would take longer than they save.
+        """
+        if self.options.workers is not None:
+            return self.options.workers
+        if self.model.device.type == "cpu" or not self.model.task.needs_pixels or tiles < MIN_TILES_FOR_WORKERS:
+            return 0
+        return min(MAX_WORKERS, count_cores() // 2)
 
     def _finish_tiles(self, tiles: Iterable[Tile], on_tile: Callable[[int], None]) -> Iterator[Tile]:
         """Yield predicted tiles for the search of objects, and write them into the maps.
@@ -802,6 +825,7 @@ class SlideView:
         self.size_px = slide.size_at(self.spacing_um_px)
         self.level0_px = self.spacing_um_px / slide.spacing_um_px  # side of a pixel of the view, in pixels of level 0
         self.stains = self._measure_stains(tissue) if stain == "macenko" else None
+        self._is_level = slide.has_level(spacing_um_px)  # if False, pixels are resampled, in blocks
         self._cache_blocks(CACHED_BLOCKS)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -824,6 +848,8 @@ class SlideView:
             for span, size in zip((rows, columns), self.size_px, strict=True)
         )
         (top, bottom), (left, right) = ((int(indices.min()), int(indices.max()) + 1) for indices in (down, across))
+        if self._is_level:
+            return pick(self._read(top, left, bottom - top, right - left), down - top, across - left)
         pixels = np.empty((bottom - top, right - left, 3), np.uint8)
         for row in range(top // BLOCK_PX, -(-bottom // BLOCK_PX)):
             for column in range(left // BLOCK_PX, -(-right // BLOCK_PX)):
@@ -834,13 +860,17 @@ class SlideView:
         return pick(pixels, down - top, across - left)
 
     def _read_block(self, row: int, column: int) -> NDArray[np.uint8]:
-        """Return the pixels of block (row, column), with normalized stains unless `stains` is None.
+        """Return the pixels of block (row, column).
 
         The positions of blocks do not depend on the tiles. If they did, results would depend on the tiles, too: the
         value of a pixel may differ by one gray level if the pixel is resampled as part of another rectangle.
         """
         top, left = row * BLOCK_PX, column * BLOCK_PX
         height, width = (min(BLOCK_PX, size - start) for size, start in zip(self.size_px, (top, left), strict=True))
+        return self._read(top, left, height, width)
+
+    def _read(self, top: int, left: int, height: int, width: int) -> NDArray[np.uint8]:
+        """Return the pixels of a rectangle on the slide, with normalized stains unless `stains` is None."""
         with self.stopwatch.measure("reading"):
             pixels = self.slide.read(top, left, height, width, self.spacing_um_px)
         if self.stains is None:

@@ -1,6 +1,7 @@
 """Score predictions, compute confidence intervals of scores, and measure equivariance.
 
-`classification` and `matching` compare predictions with the ground truth. `bootstrap` computes confidence intervals.
+`classification` and `matching` compare predictions with the ground truth; `classification` also computes confidence
+intervals of scores by bootstrap.
 `equivariance` compares the outputs of a model for an input and for the rotated input.
 """
 

@@ -16,8 +16,14 @@ from numpy.typing import NDArray
 from scipy import sparse
 from scipy.optimize import linear_sum_assignment
 
-from rotopath.metrics.bootstrap import HasCase, Numbers, interval_unit, score_interval, sum_by_case
-from rotopath.metrics.classification import candidate_thresholds
+from rotopath.metrics.classification import (
+    HasCase,
+    Numbers,
+    candidate_thresholds,
+    interval_unit,
+    score_interval,
+    sum_by_case,
+)
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Circle, Rectangle
+from matplotlib.patches import Polygon as PolygonPatch
 from numpy.typing import NDArray
 
 from rotopath.data.annotations import read_objects, read_points
@@ -24,6 +25,7 @@ from rotopath.data.augmentation import EXAMPLES, NO_AUGMENTATION, augment
 from rotopath.data.batches import cut_window
 from rotopath.data.dataset import Annotated, DataError, Dataset, Sample, read_image
 from rotopath.data.splits import SPLITS
+from rotopath.images.outlines import Polygon
 from rotopath.reports.figures import GRAY, INK, save_figure
 from rotopath.tasks import HardExample
 from rotopath.tasks.detect import MATCH_RADIUS_UM
@@ -232,6 +234,7 @@ class TilePainter:
         for (row, column), name in zip(points.positions, points.classes, strict=True):
             color = self.colors.color_of(name)
             axes.add_patch(Circle((column, row), radius, fill=False, color=color, linewidth=1.2))
+        _draw_ignored(axes, points.ignored)
         return points.positions
 
     def _draw_objects(self, axes: Axes, sample: Sample, top: int, left: int, size: int) -> None:
@@ -242,6 +245,7 @@ class TilePainter:
         objects = read_objects(sample, self.spacing_um_px)
         labels = objects.labels[top : top + size, left : left + size]
         _draw_outlines(axes, labels, top, left, lambda number: self.colors.color_of(objects.classes.get(number, "")))
+        _draw_ignored(axes, objects.ignored)
 
 
 def _draw_outlines(
@@ -252,6 +256,15 @@ def _draw_outlines(
         mask = np.pad(labels == number, 1)  # without this margin, outlines would be open at the edge of the square
         rows, columns = np.arange(-1, mask.shape[0] - 1) + top, np.arange(-1, mask.shape[1] - 1) + left
         axes.contour(columns, rows, mask, levels=[0.5], colors=color_of(int(number)), linewidths=0.9)
+
+
+def _draw_ignored(axes: Axes, areas: Sequence[tuple[Polygon, ...]]) -> None:
+    """Draw dashed gray lines around ignored areas."""
+    for ring in (ring for polygons in areas for polygon in polygons for ring in polygon.rings):
+        columns_and_rows = ring[:, ::-1] - 0.5  # for matplotlib, (0, 0) is the center of the first pixel
+        axes.add_patch(
+            PolygonPatch(columns_and_rows, fill=False, edgecolor=GRAY, linestyle="--", linewidth=1.2, clip_on=True)
+        )
 
 
 def _tile_corner(shape: tuple[int, ...], center: NDArray[np.float64], size: int) -> tuple[int, int, int]:

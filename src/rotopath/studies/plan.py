@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from rotopath.inference.dense import MAX_ROTATIONS
 from rotopath.recipe import Recipe, RecipeError, find_recipe, make_recipe, read_values
 
 KEYS = ("recipe", "orientations", "regime", "seed", "tta", "set")
@@ -128,8 +129,9 @@ def _read_part(name: str, table: Any, folder: Path) -> Part:
             f"'devices' and 'nodes'."
         )
     rotations = table.get("tta", 1)
-    if type(rotations) is not int or rotations < 1:
-        raise RecipeError(f"the key '{name}.tta' must be a whole number of rotations, 1 or more; got {rotations!r}.")
+    if type(rotations) is not int or not 1 <= rotations <= MAX_ROTATIONS:
+        expected = f"a whole number of rotations, from 1 to {MAX_ROTATIONS}"
+        raise RecipeError(f"the key '{name}.tta' must be {expected}; got {rotations!r}.")
     part = Part(
         name,
         recipe,

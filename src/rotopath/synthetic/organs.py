@@ -62,13 +62,6 @@ EPITHELIAL = NucleusType(
 
 
 @dataclass(frozen=True)
-class NucleusOutline(Outline):
-    """Outline and class of a nucleus."""
-
-    cell: str
-
-
-@dataclass(frozen=True)
 class OrganPlan:
     """Architecture of a field, and appearance of the tissue and nuclei in the field."""
 
@@ -107,7 +100,9 @@ def make_nuclei(out: Path, seed: int = 0, size_px: int = 512) -> None:
                 write_aperio_outlines(folder / "Annotations" / f"{name}.xml", vertices, SPACING_UM_PX)
                 write_labels(folder / "Label Maps" / f"{name}.png", labels)
                 # `strict` raises an error if the label map lacks a nucleus. Otherwise, nuclei would get wrong classes.
-                classes = zip(range(1, int(labels.max()) + 1), (outline.cell for outline in outlines), strict=True)
+                classes = zip(
+                    range(1, int(labels.max()) + 1), (outline.class_name for outline in outlines), strict=True
+                )
                 write_table(folder / "Label Maps" / f"{name}.csv", "object,class", classes)
                 fields.append((name, organ, split))
         write_table(folder / "split.csv", "image,organ,split", fields)
@@ -164,7 +159,7 @@ def render_organ_field(seed: int, organ: str, number: int, size_px: int) -> tupl
     return render_rgb(rng, canvas, appearance), nuclei
 
 
-def outline_visible_nuclei(nuclei: Nuclei, size_px: int) -> tuple[NucleusOutline, ...]:
+def outline_visible_nuclei(nuclei: Nuclei, size_px: int) -> tuple[Outline, ...]:
     """Return the outlines and classes of the visible nuclei in an image of `size_px` × `size_px` pixels.
 
     `nuclei` must be ordered from front to back, and the outlines have the same order. A nucleus is visible if at least
@@ -172,10 +167,10 @@ def outline_visible_nuclei(nuclei: Nuclei, size_px: int) -> tuple[NucleusOutline
     rounded to 0.01 px, as in the XML file.
     """
     is_covered = np.zeros((size_px, size_px), bool)
-    visible: list[NucleusOutline] = []
+    visible: list[Outline] = []
     for ring, cell in zip(trace_nuclei(nuclei), nuclei.cell, strict=True):
         vertices = np.stack([ring.real, ring.imag], axis=1).astype(np.float64).round(2)
-        outline = NucleusOutline(str(len(visible) + 1), vertices, str(cell))
+        outline = Outline(str(len(visible) + 1), vertices, str(cell))
         mask = paint_labels((outline,), size_px, size_px)[0] > 0
         if (mask & ~is_covered).sum() >= MIN_VISIBLE_PX:
             is_covered |= mask

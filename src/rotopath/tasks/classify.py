@@ -25,7 +25,6 @@ from rotopath.images.geojson import SlideObject
 from rotopath.images.outlines import trace_outlines
 from rotopath.inference.slide_pass import ObjectFinder
 from rotopath.inference.tiling import Grid, Run, Tile
-from rotopath.metrics.bootstrap import score_interval, sum_by_case
 from rotopath.metrics.classification import (
     Floats,
     auc_interval,
@@ -36,6 +35,8 @@ from rotopath.metrics.classification import (
     confusion_matrix,
     reliability_curve,
     score_each_class,
+    score_interval,
+    sum_by_case,
 )
 from rotopath.metrics.matching import remove_small
 from rotopath.tasks.task import (
@@ -53,6 +54,7 @@ from rotopath.tasks.task import (
 
 # The smallest region that is outlined on a slide: a square of 24 × 24 µm if there is an output every 12 µm
 MIN_REGION_OUTPUTS = 4
+LARGEST_TEST_SET = 10**7  # more images than this in a file of scores are a mistake; PCam has 32,768
 
 
 class WindowTask(Task):
@@ -292,8 +294,10 @@ class Classify(WindowTask):
         """
         if scores["slides"] is not None:
             return {slide: (correct, patches) for slide, (correct, patches) in scores["slides"].items()}
+        if (images := scores["images"]) > LARGEST_TEST_SET:
+            raise ValueError(f"{images} images are more than {LARGEST_TEST_SET}")
         wrong = set(scores["wrong"])
-        return {str(i): (float(i not in wrong), 1.0) for i in range(scores["images"])}
+        return {str(i): (float(i not in wrong), 1.0) for i in range(images)}
 
     # Slides
 

@@ -28,7 +28,7 @@ from rotopath.images.outlines import Point
 from rotopath.inference.dense import Prediction
 from rotopath.inference.slide_pass import ObjectFinder
 from rotopath.inference.tiling import Grid, Run, Tile
-from rotopath.metrics.bootstrap import f1_terms, interval_unit, score_interval, sum_by_case
+from rotopath.metrics.classification import f1_terms, interval_unit, score_interval, sum_by_case
 from rotopath.metrics.matching import (
     Counts,
     Floats,

@@ -35,7 +35,7 @@ from rotopath.images.pyramid import MapFile
 from rotopath.inference.dense import Prediction
 from rotopath.inference.slide_pass import ObjectFinder
 from rotopath.inference.tiling import Grid, Run, Span, Tile
-from rotopath.metrics.bootstrap import ImageCase, f1_terms
+from rotopath.metrics.classification import ImageCase, f1_terms
 from rotopath.metrics.matching import (
     ObjectCounts,
     OverlapRule,

@@ -34,11 +34,13 @@ from rotopath.runs import Parent, Run, find_parent
 from rotopath.tasks import PAPER, Task, TrainingWindow
 from rotopath.tasks.task import Evidence, Loss
 from rotopath.training.checkpoint import (
+    BASELINE,
     KEPT,
     MINED,
     RESUME,
     Row,
     RunRecorder,
+    find_checkpoint,
     index_hard_examples,
     mine_hard_examples,
     prepare_folder,
@@ -55,7 +57,7 @@ from rotopath.training.distributed import (
 )
 from rotopath.writing import write_bytes, write_json
 
-BASELINE, TRAINING, SCORING = "baseline", "training", "scoring"  # stages; BASELINE is also the name of a subfolder
+TRAINING, SCORING = "training", "scoring"  # stages; the first stage is BASELINE, which is also the name of a subfolder
 OnProgress = Callable[[str, Row], None]  # receives the stage and a dictionary; see `train`
 VALIDATION_SEED = 1_000_003  # the same validation windows in all runs, so that validation losses can be compared
 
@@ -323,6 +325,7 @@ def fit(
     recipe = plan.recipe
     network = runs.build(recipe, plan.task)
     module = unwrap(network)
+    checkpoint = find_checkpoint(folder, module)
     if plan.parent:
         plan.parent.load_into(network)
     frozen = find_frozen_stages(plan, network)
@@ -338,13 +341,14 @@ def fit(
 
     with warnings.catch_warnings(), raise_keyboard_interrupt():
         warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)  # caused by Lightning
+        warnings.filterwarnings("ignore", "GPU available but not used")  # the recipe asks for the CPU
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")  # CUDA graphs use a side stream
         warnings.filterwarnings("ignore", r"Found \d+ module\(s\) in eval mode")  # frozen stages
         trainer.fit(
             TrainingModule(recipe, module, loss, plan.task.accuracy, plan.parent.taken if plan.parent else (), frozen),
             EpochLoader(training, list_training_steps, recipe.steps, trainer, recipe.workers),
             EpochLoader(validation, lambda: range(validation_steps), validation_steps, trainer, recipe.workers),
-            ckpt_path=folder / RESUME if (folder / RESUME).exists() else None,  # resume an interrupted training
+            ckpt_path=checkpoint,  # resume an interrupted training
             weights_only=True,
         )
     load_weights(network, folder / KEPT)

@@ -1,0 +1,275 @@
+"""Read objects from pixels: label maps, masks of classes, the `.mat` files of HoVer-Net, and run lengths of COCO.
+
+Objects become outlines that cover exactly their pixels.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import ndimage
+
+from rotopath.data.annotations import AnnotationError
+from rotopath.images.files import open_image, read_labels, read_rgb
+from rotopath.images.geojson import SlideObject
+from rotopath.images.outlines import Point, trace_outlines
+
+MaskKind = Literal["objects", "binary", "classes"]
+MASK_KINDS: tuple[MaskKind, ...] = ("objects", "binary", "classes")
+MAX_CLASSES = 32  # an image with more colors is not a mask of classes
+PARTS_PER_NUMBER = 2  # if few numbers have more parts than this on average, they are not numbers of objects
+MAX_MAT_ELEMENTS = 2**28
+MAX_MASK_PX = 2**30
+MAX_RUN_BITS = 40
+ALL_NEIGHBORS = np.ones((3, 3), int)  # pixels are connected by sides and by corners
+
+
+class MaskObjects(NamedTuple):
+    """The objects of a mask, and its size."""
+
+    objects: list[SlideObject]
+    size_px: tuple[int, int] | None  # height and width; None for points
+
+
+def read_mask(path: Path, kind: MaskKind | None, classes: Mapping[int, str] | None = None) -> MaskObjects:
+    """Read the objects of a mask.
+
+    `kind` states what a number in the mask is: the number of an object ("objects"), or of a class whose connected parts
+    are objects ("classes"). In a "binary" mask, connected parts of all pixels above 0 are objects. In RGB images, each
+    color is a class. `classes` maps the object numbers of a label map to class names. Raises AnnotationError if the
+    numbers do not look like numbers of objects and `kind` is None.
+    """
+    if path.suffix.lower() in (".jpg", ".jpeg"):
+        raise AnnotationError(path, "is a mask in JPEG format, which changes numbers and colors; save it as PNG.")
+    colors = _read_colors(path)
+    if colors is not None:
+        return MaskObjects(_split_classes(*colors), (colors[0].shape[0], colors[0].shape[1]))
+    labels = _read_numbers(path)
+    size_px = labels.shape[0], labels.shape[1]
+    if kind is None and not classes:
+        _expect_objects(path, labels)
+    if kind == "binary":
+        labels = ndimage.label(labels > 0, ALL_NEIGHBORS)[0].astype(np.int32)
+    if kind == "classes":
+        numbers = np.unique(labels[labels > 0]).tolist()
+        return MaskObjects(_split_classes(labels, {number: (str(number), None) for number in numbers}), size_px)
+    present = np.unique(labels[labels > 0]).tolist()
+    if classes and (missing := [number for number in present if number not in classes]):
+        raise AnnotationError(path, f"contains the object {missing[0]}, which has no class; list every object.")
+    names = classes or {}
+    outlines = trace_outlines(labels)
+    objects = [SlideObject(outlines[number], "annotation", names.get(number, "")) for number in present]
+    return MaskObjects(objects, size_px)
+
+
+def _read_numbers(path: Path) -> NDArray[np.int32]:
+    """Read the numbers (H, W) of a mask: a gray image, a palette image, or an image of one bit."""
+    with open_image(path) as image:
+        if image.mode in ("1", "P"):
+            return np.array(image).astype(np.int32)
+    return read_labels(path)
+
+
+def _read_colors(path: Path) -> tuple[NDArray[np.int32], dict[int, tuple[str, tuple[int, int, int] | None]]] | None:
+    """Return a map of class numbers of an RGB mask, and the name and the color of each number; None for a gray image.
+
+    The name of a class is its color, such as "#ff0000". Black is the background, or white if no pixel is black.
+    """
+    with open_image(path) as image:
+        if len(image.getbands()) < 3:
+            return None
+    pixels = read_rgb(path).astype(np.int32)
+    codes = pixels[..., 0] << 16 | pixels[..., 1] << 8 | pixels[..., 2]
+    present = np.unique(codes)
+    if len(present) > MAX_CLASSES:
+        raise AnnotationError(
+            path,
+            f"has {len(present)} colors; expected a mask with at most {MAX_CLASSES} colors, one for each class, or a "
+            f"gray label map of object numbers.",
+        )
+    background = 0 if 0 in present else 0xFFFFFF
+    numbers = {code: number for number, code in enumerate((code for code in present.tolist() if code != background), 1)}
+    labels = np.zeros(codes.shape, np.int32)
+    for code, number in numbers.items():
+        labels[codes == code] = number
+    return labels, {
+        number: (f"#{code:06x}", (code >> 16, code >> 8 & 255, code & 255)) for code, number in numbers.items()
+    }
+
+
+def _split_classes(
+    labels: NDArray[np.int32], classes: Mapping[int, tuple[str, tuple[int, int, int] | None]]
+) -> list[SlideObject]:
+    """Return the connected parts of each class as objects. `classes` has the name and the color of each number."""
+    objects = []
+    for number, (name, color) in classes.items():
+        parts = ndimage.label(labels == number, ALL_NEIGHBORS)[0]
+        objects += [SlideObject(outline, "annotation", name, color) for outline in trace_outlines(parts).values()]
+    return objects
+
+
+def _expect_objects(path: Path, labels: NDArray[np.int32]) -> None:
+    """Raise AnnotationError if the numbers in a mask do not look like numbers of objects."""
+    numbers = np.unique(labels[labels > 0])
+    if not 0 < len(numbers) <= MAX_CLASSES:
+        return
+    parts = sum(ndimage.label(labels == number, ALL_NEIGHBORS)[1] for number in numbers)
+    if parts > PARTS_PER_NUMBER * len(numbers):
+        one = "the number " + str(numbers[0]) if len(numbers) == 1 else f"{len(numbers)} different numbers"
+        likely = "binary" if len(numbers) == 1 else "classes"
+        raise AnnotationError(
+            path,
+            f"contains only {one} in {parts} separate parts; state what they are: --masks {likely} if each part is an "
+            f"object{'' if likely == 'binary' else ' and each number a class'}, or --masks objects if each number is "
+            f"one object.",
+        )
+
+
+# HoVer-Net
+
+
+def read_mat(path: Path) -> MaskObjects:
+    """Read the objects of a `.mat` file of HoVer-Net.
+
+    The file contains `inst_map` (H, W), a label map; or `inst_centroid` (n, 2), the columns and rows of points. Classes
+    are numbers: `inst_type` (n,), in the order of the object numbers, or `type_map` (H, W).
+    """
+    arrays = _read_mat_arrays(path, ("inst_map", "type_map", "inst_type", "inst_centroid"))
+    types = arrays["inst_type"].ravel() if "inst_type" in arrays else None
+    if "inst_map" not in arrays:
+        if "inst_centroid" not in arrays:
+            raise AnnotationError(
+                path, "contains neither `inst_map` nor `inst_centroid`; expected a file of HoVer-Net."
+            )
+        positions = arrays["inst_centroid"].reshape(-1, 2).astype(np.float64)
+        names = [""] * len(positions) if types is None else [str(int(number)) for number in types]
+        if len(names) != len(positions) or not np.isfinite(positions).all():
+            raise AnnotationError(path, "has an `inst_centroid` that does not fit its `inst_type`; save it again.")
+        points = (Point(float(y) + 0.5, float(x) + 0.5) for x, y in positions)
+        named = zip(points, names, strict=True)
+        return MaskObjects([SlideObject(point, "annotation", name) for point, name in named], None)
+    values = arrays["inst_map"]
+    if values.ndim != 2 or not (np.isfinite(values).all() and (values >= 0).all() and (values == values.round()).all()):
+        raise AnnotationError(path, "has an `inst_map` that is not a label map of whole numbers; save it again.")
+    labels = values.astype(np.int32)
+    numbers = np.unique(labels[labels > 0])
+    if types is not None and len(types) == len(numbers):
+        names = [str(int(number)) for number in types]
+    elif "type_map" in arrays and arrays["type_map"].shape == labels.shape:
+        type_map = arrays["type_map"].astype(np.int64)
+        names = [str(int(np.bincount(type_map[labels == number]).argmax())) for number in numbers]
+    elif types is None:
+        names = [""] * len(numbers)
+    else:
+        raise AnnotationError(
+            path, f"has {len(types)} classes in `inst_type` for {len(numbers)} objects in `inst_map`; save it again."
+        )
+    outlines = trace_outlines(labels)
+    pairs = zip(numbers.tolist(), names, strict=True)
+    objects = [SlideObject(outlines[number], "annotation", name) for number, name in pairs]
+    return MaskObjects(objects, (labels.shape[0], labels.shape[1]))
+
+
+def _read_mat_arrays(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """Read arrays of numbers from a MATLAB file. Arrays of any other type are refused, and other names are not read."""
+    from scipy.io import loadmat, whosmat
+
+    try:
+        sizes = {name: shape for name, shape, _ in whosmat(path)}
+        if any(np.prod(sizes.get(name, (0,)), dtype=np.float64) > MAX_MAT_ELEMENTS for name in names):
+            raise AnnotationError(path, f"has an array of more than {MAX_MAT_ELEMENTS} numbers; divide the image.")
+        arrays = loadmat(path, variable_names=names, chars_as_strings=False, struct_as_record=True)
+    except NotImplementedError:  # files of MATLAB 7.3 are HDF5
+        arrays = _read_hdf5_arrays(path, names)
+    except AnnotationError:
+        raise
+    except FileNotFoundError:
+        raise AnnotationError(path, "does not exist.") from None
+    except Exception as error:  # the reader raises errors of any type for damaged bytes
+        raise AnnotationError(path, f"is damaged or not a MATLAB file ({error}); save it again.") from None
+    found = {name: arrays[name] for name in names if name in arrays}
+    if wrong := [name for name, values in found.items() if values.dtype.kind not in "uifb"]:
+        raise AnnotationError(path, f"has an array `{wrong[0]}` of type {found[wrong[0]].dtype}; expected numbers.")
+    return found
+
+
+def _read_hdf5_arrays(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """Read arrays of numbers from an HDF5 file of MATLAB, which stores columns before rows."""
+    import h5py
+
+    try:
+        with h5py.File(path, "r") as file:
+            present = {name: file[name] for name in names if isinstance(file.get(name), h5py.Dataset)}
+            return {
+                name: array[()].T
+                for name, array in present.items()
+                if array.dtype.kind in "uifb" and array.size <= MAX_MAT_ELEMENTS
+            }
+    except OSError as error:
+        raise AnnotationError(path, f"is damaged ({error}); save it again.") from None
+
+
+# Run lengths of COCO
+
+
+def decode_runs(counts: str | Sequence[int], height: int, width: int) -> tuple[NDArray[np.int32], tuple[int, int]]:
+    """Decode a mask in COCO's run lengths: lengths of runs of 0 and 1 in turn, column by column.
+
+    `counts` is a list, or a string in the compressed form of pycocotools. Returns the smallest part of the mask that
+    contains all pixels, and the row and column of its upper left pixel. Raises ValueError if the mask is invalid.
+    """
+    if not (isinstance(height, int) and isinstance(width, int) and 0 < height * width <= MAX_MASK_PX):
+        raise ValueError(f"its mask has an implausible size of {height} × {width} px")
+    try:
+        lengths = np.array(_decompress(counts) if isinstance(counts, str) else counts, np.int64)
+    except OverflowError:
+        raise ValueError("its run lengths contain a number that is too large") from None
+    if (lengths < 0).any() or lengths.sum() != height * width:
+        raise ValueError(f"its run lengths do not add up to the {height * width} px of its mask")
+    ends = np.cumsum(lengths)[1::2]
+    starts = ends - lengths[1::2]
+    is_run = ends > starts
+    starts, ends = starts[is_run], ends[is_run]
+    if not len(starts):
+        raise ValueError("its mask is empty")
+    left, right = int(starts[0]) // height, (int(ends[-1]) - 1) // height + 1
+    changes = np.zeros((right - left) * height + 1, np.int32)
+    np.add.at(changes, starts - left * height, 1)
+    np.add.at(changes, ends - left * height, -1)
+    mask = np.cumsum(changes[:-1], dtype=np.int32).reshape(right - left, height).T
+    rows = np.flatnonzero(mask.any(axis=1))
+    return np.ascontiguousarray(mask[rows[0] : rows[-1] + 1]), (int(rows[0]), left)
+
+
+def encode_runs(mask: NDArray[np.bool_]) -> list[int]:
+    """Return the run lengths of a mask (H, W), as `decode_runs` reads them."""
+    pixels = np.concatenate([[False], mask.T.ravel(), [not mask.T.ravel()[-1]]])
+    ends = np.flatnonzero(pixels[1:] != pixels[:-1])
+    return [int(length) for length in np.diff(ends, prepend=0)]
+
+
+def _decompress(text: str) -> list[int]:
+    """Return the run lengths in the compressed form of pycocotools.
+
+    Each letter holds 5 bits of a number, the lowest first, and whether another letter follows. From the fourth on,
+    numbers are differences to the length two before.
+    """
+    lengths: list[int] = []
+    value = bits = 0
+    for letter in text:
+        code = ord(letter) - 48
+        if not 0 <= code < 64:
+            raise ValueError("its run lengths contain a letter that is not allowed")
+        value |= (code & 31) << bits
+        bits += 5
+        if code & 32:
+            if bits > MAX_RUN_BITS:
+                raise ValueError("its run lengths contain a number that is too large")
+            continue
+        if code & 16:
+            value -= 1 << bits
+        lengths.append(value + (lengths[-2] if len(lengths) > 2 else 0))
+        value = bits = 0
+    return lengths

@@ -1,0 +1,429 @@
+"""Read annotated objects from the files of other software: GeoJSON, COCO, CSV tables and Aperio XML; and write COCO.
+
+Each function returns an `Annotation` for each image that the file describes. All objects are `SlideObject`s: positions
+are (row, column) in pixels, and (0, 0) is the upper left corner of the image, as in GeoJSON and COCO. Nothing is
+rounded. `importing` finds the images.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rotopath.data.annotations import AnnotationError, read_aperio_outlines, read_aperio_spacing_um_px
+from rotopath.data.dataset import DataError, Finding, Sample, annotated_size_px, count_and_list, read_csv
+from rotopath.data.import_masks import decode_runs, encode_runs
+from rotopath.images.geojson import IGNORED_CLASS, SlideObject, parse_geojson, read_json
+from rotopath.images.outlines import Point, Polygon, fill_outline, make_polygon, trace_outlines
+
+# Words in the names of columns, by what the column contains. Other words are ignored if they are in FILLER_WORDS.
+COLUMN_WORDS = {
+    "row": ("row", "y"),
+    "column": ("column", "col", "x"),
+    "class": ("class", "classification", "label", "type", "category"),
+    "image": ("image", "file", "filename", "slide", "tile", "patch", "field", "crop"),
+    "object": ("object", "instance", "nucleus", "cell"),
+}
+FILLER_WORDS = {
+    "centroid",
+    "center",
+    "centre",
+    "position",
+    "pos",
+    "px",
+    "pixel",
+    "pixels",
+    "um",
+    "name",
+    "path",
+    "number",
+}
+# Columns with these words come from software that counts positions from the corner of the first pixel, not its center.
+CORNER_WORDS = {"centroid", "px", "um"}
+COORDINATE_DECIMALS = 6  # in exported COCO files: width + x - x is the width again
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """The annotated objects of one image, as a file of other software describes them."""
+
+    path: Path  # the annotation file
+    image: str  # name or path of the image in the file; empty if the file describes the image of the same name
+    objects: tuple[SlideObject, ...]
+    boxes: int = 0  # number of objects of which only the bounding box is annotated
+    size_px: tuple[int, int] | None = None  # height and width of the image, if the file states it
+    spacing_um_px: float | None = None
+    is_in_um: bool = False  # positions are in µm instead of pixels
+    counts_from_origin: bool = False  # positions are relative to the origin of a slide, as in files of QuPath
+    row: Mapping[str, str] = field(default_factory=dict)  # group and split, if the file states them
+    notes: tuple[Finding, ...] = ()
+
+
+class Classes(NamedTuple):
+    """Class names from a table without positions, for objects in label maps."""
+
+    path: Path
+    names: dict[str, dict[int, str]]  # class name by image (empty: the image of the same name) and object number
+
+
+def read_json_objects(path: Path) -> list[Annotation] | None:
+    """Read a GeoJSON or COCO file. Returns None if a JSON file has another content."""
+    content = read_json(path)
+    if isinstance(content, dict) and {"images", "annotations"} <= content.keys():
+        return _parse_coco(path, content)
+    kind = content.get("type") if isinstance(content, dict) else None
+    is_geojson = isinstance(content, list) or kind in ("FeatureCollection", "Feature")
+    if not is_geojson and path.name.endswith((".json", ".json.gz")):
+        return None
+    return [Annotation(path, "", tuple(parse_geojson(path, content)), counts_from_origin=True)]
+
+
+def read_xml_objects(path: Path) -> Annotation:
+    """Read an Aperio XML file, such as those of MoNuSeg and MoNuSAC. Regions of fewer than 3 vertices are left out."""
+    outlines = read_aperio_outlines(path)
+    notes = tuple(
+        Finding(str(path), f"region {outline.region} is left out: it has fewer than 3 vertices.", is_problem=False)
+        for outline in outlines
+        if len(outline.vertices) < 3
+    )
+    # Whole numbers are centers of pixels in these files.
+    objects = tuple(
+        SlideObject((make_polygon(outline.vertices[:, ::-1] + 0.5),), "annotation", outline.class_name)
+        for outline in outlines
+        if len(outline.vertices) >= 3
+    )
+    return Annotation(path, "", objects, spacing_um_px=read_aperio_spacing_um_px(path), notes=notes)
+
+
+# COCO
+
+
+def _parse_coco(path: Path, content: Mapping[str, Any]) -> list[Annotation]:
+    """Return the annotations of all images in the `content` of a COCO file."""
+    try:
+        images = {image["id"]: image for image in content["images"]}
+        names = {category["id"]: str(category["name"]) for category in content.get("categories", [])}
+        items: dict[Any, list[Mapping[str, Any]]] = {number: [] for number in images}
+        for item in content["annotations"]:
+            for key, known in (("image_id", images), ("category_id", names)):
+                if item[key] not in known:
+                    raise AnnotationError(
+                        path,
+                        f"has an annotation with the {key} {item[key]!r}, which it does not list; export it again.",
+                    )
+            items[item["image_id"]].append(item)
+        for image in images.values():
+            _expect_inside(path, str(image["file_name"]))
+        if len({image["file_name"] for image in images.values()}) < len(content["images"]):
+            raise AnnotationError(path, "lists an image twice; export it again.")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise AnnotationError(
+            path, f"is not a valid COCO file ({type(error).__name__}: {error} is missing or wrong); export it again."
+        ) from None
+    has_corners = _has_corners(path, images, items)
+    notes: tuple[Finding, ...] = ()
+    if has_corners:
+        message = "boxes are left, top, right, bottom, as in MIDOG; as left, top, width, height, they do not fit."
+        notes = (Finding(str(path), message, is_problem=False),)
+    annotations = []
+    for number, image in images.items():
+        objects, boxes = [], 0
+        for item in items[number]:
+            try:
+                shape, is_box = _parse_coco_shape(item, has_corners)
+                name = IGNORED_CLASS if item.get("iscrowd") else names[item["category_id"]]
+            except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+                raise AnnotationError(
+                    path,
+                    f"has an annotation, id {item.get('id')}, that cannot be used ({type(error).__name__}: {error}); "
+                    f"correct or remove it.",
+                ) from None
+            objects.append(SlideObject(shape, "annotation", name))
+            boxes += is_box
+        size = image.get("height"), image.get("width")
+        row = {key: str(image[key]) for key in ("group", "split") if isinstance(image.get(key), str)}
+        spacing = image.get("spacing_um_px")
+        annotations.append(
+            Annotation(
+                path,
+                str(image["file_name"]),
+                tuple(objects),
+                boxes,
+                size if all(isinstance(side, int) for side in size) else None,
+                float(spacing) if isinstance(spacing, int | float) else None,
+                row=row,
+                notes=notes,
+            )
+        )
+        notes = ()
+    return annotations
+
+
+def _expect_inside(path: Path, name: str) -> None:
+    """Raise AnnotationError if the name of an image leaves the folder of the annotation file at `path`."""
+    parts = PurePosixPath(name.replace("\\", "/"))
+    if parts.is_absolute() or ".." in parts.parts or ":" in parts.parts[0] if parts.parts else True:
+        raise AnnotationError(
+            path, f"names the image {name!r}, outside of its folder; write paths of images relative to the folder."
+        )
+
+
+def _has_corners(path: Path, images: Mapping[Any, Any], items: Mapping[Any, list[Mapping[str, Any]]]) -> bool:
+    """Return whether boxes are (left, top, right, bottom), as in MIDOG, instead of (left, top, width, height).
+
+    This is so if some boxes have their centers outside of the image unless they are read as corners. If all boxes fit
+    in both ways, it is so if their areas say so or, without areas, if all boxes have the same size only as corners.
+    """
+    boxes, sizes, areas = [], [], []
+    for number, image in images.items():
+        for item in items[number]:
+            if item.get("bbox") and not item.get("segmentation") and not item.get("keypoints"):
+                boxes.append(item["bbox"])
+                sizes.append((image.get("width") or np.inf, image.get("height") or np.inf))
+                areas.append(item.get("area") or np.nan)
+    try:
+        corners = np.array(boxes, np.float64).reshape(-1, 4)
+        limits = np.array(sizes, np.float64).reshape(-1, 2)
+        stated = np.array(areas, np.float64)
+    except (TypeError, ValueError):
+        raise AnnotationError(path, "has a bbox that is not a list of four numbers; correct or remove it.") from None
+    first, second = corners[:, :2], corners[:, 2:]
+    if not len(corners) or not (second > first).all() or not ((first + second) / 2 < limits).all():
+        return False
+    if not (first + second / 2 < limits).all():
+        return True
+    if np.isfinite(stated).all():
+        return bool(np.allclose(stated, (second - first).prod(axis=1)) and not np.allclose(stated, second.prod(axis=1)))
+    return bool(np.ptp(second - first, axis=0).max() == 0 < np.ptp(second, axis=0).max())
+
+
+def _parse_coco_shape(item: Mapping[str, Any], has_corners: bool) -> tuple[Point | tuple[Polygon, ...], bool]:
+    """Return the shape of a COCO annotation, and whether it is only a bounding box.
+
+    The shape comes from the segmentation (polygons, or run lengths of a mask), a single keypoint, or the bounding box.
+    """
+    segmentation = item.get("segmentation")
+    if isinstance(segmentation, Mapping):
+        mask, offset = decode_runs(segmentation["counts"], *segmentation["size"])
+        return trace_outlines(mask, offset)[1], False
+    if segmentation:
+        rings = [np.array(ring, np.float64).reshape(-1, 2)[:, ::-1] for ring in segmentation]
+        if not all(len(ring) >= 3 and np.isfinite(ring).all() for ring in rings):
+            raise ValueError("a polygon needs at least three vertices")
+        return tuple(make_polygon(ring) for ring in rings), False
+    keypoints = item.get("keypoints")
+    left, top, right, bottom = (float(value) for value in item["bbox"]) if item.get("bbox") else (0.0,) * 4
+    if keypoints and len(keypoints) == 3 and (right, bottom) == (0, 0):
+        return Point(float(keypoints[1]), float(keypoints[0])), False
+    if not has_corners:
+        right, bottom = left + right, top + bottom
+    if not (right > left and bottom > top and np.isfinite([left, top, right, bottom]).all()):
+        raise ValueError("it has neither a segmentation nor a bounding box with an area")
+    box = np.array([(top, left), (top, right), (bottom, right), (bottom, left)])
+    return (make_polygon(box),), True
+
+
+def make_coco(samples: Sequence[tuple[str, Sample, Sequence[SlideObject]]], are_points: bool) -> dict[str, Any]:
+    """Return the content of a COCO file with the given images: name in the file, sample and objects of each.
+
+    If `are_points`, rectangles are written as boxes. Outlines with holes are written as run lengths of a mask.
+    """
+    names = sorted({item.class_name for *_, objects in samples for item in objects})
+    numbers = {name: number for number, name in enumerate(names, 1)}
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
+    for number, (name, sample, objects) in enumerate(samples, 1):
+        height, width = annotated_size_px(sample.path)
+        image = {"id": number, "file_name": name, "width": width, "height": height}
+        known = {"group": sample.case, "split": sample.split, "spacing_um_px": sample.spacing_um_px}
+        images.append({**image, **{key: value for key, value in known.items() if value}})
+        for item in objects:
+            annotations.append(
+                {
+                    "id": len(annotations) + 1,
+                    "image_id": number,
+                    "category_id": numbers[item.class_name],
+                    "iscrowd": int(item.class_name == IGNORED_CLASS),
+                    **_make_coco_shape(item, (height, width), are_points),
+                }
+            )
+    categories = [{"id": number, "name": name} for name, number in numbers.items()]
+    return {"images": images, "annotations": annotations, "categories": categories}
+
+
+def _make_coco_shape(item: SlideObject, size_px: tuple[int, int], are_points: bool) -> dict[str, Any]:
+    """Return the keys of a COCO annotation that describe the shape of an object."""
+    shape = item.shape
+    more: dict[str, Any] = {}
+    if not isinstance(shape, Point) and any(polygon.holes for polygon in shape):
+        mask = fill_outline(shape, size_px)
+        if mask.any():
+            shape = trace_outlines(mask.astype(np.int32))[1]  # box and area are those of the mask
+            more = {"segmentation": {"size": list(size_px), "counts": encode_runs(mask)}}
+    top, left, bottom, right = SlideObject(shape).bounds_px
+    box = [round(value, COORDINATE_DECIMALS) for value in (left, top, right - left, bottom - top)]
+    if isinstance(shape, Point):
+        return {"bbox": box, "area": 0, "keypoints": [shape.column, shape.row, 2], "num_keypoints": 1}
+    area = round(sum(polygon.area_px for polygon in shape), COORDINATE_DECIMALS)
+    if not more and not (are_points and is_rectangle(shape)):
+        more = {"segmentation": [polygon.outer[:, ::-1].ravel().tolist() for polygon in shape]}
+    return {"bbox": box, "area": area, **more}
+
+
+def is_rectangle(shape: tuple[Polygon, ...]) -> bool:
+    """Return whether an outline is a rectangle with sides along rows and columns."""
+    if len(shape) != 1 or shape[0].holes or len(shape[0].outer) != 4:
+        return False
+    steps = np.diff(shape[0].outer, axis=0, append=shape[0].outer[:1])
+    return bool(((steps == 0).sum(axis=1) == 1).all())
+
+
+# CSV
+
+
+def read_table_objects(path: Path, columns: Sequence[str] | None) -> list[Annotation] | Classes | None:
+    """Read a table with the positions of objects, or with the classes of the objects in label maps.
+
+    Tables may have any delimiter. Columns are identified by their names in the header, or in `columns` if a
+    table has no header.
+    Returns None for a table with other columns. Raises AnnotationError if the order of the columns is not known, or if
+    a line has no position.
+    """
+    lines = read_csv(path)
+    if not lines:
+        return [Annotation(path, "", ())]
+    has_header = not any(_to_number(cell) is not None for cell in lines[0][1])
+    header = lines[0][1] if has_header else columns
+    if header is None:
+        first = ", ".join(lines[0][1])
+        raise AnnotationError(
+            path,
+            f"has no header (line 1: {first}), so the order of its columns is not known; state it with --columns, for "
+            f"example --columns row,column or --columns x,y,class.",
+        )
+    words = [_split_words(name) for name in header]
+    names = _find_columns(path, header, words)
+    body = lines[1:] if has_header else lines
+    if {"row", "column"} <= names.keys():
+        return _read_positions(path, body, names, words)
+    if {"object", "class"} <= names.keys():
+        return _read_classes(path, body, names)
+    if not has_header:
+        raise AnnotationError(path, f"cannot be read with --columns {','.join(header)}: name a row and a column.")
+    return None
+
+
+def _split_words(name: str) -> set[str]:
+    """Return the words in the name of a column, in lower case; "µm" becomes "um"."""
+    return set(re.findall("[a-z]+", re.sub("[µμ]", "u", name.casefold())))
+
+
+def _find_content(words: Iterable[str]) -> str | None:
+    """Return what a column contains whose name consists of `words`: a key of COLUMN_WORDS, or None."""
+    rest = [word for word in words if word not in FILLER_WORDS]
+    return next((key for key, known in COLUMN_WORDS.items() if len(rest) == 1 and rest[0] in known), None)
+
+
+def _find_columns(path: Path, header: Sequence[str], words: Sequence[set[str]]) -> dict[str, int]:
+    """Return the index of the column with each known content. Raises AnnotationError if two columns have the same."""
+    found: dict[str, list[int]] = {}
+    for index, name_words in enumerate(words):
+        if content := _find_content(name_words):
+            found.setdefault(content, []).append(index)
+    for content in ("row", "column"):
+        if len(indices := found.get(content, [])) > 1:
+            names = " and ".join(repr(header[index]) for index in indices)
+            raise AnnotationError(
+                path, f"has two columns for the {content} of an object, {names}; rename the one that is not used."
+            )
+    return {content: indices[0] for content, indices in found.items()}
+
+
+def _read_positions(
+    path: Path, lines: Sequence[tuple[int, list[str]]], names: Mapping[str, int], words: Sequence[set[str]]
+) -> list[Annotation]:
+    """Return the annotations of a table with positions: one, or one for each image that the table names."""
+    position_words = words[names["row"]] | words[names["column"]]
+    shift = 0.0 if position_words & CORNER_WORDS else 0.5  # whole numbers are centers of pixels
+    objects: dict[str, list[SlideObject]] = {}
+    faults = []
+    for line, cells in lines:
+        values = {name: cells[index] if index < len(cells) else "" for name, index in names.items()}
+        row, column = _to_number(values["row"]), _to_number(values["column"])
+        if row is None or column is None:
+            faults.append(f"line {line} has row {values['row']!r} and column {values['column']!r}")
+            continue
+        shape = Point(row + shift, column + shift)
+        objects.setdefault(values.get("image", ""), []).append(
+            SlideObject(shape, "annotation", values.get("class", ""))
+        )
+    if faults:
+        count = f"{len(faults)} lines do not have two numbers, first: " if len(faults) > 1 else ""
+        raise AnnotationError(path, f"cannot be used: {count}{faults[0]}; expected two numbers.")
+    if not objects and "image" not in names:
+        objects[""] = []
+    is_in_um = "um" in position_words
+    return [Annotation(path, image, tuple(items), is_in_um=is_in_um) for image, items in objects.items()]
+
+
+def _read_classes(path: Path, lines: Sequence[tuple[int, list[str]]], names: Mapping[str, int]) -> Classes:
+    """Return the classes of a table with the number and the class of each object."""
+    classes: dict[str, dict[int, str]] = {}
+    for line, cells in lines:
+        values = {name: cells[index] if index < len(cells) else "" for name, index in names.items()}
+        if not values["object"].isdecimal() or not values["class"]:
+            raise AnnotationError(path, f"needs an object number and a class in line {line}, such as `17,lymphocyte`.")
+        of_image = classes.setdefault(values.get("image", ""), {})
+        if of_image.setdefault(int(values["object"]), values["class"]) != values["class"]:
+            raise AnnotationError(path, f"has a second class for object {values['object']} in line {line}; keep one.")
+    return Classes(path, classes)
+
+
+def _to_number(text: str) -> float | None:
+    """Return a cell as a number, with a point or a comma before the decimals; None if it is not a finite number."""
+    try:
+        number = float(text.replace(",", "."))
+    except ValueError:
+        return None
+    return number if np.isfinite(number) else None
+
+
+# Classes
+
+
+def parse_classes(text: str | None) -> dict[str, str]:
+    """Return the new name of each class in a text such as "1=tumor,2=stroma,3=": an empty name removes the class."""
+    renamed: dict[str, str] = {}
+    for part in (text or "").split(",") if text else ():
+        old, equals, new = part.partition("=")
+        if not equals or not old.strip():
+            raise DataError(f"--classes contains {part!r}; expected OLD=NEW, or OLD= to leave out the class OLD.")
+        renamed[old.strip()] = new.strip()
+    return renamed
+
+
+def rename_classes(annotation: Sequence[SlideObject], renamed: Mapping[str, str]) -> list[SlideObject]:
+    """Return objects with new class names, without the objects whose class has an empty new name."""
+    kept = []
+    for item in annotation:
+        name = renamed.get(item.class_name, item.class_name)
+        if name or not item.class_name:
+            kept.append(
+                item
+                if name == item.class_name
+                else SlideObject(item.shape, item.kind, name, item.color, item.measurements)
+            )
+    return kept
+
+
+def expect_known_classes(renamed: Mapping[str, str], present: Iterable[str]) -> None:
+    """Raise DataError if a class that is renamed does not exist."""
+    names = sorted(set(present) - {""})
+    if unknown := [name for name in renamed if name not in names]:
+        raise DataError(
+            f"--classes renames {unknown[0]!r}, but the sources have no such class; they have "
+            f"{count_and_list(names, 'class') if names else 'no classes'}."
+        )

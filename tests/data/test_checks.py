@@ -1,0 +1,221 @@
+"""Checks of annotations: mistakes that are planted in correct data are reported, and correct data is not."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from layouts import note_messages, open_and_check, problem_messages, write_csv, write_image
+
+from rotopath.data.dataset import Finding, group_findings
+
+SIZE = (200, 200)
+Positions = list[tuple[int, int]]
+SPACING = "0.25"
+
+
+def nuclei(seed: int, count: int = 30) -> Positions:
+    """Return positions in the image that are at least 14 px apart, and not symmetric in rows and columns."""
+    generator = np.random.default_rng(seed)
+    found: Positions = []
+    while len(found) < count:
+        row, column = (int(value) for value in generator.integers(10, 190, 2))
+        if all(np.hypot(row - r, column - c) > 14 for r, c in found):
+            found.append((row, column))
+    return found
+
+
+def discs(positions: Positions, radius: float = 5, shift: tuple[int, int] = (0, 0)) -> np.ndarray:
+    rows, columns = np.mgrid[: SIZE[0], : SIZE[1]]
+    labels = np.zeros(SIZE, np.uint16)
+    for number, (row, column) in enumerate(positions, 1):
+        labels[np.hypot(rows - row - shift[0], columns - column - shift[1]) <= radius] = number
+    return labels
+
+
+def image(positions: Positions, seed: int) -> np.ndarray:
+    noise = np.random.default_rng(seed).normal(0, 12, (*SIZE, 3))
+    pixels = noise + np.where(discs(positions)[..., None] > 0, (90, 60, 130), (215, 170, 200))
+    pixels[:, 160:][discs(positions)[:, 160:] == 0] = 245  # empty background at the right
+    return pixels.clip(0, 255).astype(np.uint8)
+
+
+def dataset(root: Path, annotate: Callable[[Path, Positions], Path], count: int = 3, **row: Any) -> Path:
+    """Write images with annotations, and a manifest with a patient for each image."""
+    rows = []
+    for i in range(count):
+        positions = nuclei(i)
+        write_image(root / f"{i}.png", image(positions, i))
+        values = {"group": f"patient {i}", "split": ("train", "val", "testing")[i % 3], "spacing": SPACING, **row}
+        rows.append((f"{i}.png", annotate(root / f"{i}", positions).name, *values.values()))
+    write_csv(root / "manifest.csv", [("image", "annotation", "group", "split", "spacing"), *rows])
+    return root
+
+
+def points(change: Callable[[int, int], tuple[float, float]] = lambda row, column: (row, column)) -> Any:
+    return lambda path, positions: write_csv(path.with_suffix(".csv"), [change(*position) for position in positions])
+
+
+def outlines(change: Callable[[Positions], np.ndarray] = discs) -> Any:
+    return lambda path, positions: write_image(path.with_name(f"{path.name}-map.png"), change(positions))
+
+
+@pytest.mark.parametrize("annotate", [points(), outlines()])
+def test_correct_annotations_cause_no_findings(tmp_path: Path, annotate: Any) -> None:
+    assert open_and_check(dataset(tmp_path, annotate)).findings == ()
+
+
+def test_exchanged_columns_of_points(tmp_path: Path) -> None:
+    (problem,) = problem_messages(open_and_check(dataset(tmp_path, points(lambda row, column: (column, row)))))
+    assert "row and column are probably exchanged: the 90 objects are on brighter tissue" in problem
+
+
+def test_points_that_are_outside_unless_exchanged(tmp_path: Path) -> None:
+    write_image(tmp_path / "a.png", image(nuclei(0), 0)[:100])
+    write_csv(tmp_path / "a.csv", [(10, 20), (150, 40), (160, 50), (190, 60)])
+    write_csv(
+        tmp_path / "manifest.csv", [("image", "annotation", "split", "spacing"), ("a.png", "a.csv", "train", 0.25)]
+    )
+    problems = problem_messages(open_and_check(tmp_path))
+    assert problems[-1].startswith("3 objects are outside their images, but inside if row and column are exchanged")
+
+
+def test_points_in_um(tmp_path: Path) -> None:
+    problems = problem_messages(open_and_check(dataset(tmp_path, points(lambda row, column: (row / 4, column / 4)))))
+    assert any("positions are probably in µm" in problem for problem in problems)
+
+
+def test_points_on_glass(tmp_path: Path) -> None:
+    root = dataset(tmp_path, points(lambda row, column: (row, min(column + 60, 199))))
+    assert any(
+        "objects are on empty background (glass)" in problem for problem in problem_messages(open_and_check(root))
+    )
+
+
+def test_points_that_are_nowhere_in_particular(tmp_path: Path) -> None:
+    def move(row: int, column: int) -> tuple[int, int]:
+        return (row * 7919 + column) % 200, (column * 104729 + row) % 150
+
+    result = open_and_check(dataset(tmp_path, points(move)))
+    assert any("are not darker than random positions" in note for note in note_messages(result))
+
+
+def test_exchanged_axes_of_outlines(tmp_path: Path) -> None:
+    problems = problem_messages(open_and_check(dataset(tmp_path, outlines(lambda positions: discs(positions).T))))
+    assert len(problems) == 3
+    assert problems[0] == (
+        "0.png: its outlines fit the image only if rows and columns are exchanged; exchange x and y in the file."
+    )
+
+
+@pytest.mark.parametrize(
+    ("shift", "solution"), [((4, 0), "4 px up and 0 px left"), ((-3, -5), "3 px down and 5 px right")]
+)
+def test_shifted_outlines(tmp_path: Path, shift: tuple[int, int], solution: str) -> None:
+    problems = problem_messages(open_and_check(dataset(tmp_path, outlines(lambda p: discs(p, shift=shift)))))
+    assert len(problems) == 3
+    assert f"they fit dark objects if they are moved {solution}" in problems[0]
+
+
+def test_common_shift_of_all_images_is_found_if_it_is_smaller(tmp_path: Path) -> None:
+    annotate = outlines(lambda positions: discs(positions, shift=(0, 2)))
+    (problem,) = problem_messages(open_and_check(dataset(tmp_path, annotate, count=6)))
+    assert problem == (
+        "the outlines of most images are shifted: they fit dark objects if they are moved 0 px up and 2 px left; "
+        "correct the offset of the annotations."
+    )
+
+
+def test_outlines_of_other_images(tmp_path: Path) -> None:
+    result = open_and_check(dataset(tmp_path, outlines(lambda positions: discs(nuclei(positions[0][0] + 100)))))
+    assert any("do not follow dark objects" in note for note in note_messages(result))
+
+
+def test_spacing_that_contradicts_the_size_of_objects(tmp_path: Path) -> None:
+    (problem,) = problem_messages(open_and_check(dataset(tmp_path / "small", outlines(), spacing="0.06")))
+    assert "the median diameter of objects is 0.6" in problem
+    result = open_and_check(dataset(tmp_path / "large", outlines(), spacing="2.5"))
+    assert any("if they are nuclei, they are too large" in note for note in note_messages(result))
+
+
+def test_spacing_that_contradicts_the_file(tmp_path: Path) -> None:
+    root = dataset(tmp_path, points())
+    from PIL import Image
+
+    Image.open(root / "0.png").save(root / "0.png", dpi=(50_800, 50_800))
+    (note,) = note_messages(open_and_check(root))
+    assert note.startswith("0.png: the file specifies 0.5 µm/px, but the dataset 0.25 µm/px, which is used")
+
+
+def test_copies_in_two_splits(tmp_path: Path) -> None:
+    root = dataset(tmp_path, points())
+    write_image(root / "2.png", image(nuclei(0), 0))
+    write_csv(root / "2.csv", nuclei(0))
+    (problem,) = problem_messages(open_and_check(root))
+    assert problem == (
+        "2.png: has the same pixels as '0.png', but is in the split 'test' instead of 'train'; keep one of the two."
+    )
+
+
+def test_patients_in_two_splits(tmp_path: Path) -> None:
+    (problem,) = problem_messages(open_and_check(dataset(tmp_path, points(), group="P1")))
+    assert "P1 is in train and valid and test" in problem
+
+
+def test_objects_of_one_pixel(tmp_path: Path) -> None:
+    def with_specks(positions: Positions) -> np.ndarray:
+        labels = discs(positions)
+        labels[0, 1:20:2] = range(1001, 1011)
+        return labels
+
+    (problem,) = problem_messages(open_and_check(dataset(tmp_path, outlines(with_specks))))
+    assert problem.startswith("30 of 120 objects consist of one pixel")
+
+
+def test_rare_classes(tmp_path: Path) -> None:
+    header = ("row", "column", "class")
+    root = dataset(
+        tmp_path,
+        lambda path, positions: write_csv(
+            path.with_suffix(".csv"), [header, *((*p, "rare" if i == 3 else "common") for i, p in enumerate(positions))]
+        ),
+        count=12,
+    )
+    (note,) = note_messages(open_and_check(root))
+    assert note.startswith("the split 'train' has too few objects of the class 'rare' (4)")
+
+
+def test_class_names_that_differ_only_in_case(tmp_path: Path) -> None:
+    for i in range(3):
+        write_image(tmp_path / f"{i}.png", image([], i))
+    rows = [(f"{i}.png", label, "train", 0.25) for i, label in enumerate(("Tumor", "stroma", "tumor"))]
+    write_csv(tmp_path / "manifest.csv", [("image", "label", "split", "spacing"), *rows])
+    (problem,) = problem_messages(open_and_check(tmp_path))
+    assert problem.startswith("the classes 'Tumor' and 'tumor' differ only in upper and lower case")
+
+
+def test_similar_findings_are_printed_once() -> None:
+    same = [Finding("m.csv", f"line {i}: the label 'normal{i}' of a{i}.png is not 0 or 1.") for i in range(321)]
+    others = [Finding("", "the split 'valid' contains no images."), Finding("", "the split 'test' contains no images.")]
+    assert group_findings([*same, *others]) == [
+        "321 times, first: m.csv: line 0: the label 'normal0' of a0.png is not 0 or 1.",
+        "the split 'valid' contains no images.",
+        "the split 'test' contains no images.",
+    ]
+
+
+def test_outlines_that_cover_others(tmp_path: Path) -> None:
+    """A region of tumor in the same file as its nuclei."""
+
+    def annotate(path: Path, positions: Positions) -> Path:
+        boxes = [(0, 0, 199), *((row - 4, column - 4, 8) for row, column in positions)]
+        rings = [[[x, y], [x + s, y], [x + s, y + s], [x, y + s], [x, y]] for y, x, s in boxes]
+        geometries = [{"type": "Polygon", "coordinates": [ring]} for ring in rings]
+        features = [{"type": "Feature", "geometry": geometry, "properties": {}} for geometry in geometries]
+        path.with_suffix(".geojson").write_text(json.dumps(features))
+        return path.with_suffix(".geojson")
+
+    problems = problem_messages(open_and_check(dataset(tmp_path, annotate)))
+    assert problems[0].startswith("0.geojson: has 30 outlines that are completely covered by earlier ones")

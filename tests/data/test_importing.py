@@ -1,0 +1,807 @@
+"""Import and export: files in the layouts of other software become a manifest with the same objects, or are refused."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from layouts import note_messages, outline_xml, problem_messages, write_csv, write_image, write_text
+from PIL import Image
+from scipy.io import savemat
+from typer.testing import CliRunner
+
+from rotopath.cli import app
+from rotopath.data import DataError, Dataset, check, export_data, import_data, open_data
+from rotopath.data.annotations import parse_objects, parse_points, read_objects, read_points
+from rotopath.data.import_masks import decode_runs, encode_runs
+from rotopath.images import UnreadableFileError
+from rotopath.images.geojson import read_geojson
+from rotopath.images.outlines import Point
+
+SIZE = (60, 80)  # height and width of images
+NUCLEI = ((10, 12), (12, 60), (30, 33), (48, 15), (45, 66))  # row and column of the centers of dark discs
+RADIUS = 5
+
+
+def tissue(size: tuple[int, int] = SIZE, nuclei: Any = NUCLEI, seed: int = 0) -> np.ndarray:
+    """Return a pink image (H, W, 3) with dark discs, and some noise, so that images with different seeds differ."""
+    image = np.random.default_rng(seed).integers(0, 9, (*size, 3)) + np.array([200, 150, 190])
+    image[label_map(size, nuclei) > 0] -= (110, 90, 60)
+    return image.astype(np.uint8)
+
+
+def label_map(size: tuple[int, int] = SIZE, nuclei: Any = NUCLEI) -> np.ndarray:
+    rows, columns = np.mgrid[: size[0], : size[1]]
+    labels = np.zeros(size, np.uint16)
+    for number, (row, column) in enumerate(nuclei, 1):
+        labels[np.hypot(rows - row, columns - column) <= RADIUS] = number * 10
+    return labels
+
+
+def feature(kind: str, coordinates: Any, name: str = "", **properties: Any) -> dict[str, Any]:
+    classification = {"classification": {"name": name, "color": [200, 0, 0]}} if name else {}
+    geometry = {"type": kind, "coordinates": coordinates}
+    return {
+        "type": "Feature",
+        "geometry": geometry,
+        "properties": {"objectType": "annotation", **classification, **properties},
+    }
+
+
+def square(x: float, y: float, side: float) -> list[list[float]]:
+    return [[x, y], [x + side, y], [x + side, y + side], [x, y + side], [x, y]]
+
+
+def write_json(path: Path, content: Any) -> Path:
+    return write_text(path, json.dumps(content))
+
+
+def bring(source: Path, *more: Path, **options: Any) -> Dataset:
+    """Import sources to the folder `out` beside the first one."""
+    return import_data([source, *more], source.parent / "out", **{"spacing_um_px": 0.25, **options})
+
+
+def manifest(root: Path) -> list[dict[str, str]]:
+    with (root / "out" / "manifest.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# GeoJSON
+
+
+def test_points_of_qupath_keep_their_classes_and_ignored_areas(tmp_path: Path) -> None:
+    root = tmp_path / "lab"
+    write_image(root / "a.png", tissue())
+    features = [
+        feature("Point", [12.5, 10.5], "mitosis"),
+        feature("MultiPoint", [[60.25, 12.125], [33.5, 30.5]], "apoptosis"),
+        feature("Polygon", [square(1, 40, 9)], "Ignore*"),
+        feature("Polygon", [square(0, 0, 60)], "Region*"),
+    ]
+    write_json(root / "a.geojson", {"type": "FeatureCollection", "features": features})
+    dataset = bring(root)
+    assert dataset.annotated == "points"
+    points = read_points(dataset.samples[0], 0.25)
+    assert points.positions.tolist() == [[10, 12], [11.625, 59.75], [30, 33]]
+    assert points.classes == ("mitosis", "apoptosis", "apoptosis")
+    (area,) = points.ignored
+    assert area[0].area_px == 81
+    assert read_points(dataset.samples[0], 0.125).ignored[0][0].area_px == 4 * 81
+    result = check(dataset)
+    assert result.counts["train"] == {
+        **dict.fromkeys(("images", "cases", "mitosis", "ignored areas"), 1),
+        "objects": 3,
+        "apoptosis": 2,
+    }
+    assert problem_messages(result) == []
+    assert manifest(tmp_path)[0] == {
+        "image": "../lab/a.png",
+        "points": "annotations/a.png.geojson",
+        "split": "train",
+        "spacing": "0.25",
+    }
+
+
+def test_polygons_are_not_rounded(tmp_path: Path) -> None:
+    root = tmp_path / "lab"
+    write_image(root / "images" / "a.tif", tissue())
+    outer, hole, part = square(1.123456789012, 2.5, 20), square(5, 5.3333333333333, 4), square(40, 40, 9)
+    features = [
+        feature("Polygon", [outer, hole], "tumor", measurements={"score": 0.1}),
+        feature("MultiPolygon", [[outer, hole], [part]], "stroma"),
+    ]
+    write_json(root / "annotations" / "a.geojson", features)
+    dataset = bring(root)
+    assert dataset.annotated == "objects"
+    first, second = read_geojson(tmp_path / "out" / "annotations" / "a.tif.geojson")
+    original = read_geojson(root / "annotations" / "a.geojson")
+    assert (first.shape, second.shape) == (original[0].shape, original[1].shape)
+    assert (first.class_name, first.color, first.measurements) == ("tumor", (200, 0, 0), {"score": 0.1})
+
+
+def test_areas_around_detected_objects_are_regions(tmp_path: Path) -> None:
+    """QuPath exports the annotation in which cells were detected together with the cells."""
+    root = tmp_path / "lab"
+    write_image(root / "a.png", tissue())
+    cells = [feature("Polygon", [square(x, 20, 8)], objectType="detection") for x in (10, 30, 50)]
+    write_json(root / "a.geojson", [feature("Polygon", [square(1, 1, 58)]), *cells])
+    dataset = bring(root)
+    assert read_objects(dataset.samples[0], 0.25).numbers == [1, 2, 3]
+    assert any(
+        "outlines without a class that contain other objects (1) are regions" in n for n in note_messages(dataset)
+    )
+    assert len(read_geojson(dataset.samples[0].annotations[0])) == 4
+
+
+def test_own_predictions_are_found_by_their_folders(tmp_path: Path) -> None:
+    """`rotopath predict` writes a folder for each image, with the objects as GeoJSON and as a table."""
+    for name in ("a.png", "b.png"):
+        write_image(tmp_path / "images" / name, tissue())
+        folder = tmp_path / "results" / name
+        write_json(
+            folder / "objects.geojson", {"type": "FeatureCollection", "features": [feature("Point", [5, 6], "x")]}
+        )
+        write_text(folder / "objects.csv", "number,id,class,x_px,y_px\n1,1,x,5,6\n")
+        write_text(folder / "summary.json", "{}")
+        write_image(folder / "overlay.png", tissue())
+    dataset = bring(tmp_path / "images", tmp_path / "results")
+    assert [sample.name for sample in dataset.samples] == ["../images/a.png", "../images/b.png"]
+    assert [len(read_points(sample, 0.25)) for sample in dataset.samples] == [1, 1]
+    assert not any("left out" in note for note in note_messages(dataset)), "files of results are not mentioned"
+
+
+def test_one_annotation_and_one_image_belong_together(tmp_path: Path) -> None:
+    image = write_image(tmp_path / "slide.png", tissue())
+    annotation = write_json(tmp_path / "exported.json", [feature("Point", [12, 10])])
+    assert len(read_points(bring(image, annotation).samples[0], 0.25)) == 1
+
+
+# COCO
+
+
+def coco(root: Path, annotations: list[dict[str, Any]], count: int = 1, names: tuple[str, ...] = ("a", "b")) -> Path:
+    images = []
+    for i in range(count):
+        write_image(root / "images" / f"{i}.png", tissue())
+        images.append({"id": i + 1, "file_name": f"{i}.png", "height": SIZE[0], "width": SIZE[1]})
+    items = [{"id": i, "image_id": 1, "category_id": 1, **item} for i, item in enumerate(annotations)]
+    categories = [{"id": i, "name": name} for i, name in enumerate(names, 1)]
+    write_json(root / "annotations.json", {"images": images, "annotations": items, "categories": categories})
+    return root
+
+
+def test_polygons_and_masks_of_coco(tmp_path: Path) -> None:
+    mask = np.zeros((9, 12), bool)
+    mask[2:7, 3:10] = True
+    mask[4, 5], mask[0, 11] = False, True
+    whole = np.zeros(SIZE, bool)
+    whole[20:29, 30:42] = mask
+    root = coco(
+        tmp_path / "lab",
+        [
+            {"segmentation": [[5, 5, 15, 5, 15, 15, 5, 15], [50, 5, 55, 5, 55, 8]], "category_id": 2},
+            {"segmentation": {"size": list(SIZE), "counts": encode_runs(whole)}},
+            {"segmentation": [[0, 30, 4, 30, 4, 34]], "iscrowd": 1},
+        ],
+    )
+    objects = read_objects(bring(root).samples[0], 0.25)
+    assert objects.classes == {1: "b", 2: "a"}
+    assert np.array_equal(objects.labels == 2, whole)
+    assert objects.labels[5:15, 5:15].min() == objects.labels[5, 52] == 1
+    assert len(objects.ignored) == 1
+
+
+def test_run_lengths_as_pycocotools_writes_them() -> None:
+    """The text was written by pycocotools."""
+    mask, (top, left) = decode_runs("m05400MM0330000007LM", 9, 12)
+    expected = np.zeros((9, 12), bool)
+    expected[2:7, 3:10] = True
+    expected[4, 5], expected[0, 11] = False, True
+    found = np.zeros((9, 12), bool)
+    found[top : top + mask.shape[0], left : left + mask.shape[1]] = mask
+    assert np.array_equal(found, expected)
+    assert encode_runs(expected) == [29, 5, 4, 5, 4, 2, 1, 2, 4, 5, 4, 5, 4, 5, 4, 5, 11, 1, 8]
+
+
+@pytest.mark.parametrize("counts", [[5, 4], [-1, 109], "m0", "\x00", [108], "o" * 30])
+def test_invalid_run_lengths_are_refused(counts: Any) -> None:
+    with pytest.raises(ValueError, match="its"):
+        decode_runs(counts, 9, 12)
+
+
+def test_boxes_of_coco_and_of_midog_become_points(tmp_path: Path) -> None:
+    """COCO states left, top, width and height; MIDOG left, top, right and bottom."""
+    for name, boxes in (("coco", ([10, 10, 4, 6], [50, 40, 10, 10])), ("midog", ([10, 10, 14, 16], [50, 40, 60, 50]))):
+        root = coco(
+            tmp_path / name / "lab", [{"bbox": box} for box in boxes], names=("mitotic figure", "hard negative")
+        )
+        dataset = bring(root)
+        assert dataset.annotated == "points"
+        points = read_points(dataset.samples[0], 0.25)
+        assert points.positions.tolist() == [[12.5, 11.5], [44.5, 54.5]]
+        assert set(points.classes) == {"mitotic figure"}
+        assert any("as in MIDOG" in note for note in note_messages(dataset)) == (name == "midog")
+
+
+@pytest.mark.parametrize(
+    ("boxes", "areas", "are_corners"),
+    [
+        ([[10, 10, 14, 16], [20, 12, 24, 18]], None, True),  # all of them are 4 × 6 px, but only as corners
+        ([[10, 10, 14, 16], [20, 12, 14, 16]], None, False),  # all of them are 14 × 16 px
+        ([[10, 10, 14, 16]], None, False),
+        ([[10, 10, 14, 16]], [24], True),
+        ([[10, 10, 14, 16]], [224], False),
+        ([[10, 10, 5, 6], [40, 30, 45, 36]], None, False),
+    ],
+)
+def test_boxes_that_fit_in_both_ways(
+    tmp_path: Path, boxes: list[list[int]], areas: list[int] | None, are_corners: bool
+) -> None:
+    items: list[dict[str, Any]] = [{"bbox": box} for box in boxes]
+    for item, area in zip(items, areas or [], strict=False):
+        item["area"] = area
+    points = read_points(bring(coco(tmp_path / "lab", items)).samples[0], 0.25)
+    left, top, right, bottom = boxes[0]
+    expected = [(top + bottom) / 2, (left + right) / 2] if are_corners else [top + bottom / 2, left + right / 2]
+    assert (points.positions[0] + 0.5).tolist() == expected
+
+
+@pytest.mark.parametrize("name", ["../0.png", "/etc/0.png", "images/../../0.png", "..\\0.png", "C:/0.png", ""])
+def test_names_of_images_outside_of_the_folder_are_refused(tmp_path: Path, name: str) -> None:
+    root = coco(tmp_path / "lab", [])
+    content = json.loads((root / "annotations.json").read_text())
+    content["images"][0]["file_name"] = name
+    write_json(root / "annotations.json", content)
+    with pytest.raises(UnreadableFileError, match="outside of its folder"):
+        bring(root)
+    assert not (tmp_path / "out").exists()
+
+
+def test_splits_of_coco_are_the_names_of_its_files(tmp_path: Path) -> None:
+    for split in ("train", "val", "test"):
+        root = tmp_path / "lab" / f"{split}_images"
+        write_image(root / f"{split}.png", tissue())
+        image = {"id": 1, "file_name": f"{split}.png", "height": SIZE[0], "width": SIZE[1]}
+        item = {"image_id": 1, "id": 1, "category_id": 1, "bbox": [1, 1, 9, 9]}
+        content = {"images": [image], "annotations": [item], "categories": [{"id": 1, "name": "x"}]}
+        write_json(tmp_path / "lab" / "annotations" / f"instances_{split}2017.json", content)
+    bring(tmp_path / "lab")
+    assert {row["image"][-9:]: row["split"] for row in manifest(tmp_path)} == {
+        "/test.png": "test",
+        "train.png": "train",
+        "s/val.png": "valid",
+    }
+
+
+IMAGE = {"id": 1, "file_name": "a.png", "height": SIZE[0], "width": SIZE[1]}
+
+
+@pytest.mark.parametrize(
+    ("annotation", "message"),
+    [
+        ({}, "neither a segmentation nor a bounding box"),
+        ({"bbox": [1, 2, 3]}, "a bbox that is not a list of four numbers"),
+        ({"bbox": [1, 2, 0, 4]}, "neither a segmentation nor a bounding box with an area"),
+        ({"image_id": 2}, "the image_id 2, which it does not list"),
+        ({"category_id": 7}, "the category_id 7, which it does not list"),
+        ({"segmentation": [[1, 2, 3, 4]]}, "a polygon needs at least three vertices"),
+        ({"segmentation": {"counts": [10**30], "size": [10, 10]}}, "a number that is too large"),
+        ({"segmentation": {"counts": [1], "size": [10**6, 10**6]}}, "an implausible size"),
+        ({"segmentation": {"counts": "0", "size": [10, "x"]}}, "an implausible size"),
+    ],
+)
+def test_faulty_coco_files_are_refused(tmp_path: Path, annotation: dict[str, Any], message: str) -> None:
+    write_image(tmp_path / "lab" / "a.png", tissue())
+    item = {"id": 5, "image_id": 1, "category_id": 1, **annotation}
+    content = {"images": [IMAGE], "annotations": [item], "categories": [{"id": 1, "name": "x"}]}
+    write_json(tmp_path / "lab" / "coco.json", content)
+    with pytest.raises(UnreadableFileError, match=message):
+        bring(tmp_path / "lab")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", "[" * 100_000, "is cut off or not valid JSON"),
+        ("a.geojson", "null", "is not GeoJSON"),
+        ("a.geojson", '[{"geometry": {"type": "Point", "coordinates": [1e300, 1]}}]', "larger than any slide"),
+        ("a.geojson", '[{"geometry": {"type": "Point", "coordinates": [NaN, 1]}}]', "NaN or infinite"),
+        ("coco.json", '{"images": [{"id": 1}], "annotations": []}', "'file_name' is missing or wrong"),
+        ("a.xml", '<!DOCTYPE a [<!ENTITY b "c">]><Annotations>&b;</Annotations>', "may be harmful"),
+        ("a_mask.png", "text", "is not an image in a supported format"),
+    ],
+)
+def test_faulty_files_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+    write_image(tmp_path / "lab" / "a.png", tissue())
+    write_text(tmp_path / "lab" / name, text)
+    with pytest.raises(UnreadableFileError, match=message):
+        bring(tmp_path / "lab")
+    assert not (tmp_path / "out").exists()
+
+
+# Tables
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.csv", "row,col,class\n10,12,mitosis\n30,33,apoptosis\n"),
+        ("a.csv", "class;x;y\nmitosis;12,0;10,0\napoptosis;33,0;30,0\n"),
+        ("a.tsv", "Label\tcolumn\tRow\nmitosis\t12\t10\napoptosis\t33\t30\n"),
+        ("a.txt", "y x type\n10  12  mitosis\n30 33 apoptosis\n"),
+        ("a.csv", "id|x_px|y_px|class\n1|12.5|10.5|mitosis\n2|33.5|30.5|apoptosis\n"),
+        (
+            "all.tsv",
+            "Image\tClassification\tCentroid X µm\tCentroid Y µm\n"
+            "a.png\tmitosis\t3.125\t2.625\na.png\tapoptosis\t8.375\t7.625\n",
+        ),
+    ],
+)
+def test_columns_are_found_by_their_names(tmp_path: Path, name: str, text: str) -> None:
+    root = tmp_path / "lab"
+    write_image(root / "a.png", tissue())
+    write_image(root / "b.png", tissue())
+    (root / name).write_text(text, encoding="utf-8")
+    (sample,) = bring(root).samples
+    points = read_points(sample, 0.25)
+    assert points.positions.tolist() == [[10, 12], [30, 33]]
+    assert points.classes == ("mitosis", "apoptosis")
+
+
+def test_order_of_columns_without_a_header_is_never_guessed(tmp_path: Path) -> None:
+    root = tmp_path / "lab"
+    write_image(root / "a.png", tissue())
+    write_text(root / "a.csv", "12,10,mitosis\n33,30,apoptosis\n")
+    with pytest.raises(UnreadableFileError, match=r"has no header .* state it with --columns, for example"):
+        bring(root)
+    points = read_points(bring(root, columns="x, y, class").samples[0], 0.25)
+    assert points.positions.tolist() == [[10, 12], [30, 33]]
+    assert points.classes == ("mitosis", "apoptosis")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x,row,y\n1,2,3\n", "two columns for the row of an object, 'row' and 'y'"),
+        ("row,col\n1,2\n3,abc\n4,\n", "2 lines do not have two numbers, first: line 3 has row '3' and column 'abc'"),
+        ("row,col\nnan,2\n", "line 2 has row 'nan'"),
+    ],
+)
+def test_faulty_tables_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    write_image(tmp_path / "lab" / "a.png", tissue())
+    write_text(tmp_path / "lab" / "a.csv", text)
+    with pytest.raises(UnreadableFileError, match=message):
+        bring(tmp_path / "lab")
+
+
+# XML
+
+
+def monusac(spacing: float = 0.25) -> str:
+    """Return Aperio XML with a layer for each class, as MoNuSAC has."""
+    layers = ""
+    for name, ring in (
+        ("Epithelial", [(7, 5), (17, 5), (17, 15), (7, 15)]),
+        ("Lymphocyte", [(55, 7), (65, 7), (65, 17), (55, 17)]),
+        ("Neutrophil", [(1, 1), (2, 2)]),
+        ("Ambiguous", [(30, 30), (40, 30), (40, 40)]),
+    ):
+        vertices = "".join(f'<Vertex X="{x}" Y="{y}"/>' for x, y in ring)
+        attributes = f'<Attributes><Attribute Name="{name}" Id="0" Value=""/></Attributes>'
+        regions = f'<Regions><Region Id="1" NegativeROA="0"><Vertices>{vertices}</Vertices></Region></Regions>'
+        layers += f'<Annotation Name="">{attributes}{regions}</Annotation>'
+    return f'<Annotations MicronsPerPixel="{spacing}">{layers}</Annotations>'
+
+
+def test_monusac_has_a_class_for_each_layer(tmp_path: Path) -> None:
+    folder = tmp_path / "lab" / "TCGA-A2-A0CV-01Z-00-DX1"
+    write_image(folder / "TCGA-A2-A0CV-01Z-00-DX1_1.tif", tissue())
+    write_text(folder / "TCGA-A2-A0CV-01Z-00-DX1_1.xml", monusac(0.5))
+    dataset = bring(tmp_path / "lab", spacing_um_px=None)
+    (sample,) = dataset.samples
+    assert (sample.case, sample.spacing_um_px) == ("TCGA-A2-A0CV", 0.5)
+    objects = read_objects(sample, 0.5)
+    assert objects.classes == {1: "Epithelial", 2: "Lymphocyte"}
+    assert len(objects.ignored) == 1
+    assert (objects.labels == 1).sum() == 100
+    first = read_geojson(sample.annotations[0])[0]
+    assert first.bounds_px == (5.5, 7.5, 15.5, 17.5), "whole numbers are pixel centers in XML, and corners in GeoJSON"
+    notes = note_messages(dataset)
+    assert any("region 1 is left out: it has fewer than 3 vertices" in note for note in notes)
+    assert any("the class 'Ambiguous' are ignored areas; --classes Ambiguous=Ambiguous" in note for note in notes)
+
+
+def test_flat_folder_of_monusegs_images_and_outlines(tmp_path: Path) -> None:
+    for name in "ab":
+        write_image(tmp_path / "lab" / f"TCGA-{name}.tif", tissue())
+        write_text(tmp_path / "lab" / f"TCGA-{name}.xml", outline_xml([(4, 4), (14, 4), (14, 14), (4, 14)]))
+    dataset = bring(tmp_path / "lab", spacing_um_px=None)
+    assert [sample.spacing_um_px for sample in dataset.samples] == [0.25, 0.25]
+    assert read_objects(dataset.samples[0], 0.25).classes == {}
+    assert (read_objects(dataset.samples[0], 0.25).labels > 0).sum() == 100
+
+
+# Masks
+
+
+def write_masks(root: Path, mask: np.ndarray, name: str = "masks/a.png") -> Path:
+    write_image(root / "images" / "a.png", tissue())
+    write_image(root / name, mask)
+    return root
+
+
+@pytest.mark.parametrize("name", ["masks/a.png", "Label Maps/a.tif", "images/a_mask.png", "a-label.png", "other/a.png"])
+def test_label_maps_keep_every_pixel(tmp_path: Path, name: str) -> None:
+    (sample,) = bring(write_masks(tmp_path / "lab", label_map(), name)).samples
+    objects, faults = parse_objects(sample, sample.annotations[0])
+    assert np.array_equal(objects.labels, label_map() // 10)
+    assert faults == []
+
+
+def test_table_of_all_images_names_the_classes(tmp_path: Path) -> None:
+    root = write_masks(tmp_path / "lab", label_map(), "instances/a.png")
+    classes = ["epithelial", "other", "epithelial", "other", "other"]
+    rows = [("a", number * 10, name) for number, name in enumerate(classes, 1)]
+    write_csv(root / "types.csv", [("image", "instance", "type"), *rows])
+    (sample,) = bring(root).samples
+    assert list(read_objects(sample, 0.25).classes.values()) == classes
+
+
+def test_binary_masks_need_a_decision(tmp_path: Path) -> None:
+    root = write_masks(tmp_path / "lab", np.where(label_map() > 0, 255, 0).astype(np.uint8))
+    with pytest.raises(UnreadableFileError, match=r"only the number 255 in 5 separate parts.*--masks binary"):
+        bring(root)
+    assert len(read_objects(bring(root, masks="binary").samples[0], 0.25).numbers) == 5
+
+
+def test_masks_of_classes_need_a_decision(tmp_path: Path) -> None:
+    mask = np.zeros(SIZE, np.uint8)
+    for i, (row, column) in enumerate(NUCLEI * 1):
+        mask[row - 3 : row + 3, column - 3 : column + 3] = 1 + i % 2
+    mask[20:24, 70:74] = 2
+    mask[0:2, 0:2] = 1
+    root = write_masks(tmp_path / "lab", mask)
+    with pytest.raises(UnreadableFileError, match=r"2 different numbers in 7 separate parts.*--masks classes"):
+        bring(root)
+    objects = read_objects(bring(root, masks="classes", classes="1=tumor,2=stroma").samples[0], 0.25)
+    assert sorted(objects.classes.values()) == ["stroma"] * 3 + ["tumor"] * 4
+
+
+def test_colors_are_classes(tmp_path: Path) -> None:
+    mask = np.zeros((*SIZE, 3), np.uint8)
+    mask[label_map() > 0] = (255, 0, 0)
+    mask[label_map() == 30] = (0, 128, 255)
+    root = write_masks(tmp_path / "lab", mask)
+    objects = read_objects(bring(root, classes="#ff0000=tumor").samples[0], 0.25)
+    assert sorted(objects.classes.values()) == ["#0080ff"] + ["tumor"] * 4
+    assert np.array_equal(objects.labels > 0, label_map() > 0)
+
+
+@pytest.mark.parametrize("source", ["mask", "coco", "mat"])
+def test_annotations_of_another_size_are_refused(tmp_path: Path, source: str) -> None:
+    """The image was resized after it was annotated."""
+    root = tmp_path / "lab"
+    if source == "mask":
+        write_masks(root, label_map((120, 160)))
+    if source == "coco":
+        coco(root, [{"bbox": [1, 1, 9, 9]}])
+        write_image(root / "images" / "0.png", tissue()[::2, ::2])
+    if source == "mat":
+        write_image(root / "a.png", tissue()[::2, ::2])
+        savemat(root / "a.mat", hovernet())
+    with pytest.raises(
+        DataError, match=r"is for an image of (120 × 160|60 × 80) px .* give the image that was annotated"
+    ):
+        bring(root)
+
+
+def test_masks_in_jpeg_format_are_refused(tmp_path: Path) -> None:
+    root = write_masks(tmp_path / "lab", np.where(label_map() > 0, 255, 0).astype(np.uint8), "masks/a.jpg")
+    with pytest.raises(UnreadableFileError, match="JPEG format, which changes numbers"):
+        bring(root)
+
+
+# HoVer-Net
+
+
+def hovernet(**more: Any) -> dict[str, Any]:
+    return {"inst_map": label_map().astype(np.float64), "inst_centroid": np.array([(12.0, 10.0)]), **more}
+
+
+@pytest.mark.parametrize("version", [5, 7.3])
+def test_mat_files_of_hovernet(tmp_path: Path, version: float) -> None:
+    root = tmp_path / "lab"
+    write_image(root / "Images" / "a.png", tissue())
+    arrays = hovernet(inst_type=np.array([[1], [2], [2], [1], [3]]))
+    (root / "Labels").mkdir()
+    if version == 5:
+        savemat(root / "Labels" / "a.mat", arrays)
+    else:  # MATLAB 7.3 writes HDF5 with a header of 512 bytes
+        with h5py.File(root / "Labels" / "a.mat", "w", userblock_size=512) as file:
+            for name, values in arrays.items():
+                file[name] = values.T
+        with (root / "Labels" / "a.mat").open("r+b") as raw:
+            raw.write(b"MATLAB 7.3 MAT-file".ljust(124) + b"\x00\x02IM")
+    (sample,) = bring(root, classes="1=epithelial,3=").samples
+    objects = read_objects(sample, 0.25)
+    assert objects.classes == {1: "epithelial", 2: "2", 3: "2", 4: "epithelial"}
+    assert np.array_equal(objects.labels > 0, np.isin(label_map(), (10, 20, 30, 40)))
+
+
+def test_classes_of_hovernet_may_be_a_map_of_types(tmp_path: Path) -> None:
+    write_image(tmp_path / "lab" / "a.png", tissue())
+    savemat(tmp_path / "lab" / "a.mat", hovernet(type_map=np.where(label_map() == 20, 4, 2)))
+    assert read_objects(bring(tmp_path / "lab").samples[0], 0.25).classes == {1: "2", 2: "4", 3: "2", 4: "2", 5: "2"}
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": np.zeros(3)}, "contains neither `inst_map` nor `inst_centroid`"),
+        ({"inst_map": np.array([[{"a": 1}]], object)}, "of type object; expected numbers"),
+        ({"inst_map": np.full((9, 9), 0.5)}, "not a label map of whole numbers"),
+        ({"inst_map": label_map(), "inst_type": np.arange(3)}, "has 3 classes in `inst_type` for 5 objects"),
+    ],
+)
+def test_faulty_mat_files_are_refused(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
+    write_image(tmp_path / "lab" / "a.png", tissue())
+    savemat(tmp_path / "lab" / "a.mat", arrays)
+    with pytest.raises(UnreadableFileError, match=message):
+        bring(tmp_path / "lab")
+    write_text(tmp_path / "lab" / "a.mat", "text")
+    with pytest.raises(UnreadableFileError, match="is damaged or not a MATLAB file"):
+        bring(tmp_path / "lab")
+
+
+# Folders of classes
+
+
+def test_folders_of_classes_keep_their_splits(tmp_path: Path) -> None:
+    for split, count in (("Training", 3), ("val", 2), ("test", 2)):
+        for k, name in enumerate(("stroma", "tumor", "debris")):
+            for i in range(count):
+                write_image(tmp_path / "lab" / split / name / f"{i}.png", tissue(nuclei=NUCLEI[: i + k]))
+    write_image(tmp_path / "lab" / "val" / "tumor" / "0.png", np.full((20, 20, 3), 250, np.uint8))
+    dataset = bring(tmp_path / "lab", classes="debris=,stroma=normal")
+    rows = manifest(tmp_path)
+    assert {(row["split"], row["label"]) for row in rows} == {
+        (split, label) for split in ("train", "valid", "test") for label in ("normal", "tumor")
+    }
+    assert len(dataset.samples) == len(rows) == 14
+
+
+def test_classes_with_few_patches_do_not_prevent_a_split(tmp_path: Path) -> None:
+    for k, (name, count) in enumerate((("stroma", 2), ("tumor", 2), ("debris", 2))):
+        for i in range(count):
+            write_image(tmp_path / "lab" / name / f"{i}.png", tissue(seed=2 * k + i))
+    dataset = bring(tmp_path / "lab")
+    assert [len(dataset.split(split)) for split in ("train", "valid", "test")] == [4, 1, 1]
+
+
+# Patients, splits and classes
+
+
+def patients(root: Path, count: int = 10, images: int = 3) -> Path:
+    for patient in range(count):
+        for i in range(images):
+            write_image(root / f"P{patient:02d}_{i}.png", tissue(seed=images * patient + i))
+            write_text(root / f"P{patient:02d}_{i}.csv", "row,col\n10,12\n")
+    return root
+
+
+def test_patients_are_found_by_a_pattern_and_never_divided(tmp_path: Path) -> None:
+    dataset = bring(patients(tmp_path / "lab"), patient=r"(P\d+)_")
+    splits = {sample.case: sample.split for sample in dataset.samples}
+    assert len(splits) == 10
+    assert all(splits[sample.case] == sample.split for sample in dataset.samples)
+    assert {split: list(splits.values()).count(split) for split in splits.values()} == {
+        "train": 6,
+        "valid": 2,
+        "test": 2,
+    }
+
+
+def test_table_states_patients_and_splits(tmp_path: Path) -> None:
+    root = patients(tmp_path / "lab", count=3)
+    for path in root.glob("*.csv"):
+        write_text(path, "10,12\n")
+    rows = [(f"crops/P{i:02d}_0.jpg", f"case {i}", split) for i, split in enumerate(("Training", "val", "testing"))]
+    table = write_csv(root / "crops.csv", [("crop", "case", "split"), *rows])
+    dataset = bring(root, table=table, columns="row,column")
+    assert [(sample.case, sample.split) for sample in dataset.samples] == [
+        *(("case 0", "train"), ("case 1", "valid"), ("case 2", "test"))
+    ]
+    assert any("left out 6 images" in note for note in note_messages(dataset))
+
+
+def test_patients_in_two_splits_are_reported(tmp_path: Path) -> None:
+    root = patients(tmp_path / "lab", count=2)
+    rows = [(f"P{i:02d}_{k}.png", f"case {i}", split) for i in (0, 1) for k, split in enumerate(("train", "valid"))]
+    table = write_csv(tmp_path / "crops.csv", [("image", "patient", "split"), *rows])
+    assert problem_messages(bring(root, table=table)) == [
+        f"patient or slide case {i} is in train and valid; move all of its images to one split." for i in (0, 1)
+    ]
+
+
+def test_validation_patients_are_taken_from_training_patients(tmp_path: Path) -> None:
+    for split, count in (("Train", 10), ("Test", 4)):
+        for i in range(count):
+            write_image(tmp_path / "lab" / split / "Images" / f"{i}.png", tissue())
+            write_text(tmp_path / "lab" / split / "Points" / f"{i}.csv", "row,col\n10,12\n")
+    dataset = bring(tmp_path / "lab")
+    assert [len(dataset.split(split)) for split in ("train", "valid", "test")] == [8, 2, 4]
+    assert any("20 % of the training patients are proposed" in note for note in note_messages(dataset))
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"classes": "tumour=x"}, "--classes renames 'tumour', but the sources have no such class; they have"),
+        ({"classes": "mitosis"}, "--classes contains 'mitosis'; expected OLD=NEW"),
+        ({"read_as": "boxes"}, "--as is 'boxes'; choose points or outlines"),
+        ({"masks": "x"}, "--masks is 'x'; choose objects, binary, classes"),
+        ({"spacing_um_px": None, "read_as": "points"}, "The pixel spacing of 1 image .* give it with --spacing-um-px"),
+        ({"spacing_um_px": 50}, "--spacing-um-px is 50 µm/px"),
+        ({"patient": "(", "read_as": "points"}, "is not a regular expression"),
+        ({"patient": "P1", "read_as": "points"}, "--patient 'P1' does not match the path"),
+        ({}, r"both points or boxes \(1\) and outlines \(1\); choose --as points"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_is_written(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    root = tmp_path / "lab"
+    write_image(root / "a.png", tissue())
+    write_json(
+        root / "a.geojson", [feature("Point", [3, 3], "mitosis"), feature("Polygon", [square(9, 9, 9)], "tumor")]
+    )
+    with pytest.raises(DataError, match=message):
+        bring(root, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_pairs_that_are_not_certain_are_refused(tmp_path: Path) -> None:
+    points = [feature("Point", [3, 3])]
+    root = tmp_path / "lab"
+    write_json(root / "a.geojson", points)
+    with pytest.raises(DataError, match="No images were found in"):
+        bring(root)
+    write_image(root / "other" / "b.png", tissue())
+    write_image(root / "other" / "c.png", tissue())
+    with pytest.raises(DataError, match=r"No image was found for 1 annotation \(a.geojson\)"):
+        bring(root)
+    write_image(root / "x" / "a.png", tissue())
+    write_image(root / "y" / "a.png", tissue())
+    with pytest.raises(DataError, match="the sources have 2 images"):
+        bring(root)
+    (root / "a.geojson").rename(root / "x" / "a.geojson")
+    assert [sample.name for sample in bring(root).samples] == ["../lab/x/a.png"]
+    with pytest.raises(DataError, match="exists and is not empty"):
+        bring(root)
+    write_text(root / "x" / "a.xml", outline_xml(square(3, 3, 9)))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="give only one of the two"):
+        import_data([root], tmp_path / "out2", spacing_um_px=0.25)
+
+
+def test_mixed_objects_can_be_points_or_outlines(tmp_path: Path) -> None:
+    root = tmp_path / "lab"
+    write_image(root / "a.png", tissue())
+    write_json(
+        root / "a.geojson", [feature("Point", [3, 3], "mitosis"), feature("Polygon", [square(9, 9, 9)], "tumor")]
+    )
+    assert len(read_points(bring(root, read_as="points").samples[0], 0.25)) == 2
+    outlines = import_data([root], tmp_path / "outlines", read_as="outlines", spacing_um_px=0.25)
+    assert read_objects(outlines.samples[0], 0.25).classes == {1: "tumor"}
+    points = import_data([root], tmp_path / "points", classes="tumor=", spacing_um_px=0.25)
+    assert parse_points(points.samples[0])[0].classes == ("mitosis",)
+
+
+# Export
+
+
+def test_export_of_geojson_and_back_is_the_identity(tmp_path: Path) -> None:
+    root = tmp_path / "lab"
+    for name in ("x/a.png", "y/a.png"):
+        write_image(root / name, tissue())
+    outer, hole = square(1.123456789012, 2.5, 20), square(5, 5.3333333333333, 4)
+    write_json(root / "x" / "a.geojson", [feature("Polygon", [outer, hole], "tumor", measurements={"p": 0.3})])
+    write_json(root / "y" / "a.geojson", [feature("MultiPolygon", [[square(3, 3, 9)], [outer]], "stroma")])
+    first = export_data(bring(root), tmp_path / "export")
+    again = import_data([root / "x" / "a.png", root / "y" / "a.png", first], tmp_path / "again", spacing_um_px=0.25)
+    second = export_data(again, tmp_path / "export2")
+    names = sorted(path.relative_to(first).as_posix() for path in first.rglob("*.geojson"))
+    assert names == ["x/a.png.geojson", "y/a.png.geojson"]
+    assert [(first / name).read_bytes() for name in names] == [(second / name).read_bytes() for name in names]
+    assert read_geojson(first / names[0])[0].shape == read_geojson(root / "x" / "a.geojson")[0].shape
+
+
+@pytest.mark.parametrize("are_points", [True, False])
+def test_export_of_coco_and_back_is_the_identity(tmp_path: Path, are_points: bool) -> None:
+    root = tmp_path / "lab"
+    for i in range(4):
+        write_image(root / f"P{i}.png", tissue())
+        shapes = [
+            feature("Point", [3.1 + i, 3.7], "mitosis"),
+            feature("Polygon", [square(0.1, 0.7, 0.3 + i)], "box"),
+            feature("Polygon", [[[3, 3], [9.123456789, 4], [8, 10], [3, 3]]], "Ignore*"),
+        ]
+        outlines = [
+            feature("Polygon", [square(20.3, 5.1, 30), square(25.5, 10.2, 9)], "hole"),
+            feature("MultiPolygon", [[square(1.1, 1, 5)], [square(60.5, 40.25, 7)]], "parts"),
+        ]
+        write_json(root / f"P{i}.geojson", shapes if are_points else [*shapes[1:], *outlines])
+    first = export_data(bring(root, patient="P.", read_as="points" if are_points else None), tmp_path / "first.json")
+    again = import_data([root / f"P{i}.png" for i in range(4)] + [first], tmp_path / "again")
+    assert again.annotated == ("points" if are_points else "objects")
+    second = export_data(again, tmp_path / "second.json")
+    assert json.loads(first.read_text()) == json.loads(second.read_text())
+    content = json.loads(first.read_text())
+    assert [image["file_name"] for image in content["images"]] == ["P0.png", "P1.png", "P2.png", "P3.png"]
+    assert {image["split"] for image in content["images"]} == {"train", "valid", "test"}
+    assert len(content["annotations"]) == 4 * (3 if are_points else 4)
+
+
+def test_other_datasets_can_be_exported(tmp_path: Path) -> None:
+    """Positions in CSV files, label maps with classes, and XML."""
+    for name in "abc":
+        write_image(tmp_path / f"{name}.png", tissue())
+    write_image(tmp_path / "a-map.png", label_map())
+    rows = [(number * 10, "x") for number in range(1, 6)]
+    write_csv(tmp_path / "a-map.csv", [("object", "class"), *rows])
+    write_text(tmp_path / "b.xml", outline_xml([(4, 4), (14, 4), (14, 14), (4, 14)]))
+    header = "image,annotation,split,spacing\n"
+    write_text(tmp_path / "m.csv", f"{header}a.png,a-map.png,train,0.25\nb.png,b.xml,test,0.25\n")
+    out = export_data(open_data(tmp_path / "m.csv"), tmp_path / "out")
+    assert {item.class_name for item in read_geojson(out / "a.png.geojson")} == {"x"}
+    assert len(read_geojson(out / "b.png.geojson")) == 1
+    write_text(tmp_path / "c.csv", "10,12\n")
+    write_text(tmp_path / "p.csv", f"{header}c.png,c.csv,train,0.25\n")
+    export_data(open_data(tmp_path / "p.csv"), tmp_path / "points")
+    assert read_geojson(tmp_path / "points" / "c.png.geojson")[0].shape == Point(10.5, 12.5)
+
+
+# The command
+
+
+def test_command_prints_what_it_understood(tmp_path: Path) -> None:
+    root = patients(tmp_path / "lab", count=5)
+    words = [
+        "data",
+        "import",
+        str(root),
+        "--out",
+        str(tmp_path / "out"),
+        "--patient",
+        "P[0-9]+",
+        "--spacing-um-px",
+        "0.5",
+    ]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "read 15 tables of positions." in result.output
+    assert "a random split by patient is proposed" in result.output
+    assert "0.5 µm/px" in result.output
+    assert (tmp_path / "out" / "contact-sheet.png").stat().st_size > 10_000
+    refused = CliRunner().invoke(app, words)
+    assert refused.exit_code == 2
+    assert "exists and is not empty; choose a new folder." in refused.output
+    exported = CliRunner().invoke(app, ["data", "export", str(tmp_path / "out"), "--out", str(tmp_path / "coco.json")])
+    assert exported.exit_code == 0, exported.output
+    assert len(json.loads((tmp_path / "coco.json").read_text())["images"]) == 15
+
+
+def test_slide_files_are_read_as_images(tmp_path: Path) -> None:
+    """MoNuSAC's images are SVS files. Pillow opens this one as a TIFF file, but not those with JPEG 2000."""
+    root = tmp_path / "lab"
+    root.mkdir()
+    description = "Aperio Image Library\r\n80x60|AppMag = 40|MPP = 0.2500"
+    Image.fromarray(tissue()).save(root / "a.tif", description=description)
+    (root / "a.tif").rename(root / "a.svs")
+    write_text(root / "a.xml", monusac(0.3))
+    dataset = bring(root, spacing_um_px=None)
+    assert dataset.samples[0].spacing_um_px == 0.25, "the image has priority over the XML file"
+    assert problem_messages(check(dataset)) == []
