@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from layouts import amida13, kumar, pcam, pixels, write_csv, write_image
+from PIL import Image
 from rich.console import Console
 from scanner_files import write_svs
 from typer.testing import CliRunner, Result
@@ -146,6 +147,19 @@ def test_data_check_lists_all_problems_and_exits_with_1(tmp_path: Path) -> None:
     assert "2 problems" in result.stdout
     assert "- camelyonpatch_level_2_split_valid_y.h5: does not exist." in result.stdout
     assert "- camelyonpatch_level_2_split_test_x.h5: is not an HDF5 file, or is damaged" in result.stdout
+
+
+@pytest.mark.parametrize("layout", ["pcam", "kumar", "amida13"])
+def test_data_show_draws_each_augmentation(tmp_path: Path, layout: str) -> None:
+    data = {
+        "pcam": lambda: pcam(tmp_path / "data", (4, 2, 2)),
+        "kumar": lambda: kumar(tmp_path / "data", [f"n{i}" for i in range(6)], size=70),
+        "amida13": lambda: amida13(tmp_path / "data", cases=[1, 2, 3, 13], size=(100, 110)),
+    }[layout]()
+    result = run("data", "show", str(data), "--augment", "--out", str(tmp_path / "sheet.png"))
+    assert result.exit_code == 0, result.stderr
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.height > sheet.width, "nine rows of tiles"
 
 
 def test_data_show_draws_a_contact_sheet(tmp_path: Path) -> None:

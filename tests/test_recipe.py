@@ -53,7 +53,7 @@ def test_the_defaults_are_those_of_the_paper(tmp_path: Path) -> None:
     assert recipe == Recipe("tumor", "pcam")
     assert (recipe.optimiser, recipe.learning_rate, recipe.momentum, recipe.weight_decay) == ("sgd", 0.01, 0.9, 5e-4)
     assert recipe.schedule == "halve"
-    assert recipe.augmentation == Augmentation()
+    assert recipe.augmentation == Augmentation(stain=0.0)
 
 
 def test_changes_apply_and_texts_need_no_quotes(tmp_path: Path) -> None:
@@ -220,6 +220,15 @@ def test_a_class_with_any_characters_is_read_back_equal(tmp_path: Path, name: st
 
 def test_whole_numbers_are_accepted_for_numbers() -> None:
     assert make_recipe({"task": "tumor", "data": "x", "learning_rate": 1}).learning_rate == 1.0
+
+
+def test_stain_jitter_is_on_by_default_except_for_tasks_of_the_paper() -> None:
+    for task, expected in (("tumor", 0.0), ("nuclei", 0.0), ("classify", 0.1), ("detect", 0.1), ("segment", 0.1)):
+        for recipe in (Recipe(task, "d"), make_recipe({"task": task, "data": "d", "augmentation": {"blur": 1}})):
+            assert recipe.augmentation.stain == expected
+        assert make_recipe({"task": task, "data": "d", "augmentation": {"stain": 0}}).augmentation.stain == 0.0
+    with pytest.raises(RecipeError, match=r"'jpeg' is 5; expected a number from 10 to 100"):
+        make_recipe({"task": "tumor", "data": "d", "augmentation": {"jpeg": 5}})
 
 
 @pytest.mark.parametrize("name", ["mitosis", "nuclei", "tumor"])

@@ -10,12 +10,12 @@ import difflib
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rotopath.data.augmentation import Augmentation
+from rotopath.data.augmentation import OWN_STAIN, Augmentation
 from rotopath.data.batches import Cache
 from rotopath.images.files import PLAUSIBLE_UM_PX, UnreadableFileError, expect_file, is_plausible
 from rotopath.images.stain import Stain
@@ -138,6 +138,9 @@ class Recipe:
             raise RecipeError(f"the key 'classes' must be a list of different names; got {list(self.classes)!r}.")
         for color in self.colors:
             _require(re.fullmatch("#[0-9a-fA-F]{6}", color) is not None, "colors", color, 'a color such as "#e69f00"')
+        if self.augmentation.stain is None:
+            stain = 0.0 if self.task in PAPER else OWN_STAIN
+            object.__setattr__(self, "augmentation", replace(self.augmentation, stain=stain))
         low, high = PLAUSIBLE_UM_PX
         for name in ("spacing_um_px", "data_spacing_um_px"):
             value = getattr(self, name)

@@ -209,6 +209,8 @@ def _format_draft(
     """Return the text of a recipe. `what` describes the data, and `duration` how long the training takes."""
     import tomli_w
 
+    from rotopath.data.augmentation import OWN_STAIN
+
     task, recipe = plan.task, plan.recipe
     lines = [f"# {what}: {values['data']}. Written by `rotopath init`; every value may be changed."]
     lines.append(f"#   rotopath train {path}")
@@ -244,6 +246,12 @@ def _format_draft(
     add(f"Steps in total: epochs × steps, about {duration}", epochs=EPOCHS, steps=steps)
     add("Windows per step, and their side in px", batch=values["batch"], window_px=values["window_px"])
     add("Decrease the learning rate to 0 along a cosine", learning_rate=recipe.learning_rate, schedule="cosine")
+    stain = recipe.augmentation.stain or OWN_STAIN
+    add(
+        "Random changes of the windows: see `rotopath data show --augment`. Others: free_rotation, elastic (px)",
+        augmentation={"stain": stain, "brightness": recipe.augmentation.brightness},
+    )
+    lines += ["# scale = 0.1  # ±10 %", "# blur = 1.5  # px", "# jpeg = 50  # lowest quality"]
     if recipe.from_:
         lines += ["", tomli_w.dumps({"network_options": values["network_options"]}).rstrip()]
     return "\n".join(lines) + "\n"
