@@ -10,8 +10,8 @@ pixels; (0, 0) is the center of the upper left pixel. Classes are names in this 
 numbers.
 
 In GeoJSON files, outlines of QuPath's class "Ignore*" are areas in which objects are not annotated, or are ambiguous.
-They and outlines of the class "Region*" are no objects. Ignored areas have positions as in GeoJSON: (0, 0) is the upper
-left corner of the image.
+They and outlines of the class "Region*" are no objects, and neither are predictions that a person has rejected.
+Ignored areas have positions as in GeoJSON: (0, 0) is the upper left corner of the image.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from rotopath.data.dataset import (
     resampling_factor,
 )
 from rotopath.images.files import UnreadableFileError, is_plausible, read_labels
-from rotopath.images.geojson import IGNORED_CLASS, REGION_CLASS, SlideObject, read_geojson
+from rotopath.images.geojson import IGNORED_CLASS, SlideObject, read_geojson
 from rotopath.images.outlines import Point, Polygon, fill_outline
 
 GEOJSON_SUFFIXES = (".geojson", ".json")
@@ -131,7 +131,7 @@ def _read_geojson_points(path: Path) -> tuple[list[PointRow], tuple[tuple[Polygo
     rows: list[PointRow] = []
     objects = read_geojson(path)
     for i, item in enumerate(objects, 1):
-        if item.class_name not in (IGNORED_CLASS, REGION_CLASS):
+        if item.is_object:
             row, column = item.center
             # (0, 0) is the corner of the first pixel in GeoJSON, but the center of this pixel in `Points`.
             rows.append((f"feature {i}", row - 0.5, column - 0.5, item.class_name))
@@ -275,7 +275,7 @@ def _paint_geojson(objects: Sequence[SlideObject], height: int, width: int) -> t
     classes: dict[int, str] = {}
     faults: list[str] = []
     for i, item in enumerate(objects, 1):
-        if item.class_name in (IGNORED_CLASS, REGION_CLASS):
+        if not item.is_object:
             continue
         if isinstance(item.shape, Point):
             faults.append(f"feature {i} is left out: it is a point, not a polygon.")

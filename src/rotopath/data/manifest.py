@@ -30,7 +30,7 @@ from rotopath.data.dataset import (
 )
 from rotopath.data.splits import SPLITS, find_split, read_split_file, split_fractions
 from rotopath.images.files import PLAUSIBLE_UM_PX, UnreadableFileError, is_plausible
-from rotopath.images.geojson import IGNORED_CLASS, REGION_CLASS, read_geojson
+from rotopath.images.geojson import read_geojson
 from rotopath.images.outlines import Point
 
 MANIFEST_FILE = "manifest.csv"
@@ -134,7 +134,7 @@ def _find_annotated_in_geojson(files: list[Path]) -> Annotated:
     """Return "points" if the first file with any object contains only points, else "objects"."""
     for file in files:
         try:
-            objects = [item for item in read_geojson(file) if item.class_name not in (IGNORED_CLASS, REGION_CLASS)]
+            objects = [item for item in read_geojson(file) if item.is_object]
         except UnreadableFileError:
             continue  # `check` reports this file
         if objects:
