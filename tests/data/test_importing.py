@@ -80,7 +80,7 @@ def test_points_of_qupath_keep_their_classes_and_ignored_areas(tmp_path: Path) -
         feature("Point", [12.5, 10.5], "mitosis"),
         feature("MultiPoint", [[60.25, 12.125], [33.5, 30.5]], "apoptosis"),
         feature("Polygon", [square(1, 40, 9)], "Ignore*"),
-        feature("Polygon", [square(0, 0, 60)], "Region*"),
+        feature("Polygon", [square(0, 0, 80)], "Region*"),
     ]
     write_json(root / "a.geojson", {"type": "FeatureCollection", "features": features})
     dataset = bring(root)
@@ -739,7 +739,7 @@ def test_validation_patients_are_taken_from_training_patients(tmp_path: Path) ->
     [
         ({"classes": "tumour=x"}, "--classes renames 'tumour', but the sources have no such class; they have"),
         ({"classes": "mitosis"}, "--classes contains 'mitosis'; expected OLD=NEW"),
-        ({"read_as": "boxes"}, "--as is 'boxes'; choose points or outlines"),
+        ({"read_as": "boxes"}, "--as is 'boxes'; choose points, outlines, regions"),
         ({"masks": "x"}, "--masks is 'x'; choose objects, binary, classes"),
         ({"spacing_um_px": None, "read_as": "points"}, "The pixel spacing of 1 image .* give it with --spacing-um-px"),
         ({"spacing_um_px": 50}, "--spacing-um-px is 50 µm/px"),

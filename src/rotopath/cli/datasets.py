@@ -48,7 +48,11 @@ def import_data(
     ] = None,
     read_as: Annotated[
         str | None,
-        typer.Option("--as", help="What the objects are used for: points (their centers) or outlines."),
+        typer.Option(
+            "--as",
+            help="What the objects are used for: points (their centers), outlines, or regions (areas with a class, "
+            "such as tumor and stroma, from which squares with labels are taken).",
+        ),
     ] = None,
     columns: Annotated[
         str | None,

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from PIL import Image
@@ -65,7 +65,8 @@ from rotopath.images.outlines import Point, make_polygon
 from rotopath.images.slides import open_slide
 from rotopath.writing import atomic_folder, write_json, write_text
 
-ImportAs = Literal["points", "outlines"]
+ImportAs = Literal["points", "outlines", "regions"]
+Column = Literal["label", "points", "outlines", "regions"]  # of the manifest
 JSON_SUFFIXES = (*GEOJSON_SUFFIXES, ".geojson.gz", ".json.gz")
 TABLE_SUFFIXES = (".csv", ".tsv", ".txt")
 PICTURE_SUFFIXES = IMAGE_SUFFIXES | SLIDE_SUFFIXES
@@ -161,8 +162,9 @@ def import_data(
       images are searched beside the annotations.
     - `classes`: new names of classes, such as "1=tumor,2=stroma,other=": an empty name leaves a class out. The name
       "Ignore*" makes the outlines of a class ignored areas.
-    - `read_as`: "points" or "outlines": what the objects are used for. By default, outlines if all objects have an
-      outline, and points if all of them are points or bounding boxes.
+    - `read_as`: "points", "outlines" or "regions": what the objects are used for. By default, outlines if all objects
+      have an outline, and points if all of them are points or bounding boxes. "regions" are areas with a class, such as
+      tumor and stroma, from which squares with labels are taken.
     - `columns`: order of the columns of tables without a header, such as "row,column" or "x,y,class".
     - `masks`: what a number in a gray mask is: "objects", "binary" or "classes" (see `import_masks.read_mask`).
     - `patient`: a regular expression that finds the patient in the path of an image. If it has a group, the patient is
@@ -196,14 +198,15 @@ def import_data(
         raise DataError(f"No images were found in {_list_sources(sources)}; give the folder with the images as well.")
     order = [name.strip() for name in columns.split(",")] if columns else None
     annotations = _read_annotations(files, mask_of, order, masks, notes, given=set(others))
-    if annotations or earlier_column in ("points", "outlines"):
+    if annotations or earlier_column not in (None, "label"):
         if earlier_column == "label":
             raise DataError(
                 f"{_list_sources(earlier)} has a class for each image, but the other sources describe objects; import "
                 f"them to another folder."
             )
         _pair(items, annotations, notes)
-        items, column = _finish_objects(items, renamed, read_as or earlier_column, spacing_um_px, notes)
+        kind = read_as or earlier_column
+        items, column = _finish_objects(items, renamed, kind, spacing_um_px, notes)
     else:
         if not are_class_folders:
             raise DataError(
@@ -224,8 +227,8 @@ def _expect_options(out: Path, read_as: str | None, masks: str | None, spacing_u
     """Raise DataError if an option has an invalid value, or if `out` contains files."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"--out {out} exists and is not empty; choose a new folder.")
-    if read_as not in (None, "points", "outlines"):
-        raise DataError(f"--as is {read_as!r}; choose points or outlines.")
+    if read_as not in (None, *get_args(ImportAs)):
+        raise DataError(f"--as is {read_as!r}; choose {', '.join(get_args(ImportAs))}.")
     if masks not in (None, *MASK_KINDS):
         raise DataError(f"--masks is {masks!r}; choose {', '.join(MASK_KINDS)}.")
     if spacing_um_px is not None and not is_plausible(spacing_um_px):
@@ -312,28 +315,42 @@ def _find_beside(files: Sequence[_File]) -> list[_File]:
     return list(found.values())
 
 
-def _read_earlier(folders: Sequence[Path]) -> tuple[list[_Item], Literal["label", "points", "outlines"] | None]:
+def _read_earlier(folders: Sequence[Path]) -> tuple[list[_Item], Column | None]:
     """Return the images of earlier imports with their annotations, and the column of their manifests."""
     datasets = [open_data(folder) for folder in folders]
     for dataset in datasets:
         if faulty := problems(dataset.findings):
             raise DataError(f"{dataset.root / MANIFEST_FILE}: {faulty[0]}")
-        if dataset.annotated != datasets[0].annotated:
+        if _find_column(dataset) != _find_column(datasets[0]):
             raise DataError(f"{_list_sources(folders)} have different types of annotations; import them one by one.")
     items = []
     for dataset in datasets:
-        for sample in dataset.samples:
+        for sample in _list_images(dataset):
             item = _Item(_File(sample.path, sample.path.parent), label=sample.label or "")
             item.known = {"split": sample.split, "spacing": f"{sample.spacing_um_px:.6g}", "organ": sample.stratum}
-            if sample.case != os.path.normpath(sample.name):  # otherwise, the patient is unknown
+            named = [
+                sample.path,
+                *([sample.path.relative_to(dataset.root)] if sample.path.is_relative_to(dataset.root) else []),
+            ]
+            if sample.case not in map(os.path.normpath, named):  # otherwise, the patient is unknown
                 item.known["group"] = sample.case
-            if dataset.annotated != "labels":
+            if _find_column(dataset) != "label":
                 objects = tuple(_read_objects(dataset.annotated, sample))
                 item.annotation = Annotation(sample.annotations[0] if sample.annotations else sample.path, "", objects)
             items.append(item)
-    columns: dict[Annotated, Literal["label", "points", "outlines"]]
-    columns = {"labels": "label", "points": "points", "objects": "outlines"}
-    return items, columns[datasets[0].annotated] if datasets else None
+    return items, _find_column(datasets[0]) if datasets else None
+
+
+def _find_column(dataset: Dataset) -> Column:
+    """Return the column of a manifest with the annotations of a dataset."""
+    if dataset.annotated == "labels":
+        return "regions" if any(sample.box for sample in dataset.samples) else "label"
+    return "points" if dataset.annotated == "points" else "outlines"
+
+
+def _list_images(dataset: Dataset) -> list[Sample]:
+    """Return a sample for each image file of a dataset: the first, if there are several parts of an image."""
+    return list({sample.path: sample for sample in reversed(dataset.samples)}.values())[::-1]
 
 
 # Annotations
@@ -561,6 +578,9 @@ def _finish_objects(
         notes.append(Finding("", message, is_problem=False))
     if regions:
         message = f"outlines without a class that contain other objects ({regions}) are regions (Region*), not objects."
+        notes.append(Finding("", message, is_problem=False))
+    if read_as == "regions" and points:
+        message = f"{points} points are left out, because regions are outlines."
         notes.append(Finding("", message, is_problem=False))
     if not points + boxes + outlines:
         raise DataError("The sources contain no objects; check that the annotation files are complete.")
@@ -844,16 +864,16 @@ def export_data(dataset: Dataset, out: Path | str) -> Path:
     the dataset has no annotated objects, or UnreadableFileError if a file cannot be read.
     """
     out = Path(out)
-    if dataset.annotated == "labels":
+    if _find_column(dataset) == "label":
         raise DataError(f"{dataset.root} has a class for each image and no objects; COCO and GeoJSON describe objects.")
     if any(sample.row is not None for sample in dataset.samples) or not dataset.samples:
         raise DataError(f"{dataset.root} contains no image files that can be exported.")
     if out.suffix.lower() != ".json" and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"--out {out} exists and is not empty; choose a new folder, or a file that ends in .json.")
-    names = _short_names([sample.path for sample in dataset.samples])
+    samples = _list_images(dataset)
+    names = _short_names([sample.path for sample in samples])
     contents = [
-        (name, sample, _read_objects(dataset.annotated, sample))
-        for name, sample in zip(names, dataset.samples, strict=True)
+        (name, sample, _read_objects(dataset.annotated, sample)) for name, sample in zip(names, samples, strict=True)
     ]
     if out.suffix.lower() == ".json":
         out.parent.mkdir(parents=True, exist_ok=True)
