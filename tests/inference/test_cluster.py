@@ -21,7 +21,7 @@ from rotopath.cli import app
 from rotopath.images.geojson import Polygon, SlideObject, read_geojson, write_geojson
 from rotopath.inference.cluster import ClusterError, Workers, connect, predict_on_cluster
 from rotopath.inference.predict_files import FileOptions, SlideOutcome
-from rotopath.inference.slide_pass import Model
+from rotopath.inference.slide_pass import Model, PassOptions
 from rotopath.runs import prepare_model
 
 pytestmark = pytest.mark.slow
@@ -163,6 +163,15 @@ def test_workers_work_in_any_folder(
     assert (outcome.path, outcome.folder) == (Path("a.png"), Path("out/a.png"))
     assert outcome.state == "done", outcome.reason
     assert (tmp_path / "out" / "a.png" / "summary.json").exists()
+
+
+@pytest.mark.usefixtures("workers")
+def test_workers_of_a_cluster_start_no_processes(image: Path, tmp_path: Path) -> None:
+    """Dask's workers cannot. On a GPU, processes are started by default."""
+    options = FileOptions(PassOptions(everywhere=True, workers=1), spacing_um_px=0.25)
+    make_model = partial(prepare_model, "nuclei-kumar-n8", "cpu")
+    (outcome,) = predict_on_cluster(make_model, [image], tmp_path / "out", options, "local", at_once=1)
+    assert outcome.state == "done", outcome.reason
 
 
 def test_an_unknown_cluster_is_refused() -> None:
