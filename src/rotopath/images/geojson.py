@@ -238,7 +238,8 @@ def read_geojson(path: Path, origin_px: tuple[float, float] = (0, 0)) -> list[Sl
     expect_file(path)
     try:
         content = path.read_bytes()
-        content = parse_json(gzip.decompress(content) if path.suffix == ".gz" else content)
+        # QuPath writes NaN for measurements without a value.
+        content = parse_json(gzip.decompress(content) if path.suffix == ".gz" else content, only_finite=False)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UnreadableFileError(path, f"is cut off or not a gzip file ({error}); compress it again.") from None
     except FileNotFoundError:
@@ -309,6 +310,8 @@ def _parse_geometry(
     kind, coordinates = geometry["type"], geometry["coordinates"]
     if kind in ("Point", "MultiPoint"):
         for x, y, *_ in [coordinates] if kind == "Point" else coordinates:
+            if not (math.isfinite(float(y)) and math.isfinite(float(x))):
+                raise _UnknownShapeError("it has a coordinate that is NaN or infinite")
             yield Point(float(y) + origin_px[0], float(x) + origin_px[1])
     elif kind in ("Polygon", "MultiPolygon"):
         polygons = [coordinates] if kind == "Polygon" else coordinates
