@@ -83,23 +83,21 @@ def test_a_model_file_and_weights_are_enough_to_predict(run: Path) -> None:
 WRONG_VALUES = {
     "table": (None, 3, [], "x"),
     "text": (None, 3, "", []),
-    **dict.fromkeys(("whole", "orientations", "window"), (None, 0, -1, 1.5, True, "4", 10**7)),
+    "whole": (None, 0, -1, 1.5, True, "4", 10**7),
     "flag": (None, 0, "false"),
 }
 EXPECTED = {
     "table": "a JSON object",
     "text": "a string that is not empty",
     "whole": "a whole number from 1 to 1000000",
-    "orientations": "a whole number from 1 to 128",
-    "window": "a whole number from 1 to 4096",
     "flag": "true or false",
 }
+LARGEST = {"orientations": 128, "window_px": 4096}  # of whole numbers, where it is not 10⁶
 TYPES = {
     **dict.fromkeys(("task", "network", "network.options", "network.geometry", "operating_point", "weights"), "table"),
     **{f"task.{name}": "text" for name in ("kind", "name", "stain", "absent", "plural")},
     **dict.fromkeys(("network.name", "weights.sha256"), "text"),
-    "network.orientations": "orientations",
-    "network.window_px": "window",
+    **dict.fromkeys(("network.orientations", "network.window_px"), "whole"),
     **{f"network.geometry.{name}": "whole" for name in ("outputs", "smallest_px", "step_px", "stride_px")},
     **dict.fromkeys(("task.typed", "network.slides"), "flag"),
 }
@@ -111,7 +109,8 @@ def test_a_value_of_the_wrong_type_is_named(run: Path, key: str) -> None:
     for value in (MISSING, *WRONG_VALUES[TYPES[key]]):
         write_json(run / MODEL, with_value(content, key, value))
         name, given = key.rpartition(".")[2], None if value is MISSING else value
-        message = f"the key {name!r} must be {EXPECTED[TYPES[key]]}; got {given!r}. Restore the file from a copy"
+        expected = EXPECTED[TYPES[key]].replace("1000000", str(LARGEST.get(name, 10**6)))
+        message = f"the key {name!r} must be {expected}; got {given!r}. Restore the file from a copy"
         assert f"{run / MODEL} is damaged: {message}" in error_of_loading(run)
     write_json(run / MODEL, content)
     rp.load(run)
@@ -125,6 +124,7 @@ def test_a_value_of_the_wrong_type_is_named(run: Path, key: str) -> None:
         ("format", 0, "'format' must be a whole number, 1 or more; got 0"),
         ("format", True, "'format' must be a whole number, 1 or more; got True"),
         ("format", 1.0, "'format' must be a whole number, 1 or more; got 1.0"),
+        ("network.orientations", 999_999, "'orientations' must be a whole number from 1 to 128; got 999999"),
         ("task.kind", "zebra", "There is no task 'zebra'; choose from"),
         ("task.kind", "clasify", "There is no task 'clasify'; did you mean 'classify'?"),
         ("task.kind", "no.such:Kind", "'no.such:Kind' cannot be imported"),
@@ -202,6 +202,7 @@ def test_nan_and_infinity_are_named(run: Path, key: str, value: str) -> None:
         ("network.options.kernel", None, "got None"),
         ("network.options.smoothing", "yes", "'smoothing' of tumor must be False or True; got 'yes'"),
         ("network.options.widths_of", 0, "orientations must be a whole number, 1 or more"),
+        ("network.options.widths_of", 999_999, "tumor cannot have 999999 orientations, because no choice of channels"),
     ],
 )
 def test_a_network_that_cannot_be_built_is_named(run: Path, key: str, value: object, message: str) -> None:

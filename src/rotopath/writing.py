@@ -129,14 +129,15 @@ def write_json(path: Path, content: object) -> None:
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def parse_json(content: str | bytes) -> Any:
+def parse_json(content: str | bytes, only_finite: bool = True) -> Any:
     """Return the value of a JSON text from an unknown source. `write_json` writes such texts.
 
-    Raises ValueError if the text is not valid JSON or not UTF-8, if it is nested too deeply, or if it contains a number
-    that is not finite or has more than MAX_DIGITS digits before the decimal point.
+    Raises ValueError if the text is not valid JSON, not Unicode, or nested too deeply, or if a whole number has more
+    than MAX_DIGITS digits. With `only_finite`, numbers that are NaN or infinite are refused as well.
     """
+    to_float, constant = (_parse_float, _refuse_constant) if only_finite else (None, None)
     try:
-        return json.loads(content, parse_constant=_refuse_constant, parse_float=_parse_float, parse_int=_parse_whole)
+        return json.loads(content, parse_constant=constant, parse_float=to_float, parse_int=_parse_whole)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

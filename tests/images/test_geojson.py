@@ -203,6 +203,14 @@ def test_files_of_qupath_and_other_software_are_read(tmp_path: Path) -> None:
     assert {(point.kind, point.class_name) for point in points} == {("annotation", "Tumor: Positive")}
 
 
+def test_a_measurement_that_is_nan_has_no_value(tmp_path: Path) -> None:
+    """As QuPath writes it."""
+    geometry = '"geometry": {"type": "Point", "coordinates": [1, 2]}'
+    (tmp_path / "a.geojson").write_text(f'[{{{geometry}, "properties": {{"measurements": {{"a": NaN, "b": 1.5}}}}}}]')
+    (point,) = read_geojson(tmp_path / "a.geojson")
+    assert point.measurements == {"b": 1.5}
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -220,6 +228,10 @@ def test_files_of_qupath_and_other_software_are_read(tmp_path: Path) -> None:
         ),
         ('[{"geometry": {"type": "Polygon", "coordinates": []}}]', "cannot be used"),
         ('[{"geometry": {"type": "Point", "coordinates": ["a", "b"]}}]', "cannot be used"),
+        ('[{"geometry": {"type": "Point", "coordinates": [1, NaN]}}]', "a coordinate that is NaN or infinite"),
+        ('[{"geometry": {"type": "Point", "coordinates": [1, 1e999]}}]', "a coordinate that is NaN or infinite"),
+        ('[{"geometry": {"type": "Point", "coordinates": [1, ' + "9" * 400 + "]}}]", "a number has 400 digits"),
+        ("[" * 100_000, "it is nested too deeply"),
     ],
 )
 def test_invalid_files_are_refused_in_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:

@@ -12,7 +12,7 @@ import tifffile
 from drawn_slides import GLASS, STROMA, DrawnSlide, draw_slide
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layouts import truncate
+from layouts import pixels, truncate
 from PIL import Image
 from scanner_files import write_dicom, write_mirax, write_ndpi, write_ome_zarr, write_svs
 from scipy import ndimage
@@ -598,3 +598,17 @@ def test_the_description_of_a_slide_states_what_is_missing(tmp_path: Path) -> No
     assert (svs.contents.format, svs.pixel_size_um, svs.missing) == ("aperio", (0.25, 0.25), ())
     assert svs.contents.reader.startswith("OpenSlide ")
     assert svs.levels[0] == ((1024, 1024), 1.0)
+
+
+def test_every_read_after_a_damaged_tile_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    """OpenSlide raises the first error again at any later call, perhaps in another thread."""
+    path = write_svs(tmp_path / "a.svs", pixels(400, 500))
+    with tifffile.TiffFile(path) as tiff:
+        offset = tiff.pages[0].dataoffsets[0]
+    content = bytearray(path.read_bytes())
+    content[offset + 20 : offset + 60] = bytes(40)
+    path.write_bytes(content)
+    with open_slide(path) as slide:
+        for _ in range(3):
+            with pytest.raises(UnreadableImageError, match=r"a\.svs cannot be decoded"):
+                slide.read(0, 0, 50, 50)

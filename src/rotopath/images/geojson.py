@@ -281,7 +281,7 @@ def read_json(path: Path) -> Any:
             content = file.read(MAX_JSON_BYTES + 1)
         if len(content) > MAX_JSON_BYTES:
             raise UnreadableFileError(path, f"is larger than {MAX_JSON_BYTES >> 20} MB; divide it into several files.")
-        return parse_json(content)
+        return parse_json(content, only_finite=False)  # QuPath writes NaN for measurements without a value
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UnreadableFileError(path, f"is cut off or not a gzip file ({error}); compress it again.") from None
     except FileNotFoundError:
