@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from rotopath.images import open_slide
 from rotopath.images import pyramid as pyramid_module
+from rotopath.images.files import UnreadableFileError
 from rotopath.images.pyramid import MapFile, MapWriter, StoredMap, write_pyramid
 
 
@@ -182,3 +184,14 @@ def test_any_rectangle_of_a_stored_map_has_the_bits_that_were_written(
             np.testing.assert_array_equal(
                 stored.read(rows, columns, 3), values[:, rows[0] : rows[1], columns[0] : columns[1]]
             )
+
+
+def test_any_overwritten_bytes_of_a_stored_map_are_harmless_or_refused(tmp_path: Path) -> None:
+    with MapWriter(tmp_path / "map.zip") as writer:
+        writer.describe({"a": 1}, np.ones((5, 5), np.uint8))
+        writer.write(0, 0, np.ones((1, 4, 4), np.float32))
+    content = (tmp_path / "map.zip").read_bytes()
+    for start in range(0, len(content), 5):
+        (tmp_path / "map.zip").write_bytes(content[:start] + b"\xff" * 4 + content[start + 4 :])
+        with suppress(UnreadableFileError), StoredMap(tmp_path / "map.zip") as stored:
+            stored.read((0, 4), (0, 4), 1)

@@ -23,7 +23,7 @@ from itertools import chain, product, zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
-from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -164,7 +164,7 @@ class StoredMap:
             self.mask: NDArray[np.uint8] = np.load(io.BytesIO(self._zip.read(MASK)), allow_pickle=False)
             self._names = [name for name in self._zip.namelist() if name not in (ABOUT, MASK)]
             self._frames = np.array([name.split(",") for name in self._names], np.int64).reshape(-1, 5)
-        except (OSError, BadZipFile, KeyError, ValueError) as error:
+        except Exception as error:  # zipfile, zlib and NumPy raise errors of many types for damaged bytes
             raise self._damaged(error) from None
         self._read_block = lru_cache(CACHED_BLOCKS)(self._decompress)
 
@@ -199,7 +199,7 @@ class StoredMap:
             content = zlib.decompress(self._zip.read(self._names[index]))
             planes = np.frombuffer(content, np.uint8).reshape(4, -1)
             return np.ascontiguousarray(planes.T).view("<f4").reshape(self._frames[index, 2:])
-        except (OSError, BadZipFile, ValueError, zlib.error) as error:
+        except Exception as error:
             raise self._damaged(error) from None
 
     def _damaged(self, error: Exception) -> UnreadableFileError:
