@@ -10,6 +10,7 @@ their pixels are already in memory. The objects must be the same for each number
 import argparse
 import hashlib
 import json
+import sys
 import tempfile
 import time
 import zlib
@@ -18,7 +19,6 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-import tifffile
 import torch
 from numpy.typing import NDArray
 from PIL import Image
@@ -30,6 +30,9 @@ from rotopath.inference.slide_pass import PassOptions, SlidePass
 from rotopath.inference.tiling import compute_probabilities
 from rotopath.runs import Run
 from rotopath.synthetic.organs import render_organ_field
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from drawn_slides import write_levels  # type: ignore[import-not-found]
 
 TILE_PX, FIELD_PX, FACTOR, LEVELS = 256, 768, 4, 3
 SPACING_UM_PX = 0.25
@@ -45,22 +48,11 @@ def read_block(images: list[Path]) -> NDArray[np.uint8]:
 
 def write_slide(path: Path, block: NDArray[np.uint8], side: int) -> None:
     """Write a pyramidal, compressed TIFF of side × side px that repeats the square `block`."""
-    with tifffile.TiffWriter(path, bigtiff=True) as tiff:
-        for level in range(LEVELS):
-            step = FACTOR**level
-            pixels_per_cm = 1e4 / (SPACING_UM_PX * step)
-            tiff.write(
-                compress_tiles(block[step // 2 :: step, step // 2 :: step], side // step),
-                shape=(side // step, side // step, 3),
-                dtype=np.uint8,
-                tile=(TILE_PX, TILE_PX),
-                photometric="rgb",
-                compression="adobe_deflate",
-                resolution=(pixels_per_cm, pixels_per_cm),
-                resolutionunit="CENTIMETER",
-                subfiletype=1 if level else 0,
-                metadata=None,
-            )
+
+    def make_tiles(step: int) -> Iterator[bytes]:
+        return compress_tiles(block[step // 2 :: step, step // 2 :: step], side // step)
+
+    write_levels(path, make_tiles, (side, side), SPACING_UM_PX, FACTOR, LEVELS, TILE_PX)
 
 
 def compress_tiles(block: NDArray[np.uint8], side: int) -> Iterator[bytes]:

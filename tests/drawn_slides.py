@@ -5,7 +5,7 @@ seconds, and no more memory than its islands.
 """
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,18 +48,39 @@ def draw_slide(
         for (top, left, _), (_, corners) in zip(islands, drawn, strict=True)
         for row, column in corners
     ]
+
+    def make_tiles(step: int) -> Iterator[bytes]:
+        pasted = [
+            (_reduce(island, top, left, step), -(-top // step), -(-left // step))
+            for (top, left, _), (island, _) in zip(islands, drawn, strict=True)
+        ]
+        return _tiles(pasted, *(size // step for size in size_px), tile_px)
+
+    write_levels(path, make_tiles, size_px, spacing_um_px, factor, levels, tile_px)
+    return DrawnSlide(path, size_px, spacing_um_px, islands, tuple(marks))
+
+
+def write_levels(
+    path: Path,
+    make_tiles: Callable[[int], Iterator[bytes]],
+    size_px: tuple[int, int],
+    spacing_um_px: float,
+    factor: int,
+    levels: int,
+    tile_px: int,
+) -> None:
+    """Write a pyramidal TIFF that OpenSlide opens. Each level is smaller than the one before by `factor`.
+
+    `make_tiles` returns the tiles of a level, row by row, each compressed by zlib. Its argument is the side of a pixel
+    of the level, in pixels of level 0.
+    """
     with tifffile.TiffWriter(path, bigtiff=True) as tiff:
         for level in range(levels):
             step = factor**level
-            rows, columns = (size // step for size in size_px)
-            pasted = [
-                (_reduce(island, top, left, step), -(-top // step), -(-left // step))
-                for (top, left, _), (island, _) in zip(islands, drawn, strict=True)
-            ]
             pixels_per_cm = 1e4 / (spacing_um_px * step)
             tiff.write(
-                _tiles(pasted, rows, columns, tile_px),
-                shape=(rows, columns, 3),
+                make_tiles(step),
+                shape=(*(size // step for size in size_px), 3),
                 dtype=np.uint8,
                 tile=(tile_px, tile_px),
                 photometric="rgb",
@@ -69,7 +90,6 @@ def draw_slide(
                 subfiletype=1 if level else 0,
                 metadata=None,
             )
-    return DrawnSlide(path, size_px, spacing_um_px, islands, tuple(marks))
 
 
 def _draw_island(rng: np.random.Generator, side: int) -> tuple[np.ndarray, list[tuple[int, int]]]:

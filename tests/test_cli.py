@@ -1,14 +1,19 @@
 """The command line: what each command prints and writes, its error messages, and its exit codes."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import tomllib
 from functools import partial
 from pathlib import Path
 
 import pytest
-from layouts import pcam, pixels, write_csv, write_image
+import torch
+from layouts import amida13, kumar, pcam, pixels, write_csv, write_image
+from PIL import Image
 from rich.console import Console
 from scanner_files import write_svs
 from typer.testing import CliRunner, Result
@@ -16,8 +21,10 @@ from typer.testing import CliRunner, Result
 import rotopath
 from rotopath import pretrained
 from rotopath.cli import app
+from rotopath.cli import train as train_command
 from rotopath.model_file import FORMAT, MODEL
 from rotopath.models import ARCHITECTURES
+from rotopath.training import loop
 
 pytestmark = pytest.mark.slow
 
@@ -140,6 +147,19 @@ def test_data_check_lists_all_problems_and_exits_with_1(tmp_path: Path) -> None:
     assert "2 problems" in result.stdout
     assert "- camelyonpatch_level_2_split_valid_y.h5: does not exist." in result.stdout
     assert "- camelyonpatch_level_2_split_test_x.h5: is not an HDF5 file, or is damaged" in result.stdout
+
+
+@pytest.mark.parametrize("layout", ["pcam", "kumar", "amida13"])
+def test_data_show_draws_each_augmentation(tmp_path: Path, layout: str) -> None:
+    data = {
+        "pcam": lambda: pcam(tmp_path / "data", (4, 2, 2)),
+        "kumar": lambda: kumar(tmp_path / "data", [f"n{i}" for i in range(6)], size=70),
+        "amida13": lambda: amida13(tmp_path / "data", cases=[1, 2, 3, 13], size=(100, 110)),
+    }[layout]()
+    result = run("data", "show", str(data), "--augment", "--out", str(tmp_path / "sheet.png"))
+    assert result.exit_code == 0, result.stderr
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.height > sheet.width, "nine rows of tiles"
 
 
 def test_data_show_draws_a_contact_sheet(tmp_path: Path) -> None:
@@ -327,7 +347,10 @@ def test_train_and_evaluate(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("train", "{}/none.toml"), "none.toml does not exist; check the path."),
+        (
+            ("train", "{}/none.toml"),
+            "none.toml does not exist; check the path, or name a recipe of the package: mitosis, nuclei, tumor.",
+        ),
         (("train", "{}/r.toml", "--set", "orientation=4"), "did you mean 'orientations'?"),
         (("train", "{}/r.toml"), "nowhere does not exist."),
         (
@@ -355,6 +378,97 @@ def test_train_and_evaluate_reject_bad_arguments_in_one_sentence(
     assert sentence in result.stderr
     assert result.stderr.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_recipes_lists_the_recipes_of_the_package() -> None:
+    result = run("recipes")
+    assert result.exit_code == 0
+    for name in ("mitosis", "nuclei", "tumor"):
+        assert f"{name} " in result.stdout
+    assert result.stdout.count("with the settings of Lafarge et al. (2020).") == 3
+
+
+def test_train_by_name_from_a_pretrained_model(tmp_path: Path) -> None:
+    settings = ("steps=2", "epochs=1", "batch=4", "accelerator=cpu", "mining=false", f"data={tmp_path / 'data'}")
+    pcam(tmp_path / "data", (16, 8, 8))
+    words = [word for setting in settings for word in ("--set", setting)]
+    result = run("train", "tumor", *words, "--from", "tumor-pcam-n8", "--out", str(tmp_path / "run"))
+    assert result.exit_code == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == "11 of 11 layers start from tumor-pcam-n8, at 0.1 of the learning rate; none is fresh."
+    assert lines[1] == "tumor-pcam-n8 was trained on a sample of PCam (terms of the data: CC0)."
+    assert "loss" in lines[2]
+    wrong = run(
+        "train", "tumor", *words, "--set", "orientations=4", "--from", "tumor-pcam-n8", "--out", str(tmp_path / "b")
+    )
+    assert wrong.exit_code == 2
+    assert wrong.stderr.count("\n") == 1
+    assert "has orientations = 8, but the recipe has orientations = 4" in wrong.stderr
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("classify", {"task": "classify", "steps": 50, "batch": 16, "window_px": 88, "spacing_um_px": 1.0}),
+        ("detect", {"task": "detect", "steps": 50, "batch": 16, "window_px": 68, "spacing_um_px": 0.25}),
+        ("segment", {"task": "segment", "steps": 50, "batch": 8, "window_px": 68, "spacing_um_px": 0.25}),
+    ],
+)
+def test_init_writes_a_recipe_that_can_be_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, expected: dict[str, object]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    data = {
+        "classify": lambda: pcam(tmp_path / "my data", (16, 8, 8)),
+        "detect": lambda: amida13(tmp_path / "my data", cases=[1, 2, 3, 13], size=(100, 110)),
+        "segment": lambda: kumar(tmp_path / "my data", [f"n{i}" for i in range(6)], size=70),
+    }[kind]()
+    written = run("init", str(data))
+    assert written.exit_code == 0, written.stderr
+    text = Path("my data.toml").read_text()
+    recipe = tomllib.loads(text)
+    assert {key: recipe[key] for key in expected} == expected
+    assert "minutes on this machine (cpu)" in text
+    assert "# from = " in text
+    again = run("init", str(data))
+    assert again.exit_code == 2
+    assert "my data.toml exists; choose another file with --out." in again.stderr
+    trained = run("train", "my data.toml", "--set", "steps=1", "--set", "epochs=1", "--set", "validation_steps=1")
+    assert trained.exit_code == 0, trained.stderr
+
+
+def test_init_adapts_to_the_data_and_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small patches are read at a finer spacing; the steps depend on the number of images and the time of a step."""
+    for split, count in (("train", 80), ("valid", 4)):
+        for name in ("a", "b"):
+            for i in range(count):
+                write_image(tmp_path / "data" / split / name / f"{i}.png", pixels(88, 100))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(train_command, "LEAST_STEPS", 1)
+    for step_s, steps in ((0.001, 160 // 16), (30.0, 3600 // 20 // 30)):
+        monkeypatch.setattr(loop, "measure_step_s", lambda *_, s=step_s: (s, torch.device("cpu")))
+        result = run(
+            "init", str(tmp_path / "data"), "--spacing-um-px", "0.5", "--out", str(tmp_path / f"{step_s}.toml")
+        )
+        assert result.exit_code == 0, result.stderr
+        recipe = tomllib.loads((tmp_path / f"{step_s}.toml").read_text())
+        assert recipe["steps"] == steps
+        assert (recipe["spacing_um_px"], recipe["data_spacing_um_px"], recipe["classes"]) == (0.5, 0.5, ["a", "b"])
+
+
+def test_init_from_a_model_takes_its_network_and_its_images(tmp_path: Path) -> None:
+    data = kumar(tmp_path / "data", [f"n{i}" for i in range(6)], size=70)
+    result = run("init", str(data), "--from", "nuclei-kumar-n8", "--out", str(tmp_path / "r.toml"))
+    assert result.exit_code == 0, result.stderr
+    recipe = tomllib.loads((tmp_path / "r.toml").read_text())
+    assert (recipe["from"], recipe["network"], recipe["stain"]) == ("nuclei-kumar-n8", "nuclei", "macenko")
+    assert recipe["network_options"]["kernel"] == "bilinear"
+    wrong = run("init", str(data), "--from", "tumor-pcam-n8", "--out", str(tmp_path / "s.toml"))
+    assert wrong.exit_code == 2
+    assert wrong.stderr.count("\n") == 1
+    assert not (tmp_path / "s.toml").exists()
 
 
 def copy_model(tmp_path: Path, **changes: object) -> Path:
@@ -485,3 +599,47 @@ def test_slides_refuses_a_file_in_one_sentence_and_describes_the_others(tmp_path
     nowhere = run("slides", str(tmp_path / "nowhere"))
     assert nowhere.exit_code == 2
     assert "does not exist" in nowhere.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no pipes in folders")
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        *(
+            (name, "predict tumor-pcam-n8 {} --out {out} --spacing-um-px 1")
+            for name in ("a.png", "a.tif", "a.svs", "a.dcm")
+        ),
+        *((name, "slides {}") for name in ("a.svs", "a.ome.tif")),
+        ("a.toml", "train {} --out {out}"),
+        ("a.toml", "study run {} --out {out}"),
+        ("a.csv", "data check {}"),
+        ("run/model.json", "predict {folder}/run {image} --out {out} --spacing-um-px 1"),
+        ("run/weights.safetensors", "predict {folder}/run {image} --out {out} --spacing-um-px 1"),
+        ("a.geojson", "predict tumor-pcam-n8 {image} --roi {} --out {out} --spacing-um-px 1"),
+        ("train/camelyonpatch_level_2_split_train_x.h5", "data check {folder}/train"),
+    ],
+)
+def test_a_pipe_is_refused_and_not_waited_for(name: str, command: str, tmp_path: Path) -> None:
+    """Reading a pipe waits until another program writes to it."""
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    if path.parent.name == "run":
+        shutil.copytree(pretrained.HOME / "tumor-pcam-n8", path.parent, dirs_exist_ok=True)
+        path.unlink()
+    image = write_image(tmp_path / "image.png", pixels(90, 90))
+    os.mkfifo(path)
+    places = {"folder": tmp_path, "out": tmp_path / "out", "image": image}
+
+    def give_up(*_: object) -> None:
+        pytest.fail("the command waits for the pipe")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(30)
+    try:
+        result = run(*command.format(path, **places).split())
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert result.exit_code in (1, 2)
+    assert "is a pipe, a socket or a device and not a file" in result.output
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())

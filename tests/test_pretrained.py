@@ -17,7 +17,7 @@ from rotopath import pretrained, runs
 from rotopath.cli import app
 from rotopath.inference import predict
 from rotopath.model_file import MODEL, WEIGHTS, RunError, pack_weights, write_model
-from rotopath.recipe import format_recipe, make_recipe
+from rotopath.recipe import format_recipe, list_recipes, make_recipe
 from rotopath.writing import write_bytes, write_json, write_text
 
 pytestmark = pytest.mark.slow
@@ -111,11 +111,12 @@ def test_the_seed_with_the_best_validation_score_is_published(name: str) -> None
     assert best["seed"] == about["seed"] == rp.load(name).recipe.seed
 
 
-def test_the_wheel_contains_all_pretrained_models() -> None:
+def test_the_wheel_contains_all_pretrained_models_and_recipes() -> None:
     builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
     packed = {file.distribution_path for file in builder.recurse_included_files()}
     for name in pretrained.list_pretrained():
         assert {f"rotopath/pretrained/{name}/{file}" for file in FILES} <= packed
+    assert {f"rotopath/recipes/{name}.toml" for name in list_recipes()} <= packed
     assert not [path for path in packed if not path.startswith("rotopath/")]
 
 

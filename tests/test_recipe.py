@@ -1,5 +1,6 @@
 """Recipes: a written recipe is read back equal, changes apply, and every wrong key is named."""
 
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -18,7 +19,9 @@ from rotopath.recipe import (
     Recipe,
     RecipeError,
     find_changed_key,
+    find_recipe,
     format_recipe,
+    list_recipes,
     make_recipe,
     read_recipe,
 )
@@ -50,7 +53,7 @@ def test_the_defaults_are_those_of_the_paper(tmp_path: Path) -> None:
     assert recipe == Recipe("tumor", "pcam")
     assert (recipe.optimiser, recipe.learning_rate, recipe.momentum, recipe.weight_decay) == ("sgd", 0.01, 0.9, 5e-4)
     assert recipe.schedule == "halve"
-    assert recipe.augmentation == Augmentation()
+    assert recipe.augmentation == Augmentation(stain=0.0)
 
 
 def test_changes_apply_and_texts_need_no_quotes(tmp_path: Path) -> None:
@@ -93,8 +96,12 @@ def test_changes_apply_and_texts_need_no_quotes(tmp_path: Path) -> None:
         (MINIMAL, ["smoothing=0"], "smoothing"),
         (MINIMAL, ["widths_of=true"], "got True"),
         (MINIMAL, ["task=rotopath.tasks:Task"], "'rotopath.tasks:Task'"),
-        (MINIMAL, ["mining.epochs=0"], "the key 'mining.epochs' must be 1 or more; got 0."),
-        (MINIMAL, ["mining.examples=-1"], "the key 'mining.examples' must be 1 or more; got -1."),
+        (MINIMAL, ["mining.epochs=0"], "the key 'mining.epochs' must be a whole number from 1 to 100000; got 0."),
+        (
+            MINIMAL,
+            ["mining.examples=-1"],
+            "the key 'mining.examples' must be a whole number from 1 to 10000000; got -1.",
+        ),
         (MINIMAL, ["classes=tumor"], "the key 'classes' must be a list of strings; got 'tumor'."),
         (MINIMAL, ["classes=['a', 'A']"], "the key 'classes' must be a list of different names; got ['a', 'A']."),
         (MINIMAL, ["classes=['a', '']"], "the key 'classes' must be a list of different names; got ['a', '']."),
@@ -119,18 +126,18 @@ def test_changes_apply_and_texts_need_no_quotes(tmp_path: Path) -> None:
             ["stain=reinhard"],
             "the key 'stain' must be one of none, macenko or false, for the default; got 'reinhard'.",
         ),
-        (MINIMAL, ["window_px=0"], "the key 'window_px' must be 1 or more; got 0."),
-        (MINIMAL, ["stride_px=-1"], "the key 'stride_px' must be 1 or more; got -1."),
+        (MINIMAL, ["window_px=0"], "the key 'window_px' must be a whole number from 1 to 4096; got 0."),
+        (MINIMAL, ["stride_px=-1"], "the key 'stride_px' must be a whole number from 1 to 4096; got -1."),
         (MINIMAL, ["batch=6", "devices=4"], "a batch of 6 windows cannot be divided equally among 4 devices; change"),
         (MINIMAL, ["regime=2"], "the key 'regime' must be a fraction of each class, above 0 and up to 1; got 2.0."),
         (MINIMAL, ["task=mitosis", "regime=0.5"], "the key 'regime' must be a whole number of cases; got 0.5."),
         (MINIMAL, ["epochs=many"], "the key 'epochs' must be a whole number; got 'many'."),
         (MINIMAL, ["epochs=1.5"], "the key 'epochs' must be a whole number; got 1.5."),
         (MINIMAL, ["epochs=true"], "the key 'epochs' must be a whole number; got True."),
-        (MINIMAL, ["epochs=0"], "the key 'epochs' must be 1 or more; got 0."),
-        (MINIMAL, ["learning_rate=0"], "the key 'learning_rate' must be a number above 0; got 0.0."),
-        (MINIMAL, ["seed=-1"], "the key 'seed' must be 0 or more; got -1."),
-        (MINIMAL, ["orientations=0"], "orientations must be a whole number, 1 or more"),
+        (MINIMAL, ["epochs=0"], "the key 'epochs' must be a whole number from 1 to 100000; got 0."),
+        (MINIMAL, ["learning_rate=0"], "the key 'learning_rate' must be a number above 0, up to 100; got 0.0."),
+        (MINIMAL, ["seed=-1"], "the key 'seed' must be a whole number from 0 to 4294967295; got -1."),
+        (MINIMAL, ["orientations=0"], "the key 'orientations' must be a whole number from 1 to 128; got 0."),
         (MINIMAL, ["augmentation.stain=2"], "The augmentation 'stain' is 2.0; expected a fraction from 0 to below 1."),
         (MINIMAL, ["augmentation=none"], "the key 'augmentation' must be a table; got 'none'."),
         (MINIMAL, ["regime=all"], "the key 'regime' must be a number or false, for the default; got 'all'."),
@@ -138,6 +145,28 @@ def test_changes_apply_and_texts_need_no_quotes(tmp_path: Path) -> None:
         (MINIMAL, ["task=nuclei", "mining.epochs=2"], "mined for the task 'nuclei'; set mining=false."),
         (MINIMAL, ["epochs"], "An override has the form key=value; got 'epochs'."),
         ("task = ", [], "is not valid TOML"),
+        ("task = " + "[" * 5_000 + "]" * 5_000, [], "is not valid TOML"),
+        ("seed = " + "9" * 5_000, [], "is not valid TOML"),
+        ("seed = 0x" + "f" * 5_000, [], "the key 'seed' has a number of more than 19 digits; choose a smaller number."),
+        (".".join("abcdefghij") + " = 1", [], "the key 'a' has more than 8 levels of tables or lists; use fewer."),
+        (MINIMAL, ["seed=" + "9" * 5_000], "the key 'seed' must be a whole number"),
+        (MINIMAL, ["learning_rate=" + "9" * 400], "the key 'learning_rate' has a number of more than 19 digits"),
+        *(
+            (MINIMAL, [f"{key}={value}"], f"the key {key!r} must be a")
+            for key, values in {
+                "orientations": (4096, 10**9),
+                "seed": (2**32, 10**18),
+                "steps": (10**9,),
+                "batch": (10**9,),
+                "window_px": (-5, 10**6),
+                "momentum": (2, 1, "nan", "inf"),
+                "learning_rate": (1e9, "nan", "inf"),
+                "weight_decay": (2, "nan"),
+                "workers": (10**6,),
+                "regime": ("nan", "inf"),
+            }.items()
+            for value in values
+        ),
     ],
 )
 def test_wrong_keys_are_named(tmp_path: Path, text: str, changes: list[str], sentence: str) -> None:
@@ -193,14 +222,44 @@ def test_whole_numbers_are_accepted_for_numbers() -> None:
     assert make_recipe({"task": "tumor", "data": "x", "learning_rate": 1}).learning_rate == 1.0
 
 
-@pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parent.parent / "recipes").glob("*.toml")), ids=lambda p: p.stem
-)
-def test_the_published_recipes_are_valid(path: Path) -> None:
-    recipe = read_recipe(path)
-    assert recipe.task == path.stem
-    assert f"rotopath train recipes/{path.name}" in path.read_text(), "the command is at its top"
-    assert (recipe.mining is None) == (recipe.task == "nuclei")
+def test_stain_jitter_is_on_by_default_except_for_tasks_of_the_paper() -> None:
+    for task, expected in (("tumor", 0.0), ("nuclei", 0.0), ("classify", 0.1), ("detect", 0.1), ("segment", 0.1)):
+        for recipe in (Recipe(task, "d"), make_recipe({"task": task, "data": "d", "augmentation": {"blur": 1}})):
+            assert recipe.augmentation.stain == expected
+        assert make_recipe({"task": task, "data": "d", "augmentation": {"stain": 0}}).augmentation.stain == 0.0
+    with pytest.raises(RecipeError, match=r"'jpeg' is 5; expected a number from 10 to 100"):
+        make_recipe({"task": "tumor", "data": "d", "augmentation": {"jpeg": 5}})
+
+
+@pytest.mark.parametrize("name", ["mitosis", "nuclei", "tumor"])
+def test_recipes_of_the_package_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).mkdir()  # a folder of data is no recipe
+    recipe = read_recipe(Path(name), ["seed=3"])
+    assert (recipe.task, recipe.seed) == (name, 3)
+    assert list_recipes()[name].endswith("with the settings of Lafarge et al. (2020).")
+    assert f"rotopath train {name} --set data=FOLDER" in find_recipe(Path(name)).read_text(), (
+        "the command is at its top"
+    )
+    assert (recipe.mining is None) == (name == "nuclei")
+    Path(f"{name}.toml").write_text(MINIMAL)
+    assert read_recipe(Path(f"{name}.toml")).data == "pcam", "a file comes first"
+
+
+def test_the_key_from_is_written_and_read_as_from(tmp_path: Path) -> None:
+    recipe = make_recipe({"task": "tumor", "data": "pcam", "from": "tumor-pcam-n8", "frozen_stages": 1})
+    assert recipe.from_ == "tumor-pcam-n8"
+    text = format_recipe(recipe)
+    assert 'from = "tumor-pcam-n8"' in text
+    assert read_recipe(write_toml(tmp_path, text)) == recipe
+    assert read_recipe(write_toml(tmp_path, text), ["from=false", "frozen_stages=0"]).from_ is None
+    for changes, sentence in (
+        ({"from_": "x"}, "the key 'from_' is unknown; did you mean 'from'?"),
+        ({"frozen_stages": 1}, "random weights cannot be frozen"),
+        ({"from": "x", "from_rate": 0}, "'from_rate' must be a number above 0, at most 1; got 0.0."),
+    ):
+        with pytest.raises(RecipeError, match=re.escape(sentence)):
+            make_recipe({"task": "tumor", "data": "pcam", **changes})
 
 
 @pytest.mark.parametrize(

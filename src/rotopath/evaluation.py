@@ -28,9 +28,10 @@ from rotopath.data.sampling import CenterSampler, Ints, SamplerSettings
 from rotopath.data.splits import SPLITS, Split, find_split
 from rotopath.group import covering_size
 from rotopath.inference import predict_batch, predict_patches, predict_rotated, predict_rotations
+from rotopath.inference.dense import MAX_ROTATIONS, check_rotations
 from rotopath.inference.tiling import SPLINE_REACH
 from rotopath.metrics.equivariance import measure_robustness, robustness_angles
-from rotopath.model_file import read_json
+from rotopath.model_file import RunError, read_json
 from rotopath.models import DenseNetwork
 from rotopath.nn import center_crop
 from rotopath.runs import Run
@@ -103,6 +104,7 @@ def evaluate(
     if (known_split := find_split(split)) is None:
         raise DataError(f"There is no split {split!r}; choose from {', '.join(SPLITS)}.")
     split = known_split
+    check_rotations(rotations)
     task = run.task
     if data is None and run.is_pretrained:
         raise DataError(
@@ -117,6 +119,11 @@ def evaluate(
     device = torch.device("cuda" if torch.cuda.is_available() and not cpu_only else "cpu")
     gather = partial(gather_evidence, task, run.network, device=device, rotations=rotations)
 
+    other_data = None if is_own else Path(data or "")
+    path = Path(out) if out else evaluation_file(run.output_folder, split, rotations, rule, other_data)
+    keeps_rotation = not robustness and out is None and path.exists()
+    before = read_scores(path, split) if keeps_rotation else {}  # a damaged file is reported at once
+
     evidence = gather(samples=dataset.split(split), on_progress=partial(on_progress, split))
     point = run.point
     if rotations > 1 or rule is not None:  # the best thresholds may differ from those of the training
@@ -124,18 +131,14 @@ def evaluate(
         point = task.choose_operating_point(validation, rule)
     scores = task.score(evidence, point, rule) | {"rotations": rotations, "data": str(dataset.root)}
 
-    other_data = None if is_own else Path(data or "")
-    path = Path(out) if out else evaluation_file(run.output_folder, split, rotations, rule, other_data)
     path.parent.mkdir(parents=True, exist_ok=True)
     if robustness:
         rotated = predict_rotated_inputs(run, dataset.split(split), device)
         scores["rotation"] = summarize_rotation(rotated)
         with atomic_file(path.with_suffix(".npz")) as unfinished, unfinished.open("wb") as file:
             np.savez_compressed(file, **pack_for_figures(rotated))  # type: ignore[arg-type]
-    elif out is None and path.exists():  # keep the robustness that an earlier evaluation measured on the same data
-        before = read_json(path).get(split, {})
-        if "rotation" in before and before.get("data") == scores["data"]:
-            scores["rotation"] = before["rotation"]
+    elif "rotation" in before and before.get("data") == scores["data"]:
+        scores["rotation"] = before["rotation"]  # the robustness that an earlier evaluation measured on the same data
     write_json(path, {split: scores})
     return Evaluation(split, scores, path)
 
@@ -157,6 +160,29 @@ def evaluation_file(
     by_rule = f"-{rule}" if rule else ""
     on_data = f"-on-{data.resolve().name}" if data else ""
     return folder / f"evaluation-{split}{rotated}{by_rule}{on_data}.json"
+
+
+def read_scores(path: Path, split: str) -> dict[str, Any]:
+    """Return the scores of a split in a file that `evaluate` has written.
+
+    Raises RunError if the file is damaged, or if the values that rotopath reads have other types or ranges.
+    """
+    scores = read_json(path).get(split)
+    if not isinstance(scores, dict):
+        raise _damaged_scores(path, f"{split!r} must be a JSON object; got {scores!r:.40}")
+    if type(rotations := scores.get("rotations")) is not int or not 1 <= rotations <= MAX_ROTATIONS:
+        raise _damaged_scores(path, f"'rotations' must be a whole number from 1 to {MAX_ROTATIONS}; got {rotations!r}")
+    if "rotation" in scores:
+        measured = scores["rotation"].get("fair") if isinstance(scores["rotation"], dict) else None
+        for name in ("deviation", "changed"):
+            value = measured.get(name) if isinstance(measured, dict) else None
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+                raise _damaged_scores(path, f"{name!r} of 'rotation' must be a number from 0 to 1; got {value!r:.40}")
+    return scores
+
+
+def _damaged_scores(path: Path, fault: str) -> RunError:
+    return RunError(f"{path} is damaged: {fault}. Delete the file, and evaluate the run again.")
 
 
 def open_task_data(task: Task, data: Path | str, spacing_um_px: float | None = None) -> Dataset:

@@ -8,27 +8,28 @@ because a pickle from an unknown source can execute any code.
 """
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save
 from torch import Tensor, nn
 
 import rotopath
-from rotopath.images.files import PLAUSIBLE_UM_PX
+from rotopath.images.files import PLAUSIBLE_UM_PX, UnreadableFileError, expect_file
 from rotopath.images.stain import Stain
 from rotopath.models import DenseNetwork, Geometry
 from rotopath.models.protocols import unwrap
+from rotopath.recipe import MAX_ORIENTATIONS, MAX_WINDOW_PX
 from rotopath.tasks import KINDS, Class, Task, find_kind
-from rotopath.writing import write_json
+from rotopath.writing import parse_json, write_json
 
 MODEL, WEIGHTS = "model.json", "weights.safetensors"
 FORMAT = 1  # version of the format of model files
+SEAL = "sha256"  # key of the checksum in a safetensors file
 REMEDY = "Restore the file from a copy, or train again."
 LARGEST_WHOLE = 10**6  # upper limit of whole numbers in a model file, except the size of the weights file in bytes
 
@@ -165,9 +166,9 @@ def _parse_network(table: Mapping[str, Any]) -> NetworkInfo:
     options = _get_table(table, "options")
     return NetworkInfo(
         name=_get_text(table, "name"),
-        orientations=_get_whole(table, "orientations", 1),
+        orientations=_get_whole(table, "orientations", 1, MAX_ORIENTATIONS),
         options={key: tuple(value) if isinstance(value, list) else value for key, value in options.items()},
-        window_px=_get_whole(table, "window_px", 1),
+        window_px=_get_whole(table, "window_px", 1, MAX_WINDOW_PX),
         geometry=Geometry(**{name: _get_whole(sizes, name, low) for name, low in minimums.items()}),
         slides=_get_flag(table, "slides"),
     )
@@ -206,44 +207,64 @@ def _get_number(table: Mapping[str, Any], name: str, low: float, high: float) ->
     return float(value)
 
 
-def _get_whole(table: Mapping[str, Any], name: str, low: int) -> int:
+def _get_whole(table: Mapping[str, Any], name: str, low: int, high: int = LARGEST_WHOLE) -> int:
     value = table.get(name)
-    if type(value) is not int or not low <= value <= LARGEST_WHOLE:
-        raise ValueError(f"the key {name!r} must be a whole number from {low} to {LARGEST_WHOLE}; got {value!r}")
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"the key {name!r} must be a whole number from {low} to {high}; got {value!r}")
     return value
 
 
 # Weights
 
 
-def pack_weights(network: DenseNetwork | nn.Module) -> bytes:
+def pack_weights(network: DenseNetwork | nn.Module, seal: bool = False) -> bytes:
     """Return the weights of a network as the content of a safetensors file.
 
     The names of the tensors are those in the trained module. If the module is wrapped in a `DenseModule` or a
-    `SlidingModule`, the names do not contain the prefix of the wrapper.
+    `SlidingModule`, the names do not contain the prefix of the wrapper. With `seal`, the file also contains its
+    checksum, for files without a model file.
     """
-    state = unwrap(network).state_dict()
-    return save({name: tensor.contiguous().cpu() for name, tensor in state.items()})
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in unwrap(network).state_dict().items()}
+    content = save(tensors)
+    return save(tensors, {SEAL: hashlib.sha256(content).hexdigest()}) if seal else content
 
 
 def load_weights(network: DenseNetwork | nn.Module, path: Path, sha256: str | None = None) -> None:
     """Load the weights in the safetensors file `path` into a network.
 
-    `sha256` is the expected SHA-256 checksum of the file; None means that the checksum is not checked. Raises RunError
+    `sha256` is the expected SHA-256 checksum of the file; None means that only the checksum in the file is checked, if
+    `pack_weights` has written one. Raises RunError
     if the file cannot be read or has another checksum, if the names, shapes or types of the weights are not those of
     the network, or if a weight is not finite. The network is not changed in these cases.
     """
+    tensors = read_weights(path, sha256)
+    module = unwrap(network)
+    if fault := find_weight_fault(tensors, module.state_dict()):
+        raise RunError(f"{path} does not contain the weights of this network: {fault}. {REMEDY}")
+    module.load_state_dict(tensors)
+
+
+def read_weights(path: Path, sha256: str | None = None) -> dict[str, Tensor]:
+    """Read the tensors in a safetensors file, by name. Raises RunError if this fails, or if a checksum is wrong."""
     try:
+        expect_file(path)
         content = path.read_bytes()
         if sha256 is not None and hashlib.sha256(content).hexdigest() != sha256:
             raise RunError(f"{path} was damaged or replaced: its checksum is not the one in {MODEL}. {REMEDY}")
         tensors = load_tensors(content)
+        with safe_open(path, "pt") as file:
+            sealed = (file.metadata() or {}).get(SEAL)
     except (SafetensorError, OSError) as error:
         raise RunError(f"{path} is damaged ({str(error).splitlines()[0]}). {REMEDY}") from None
-    module = unwrap(network)
-    if fault := _find_fault(tensors, module.state_dict()):
-        raise RunError(f"{path} does not contain the weights of this network: {fault}. {REMEDY}")
-    module.load_state_dict(tensors)
+    except RunError:
+        raise
+    except UnreadableFileError as error:
+        raise RunError(str(error)) from None
+    except (KeyError, ValueError, RuntimeError) as error:  # of types or shapes that torch does not have
+        raise RunError(f"{path} is damaged ({' '.join(str(error).split())}). {REMEDY}") from None
+    if sealed is not None and sealed != hashlib.sha256(save(tensors)).hexdigest():
+        raise RunError(f"{path} was damaged or replaced: its checksum is not the one in the file. {REMEDY}")
+    return tensors
 
 
 def hash_weights(folder: Path) -> str:
@@ -251,7 +272,7 @@ def hash_weights(folder: Path) -> str:
     return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
 
 
-def _find_fault(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
+def find_weight_fault(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str | None:
     """Compare the tensors of a file with the tensors that a network expects, both by name.
 
     Returns a description of the first fault (a missing or unexpected tensor, a wrong shape or type, or a value that is
@@ -279,19 +300,18 @@ def _name_dtype(tensor: Tensor) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a file that contains a JSON object. Raises RunError if it cannot be read or contains anything else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        expect_file(path)
+        content = parse_json(path.read_bytes())
+    except UnreadableFileError as error:
+        raise RunError(str(error)) from None
     except FileNotFoundError:
         raise RunError(f"{path} does not exist. Restore the file from a copy.") from None
     except OSError as error:
         raise RunError(f"{path} cannot be read ({error.strerror}). Restore the file from a copy.") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise RunError(f"{path} is damaged: it is not valid JSON ({error}). Restore the file from a copy.") from None
     if not isinstance(content, dict):
         raise RunError(
             f"{path} is damaged: it must contain a JSON object; got {content!r:.40}. Restore the file from a copy."
         )
     return content
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"JSON does not allow the number {name}")  # such as NaN, which json.loads accepts

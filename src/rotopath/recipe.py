@@ -1,8 +1,8 @@
 """The recipe of a training: a frozen dataclass with the task, the data, the network and all settings.
 
-`read_recipe` reads a recipe from a TOML file and applies overrides such as "orientations=4". `format_recipe` converts a
-recipe to TOML. All values are checked. If a value is wrong, a RecipeError is raised that states the key, the value and
-the expected value.
+`read_recipe` reads a recipe from a TOML file and applies overrides such as "orientations=4". The file may be one of the
+package, in the folder `recipes`, which is found by its name. `format_recipe` converts a recipe to TOML. All values are
+checked. If a value is wrong, a RecipeError is raised that states the key, the value and the expected value.
 """
 
 import dataclasses
@@ -10,20 +10,36 @@ import difflib
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rotopath.data.augmentation import Augmentation
+from rotopath.data.augmentation import OWN_STAIN, Augmentation
 from rotopath.data.batches import Cache
-from rotopath.group import check_orientations
-from rotopath.images.files import PLAUSIBLE_UM_PX, is_plausible
+from rotopath.images.files import PLAUSIBLE_UM_PX, UnreadableFileError, expect_file, is_plausible
 from rotopath.images.stain import Stain
 from rotopath.models.registry import NETWORK_OPTIONS, check_options, expand_preset
 from rotopath.tasks import PAPER, Overrides, Task, find_kind, make_task
 
 HARDWARE = ("accelerator", "devices", "nodes", "cache", "workers")  # keys that do not change the result of a training
+RECIPES = Path(__file__).parent / "recipes"  # recipes of the package
+MAX_EPOCHS, MAX_ORIENTATIONS, MAX_WINDOW_PX = 10**5, 128, 4096
+# The lowest and the highest value of keys with whole numbers. Higher values are mistakes: a training would need years,
+# or more memory than computers have.
+BOUNDS = {
+    "orientations": (1, MAX_ORIENTATIONS),
+    "seed": (0, 2**32 - 1),
+    **dict.fromkeys(("epochs", "patience"), (1, MAX_EPOCHS)),
+    **dict.fromkeys(("steps", "validation_steps", "checkpoint_steps"), (1, 10**7)),
+    "batch": (1, 2**16),
+    **dict.fromkeys(("window_px", "stride_px"), (1, MAX_WINDOW_PX)),
+    "workers": (0, 256),
+    "frozen_stages": (0, 1000),
+    **dict.fromkeys(("devices", "nodes"), (1, 1024)),
+}
+MAX_DEPTH = 8  # of tables and lists in a TOML file
+MAX_NUMBER = 2**64
 RESETTABLE_OPTIONS = ("projection", "widths_of")  # network options that can be set to false, which means the default
 
 
@@ -50,8 +66,9 @@ class Mining:
     examples: int = 2000  # largest number of hard examples; of more mistakes, the worst are kept
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "examples"):
-            _require(getattr(self, name) >= 1, f"mining.{name}", getattr(self, name), "1 or more")
+        for name, highest in (("epochs", MAX_EPOCHS), ("examples", 10**7)):
+            value = getattr(self, name)
+            _require(1 <= value <= highest, f"mining.{name}", value, f"a whole number from 1 to {highest}")
 
 
 @dataclass(frozen=True)
@@ -81,6 +98,11 @@ class Recipe:
     # Amount of training data, if it is reduced: number of cases ("detect"), number of fields (images) of each organ
     # ("segment"), or fraction of the patches of each class ("classify"). Default: all training data.
     regime: float | None = None
+    # Model whose weights the training starts from: a run folder, or the name of a pretrained model. Default: random
+    # weights. In TOML files and mappings, the key is `from`, which is a reserved word in Python.
+    from_: str | None = None
+    from_rate: float = 0.1  # learning rate of the weights that come from this model, as a fraction of `learning_rate`
+    frozen_stages: int = 0  # number of stages of the network, from the first one, whose weights are not trained
     seed: int = 0  # of initial weights, sampling, augmentation, and the selection of training data for `regime`
     epochs: int = 20  # largest number of epochs; the training may stop earlier, see `patience`
     steps: int = 500  # batches per epoch
@@ -108,7 +130,6 @@ class Recipe:
     mining: Mining | None = None  # default: no hard example mining
 
     def __post_init__(self) -> None:
-        check_orientations(self.orientations)
         kind = _call(find_kind, self.task)
         _call(check_options, self.network_name, self.network_options)
         options = _call(expand_preset, self.network_name, self.network_options)
@@ -117,18 +138,26 @@ class Recipe:
             raise RecipeError(f"the key 'classes' must be a list of different names; got {list(self.classes)!r}.")
         for color in self.colors:
             _require(re.fullmatch("#[0-9a-fA-F]{6}", color) is not None, "colors", color, 'a color such as "#e69f00"')
+        if self.augmentation.stain is None:
+            stain = 0.0 if self.task in PAPER else OWN_STAIN
+            object.__setattr__(self, "augmentation", replace(self.augmentation, stain=stain))
         low, high = PLAUSIBLE_UM_PX
         for name in ("spacing_um_px", "data_spacing_um_px"):
             value = getattr(self, name)
             _require(value is None or is_plausible(value), name, value, f"a number from {low:g} to {high:g} µm/px")
-        for name in ("epochs", "steps", "patience", "validation_steps", "checkpoint_steps", "devices", "nodes"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-        for name in ("seed", "workers", "momentum", "weight_decay"):
-            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
-        _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "a number above 0")
-        for name in ("batch", "window_px", "stride_px"):
+        _require(0 < self.from_rate <= 1, "from_rate", self.from_rate, "a number above 0, at most 1")
+        if self.frozen_stages and self.from_ is None:
+            raise RecipeError(
+                f"the key 'frozen_stages' is {self.frozen_stages}, but random weights cannot be frozen; name a model "
+                f"in the key 'from', or remove 'frozen_stages'."
+            )
+        for name, (lowest, highest) in BOUNDS.items():
             value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "1 or more")
+            is_valid = value is None or lowest <= value <= highest
+            _require(is_valid, name, value, f"a whole number from {lowest} to {highest}")
+        _require(0 <= self.momentum < 1, "momentum", self.momentum, "a number from 0 to below 1")
+        _require(0 <= self.weight_decay <= 1, "weight_decay", self.weight_decay, "a number from 0 to 1")
+        _require(0 < self.learning_rate <= 100, "learning_rate", self.learning_rate, "a number above 0, up to 100")
         if self.batch_size % (self.devices * self.nodes):
             raise RecipeError(
                 f"a batch of {self.batch_size} windows cannot be divided equally among "
@@ -167,10 +196,27 @@ class Recipe:
 # Read and write recipes
 
 
+def list_recipes() -> dict[str, str]:
+    """Return the first line of each recipe of the package, which describes it, by its name.
+
+    >>> list(rp.recipe.list_recipes())
+    ['mitosis', 'nuclei', 'tumor']
+    """
+    paths = sorted(RECIPES.glob("*.toml"))
+    return {path.stem: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for path in paths}
+
+
+def find_recipe(path: Path) -> Path:
+    """Return the path of a recipe of the package if `path` is its name and not a file, otherwise `path`."""
+    named = RECIPES / f"{path}.toml"
+    return named if path.name == str(path) and named.is_file() and not path.is_file() else path
+
+
 def read_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
     """Read a recipe from a TOML file, and apply the overrides in `changes`, such as "augmentation.stain=0.1".
 
-    Raises RecipeError if the file cannot be read, or if a key is unknown or has a wrong value.
+    `path` may be the name of a recipe of the package (`list_recipes`). Raises RecipeError if the file cannot be read,
+    or if a key is unknown or has a wrong value.
     """
     values = read_values(path, changes)
     try:
@@ -180,19 +226,45 @@ def read_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
 
 
 def read_values(path: Path, changes: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the keys and values of a TOML file, with the overrides in `changes`. The values are not checked."""
+    """Return the keys and values of a TOML file, with the overrides in `changes`. The values are not checked.
+
+    `path` may be the name of a recipe of the package.
+    """
     try:
+        path = find_recipe(path)
+        expect_file(path)
         with path.open("rb") as file:
             values = tomllib.load(file)
+    except UnreadableFileError as error:
+        raise RecipeError(str(error)) from None
     except FileNotFoundError:
-        raise RecipeError(f"{path} does not exist; check the path.") from None
+        names = ", ".join(list_recipes())
+        raise RecipeError(f"{path} does not exist; check the path, or name a recipe of the package: {names}.") from None
     except OSError as error:
         raise RecipeError(f"{path} cannot be read ({error.strerror}); check the path.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # not TOML, not UTF-8, a number of 5,000 digits, or deep nesting
         raise RecipeError(f"{path} is not valid TOML ({error}); correct the file.") from None
     for override in changes:
         _apply_override(values, override)
+    _check_limits(path, values)
     return values
+
+
+def _check_limits(path: Path, values: dict[str, Any]) -> None:
+    """Raise RecipeError if the values of a TOML file are nested too deeply, or if a whole number is too large."""
+    remaining: list[tuple[Any, int, str]] = [(values, 0, "")]
+    while remaining:
+        value, depth, key = remaining.pop()
+        if depth > MAX_DEPTH:
+            raise RecipeError(
+                f"{path}: the key {key!r} has more than {MAX_DEPTH} levels of tables or lists; use fewer."
+            )
+        if isinstance(value, int) and abs(value) >= MAX_NUMBER:
+            raise RecipeError(f"{path}: the key {key!r} has a number of more than 19 digits; choose a smaller number.")
+        if isinstance(value, dict):
+            remaining += [(child, depth + 1, key or name) for name, child in value.items()]
+        elif isinstance(value, list):
+            remaining += [(child, depth + 1, key) for child in value]
 
 
 def make_recipe(values: Mapping[str, Any]) -> Recipe:
@@ -226,7 +298,7 @@ def find_changed_key(before: Recipe, now: Recipe) -> str | None:
     `before` then contains the class names of the data.
     """
     ignored = (*HARDWARE, *(() if now.classes else ("classes",)))
-    names = (key.name for key in dataclasses.fields(Recipe) if key.name not in ignored)
+    names = (key.name for key in dataclasses.fields(Recipe) if key.name not in ignored)  # with "from_" for `from`
     return next((name for name in names if getattr(before, name) != getattr(now, name)), None)
 
 
@@ -234,8 +306,13 @@ def format_recipe(recipe: Recipe) -> str:
     """Return a recipe as TOML text. `read_recipe` converts a file with this text to an equal recipe."""
     import tomli_w
 
-    tables = dataclasses.asdict(recipe)
+    tables = {_key(name): value for name, value in dataclasses.asdict(recipe).items()}
     return tomli_w.dumps({name: value for name, value in tables.items() if value not in (None, (), {})})
+
+
+def _key(name: str) -> str:
+    """Return the key of a field of a recipe: `from` for the field `from_`, whose name Python does not allow."""
+    return name.removesuffix("_")
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -250,7 +327,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
             raise RecipeError(f"The key {table!r} has no subkeys; got the override {override!r}.")
     try:
         values[name] = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         values[name] = text.strip()  # strings need no quotes on the command line
 
 
@@ -262,8 +339,8 @@ def _make_dataclass(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
 
     `prefix` is written before names in error messages: a TOML table with a dot, such as "mining.", or an empty string.
     """
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    hints = get_type_hints(cls)
+    fields = {_key(f.name): f for f in dataclasses.fields(cls)}
+    hints = {_key(name): hint for name, hint in get_type_hints(cls).items()}
     for name in values:
         if name not in fields:
             options = () if prefix else NETWORK_OPTIONS
@@ -273,7 +350,7 @@ def _make_dataclass(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
     for name, f in fields.items():
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and name not in values:
             raise RecipeError(f"the required key {prefix + name!r} is missing; add it.")
-    converted = {name: _convert(prefix + name, value, hints[name]) for name, value in values.items()}
+    converted = {fields[name].name: _convert(prefix + name, value, hints[name]) for name, value in values.items()}
     try:
         return cls(**converted)
     except RecipeError:

@@ -15,15 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 import rotopath
 from rotopath import pretrained
+from rotopath.data.dataset import SAME_SPACING
 from rotopath.images import Slide
 from rotopath.images.geojson import SlideObject
 from rotopath.images.slides import as_slide
@@ -48,15 +49,19 @@ from rotopath.model_file import (
     load_weights,
     read_json,
     read_model,
+    read_weights,
 )
 from rotopath.models import DenseNetwork, Geometry
-from rotopath.models.protocols import DenseModule, SlidingModule, has_geometry, make_dense
+from rotopath.models.protocols import DenseModule, SlidingModule, has_geometry, make_dense, unwrap
 from rotopath.models.registry import build_network, find_window_px
 from rotopath.recipe import NetworkOptions, Recipe, RecipeError, read_recipe
 from rotopath.tasks import Task
 
 RECIPE, METRICS, LOG, PROVENANCE = "recipe.toml", "metrics.json", "log.csv", "provenance.json"
 OLD_POINT = "operating_point.json"  # file in runs of rotopath 0.1, which have no model.json
+# Network options that decide what a weight means, and their defaults
+GROUP_OPTIONS: Mapping[str, Any] = {"kernel": "bilinear", "reflections": False}
+MAX_LAYERS_LISTED = 4
 Device = Literal["cpu", "cuda"]
 Precision = Literal["16", "32"]
 
@@ -358,6 +363,139 @@ def describe_network(recipe: Recipe, network: DenseNetwork) -> NetworkInfo:
     return NetworkInfo(name, recipe.orientations, recipe.network_options, window_px, network.geometry, slides)
 
 
+# The weights of another model, from which a training starts
+
+
+@dataclass(frozen=True)
+class Parent:
+    """A trained model from whose weights a training starts, and which of its weights the new network takes.
+
+    A layer of the new network is taken if the model has a layer of the same name, with weights of the same shapes. The
+    layers whose size depends on the classes are fresh, unless task and classes are the same.
+    """
+
+    name: str  # name of a pretrained model, or path of a run folder
+    info: ModelInfo
+    weights_sha256: str
+    provenance: Mapping[str, Any]
+    taken: Mapping[str, Tensor] = field(compare=False)  # weights by name
+    taken_layers: tuple[str, ...]
+    fresh_layers: tuple[str, ...]  # they keep their random weights
+
+    def load_into(self, network: DenseNetwork) -> None:
+        """Replace weights of a network, which was built from the same recipe, by the weights that are taken."""
+        unwrap(network).load_state_dict({**unwrap(network).state_dict(), **self.taken})
+
+    def describe(self) -> dict[str, object]:
+        """Return the provenance of the weights: the model, the terms of its data, and which layers are taken."""
+        data = self.provenance.get("data")
+        kept = ("source", "title", "terms", "commercial", "fingerprint", "images")
+        known = {key: data[key] for key in kept if key in data} if isinstance(data, dict) else {}
+        return {
+            "model": self.name,
+            "weights": self.weights_sha256,
+            "task": self.info.task.name,
+            "data": known,
+            "taken": list(self.taken_layers),
+            "fresh": list(self.fresh_layers),
+            "from": self.provenance.get("from"),
+        }
+
+    def describe_lines(self, recipe: Recipe) -> list[str]:
+        """Return two lines for the user: which weights are taken, and where they come from."""
+        total = len(self.taken_layers) + len(self.fresh_layers)
+        fresh = ", ".join(self.fresh_layers[:MAX_LAYERS_LISTED])
+        more = len(self.fresh_layers) - MAX_LAYERS_LISTED
+        fresh_text = f"fresh: {fresh}{f' and {more} more' if more > 0 else ''}" if fresh else "none is fresh"
+        count = recipe.frozen_stages
+        frozen = f"; the first {f'{count} stages are' if count > 1 else 'stage is'} frozen" if count else ""
+        data = self.describe()["data"]
+        assert isinstance(data, dict)
+        source = data.get("title") or data.get("source") or "unknown data"
+        terms = f"terms of the data: {data['terms']}" if "terms" in data else "check the terms of its data"
+        spacing, own = self.info.task.spacing_um_px, recipe.make_task().spacing_um_px
+        note = "" if abs(spacing / own - 1) <= SAME_SPACING else f" It reads {spacing:g} µm/px, this training {own:g}."
+        return [
+            f"{len(self.taken_layers)} of {total} layers start from {self.name}, at {recipe.from_rate:g} of the "
+            f"learning rate{frozen}; {fresh_text}.",
+            f"{self.name} was trained on {source} ({terms}).{note}",
+        ]
+
+
+def find_parent(recipe: Recipe, task: Task, network: DenseNetwork) -> Parent | None:
+    """Read the model in the key `from` of a recipe, and find which of its weights `network` can take.
+
+    Returns None if the recipe has no such key. Raises RunError if the model cannot be read, or if it does not fit: its
+    number of orientations, its family of kernels and whether it has reflections must be those of the recipe, because
+    equal weights mean other filters otherwise; and the weights of at least one convolution must fit.
+    """
+    if recipe.from_ is None:
+        return None
+    folder = _find_folder(recipe.from_)
+    name = folder.name if folder.parent == pretrained.HOME else str(folder)
+    if not (folder / WEIGHTS).exists():
+        raise RunError(f"{name} in the key 'from' is not a finished run; finish its training, or name another model.")
+    info = read_model_info(folder)
+    pairs = {"orientations": (info.network.orientations, recipe.orientations)}
+    for key, default in GROUP_OPTIONS.items():
+        pairs[key] = info.network.options.get(key, default), recipe.network_options.get(key, default)
+    for key, (parent_value, value) in pairs.items():
+        if parent_value != value:
+            raise RunError(
+                f"{name} has {key} = {_format(parent_value)}, but the recipe has {key} = {_format(value)}; weights can "
+                f"only be taken if both are equal: set {key}={_format(parent_value)}, or name another model in 'from'."
+            )
+    weights = read_weights(folder / WEIGHTS, info.weights_sha256)
+    state = unwrap(network).state_dict()
+    is_same_task = info.task.kind == task.kind and _fold(info.task.class_names) == _fold(task.class_names)
+    head = set() if is_same_task else _find_head(recipe, task, state)
+    layers: dict[str, list[str]] = {}
+    for weight in state:
+        layers.setdefault(weight.rpartition(".")[0], []).append(weight)
+    fits = {
+        layer: all(
+            key not in head
+            and key in weights
+            and (weights[key].shape, weights[key].dtype) == (state[key].shape, state[key].dtype)
+            and bool(weights[key].isfinite().all())
+            for key in keys
+        )
+        for layer, keys in layers.items()
+    }
+    taken = {key: weights[key] for layer, keys in layers.items() if fits[layer] for key in keys}
+    if not any(weight.ndim > 1 for weight in taken.values()):
+        raise RunError(
+            f"No convolution of {name} (network {info.network.name!r}) fits the network {recipe.network_name!r} of the "
+            f"recipe; use the same network and the same options, or name another model in 'from'."
+        )
+    return Parent(
+        name,
+        info,
+        info.weights_sha256 or hash_weights(folder),
+        read_json(folder / PROVENANCE) if (folder / PROVENANCE).exists() else {},
+        taken,
+        tuple(layer for layer in layers if fits[layer]),
+        tuple(layer for layer in layers if not fits[layer]),
+    )
+
+
+def _find_head(recipe: Recipe, task: Task, state: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of the weights in `state` whose shapes depend on the number of outputs of the network."""
+    with torch.random.fork_rng(devices=[]):
+        other = build_network(recipe.network_name, task.outputs + 1, recipe.orientations, recipe.network_options)
+    shapes = {name: weight.shape for name, weight in other.state_dict().items()}
+    return {name for name, weight in state.items() if shapes.get(name) != weight.shape}
+
+
+def _fold(names: Sequence[str]) -> list[str]:
+    return [name.casefold() for name in names]
+
+
+def _format(value: object) -> str:
+    """Format a value as on the command line: true, not True."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 # Read the files of a run
 
 
@@ -464,6 +602,8 @@ def _find_device(device: torch.device | str | None) -> torch.device:
         target = torch.device(device)
     except RuntimeError:
         raise RunError(f"There is no device {device!r}; choose cpu or cuda.") from None
+    if target.type not in get_args(Device):
+        raise RunError(f"The device {device!r} is not supported; choose cpu or cuda.")
     if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
         raise RunError(f"The device {device!r} is not available; run `rotopath doctor` to list the available devices.")
     return target

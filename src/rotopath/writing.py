@@ -5,13 +5,17 @@ does not exist. The final path never contains incomplete content.
 """
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
+
+MAX_DIGITS = 20  # of whole numbers in JSON files; that is enough for 64 bits
 
 
 class BusyError(Exception):
@@ -123,6 +127,34 @@ def write_bytes(path: Path, content: bytes) -> None:
 def write_json(path: Path, content: object) -> None:
     """Write a JSON file atomically. Raises ValueError for NaN and infinite numbers, which JSON cannot contain."""
     write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+
+
+def parse_json(content: str | bytes) -> Any:
+    """Return the value of a JSON text from an unknown source. `write_json` writes such texts.
+
+    Raises ValueError if the text is not valid JSON or not UTF-8, if it is nested too deeply, or if it contains a number
+    that is not finite or has more than MAX_DIGITS digits before the decimal point.
+    """
+    try:
+        return json.loads(content, parse_constant=_refuse_constant, parse_float=_parse_float, parse_int=_parse_whole)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"JSON does not allow the number {name}")  # such as NaN, which json.loads accepts
+
+
+def _parse_float(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"the number {text:.20} is too large")
+    return value
+
+
+def _parse_whole(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"a number has {len(text)} digits, but may have {MAX_DIGITS}")
+    return int(text)
 
 
 def _replace_with_finished(path: Path) -> None:

@@ -18,7 +18,7 @@ from layouts import (
 )
 
 from rotopath.data.annotations import AnnotationError, read_points
-from rotopath.data.dataset import read_image
+from rotopath.data.dataset import find_files, read_image
 from rotopath.data.formats import open_data
 from rotopath.images.files import read_rgb
 
@@ -152,6 +152,18 @@ def test_links_to_folders_are_followed(tmp_path: Path) -> None:
     (tmp_path / "data/mitoses_image_data_part_1/01").symlink_to(tmp_path / "store/mitoses_image_data_part_1/01")
     (tmp_path / "data/mitoses_ground_truth").symlink_to(tmp_path / "store/mitoses_ground_truth")
     assert open_and_check(tmp_path / "data").counts["train"]["mitoses"] == 2
+
+
+def test_links_that_lead_back_are_not_followed_without_end(tmp_path: Path) -> None:
+    """Two links in each of two folders: their paths would double at each level."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        write_text(folder / "1.txt", "")
+        for number, target in enumerate((*folders, tmp_path)):
+            (folder / f"link{number}").symlink_to(target)
+    assert find_files(folders[0], {".txt"}) == sorted(
+        [folders[0] / "1.txt", *(folders[0] / f"{path}/1.txt" for path in ("link1", "link2/b"))]
+    )
 
 
 def test_hidden_files_are_ignored(tmp_path: Path) -> None:

@@ -1,13 +1,25 @@
 """Augmentation: known results of every change, and annotations that move with their image."""
 
+import io
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from rotopath import group
-from rotopath.data.augmentation import NO_AUGMENTATION, Augmentation, DrawnChanges, augment, change_stains
+from rotopath.data.augmentation import (
+    NO_AUGMENTATION,
+    Augmentation,
+    DrawnChanges,
+    augment,
+    blur_each,
+    change_stains,
+    compress_each,
+    interpolate_shifts,
+)
 from rotopath.images.stain import REFERENCE_STAINS, WHITE
 
 
@@ -161,3 +173,126 @@ def test_no_augmentation_changes_nothing() -> None:
 def test_amounts_must_be_fractions(settings: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="expected a fraction from 0 to below 1"):
         Augmentation(**settings)
+
+
+# Scale, elastic deformation, blur and JPEG compression
+
+
+def test_new_changes_do_not_affect_the_others() -> None:
+    """Recipes that do not use them give the same images as before, and each keeps its own random values."""
+    off = Augmentation().draw(6, np.random.default_rng(5))
+    assert off[4:] == (None, None, None, None)
+    everything = Augmentation(scale=0.1, elastic=4, blur=1.5, jpeg=50).draw(6, np.random.default_rng(5))
+    assert torch.equal(everything.symmetries, off.symmetries)
+    assert torch.equal(everything.brightness, off.brightness)
+    for name, alone in (
+        ("scales", Augmentation(scale=0.1)),
+        ("shifts", Augmentation(elastic=4)),
+        ("blurs", Augmentation(blur=1.5)),
+        ("qualities", Augmentation(jpeg=50)),
+    ):
+        drawn = alone.draw(6, np.random.default_rng(5))
+        assert torch.equal(getattr(drawn, name), getattr(everything, name))
+        assert len(getattr(drawn.shard(1, 2), name)) == 3
+        assert sum(values is not None for values in drawn[4:]) == 1
+    assert 0.9 <= everything.scales.min() < everything.scales.max() <= 1.1
+    assert 50 <= everything.qualities.min() < everything.qualities.max() <= 100
+
+
+def test_enlarging_by_two_repeats_every_pixel_of_the_annotation() -> None:
+    window = windows(2, 4, 24)
+    _, classes = augment(window, changes(2, scales=torch.full((2,), 2.0)), 24)
+    expected = window[:, 3:, 6:18, 6:18].repeat_interleave(2, 2).repeat_interleave(2, 3)
+    assert torch.equal(classes, expected.long())
+    ramp = torch.arange(24, dtype=torch.uint8).view(1, 1, 24, 1).expand(1, 3, 24, 24) * 10
+    images, _ = augment(ramp, changes(1, scales=torch.full((1,), 2.0)), 12)
+    rows = 11.5 + (torch.arange(12) - 5.5) / 2  # rows of the image at which the result has its pixels
+    assert torch.allclose(images[0, 0, :, 3] * 255, 10 * rows, atol=0.51), "bytes are rounded"
+
+
+def test_pixels_move_by_the_interpolated_shifts() -> None:
+    """On a ramp, the change of a value is proportional to the shift; the annotation has the value of the same pixel."""
+    size, shifts = 33, Augmentation(elastic=6).draw(1, np.random.default_rng(2)).shifts
+    assert shifts is not None
+    inside = interpolate_shifts(shifts, size)
+    assert inside[:, :, 16, 16].abs().max() < 1e-6, "the center does not move"
+    assert interpolate_shifts(shifts, 34)[:, :, 16:18, 16:18].mean(dim=(2, 3)).abs().max() < 1e-6
+    assert 1 < inside.abs().max() <= 6
+    rows, columns = torch.meshgrid(torch.arange(size), torch.arange(size), indexing="ij")
+    for axis, ramp in enumerate((rows, columns)):
+        window = (7 * ramp).to(torch.uint8).expand(1, 4, size, size)
+        images, maps = augment(window, changes(1, shifts=shifts), size)
+        source = ramp + inside[0, axis]
+        middle = (slice(7, -7), slice(7, -7))
+        assert torch.allclose((images[0, 0] * 255)[middle], 7 * source[middle], atol=0.51)
+        nearest = 7 * source[middle].round()
+        assert maps is not None
+        is_clear = (source[middle] - source[middle].floor() - 0.5).abs() > 1e-3  # else both neighbors are nearest
+        assert torch.equal(maps[0, 0][middle][is_clear], nearest.long()[is_clear])
+
+
+def test_image_and_annotation_move_together_by_all_changes_of_geometry() -> None:
+    window = torch.full((64, 4, 71, 71), 255, dtype=torch.uint8)
+    window[:, 3] = 0
+    window[:, :3, 28:31, 32:35] = 0
+    window[:, 3, 28:31, 32:35] = 2
+    augmentation = Augmentation(free_rotation=True, brightness=0.0, scale=0.2, elastic=5)
+    images, classes = augment(window, augmentation.draw(64, np.random.default_rng(1)), 31)
+    assert classes is not None
+    dark = [center_of_mass(1 - image[0]) for image in images]
+    marked = [center_of_mass((marks == 2).float()) for (marks,) in classes]
+    assert dark == [pytest.approx(position, abs=0.6) for position in marked]
+    assert np.ptp(marked, axis=0).min() > 8, "spots move far"
+
+
+def test_an_object_in_the_center_stays_there_so_that_the_label_of_a_window_stays_right() -> None:
+    window = torch.full((32, 3, 61, 61), 255, dtype=torch.uint8)
+    window[:, :, 29:32, 29:32] = 0
+    augmentation = Augmentation(free_rotation=True, brightness=0.0, scale=0.3, elastic=4)
+    images, _ = augment(window, augmentation.draw(32, np.random.default_rng(3)), 31)
+    for image in images:
+        assert center_of_mass(1 - image[0]) == pytest.approx((15, 15), abs=0.75)
+
+
+@given(st.integers(8, 130), st.floats(0, 0.49), st.booleans())
+def test_the_cut_square_contains_all_pixels_of_the_window(size: int, scale: float, rotate: bool) -> None:
+    augmentation = Augmentation(scale=scale, elastic=3.2, free_rotation=rotate)
+    cut = augmentation.cut_px(size)
+    assert (cut - size) % 2 == 0
+    assert cut >= size / (1 - scale) * (2**0.5 if rotate else 1) + 2 * 3.2
+    assert NO_AUGMENTATION.cut_px(size) == size
+
+
+def test_blur_spreads_a_point_by_its_standard_deviation() -> None:
+    images = torch.zeros(3, 3, 41, 41)
+    images[:, :, 20, 20] = 1
+    sigmas = torch.tensor([0.0, 1.0, 2.5])
+    blurred = blur_each(images, sigmas)
+    assert torch.allclose(blurred.sum(dim=(2, 3)), torch.ones(3, 3), atol=1e-5)
+    distances = (torch.arange(41) - 20.0) ** 2
+    spread = (blurred[:, 0].sum(dim=2) * distances).sum(dim=1).sqrt()
+    assert torch.allclose(spread, sigmas, atol=0.03)
+    assert torch.equal(blurred[0], images[0])
+
+
+@pytest.mark.parametrize("quality", [20, 50, 90])
+def test_compression_agrees_with_that_of_pillow(quality: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    coarse = torch.rand(1, 3, 9, 9, generator=generator)
+    image = (torch.nn.functional.interpolate(coarse, (50, 61), mode="bicubic").clamp(0, 1) * 255).round() / 255
+    file = io.BytesIO()
+    pixels = (image[0] * 255).byte().permute(1, 2, 0).numpy()
+    Image.fromarray(pixels).save(file, "JPEG", quality=quality, subsampling=0)
+    expected = np.asarray(Image.open(file)).astype(np.int64)
+    own = (compress_each(image, torch.tensor([float(quality)]))[0] * 255).permute(1, 2, 0).numpy()
+    error, change = np.abs(own - expected).mean(), np.abs(expected - pixels).mean()
+    assert error < 1
+    assert change > (3 if quality < 90 else 1), "much more than the error"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("scale", 0.5), ("scale", -0.1), ("elastic", 11), ("blur", -1), ("jpeg", 9), ("jpeg", 101)]
+)
+def test_amounts_out_of_bounds_are_refused(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"The augmentation '{name}' is {value}; expected a "):
+        Augmentation(**{name: value})

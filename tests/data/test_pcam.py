@@ -128,6 +128,26 @@ def test_damaged_chunk_is_reported_with_its_rows(tmp_path: Path) -> None:
     assert "is damaged at rows 0 to 7 of 'x'" in result
 
 
+@pytest.mark.parametrize("fill", [0, 255, 1])
+def test_any_overwritten_bytes_of_an_hdf5_file_are_harmless_or_a_problem(tmp_path: Path, fill: int) -> None:
+    """No error of another type: h5py raises many. Fails without `_hdf5_errors`."""
+    root = pcam(tmp_path / "pcam", (3, 2, 2), size=8)
+    path = root / pcam_name("train", "x")
+    content = path.read_bytes()
+    for start in range(0, len(content), 23):
+        path.write_bytes(content[:start] + bytes([fill]) * min(8, len(content) - start) + content[start + 8 :])
+        for message in problem_messages(open_and_check(root)):
+            assert message.endswith(".")
+            assert "\n" not in message
+
+
+def test_an_array_of_impossible_size_is_a_problem(tmp_path: Path) -> None:
+    root = pcam(tmp_path / "pcam", (3, 2, 2), size=8)
+    with h5py.File(root / pcam_name("train", "x"), "w") as file:
+        file.create_dataset("x", (3, 10**6, 10**6, 3), np.uint8, chunks=(1, 8, 8, 3))
+    assert "its images would have the shape (1000000, 1000000, 3)" in problem_messages(open_and_check(root))[0]
+
+
 def test_kaggle_patches_are_split_within_each_class(tmp_path: Path) -> None:
     result = open_and_check(kaggle(tmp_path))
     assert {s: (c["normal"], c["tumor"]) for s, c in result.counts.items()} == {

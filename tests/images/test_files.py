@@ -1,10 +1,12 @@
 """Read images of every kind, their spacing, and label maps; files that cannot be read are refused in one sentence."""
 
+import struct
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tifffile
 from PIL import Image
 
 from rotopath.images import UnreadableImageError, read_labels, read_rgb, resample, spacing_um_px
@@ -153,6 +155,18 @@ def test_spacing_is_read_from_the_metadata(
 ) -> None:
     Image.fromarray(pixels).save(tmp_path / name, **options)
     assert spacing_um_px(tmp_path / name) == (None if spacing is None else pytest.approx(spacing, rel=1e-3))
+
+
+@pytest.mark.parametrize("resolution", [(0, 0), (1, 0), (0, 1), (2**32 - 1, 1)])
+def test_an_impossible_resolution_is_no_spacing(tmp_path: Path, resolution: tuple[int, int]) -> None:
+    """As in a damaged header."""
+    pixels = np.zeros((8, 8, 3), np.uint8)
+    tifffile.imwrite(tmp_path / "a.tif", pixels, resolution=((7, 1), (7, 1)), resolutionunit="INCH")
+    content = (tmp_path / "a.tif").read_bytes()
+    wanted = struct.pack("<2I", *resolution)
+    assert content.count(struct.pack("<2I", 7, 1)) == 2
+    (tmp_path / "a.tif").write_bytes(content.replace(struct.pack("<2I", 7, 1), wanted))
+    assert spacing_um_px(tmp_path / "a.tif") is None
 
 
 def test_resampling_keeps_positions_and_does_not_alias() -> None:

@@ -45,6 +45,7 @@ from rotopath.writing import hold_lock
 pytestmark = pytest.mark.slow
 
 MODEL = "tumor-pcam-n8"
+DONE: dict[str, Any] = {"spacing_um_px": 1.0, "device": "cpu"}
 FILES = {"heatmap.ome.tif", "objects.csv", "objects.geojson", "overlay.png", "quality.png", "summary.json"}
 
 
@@ -235,6 +236,37 @@ def test_results_of_any_precision_are_kept_unless_another_one_is_requested(
     path.write_text(json.dumps(summary))
     assert "skipped, already done" in call(*words).output
     assert "already done" not in call(*words, "--precision", 32).output
+
+
+@pytest.mark.parametrize("name", sorted(FILES))
+def test_damaged_results_are_predicted_again(name: str, images: Path, tmp_path: Path) -> None:
+    command = (MODEL, images / "a.png", "--out", tmp_path / "out", "--spacing-um-px", 1.0, "--device", "cpu")
+    assert call(*command).exit_code == 0
+    path = tmp_path / "out/a.png" / name
+    content = path.read_bytes()
+    middle = len(content) // 2
+    for damaged in (content[:middle], content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :], None):
+        path.unlink()
+        if damaged is not None:
+            path.write_bytes(damaged)
+        elif name == "summary.json":
+            continue  # then the folder is refused, because its other files may not be results
+        if name == "summary.json" and len(damaged or b"") == len(content):
+            continue  # a change of one letter in a summary need not be noticed
+        assert "already" not in call(*command).output
+        assert len(path.read_bytes()) > middle
+        assert [outcome.state for outcome in rp.predict(MODEL, images / "a.png", tmp_path / "out", **DONE)] == [
+            "skipped"
+        ]
+
+
+def test_results_of_versions_without_checksums_are_kept(images: Path, tmp_path: Path) -> None:
+    rp.predict(MODEL, images / "a.png", tmp_path / "out", **DONE)
+    path = tmp_path / "out/a.png/summary.json"
+    summary = json.loads(path.read_text())
+    assert set(summary.pop("files")) == FILES - {"summary.json"}
+    path.write_text(json.dumps(summary))
+    assert [outcome.state for outcome in rp.predict(MODEL, images / "a.png", tmp_path / "out", **DONE)] == ["skipped"]
 
 
 def test_an_interrupted_slide_is_predicted_again(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from rotopath.inference import Prediction
 from rotopath.metrics.classification import MIN_CASES
 from rotopath.recipe import Recipe
-from rotopath.reports.terminal import score_table, user_errors_in_one_sentence
+from rotopath.reports.terminal import SafeConsole, score_table, user_errors_in_one_sentence
 from rotopath.tasks import TUMOR, Classify, Detect, Segment
 from rotopath.tasks.classify import PatchEvidence
 from rotopath.tasks.detect import Detections, FieldEvidence
@@ -22,6 +23,18 @@ from rotopath.tasks.segment import ObjectEvidence
 CELLS = ("epithelial", "lymphocyte")
 TEXTURES = ("dots", "plain", "stripes")
 POINT = {"inside": 0.5, "background": 0.5, "least_px": 4}
+
+
+def test_control_characters_of_names_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "a\x1b]0;owned\x07\x1b[2Jé\u202egnp.µ"
+    console = SafeConsole(width=200)
+    console.print(f"{name}: 3 objects", markup=False, highlight=False)
+    console.print(Text(name, "bold"))
+    with pytest.raises(typer.Exit), user_errors_in_one_sentence():
+        raise OSError(2, "No such file", name)
+    printed = "".join(capsys.readouterr())
+    assert printed.count("a\\x1b]0;owned\\x1b[2Jé\\u202egnp.µ") == 3  # rich removes the bell
+    assert not re.search("[\x1b\x07\u202e]", printed)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,16 @@
 """Summaries of studies, compared with known scores."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from untrained_runs import with_value
 
 from rotopath.model_file import RunError
 from rotopath.recipe import Recipe, format_recipe
-from rotopath.studies.results import StudyResult, estimate, margin, read_results, summarize
+from rotopath.studies.results import StudyResult, check_provenance, estimate, margin, read_results, summarize
 
 pytestmark = pytest.mark.slow
 
@@ -99,12 +101,61 @@ def test_results_are_read_from_files(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "recipe.toml").write_text(format_recipe(Recipe("tumor", "d", orientations=n, regime=regime)))
         for name, rotations in (("", 1), ("-tta8", 8)):
-            content = {"test": {"accuracy": n / 10, "rotations": rotations}}
+            content = {"test": {"accuracy": n / 10, "rotations": rotations, "slides": {"a": [n, 10]}}}
             (folder / f"evaluation-test{name}.json").write_text(json.dumps(content))
-        (folder / "evaluation-test-mine.json").write_text(json.dumps({"test": {"accuracy": 0, "rotations": 1}}))
+        (folder / "evaluation-test-mine.json").write_text(
+            json.dumps({"test": {"accuracy": 0, "rotations": 1, "slides": {}}})
+        )
     results = read_results(tmp_path)
     found = [(result.recipe.regime, result.recipe.orientations, result.rotations, result.score) for result in results]
     assert found == [
         *((1.0, 1, 1, 0.1), (1.0, 1, 8, 0.1)),
         *((0.5, 1, 1, 0.1), (0.5, 1, 8, 0.1), (0.5, 8, 1, 0.8), (0.5, 8, 8, 0.8)),
     ], "all training data first, then less"
+
+
+@pytest.mark.parametrize(
+    ("scores", "fault"),
+    [
+        ("3", "'test' must be a JSON object; got 3"),
+        ("{}", "'rotations' must be a whole number from 1 to 360; got None"),
+        ('{"rotations": true}', "'rotations' must be a whole number from 1 to 360; got True"),
+        ('{"rotations": 1}', "'accuracy' must be a number from 0 to 1; got None"),
+        ('{"rotations": 1, "accuracy": NaN}', "JSON does not allow the number NaN"),
+        ('{"rotations": 1, "accuracy": 1e999}', "the number 1e999 is too large"),
+        ('{"rotations": 1, "accuracy": 1.5}', "'accuracy' must be a number from 0 to 1; got 1.5"),
+        ('{"rotations": 1, "accuracy": true}', "'accuracy' must be a number from 0 to 1; got True"),
+        ('{"rotations": 1, "accuracy": 0.5}', "the scores of the cases cannot be read (KeyError: 'slides')"),
+        ('{"rotations": 1, "accuracy": 0.5, "slides": {"a": 3}}', "the scores of the cases cannot be read"),
+        ('{"rotations": 1, "accuracy": 0.5, "slides": {"a": [-1, 3]}}', "a case is negative or not finite"),
+        ('{"rotations": 1, "accuracy": 0.5, "slides": null, "wrong": [], "images": 1000000000000}', "are more than"),
+        ('{"rotations": 1, "rotation": {"fair": [1]}}', "'deviation' of 'rotation' must be a number from 0 to 1"),
+        ("[" * 100_000, "it is nested too deeply"),
+        ("1" * 5_000, "a number has 5000 digits, but may have 20"),
+    ],
+)
+def test_damaged_scores_are_refused_in_one_sentence(scores: str, fault: str, tmp_path: Path) -> None:
+    folder = tmp_path / "tumor" / "N1-seed0"
+    folder.mkdir(parents=True)
+    (folder / "recipe.toml").write_text(format_recipe(Recipe("tumor", "d", orientations=1)))
+    (folder / "evaluation-test.json").write_text(f'{{"test": {scores}}}')
+    with pytest.raises(RunError) as refused:
+        read_results(tmp_path)
+    assert fault in str(refused.value)
+    assert str(refused.value).startswith(f"{folder / 'evaluation-test.json'} is damaged")
+
+
+@pytest.mark.parametrize("key", ["begun", "packages", "data.images", "hardware.device"])
+def test_a_damaged_provenance_is_refused_in_one_sentence(key: str, tmp_path: Path) -> None:
+    times = {"begun": "2020-01-01T00:00:00", "finished": "2020-01-01T00:01:00"}
+    data = {"source": "PCam", "fingerprint": "a", "images": 3}
+    content = {**times, "rotopath": "1", "packages": {"torch": "2"}, "data": data, "hardware": {"device": "cpu"}}
+    given = StudyResult("tumor", tmp_path, Recipe("tumor", "d"), 1, {})
+    (tmp_path / "provenance.json").write_text(json.dumps(content))
+    check_provenance(given)
+    for wrong in (None, "yesterday", True, [], {"torch": 1}, 3.5):
+        (tmp_path / "provenance.json").write_text(json.dumps(with_value(content, key, wrong)))
+        if wrong == "yesterday" and key == "hardware.device":
+            continue
+        with pytest.raises(RunError, match=r"provenance\.json is damaged: .*\. Restore the file"):
+            check_provenance(replace(given))

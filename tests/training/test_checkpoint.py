@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from layouts import amida13, kumar, pcam, pcam_name, pixels, write_csv, write_hdf5, write_image
+from safetensors.torch import load, save
 from short_runs import (
     PATCH_CLASSES,
     converted_recipe,
@@ -25,7 +27,7 @@ import rotopath as rp
 from rotopath import runs
 from rotopath.data import DataError, open_data
 from rotopath.model_file import MODEL, WEIGHTS, RunError
-from rotopath.recipe import Mining
+from rotopath.recipe import Mining, Recipe
 from rotopath.runs import Run
 from rotopath.tasks import classify
 from rotopath.training import checkpoint, train
@@ -88,6 +90,64 @@ def test_checkpoints_of_version_0_1_can_be_resumed(data: dict[str, Path], tmp_pa
     assert list(state) == ["Keeper"]
     assert set(state["Keeper"]) == {"best", "worse_epochs", "rows"}
     assert len(state["Keeper"]["rows"]) == 6
+
+
+@pytest.fixture(scope="module")
+def killed(data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Recipe, Path]:
+    """The recipe and the folder of a training that was killed in its second epoch."""
+    recipe, folder = short_recipe(data), tmp_path_factory.mktemp("killed") / "run"
+    train_until_killed(recipe, folder, 7)
+    return recipe, folder
+
+
+@pytest.mark.parametrize("name", [RESUME, KEPT])
+def test_overwritten_bytes_are_noticed_before_a_training_is_resumed(
+    killed: tuple[Recipe, Path], tmp_path: Path, name: str
+) -> None:
+    folder = shutil.copytree(killed[1], tmp_path / "run")
+    content = (folder / name).read_bytes()
+    for at in np.linspace(0.3, 0.9, 4):
+        start = int(len(content) * at)
+        (folder / name).write_bytes(
+            content[:start] + bytes(b ^ 1 for b in content[start:][:64]) + content[start + 64 :]
+        )
+        with pytest.raises(RunError, match=rf"{name} (is|was) damaged") as refused:
+            train(killed[0], folder)
+        assert str(refused.value).endswith(".")
+    for damaged in (b"", b"PK", content[: len(content) // 2], content[:-30]):
+        (folder / name).write_bytes(damaged)
+        with pytest.raises(RunError, match=f"{name} is damaged"):
+            train(killed[0], folder)
+    (folder / name).write_bytes(content)
+    train(killed[0], folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda weight: weight.bool(), "must be of type float32; got bool"),
+        (lambda weight: weight.to(torch.int8), "must be of type float32; got int8"),
+        (lambda weight: weight.to(torch.complex64), "must be of type float32; got complex64"),
+        (lambda weight: weight * float("nan"), "has values that are not finite"),
+        (lambda weight: weight[:1], "must have shape"),
+    ],
+)
+def test_a_checkpoint_must_contain_the_weights_of_the_network(
+    killed: tuple[Recipe, Path], tmp_path: Path, change: Callable[[Tensor], Tensor], fault: str
+) -> None:
+    folder = shutil.copytree(killed[1], tmp_path / "run")
+    state = torch.load(folder / RESUME, weights_only=True)
+    name = next(name for name in state["state_dict"] if name.endswith("conv.weight"))
+    state["state_dict"][name] = change(state["state_dict"][name])
+    torch.save(state, folder / RESUME)
+    with pytest.raises(RunError, match=rf"{RESUME} is damaged \('{name.removeprefix('network.')}' {fault}"):
+        train(killed[0], folder)
+
+
+def test_weights_of_older_versions_without_a_checksum_are_resumed(killed: tuple[Recipe, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(killed[1], tmp_path / "run")
+    (folder / KEPT).write_bytes(save(load((folder / KEPT).read_bytes())))
+    train(killed[0], folder)
 
 
 def test_a_finished_run_has_no_checkpoint(converted_run: Run) -> None:
@@ -269,6 +329,20 @@ def test_a_folder_can_be_used_again_while_no_step_was_trained(data: dict[str, Pa
         train(recipe, tmp_path / "run")
     annotation.write_text(before)
     train(replace(recipe, seed=1), tmp_path / "run")
+
+
+def test_a_folder_of_a_training_that_failed_before_its_first_checkpoint_can_be_used_again(
+    data: dict[str, Path], tmp_path: Path
+) -> None:
+    """After several steps, of which TensorBoard's log is left."""
+    recipe = short_recipe(data, epochs=1, steps=30, checkpoint_steps=30)
+    with pytest.raises(RunError, match=r"became (nan|inf)"):
+        train(replace(recipe, learning_rate=100.0, momentum=0.99, optimiser="sgd"), tmp_path / "run")
+    assert (tmp_path / "run/tensorboard").exists()
+    train(recipe, tmp_path / "run")
+    train(recipe, tmp_path / "new")
+    assert read_weights(tmp_path / "run") == read_weights(tmp_path / "new")
+    assert len(list((tmp_path / "run/tensorboard").iterdir())) == len(list((tmp_path / "new/tensorboard").iterdir()))
 
 
 # Fingerprints of data

@@ -20,6 +20,7 @@ from short_runs import (
     read_log,
     read_weights,
     short_recipe,
+    train_until_killed,
 )
 from torch import nn
 
@@ -283,6 +284,128 @@ def test_a_network_from_a_function_of_the_user_is_trained(
     assert run.network.geometry.smallest_px == 40
     assert run.info.network.name == "own_networks:good"
     assert repr(run) == "Run('run': tumor by own_networks:good, N=1)"
+
+
+# Start from the weights of another model
+
+
+@pytest.fixture(scope="module")
+def parent(data: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(short_recipe(data), tmp_path_factory.mktemp("parent") / "run")
+
+
+def test_frozen_stages_keep_the_weights_and_statistics_of_the_parent(
+    data: dict[str, Path], parent: Run, tmp_path: Path
+) -> None:
+    lines: list[str] = []
+    recipe = short_recipe(data, from_=str(parent.folder), frozen_stages=2)
+    run = train(recipe, tmp_path / "run", on_message=lines.append)
+    before, after = parent.network.state_dict(), run.network.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if not name.startswith(("stages.0.", "stages.1."))}
+    assert lines[0] == (
+        f"11 of 11 layers start from {parent.folder}, at 0.1 of the learning rate; the first 2 stages are frozen; none "
+        f"is fresh."
+    )
+    provenance = json.loads((run.folder / runs.PROVENANCE).read_text())["from"]
+    assert provenance["weights"] == parent.info.weights_sha256
+    assert provenance["data"]["source"] == "PCam"
+    assert provenance["fresh"] == []
+    assert read_recipe(run.folder / runs.RECIPE) == recipe
+
+
+def test_other_classes_get_a_fresh_head_and_all_else_is_taken(data: dict[str, Path], parent: Run) -> None:
+    """Also with as many outputs as the parent: an output for another class is another weight."""
+    for task, classes, fresh in (
+        ("tumor", ["Other"], ("head.conv",)),
+        ("tumor", ["normal", "tumor"], ("head.conv",)),
+        ("tumor", ["tumor"], ()),
+        ("classify", ["TUMOR"], ()),
+    ):
+        recipe = replace(short_recipe(data, from_=str(parent.folder)), task=task, classes=tuple(classes))
+        made = recipe.make_task()
+        network = runs.build(recipe, made)
+        found = runs.find_parent(recipe, made, network)
+        assert found is not None
+        assert found.fresh_layers == fresh, (task, classes)
+        own = network.state_dict()
+        found.load_into(network)
+        for name, weight in network.state_dict().items():
+            expected = own if name.rpartition(".")[0] in fresh else parent.network.state_dict()
+            assert torch.equal(weight, expected[name])
+    recipe = replace(short_recipe(data, from_=str(parent.folder)), task="detect", network="tumor", classes=("tumor",))
+    found = runs.find_parent(recipe, recipe.make_task(), runs.build(recipe))
+    assert found is not None
+    assert found.fresh_layers == ("head.conv",), "another kind of task"
+
+
+def test_a_fine_tuned_run_resumes_to_identical_weights(data: dict[str, Path], parent: Run, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(parent.folder, tmp_path / "parent"))
+    recipe = short_recipe(data, from_=str(folder), frozen_stages=1, seed=1)
+    torch.set_num_threads(1)  # as in the processes that are killed
+    train(recipe, tmp_path / "uninterrupted")
+    for step in (1, 5, 8):
+        train_until_killed(recipe, tmp_path / "killed", step)
+    weights = (folder / WEIGHTS).read_bytes()
+    other = short_recipe(data, seed=5, epochs=1)
+    shutil.rmtree(folder)
+    train(other, folder)
+    with pytest.raises(RunError, match="have changed since the training"):
+        train(recipe, tmp_path / "killed")
+    shutil.rmtree(folder)
+    shutil.copytree(parent.folder, folder)
+    assert (folder / WEIGHTS).read_bytes() == weights
+    train(recipe, tmp_path / "killed")
+    assert read_weights(tmp_path / "killed") == read_weights(tmp_path / "uninterrupted")
+    assert read_log(tmp_path / "killed") == read_log(tmp_path / "uninterrupted")
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "sentence"),
+    [
+        (
+            "tumor",
+            {"orientations": 4},
+            "has orientations = 1, but the recipe has orientations = 4; weights can only be",
+        ),
+        ("tumor", {"network_options": {"kernel": "harmonic"}}, "set kernel=bilinear, or name another model"),
+        ("tumor", {"network_options": {"reflections": True}}, "has reflections = false, but the recipe has"),
+        (
+            "tumor",
+            {"frozen_stages": 6},
+            "the network has 6 stages, and the last one must be trained; choose at most 5.",
+        ),
+        ("nuclei", {}, "No convolution of "),
+        ("tumor", {"from": "tumor-pcam"}, "did you mean tumor-pcam-n8?"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_written(
+    data: dict[str, Path], parent: Run, tmp_path: Path, task: str, changes: dict[str, object], sentence: str
+) -> None:
+    keys = keys_of(short_recipe(data, task)) | {"from": str(parent.folder)} | changes
+    with pytest.raises((RecipeError, RunError)) as refused:
+        rp.train(keys, tmp_path / "run")
+    assert sentence in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_stages_of_a_converted_network_can_be_frozen(patches: Path, converted_run: Run, tmp_path: Path) -> None:
+    recipe = converted_recipe(patches, **{"from": str(converted_run.folder), "frozen_stages": 2, "epochs": 1})
+    run = train(recipe, tmp_path / "run")
+    before, after = converted_run.network.module.state_dict(), run.network.module.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {
+        name for name in before if not name.startswith(("conv1.", "bn1.", "layer1.0.conv1.", "layer1.0.bn1."))
+    }
+
+
+def test_weights_of_the_parent_have_a_lower_learning_rate() -> None:
+    network = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    network[0].bias.requires_grad_(False)
+    optimizer = make_optimizer(network, replace(RECIPE, from_="x", from_rate=0.5), {"0.weight", "0.bias"})
+    rates = {id(weight): group["lr"] for group in optimizer.param_groups for weight in group["params"]}
+    names = {name: rates.get(id(weight)) for name, weight in network.named_parameters()}
+    assert names == {"0.weight": 0.05, "0.bias": None, "1.weight": 0.1, "1.bias": 0.1}
 
 
 # Optimizers and schedules

@@ -45,6 +45,8 @@ def _add_version_option(
 app.command("models")(list_models.list_models)
 app.command("demo")(train.demo)
 app.command("doctor")(doctor.doctor)
+app.command("recipes")(train.recipes)
+app.command("init")(train.init)
 app.command("train")(train.train)
 app.command("evaluate")(evaluate.evaluate)
 app.command("slides")(predict.slides)

@@ -178,6 +178,10 @@ def show_data(
         "contact-sheet.png"
     ),
     seed: Annotated[int, typer.Option(min=0, help="Random seed. A different seed selects different images.")] = 0,
+    augment: Annotated[
+        bool,
+        typer.Option("--augment", help="Draw one image with each type of augmentation that a recipe can have instead."),
+    ] = False,
     spacing_um_px: Annotated[float | None, typer.Option("--spacing-um-px", help=SPACING_HELP)] = None,
 ) -> None:
     """Draw some images of each split with their annotations into one image file (a contact sheet)."""
@@ -187,10 +191,10 @@ def show_data(
         names = f"{', '.join(IMAGE_SUFFIXES[:-1])} or {IMAGE_SUFFIXES[-1]}"
         terminal.exit_with_error(f"--out {out} has no supported image format; choose a file name that ends in {names}.")
     with terminal.user_errors_in_one_sentence():
-        from rotopath.reports.contact_sheet import draw_contact_sheet
+        from rotopath.reports.contact_sheet import draw_augmentations, draw_contact_sheet
 
-        dataset = open_data(path, None, spacing_um_px)
-        terminal.print_path("Contact sheet", draw_contact_sheet(dataset, out, seed))
+        draw = draw_augmentations if augment else draw_contact_sheet
+        terminal.print_path("Contact sheet", draw(open_data(path, None, spacing_um_px), out, seed))
 
 
 def make_data(

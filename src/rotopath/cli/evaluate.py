@@ -22,7 +22,7 @@ def evaluate(
     ] = None,
     split: Annotated[str, typer.Option(help="Split of the dataset: train, valid or test.")] = "test",
     tta: Annotated[
-        int, typer.Option(min=1, help="Test-time augmentation: average predictions over this many rotations.")
+        int, typer.Option(min=1, max=360, help="Test-time augmentation: average predictions over this many rotations.")
     ] = 1,
     rule: Annotated[
         str | None,

@@ -41,6 +41,7 @@ def predict(
         int,
         typer.Option(
             min=1,
+            max=360,
             help="Test-time augmentation: average predictions over this many rotations, and also write their standard "
             "deviation.",
         ),

@@ -35,7 +35,7 @@ from rotopath.data.dataset import (
     sample_size_px,
     scale_size,
 )
-from rotopath.images.files import UnreadableFileError, is_plausible, read_labels
+from rotopath.images.files import UnreadableFileError, expect_file, is_plausible, read_labels
 from rotopath.images.geojson import IGNORED_CLASS, REGION_CLASS, SlideObject, read_geojson
 from rotopath.images.outlines import Point, Polygon, fill_outline, make_polygon
 
@@ -365,6 +365,7 @@ def read_aperio_outlines(path: Path) -> tuple[Outline, ...]:
     import defusedxml.ElementTree
     from defusedxml import DefusedXmlException
 
+    expect_file(path)
     try:
         root = defusedxml.ElementTree.parse(path).getroot()
     except FileNotFoundError:
@@ -412,6 +413,7 @@ def read_aperio_spacing_um_px(path: Path) -> float | None:
     import defusedxml.ElementTree
     from defusedxml import DefusedXmlException
 
+    expect_file(path)
     try:
         with path.open("rb") as file:
             for _, root in defusedxml.ElementTree.iterparse(file, events=("start",)):

@@ -82,8 +82,7 @@ class Batches:
     ) -> None:
         self.pixels, self.sampler, self.augmentation = pixels, sampler, augmentation
         self._window_px, self._target_px, self._seed = window_px, target_px, seed
-        # A rotation by any angle moves pixels from outside the window into its corners, so these pixels are cut too.
-        self._cut_px = group.covering_size(window_px) if augmentation.free_rotation else window_px
+        self._cut_px = augmentation.cut_px(window_px)
         self._rank, self._ranks = 0, 1
 
     def shard(self, rank: int, count: int) -> "Batches":
@@ -99,8 +98,8 @@ class Batches:
     def __getitem__(self, step: int) -> Batch:
         """Return the batch of a step, before augmentation.
 
-        If the augmentation includes rotations by any angle (`free_rotation`), the windows are larger than `window_px`:
-        rotation moves pixels from outside a square with a side of `window_px` into the corners of this square.
+        If the augmentation moves pixels from outside a square with a side of `window_px` into this square, such as
+        rotations by any angle do, the windows are larger than `window_px`.
         """
         windows = self.sampler.draw(step)
         margin = (self._cut_px - self._window_px) // 2
@@ -282,7 +281,7 @@ class HostPixels:
 
     def cut(self, windows: Windows, size_px: int) -> Tensor:
         corners = zip(windows.images.tolist(), windows.tops.tolist(), windows.lefts.tolist(), strict=True)
-        cut = [_cut_window(self._images[image], top, left, size_px) for image, top, left in corners]
+        cut = [cut_window(self._images[image], top, left, size_px) for image, top, left in corners]
         return torch.from_numpy(np.stack(cut)).permute(0, 3, 1, 2)
 
 
@@ -339,7 +338,7 @@ class DevicePixels:
         return torch.from_numpy(numbers).to(self._flat.device, non_blocking=True)
 
 
-def _cut_window(image: Bytes, top: int, left: int, size_px: int) -> Bytes:
+def cut_window(image: Bytes, top: int, left: int, size_px: int) -> Bytes:
     """Return a window (size_px, size_px, C) of an image (H, W, C).
 
     The first row of the window is row `top` of the image, and its first column is column `left` of the image. Where the

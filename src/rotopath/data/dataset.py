@@ -10,9 +10,11 @@ in HDF5 files.
 """
 
 import csv
+import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
@@ -27,6 +29,7 @@ from rotopath.images.files import (
     ImageTooLargeError,
     UnreadableFileError,
     UnreadableImageError,
+    expect_file,
     image_size_px,
     read_rgb,
     resample,
@@ -44,6 +47,7 @@ Row = dict[str, str]  # cells of a row of a CSV table, by column name
 SYNTHETIC_MARKER = "SYNTHETIC.txt"  # a file that marks synthetic tissue in the layout of a benchmark
 IMAGE_SUFFIXES = frozenset({".tif", ".tiff", ".png", ".jpg", ".jpeg"})
 SAME_SPACING = 0.05  # relative differences of pixel spacings up to 5 % are ignored: resampling would only blur images
+MAX_ROW_BYTES = 2**26  # largest image in an HDF5 file; those of PCam have 27,648 bytes
 MAX_ROWS_PER_READ = 1024  # rows of an HDF5 file that are read at once
 MAX_NAMES_LISTED = 5  # largest number of names, such as those of files, that one message lists
 MAX_SLIDE_PX = 10**8  # a slide file with more pixels is not read as one image
@@ -297,17 +301,31 @@ def scale_size(size_px: tuple[int, int], factor: float) -> tuple[int, int]:
 def find_files(folder: Path | None, suffixes: Collection[str]) -> list[Path]:
     """Return all files with one of the suffixes in a folder and its subfolders, sorted.
 
-    If `folder` is None, the list is empty. Hidden files, such as `._x.tif` of macOS, are left out. `suffixes` are in
-    lower case; suffixes of files may be in upper case.
+    If `folder` is None, the list is empty. Links are followed. Hidden files, such as `._x.tif` of macOS, are left out.
+    `suffixes` are in lower case; suffixes of files may be in upper case.
     """
     if folder is None:
         return []
     return sorted(
         Path(parent) / name
-        for parent, _, names in os.walk(folder, followlinks=True)
+        for parent, names in _walk(folder)
         for name in names
         if Path(name).suffix.lower() in suffixes and not name.startswith(".")
     )
+
+
+def _walk(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield the path of a folder and of each of its subfolders, and the names of the files in it.
+
+    Links to folders are followed, except to a folder that contains the link, which would never end.
+    """
+    containing = {str(folder): {os.path.realpath(folder)}}  # for each folder: the folders that contain it, and itself
+    for parent, subfolders, names in os.walk(folder, followlinks=True):
+        above = containing.pop(parent)
+        targets = {name: os.path.realpath(os.path.join(parent, name)) for name in subfolders}  # noqa: PTH118
+        subfolders[:] = [name for name in subfolders if targets[name] not in above]
+        containing |= {os.path.join(parent, name): above | {targets[name]} for name in subfolders}  # noqa: PTH118
+        yield parent, names
 
 
 def index_by_stem(root: Path, paths: Iterable[Path]) -> tuple[dict[str, Path], list[Finding]]:
@@ -365,6 +383,7 @@ def read_table(path: Path, required: Collection[str]) -> list[tuple[int, Row]]:
 
 def read_csv(path: Path) -> list[tuple[int, list[str]]]:
     """Read a CSV file; return (line number, cells without surrounding spaces) for each line that is not empty."""
+    expect_file(path)
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             start = file.read(SNIFFED_CHARACTERS)
@@ -403,26 +422,40 @@ def read_hdf5_shape(path: Path, key: str) -> tuple[int, ...]:
     Raises UnreadableHdf5Error if the elements of the array are not bytes (uint8).
     """
     array = _open_hdf5_array(path, key)
-    if array.dtype != np.uint8:
+    with _hdf5_errors(path):
+        dtype, shape = array.dtype, tuple(int(length) for length in array.shape)
+    if dtype != np.uint8:
         raise UnreadableHdf5Error(
-            path, f"has an array {key!r} of type {array.dtype}; expected bytes (uint8); download it again."
+            path, f"has an array {key!r} of type {dtype}; expected bytes (uint8); download it again."
         )
-    return tuple(int(length) for length in array.shape)
+    if math.prod(shape[1:]) > MAX_ROW_BYTES:
+        raise UnreadableHdf5Error(path, f"is damaged: its images would have the shape {shape[1:]}; download it again.")
+    return shape
 
 
 def read_hdf5_rows(path: Path, key: str, start: int, stop: int) -> NDArray[np.uint8]:
     """Read rows `start` to `stop - 1`, along the first axis, of the array `key` (uint8) in an HDF5 file."""
-    try:
-        rows: NDArray[np.uint8] = _open_hdf5_array(path, key)[start:stop]
-    except OSError as error:
-        raise UnreadableHdf5Error(
-            path, f"is damaged at rows {start} to {stop - 1} of {key!r} ({error}); download it again."
-        ) from None
+    array = _open_hdf5_array(path, key)
+    with _hdf5_errors(path, f"rows {start} to {stop - 1} of {key!r}"):
+        rows: NDArray[np.uint8] = array[start:stop]
     return rows
+
+
+@contextmanager
+def _hdf5_errors(path: Path, part: str = "its header") -> Iterator[None]:
+    """Convert any error of h5py to an UnreadableHdf5Error: damaged bytes raise errors of many types."""
+    try:
+        yield
+    except UnreadableHdf5Error:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UnreadableHdf5Error(path, f"is damaged at {part} ({reason}); download it again.") from None
 
 
 def _open_hdf5_array(path: Path, key: str) -> "h5py.Dataset":
     """Return the array `key` in an HDF5 file, without reading its elements."""
+    expect_file(path)
     try:
         modified_ns = path.stat().st_mtime_ns
     except FileNotFoundError:
@@ -441,11 +474,12 @@ def _open_once(path: Path, key: str, process: int, modified_ns: int) -> "h5py.Da
 
     try:
         file = h5py.File(path, "r")
-    except OSError as error:
+    except (OSError, RuntimeError, KeyError, ValueError) as error:
         raise UnreadableHdf5Error(path, f"is not an HDF5 file, or is damaged ({error}); download it again.") from None
-    array: Any = file.get(key)
-    if not isinstance(array, h5py.Dataset):
-        keys = ", ".join(map(repr, file)) or "nothing"
-        file.close()
-        raise UnreadableHdf5Error(path, f"has no array {key!r}; it contains {keys}; download it again.")
+    with _hdf5_errors(path):
+        array: Any = file.get(key)
+        if not isinstance(array, h5py.Dataset):
+            keys = ", ".join(map(repr, file)) or "nothing"
+            file.close()
+            raise UnreadableHdf5Error(path, f"has no array {key!r}; it contains {keys}; download it again.")
     return array

@@ -112,6 +112,7 @@ FAR_UM = 6.0  # positions that are compared must be this far apart
 CERTAIN = 3.0  # standard errors by which a mean difference must exceed 0
 GLASS = 215  # brightness of the darkest channel above which an area is empty background
 MIN_POINTS, MIN_OBJECTS = 10, 20  # with fewer objects, nothing is concluded
+DIAMETER = 1.1283791670955126  # of a disc with an area of 1
 MAX_SHIFT_UM = 8.0  # outlines are moved by up to this distance
 MIN_SHIFT_UM = 0.75
 MIN_GAIN = 0.08  # of the correlation; 20 times larger than in correctly annotated images
@@ -162,7 +163,7 @@ def _open(path: Path, spacing_um_px: float | None) -> Dataset:
     """
     if not path.exists():
         raise DataError(f"{path} does not exist.")
-    if path.is_file():
+    if not path.is_dir():
         if path.suffix.lower() != ".csv":
             raise DataError(
                 f"{path} is a file, but not a CSV manifest; expected a folder or a CSV manifest; `rotopath data "
@@ -375,7 +376,7 @@ def _check_objects(sample: Sample, image: NDArray[np.uint8], dataset: Dataset, c
             areas = np.bincount(objects.labels.ravel())[1:]
             areas = areas[areas > 0]
             contents.areas_px += areas.tolist()
-            contents.diameters_um += (2 * np.sqrt(areas / np.pi) * sample.spacing_um_px).tolist()
+            contents.diameters_um += (DIAMETER * np.sqrt(areas) * sample.spacing_um_px).tolist()
             contents.spans += [
                 (float(indices.min()) / side, float(indices.max()) / side)
                 for indices, side in zip(np.nonzero(objects.labels), objects.labels.shape, strict=True)
@@ -450,7 +451,8 @@ def _measure_fit(sample: Sample, image: NDArray[np.uint8], labels: NDArray[np.in
         return None
     surface = np.fft.irfft2(np.fft.rfft2(dark) * np.conj(np.fft.rfft2(mask)), mask.shape) / scale
     reach = max(1, min(round(MAX_SHIFT_UM / sample.spacing_um_px), min(height, width) // 4))
-    near = np.roll(surface, (reach, reach), (0, 1))[: 2 * reach + 1, : 2 * reach + 1]
+    shifts = np.arange(-reach, reach + 1)  # negative indices count from the end, where negative shifts are
+    near = surface[np.ix_(shifts, shifts)]
     row, column = np.unravel_index(int(near.argmax()), near.shape)
     return _Fit(
         sample.name,

@@ -41,6 +41,7 @@ from rotopath.group.rotation import (
     rotate,
     rotate_each,
     rotate_features,
+    warp_each,
 )
 
 __all__ = [
@@ -74,5 +75,6 @@ __all__ = [
     "rotate_each",
     "rotate_features",
     "rotation_map",
+    "warp_each",
     "write_group_kernels",
 ]

@@ -164,13 +164,30 @@ def rotate_each(x: Tensor, degrees: Tensor, nearest: bool = False) -> Tensor:
     The interpolation is bilinear. If `nearest` is True, it is nearest-neighbor, as needed for maps of class numbers.
     Pixels of the result that come from outside the image are filled by reflection at the image border.
     """
+    return warp_each(x, degrees, nearest=nearest)
+
+
+def warp_each(
+    x: Tensor, degrees: Tensor, scales: Tensor | None = None, shifts: Tensor | None = None, nearest: bool = False
+) -> Tensor:
+    """Rotate, enlarge and deform each image of a batch (B, C, H, W) in a single interpolation.
+
+    An image is first deformed: a pixel at position p of the result comes from p plus the shift at p. `shifts`
+    (B, 2, H, W) are in px, downwards and to the right; None means no deformation. The image is then enlarged by its
+    factor in `scales` (B,), and rotated by its angle in `degrees` (B,) counter-clockwise, both around its center.
+    `nearest` and the border are as in `rotate_each`.
+    """
     angles = torch.deg2rad(degrees.to(torch.float32))
     cosine, sine, zero = angles.cos(), angles.sin(), torch.zeros_like(angles)
+    if scales is not None:
+        cosine, sine = cosine / scales, sine / scales
     height, width = x.shape[-2:]
     # `affine_grid` expects coordinates (x, y) from -1 to 1 along both sides of the image, with y downwards.
     rows = ((cosine, -sine * height / width, zero), (sine * width / height, cosine, zero))
     theta = torch.stack([torch.stack(row, dim=1) for row in rows], dim=1)  # (B, 2, 3)
     grid = functional.affine_grid(theta, list(x.shape), align_corners=False)
+    if shifts is not None:
+        grid = grid + shifts.flip(1).permute(0, 2, 3, 1) * (2 / grid.new_tensor([width, height]))
     values = x if x.is_floating_point() else x.to(torch.float32)
     mode = "nearest" if nearest else "bilinear"
     rotated = functional.grid_sample(values, grid, mode=mode, padding_mode="reflection", align_corners=False)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rotopath.environment import install_command
-from rotopath.images.files import UnreadableImageError
+from rotopath.images.files import UnreadableFileError, UnreadableImageError, expect_file
 
 OPENSLIDE_SUFFIXES = {".svs", ".ndpi", ".ndpis", ".mrxs", ".scn", ".svslide", ".bif", ".vms", ".vmu", ".czi", ".dcm"}
 SLIDE_SUFFIXES = OPENSLIDE_SUFFIXES | {".qptiff"}
@@ -239,9 +239,10 @@ def find_dicom_slide(folder: Path) -> Path:
 def _read_dicom_series(path: Path) -> bytes | None:
     """Return the identifier of the series (Series Instance UID) in a DICOM file; None if there is none."""
     try:
+        expect_file(path)
         with path.open("rb") as file:
             header = file.read(DICOM_HEADER_BYTES)
-    except OSError:
+    except (OSError, UnreadableFileError):
         return None
     found = re.search(rb"\x20\x00\x0e\x00UI(..)", header, re.DOTALL)
     if header[128:132] != b"DICM" or found is None:

@@ -40,6 +40,15 @@ class ImageTooLargeError(UnreadableImageError):
     """An image is too large to be read as a whole."""
 
 
+def expect_file(path: Path) -> None:
+    """Raise UnreadableFileError if a path is a pipe, a socket or a device: reading it may wait or go on without end.
+
+    A path that does not exist, or that is a folder, is reported by the function that reads it.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UnreadableFileError(path, "is a pipe, a socket or a device and not a file; copy its content into a file.")
+
+
 # Pixels
 
 
@@ -122,9 +131,11 @@ def pixel_size_um(path: Path, page: int = 0) -> tuple[float, float] | None:
         dots_per_inch = image.info.get("dpi")  # Pillow converts resolutions per centimeter as well
     if size := parse_pixel_size_um(description):
         return size
-    if not dots_per_inch or min(dots_per_inch) <= 0:
+    try:
+        width_um, height_um = (UM_PER_INCH / float(dots) for dots in dots_per_inch or ())
+    except (TypeError, ValueError, ZeroDivisionError):  # not stated, or a damaged header states 0/0
         return None
-    return _plausible_size(UM_PER_INCH / float(dots_per_inch[1]), UM_PER_INCH / float(dots_per_inch[0]))
+    return _plausible_size(height_um, width_um)
 
 
 def parse_pixel_size_um(description: str) -> tuple[float, float] | None:
@@ -193,6 +204,7 @@ def open_image(path: Path) -> Iterator[Image.Image]:
 
 def _read_header(path: Path) -> Image.Image:
     """Open an image without decoding its pixels. Warnings about damaged or very large files are raised as errors."""
+    expect_file(path)
     with _WARNING_FILTERS, warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=UserWarning, module="PIL")  # about unusual metadata
         warnings.filterwarnings("error", "Truncated File Read")

@@ -23,9 +23,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rotopath.environment import import_for_tables
-from rotopath.images.files import UnreadableFileError
+from rotopath.images.files import UnreadableFileError, expect_file
 from rotopath.images.outlines import DECIMALS, Point, Polygon, Ring, make_polygon
-from rotopath.writing import atomic_file
+from rotopath.writing import atomic_file, parse_json
 
 HEAD, TAIL = '{"type": "FeatureCollection", "features": [\n', "\n]}\n"
 COLUMNS = ("number", "id", "class", "x_px", "y_px")  # first columns of tables of objects
@@ -275,12 +275,13 @@ def read_json(path: Path) -> Any:
 
     Files that are larger than `MAX_JSON_BYTES`, also after decompression, are not read.
     """
+    expect_file(path)
     try:
         with path.open("rb") if path.suffix != ".gz" else gzip.open(path) as file:
             content = file.read(MAX_JSON_BYTES + 1)
         if len(content) > MAX_JSON_BYTES:
             raise UnreadableFileError(path, f"is larger than {MAX_JSON_BYTES >> 20} MB; divide it into several files.")
-        return json.loads(content)
+        return parse_json(content)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise UnreadableFileError(path, f"is cut off or not a gzip file ({error}); compress it again.") from None
     except FileNotFoundError:

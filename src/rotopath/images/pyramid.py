@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from tifffile import TiffWriter
 
 from rotopath.images.files import UnreadableFileError
-from rotopath.writing import atomic_file
+from rotopath.writing import atomic_file, parse_json
 
 TILE_PX = 512  # side of the square tiles
 UM_PER_CM = 1e4
@@ -160,7 +160,7 @@ class StoredMap:
         self._path = path
         try:
             self._zip = ZipFile(path)
-            self.about: dict[str, Any] = json.loads(self._zip.read(ABOUT))
+            self.about: dict[str, Any] = parse_json(self._zip.read(ABOUT))
             self.mask: NDArray[np.uint8] = np.load(io.BytesIO(self._zip.read(MASK)), allow_pickle=False)
             self._names = [name for name in self._zip.namelist() if name not in (ABOUT, MASK)]
             self._frames = np.array([name.split(",") for name in self._names], np.int64).reshape(-1, 5)

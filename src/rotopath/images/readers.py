@@ -35,7 +35,7 @@ from rotopath.images.containers import (
     missing_package,
     read_ndpi_fluorescence,
 )
-from rotopath.images.files import UnreadableImageError, parse_pixel_size_um, pixel_size_um, read_rgb
+from rotopath.images.files import UnreadableImageError, expect_file, parse_pixel_size_um, pixel_size_um, read_rgb
 
 BLOCK_PX = 512  # side of the blocks that `_OpenSlideReader` caches
 MAX_CACHED_BLOCKS = 64  # these blocks need 48 MB
@@ -77,6 +77,7 @@ def open_reader(path: Path) -> SlideReader:
     """
     if not path.exists():
         raise UnreadableImageError(path, "does not exist.")
+    expect_file(path)
     if is_zarr(path):
         return _OmeZarrReader(path)
     if path.is_dir():
@@ -169,12 +170,15 @@ class _OpenSlideReader:
                 if is_dicom(path):
                     raise _explain_dicom_error(path, error, openslide.__library_version__) from None
                 raise
-        sizes = [(height, width) for width, height in self._slide.level_dimensions]
-        self.levels = _make_levels(sizes, self._slide.level_downsamples)
-        properties = self._slide.properties
-        height_um, width_um = (properties.get(f"openslide.mpp-{axis}") for axis in "yx")
-        self.pixel_size_um = (float(height_um), float(width_um)) if height_um and width_um else None
-        self.origin_px = (int(properties.get("openslide.bounds-y", 0)), int(properties.get("openslide.bounds-x", 0)))
+            sizes = [(height, width) for width, height in self._slide.level_dimensions]
+            # Read once: after a damaged tile, OpenSlide raises the same error at any later call, in all threads.
+            self._downsamples = self._slide.level_downsamples
+            self.levels = _make_levels(sizes, self._downsamples)
+            properties = self._slide.properties
+            height_um, width_um = (properties.get(f"openslide.mpp-{axis}") for axis in "yx")
+            self.pixel_size_um = (float(height_um), float(width_um)) if height_um and width_um else None
+            top, left = (int(properties.get(f"openslide.bounds-{axis}", 0)) for axis in "yx")
+            self.origin_px = (top, left)
         self._read_cached_block = lru_cache(maxsize=MAX_CACHED_BLOCKS)(self._read_block)
 
     def read(self, level: int, top: int, left: int, height: int, width: int) -> NDArray[np.uint8]:
@@ -185,7 +189,7 @@ class _OpenSlideReader:
         depend on the corner. Levels with such a downsample are read in blocks at fixed positions, and the rectangle is
         assembled from the blocks.
         """
-        if float(self._slide.level_downsamples[level]).is_integer():
+        if float(self._downsamples[level]).is_integer():
             return self._read_region(level, top, left, height, width)
         pixels = np.empty((height, width, 3), np.uint8)
         for row in range(top // BLOCK_PX, -(-(top + height) // BLOCK_PX)):
@@ -222,7 +226,7 @@ class _OpenSlideReader:
         return self._read_region(level, top, left, min(BLOCK_PX, rows - top), min(BLOCK_PX, columns - left))
 
     def _read_region(self, level: int, top: int, left: int, height: int, width: int) -> NDArray[np.uint8]:
-        downsample = self._slide.level_downsamples[level]
+        downsample = self._downsamples[level]
         corner = (round(left * downsample), round(top * downsample))
         with errors_in_one_sentence(self._path):
             return _to_rgb(np.asarray(self._slide.read_region(corner, level, (width, height))))

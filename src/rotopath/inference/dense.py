@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rotopath import group
+from rotopath.data.dataset import DataError
 from rotopath.inference.tiling import (
     SPLINE_REACH,
     TILE_PX,
@@ -54,8 +55,18 @@ from rotopath.nn import center_crop, triton
 # Windows are predicted in batches of at most this many pixels, such as 135 windows of 88 × 88 px. For this number, a
 # network with 8 orientations needs about 2 GB of memory.
 PIXELS_PER_BATCH = 2**20
+MAX_ROTATIONS = 360  # of test-time augmentation; more than one for each degree would only take time
 ONNX_TOLERANCE = 1e-3  # largest difference of logits between torch and ONNX Runtime
 Backend = Literal["torch", "onnxruntime"]  # the library that computes a network
+
+
+def check_rotations(rotations: int) -> None:
+    """Raise DataError unless a number of rotations for test-time augmentation is a whole number in its range."""
+    if type(rotations) is not int or not 1 <= rotations <= MAX_ROTATIONS:
+        raise DataError(
+            f"The number of rotations for test-time augmentation is {rotations!r}; choose a whole number from 1 to "
+            f"{MAX_ROTATIONS}."
+        )
 
 
 # Maps of whole images

@@ -28,9 +28,8 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from json import JSONDecodeError, loads
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -49,6 +48,7 @@ from rotopath.writing import (
     BusyError,
     atomic_folder,
     hold_lock,
+    parse_json,
     recover_folder,
     remove_unfinished,
     write_json,
@@ -67,6 +67,7 @@ MAP = "map.zip"  # the outputs of the network, from which `reuse` finds objects 
 STAGES = ("tissue", "focus", "reading", "stains", "network", "maps", "objects", "files")
 CROP_COUNT = 24  # number of objects with the highest score, and of the least certain objects, that are cropped
 OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")  # parts of error messages of torch
+HASHED_BYTES = 2**26  # files of results up to this size are compared by checksum, larger ones by size, which is fast
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # errors of file systems without locks
 OnTile = Callable[[Path, int, int], None]  # slide, number of finished tiles of the slide, number of all its tiles
@@ -95,7 +96,7 @@ class SlideOutcome:
         """Sentences that say why the results may be wrong, from `summary.json`. Empty if there are no results."""
         if self.state in ("failed", "waiting"):
             return []
-        warnings: list[str] = loads((self.folder / SUMMARY).read_text(encoding="utf-8")).get("warnings", [])
+        warnings: list[str] = _read_summary(self.folder).get("warnings", [])
         return warnings
 
 
@@ -300,8 +301,8 @@ def _predict_file(
 def _expect_same_model(folder: Path, about: Mapping[str, object]) -> None:
     """Raise DataError if a folder contains results of another model. Those of other options are replaced."""
     try:
-        written = loads((folder / SUMMARY).read_text(encoding="utf-8"))["about"]["model"]
-    except (OSError, JSONDecodeError, KeyError, TypeError):
+        written = _read_summary(folder)["about"]["model"]
+    except (OSError, ValueError, KeyError, TypeError):
         return
     if written != about.get("model", written):
         raise DataError(f"{folder} contains results of the model {written!r}; choose another folder with --out.")
@@ -402,13 +403,13 @@ def _read_text(path: Path) -> str:
 
 def read_sentence(folder: Path) -> str:
     """Return the sentence that summarizes the slide, from `summary.json` in a folder of results."""
-    sentence: str = loads((folder / SUMMARY).read_text(encoding="utf-8"))["sentence"]
+    sentence: str = _read_summary(folder)["sentence"]
     return sentence
 
 
 def read_stages(folder: Path) -> tuple[float, dict[str, float]]:
     """Return the number of predicted megapixels, and the seconds of each stage (`STAGES`), from `summary.json`."""
-    summary = loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    summary = _read_summary(folder)
     return summary["predicted_mpx"], summary["seconds_of_stages"]
 
 
@@ -501,6 +502,8 @@ def _write_results(
                 "seconds_of_stages": {name: round(stages.get(name, 0.0), 3) for name in STAGES},
                 "written": now(),
                 "about": about,
+                # The stored map is not finished yet. It contains checksums, which are compared when it is read.
+                "files": {path.name: _identify(path) for path in sorted(unfinished.iterdir()) if path.name != MAP},
                 **describe_software(),
                 "hardware": describe_machine(model.device),
             },
@@ -573,16 +576,38 @@ def _describe(model: Model, path: Path, options: FileOptions) -> dict[str, objec
 
 
 def _is_done(folder: Path, about: dict[str, object], options: FileOptions) -> bool:
-    """Return whether a folder contains results for `about`, with all files that `options` request.
+    """Return whether a folder contains undamaged results for `about`, with all files that `options` request.
 
     `about` is the dictionary that `_describe` returns. Unless `options.same_precision` is true, the results may have
-    been computed with another precision.
+    been computed with another precision. Files that only some options write may be missing if they are not requested.
+    Results of versions that did not record the files in the summary are not compared with it.
     """
     requested = {MAP: options.keep_map, PARQUET: options.parquet, EMBEDDING: options.slide.embedding}
     if any(is_requested and not (folder / name).exists() for name, is_requested in requested.items()):
         return False
     try:
-        written = loads((folder / SUMMARY).read_text(encoding="utf-8"))["about"]
-        return bool((written if options.same_precision else written | {"precision": about["precision"]}) == about)
-    except (OSError, JSONDecodeError, KeyError, TypeError):
+        summary = _read_summary(folder)
+        written = summary["about"]
+        if (written if options.same_precision else written | {"precision": about["precision"]}) != about:
+            return False
+        files = summary.get("files", {}).items()
+        kept = ((name, identity) for name, identity in files if name not in requested or (folder / name).exists())
+        return all(_identify(folder / name) == identity for name, identity in kept)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def _identify(path: Path) -> dict[str, int | str]:
+    """Return the size of a file and, if it has at most HASHED_BYTES, its SHA-256, to notice damage later."""
+    size = path.stat().st_size
+    if size > HASHED_BYTES:
+        return {"bytes": size}
+    return {"bytes": size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+def _read_summary(folder: Path) -> dict[str, Any]:
+    """Return the content of `summary.json` in a folder of results. Raises ValueError or OSError if it is damaged."""
+    summary = parse_json((folder / SUMMARY).read_bytes())
+    if not isinstance(summary, dict):
+        raise ValueError("the summary is not a JSON object")
+    return summary

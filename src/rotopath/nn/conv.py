@@ -300,8 +300,8 @@ class _RotatedConv2d(MappedModule):
     def _kernels_for_compiler(self, x: Tensor) -> Tensor:
         """Return the rotated kernels on a GPU for torch.compile, contiguous.
 
-        Torch's compiler computes wrong gradients of convolutions whose weights are computed channels-last. There is an
-        example without rotopath in docs/speed.md.
+        On a GPU in half precision, torch's compiler (2.11) computes wrong gradients of convolutions whose weights are
+        computed channels-last; benchmarks/compiled.py compares compiled with eager training.
         """
         if triton.is_installed() and self.window_px <= triton.MAX_KERNEL_SIZE and not self._overrides_kernels():
             from rotopath.nn.triton import rotate_kernels

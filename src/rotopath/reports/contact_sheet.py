@@ -2,15 +2,17 @@
 
 Such a part of an image is called a *tile*. `draw_contact_sheet` draws a row of tiles for each split.
 `draw_hard_examples` draws tiles of hard examples: mistakes that a baseline network, trained before, makes on the
-training images. All tiles of a sheet have the same pixel spacing.
+training images. `draw_augmentations` draws a tile as each type of augmentation changes it. All tiles of a sheet have
+the same pixel spacing.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -19,6 +21,8 @@ from matplotlib.patches import Polygon as PolygonPatch
 from numpy.typing import NDArray
 
 from rotopath.data.annotations import read_objects, read_points
+from rotopath.data.augmentation import EXAMPLES, NO_AUGMENTATION, augment
+from rotopath.data.batches import cut_window
 from rotopath.data.dataset import Annotated, DataError, Dataset, Sample, read_image
 from rotopath.data.splits import SPLITS
 from rotopath.images.outlines import Polygon
@@ -30,6 +34,7 @@ COLUMNS = 6
 MAX_EXAMPLE_ROWS = 3
 # Largest side of a tile in px, by type of annotation
 TILE_PX: Mapping[Annotated, int] = {"points": 192, "objects": 192, "labels": 96}
+AUGMENTED_PX = 128  # largest side of a tile of `draw_augmentations` in px
 # Smallest pixel spacing of a contact sheet in µm/px, by type of annotation
 FINEST_UM_PX: Mapping[Annotated, float] = {"points": 0.25, "objects": 0.25, "labels": 1.0}
 LEGENDS: Mapping[Annotated, str] = {
@@ -93,6 +98,62 @@ def draw_hard_examples(dataset: Dataset, examples: Sequence[HardExample], spacin
     numbers = "number below a tile: confidence of the baseline network in its wrong prediction"
     legend = f"the worst of {len(examples)} hard examples; {numbers}; {_legend(dataset)}"
     figure = _draw_sheet(f"{dataset.source}: hard examples", legend, rows, TilePainter(dataset, spacing_um_px))
+    return save_figure(figure, path)
+
+
+def draw_augmentations(dataset: Dataset, path: Path, seed: int = 0) -> Path:
+    """Draw a part of a training image as each type of augmentation changes it, write the sheet, and return `path`.
+
+    A row of the sheet has the original and five random changes. The annotations are changed like target maps of a
+    training. `seed` selects the image and the changes. Raises DataError if the dataset contains no training image.
+    """
+    samples = _select_samples(dataset, "train", seed)
+    if not samples:
+        raise DataError(f"{dataset.root} contains no training images; run `rotopath data check` on this dataset.")
+    sample = samples[0]
+    spacing_um_px = max(sample.spacing_um_px, FINEST_UM_PX[dataset.annotated])
+    image = read_image(sample, spacing_um_px)
+    labels = np.zeros(image.shape[:2], np.int32)
+    center = (np.array(image.shape[:2]) - 1) / 2
+    if dataset.annotated == "objects":
+        labels = read_objects(sample, spacing_um_px).labels
+    elif dataset.annotated == "points":
+        positions = read_points(sample, spacing_um_px).positions
+        center = positions[0] if len(positions) else center
+        rows, columns = np.indices(labels.shape)
+        for number, (row, column) in enumerate(positions, 1):
+            labels[np.hypot(rows - row, columns - column) <= MATCH_RADIUS_UM / spacing_um_px] = number
+    top, left, size = _tile_corner(image.shape[:2], center, AUGMENTED_PX)
+    height = HEADER + len(EXAMPLES) * (TILE + CAPTION)
+    figure = Figure(figsize=(COLUMNS * (TILE + TILE_GAP) + 0.2, height), dpi=100, facecolor="white")
+    figure.text(0.01, 1 - 0.28 / height, f"{dataset.source}: augmentation", size=13, color=INK, weight="bold")
+    legend = (
+        f"{_caption(sample)}; {size} px at {spacing_um_px:g} µm/px; left: the original; rows: keys of [augmentation]"
+    )
+    figure.text(0.01, 1 - 0.5 / height, legend, size=8, color=GRAY, parse_math=False)
+    for row, (name, augmentation) in enumerate(EXAMPLES.items()):
+        changes = augmentation.draw(COLUMNS, np.random.default_rng(seed))
+        y = 1 - (HEADER + row * (TILE + CAPTION)) / height
+        figure.text(0.01, y - 0.1 / height, name, size=9, color=INK, weight="bold")
+        for column in range(COLUMNS):
+            changed, drawn = (NO_AUGMENTATION, NO_AUGMENTATION.draw(1, np.random.default_rng(0)))
+            if column:
+                changed, drawn = augmentation, changes.shard(column, COLUMNS)
+            cut_px = changed.cut_px(size)
+            margin = (cut_px - size) // 2
+            corner = top - margin, left - margin, cut_px
+            # Target maps are bytes: two maps for the number of an object
+            maps = [cut_window(plane[..., None].astype(np.uint8), *corner) for plane in (labels % 256, labels // 256)]
+            window = np.concatenate([cut_window(image, *corner), *maps], axis=2)
+            pixels, targets = augment(torch.from_numpy(window).permute(2, 0, 1)[None], drawn, size)
+            assert targets is not None
+            axes = figure.add_axes(
+                (0.01 + column * 0.99 / COLUMNS, y - (0.2 + TILE) / height, 0.97 / COLUMNS, TILE / height)
+            )
+            axes.imshow(pixels[0].permute(1, 2, 0).numpy(), interpolation="lanczos")
+            _draw_outlines(axes, (targets[0, 0] + 256 * targets[0, 1]).numpy(), 0, 0, lambda _: DEFAULT_COLOR)
+            axes.set(xlim=(-0.5, size - 0.5), ylim=(size - 0.5, -0.5), xticks=[], yticks=[])
+            axes.set_frame_on(False)
     return save_figure(figure, path)
 
 
@@ -183,12 +244,18 @@ class TilePainter:
         """
         objects = read_objects(sample, self.spacing_um_px)
         labels = objects.labels[top : top + size, left : left + size]
-        for number in np.unique(labels[labels > 0]):
-            color = self.colors.color_of(objects.classes.get(int(number), ""))
-            mask = np.pad(labels == number, 1)  # without this margin, outlines would be open at the edge of the square
-            rows, columns = np.arange(-1, mask.shape[0] - 1) + top, np.arange(-1, mask.shape[1] - 1) + left
-            axes.contour(columns, rows, mask, levels=[0.5], colors=color, linewidths=0.9)
+        _draw_outlines(axes, labels, top, left, lambda number: self.colors.color_of(objects.classes.get(number, "")))
         _draw_ignored(axes, objects.ignored)
+
+
+def _draw_outlines(
+    axes: Axes, labels: NDArray[np.integer], top: int, left: int, color_of: Callable[[int], str]
+) -> None:
+    """Draw the outline of each object of a label map, whose upper left pixel is at row `top` and column `left`."""
+    for number in np.unique(labels[labels > 0]):
+        mask = np.pad(labels == number, 1)  # without this margin, outlines would be open at the edge of the square
+        rows, columns = np.arange(-1, mask.shape[0] - 1) + top, np.arange(-1, mask.shape[1] - 1) + left
+        axes.contour(columns, rows, mask, levels=[0.5], colors=color_of(int(number)), linewidths=0.9)
 
 
 def _draw_ignored(axes: Axes, areas: Sequence[tuple[Polygon, ...]]) -> None:

@@ -32,7 +32,7 @@ from rotopath.reports.study_figures import (
     draw_rotated_windows,
     draw_scores,
 )
-from rotopath.studies.results import Estimate, StudyResult, Summary, read_results, summarize
+from rotopath.studies.results import Estimate, StudyResult, Summary, check_provenance, read_results, summarize
 from rotopath.tasks import PAPER, Classify, Detect, Segment
 from rotopath.writing import write_text
 
@@ -69,10 +69,13 @@ def report(study: Path | str, out: Path | str | None = None) -> Path:
     study = Path(study)
     out = Path(out) if out else study / "report"
     results = read_results(study)
+    for result in results:
+        check_provenance(result)
     summaries = summarize(results)
+    rows = [_result_row(result) for result in results], [_summary_row(summary) for summary in summaries]
     out.mkdir(parents=True, exist_ok=True)
-    _write_csv(out / "results.csv", [_result_row(result) for result in results])
-    _write_csv(out / "summary.csv", [_summary_row(summary) for summary in summaries])
+    for name, table in zip(("results.csv", "summary.csv"), rows, strict=True):
+        _write_csv(out / name, table)
     sections: list[Section] = []
     for name in dict.fromkeys(result.part for result in results):
         part = PartReport(

@@ -3,10 +3,10 @@
 At import, this module imports no packages that take long to import, such as torch.
 """
 
-import json
+import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -14,14 +14,33 @@ from typing import Any, NoReturn
 
 import typer
 from rich import box
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.markup import escape
 from rich.progress import Progress
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 2, 130, 143  # exit codes; 128 + SIGINT or SIGTERM, as in shells
-console = Console()
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # also reverses the direction of text
+
+
+class SafeConsole(Console):
+    """A console that prints control characters of texts, such as names of files, as codes such as \\x1b.
+
+    A terminal would execute them, for example to change colors, its title, or lines that were already printed.
+    """
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control or not CONTROL.search(segment.text):
+                yield segment
+            else:
+                text = CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), segment.text)
+                yield Segment(text, segment.style)
+
+
+console = SafeConsole()
 
 
 @contextmanager
@@ -105,7 +124,7 @@ def exit_interrupted(folder: Path, error: KeyboardInterrupt | None = None, note:
 
 def print_error(message: str) -> None:
     """Print an error message to stderr on one line, without wrapping it."""
-    Console(stderr=True).print(f"rotopath: {message}", highlight=False, soft_wrap=True, markup=False)
+    SafeConsole(stderr=True).print(f"rotopath: {message}", highlight=False, soft_wrap=True, markup=False)
 
 
 def print_path(title: str, path: Path) -> None:
@@ -115,13 +134,15 @@ def print_path(title: str, path: Path) -> None:
 
 def print_scores(title: str, path: Path) -> None:
     """Print the scores in the JSON file `path` as a table with a title, and print the path."""
-    console.print(score_table(title, json.loads(path.read_text(encoding="utf-8"))))
+    from rotopath.writing import parse_json
+
+    console.print(score_table(title, parse_json(path.read_bytes())))
     print_path("All scores", path)
 
 
 def transient_progress() -> Progress:
     """Return a progress bar on stderr. It is visible only in a terminal, and disappears when it is finished."""
-    stderr = Console(stderr=True)
+    stderr = SafeConsole(stderr=True)
     return Progress(console=stderr, transient=True, disable=not stderr.is_terminal)
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from rotopath.recipe import Recipe, RecipeError, make_recipe, read_values
+from rotopath.inference.dense import MAX_ROTATIONS
+from rotopath.recipe import Recipe, RecipeError, find_recipe, make_recipe, read_values
 
 KEYS = ("recipe", "orientations", "regime", "seed", "tta", "set")
 SPLIT: Literal["test"] = "test"  # the split on which runs are evaluated
@@ -96,7 +97,10 @@ def read_study(path: Path, changes: Sequence[str] = ()) -> Study:
 
 
 def _read_part(name: str, table: Any, folder: Path) -> Part:
-    """Make a part from its name and its TOML table. The path of the recipe in the table is relative to `folder`."""
+    """Make a part from its name and its TOML table.
+
+    The recipe in the table is a path relative to `folder`, or the name of a recipe of the package.
+    """
     if not isinstance(table, dict):
         raise RecipeError(
             f"the top-level key {name!r} must be a table such as [tumor] that contains the key 'recipe'; got {table!r}."
@@ -106,10 +110,13 @@ def _read_part(name: str, table: Any, folder: Path) -> Part:
     if unknown := [key for key in table if key not in KEYS]:
         raise RecipeError(f"the part {name!r} has the unknown key {unknown[0]!r}; valid keys are {', '.join(KEYS)}.")
     if not isinstance(table.get("recipe"), str):
-        raise RecipeError(f"the part {name!r} needs the key 'recipe'; set it to the path of a recipe file.")
+        raise RecipeError(
+            f"the part {name!r} needs the key 'recipe'; set it to the path of a recipe file, or to the name of one."
+        )
     if not isinstance(table.get("set", {}), dict):
         raise RecipeError(f"the key '{name}.set' must be a table with keys of the recipe; got {table['set']!r}.")
-    values = _merge(read_values(folder / table["recipe"]), table.get("set", {}))
+    path = find_recipe(Path(table["recipe"]))
+    values = _merge(read_values(path if path.is_absolute() else folder / path), table.get("set", {}))
     if misplaced := [key for key in ("orientations", "regime", "seed") if key in table.get("set", {})]:
         raise RecipeError(
             f"the key '{name}.set.{misplaced[0]}' is not allowed; set the key '{name}.{misplaced[0]}' to a list of "
@@ -122,8 +129,9 @@ def _read_part(name: str, table: Any, folder: Path) -> Part:
             f"'devices' and 'nodes'."
         )
     rotations = table.get("tta", 1)
-    if type(rotations) is not int or rotations < 1:
-        raise RecipeError(f"the key '{name}.tta' must be a whole number of rotations, 1 or more; got {rotations!r}.")
+    if type(rotations) is not int or not 1 <= rotations <= MAX_ROTATIONS:
+        expected = f"a whole number of rotations, from 1 to {MAX_ROTATIONS}"
+        raise RecipeError(f"the key '{name}.tta' must be {expected}; got {rotations!r}.")
     part = Part(
         name,
         recipe,

@@ -7,10 +7,10 @@ on the same data. N is the number of orientations.
 A *case* is a patient, or, for patches, a slide. If patients or slides are unknown, each image or patch is a case.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,13 +20,20 @@ from numpy.typing import NDArray
 from scipy.stats import t
 
 from rotopath import runs
-from rotopath.evaluation import evaluation_file
+from rotopath.evaluation import evaluation_file, read_scores
 from rotopath.metrics.classification import MIN_CASES
-from rotopath.model_file import RunError
+from rotopath.model_file import RunError, read_json
 from rotopath.recipe import Recipe
 from rotopath.studies.plan import PLAIN, SPLIT
 
 RESAMPLES, RESAMPLES_PER_BATCH = 2000, 100  # bootstrap: number of resamples in total, and number computed at a time
+RESTORE = "Restore the file from a copy, or train again."
+PROVENANCE_TYPES = {  # of the values that reports use
+    **dict.fromkeys(("begun", "finished", "rotopath", "packages.torch", "hardware.device"), str),
+    "data.source": str,
+    "data.fingerprint": str,
+    "data.images": int,
+}
 INTERVAL = (0.025, 0.975)  # quantiles of a 95 % confidence interval
 
 
@@ -61,8 +68,7 @@ class StudyResult:
     @cached_property
     def provenance(self) -> Mapping[str, Any]:
         """The provenance of the training, from the run folder: software versions, dataset, hardware and times."""
-        provenance: Mapping[str, Any] = json.loads((self.folder / runs.PROVENANCE).read_text(encoding="utf-8"))
-        return provenance
+        return read_json(self.folder / runs.PROVENANCE)
 
 
 class Condition(NamedTuple):
@@ -125,16 +131,51 @@ def read_results(out: Path) -> list[StudyResult]:
     results = []
     for path in sorted(out.glob(f"*/*/evaluation-{SPLIT}*.json")):
         folder = path.parent
-        try:
-            scores = json.loads(path.read_text(encoding="utf-8"))[SPLIT]
-        except (json.JSONDecodeError, KeyError):
-            raise RunError(f"{path} is damaged; delete the file, and run the study again.") from None
+        scores = read_scores(path, SPLIT)
         if path == evaluation_file(folder, SPLIT, scores["rotations"]):  # else: scores for another rule or dataset
             recipe = runs.read_run_recipe(folder)
-            results.append(StudyResult(folder.parent.name, folder, recipe, scores["rotations"], scores))
+            result = StudyResult(folder.parent.name, folder, recipe, scores["rotations"], scores)
+            _check_scores(result, path)
+            results.append(result)
     if not results:
         raise RunError(f"{out} contains no finished runs; run `rotopath study run` first.")
     return sorted(results, key=_sort_key)
+
+
+def _check_scores(result: StudyResult, path: Path) -> None:
+    """Raise RunError unless the main score and the terms of which it consists are finite numbers in their range.
+
+    `path` is the file with the scores.
+    """
+    name = result.recipe.kind.score_name
+    value, fault = result.scores.get(name), ""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        fault = f"{name!r} must be a number from 0 to 1; got {value!r:.40}"
+    else:
+        try:
+            terms = np.array(list(result.score_terms.values()), np.float64).reshape(-1, 2)
+            if not np.isfinite(terms).all() or (terms < 0).any():
+                fault = "the score of a case is negative or not finite"
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, IndexError, MemoryError) as error:
+            fault = f"the scores of the cases cannot be read ({type(error).__name__}: {error})"
+    if fault:
+        raise RunError(f"{path} is damaged: {fault}. Delete the file, and run the study again.")
+
+
+def check_provenance(result: StudyResult) -> None:
+    """Raise RunError unless the provenance of a run has all values that reports use, of the right type."""
+    path, provenance = result.folder / runs.PROVENANCE, result.provenance
+    for key, expected in PROVENANCE_TYPES.items():
+        value: Any = provenance
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if type(value) is not expected:
+            what = "a whole number" if expected is int else "a string"
+            raise RunError(f"{path} is damaged: the key {key!r} must be {what}; got {value!r:.40}. {RESTORE}")
+    try:
+        datetime.fromisoformat(provenance["finished"]) - datetime.fromisoformat(provenance["begun"])
+    except (ValueError, TypeError) as error:  # not a date, or only one of them has a time zone
+        raise RunError(f"{path} is damaged: the times of the training are wrong ({error}). {RESTORE}") from None
 
 
 def summarize(results: Sequence[StudyResult]) -> list[Summary]:

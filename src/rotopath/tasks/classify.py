@@ -54,6 +54,7 @@ from rotopath.tasks.task import (
 
 # The smallest region that is outlined on a slide: a square of 24 × 24 µm if there is an output every 12 µm
 MIN_REGION_OUTPUTS = 4
+LARGEST_TEST_SET = 10**7  # more images than this in a file of scores are a mistake; PCam has 32,768
 
 
 class WindowTask(Task):
@@ -293,8 +294,10 @@ class Classify(WindowTask):
         """
         if scores["slides"] is not None:
             return {slide: (correct, patches) for slide, (correct, patches) in scores["slides"].items()}
+        if (images := scores["images"]) > LARGEST_TEST_SET:
+            raise ValueError(f"{images} images are more than {LARGEST_TEST_SET}")
         wrong = set(scores["wrong"])
-        return {str(i): (float(i not in wrong), 1.0) for i in range(scores["images"])}
+        return {str(i): (float(i not in wrong), 1.0) for i in range(images)}
 
     # Slides
 

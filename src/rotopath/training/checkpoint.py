@@ -20,10 +20,13 @@ import csv
 import hashlib
 import io
 import math
+import shutil
 import time
+import zipfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +42,8 @@ from rotopath.data.dataset import read_table
 from rotopath.data.sampling import Ints
 from rotopath.environment import describe_software, now
 from rotopath.evaluation import gather_evidence
-from rotopath.images.files import UnreadableFileError
-from rotopath.model_file import WEIGHTS, RunError, pack_weights, read_json
+from rotopath.images.files import UnreadableFileError, expect_file
+from rotopath.model_file import WEIGHTS, RunError, find_weight_fault, load_weights, pack_weights, read_json
 from rotopath.models import DenseNetwork
 from rotopath.recipe import Recipe, find_changed_key, format_recipe
 from rotopath.tasks import HardExample, Task
@@ -49,6 +52,8 @@ from rotopath.writing import atomic_file, write_bytes, write_json, write_text
 MINED = "mined.csv"
 MINED_COLUMNS = ("image", "row", "column", "score")
 RESUME, KEPT = "resume.ckpt", "kept.safetensors"  # removed when the run is finished
+BASELINE, TENSORBOARD = "baseline", "tensorboard"  # subfolders: the run that finds hard examples, and a log
+STATE_KEY = "Keeper"  # of the state of `RunRecorder` in a checkpoint
 LOG_COLUMNS = ("step", "epoch", "loss", "learning_rate", "images_per_second", "validation_loss", "validation_accuracy")
 LOG_EVERY_STEPS = 25  # losses of this number of steps are read together, because each read waits for the GPU
 FINGERPRINT_PREFIX = "content:"  # missing in fingerprints of rotopath 0.1, which ignored the content of files
@@ -59,44 +64,52 @@ Row = dict[str, float]  # one row of the log: from column name to value
 # Create a run folder, or check an existing one
 
 
-def prepare_folder(folder: Path, recipe: Recipe, dataset: Dataset) -> None:
+def prepare_folder(folder: Path, recipe: Recipe, dataset: Dataset, parent: runs.Parent | None = None) -> None:
     """Create the folder of a new run, or check that an existing folder contains this run, still unfinished.
 
     A new folder gets the recipe and the provenance. An existing run must have the same data and the same recipe, except
-    for keys that do not change the result, such as `devices`. Raises RunError if the run differs, if it is finished, or
+    for keys that do not change the result, such as `devices`. `parent` is the model whose weights the training starts
+    from; its weights must be the same too. Raises RunError if the run differs, if it is finished, or
     if the folder contains files that do not belong to a run.
     """
     if (folder / WEIGHTS).exists() and (folder / runs.RECIPE).exists():
         raise RunError(f"{folder} contains a finished run; evaluate it, or choose another folder with --out.")
     if (folder / runs.RECIPE).exists() and not _is_untouched(folder):
-        _check_unchanged(folder, recipe, dataset)
+        _check_unchanged(folder, recipe, dataset, parent)
         return
     if folder.exists() and not _is_untouched(folder):
         raise RunError(f"{folder} exists and is not a run folder of rotopath; choose another folder with --out.")
-    provenance = describe_training(recipe.seed, dataset)
+    provenance = describe_training(recipe.seed, dataset, parent)
+    for leftover in (TENSORBOARD, BASELINE):  # of a training that ended before its first checkpoint
+        shutil.rmtree(folder / leftover, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / runs.PROVENANCE, provenance)
     write_text(folder / runs.RECIPE, format_recipe(recipe))
 
 
 def _is_untouched(folder: Path) -> bool:
-    """Return whether a folder exists and contains nothing except files that `prepare_folder` writes.
+    """Return whether a folder exists and contains nothing that a training writes at its first checkpoint or later.
 
-    A new run can use such a folder, because no checkpoint of another run is lost.
+    A new run can use such a folder, because no work of another run is lost.
     """
-    names = (runs.PROVENANCE, runs.RECIPE)
-    allowed = {*names, *(f".{name}.unfinished" for name in names)}
-    return folder.is_dir() and allowed.issuperset(path.name for path in folder.iterdir())
+    if not folder.is_dir():
+        return False
+    names = (runs.PROVENANCE, runs.RECIPE, RESUME, KEPT, runs.LOG)
+    allowed = {runs.PROVENANCE, runs.RECIPE, TENSORBOARD, *(f".{name}.unfinished" for name in names)}
+    return all(path.name in allowed or (path.name == BASELINE and _is_untouched(path)) for path in folder.iterdir())
 
 
-def _check_unchanged(folder: Path, recipe: Recipe, dataset: Dataset) -> None:
-    """Raise a RunError if the run in `folder` was started with another recipe than `recipe`, or with other data."""
+def _check_unchanged(folder: Path, recipe: Recipe, dataset: Dataset, parent: runs.Parent | None) -> None:
+    """Raise a RunError if the run in `folder` was started with another recipe than `recipe`, or with other data.
+
+    Also raise it if the weights of `parent`, from which the training starts, have changed.
+    """
     first_recipe = runs.read_run_recipe(folder)
     if key := find_changed_key(first_recipe, recipe):
         old, new = getattr(first_recipe, key), getattr(recipe, key)
         raise RunError(
-            f"The training in {folder} was started with {key} = {old!r}; the recipe now has {new!r}. Restore the "
-            f"value, or choose another folder with --out."
+            f"The training in {folder} was started with {key.removesuffix('_')} = {old!r}; the recipe now has "
+            f"{new!r}. Restore the value, or choose another folder with --out."
         )
     first_fingerprint = _read_fingerprint(folder)
     if not first_fingerprint.startswith(FINGERPRINT_PREFIX):
@@ -108,6 +121,12 @@ def _check_unchanged(folder: Path, recipe: Recipe, dataset: Dataset) -> None:
         raise RunError(
             f"{recipe.data} has changed since the training in {folder} was started; restore the data, or choose "
             f"another folder with --out."
+        )
+    first_parent = read_json(folder / runs.PROVENANCE).get("from")
+    if parent and (not isinstance(first_parent, dict) or first_parent.get("weights") != parent.weights_sha256):
+        raise RunError(
+            f"The weights of {parent.name} have changed since the training in {folder} was started; restore them, or "
+            f"choose another folder with --out."
         )
 
 
@@ -126,8 +145,11 @@ def _read_fingerprint(folder: Path) -> str:
     return fingerprint
 
 
-def describe_training(seed: int, dataset: Dataset) -> dict[str, object]:
-    """Return the provenance of a new training: current time, software versions, git commit, seed and data."""
+def describe_training(seed: int, dataset: Dataset, parent: runs.Parent | None = None) -> dict[str, object]:
+    """Return the provenance of a new training: current time, software versions, git commit, seed and data.
+
+    If the training starts from the weights of the model `parent`, the key "from" describes this model.
+    """
     return {
         "begun": now(),
         **describe_software(),
@@ -138,6 +160,7 @@ def describe_training(seed: int, dataset: Dataset) -> dict[str, object]:
             "fingerprint": compute_fingerprint(dataset),
             "images": len(dataset.samples),
         },
+        **({"from": parent.describe()} if parent else {}),
     }
 
 
@@ -167,6 +190,7 @@ def _list_files(sample: Sample) -> list[Path]:
 def _hash_file(path: Path) -> str:
     """Return the SHA-256 hash of a file in hexadecimal. Raises UnreadableFileError if the file cannot be read."""
     digest = hashlib.sha256()
+    expect_file(path)
     try:
         with path.open("rb") as file:
             while block := file.read(HASH_BLOCK_BYTES):
@@ -208,7 +232,7 @@ class RunRecorder(Callback):
 
         The key is the name that this class had in rotopath 0.1, so that checkpoints of that version can be read.
         """
-        return "Keeper"
+        return STATE_KEY
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "worse_epochs": self.worse_epochs, "rows": self.rows}
@@ -245,7 +269,7 @@ class RunRecorder(Callback):
         if (is_better or self._recipe.keep == "last") and trainer.is_global_zero:
             network = pl_module.network
             assert isinstance(network, torch.nn.Module)
-            write_bytes(self._folder / KEPT, pack_weights(network))
+            write_bytes(self._folder / KEPT, pack_weights(network, seal=True))
         self._timer_start = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
@@ -296,6 +320,39 @@ class RunRecorder(Callback):
             writer.writeheader()
             writer.writerows(self.rows)
             write_text(self._folder / runs.LOG, text.getvalue())
+
+
+def find_checkpoint(folder: Path, network: torch.nn.Module) -> Path | None:
+    """Return the path of the checkpoint in a run folder, or None if there is none.
+
+    `network` is the network that will get its weights. Raises RunError if a byte of the checkpoint has changed, if it
+    does not contain weights of this network, or if the weights of the best epoch are damaged or missing. torch writes a
+    checksum (CRC) for each part of a checkpoint, but does not compare them when it reads one.
+    """
+    path = folder / RESUME
+    if not path.exists():
+        return None
+    try:
+        with zipfile.ZipFile(path) as parts:
+            if part := parts.testzip():
+                raise ValueError(f"the checksum of its part {part} is wrong")
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        weights = {name.removeprefix("network."): weight for name, weight in state["state_dict"].items()}
+        recorded = state["callbacks"][STATE_KEY]
+        if missing := {"best", "worse_epochs", "rows"} - recorded.keys():
+            raise ValueError(f"it has no {', '.join(sorted(missing))}")
+        if fault := find_weight_fault(weights, network.state_dict()):
+            raise ValueError(fault)
+        has_kept = math.isfinite(recorded["best"])
+    except Exception as error:  # damaged bytes raise errors of any type
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise RunError(
+            f"{path} is damaged ({reason:.200}). Restore the file from a copy, or delete it to train again from the "
+            f"first step."
+        ) from None
+    if has_kept:
+        load_weights(deepcopy(network), folder / KEPT)  # only a check: `loop.fit` loads them at the end
+    return path
 
 
 def _check_finite(loss: float, step: int, name: str) -> None:

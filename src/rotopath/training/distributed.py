@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from rotopath.data import Batches
 from rotopath.model_file import RunError
 from rotopath.recipe import Recipe
-from rotopath.training.checkpoint import LOG_EVERY_STEPS, RunRecorder
+from rotopath.training.checkpoint import LOG_EVERY_STEPS, TENSORBOARD, RunRecorder
 
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm  # GroupBatchNorm2d is a BatchNorm3d
 DDP_TIMEOUT = timedelta(hours=12)  # longest wait for the first process, which mines hard examples and scores the model
@@ -87,7 +87,7 @@ def make_trainer(recipe: Recipe, folder: Path, recorder: RunRecorder) -> Trainer
             strategy=DDPStrategy(timeout=DDP_TIMEOUT) if is_distributed else "auto",
             precision="32-true" if recipe.precision == "32" else "bf16-mixed",
             callbacks=[recorder],
-            logger=TensorBoardLogger(folder, name="", version="tensorboard"),
+            logger=TensorBoardLogger(folder, name="", version=TENSORBOARD),
             log_every_n_steps=min(LOG_EVERY_STEPS, recipe.steps),
             num_sanity_val_steps=0,
             enable_checkpointing=False,  # the recorder writes checkpoints

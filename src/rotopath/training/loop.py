@@ -6,12 +6,13 @@ the model file and the weights. `fit` runs Lightning's training loop, and resume
 if there is one. The module `checkpoint` writes the log and the checkpoints.
 """
 
+import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from lightning.pytorch import LightningModule
@@ -29,15 +30,17 @@ from rotopath.models import DenseNetwork
 from rotopath.models.protocols import unwrap
 from rotopath.nn import graphs
 from rotopath.recipe import Recipe, RecipeError, make_recipe, read_recipe
-from rotopath.runs import Run
+from rotopath.runs import Parent, Run, find_parent
 from rotopath.tasks import PAPER, Task, TrainingWindow
 from rotopath.tasks.task import Evidence, Loss
 from rotopath.training.checkpoint import (
+    BASELINE,
     KEPT,
     MINED,
     RESUME,
     Row,
     RunRecorder,
+    find_checkpoint,
     index_hard_examples,
     mine_hard_examples,
     prepare_folder,
@@ -54,7 +57,7 @@ from rotopath.training.distributed import (
 )
 from rotopath.writing import write_bytes, write_json
 
-BASELINE, TRAINING, SCORING = "baseline", "training", "scoring"  # stages; BASELINE is also the name of a subfolder
+TRAINING, SCORING = "training", "scoring"  # stages; the first stage is BASELINE, which is also the name of a subfolder
 OnProgress = Callable[[str, Row], None]  # receives the stage and a dictionary; see `train`
 VALIDATION_SEED = 1_000_003  # the same validation windows in all runs, so that validation losses can be compared
 
@@ -70,6 +73,7 @@ class TrainingPlan:
     task: Task
     dataset: Dataset
     samples: tuple[Sample, ...]  # the training samples; a random subset if the recipe has the key `regime`
+    parent: Parent | None = None  # model whose weights the training starts from, if the recipe has the key `from`
 
     @property
     def validation(self) -> tuple[Sample, ...]:
@@ -82,6 +86,7 @@ def train(
     out: Path | str | None = None,
     changes: Sequence[str] = (),
     on_progress: OnProgress = lambda _stage, _row: None,
+    on_message: Callable[[str], None] = lambda _line: None,
 ) -> Run:
     """Train a network as a recipe specifies, or resume an interrupted training, and return the finished run.
 
@@ -92,15 +97,20 @@ def train(
     - `on_progress`: a function that is called with the stage and a dictionary. In the stages "baseline" and "training",
       the dictionary is a row of the log. In the stage "scoring", the dictionary has the keys `done` (number of scored
       samples) and `samples` (number of all samples).
+    - `on_message`: a function that is called with lines for the user: which weights come from the model in `from`.
     """
     recipe, name = _read_recipe(recipe, changes)
     folder = Path(out) if out else name_folder(name, recipe)
     expect_processes(recipe.devices * recipe.nodes)
     plan = make_plan(recipe)
-    check_network(plan)
+    network = check_network(plan)
+    plan = replace(plan, parent=find_parent(plan.recipe, plan.task, network))
+    find_frozen_stages(plan, network)
     loss = make_loss(plan)
     if is_first_process():
-        prepare_folder(folder, plan.recipe, plan.dataset)
+        prepare_folder(folder, plan.recipe, plan.dataset, plan.parent)
+    for line in plan.parent.describe_lines(plan.recipe) if plan.parent else ():
+        on_message(line)
     mined = _prepare_hard_examples(plan, loss, folder, on_progress)
     network, device = fit(plan, loss, folder, mined, partial(on_progress, TRAINING))
     run_on_first_process(lambda: _finish(plan, network, folder, device, on_progress))
@@ -178,6 +188,21 @@ def check_network(plan: TrainingPlan) -> DenseNetwork:
     return network
 
 
+def measure_step_s(recipe: Recipe, network: DenseNetwork, steps: int = 2) -> tuple[float, torch.device]:
+    """Return the time of a training step of a network in seconds, and the device on which it was measured."""
+    device = torch.device("cuda" if torch.cuda.is_available() and recipe.accelerator != "cpu" else "cpu")
+    window_px = find_training_window(recipe, network).window_px
+    images = torch.rand(recipe.batch_size, 3, window_px, window_px, device=device)
+    module = unwrap(network).to(device).train()
+    for step in range(steps + 1):  # the first one is slower, and not counted
+        if step == 1:
+            begun = time.perf_counter()
+        module(images).square().mean().backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return (time.perf_counter() - begun) / steps, device
+
+
 def find_training_window(recipe: Recipe, network: DenseNetwork) -> TrainingWindow:
     """Return the sizes of a training window, in pixels.
 
@@ -190,6 +215,54 @@ def find_training_window(recipe: Recipe, network: DenseNetwork) -> TrainingWindo
         nearest = " or ".join(map(str, geometry.nearest_sizes(window_px)))
         raise RecipeError(f"the key 'window_px' is {window_px}, which the network does not accept; use {nearest}.")
     return TrainingWindow(window_px, geometry.output_size(window_px) * geometry.stride_px, geometry.stride_px)
+
+
+def find_frozen_stages(plan: TrainingPlan, network: DenseNetwork) -> list[nn.Module]:
+    """Return the layers of a network whose weights are not trained: those of the first `frozen_stages` stages.
+
+    A stage is a convolution with the layers that follow it, such as its batch norm, up to the next convolution. Raises
+    RecipeError if the network has too few stages, or if a frozen weight does not come from the model in `from`.
+    """
+    count = plan.recipe.frozen_stages
+    if not count or plan.parent is None:
+        return []
+    stages: list[list[tuple[str, nn.Module]]] = []
+    for name, layer in _list_layers(network, runs.describe_network(plan.recipe, network).window_px):
+        if any(weight.ndim > 1 for weight in layer.parameters(recurse=False)):
+            stages.append([])
+        if stages:
+            stages[-1].append((name, layer))
+    if count >= len(stages):
+        raise RecipeError(
+            f"the key 'frozen_stages' is {count}, but the network has {len(stages)} stages, and the last one must be "
+            f"trained; choose at most {len(stages) - 1}."
+        )
+    frozen = [layer for stage in stages[:count] for layer in stage]
+    for name, _ in frozen:
+        if name in plan.parent.fresh_layers:
+            raise RecipeError(
+                f"the key 'frozen_stages' is {count}, but the layer {name} has random weights, because it does not fit "
+                f"{plan.parent.name}; freeze fewer stages."
+            )
+    return [layer for _, layer in frozen]
+
+
+def _list_layers(network: DenseNetwork, window_px: int) -> list[tuple[str, nn.Module]]:
+    """Return the layers of a network that have weights, with their names, in the order in which they compute."""
+    module = unwrap(network)
+    layers = {name: layer for name, layer in module.named_modules() if [*layer.parameters(recurse=False)]}
+    order: dict[str, nn.Module] = {}
+    hooks = [
+        layer.register_forward_hook(lambda layer, *_, name=name: order.setdefault(name, layer) and None)
+        for name, layer in layers.items()
+    ]
+    was_training = module.training
+    with torch.no_grad():
+        module.eval()(torch.zeros(1, 3, window_px, window_px))
+    module.train(was_training)
+    for hook in hooks:
+        hook.remove()
+    return [*order.items()]
 
 
 def make_loss(plan: TrainingPlan) -> Loss:
@@ -252,6 +325,10 @@ def fit(
     recipe = plan.recipe
     network = runs.build(recipe, plan.task)
     module = unwrap(network)
+    checkpoint = find_checkpoint(folder, module)
+    if plan.parent:
+        plan.parent.load_into(network)
+    frozen = find_frozen_stages(plan, network)
     trainer = make_trainer(recipe, folder, RunRecorder(folder, recipe, on_row))
     if recipe.devices * recipe.nodes > 1:
         synchronize_batch_norms(module)
@@ -266,11 +343,12 @@ def fit(
         warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)  # caused by Lightning
         warnings.filterwarnings("ignore", "GPU available but not used")  # the recipe asks for the CPU
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")  # CUDA graphs use a side stream
+        warnings.filterwarnings("ignore", r"Found \d+ module\(s\) in eval mode")  # frozen stages
         trainer.fit(
-            TrainingModule(recipe, module, loss, plan.task.accuracy),
+            TrainingModule(recipe, module, loss, plan.task.accuracy, plan.parent.taken if plan.parent else (), frozen),
             EpochLoader(training, list_training_steps, recipe.steps, trainer, recipe.workers),
             EpochLoader(validation, lambda: range(validation_steps), validation_steps, trainer, recipe.workers),
-            ckpt_path=folder / RESUME if (folder / RESUME).exists() else None,  # resume an interrupted training
+            ckpt_path=checkpoint,  # resume an interrupted training
             weights_only=True,
         )
     load_weights(network, folder / KEPT)
@@ -278,13 +356,36 @@ def fit(
 
 
 class TrainingModule(LightningModule):
-    """Training step, validation step and optimizer of a network, for Lightning's training loop."""
+    """Training step, validation step and optimizer of a network, for Lightning's training loop.
 
-    def __init__(self, recipe: Recipe, network: nn.Module, loss: Loss, accuracy: Loss) -> None:
+    `taken` are the names of the weights that come from another model, and have a lower learning rate. `frozen` are the
+    modules of the network that are not trained, and whose batch norms keep their statistics.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        network: nn.Module,
+        loss: Loss,
+        accuracy: Loss,
+        taken: Collection[str] = (),
+        frozen: Sequence[nn.Module] = (),
+    ) -> None:
         super().__init__()
         self.recipe, self.network, self.loss, self.accuracy = recipe, network, loss, accuracy
+        self._taken = taken
+        self._frozen = list(frozen)  # not registered as modules again, because a list is no module
+        for module in frozen:
+            module.requires_grad_(False)
+            module.eval()  # here too, because Lightning calls `train` only after a validation
         self._is_recorded = False  # whether the network is recorded as a CUDA graph
         self._validation: list[Tensor] = []  # for each batch: (loss, accuracy, 1), multiplied by the number of windows
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        for module in self._frozen:
+            module.eval()
+        return self
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
         images, targets = batch
@@ -311,19 +412,27 @@ class TrainingModule(LightningModule):
         self.log("validation_accuracy", (accuracy / windows).float(), sync_dist=True)
 
     def configure_optimizers(self) -> Any:
-        optimizer = make_optimizer(self.network, self.recipe)
+        optimizer = make_optimizer(self.network, self.recipe, self._taken)
         schedule = {"scheduler": make_schedule(optimizer, self.recipe), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
 
-def make_optimizer(network: nn.Module, recipe: Recipe) -> Optimizer:
-    """Return the optimizer that the recipe specifies, for all weights of a network.
+def make_optimizer(network: nn.Module, recipe: Recipe, taken: Collection[str] = ()) -> Optimizer:
+    """Return the optimizer that the recipe specifies, for all weights of a network that are not frozen.
 
-    Weight decay applies to kernels, but not to biases and batch norm weights.
+    Weight decay applies to kernels, but not to biases and batch norm weights. `taken` are the names of the weights that
+    come from another model: their learning rate is lower by the factor `from_rate` of the recipe.
     """
-    kernels = [parameter for parameter in network.parameters() if parameter.ndim > 1]
-    others = [parameter for parameter in network.parameters() if parameter.ndim <= 1]
-    groups = [{"params": kernels, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    trained = [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = []
+    for rate, is_taken in ((1.0, False), (recipe.from_rate, True)):
+        members = [parameter for name, parameter in trained if (name in taken) == is_taken]
+        kernels = [parameter for parameter in members if parameter.ndim > 1]
+        others = [parameter for parameter in members if parameter.ndim <= 1]
+        if members:
+            learning_rate = rate * recipe.learning_rate
+            groups.append({"params": kernels, "weight_decay": recipe.weight_decay, "lr": learning_rate})
+            groups.append({"params": others, "weight_decay": 0.0, "lr": learning_rate})
     if recipe.optimiser == "adamw":
         return AdamW(groups, lr=recipe.learning_rate)
     return DecoupledSGD(groups, recipe.learning_rate, recipe.momentum)
@@ -358,7 +467,7 @@ class DecoupledSGD(SGD):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            if group["decay"]:
+            if group["decay"] and group["params"]:
                 _multiply_all(group["params"], 1 - group["lr"] * group["decay"])
         super().step()
         return loss
