@@ -84,15 +84,13 @@ def correct(results: Path, mitoses: dict[str, list[tuple[float, float]]]) -> Non
 def test_commands_of_the_page_lead_to_a_second_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     mitoses = write_lab(tmp_path)
-    (recipe,) = re.findall("```toml\n(.*?)```", PAGE, re.DOTALL)
-    Path("cells.toml").write_text(recipe)
     (walk,) = re.findall("```sh\n(.*?)```", PAGE, re.DOTALL)
     outputs = []
     for line in walk.splitlines():
         if line.startswith("# correct"):
             correct(Path("results"), mitoses)
             continue
-        program, *words = shlex.split(line)
+        program, *words = shlex.split(line, comments=True)
         assert program == "rotopath"
         if words[0] == "train":
             words += [word for change in QUICK for word in ("--set", change)]
@@ -108,4 +106,4 @@ def test_commands_of_the_page_lead_to_a_second_model(tmp_path: Path, monkeypatch
     assert {row["split"] for row in first.values()} == {"train", "valid", "test"}
     assert second[NEW]["split"] == "train"
     counts = sum(len(centers) for centers in mitoses.values())
-    assert re.search(rf"all .*\b{counts}\b", outputs[6]), "rejected objects do not count, and added ones do"
+    assert re.search(rf"all .*\b{counts}\b", outputs[7]), "rejected objects do not count, and added ones do"
