@@ -145,6 +145,16 @@ def _find_ignored(objects: Sequence[SlideObject]) -> tuple[tuple[Polygon, ...], 
     )
 
 
+def mask_areas(areas: Sequence[tuple[Polygon, ...]], size_px: tuple[int, int]) -> NDArray[np.bool_] | None:
+    """Return a mask (H, W) of the pixels with their centers inside any of the areas, or None if there are no areas."""
+    if not areas:
+        return None
+    mask = np.zeros(size_px, bool)
+    for area in areas:
+        mask |= fill_outline(area, size_px)
+    return mask
+
+
 def _scale(areas: tuple[tuple[Polygon, ...], ...], factor: float) -> tuple[tuple[Polygon, ...], ...]:
     """Multiply the positions in outlines by a factor."""
     return tuple(
