@@ -190,6 +190,16 @@ def _find_ignored(objects: Sequence[tuple[int, SlideObject]]) -> tuple[tuple[Pol
     )
 
 
+def mask_areas(areas: Sequence[tuple[Polygon, ...]], size_px: tuple[int, int]) -> NDArray[np.bool_] | None:
+    """Return a mask (H, W) of the pixels with their centers inside any of the areas, or None if there are no areas."""
+    if not areas:
+        return None
+    mask = np.zeros(size_px, bool)
+    for area in areas:
+        mask |= fill_outline(area, size_px)
+    return mask
+
+
 def transform_outline(
     outline: tuple[Polygon, ...], factor: float, corner: tuple[float, float] = (0, 0)
 ) -> tuple[Polygon, ...]:
