@@ -24,7 +24,7 @@ from torch import Tensor
 from rotopath import runs
 from rotopath.data import NO_AUGMENTATION, Augmentation, Batches, DataError, Dataset, Sample, open_data, problems
 from rotopath.data.batches import Cache, SampleReader, open_pixels
-from rotopath.data.sampling import CenterSampler, Ints, SamplerSettings
+from rotopath.data.sampling import CenterSampler, Ints, SamplerName, SamplerSettings
 from rotopath.data.splits import SPLITS, Split, find_split
 from rotopath.group import covering_size
 from rotopath.inference import predict_batch, predict_patches, predict_rotated, predict_rotations
@@ -291,6 +291,7 @@ def make_sampled_batches(
     device: torch.device = CPU,
     augmentation: Augmentation = NO_AUGMENTATION,
     mined: Ints | None = None,
+    sampler: SamplerName | None = None,
 ) -> Batches:
     """Return batches of random windows, drawn by the task's sampler.
 
@@ -298,7 +299,8 @@ def make_sampled_batches(
     windows and of the augmentation. `cache` and `device` are those of `make_center_batches`. `mined` contains hard
     examples: mistakes of a baseline network, which the sampler draws more often. `task.examples_for_sampler` returns
     this array: either sample indices (k,), or an array (k, 3) with the columns sample index, row and column (in
-    pixels). None means no hard examples.
+    pixels). None means no hard examples. `sampler` states how often each class is drawn; None means the default of the
+    task.
     """
     if batch < 1 or seed < 0:
         raise DataError(f"The batch size must be 1 or more and the seed 0 or more; got {batch} and {seed}.")
@@ -310,10 +312,10 @@ def make_sampled_batches(
                 f"from 0 to {len(samples) - 1}); mine hard examples again."
             )
     pixels = open_pixels(samples, task.reader, cache, device)
-    settings = SamplerSettings(pixels.sizes_px, window.window_px, batch, seed)
-    sampler = task.make_sampler(samples, settings, window, mined)
+    settings = SamplerSettings(pixels.sizes_px, window.window_px, batch, seed, sampler)
+    chosen = task.make_sampler(samples, settings, window, mined)
     target_px = window.target_px if task.reader.target_maps else None
-    return Batches(pixels, sampler, window.window_px, target_px, augmentation, seed)
+    return Batches(pixels, chosen, window.window_px, target_px, augmentation, seed)
 
 
 # Robustness: predictions of rotated inputs

@@ -17,10 +17,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rotopath.data.augmentation import OWN_STAIN, Augmentation
 from rotopath.data.batches import Cache
+from rotopath.data.sampling import SamplerName
 from rotopath.images.files import PLAUSIBLE_UM_PX, UnreadableFileError, expect_file, is_plausible
 from rotopath.images.stain import Stain
 from rotopath.models.registry import NETWORK_OPTIONS, check_options, expand_preset
 from rotopath.tasks import PAPER, Overrides, Task, find_kind, make_task
+from rotopath.tasks.task import LossWeights
 
 HARDWARE = ("accelerator", "devices", "nodes", "cache", "workers")  # keys that do not change the result of a training
 RECIPES = Path(__file__).parent / "recipes"  # recipes of the package
@@ -126,6 +128,12 @@ class Recipe:
     nodes: int = 1  # number of machines
     cache: Cache = "auto"  # where decoded images are kept: "device", "memory", "none" (only in files), or "auto"
     workers: int = 0  # processes that read images if `cache` is "none"; 0: the training process reads them
+    # How often windows show each class: all classes equally often, or as often as in the data. Default: "balanced", and
+    # "natural" for "segment".
+    sampler: SamplerName | None = None
+    # Weights of the classes in the loss: higher for rare classes, or equal. Default: "equal", and "balanced" for
+    # "segment".
+    loss_weights: LossWeights | None = None
     augmentation: Augmentation = field(default_factory=Augmentation)
     mining: Mining | None = None  # default: no hard example mining
 

@@ -15,7 +15,9 @@ from rotopath.data.sampling import (
     ClassBalancedSampler,
     ClassQuotas,
     EndlessShuffle,
+    ImageSampler,
     ObjectBalancedSampler,
+    ObjectCenteredSampler,
     ObjectPositions,
     PatientBalancedSampler,
     Sampler,
@@ -332,3 +334,64 @@ def test_center_sampler_covers_every_patch_once() -> None:
 def test_impossible_samplers_are_refused(make: Sampler, message: str) -> None:
     with pytest.raises(DataError, match=message):
         make()  # type: ignore[operator]
+
+
+# Samplers that a recipe can choose
+
+
+def test_the_natural_sampler_draws_every_image_equally_often() -> None:
+    labels = np.array([0, 1, 0, 2, 0, 1] * 4)
+    sampler = ImageSampler(labels, SamplerSettings(sizes(24, 96, 96), 88, 8, 3, "natural"))
+    drawn = [sampler.draw(step) for step in range(6)]
+    images = np.concatenate([windows.images for windows in drawn])
+    assert np.bincount(images).tolist() == [2] * 24
+    assert np.array_equal(np.concatenate([windows.labels for windows in drawn]), labels[images])
+    assert np.array_equal(sampler.draw(4).images, drawn[4].images), "the order of calls does not matter"
+    mined = ImageSampler(labels, SamplerSettings(sizes(24, 96, 96), 88, 8, 3), mined=np.array([3, 9]))
+    assert (np.isin(mined.draw(0).images, [3, 9])).sum() >= 4
+
+
+def test_the_natural_sampler_draws_every_object_equally_often() -> None:
+    objects = ObjectPositions(CELL_POSITIONS, CELL_CLASSES, CELLS, absent_label=3, clearance_px=30)
+    counts = np.bincount(np.concatenate(CELL_CLASSES), minlength=3)
+    sampler = ObjectBalancedSampler(objects, SamplerSettings(sizes(3, 600, 300), 68, 2 * counts.sum(), 3, "natural"))
+    for step in range(3):
+        assert np.bincount(sampler.draw(step).labels).tolist() == [*counts, counts.sum()]
+
+
+def test_windows_without_an_object_have_no_center_in_an_ignored_area() -> None:
+    mask = np.zeros((128, 128), bool)
+    mask[:, :100] = True
+    positions = [np.array([[64.0, 64.0]]), np.empty((0, 2))]
+    classes = [np.zeros(len(points), int) for points in positions]
+    settings = SamplerSettings(sizes(2, 128, 128), 68, 64, 3)
+    for ignored, is_possible in (([None, mask], False), ((), True)):
+        objects = ObjectPositions(positions, classes, ("mitosis",), 0, 30, ignored)
+        windows = ObjectBalancedSampler(objects, settings).draw(0)
+        away = (windows.labels == 0) & (windows.images == 1)
+        centers = windows.lefts[away] + 34
+        assert away.sum() > 2
+        assert (centers < 99).any() == is_possible
+
+
+def test_half_of_the_windows_show_objects_of_every_class_equally_often() -> None:
+    centers = np.array([[0, 5, 5], [0, 90, 40], [1, 50, 60], [1, 99, 119], [1, 20, 20]], float)
+    classes = np.array([0, 0, 0, 0, 1])
+    settings = SamplerSettings(sizes(2, 100, 120), 60, 8, 3, "balanced")
+    others = PatientBalancedSampler(["a", "b"], settings, 20)
+    sampler = ObjectCenteredSampler(others, centers, classes, ("x", "y"), settings, 20)
+    rare = 0
+    for step in range(20):
+        windows = sampler.draw(step)
+        assert np.array_equal(windows.tops[4:], others.draw(step).tops[4:])
+        tops, lefts = windows.tops[:4] + 20, windows.lefts[:4] + 20  # of the target regions
+        assert (tops >= 0).all()
+        assert (tops <= 80).all()
+        assert (lefts <= 100).all()
+        for image, top, left in zip(windows.images[:4], tops, lefts, strict=True):
+            inside = (centers[:, 0] == image) & (abs(centers[:, 1] - top - 9.5) <= 10.5)
+            assert (inside & (abs(centers[:, 2] - left - 9.5) <= 10.5)).any()
+        rare += (windows.images[:4] == 1)[2:].sum()
+    assert rare == 40, "two of four windows of every step show the only object of the class y"
+    with pytest.raises(DataError, match="No z is annotated"):
+        ObjectCenteredSampler(others, centers, classes, ("x", "y", "z"), settings, 20)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from drawn_slides import MARK, DrawnSlide, draw_slide
 from layouts import note_messages, problem_messages, write_csv
+from test_custom_task import call, write_recipe
 from typer.testing import CliRunner
 
 from rotopath.cli import app
@@ -127,6 +128,21 @@ def test_outlines_are_cut_at_the_edge_of_the_area(drawn: DrawnSlide) -> None:
     half = read_objects(sample, 0.5).labels
     assert half.shape == read_image(sample, 0.5).shape[:2] == (100, 50)
     assert (half == 2).sum() == 25
+
+
+def test_outlines_are_points_of_the_area_with_their_centers(drawn: DrawnSlide) -> None:
+    features = [rectangle(300, 400, 200, 100), rectangle(290, 410, 18, 20, "a"), rectangle(490, 410, 22, 20, "b")]
+    features += [rectangle(290, 450, 22, 20, "c"), rectangle(490, 480, 18, 20, "d")]
+    dataset = open_data(write_manifest(drawn.path.parent, "points", features, drawn.path.name))
+    points, faults = parse_points(dataset.samples[0])
+    assert faults == []
+    assert points.classes == ("c", "d")
+
+
+def test_messages_have_the_numbers_of_features_in_the_file(drawn: DrawnSlide) -> None:
+    features = [rectangle(900, 900, 10, 10, "a"), rectangle(300, 400, 200, 100), point(310, 410)]
+    dataset = open_data(write_manifest(drawn.path.parent, "outlines", features, drawn.path.name))
+    assert note_messages(check(dataset))[1] == "slide.geojson: feature 3 is left out: it is a point, not a polygon."
 
 
 def test_the_rest_around_an_area_that_is_no_rectangle_is_ignored(drawn: DrawnSlide) -> None:
@@ -320,3 +336,35 @@ def test_import_check_show_and_export(tmp_path: Path) -> None:
         assert shown.exit_code == 0, shown.output
     second = import_data([tmp_path / "regions"], tmp_path / "second")
     assert [sample.box for sample in second.samples] == [sample.box for sample in dataset.samples]
+
+
+@pytest.mark.parametrize("task", ["tumor", "mitosis", "nuclei"])
+def test_training_and_evaluation_on_parts_of_slides(tmp_path: Path, task: str) -> None:
+    """From manifests of slides to scores. Pixels are read from the slides by two workers."""
+    column = {"tumor": "regions", "mitosis": "points", "nuclei": "outlines"}[task]
+    rows = [("image", column, "group", "split", "spacing")]
+    for number, split in enumerate(("train", "train", "valid", "test")):
+        drawn = draw_slide(tmp_path / f"{number}.svs", (1300, 1300), ((300, 300, 700),), 0.25, seed=number)
+        if task == "tumor":
+            features = [rectangle(0, 0, 640, 1300, "normal"), rectangle(640, 0, 660, 1300, "tumor")]
+        else:
+            areas = [rectangle(299, 301, 350, 690), rectangle(661, 301, 331, 690)]
+            features = [*areas, *(rectangle(row - 8, column - 8, 16, 16, "mark") for row, column in drawn.marks)]
+        (tmp_path / f"{number}.geojson").write_text(json.dumps(features))
+        rows.append((f"{number}.svs", f"{number}.geojson", f"patient {number}", split, "0.25"))
+    data = write_csv(tmp_path / "mine.csv", rows)
+    recipe = write_recipe(
+        tmp_path / "recipe.toml", task=task, data=str(data), orientations=1, batch=8, cache="none", workers=2
+    )
+    trained = call("train", recipe, "--out", tmp_path / "run")
+    assert trained.exit_code == 0, trained.output
+    evaluated = call("evaluate", tmp_path / "run", "--data", data)
+    assert evaluated.exit_code == 0, evaluated.output
+    scores = json.loads((tmp_path / "run" / "evaluation-test.json").read_text())
+    scores = scores["test"]
+    if task == "tumor":
+        assert scores["images"] == 4, "two squares of each class"
+        assert list(scores["slides"]) == ["patient 3"]
+    else:
+        assert scores["hits"] + scores["missed"] == 5, "every mark is in one of the two areas"
+        assert list(scores["cases"]) == ["patient 3"]

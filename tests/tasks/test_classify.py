@@ -427,3 +427,12 @@ def test_an_image_of_few_outputs_is_a_region_if_all_of_them_agree() -> None:
     assert remove_speckle(np.ones((1, 1), bool)).all()
     assert remove_speckle(np.ones((1, 3), bool)).all()
     assert not remove_speckle(np.array([[True, False], [True, True]])).any()
+
+
+def test_a_balanced_loss_weights_rare_labels_higher() -> None:
+    samples = [Sample(Path("x.png"), str(i), "", "train", 1.0, label=label) for i, label in enumerate("0001")]
+    logits, labels = torch.randn(2, 1, 1, 1), torch.tensor([0, 1])
+    each = torch.nn.functional.binary_cross_entropy_with_logits(logits.flatten(), labels.float(), reduction="none")
+    expected = (each * torch.tensor([4 / 6, 4 / 2])).mean()
+    assert TUMOR.make_loss(samples, weights="balanced")(logits, labels) == pytest.approx(expected)
+    assert TUMOR.make_loss(samples, weights="equal")(logits, labels) == pytest.approx(each.mean())

@@ -1,6 +1,7 @@
 """Detect: peaks and their positions, the best thresholds, and scores counted by hand, for one and several classes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,9 @@ from hypothesis import strategies as st
 from layouts import pixels, write_image, write_text
 
 from rotopath.data.dataset import DataError, Sample
+from rotopath.data.sampling import SamplerSettings
+from rotopath.images.geojson import IGNORED_CLASS, SlideObject, write_geojson
+from rotopath.images.outlines import Point, make_polygon
 from rotopath.inference import Prediction
 from rotopath.metrics.matching import FROC_POINTS
 from rotopath.tasks import MITOSIS, Class, Detect, Overrides, TrainingWindow, make_task
@@ -516,3 +520,56 @@ def test_scores_count_the_same_detections_as_decode_in_a_chain_of_classes() -> N
     evidence = FieldEvidence("field", "1", truth, np.array([MITOTIC, LYMPHOCYTE]), CELLS.decode(prediction), 30)
     scores = CELLS.score([evidence], point)
     assert (scores["hits"], scores["false"], scores["missed"]) == (2, 0, 0)
+
+
+def ignore_left_half(root: Path, *points: tuple[float, float, str]) -> Sample:
+    """Write a sample of 160 × 160 px with points (row, column, class). An ignored area has columns 0 to 79."""
+    square = (make_polygon(np.array([[0, 0], [0, 80], [160, 80], [160, 0]], float)),)
+    objects = [SlideObject(square, "annotation", IGNORED_CLASS)]
+    objects += [SlideObject(Point(row + 0.5, column + 0.5), "annotation", name) for row, column, name in points]
+    write_geojson(root / "a.geojson", objects)
+    image = write_image(root / "a.png", pixels(160, 160))
+    return Sample(image, "a.png", "7", "test", 0.25, annotations=(root / "a.geojson",))
+
+
+def test_objects_and_detections_in_ignored_areas_do_not_count(tmp_path: Path) -> None:
+    sample = ignore_left_half(tmp_path, (30, 40, "mitosis"), (90, 120, "lymphocyte"), (10, 79, "mitosis"))
+    positions, classes = CELLS.read_points(sample)
+    assert positions.tolist() == [[90, 120]]
+    assert classes.tolist() == [LYMPHOCYTE]
+    mask = CELLS.read_ignored(sample)
+    assert mask is not None
+    assert mask[:, :80].all()
+    assert not mask[:, 80:].any()
+    prediction = two_maps([(30, 40, 0.5), (130, 20, 0.6), (40, 120, 0.5)], [(90, 120, 0.4)])
+    evidence = CELLS.collect_evidence(prediction, sample)
+    scores = CELLS.score([evidence], {"threshold Mitosis": 0.05, "threshold Lymphocyte": 0.05})
+    assert [scores[key] for key in ("hits", "false", "missed")] == [1, 1, 0], "only the objects on the right count"
+    assert [(example.row, example.column) for example in CELLS.find_hard_examples([evidence], 9)] == [(40, 120)]
+    assert CELLS.read_ignored(annotated(tmp_path, "row,column,class\n10,20,mitosis\n")) is None
+
+
+def test_ignored_areas_are_resampled_with_the_image(tmp_path: Path) -> None:
+    sample = replace(ignore_left_half(tmp_path), spacing_um_px=0.5)
+    mask = CELLS.read_ignored(sample)
+    assert mask is not None
+    assert mask.shape == (320, 320)
+    assert mask[:, :160].all()
+    assert not mask[:, 160:].any()
+
+
+def test_windows_without_objects_are_outside_of_ignored_areas(tmp_path: Path) -> None:
+    sample = ignore_left_half(tmp_path, (90, 120, "lymphocyte"), (20, 120, "mitosis"))
+    chosen = SamplerSettings(np.array([[160, 160]]), 68, 32, 0)
+    windows = CELLS.make_sampler([sample], chosen, TrainingWindow(68, 8, 8), None).draw(0)
+    assert (windows.lefts[windows.labels == 2] + 33 >= 79).all()
+
+
+def test_a_balanced_loss_weights_rare_classes_higher(tmp_path: Path) -> None:
+    rows = ["row,column,class", "10,20,mitosis", "20,90,lymphocyte", "50,20,lymphocyte", "90,90,Lymphocyte"]
+    sample = annotated(tmp_path, "\n".join(rows))
+    logits, labels = torch.randn(3, 3, 1, 1), torch.tensor([0, 1, 2])
+    losses = -logits[:, :, 0, 0].log_softmax(dim=1)[torch.arange(3), labels]
+    expected = (losses * torch.tensor([4 / 2, 4 / 6, 1])).mean()  # 4 objects, 2 classes: 4 / (2 · 1) and 4 / (2 · 3)
+    assert CELLS.make_loss([sample], weights="balanced")(logits, labels) == pytest.approx(expected)
+    assert CELLS.make_loss([sample], weights="equal")(logits, labels) == pytest.approx(losses.mean())

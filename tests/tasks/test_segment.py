@@ -1,6 +1,7 @@
 """Segment: targets, decoding of objects and their classes, the best operating point, and scores counted by hand."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from scipy import ndimage
 
 from rotopath.data.annotations import paint_labels
 from rotopath.data.dataset import DataError, Sample
+from rotopath.data.sampling import SamplerSettings
+from rotopath.images.geojson import IGNORED_CLASS, SlideObject, write_geojson
+from rotopath.images.outlines import make_polygon
 from rotopath.inference import Prediction
 from rotopath.synthetic import organs
 from rotopath.tasks import NUCLEI, Class, Overrides, Segment, TrainingWindow, make_task
@@ -570,3 +574,77 @@ def test_the_minimum_areas_that_are_tried_are_in_square_micrometers(spacing: flo
         planes = np.eye(3)[np.where(speck + truth > 0, INSIDE, BACKGROUND)].transpose(2, 0, 1).astype(np.float32)
         evidence = ObjectEvidence("f", "1", truth, np.zeros(3, np.int64), Prediction(planes, 1, (0.0, 0.0)))
         assert task.choose_operating_point([evidence])["least_px"] == area
+
+
+def ignore_right_half(root: Path) -> Sample:
+    """Write a sample of 40 × 80 px with a nucleus on the left, and one in an ignored area on the right."""
+    area = (make_polygon(np.array([[0, 40], [0, 80], [40, 80], [40, 40]], float)),)
+    objects = [SlideObject(area, "annotation", IGNORED_CLASS)]
+    for left in (10, 55):
+        square = np.array([[10, left], [10, left + 15], [25, left + 15], [25, left]], float)
+        objects.append(SlideObject((make_polygon(square),), "annotation", "Epithelial"))
+    write_geojson(root / "a.geojson", objects)
+    image = write_image(root / "a.png", pixels(40, 80))
+    return Sample(image, "a.png", "7", "test", 0.25, annotations=(root / "a.geojson",))
+
+
+def test_pixels_in_ignored_areas_have_no_target_and_no_loss(tmp_path: Path) -> None:
+    targets = CELLS.targets(ignore_right_half(tmp_path))
+    assert (targets[:, 40:] == NO_CLASS).all()
+    assert np.unique(targets[:, :40, 0]).tolist() == [INSIDE, BORDER, BACKGROUND]
+    maps = torch.from_numpy(targets).long().permute(2, 0, 1)[None]
+    logits = torch.randn(1, 5, 40, 80)
+    changed = logits.clone()
+    changed[..., 40:] = torch.randn(1, 5, 40, 40)
+    part_weights = torch.ones(3)
+    losses = [weighted_cross_entropy(values[:, :3], maps[:, 0], part_weights) for values in (logits, changed)]
+    assert losses[0] == losses[1]
+    assert CELLS.accuracy(logits, maps) == CELLS.accuracy(changed, maps)
+    perfect = torch.nn.functional.one_hot(maps[:, 0].clamp(max=2), 5).permute(0, 3, 1, 2).float()
+    assert CELLS.accuracy(perfect, maps) == 1.0
+    changed[..., :40] += 1 + torch.randn(1, 5, 40, 40)
+    assert losses[0] != weighted_cross_entropy(changed[:, :3], maps[:, 0], part_weights)
+
+
+def test_objects_in_ignored_areas_do_not_count(tmp_path: Path) -> None:
+    """A predicted object is left out if at least half of it is in such an area."""
+    sample = ignore_right_half(tmp_path)
+    predicted = np.zeros((40, 80), np.int32)
+    predicted[10:25, 10:25] = 1  # correct
+    predicted[28:38, 50:70] = 2  # in the area
+    predicted[28:38, 33:45] = 3  # 7 of 12 columns are outside of the area: a false positive
+    evidence = NUCLEI.collect_evidence(predict_nearly_perfectly(predicted), sample)
+    assert np.unique(evidence.truth).tolist() == [0, 1]
+    scores = NUCLEI.score([evidence], POINT)
+    assert [scores[key] for key in ("hits", "false", "missed")] == [1, 1, 0]
+    without = replace(evidence, ignored=None)
+    assert NUCLEI.score([without], POINT)["false"] == 2
+    assert NUCLEI.choose_operating_point([evidence])["least_px"] > 0
+
+
+def test_a_balanced_sampler_shows_rare_classes_as_often_as_others(tmp_path: Path) -> None:
+    labels = np.zeros((200, 200), np.uint16)
+    for number in range(1, 9):
+        labels[20 * number : 20 * number + 10, 10:20] = number
+    labels[100:110, 180:190] = 9
+    sample = annotated(tmp_path, labels, *((n, "epithelial") for n in range(1, 9)), (9, "lymphocyte"))
+    counts = {}
+    for name in (None, "natural", "balanced"):
+        settings = SamplerSettings(np.array([[200, 200]]), 60, 16, 0, name)
+        sampler = CELLS.make_sampler([sample], settings, TrainingWindow(60, 20, 1), None)
+        windows = [sampler.draw(step) for step in range(20)]
+        tops, lefts = (np.concatenate([getattr(w, side) for w in windows]) + 20 for side in ("tops", "lefts"))
+        counts[name] = sum((labels[t : t + 20, s : s + 20] == 9).any() for t, s in zip(tops, lefts, strict=True))
+    assert counts["natural"] == counts[None]
+    assert counts["balanced"] >= 80 > 5 * counts["natural"], "a quarter of 320 windows"
+
+
+def test_equal_weights_are_an_ordinary_cross_entropy(tmp_path: Path) -> None:
+    labels = disc(40, 40).astype(np.uint16)
+    sample = annotated(tmp_path, labels)
+    logits, targets = torch.randn(1, 3, 80, 80), torch.from_numpy(NUCLEI.targets(sample)[None, ..., 0]).long()
+    ordinary = torch.nn.functional.cross_entropy(logits, targets)
+    assert NUCLEI.make_loss([sample], weights="equal")(logits, targets) == pytest.approx(ordinary)
+    balanced = NUCLEI.make_loss([sample])(logits, targets)
+    assert balanced == NUCLEI.make_loss([sample], weights="balanced")(logits, targets)
+    assert balanced != pytest.approx(ordinary)

@@ -286,6 +286,24 @@ def test_a_network_from_a_function_of_the_user_is_trained(
     assert repr(run) == "Run('run': tumor by own_networks:good, N=1)"
 
 
+# Classes that are rare
+
+
+@pytest.mark.parametrize("task", ["mitosis", "nuclei", "tumor"])
+@pytest.mark.parametrize(("sampler", "weights"), [("natural", "balanced"), ("balanced", "equal")])
+def test_the_sampler_and_the_weights_of_the_loss_can_be_chosen(
+    data: dict[str, Path], tmp_path: Path, task: str, sampler: str, weights: str
+) -> None:
+    recipe = short_recipe(data, task, sampler=sampler, loss_weights=weights, epochs=1, steps=2)
+    run = train(recipe, tmp_path / "run")
+    assert read_recipe(run.folder / runs.RECIPE) == recipe
+    default = train(replace(recipe, sampler=None, loss_weights=None), tmp_path / "default")
+    defaults = ("natural", "balanced") if task == "nuclei" else ("balanced", "equal")
+    # With a single class of points, both samplers and both weights are the same.
+    is_default = task == "mitosis" or (sampler, weights) == defaults
+    assert (read_weights(run.folder) == read_weights(default.folder)) == is_default
+
+
 # Start from the weights of another model
 
 

@@ -246,6 +246,13 @@ def _format_draft(
     add(f"Steps in total: epochs × steps, about {duration}", epochs=EPOCHS, steps=steps)
     add("Windows per step, and their side in px", batch=values["batch"], window_px=values["window_px"])
     add("Decrease the learning rate to 0 along a cosine", learning_rate=recipe.learning_rate, schedule="cosine")
+    if len(recipe.classes) > 1:
+        lines += [
+            "",
+            "# For rare classes (docs: Rare classes)",
+            '# sampler = "balanced"',
+            '# loss_weights = "balanced"',
+        ]
     stain = recipe.augmentation.stain or OWN_STAIN
     add(
         "Random changes of the windows: see `rotopath data show --augment`. Others: free_rotation, elastic (px)",

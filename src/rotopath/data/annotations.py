@@ -116,6 +116,8 @@ def parse_points(sample: Sample) -> tuple[Points, list[str]]:
         rows, ignored = _list_points(read_sample_objects(sample, path))
     else:
         rows, faults = _read_csv_points(path)
+    if sample.box is not None:  # centers of outlines at the edge may be outside
+        rows = [row for row in rows if 0 <= row[1] + 0.5 < height and 0 <= row[2] + 0.5 < width]
     inside, outside = [], []
     for source, row, column, name in rows:
         if -0.5 <= row < height and -0.5 <= column < width:  # whole numbers are centers of pixels
@@ -130,32 +132,34 @@ def parse_points(sample: Sample) -> tuple[Points, list[str]]:
     return Points(positions, tuple(name for *_, name in inside), ignored, tuple(outside)), faults
 
 
-def read_sample_objects(sample: Sample, path: Path) -> list[SlideObject]:
-    """Read the objects of a GeoJSON file, with positions relative to the upper left corner of the sample.
+def read_sample_objects(sample: Sample, path: Path) -> list[tuple[int, SlideObject]]:
+    """Read the objects of a GeoJSON file and their numbers in it, from 1.
 
-    If the sample is a rectangle, only the objects in it are returned. If it surrounds a region of another shape, the
-    area outside the region is an additional ignored area.
+    Positions are relative to the upper left corner of the sample. If the sample is a rectangle, only the objects in it
+    are returned. If it surrounds a region of another shape, the area outside the region is an additional ignored area.
     """
     if sample.box is None:
-        return read_geojson(path)
+        return list(enumerate(read_geojson(path), 1))
     top, left, height, width = sample.box
     outlines: list[tuple[Polygon, ...]] = []
     objects = []
-    for item in _read_geojson_once(path, path.stat().st_mtime_ns if path.exists() else 0):
+    all_objects = _read_geojson_once(path, path.stat().st_mtime_ns if path.exists() else 0)
+    for number, item in enumerate(all_objects, 1):
         upper, first, lower, last = item.bounds_px
         if isinstance(item.shape, Point):
             if top <= upper < top + height and left <= first < left + width:
-                objects.append(replace(item, shape=Point(upper - top, first - left)))
+                objects.append((number, replace(item, shape=Point(upper - top, first - left))))
         elif upper < top + height and lower > top and first < left + width and last > left:
             outline = transform_outline(item.shape, 1.0, (top, left))
             if item.class_name != REGION_CLASS:
-                objects.append(replace(item, shape=outline))
+                objects.append((number, replace(item, shape=outline)))
             elif upper <= top + 1 and first <= left + 1 and lower >= top + height - 1 and last >= left + width - 1:
                 outlines.append(outline)
     if outlines and not any(fill_outline(shape, (height, width)).all() for shape in outlines):
         corners = np.array([(0, 0), (0, width), (height, width), (height, 0)], np.float64)
         # Positions inside of an odd number of outlines are ignored: those in the rectangle, but not in the region.
-        objects.append(SlideObject((make_polygon(corners), *outlines[0]), "annotation", IGNORED_CLASS))
+        ignored = SlideObject((make_polygon(corners), *outlines[0]), "annotation", IGNORED_CLASS)
+        objects.append((len(all_objects) + 1, ignored))
     return objects
 
 
@@ -165,13 +169,13 @@ def _read_geojson_once(path: Path, modified_ns: int) -> tuple[SlideObject, ...]:
     return tuple(read_geojson(path))
 
 
-def _list_points(objects: Sequence[SlideObject]) -> tuple[list[PointRow], tuple[tuple[Polygon, ...], ...]]:
+def _list_points(objects: Sequence[tuple[int, SlideObject]]) -> tuple[list[PointRow], tuple[tuple[Polygon, ...], ...]]:
     """Return the points and the ignored areas among the objects of a GeoJSON file.
 
     An object with an outline becomes one point: the center of its bounding box.
     """
     rows: list[PointRow] = []
-    for i, item in enumerate(objects, 1):
+    for i, item in objects:
         if item.is_object:
             row, column = item.center
             # (0, 0) is the corner of the first pixel in GeoJSON, but the center of this pixel in `Points`.
@@ -179,11 +183,21 @@ def _list_points(objects: Sequence[SlideObject]) -> tuple[list[PointRow], tuple[
     return rows, _find_ignored(objects)
 
 
-def _find_ignored(objects: Sequence[SlideObject]) -> tuple[tuple[Polygon, ...], ...]:
+def _find_ignored(objects: Sequence[tuple[int, SlideObject]]) -> tuple[tuple[Polygon, ...], ...]:
     """Return the outlines of the ignored areas among the objects of a GeoJSON file."""
     return tuple(
-        item.shape for item in objects if item.class_name == IGNORED_CLASS and not isinstance(item.shape, Point)
+        item.shape for _, item in objects if item.class_name == IGNORED_CLASS and not isinstance(item.shape, Point)
     )
+
+
+def mask_areas(areas: Sequence[tuple[Polygon, ...]], size_px: tuple[int, int]) -> NDArray[np.bool_] | None:
+    """Return a mask (H, W) of the pixels with their centers inside any of the areas, or None if there are no areas."""
+    if not areas:
+        return None
+    mask = np.zeros(size_px, bool)
+    for area in areas:
+        mask |= fill_outline(area, size_px)
+    return mask
 
 
 def transform_outline(
@@ -310,7 +324,7 @@ def _read_class_table(label_map: Path, labels: NDArray[np.int32]) -> dict[int, s
     return {number: classes[number] for number in present}
 
 
-def _paint_geojson(objects: Sequence[SlideObject], height: int, width: int) -> tuple[Objects, list[str]]:
+def _paint_geojson(objects: Sequence[tuple[int, SlideObject]], height: int, width: int) -> tuple[Objects, list[str]]:
     """Paint polygons into a label map (height, width); also return a message for each object that is left out.
 
     Painted objects are numbered from 1, in the given order. Where polygons overlap, a pixel belongs to the first of the
@@ -319,7 +333,7 @@ def _paint_geojson(objects: Sequence[SlideObject], height: int, width: int) -> t
     labels = np.zeros((height, width), np.int32)
     classes: dict[int, str] = {}
     faults: list[str] = []
-    for i, item in enumerate(objects, 1):
+    for i, item in objects:
         if not item.is_object:
             continue
         if isinstance(item.shape, Point):

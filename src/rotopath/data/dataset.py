@@ -69,7 +69,7 @@ class UnreadableHdf5Error(UnreadableFileError):
 # Datasets
 
 
-class Box(NamedTuple):
+class PixelBox(NamedTuple):
     """A rectangle of a slide or an image, in pixels of level 0."""
 
     top_px: int
@@ -97,7 +97,7 @@ class Sample:
     stratum: str = (
         ""  # organ, or empty if unknown; a reduced training set can have the same number of images of each organ
     )
-    box: Box | None = None  # the part of the file that is this image; None for the whole file
+    box: PixelBox | None = None  # the part of the file that is this image; None for the whole file
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +196,13 @@ def read_together(samples: Sequence[Sample], spacing_um_px: float | None = None)
                 f"is a whole slide of {height} × {width} px (height × width), too large to be one image of a dataset; "
                 f"outline the annotated areas in QuPath with the class Region*.",
             )
-        images = [_read_box(first, Box(0, 0, height, width), 1.0)]
+        images = [_read_box(first, PixelBox(0, 0, height, width), 1.0)]
     return [
         resample(image, resampling_factor(sample, spacing_um_px)) for sample, image in zip(samples, images, strict=True)
     ]
 
 
-def _read_box(sample: Sample, box: Box, factor: float) -> NDArray[np.uint8]:
+def _read_box(sample: Sample, box: PixelBox, factor: float) -> NDArray[np.uint8]:
     """Read a rectangle (H, W, 3) of the file of a sample, with its height and width multiplied by `factor`."""
     height, width = scale_size((box.height_px, box.width_px), factor)
     spacing_um_px = sample.spacing_um_px / factor

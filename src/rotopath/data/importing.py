@@ -577,7 +577,10 @@ def _finish_objects(
         message = f"objects that a person has marked: {accepted} accepted, {rejected} rejected, which are not used."
         notes.append(Finding("", message, is_problem=False))
     if regions:
-        message = f"outlines without a class that contain other objects ({regions}) are regions (Region*), not objects."
+        message = (
+            f"outlines without a class that contain other objects ({regions}) are regions (Region*), not objects; only "
+            f"objects inside are used."
+        )
         notes.append(Finding("", message, is_problem=False))
     if read_as == "regions" and points:
         message = f"{points} points are left out, because regions are outlines."

@@ -29,10 +29,10 @@ from rotopath.data.annotations import GEOJSON_SUFFIXES, transform_outline
 from rotopath.data.dataset import (
     IMAGE_SUFFIXES,
     Annotated,
-    Box,
     DataError,
     Dataset,
     Finding,
+    PixelBox,
     Row,
     Sample,
     annotated_size_px,
@@ -250,14 +250,14 @@ def _cut_regions(sample: Sample) -> tuple[list[Sample], list[str]]:
     if not regions:
         return [sample], []
     height, width = annotated_size_px(sample.path)
-    boxes: list[Box] = []
+    boxes: list[PixelBox] = []
     for item in regions:
         assert not isinstance(item.shape, Point)
         # A pixel belongs to a region if its center is inside.
         top, left, bottom, right = (int(np.ceil(value - 0.5)) for value in item.bounds_px)
         rows, columns = (max(top, 0), min(bottom, height)), (max(left, 0), min(right, width))
         for (upper, lower), (first, last) in product(_divide(*rows), _divide(*columns)):
-            box = Box(upper, first, lower - upper, last - first)
+            box = PixelBox(upper, first, lower - upper, last - first)
             factor = min(1.0, COARSE_PX / max(box.height_px, box.width_px))
             outline = transform_outline(item.shape, factor, (upper, first))
             if box not in boxes and fill_outline(outline, (COARSE_PX, COARSE_PX)).any():
@@ -324,7 +324,7 @@ def _cut_squares(sample: Sample) -> tuple[list[Sample], list[str]]:
                 int(min(max(round(cell * cell_px), 0), max(side - side_px, 0)))
                 for cell, side in zip((row, column), size_px, strict=True)
             )
-            box = Box(top, left, min(side_px, size_px[0]), min(side_px, size_px[1]))
+            box = PixelBox(top, left, min(side_px, size_px[0]), min(side_px, size_px[1]))
             samples.append(replace(_cut(sample, box), label=item.class_name))
     notes = [f"{lost} regions are covered by others, or are tiny, and are not used."] if lost else []
     if not regions:
@@ -336,7 +336,7 @@ def _find_area(item: SlideObject) -> float:
     return 0.0 if isinstance(item.shape, Point) else sum(polygon.area_px for polygon in item.shape)
 
 
-def _cut(sample: Sample, box: Box) -> Sample:
+def _cut(sample: Sample, box: PixelBox) -> Sample:
     return replace(sample, name=f"{sample.name} {box}", box=box)
 
 

@@ -8,7 +8,7 @@ interrupted training resumes with exactly the remaining batches.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,9 @@ from rotopath.data.dataset import DataError
 
 Ints = NDArray[np.int64]
 Positions = NDArray[np.float64]  # (k, 2): row and column in pixels; or (k, 3): image number, row, column
+Mask = NDArray[np.bool_]
+# "balanced": every class equally often; "natural": as often as in the data
+SamplerName = Literal["balanced", "natural"]
 MAX_ATTEMPTS = 200  # largest number of attempts to draw enough positions away from objects
 
 
@@ -52,6 +55,7 @@ class SamplerSettings:
     window_px: int  # side of a window
     batch: int  # windows per step
     seed: int
+    sampler: SamplerName | None = None  # how often each class is drawn; None: the default of the kind of task
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class ObjectPositions:
     class_names: Sequence[str]
     absent_label: int  # label of windows without an object
     clearance_px: float  # windows without an object have centers farther than this from every object
+    ignored: Sequence[Mask | None] = ()  # for each image (H, W): no window without an object has its center there
 
 
 # Samplers
@@ -98,8 +103,29 @@ class ClassBalancedSampler:
         return Windows(images, corners[:, 0], corners[:, 1], self._labels[images])
 
 
+class ImageSampler:
+    """Draw windows at random positions, from all images equally often. A class is drawn as often as it occurs.
+
+    `labels` (n,) contains the class number of each image. `mined` contains the numbers of mined images, as in
+    `ClassBalancedSampler`: half of the windows come from them, if there are any.
+    """
+
+    def __init__(self, labels: Ints, settings: SamplerSettings, mined: Ints | None = None) -> None:
+        self._labels, self._settings = labels, settings
+        none = np.empty(0, np.int64)
+        self._images = _ClassImages(np.arange(len(labels)), none if mined is None else mined, (settings.seed, 0))
+
+    def draw(self, step: int) -> Windows:
+        settings = self._settings
+        images = self._images.take(step * settings.batch, settings.batch)
+        corners = _draw_corners(settings.sizes_px[images] - settings.window_px, _step_generator(settings.seed, step))
+        return Windows(images, corners[:, 0], corners[:, 1], self._labels[images])
+
+
 class ObjectBalancedSampler:
     """Draw half of the windows around objects, the same number of every class, and the other half without an object.
+
+    With the sampler "natural", classes are drawn as often as they occur: all objects equally often.
 
     Windows around objects are centered on an object, and then shifted at random by up to `jitter_px` pixels along each
     axis. Windows without an object are centered on random pixels that are farther than `clearance_px` from every
@@ -132,14 +158,19 @@ class ObjectBalancedSampler:
                     f"of each split)."
                 )
         # With a single class, label 1 means that an object is present, and label 0 that it is absent.
-        self._labels = [1] if len(names) == 1 else list(range(len(names)))
+        labels = [1] if len(names) == 1 else list(range(len(names)))
+        self._labels_by_class = [
+            np.full(len(members), label, np.int64) for label, members in zip(labels, self._rows_by_class, strict=True)
+        ]
+        if settings.sampler == "natural" and len(names) > 1:  # all classes are drawn like one
+            self._rows_by_class, self._labels_by_class = [rows], [classes]
         self._mined = np.empty((0, 3)) if mined is None else mined
         self._with_object = batch // 2
         self._from_mined = -(-batch // 4) if len(self._mined) else 0
         self._at_random = batch // 2 - self._from_mined
-        self._quotas = ClassQuotas(self._with_object, len(names))
+        self._quotas = ClassQuotas(self._with_object, len(self._rows_by_class))
         # A single class keeps the seed of earlier versions, so that its batches stay the same.
-        seeds = [(seed, 0)] if len(names) == 1 else [(seed, 0, label) for label in self._labels]
+        seeds = [(seed, 0)] if len(self._rows_by_class) == 1 else [(seed, 0, label) for label in labels]
         self._orders = [
             EndlessShuffle(len(members), order_seed)
             for members, order_seed in zip(self._rows_by_class, seeds, strict=True)
@@ -151,14 +182,13 @@ class ObjectBalancedSampler:
     def draw(self, step: int) -> Windows:
         settings = self._settings
         generator = _step_generator(settings.seed, step)
-        of_classes = [
-            rows[order.take(*self._quotas.at(number, step))]
-            for number, (rows, order) in enumerate(zip(self._rows_by_class, self._orders, strict=True))
-        ]
+        drawn = [order.take(*self._quotas.at(number, step)) for number, order in enumerate(self._orders)]
+        of_classes = [rows[members] for rows, members in zip(self._rows_by_class, drawn, strict=True)]
+        known = [labels[members] for labels, members in zip(self._labels_by_class, drawn, strict=True)]
         mined = self._mined[self._mined_order.take(step * self._from_mined, self._from_mined)]
         centers = np.concatenate([*of_classes, mined, self._draw_away_from_objects(self._at_random, generator)])
-        without_object = self._from_mined + self._at_random
-        labels = np.repeat([*self._labels, self._objects.absent_label], [*map(len, of_classes), without_object])
+        absent = np.full(self._from_mined + self._at_random, self._objects.absent_label, np.int64)
+        labels = np.concatenate([*known, absent])
         # Windows are shifted, because objects on a slide are rarely at the exact center of a window: the windows of a
         # slide are several pixels apart.
         jitter = generator.integers(-self._jitter_px, self._jitter_px + 1, (len(centers), 2))
@@ -176,7 +206,8 @@ class ObjectBalancedSampler:
             accepted += [
                 (int(image), int(row), int(column))
                 for image, (row, column) in zip(images, candidates, strict=True)
-                if not (np.hypot(*(self._objects.positions[image] - (row, column)).T) <= clearance_px).any()
+                if not self._is_ignored(image, row, column)
+                and not (np.hypot(*(self._objects.positions[image] - (row, column)).T) <= clearance_px).any()
             ]
             if len(accepted) >= count:
                 return np.array(accepted[:count], np.float64).reshape(-1, 3)
@@ -184,6 +215,10 @@ class ObjectBalancedSampler:
             f"Windows without an object need a center more than {clearance_px:g} px away from every object, but the "
             f"images have almost no such pixel; add images with fewer objects."
         )
+
+    def _is_ignored(self, image: int, row: int, column: int) -> bool:
+        mask = self._objects.ignored[image] if self._objects.ignored else None
+        return mask is not None and bool(mask[row, column])
 
 
 class PatientBalancedSampler:
@@ -208,6 +243,51 @@ class PatientBalancedSampler:
         margin = (settings.window_px - self._target_px) // 2
         corners = _draw_corners(settings.sizes_px[images] - self._target_px, generator) - margin
         return Windows(images, corners[:, 0], corners[:, 1], np.zeros(settings.batch, np.int64))
+
+
+class ObjectCenteredSampler:
+    """Draw half of the windows around objects, the same number of every class, and the others by another sampler.
+
+    `centers` (k, 3) contains the image number, row and column of each object, and `classes` (k,) its class number. An
+    object is at a random position in the target region (see `PatientBalancedSampler`), which stays inside the image.
+    Raises DataError if a class has no object.
+    """
+
+    def __init__(
+        self,
+        others: Sampler,
+        centers: Positions,
+        classes: Ints,
+        class_names: Sequence[str],
+        settings: SamplerSettings,
+        target_px: int,
+    ) -> None:
+        self._others, self._settings, self._target_px = others, settings, target_px
+        self._centers = [centers[classes == number] for number in range(len(class_names))]
+        for name, members in zip(class_names, self._centers, strict=True):
+            if not len(members):
+                raise DataError(f"No {name} is annotated in the images; add images with this class.")
+        self._count = settings.batch // 2
+        self._quotas = ClassQuotas(self._count, len(class_names))
+        self._orders = [EndlessShuffle(len(rows), (settings.seed, 4, k)) for k, rows in enumerate(self._centers)]
+
+    def draw(self, step: int) -> Windows:
+        settings, target_px = self._settings, self._target_px
+        generator = np.random.default_rng([settings.seed, 5, step])
+        centers = np.concatenate(
+            [
+                rows[order.take(*self._quotas.at(k, step))]
+                for k, (rows, order) in enumerate(zip(self._centers, self._orders, strict=True))
+            ]
+        )
+        images = centers[:, 0].astype(np.int64)
+        corners = np.floor(centers[:, 1:] - generator.uniform(0, target_px, (self._count, 2)) + 0.5).astype(np.int64)
+        slack = settings.sizes_px[images] - target_px
+        corners = np.where(slack >= 0, np.clip(corners, 0, np.maximum(slack, 0)), slack // 2)
+        corners -= (settings.window_px - target_px) // 2
+        windows = self._others.draw(step)
+        around = (images, corners[:, 0], corners[:, 1], np.zeros(len(images), np.int64))
+        return Windows(*(np.concatenate([a, b[len(a) :]]) for a, b in zip(around, windows, strict=True)))
 
 
 class CenterSampler:

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from scipy import ndimage
 from torch import Tensor
 
 from rotopath.data import DataError, Dataset, Finding, Sample
-from rotopath.data.sampling import ClassBalancedSampler, Ints, Sampler, SamplerSettings
+from rotopath.data.sampling import ClassBalancedSampler, ImageSampler, Ints, Sampler, SamplerSettings
 from rotopath.data.splits import select_fraction
 from rotopath.images.geojson import SlideObject
 from rotopath.images.outlines import trace_outlines
@@ -42,6 +43,7 @@ from rotopath.metrics.matching import remove_small
 from rotopath.tasks.task import (
     HardExample,
     Loss,
+    LossWeights,
     Map,
     OperatingPoint,
     Scores,
@@ -73,10 +75,20 @@ class WindowTask(Task):
                 f"{positions} × {positions} outputs; set 'window_px' to the smallest window that the network accepts."
             )
 
-    def make_loss(self, samples: Sequence[Sample]) -> Loss:
-        """Return the loss: cross-entropy, averaged over the windows of a batch. It does not depend on `samples`."""
-        del samples
-        return binary_cross_entropy if self.is_single else cross_entropy
+    def make_loss(self, samples: Sequence[Sample], weights: LossWeights | None = None) -> Loss:
+        """Return the loss: cross-entropy, averaged over the windows of a batch.
+
+        By default, all windows have equal weights. If `weights` is "balanced", rare classes have higher weights.
+        """
+        if weights != "balanced":
+            return binary_cross_entropy if self.is_single else cross_entropy
+        by_label = torch.from_numpy(self.find_label_weights(samples))
+        function = binary_cross_entropy if self.is_single else cross_entropy
+        return lambda logits, labels: function(logits, labels, by_label.to(logits)[labels])
+
+    def find_label_weights(self, samples: Sequence[Sample]) -> NDArray[np.float32]:
+        """Return the weight of each label in a balanced loss: n / (k · n_l) for k labels and n_l of n images."""
+        return balance_labels(self.image_targets(samples))
 
     def accuracy(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the fraction of correctly classified windows in a batch, as a scalar tensor.
@@ -180,11 +192,13 @@ class Classify(WindowTask):
     def make_sampler(
         self, samples: Sequence[Sample], settings: SamplerSettings, window: TrainingWindow, mined: Ints | None
     ) -> Sampler:
-        """Return a sampler that draws the same number of windows of every label.
+        """Return a sampler that draws the same number of windows of every label, unless it is to be natural.
 
         If a label has hard examples (`mined`, indices of samples), half of its windows are from these samples.
         """
         del window
+        if settings.sampler == "natural":
+            return ImageSampler(self.image_targets(samples), settings, mined)
         return ClassBalancedSampler(self.image_targets(samples), self.label_names, settings, mined)
 
     def find_hard_examples(self, evidence: Sequence[PatchEvidence], max_examples: int) -> list[HardExample]:
@@ -439,16 +453,30 @@ def remove_speckle(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
 # Losses
 
 
-def binary_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean binary cross-entropy of logits (B, 1, 1, 1) or (B, 1) and labels (B,), 0 or 1."""
+def binary_cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the mean binary cross-entropy of logits (B, 1, 1, 1) or (B, 1) and labels (B,), 0 or 1.
+
+    `weights` (B,) are factors for the losses of the windows.
+    """
     _require_one_position(logits, labels)
-    return F.binary_cross_entropy_with_logits(logits.flatten(), labels.to(logits.dtype))
+    return F.binary_cross_entropy_with_logits(logits.flatten(), labels.to(logits.dtype), weights)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross-entropy of logits (B, K, 1, 1) or (B, K) and class indices (B,)."""
+def cross_entropy(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return the mean cross-entropy of logits (B, K, 1, 1) or (B, K) and class indices (B,).
+
+    `weights` (B,) are factors for the losses of the windows.
+    """
     _require_one_position(logits, labels)
-    return F.cross_entropy(logits.flatten(1), labels)
+    if weights is None:
+        return F.cross_entropy(logits.flatten(1), labels)
+    return (F.cross_entropy(logits.flatten(1), labels, reduction="none") * weights).mean()
+
+
+def balance_labels(labels: Ints) -> NDArray[np.float32]:
+    """Return a weight for each label from 0 to the highest: higher for rare labels, and 1 on average over `labels`."""
+    counts = np.bincount(labels)
+    return np.asarray(len(labels) / (len(counts) * np.maximum(counts, 1)), np.float32)
 
 
 def _require_one_position(logits: Tensor, labels: Tensor) -> None:

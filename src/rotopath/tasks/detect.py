@@ -20,7 +20,7 @@ from scipy.spatial import cKDTree
 from skimage.morphology import local_maxima
 
 from rotopath.data import Sample
-from rotopath.data.annotations import read_points
+from rotopath.data.annotations import mask_areas, read_points
 from rotopath.data.sampling import Ints, ObjectBalancedSampler, ObjectPositions, Sampler, SamplerSettings
 from rotopath.data.splits import select_cases
 from rotopath.images.geojson import SlideObject
@@ -40,7 +40,7 @@ from rotopath.metrics.matching import (
     match_points,
     pool_matches,
 )
-from rotopath.tasks.classify import WindowTask, require_every_class
+from rotopath.tasks.classify import WindowTask, balance_labels, require_every_class
 from rotopath.tasks.task import (
     HardExample,
     Map,
@@ -123,12 +123,31 @@ class Detect(WindowTask):
         """Return the positions (k, 2) and the class indices (k,) of the annotated points of a sample.
 
         Positions are (row, column) in pixels of the image at the pixel spacing of the task. Points of classes that do
-        not belong to the task are left out.
+        not belong to the task are left out, and points in ignored areas.
         """
         points = read_points(sample, self.spacing_um_px)
         indices = [self.class_index(name, sample) for name in points.classes]
         known = np.array([index is not None for index in indices], bool)
-        return points.positions[known], np.array([index for index in indices if index is not None], np.int64)
+        if points.ignored:
+            mask = mask_areas(points.ignored, self.reader.size_px(sample))
+            assert mask is not None
+            known &= ~find_inside(mask, points.positions)
+        return points.positions[known], np.array([i for i, k in zip(indices, known, strict=True) if k], np.int64)
+
+    def read_ignored(self, sample: Sample) -> NDArray[np.bool_] | None:
+        """Return a mask (H, W) of the ignored areas of a sample at the pixel spacing of the task; None: no such area.
+
+        Windows without an object do not have their centers there, and objects there are not scored.
+        """
+        areas = read_points(sample, self.spacing_um_px).ignored
+        return mask_areas(areas, self.reader.size_px(sample)) if areas else None
+
+    def find_label_weights(self, samples: Sequence[Sample]) -> NDArray[np.float32]:
+        """Return the weight of each label in a balanced loss: of the classes, and 1 for windows without an object."""
+        if self.is_single:
+            return np.ones(2, np.float32)  # half of the windows are around objects
+        labels = np.concatenate([self.read_points(sample)[1] for sample in samples])
+        return np.append(balance_labels(labels), np.float32(1))
 
     def check_training(self, samples: Sequence[Sample]) -> None:
         """Raise DataError if a class has no annotated point in the training samples."""
@@ -151,7 +170,10 @@ class Detect(WindowTask):
         """
         positions, classes = zip(*(self.read_points(sample) for sample in samples), strict=True)
         absent_label = 0 if self.is_single else len(self.classes)
-        objects = ObjectPositions(positions, classes, self.class_names, absent_label, clearance_px=self.match_radius_px)
+        ignored = [self.read_ignored(sample) for sample in samples]
+        objects = ObjectPositions(
+            positions, classes, self.class_names, absent_label, clearance_px=self.match_radius_px, ignored=ignored
+        )
         return ObjectBalancedSampler(objects, settings, mined, jitter_px=window.stride_px // 2)
 
     def find_hard_examples(self, evidence: Sequence[FieldEvidence], max_examples: int) -> list[HardExample]:
@@ -215,9 +237,15 @@ class Detect(WindowTask):
     # Evaluation
 
     def collect_evidence(self, prediction: Prediction, sample: Sample) -> FieldEvidence:
-        """Return the annotated points of an image, and its candidates: peaks with a score of at least MIN_SCORE."""
+        """Return the annotated points of an image, and its candidates: peaks with a score of at least MIN_SCORE.
+
+        Candidates in ignored areas are left out.
+        """
         truth, classes = self.read_points(sample)
-        return FieldEvidence(sample.name, sample.case, truth, classes, self.decode(prediction), self.match_radius_px)
+        candidates = self.decode(prediction)
+        if (ignored := self.read_ignored(sample)) is not None:
+            candidates = candidates.select(~find_inside(ignored, candidates.positions))
+        return FieldEvidence(sample.name, sample.case, truth, classes, candidates, self.match_radius_px)
 
     def choose_operating_point(self, evidence: Sequence[FieldEvidence], rule: str | None = None) -> dict[str, float]:
         """Return for each class the threshold with the highest F1 of this class, computed over all images together."""
@@ -444,3 +472,13 @@ def _match_class(field: FieldEvidence, index: int, rule: PointRule, detections: 
     detected = detections.select(detections.classes == index)
     truth = field.truth[field.truth_classes == index]
     return match_points(truth, detected.positions, detected.scores, field.radius_px, rule)
+
+
+def find_inside(mask: NDArray[np.bool_], positions: Floats) -> NDArray[np.bool_]:
+    """Return whether the pixel at each of the positions (n, 2), rows and columns, is true in a mask (H, W)."""
+    rows, columns = (
+        np.clip(np.floor(axis + 0.5).astype(int), 0, side - 1)
+        for axis, side in zip(positions.T, mask.shape, strict=True)
+    )
+    inside: NDArray[np.bool_] = mask[rows, columns]
+    return inside

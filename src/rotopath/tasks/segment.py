@@ -25,9 +25,9 @@ from skimage.segmentation import watershed
 from torch import Tensor
 
 from rotopath.data import DataError, Sample
-from rotopath.data.annotations import read_objects
+from rotopath.data.annotations import Objects, mask_areas, read_objects
 from rotopath.data.batches import Bytes, SampleReader
-from rotopath.data.sampling import Ints, PatientBalancedSampler, Sampler, SamplerSettings
+from rotopath.data.sampling import Ints, ObjectCenteredSampler, PatientBalancedSampler, Sampler, SamplerSettings
 from rotopath.data.splits import select_per_stratum
 from rotopath.images.geojson import SlideObject
 from rotopath.images.outlines import measure_objects, smooth_outlines, trace_outlines
@@ -47,6 +47,7 @@ from rotopath.metrics.matching import (
 )
 from rotopath.tasks.task import (
     Loss,
+    LossWeights,
     Map,
     OperatingPoint,
     Scores,
@@ -62,7 +63,7 @@ Labels = NDArray[np.int32]
 # Each pixel belongs to one of these parts. The first three channels of the network are their probabilities.
 PARTS = ("inside", "border", "background")
 INSIDE, BORDER, BACKGROUND = range(3)
-NO_CLASS = 255  # value of pixels outside of all objects, in target maps of classes
+NO_CLASS = 255  # value of pixels outside of all objects, in target maps of classes, and of pixels in ignored areas
 BORDER_UM = 0.5  # width of the border, which belongs to the object: 2 px at 0.25 µm/px
 MIN_SEED_UM2 = 1.25  # smaller seeds are ignored, because they would split objects; 20 px at 0.25 µm/px
 # Values that are tried on the validation set to find the best operating point: two thresholds, and a minimum area
@@ -85,6 +86,7 @@ class ObjectEvidence:
     truth: Labels  # (H, W), label map: the number of the annotated object at each pixel, 0 for background
     truth_classes: Ints  # class index of each object number; entry 0 (background) is not used
     prediction: Prediction  # maps (K, H, W), which can be decoded at any operating point
+    ignored: NDArray[np.bool_] | None = None  # (H, W), mask of the ignored areas; None: no such area
 
 
 class Segment(Task):
@@ -154,7 +156,10 @@ class Segment(Task):
         A label map contains the number of the object at each pixel, or 0 for background. Objects of classes that do not
         belong to the task become background. Entry 0 of the array is not used.
         """
-        objects = read_objects(sample, self.spacing_um_px)
+        return self._index_classes(sample, read_objects(sample, self.spacing_um_px))
+
+    def _index_classes(self, sample: Sample, objects: Objects) -> tuple[Labels, Ints]:
+        """Convert objects with class names to the label map and the class indices that `read_objects` returns."""
         classes = np.zeros(int(objects.labels.max(initial=0)) + 1, np.int64)
         is_other = np.zeros(len(classes), bool)
         for number in objects.numbers:
@@ -167,11 +172,15 @@ class Segment(Task):
         """Return the target maps of a sample: (H, W, 1) for a single class, (H, W, 2) for several classes.
 
         The first map contains the part of each pixel (inside, border or background), as an index into PARTS. The second
-        map contains the class index of each pixel, or NO_CLASS outside of all objects.
+        map contains the class index of each pixel, or NO_CLASS outside of all objects. Pixels in ignored areas have
+        NO_CLASS in both maps, and do not contribute to the loss.
         """
-        labels, classes = self.read_objects(sample)
+        objects = read_objects(sample, self.spacing_um_px)
+        labels, classes = self._index_classes(sample, objects)
         parts = part_map(labels, max(1, round(BORDER_UM / self.spacing_um_px)))
         class_map = np.where(labels > 0, classes[labels], NO_CLASS).astype(np.uint8)
+        if (ignored := mask_areas(objects.ignored, labels.shape)) is not None:
+            parts[ignored] = class_map[ignored] = NO_CLASS
         return np.dstack([parts] if self.is_single else [parts, class_map])
 
     # Training
@@ -185,23 +194,46 @@ class Segment(Task):
     ) -> Sampler:
         """Return a sampler that draws the same number of windows from each patient.
 
+        If the sampler is to be balanced, half of the windows are around objects instead, the same number of each class.
         The argument `mined` (hard examples) is not used.
         """
         del mined
         patients = [sample.case or sample.name for sample in samples]
-        return PatientBalancedSampler(patients, settings, window.target_px)
+        sampler = PatientBalancedSampler(patients, settings, window.target_px)
+        if settings.sampler != "balanced":
+            return sampler
+        centers, classes = [], []
+        for image, sample in enumerate(samples):
+            labels, indices = self.read_objects(sample)
+            for number, box in enumerate(ndimage.find_objects(labels), 1):
+                if box is not None:
+                    centers.append((image, *((side.start + side.stop - 1) / 2 for side in box)))
+                    classes.append(indices[number])
+        return ObjectCenteredSampler(
+            sampler,
+            np.array(centers, np.float64).reshape(-1, 3),
+            np.array(classes, np.int64),
+            self.class_names,
+            settings,
+            window.target_px,
+        )
 
-    def make_loss(self, samples: Sequence[Sample]) -> Loss:
+    def make_loss(self, samples: Sequence[Sample], weights: LossWeights | None = None) -> Loss:
         """Return the loss: the weighted cross-entropy of the parts (inside, border, background).
 
         With several classes, the weighted cross-entropy of the classes is added. The weights are computed from the
-        annotations of `samples`: rare parts and rare classes have higher weights (see `balancing_weights`).
+        annotations of `samples`: rare parts and rare classes have higher weights (see `balancing_weights`). If
+        `weights` is "equal", all weights are 1.
         """
         maps = [self.targets(sample) for sample in samples]
         part_weights = torch.from_numpy(balancing_weights([target[..., 0] for target in maps], PARTS))
+        if weights == "equal":
+            part_weights = torch.ones_like(part_weights)
         if self.is_single:
             return lambda logits, targets: weighted_cross_entropy(logits, targets, part_weights.to(logits))
         class_weights = torch.from_numpy(balancing_weights([target[..., 1] for target in maps], self.class_names))
+        if weights == "equal":
+            class_weights = torch.ones_like(class_weights)
 
         def loss(logits: Tensor, targets: Tensor) -> Tensor:
             parts, classes = logits[:, : len(PARTS)], logits[:, len(PARTS) :]
@@ -213,7 +245,8 @@ class Segment(Task):
     def accuracy(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the fraction of pixels with a correctly predicted part (inside, border or background)."""
         parts = targets if targets.ndim == 3 else targets[:, 0]
-        return (logits[:, : len(PARTS)].argmax(dim=1) == parts).double().mean()
+        known = (parts != NO_CLASS).double()  # pixels in ignored areas have no part
+        return (logits[:, : len(PARTS)].argmax(dim=1) == parts).double().sum() / known.sum().clamp(min=1)
 
     # From maps to objects
 
@@ -262,13 +295,15 @@ class Segment(Task):
 
     def collect_evidence(self, prediction: Prediction, sample: Sample) -> ObjectEvidence:
         """Return the annotated objects and the predicted maps of an image."""
-        truth, classes = self.read_objects(sample)
+        objects = read_objects(sample, self.spacing_um_px)
+        truth, classes = self._index_classes(sample, objects)
         if (size := prediction.probabilities.shape[1:]) != truth.shape:
             raise ValueError(
                 f"The annotations of {sample.name} have {truth.shape[0]} × {truth.shape[1]} px, but the predicted maps "
                 f"have {size[0]} × {size[1]} px; use the same pixel spacing for both."
             )
-        return ObjectEvidence(sample.name, sample.case, truth, classes, prediction)
+        ignored = mask_areas(objects.ignored, truth.shape)
+        return ObjectEvidence(sample.name, sample.case, remove_ignored(truth, ignored), classes, prediction, ignored)
 
     def choose_operating_point(self, evidence: Iterable[ObjectEvidence], rule: str | None = None) -> dict[str, float]:
         """Return the operating point with the highest F1, computed over the objects of all images together.
@@ -283,7 +318,8 @@ class Segment(Task):
         counts = {(*pair, least_px): NO_COUNTS for pair in pairs for least_px in areas_px}
         for field in evidence:
             for pair in pairs:
-                overlaps = find_overlaps(field.truth, self._grow(field.prediction, *pair))
+                grown = remove_ignored(self._grow(field.prediction, *pair), field.ignored)
+                overlaps = find_overlaps(field.truth, grown)
                 for least_px in areas_px:
                     counts[*pair, least_px] += match_objects(overlaps.without_small(least_px), overlap_rule)
         best = max(counts, key=lambda point: counts[point].f1)  # in a tie, max returns the first
@@ -305,7 +341,7 @@ class Segment(Task):
         agreements: list[dict[str, float]] = []
         counts_by_class = [NO_COUNTS] * len(self.classes)
         for field in evidence:
-            labels = self.decode(field.prediction, point)
+            labels = remove_ignored(self.decode(field.prediction, point), field.ignored)
             images.append(ImageCase(field.name, field.case))
             counts.append(match_objects(find_overlaps(field.truth, labels), overlap_rule))
             agreements.append(compare_label_maps(field.truth, labels))
@@ -609,6 +645,21 @@ class InstanceFinder:
         self._count += int(is_wanted.sum())
         self.labels.paint(found.top, found.left, numbers[found.labels])
         yield from (item for item, wanted in zip(found.objects, is_wanted.tolist(), strict=True) if wanted)
+
+
+# Ignored areas
+
+
+def remove_ignored(labels: Labels, ignored: NDArray[np.bool_] | None) -> Labels:
+    """Return a label map without the objects of which at least half is in ignored areas. The others keep their numbers.
+
+    `ignored` (H, W) is the mask of these areas; None means that there is none. Such objects are not scored.
+    """
+    if ignored is None:
+        return labels
+    areas = np.bincount(labels.ravel())
+    inside = np.bincount(labels[ignored], minlength=len(areas))
+    return np.where((2 * inside >= areas)[labels], 0, labels)
 
 
 # Targets and loss

@@ -32,6 +32,7 @@ from rotopath.inference.slide_pass import ObjectFinder
 from rotopath.inference.tiling import Grid, activate
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # from logits and targets to a scalar tensor
+LossWeights = Literal["balanced", "equal"]  # whether rare classes have higher weights in the loss
 Map = NDArray[np.float32]  # a value at each output (h, w), or several channels (channels, h, w)
 Evidence = Any  # prediction and ground truth of one image, from which scores are computed; each kind has its own type
 Scores = dict[str, object]  # scores by name; all values can be written as JSON
@@ -273,16 +274,18 @@ class Task(ABC):
 
         `settings` contains the size of each image, the batch size and the seed. `window` contains the size of a window,
         and of the area in a window that the network predicts. `mined` contains hard examples, as returned by
-        `examples_for_sampler`. It is None if the recipe does not mine hard examples.
+        `examples_for_sampler`. It is None if the recipe does not mine hard examples. `settings.sampler` states how
+        often each class is drawn.
         """
 
     @abstractmethod
-    def make_loss(self, samples: Sequence[Sample]) -> Loss:
+    def make_loss(self, samples: Sequence[Sample], weights: LossWeights | None = None) -> Loss:
         """Return the loss, a function of logits (B, K, h, w) and targets.
 
         If `reader` reads no target maps, targets are (B,), one number for each window. Otherwise, they are (B, h, w)
         for one target map, and (B, k, h, w) for k target maps. `samples` are the training samples; a loss may use them,
-        for example to compute weights for rare classes.
+        for example to compute weights for rare classes. `weights` states whether rare classes have higher weights; None
+        means the default of the kind. It is only given if the recipe has the key `loss_weights`.
         """
 
     @abstractmethod

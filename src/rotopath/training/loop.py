@@ -272,7 +272,9 @@ def make_loss(plan: TrainingPlan) -> Loss:
     """
     plan.task.check_training(plan.samples)
     try:
-        return plan.task.make_loss(plan.samples)
+        if plan.recipe.loss_weights is None:
+            return plan.task.make_loss(plan.samples)  # tasks of users may not have the argument `weights`
+        return plan.task.make_loss(plan.samples, weights=plan.recipe.loss_weights)
     except ValueError as error:
         raise DataError(str(error)) from None
 
@@ -493,7 +495,13 @@ def make_batches(
     recipe, task = plan.recipe, plan.task
     window = find_training_window(recipe, network)
     sampled = partial(
-        make_sampled_batches, task, window=window, batch=recipe.batch_size, cache=recipe.cache, device=device
+        make_sampled_batches,
+        task,
+        window=window,
+        batch=recipe.batch_size,
+        cache=recipe.cache,
+        device=device,
+        sampler=recipe.sampler,
     )
     training = sampled(samples=plan.samples, seed=recipe.seed, augmentation=recipe.augmentation, mined=mined)
     if task.prediction_type == "window":
