@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test quick style types lint tests format clean
+.PHONY: demo test quick style types lint tests fuzz format clean
 
 demo: $(READY)
 	$(BIN)/rotopath demo --out demo
@@ -18,6 +18,10 @@ tests: $(READY)
 
 quick: style
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow" --hypothesis-profile=quick -q
+
+# Damaged inputs of all formats through the commands: one to three hours on a core.
+fuzz: $(READY)
+	nice $(BIN)/python tools/fuzz.py --cases 20000 --out results/fuzz.csv
 
 style: $(READY)
 	$(BIN)/ruff check

@@ -42,6 +42,7 @@ OUTCOMES = ("ok", "refused", "traceback", "crash", "hang", "memory", "silently w
 FAILURES = OUTCOMES[2:]
 LIMIT_S, LIMIT_BYTES = 40, 4 * 2**30  # of one command; memory is counted on top of that of the modules
 EXIT_TRACEBACK = 70
+HEADER_BYTES = 2048
 MODEL = "tumor-pcam-n8"
 ODD_VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, -5, 0.5, 1.5, 1e300, -1e-300, 2**31, 2**63, 10**30, float("nan"), float("inf")),
@@ -114,13 +115,14 @@ class Format:
 def change_bytes(rng: random.Random, content: bytes) -> tuple[bytes, str, int]:
     """Return changed bytes, the name of the change, and the position of the first changed byte."""
     kind = rng.choice(("flip", "flip", "flips", "cut", "cut", "overwrite", "overwrite", "insert", "delete", "empty"))
-    size = len(content)
-    at, length = rng.randrange(size), rng.randint(1, 64)
+    size, length = len(content), rng.randint(1, 64)
+    near = rng.randrange(min(size, HEADER_BYTES))  # two thirds of the changes are in headers, at the start or the end
+    at = rng.choice((rng.randrange(size), near, size - 1 - near))
     changed = bytearray(content)
     if kind == "flip":
         changed[at] ^= 1 << rng.randrange(8)
     elif kind == "flips":
-        positions = sorted(rng.randrange(size) for _ in range(length))
+        positions = sorted(rng.randrange(max(0, at - 500), min(size, at + 500)) for _ in range(length))
         for position in positions:
             changed[position] ^= 1 << rng.randrange(8)
         at = positions[0]

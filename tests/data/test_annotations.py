@@ -367,7 +367,7 @@ def test_columns_may_be_separated_by_commas_semicolons_or_tabs(tmp_path: Path, s
 def test_invalid_shapes_are_refused(tmp_path: Path) -> None:
     for kind, coordinates, message in (
         ("MultiPolygon", [], "has no polygons"),
-        ("Polygon", [[[0, 0], [0, 9], [float("nan"), 9], [0, 0]]], "coordinate that is NaN or infinite"),
+        ("Polygon", [[[0, 0], [0, 9], [float("nan"), 9], [0, 0]]], "does not allow the number NaN"),
     ):
         path = geojson(tmp_path, feature(kind, coordinates))
         with pytest.raises(UnreadableFileError, match=message):

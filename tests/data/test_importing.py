@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def test_points_of_qupath_keep_their_classes_and_ignored_areas(tmp_path: Path) -
         feature("Point", [12.5, 10.5], "mitosis"),
         feature("MultiPoint", [[60.25, 12.125], [33.5, 30.5]], "apoptosis"),
         feature("Polygon", [square(1, 40, 9)], "Ignore*"),
-        feature("Polygon", [square(0, 0, 60)], "Region*"),
+        feature("Polygon", [square(0, 0, 80)], "Region*"),
     ]
     write_json(root / "a.geojson", {"type": "FeatureCollection", "features": features})
     dataset = bring(root)
@@ -151,6 +152,100 @@ def test_own_predictions_are_found_by_their_folders(tmp_path: Path) -> None:
     assert [sample.name for sample in dataset.samples] == ["../images/a.png", "../images/b.png"]
     assert [len(read_points(sample, 0.25)) for sample in dataset.samples] == [1, 1]
     assert not any("left out" in note for note in note_messages(dataset)), "files of results are not mentioned"
+
+
+def test_rejected_objects_are_no_objects(tmp_path: Path) -> None:
+    """Accepted objects, and those without a mark, are used; all of them are kept in the written file."""
+    root = tmp_path / "lab"
+    write_image(root / "a.png", tissue())
+    marks: list[dict[str, Any]] = [{"accepted": 1}, {"accepted": 0, "score": 0.9}, {"score": 0.8}, {"accepted": False}]
+    features = [
+        feature("Point", [column + 0.5, row + 0.5], "mitosis", measurements=mark)
+        for (row, column), mark in zip(NUCLEI, marks, strict=False)
+    ]
+    write_json(root / "a.geojson", features)
+    dataset = bring(root)
+    assert read_points(dataset.samples[0], 0.25).positions.tolist() == [list(NUCLEI[0]), list(NUCLEI[2])]
+    assert any("marked: 1 accepted, 2 rejected, which are not used" in note for note in note_messages(dataset))
+    assert len(read_geojson(dataset.samples[0].annotations[0])) == 4
+    coco_file = export_data(dataset, tmp_path / "coco.json")
+    assert len(json.loads(coco_file.read_text())["annotations"]) == 2
+
+    outlines = [
+        feature("Polygon", [square(x, 20, 8)], measurements={"accepted": mark}) for x, mark in ((10, 0), (30, 1))
+    ]
+    write_json(root / "a.geojson", outlines)
+    shutil.rmtree(tmp_path / "out")
+    labels = read_objects(bring(root).samples[0], 0.25).labels
+    assert labels[24, 34] == 1
+    assert labels[24, 14] == 0
+
+
+def results(root: Path, name: str, *features: dict[str, Any], spacing_um_px: float = 0.25) -> None:
+    """Write a folder as `rotopath predict` does, with the files that matter."""
+    write_json(root / name / "objects.geojson", {"type": "FeatureCollection", "features": list(features)})
+    write_json(root / name / "summary.json", {"slide": {"spacing_um_px": spacing_um_px}})
+
+
+def test_next_round_keeps_the_splits_of_an_earlier_import(tmp_path: Path) -> None:
+    """Corrections replace annotations of the earlier import; new images are in the split of their patient, or train."""
+    names = [f"P{i}_1.png" for i in range(6)]
+    for i, name in enumerate(names):
+        write_image(tmp_path / "lab" / name, tissue(seed=i))
+        write_json(tmp_path / "lab" / f"{name}.geojson", [feature("Point", [12, 10], "cell")])
+    first = import_data([tmp_path / "lab"], tmp_path / "first", patient="(P[0-9]+)_", spacing_um_px=0.25)
+    splits = {sample.path.name: sample.split for sample in first.samples}
+    tested = next(name for name, split in splits.items() if split == "test")
+    for i, name in enumerate([tested.replace("_1", "_2"), "P9_1.png"]):
+        write_image(tmp_path / "more" / name, tissue(seed=10 + i))
+        results(tmp_path / "results", name, feature("Point", [15, 48], "cell"), spacing_um_px=0.5)
+    results(tmp_path / "results", names[0], feature("Point", [15, 48], "cell"), feature("Point", [12, 10], "other"))
+
+    sources = [tmp_path / "first", tmp_path / "more", tmp_path / "results"]
+    dataset = import_data(sources, tmp_path / "second", patient="(P[0-9]+)_")
+    samples = {sample.path.name: sample for sample in dataset.samples}
+    assert len(samples) == 8
+    assert {name: samples[name].split for name in splits} == splits
+    assert samples[tested.replace("_1", "_2")].split == "test", "the patient is tested"
+    assert samples["P9_1.png"].split == "train"
+    assert read_points(samples[names[0]], 0.25).classes == ("cell", "other")
+    assert samples["P9_1.png"].spacing_um_px == 0.5, "that of the prediction"
+    assert samples[names[1]].spacing_um_px == 0.25
+    notes = "\n".join(note_messages(dataset))
+    assert "the annotations of 1 images of the earlier import are replaced" in notes
+    assert "new images: 1 train, 1 test" in notes
+    assert problem_messages(check(dataset)) == []
+
+    again = import_data([tmp_path / "second"], tmp_path / "third")
+    rows = [(tmp_path / name / "manifest.csv").read_text() for name in ("second", "third")]
+    assert rows[0] == rows[1]
+    assert len(again.samples) == 8
+
+
+def test_next_round_of_labels(tmp_path: Path) -> None:
+    for i in range(8):
+        write_image(tmp_path / "lab" / ("tumor" if i % 2 else "stroma") / f"{i}.png", tissue(seed=i))
+    first = import_data([tmp_path / "lab"], tmp_path / "first", spacing_um_px=0.5)
+    for i in range(2):
+        write_image(tmp_path / "more" / ("tumor" if i % 2 else "stroma") / f"new{i}.png", tissue(seed=20 + i))
+    dataset = import_data([tmp_path / "first", tmp_path / "more"], tmp_path / "second", spacing_um_px=0.5)
+    assert [sample.label for sample in dataset.samples].count("tumor") == 5
+    assert {s.path.name: s.split for s in first.samples}.items() <= {
+        s.path.name: s.split for s in dataset.samples
+    }.items()
+    write_json(tmp_path / "objects" / "0.geojson", [feature("Point", [12, 10], "cell")])
+    with pytest.raises(DataError, match="has a class for each image, but the other sources describe objects"):
+        import_data([tmp_path / "first", tmp_path / "objects"], tmp_path / "third")
+
+
+def test_images_are_found_beside_annotations(tmp_path: Path) -> None:
+    write_image(tmp_path / "a.png", tissue())
+    write_image(tmp_path / "b.png", tissue(seed=1))
+    annotation = write_json(tmp_path / "a.geojson", [feature("Point", [12, 10])])
+    assert [sample.path.name for sample in bring(annotation).samples] == ["a.png"]
+    results(tmp_path / "results", "b.png", feature("Point", [12, 10]))
+    dataset = import_data([tmp_path / "results" / "b.png" / "objects.geojson"], tmp_path / "second")
+    assert [sample.path.name for sample in dataset.samples] == ["b.png"]
 
 
 def test_one_annotation_and_one_image_belong_together(tmp_path: Path) -> None:
@@ -288,7 +383,7 @@ IMAGE = {"id": 1, "file_name": "a.png", "height": SIZE[0], "width": SIZE[1]}
         ({"image_id": 2}, "the image_id 2, which it does not list"),
         ({"category_id": 7}, "the category_id 7, which it does not list"),
         ({"segmentation": [[1, 2, 3, 4]]}, "a polygon needs at least three vertices"),
-        ({"segmentation": {"counts": [10**30], "size": [10, 10]}}, "a number that is too large"),
+        ({"segmentation": {"counts": [10**30], "size": [10, 10]}}, "a number has 31 digits"),
         ({"segmentation": {"counts": [1], "size": [10**6, 10**6]}}, "an implausible size"),
         ({"segmentation": {"counts": "0", "size": [10, "x"]}}, "an implausible size"),
     ],
@@ -308,7 +403,7 @@ def test_faulty_coco_files_are_refused(tmp_path: Path, annotation: dict[str, Any
         ("a.json", "[" * 100_000, "is cut off or not valid JSON"),
         ("a.geojson", "null", "is not GeoJSON"),
         ("a.geojson", '[{"geometry": {"type": "Point", "coordinates": [1e300, 1]}}]', "larger than any slide"),
-        ("a.geojson", '[{"geometry": {"type": "Point", "coordinates": [NaN, 1]}}]', "NaN or infinite"),
+        ("a.geojson", '[{"geometry": {"type": "Point", "coordinates": [NaN, 1]}}]', "does not allow the number NaN"),
         ("coco.json", '{"images": [{"id": 1}], "annotations": []}', "'file_name' is missing or wrong"),
         ("a.xml", '<!DOCTYPE a [<!ENTITY b "c">]><Annotations>&b;</Annotations>', "may be harmful"),
         ("a_mask.png", "text", "is not an image in a supported format"),
@@ -644,7 +739,7 @@ def test_validation_patients_are_taken_from_training_patients(tmp_path: Path) ->
     [
         ({"classes": "tumour=x"}, "--classes renames 'tumour', but the sources have no such class; they have"),
         ({"classes": "mitosis"}, "--classes contains 'mitosis'; expected OLD=NEW"),
-        ({"read_as": "boxes"}, "--as is 'boxes'; choose points or outlines"),
+        ({"read_as": "boxes"}, "--as is 'boxes'; choose points, outlines, regions"),
         ({"masks": "x"}, "--masks is 'x'; choose objects, binary, classes"),
         ({"spacing_um_px": None, "read_as": "points"}, "The pixel spacing of 1 image .* give it with --spacing-um-px"),
         ({"spacing_um_px": 50}, "--spacing-um-px is 50 µm/px"),

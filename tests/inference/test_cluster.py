@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from layouts import write_image
 from typer.testing import CliRunner, Result
@@ -20,7 +21,7 @@ from rotopath.cli import app
 from rotopath.images.geojson import Polygon, SlideObject, read_geojson, write_geojson
 from rotopath.inference.cluster import ClusterError, Workers, connect, predict_on_cluster
 from rotopath.inference.predict_files import FileOptions, SlideOutcome
-from rotopath.inference.slide_pass import Model
+from rotopath.inference.slide_pass import Model, PassOptions
 from rotopath.runs import prepare_model
 
 pytestmark = pytest.mark.slow
@@ -54,6 +55,20 @@ def workers(cluster: Workers, monkeypatch: pytest.MonkeyPatch) -> Workers:
     """The cluster, to which `predict_on_cluster` connects instead of starting another one."""
     monkeypatch.setattr("rotopath.inference.cluster.connect", lambda *_: nullcontext(cluster))
     return cluster
+
+
+def test_a_local_cluster_listens_on_this_machine_only(cluster: Workers) -> None:
+    """Also its dashboard."""
+    assert cluster.client.scheduler is not None
+    this = psutil.Process()
+    listening = [
+        connection.laddr.ip
+        for process in (this, *this.children(recursive=True))
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert len(listening) >= 4
+    assert set(listening) == {"127.0.0.1"}
 
 
 def predict(make_model: Callable[[], Model], slides: list[Path], out: Path) -> list[SlideOutcome]:
@@ -148,6 +163,15 @@ def test_workers_work_in_any_folder(
     assert (outcome.path, outcome.folder) == (Path("a.png"), Path("out/a.png"))
     assert outcome.state == "done", outcome.reason
     assert (tmp_path / "out" / "a.png" / "summary.json").exists()
+
+
+@pytest.mark.usefixtures("workers")
+def test_workers_of_a_cluster_start_no_processes(image: Path, tmp_path: Path) -> None:
+    """Dask's workers cannot. On a GPU, processes are started by default."""
+    options = FileOptions(PassOptions(everywhere=True, workers=1), spacing_um_px=0.25)
+    make_model = partial(prepare_model, "nuclei-kumar-n8", "cpu")
+    (outcome,) = predict_on_cluster(make_model, [image], tmp_path / "out", options, "local", at_once=1)
+    assert outcome.state == "done", outcome.reason
 
 
 def test_an_unknown_cluster_is_refused() -> None:

@@ -2,9 +2,10 @@
 
 import csv
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -739,6 +740,46 @@ def test_workers_are_started_where_they_help(
     with as_slide(textured(100, 100, 1), 0.25) as slide, SlidePass(model, slide, options) as slide_pass:
         slide_pass.model = replace(model, device=torch.device(device))
         assert slide_pass._count_workers(tiles) == expected
+
+
+@pytest.mark.parametrize("failing", ["search", "caller"])
+def test_after_an_error_no_thread_reads_from_the_closed_slide(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, is_closed, late = Slide.read, False, []
+
+    def read_slowly(*arguments: object) -> np.ndarray:
+        time.sleep(0.05)
+        late.append(is_closed)
+        return read(*arguments)  # type: ignore[arg-type]
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("in the middle")
+
+    model = Model(PAPER["nuclei"], DarkRegionNetwork(NUCLEI), POINT, CPU)
+    image, before = textured(600, 600, 1), set(threading.enumerate())
+    monkeypatch.setattr(Slide, "read", read_slowly)
+    if failing == "search":
+        monkeypatch.setattr("rotopath.tasks.segment.InstanceSearch.search_tile", fail)
+    try:
+        with as_slide(image, 0.25) as slide:
+            with SlidePass(model, slide, PassOptions(tile_px=200, everywhere=True)) as slide_pass:
+                for _ in slide_pass.objects(lambda _done, _all: fail() if failing == "caller" else None):
+                    pass
+            is_closed = True
+    except RuntimeError:  # its traceback refers to the generators, as in `predict_files`
+        is_closed, running = True, set(threading.enumerate())
+    assert running == before
+    time.sleep(0.2)
+    assert not any(late)
+    assert late
+
+
+def test_objects_in_memory_do_not_keep_the_text_of_files() -> None:
+    model = Model(PAPER["nuclei"], DarkRegionNetwork(NUCLEI), POINT, CPU)
+    image = np.full((200, 200, 3), 200, np.uint8)
+    image[80:110, 80:110] = 20
+    with as_slide(image, 0.25) as slide:
+        (item,) = predict_slide(model, slide, PassOptions(everywhere=True)).objects
+    assert set(vars(item)) == {field.name for field in fields(item)}
 
 
 def test_threads_read_each_block_of_a_slide_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,12 @@
 
 import math
 import os
+import signal
+import subprocess
+import sys
+import textwrap
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -229,6 +234,36 @@ def test_errors_of_workers_are_raised_and_a_killed_worker_is_too_little_memory()
         with pytest.raises(BrokenProcessPool) as killed:
             list(run(os._exit, [1]))
     assert is_out_of_memory(killed.value)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the state of a process from /proc")
+def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    script = """
+        import os, signal
+        from multiprocessing import active_children
+        from rotopath.inference.tiling import start_workers
+        if __name__ == "__main__":
+            with start_workers(1) as run:
+                print(*run(os.getpgid, [0]), *(process.pid for process in active_children()), flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+    """
+    (tmp_path / "script.py").write_text(textwrap.dedent(script))
+    command = [sys.executable, tmp_path / "script.py"]
+    output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=120, check=False).stdout
+    worker = int(output.split()[-1])
+    for _ in range(100):
+        if not is_running(worker):
+            return
+        time.sleep(0.1)
+    os.kill(worker, signal.SIGKILL)
+    pytest.fail("the worker waits for a process that was killed")
+
+
+def is_running(process_id: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{process_id}/status").read_text()
+    except FileNotFoundError:
+        return False
 
 
 def test_large_arrays_go_to_workers_and_back_in_files_that_are_removed(tmp_path: Path) -> None:

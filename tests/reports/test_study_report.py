@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from rotopath.images.files import UnreadableFileError
+from rotopath.model_file import RunError
 from rotopath.recipe import NetworkOptions, Recipe
+from rotopath.reports.study_figures import _read_validation_losses
 from rotopath.reports.study_report import cost_section, why_not_comparable
 from rotopath.studies.results import StudyResult
 
@@ -49,3 +52,18 @@ def test_only_scores_on_the_papers_test_sets_are_compared_with_it(
     else:
         assert explanation is not None
         assert reason in explanation
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff\xfe", b"step\n1\n", b"step,validation_loss\nx,0.5\n", b"step,validation_loss\n5,nan\n", b"[" * 99],
+)
+def test_a_damaged_log_is_refused_in_one_sentence(content: bytes, tmp_path: Path) -> None:
+    log = tmp_path / "log.csv"
+    log.write_text("step,loss,validation_loss\n1,0.7,\n2,0.6,0.5\n")
+    assert _read_validation_losses(log) == ([2], [0.5])
+    log.write_bytes(content)
+    with pytest.raises((RunError, UnreadableFileError)) as refused:
+        _read_validation_losses(log)
+    assert str(refused.value).startswith(str(log))
+    assert str(refused.value).endswith(".")

@@ -34,8 +34,8 @@ def import_data(
         list[Path],
         typer.Argument(
             help="Files and folders with images and their annotations: GeoJSON (QuPath), COCO, CSV tables of "
-            "positions, Aperio XML, .mat files of HoVer-Net, label maps or masks; or a folder of patches with a "
-            "subfolder for each class."
+            "positions, Aperio XML, .mat files of HoVer-Net, label maps or masks; a folder of patches with a subfolder "
+            "for each class; results of `rotopath predict`; or the folder of an earlier import."
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder for the manifest and the annotations. It must be new or empty.")],
@@ -48,7 +48,11 @@ def import_data(
     ] = None,
     read_as: Annotated[
         str | None,
-        typer.Option("--as", help="What the objects are used for: points (their centers) or outlines."),
+        typer.Option(
+            "--as",
+            help="What the objects are used for: points (their centers), outlines, or regions (areas with a class, "
+            "such as tumor and stroma, from which squares with labels are taken).",
+        ),
     ] = None,
     columns: Annotated[
         str | None,

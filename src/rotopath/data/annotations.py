@@ -10,12 +10,13 @@ pixels; (0, 0) is the center of the upper left pixel. Classes are names in this 
 numbers.
 
 In GeoJSON files, outlines of QuPath's class "Ignore*" are areas in which objects are not annotated, or are ambiguous.
-They and outlines of the class "Region*" are no objects. Ignored areas have positions as in GeoJSON: (0, 0) is the upper
-left corner of the image.
+They and outlines of the class "Region*" are no objects, and neither are predictions that a person has rejected.
+Ignored areas have positions as in GeoJSON: (0, 0) is the upper left corner of the image.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from xml.etree.ElementTree import Element, ParseError
 
@@ -28,16 +29,18 @@ from rotopath.data.dataset import (
     Row,
     Sample,
     TableError,
-    annotated_size_px,
     read_csv,
     read_table,
     resampling_factor,
+    sample_size_px,
+    scale_size,
 )
 from rotopath.images.files import UnreadableFileError, expect_file, is_plausible, read_labels
 from rotopath.images.geojson import IGNORED_CLASS, REGION_CLASS, SlideObject, read_geojson
-from rotopath.images.outlines import Point, Polygon, fill_outline
+from rotopath.images.outlines import Point, Polygon, fill_outline, make_polygon
 
 GEOJSON_SUFFIXES = (".geojson", ".json")
+GEOJSON_KEPT = 4  # files whose objects are kept in memory, if several images share them
 # Accepted names of the columns of CSV files with points.
 ROW_NAMES, COLUMN_NAMES, CLASS_NAMES = ("row", "y"), ("column", "col", "x"), ("class", "label", "type")
 
@@ -90,7 +93,11 @@ def read_points(sample: Sample, spacing_um_px: float) -> Points:
         raise AnnotationError(sample.annotations[0], f"cannot be used: {faults[0]}")
     # Resampling scales the distance from the image corner, which is half a pixel from the center of the first pixel.
     factor = resampling_factor(sample, spacing_um_px)
-    return Points((points.positions + 0.5) * factor - 0.5, points.classes, _scale(points.ignored, factor))
+    return Points(
+        (points.positions + 0.5) * factor - 0.5,
+        points.classes,
+        tuple(transform_outline(area, factor) for area in points.ignored),
+    )
 
 
 def parse_points(sample: Sample) -> tuple[Points, list[str]]:
@@ -102,11 +109,11 @@ def parse_points(sample: Sample) -> tuple[Points, list[str]]:
     if not sample.annotations:
         return Points(np.empty((0, 2)), ()), []
     path = sample.annotations[0]
-    height, width = annotated_size_px(sample.path)
+    height, width = sample_size_px(sample)
     ignored: tuple[tuple[Polygon, ...], ...] = ()
     faults: list[str] = []
     if path.suffix.lower() in GEOJSON_SUFFIXES:
-        rows, ignored = _read_geojson_points(path)
+        rows, ignored = _list_points(read_sample_objects(sample, path))
     else:
         rows, faults = _read_csv_points(path)
     inside, outside = [], []
@@ -123,15 +130,49 @@ def parse_points(sample: Sample) -> tuple[Points, list[str]]:
     return Points(positions, tuple(name for *_, name in inside), ignored, tuple(outside)), faults
 
 
-def _read_geojson_points(path: Path) -> tuple[list[PointRow], tuple[tuple[Polygon, ...], ...]]:
-    """Read the points and the ignored areas of a GeoJSON file.
+def read_sample_objects(sample: Sample, path: Path) -> list[SlideObject]:
+    """Read the objects of a GeoJSON file, with positions relative to the upper left corner of the sample.
+
+    If the sample is a rectangle, only the objects in it are returned. If it surrounds a region of another shape, the
+    area outside the region is an additional ignored area.
+    """
+    if sample.box is None:
+        return read_geojson(path)
+    top, left, height, width = sample.box
+    outlines: list[tuple[Polygon, ...]] = []
+    objects = []
+    for item in _read_geojson_once(path, path.stat().st_mtime_ns if path.exists() else 0):
+        upper, first, lower, last = item.bounds_px
+        if isinstance(item.shape, Point):
+            if top <= upper < top + height and left <= first < left + width:
+                objects.append(replace(item, shape=Point(upper - top, first - left)))
+        elif upper < top + height and lower > top and first < left + width and last > left:
+            outline = transform_outline(item.shape, 1.0, (top, left))
+            if item.class_name != REGION_CLASS:
+                objects.append(replace(item, shape=outline))
+            elif upper <= top + 1 and first <= left + 1 and lower >= top + height - 1 and last >= left + width - 1:
+                outlines.append(outline)
+    if outlines and not any(fill_outline(shape, (height, width)).all() for shape in outlines):
+        corners = np.array([(0, 0), (0, width), (height, width), (height, 0)], np.float64)
+        # Positions inside of an odd number of outlines are ignored: those in the rectangle, but not in the region.
+        objects.append(SlideObject((make_polygon(corners), *outlines[0]), "annotation", IGNORED_CLASS))
+    return objects
+
+
+@lru_cache(GEOJSON_KEPT)
+def _read_geojson_once(path: Path, modified_ns: int) -> tuple[SlideObject, ...]:  # noqa: ARG001
+    """Read the objects of a GeoJSON file, which many samples may share."""
+    return tuple(read_geojson(path))
+
+
+def _list_points(objects: Sequence[SlideObject]) -> tuple[list[PointRow], tuple[tuple[Polygon, ...], ...]]:
+    """Return the points and the ignored areas among the objects of a GeoJSON file.
 
     An object with an outline becomes one point: the center of its bounding box.
     """
     rows: list[PointRow] = []
-    objects = read_geojson(path)
     for i, item in enumerate(objects, 1):
-        if item.class_name not in (IGNORED_CLASS, REGION_CLASS):
+        if item.is_object:
             row, column = item.center
             # (0, 0) is the corner of the first pixel in GeoJSON, but the center of this pixel in `Points`.
             rows.append((f"feature {i}", row - 0.5, column - 0.5, item.class_name))
@@ -155,11 +196,13 @@ def mask_areas(areas: Sequence[tuple[Polygon, ...]], size_px: tuple[int, int]) -
     return mask
 
 
-def _scale(areas: tuple[tuple[Polygon, ...], ...], factor: float) -> tuple[tuple[Polygon, ...], ...]:
-    """Multiply the positions in outlines by a factor."""
+def transform_outline(
+    outline: tuple[Polygon, ...], factor: float, corner: tuple[float, float] = (0, 0)
+) -> tuple[Polygon, ...]:
+    """Subtract a position from all positions in an outline, and multiply them by a factor."""
     return tuple(
-        tuple(Polygon(area.outer * factor, tuple(hole * factor for hole in area.holes)) for area in polygons)
-        for polygons in areas
+        Polygon((polygon.outer - corner) * factor, tuple((hole - corner) * factor for hole in polygon.holes))
+        for polygon in outline
     )
 
 
@@ -220,10 +263,12 @@ def read_objects(sample: Sample, spacing_um_px: float) -> Objects:
     factor = resampling_factor(sample, spacing_um_px)
     if factor == 1:
         return objects
-    height, width = (max(1, round(side * factor)) for side in objects.labels.shape)
+    height, width = scale_size((objects.labels.shape[0], objects.labels.shape[1]), factor)
     # Nearest neighbor: interpolation would mix object numbers.
     resized = Image.fromarray(objects.labels).resize((width, height), Image.Resampling.NEAREST)
-    return Objects(np.array(resized), objects.classes, _scale(objects.ignored, factor))
+    return Objects(
+        np.array(resized), objects.classes, tuple(transform_outline(area, factor) for area in objects.ignored)
+    )
 
 
 def parse_objects(sample: Sample, annotation: Path) -> tuple[Objects, list[str]]:
@@ -232,13 +277,13 @@ def parse_objects(sample: Sample, annotation: Path) -> tuple[Objects, list[str]]
     Also returns a message for each object that is left out. Raises UnreadableFileError if the whole file cannot be
     used, for example because a label map does not have the size of the image.
     """
-    height, width = annotated_size_px(sample.path)
+    height, width = sample_size_px(sample)
     suffix = annotation.suffix.lower()
     if suffix == ".xml":
         labels, faults = paint_labels(read_aperio_outlines(annotation), height, width)
         return Objects(labels, {}), faults
     if suffix in GEOJSON_SUFFIXES:
-        return _paint_geojson(read_geojson(annotation), height, width)
+        return _paint_geojson(read_sample_objects(sample, annotation), height, width)
     labels = read_labels(annotation)
     if labels.shape != (height, width):
         raise AnnotationError(
@@ -285,7 +330,7 @@ def _paint_geojson(objects: Sequence[SlideObject], height: int, width: int) -> t
     classes: dict[int, str] = {}
     faults: list[str] = []
     for i, item in enumerate(objects, 1):
-        if item.class_name in (IGNORED_CLASS, REGION_CLASS):
+        if not item.is_object:
             continue
         if isinstance(item.shape, Point):
             faults.append(f"feature {i} is left out: it is a point, not a polygon.")

@@ -27,15 +27,16 @@ from rotopath.data.augmentation import NO_AUGMENTATION, Augmentation, DrawnChang
 from rotopath.data.dataset import (
     DataError,
     Sample,
-    annotated_size_px,
     group_for_reading,
-    read_hdf5_shape,
+    read_image,
     read_together,
     resampling_factor,
+    sample_size_px,
+    scale_size,
 )
 from rotopath.data.sampling import Ints, Sampler, Windows
 from rotopath.environment import count_cores
-from rotopath.images.files import UnreadableFileError, resample
+from rotopath.images.files import UnreadableFileError
 from rotopath.images.stain import Stain, macenko
 from rotopath.nn import center_crop
 
@@ -179,15 +180,14 @@ class SampleReader:
 
     def read(self, sample: Sample) -> Bytes:
         """Read the image of a sample and its target maps as one array (H, W, 3 + k)."""
-        return self.prepare(sample, read_together([sample])[0])
+        return self.prepare(sample, read_image(sample, self.spacing_um_px))
 
     def prepare(self, sample: Sample, image: Bytes) -> Bytes:
-        """Return the image (H, W, 3) of a sample as an array (h, w, 3 + k) at the pixel spacing of this reader.
+        """Return the image (H, W, 3) of a sample as an array (H, W, 3 + k).
 
-        The image is resampled, and then its stains are normalized if `stain` is "macenko". The last k channels of the
-        array are the target maps of the sample.
+        The image has the pixel spacing of this reader. Its stains are normalized if `stain` is "macenko". The last k
+        channels of the array are the target maps of the sample.
         """
-        image = resample(image, resampling_factor(sample, self.spacing_um_px))
         if self.stain == "macenko":
             image = macenko(image)
         return image if self.targets is None else np.dstack([image, self.targets(sample)])
@@ -199,19 +199,15 @@ class SampleReader:
 
     def size_px(self, sample: Sample) -> tuple[int, int]:
         """Return (height, width) of a sample at the pixel spacing of this reader, without decoding the image."""
-        if sample.row is None:
-            height, width = annotated_size_px(sample.path)
-        else:
-            _, height, width, _ = read_hdf5_shape(sample.path, "x")
-        factor = resampling_factor(sample, self.spacing_um_px)
-        return max(1, round(height * factor)), max(1, round(width * factor))
+        return scale_size(sample_size_px(sample), resampling_factor(sample, self.spacing_um_px))
 
 
 def load_images(samples: Sequence[Sample], reader: SampleReader) -> list[Bytes]:
     """Read all samples with several threads; return an array (H, W, 3 + k) for each sample, as `reader.read` does."""
 
     def load_group(members: list[Sample]) -> list[Bytes]:
-        return [reader.prepare(sample, image) for sample, image in zip(members, read_together(members), strict=True)]
+        images = read_together(members, reader.spacing_um_px)
+        return [reader.prepare(sample, image) for sample, image in zip(members, images, strict=True)]
 
     with ThreadPoolExecutor(count_cores()) as pool:
         return [image for images in pool.map(load_group, group_for_reading(samples)) for image in images]

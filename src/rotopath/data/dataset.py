@@ -19,13 +19,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rotopath.images.containers import SLIDE_SUFFIXES
 from rotopath.images.files import (
+    ImageTooLargeError,
     UnreadableFileError,
     UnreadableImageError,
     expect_file,
@@ -34,7 +35,7 @@ from rotopath.images.files import (
     resample,
     spacing_um_px,
 )
-from rotopath.images.slides import describe_slide, open_slide
+from rotopath.images.slides import Slide, as_slide, describe_slide, open_slide_once
 
 if TYPE_CHECKING:
     import h5py
@@ -68,11 +69,24 @@ class UnreadableHdf5Error(UnreadableFileError):
 # Datasets
 
 
+class Box(NamedTuple):
+    """A rectangle of a slide or an image, in pixels of level 0."""
+
+    top_px: int
+    left_px: int
+    height_px: int
+    width_px: int
+
+    def __str__(self) -> str:
+        top, left, height, width = self
+        return f"[{top}:{top + height}, {left}:{left + width}]"
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One annotated image: a file, or a row of an HDF5 file."""
+    """One annotated image: a file, a rectangle of a slide or an image, or a row of an HDF5 file."""
 
-    path: Path  # image file, or HDF5 file
+    path: Path  # image file, slide, or HDF5 file
     name: str  # for messages
     case: str  # patient (PCam: slide), whose images must all be in one split; empty if unknown
     split: str  # train, valid or test
@@ -83,6 +97,7 @@ class Sample:
     stratum: str = (
         ""  # organ, or empty if unknown; a reduced training set can have the same number of images of each organ
     )
+    box: Box | None = None  # the part of the file that is this image; None for the whole file
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,44 +170,96 @@ def group_findings(findings: Iterable[Finding]) -> list[str]:
 def read_image(sample: Sample, spacing_um_px: float) -> NDArray[np.uint8]:
     """Read the pixels (H, W, 3) of a sample at `spacing_um_px`.
 
-    The pixels are not resampled if the pixel spacing of the sample differs from `spacing_um_px` by 5 % or less.
+    A rectangle of a slide is read from the level that fits. The pixels are not resampled if the pixel spacing of the
+    sample differs from `spacing_um_px` by 5 % or less.
     """
-    return resample(read_together([sample])[0], resampling_factor(sample, spacing_um_px))
+    return read_together([sample], spacing_um_px)[0]
 
 
-def read_together(samples: Sequence[Sample]) -> list[NDArray[np.uint8]]:
-    """Read the pixels (H, W, 3) of each sample in a group, without resampling them.
+def read_together(samples: Sequence[Sample], spacing_um_px: float | None = None) -> list[NDArray[np.uint8]]:
+    """Read the pixels (H, W, 3) of each sample in a group at `spacing_um_px`; None: that of each sample.
 
     `samples` is a group as in `group_for_reading`: a single image file, or images in consecutive rows of an HDF5 file.
     """
     first = samples[0]
-    if first.row is None:
-        return [_read_slide(first) if first.path.suffix.lower() in SLIDE_SUFFIXES else read_rgb(first.path)]
-    return list(read_hdf5_rows(first.path, "x", first.row, first.row + len(samples)))
-
-
-def _read_slide(sample: Sample) -> NDArray[np.uint8]:
-    """Read all pixels (H, W, 3) of level 0 of a slide file. Raises UnreadableImageError for a whole slide."""
-    with open_slide(sample.path, sample.spacing_um_px, override_spacing=True) as slide:
-        if slide.size_px[0] * slide.size_px[1] > MAX_SLIDE_PX:
+    if first.box is not None:
+        return [_read_box(first, first.box, resampling_factor(first, spacing_um_px))]
+    if first.row is not None:
+        images = list(read_hdf5_rows(first.path, "x", first.row, first.row + len(samples)))
+    elif not is_read_in_parts(first.path):
+        images = [read_rgb(first.path)]
+    else:
+        height, width = annotated_size_px(first.path)
+        if height * width > MAX_SLIDE_PX:
             raise UnreadableImageError(
-                sample.path,
-                f"is a whole slide of {slide.size_px[0]} × {slide.size_px[1]} px (height × width), too large to be one "
-                f"image of a dataset; export its annotated regions as images.",
+                first.path,
+                f"is a whole slide of {height} × {width} px (height × width), too large to be one image of a dataset; "
+                f"outline the annotated areas in QuPath with the class Region*.",
             )
-        return slide.read(0, 0, *slide.size_px)
+        images = [_read_box(first, Box(0, 0, height, width), 1.0)]
+    return [
+        resample(image, resampling_factor(sample, spacing_um_px)) for sample, image in zip(samples, images, strict=True)
+    ]
+
+
+def _read_box(sample: Sample, box: Box, factor: float) -> NDArray[np.uint8]:
+    """Read a rectangle (H, W, 3) of the file of a sample, with its height and width multiplied by `factor`."""
+    height, width = scale_size((box.height_px, box.width_px), factor)
+    spacing_um_px = sample.spacing_um_px / factor
+    top, left = box.top_px * factor, box.left_px * factor
+    if is_read_in_parts(sample.path):
+        image: Slide | NDArray[np.uint8] = open_slide_once(sample.path, sample.spacing_um_px)
+    else:
+        image = _read_rgb_once(sample.path, sample.path.stat().st_mtime_ns)
+    with as_slide(image, sample.spacing_um_px) as slide:
+        rows, columns = slide.size_at(spacing_um_px)
+        # Half a pixel beyond the edge of the slide would be white.
+        missing = [max(0, int(top) + height - rows), max(0, int(left) + width - columns)]
+        pixels = slide.read(top, left, height - missing[0], width - missing[1], spacing_um_px)
+    return np.pad(pixels, ((0, missing[0]), (0, missing[1]), (0, 0)), "edge") if any(missing) else pixels
+
+
+@lru_cache(maxsize=4)
+def _read_rgb_once(path: Path, modified_ns: int) -> NDArray[np.uint8]:  # noqa: ARG001
+    """Read an image of which several samples are parts."""
+    return read_rgb(path)
+
+
+def is_read_in_parts(path: Path) -> bool:
+    """Return whether a file is a slide, or too large to be read as a whole."""
+    if path.suffix.lower() in SLIDE_SUFFIXES:
+        return True
+    return _is_too_large(path, path.stat().st_mtime_ns if path.exists() else 0)
+
+
+@lru_cache(maxsize=4096)
+def _is_too_large(path: Path, modified_ns: int) -> bool:  # noqa: ARG001
+    """Return whether an image is too large to be read as a whole."""
+    try:
+        image_size_px(path)
+    except ImageTooLargeError:
+        return True
+    return False
 
 
 def annotated_size_px(path: Path) -> tuple[int, int]:
     """Return (height, width) of an image file, or of level 0 of a slide file, without reading its pixels."""
-    if path.suffix.lower() in SLIDE_SUFFIXES:
-        return describe_slide(path).levels[0].size_px
-    return image_size_px(path)
+    return describe_slide(path).levels[0].size_px if is_read_in_parts(path) else image_size_px(path)
+
+
+def sample_size_px(sample: Sample) -> tuple[int, int]:
+    """Return (height, width) of a sample at its own pixel spacing, without reading its pixels."""
+    if sample.box is not None:
+        return sample.box.height_px, sample.box.width_px
+    if sample.row is not None:
+        _, height, width, _ = read_hdf5_shape(sample.path, "x")
+        return height, width
+    return annotated_size_px(sample.path)
 
 
 def image_spacing_um_px(path: Path) -> float | None:
     """Return the pixel spacing (µm/px) that an image file or a slide file specifies, or None if there is none."""
-    if path.suffix.lower() in SLIDE_SUFFIXES:
+    if is_read_in_parts(path):
         size_um = describe_slide(path).pixel_size_um
         return None if size_um is None else size_um[1]
     return spacing_um_px(path)
@@ -213,13 +280,19 @@ def group_for_reading(samples: Sequence[Sample]) -> list[list[Sample]]:
     return [[sample for _, sample in group] for _, group in groups]
 
 
-def resampling_factor(sample: Sample, spacing_um_px: float) -> float:
+def resampling_factor(sample: Sample, spacing_um_px: float | None) -> float:
     """Return the factor by which the height and the width of an image change by resampling to `spacing_um_px`.
 
-    The factor is exactly 1 if the pixel spacing of the sample differs from `spacing_um_px` by 5 % or less.
+    None stands for the pixel spacing of the sample. The factor is exactly 1 if the pixel spacing of the sample differs
+    from `spacing_um_px` by 5 % or less.
     """
-    factor = sample.spacing_um_px / spacing_um_px
+    factor = 1.0 if spacing_um_px is None else sample.spacing_um_px / spacing_um_px
     return 1.0 if abs(factor - 1) <= SAME_SPACING else factor
+
+
+def scale_size(size_px: tuple[int, int], factor: float) -> tuple[int, int]:
+    """Return (height, width) of an image after resampling by a factor."""
+    return max(1, round(size_px[0] * factor)), max(1, round(size_px[1] * factor))
 
 
 # Files in folders

@@ -112,6 +112,7 @@ FAR_UM = 6.0  # positions that are compared must be this far apart
 CERTAIN = 3.0  # standard errors by which a mean difference must exceed 0
 GLASS = 215  # brightness of the darkest channel above which an area is empty background
 MIN_POINTS, MIN_OBJECTS = 10, 20  # with fewer objects, nothing is concluded
+DIAMETER = 1.1283791670955126  # of a disc with an area of 1
 MAX_SHIFT_UM = 8.0  # outlines are moved by up to this distance
 MIN_SHIFT_UM = 0.75
 MIN_GAIN = 0.08  # of the correlation; 20 times larger than in correctly annotated images
@@ -263,6 +264,7 @@ def check(dataset: Dataset, on_progress: Callable[[int], object] = lambda _: Non
         cases = {sample.case for sample in dataset.samples if sample.split == split}
         counts[split]["cases"] = len(cases - {""})
     groups = group_for_reading(dataset.samples)
+    findings += _compare_spacings(dataset)
     evidence: list[_Contents] = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for group, contents in zip(groups, pool.map(partial(_check_group, dataset), groups), strict=True):
@@ -300,7 +302,6 @@ def _check_group(dataset: Dataset, samples: list[Sample]) -> _Contents:
         if image.min() < image.max():  # images of empty background may be equal
             digest = hashlib.blake2b(image.tobytes(), digest_size=16).digest()
             contents.digests.append((sample.name, sample.split, digest))
-    contents.findings += _compare_spacing(samples[0])
     if dataset.annotated == "labels":
         contents.objects.update(sample.label or "" for sample in samples)
     elif dataset.annotated == "points":
@@ -310,16 +311,22 @@ def _check_group(dataset: Dataset, samples: list[Sample]) -> _Contents:
     return contents
 
 
-def _compare_spacing(sample: Sample) -> list[Finding]:
-    """Return a note if an image file specifies another pixel spacing than that which is used."""
-    stated = None if sample.row is not None else image_spacing_um_px(sample.path)
-    if stated is None or abs(stated / sample.spacing_um_px - 1) <= SPACING_TOLERANCE:
-        return []
-    message = (
-        f"the file specifies {stated:.4g} µm/px, but the dataset {sample.spacing_um_px:.4g} µm/px, which is used; "
-        f"correct the dataset if the file is right."
-    )
-    return [Finding(sample.name, message, is_problem=False)]
+def _compare_spacings(dataset: Dataset) -> list[Finding]:
+    """Return a note for each image file that specifies another pixel spacing than that which is used."""
+    findings = []
+    for sample in {sample.path: sample for sample in dataset.samples if sample.row is None}.values():
+        try:
+            stated = image_spacing_um_px(sample.path)
+        except UnreadableFileError:
+            continue  # reported with its pixels
+        if stated is None or abs(stated / sample.spacing_um_px - 1) <= SPACING_TOLERANCE:
+            continue
+        message = (
+            f"the file specifies {stated:.4g} µm/px, but the dataset {sample.spacing_um_px:.4g} µm/px, which is used; "
+            f"correct the dataset if the file is right."
+        )
+        findings.append(Finding(sample.name, message, is_problem=False))
+    return findings
 
 
 def _check_points(sample: Sample, image: NDArray[np.uint8], dataset: Dataset, contents: _Contents) -> None:
@@ -369,7 +376,7 @@ def _check_objects(sample: Sample, image: NDArray[np.uint8], dataset: Dataset, c
             areas = np.bincount(objects.labels.ravel())[1:]
             areas = areas[areas > 0]
             contents.areas_px += areas.tolist()
-            contents.diameters_um += (2 * np.sqrt(areas / np.pi) * sample.spacing_um_px).tolist()
+            contents.diameters_um += (DIAMETER * np.sqrt(areas) * sample.spacing_um_px).tolist()
             contents.spans += [
                 (float(indices.min()) / side, float(indices.max()) / side)
                 for indices, side in zip(np.nonzero(objects.labels), objects.labels.shape, strict=True)
@@ -444,7 +451,8 @@ def _measure_fit(sample: Sample, image: NDArray[np.uint8], labels: NDArray[np.in
         return None
     surface = np.fft.irfft2(np.fft.rfft2(dark) * np.conj(np.fft.rfft2(mask)), mask.shape) / scale
     reach = max(1, min(round(MAX_SHIFT_UM / sample.spacing_um_px), min(height, width) // 4))
-    near = np.roll(surface, (reach, reach), (0, 1))[: 2 * reach + 1, : 2 * reach + 1]
+    shifts = np.arange(-reach, reach + 1)  # negative indices count from the end, where negative shifts are
+    near = surface[np.ix_(shifts, shifts)]
     row, column = np.unravel_index(int(near.argmax()), near.shape)
     return _Fit(
         sample.name,
@@ -634,7 +642,8 @@ def _find_implausible_sizes(evidence: list[_Contents]) -> list[Finding]:
         size = "smaller than nuclei" if is_small else "if they are nuclei, they are too large"
         message = (
             f"the median diameter of objects is {median:.3g} µm at the stated pixel spacing: {size} (4 to 15 µm); "
-            f"correct the pixel spacing (--spacing-um-px, or the column `spacing`)."
+            f"correct the pixel spacing (--spacing-um-px, or the column `spacing`)"
+            + ("." if is_small else "; if they are areas of tissue, import them with --as regions.")
         )
         findings.append(Finding("", message, is_small))
     return findings

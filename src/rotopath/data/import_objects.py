@@ -231,6 +231,7 @@ def make_coco(samples: Sequence[tuple[str, Sample, Sequence[SlideObject]]], are_
 
     If `are_points`, rectangles are written as boxes. Outlines with holes are written as run lengths of a mask.
     """
+    samples = [(name, sample, [item for item in objects if not item.is_rejected]) for name, sample, objects in samples]
     names = sorted({item.class_name for *_, objects in samples for item in objects})
     numbers = {name: number for number, name in enumerate(names, 1)}
     images: list[dict[str, Any]] = []

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from PIL import Image
@@ -30,6 +30,7 @@ from rotopath.data.dataset import (
     annotated_size_px,
     count_and_list,
     image_spacing_um_px,
+    problems,
     read_table,
 )
 from rotopath.data.formats import open_data
@@ -51,12 +52,21 @@ from rotopath.data.manifest import FRACTIONS, MANIFEST_FILE, SPLIT_SEED, is_clas
 from rotopath.data.splits import SPLITS, find_split, split_fractions
 from rotopath.images.containers import SLIDE_SUFFIXES
 from rotopath.images.files import UnreadableFileError, is_plausible
-from rotopath.images.geojson import IGNORED_CLASS, REGION_CLASS, SlideObject, format_geojson, read_geojson
+from rotopath.images.geojson import (
+    ACCEPTED,
+    IGNORED_CLASS,
+    REGION_CLASS,
+    SlideObject,
+    format_geojson,
+    read_geojson,
+    read_json,
+)
 from rotopath.images.outlines import Point, make_polygon
 from rotopath.images.slides import open_slide
 from rotopath.writing import atomic_folder, write_json, write_text
 
-ImportAs = Literal["points", "outlines"]
+ImportAs = Literal["points", "outlines", "regions"]
+Column = Literal["label", "points", "outlines", "regions"]  # of the manifest
 JSON_SUFFIXES = (*GEOJSON_SUFFIXES, ".geojson.gz", ".json.gz")
 TABLE_SUFFIXES = (".csv", ".tsv", ".txt")
 PICTURE_SUFFIXES = IMAGE_SUFFIXES | SLIDE_SUFFIXES
@@ -116,13 +126,17 @@ class _File:
 
 @dataclass
 class _Item:
-    """An image with everything that is known about it: one row of the manifest."""
+    """An image with everything that is known about it: one row of the manifest.
+
+    `known` is the row of an image in an earlier manifest, with its split; it is empty for a new image.
+    """
 
     file: _File
     annotation: Annotation | None = None
     objects: list[SlideObject] = field(default_factory=list)
     label: str = ""
     row: dict[str, str] = field(default_factory=dict)  # group, split, spacing, organ
+    known: dict[str, str] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -143,12 +157,14 @@ def import_data(
     """Import annotated images: write a manifest and GeoJSON files to the new folder `out`, and return the dataset.
 
     - `sources`: files and folders with images and their annotations: GeoJSON (of QuPath, or written by this package),
-      COCO JSON, CSV tables of positions, Aperio XML, `.mat` files of HoVer-Net, label maps and masks; or a folder of
-      patches with a subfolder for each class.
+      COCO JSON, CSV tables of positions, Aperio XML, `.mat` files of HoVer-Net, label maps and masks; a folder of
+      patches with a subfolder for each class; or the `out` of an earlier import. If there are no images among them,
+      images are searched beside the annotations.
     - `classes`: new names of classes, such as "1=tumor,2=stroma,other=": an empty name leaves a class out. The name
       "Ignore*" makes the outlines of a class ignored areas.
-    - `read_as`: "points" or "outlines": what the objects are used for. By default, outlines if all objects have an
-      outline, and points if all of them are points or bounding boxes.
+    - `read_as`: "points", "outlines" or "regions": what the objects are used for. By default, outlines if all objects
+      have an outline, and points if all of them are points or bounding boxes. "regions" are areas with a class, such as
+      tumor and stroma, from which squares with labels are taken.
     - `columns`: order of the columns of tables without a header, such as "row,column" or "x,y,class".
     - `masks`: what a number in a gray mask is: "objects", "binary" or "classes" (see `import_masks.read_mask`).
     - `patient`: a regular expression that finds the patient in the path of an image. If it has a group, the patient is
@@ -157,28 +173,40 @@ def import_data(
       columns `group` (or `patient`, `case`), `split`, `spacing` and `organ`, all optional. Other images are left out.
     - `spacing_um_px`: pixel spacing of images whose files do not specify one.
 
-    Splits are those of the table or of folders; otherwise, patients are divided at random. Notes in `findings` of the
-    returned dataset state how the sources were understood. Raises DataError or UnreadableFileError before anything is
-    written if a source cannot be understood.
+    Splits are those of the table or of folders; otherwise, patients are divided at random. If a source is a folder that
+    an earlier import has written, its images keep their patients and splits, annotations in other sources replace its
+    own, and images of new patients are for training. Notes in `findings` of the returned dataset state how the sources
+    were understood. Raises DataError or UnreadableFileError before anything is written if a source cannot be
+    understood.
     """
     out = Path(out)
     _expect_options(out, read_as, masks, spacing_um_px)
     renamed = parse_classes(classes)
     notes: list[Finding] = []
-    files = _collect([Path(source) for source in sources])
+    earlier = [source for source in map(Path, sources) if (source / MANIFEST_FILE).is_file()]
+    others = [source for source in map(Path, sources) if source not in earlier]
+    items, earlier_column = _read_earlier(earlier)
+    files = _collect(others)
     if table is not None:
         files = [file for file in files if file.path.resolve() != Path(table).resolve()]
-    pictures = [file for file in files if _has_suffix(file.path, PICTURE_SUFFIXES)]
-    are_class_folders = all(Path(source).is_dir() and is_class_folders(Path(source)) for source in sources)
+    known = {item.file.path.resolve() for item in items}
+    pictures = [file for file in files if _has_suffix(file.path, PICTURE_SUFFIXES)] or _find_beside(files)
+    are_class_folders = all(source.is_dir() and is_class_folders(source) for source in others)
     mask_of = {} if are_class_folders else _find_masks(pictures)
-    items = [_Item(file) for file in pictures if file.path not in mask_of]
+    items += [_Item(file) for file in pictures if file.path not in mask_of and file.path.resolve() not in known]
     if not items:
         raise DataError(f"No images were found in {_list_sources(sources)}; give the folder with the images as well.")
     order = [name.strip() for name in columns.split(",")] if columns else None
-    annotations = _read_annotations(files, mask_of, order, masks, notes, given={Path(source) for source in sources})
-    if annotations:
+    annotations = _read_annotations(files, mask_of, order, masks, notes, given=set(others))
+    if annotations or earlier_column not in (None, "label"):
+        if earlier_column == "label":
+            raise DataError(
+                f"{_list_sources(earlier)} has a class for each image, but the other sources describe objects; import "
+                f"them to another folder."
+            )
         _pair(items, annotations, notes)
-        items, column = _finish_objects(items, renamed, read_as, spacing_um_px, notes)
+        kind = read_as or earlier_column
+        items, column = _finish_objects(items, renamed, kind, spacing_um_px, notes)
     else:
         if not are_class_folders:
             raise DataError(
@@ -199,8 +227,8 @@ def _expect_options(out: Path, read_as: str | None, masks: str | None, spacing_u
     """Raise DataError if an option has an invalid value, or if `out` contains files."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"--out {out} exists and is not empty; choose a new folder.")
-    if read_as not in (None, "points", "outlines"):
-        raise DataError(f"--as is {read_as!r}; choose points or outlines.")
+    if read_as not in (None, *get_args(ImportAs)):
+        raise DataError(f"--as is {read_as!r}; choose {', '.join(get_args(ImportAs))}.")
     if masks not in (None, *MASK_KINDS):
         raise DataError(f"--masks is {masks!r}; choose {', '.join(MASK_KINDS)}.")
     if spacing_um_px is not None and not is_plausible(spacing_um_px):
@@ -274,6 +302,57 @@ def _looks_like_mask(path: Path) -> bool:
         return False
 
 
+def _find_beside(files: Sequence[_File]) -> list[_File]:
+    """Return the images beside annotation files, or beside a folder of results: those with the name of the file."""
+    found: dict[Path, _File] = {}
+    for file in files:
+        is_result = file.path.name in RESULTS
+        stem = file.path.parent.name if is_result else _stem(file.path)
+        folder = file.path.resolve().parents[2 if is_result else 0]
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if stem in (path.name, _stem(path)) and _has_suffix(path, PICTURE_SUFFIXES) and path.is_file():
+                found[path.resolve()] = _File(path, folder)
+    return list(found.values())
+
+
+def _read_earlier(folders: Sequence[Path]) -> tuple[list[_Item], Column | None]:
+    """Return the images of earlier imports with their annotations, and the column of their manifests."""
+    datasets = [open_data(folder) for folder in folders]
+    for dataset in datasets:
+        if faulty := problems(dataset.findings):
+            raise DataError(f"{dataset.root / MANIFEST_FILE}: {faulty[0]}")
+        if _find_column(dataset) != _find_column(datasets[0]):
+            raise DataError(f"{_list_sources(folders)} have different types of annotations; import them one by one.")
+    items = []
+    for dataset in datasets:
+        for sample in _list_images(dataset):
+            item = _Item(_File(sample.path, sample.path.parent), label=sample.label or "")
+            item.known = {"split": sample.split, "spacing": f"{sample.spacing_um_px:.6g}", "organ": sample.stratum}
+            named = [
+                sample.path,
+                *([sample.path.relative_to(dataset.root)] if sample.path.is_relative_to(dataset.root) else []),
+            ]
+            if sample.case not in map(os.path.normpath, named):  # otherwise, the patient is unknown
+                item.known["group"] = sample.case
+            if _find_column(dataset) != "label":
+                objects = tuple(_read_objects(dataset.annotated, sample))
+                item.annotation = Annotation(sample.annotations[0] if sample.annotations else sample.path, "", objects)
+            items.append(item)
+    return items, _find_column(datasets[0]) if datasets else None
+
+
+def _find_column(dataset: Dataset) -> Column:
+    """Return the column of a manifest with the annotations of a dataset."""
+    if dataset.annotated == "labels":
+        return "regions" if any(sample.box for sample in dataset.samples) else "label"
+    return "points" if dataset.annotated == "points" else "outlines"
+
+
+def _list_images(dataset: Dataset) -> list[Sample]:
+    """Return a sample for each image file of a dataset: the first, if there are several parts of an image."""
+    return list({sample.path: sample for sample in reversed(dataset.samples)}.values())[::-1]
+
+
 # Annotations
 
 
@@ -301,6 +380,8 @@ def _read_annotations(
             kind, found = "JSON file", read_json_objects(path)
             if found is not None:
                 kind = "COCO file" if found and not found[0].counts_from_origin else "GeoJSON file"
+                if path.name == RESULTS[0] and (spacing := _read_spacing_of_results(path.with_name(RESULTS[1]))):
+                    found = [replace(annotation, spacing_um_px=spacing) for annotation in found]
         elif path.suffix.lower() == ".xml":
             kind, found = "Aperio XML file", [read_xml_objects(path)]
         elif path.suffix.lower() == ".mat":
@@ -341,6 +422,15 @@ def _read_annotations(
     return annotations
 
 
+def _read_spacing_of_results(summary: Path) -> float | None:
+    """Return the pixel spacing with which an image was predicted, from the summary in its folder of results."""
+    try:
+        spacing = read_json(summary)["slide"]["spacing_um_px"]
+    except (UnreadableFileError, KeyError, TypeError):
+        return None
+    return float(spacing) if isinstance(spacing, int | float) and is_plausible(spacing) else None
+
+
 def _find_classes(mask: Path, tables: Sequence[Classes]) -> dict[int, str] | None:
     """Return the class of each object of a label map, from a table of the same name or a table that names the image."""
     stem = MASK_ENDING.sub("", _stem(mask))
@@ -363,6 +453,7 @@ def _pair(items: Sequence[_Item], annotations: Sequence[tuple[_File, Annotation]
         for key in {item.name.casefold(), _stem(item.file.path).casefold(), item.file.path.stem.casefold()}:
             by_name[key].append(item)
     missing: list[str] = []
+    corrected: set[int] = set()  # images of an earlier import
     for file, annotation in annotations:
         if len(items) == len(annotations) == 1 and not annotation.image:
             found = list(items)
@@ -377,13 +468,18 @@ def _pair(items: Sequence[_Item], annotations: Sequence[tuple[_File, Annotation]
         if not found:
             missing.append(annotation.image or annotation.path.name)
             continue
-        if (earlier := found[0].annotation) is not None:
+        if (earlier := found[0].annotation) is not None and not (found[0].known and id(found[0]) not in corrected):
             raise DataError(
                 f"{found[0].file.path} has annotations in {earlier.path} and in {annotation.path}; give only one of "
                 f"the two as a source."
             )
         found[0].annotation = annotation
-    if len(missing) == len(annotations):
+        if found[0].known:
+            corrected.add(id(found[0]))
+    if corrected:
+        message = f"the annotations of {len(corrected)} images of the earlier import are replaced."
+        notes.append(Finding("", message, is_problem=False))
+    if annotations and len(missing) == len(annotations):
         raise DataError(
             f"No image was found for {count_and_list(missing, 'annotation')}; give the folder with the images as "
             f"another source; an image needs the name of its annotations."
@@ -457,7 +553,7 @@ def _finish_objects(
             f"outlines of the class {names[0]!r} are ignored areas; --classes {names[0]}={names[0]} makes them objects."
         )
         notes.append(Finding("", message, is_problem=False))
-    boxes = points = outlines = regions = 0
+    boxes = points = outlines = regions = rejected = accepted = 0
     for item in annotated:
         annotation = item.annotation
         assert annotation is not None
@@ -470,13 +566,21 @@ def _finish_objects(
         objects = _to_pixels(item, annotation, spacing_um_px)
         item.objects, count = _mark_regions(rename_classes(objects, {**renamed, **ignored}))
         regions += count
-        shapes = [shape for shape in item.objects if shape.class_name not in (IGNORED_CLASS, REGION_CLASS)]
+        rejected += sum(shape.is_rejected for shape in item.objects)
+        accepted += sum(shape.measurements.get(ACCEPTED, 0) > 0 for shape in item.objects)
+        shapes = [shape for shape in item.objects if shape.is_object]
         found = sum(isinstance(shape.shape, Point) for shape in shapes)
         rectangles = sum(not isinstance(shape.shape, Point) and is_rectangle(shape.shape) for shape in shapes)
         new_boxes = min(annotation.boxes, rectangles)
         points, boxes, outlines = points + found, boxes + new_boxes, outlines + len(shapes) - found - new_boxes
+    if rejected or accepted:
+        message = f"objects that a person has marked: {accepted} accepted, {rejected} rejected, which are not used."
+        notes.append(Finding("", message, is_problem=False))
     if regions:
         message = f"outlines without a class that contain other objects ({regions}) are regions (Region*), not objects."
+        notes.append(Finding("", message, is_problem=False))
+    if read_as == "regions" and points:
+        message = f"{points} points are left out, because regions are outlines."
         notes.append(Finding("", message, is_problem=False))
     if not points + boxes + outlines:
         raise DataError("The sources contain no objects; check that the annotation files are complete.")
@@ -549,9 +653,9 @@ def _move(item: SlideObject, factor: float, offset: tuple[float, float]) -> Slid
 
 def _label_by_folder(items: Sequence[_Item], renamed: Mapping[str, str]) -> list[_Item]:
     """Label images with the names of their folders, and return those that have a label after renaming."""
-    expect_known_classes(renamed, {item.file.path.parent.name for item in items})
+    expect_known_classes(renamed, {item.label if item.known else item.file.path.parent.name for item in items})
     for item in items:
-        name = item.file.path.parent.name
+        name = item.label if item.known else item.file.path.parent.name
         item.label = renamed.get(name, name)
     return [item for item in items if item.label]
 
@@ -576,6 +680,7 @@ def _describe_images(
             item.row |= item.annotation.row
             if item.annotation.spacing_um_px and not image_spacing_um_px(path):
                 item.row["spacing"] = f"{item.annotation.spacing_um_px:g}"
+        item.row |= item.known
         if rows is not None:
             item.row |= rows[id(item)]
         if pattern is not None:
@@ -657,6 +762,9 @@ def _assign_splits(items: Sequence[_Item], has_labels: bool, notes: list[Finding
             "state them with --patient or --table, because scores are too high if a patient is in two splits."
         )
         notes.append(Finding("", message, is_problem=False))
+    if any(item.known for item in items):
+        _keep_splits(items, notes)
+        return
     known = [item for item in items if item.row.get("split")]
     splits_known = {item.row["split"] for item in known}
     if len(known) == len(items) and ("valid" in splits_known or "train" not in splits_known):
@@ -687,6 +795,19 @@ def _assign_splits(items: Sequence[_Item], has_labels: bool, notes: list[Finding
     else:
         message += " To change it, edit the column `split` of the manifest."
     notes.append(Finding("", message, is_problem=False))
+
+
+def _keep_splits(items: Sequence[_Item], notes: list[Finding]) -> None:
+    """Keep the splits of an earlier import. New images have the split of their patient, or else are for training."""
+    of_group = {_find_group(item): item.row["split"] for item in items if item.known}
+    new: Counter[str] = Counter()
+    for item in items:
+        if not item.known:
+            item.row["split"] = of_group.get(_find_group(item)) or item.row.get("split") or "train"
+            new[item.row["split"]] += 1
+    message = "images of the earlier import keep their splits, so that the scores of both can be compared"
+    counts = ", ".join(f"{new[split]} {split}" for split in SPLITS if new[split])
+    notes.append(Finding("", message + (f"; new images: {counts}." if new else "."), is_problem=False))
 
 
 def _find_group(item: _Item) -> str:
@@ -743,16 +864,16 @@ def export_data(dataset: Dataset, out: Path | str) -> Path:
     the dataset has no annotated objects, or UnreadableFileError if a file cannot be read.
     """
     out = Path(out)
-    if dataset.annotated == "labels":
+    if _find_column(dataset) == "label":
         raise DataError(f"{dataset.root} has a class for each image and no objects; COCO and GeoJSON describe objects.")
     if any(sample.row is not None for sample in dataset.samples) or not dataset.samples:
         raise DataError(f"{dataset.root} contains no image files that can be exported.")
     if out.suffix.lower() != ".json" and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"--out {out} exists and is not empty; choose a new folder, or a file that ends in .json.")
-    names = _short_names([sample.path for sample in dataset.samples])
+    samples = _list_images(dataset)
+    names = _short_names([sample.path for sample in samples])
     contents = [
-        (name, sample, _read_objects(dataset.annotated, sample))
-        for name, sample in zip(names, dataset.samples, strict=True)
+        (name, sample, _read_objects(dataset.annotated, sample)) for name, sample in zip(names, samples, strict=True)
     ]
     if out.suffix.lower() == ".json":
         out.parent.mkdir(parents=True, exist_ok=True)

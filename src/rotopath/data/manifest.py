@@ -3,7 +3,12 @@
 A manifest has the column `image`, one column with annotations, and optionally `group` (the patient), `split`, `spacing`
 (pixel spacing in µm/px) and `organ`. Paths are relative to the folder of the manifest. The column with annotations is
 `label`, the class of a whole image; or `points` or `outlines`, a file of objects (GeoJSON, CSV of positions, label map,
-or Aperio XML); or `annotation`, a file of objects whose type follows from the files.
+or Aperio XML); or `annotation`, a file of objects whose type follows from the files; or `regions`, a GeoJSON file of
+outlined regions with classes.
+
+Rows may be whole slides. If the objects of an image are annotated only in areas, outlined with the class "Region*" in
+its GeoJSON file, each of these areas is an image of the dataset. In regions with classes, each square of a grid is an
+image with a label. Their pixels are read from the slide when they are needed.
 
 Class folders are the layout of torchvision's ImageFolder. The class of a patch is the name of its folder:
 `CLASS/IMAGE`, or `train/CLASS/IMAGE` if each split has a folder. An optional `split.csv` has the columns `image`,
@@ -13,25 +18,32 @@ Class folders are the layout of torchvision's ImageFolder. The class of a patch 
 import os
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise, product
 from pathlib import Path
 
-from rotopath.data.annotations import GEOJSON_SUFFIXES
+import numpy as np
+from scipy import ndimage
+
+from rotopath.data.annotations import GEOJSON_SUFFIXES, transform_outline
 from rotopath.data.dataset import (
     IMAGE_SUFFIXES,
     Annotated,
+    Box,
     DataError,
     Dataset,
     Finding,
     Row,
     Sample,
+    annotated_size_px,
     find_files,
     image_spacing_um_px,
     read_table,
 )
 from rotopath.data.splits import SPLITS, find_split, read_split_file, split_fractions
 from rotopath.images.files import PLAUSIBLE_UM_PX, UnreadableFileError, is_plausible
-from rotopath.images.geojson import IGNORED_CLASS, REGION_CLASS, read_geojson
-from rotopath.images.outlines import Point
+from rotopath.images.geojson import IGNORED_CLASS, REGION_CLASS, SlideObject, read_geojson
+from rotopath.images.outlines import Point, fill_outline
 
 MANIFEST_FILE = "manifest.csv"
 # Fraction of the patients in each split, for random splits if the manifest has no column `split`. For class folders
@@ -40,12 +52,18 @@ FRACTIONS = {"train": 0.6, "valid": 0.2, "test": 0.2}
 SPLIT_SEED = 0
 # Names of folders, in lower case, that show that a dataset has another format.
 NOT_CLASSES = {"image", "images", "img", "imgs", "mask", "masks", "label", "labels", "annotation", "annotations"}
+MAX_SIDE_PX = 4096  # larger regions are divided into several images
+COARSE_PX = 256  # resolution at which empty parts of regions are found
+PATCH_UM = 128.0  # side of the squares in regions with classes
+CELLS = 8  # a square has so many cells along a side, for which it is computed whether they are in the region
+MIN_COVERED = 0.75  # fraction of a square that must be in the region
 # Columns with annotations. A manifest has one of them; None means that the type follows from the files.
 ANNOTATION_COLUMNS: Mapping[str, Annotated | None] = {
     "label": "labels",
     "annotation": None,
     "points": "points",
     "outlines": "objects",
+    "regions": "labels",
 }
 
 
@@ -70,7 +88,10 @@ def open_manifest(path: Path, default_spacing_um_px: float | None = None) -> Dat
         try:
             if (first := first_lines.setdefault(_normalize_path(row), line)) != line:
                 raise DataError(f"{row['image']!r} is listed already in line {first}; list each image once.")
-            samples.append(_make_sample(path.parent, row, column, annotated, splits[line], default_spacing_um_px))
+            sample = _make_sample(path.parent, row, column, annotated, splits[line], default_spacing_um_px)
+            parts, notes = _cut_squares(sample) if column == "regions" else _cut_regions(sample)
+            samples += parts
+            findings += [Finding(row["image"], note, is_problem=False) for note in notes]
         except (DataError, UnreadableFileError) as error:
             findings.append(Finding(path.name, f"line {line}: {error}"))
     return Dataset(annotated, "manifest", path.parent, tuple(samples), tuple(findings))
@@ -112,7 +133,8 @@ def _find_annotated(path: Path, table: list[tuple[int, Row]]) -> tuple[str, Anno
         names = " and ".join(f"`{name}`" for name in columns)
         raise DataError(
             f"{path} needs either a column `label` (the class of each image) or a column `annotation`, `points` or "
-            f"`outlines` (a file with the objects of each image), but only one of them; it has {names or 'none'}."
+            f"`outlines` (a file with the objects of each image) or `regions` (a file with outlined areas of each "
+            f"class), but only one of them; it has {names or 'none'}."
         )
     if (annotated := ANNOTATION_COLUMNS[columns[0]]) is not None:
         return columns[0], annotated
@@ -134,7 +156,7 @@ def _find_annotated_in_geojson(files: list[Path]) -> Annotated:
     """Return "points" if the first file with any object contains only points, else "objects"."""
     for file in files:
         try:
-            objects = [item for item in read_geojson(file) if item.class_name not in (IGNORED_CLASS, REGION_CLASS)]
+            objects = [item for item in read_geojson(file) if item.is_object]
         except UnreadableFileError:
             continue  # `check` reports this file
         if objects:
@@ -184,16 +206,16 @@ def _make_sample(
     path = folder / row["image"]
     label: str | None = None
     annotations: tuple[Path, ...] = ()
-    if annotated == "labels":
+    if column == "label":
         if not (label := row["label"]):
             raise DataError("the column `label` is empty; write the class of the image.")
     elif row[column]:
         annotations = (folder / row[column],)
         if not annotations[0].is_file():
             raise DataError(f"the annotation file {row[column]!r} does not exist; correct its path.")
-    elif annotated == "objects":
+    elif annotated != "points":
         raise DataError(
-            f"the column `{column}` is empty; an image without objects needs a GeoJSON file without features, or a "
+            f"the column `{column}` is empty; an image without {column} needs a GeoJSON file without features, or a "
             f"label map of zeros."
         )
     return Sample(
@@ -206,6 +228,124 @@ def _make_sample(
         annotations=annotations,
         stratum=row.get("organ", ""),
     )
+
+
+# Parts of slides
+
+
+def _cut_regions(sample: Sample) -> tuple[list[Sample], list[str]]:
+    """Return a sample for each outline of the class "Region*" in the annotation file of a sample; and notes.
+
+    Without such outlines, the sample is returned as it is. Regions that are higher or wider than MAX_SIDE_PX become
+    several samples.
+    """
+    path = sample.annotations[0] if sample.annotations else None
+    if path is None or path.suffix.lower() not in GEOJSON_SUFFIXES or not _contains(path, REGION_CLASS):
+        return [sample], []
+    try:
+        objects = read_geojson(path)
+    except UnreadableFileError:
+        return [sample], []  # `check` reports this file
+    regions = [item for item in objects if item.class_name == REGION_CLASS and not isinstance(item.shape, Point)]
+    if not regions:
+        return [sample], []
+    height, width = annotated_size_px(sample.path)
+    boxes: list[Box] = []
+    for item in regions:
+        assert not isinstance(item.shape, Point)
+        # A pixel belongs to a region if its center is inside.
+        top, left, bottom, right = (int(np.ceil(value - 0.5)) for value in item.bounds_px)
+        rows, columns = (max(top, 0), min(bottom, height)), (max(left, 0), min(right, width))
+        for (upper, lower), (first, last) in product(_divide(*rows), _divide(*columns)):
+            box = Box(upper, first, lower - upper, last - first)
+            factor = min(1.0, COARSE_PX / max(box.height_px, box.width_px))
+            outline = transform_outline(item.shape, factor, (upper, first))
+            if box not in boxes and fill_outline(outline, (COARSE_PX, COARSE_PX)).any():
+                boxes.append(box)
+    centers = np.array([item.center for item in objects if item.is_object]).reshape(-1, 2)
+    outside = np.ones(len(centers), bool)
+    for box in boxes:
+        corner = np.array([box.top_px, box.left_px])
+        outside &= ~np.all((centers >= corner) & (centers < corner + box[2:]), axis=1)
+    notes = []
+    if outside.any():
+        notes.append(f"{int(outside.sum())} objects are outside of the regions (Region*), and are not used.")
+    if not boxes:
+        notes.append("the regions (Region*) are outside of the image, which is not used.")
+    return [_cut(sample, box) for box in boxes], notes
+
+
+def _divide(start: int, stop: int) -> list[tuple[int, int]]:
+    """Divide a range into equal parts of up to MAX_SIDE_PX. A range without a length has no parts."""
+    parts = -(-(stop - start) // MAX_SIDE_PX)
+    return list(pairwise(np.linspace(start, stop, parts + 1).round().astype(int).tolist())) if parts > 0 else []
+
+
+def _cut_squares(sample: Sample) -> tuple[list[Sample], list[str]]:
+    """Return a sample with a label for each square of a grid inside the classified regions of a sample; and notes.
+
+    At least 75 % of a square (MIN_COVERED) are inside its region. A region that is too small for a square has one,
+    which is around the point that is farthest from the edge of the region. Where regions overlap, the smaller one
+    counts. Ignored areas belong to no region.
+    """
+    objects = [item for item in read_geojson(sample.annotations[0]) if not isinstance(item.shape, Point)]
+    regions = sorted((item for item in objects if item.is_object), key=_find_area, reverse=True)
+    if unnamed := [item for item in regions if not item.class_name]:
+        raise DataError(
+            f"{sample.name!r} has {len(unnamed)} regions without a class, first at row and column "
+            f"{unnamed[0].center[0]:.0f}, {unnamed[0].center[1]:.0f}; give each a class, or the class Ignore*."
+        )
+    size_px = annotated_size_px(sample.path)
+    side_px = round(PATCH_UM / sample.spacing_um_px)
+    cell_px = side_px / CELLS
+    shape = (int(np.ceil(size_px[0] / cell_px)), int(np.ceil(size_px[1] / cell_px)))
+    numbers = np.zeros(shape, np.int32)  # of the region in each cell
+    ignored = [item for item in objects if item.class_name == IGNORED_CLASS]
+    for number, item in [*enumerate(regions, 1), *((0, item) for item in ignored)]:
+        assert not isinstance(item.shape, Point)
+        numbers[fill_outline(transform_outline(item.shape, 1 / cell_px), shape)] = number
+    samples, lost = [], 0
+    slices = ndimage.find_objects(numbers, len(regions))
+    for number, (item, area) in enumerate(zip(regions, slices, strict=True), 1):
+        if area is None:
+            lost += 1
+            continue
+        mask = numbers[area] == number
+        height, width = (-(-side // CELLS) for side in mask.shape)
+        grid = np.zeros((height * CELLS, width * CELLS), bool)
+        grid[: mask.shape[0], : mask.shape[1]] = mask
+        covered = grid.reshape(height, CELLS, width, CELLS).mean(axis=(1, 3))
+        corners = np.argwhere(covered >= MIN_COVERED) * float(CELLS)
+        if not len(corners):
+            depth = ndimage.distance_transform_edt(np.pad(mask, 1))[1:-1, 1:-1]
+            corners = np.array([np.unravel_index(int(depth.argmax()), mask.shape)]) + 0.5 - CELLS / 2
+        for row, column in corners + np.array([part.start for part in area]):
+            top, left = (
+                int(min(max(round(cell * cell_px), 0), max(side - side_px, 0)))
+                for cell, side in zip((row, column), size_px, strict=True)
+            )
+            box = Box(top, left, min(side_px, size_px[0]), min(side_px, size_px[1]))
+            samples.append(replace(_cut(sample, box), label=item.class_name))
+    notes = [f"{lost} regions are covered by others, or are tiny, and are not used."] if lost else []
+    if not regions:
+        notes.append("it has no regions, and is not used.")
+    return samples, notes
+
+
+def _find_area(item: SlideObject) -> float:
+    return 0.0 if isinstance(item.shape, Point) else sum(polygon.area_px for polygon in item.shape)
+
+
+def _cut(sample: Sample, box: Box) -> Sample:
+    return replace(sample, name=f"{sample.name} {box}", box=box)
+
+
+def _contains(path: Path, text: str) -> bool:
+    """Return whether a file contains a text, which is faster than to parse the file."""
+    try:
+        return text.encode() in path.read_bytes()
+    except OSError:
+        return False  # `check` reports this file
 
 
 # Patches in a folder for each class

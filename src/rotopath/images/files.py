@@ -36,6 +36,10 @@ class UnreadableImageError(UnreadableFileError):
     """An image file, label map or slide cannot be used. The attribute `fault` states the problem."""
 
 
+class ImageTooLargeError(UnreadableImageError):
+    """An image is too large to be read as a whole."""
+
+
 def expect_file(path: Path) -> None:
     """Raise UnreadableFileError if a path is a pipe, a socket or a device: reading it may wait or go on without end.
 
@@ -185,7 +189,7 @@ def open_image(path: Path) -> Iterator[Image.Image]:
             path, "is not an image in a supported format; convert it to TIFF, PNG or JPEG."
         ) from None
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
-        raise UnreadableImageError(
+        raise ImageTooLargeError(
             path, "is too large to be read as a whole; save it as a tiled TIFF, which is read in parts."
         ) from None
     except UnreadableFileError:

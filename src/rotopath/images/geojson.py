@@ -34,6 +34,7 @@ GZIP_LEVEL = 6  # higher levels take twice as long, and save 1 %
 DETECTION_TYPES = ("detection", "cell", "tile")  # QuPath types that are read as "detection"; all others are annotations
 # Classes of QuPath that are not classes of objects: areas that are left out, and areas in which objects are annotated.
 IGNORED_CLASS, REGION_CLASS = "Ignore*", "Region*"
+ACCEPTED = "accepted"  # measurement of an object that a person has reviewed: 1, or 0 if the person has rejected it
 MAX_JSON_BYTES = 2**30
 MAX_COORDINATE_PX = 1e9  # larger than any slide
 
@@ -47,6 +48,16 @@ class SlideObject:
     class_name: str = ""  # "" for an object without a class
     color: tuple[int, int, int] | None = None  # (red, green, blue) of the class
     measurements: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_rejected(self) -> bool:
+        """Whether a person has rejected this prediction: its measurement "accepted" is 0."""
+        return self.measurements.get(ACCEPTED) == 0
+
+    @property
+    def is_object(self) -> bool:
+        """Whether this is an object: neither an ignored area nor a region, and not rejected by a person."""
+        return self.class_name not in (IGNORED_CLASS, REGION_CLASS) and not self.is_rejected
 
     @property
     def center(self) -> tuple[float, float]:

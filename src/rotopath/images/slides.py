@@ -7,9 +7,12 @@ resolution in a file.
 """
 
 import math
+import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,6 +33,7 @@ SAME_SCALE = 1e-6
 CONTRADICTION = 0.01  # a given pixel spacing contradicts the file if it differs from that of the file by over 1 %
 LARGE_PX = 16_384  # without reduced levels, slides with a longer side take long to search for tissue
 LANCZOS_PX = 3  # radius of the filter, in pixels before or after resampling, whichever are larger
+KEPT_OPEN = 64  # slides that a process keeps open
 BLOCK_PX = 2048  # to limit memory, larger rectangles are resampled in blocks of this side, in pixels of the level
 
 
@@ -70,14 +74,14 @@ class Slide:
         return rows, columns
 
     def read(
-        self, top_px: int, left_px: int, height_px: int, width_px: int, spacing_um_px: float | None = None
+        self, top_px: float, left_px: float, height_px: int, width_px: int, spacing_um_px: float | None = None
     ) -> NDArray[np.uint8]:
         """Read a rectangle of pixels (height, width, 3) at a pixel spacing, by default that of level 0.
 
         `top_px` and `left_px` are the position of the upper left pixel; this position and the size are in pixels of the
-        given spacing. Pixels are read from the coarsest level whose spacing is at most 2 % above the given spacing, or
-        from level 0 if there is no such level. If the level has another spacing, pixels are resampled with a low-pass
-        filter. Pixels outside the slide are white.
+        given spacing. The position may be a fraction. Pixels are read from the coarsest level whose spacing is at most
+        2 % above the given spacing, or from level 0 if there is no such level. If the level has another spacing, pixels
+        are resampled with a low-pass filter. Pixels outside the slide are white.
         """
         if height_px < 0 or width_px < 0:
             raise ValueError(f"A rectangle of {height_px} × {width_px} px was requested; sides must be 0 or more.")
@@ -85,14 +89,16 @@ class Slide:
         level, scale = self._choose_level(spacing)
         pixels = np.full((height_px, width_px, 3), WHITE, np.uint8)
         rows, columns = self.size_at(spacing)
-        row_end, column_end = min(top_px + height_px, rows), min(left_px + width_px, columns)
+        first_row, first_column = math.floor(top_px), math.floor(left_px)
+        down, aside = top_px - first_row, left_px - first_column
+        row_end, column_end = min(first_row + height_px, rows), min(first_column + width_px, columns)
         step = max(1, int(BLOCK_PX / scale))
-        for top in range(max(top_px, 0), row_end, step):
+        for top in range(max(first_row, 0), row_end, step):
             bottom = min(top + step, row_end)
-            for left in range(max(left_px, 0), column_end, step):
+            for left in range(max(first_column, 0), column_end, step):
                 right = min(left + step, column_end)
-                block = self._read_block(level, scale, (top, bottom), (left, right))
-                pixels[top - top_px : bottom - top_px, left - left_px : right - left_px] = block
+                block = self._read_block(level, scale, (top + down, bottom + down), (left + aside, right + aside))
+                pixels[top - first_row : bottom - first_row, left - first_column : right - first_column] = block
         return pixels
 
     def close(self) -> None:
@@ -120,20 +126,22 @@ class Slide:
         return chosen, scale / self.levels[chosen].downsample
 
     def _read_block(
-        self, level: int, scale: float, rows: tuple[int, int], columns: tuple[int, int]
+        self, level: int, scale: float, rows: tuple[float, float], columns: tuple[float, float]
     ) -> NDArray[np.uint8]:
         """Read a rectangle on the slide from a level, and resample its pixels to the requested pixel spacing.
 
         `rows` and `columns` are ranges (first, end) that do not include `end`, in pixels at the requested spacing.
         `scale` is the side of a pixel at the requested spacing, in pixels of the level.
         """
-        if abs(scale - 1) < SAME_SCALE:
-            return self._read_level(level, rows, columns)
+        size = round(columns[1] - columns[0]), round(rows[1] - rows[0])
+        if abs(scale - 1) < SAME_SCALE and rows[0] % 1 == columns[0] % 1 == 0:
+            (top, left), (width, height) = (int(rows[0]), int(columns[0])), size
+            return self._read_level(level, (top, top + height), (left, left + width))
         margin = math.ceil(LANCZOS_PX * max(scale, 1)) + 1
         spans = [
             (math.floor(first * scale) - margin, math.ceil(end * scale) + margin) for first, end in (rows, columns)
         ]
-        (top, bottom), (left, right) = (
+        (upper, lower), (left_edge, right_edge) = (
             (first * scale - start, end * scale - start)
             for (first, end), (start, _) in zip((rows, columns), spans, strict=True)
         )
@@ -141,7 +149,7 @@ class Slide:
         # order of the axes depends on the shape of the block, so that seams would be visible between blocks. Float
         # images are not rounded in between.
         pixels = self._read_level(level, *spans).astype(np.float32)
-        size, box = (columns[1] - columns[0], rows[1] - rows[0]), (left, top, right, bottom)
+        box = left_edge, upper, right_edge, lower
         channels = [
             np.asarray(Image.fromarray(pixels[..., k]).resize(size, Image.Resampling.LANCZOS, box=box))
             for k in range(3)
@@ -192,6 +200,24 @@ def open_slide(path: Path | str, spacing_um_px: float | None = None, override_sp
         reader.close()
         raise
     return Slide(path, reader, spacing)
+
+
+def open_slide_once(path: Path, spacing_um_px: float) -> Slide:
+    """Open a slide, or return it if this process has opened it before. A slide is closed after its last use.
+
+    `spacing_um_px` is the pixel spacing of level 0.
+    """
+    # A changed file is opened again, and a forked process does not use the open file of its parent.
+    modified_ns = path.stat().st_mtime_ns if path.exists() else 0
+    return _open_once(path, spacing_um_px, modified_ns, os.getpid())
+
+
+@lru_cache(KEPT_OPEN)
+def _open_once(path: Path, spacing_um_px: float, modified_ns: int, process: int) -> Slide:  # noqa: ARG001
+    reader = open_reader(path)
+    slide = Slide(path, reader, spacing_um_px)
+    weakref.finalize(slide, reader.close)
+    return slide
 
 
 @contextmanager

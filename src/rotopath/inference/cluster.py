@@ -93,6 +93,8 @@ def predict_on_cluster(
                 # Paths are absolute, because a worker may have a different current folder. If a slide is a symbolic
                 # link, the link is not resolved, because the folder of results has the name of the link.
                 slide_options = replace(options, roi=regions[path].roi, exclude=regions[path].exclude)
+                # Dask's workers are daemonic processes, which must not start other processes.
+                slide_options = replace(slide_options, slide=replace(options.slide, workers=0))
                 future = workers.submit(_predict_slide, make_model, path.absolute(), out.resolve(), slide_options)
                 futures[future] = path
             for future in as_completed(futures):

@@ -9,9 +9,9 @@ folder.
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -291,7 +291,8 @@ class SlideResult:
 def predict_slide(model: Model, slide: Slide, options: PassOptions) -> SlideResult:
     """Predict a slide, and return all results in memory."""
     with SlidePass(model, slide, options) as slide_pass:
-        objects = list(slide_pass.objects())
+        # The copies have no text of files, which would need twice as much memory as the objects.
+        objects = [replace(item) for item in slide_pass.objects()]
         labels = slide_pass.labels
         if labels is not None and math.prod(labels.size) > MAX_LABELS_PX:
             labels = None
@@ -411,7 +412,9 @@ class SlidePass:
         in the region (`task.cuts_at_roi`). Objects of other tasks are returned whole if their center is in the region.
         """
         self._clear_counts()
-        objects = self._detect(on_progress)
+        found = self._detect(on_progress)
+        self._files.callback(found.close)  # if the caller stops early, all threads end before the slide is closed
+        objects: Iterator[SlideObject] = found
         if isinstance(self._finder, LabelPainter):
             self._finder.is_wanted = self._is_wanted
         else:
@@ -660,7 +663,7 @@ class SlidePass:
         _, side_px = self.grid.output_frame()
         return self.options.region.contains(first_px, side_px, (spans[0].size, spans[1].size))
 
-    def _detect(self, on_progress: OnProgress) -> Iterator[SlideObject]:
+    def _detect(self, on_progress: OnProgress) -> Generator[SlideObject]:
         """Predict the tiles near tissue (see `_is_near_tissue`), write them into the maps, and yield the objects."""
         task = self.model.task
         wanted = [tile for tile in self.grid.tiles if self._is_near_tissue(*tile)]
@@ -677,8 +680,9 @@ class SlidePass:
                 tiles = predict_tiles(self.grid, wanted, device, rotations, probabilities, needs_pixels, reading)
             else:
                 tiles = read_tiles(self.grid, wanted, self._read_stored, task.needs_pixels)
-            found = self._finder.find(self._finish_tiles(tiles, on_tile), run or map)
-            yield from self.stopwatch.watch("objects", found)
+            # After an error, the traceback refers to the generators, so that only `closing` ends their threads.
+            with closing(tiles), closing(self._finish_tiles(tiles, on_tile)) as finished:
+                yield from self.stopwatch.watch("objects", self._finder.find(finished, run or map))
 
     def _count_workers(self, tiles: int) -> int:
         """Return the number of processes to start for a slide with this number of tiles.
@@ -692,23 +696,23 @@ class SlidePass:
             return 0
         return min(MAX_WORKERS, count_cores() // 2)
 
-    def _finish_tiles(self, tiles: Iterable[Tile], on_tile: Callable[[int], None]) -> Iterator[Tile]:
+    def _finish_tiles(self, tiles: Iterable[Tile], on_tile: Callable[[int], None]) -> Generator[Tile]:
         """Yield predicted tiles for the search of objects, and write them into the maps.
 
         After the search of each tile, or after its start in another process, `on_tile` is called with the number of
         tiles.
         """
         # The network computes the next tile in another thread.
-        ahead = compute_ahead(self.stopwatch.watch("network", tiles))
-        for done, tile in enumerate(self.stopwatch.watch("waiting", ahead), 1):
-            self.predicted_px += tile.rows.size * tile.columns.size * self.grid.stride_px**2
-            with self.stopwatch.measure("maps"):
-                if self._writer is not None:
-                    self._store(tile, self._writer)
-                cleared = self._clear_glass(tile)
-                self._write_maps(cleared)
-            yield cleared
-            on_tile(done)
+        with closing(compute_ahead(self.stopwatch.watch("network", tiles))) as ahead:
+            for done, tile in enumerate(self.stopwatch.watch("waiting", ahead), 1):
+                self.predicted_px += tile.rows.size * tile.columns.size * self.grid.stride_px**2
+                with self.stopwatch.measure("maps"):
+                    if self._writer is not None:
+                        self._store(tile, self._writer)
+                    cleared = self._clear_glass(tile)
+                    self._write_maps(cleared)
+                yield cleared
+                on_tile(done)
 
     def _store(self, tile: Tile, writer: MapWriter) -> None:
         """Write the probabilities of a tile, then its standard deviations if there are any. On glass, they are 0."""

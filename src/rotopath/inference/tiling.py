@@ -20,6 +20,7 @@ augmentation), each frame is rotated and predicted, the maps are rotated back, a
 """
 
 import math
+import os
 import pickle
 import signal
 import time
@@ -29,10 +30,10 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPool
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from multiprocessing import get_all_start_methods, get_context
+from multiprocessing import get_all_start_methods, get_context, parent_process
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Lock, local
+from threading import Lock, Thread, local
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 from uuid import uuid4
 
@@ -628,7 +629,7 @@ def _predict_tile(
 # Other threads and processes
 
 
-def compute_ahead(items: Generator[Item]) -> Iterator[Item]:
+def compute_ahead(items: Generator[Item]) -> Generator[Item]:
     """Yield items from an iterator that runs in another thread, one item ahead."""
     end = object()
     with closing(items) as iterator, ThreadPoolExecutor(1) as pool:
@@ -655,7 +656,7 @@ def start_workers(count: int) -> Iterator[Run | None]:
     if has_server:
         context.set_forkserver_preload(["rotopath.tasks"])
     with TemporaryDirectory(prefix="rotopath-") as folder:
-        pool = ProcessPoolExecutor(count, context, initializer=_ignore_interrupts)
+        pool = ProcessPoolExecutor(count, context, initializer=_follow_parent)
 
         def run(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
             parcels = (_pack(item, Path(folder)) for item in items)
@@ -722,6 +723,17 @@ def _unpack(parcel: _Parcel) -> Any:
     return pickle.loads(parcel.content, buffers=buffers)
 
 
-def _ignore_interrupts() -> None:
-    """Leave Ctrl-C, which a terminal sends to all processes, to the process that started this one."""
+def _follow_parent() -> None:
+    """Leave Ctrl-C, which a terminal sends to all processes, to the process that started this one, and end with it.
+
+    Without this, processes would wait for work forever if the process that started them was killed.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Thread(target=_exit_after_parent, daemon=True).start()
+
+
+def _exit_after_parent() -> None:
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

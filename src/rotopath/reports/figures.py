@@ -131,7 +131,7 @@ def _render_section(section: Section) -> str:
 # The figure of the layers: lift, group convolution (shift-twist), project
 
 
-class Box(NamedTuple):
+class PanelArea(NamedTuple):
     """A rectangle in a figure. Its edges are fractions of the figure's width or height; (0, 0) is the lower left."""
 
     left: float
@@ -210,14 +210,14 @@ def _draw_lifting(figure: Figure, tissue: Tensor, lift: LiftConv2d, lifted: Tens
     )
     top, bottom = 0.893, 0.685
     titles = _orientation_titles()
-    _show_image(_add_panels(figure, 1, 1, Box(LEFT, 0.21, bottom, top))[0], tissue, "image")
+    _show_image(_add_panels(figure, 1, 1, PanelArea(LEFT, 0.21, bottom, top))[0], tissue, "image")
     kernels = lift.kernels().detach()[:, 0]  # (N, 7, 7)
-    panels = _add_panels(figure, 2, 4, Box(0.275, 0.605, bottom, top))
+    panels = _add_panels(figure, 2, 4, PanelArea(0.275, 0.605, bottom, top))
     for panel, kernel, title in zip(panels, kernels, titles, strict=True):
         _show_kernel(panel, kernel, float(kernels.abs().max()), title)
     weights = lift.weight.shape[-1]
     _write_subtitle(figure, 0.44, top, f"{weights} weights on a disc, rotated (orange: positive, violet: negative)")
-    _show_maps(_add_panels(figure, 2, 4, Box(0.655, RIGHT, bottom, top)), lifted[0, 0], titles)
+    _show_maps(_add_panels(figure, 2, 4, PanelArea(0.655, RIGHT, bottom, top)), lifted[0, 0], titles)
     _write_subtitle(figure, 0.82, top, "output")
 
 
@@ -239,7 +239,7 @@ def _draw_group_convolution(figure: Figure, conv: GroupConv2d, convolved: Tensor
     titles = _orientation_titles()
     # (output orientation, input orientation, 7, 7)
     kernels = conv.kernels().detach().view(ORIENTATIONS, ORIENTATIONS, KERNEL_PX, KERNEL_PX)
-    panels = _add_panels(figure, ROTATIONS_SHOWN, ORIENTATIONS, Box(LEFT + 0.055, 0.605, bottom, top), gap=0.12)
+    panels = _add_panels(figure, ROTATIONS_SHOWN, ORIENTATIONS, PanelArea(LEFT + 0.055, 0.605, bottom, top), gap=0.12)
     for i in range(ROTATIONS_SHOWN):
         for j in range(ORIENTATIONS):
             panel = panels[i * ORIENTATIONS + j]
@@ -248,7 +248,7 @@ def _draw_group_convolution(figure: Figure, conv: GroupConv2d, convolved: Tensor
         label.set_ylabel(titles[i], fontsize=9.5, rotation=0, ha="right", va="center", color=INK)
     _write_subtitle(figure, 0.34, top, "input orientation →")
     figure.text(LEFT, (top + bottom) / 2, "kernel rotated by", rotation=90, fontsize=9.5, va="center", color=GRAY)
-    _show_maps(_add_panels(figure, 2, 4, Box(0.655, RIGHT, bottom + 0.02, top)), convolved[0, 0], titles)
+    _show_maps(_add_panels(figure, 2, 4, PanelArea(0.655, RIGHT, bottom + 0.02, top)), convolved[0, 0], titles)
     _write_subtitle(figure, 0.82, top, "output")
 
 
@@ -273,7 +273,7 @@ def _draw_projection(figure: Figure, upright: Sequence[Tensor], rotated: Sequenc
     )
     names = ("image", "lift, convolve, project", "ordinary CNN")
     rotated_names = ("image rotated by 90°", names[1], names[2])
-    panels = _add_panels(figure, 1, 6, Box(LEFT, RIGHT, 0.012, 0.165))
+    panels = _add_panels(figure, 1, 6, PanelArea(LEFT, RIGHT, 0.012, 0.165))
     limits = [float(output.max()) for output in upright[1:]]
     for offset, images, titles in ((0, upright, names), (3, rotated, rotated_names)):
         _show_image(panels[offset], images[0], titles[0])
@@ -295,7 +295,7 @@ def _write_subtitle(figure: Figure, center: float, top: float, text: str) -> Non
     figure.text(center, top + 0.02, text, fontsize=9.5, ha="center", va="bottom", color=GRAY)
 
 
-def _add_panels(figure: Figure, rows: int, columns: int, box: Box, gap: float = 0.2) -> list[Axes]:
+def _add_panels(figure: Figure, rows: int, columns: int, box: PanelArea, gap: float = 0.2) -> list[Axes]:
     """Add a grid of panels to a figure, inside `box`, and return the panels row by row.
 
     `gap` is the space between two rows, as a fraction of the height of a panel.

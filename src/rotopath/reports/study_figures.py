@@ -4,7 +4,6 @@ Every figure is written as PNG and as PDF. The colors are the palette of Okabe a
 vision can distinguish. N is the number of orientations of a network. An amount of training data is called a *regime*.
 """
 
-import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,9 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from rotopath import runs
+from rotopath.data.dataset import read_table
 from rotopath.evaluation import evaluation_file
+from rotopath.model_file import RunError
 from rotopath.reports.figures import GRAY, INK, save_figure
 from rotopath.studies.plan import SPLIT
 from rotopath.studies.results import StudyResult, Summary
@@ -27,6 +28,7 @@ COLORS = {1: "#d55e00", 4: "#56b4e9", 8: "#0072b2", 16: "#009e73"}  # by number 
 TTA_COLOR, OTHER_COLORS = "#e69f00", ("#cc79a7", "#000000", "#f0e442")
 WHITE_TO_RED = LinearSegmentedColormap.from_list("deviation", ["#ffffff", "#d55e00", "#7f0000"])
 WINDOWS_SHOWN, FIELDS_SHOWN = 6, 2  # numbers of windows and of fields (annotated images) in the figures
+MAX_STEP = 10**12  # largest number of a step in a log
 MAX_DEVIATION = 0.3  # standard deviation at the red end of the color scale
 SCORE_LABELS = {"f1": "F1"}  # labels of scores in figures, where they differ from the names
 
@@ -159,18 +161,27 @@ def _read_all_rotated(results: Sequence[StudyResult], key: str) -> list[tuple[in
         path = evaluation_file(result.folder, SPLIT).with_suffix(".npz")
         if not path.exists():
             return None
-        with np.load(path, allow_pickle=False) as arrays:
-            if key not in arrays:
-                return None
-            predictions[result.recipe.orientations] = dict(arrays)
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                if key not in arrays:
+                    return None
+                predictions[result.recipe.orientations] = dict(arrays)
+        except Exception as error:  # damaged bytes raise errors of many types
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise RunError(f"{path} is damaged ({reason}). Evaluate the run again with --robustness.") from None
     return list(predictions.items()) or None
 
 
 def _read_validation_losses(log: Path) -> tuple[list[int], list[float]]:
     """Return two lists with a number for each epoch in a training log: the last step, and the validation loss."""
-    with log.open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["validation_loss"]]
-    return [int(row["step"]) for row in rows], [float(row["validation_loss"]) for row in rows]
+    rows = [row for _, row in read_table(log, ("step", "validation_loss")) if row["validation_loss"]]
+    try:
+        steps, losses = [int(row["step"]) for row in rows], [float(row["validation_loss"]) for row in rows]
+        if not np.isfinite(losses).all() or any(not 0 <= step <= MAX_STEP for step in steps):
+            raise ValueError("a number is negative, too large or not finite")
+    except ValueError as error:
+        raise RunError(f"{log} is damaged ({error}). Restore the file from a copy, or train again.") from None
+    return steps, losses
 
 
 def _color_of(orientations: int, rotations: int = 1) -> str:

@@ -47,7 +47,7 @@ from rotopath.inference.cluster import connect, describe_failure
 from rotopath.model_file import WEIGHTS, RunError
 from rotopath.recipe import RecipeError, find_changed_key, format_recipe, read_recipe
 from rotopath.studies.plan import PLAIN, SPLIT, Job, Study, read_study
-from rotopath.writing import BusyError, hold_lock, write_text
+from rotopath.writing import BusyError, hold_lock, parse_json, write_text
 
 READ_STATES_EVERY_S = 0.5
 WRITE_PROGRESS_EVERY_S = 1.0
@@ -169,11 +169,11 @@ def read_state(job: Job, out: Path) -> JobState:
     if (failed := job_file(out, job.name, "failed")).exists():
         return JobState("failed", reason=failed.read_text(encoding="utf-8").strip())
     try:
-        progress = json.loads(job_file(out, job.name, "progress").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+        progress = parse_json(job_file(out, job.name, "progress").read_bytes())
+        fraction = progress["step"] / progress["steps"] if "step" in progress else 1.0
+        return JobState("running", str(progress["stage"]), fraction)
+    except (OSError, ValueError, TypeError, KeyError, ZeroDivisionError):  # missing or damaged
         return JobState("waiting")
-    fraction = progress["step"] / progress["steps"] if "step" in progress else 1.0
-    return JobState("running", progress["stage"], fraction)
 
 
 def job_file(out: Path, name: str, kind: str) -> Path:
