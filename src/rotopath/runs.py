@@ -380,11 +380,13 @@ class Parent:
     provenance: Mapping[str, Any]
     taken: Mapping[str, Tensor] = field(compare=False)  # weights by name
     taken_layers: tuple[str, ...]
-    fresh_layers: tuple[str, ...]  # they keep their random weights
+    fresh_layers: tuple[str, ...]  # they keep their random weights, except for `shared_outputs`
+    shared: Mapping[str, Tensor] = field(compare=False)  # weights of fresh layers of which some outputs are taken
+    shared_outputs: tuple[str, ...]  # names of these outputs, such as the parts of objects in "segment"
 
     def load_into(self, network: DenseNetwork) -> None:
         """Replace weights of a network, which was built from the same recipe, by the weights that are taken."""
-        unwrap(network).load_state_dict({**unwrap(network).state_dict(), **self.taken})
+        unwrap(network).load_state_dict({**unwrap(network).state_dict(), **self.taken, **self.shared})
 
     def describe(self) -> dict[str, object]:
         """Return the provenance of the weights: the model, the terms of its data, and which layers are taken."""
@@ -398,6 +400,7 @@ class Parent:
             "data": known,
             "taken": list(self.taken_layers),
             "fresh": list(self.fresh_layers),
+            "shared_outputs": list(self.shared_outputs),
             "from": self.provenance.get("from"),
         }
 
@@ -406,7 +409,8 @@ class Parent:
         total = len(self.taken_layers) + len(self.fresh_layers)
         fresh = ", ".join(self.fresh_layers[:MAX_LAYERS_LISTED])
         more = len(self.fresh_layers) - MAX_LAYERS_LISTED
-        fresh_text = f"fresh: {fresh}{f' and {more} more' if more > 0 else ''}" if fresh else "none is fresh"
+        shared = f" (except the outputs {', '.join(self.shared_outputs)})" if self.shared_outputs else ""
+        fresh_text = f"fresh: {fresh}{f' and {more} more' if more > 0 else ''}{shared}" if fresh else "none is fresh"
         count = recipe.frozen_stages
         frozen = f"; the first {f'{count} stages are' if count > 1 else 'stage is'} frozen" if count else ""
         data = self.describe()["data"]
@@ -462,6 +466,7 @@ def find_parent(recipe: Recipe, task: Task, network: DenseNetwork) -> Parent | N
         )
         for layer, keys in layers.items()
     }
+    shared = {} if is_same_task else _share_outputs(info.task, task, weights, {key: state[key] for key in head})
     taken = {key: weights[key] for layer, keys in layers.items() if fits[layer] for key in keys}
     if not any(weight.ndim > 1 for weight in taken.values()):
         raise RunError(
@@ -476,7 +481,30 @@ def find_parent(recipe: Recipe, task: Task, network: DenseNetwork) -> Parent | N
         taken,
         tuple(layer for layer in layers if fits[layer]),
         tuple(layer for layer in layers if not fits[layer]),
+        shared,
+        tuple(name for name in task.output_names if name in info.task.output_names) if shared else (),
     )
+
+
+def _share_outputs(
+    parent: Task, task: Task, weights: Mapping[str, Tensor], head: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return weights of the last layers with the rows of `weights` for the outputs that both tasks have.
+
+    The other rows are those of `head`, the random weights of the new network. Outputs are shared by tasks of the same
+    kind with several outputs: then, an output is compared with others, and means the same in both tasks.
+    """
+    names, own = list(parent.output_names), list(task.output_names)
+    common = [name for name in own if name in names]
+    if parent.kind != task.kind or len(names) == 1 or len(own) == 1 or not common:
+        return {}
+    shared = {}
+    for key, random in head.items():
+        given = weights.get(key)
+        if given is not None and given.shape == (len(names), *random.shape[1:]) and len(random) == len(own):
+            shared[key] = random.clone()
+            shared[key][[own.index(name) for name in common]] = given[[names.index(name) for name in common]]
+    return shared
 
 
 def _find_head(recipe: Recipe, task: Task, state: Mapping[str, Tensor]) -> set[str]:

@@ -357,6 +357,28 @@ def test_other_classes_get_a_fresh_head_and_all_else_is_taken(data: dict[str, Pa
     assert found.fresh_layers == ("head.conv",), "another kind of task"
 
 
+def test_outputs_that_both_tasks_have_are_taken(data: dict[str, Path]) -> None:
+    """The parts of objects (inside, border, background) do not depend on the classes of the objects."""
+    recipe = short_recipe(data, "nuclei", orientations=8, from_="nuclei-kumar-n8", classes=("a", "b"))
+    task, network = recipe.make_task(), runs.build(recipe)
+    own = {name: weight.clone() for name, weight in network.state_dict().items()}
+    found = runs.find_parent(recipe, task, network)
+    assert found is not None
+    assert found.fresh_layers == ("head.conv", "head.norm")
+    assert found.shared_outputs == ("inside", "border", "background")
+    assert (
+        "fresh: head.conv, head.norm (except the outputs inside, border, background)."
+        in found.describe_lines(recipe)[0]
+    )
+    found.load_into(network)
+    parent = rp.load("nuclei-kumar-n8").network.state_dict()
+    for name in ("head.conv.weight", "head.norm.weight", "head.norm.bias", "head.norm.running_mean"):
+        weight = network.state_dict()[name]
+        assert torch.equal(weight[:3], parent[name])
+        assert torch.equal(weight[3:], own[name][3:])
+        assert name not in found.taken, "the whole layer learns at the full rate"
+
+
 def test_a_fine_tuned_run_resumes_to_identical_weights(data: dict[str, Path], parent: Run, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(parent.folder, tmp_path / "parent"))
     recipe = short_recipe(data, from_=str(folder), frozen_stages=1, seed=1)
