@@ -194,6 +194,25 @@ def test_polygons_and_masks_of_coco(tmp_path: Path) -> None:
     assert len(objects.ignored) == 1
 
 
+@pytest.mark.parametrize(
+    ("corner", "side", "pixels", "parts"), [(20, 10, 200, 2), (15, 10, 175, 1), (12, 10, 136, 1), (10.5, 9, 100, 1)]
+)
+def test_polygons_of_one_coco_object_may_overlap(
+    tmp_path: Path, corner: float, side: int, pixels: int, parts: int
+) -> None:
+    """As in pycocotools. An outline whose polygons overlap would exclude the pixels that are in both."""
+    write_image(tmp_path / "lab" / "a.png", tissue())
+    rings = [np.ravel(square(x, x, side)[:-1]).tolist() for x, side in ((10, 10), (corner, side))]
+    annotation = {"id": 1, "image_id": 1, "category_id": 1, "segmentation": rings}
+    content = {"images": [IMAGE], "annotations": [annotation], "categories": [{"id": 1, "name": "x"}]}
+    write_json(tmp_path / "lab" / "coco.json", content)
+    dataset = bring(tmp_path / "lab")
+    assert (read_objects(dataset.samples[0], 0.25).labels > 0).sum() == pixels
+    (item,) = read_geojson(dataset.samples[0].annotations[0])
+    assert not isinstance(item.shape, Point)
+    assert len(item.shape) == parts
+
+
 def test_run_lengths_as_pycocotools_writes_them() -> None:
     """The text was written by pycocotools."""
     mask, (top, left) = decode_runs("m05400MM0330000007LM", 9, 12)

@@ -15,7 +15,7 @@ import numpy as np
 
 from rotopath.data.annotations import AnnotationError, read_aperio_outlines, read_aperio_spacing_um_px
 from rotopath.data.dataset import DataError, Finding, Sample, annotated_size_px, count_and_list, read_csv
-from rotopath.data.import_masks import decode_runs, encode_runs
+from rotopath.data.import_masks import MAX_MASK_PX, decode_runs, encode_runs
 from rotopath.images.geojson import IGNORED_CLASS, MAX_COORDINATE_PX, SlideObject, parse_geojson, read_json
 from rotopath.images.outlines import Point, Polygon, fill_outline, make_polygon, trace_outlines
 
@@ -223,7 +223,7 @@ def _parse_coco_shape(
         rings = [np.array(ring, np.float64).reshape(-1, 2)[:, ::-1] for ring in segmentation]
         if not all(len(ring) >= 3 and (np.abs(ring) < MAX_COORDINATE_PX).all() for ring in rings):
             raise ValueError("a polygon needs at least three vertices, with coordinates that are on the image")
-        return tuple(make_polygon(ring) for ring in rings), False
+        return _unite([make_polygon(ring) for ring in rings]), False
     keypoints = item.get("keypoints")
     left, top, right, bottom = (float(value) for value in item["bbox"]) if item.get("bbox") else (0.0,) * 4
     if keypoints and len(keypoints) == 3 and (right, bottom) == (0, 0):
@@ -236,6 +236,29 @@ def _parse_coco_shape(
         raise ValueError("it has neither a segmentation nor a bounding box with an area")
     box = np.array([(top, left), (top, right), (bottom, right), (bottom, left)])
     return (make_polygon(box),), True
+
+
+def _unite(polygons: Sequence[Polygon]) -> tuple[Polygon, ...]:
+    """Return the outline of an object that consists of polygons, which may overlap, as in pycocotools.
+
+    The polygons of an outline must not overlap: pixels inside two of them would be outside of the object. If they do,
+    the outline is that of the pixels in any of them. Raises ValueError if these polygons are too large.
+    """
+    if len(polygons) == 1:
+        return tuple(polygons)
+    corners = np.array([(polygon.outer.min(axis=0), polygon.outer.max(axis=0)) for polygon in polygons])
+    low, high = corners[:, 0], corners[:, 1]
+    touches = np.all((low[:, None] < high[None]) & (high[:, None] > low[None]), axis=2)
+    if touches.sum() == len(polygons):  # each of them only touches itself
+        return tuple(polygons)
+    top, left = np.floor(low.min(axis=0)).astype(int).tolist()
+    height, width = (np.ceil(high.max(axis=0)).astype(int) - (top, left)).tolist()
+    if height * width > MAX_MASK_PX:
+        raise ValueError(f"its polygons overlap, and are too large ({height} × {width} px)")
+    count = np.zeros((height, width), np.int32)
+    for polygon in polygons:
+        count += fill_outline((polygon,), (height, width), (top, left))
+    return tuple(polygons) if count.max() <= 1 else trace_outlines((count > 0).astype(np.int32), (top, left))[1]
 
 
 def make_coco(samples: Sequence[tuple[str, Sample, Sequence[SlideObject]]], are_points: bool) -> dict[str, Any]:
