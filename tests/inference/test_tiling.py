@@ -248,9 +248,10 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
     """
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
-    command = [sys.executable, tmp_path / "script.py"]
-    output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=120, check=False).stdout
-    worker = int(output.split()[-1])
+    with (tmp_path / "output").open("w") as output:  # not a pipe, which would stay open until the worker ends
+        command = [sys.executable, tmp_path / "script.py"]
+        subprocess.run(command, stdout=output, stderr=subprocess.DEVNULL, timeout=120, check=False)
+    worker = int((tmp_path / "output").read_text().split()[-1])
     for _ in range(100):
         if not is_running(worker):
             return
