@@ -331,6 +331,16 @@ def test_items_are_computed_one_ahead_in_another_thread() -> None:
     assert closed == [10, 3], "the iterator was closed"
 
 
+def test_the_other_thread_uses_the_same_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: chosen.append((gpu, threading.current_thread())))
+    (thread,) = compute_ahead(threading.current_thread() for _ in range(1))
+    assert chosen == [(3, thread)]
+    assert thread is not threading.current_thread()
+
+
 def test_an_error_of_the_other_thread_is_raised_in_its_place() -> None:
     def fail() -> Generator[int]:
         yield 1
