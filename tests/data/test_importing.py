@@ -289,6 +289,25 @@ def test_polygons_and_masks_of_coco(tmp_path: Path) -> None:
     assert len(objects.ignored) == 1
 
 
+@pytest.mark.parametrize(
+    ("corner", "side", "pixels", "parts"), [(20, 10, 200, 2), (15, 10, 175, 1), (12, 10, 136, 1), (10.5, 9, 100, 1)]
+)
+def test_polygons_of_one_coco_object_may_overlap(
+    tmp_path: Path, corner: float, side: int, pixels: int, parts: int
+) -> None:
+    """As in pycocotools. An outline whose polygons overlap would exclude the pixels that are in both."""
+    write_image(tmp_path / "lab" / "a.png", tissue())
+    rings = [np.ravel(square(x, x, side)[:-1]).tolist() for x, side in ((10, 10), (corner, side))]
+    annotation = {"id": 1, "image_id": 1, "category_id": 1, "segmentation": rings}
+    content = {"images": [IMAGE], "annotations": [annotation], "categories": [{"id": 1, "name": "x"}]}
+    write_json(tmp_path / "lab" / "coco.json", content)
+    dataset = bring(tmp_path / "lab")
+    assert (read_objects(dataset.samples[0], 0.25).labels > 0).sum() == pixels
+    (item,) = read_geojson(dataset.samples[0].annotations[0])
+    assert not isinstance(item.shape, Point)
+    assert len(item.shape) == parts
+
+
 def test_run_lengths_as_pycocotools_writes_them() -> None:
     """The text was written by pycocotools."""
     mask, (top, left) = decode_runs("m05400MM0330000007LM", 9, 12)
@@ -383,9 +402,12 @@ IMAGE = {"id": 1, "file_name": "a.png", "height": SIZE[0], "width": SIZE[1]}
         ({"image_id": 2}, "the image_id 2, which it does not list"),
         ({"category_id": 7}, "the category_id 7, which it does not list"),
         ({"segmentation": [[1, 2, 3, 4]]}, "a polygon needs at least three vertices"),
-        ({"segmentation": {"counts": [10**30], "size": [10, 10]}}, "a number has 31 digits"),
-        ({"segmentation": {"counts": [1], "size": [10**6, 10**6]}}, "an implausible size"),
-        ({"segmentation": {"counts": "0", "size": [10, "x"]}}, "an implausible size"),
+        ({"segmentation": {"counts": [10**30], "size": [60, 80]}}, "a number has 31 digits"),
+        ({"segmentation": {"counts": [1], "size": [10**6, 10**6]}}, "1000000 × 1000000 px, but its image 60 × 80 px"),
+        ({"segmentation": {"counts": [0, 9, 9591], "size": [120, 80]}}, "mask has 120 × 80 px, but its image 60 × 80"),
+        ({"segmentation": [[1, 2, 1e300, 4, 5, 6]]}, "with coordinates that are on the image"),
+        ({"keypoints": [float("nan"), 2, 2]}, "its keypoint is not on the image"),
+        ({"bbox": [1, 2, 1e308, 1e308]}, "neither a segmentation nor a bounding box with an area"),
     ],
 )
 def test_faulty_coco_files_are_refused(tmp_path: Path, annotation: dict[str, Any], message: str) -> None:
@@ -628,8 +650,9 @@ def test_mat_files_of_hovernet(tmp_path: Path, version: float) -> None:
 
 def test_classes_of_hovernet_may_be_a_map_of_types(tmp_path: Path) -> None:
     write_image(tmp_path / "lab" / "a.png", tissue())
-    savemat(tmp_path / "lab" / "a.mat", hovernet(type_map=np.where(label_map() == 20, 4, 2)))
-    assert read_objects(bring(tmp_path / "lab").samples[0], 0.25).classes == {1: "2", 2: "4", 3: "2", 4: "2", 5: "2"}
+    savemat(tmp_path / "lab" / "a.mat", hovernet(type_map=np.where(label_map() == 20, -(10**12), 2)))
+    classes = read_objects(bring(tmp_path / "lab").samples[0], 0.25).classes
+    assert classes == {1: "2", 2: "-1000000000000", 3: "2", 4: "2", 5: "2"}
 
 
 @pytest.mark.parametrize(
@@ -638,7 +661,10 @@ def test_classes_of_hovernet_may_be_a_map_of_types(tmp_path: Path) -> None:
         ({"x": np.zeros(3)}, "contains neither `inst_map` nor `inst_centroid`"),
         ({"inst_map": np.array([[{"a": 1}]], object)}, "of type object; expected numbers"),
         ({"inst_map": np.full((9, 9), 0.5)}, "not a label map of whole numbers"),
+        ({"inst_map": np.full((9, 9), 3e9)}, "not a label map of whole numbers from 0 to 2147483647"),
         ({"inst_map": label_map(), "inst_type": np.arange(3)}, "has 3 classes in `inst_type` for 5 objects"),
+        ({"inst_map": label_map(), "inst_type": np.full(5, np.nan)}, "a class that is NaN or infinite"),
+        ({"inst_centroid": np.full((2, 2), 1e300)}, "an `inst_centroid` that does not fit"),
     ],
 )
 def test_faulty_mat_files_are_refused(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
@@ -666,6 +692,13 @@ def test_folders_of_classes_keep_their_splits(tmp_path: Path) -> None:
         (split, label) for split in ("train", "valid", "test") for label in ("normal", "tumor")
     }
     assert len(dataset.samples) == len(rows) == 14
+
+
+def test_one_class_is_kept(tmp_path: Path) -> None:
+    for name in "ab":
+        write_image(tmp_path / "lab" / name / "1.png", tissue())
+    with pytest.raises(DataError, match="--classes leaves out all images; keep at least one class"):
+        bring(tmp_path / "lab", classes="a=,b=")
 
 
 def test_classes_with_few_patches_do_not_prevent_a_split(tmp_path: Path) -> None:
@@ -712,6 +745,47 @@ def test_table_states_patients_and_splits(tmp_path: Path) -> None:
     assert any("left out 6 images" in note for note in note_messages(dataset))
 
 
+def test_table_may_have_any_columns_but_none_twice(tmp_path: Path) -> None:
+    root = patients(tmp_path / "lab", count=1)
+    for path in root.glob("*.csv"):
+        write_text(path, "10,12\n")
+    table = tmp_path / "table.csv"
+
+    def refusal(*rows: tuple[str, ...]) -> str:
+        write_csv(table, list(rows))
+        with pytest.raises(DataError) as refused:
+            bring(root, table=table, columns="row,column")
+        assert not (tmp_path / "out").exists()
+        return str(refused.value)
+
+    header = ("Image", "Patient ID", "Age")
+    assert "columns for the group of an image, 'patient id' and 'case'" in refusal((*header[:2], "Case"), ("a", "", ""))
+    twice = refusal(header, ("P00_0.png", "A", "1"), ("P00_0.png", "B", "1"))
+    assert "lists the image P00_0.png again in line 3, with other values; keep one line" in twice
+    for spacing in ("abc", "-1", "nan", "0,25", "1e9"):
+        message = refusal(("image", "spacing"), ("P00_0.png", spacing))
+        assert message.startswith(f"The pixel spacing of P00_0.png is {spacing!r}"), message
+    write_csv(table, [header, ("P00_0.png", "A", "1"), ("P00_0.png", "A", "2")])
+    dataset = bring(root, table=table, columns="row,column")
+    assert [sample.case for sample in dataset.samples] == ["A"]
+    assert any("did not use 1 column (age) of" in note for note in note_messages(dataset))
+
+
+def test_links_keep_their_names_and_do_not_form_loops(tmp_path: Path) -> None:
+    root = tmp_path / "lab"
+    write_image(tmp_path / "store" / "0.png", tissue()).rename(tmp_path / "store" / "0")
+    write_json(tmp_path / "store" / "1", {"type": "FeatureCollection", "features": [feature("Point", [3, 3])]})
+    root.mkdir()
+    for name in "ab":
+        (root / f"{name}.png").symlink_to(tmp_path / "store" / "0")
+        (root / f"{name}.geojson").symlink_to(tmp_path / "store" / "1")
+        (root / f"latest-{name}").symlink_to(root)
+    bring(root)
+    assert [(row["image"], row["points"]) for row in manifest(tmp_path)] == [
+        (f"../lab/{name}.png", f"annotations/{name}.png.geojson") for name in "ab"
+    ]
+
+
 def test_patients_in_two_splits_are_reported(tmp_path: Path) -> None:
     root = patients(tmp_path / "lab", count=2)
     rows = [(f"P{i:02d}_{k}.png", f"case {i}", split) for i in (0, 1) for k, split in enumerate(("train", "valid"))]
@@ -745,6 +819,7 @@ def test_validation_patients_are_taken_from_training_patients(tmp_path: Path) ->
         ({"spacing_um_px": 50}, "--spacing-um-px is 50 µm/px"),
         ({"patient": "(", "read_as": "points"}, "is not a regular expression"),
         ({"patient": "P1", "read_as": "points"}, "--patient 'P1' does not match the path"),
+        ({"patient": r"(P\d)?a\.png", "read_as": "points"}, "matches the path .* but its first group is empty there"),
         ({}, r"both points or boxes \(1\) and outlines \(1\); choose --as points"),
     ],
 )

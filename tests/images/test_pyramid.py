@@ -1,10 +1,13 @@
 """Reading a pyramid returns what was written at every level; a pyramid that fails leaves no file."""
 
+import io
 import re
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
 import pytest
@@ -12,9 +15,8 @@ import tifffile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rotopath.images import open_slide
+from rotopath.images import UnreadableFileError, open_slide
 from rotopath.images import pyramid as pyramid_module
-from rotopath.images.files import UnreadableFileError
 from rotopath.images.pyramid import MapFile, MapWriter, StoredMap, write_pyramid
 
 
@@ -195,3 +197,42 @@ def test_any_overwritten_bytes_of_a_stored_map_are_harmless_or_refused(tmp_path:
         (tmp_path / "map.zip").write_bytes(content[:start] + b"\xff" * 4 + content[start + 4 :])
         with suppress(UnreadableFileError), StoredMap(tmp_path / "map.zip") as stored:
             stored.read((0, 4), (0, 4), 1)
+
+
+def _to_npy(values: np.ndarray) -> bytes:
+    with io.BytesIO() as content:
+        np.save(content, values)
+        return content.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"about.json": b"[]"}, "another type than expected"),
+        ({"about.json": b"[" * 100_000}, "nested too deeply"),
+        ({"about.json": bytes(2**21)}, "about.json is too large"),
+        ({"mask.npy": _to_npy(np.ones((2, 2)))}, "another type than expected"),
+        ({"mask.npy": bytes(2**20)}, "mask.npy is too large"),
+        (
+            {"mask.npy": _to_npy(np.ones(8, np.uint8)).replace(b"(8,), }" + b" " * 12, b"(8000000000000,), }")},
+            "allocate",
+        ),
+        ({"0,0,3,4,99999999999999999999": b""}, "too large to convert"),
+        ({"0,0,3,4,-4": b""}, "another type than expected"),
+        ({"0,0,3,4,4096": b""}, "a block is larger than 512"),
+        ({"0,0,1,4,4": zlib.compress(bytes(64))}, "a block has 1 channels instead of 3"),
+        ({"0,0,3,4,4": zlib.compress(bytes(10**8))}, "cannot reshape"),
+        ({"0,0,3,4,4": bytes(2**21)}, "0,0,3,4,4 is too large"),
+        ({"0,0,3,4,4": b"xyz"}, "incorrect header"),
+    ],
+)
+def test_stored_maps_of_strangers_are_refused_before_they_fill_the_memory(
+    parts: dict[str, bytes], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pyramid_module, "MAX_MASK_BYTES", 2**19)
+    with ZipFile(tmp_path / "map.zip", "w", ZIP_DEFLATED) as file:
+        for name, content in ({"about.json": b"{}", "mask.npy": _to_npy(np.ones((2, 2), np.uint8))} | parts).items():
+            file.writestr(name, content)
+    sentence = f"is damaged .*{re.escape(message)}.*; predict the slide again"
+    with pytest.raises(UnreadableFileError, match=sentence), StoredMap(tmp_path / "map.zip") as stored:
+        stored.read((0, 4), (0, 4), 3)

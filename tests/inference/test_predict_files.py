@@ -30,13 +30,14 @@ from test_pretrained import draw_tissue
 from typer.testing import CliRunner, Result
 
 import rotopath as rp
-from rotopath import pretrained, runs
+from rotopath import pretrained, runs, writing
 from rotopath.cli import app
 from rotopath.data import DataError
 from rotopath.images import geojson
 from rotopath.images.drawing import WARNING_INK
 from rotopath.images.geojson import SlideObject, read_geojson, write_geojson
 from rotopath.images.outlines import Point, Polygon, fill_outline
+from rotopath.images.pyramid import MapWriter, StoredMap
 from rotopath.inference import predict_files, tiling
 from rotopath.inference.slide_pass import Model, SlidePass
 from rotopath.metrics import smooth_images
@@ -908,6 +909,45 @@ def test_a_stored_map_is_refused_if_it_is_not_what_would_be_predicted(images: Pa
     for content in (whole[: len(whole) // 2], b"", whole.replace(b"weights", b"WEIGHTS")):
         (out / "a.png" / "map.zip").write_bytes(content)
         assert "map.zip is damaged" in refusal("--threshold", 0.6)
+
+
+@pytest.mark.parametrize("value", [7.0, -1.0, np.nan])
+def test_a_map_of_other_numbers_than_probabilities_is_refused(images: Path, tmp_path: Path, value: float) -> None:
+    words = (MODEL, images / "a.png", "--out", tmp_path, "--spacing-um-px", 1.0, "--device", "cpu", "--everywhere")
+    assert call(*words, "--keep-map").exit_code == 0
+    path = tmp_path / "a.png" / "map.zip"
+    with StoredMap(path) as stored:
+        about, mask = stored.about, stored.mask
+    with MapWriter(path) as writer:
+        writer.write(0, 0, np.full((1, 2, 2), value, np.float32))
+        writer.describe(about, mask)
+    refused = call(*words, "--reuse", "--threshold", 0.6)
+    assert refused.exit_code == 2
+    assert "values that are not probabilities" in " ".join(refused.output.split())
+    with MapWriter(path) as writer:
+        writer.describe({"options": []}, mask)
+    assert "stored with weights None, but" in " ".join(call(*words, "--reuse", "--threshold", 0.6).output.split())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="lists open files in /proc")
+def test_no_file_is_open_when_reused_results_are_replaced(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows does not rename a folder with an open file."""
+    words = (MODEL, images / "a.png", "--out", tmp_path, "--spacing-um-px", 1.0, "--device", "cpu", "--everywhere")
+    assert call(*words, "--keep-map").exit_code == 0
+    rename, renamed = writing._rename, []
+
+    def rename_closed(old: Path, new: Path) -> None:
+        open_files = [link.resolve() for link in Path("/proc/self/fd").iterdir()]
+        assert not [path for path in open_files if path.is_relative_to(old.resolve())]
+        renamed.append(old)
+        rename(old, new)
+
+    monkeypatch.setattr(writing, "_rename", rename_closed)
+    result = call(*words, "--reuse", "--threshold", 0.6)
+    assert result.exit_code == 0, result.output
+    assert len(renamed) > 1
 
 
 def refusal_of_model(words: tuple[object, ...]) -> str:

@@ -762,7 +762,7 @@ def test_after_an_error_no_thread_reads_from_the_closed_slide(failing: str, monk
     try:
         with as_slide(image, 0.25) as slide:
             with SlidePass(model, slide, PassOptions(tile_px=200, everywhere=True)) as slide_pass:
-                for _ in slide_pass.objects(lambda _done, _all: fail() if failing == "caller" else None):
+                for _ in slide_pass.objects(fail if failing == "caller" else lambda _done, _all: None):
                     pass
             is_closed = True
     except RuntimeError:  # its traceback refers to the generators, as in `predict_files`

@@ -248,9 +248,10 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
     """
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
-    command = [sys.executable, tmp_path / "script.py"]
-    output = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=120, check=False).stdout
-    worker = int(output.split()[-1])
+    with (tmp_path / "output").open("w") as output:  # not a pipe, which would stay open until the worker ends
+        command = [sys.executable, tmp_path / "script.py"]
+        subprocess.run(command, stdout=output, stderr=subprocess.DEVNULL, timeout=120, check=False)
+    worker = int((tmp_path / "output").read_text().split()[-1])
     for _ in range(100):
         if not is_running(worker):
             return
@@ -328,6 +329,16 @@ def test_items_are_computed_one_ahead_in_another_thread() -> None:
     ahead.close()  # type: ignore[attr-defined]
     assert made == [0, 1, 2], "one item ahead, and no more"
     assert closed == [10, 3], "the iterator was closed"
+
+
+def test_the_other_thread_uses_the_same_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: chosen.append((gpu, threading.current_thread())))
+    (thread,) = compute_ahead(threading.current_thread() for _ in range(1))
+    assert chosen == [(3, thread)]
+    assert thread is not threading.current_thread()
 
 
 def test_an_error_of_the_other_thread_is_raised_in_its_place() -> None:

@@ -13,7 +13,7 @@ from scipy import ndimage
 
 from rotopath.data.annotations import AnnotationError
 from rotopath.images.files import open_image, read_labels, read_rgb
-from rotopath.images.geojson import SlideObject
+from rotopath.images.geojson import MAX_COORDINATE_PX, SlideObject
 from rotopath.images.outlines import Point, trace_outlines
 
 MaskKind = Literal["objects", "binary", "classes"]
@@ -138,6 +138,8 @@ def read_mat(path: Path) -> MaskObjects:
     """
     arrays = _read_mat_arrays(path, ("inst_map", "type_map", "inst_type", "inst_centroid"))
     types = arrays["inst_type"].ravel() if "inst_type" in arrays else None
+    if any(name in arrays and not np.isfinite(arrays[name]).all() for name in ("inst_type", "type_map")):
+        raise AnnotationError(path, "has a class that is NaN or infinite; save it again.")
     if "inst_map" not in arrays:
         if "inst_centroid" not in arrays:
             raise AnnotationError(
@@ -145,21 +147,26 @@ def read_mat(path: Path) -> MaskObjects:
             )
         positions = arrays["inst_centroid"].reshape(-1, 2).astype(np.float64)
         names = [""] * len(positions) if types is None else [str(int(number)) for number in types]
-        if len(names) != len(positions) or not np.isfinite(positions).all():
+        if len(names) != len(positions) or not (np.abs(positions) < MAX_COORDINATE_PX).all():
             raise AnnotationError(path, "has an `inst_centroid` that does not fit its `inst_type`; save it again.")
         points = (Point(float(y) + 0.5, float(x) + 0.5) for x, y in positions)
         named = zip(points, names, strict=True)
         return MaskObjects([SlideObject(point, "annotation", name) for point, name in named], None)
     values = arrays["inst_map"]
-    if values.ndim != 2 or not (np.isfinite(values).all() and (values >= 0).all() and (values == values.round()).all()):
-        raise AnnotationError(path, "has an `inst_map` that is not a label map of whole numbers; save it again.")
+    largest = np.iinfo(np.int32).max
+    if values.ndim != 2 or not ((values >= 0).all() and (values <= largest).all() and (values == values.round()).all()):
+        raise AnnotationError(
+            path, f"has an `inst_map` that is not a label map of whole numbers from 0 to {largest}; save it again."
+        )
     labels = values.astype(np.int32)
     numbers = np.unique(labels[labels > 0])
     if types is not None and len(types) == len(numbers):
         names = [str(int(number)) for number in types]
     elif "type_map" in arrays and arrays["type_map"].shape == labels.shape:
-        type_map = arrays["type_map"].astype(np.int64)
-        names = [str(int(np.bincount(type_map[labels == number]).argmax())) for number in numbers]
+        names = []
+        for number in numbers:
+            present, counts = np.unique(arrays["type_map"][labels == number], return_counts=True)
+            names.append(str(int(present[counts.argmax()])))
     elif types is None:
         names = [""] * len(numbers)
     else:

@@ -15,8 +15,8 @@ import numpy as np
 
 from rotopath.data.annotations import AnnotationError, read_aperio_outlines, read_aperio_spacing_um_px
 from rotopath.data.dataset import DataError, Finding, Sample, annotated_size_px, count_and_list, read_csv
-from rotopath.data.import_masks import decode_runs, encode_runs
-from rotopath.images.geojson import IGNORED_CLASS, SlideObject, parse_geojson, read_json
+from rotopath.data.import_masks import MAX_MASK_PX, decode_runs, encode_runs
+from rotopath.images.geojson import IGNORED_CLASS, MAX_COORDINATE_PX, SlideObject, parse_geojson, read_json
 from rotopath.images.outlines import Point, Polygon, fill_outline, make_polygon, trace_outlines
 
 # Words in the names of columns, by what the column contains. Other words are ignored if they are in FILLER_WORDS.
@@ -131,9 +131,11 @@ def _parse_coco(path: Path, content: Mapping[str, Any]) -> list[Annotation]:
     annotations = []
     for number, image in images.items():
         objects, boxes = [], 0
+        size = image.get("height"), image.get("width")
+        size_px = size if all(isinstance(side, int) for side in size) else None
         for item in items[number]:
             try:
-                shape, is_box = _parse_coco_shape(item, has_corners)
+                shape, is_box = _parse_coco_shape(item, has_corners, size_px)
                 name = IGNORED_CLASS if item.get("iscrowd") else names[item["category_id"]]
             except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
                 raise AnnotationError(
@@ -143,7 +145,6 @@ def _parse_coco(path: Path, content: Mapping[str, Any]) -> list[Annotation]:
                 ) from None
             objects.append(SlideObject(shape, "annotation", name))
             boxes += is_box
-        size = image.get("height"), image.get("width")
         row = {key: str(image[key]) for key in ("group", "split") if isinstance(image.get(key), str)}
         spacing = image.get("spacing_um_px")
         annotations.append(
@@ -152,7 +153,7 @@ def _parse_coco(path: Path, content: Mapping[str, Any]) -> list[Annotation]:
                 str(image["file_name"]),
                 tuple(objects),
                 boxes,
-                size if all(isinstance(side, int) for side in size) else None,
+                size_px,
                 float(spacing) if isinstance(spacing, int | float) else None,
                 row=row,
                 notes=notes,
@@ -200,30 +201,64 @@ def _has_corners(path: Path, images: Mapping[Any, Any], items: Mapping[Any, list
     return bool(np.ptp(second - first, axis=0).max() == 0 < np.ptp(second, axis=0).max())
 
 
-def _parse_coco_shape(item: Mapping[str, Any], has_corners: bool) -> tuple[Point | tuple[Polygon, ...], bool]:
+def _parse_coco_shape(
+    item: Mapping[str, Any], has_corners: bool, size_px: tuple[int, int] | None
+) -> tuple[Point | tuple[Polygon, ...], bool]:
     """Return the shape of a COCO annotation, and whether it is only a bounding box.
+
+    `size_px` is the size of the image (height, width), if it is stated.
 
     The shape comes from the segmentation (polygons, or run lengths of a mask), a single keypoint, or the bounding box.
     """
     segmentation = item.get("segmentation")
     if isinstance(segmentation, Mapping):
+        if size_px is not None and tuple(segmentation["size"]) != tuple(size_px):
+            raise ValueError(
+                f"its mask has {' × '.join(map(str, segmentation['size']))} px, but its image {size_px[0]} × "
+                f"{size_px[1]} px (height × width)"
+            )
         mask, offset = decode_runs(segmentation["counts"], *segmentation["size"])
         return trace_outlines(mask, offset)[1], False
     if segmentation:
         rings = [np.array(ring, np.float64).reshape(-1, 2)[:, ::-1] for ring in segmentation]
-        if not all(len(ring) >= 3 and np.isfinite(ring).all() for ring in rings):
-            raise ValueError("a polygon needs at least three vertices")
-        return tuple(make_polygon(ring) for ring in rings), False
+        if not all(len(ring) >= 3 and (np.abs(ring) < MAX_COORDINATE_PX).all() for ring in rings):
+            raise ValueError("a polygon needs at least three vertices, with coordinates that are on the image")
+        return _unite([make_polygon(ring) for ring in rings]), False
     keypoints = item.get("keypoints")
     left, top, right, bottom = (float(value) for value in item["bbox"]) if item.get("bbox") else (0.0,) * 4
     if keypoints and len(keypoints) == 3 and (right, bottom) == (0, 0):
+        if not (np.abs(np.array(keypoints[:2], np.float64)) < MAX_COORDINATE_PX).all():
+            raise ValueError("its keypoint is not on the image")
         return Point(float(keypoints[1]), float(keypoints[0])), False
     if not has_corners:
         right, bottom = left + right, top + bottom
-    if not (right > left and bottom > top and np.isfinite([left, top, right, bottom]).all()):
+    if not (right > left and bottom > top and (np.abs([left, top, right, bottom]) < MAX_COORDINATE_PX).all()):
         raise ValueError("it has neither a segmentation nor a bounding box with an area")
     box = np.array([(top, left), (top, right), (bottom, right), (bottom, left)])
     return (make_polygon(box),), True
+
+
+def _unite(polygons: Sequence[Polygon]) -> tuple[Polygon, ...]:
+    """Return the outline of an object that consists of polygons, which may overlap, as in pycocotools.
+
+    The polygons of an outline must not overlap: pixels inside two of them would be outside of the object. If they do,
+    the outline is that of the pixels in any of them. Raises ValueError if these polygons are too large.
+    """
+    if len(polygons) == 1:
+        return tuple(polygons)
+    corners = np.array([(polygon.outer.min(axis=0), polygon.outer.max(axis=0)) for polygon in polygons])
+    low, high = corners[:, 0], corners[:, 1]
+    touches = np.all((low[:, None] < high[None]) & (high[:, None] > low[None]), axis=2)
+    if touches.sum() == len(polygons):  # each of them only touches itself
+        return tuple(polygons)
+    top, left = np.floor(low.min(axis=0)).astype(int).tolist()
+    height, width = (np.ceil(high.max(axis=0)).astype(int) - (top, left)).tolist()
+    if height * width > MAX_MASK_PX:
+        raise ValueError(f"its polygons overlap, and are too large ({height} × {width} px)")
+    count = np.zeros((height, width), np.int32)
+    for polygon in polygons:
+        count += fill_outline((polygon,), (height, width), (top, left))
+    return tuple(polygons) if count.max() <= 1 else trace_outlines((count > 0).astype(np.int32), (top, left))[1]
 
 
 def make_coco(samples: Sequence[tuple[str, Sample, Sequence[SlideObject]]], are_points: bool) -> dict[str, Any]:
@@ -384,12 +419,12 @@ def _read_classes(path: Path, lines: Sequence[tuple[int, list[str]]], names: Map
 
 
 def _to_number(text: str) -> float | None:
-    """Return a cell as a number, with a point or a comma before the decimals; None if it is not a finite number."""
+    """Return a cell as a number, with a point or a comma before the decimals; None if it is not a plausible number."""
     try:
         number = float(text.replace(",", "."))
     except ValueError:
         return None
-    return number if np.isfinite(number) else None
+    return number if abs(number) < MAX_COORDINATE_PX else None
 
 
 # Classes

@@ -249,17 +249,31 @@ def _collect(sources: Sequence[Path]) -> list[_File]:
         if not source.exists():
             raise DataError(f"{source} does not exist.")
         if source.is_file():
-            files.setdefault(source.resolve(), _File(source, source.parent))
+            files.setdefault(_locate(source), _File(source, source.parent))
             continue
+        seen: set[Path] = set()
         for parent, folders, names in os.walk(source, followlinks=True):
+            resolved = Path(parent).resolve()
+            if resolved in seen:  # a link to a folder above it would otherwise be followed without end
+                folders.clear()
+                continue
+            seen.add(resolved)
             folders[:] = sorted(name for name in folders if not name.startswith("."))
             if set(RESULTS) <= set(names):  # the other files, such as images of the objects, are not annotated
                 names = RESULTS[:1]
             for name in sorted(names):
                 if not name.startswith("."):
                     path = Path(parent) / name
-                    files.setdefault(path.resolve(), _File(path, source))
+                    files.setdefault(_locate(path), _File(path, source))
     return list(files.values())
+
+
+def _locate(path: Path) -> Path:
+    """Return the absolute path of a file. Links to folders are resolved, but not a link to a file.
+
+    The target of such a link may have another name, without the suffix, and several links may have the same target.
+    """
+    return path.parent.resolve() / path.name
 
 
 def _has_suffix(path: Path, suffixes: Collection[str]) -> bool:
@@ -660,6 +674,8 @@ def _label_by_folder(items: Sequence[_Item], renamed: Mapping[str, str]) -> list
     for item in items:
         name = item.label if item.known else item.file.path.parent.name
         item.label = renamed.get(name, name)
+    if not any(item.label for item in items):
+        raise DataError("--classes leaves out all images; keep at least one class.")
     return [item for item in items if item.label]
 
 
@@ -674,7 +690,7 @@ def _describe_images(
         pattern = re.compile(patient) if patient else None
     except re.error as error:
         raise DataError(f"--patient {patient!r} is not a regular expression ({error}).") from None
-    rows = None if table is None else _read_image_table(table, items)
+    rows = None if table is None else _read_image_table(table, items, notes)
     used = [item for item in items if rows is None or id(item) in rows]
     for item in used:
         path = item.file.path
@@ -690,7 +706,13 @@ def _describe_images(
             match = pattern.search(path.as_posix())
             if match is None:
                 raise DataError(f"--patient {patient!r} does not match the path {path.as_posix()!r}; correct it.")
-            item.row["group"] = match[1] if pattern.groups else match[0]
+            group = match[1] if pattern.groups else match[0]
+            if not group:
+                raise DataError(
+                    f"--patient {patient!r} matches the path {path.as_posix()!r}, but its first group is empty there; "
+                    f"correct it."
+                )
+            item.row["group"] = group
         elif "group" not in item.row and (code := find_patient(path.stem)) != path.stem:
             item.row["group"] = code
         if (word := item.row.get("split")) and not find_split(word):
@@ -715,9 +737,22 @@ def _find_folder_split(item: _Item) -> dict[str, str]:
     return {"split": word} if word else {}
 
 
-def _read_image_table(path: Path, items: Sequence[_Item]) -> dict[int, dict[str, str]]:
-    """Return the known columns of a table about images, by the id of each item that the table lists."""
+def _read_image_table(path: Path, items: Sequence[_Item], notes: list[Finding]) -> dict[int, dict[str, str]]:
+    """Return the known columns of a table about images, by the id of each item that the table lists.
+
+    Raises DataError if two columns have the same content, or if two lines about one image differ.
+    """
     table = read_table(path, ())
+    header = list(table[0][1]) if table else []
+    columns = {key: TABLE_COLUMNS.get(re.sub(r"[ -]+", "_", key)) for key in header}
+    for column, count in Counter(filter(None, columns.values())).items():
+        if count > 1:
+            names = " and ".join(repr(key) for key in header if columns[key] == column)
+            raise DataError(f"{path} has several columns for the {column} of an image, {names}; keep one of them.")
+    first = "image" if "image" in header else next(iter(header), "")
+    if unused := [key for key in header if key != first and not columns[key]]:
+        message = f"did not use {count_and_list(unused, 'column')} of {path}."
+        notes.append(Finding("", message, is_problem=False))
     by_name: defaultdict[str, list[_Item]] = defaultdict(list)
     for item in items:
         by_name[_stem(item.file.path).casefold()].append(item)
@@ -733,12 +768,16 @@ def _read_image_table(path: Path, items: Sequence[_Item]) -> dict[int, dict[str,
                 f"{path} names {str(name)!r} in line {line}, but several images have this name; add folders."
             )
         for item in best:
-            rows[id(item)] = {TABLE_COLUMNS[key]: cell for key, cell in row.items() if key in TABLE_COLUMNS and cell}
+            values = {column: row[key] for key, column in columns.items() if column and row[key]}
+            if rows.setdefault(id(item), values) != values:
+                raise DataError(
+                    f"{path} lists the image {item.name} again in line {line}, with other values; keep one line."
+                )
     return rows
 
 
 def _find_spacings(items: Sequence[_Item], spacing_um_px: float | None) -> None:
-    """Add the pixel spacing to the row of each image. Raises DataError if it is unknown for an image."""
+    """Add the pixel spacing to the row of each image. Raises DataError if it is unknown or implausible for an image."""
     unknown = []
     for item in items:
         if "spacing" not in item.row:
@@ -747,11 +786,23 @@ def _find_spacings(items: Sequence[_Item], spacing_um_px: float | None) -> None:
                 unknown.append(item.name)
             else:
                 item.row["spacing"] = f"{spacing:.6g}"
+        elif not _is_spacing(item.row["spacing"]):
+            raise DataError(
+                f"The pixel spacing of {item.name} is {item.row['spacing']!r} in its table or annotations; expected a "
+                f"number from 0.05 to 5 (µm/px)."
+            )
     if unknown:
         raise DataError(
             f"The pixel spacing of {count_and_list(unknown, 'image')} is not known, because the files do not specify "
             f"it; give it with --spacing-um-px, such as 0.25 for images at 40x, or 0.5 for images at 20x."
         )
+
+
+def _is_spacing(text: str) -> bool:
+    try:
+        return is_plausible(float(text))
+    except ValueError:
+        return False
 
 
 def _assign_splits(items: Sequence[_Item], has_labels: bool, notes: list[Finding]) -> None:
@@ -844,16 +895,16 @@ def _write_manifest(folder: Path, out: Path, items: Sequence[_Item], column: str
 def _relative_path(path: Path, folder: Path) -> str:
     """Return the path of a file relative to a folder, or its absolute path if they are on different drives."""
     try:
-        return Path(os.path.relpath(path.resolve(), folder.resolve())).as_posix()
+        return Path(os.path.relpath(_locate(path), folder.resolve())).as_posix()
     except ValueError:
-        return path.resolve().as_posix()
+        return _locate(path).as_posix()
 
 
 def _short_names(paths: Sequence[Path]) -> list[str]:
     """Return the paths of files relative to their common folder, which does not depend on where they are read from."""
-    resolved = [path.resolve() for path in paths]
-    common = os.path.commonpath([path.parent for path in resolved])
-    return [path.relative_to(common).as_posix() for path in resolved]
+    located = [_locate(path) for path in paths]
+    common = os.path.commonpath([path.parent for path in located])
+    return [path.relative_to(common).as_posix() for path in located]
 
 
 # Export

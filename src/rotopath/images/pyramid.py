@@ -38,6 +38,7 @@ MAX_CLASSIC_BYTES = 2**31  # for a larger level 0, a BigTIFF is written: offsets
 BLOCK_PX, CACHED_BLOCKS = 512, 24  # stored maps are compressed in blocks; 24 blocks of three channels need 75 MB
 COMPRESSORS = 4  # number of threads that compress blocks and tiles
 ABOUT, MASK = "about.json", "mask.npy"  # names of the other parts of a stored map
+MAX_ABOUT_BYTES, MAX_MASK_BYTES = 2**20, 2**28  # a mask has a pixel for each 8 µm: 2**28 are over 100 cm²
 Pixels = NDArray[Any]
 
 
@@ -153,19 +154,27 @@ class StoredMap:
     """A map that `MapWriter` has written. Use it in a `with` statement. Several threads may read at once.
 
     `about` states where the map comes from, and `mask` is its mask. Raises UnreadableFileError if the file is damaged,
-    here or later.
+    here or later. The file may come from anyone: parts that are larger than those of `MapWriter` are not read.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            self._zip = ZipFile(path)
-            self.about: dict[str, Any] = parse_json(self._zip.read(ABOUT))
-            self.mask: NDArray[np.uint8] = np.load(io.BytesIO(self._zip.read(MASK)), allow_pickle=False)
-            self._names = [name for name in self._zip.namelist() if name not in (ABOUT, MASK)]
-            self._frames = np.array([name.split(",") for name in self._names], np.int64).reshape(-1, 5)
-        except Exception as error:  # zipfile, zlib and NumPy raise errors of many types for damaged bytes
-            raise self._damaged(error) from None
+        with ExitStack() as stack:
+            try:
+                self._zip = stack.enter_context(ZipFile(path))
+                self.about: dict[str, Any] = parse_json(self._read_part(ABOUT, MAX_ABOUT_BYTES))
+                mask = np.load(io.BytesIO(self._read_part(MASK, MAX_MASK_BYTES)), allow_pickle=False)
+                self.mask: NDArray[np.uint8] = mask
+                self._names = [name for name in self._zip.namelist() if name not in (ABOUT, MASK)]
+                self._frames = np.array([name.split(",") for name in self._names], np.int64).reshape(-1, 5)
+                _, _, _, heights, widths = self._frames.T
+                if not isinstance(self.about, dict) or mask.dtype != np.uint8 or (self._frames < 0).any():
+                    raise ValueError("a part has another type than expected")
+                if (np.maximum(heights, widths) > BLOCK_PX).any():
+                    raise ValueError(f"a block is larger than {BLOCK_PX} × {BLOCK_PX}")
+            except Exception as error:  # zipfile, zlib and NumPy raise errors of any type for damaged bytes
+                raise self._damaged(error) from None
+            stack.pop_all()
         self._read_block = lru_cache(CACHED_BLOCKS)(self._decompress)
 
     def __enter__(self) -> Self:
@@ -188,6 +197,8 @@ class StoredMap:
                 (max(start, first), min(stop, first + size))
                 for (start, stop), first, size in ((rows, top, height), (columns, left, width))
             )
+            if (count := int(self._frames[index, 2])) != channels:
+                raise self._damaged(ValueError(f"a block has {count} channels instead of {channels}"))
             block = self._read_block(index)
             values[:, slice(*(i - rows[0] for i in down)), slice(*(i - columns[0] for i in across))] = block[
                 :, slice(*(i - top for i in down)), slice(*(i - left for i in across))
@@ -195,12 +206,20 @@ class StoredMap:
         return values
 
     def _decompress(self, index: int) -> NDArray[np.float32]:
+        size = 4 * math.prod(self._frames[index, 2:].tolist())
         try:
-            content = zlib.decompress(self._zip.read(self._names[index]))
+            compressed = self._read_part(self._names[index], 2 * size + MAX_ABOUT_BYTES)
+            content = zlib.decompressobj().decompress(compressed, size + 1)
             planes = np.frombuffer(content, np.uint8).reshape(4, -1)
             return np.ascontiguousarray(planes.T).view("<f4").reshape(self._frames[index, 2:])
-        except Exception as error:
+        except Exception as error:  # zipfile and zlib raise errors of any type for damaged bytes
             raise self._damaged(error) from None
+
+    def _read_part(self, name: str, max_bytes: int) -> bytes:
+        """Return a part of the file. Raises ValueError if it is larger than `max_bytes`."""
+        if self._zip.getinfo(name).file_size > max_bytes:
+            raise ValueError(f"its part {name} is too large")
+        return self._zip.read(name)
 
     def _damaged(self, error: Exception) -> UnreadableFileError:
         return UnreadableFileError(self._path, f"is damaged ({error}); predict the slide again, with --keep-map.")

@@ -317,12 +317,15 @@ def _open_map(folder: Path, about: Mapping[str, object], options: FileOptions) -
         raise DataError(f"{folder} contains no stored map; predict the slide with --keep-map first.")
     stored = StoredMap(folder / MAP)
     names = ("weights", "file", "file_bytes", "spacing_um_px", "rotations", "precision")
-    of_map, requested = ({**given, **given["options"]} for given in (stored.about, about))  # type: ignore[dict-item]
-    for name in names if options.same_precision else names[:-1]:
-        if of_map[name] != requested[name]:
+    of_map, requested = (
+        {**given, **(chosen if isinstance(chosen := given.get("options"), dict) else {})}
+        for given in (stored.about, about)
+    )
+    for name in names if options.same_precision or "precision" not in of_map else names[:-1]:
+        if name not in of_map or of_map[name] != requested[name]:
             stored.close()
             raise DataError(
-                f"The map in {folder} was stored with {name} {of_map[name]}, but {requested[name]} is requested; "
+                f"The map in {folder} was stored with {name} {of_map.get(name)}, but {requested[name]} is requested; "
                 f"predict the slide again, with --keep-map."
             )
     return stored
@@ -442,6 +445,7 @@ def _write_results(
         slide_pass = stack.enter_context(SlidePass(model, slide, options.slide, writer, stored))
         if stored is not None:
             _link_file(folder / MAP, unfinished / MAP)
+            stack.callback(stored.close)  # before the old folder is replaced: Windows renames no folder of open files
         if writer is not None:
             writer.describe(about, slide_pass.map_mask)
         prepared = time.perf_counter()

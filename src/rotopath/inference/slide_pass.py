@@ -727,6 +727,11 @@ class SlidePass:
         assert self._stored is not None
         count, has_deviation = len(self.model.task.background_probabilities), self.options.rotations > 1
         values = self._stored.read(rows, columns, count * (1 + has_deviation))
+        if not ((values >= 0) & (values <= 1)).all():  # also false for NaN
+            raise DataError(
+                f"The stored map of {self.slide.path.name} contains values that are not probabilities; predict the "
+                f"slide again, with --keep-map."
+            )
         return values[:count], values[count:] if has_deviation else None
 
     def _write_maps(self, tile: Tile) -> None:

@@ -630,13 +630,23 @@ def _predict_tile(
 
 
 def compute_ahead(items: Generator[Item]) -> Generator[Item]:
-    """Yield items from an iterator that runs in another thread, one item ahead."""
+    """Yield items from an iterator that runs in another thread, one item ahead.
+
+    The other thread uses the current GPU of this thread; the first GPU is the current one of a new thread.
+    """
     end = object()
-    with closing(items) as iterator, ThreadPoolExecutor(1) as pool:
+    has_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    gpu = (torch.cuda.current_device(),) if has_gpu else ()
+    with closing(items) as iterator, ThreadPoolExecutor(1, initializer=_use_gpu, initargs=gpu) as pool:
         waiting = pool.submit(next, iterator, end)
         while (item := waiting.result()) is not end:
             waiting = pool.submit(next, iterator, end)
             yield cast(Item, item)
+
+
+def _use_gpu(gpu: int | None = None) -> None:
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
 
 
 @contextmanager
