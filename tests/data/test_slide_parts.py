@@ -22,6 +22,7 @@ from rotopath.data.manifest import MAX_SIDE_PX
 from rotopath.data.sampling import Windows
 from rotopath.images.outlines import fill_outline
 from rotopath.images.slides import open_slide
+from rotopath.tasks import MITOSIS, NUCLEI
 from rotopath.training.checkpoint import compute_fingerprint
 
 pytestmark = pytest.mark.slow
@@ -162,6 +163,24 @@ def test_the_rest_around_an_area_that_is_no_rectangle_is_ignored(drawn: DrawnSli
     assert np.array_equal(mask[off_diagonal], expected[off_diagonal])
     (full,) = open_marks(drawn, rectangle(300, 300, 200, 200)).samples
     assert read_points(full, 0.25).ignored == ()
+
+
+def test_tasks_ignore_what_is_around_an_area_and_its_objects(drawn: DrawnSlide) -> None:
+    """An object in the bounding box of an area, but outside of the area, is neither learned nor background."""
+    triangle = polygon((300, 300), (500, 300), (500, 500), name="Region*")
+    inside, outside = rectangle(440, 330, 16, 16, "cell"), rectangle(340, 440, 16, 16, "cell")
+    features = [triangle, inside, outside]
+    (sample,) = open_data(write_manifest(drawn.path.parent, "points", features, drawn.path.name)).samples
+    positions, _ = MITOSIS.read_points(sample)
+    assert positions.tolist() == [[147.5, 37.5]]
+    ignored = MITOSIS.read_ignored(sample)
+    assert ignored is not None
+    assert ignored[48, 148]
+    assert not ignored[148, 38]
+    (sample,) = open_data(write_manifest(drawn.path.parent, "outlines", features, drawn.path.name)).samples
+    targets = NUCLEI.targets(sample)
+    assert (targets[40:56, 140:156] == 255).all()
+    assert len(np.unique(targets[140:156, 30:46])) > 1
 
 
 def test_areas_are_cut_at_the_edge_of_the_slide_and_large_ones_are_divided(
