@@ -635,7 +635,8 @@ def compute_ahead(items: Generator[Item]) -> Generator[Item]:
     The other thread uses the current GPU of this thread; the first GPU is the current one of a new thread.
     """
     end = object()
-    gpu = (torch.cuda.current_device(),) if torch.cuda.is_initialized() else ()
+    has_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    gpu = (torch.cuda.current_device(),) if has_gpu else ()
     with closing(items) as iterator, ThreadPoolExecutor(1, initializer=_use_gpu, initargs=gpu) as pool:
         waiting = pool.submit(next, iterator, end)
         while (item := waiting.result()) is not end:
