@@ -1,6 +1,7 @@
 """Regions that tiles cut are merged: each comes out complete, once, with its own pixels."""
 
 import pickle
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,21 @@ def test_a_region_ends_at_a_tile_that_is_skipped(tmp_path: Path) -> None:
     assert not complete.any(), "the region might continue in the next tile"
     (region,) = seams.finish()
     assert (region.top, region.left, region.values.shape) == (1, 2, (2, 1, 2))
+
+
+def test_a_region_as_large_as_the_slide_is_never_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rotopath.tasks.segment.LARGEST_PX", 64**2)
+    side, values = 512, np.zeros((2, 512, 512), np.float32)
+    seams = Seams(BACKGROUND, tmp_path)
+    for rows in cut(side, 64):
+        for columns in cut(side, 64):
+            tile = values[:, slice(*rows), slice(*columns)]
+            add_tile(seams, (side, side), tmp_path, rows, columns, tile[1] < 1, tile)
+    tracemalloc.start()
+    assert sum(region.values[0].size for region in seams.finish()) == side**2
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 * values.nbytes, "16 of the 64 tiles are cached"
 
 
 def test_regions_that_would_be_too_large_stay_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -457,6 +457,7 @@ class TileParts(NamedTuple):
     columns: Span
     total: int  # number of parts; they have the numbers 1 to `total`
     edges: tuple[Labels, ...]  # part number of each output along the top, bottom, left and right edge; 0: no part
+    boxes: Ints  # (total, 4): top, left, bottom and right of the bounding box of each part, on the slide
 
 
 def split_tile(
@@ -481,7 +482,12 @@ def split_tile(
     in_parts = values.reshape(len(values), -1)[:, pixels]
     np.savez(folder / f"{number}.npz", pixels=pixels, part_numbers=part_numbers.ravel()[pixels], values=in_parts)
     edges = tuple(edge.copy() for edge in _edges(part_numbers))
-    return mask & (part_numbers == 0), TileParts(rows, columns, int(is_cut.sum()), edges)
+    boxes = [
+        (down.start + rows.start, across.start + columns.start, down.stop + rows.start, across.stop + columns.start)
+        for down, across in ndimage.find_objects(part_numbers)
+    ]
+    parts = TileParts(rows, columns, len(boxes), edges, np.array(boxes, np.int64).reshape(-1, 4))
+    return mask & (part_numbers == 0), parts
 
 
 def _edges(labels: Labels) -> tuple[Labels, ...]:
@@ -503,6 +509,7 @@ class Seams:
         self._background, self._folder = np.asarray(background, np.float32), folder
         self._tiles: list[tuple[Span, Span]] = []  # rows and columns of each tile
         self._parts: list[tuple[int, int]] = []  # tile number, and part number in this tile, of each part of the slide
+        self._boxes: list[Ints] = [np.empty((0, 4), np.int64)]  # bounding boxes (n, 4) of the parts of each tile
         self._pairs: list[NDArray[np.integer]] = []  # (2, n): parts that are connected, as indices of `_parts`
         # Edges of tiles whose neighbors are still to come: the index in `_parts` of the part at each output, or -1. The
         # key is the axis that the edge crosses, and the first row and column of the neighbor.
@@ -515,6 +522,7 @@ class Seams:
         first = len(self._parts)
         self._parts += [(len(self._tiles), part) for part in range(1, parts.total + 1)]
         self._tiles.append((rows, columns))
+        self._boxes.append(parts.boxes)
         top, bottom, left, right = (np.where(edge > 0, first + edge - 1, -1) for edge in parts.edges)
         for axis, edge in enumerate((top, left)):
             neighbor = self._open_edges.pop((axis, rows.start, columns.start), None)
@@ -525,33 +533,36 @@ class Seams:
         self._open_edges[1, rows.start, columns.stop] = right
 
     def finish(self) -> Iterator[Rectangle]:
-        """Merge and yield all regions that touch a border between tiles. Call this after the last tile."""
+        """Merge and yield all regions that touch a border between tiles. Call this after the last tile.
+
+        If the bounding box of a region is larger than `LARGEST_PX`, each of its parts is yielded as a separate region.
+        """
+        boxes = np.concatenate(self._boxes)
         pairs = np.concatenate([np.empty((2, 0), np.int64), *self._pairs], axis=1)
         table = coo_array((np.ones(pairs.shape[1], bool), tuple(pairs)), shape=(len(self._parts),) * 2)
-        groups: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        groups: defaultdict[int, list[int]] = defaultdict(list)  # indices of `_parts`
         if self._parts:
-            for part, region in zip(self._parts, connected_components(table, directed=False)[1].tolist(), strict=True):
-                groups[region].append(part)
-        for parts in groups.values():
-            yield from self._merge([self._read_part(*part) for part in parts])
+            for index, region in enumerate(connected_components(table, directed=False)[1].tolist()):
+                groups[region].append(index)
+        for indices in groups.values():
+            top, left = boxes[indices, :2].min(axis=0).tolist()
+            bottom, right = boxes[indices, 2:].max(axis=0).tolist()
+            if (bottom - top) * (right - left) <= LARGEST_PX:
+                yield self._merge(indices)
+            else:  # such a region may be as large as the tissue, and would not fit in memory
+                yield from (self._merge([index]) for index in indices)
 
-    def _merge(self, parts: list[tuple[NDArray[np.int64], Map]]) -> Iterator[Rectangle]:
-        """Merge the parts of one region, as `_read_part` returns them, and yield the region in its bounding box.
-
-        If the bounding box of the region is larger than `LARGEST_PX`, each part is yielded as a separate region.
-        """
+    def _merge(self, indices: list[int]) -> Rectangle:
+        """Merge the parts of one region, given by their indices in `_parts`, and return it in its bounding box."""
+        parts = [self._read_part(*self._parts[index]) for index in indices]
         positions = np.concatenate([positions for positions, _ in parts], axis=1)  # (2, pixels)
         top, left = positions.min(axis=1)
         height, width = positions.max(axis=1) + 1 - (top, left)
-        if height * width > LARGEST_PX and len(parts) > 1:
-            for part in parts:
-                yield from self._merge([part])
-            return
         values = np.concatenate([values for _, values in parts], axis=1)  # (k, pixels)
         box = np.zeros((len(values), height, width), np.float32)
         box[: len(self._background)] = self._background[:, None, None]
         box[:, positions[0] - top, positions[1] - left] = values
-        yield Rectangle(int(top), int(left), box)
+        return Rectangle(int(top), int(left), box)
 
     def _read_part(self, tile: int, part: int) -> tuple[NDArray[np.int64], Map]:
         """Return the part of a region in one tile: positions of outputs on the slide (2, n), and channels (k, n)."""
