@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from scipy.fft import dct
 from torch import Tensor
 from torch.nn import functional
 
@@ -256,9 +257,7 @@ def _jpeg_matrices() -> tuple[Tensor, Tensor, Tensor]:
     """
     luma = np.array([0.299, 0.587, 0.114])
     blue, red = (np.eye(3)[2] - luma) / 1.772, (np.eye(3)[0] - luma) / 1.402
-    frequency, position = np.mgrid[:8, :8]
-    cosines = np.cos((2 * position + 1) * frequency * np.pi / 16) / 2
-    cosines[0] /= np.sqrt(2)
+    cosines = dct(np.eye(8), axis=0, norm="ortho")
     luma_steps = [
         [16, 11, 10, 16, 24, 40, 51, 61],
         [12, 12, 14, 19, 26, 58, 60, 55],
