@@ -93,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("device", nargs="?", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--model", action="append")
-    parser.add_argument("--side", type=int, default=3000)
+    parser.add_argument("--side", type=int, default=3000, help="side of the slide, in pixels of the model")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--image", type=Path, nargs="+", default=[], help="four images of at least 768 × 768 px")
     parser.add_argument("--fast", action="store_true", help="write no file")
@@ -101,12 +101,12 @@ def main() -> None:
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        small, large = folder / "small.tif", folder / "large.tif"
         block = read_block(options.image)
-        write_slide(small, block, 1536)
-        write_slide(large, block, options.side)
         for name in options.model or ["nuclei-kumar-n8", "mitosis-amida13-n8", "tumor-pcam-n8"]:
             model = rp.load(name)
+            small, large = folder / f"small-{name}.tif", folder / f"large-{name}.tif"
+            write_slide(small, block, 1536)
+            write_slide(large, block, round(options.side * model.task.spacing_um_px / SPACING_UM_PX))
             tiles, alone = measure_network(model, large, options.device)
             objects: set[str] = set()
             for workers in options.workers:
@@ -137,6 +137,7 @@ def main() -> None:
                     }
                 )
                 print(rows[-1], flush=True)
+            large.unlink()
             if len(objects) > 1:
                 raise SystemExit(f"{name}: the objects depend on the number of workers.")
     record("pipeline", rows, options.device, write=not options.fast)
