@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import DEVICE, TOLERANCE
+from kernel_cases import DEVICE, TOLERANCE, features, use_kernels
 from torch import Tensor
 
 import rotopath as rp
@@ -81,8 +81,8 @@ def test_inputs_in_several_tiles() -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """The calls of the kernel, by layers that treat every input as if it were on a GPU."""
     calls: Calls = []
-    real = rotate_kernels.rotate
-    monkeypatch.setattr(rotate_kernels, "rotate", lambda *args: calls.append(args) or real(*args))
+    real = rotate_kernels.compute
+    monkeypatch.setattr(rotate_kernels, "compute", lambda *args: calls.append(args) or real(*args))
     monkeypatch.setattr(triton, "can_run_on", lambda _: True)
     monkeypatch.setattr(triton, "can_lift", lambda *_: False)
     return calls
@@ -121,7 +121,7 @@ def test_second_derivatives(calls: Calls) -> None:
 
     layer = make_layer(True, 2, 3, 3, 4)
     actual = second_derivative(layer, layer.kernels_for(torch.zeros(1, 8, 5, 5, device=DEVICE)))
-    assert len(calls) == 1
+    assert len(calls) == 2, "for the kernels, and for the gradient of their gradient"
     torch.testing.assert_close(actual, second_derivative(layer, layer.kernels()), atol=1e-4, rtol=1e-4)
 
 
@@ -171,3 +171,74 @@ def test_convolutions_compute_in_the_dtype_of_autocast_or_of_the_weights(monkeyp
     monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.bfloat16)
     assert triton.compute_dtype(x) == triton.compute_dtype(x, weight) == torch.bfloat16
     assert triton.compute_dtype(x.double(), weight.double()) == torch.float64
+
+
+@pytest.mark.parametrize("options", [{}, {"bias": True, "padding": 1}, {"stride": 2, "groups": 2, "reflections": True}])
+@pytest.mark.parametrize("is_channels_last", [True, False])
+def test_group_convolution_on_a_gpu_gives_the_results_and_gradients_of_the_rotation_map(
+    options: dict[str, object], is_channels_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_layer(True, 4, 6, 3, 4, **options)
+    shape = (2, 4, 8 if layer.reflections else 4, 7, 7)
+    x = features(shape, 0, torch.float32) if is_channels_last else torch.randn(shape, device=DEVICE)
+    results = []
+    for on_gpu in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(triton, "can_run_on", lambda _, on_gpu=on_gpu: on_gpu)
+            inputs = x.clone().requires_grad_(), layer.weight, *([] if layer.bias is None else [layer.bias])
+            y = layer(inputs[0])
+            first = torch.autograd.grad(y.square().sum(), inputs, create_graph=True)
+            second = torch.autograd.grad(first[0].square().sum(), inputs[:2])
+            results.append((y, *first, *second))
+    for expected, actual in zip(*results, strict=True):
+        assert actual.shape == expected.shape
+        torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-4)
+
+
+def test_the_output_of_a_group_convolution_can_be_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_kernels(monkeypatch)
+    layer, x = make_layer(True, 2, 2, 3, 4), features((1, 2, 4, 5, 5), 0, torch.float32)
+    y = layer(x)
+    expected = torch.autograd.grad(y.relu().sum(), layer.weight)
+    y = layer(x)
+    actual = torch.autograd.grad(y.relu_().sum(), layer.weight)
+    torch.testing.assert_close(actual, expected)
+
+
+class CompiledStub:
+    """A kernel that counts how often it is compiled, and records its launches."""
+
+    def __init__(self) -> None:
+        self.arg_names = ["x", "size", "BLOCK"]
+        self.compiled: Calls = []
+        self.launched: Calls = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> object:
+        def compile_and_launch(**arguments: object) -> Variant:
+            self.compiled.append((grid, *arguments.values()))
+            return Variant(self)
+
+        return compile_and_launch
+
+
+class Variant:
+    def __init__(self, stub: CompiledStub) -> None:
+        self.stub = stub
+
+    def __getitem__(self, grid: tuple[int, ...]) -> object:
+        return lambda *values: self.stub.launched.append((grid, *values))
+
+
+def test_a_kernel_is_compiled_again_only_for_other_types_alignments_and_numbers() -> None:
+    stub = CompiledStub()
+    kernel, x = triton.LaunchableKernel(stub), torch.zeros(64, device=DEVICE)
+    kernel[2, 3](BLOCK=8, x=x, size=64)
+    kernel[5,](size=64, x=x.clone(), BLOCK=8)  # in any order
+    assert len(stub.compiled) == 1
+    ((grid, *values),) = stub.launched
+    assert grid == (5, 1, 1)
+    assert values[1:] == [64, 8]  # in the order of the kernel
+    for others in ({"x": x.double()}, {"x": x[1:]}, {"size": 1}, {"BLOCK": 16}, {"x": None}):
+        kernel[1,](**{"x": x, "size": 64, "BLOCK": 8} | others)
+    assert len(stub.compiled) == 6
+    assert len(stub.launched) == 1

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode  # private; 
 from rotopath import group
 from rotopath.nn import fuse, triton
 from rotopath.nn.features import (
+    channels_last_strides,
     check_choice,
     check_features,
     check_grid,
@@ -24,6 +25,7 @@ from rotopath.nn.features import (
     check_padding,
     check_whole_number,
     is_being_recorded,
+    is_channels_last,
     merge_orientations,
     split_orientations,
 )
@@ -246,8 +248,7 @@ class _RotatedConv2d(MappedModule):
         """
         if torch.compiler.is_compiling() and x.is_cuda and not torch.compiler.is_exporting():
             return self._kernels_for_compiler(x)
-        can_rotate = triton.can_run_on(x) and triton.can_rotate(x, self.weight, self.window_px)
-        if can_rotate and not self._overrides_kernels():
+        if self._can_rotate_on_gpu(x):
             from rotopath.nn.triton import rotate_kernels
 
             dtype = triton.compute_dtype(x, self.weight)
@@ -257,6 +258,11 @@ class _RotatedConv2d(MappedModule):
             return self.kernels()
         with torch.autocast(x.device.type, enabled=False):
             return self.kernels()
+
+    def _can_rotate_on_gpu(self, x: Tensor) -> bool:
+        """Return whether a Triton kernel can compute the rotated kernels for a convolution of x."""
+        can_rotate = triton.can_run_on(x) and triton.can_rotate(x, self.weight, self.window_px)
+        return can_rotate and not self._overrides_kernels()
 
     def _can_store_kernels(self, x: Tensor) -> bool:
         """Return whether `_ConvolveOnCpu` can convolve x."""
@@ -365,6 +371,79 @@ class _ConvolveOnCpu(torch.autograd.Function):
         return dx, d_weight, d_bias, None, None
 
 
+class _ConvolveOnGpu(torch.autograd.Function):
+    """Autograd function: a `GroupConv2d` on a GPU, from features (B, C, N, H, W) to features (B, C', N, H', W').
+
+    It computes the same as `kernels_for`, `F.conv2d` and views of their input and output. But as one function, it takes
+    less time in Python, for which a GPU waits in networks of small layers. `dtype` is the data type of the convolution.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: "GroupConv2d", dtype: torch.dtype
+    ) -> Tensor:
+        from rotopath.nn.triton import rotate_kernels
+
+        with triton.on_device_of(x):
+            kernels = rotate_kernels.compute(weight, layer.rotation.to(weight), layer.reflections, dtype)
+        kernels = kernels.permute(0, 3, 1, 2)
+        columns = None if bias is None else bias.repeat_interleave(layer.order).to(dtype)
+        options = (layer.stride * layer.pool, layer.padding, layer.dilation, layer.groups)
+        y = F.conv2d(_merge(x).to(dtype), kernels, columns, *options)
+        ctx.save_for_backward(x, weight, bias, kernels)
+        ctx.layer, ctx.options = layer, options
+        return _split(y, layer.order)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        from rotopath.nn.triton import rotate_kernels
+
+        x, weight, bias, kernels = ctx.saved_tensors
+        layer: GroupConv2d = ctx.layer
+        if torch.is_grad_enabled():  # second derivatives were requested
+            inputs = [t for t, is_needed in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if is_needed]
+            with torch.autocast(x.device.type, kernels.dtype, enabled=kernels.dtype != weight.dtype):
+                y = layer._convolve(merge_orientations(x))
+            results = iter(torch.autograd.grad(y, inputs, gradients[0], create_graph=True))
+            return *(next(results) if is_needed else None for is_needed in ctx.needs_input_grad[:3]), None, None
+        stride, padding, dilation, groups = ctx.options
+        sizes, pairs = bias if bias is None else [len(kernels)], [[size] * 2 for size in (stride, padding, dilation)]
+        dx, d_kernels, d_columns = torch.ops.aten.convolution_backward(
+            _merge(gradients[0]), _merge(x).to(kernels.dtype), kernels, sizes, *pairs, False, [0, 0], groups,
+            ctx.needs_input_grad[:3],
+        )  # fmt: skip
+        d_weight = d_bias = None
+        if ctx.needs_input_grad[1]:
+            rotation = layer.rotation.to(weight)
+            with triton.on_device_of(x):
+                d_weight = rotate_kernels.compute_gradient(
+                    d_kernels.permute(0, 2, 3, 1), rotation, layer.reflections, weight.shape, weight.dtype
+                )
+        if ctx.needs_input_grad[2]:
+            d_bias = d_columns.float().view(-1, layer.order).sum(dim=1).to(bias.dtype)
+        return None if dx is None else split_orientations(dx.to(x.dtype), x.shape[2]), d_weight, d_bias, None, None
+
+
+def _merge(features: Tensor) -> Tensor:
+    """Return features (B, C, N, H, W) as maps (B, C·N, H, W), channels-last. Call this without gradients."""
+    batch, channels, n, height, width = features.shape
+    columns = channels * n
+    if not is_channels_last(features):
+        return merge_orientations(features).contiguous(memory_format=torch.channels_last)
+    return features.as_strided((batch, columns, height, width), (height * width * columns, 1, width * columns, columns))
+
+
+def _split(maps: Tensor, orientations: int) -> Tensor:
+    """Return maps (B, C·N, H, W) as features (B, C, N, H, W), in the same memory. Call this without gradients.
+
+    The result of an autograd function must not be a view, because torch refuses to change such a view in place.
+    """
+    batch, columns, height, width = maps.shape
+    shape = (batch, columns // orientations, orientations, height, width)
+    maps = maps.contiguous(memory_format=torch.channels_last)
+    return maps.new_empty(0).set_(maps.untyped_storage(), maps.storage_offset(), shape, channels_last_strides(shape))
+
+
 class LiftConv2d(_RotatedConv2d):
     """Lift images to SE(2) features: correlate the images with N rotated copies of each kernel.
 
@@ -420,4 +499,10 @@ class GroupConv2d(_RotatedConv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         check_features(x, self, self.in_channels, self.order)
-        return self._convolve(merge_orientations(fuse.finish(x)))
+        x = fuse.finish(x)
+        if self._can_rotate_on_gpu(x) and (self.padding_mode == "zeros" or not self.padding):
+            check_grid(x, self, self.window_px, self.stride * self.pool, self.padding, self.dilation)
+            dtype = triton.compute_dtype(x, self.weight)
+            y: Tensor = _ConvolveOnGpu.apply(x, self.weight, self.bias, self, dtype)  # type: ignore[no-untyped-call]
+            return y
+        return self._convolve(merge_orientations(x))

@@ -17,10 +17,11 @@ All rows also require `can_run_on(x)`. The modules import Triton, which may not 
 imports a module only after it has checked the conditions. If they are not met, torch computes the same result.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -129,6 +130,50 @@ def can_rotate(x: Tensor, weight: Tensor, kernel_size: int) -> bool:
         and kernel_size <= MAX_KERNEL_SIZE
         and not has_tangent(weight)
     )
+
+
+class LaunchableKernel:
+    """A compiled Triton kernel, launched as `kernel[grid](**arguments)`.
+
+    Triton takes about 40 µs for a launch, most of it to find out which compiled variant of the kernel fits the
+    arguments. In a network of small layers, a GPU waits for that. This class remembers the variant for arguments with
+    the same values, data types and alignment, which takes half of the time.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._names: list[str] = kernel.arg_names
+        self._variants: dict[tuple[Any, ...], Any] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], **arguments: Any) -> None:
+        values = [arguments[name] for name in self._names]
+        # A variant may assume that an address is a multiple of 16, or that a whole number has a certain value.
+        key = tuple([(v.dtype, v.get_device(), v.data_ptr() % 16) if isinstance(v, Tensor) else v for v in values])
+        variant = self._variants.get(key)
+        if variant is not None:
+            variant[*grid, *(1,) * (3 - len(grid))](*values)
+        else:
+            self._variants[key] = self._kernel[grid](**arguments)  # None in Triton's interpreter
+
+
+def jit(function: Callable[..., None]) -> LaunchableKernel:
+    """Decorator: compile a function to a Triton kernel when it is launched for the first time."""
+    import triton
+
+    return LaunchableKernel(triton.jit(function))
+
+
+def divide_up(dividend: int, divisor: int) -> int:
+    """Return the quotient of two whole numbers, rounded up. Unlike `triton.cdiv`, this takes no time."""
+    return -(-dividend // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """Return the smallest power of 2 that is not below a positive whole number."""
+    return 1 << (number - 1).bit_length()
 
 
 def compute_dtype(x: Tensor, weight: Tensor | None = None) -> torch.dtype:

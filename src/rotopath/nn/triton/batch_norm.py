@@ -13,11 +13,12 @@ Arguments of the Triton kernels; all arrays are contiguous in the order B, H, W,
 - `residual`: features like x that are added after batch norm, or None. Not with a pool.
 - `y`: output after max pooling over windows of S × S pixels, read as a matrix with `outputs` rows. S = 1 is no pool.
 - `dy`, `dx`, `d_residual`: gradients of the loss with respect to y, x and the residual.
-- `mean`, `inverse_std`, `weight`, `bias`: batch norm of each channel (C,), with `inverse_std` = 1 / √(variance + ε).
-- `d_weight`, `d_bias`: gradients of the loss with respect to weight and bias (C,).
+- `statistics`: mean of each channel, then 1 / √(variance + ε) of each channel (2, C).
+- `weight`, `bias`: of the batch norm (C,). `d_parameters`: gradients of the loss with respect to both (2, C).
 - `running_mean`, `running_variance`: running statistics (C,) of the batch norm, or None. `batches`: the number of
   batches that they were computed from, or None.
-- `sums`, `squares`, `products`: partial sums (`programs`, `columns`).
+- `sums`: two kinds of partial sums (2, `programs`, `columns`). A launch takes longer with more arguments, so that
+  arrays of the same kind are one argument.
 - ACTIVATION: the function after batch norm and residual sum, one of the numbers in ACTIVATIONS. With a pool, ReLU.
 
 Sums over rows have two stages. In the first, each program adds up `steps` tiles of rows, and writes its partial sums of
@@ -28,6 +29,7 @@ are rounded up to a power of 2, as Triton requires.
 """
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -36,6 +38,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from rotopath.nn.features import empty_features
+from rotopath.nn.triton import divide_up, jit, next_power_of_2
 
 COLUMNS = 128  # maximum number of columns of a tile
 TILE = 4096  # elements of a tile: rows times columns
@@ -51,24 +54,19 @@ class _Matrix(NamedTuple):
     columns: int  # a multiple of C·N
     tile_rows: int
     tile_columns: int
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        return triton.cdiv(self.rows, self.tile_rows), triton.cdiv(self.columns, self.tile_columns)
+    grid: tuple[int, int]  # number of tiles
 
 
 def compute_statistics(x: Tensor, norm: nn.BatchNorm3d) -> Tensor:
     """Return the mean and the inverse standard deviation (2, C) of features x, and update the running statistics."""
     channels, n = x.shape[1:3]
-    matrix = _as_matrix(x)
+    matrix = _as_matrix(x.shape)
     programs, steps = split_rows(matrix.rows, matrix.tile_rows)
-    sums, squares = torch.empty(2, programs, matrix.columns, device=x.device, dtype=torch.float32)
+    sums = torch.empty(2, programs, matrix.columns, device=x.device, dtype=torch.float32)
     statistics = torch.empty(2, channels, device=x.device, dtype=torch.float32)
     _sum_columns_kernel[programs, matrix.grid[1]](
         x=x,
-        pivot=x,
         sums=sums,
-        squares=squares,
         rows=matrix.rows,
         columns=matrix.columns,
         steps=steps,
@@ -76,11 +74,9 @@ def compute_statistics(x: Tensor, norm: nn.BatchNorm3d) -> Tensor:
         COLUMNS=matrix.tile_columns,
     )
     _reduce_statistics_kernel[channels,](
-        pivot=x,
+        x=x,
         sums=sums,
-        squares=squares,
-        mean=statistics[0],
-        inverse_std=statistics[1],
+        statistics=statistics,
         batches=norm.num_batches_tracked,
         running_mean=norm.running_mean,
         running_variance=norm.running_var,
@@ -91,8 +87,8 @@ def compute_statistics(x: Tensor, norm: nn.BatchNorm3d) -> Tensor:
         columns=matrix.columns,
         period=channels * n,
         N=n,
-        BLOCK=triton.next_power_of_2(matrix.columns // channels),
-        PROGRAMS=triton.next_power_of_2(programs),
+        BLOCK=next_power_of_2(matrix.columns // channels),
+        PROGRAMS=next_power_of_2(programs),
     )
     return statistics
 
@@ -100,8 +96,16 @@ def compute_statistics(x: Tensor, norm: nn.BatchNorm3d) -> Tensor:
 def running_statistics(norm: nn.BatchNorm3d) -> Tensor:
     """Return the running mean and the inverse running standard deviation (2, C), in float32."""
     assert norm.running_mean is not None
-    assert norm.running_var is not None
-    return torch.stack([norm.running_mean.float(), (norm.running_var.float() + norm.eps).rsqrt()])
+    statistics = torch.empty(2, norm.num_features, device=norm.running_mean.device, dtype=torch.float32)
+    _running_statistics_kernel[divide_up(norm.num_features, COLUMNS),](
+        running_mean=norm.running_mean,
+        running_variance=norm.running_var,
+        statistics=statistics,
+        channels=norm.num_features,
+        eps=norm.eps,
+        COLUMNS=COLUMNS,
+    )
+    return statistics
 
 
 def apply(
@@ -119,13 +123,12 @@ def apply(
     """
     batch, channels, n, height, width = x.shape
     y = empty_features((batch, channels, n, height // pool, width // pool), x)
-    matrix = _as_matrix(y, join=pool == 1)
+    matrix = _as_matrix(y.shape, join=pool == 1)
     _forward_kernel[matrix.grid](
         x=x,
         residual=residual,
         y=y,
-        mean=statistics[0],
-        inverse_std=statistics[1],
+        statistics=statistics,
         weight=weight,
         bias=bias,
         outputs=matrix.rows,
@@ -160,56 +163,50 @@ def compute_gradients(
     or the output `y` if the activation is ReLU.
     """
     channels, n, height, width = x.shape[1:]
+    matrix = _as_matrix(dy.shape, join=pool == 1)
     dy = dy.permute(0, 3, 4, 1, 2).contiguous()
-    matrix = _as_matrix(dy.permute(0, 3, 4, 1, 2), join=pool == 1)
     programs, steps = split_rows(matrix.rows, matrix.tile_rows)
-    partial_sums = torch.empty(2, programs, matrix.columns, device=x.device, dtype=torch.float32)
+    sums = torch.empty(2, programs, matrix.columns, device=x.device, dtype=torch.float32)
     inputs = {"x": x, "dy": dy, "residual": residual, "y": y, "weight": weight, "bias": bias}
-    inputs |= {"mean": statistics[0], "inverse_std": statistics[1]}
+    inputs["statistics"] = statistics
     sizes = {"outputs": matrix.rows, "columns": matrix.columns, "period": channels * n}
     sizes |= {"height": height, "width": width, "N": n, "S": pool}
     sizes |= {"ACTIVATION": ACTIVATIONS[activation], "ROWS": matrix.tile_rows, "COLUMNS": matrix.tile_columns}
-    _sum_gradients_kernel[programs, matrix.grid[1]](
-        sums=partial_sums[0], products=partial_sums[1], steps=steps, **inputs, **sizes
-    )
-    d_weight, d_bias = reduce_gradients(partial_sums, channels, n)
+    _sum_gradients_kernel[programs, matrix.grid[1]](sums=sums, steps=steps, **inputs, **sizes)
+    d_parameters = reduce_gradients(sums, channels, n)
     dx = empty_features(x.shape, x)
     d_residual = None if residual is None and y is None else empty_features(x.shape, x)
     _backward_kernel[matrix.grid](
         dx=dx,
         d_residual=d_residual,
-        d_weight=d_weight,
-        d_bias=d_bias,
+        d_parameters=d_parameters,
         count=x.numel() // channels,
         FROM_BATCH=from_batch,
         **inputs,
         **sizes,
     )
-    return dx, d_weight, d_bias, d_residual
+    return dx, d_parameters[0], d_parameters[1], d_residual
 
 
-def reduce_gradients(partial_sums: Tensor, channels: int, n: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients (C,) of the weight and the bias of a batch norm from partial sums (2, programs, columns).
+def reduce_gradients(sums: Tensor, channels: int, n: int) -> Tensor:
+    """Return the gradients (2, C) of the weight and the bias of a batch norm from partial sums (2, programs, columns).
 
-    `partial_sums[0]` are sums of the gradient with respect to the output of the batch norm, for the bias.
-    `partial_sums[1]` are sums of this gradient times the normalized features, for the weight. There are C·N columns, or
-    a multiple of this number.
+    `sums[0]` are sums of the gradient with respect to the output of the batch norm, for the bias. `sums[1]` are sums of
+    this gradient times the normalized features, for the weight. There are C·N columns, or a multiple of this number.
     """
-    programs, columns = partial_sums.shape[1:]
-    d_weight, d_bias = partial_sums.new_empty(2, channels)
+    programs, columns = sums.shape[1:]
+    d_parameters = sums.new_empty(2, channels)
     _reduce_gradients_kernel[channels,](
-        sums=partial_sums[0],
-        products=partial_sums[1],
-        d_weight=d_weight,
-        d_bias=d_bias,
+        sums=sums,
+        d_parameters=d_parameters,
         programs=programs,
         columns=columns,
         period=channels * n,
         N=n,
-        BLOCK=triton.next_power_of_2(columns // channels),
-        PROGRAMS=triton.next_power_of_2(programs),
+        BLOCK=next_power_of_2(columns // channels),
+        PROGRAMS=next_power_of_2(programs),
     )
-    return d_weight, d_bias
+    return d_parameters
 
 
 def split_rows(rows: int, tile_rows: int, max_programs: int | None = None) -> tuple[int, int]:
@@ -217,32 +214,36 @@ def split_rows(rows: int, tile_rows: int, max_programs: int | None = None) -> tu
 
     Returns the number of programs and the number of tiles per program. `max_programs` is by default MAX_PROGRAMS.
     """
-    tiles = triton.cdiv(rows, tile_rows)
-    steps = triton.cdiv(tiles, MAX_PROGRAMS if max_programs is None else max_programs)
-    return triton.cdiv(tiles, steps), steps
+    tiles = divide_up(rows, tile_rows)
+    steps = divide_up(tiles, MAX_PROGRAMS if max_programs is None else max_programs)
+    return divide_up(tiles, steps), steps
 
 
-def _as_matrix(x: Tensor, join: bool = True) -> _Matrix:
-    """Read channels-last features x (B, C, N, H, W) as a matrix. If `join`, rows may be joined to reach a UNIT."""
-    batch, channels, n, height, width = x.shape
+@lru_cache(maxsize=1024)
+def _as_matrix(shape: torch.Size, join: bool = True) -> _Matrix:
+    """Read channels-last features (B, C, N, H, W) as a matrix. If `join`, rows may be joined to reach a UNIT."""
+    batch, channels, n, height, width = shape
     rows, columns = batch * height * width, channels * n
     joined = UNIT // math.gcd(columns, UNIT)
     if join and rows % joined == 0:
         rows, columns = rows // joined, columns * joined
-    tile_columns = min(triton.next_power_of_2(columns), COLUMNS)
-    return _Matrix(rows, columns, TILE // tile_columns, tile_columns)
+    tile_columns = min(next_power_of_2(columns), COLUMNS)
+    tile_rows = TILE // tile_columns
+    return _Matrix(
+        rows, columns, tile_rows, tile_columns, (divide_up(rows, tile_rows), divide_up(columns, tile_columns))
+    )
 
 
-@triton.jit
-def _sum_columns_kernel(x, pivot, sums, squares, rows, columns, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+@jit
+def _sum_columns_kernel(x, sums, rows, columns, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Write, for each column of x, the sum of its values and the sum of their squares over the rows of this program.
 
-    The first row of x, `pivot`, is subtracted from every row before summing. Otherwise, sums of squares would lose
-    precision where the mean is large.
+    The first row of x is subtracted from every row before summing. Otherwise, sums of squares would lose precision
+    where the mean is large.
     """
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = column < columns
-    origin = tl.load(pivot + column, mask=column_mask, other=0.0).to(tl.float32)
+    origin = tl.load(x + column, mask=column_mask, other=0.0).to(tl.float32)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)  # summed over ROWS after the loop: each such sum synchronizes threads
     total_of_squares = tl.zeros([ROWS, COLUMNS], tl.float32)
     for step in range(steps):
@@ -250,10 +251,11 @@ def _sum_columns_kernel(x, pivot, sums, squares, rows, columns, steps, ROWS: tl.
         mask = (row < rows)[:, None] & column_mask[None, :]
         offset = row.to(tl.int64)[:, None] * columns + column[None, :]
         value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32) - origin[None, :]
-        value = tl.where(mask, value, 0.0)  # masked values were -pivot
+        value = tl.where(mask, value, 0.0)  # masked values were -origin
         total += value
         total_of_squares += value * value
     offset = tl.program_id(0) * columns + column
+    squares = sums + tl.num_programs(0) * columns
     tl.store(sums + offset, tl.sum(total, axis=0), mask=column_mask)
     tl.store(squares + offset, tl.sum(total_of_squares, axis=0), mask=column_mask)
 
@@ -273,6 +275,18 @@ def update_running_statistics(batches, running_mean, running_variance, channel, 
         tl.store(batches, tl.load(batches) + 1)
 
 
+@jit
+def _running_statistics_kernel(
+    running_mean, running_variance, statistics, channels, eps, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Write the running mean and the inverse running standard deviation of `channels` = C channels."""
+    channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = channel < channels
+    variance = tl.load(running_variance + channel, mask=mask, other=1.0).to(tl.float32)
+    tl.store(statistics + channel, tl.load(running_mean + channel, mask=mask, other=0.0), mask=mask)
+    tl.store(statistics + channels + channel, 1.0 / tl.sqrt(variance + eps), mask=mask)
+
+
 @triton.jit
 def _columns_of_channel(channel, columns, period, N: tl.constexpr, BLOCK: tl.constexpr):
     """Return the indices (BLOCK,) of the columns that belong to one channel, and a mask.
@@ -283,14 +297,14 @@ def _columns_of_channel(channel, columns, period, N: tl.constexpr, BLOCK: tl.con
     return item // N * period + channel * N + item % N, item < columns // period * N
 
 
-@triton.jit
+@jit
 def _reduce_statistics_kernel(
-    pivot, sums, squares, mean, inverse_std, batches, running_mean, running_variance, programs, rows, momentum, eps,
+    x, sums, statistics, batches, running_mean, running_variance, programs, rows, momentum, eps,
     columns, period, N: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Write the mean and inverse standard deviation of one channel, and update its running statistics.
 
-    Both are computed from the partial sums of `_sum_columns_kernel`, which has subtracted `pivot` from all rows.
+    Both are computed from the partial sums of `_sum_columns_kernel`, which has subtracted the first row from all rows.
     """
     channel = tl.program_id(0)
     column, exists = _columns_of_channel(channel, columns, period, N, BLOCK)
@@ -298,8 +312,9 @@ def _reduce_statistics_kernel(
     mask = (program < programs)[:, None] & exists[None, :]
     offset = program[:, None] * columns + column[None, :]
     total = tl.sum(tl.load(sums + offset, mask=mask, other=0.0), axis=0)
+    squares = sums + programs * columns
     total_of_squares = tl.sum(tl.load(squares + offset, mask=mask, other=0.0), axis=0)
-    origin = tl.load(pivot + column, mask=exists, other=0.0).to(tl.float32)
+    origin = tl.load(x + column, mask=exists, other=0.0).to(tl.float32)
     column_means = tl.where(exists, origin + total / rows, 0.0)
     column_count = columns // period * N
     average = tl.sum(column_means, axis=0) / column_count
@@ -309,28 +324,29 @@ def _reduce_statistics_kernel(
     squared_deviations = tl.sum(total_of_squares - total * total / rows + deviation * deviation * rows, axis=0)
     count = (rows * column_count).to(tl.float32)
     variance = tl.maximum(squared_deviations, 0.0, propagate_nan=tl.PropagateNan.ALL) / count
-    tl.store(mean + channel, average)
-    tl.store(inverse_std + channel, 1.0 / tl.sqrt(variance + eps))
+    tl.store(statistics + channel, average)
+    tl.store(statistics + period // N + channel, 1.0 / tl.sqrt(variance + eps))
     unbiased = variance * count / (count - 1)
     update_running_statistics(batches, running_mean, running_variance, channel, average, unbiased, momentum)
 
 
-@triton.jit
+@jit
 def _reduce_gradients_kernel(
-    sums, products, d_weight, d_bias, programs, columns, period,
+    sums, d_parameters, programs, columns, period,
     N: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of the weight and the bias of one channel.
 
-    They are computed from partial sums: `sums` for the bias, and `products` for the weight.
+    They are computed from the partial sums of `_sum_gradients_kernel`: the first for the bias, then for the weight.
     """
     channel = tl.program_id(0)
     column, exists = _columns_of_channel(channel, columns, period, N, BLOCK)
     program = tl.arange(0, PROGRAMS)
     mask = (program < programs)[:, None] & exists[None, :]
     offset = program[:, None] * columns + column[None, :]
-    tl.store(d_bias + channel, tl.sum(tl.load(sums + offset, mask=mask, other=0.0)))
-    tl.store(d_weight + channel, tl.sum(tl.load(products + offset, mask=mask, other=0.0)))
+    products = sums + programs * columns
+    tl.store(d_parameters + channel, tl.sum(tl.load(products + offset, mask=mask, other=0.0)))
+    tl.store(d_parameters + period // N + channel, tl.sum(tl.load(sums + offset, mask=mask, other=0.0)))
 
 
 @triton.jit
@@ -400,15 +416,16 @@ def _load_before_activation(value, residual, y, offset, mask, scale, shift):
     return z
 
 
-@triton.jit
+@jit
 def _forward_kernel(
-    x, residual, y, mean, inverse_std, weight, bias, outputs, columns, period, height, width,
+    x, residual, y, statistics, weight, bias, outputs, columns, period, height, width,
     N: tl.constexpr, S: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Write a tile of the output y."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = column < columns
-    scale, shift = load_scale_shift(mean, inverse_std, weight, bias, column % period // N, column_mask)
+    inverse_std = statistics + period // N
+    scale, shift = load_scale_shift(statistics, inverse_std, weight, bias, column % period // N, column_mask)
     output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = (output < outputs)[:, None] & column_mask[None, :]
     first = _first_row_of_window(output, height, width, S)
@@ -428,12 +445,12 @@ def _forward_kernel(
     tl.store(y + output.to(tl.int64)[:, None] * columns + column[None, :], result, mask=mask)
 
 
-@triton.jit
+@jit
 def _sum_gradients_kernel(
-    x, dy, residual, y, mean, inverse_std, weight, bias, sums, products, outputs, columns, period, height, width, steps,
+    x, dy, residual, y, statistics, weight, bias, sums, outputs, columns, period, height, width, steps,
     N: tl.constexpr, S: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write partial sums, over rows of dy, for the gradients of the bias (`sums`) and of the weight (`products`).
+    """Write partial sums, over rows of dy, for the gradients of the bias and, as `products`, of the weight.
 
     The gradient of the bias is the sum of the gradient with respect to the output of batch norm. The gradient of the
     weight is the sum of this gradient times the normalized x. For each window, only the pixel that max pooling selected
@@ -442,8 +459,9 @@ def _sum_gradients_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = column < columns
     channel = column % period // N
-    scale, shift = load_scale_shift(mean, inverse_std, weight, bias, channel, column_mask)
-    center = tl.load(mean + channel, mask=column_mask, other=0.0)
+    inverse_std = statistics + period // N
+    scale, shift = load_scale_shift(statistics, inverse_std, weight, bias, channel, column_mask)
+    center = tl.load(statistics + channel, mask=column_mask, other=0.0)
     inverse = tl.load(inverse_std + channel, mask=column_mask, other=0.0)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     total_of_products = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -475,13 +493,14 @@ def _sum_gradients_kernel(
         total += gradient
         total_of_products += gradient * (selected - center[None, :])
     offset = tl.program_id(0) * columns + column
+    products = sums + tl.num_programs(0) * columns
     tl.store(sums + offset, tl.sum(total, axis=0), mask=column_mask)
     tl.store(products + offset, tl.sum(total_of_products, axis=0) * inverse, mask=column_mask)
 
 
-@triton.jit
+@jit
 def _backward_kernel(
-    x, dy, residual, y, dx, d_residual, mean, inverse_std, weight, bias, d_weight, d_bias,
+    x, dy, residual, y, dx, d_residual, statistics, weight, bias, d_parameters,
     outputs, columns, period, height, width, count, FROM_BATCH: tl.constexpr,
     N: tl.constexpr, S: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -493,12 +512,14 @@ def _backward_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     column_mask = column < columns
     channel = column % period // N
-    scale, shift = load_scale_shift(mean, inverse_std, weight, bias, channel, column_mask)
-    center = tl.load(mean + channel, mask=column_mask, other=0.0)
+    inverse_std = statistics + period // N
+    scale, shift = load_scale_shift(statistics, inverse_std, weight, bias, channel, column_mask)
+    center = tl.load(statistics + channel, mask=column_mask, other=0.0)
     inverse = tl.load(inverse_std + channel, mask=column_mask, other=0.0)
     if FROM_BATCH:
+        d_bias = d_parameters + period // N
         mean_gradient = tl.load(d_bias + channel, mask=column_mask, other=0.0) / count
-        slope = tl.load(d_weight + channel, mask=column_mask, other=0.0) / count * inverse
+        slope = tl.load(d_parameters + channel, mask=column_mask, other=0.0) / count * inverse
     else:
         mean_gradient = center * 0.0
         slope = center * 0.0

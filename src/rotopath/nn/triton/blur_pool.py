@@ -47,6 +47,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rotopath.nn.pool import SQRT_EPS, GroupAvgPool2d
+from rotopath.nn.triton import divide_up, jit, next_power_of_2
 from rotopath.nn.triton.batch_norm import (
     COLUMNS,
     load_scale_shift,
@@ -149,11 +150,11 @@ def apply(x: Tensor, pool: Filter, parameters: Sequence[Tensor] = ()) -> Tensor:
     batch, height, width, channels, n = x.shape
     blocks_down, blocks_across, columns = height // pool.size, width // pool.size, channels * n
     y = x.new_empty(batch, blocks_down, blocks_across, channels, n)
-    strips = batch * triton.cdiv(blocks_across, 2)
+    strips = batch * divide_up(blocks_across, 2)
     tiling = _tile(FORWARD_TILE, strips, blocks_down, columns)
     mean, inverse_std, weight, bias = parameters or (None, None, None, None)
     weights_down, weights_across = _weights_of(x, pool)
-    _forward_kernel[tiling.tiles * tiling.chunks, triton.cdiv(columns, tiling.columns)](
+    _forward_kernel[tiling.tiles * tiling.chunks, divide_up(columns, tiling.columns)](
         x=x,
         y=y,
         mean=mean,
@@ -185,7 +186,7 @@ def divide_by_root(dy: Tensor, y: Tensor) -> Tensor:
     # The root is y + √ε, so it is as precise as y. Its inverse can be as large as 1 / √ε = 1000, so that the result can
     # exceed the range of float16. Therefore, it is stored in float32, or in bfloat16, which has the same range.
     d_mean_square = torch.empty_like(y, dtype=torch.bfloat16 if dy.dtype == torch.bfloat16 else torch.float32)
-    _divide_by_root_kernel[triton.cdiv(y.numel(), FLAT_TILE),](
+    _divide_by_root_kernel[divide_up(y.numel(), FLAT_TILE),](
         dy=dy.contiguous(),
         y=y,
         d_mean_square=d_mean_square,
@@ -248,7 +249,7 @@ def _backward(
         result = torch.empty(2, programs, columns, device=x.device, dtype=torch.float32)
         sums, products = result
         dx = None
-    _backward_kernel[programs, triton.cdiv(columns, tiling.columns)](
+    _backward_kernel[programs, divide_up(columns, tiling.columns)](
         x=x,
         d_mean_square=d_mean_square,
         dx=dx,
@@ -288,13 +289,13 @@ def _tile(elements: int, strips: int, blocks_down: int, columns: int) -> _Tiling
     `elements` is the size of a tile: its number of strips times its number of columns. Strips of more than MAX_BLOCKS
     blocks are divided into chunks.
     """
-    tile_columns = min(triton.next_power_of_2(columns), COLUMNS)
+    tile_columns = min(next_power_of_2(columns), COLUMNS)
     tile_rows = elements // tile_columns
-    chunks = triton.cdiv(blocks_down, MAX_BLOCKS)
+    chunks = divide_up(blocks_down, MAX_BLOCKS)
     return _Tiling(
-        tiles=triton.cdiv(strips, tile_rows),
+        tiles=divide_up(strips, tile_rows),
         chunks=chunks,
-        chunk=triton.cdiv(blocks_down, chunks),
+        chunk=divide_up(blocks_down, chunks),
         unit=min(columns & -columns, 16),
         rows=tile_rows,
         columns=tile_columns,
@@ -340,7 +341,7 @@ def _locate_strips(item, strips, strips_across, blocks_down, chunks, chunk, ROWS
     return exists, image, strip % strips_across, start, tl.minimum(start + chunk, blocks_down)
 
 
-@triton.jit
+@jit
 def _forward_kernel(
     x, y, mean, inverse_std, weight, bias, weights_down, weights_across,
     eps, strips, columns, blocks_down, blocks_across, chunks, chunk,
@@ -414,7 +415,7 @@ def _forward_kernel(
         tl.store(address + columns, tl.sqrt(right_above + eps) - tl.sqrt(eps), mask=right_mask)
 
 
-@triton.jit
+@jit
 def _divide_by_root_kernel(dy, y, d_mean_square, count, root_eps, FLAT_TILE: tl.constexpr):
     """Write dy / √(m + ε) to `d_mean_square` for each of the `count` elements, where m is the mean square.
 
@@ -441,7 +442,7 @@ def _gather_row(before, at, after, weight_before, weight_at, weight_after, row, 
     return total + weight_after[:, None] * tl.load(after + row, mask=mask).to(tl.float32)
 
 
-@triton.jit
+@jit
 def _backward_kernel(
     x, d_mean_square, dx, mean, inverse_std, weight, bias, d_weight, d_bias, sums, products, weights_down,
     weights_across, strips, columns, blocks_down, blocks_across, chunks, chunk, steps, count,

@@ -44,7 +44,7 @@ from torch.autograd.function import once_differentiable
 
 from rotopath.nn.norm import PendingNorm
 from rotopath.nn.pool import is_fusible_max, is_fusible_rms
-from rotopath.nn.triton import blur_pool, can_use_norm, on_device_of, patches
+from rotopath.nn.triton import blur_pool, can_use_norm, jit, next_power_of_2, on_device_of, patches
 from rotopath.nn.triton.batch_norm import running_statistics, update_running_statistics
 from rotopath.nn.triton.blur_pool import Filter
 
@@ -241,8 +241,8 @@ class LiftNormReluPool(torch.autograd.Function):
             patches=ctx.count,
             STRIDE=len(moments),
             N=n,
-            N_BLOCK=int(triton.next_power_of_2(n)),
-            TAPS=int(triton.next_power_of_2(taps)),
+            N_BLOCK=next_power_of_2(n),
+            TAPS=next_power_of_2(taps),
             num_warps=WARPS,
         )
         return None, _unflatten_kernels(d_flat_kernels, ctx.like), d_weight, d_bias, None, None
@@ -301,7 +301,7 @@ def _compute_statistics(x: Tensor, kernels: Tensor, norm: nn.BatchNorm3d) -> Sta
         moments=moments,
         products=torch.empty(columns, side_length, device=flat_kernels.device, dtype=torch.float64),
     )
-    n_block = int(triton.next_power_of_2(n))
+    n_block = next_power_of_2(n)
     _statistics_kernel[channels,](
         moments=moments,
         flat_kernels=flat_kernels,
@@ -322,7 +322,7 @@ def _compute_statistics(x: Tensor, kernels: Tensor, norm: nn.BatchNorm3d) -> Sta
         STRIDE=side_length,
         N=n,
         N_BLOCK=n_block,
-        TAPS=int(triton.next_power_of_2(taps)),
+        TAPS=next_power_of_2(taps),
         ROWS=max(1, TILE_ROWS // n_block),
         num_warps=WARPS,
     )
@@ -340,7 +340,7 @@ def _load_taps(flat_kernels, column, taps, tap, n, N: tl.constexpr):
     return tl.load(flat_kernels + column[:, None] * taps + tap[None, :], mask=mask, other=0.0).to(tl.float64)
 
 
-@triton.jit
+@jit
 def _statistics_kernel(
     moments, flat_kernels, weight, bias, mean, inverse_std, scale, shift, products,
     batches, running_mean, running_variance, taps, patches, momentum, eps,
@@ -387,7 +387,7 @@ def _statistics_kernel(
     update_running_statistics(batches, running_mean, running_variance, channel, average, unbiased, momentum)
 
 
-@triton.jit
+@jit
 def _gradients_kernel(
     sums, moments, flat_kernels, weight, mean, inverse_std, products, d_flat_kernels, d_weight, d_bias,
     columns, taps, patches, STRIDE: tl.constexpr, N: tl.constexpr, N_BLOCK: tl.constexpr, TAPS: tl.constexpr,

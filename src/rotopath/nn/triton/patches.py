@@ -38,6 +38,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rotopath.nn.triton import divide_up, jit, next_power_of_2
 from rotopath.nn.triton.batch_norm import COLUMNS, split_rows
 
 LIFT_ROWS, POOL_ROWS, MOMENT_ROWS = 64, 32, 128  # rows of a tile: for lifting, for lifting and pooling, for moments
@@ -80,7 +81,7 @@ def _lift(
     programs, steps = split_rows(outputs, rows)
     image_stride, row_stride, column_stride, channel_stride = _strides(x)
     main, rest = _split_taps(taps)
-    _lift_kernel[programs, triton.cdiv(columns, COLUMNS)](
+    _lift_kernel[programs, divide_up(columns, COLUMNS)](
         x=x,
         flat_kernels=flat_kernels,
         y=y,
@@ -123,7 +124,7 @@ def sum_products(x: Tensor, dy: Tensor, side: int, pool: int = 1, argmax: Tensor
     tile_taps = _tile_size(taps)
     partial_sums = torch.empty(programs, tile_taps, columns, device=x.device, dtype=torch.float32)
     image_stride, row_stride, column_stride, channel_stride = _strides(x)
-    _sum_products_kernel[programs, triton.cdiv(columns, COLUMNS)](
+    _sum_products_kernel[programs, divide_up(columns, COLUMNS)](
         x=x,
         dy=dy,
         argmax=argmax,
@@ -182,7 +183,7 @@ def sum_moments(x: Tensor, side: int) -> tuple[Tensor, int]:
 def _reduce(partial_sums: Tensor) -> Tensor:
     """Return the sum of partial sums (programs, …) over their first axis, in float64."""
     total = torch.empty(partial_sums.shape[1:], device=partial_sums.device, dtype=torch.float64)
-    _reduce_kernel[triton.cdiv(total.numel(), REDUCE_ELEMENTS),](
+    _reduce_kernel[divide_up(total.numel(), REDUCE_ELEMENTS),](
         partial_sums=partial_sums,
         total=total,
         parts=len(partial_sums),
@@ -201,7 +202,7 @@ def _strides(x: Tensor) -> tuple[int, int, int, int]:
 
 def _tile_size(taps: int) -> int:
     """Return the smallest power of 2 that holds the taps and the constant tap; `tl.dot` requires at least 16."""
-    return max(16, int(triton.next_power_of_2(taps + 1)))
+    return max(16, next_power_of_2(taps + 1))
 
 
 def _split_taps(taps: int) -> tuple[int, int]:
@@ -214,7 +215,7 @@ def _split_taps(taps: int) -> tuple[int, int]:
     return (main, rest) if main >= 16 and main + rest < _tile_size(taps) else (_tile_size(taps), 0)
 
 
-@triton.jit
+@jit
 def _reduce_kernel(partial_sums, total, parts, elements, PARTS: tl.constexpr, ELEMENTS: tl.constexpr):
     """Sum `partial_sums` (parts, elements) over the parts, and write `total` (elements,) in float64."""
     element = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
@@ -282,7 +283,7 @@ def _multiply(
     return lifted
 
 
-@triton.jit
+@jit
 def _lift_kernel(
     x, flat_kernels, y, argmax, scale, shift,
     outputs, columns, height, width, image_stride, row_stride, column_stride, channel_stride, steps,
@@ -331,7 +332,7 @@ def _lift_kernel(
             tl.store(y + offset, value, mask=mask)
 
 
-@triton.jit
+@jit
 def _sum_products_kernel(
     x, dy, argmax, sums,
     outputs, columns, height, width, image_stride, row_stride, column_stride, channel_stride, steps,
@@ -363,7 +364,7 @@ def _sum_products_kernel(
     tl.store(sums + tap[:, None] * columns + column[None, :], total, mask=column_mask[None, :])
 
 
-@triton.jit
+@jit
 def _sum_moments_kernel(
     x, moments, patches, height, width, image_stride, row_stride, column_stride, channel_stride, steps,
     SIDE: tl.constexpr, CHANNELS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,

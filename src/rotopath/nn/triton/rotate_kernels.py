@@ -40,6 +40,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rotopath.group import orientation_shift
+from rotopath.nn.triton import divide_up, jit, next_power_of_2
 
 COLUMNS = 32  # columns of a tile
 
@@ -70,7 +71,7 @@ def rotate(weight: Tensor, rotation: Tensor, reflections: bool, dtype: torch.dty
 def rotate_in_graph(weight: Tensor, rotation: Tensor, reflections: bool, dtype: torch.dtype) -> Tensor:
     """Return the result of `rotate`, contiguous. Torch's compiler calls this operator without looking into it."""
     with torch.cuda.device_of(weight):
-        return _rotate(weight, rotation, reflections, dtype).permute(0, 3, 1, 2).contiguous()
+        return compute(weight, rotation, reflections, dtype).permute(0, 3, 1, 2).contiguous()
 
 
 @torch.library.custom_op("rotopath::rotate_kernels_back", mutates_args=())
@@ -79,7 +80,7 @@ def _rotate_back_in_graph(
 ) -> Tensor:
     """Return the gradient of the base weights, which have the given shape and data type, from that of the kernels."""
     with torch.cuda.device_of(d_kernels):
-        return _rotate_back(d_kernels.permute(0, 2, 3, 1), rotation, reflections, torch.Size(shape), dtype)
+        return compute_gradient(d_kernels.permute(0, 2, 3, 1), rotation, reflections, torch.Size(shape), dtype)
 
 
 @rotate_in_graph.register_fake
@@ -125,7 +126,7 @@ class RotateKernels(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, rotation: Tensor, reflections: bool, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(rotation)
         ctx.reflections, ctx.shape, ctx.dtype = reflections, weight.shape, weight.dtype
-        return _rotate(weight, rotation, reflections, dtype)
+        return compute(weight, rotation, reflections, dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -145,21 +146,21 @@ class RotateKernelsBackward(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rotation)
         ctx.reflections, ctx.dtype = reflections, d_kernels.dtype
-        return _rotate_back(d_kernels, rotation, reflections, shape, dtype)
+        return compute_gradient(d_kernels, rotation, reflections, shape, dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return RotateKernels.apply(gradients[0], *ctx.saved_tensors, ctx.reflections, ctx.dtype), None, None, None, None
 
 
-def _rotate(weight: Tensor, rotation: Tensor, reflections: bool, dtype: torch.dtype) -> Tensor:
+def compute(weight: Tensor, rotation: Tensor, reflections: bool, dtype: torch.dtype) -> Tensor:
     """Return the kernels (O·N, n, n, columns) in the data type `dtype`."""
     sizes = _sizes_of(weight.shape, rotation)
     slices, _ = _orientation_tables(sizes.output_orientations, sizes.input_orientations, reflections, rotation.device)
     side = math.isqrt(sizes.entries)
     outputs = len(weight) * sizes.output_orientations
     kernels = torch.empty(outputs, side, side, sizes.columns, device=weight.device, dtype=dtype)
-    _rotate_kernel[outputs, triton.cdiv(sizes.columns, COLUMNS)](
+    _rotate_kernel[outputs, divide_up(sizes.columns, COLUMNS)](
         weight=weight.contiguous(),
         rotation=rotation,
         slices=slices,
@@ -176,14 +177,14 @@ def _rotate(weight: Tensor, rotation: Tensor, reflections: bool, dtype: torch.dt
     return kernels
 
 
-def _rotate_back(
+def compute_gradient(
     d_kernels: Tensor, rotation: Tensor, reflections: bool, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
     """Return the gradient of base weights of a shape and data type from that of the kernels (O·N, n, n, columns)."""
     sizes = _sizes_of(shape, rotation)
     _, sources = _orientation_tables(sizes.output_orientations, sizes.input_orientations, reflections, rotation.device)
     d_weight = torch.empty(shape, device=d_kernels.device, dtype=dtype)
-    _rotate_back_kernel[len(d_weight), triton.cdiv(sizes.columns, COLUMNS)](
+    _rotate_back_kernel[len(d_weight), divide_up(sizes.columns, COLUMNS)](
         d_kernels=d_kernels.contiguous(),
         rotation=rotation,
         sources=sources,
@@ -233,7 +234,7 @@ def _orientation_tables(
 
 
 def _tile_size(size: int) -> int:
-    return max(16, int(triton.next_power_of_2(size)))  # tl.dot requires at least 16
+    return max(16, next_power_of_2(size))  # tl.dot requires at least 16
 
 
 @triton.jit
@@ -245,7 +246,7 @@ def _load_map(rotation, orientation, taps, entries, TAPS: tl.constexpr, ENTRIES:
     return tl.load(rotation + offset, mask=mask, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@jit
 def _rotate_kernel(
     weight, rotation, slices, kernels, columns, taps, entries,
     OUT_ORIENTATIONS: tl.constexpr, IN_ORIENTATIONS: tl.constexpr,
@@ -270,7 +271,7 @@ def _rotate_kernel(
     tl.store(kernels + offset, rotated, mask=(entry < entries)[:, None] & column_mask)
 
 
-@triton.jit
+@jit
 def _rotate_back_kernel(
     d_kernels, rotation, sources, d_weight, columns, taps, entries,
     OUT_ORIENTATIONS: tl.constexpr, IN_ORIENTATIONS: tl.constexpr,
