@@ -7,6 +7,7 @@ can access.
 
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -78,29 +79,31 @@ def make_trainer(recipe: Recipe, folder: Path, recorder: RunRecorder) -> Trainer
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
     is_distributed = recipe.devices * recipe.nodes > 1
-    try:
-        return Trainer(
-            max_epochs=recipe.epochs,
-            accelerator=recipe.accelerator,
-            devices=recipe.devices,
-            num_nodes=recipe.nodes,
-            strategy=DDPStrategy(timeout=DDP_TIMEOUT) if is_distributed else "auto",
-            precision="32-true" if recipe.precision == "32" else "bf16-mixed",
-            callbacks=[recorder],
-            logger=TensorBoardLogger(folder, name="", version=TENSORBOARD),
-            log_every_n_steps=min(LOG_EVERY_STEPS, recipe.steps),
-            num_sanity_val_steps=0,
-            enable_checkpointing=False,  # the recorder writes checkpoints
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-        )
-    except (MisconfigurationException, ValueError, RuntimeError) as error:
-        reason = str(error).rstrip(".")
-        raise RunError(
-            f"The devices of the recipe are not available: {reason}. Change the keys 'accelerator', 'devices' or "
-            f"'nodes' of the recipe."
-        ) from None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "GPU available but not used")  # the recipe asks for the CPU
+        try:
+            return Trainer(
+                max_epochs=recipe.epochs,
+                accelerator=recipe.accelerator,
+                devices=recipe.devices,
+                num_nodes=recipe.nodes,
+                strategy=DDPStrategy(timeout=DDP_TIMEOUT) if is_distributed else "auto",
+                precision="32-true" if recipe.precision == "32" else "bf16-mixed",
+                callbacks=[recorder],
+                logger=TensorBoardLogger(folder, name="", version=TENSORBOARD),
+                log_every_n_steps=min(LOG_EVERY_STEPS, recipe.steps),
+                num_sanity_val_steps=0,
+                enable_checkpointing=False,  # the recorder writes checkpoints
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                use_distributed_sampler=False,
+            )
+        except (MisconfigurationException, ValueError, RuntimeError) as error:
+            reason = str(error).rstrip(".")
+            raise RunError(
+                f"The devices of the recipe are not available: {reason}. Change the keys 'accelerator', 'devices' or "
+                f"'nodes' of the recipe."
+            ) from None
 
 
 @contextmanager

@@ -343,7 +343,6 @@ def fit(
 
     with warnings.catch_warnings(), raise_keyboard_interrupt():
         warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)  # caused by Lightning
-        warnings.filterwarnings("ignore", "GPU available but not used")  # the recipe asks for the CPU
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")  # CUDA graphs use a side stream
         warnings.filterwarnings("ignore", r"Found \d+ module\(s\) in eval mode")  # frozen stages
         trainer.fit(
