@@ -287,7 +287,7 @@ def test_a_planted_blur_is_out_of_focus(blur_um: float, expected: float, pale: f
     image[:1280] = cells.round()
     with as_slide(image, 0.5) as slide:
         tissue = find_tissue(slide)
-        focus = measure_focus(slide, tissue)
+        focus = measure_focus(slide, tissue, threads=3)
         assert focus.share == pytest.approx(expected, abs=0.01)
         assert focus.assessed_mm2 == pytest.approx(0.64 * 1.024, rel=0.02)
         assert focus.is_blurred[:5, :8].all() == (expected > 0)

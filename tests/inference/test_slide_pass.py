@@ -672,7 +672,7 @@ def test_a_pass_removes_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert list(tmp_path.iterdir()) == []
 
 
-def raise_disk_full(*_: object) -> None:
+def raise_disk_full(*_: object, **__: object) -> None:
     raise OSError("disk full")
 
 
@@ -713,8 +713,8 @@ def test_large_heat_maps_are_subsampled_for_the_overlay(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("task", "device", "requested", "tiles", "cores", "expected"),
     [
-        ("nuclei", "cuda", None, 50, 16, 8),
-        ("nuclei", "cuda", None, 50, 64, 8),
+        ("nuclei", "cuda", None, 50, 16, 14),
+        ("nuclei", "cuda", None, 50, 64, 16),
         ("nuclei", "cuda", None, 50, 4, 2),
         ("nuclei", "cuda", None, 7, 16, 0),
         ("nuclei", "cpu", None, 50, 16, 0),

@@ -14,6 +14,7 @@ from hypothesis.extra.numpy import arrays
 from layouts import box, outline_xml, pixels, write_csv, write_image, write_text
 from PIL import Image
 from scipy import ndimage
+from skimage.segmentation import watershed
 
 from rotopath.data.annotations import paint_labels
 from rotopath.data.dataset import DataError, Sample
@@ -211,6 +212,23 @@ def test_perfect_maps_of_synthetic_tissue_are_decoded_to_the_true_nuclei() -> No
     assert scores["f1"] > 0.97  # type: ignore[operator]
     assert scores["aji"] > 0.95  # type: ignore[operator]
     assert NUCLEI.score(flipped, POINT)["f1"] < 0.3  # type: ignore[operator]
+
+
+@given(seed=st.integers(0, 10**6), inside=st.sampled_from([0.3, 0.5, 0.8]), background=st.sampled_from([0.3, 0.6]))
+def test_objects_are_those_of_a_watershed_of_all_regions(seed: int, inside: float, background: float) -> None:
+    """The watershed is left out where a region has one seed or none, which must not change the objects."""
+    noise = ndimage.gaussian_filter(np.random.default_rng(seed).normal(size=(3, 60, 70)), (0, 2.5, 2.5))
+    maps = torch.from_numpy(noise * 25).softmax(dim=0).float().numpy()
+    objects = NUCLEI._grow(Prediction(maps, 1, (0, 0)), inside, background)
+    regions, _ = ndimage.label(maps[2] < background)
+    seeds, _ = ndimage.label((regions > 0) & (maps[0] >= inside))
+    areas = np.bincount(seeds.ravel())
+    seeds[areas[seeds] < 20] = 0
+    without = ~np.isin(regions, regions[seeds > 0])
+    markers = np.where(without & (regions > 0), regions + seeds.max(), seeds)
+    expected = watershed(maps[1], markers, mask=regions > 0)
+    pairs = set(zip(objects.ravel().tolist(), expected.ravel().tolist(), strict=True))
+    assert len(pairs) == len(np.unique(objects)) == len(np.unique(expected)), "the same objects, by other numbers"
 
 
 def test_scores_counted_by_hand() -> None:

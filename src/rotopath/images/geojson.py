@@ -38,6 +38,8 @@ ACCEPTED = "accepted"  # measurement of an object that a person has reviewed: 1,
 MAX_JSON_BYTES = 2**30
 MAX_COORDINATE_PX = 1e9  # larger than any slide
 
+ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)  # `json.dumps` would make one for each object
+
 
 @dataclass(frozen=True)
 class SlideObject:
@@ -112,7 +114,7 @@ class SlideObject:
                 raise ValueError(
                     f"An object has NaN or infinite measurements: {dict(self.measurements)}; remove these measurements."
                 )
-        content = json.dumps(properties, ensure_ascii=False, allow_nan=False)
+        content = ENCODER.encode(properties)
         return f'{{"type": "Feature", "id": "{self.id}", "geometry": {geometry}, "properties": {content}}}'
 
 

@@ -12,11 +12,14 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import pi
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 from skimage.measure import label
 
 from rotopath.images.stain import stain_densities
@@ -225,6 +228,8 @@ def _trace_rings(parts: NDArray[np.int64]) -> Iterator[tuple[int, Ring]]:
     is always to the right of the direction of travel. Only corners at which the ring changes direction are vertices.
     """
     owners, directions, starts = _find_edges(parts)
+    if not len(starts):
+        return
     width = parts.shape[1] + 1
     ends = starts + (STEPS @ (width, 1))[directions]
     # Link each edge to the next edge of the ring. At each corner, as many edges of a part end as start. The edges are
@@ -234,21 +239,48 @@ def _trace_rings(parts: NDArray[np.int64]) -> Iterator[tuple[int, Ring]]:
     owner_key = owners * (math.prod(parts.shape) + sum(parts.shape) + 1)
     following = np.empty_like(starts)
     following[np.argsort(owner_key + ends, kind="stable")] = np.argsort(owner_key + starts, kind="stable")
-    next_of, direction_of, start_of, owner_of = (values.tolist() for values in (following, directions, starts, owners))
-    is_visited = bytearray(len(next_of))
-    for first in range(len(next_of)):
-        if is_visited[first]:
+    rings, order = _order_cycles(following)
+    is_corner = directions[order] != directions[np.roll(order, 1)]
+    # The first edge of a ring follows the last one of the ring, not that of the ring before it.
+    first = np.flatnonzero(np.diff(rings, prepend=-1))
+    last = np.append(first[1:], len(order)) - 1
+    is_corner[first] = directions[order[first]] != directions[order[last]]
+    corners, owners, rings = starts[order[is_corner]], owners[order[is_corner]], rings[is_corner]
+    by_ring_and_corner = np.lexsort((corners, rings))
+    is_repeated = (np.diff(corners[by_ring_and_corner]) == 0) & (np.diff(rings[by_ring_and_corner]) == 0)
+    passes_twice = set(rings[by_ring_and_corner[1:][is_repeated]].tolist())
+    vertices = np.stack(np.divmod(corners, width), axis=1).astype(np.float64)
+    bounds = [*np.flatnonzero(np.diff(rings, prepend=-1)).tolist(), len(rings)]
+    for ring, (start, stop) in enumerate(pairwise(bounds)):
+        owner = int(owners[start])
+        if ring not in passes_twice:
+            yield owner, vertices[start:stop]
             continue
-        ring, edge, direction = [], first, direction_of[first]
-        while not is_visited[edge]:
-            is_visited[edge] = True
-            edge = next_of[edge]
-            if direction_of[edge] != direction:
-                ring.append(start_of[edge])
-                direction = direction_of[edge]
-        for simple_ring in _split_ring(ring):
-            corners = np.stack(np.divmod(np.array(simple_ring), width), axis=1)
-            yield owner_of[first], corners.astype(np.float64)
+        for simple_ring in _split_ring(corners[start:stop].tolist()):
+            yield owner, np.stack(np.divmod(np.array(simple_ring), width), axis=1).astype(np.float64)
+
+
+def _order_cycles(following: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the items of a permutation cycle by cycle, as arrays (n,) of the number of the cycle and of the item.
+
+    `following` is the next item of each item. Cycles are sorted by their lowest item. Each cycle begins after this
+    item, and ends with it.
+    """
+    items = np.arange(len(following))
+    _, labels = connected_components(coo_array((np.ones(len(items), bool), (items, following))), directed=False)
+    lowest = np.zeros(len(items), np.int64)  # of each label
+    lowest[labels[::-1]] = items[::-1]
+    last = lowest[labels]  # the item with which the cycle of each item ends
+    # Steps from each item to the last one of its cycle. All items jump on until they arrive, twice as far every time.
+    steps, jump = (last != items).astype(np.int64), np.where(last == items, items, following)
+    while (jump != last).any():
+        steps, jump = steps + steps[jump], jump[jump]
+    is_last = last == items
+    sizes = np.bincount(labels)[labels[is_last]]
+    numbers = (np.cumsum(is_last) - 1)[last]  # number of the cycle of each item
+    order = np.empty_like(items)
+    order[(np.cumsum(sizes) - 1)[numbers] - steps] = items
+    return numbers[order], order
 
 
 def _find_edges(parts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:

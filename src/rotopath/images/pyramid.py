@@ -45,20 +45,20 @@ Pixels = NDArray[Any]
 class MapFile:
     """A map (rows, columns) of numbers in a file, written in rectangles. Pixels that are never written are 0.
 
+    Several threads may read it at once. Only the part that is being read or written is mapped into memory.
+
     `dtype` is float32, or uint32 for label maps. On most file systems, parts that are never written need no space.
     """
 
     def __init__(self, path: Path, size: tuple[int, ...], dtype: type[np.float32 | np.uint32] = np.float32) -> None:
         self.size = (size[0], size[1])
         self._dtype = np.dtype(dtype)
-        self._file = path.open("wb+")
+        self._file = path.open("wb+", buffering=0)
         self._file.truncate(self._dtype.itemsize * math.prod(size))
 
     def write(self, top: int, left: int, values: NDArray[Any]) -> None:
         """Write values (h, w), with the first value at row `top` and column `left`."""
-        for i, row in enumerate(np.ascontiguousarray(values, self._dtype)):
-            self._seek(top + i, left)
-            self._file.write(row.data)
+        self._map_part(top, left, values.shape)[:] = values
 
     def paint(self, top: int, left: int, values: NDArray[Any]) -> None:
         """Write the values (h, w) that are not 0; where they are 0, the map keeps its values."""
@@ -66,24 +66,17 @@ class MapFile:
         if not len(rows):
             return
         used = values[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-        first = top + int(rows[0]), left + int(columns[0])
-        old = self.read_part((first[0], first[0] + len(used)), (first[1], first[1] + used.shape[1]))
-        self.write(*first, np.where(used != 0, used, old))
+        part = self._map_part(top + int(rows[0]), left + int(columns[0]), used.shape)
+        np.copyto(part, used, where=used != 0, casting="unsafe")  # as when values are assigned
 
     def read_part(self, rows: tuple[int, int], columns: tuple[int, int]) -> NDArray[Any]:
         """Return the values in a range of rows and of columns, each as (start, stop)."""
-        part = np.empty((rows[1] - rows[0], columns[1] - columns[0]), self._dtype)
-        for i, row in enumerate(part):
-            self._seek(rows[0] + i, columns[0])
-            self._file.readinto(row.data)
-        return part
+        return np.array(self._map_part(rows[0], columns[0], (rows[1] - rows[0], columns[1] - columns[0])))
 
     def read(self, top: int = 0, bottom: int | None = None) -> NDArray[Any]:
         """Return the rows of the map from `top` to `bottom` - 1; by default all rows."""
         rows = (self.size[0] if bottom is None else min(bottom, self.size[0])) - top
-        self._seek(top, 0)
-        content = self._file.read(self._dtype.itemsize * rows * self.size[1])
-        return np.frombuffer(content, self._dtype).reshape(rows, self.size[1])
+        return np.array(self._map_part(top, 0, (rows, self.size[1])))
 
     def read_subsampled(self, step: int) -> NDArray[Any]:
         """Return the values of the map in every `step`-th row and column, without reading the whole map at once."""
@@ -97,8 +90,13 @@ class MapFile:
     def close(self) -> None:
         self._file.close()
 
-    def _seek(self, row: int, column: int) -> None:
-        self._file.seek(self._dtype.itemsize * (row * self.size[1] + column))
+    def _map_part(self, top: int, left: int, shape: tuple[int, ...]) -> NDArray[Any]:
+        """Return a rectangle of the file, of a shape (h, w), as an array that can be read and written."""
+        rows, columns = self._dtype.itemsize * self.size[1] * top, (shape[0], self.size[1])
+        if 0 in shape:
+            return np.empty(shape, self._dtype)
+        mapped = np.memmap(self._file, self._dtype, "r+", rows, columns)  # unmapped when the array is released
+        return mapped[:, left : left + shape[1]]
 
 
 class MapWriter:

@@ -25,6 +25,8 @@ MAX_PERCENTILE = 99.0  # percentile of the concentrations that is used as their 
 REFERENCE_STAINS = np.array([[0.5626, 0.2159], [0.7201, 0.8012], [0.4062, 0.5581]])
 REFERENCE_CONCENTRATIONS = np.array([1.9705, 1.0308])  # highest concentrations of hematoxylin and eosin
 DENSITIES = -np.log((np.arange(256.0) + 1) / WHITE)  # optical density of each pixel value
+# What a value of red, of green and of blue contributes to the densities of hematoxylin and eosin: 3 tables (256, 2)
+STAIN_TABLES = DENSITIES[:, None] * np.linalg.pinv(REFERENCE_STAINS).T[:, None]
 CHUNK = 2**14  # number of pixels that are normalized together
 MIN_TISSUE_PIXELS = 100  # smallest number of pixels from which two stain vectors are estimated
 
@@ -129,7 +131,8 @@ def stain_densities(pixels: NDArray[np.uint8]) -> NDArray[np.float64]:
     >>> stain_densities(np.array([glass, nucleus], np.uint8)).round(1).tolist()
     [[-0.0, -0.0], [1.7, 0.1]]
     """
-    densities: NDArray[np.float64] = optical_density(pixels) @ np.linalg.pinv(REFERENCE_STAINS).T
+    red, green, blue = (np.take(table, pixels[..., i], axis=0) for i, table in enumerate(STAIN_TABLES))
+    densities: NDArray[np.float64] = red + green + blue
     return densities
 
 

@@ -8,6 +8,7 @@ selected by outlines, such as annotations of QuPath. `measure_focus` finds tissu
 
 import math
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -293,37 +294,50 @@ class Focus:
         return self.blurred_mm2 / self.assessed_mm2 if self.assessed_mm2 else 0.0
 
 
-def measure_focus(slide: Slide, tissue: Tissue) -> Focus:
+def measure_focus(slide: Slide, tissue: Tissue, threads: int = 1) -> Focus:
     """Find the tissue that is out of focus, by the variance of the Laplacian at `FOCUS_UM_PX`.
 
     The sharpness of a square is the variance of the Laplacian of its gray values, divided by their variance, so that
     pale tissue is not less sharp. Only tissue counts. Squares are assessed if half of them is tissue in the region and
-    if they have some contrast. Nothing is assessed on slides with a larger pixel spacing.
+    if they have some contrast. Nothing is assessed on slides with a larger pixel spacing. `threads` is the number of
+    threads that read the slide.
     """
-    cell_um = FOCUS_UM_PX * FOCUS_CELL_PX
     sizes = slide.size_at(FOCUS_UM_PX)
     is_blurred = np.zeros([size // FOCUS_CELL_PX for size in sizes], bool)
     counts = {True: 0, False: 0}  # pixels of tissue in blurred and in sharp squares
     area = tissue if tissue.coverage is None else replace(tissue, mask=tissue.mask & (tissue.coverage > 0))
-    corners = product(*(range(0, size - FOCUS_CELL_PX + 1, FOCUS_BLOCK_PX) for size in sizes))
-    for top, left in corners if slide.spacing_um_px <= 1.05 * FOCUS_UM_PX else ():
+
+    def measure(corner: tuple[int, int]) -> tuple[NDArray[np.float64], NDArray[np.int64]] | None:
+        """Return the sharpness of the squares in a block and their pixels of tissue, or None if there is no tissue."""
         height, width = (
             min(FOCUS_BLOCK_PX, size - start) // FOCUS_CELL_PX * FOCUS_CELL_PX
-            for size, start in zip(sizes, (top, left), strict=True)
+            for size, start in zip(sizes, corner, strict=True)
         )
-        if not area.touches(*(FOCUS_UM_PX * value for value in (top, left, height, width))):
-            continue
-        pixels = slide.read(top, left, height, width, FOCUS_UM_PX)
+        if not area.touches(*(FOCUS_UM_PX * value for value in (*corner, height, width))):
+            return None
+        pixels = slide.read(*corner, height, width, FOCUS_UM_PX)
         rows, columns = (
             np.asarray((start + np.arange(count) + 0.5) * FOCUS_UM_PX, np.float64)
-            for start, count in ((top, height), (left, width))
+            for start, count in zip(corner, (height, width), strict=True)
         )
-        sharpness, tissue_px = _measure_sharpness(pixels, area.is_tissue_at(rows, columns))
-        blurred = sharpness < MIN_SHARPNESS  # false where nothing was assessed
-        is_blurred[top // FOCUS_CELL_PX :, left // FOCUS_CELL_PX :][: blurred.shape[0], : blurred.shape[1]] = blurred
-        counts[True] += int(tissue_px[blurred].sum())
-        counts[False] += int(tissue_px[sharpness >= MIN_SHARPNESS].sum())
+        return _measure_sharpness(pixels, area.is_tissue_at(rows, columns))
+
+    tops, lefts = (range(0, size - FOCUS_CELL_PX + 1, FOCUS_BLOCK_PX) for size in sizes)
+    corners = list(product(tops, lefts))
+    if slide.spacing_um_px > 1.05 * FOCUS_UM_PX:
+        corners = []
+    with ThreadPoolExecutor(threads) as pool:
+        for (top, left), measured in zip(corners, pool.map(measure, corners), strict=True):
+            if measured is None:
+                continue
+            sharpness, tissue_px = measured
+            blurred = sharpness < MIN_SHARPNESS  # false where nothing was assessed
+            part = is_blurred[top // FOCUS_CELL_PX :, left // FOCUS_CELL_PX :]
+            part[: blurred.shape[0], : blurred.shape[1]] = blurred
+            counts[True] += int(tissue_px[blurred].sum())
+            counts[False] += int(tissue_px[sharpness >= MIN_SHARPNESS].sum())
     pixel_mm2 = FOCUS_UM_PX**2 / 1e6
+    cell_um = FOCUS_UM_PX * FOCUS_CELL_PX
     return Focus(is_blurred, cell_um, sum(counts.values()) * pixel_mm2, counts[True] * pixel_mm2)
 
 
@@ -331,7 +345,7 @@ def _measure_sharpness(
     pixels: NDArray[np.uint8], is_tissue: NDArray[np.bool_]
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Return the sharpness of each square of an image (H, W, 3), NaN if not assessed, and its pixels of tissue."""
-    gray = pixels.mean(axis=2)
+    gray = pixels.sum(axis=2, dtype=np.int32) / 3
     edges = ndimage.laplace(gray)
     shape = (gray.shape[0] // FOCUS_CELL_PX, FOCUS_CELL_PX, gray.shape[1] // FOCUS_CELL_PX, FOCUS_CELL_PX)
     inside = is_tissue.reshape(shape)

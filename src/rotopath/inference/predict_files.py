@@ -24,6 +24,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -454,36 +455,40 @@ def _write_results(
         score = model.task.object_score
         best = _Shortlist(lambda item: item.measurements[score])
         least_certain = _Shortlist(lambda item: item.measurements.get("deviation", -item.measurements[score]))
-        seconds = slide_pass.stopwatch.seconds
-        with (unfinished / TABLE).open("w", newline="", encoding="utf-8") as table:
-            shape_of_table = slide.origin_px, slide_pass.measurement_names
-            objects = write_rows(slide_pass.objects(on_progress), table, *shape_of_table)
-            if options.parquet:
-                objects = write_parquet(objects, unfinished / PARQUET, *shape_of_table)
-            if options.slide.embedding and slide_pass.labels is None:
-                objects = _collect_shapes(objects, shapes)
-            if model.task.drawn_as != "regions":
-                objects = least_certain.watch(best.watch(objects))
-            write_geojson(unfinished / GEOJSON, _collect_first(objects, drawn), slide.origin_px)
-        for name, map_file, um_px, values in (
-            (HEAT, slide_pass.heat, slide_pass.heat_um_px, "probability"),
-            (DEVIATION, slide_pass.deviation, slide_pass.heat_um_px, "deviation"),
-            (LABELS, slide_pass.labels, slide_pass.labels_um_px, "number in objects.csv"),
-        ):
-            if map_file is not None:
-                write_pyramid(unfinished / name, map_file.strips(), map_file.size, um_px, values)
-        if options.slide.embedding:
-            np.save(unfinished / EMBEDDING, slide_pass.embed(shapes))
-        slide_pass.draw_overlay(drawn).save(unfinished / OVERLAY)
-        slide_pass.draw_quality().save(unfinished / QUALITY)
-        if best.items:
-            groups = {f"Highest {score}": best.items}
-            if len(best.items) == CROP_COUNT:  # with fewer objects, both groups would be the same
-                groups["Least certain"] = least_certain.items
-            draw_crops(slide, groups, score).save(unfinished / CROPS)
+        with slide_pass.stopwatch.measure("files"):
+            with (unfinished / TABLE).open("w", newline="", encoding="utf-8") as table:
+                shape_of_table = slide.origin_px, slide_pass.measurement_names
+                objects = write_rows(slide_pass.objects(on_progress), table, *shape_of_table)
+                if options.parquet:
+                    objects = write_parquet(objects, unfinished / PARQUET, *shape_of_table)
+                if options.slide.embedding and slide_pass.labels is None:
+                    objects = _collect_shapes(objects, shapes)
+                if model.task.drawn_as != "regions":
+                    objects = least_certain.watch(best.watch(objects))
+                write_geojson(unfinished / GEOJSON, _collect_first(objects, drawn), slide.origin_px)
+            if options.slide.embedding:
+                np.save(unfinished / EMBEDDING, slide_pass.embed(shapes))
+            with ThreadPoolExecutor() as pool:  # compressing pixels leaves Python to other threads
+                finished = [
+                    pool.submit(write_pyramid, unfinished / name, map_file.strips(), map_file.size, um_px, values)
+                    for name, map_file, um_px, values in (
+                        (LABELS, slide_pass.labels, slide_pass.labels_um_px, "number in objects.csv"),
+                        (HEAT, slide_pass.heat, slide_pass.heat_um_px, "probability"),
+                        (DEVIATION, slide_pass.deviation, slide_pass.heat_um_px, "deviation"),
+                    )
+                    if map_file is not None
+                ]
+                images = [(OVERLAY, slide_pass.draw_overlay(drawn)), (QUALITY, slide_pass.draw_quality())]
+                if best.items:
+                    groups = {f"Highest {score}": best.items}
+                    if len(best.items) == CROP_COUNT:  # with fewer objects, both groups would be the same
+                        groups["Least certain"] = least_certain.items
+                    images.append((CROPS, draw_crops(slide, groups, score)))
+                finished += [pool.submit(image.save, unfinished / name) for name, image in images]
+                for future in finished:
+                    future.result()
         ended = time.perf_counter()
-        in_loop = sum(seconds[stage] for stage in ("waiting", "maps", "objects"))
-        stages = {"tissue": prepared - started, **seconds, "files": ended - prepared - in_loop}
+        stages = {"tissue": prepared - started, **slide_pass.stopwatch.seconds}
         summary = slide_pass.summary()
         corner_px, side_px = slide_pass.heat_frame
         write_json(

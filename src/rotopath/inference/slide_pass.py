@@ -48,6 +48,7 @@ from rotopath.inference.tiling import (
     pick,
     predict_tiles,
     read_tiles,
+    run_here,
     start_workers,
 )
 from rotopath.models import DenseNetwork
@@ -62,7 +63,7 @@ MEASURED_PX = 2**21  # largest number of pixels from which stains are measured; 
 SAMPLE_PX = 256  # side of each of these square samples
 BLOCK_PX, CACHED_BLOCKS = 512, 16 * READERS  # slides are read in square blocks, cached for adjacent tiles; 32: 25 MB
 BLOCKS_OF_WORKER = 32  # blocks that another process caches: its tiles are seldom adjacent
-MAX_WORKERS, MIN_TILES_FOR_WORKERS = 8, 8  # for the number of processes that is chosen if none is requested
+MAX_WORKERS, MIN_TILES_FOR_WORKERS = 16, 8  # for the number of processes that is chosen if none is requested
 MAX_LABELS_PX = 2**28  # largest label map that is kept in memory, which needs 1 GB
 MAX_ENLARGEMENT = 1.5  # pixels that are enlarged more than this for the network lack details that it has learned
 MIN_FOCUS_MM2 = 0.1  # in less tissue than this, a fraction of tissue that is out of focus means little
@@ -78,11 +79,12 @@ Item = TypeVar("Item")
 class ObjectFinder(Protocol):
     """Finds the objects of a slide in its tiles."""
 
-    def find(self, tiles: Iterable[Tile], run: Run = map) -> Iterator[SlideObject]:
+    def find(self, tiles: Iterable[Tile], run: Run = run_here) -> Generator[SlideObject]:
         """Yield each object as soon as no later tile can change it.
 
         `tiles` yields the tiles of a slide, row by row. `run` is used like `map`, and may call a function in other
-        processes; the function, the items and the results must then be picklable.
+        processes; the function, the items and the results must then be picklable. Close its result if it may not be
+        used to the end.
         """
         ...
 
@@ -598,7 +600,7 @@ class SlidePass:
 
     def _measure_focus(self) -> Focus:
         with self.stopwatch.measure("focus"):
-            return measure_focus(self.slide, self.tissue)
+            return measure_focus(self.slide, self.tissue, threads=READERS)
 
     def _clear_counts(self) -> None:
         """Set the number and the area of the objects to 0 for each class whose objects are returned."""
@@ -681,8 +683,12 @@ class SlidePass:
             else:
                 tiles = read_tiles(self.grid, wanted, self._read_stored, task.needs_pixels)
             # After an error, the traceback refers to the generators, so that only `closing` ends their threads.
-            with closing(tiles), closing(self._finish_tiles(tiles, on_tile)) as finished:
-                yield from self.stopwatch.watch("objects", self._finder.find(finished, run or map))
+            with (
+                closing(tiles),
+                closing(self._finish_tiles(tiles, on_tile)) as finished,
+                closing(self._finder.find(finished, run or run_here)) as found,
+            ):
+                yield from self.stopwatch.watch("objects", found)
 
     def _count_workers(self, tiles: int) -> int:
         """Return the number of processes to start for a slide with this number of tiles.
@@ -694,7 +700,7 @@ class SlidePass:
             return self.options.workers
         if self.model.device.type == "cpu" or not self.model.task.needs_pixels or tiles < MIN_TILES_FOR_WORKERS:
             return 0
-        return min(MAX_WORKERS, count_cores() // 2)
+        return min(MAX_WORKERS, max(1, count_cores() - 2))  # two cores for the network and the files
 
     def _finish_tiles(self, tiles: Iterable[Tile], on_tile: Callable[[int], None]) -> Generator[Tile]:
         """Yield predicted tiles for the search of objects, and write them into the maps.
@@ -794,11 +800,11 @@ class SlidePass:
         of `_outputs_per_px` × `_outputs_per_px` outputs, or over fewer outputs at the bottom and right edge of the
         slide.
         """
-        means = values[tile.core].astype(np.float64)
-        for axis in (0, 1):
+        means: NDArray[Any] = values[tile.core]
+        for axis in (1, 0):  # columns first, whose neighbors are neighbors in memory
             starts = np.arange(0, means.shape[axis], self._outputs_per_px)
             counts = np.minimum(self._outputs_per_px, means.shape[axis] - starts)
-            means = np.add.reduceat(means, starts, axis=axis) / np.expand_dims(counts, 1 - axis)
+            means = np.add.reduceat(means, starts, axis=axis, dtype=np.float64) / np.expand_dims(counts, 1 - axis)
         return means.astype(np.float32)
 
 

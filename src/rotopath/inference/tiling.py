@@ -19,6 +19,7 @@
 augmentation), each frame is rotated and predicted, the maps are rotated back, and the results are averaged.
 """
 
+import gc
 import math
 import os
 import pickle
@@ -50,7 +51,7 @@ from rotopath.nn import center_crop
 LARGE_BYTES = 2**16  # arrays of at least this size are handed to other processes in files
 TILE_PX = 1024  # default for the largest side that a network reads at once; with 8 orientations this needs about 1.5 GB
 SPLINE_REACH = 4  # pixels farther away contribute only about 1 % to a value that splines interpolate
-READERS = min(8, max(2, count_cores() // 2))  # threads that read the next tiles; each needs a few megabytes for a tile
+READERS = min(16, max(2, count_cores()))  # threads that read the next tiles; each needs a few megabytes for a tile
 
 
 class Span(NamedTuple):
@@ -82,7 +83,7 @@ class Span(NamedTuple):
 Pixels = NDArray[np.uint8]
 Frame = tuple[Span, Span]  # rows and columns of a frame, in pixels of the image
 ReadPixels = Callable[[Span, Span], Tensor]  # reads rows and columns as pixels (B, 3, h, w), reflected beyond edges
-Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]  # calls a function for each item, like `map`
+Run = Callable[[Callable[[Any], Any], Iterable[Any]], Generator[Any]]  # calls a function for each item, like `map`
 Activation = Callable[[Tensor], Tensor]  # from logits (B, K, h, w) to probabilities of the same shape
 Item = TypeVar("Item")
 Predict = Callable[[Tensor], Tensor]  # from the pixels of a frame (B, 3, H, W) to probabilities (B, K, h, w)
@@ -488,8 +489,7 @@ def predict_tiles(
     with _start_readers(grid.view, run) as read:
         for (rows, columns), area, image in zip(tiles, areas, read(areas), strict=True):
             pixels = torch.from_numpy(image).permute(2, 0, 1)[None]
-            on_device = pixels.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else pixels
-            tile = _predict_tile(grid, rows, columns, on_device, degrees, activation)
+            tile = _predict_tile(grid, rows, columns, pixels.to(device), degrees, activation)
             yield tile._replace(pixels=_pick_pixels(grid, tile.with_halo, pixels, area)) if with_pixels else tile
 
 
@@ -509,9 +509,10 @@ def _start_readers(view: PixelSource, run: Run | None) -> Iterator[Callable[[Ite
     read = partial(_read_in_worker, pickle.dumps(view))
 
     def read_all(areas: Iterable[Frame]) -> Iterator[Pixels]:
-        for pixels, seconds in run(read, areas):
-            view.stopwatch.add(seconds)
-            yield pixels
+        with closing(run(read, areas)) as results:
+            for pixels, seconds in results:
+                view.stopwatch.add(seconds)
+                yield pixels
 
     yield read_all
 
@@ -649,13 +650,19 @@ def _use_gpu(gpu: int | None = None) -> None:
         torch.cuda.set_device(gpu)
 
 
+def run_here(function: Callable[[Any], Any], items: Iterable[Any]) -> Generator[Any]:
+    """Yield the results of a function for all items, in their order. Unlike the result of `map`, this can be closed."""
+    yield from map(function, items)
+
+
 @contextmanager
 def start_workers(count: int) -> Iterator[Run | None]:
     """Context manager: yield a function that is used like `map`, and computes in `count` other processes.
 
     The results have the order of the items. Functions, items and results must be picklable. Only a few items per
-    process are computed ahead. Large arrays are handed over in files, which other processes and threads can write and
-    read while Python runs. If `count` is 0, None is yielded. Raises BrokenProcessPool if a process is killed.
+    process are computed ahead, in another thread; close the results if they may not be used to the end. Large arrays
+    are handed over in files, which other processes and threads can write and read while Python runs. If `count` is 0,
+    None is yielded. Raises BrokenProcessPool if a process is killed.
     """
     if not count:
         yield None
@@ -668,10 +675,11 @@ def start_workers(count: int) -> Iterator[Run | None]:
     with TemporaryDirectory(prefix="rotopath-") as folder:
         pool = ProcessPoolExecutor(count, context, initializer=_follow_parent)
 
-        def run(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-            parcels = (_pack(item, Path(folder)) for item in items)
+        def run(function: Callable[[Any], Any], items: Iterable[Any]) -> Generator[Any]:
             in_worker = partial(_call_in_worker, function, Path(folder))
-            yield from map(_unpack, _map_in_order(pool, count + 2, in_worker, parcels))
+            # Another thread packs the next item, because writing its arrays takes time.
+            with closing(compute_ahead(_pack(item, Path(folder)) for item in items)) as parcels:
+                yield from map(_unpack, _map_in_order(pool, count + 2, in_worker, parcels))
 
         try:
             yield run
@@ -739,6 +747,7 @@ def _follow_parent() -> None:
     Without this, processes would wait for work forever if the process that started them was killed.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()  # the objects of imported packages are never garbage; to search through them takes time
     Thread(target=_exit_after_parent, daemon=True).start()
 
 

@@ -7,7 +7,7 @@ several classes, the network predicts a probability for each class, and the most
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from rotopath.data.splits import select_fraction
 from rotopath.images.geojson import SlideObject
 from rotopath.images.outlines import trace_outlines
 from rotopath.inference.slide_pass import ObjectFinder
-from rotopath.inference.tiling import Grid, Run, Tile
+from rotopath.inference.tiling import Grid, Run, Tile, run_here
 from rotopath.metrics.classification import (
     Floats,
     auc_interval,
@@ -394,7 +394,7 @@ class RegionFinder:
         self.tissue_mm2 = np.zeros(grid.size)
         self._has_deviation = False
 
-    def find(self, tiles: Iterable[Tile], run: Run = map) -> Iterator[SlideObject]:
+    def find(self, tiles: Iterable[Tile], run: Run = run_here) -> Generator[SlideObject]:
         """Copy the tiles into maps and then, after the last tile, yield the regions of each class."""
         del run  # outlining a few large regions is fast
         for tile in tiles:

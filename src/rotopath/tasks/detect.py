@@ -8,7 +8,8 @@ channel for positions without any object.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -27,7 +28,7 @@ from rotopath.images.geojson import SlideObject
 from rotopath.images.outlines import Point
 from rotopath.inference.dense import Prediction
 from rotopath.inference.slide_pass import ObjectFinder
-from rotopath.inference.tiling import Grid, Run, Tile
+from rotopath.inference.tiling import Grid, Run, Tile, run_here
 from rotopath.metrics.classification import f1_terms, interval_unit, score_interval, sum_by_case
 from rotopath.metrics.matching import (
     Counts,
@@ -370,13 +371,14 @@ class PeakFinder:
     def __init__(self, task: Detect, grid: Grid, point: OperatingPoint) -> None:
         self._task, self._grid, self._point = task, grid, point
 
-    def find(self, tiles: Iterable[Tile], run: Run = map) -> Iterator[SlideObject]:
+    def find(self, tiles: Iterable[Tile], run: Run = run_here) -> Generator[SlideObject]:
         """Find the peaks of all tiles, merge them, and yield the detections of the slide."""
         found: list[Peak] = []
         has_deviation = False
-        for peaks_of_tile, is_measured in run(self._search_tile, tiles):
-            found += peaks_of_tile
-            has_deviation = is_measured  # the same for all tiles
+        with closing(run(self._search_tile, tiles)) as results:
+            for peaks_of_tile, is_measured in results:
+                found += peaks_of_tile
+                has_deviation = is_measured  # the same for all tiles
         rows = sorted(found)  # so that the order of detections does not depend on the tiles
         peaks = np.array(rows, np.float64).reshape(-1, 5)
         deviation_at = {(row, column, index): deviation for row, column, index, _, deviation in rows}

@@ -7,10 +7,11 @@ tiles after the last tile.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
@@ -34,7 +35,7 @@ from rotopath.images.outlines import measure_objects, smooth_outlines, trace_out
 from rotopath.images.pyramid import MapFile
 from rotopath.inference.dense import Prediction
 from rotopath.inference.slide_pass import ObjectFinder
-from rotopath.inference.tiling import Grid, Run, Span, Tile
+from rotopath.inference.tiling import Grid, Run, Span, Tile, run_here
 from rotopath.metrics.classification import ImageCase, f1_terms
 from rotopath.metrics.matching import (
     ObjectCounts,
@@ -72,6 +73,7 @@ BACKGROUND_TRIED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 # Areas of discs with a diameter of about 2 to 4 µm: 45 to 170 px at 0.25 µm/px
 MIN_UM2_TRIED = (2.8125, 5.0, 6.875, 8.75, 10.625)
 LARGEST_PX = 2**24  # largest bounding box of a merged region, in px²: 1 mm² at 0.25 µm/px, far larger than a nucleus
+REGIONS_AT_ONCE = 32  # number of merged regions that are handed over to another process together
 TILES_IN_MEMORY = 16  # number of tiles whose files are cached while regions are merged
 
 NO_COUNTS = ObjectCounts(0, 0, 0, 0.0)
@@ -282,13 +284,22 @@ class Segment(Task):
         """
         inside, border, background = (prediction.probabilities[i] for i in (INSIDE, BORDER, BACKGROUND))
         regions, count = ndimage.label(background < max_background)
-        labels, _ = ndimage.label((regions > 0) & (inside >= min_inside))
+        labels, _ = ndimage.label((inside >= min_inside) & (regions > 0))
         seeds = remove_small(labels, MIN_SEED_UM2 / self.spacing_um_px**2)
-        # Thin objects may consist of border pixels only, without a seed. So a region without a seed becomes one object.
-        has_seed = np.bincount(regions[seeds > 0], minlength=count + 1) > 0
-        seedless = np.where(has_seed, 0, np.arange(count + 1))[regions]
-        seeds = np.where(seedless > 0, seedless + seeds.max(), seeds)
-        grown: Labels = watershed(border, seeds, mask=regions > 0)  # type: ignore[no-untyped-call]
+        # All pixels of a region with one seed get the number of this seed. Thin objects may consist of border pixels
+        # only, so a region without a seed becomes one object, too. Only other regions need the slower watershed.
+        pixels, total = np.flatnonzero(seeds), int(seeds.max(initial=0))
+        region_of_seed = np.zeros(total + 1, np.int64)
+        region_of_seed[seeds.ravel()[pixels]] = regions.ravel()[pixels]
+        seed_count = np.bincount(region_of_seed[1:], minlength=count + 1)
+        numbers = total + np.arange(count + 1, dtype=np.int32)
+        numbers[region_of_seed[1:]] = np.arange(1, total + 1)
+        numbers[0] = 0
+        is_shared = seed_count > 1
+        numbers[is_shared] = 0
+        grown: Labels = numbers[regions]
+        if is_shared.any():
+            grown += watershed(border, seeds, mask=is_shared[regions])  # type: ignore[no-untyped-call]
         return grown
 
     # Evaluation
@@ -566,16 +577,22 @@ class Seams:
 
     def _read_part(self, tile: int, part: int) -> tuple[NDArray[np.int64], Map]:
         """Return the part of a region in one tile: positions of outputs on the slide (2, n), and channels (k, n)."""
-        pixels, part_numbers, values = self._load(tile)
-        inside = part_numbers == part
+        starts, pixels, values = self._load(tile)
+        inside = slice(starts[part], starts[part + 1])
         rows, columns = self._tiles[tile]
         down, right = np.divmod(pixels[inside], columns.size)
         return np.stack([down + rows.start, right + columns.start]), values[:, inside]
 
-    def _load_file(self, tile: int) -> tuple[NDArray[np.int64], Labels, Map]:
-        """Return what `split_tile` saved for a tile: flat indices (n,), part numbers (n,) and channels (k, n)."""
+    def _load_file(self, tile: int) -> tuple[list[int], NDArray[np.int64], Map]:
+        """Return what `split_tile` saved for a tile: flat indices (n,) and channels (k, n), sorted by part number.
+
+        The first result is the first index of each part number in the other two, with one more entry at the end.
+        """
         with np.load(self._folder / f"{tile}.npz") as arrays:
-            return arrays["pixels"], arrays["part_numbers"], arrays["values"]
+            pixels, part_numbers, values = arrays["pixels"], arrays["part_numbers"], arrays["values"]
+        order = np.argsort(part_numbers, kind="stable")
+        starts = np.searchsorted(part_numbers, np.arange(part_numbers.max(initial=0) + 2), sorter=order)
+        return starts.tolist(), pixels[order], values[:, order]
 
 
 @dataclass(frozen=True)
@@ -603,8 +620,13 @@ class InstanceSearch:
         values = np.concatenate(channels, dtype=np.float32)
         mask = values[BACKGROUND] < self.point["background"]
         is_complete, parts = split_tile(self.grid.size, self.folder, number, (tile.rows, tile.columns), mask, values)
-        values[: self.task.outputs, ~is_complete] = np.array(self.task.background_probabilities)[:, None]
+        for channel, background in zip(values, self.task.background_probabilities, strict=False):
+            np.copyto(channel, background, where=~is_complete)
         return parts, self.search(Rectangle(tile.rows.start, tile.columns.start, values))
+
+    def search_all(self, rectangles: Sequence[Rectangle]) -> list[FoundObjects]:
+        """Find the objects in several rectangles."""
+        return [self.search(rectangle) for rectangle in rectangles]
 
     def search(self, rectangle: Rectangle) -> FoundObjects:
         """Find the objects in a rectangle of outputs."""
@@ -640,18 +662,22 @@ class InstanceFinder:
         self.labels = MapFile(folder / "labels", grid.size, np.uint32)
         self.is_wanted: Callable[[SlideObject], bool] = lambda _: True
 
-    def find(self, tiles: Iterable[Tile], run: Run = map) -> Iterator[SlideObject]:
+    def find(self, tiles: Iterable[Tile], run: Run = run_here) -> Generator[SlideObject]:
         """Yield the objects of each tile and then, after the last tile, those that cross tile borders."""
-        for parts, found in run(self._search.search_tile, enumerate(tiles)):
-            self._seams.join(parts)
-            yield from self._paint(found)
-        for found in run(self._search.search, self._seams.finish()):
-            yield from self._paint(found)
+        with closing(run(self._search.search_tile, enumerate(tiles))) as results:
+            for parts, found in results:
+                self._seams.join(parts)
+                yield from self._paint(found)
+        merged = self._seams.finish()
+        batches = iter(lambda: list(islice(merged, REGIONS_AT_ONCE)), [])
+        with closing(run(self._search.search_all, batches)) as results:
+            for found in chain.from_iterable(results):
+                yield from self._paint(found)
 
     def _paint(self, found: FoundObjects) -> Iterator[SlideObject]:
         """Paint the wanted objects into the label map, and yield them."""
         is_wanted = np.array([self.is_wanted(item) for item in found.objects], bool)
-        numbers = np.zeros(len(is_wanted) + 1, np.int64)
+        numbers = np.zeros(len(is_wanted) + 1, np.uint32)
         numbers[1:][is_wanted] = self._count + 1 + np.arange(is_wanted.sum())
         self._count += int(is_wanted.sum())
         self.labels.paint(found.top, found.left, numbers[found.labels])
