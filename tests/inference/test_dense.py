@@ -415,7 +415,7 @@ def test_triton_kernels_run_on_gpus_from_ampere_on_if_triton_is_installed(
 # ONNX Runtime
 
 
-@pytest.mark.parametrize("name", ["tumor", "nuclei", "resnet18"])
+@pytest.mark.parametrize("name", ["nuclei", "resnet18"])
 def test_onnx_runtime_predicts_the_same_as_torch(name: str) -> None:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

@@ -788,33 +788,33 @@ def test_a_result_can_select_the_region_of_another_prediction(images: Path, tmp_
 
 
 CLASSES = ("lymphocyte", "plasma cell", "tumor cell")
-OTHER_OPTIONS: dict[str, dict[str, Any]] = {  # by name of the model; the map is stored with the default options
-    "tumor-pcam-n8": {"threshold": 0.1, "min_area_um2": 600},
-    "mitosis-amida13-n8": {"threshold": 0.02},
-    "nuclei-kumar-n8": {"threshold": 0.6, "min_area_um2": 20},
-    "classify": {"classes": CLASSES[:2]},
-    "detect": {"threshold": 0.3, "classes": CLASSES[1:]},
-    "segment": {"threshold": 0.4, "min_area_um2": 2, "classes": CLASSES[1:]},
+OTHER_OPTIONS: dict[tuple[str, int], dict[str, Any]] = {  # by model and rotations: every kind of task with 1 and with 4
+    ("tumor-pcam-n8", 1): {"threshold": 0.1, "min_area_um2": 600},
+    ("mitosis-amida13-n8", 1): {"threshold": 0.02},
+    ("nuclei-kumar-n8", 1): {"threshold": 0.6, "min_area_um2": 20},
+    ("classify", 4): {"classes": CLASSES[:2]},
+    ("detect", 4): {"threshold": 0.3, "classes": CLASSES[1:]},
+    ("segment", 4): {"threshold": 0.4, "min_area_um2": 2, "classes": CLASSES[1:]},
 }
 
 
-@pytest.mark.parametrize("rotations", [1, 4])
-@pytest.mark.parametrize("name", OTHER_OPTIONS)
+@pytest.mark.parametrize(("name", "rotations"), OTHER_OPTIONS)
 def test_a_stored_map_gives_the_results_of_a_full_run(
     name: str, rotations: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With other thresholds, classes, regions and tile sizes, for all kinds of tasks, and without running a network."""
-    model: Path | str = name
+    folder: Path | str = name
     if name in untrained_runs.POINTS:
         keys = {"segment": untrained_runs.UNET}.get(name, untrained_runs.RESNET)
         spacing = {"data_spacing_um_px": 0.25, "classes": CLASSES}
-        model = untrained_runs.make_run(tmp_path / "run", name, random_statistics=True, **keys, **spacing)
-    image = np.full((420, 600, 3), 244, np.uint8)
-    image[30:400, 20:420] = np.tile(draw_tissue(), (2, 2, 1))[:370, :400]
+        folder = untrained_runs.make_run(tmp_path / "run", name, random_statistics=True, **keys, **spacing)
+    model = rp.load(folder)
+    image = np.full((300, 400, 3), 244, np.uint8)
+    image[20:290, 20:320] = np.tile(draw_tissue(), (2, 2, 1))[:270, :300]
     write_image(tmp_path / "a.png", image)
-    common: dict[str, Any] = {"spacing_um_px": rp.load(model).task.spacing_um_px, "device": "cpu"}
-    common["rotations"] = rotations
-    other = OTHER_OPTIONS[name] | {"exclude": write_region(tmp_path / "b.geojson", (150, 100, 250, 500))}
+    common: dict[str, Any] = {"spacing_um_px": model.task.spacing_um_px, "device": "cpu", "rotations": rotations}
+    region = write_region(tmp_path / "b.geojson", (100, 100, 180, 350))
+    other = OTHER_OPTIONS[name, rotations] | {"exclude": region}
     monkeypatch.setattr(Model, "tile_px", 256)
     (full,) = rp.predict(model, tmp_path / "a.png", tmp_path / "full", **common, **other)
     (default,) = rp.predict(model, tmp_path / "a.png", tmp_path / "default", **common)

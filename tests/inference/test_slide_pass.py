@@ -825,8 +825,7 @@ def is_inside(positions: np.ndarray, polygon: np.ndarray) -> np.ndarray:
     return inside
 
 
-@pytest.mark.parametrize("tile_px", [200, 4096])
-@pytest.mark.parametrize("name", ["mitosis", "nuclei"])
+@pytest.mark.parametrize(("name", "tile_px"), [("mitosis", 4096), ("nuclei", 200)])
 def test_objects_in_a_region_are_those_of_the_whole_slide_with_their_center_in_it(name: str, tile_px: int) -> None:
     task, image = PAPER[name], np.tile(draw_tissue()[0], (2, 2, 1))
     point = POINT if name == "nuclei" else {"threshold": 0.05}

@@ -65,7 +65,7 @@ def predict_slide_tiles(
         return list(predict_tiles(grid, grid.tiles, CPU, rotations))
 
 
-@pytest.mark.parametrize("rotations", [1, 4, 8])
+@pytest.mark.parametrize("rotations", [1, 8])
 @pytest.mark.parametrize(("name", "tile_px", "halo"), [("nuclei", 60, 0), ("nuclei", 500, 0), ("mitosis", 84, 3)])
 def test_tiles_have_the_pixels_at_the_positions_of_their_outputs(
     name: str, tile_px: int, halo: int, rotations: int

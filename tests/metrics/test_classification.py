@@ -36,6 +36,14 @@ def test_known_answers() -> None:
 def test_a_single_class() -> None:
     zeros = np.zeros(3, int)
     assert np.isnan(auc(zeros, np.array([0.1, 0.2, 0.3])))
+
+
+def test_a_score_that_is_nan_has_no_auc() -> None:
+    assert np.isnan(auc(LABELS, np.array([0.1, 0.6, np.nan, 0.9, 0.2])))
+
+
+def test_thresholds_of_a_single_class() -> None:
+    zeros = np.zeros(3, int)
     assert accuracy(zeros, SCORES[:3], best_accuracy_threshold(zeros, SCORES[:3])) == 1
     assert accuracy(zeros + 1, SCORES[:3], best_accuracy_threshold(zeros + 1, SCORES[:3])) == 1
 

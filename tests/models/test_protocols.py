@@ -184,7 +184,7 @@ def test_measured_geometries_of_small_modules(module: nn.Module, window_px: int,
 
 @every_network
 @every_preset
-@pytest.mark.parametrize("orientations", [1, 4])
+@pytest.mark.parametrize("orientations", [1, 2])
 def test_measured_geometry_equals_the_declared_one_or_has_a_larger_rim(
     name: str, preset: str, orientations: int
 ) -> None:

@@ -37,8 +37,8 @@ def test_convolutions_are_equivariant(
 ) -> None:
     settings = {"kernel_size": 5, "orientations": orientations, "kernel": kernel, "reflections": True, **options}
     size = settings.pop("size", 12)
-    lift = rp.nn.LiftConv2d(4, 8, **settings, dtype=dtype)
-    conv = rp.nn.GroupConv2d(4, 8, **settings, dtype=dtype)
+    lift = rp.nn.LiftConv2d(4, 4, **settings, dtype=dtype)
+    conv = rp.nn.GroupConv2d(4, 4, **settings, dtype=dtype)
     for layer, x in ((lift, images(size, dtype=dtype)), (conv, features(orientations, size, dtype=dtype))):
         if layer.stride > 1:
             x = x[..., :size]

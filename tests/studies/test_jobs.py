@@ -1,6 +1,7 @@
 """Studies that are run: jobs are skipped, resumed, failed and killed, here and on a cluster; and their reports."""
 
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -8,8 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +28,7 @@ from rotopath.cli import app
 from rotopath.model_file import MODEL, WEIGHTS, RunError
 from rotopath.reports.study_report import report
 from rotopath.studies import jobs, read_study
-from rotopath.studies.jobs import JobFuture, job_file, run_study
+from rotopath.studies.jobs import JobFuture, Submit, job_file, run_study
 from rotopath.writing import BusyError, hold_lock
 
 pytestmark = pytest.mark.slow
@@ -53,15 +57,37 @@ def _make_study(folder: Path) -> None:
     turning = '[turning]\nrecipe = "t.toml"\norientations = [4]\nseed = [0]\n'
     for name, parts in (("plain", plain), ("turning", turning), ("s", plain + turning)):
         (folder / f"{name}.toml").write_text(parts)
-    command = ("run", str(folder / "s.toml"), "--out", str(folder / "finished"), "--at-once")
-    first = call(*command, "1")
-    assert first.exit_code == 1
-    (folder / "first.txt").write_text(first.output)
-    shutil.copytree(folder / "finished", folder / "first")
-    (folder / "late").symlink_to(data)
-    second = call(*command, "2")
+    command = ("run", str(folder / "s.toml"), "--out", str(folder / "finished"), "--at-once", "1")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(jobs, "run_here", run_forked)
+        first = call(*command)
+        assert first.exit_code == 1
+        (folder / "first.txt").write_text(first.output)
+        shutil.copytree(folder / "finished", folder / "first")
+        (folder / "late").symlink_to(data)
+        second = call(*command)
     assert second.exit_code == 0, second.stderr
     assert "2 of 2 done, 0 running, 0 failed" in second.stdout
+
+
+@contextmanager
+def run_forked(at_once: int) -> Iterator[Submit]:
+    """Run jobs as `run_here` does, but in forked processes, which need no time to import torch and Lightning."""
+    assert at_once == 1
+
+    def run(recipe: str, rotations: int) -> None:
+        sys.settrace(None)  # coverage of other processes is not measured
+        sys.exit(jobs.main(Path(recipe), rotations, os.getppid()))
+
+    def submit(recipe: str, rotations: int, _cwd: str) -> JobFuture:
+        process = multiprocessing.get_context("fork").Process(target=run, args=(recipe, rotations))
+        process.start()
+        process.join(TIMEOUT_S)
+        future: Future[str] = Future()
+        future.set_result("" if process.exitcode == 0 else f"exit code {process.exitcode}")
+        return future
+
+    yield submit
 
 
 @pytest.fixture
@@ -93,10 +119,10 @@ def expect_results_of(finished: Path, part: str, out: Path) -> None:
         assert len(rows) > 1
 
 
-def wait_for(path: Path, process: "subprocess.Popen[Any]") -> None:
+def wait_for(path: Path, process: "subprocess.Popen[Any] | None" = None) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not path.exists():
-        assert process.poll() is None, f"it ended before {path} appeared"
+        assert process is None or process.poll() is None, f"it ended before {path} appeared"
         assert time.monotonic() < deadline, f"{path} did not appear"
         time.sleep(0.05)
 
@@ -309,15 +335,22 @@ def test_a_job_whose_worker_is_killed_is_resumed_by_another_worker(
     address, start_worker = cluster
     out = study.parent / "cluster"
     plan = str(study.parent / "plain.toml")
-    command = [*ROTOPATH, "run", plan, "--out", str(out), "--cluster", address, "--at-once", "1"]
-    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     first = start_worker()
-    wait_for(job_file(out, "plain/N1-seed0", "progress"), process)
-    first.kill()  # while its job runs
-    start_worker()
-    output, errors = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0, errors
-    assert "1 of 1 done, 0 running, 0 failed" in output
+    killed = threading.Event()
+
+    def replace_worker() -> None:
+        wait_for(job_file(out, "plain/N1-seed0", "progress"))
+        first.kill()  # while its job runs
+        killed.set()
+        start_worker()
+
+    thread = threading.Thread(target=replace_worker)
+    thread.start()
+    done = call("run", plan, "--out", str(out), "--cluster", address, "--at-once", "1")
+    thread.join()
+    assert killed.is_set()
+    assert done.exit_code == 0, done.output
+    assert "1 of 1 done, 0 running, 0 failed" in done.stdout
     expect_results_of(finished, "plain", out)
 
 

@@ -212,7 +212,7 @@ def test_the_best_weights_are_kept_and_training_stops_when_it_has_converged(
         return [float(row["validation_loss"]) for row in read_log(folder) if row["validation_loss"]]
 
     monkeypatch.setattr(TrainingModule, "on_validation_epoch_end", log_given_loss)
-    recipe = short_recipe(data, epochs=6, patience=2)
+    recipe = short_recipe(data, epochs=6, patience=2, steps=2)
     train(recipe, tmp_path / "run")
     assert logged_losses(tmp_path / "run") == losses[:5]
     train(replace(recipe, epochs=3), tmp_path / "short")

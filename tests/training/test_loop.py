@@ -268,7 +268,8 @@ def test_recipes_that_cannot_be_trained_are_refused_before_anything_is_written(
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "run").exists()
-    assert rp.train(good, tmp_path / "run").task.name == task, "the corrected command works in the same folder"
+    if changes is UNET:  # for one of the mistakes: what is trained is the same for all
+        assert rp.train(good, tmp_path / "run").task.name == task, "the corrected command works in the same folder"
 
 
 def test_a_network_from_a_function_of_the_user_is_trained(

@@ -17,7 +17,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import rankdata
 
 Numbers = NDArray[np.float64]
 Floats = NDArray[np.float64]
@@ -62,13 +61,15 @@ def auc(labels: Ints, scores: Floats) -> float:
     """Return the area under the ROC curve (AUC) for labels (n,), which are 0 or 1, and scores (n,).
 
     The AUC is the probability that an input of class 1 has a higher score than an input of class 0. Equal scores count
-    half. The AUC is NaN if only one class is present.
+    half. The AUC is NaN if only one class is present, or if a score is NaN.
     """
-    positives, negatives = int((labels == 1).sum()), int((labels != 1).sum())
-    if not positives or not negatives:
+    if np.isnan(scores).any():
         return float("nan")
-    rank_sum = rankdata(scores)[labels == 1].sum() - positives * (positives + 1) / 2
-    return float(rank_sum / (positives * negatives))
+    positives, negatives = np.sort(scores[labels == 1]), np.sort(scores[labels != 1])
+    if not len(positives) or not len(negatives):
+        return float("nan")
+    below, at_most = (int(np.searchsorted(negatives, positives, side).sum()) for side in ("left", "right"))
+    return (below + at_most) / (2 * len(positives) * len(negatives))
 
 
 def macro_auc(labels: Ints, scores: Floats) -> float:

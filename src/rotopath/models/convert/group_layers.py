@@ -11,6 +11,7 @@ a layer of `rp.nn` or of torch, or raises ValueError with the reason why the pla
 
 import copy
 import math
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -205,12 +206,17 @@ def fit_widths(
     unless the number of weights would exceed `target`. The choice with the number of weights closer to `target` is
     returned.
     """
-    factors = [least ** (i / SCALE_FACTORS) for i in range(SCALE_FACTORS + 1)]  # decreasing
-    counted = [(count(chosen), chosen) for chosen in (scale_widths(widths, factor) for factor in factors)]
-    weights, best = min(counted, key=lambda candidate: abs(candidate[0] - target))
-    if abs(weights - target) <= WEIGHTS_TOLERANCE * target:
+
+    def scaled(i: int) -> dict[Width, int]:
+        return scale_widths(widths, least ** (i / SCALE_FACTORS))
+
+    # Factors decrease with i, and so do the numbers of weights; so the closest number is one of two neighbors.
+    first = bisect_left(range(SCALE_FACTORS + 1), -target, key=lambda i: -count(scaled(i)))
+    nearest = [scaled(i) for i in (first - 1, first) if 0 <= i <= SCALE_FACTORS]
+    best = min(nearest, key=lambda chosen: abs(count(chosen) - target))
+    if abs(count(best) - target) <= WEIGHTS_TOLERANCE * target:
         return best
-    below = next((chosen for weights, chosen in counted if weights <= target), best)
+    below = nearest[-1] if first <= SCALE_FACTORS else best
     for width in sorted(widths, key=lambda width: -width.plain):
         if width.scales and not width.fixed:
             wider = below | {width: below[width] + width.multiple}
