@@ -68,7 +68,8 @@ def read_log(folder: Path) -> list[dict[str, str]]:
 
 def train_until_killed(recipe: Recipe, folder: Path, step: int) -> None:
     """Train in another process, which is killed right after a step, before anything of this step is recorded."""
-    process = multiprocessing.get_context("fork").Process(target=_train_and_kill, args=(recipe, folder, step))
+    method = "spawn" if torch.cuda.is_initialized() else "fork"  # forked processes cannot use the GPU of their parent
+    process = multiprocessing.get_context(method).Process(target=_train_and_kill, args=(recipe, folder, step))
     process.start()
     process.join(300)
     assert process.exitcode == -signal.SIGKILL

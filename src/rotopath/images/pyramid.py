@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tifffile import TiffWriter
 
+from rotopath.environment import count_cores
 from rotopath.images.files import UnreadableFileError
 from rotopath.writing import atomic_file, parse_json
 
@@ -36,7 +37,7 @@ TILE_PX = 512  # side of the square tiles
 UM_PER_CM = 1e4
 MAX_CLASSIC_BYTES = 2**31  # for a larger level 0, a BigTIFF is written: offsets in a classic TIFF have only 32 bits
 BLOCK_PX, CACHED_BLOCKS = 512, 24  # stored maps are compressed in blocks; 24 blocks of three channels need 75 MB
-COMPRESSORS = 4  # number of threads that compress blocks and tiles
+COMPRESSORS = min(16, max(4, count_cores()))  # number of threads that compress blocks and tiles
 ABOUT, MASK = "about.json", "mask.npy"  # names of the other parts of a stored map
 MAX_ABOUT_BYTES, MAX_MASK_BYTES = 2**20, 2**28  # a mask has a pixel for each 8 µm: 2**28 are over 100 cm²
 Pixels = NDArray[Any]
@@ -133,7 +134,7 @@ class MapWriter:
             block = values[:, row : row + BLOCK_PX, column : column + BLOCK_PX]
             name = ",".join(map(str, (top + row, left + column, *block.shape)))
             self._waiting.append((name, self._pool.submit(_compress, block.astype("<f4"))))
-            if len(self._waiting) > 4 * COMPRESSORS:
+            if len(self._waiting) > 2 * COMPRESSORS:
                 self._write_block()
 
     def describe(self, about: Mapping[str, object], mask: NDArray[np.uint8]) -> None:

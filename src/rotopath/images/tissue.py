@@ -126,8 +126,11 @@ class Tissue:
             np.floor(positions / self.spacing_um_px).astype(int).clip(0, size - 1)
             for positions, size in zip((rows_um, columns_um), self.mask.shape, strict=True)
         )
-        is_tissue: NDArray[np.bool_] = self.mask[np.ix_(rows, columns)]
-        return is_tissue
+        if not rows.size:
+            return np.empty((0, columns.size), bool)
+        # First the few rows of the mask that are needed, then copies of whole rows: much faster than both at once.
+        needed = self.mask[rows.min() : rows.max() + 1]
+        return np.asarray(np.take(np.take(needed, columns, axis=1), rows - rows.min(), axis=0))
 
     def dilate(self, margin_um: float) -> "Tissue":
         """Return the tissue with a margin of the given width around it."""

@@ -623,7 +623,9 @@ def _predict_tile(
             "The network predicted values that are not finite numbers, perhaps because they are too large for 16-bit "
             "precision on a GPU; use --precision 32."
         )
-    deviations = maps.std(dim=0, correction=0).cpu().numpy() if len(degrees) > 1 else None
+    if len(degrees) == 1:
+        return Tile(rows, columns, with_halo, maps[0].cpu().numpy(), None)
+    deviations = maps.std(dim=0, correction=0).cpu().numpy()
     return Tile(rows, columns, with_halo, maps.mean(dim=0).cpu().numpy(), deviations)
 
 
