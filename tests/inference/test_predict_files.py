@@ -26,6 +26,7 @@ from layouts import write_image
 from PIL import Image
 from scanner_files import write_dicom, write_mirax, write_ome_zarr
 from scipy import ndimage
+from sharing import hold_elsewhere
 from test_pretrained import draw_tissue
 from typer.testing import CliRunner, Result
 
@@ -41,7 +42,6 @@ from rotopath.images.pyramid import MapWriter, StoredMap
 from rotopath.inference import predict_files, tiling
 from rotopath.inference.slide_pass import Model, SlidePass
 from rotopath.metrics import smooth_images
-from rotopath.writing import hold_lock
 
 pytestmark = pytest.mark.slow
 
@@ -491,11 +491,11 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next(
 
 def test_leftovers_are_removed_unless_a_process_is_predicting_the_slide(tmp_path: Path) -> None:
     folder, lock = tmp_path / "a.png", tmp_path / ".a.png.lock"
-    with hold_lock(lock, 0):
+    with hold_elsewhere(folder):
         (tmp_path / ".a.png.unfinished").mkdir()
         predict_files.remove_leftovers(folder)
         assert (tmp_path / ".a.png.unfinished").exists()
-    assert lock.exists()
+    lock.touch()  # as a killed process leaves it
     predict_files.remove_leftovers(folder)
     assert not list(tmp_path.iterdir())
 

@@ -189,28 +189,29 @@ import os, sys, time
 from pathlib import Path
 from rotopath.writing import hold_lock
 
-with hold_lock(Path(sys.argv[1]), 20):
+path = Path(sys.argv[1])
+with hold_lock(path, 20):
     child = os.fork() if "fork" in sys.argv else None
     if child != 0:
-        Path(sys.argv[1]).with_suffix(".child").write_text(str(child))
-        Path(sys.argv[1]).with_suffix(".held").touch()
+        path.with_suffix(".child").write_text(str(child))
+        path.with_suffix(".held").touch()
     time.sleep(1000)
 """
 
 
-def hold(lock: Path, *words: str) -> "subprocess.Popen[bytes]":
-    """Start a process that holds a lock."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(lock), *words], env=ENVIRONMENT)
-    wait_for(lock.with_suffix(".held"), process)
+def hold(path: Path, *words: str) -> "subprocess.Popen[bytes]":
+    """Start a process that holds the lock of a path."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path), *words], env=ENVIRONMENT)
+    wait_for(path.with_suffix(".held"), process)
     return process
 
 
 def test_a_job_that_another_process_is_working_on_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on Windows, where no other process can read a locked file."""
-    lock, read_text = tmp_path / ".N4.lock", Path.read_text
+    folder, read_text = tmp_path / "N4", Path.read_text
 
     def take_lock(*_: object, **__: object) -> int:
-        with pytest.raises(BusyError), hold_lock(lock, 0.3):
+        with pytest.raises(BusyError), hold_lock(folder, 0.3):
             pass
         return jobs.EXIT_BUSY
 
@@ -221,7 +222,7 @@ def test_a_job_that_another_process_is_working_on_is_refused(tmp_path: Path, mon
 
     monkeypatch.setattr(Path, "read_text", read_unlocked)
     monkeypatch.setattr(jobs.subprocess, "call", take_lock)
-    process = hold(lock)
+    process = hold(folder)
     try:
         reason = jobs.run_process(str(tmp_path / "N4.toml"), 1, str(tmp_path))
     finally:
@@ -231,25 +232,25 @@ def test_a_job_that_another_process_is_working_on_is_refused(tmp_path: Path, mon
 
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
-    lock = tmp_path / ".N4.lock"
-    process = hold(lock)
+    folder = tmp_path / "N4"
+    process = hold(folder)
     process.kill()
     process.wait()
     for _ in range(2):  # and free again after it is released
-        with hold_lock(lock, 2.0):
+        with hold_lock(folder):
             assert (tmp_path / ".N4.pid").read_text() == str(os.getpid())
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
 def test_a_lock_ends_with_its_process_and_not_with_its_children(tmp_path: Path) -> None:
     """Children that load data may outlive a killed process."""
-    lock = tmp_path / ".N4.lock"
-    process = hold(lock, "fork")
-    child = int(lock.with_suffix(".child").read_text())
+    folder = tmp_path / "N4"
+    process = hold(folder, "fork")
+    child = int(folder.with_suffix(".child").read_text())
     process.kill()
     process.wait()
     try:
-        with hold_lock(lock, 2.0):
+        with hold_lock(folder):
             assert (tmp_path / ".N4.pid").read_text() == str(os.getpid())
     finally:
         os.kill(child, signal.SIGKILL)

@@ -47,7 +47,7 @@ from rotopath.inference.cluster import connect, describe_failure
 from rotopath.model_file import WEIGHTS, RunError
 from rotopath.recipe import RecipeError, find_changed_key, format_recipe, read_recipe
 from rotopath.studies.plan import PLAIN, SPLIT, Job, Study, read_study
-from rotopath.writing import BusyError, hold_lock, parse_json, write_text
+from rotopath.writing import BusyError, hold_lock, parse_json, read_owner, write_text
 
 READ_STATES_EVERY_S = 0.5
 WRITE_PROGRESS_EVERY_S = 1.0
@@ -135,9 +135,17 @@ def run_study(
     the job. Its arguments are the path of the recipe file, the number of rotations for test-time augmentation, and the
     working directory. `on_progress` is a function that is called with the states of all jobs about twice a second.
 
-    If `run_study` is interrupted, for example by Ctrl-C, all jobs are stopped.
+    If `run_study` is interrupted, for example by Ctrl-C, all jobs are stopped. Raises BusyError if another process runs
+    a study in the same folder.
     """
     jobs = study.jobs
+    _expect_same_recipes(jobs, out)
+    with hold_lock(out):
+        return _run_jobs(jobs, out, submit, on_progress)
+
+
+def _run_jobs(jobs: Sequence[Job], out: Path, submit: Submit, on_progress: OnProgress) -> dict[Job, JobState]:
+    """Run unfinished jobs, while the lock of the folder `out` is held. See `run_study`."""
     _prepare_files(jobs, out)
     states = {job: read_state(job, out) for job in jobs}
     futures: dict[Job, JobFuture] = {}
@@ -197,11 +205,8 @@ def list_results(folder: Path, orientations: int, rotations: int) -> list[Path]:
     return [folder / WEIGHTS, *evaluations]
 
 
-def _prepare_files(jobs: Sequence[Job], out: Path) -> None:
-    """Write the recipes of all jobs, and delete the progress and stop files of earlier attempts.
-
-    Raises RunError, before any file is written, if `out` contains a run of one of these jobs with another recipe.
-    """
+def _expect_same_recipes(jobs: Sequence[Job], out: Path) -> None:
+    """Raise RunError if `out` contains a run of one of these jobs with another recipe."""
     for job in jobs:
         path = job_file(out, job.name, "toml")
         for existing in (path, out / job.name / runs.RECIPE):
@@ -210,6 +215,10 @@ def _prepare_files(jobs: Sequence[Job], out: Path) -> None:
                     f"The value of {key!r} in {existing} differs from this study; choose another folder with --out, or "
                     f"delete the run folder and the recipe file next to the run folder."
                 )
+
+
+def _prepare_files(jobs: Sequence[Job], out: Path) -> None:
+    """Write the recipes of all jobs, and delete the progress and stop files of earlier attempts."""
     for job in jobs:
         job_file(out, job.name, "toml").parent.mkdir(parents=True, exist_ok=True)
         write_text(job_file(out, job.name, "toml"), format_recipe(job.recipe))
@@ -334,7 +343,7 @@ def run_process(recipe: str, rotations: int, cwd: str, environment: Mapping[str,
         if not log.stat().st_size:
             log.unlink()
         if code == EXIT_BUSY:
-            process_id = log.with_name(f".{path.stem}.pid").read_text()
+            process_id = read_owner(path.with_suffix(""))
             return f"another process (ID {process_id}) is working on this job; wait until that process has ended."
         if code >= 0 or code == -signal.SIGINT:
             return f"the process of the job ended with exit code {code}; see {log}." if log.exists() else ""
@@ -359,7 +368,7 @@ def main(path: Path, rotations: int, parent: int) -> int:
     _stop_on_request(parent, path.with_suffix(".stop"))
     failed = path.with_suffix(".failed")
     try:
-        with hold_lock(path.with_name(f".{path.stem}.lock"), WAIT_FOR_LOCK_S):
+        with hold_lock(path.with_suffix(""), WAIT_FOR_LOCK_S):
             failed.unlink(missing_ok=True)
             run_job(path, rotations)
             path.with_suffix(".progress").unlink(missing_ok=True)

@@ -95,7 +95,8 @@ def _is_untouched(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     names = (runs.PROVENANCE, runs.RECIPE, RESUME, KEPT, runs.LOG)
-    allowed = {runs.PROVENANCE, runs.RECIPE, TENSORBOARD, *(f".{name}.unfinished" for name in names)}
+    temporary = (f".{name}.{state}" for name in names for state in ("unfinished", "lock"))  # of a killed process
+    allowed = {runs.PROVENANCE, runs.RECIPE, TENSORBOARD, *temporary}
     return all(path.name in allowed or (path.name == BASELINE and _is_untouched(path)) for path in folder.iterdir())
 
 

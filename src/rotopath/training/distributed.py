@@ -105,11 +105,12 @@ def make_trainer(recipe: Recipe, folder: Path, recorder: RunRecorder) -> Trainer
 
 @contextmanager
 def raise_keyboard_interrupt() -> Iterator[None]:
-    """Context manager: convert SystemExit, which Lightning raises after Ctrl-C, to KeyboardInterrupt."""
+    """Context manager: raise the KeyboardInterrupt that Lightning converts to SystemExit, after Ctrl-C or SIGTERM."""
     try:
         yield
-    except SystemExit:
-        raise KeyboardInterrupt from None
+    except SystemExit as end:
+        cause = end.__context__
+        raise cause if isinstance(cause, KeyboardInterrupt) else KeyboardInterrupt() from None
 
 
 class EpochLoader:

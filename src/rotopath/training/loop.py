@@ -9,6 +9,7 @@ if there is one. The module `checkpoint` writes the log and the checkpoints.
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -55,7 +56,7 @@ from rotopath.training.distributed import (
     run_on_first_process,
     synchronize_batch_norms,
 )
-from rotopath.writing import write_bytes, write_json
+from rotopath.writing import hold_lock, write_bytes, write_json
 
 TRAINING, SCORING = "training", "scoring"  # stages; the first stage is BASELINE, which is also the name of a subfolder
 OnProgress = Callable[[str, Row], None]  # receives the stage and a dictionary; see `train`
@@ -107,13 +108,14 @@ def train(
     plan = replace(plan, parent=find_parent(plan.recipe, plan.task, network))
     find_frozen_stages(plan, network)
     loss = make_loss(plan)
-    if is_first_process():
-        prepare_folder(folder, plan.recipe, plan.dataset, plan.parent)
-    for line in plan.parent.describe_lines(plan.recipe) if plan.parent else ():
-        on_message(line)
-    mined = _prepare_hard_examples(plan, loss, folder, on_progress)
-    network, device = fit(plan, loss, folder, mined, partial(on_progress, TRAINING))
-    run_on_first_process(lambda: _finish(plan, network, folder, device, on_progress))
+    with hold_lock(folder) if is_first_process() else nullcontext():  # only the first process writes
+        if is_first_process():
+            prepare_folder(folder, plan.recipe, plan.dataset, plan.parent)
+        for line in plan.parent.describe_lines(plan.recipe) if plan.parent else ():
+            on_message(line)
+        mined = _prepare_hard_examples(plan, loss, folder, on_progress)
+        network, device = fit(plan, loss, folder, mined, partial(on_progress, TRAINING))
+        run_on_first_process(lambda: _finish(plan, network, folder, device, on_progress))
     return runs.load(folder)
 
 
