@@ -5,6 +5,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
@@ -318,3 +319,24 @@ def test_threads_may_write_the_same_file(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(write_often, range(4)))
     assert list_names(tmp_path) == ["a.txt"]
+
+
+def test_temporary_folders_of_killed_processes_are_removed_and_others_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / "rotopath-left"
+    left.mkdir()
+    (left / "heat").write_text("large")
+    (tmp_path / "rotopath-link").symlink_to(tmp_path)
+    with ThreadPoolExecutor(1) as thread:
+        other = writing.temporary_folder()
+        used = thread.submit(other.__enter__).result()
+        with writing.temporary_folder() as folder:
+            assert not left.exists()
+            assert used.is_dir()
+            assert folder.is_dir()
+            assert folder != used
+        assert not folder.exists()
+        thread.submit(other.__exit__, None, None, None).result()
+    assert list_names(tmp_path) == ["rotopath-link"]

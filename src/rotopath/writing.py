@@ -12,16 +12,19 @@ import json
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
 MAX_DIGITS = 20  # of whole numbers in JSON files; that is enough for 64 bits
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # errors of file systems without locks
+TEMPORARY = "rotopath-"  # start of the names of temporary folders
 BUSY_AFTER_S = 2.0  # a process that was killed holds its locks for a moment
 
 
@@ -178,6 +181,28 @@ def is_disk_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yield a new folder for temporary files, and remove it at the end.
+
+    Also remove those that killed processes of the same user have left: a folder whose lock is free. Large maps would
+    fill the disk otherwise.
+    """
+    parent = Path(tempfile.gettempdir())
+    for leftover in parent.glob(f"{TEMPORARY}*"):
+        with suppress(OSError):  # it is used (Timeout), or has just been removed
+            if not hasattr(os, "getuid") or leftover.lstat().st_uid == os.getuid():
+                with _acquire(leftover, 0):
+                    shutil.rmtree(leftover, ignore_errors=True)
+    folder = parent / f"{TEMPORARY}{uuid4().hex}"
+    with _acquire(folder, None):  # before the folder exists, so that no other process removes it
+        folder.mkdir(mode=0o700)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:
