@@ -738,7 +738,7 @@ def fuzz(cases: int, seed: int, formats: Sequence[str], jobs: int, keep: Path | 
     A name may end in the number of a single case, such as `hdf5:17`. Changed files of failures are copied to `keep`.
     `jobs` is the number of processes.
     """
-    _import_all()
+    import_all()
     named = dict((name.partition(":")[::2]) for name in formats)
     chosen = [entry for entry in FORMATS if not named or entry.name in named]
     total = sum(entry.weight for entry in chosen)
@@ -798,7 +798,7 @@ def _start(action: Callable[[], None]) -> int:
     os._exit(code)
 
 
-def _import_all() -> None:
+def import_all() -> None:
     """Import what the commands import, so that forked processes start fast. No code of torch may run here."""
     import h5py  # noqa: F401
     import matplotlib.pyplot  # noqa: F401

@@ -80,9 +80,7 @@ def test_signals_are_one_sentence_in_any_command(
     with pytest.raises(typer.Exit) as ended, user_errors_in_one_sentence():
         signal.raise_signal(number)
     assert ended.value.exit_code == code
-    assert capsys.readouterr().err == (
-        f"rotopath: The command was {how}; run the same command again, because its results were not written.\n"
-    )
+    assert capsys.readouterr().err == f"rotopath: The command was {how}; run the same command again.\n"
     assert signal.getsignal(signal.SIGTERM) == before
 
 

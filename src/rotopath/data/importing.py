@@ -10,7 +10,7 @@ import io
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
@@ -153,6 +153,7 @@ def import_data(
     patient: str | None = None,
     table: Path | str | None = None,
     spacing_um_px: float | None = None,
+    finish: Callable[[Dataset, Path], None] = lambda _dataset, _folder: None,
 ) -> Dataset:
     """Import annotated images: write a manifest and GeoJSON files to the new folder `out`, and return the dataset.
 
@@ -172,6 +173,8 @@ def import_data(
     - `table`: CSV file with a row for each image: its name in the column `image` or in the first column, and the
       columns `group` (or `patient`, `case`), `split`, `spacing` and `organ`, all optional. Other images are left out.
     - `spacing_um_px`: pixel spacing of images whose files do not specify one.
+    - `finish`: function that may write more files. It is called with the dataset and its folder, which has a temporary
+      name until all files are written.
 
     Splits are those of the table or of folders; otherwise, patients are divided at random. If a source is a folder that
     an earlier import has written, its images keep their patients and splits, annotations in other sources replace its
@@ -221,6 +224,7 @@ def import_data(
         _expect_empty(out, "choose a new folder")  # another process may have written to it
         with atomic_folder(out) as folder:
             _write_manifest(folder, out, items, column)
+            finish(open_data(folder), folder)
     dataset = open_data(out)
     return replace(dataset, findings=(*dataset.findings, *notes))
 

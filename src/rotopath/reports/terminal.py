@@ -129,13 +129,13 @@ def terminate_like_interrupt() -> Iterator[None]:
 def exit_interrupted(error: KeyboardInterrupt, folder: Path | None = None, note: str = "") -> NoReturn:
     """After Ctrl-C or SIGTERM: print how to resume the work, and exit with code 130 or 143.
 
-    `error` is the interrupt, and `folder` contains the work; None if there is nothing to resume, because a command
-    writes its results at its end. `note` is a clause that follows the sentence.
+    `error` is the interrupt. `folder` contains the work; None if there is nothing to resume. `note` is a clause that
+    follows the sentence.
     """
     was_terminated = isinstance(error, Terminated)
     how = "terminated" if was_terminated else "interrupted"
-    what = " to resume the work in" if folder else ", because its results were not written"
-    print_error(f"The command was {how}; run the same command again{what}{f' {folder}' if folder else ''}{note}.")
+    resume = f" to resume the work in {folder}" if folder else ""
+    print_error(f"The command was {how}; run the same command again{resume}{note}.")
     raise typer.Exit(EXIT_TERMINATED if was_terminated else EXIT_INTERRUPTED)
 
 

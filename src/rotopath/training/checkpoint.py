@@ -316,11 +316,15 @@ class RunRecorder(Callback):
         with atomic_file(checkpoint) if trainer.is_global_zero else nullcontext(checkpoint) as unfinished:
             trainer.save_checkpoint(unfinished)  # all processes must call this; only the first process writes
         if trainer.is_global_zero:
-            text = io.StringIO()
-            writer = csv.DictWriter(text, LOG_COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.rows)
-            write_text(self._folder / runs.LOG, text.getvalue())
+            self.write_log()
+
+    def write_log(self) -> None:
+        """Write the file `log.csv`. A process may be killed after the last checkpoint, before it has done this."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, LOG_COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        write_text(self._folder / runs.LOG, text.getvalue())
 
 
 def find_checkpoint(folder: Path, network: torch.nn.Module) -> Path | None:

@@ -333,7 +333,8 @@ def fit(
     if plan.parent:
         plan.parent.load_into(network)
     frozen = find_frozen_stages(plan, network)
-    trainer = make_trainer(recipe, folder, RunRecorder(folder, recipe, on_row))
+    recorder = RunRecorder(folder, recipe, on_row)
+    trainer = make_trainer(recipe, folder, recorder)
     if recipe.devices * recipe.nodes > 1:
         synchronize_batch_norms(module)
     device = trainer.strategy.root_device
@@ -355,6 +356,8 @@ def fit(
             ckpt_path=checkpoint,  # resume an interrupted training
             weights_only=True,
         )
+    if trainer.is_global_zero:
+        recorder.write_log()
     load_weights(network, folder / KEPT)
     return network, device
 
