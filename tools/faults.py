@@ -136,7 +136,7 @@ def make_corpus(root: Path) -> None:
     recipe |= {"checkpoint_steps": 1, "validation_steps": 1, "accelerator": "cpu", "cache": "memory", "window_px": 88}
     lines = [f"{key} = {json.dumps(value)}" for key, value in recipe.items()]
     (root / "study/recipe.toml").write_text("\n".join(lines))
-    (root / "study/study.toml").write_text('[tumor]\nrecipe = "recipe.toml"\norientations = [1]\nseed = [0]\ntta = 2\n')
+    (root / "study/study.toml").write_text('[tumor]\nrecipe = "recipe.toml"\norientations = [1]\nseed = [0]\n')
     mining = ["[mining]", "epochs = 1", "examples = 2"]
     (root / "training/recipe.toml").write_text("\n".join([*lines, *mining]))
     for name in ("a", "b"):
