@@ -1,6 +1,6 @@
 """Disturb the long commands at random moments, run them again, and compare their files with those of another run.
 
-.venv/bin/python tools/faults.py [--kills 15] [--seed 0] [--commands train,predict] [--faults SIGKILL] [--out FILE.csv]
+.venv/bin/python tools/faults.py [--kills 100] [--seed 0] [--commands train,predict] [--faults SIGKILL] [--out FILE.csv]
 
 The commands are train, predict, study, export, evaluate, data make and data import, with inputs so small that a command
 takes seconds. The faults are:
@@ -62,12 +62,12 @@ class Command:
     name: str
     folder: str  # in the corpus; FOLDER in `words` stands for a copy of it
     words: tuple[str, ...]
+    kills: int  # of 100 kills: fewer for slow commands
     input: str = ""  # in the folder; "" if the command reads no file of the user
-    kills: float = 1.0  # relative number of kills: less for slow commands
 
 
 COMMANDS = (
-    Command("train", "training", ("train", "FOLDER/recipe.toml", "--out", "FOLDER/out/run"), "recipe.toml"),
+    Command("train", "training", ("train", "FOLDER/recipe.toml", "--out", "FOLDER/out/run"), 20, "recipe.toml"),
     Command(
         "predict",
         "slides",
@@ -83,26 +83,30 @@ COMMANDS = (
             "--device",
             "cpu",
         ),
+        20,
         "in/b.png",
     ),
     Command(
         "study",
         "study",
         ("study", "run", "FOLDER/study.toml", "--out", "FOLDER/out/study", "--at-once", "1"),
+        6,
         "recipe.toml",
     ),
-    Command("export", "run", ("export", "FOLDER/run", "--out", "FOLDER/out/model"), "run/weights.safetensors"),
+    Command("export", "run", ("export", "FOLDER/run", "--out", "FOLDER/out/model"), 16, "run/weights.safetensors"),
     Command(
         "evaluate",
         "run",
         ("evaluate", "FOLDER/run", "--robustness", "--out", "FOLDER/out/scores.json"),
+        14,
         "run/weights.safetensors",
     ),
-    Command("data make", "nothing", ("data", "make", "--task", "mitosis", "--out", "FOLDER/out/data")),
+    Command("data make", "nothing", ("data", "make", "--task", "mitosis", "--out", "FOLDER/out/data"), 12),
     Command(
         "data import",
         "import",
         ("data", "import", "FOLDER/in", "--out", "FOLDER/out/data", "--spacing-um-px", "0.25"),
+        12,
         "in/7.geojson",
     ),
 )
@@ -141,7 +145,7 @@ def make_corpus(root: Path) -> None:
     (root / "training/recipe.toml").write_text("\n".join([*lines, *mining]))
     for name in ("a", "b"):
         Image.fromarray(draw(256, 256)).save(root / f"slides/in/{name}.png")
-    for number in range(60):
+    for number in range(30):
         Image.fromarray(draw(40, 40)).save(root / f"import/in/{number}.png")
         ring = [[5, 5], [30, 5], [30, 30], [5, 30], [5, 5]]
         feature = {"type": "Feature", "geometry": {"type": "Polygon", "coordinates": [ring]}, "properties": {}}
@@ -385,14 +389,14 @@ FAULTS: dict[str, Callable[[Case], bool]] = {
     "killed worker": kill_worker,
     "removed input": remove_input,
 }
-FRACTIONS = {
+CASES = {
     "SIGKILL": 0.6,
     "SIGTERM": 0.4,
-    "full disk": 0.4,
-    "at once": 0.3,
-    "killed worker": 0.2,
-    "removed input": 0.2,
-}
+    "full disk": 0.2,
+    "at once": 0.2,
+    "killed worker": 0.1,
+    "removed input": 0.1,
+}  # for each kill
 
 
 def inject(command: Command, fault: str, cases: int, corpus: Path, work: Path, seed: int) -> Counter[str]:
@@ -457,7 +461,7 @@ def unmount(folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=15, help="number of SIGKILLs and SIGTERMs for each command")
+    parser.add_argument("--kills", type=int, default=100, help="number of SIGKILLs and SIGTERMs for all commands")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commands", default="", help="names of commands, separated by commas; default: all")
     parser.add_argument("--faults", default="", help="names of faults, separated by commas; default: all")
@@ -474,7 +478,7 @@ def main() -> None:
         make_in_process(corpus)
         shrink_data()
         for command in COMMANDS:
-            for fault, fraction in FRACTIONS.items():
+            for fault, fraction in CASES.items():
                 if (commands and command.name not in commands) or (faults and fault not in faults):
                     continue
                 if (fault == "killed worker" and command.name not in ("predict", "study")) or (
@@ -482,7 +486,8 @@ def main() -> None:
                 ):
                     continue
                 started = time.monotonic()
-                counts = inject(command, fault, max(1, round(given.kills * fraction)), corpus, work, given.seed)
+                cases = max(1, round(given.kills / 100 * command.kills * fraction))
+                counts = inject(command, fault, cases, corpus, work, given.seed)
                 rows.append([command.name, fault, *(counts[column] for column in COLUMNS[2:])])
                 print(*rows[-1], f"{time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     text = io.StringIO()
