@@ -73,6 +73,7 @@ def prepare_folder(folder: Path, recipe: Recipe, dataset: Dataset, parent: runs.
     if the folder contains files that do not belong to a run.
     """
     if (folder / WEIGHTS).exists() and (folder / runs.RECIPE).exists():
+        remove_checkpoints(folder)  # of a process that was killed after it had written the weights
         raise RunError(f"{folder} contains a finished run; evaluate it, or choose another folder with --out.")
     if (folder / runs.RECIPE).exists() and not _is_untouched(folder):
         _check_unchanged(folder, recipe, dataset, parent)
@@ -85,6 +86,12 @@ def prepare_folder(folder: Path, recipe: Recipe, dataset: Dataset, parent: runs.
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / runs.PROVENANCE, provenance)
     write_text(folder / runs.RECIPE, format_recipe(recipe))
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Remove the checkpoint and the weights to keep of a finished run."""
+    for name in (RESUME, KEPT):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _is_untouched(folder: Path) -> bool:

@@ -46,6 +46,7 @@ from rotopath.training.checkpoint import (
     mine_hard_examples,
     prepare_folder,
     read_hard_examples,
+    remove_checkpoints,
 )
 from rotopath.training.distributed import (
     EpochLoader,
@@ -302,7 +303,7 @@ def _prepare_hard_examples(plan: TrainingPlan, loss: Loss, folder: Path, on_prog
         network, device = fit(baseline, loss, folder / BASELINE, None, partial(on_progress, BASELINE))
         mine = partial(mine_hard_examples, plan.task, network, plan.samples, device, mining.examples)
         run_on_first_process(partial(mine, folder / MINED))
-        (folder / BASELINE / RESUME).unlink(missing_ok=True)
+    (folder / BASELINE / RESUME).unlink(missing_ok=True)  # also that of a process that was killed after the mining
     return index_hard_examples(read_hard_examples(folder / MINED), plan.task, plan.samples)
 
 
@@ -533,8 +534,7 @@ def _finish(
     weights = pack_weights(network)
     write_model(folder, plan.task, runs.describe_network(plan.recipe, network), point, weights)
     write_bytes(folder / WEIGHTS, weights)
-    for leftover in (RESUME, KEPT):
-        (folder / leftover).unlink(missing_ok=True)
+    remove_checkpoints(folder)
 
 
 def _score(
