@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from layouts import pcam
-from sharing import make_once
+from sharing import hold_elsewhere, make_once
 from typer.testing import CliRunner, Result
 
 from rotopath.cli import app
@@ -120,6 +120,12 @@ def test_finished_jobs_are_not_run_again(study: Path, finished: Path) -> None:
 def test_a_folder_of_another_study_is_refused(study: Path, finished: Path) -> None:
     with pytest.raises(RunError, match=r"The value of 'steps' in .* differs from this study; choose another folder"):
         run_study(read_study(study, ["plain.set.steps=13"]), finished, lambda *_: pytest.fail("started"))
+
+
+def test_a_study_that_another_process_runs_is_refused(study: Path, tmp_path: Path) -> None:
+    with hold_elsewhere(tmp_path / "out"), pytest.raises(BusyError, match=r"is writing to .*out; wait until it has"):
+        run_study(read_study(study), tmp_path / "out", lambda *_: pytest.fail("started"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_study_that_is_killed_ends_in_the_same_tables(study: Path, finished: Path) -> None:

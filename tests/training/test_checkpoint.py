@@ -14,6 +14,7 @@ import pytest
 import torch
 from layouts import amida13, kumar, pcam, pcam_name, pixels, write_csv, write_hdf5, write_image
 from safetensors.torch import load, save
+from sharing import hold_elsewhere
 from short_runs import (
     PATCH_CLASSES,
     converted_recipe,
@@ -34,7 +35,7 @@ from rotopath.tasks import classify
 from rotopath.training import checkpoint, loop, train
 from rotopath.training.checkpoint import FINGERPRINT_PREFIX, KEPT, RESUME, RunRecorder, compute_fingerprint
 from rotopath.training.loop import TrainingModule
-from rotopath.writing import write_json, write_text
+from rotopath.writing import BusyError, write_json, write_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:stain normalization left an image unchanged")]
 
@@ -266,6 +267,12 @@ def test_the_best_weights_are_kept_and_training_stops_when_it_has_converged(
 
 
 # Folders that are refused
+
+
+def test_a_run_that_another_process_trains_is_refused_and_not_changed(data: dict[str, Path], tmp_path: Path) -> None:
+    with hold_elsewhere(tmp_path / "run"), pytest.raises(BusyError, match=r"is writing to .*run; wait until it has"):
+        train(short_recipe(data), tmp_path / "run")
+    assert not list(tmp_path.iterdir())
 
 
 def test_folders_that_cannot_be_used_are_refused(data: dict[str, Path], tmp_path: Path) -> None:

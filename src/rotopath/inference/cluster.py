@@ -141,7 +141,13 @@ def _start_cluster(cluster: str, at_once: int) -> Iterator[Any]:
 
         # Dask's log messages about errors are silenced, because the results of the calls report the errors.
         options = {"dashboard_address": "127.0.0.1:0", "silence_logs": logging.CRITICAL}
-        with LocalCluster(n_workers=at_once, threads_per_worker=1, **options) as local:
+        try:
+            started = LocalCluster(n_workers=at_once, threads_per_worker=1, **options)
+        except RuntimeError as error:  # a worker process was killed while it started
+            raise ClusterError(
+                f"The workers did not start ({error}); run the same command again, or with fewer workers."
+            ) from None
+        with started as local:
             yield local
     elif cluster == "slurm":
         from dask_jobqueue import SLURMCluster
