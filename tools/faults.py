@@ -521,7 +521,7 @@ def shrink_data() -> None:
     """Let `rotopath data make` generate smaller images, so that it takes a second."""
     from rotopath import synthetic
 
-    synthetic.make_mitosis = partial(synthetic.make_mitosis, fields_per_case=1, size_px=64)  # type: ignore[assignment]
+    synthetic.make_mitosis = partial(synthetic.make_mitosis, fields_per_case=1, size_px=64)
 
 
 if __name__ == "__main__":

@@ -239,6 +239,20 @@ def test_results_of_any_precision_are_kept_unless_another_one_is_requested(
     assert "already done" not in call(*words, "--precision", 32).output
 
 
+@pytest.mark.parametrize(("key", "value"), [("warnings", 7), ("warnings", [7]), ("sentence", {})])
+def test_a_summary_with_values_of_another_type_is_replaced(
+    key: str, value: object, images: Path, tmp_path: Path
+) -> None:
+    words = (MODEL, images / "a.png", "--out", tmp_path / "out", "--spacing-um-px", 1.0, "--device", "cpu")
+    assert call(*words).exit_code == 0
+    path = tmp_path / "out/a.png/summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    again = call(*words)
+    assert again.exit_code == 0, again.output
+    assert "already done" not in again.output
+    assert json.loads(path.read_text())[key] != value
+
+
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_damaged_results_are_predicted_again(name: str, images: Path, tmp_path: Path) -> None:
     command = (MODEL, images / "a.png", "--out", tmp_path / "out", "--spacing-um-px", 1.0, "--device", "cpu")

@@ -39,6 +39,7 @@ from rotopath.environment import describe_machine, describe_software, import_for
 from rotopath.images import Slide, UnreadableFileError, open_slide
 from rotopath.images.containers import SLIDE_SUFFIXES, is_slide_folder, keep_one_file_per_series
 from rotopath.images.drawing import MAX_DRAWN, draw_crops
+from rotopath.images.files import expect_file
 from rotopath.images.geojson import SlideObject, write_geojson, write_parquet, write_rows
 from rotopath.images.outlines import Point, Polygon
 from rotopath.images.pyramid import MapWriter, StoredMap, write_pyramid
@@ -572,8 +573,17 @@ def _identify(path: Path) -> dict[str, int | str]:
 
 
 def _read_summary(folder: Path) -> dict[str, Any]:
-    """Return the content of `summary.json` in a folder of results. Raises ValueError or OSError if it is damaged."""
+    """Return the content of `summary.json` in a folder of results. Raises ValueError or OSError if it is damaged.
+
+    Summaries of earlier versions may lack keys; those of the values that are read here have the right types.
+    """
+    expect_file(folder / SUMMARY)
     summary = parse_json((folder / SUMMARY).read_bytes())
     if not isinstance(summary, dict):
         raise ValueError("the summary is not a JSON object")
+    for key, expected in (("about", dict), ("files", dict), ("sentence", str), ("warnings", list)):
+        if not isinstance(summary.get(key, expected()), expected):
+            raise ValueError(f"the key {key!r} has a wrong type")
+    if not all(isinstance(warning, str) for warning in summary.get("warnings", [])):
+        raise ValueError("a warning is not a string")
     return summary
