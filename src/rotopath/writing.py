@@ -98,10 +98,12 @@ def recover_folder(path: Path) -> Path:
     return path
 
 
-def remove_unfinished(path: Path) -> None:
-    """Remove the unfinished folder that a killed process has left. Call this only if no process writes to `path`."""
-    recover_folder(path)
-    shutil.rmtree(_state_paths(path)[1], ignore_errors=True)
+def remove_leftovers(path: Path) -> None:
+    """Remove what a killed process has left beside a file or folder, unless another process is writing to it."""
+    if _lock_file(path).exists():
+        with suppress(BusyError, OSError), hold_lock(path):
+            recover_folder(path)
+            shutil.rmtree(_state_paths(path)[1], ignore_errors=True)
 
 
 @contextmanager

@@ -501,16 +501,20 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next(
     assert (tmp_path / "out" / ".a.png.unfinished" / "objects.csv").exists()
     assert call(*words).exit_code == 0
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["a.png"]
+    for name in (".a.png.lock", ".a.png.pid"):
+        (tmp_path / "out" / name).touch()  # as a process leaves it that is killed when the slide is done
+    assert "already done" in call(*words).output
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a.png"]
 
 
 def test_leftovers_are_removed_unless_a_process_is_predicting_the_slide(tmp_path: Path) -> None:
     folder, lock = tmp_path / "a.png", tmp_path / ".a.png.lock"
     with hold_elsewhere(folder):
         (tmp_path / ".a.png.unfinished").mkdir()
-        predict_files.remove_leftovers(folder)
+        writing.remove_leftovers(folder)
         assert (tmp_path / ".a.png.unfinished").exists()
     lock.touch()  # as a killed process leaves it
-    predict_files.remove_leftovers(folder)
+    writing.remove_leftovers(folder)
     assert not list(tmp_path.iterdir())
 
 

@@ -113,8 +113,12 @@ def test_finished_jobs_are_not_run_again(study: Path, finished: Path) -> None:
     def never(*job: object) -> JobFuture:
         raise AssertionError(job)
 
+    before = {path.name for path in finished.rglob("*")}
+    for name in ("N1-seed0.log", "N1-seed0.progress", ".N1-seed0.lock", ".N1-seed0.pid"):
+        (finished / "plain" / name).touch()  # as a process leaves it that is killed when its job is done
     states = run_study(read_study(study), finished, never)
     assert {state.state for state in states.values()} == {"done"}
+    assert {path.name for path in finished.rglob("*")} == before
 
 
 def test_a_folder_of_another_study_is_refused(study: Path, finished: Path) -> None:

@@ -63,7 +63,7 @@ from rotopath.images.geojson import (
 )
 from rotopath.images.outlines import Point, make_polygon
 from rotopath.images.slides import open_slide
-from rotopath.writing import atomic_folder, hold_lock, write_json, write_text
+from rotopath.writing import atomic_folder, hold_lock, remove_leftovers, write_json, write_text
 
 ImportAs = Literal["points", "outlines", "regions"]
 Column = Literal["label", "points", "outlines", "regions"]  # of the manifest
@@ -242,6 +242,7 @@ def _expect_options(out: Path, read_as: str | None, masks: str | None, spacing_u
 
 def _expect_empty(out: Path, remedy: str) -> None:
     """Raise DataError if `out` is a file, or a folder that contains files."""
+    remove_leftovers(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"--out {out} exists and is not empty; {remedy}.")
 

@@ -19,9 +19,9 @@ from rotopath.inference.predict_files import (
     assign_folders,
     find_region_files,
     predict_files,
-    remove_leftovers,
 )
 from rotopath.inference.slide_pass import Model
+from rotopath.writing import remove_leftovers
 
 JOIN_WITHIN_S = 600  # longest wait for the first worker, in seconds
 CONNECT_WITHIN_S = 30  # longest wait for the scheduler, in seconds

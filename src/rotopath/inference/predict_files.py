@@ -52,7 +52,7 @@ from rotopath.writing import (
     is_disk_full,
     parse_json,
     recover_folder,
-    remove_unfinished,
+    remove_leftovers,
     write_json,
     write_text,
 )
@@ -269,6 +269,7 @@ def _predict_file(
     try:
         about = _describe(model, path, options) | region.describe()
         if _is_done(recover_folder(folder), about, options):
+            remove_leftovers(folder)
             return SlideOutcome(path, folder, "skipped")
         with hold_lock(folder, wait_s):
             if _is_done(folder, about, options):  # the other process has just finished the slide
@@ -332,13 +333,6 @@ def _open_map(folder: Path, about: Mapping[str, object], options: FileOptions) -
                 f"predict the slide again, with --keep-map."
             )
     return stored
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed process has left of a folder of results, unless another process is predicting the slide."""
-    if folder.with_name(f".{folder.name}.lock").exists():
-        with suppress(BusyError, OSError), hold_lock(folder):
-            remove_unfinished(folder)
 
 
 def _describe_error(error: Exception, model: Model, folder: Path) -> str:

@@ -47,7 +47,7 @@ from rotopath.inference.cluster import connect, describe_failure
 from rotopath.model_file import WEIGHTS, RunError
 from rotopath.recipe import RecipeError, find_changed_key, format_recipe, read_recipe
 from rotopath.studies.plan import PLAIN, SPLIT, Job, Study, read_study
-from rotopath.writing import BusyError, hold_lock, parse_json, read_owner, write_text
+from rotopath.writing import BusyError, hold_lock, parse_json, read_owner, remove_leftovers, write_text
 
 READ_STATES_EVERY_S = 0.5
 WRITE_PROGRESS_EVERY_S = 1.0
@@ -218,12 +218,19 @@ def _expect_same_recipes(jobs: Sequence[Job], out: Path) -> None:
 
 
 def _prepare_files(jobs: Sequence[Job], out: Path) -> None:
-    """Write the recipes of all jobs, and delete the progress and stop files of earlier attempts."""
+    """Write the recipes of all jobs, and remove the progress and stop files of earlier attempts.
+
+    Also remove what killed processes have left, such as empty logs: nothing else does this if their jobs are done.
+    """
     for job in jobs:
         job_file(out, job.name, "toml").parent.mkdir(parents=True, exist_ok=True)
         write_text(job_file(out, job.name, "toml"), format_recipe(job.recipe))
         for leftover in ("progress", "stop"):
             job_file(out, job.name, leftover).unlink(missing_ok=True)
+        if (log := job_file(out, job.name, "log")).exists() and not log.stat().st_size:
+            log.unlink()
+        for path in (out / job.name, *list_results(out / job.name, job.recipe.orientations, job.rotations)):
+            remove_leftovers(path)
 
 
 def _read_final_state(job: Job, future: JobFuture, out: Path) -> JobState:
