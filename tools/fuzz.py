@@ -34,7 +34,7 @@ import tempfile
 import time
 import traceback
 import zipfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -48,7 +48,7 @@ FAILURES = OUTCOMES[2:]
 # Of one command: processor time, time, and memory on top of that of the modules
 LIMIT_S, LONGEST_S, LIMIT_BYTES = 40, 200, 4 * 2**30
 BATCH = 40  # number of cases that a process runs one after another
-COUNTS = "counts.json"
+COUNTS, UNCHANGED = "counts.json", "unchanged"
 TESTS = Path(__file__).parents[1] / "tests"  # contains functions that write slides of some formats
 EXIT_TRACEBACK = 70
 HEADER_BYTES = 2048
@@ -668,6 +668,8 @@ class Case:
 
     def judge(self, code: int, text: str, corpus: Path, work: Path) -> str:
         """Return the outcome from the exit code, from what the command printed, and from the files that it wrote."""
+        if self.number is None:
+            return UNCHANGED if code in self.entry.expected else f"exit code {code}: {text.strip()}"
         outcome = judge(code, text, self.change(corpus).must_refuse)
         if outcome == "ok" and self.entry.restored:
             template, written = (root / self.entry.folder / self.entry.restored for root in (corpus, work))
@@ -680,8 +682,6 @@ def run_case(case: Case, corpus: Path, work: Path) -> tuple[str, str]:
     output = work / "output.txt"
     code = fork(lambda: case.run(corpus, work)[0], output)
     text = output.read_text(errors="replace")
-    if case.number is None and code not in case.entry.expected:
-        raise SystemExit(f"The unchanged input of the format {case.entry.name} is refused: {text}")
     folder = work / case.entry.folder
     frames = re.findall(r'File "[^"]*(rotopath/[^"]+)", line (\d+)', text)
     for log in folder.rglob("*.log"):
@@ -708,27 +708,29 @@ def run_batch(cases: Sequence[Case], corpus: Path, work: Path) -> list[str]:
                 code, find_outcome = case.run(corpus, work)
                 sys.stdout.flush()
                 sys.stderr.flush()
-                written.write(find_outcome(code, output.read_text(errors="replace")) + "\n")
+                outcome = find_outcome(code, output.read_text(errors="replace"))
+                written.write(json.dumps(outcome) + "\n")
         return 0
 
     fork(run_all, output)
-    return outcomes.read_text().splitlines()
+    return [json.loads(line) for line in outcomes.read_text().splitlines()]
 
 
-def run_cases(cases: Sequence[Case], corpus: Path, work: Path, keep: Path | None) -> Counter[str]:
-    """Run cases, and return how often each outcome occurred. Failures are printed.
+def run_cases(cases: Sequence[Case], corpus: Path, work: Path, keep: Path | None) -> dict[str, Counter[str]]:
+    """Run cases, and return how often each outcome occurred by format. Failures are printed.
 
     A case that fails, or ends its process, is run again in a process of its own, and this outcome counts. Changed files
     of failures are copied to `keep`.
     """
-    counts: Counter[str] = Counter()
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
     left = list(cases)
     while left:
-        outcomes = run_batch(left[:BATCH], corpus, work)
-        done, left = left[: len(outcomes)], left[len(outcomes) :]
-        if len(done) < BATCH and left:  # the next one has ended the process
-            done, left, outcomes = [*done, left[0]], left[1:], [*outcomes, "crash"]
-        for case, outcome in zip(done, outcomes, strict=True):
+        batch = left[:BATCH]
+        outcomes = run_batch(batch, corpus, work)
+        if len(outcomes) < len(batch):
+            outcomes.append("crash")  # of the next case
+        left = left[len(outcomes) :]
+        for case, outcome in zip(batch, outcomes, strict=False):
             detail = ""
             if outcome in FAILURES:
                 outcome, detail = run_case(case, corpus, work)
@@ -739,7 +741,11 @@ def run_cases(cases: Sequence[Case], corpus: Path, work: Path, keep: Path | None
                     keep.mkdir(parents=True, exist_ok=True)
                     target = keep / f"{re.sub('[^a-z0-9.]+', '-', name)}-{Path(case.entry.file).name}"
                     target.write_bytes(case.change(corpus).content)
-            counts[outcome] += 1
+            if case.number is None:
+                if outcome != UNCHANGED:
+                    raise SystemExit(f"The unchanged input of the format {case.entry.name} is refused: {outcome}")
+            else:
+                counts[case.entry.name][outcome] += 1
     return counts
 
 
@@ -765,25 +771,32 @@ def fuzz(cases: int, seed: int, formats: Sequence[str], jobs: int, keep: Path | 
             for shared in ("image.png", "recipe.toml"):
                 os.link(corpus / shared, work / shared)
         os.chdir(works[0])
+        waiting: list[Case] = []
+        started = time.perf_counter()
         for entry in chosen:
-            started = time.perf_counter()
             numbers: Sequence[int] = range(max(1, round(cases * entry.weight / total)))
             if only := named.get(entry.name, ""):
                 numbers = [int(only)]
-            run_case(Case(entry, None, seed), corpus, works[0])
-            children = []
-            for number, work in enumerate(works):
-                part = [Case(entry, case, seed) for case in numbers[number::jobs]]
-                children.append(_start(partial(_run_part, part, corpus, work, keep)))
+            waiting += [Case(entry, number, seed) for number in (None, *numbers)]
+            if len(waiting) < jobs * BATCH and entry is not chosen[-1]:
+                continue  # a process runs cases of several formats if they are few
+            children = [
+                _start(partial(_run_part, waiting[number::jobs], corpus, work, keep))
+                for number, work in enumerate(works)
+            ]
             for child, work in zip(children, works, strict=True):
                 if os.waitpid(child, 0)[1]:
-                    raise SystemExit(f"A process of the fuzzer failed at the format {entry.name}.")
-                counts[entry.name].update(json.loads((work / COUNTS).read_text()))
+                    raise SystemExit("A process of the fuzzer failed.")
+                for format_name, outcomes in json.loads((work / COUNTS).read_text()).items():
+                    counts[format_name].update(outcomes)
+            for done in dict.fromkeys(case.entry.name for case in waiting):
+                print(f"{done}: {dict(counts[done])}", file=sys.stderr)
+            print(f"{time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+            waiting = []
+        for format_name, only in named.items():
             if only:
-                outcome, detail = run_case(Case(entry, int(only), seed), corpus, works[0])
-                print(f"{entry.name}:{only}: {outcome}: {detail}")
-            seconds = time.perf_counter() - started
-            print(f"{entry.name}: {dict(counts[entry.name])}, {seconds:.0f} s", file=sys.stderr, flush=True)
+                (entry,) = (entry for entry in chosen if entry.name == format_name)
+                print(f"{format_name}:{only}:", *run_case(Case(entry, int(only), seed), corpus, works[0]))
         os.chdir("/")
     return counts
 

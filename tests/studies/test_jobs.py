@@ -241,6 +241,25 @@ def test_a_job_that_another_process_is_working_on_is_refused(tmp_path: Path, mon
     assert reason == f"another process (ID {process.pid}) is working on this job; wait until that process has ended."
 
 
+def test_a_job_on_a_full_disk_is_reported_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a file, because none can be written; logs of earlier attempts are removed."""
+    recipe = tmp_path / "N4.toml"
+    (tmp_path / "N4.log").write_text("Traceback of an earlier attempt")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def call_main(*_: object, **__: object) -> int:
+        return jobs.main(recipe, 1, os.getppid())
+
+    monkeypatch.setattr(jobs, "run_job", fail)
+    monkeypatch.setattr(jobs, "_stop_on_request", lambda *_: None)
+    monkeypatch.setattr(jobs.subprocess, "call", call_main)
+    reason = jobs.run_process(str(recipe), 1, str(tmp_path))
+    assert reason == "the disk is full; free some space, and run the same command again."
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
     folder = tmp_path / "N4"
     process = hold(folder)

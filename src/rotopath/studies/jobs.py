@@ -47,7 +47,7 @@ from rotopath.inference.cluster import connect, describe_failure
 from rotopath.model_file import WEIGHTS, RunError
 from rotopath.recipe import RecipeError, find_changed_key, format_recipe, read_recipe
 from rotopath.studies.plan import PLAIN, SPLIT, Job, Study, read_study
-from rotopath.writing import BusyError, hold_lock, parse_json, read_owner, remove_leftovers, write_text
+from rotopath.writing import BusyError, hold_lock, is_disk_full, parse_json, read_owner, remove_leftovers, write_text
 
 READ_STATES_EVERY_S = 0.5
 WRITE_PROGRESS_EVERY_S = 1.0
@@ -57,6 +57,7 @@ WAIT_FOR_LOCK_S = 20.0  # longer than a process needs to end itself after its pa
 JOBS_PER_GPU = 12  # a small training uses only part of a GPU; more than 12 were not measured (benchmarks/together.py)
 TRIES = 3  # a killed process is started up to 3 times; on a cluster, a failed call is repeated up to 3 times
 EXIT_BUSY = 75  # exit code if another process is working on the job; on Unix, 75 means "try again later"
+EXIT_DISK_FULL = 74  # on Unix, 74 means "input/output error"
 EXIT_INTERRUPTED = 130
 State = Literal["waiting", "running", "done", "failed"]
 
@@ -331,16 +332,18 @@ def run_process(recipe: str, rotations: int, cwd: str, environment: Mapping[str,
     `recipe` is the path of the recipe file, `rotations` the number of rotations for test-time augmentation, and `cwd`
     the working directory of the process. `environment` contains additional environment variables.
 
-    Returns a message in three cases, and otherwise an empty text:
+    Returns a message in four cases, and otherwise an empty text:
 
     - Another process is working on the job. The message contains the ID of this other process.
+    - The disk is full.
     - The process of the job was killed three times. The message contains the last signal.
     - The process ended, and its log is not empty. The message contains the exit code and the path of the log.
 
-    In the third case, the job may be done, because a log may contain only warnings. The caller therefore first reads
+    In the last case, the job may be done, because a log may contain only warnings. The caller therefore first reads
     the files of the job, and uses the message only if these files contain neither results nor an error message.
     """
     path = Path(recipe)
+    path.with_suffix(".log").unlink(missing_ok=True)  # of an earlier attempt
     command = [sys.executable, "-m", "rotopath.studies.jobs", recipe, str(rotations), str(os.getpid())]
     for _ in range(TRIES):
         with (log := path.with_suffix(".log")).open("ab") as output:
@@ -352,6 +355,8 @@ def run_process(recipe: str, rotations: int, cwd: str, environment: Mapping[str,
         if code == EXIT_BUSY:
             process_id = read_owner(path.with_suffix(""))
             return f"another process (ID {process_id}) is working on this job; wait until that process has ended."
+        if code == EXIT_DISK_FULL:
+            return "the disk is full; free some space, and run the same command again."
         if code >= 0 or code == -signal.SIGINT:
             return f"the process of the job ended with exit code {code}; see {log}." if log.exists() else ""
     return (
@@ -368,7 +373,7 @@ def main(path: Path, rotations: int, parent: int) -> int:
 
     `rotations` is the number of rotations for test-time augmentation, `parent` the ID of the parent process. Exit
     codes: 0 if the job is done, and also if it failed and its error message was written to `NAME.failed`; `EXIT_BUSY`
-    if another process is working on the job; `EXIT_INTERRUPTED` if the job was stopped.
+    if another process is working on the job; `EXIT_DISK_FULL`; `EXIT_INTERRUPTED` if the job was stopped.
     """
     # A process in the background may have inherited that SIGINT is ignored. Restore the default.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -387,6 +392,8 @@ def main(path: Path, rotations: int, parent: int) -> int:
     except (DataError, UnreadableFileError, RecipeError, RunError) as error:
         write_text(failed, f"{error}\n")
     except Exception as error:
+        if is_disk_full(error):
+            return EXIT_DISK_FULL
         traceback.print_exc()
         write_text(failed, f"{type(error).__name__}: {error}\n")
     return 0
