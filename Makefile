@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test quick style types lint tests fuzz format clean
+.PHONY: demo test quick style types lint tests fuzz faults audit format clean
 
 demo: $(READY)
 	$(BIN)/rotopath demo --out demo
@@ -19,9 +19,17 @@ tests: $(READY)
 quick: style
 	$(BIN)/pytest -n 2 --dist worksteal -m "not slow" --hypothesis-profile=quick -q
 
-# Damaged inputs of all formats through the commands: one to three hours on a core.
+# Damaged inputs of all formats through the commands, in two processes: about an hour.
 fuzz: $(READY)
 	nice $(BIN)/python tools/fuzz.py --cases 20000 --out results/fuzz.csv
+
+# Processes that are killed, full disks, two processes at once: about half an hour.
+faults: $(READY)
+	nice $(BIN)/python tools/faults.py --out results/faults.csv
+
+# Ages and known vulnerabilities of the pinned packages; needs the internet.
+audit: $(READY)
+	$(BIN)/python tools/dependencies.py --out results/dependencies.csv
 
 style: $(READY)
 	$(BIN)/ruff check

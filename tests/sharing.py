@@ -1,11 +1,15 @@
-"""Make files once that several test processes read."""
+"""Make files once that several test processes read, and hold locks as another process does."""
 
 import fcntl
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from rotopath.writing import hold_lock
 
 
 def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
@@ -19,3 +23,15 @@ def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             make(folder)
             (folder / "made").touch()
     return folder
+
+
+@contextmanager
+def hold_elsewhere(path: Path) -> Iterator[None]:
+    """Hold the lock of a path in another thread, which excludes this thread as a process would."""
+    lock = hold_lock(path, 0)
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(lock.__enter__).result()
+        try:
+            yield
+        finally:
+            thread.submit(lock.__exit__, None, None, None).result()

@@ -1,6 +1,8 @@
 """Exports: exported models have the outputs of the network, and folders are written atomically."""
 
 import json
+import multiprocessing
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from sharing import hold_elsewhere
 from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 from untrained_runs import POINTS, THRESHOLD, make_run
@@ -18,6 +21,7 @@ from rotopath import exporting
 from rotopath.cli import app
 from rotopath.exporting import MODELS, check_outputs, export
 from rotopath.model_file import RunError
+from rotopath.writing import BusyError
 
 pytestmark = pytest.mark.slow
 
@@ -330,6 +334,34 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_interrupted_export_leaves_nothing(trained: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         export(trained("tumor"), "torchscript", tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_that_another_process_writes_is_refused(trained: Callable[[str], Path], tmp_path: Path) -> None:
+    with hold_elsewhere(tmp_path / "model"), pytest.raises(BusyError, match=r"is writing to .*model; wait until it"):
+        export(trained("tumor"), "torchscript", tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("to", ["torchscript", "torch"])
+def test_models_are_written_by_python_because_torch_aborts_on_a_full_disk(
+    trained: Callable[[str], Path], tmp_path: Path, to: exporting.Format
+) -> None:
+    """A process with a limit for the size of files, as a full disk has, must not end in C++."""
+    resource = pytest.importorskip("resource")
+    run = trained("tumor")
+
+    def export_with_limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        torch.set_num_threads(1)
+        with pytest.raises(OSError, match="File too large"):
+            export(run, to, tmp_path / "model")
+
+    process = multiprocessing.get_context("fork").Process(target=export_with_limit)
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0
     assert list(tmp_path.iterdir()) == []
 
 

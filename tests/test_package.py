@@ -1,5 +1,6 @@
 """The package as an import: light, complete, and without code that depends on the name of a task."""
 
+import csv
 import inspect
 import pydoc
 import re
@@ -8,6 +9,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import dependencies
 import pytest
 
 import rotopath as rp
@@ -44,6 +46,36 @@ def test_public_names_exist() -> None:
     for package in (rp.nn, rp.models, rp.metrics):
         for name in package.__all__:
             assert getattr(package, name) is not None
+
+
+def test_no_pinned_package_has_a_known_vulnerability() -> None:
+    """As `tools/dependencies.py` has recorded; it must run again after a version has changed."""
+    with (Path(dependencies.__file__).parents[1] / "results/dependencies.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["package"]: row["version"] for row in rows} == dependencies.read_pins()
+    assert {row["yanked"] for row in rows} == {"no"}
+    assert {row["vulnerabilities"] for row in rows} <= {"none", "unknown"}
+
+
+@pytest.mark.parametrize(
+    ("version", "pages", "yanked", "vulnerabilities"),
+    [
+        ("2.0", {}, "no", "CVE-1;GHSA-2"),  # the latest
+        ("1.0", {}, "yes", "unknown"),
+        ("1.0", {"lightning/1.0": {"vulnerabilities": []}}, "yes", "none"),
+        ("2.6.2", {}, "no", "malicious"),
+    ],
+)
+def test_the_table_of_packages_states_what_the_index_knows(
+    version: str, pages: dict[str, dict[str, object]], yanked: str, vulnerabilities: str
+) -> None:
+    files = {"1.0": [{"upload_time": "2026-01-02T03", "yanked": True}]}
+    found = [{"id": "GHSA-2"}, {"id": "CVE-1"}]
+    project = {"info": {"version": "2.0"}, "vulnerabilities": found, "releases": files}
+    row = dependencies.describe("lightning", version, ({"lightning": project} | pages).get)
+    assert row["yanked"] == yanked
+    assert row["vulnerabilities"] == vulnerabilities
+    assert row["released"] == ("2026-01-02" if version == "1.0" else "unknown")
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

@@ -5,11 +5,13 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
 import pytest
+from sharing import hold_elsewhere
 
 from rotopath import writing
 from rotopath.writing import atomic_file, atomic_folder
@@ -271,12 +273,12 @@ def test_finished_writer_does_not_remove_the_file_of_another(tmp_path: Path, mon
 
 def test_a_lock_is_held_by_one_at_a_time_although_its_file_is_removed(tmp_path: Path) -> None:
     """The package filelock must notice that a lock file was removed between its opening and its locking."""
-    lock, counter = tmp_path / ".a.lock", tmp_path / "counter"
+    path, counter = tmp_path / "a", tmp_path / "counter"
     counter.write_text("0")
 
     def count_up(_: int) -> None:
         for _ in range(50):
-            with writing.hold_lock(lock, None, remove=True):
+            with writing.hold_lock(path, None):
                 counter.write_text(str(int(counter.read_text()) + 1))
 
     with ThreadPoolExecutor(4) as pool:
@@ -286,9 +288,56 @@ def test_a_lock_is_held_by_one_at_a_time_although_its_file_is_removed(tmp_path: 
 
 
 def test_a_lock_that_is_held_is_refused_and_its_holder_is_named(tmp_path: Path) -> None:
-    lock = tmp_path / ".a.lock"
-    with writing.hold_lock(lock, 0, remove=True):
-        with pytest.raises(writing.BusyError), writing.hold_lock(lock, 0, remove=True):
-            pass
-        assert (tmp_path / ".a.pid").read_text() == str(os.getpid())
+    path = tmp_path / "a"
+    with hold_elsewhere(path), pytest.raises(writing.BusyError) as refused, writing.hold_lock(path, 0):
+        pass
+    assert str(refused.value) == (
+        f"Another process (ID {os.getpid()}) is writing to {path}; wait until it has ended, or choose another path "
+        f"with --out."
+    )
     assert list_names(tmp_path) == []
+
+
+def test_a_thread_may_hold_a_lock_twice_and_write_meanwhile(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    with writing.hold_lock(path, 0):
+        with writing.hold_lock(path, 0):
+            writing.write_json(path, {})
+        assert list_names(tmp_path) == [".a.json.lock", ".a.json.pid", "a.json"]
+    assert list_names(tmp_path) == ["a.json"]
+
+
+def test_threads_may_write_the_same_file(tmp_path: Path) -> None:
+    """Each writes whole content, and none removes the unfinished file of another."""
+    path = tmp_path / "a.txt"
+
+    def write_often(number: int) -> None:
+        for _ in range(30):
+            writing.write_text(path, f"{number}" * 1000)
+            assert path.read_text() in {f"{other}" * 1000 for other in range(4)}
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write_often, range(4)))
+    assert list_names(tmp_path) == ["a.txt"]
+
+
+def test_temporary_folders_of_killed_processes_are_removed_and_others_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, link = tmp_path / f"rotopath-{'0' * 32}", tmp_path / f"rotopath-{'1' * 32}"
+    left.mkdir()
+    (left / "heat").write_text("large")
+    link.symlink_to(tmp_path)
+    (tmp_path / "rotopath-results").mkdir()  # of the user
+    with ThreadPoolExecutor(1) as thread:
+        other = writing.temporary_folder()
+        used = thread.submit(other.__enter__).result()
+        with writing.temporary_folder() as folder:
+            assert not left.exists()
+            assert used.is_dir()
+            assert folder.is_dir()
+            assert folder != used
+        assert not folder.exists()
+        thread.submit(other.__exit__, None, None, None).result()
+    assert list_names(tmp_path) == [link.name, "rotopath-results"]

@@ -1,16 +1,18 @@
 """Run the commands on damaged inputs, and count what happens by format: nothing may end in a traceback, hang or lie.
 
-.venv/bin/python tools/fuzz.py [--cases 20000] [--seed 0] [--formats png,hdf5] [--out results/fuzz.csv]
+.venv/bin/python tools/fuzz.py [--cases 20000] [--seed 0] [--formats png,hdf5] [--jobs 2] [--out results/fuzz.csv]
 
 The tool first generates a small valid input of every format, such as an image, a run folder or a study. In each case,
 it changes one of the files (flipped bits, missing or overwritten bytes, values of another type, huge numbers, deep
-nesting), and runs the real command on it in a forked process with limits for time and memory. The outcomes are:
+nesting), and runs the real command on it in a forked process with limits for time and memory. A process runs some
+cases one after another; if one of them fails, it is run again in a process of its own. The outcomes are:
 
 - ok: the command has finished, as it may: the change may be harmless.
 - refused: the command has reported the problem in sentences, with exit code 2, or 1 if other results are whole.
 - traceback, crash, hang, memory: a failure of rotopath. A traceback in the log of a slide counts, too.
-- silently wrong: the command has finished, but should have refused the input. This is known if a file was cut off or
-  overwritten and has a checksum, or if a value has another type or is out of range.
+- silently wrong: the command has finished, but should have refused the input, or should have replaced damaged results.
+  This is known if a file was cut off or overwritten and has a checksum, or if a value has another type or is out of
+  range.
 
 Cases depend only on the seed and their number. Failures are printed with the name of their case, such as `hdf5:17`;
 `--formats hdf5:17` runs only this case, and `--keep FOLDER` keeps its input.
@@ -18,6 +20,7 @@ Cases depend only on the seed and their number. Failures are printed with the na
 
 import argparse
 import csv
+import gzip
 import io
 import json
 import os
@@ -31,16 +34,22 @@ import tempfile
 import time
 import traceback
 import zipfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 OUTCOMES = ("ok", "refused", "traceback", "crash", "hang", "memory", "silently wrong")
 FAILURES = OUTCOMES[2:]
-LIMIT_S, LIMIT_BYTES = 40, 4 * 2**30  # of one command; memory is counted on top of that of the modules
+# Of one command: processor time, time, and memory on top of that of the modules
+LIMIT_S, LONGEST_S, LIMIT_BYTES = 40, 200, 4 * 2**30
+BATCH = 40  # number of cases that a process runs one after another
+COUNTS, UNCHANGED = "counts.json", "unchanged"
+TESTS = Path(__file__).parents[1] / "tests"  # contains functions that write slides of some formats
 EXIT_TRACEBACK = 70
 HEADER_BYTES = 2048
 MODEL = "tumor-pcam-n8"
@@ -107,6 +116,7 @@ class Format:
     change: Callable[[random.Random, bytes], Change]
     weight: float = 1.0  # fraction of the cases, relative to other formats: less for slow commands
     expected: tuple[int, ...] = field(default=(0,))  # exit codes of the valid input
+    restored: str = ""  # file that a command must write again, exactly as it was, if it is changed
 
 
 # Changes of bytes
@@ -220,8 +230,8 @@ def change_json(is_wrong: Callable[[tuple[Any, ...], Any], bool]) -> Callable[[r
     return change
 
 
-def change_summary(rng: random.Random, content: bytes) -> Change:
-    """Change the summary of results, which is never refused: the slide is predicted again."""
+def change_values(rng: random.Random, content: bytes) -> Change:
+    """Change a value in a JSON file, or its bytes, of a format without known answers."""
     return Change(change_json(lambda *_: False)(rng, content).content)
 
 
@@ -262,39 +272,80 @@ def change_option(rng: random.Random, content: bytes) -> Change:
     return Change(content, must_refuse=True, arguments=rng.choice(REFUSED_OPTIONS))
 
 
+PCAM = "camelyonpatch_level_2_split"
 PREDICT = ("predict", MODEL, "FOLDER/FILE", "--out", "FOLDER/out", "--spacing-um-px", "1", "--device", "cpu")
 PREDICT_BY = ("predict", "FOLDER", "FOLDER/../image.png", "--out", "FOLDER/out", *PREDICT[5:])
 TRAIN = ("train", "FOLDER/recipe.toml", "--out", "FOLDER/run")
 CHECK = ("data", "check", "FOLDER/manifest.csv")
+IMPORT = ("data", "import", "FOLDER", "--out", "FOLDER/out", "--spacing-um-px", "0.25")
+SLIDE = (*PREDICT[:5], "--device", "cpu", "--everywhere")
+AGAIN = ("predict", MODEL, "FOLDER/image.png", *PREDICT[3:])
+REPORT = ("study", "report", "FOLDER")
+RUN = "tumor/N1-seed0"
 FORMATS = (
     Format("png", "png", "image.png", PREDICT, change_cut(0.9)),
     Format("jpeg", "jpeg", "image.jpg", PREDICT, change_cut(0.8)),
-    Format("tiff", "tiff", "image.tif", (*PREDICT[:5], "--device", "cpu"), change_cut(0.8)),
+    Format("bmp", "bmp", "image.bmp", PREDICT, change_cut(0.8)),
+    Format("tiff", "tiff", "image.tif", SLIDE[:-1], change_cut(0.8)),
     Format("tiff header", "tiff", "image.tif", ("slides", "FOLDER/FILE"), change_any),
-    Format("slide", "slide", "slide.svs", (*PREDICT[:5], "--device", "cpu"), change_cut(0.4)),
+    Format("slide", "slide", "slide.svs", SLIDE[:-1], change_cut(0.4)),
     Format("slide header", "slide", "slide.svs", ("slides", "FOLDER/FILE"), change_any),
-    Format("ome-tiff", "ome", "slide.ome.tif", (*PREDICT[:5], "--device", "cpu"), change_any),
+    Format("ome-tiff", "ome", "slide.ome.tif", SLIDE[:-1], change_any),
+    Format("ndpi", "ndpi", "slide.ndpi", SLIDE, change_any, weight=0.5),
+    Format("ndpi header", "ndpi", "slide.ndpi", ("slides", "FOLDER/FILE"), change_any),
+    Format("dicom", "dicom", "slide/1.2.4-0.dcm", SLIDE, change_any, weight=0.5),
+    Format("dicom header", "dicom", "slide/1.2.4-0.dcm", ("slides", "FOLDER/FILE"), change_any),
+    Format("mirax", "mirax", "slide/Slidedat.ini", ("slides", "FOLDER/slide.mrxs"), change_any, weight=0.5),
     Format(
-        "hdf5",
-        "pcam",
-        "camelyonpatch_level_2_split_train_x.h5",
-        ("data", "check", "FOLDER"),
-        change_cut(0.9),
-        expected=(0, 1),
+        "mirax index",
+        "mirax",
+        "slide/Index.dat",
+        ("predict", MODEL, "FOLDER/slide.mrxs", *SLIDE[3:]),
+        change_any,
+        weight=0.5,
     ),
+    Format("ome-zarr", "zarr", "slide.zarr/zarr.json", ("slides", "FOLDER/slide.zarr"), change_values),
     Format(
-        "hdf5 labels",
-        "pcam",
-        "camelyonpatch_level_2_split_valid_y.h5",
-        ("data", "check", "FOLDER"),
-        change_cut(0.9),
-        expected=(0, 1),
+        "ome-zarr array",
+        "zarr",
+        "slide.zarr/0/zarr.json",
+        ("predict", MODEL, "FOLDER/slide.zarr", *SLIDE[3:]),
+        change_values,
+        weight=0.5,
     ),
-    Format("hdf5 in training", "pcam", "camelyonpatch_level_2_split_train_x.h5", TRAIN, change_cut(0.9), weight=0.3),
+    Format("hdf5", "pcam", f"{PCAM}_train_x.h5", ("data", "check", "FOLDER"), change_cut(0.9), expected=(0, 1)),
+    Format("hdf5 labels", "pcam", f"{PCAM}_valid_y.h5", ("data", "check", "FOLDER"), change_cut(0.9), expected=(0, 1)),
+    Format("hdf5 in training", "pcam", f"{PCAM}_train_x.h5", TRAIN, change_cut(0.9), weight=0.3),
     Format("recipe", "training", "recipe.toml", TRAIN, change_recipe, weight=0.7),
+    Format("recipe of a run", "model", "recipe.toml", ("evaluate", "FOLDER"), change_any, weight=0.3),
+    Format(
+        "plan of a study",
+        "study",
+        "study.toml",
+        ("study", "run", "FOLDER/FILE", "--out", "FOLDER"),
+        change_any,
+        weight=0.1,
+    ),
     Format("model.json", "model", "model.json", PREDICT_BY, change_json(is_wrong_threshold)),
+    Format(
+        "model.json in export",
+        "model",
+        "model.json",
+        ("export", "FOLDER", "--out", "FOLDER/out"),
+        change_json(is_wrong_threshold),
+        weight=0.3,
+    ),
     Format("operating_point.json", "old", "operating_point.json", PREDICT_BY, change_json(is_wrong_threshold)),
     Format("weights", "model", "weights.safetensors", PREDICT_BY, change_sealed),
+    Format("weights without checksum", "old", "weights.safetensors", PREDICT_BY, change_cut(1.0), weight=0.5),
+    Format(
+        "weights in fine-tuning",
+        "model",
+        "weights.safetensors",
+        ("train", "FOLDER/../recipe.toml", "--from", "FOLDER", "--out", "FOLDER/out"),
+        change_sealed,
+        weight=0.3,
+    ),
     Format("resume.ckpt", "unfinished", "run/resume.ckpt", TRAIN, change_checkpoint, weight=0.5),
     Format("kept.safetensors", "unfinished", "run/kept.safetensors", TRAIN, change_any, weight=0.3),
     Format("provenance.json", "unfinished", "run/provenance.json", TRAIN, change_json(lambda *_: False), weight=0.3),
@@ -302,6 +353,12 @@ FORMATS = (
     Format("points in CSV", "points", "a.csv", CHECK, change_any),
     Format("outlines in XML", "outlines", "a.xml", CHECK, change_cut(0.9)),
     Format("objects in GeoJSON", "geojson", "a.geojson", CHECK, change_json(lambda *_: False)),
+    Format("import of COCO", "coco", "objects.json", IMPORT, change_json(lambda *_: False)),
+    Format("import of GeoJSON", "compressed", "a.geojson.gz", IMPORT, change_any),
+    Format("import of CSV", "table", "a.csv", IMPORT, change_any),
+    Format("import of XML", "outlines", "a.xml", (*IMPORT[:2], "FOLDER/a.xml", *IMPORT[3:]), change_cut(0.9)),
+    Format("import of a mask", "masked", "a_mask.png", IMPORT, change_cut(0.5)),
+    Format("import of .mat", "mat", "a.mat", IMPORT, change_any),
     Format(
         "region in GeoJSON",
         "roi",
@@ -313,40 +370,40 @@ FORMATS = (
         "results of a slide",
         "finished",
         "out/image.png/summary.json",
-        ("predict", MODEL, "FOLDER/image.png", *PREDICT[3:]),
-        change_summary,
+        AGAIN,
+        change_values,
         weight=0.5,
+        restored="out/image.png/objects.geojson",
+    ),
+    Format(
+        "objects of a slide",
+        "finished",
+        "out/image.png/objects.geojson",
+        AGAIN,
+        change_any,
+        weight=0.5,
+        restored="out/image.png/objects.geojson",
     ),
     Format(
         "stored map",
         "finished",
         "out/image.png/map.zip",
-        ("predict", MODEL, "FOLDER/image.png", *PREDICT[3:], "--reuse", "--threshold", "0.7"),
+        (*AGAIN, "--reuse", "--threshold", "0.7"),
         change_any,
         weight=0.5,
     ),
     Format(
-        "scores in a study",
-        "study",
-        "tumor/N1-seed0/evaluation-test.json",
-        ("study", "report", "FOLDER"),
-        change_json(is_wrong_score),
-        weight=0.3,
+        "scores in a study", "study", f"{RUN}/evaluation-test.json", REPORT, change_json(is_wrong_score), weight=0.3
     ),
     Format(
-        "provenance in a study",
-        "study",
-        "tumor/N1-seed0/provenance.json",
-        ("study", "report", "FOLDER"),
-        change_json(lambda *_: False),
-        weight=0.3,
+        "provenance in a study", "study", f"{RUN}/provenance.json", REPORT, change_json(lambda *_: False), weight=0.3
     ),
-    Format("log in a study", "study", "tumor/N1-seed0/log.csv", ("study", "report", "FOLDER"), change_any, weight=0.15),
+    Format("log in a study", "study", f"{RUN}/log.csv", REPORT, change_any, weight=0.15),
     Format(
         "scores in evaluate",
         "study",
-        "tumor/N1-seed0/evaluation-test.json",
-        ("evaluate", "FOLDER/tumor/N1-seed0"),
+        f"{RUN}/evaluation-test.json",
+        ("evaluate", f"FOLDER/{RUN}"),
         change_json(is_wrong_score),
         weight=0.5,
     ),
@@ -361,19 +418,30 @@ def make_corpus(root: Path) -> None:
     """Write a folder with a valid input for each format."""
     import h5py
     import numpy as np
+    import scipy.io
     import tifffile
     import torch
     from PIL import Image
 
+    sys.path.append(str(TESTS))
+    slides = import_module("scanner_files")
+
     torch.set_num_threads(1)
     generator = np.random.default_rng(0)
     pixels = np.clip(generator.normal((190, 110, 170), 35, (96, 96, 3)), 0, 255).astype(np.uint8)
-    for name in ("png", "jpeg", "tiff", "slide", "ome", "points", "outlines", "geojson", "roi", "finished"):
+    for name in sorted({entry.folder for entry in FORMATS} - {"model", "old", "training", "unfinished", "study"}):
         (root / name).mkdir()
     image = Image.fromarray(pixels)
-    for path in ("image.png", "png/image.png", "jpeg/image.jpg", "roi/image.png", "finished/image.png"):
+    for path in (
+        "image.png",
+        "png/image.png",
+        "jpeg/image.jpg",
+        "bmp/image.bmp",
+        "roi/image.png",
+        "finished/image.png",
+    ):
         image.save(root / path)
-    for name in ("points", "outlines", "geojson"):
+    for name in ("points", "outlines", "geojson", "coco", "compressed", "table", "masked", "mat"):
         image.save(root / name / "a.png")
     image.save(root / "tiff/image.tif", dpi=(25_400, 25_400), compression="tiff_lzw")
     large = np.tile(pixels, (3, 3, 1))
@@ -391,6 +459,10 @@ def make_corpus(root: Path) -> None:
         size = {"PhysicalSizeX": 1.0, "PhysicalSizeXUnit": "µm", "PhysicalSizeY": 1.0, "PhysicalSizeYUnit": "µm"}
         tiff.write(large, photometric="rgb", tile=(64, 64), subifds=1, metadata={"axes": "YXS", **size})
         tiff.write(np.ascontiguousarray(large[::2, ::2]), photometric="rgb", tile=(64, 64), subfiletype=1)
+    slides.write_ndpi(root / "ndpi/slide.ndpi", large, 1.0)
+    slides.write_dicom(root / "dicom/slide", large)
+    slides.write_mirax(root / "mirax/slide.mrxs", large, (4, 4), (0, 0), 1.0)
+    slides.write_ome_zarr(root / "zarr/slide.zarr", large)
 
     manifest = "image,annotation,group,split,spacing\n"
     for name, file in (("points", "a.csv"), ("outlines", "a.xml"), ("geojson", "a.geojson")):
@@ -410,10 +482,22 @@ def make_corpus(root: Path) -> None:
     }
     geometry = {"type": "Polygon", "coordinates": [ring]}
     features = [{"type": "Feature", "geometry": geometry, "properties": properties}]
+    collection = json.dumps({"type": "FeatureCollection", "features": features})
     for path in ("geojson/a.geojson", "roi/roi.geojson"):
-        (root / path).write_text(json.dumps({"type": "FeatureCollection", "features": features}))
-
-    (root / "pcam").mkdir()
+        (root / path).write_text(collection)
+    (root / "compressed/a.geojson.gz").write_bytes(gzip.compress(collection.encode(), mtime=0))
+    (root / "table/a.csv").write_text("x,y,class\n10,20,tumor\n30.5,40,stroma\n")
+    labels = np.zeros((96, 96), np.uint16)
+    labels[10:20, 10:30], labels[50:70, 40:60] = 1, 2
+    Image.fromarray(labels).save(root / "masked/a_mask.png")
+    scipy.io.savemat(root / "mat/a.mat", {"inst_map": labels.astype(np.int32), "inst_type": np.array([[1], [2]])})
+    polygon = [float(number) for corner in ring[:-1] for number in corner]
+    boxes = [{"id": 1, "segmentation": [polygon], "bbox": [5.0, 5.0, 75.0, 75.0]}]
+    boxes.append({"id": 2, "segmentation": {"size": [96, 96], "counts": [100, 50, 9066]}, "bbox": [1, 4, 2, 50]})
+    objects = [{"image_id": 7, "category_id": 3, "iscrowd": 0, "area": 50.0, **box} for box in boxes]
+    pictures = [{"id": 7, "file_name": "a.png", "height": 96, "width": 96}]
+    coco = {"images": pictures, "categories": [{"id": 3, "name": "tumor"}], "annotations": objects}
+    (root / "coco/objects.json").write_text(json.dumps(coco))
     for split, count in (("train", 8), ("valid", 4), ("test", 12)):
         for key in "xy":
             shape = (count, 96, 96, 3) if key == "x" else (count, 1, 1, 1)
@@ -422,14 +506,8 @@ def make_corpus(root: Path) -> None:
                 chunks = (1, *shape[1:])
                 file.create_dataset(key, data=values.astype(np.uint8).reshape(shape), chunks=chunks, compression="gzip")
     _make_runs(root)
-    code = run_command(
-        [word.replace("FOLDER", str(root / "finished")) for word in (*_command("stored map")[:-3], "--keep-map")]
-    )
+    code = run_command([word.replace("FOLDER", str(root / "finished")) for word in (*AGAIN, "--keep-map")])
     assert code == 0, "the results of a slide cannot be generated"
-
-
-def _command(name: str) -> tuple[str, ...]:
-    return next(entry.command for entry in FORMATS if entry.name == name)
 
 
 def _make_runs(root: Path) -> None:
@@ -459,9 +537,12 @@ def _make_runs(root: Path) -> None:
     for name in ("training", "unfinished", "study"):
         (root / name).mkdir()
         (root / name / "recipe.toml").write_text(text)
+    (root / "recipe.toml").write_text(text)
+    plan = '[tumor]\nrecipe = "recipe.toml"\norientations = [1]\nseed = [0]\n'
+    (root / "study/study.toml").write_text(plan)
     (root / "pcam" / "recipe.toml").write_text(text.replace(json.dumps(str(root / "pcam")), '"DATA"'))
     train = ["train", str(root / "training/recipe.toml"), "--out"]
-    study = root / "study/tumor/N1-seed0"
+    study = root / "study" / RUN
     assert run_command([*train, str(study)]) == 0, "the training failed"
     assert run_command(["evaluate", str(study)]) == 0, "the evaluation failed"
     shutil.copytree(study, root / "model")
@@ -499,7 +580,15 @@ def run_command(words: Sequence[str]) -> int:
     return 0
 
 
-def fork(action: Callable[[], int], output: Path, limit_s: int) -> int:
+def limit_time() -> None:
+    """End this process after LIMIT_S seconds of processor time from now on, or LONGEST_S seconds."""
+    for number in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(number, signal.SIG_DFL)
+    signal.alarm(LONGEST_S)
+    signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
+
+
+def fork(action: Callable[[], int], output: Path) -> int:
     """Run a function in a forked process with limits, and return the exit code, or minus the signal that ended it."""
     if child := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -507,8 +596,7 @@ def fork(action: Callable[[], int], output: Path, limit_s: int) -> int:
         file = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
         for stream in (1, 2):
             os.dup2(file, stream)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(limit_s)
+        limit_time()
         import torch
 
         torch.set_num_threads(1)
@@ -526,7 +614,7 @@ def fork(action: Callable[[], int], output: Path, limit_s: int) -> int:
 
 def judge(code: int, output: str, must_refuse: bool) -> str:
     """Return the outcome of a command from its exit code and what it printed."""
-    if code in (-signal.SIGALRM, -signal.SIGXCPU):
+    if code in (-signal.SIGALRM, -signal.SIGPROF):
         return "hang"
     if code == -signal.SIGKILL or re.search(r"MemoryError|[Cc]an't allocate memory|not enough memory", output):
         return "memory"
@@ -539,86 +627,209 @@ def judge(code: int, output: str, must_refuse: bool) -> str:
     return "refused"
 
 
-def run_case(entry: Format, number: int | None, seed: int, corpus: Path, work: Path) -> tuple[str, str]:
-    """Run one case in the folder `work`, and return its outcome and the last line of what the command printed.
+@dataclass(frozen=True)
+class Case:
+    """One case: a format, and the number that decides the change; None: the input is not changed."""
 
-    Without a number, the input is not changed.
-    """
-    rng = random.Random(f"{seed} {entry.name} {number}")
-    folder = work / entry.folder
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(corpus / entry.folder, folder, copy_function=os.link)  # a template is never written to
-    path = folder / entry.file
-    change = Change(path.read_bytes()) if number is None else entry.change(rng, path.read_bytes())
-    path.unlink()
-    path.write_bytes(change.content)
-    words = [word.replace("FOLDER", str(folder)).replace("FILE", entry.file) for word in entry.command]
-    if entry.folder == "pcam" and entry.command[0] == "train":
-        recipe = (folder / "recipe.toml").read_text()
-        (folder / "recipe.toml").unlink()
-        (folder / "recipe.toml").write_text(recipe.replace("DATA", str(folder)))
-    words += change.arguments
-    if entry.name == "options" and "--spacing-um-px" not in change.arguments:
-        words += ["--spacing-um-px", "1"]
+    entry: Format
+    number: int | None
+    seed: int
+
+    def run(self, corpus: Path, work: Path) -> tuple[int, Callable[[int, str], str]]:
+        """Change the input in the folder `work`, and run the command on it in this process.
+
+        Returns the exit code, and a function that returns the outcome from the exit code and what was printed.
+        """
+        entry = self.entry
+        folder = work / entry.folder
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(corpus / entry.folder, folder, copy_function=os.link)  # a template is never written to
+        change = self.change(corpus)
+        path = folder / entry.file
+        path.unlink()
+        path.write_bytes(change.content)
+        words = [word.replace("FOLDER", str(folder)).replace("FILE", entry.file) for word in entry.command]
+        if entry.folder == "pcam" and entry.command[0] == "train":
+            recipe = (folder / "recipe.toml").read_text()
+            (folder / "recipe.toml").unlink()
+            (folder / "recipe.toml").write_text(recipe.replace("DATA", str(folder)))
+        words += change.arguments
+        if entry.name == "recipe" and not change.must_refuse:
+            words += ["--set", "epochs=2", "--set", "steps=1"]  # a valid recipe could train for hours
+        if entry.name == "options" and "--spacing-um-px" not in change.arguments:
+            words += ["--spacing-um-px", "1"]
+        return run_command(words), lambda code, text: self.judge(code, text, corpus, work)
+
+    def change(self, corpus: Path) -> Change:
+        """Return the changed content of the file."""
+        content = (corpus / self.entry.folder / self.entry.file).read_bytes()
+        rng = random.Random(f"{self.seed} {self.entry.name} {self.number}")
+        return Change(content) if self.number is None else self.entry.change(rng, content)
+
+    def judge(self, code: int, text: str, corpus: Path, work: Path) -> str:
+        """Return the outcome from the exit code, from what the command printed, and from the files that it wrote."""
+        if self.number is None:
+            return UNCHANGED if code in self.entry.expected else f"exit code {code}: {text.strip()}"
+        outcome = judge(code, text, self.change(corpus).must_refuse)
+        if outcome == "ok" and self.entry.restored:
+            template, written = (root / self.entry.folder / self.entry.restored for root in (corpus, work))
+            return "ok" if template.read_bytes() == written.read_bytes() else "silently wrong"
+        return outcome
+
+
+def run_case(case: Case, corpus: Path, work: Path) -> tuple[str, str]:
+    """Run one case in a process of its own, and return its outcome and the last line of what the command printed."""
     output = work / "output.txt"
-    code = fork(lambda: run_command(words), output, LIMIT_S)
+    code = fork(lambda: case.run(corpus, work)[0], output)
     text = output.read_text(errors="replace")
-    outcome = judge(code, text, change.must_refuse)
-    if number is None and code not in entry.expected:
-        raise SystemExit(f"The unchanged input of the format {entry.name} is refused: {text}")
+    folder = work / case.entry.folder
     frames = re.findall(r'File "[^"]*(rotopath/[^"]+)", line (\d+)', text)
     for log in folder.rglob("*.log"):
         frames += re.findall(r'File "[^"]*(rotopath/[^"]+)", line (\d+)', log.read_text(errors="replace"))
     where = ":".join(frames[-1]) if frames else ""
     last = (text.strip().splitlines() or [""])[-1]
-    return outcome, f"{where} {last}".strip()
+    return case.judge(code, text, corpus, work), f"{where} {last}".strip()
 
 
-def fuzz(cases: int, seed: int, formats: Sequence[str], keep: Path | None = None) -> dict[str, Counter[str]]:
+def run_batch(cases: Sequence[Case], corpus: Path, work: Path) -> list[str]:
+    """Run cases one after another in a forked process, and return the outcomes of those that the process has survived.
+
+    The process starts afresh for the next call, so that a case that ends it, or disturbs later cases, is noticed.
+    """
+    output, outcomes = work / "output.txt", work / "outcomes.txt"
+    outcomes.write_text("")
+
+    def run_all() -> int:
+        with outcomes.open("w", buffering=1) as written:
+            for case in cases:
+                limit_time()
+                os.ftruncate(1, 0)
+                os.lseek(1, 0, os.SEEK_SET)
+                code, find_outcome = case.run(corpus, work)
+                sys.stdout.flush()
+                sys.stderr.flush()
+                outcome = find_outcome(code, output.read_text(errors="replace"))
+                written.write(json.dumps(outcome) + "\n")
+        return 0
+
+    fork(run_all, output)
+    return [json.loads(line) for line in outcomes.read_text().splitlines()]
+
+
+def run_cases(cases: Sequence[Case], corpus: Path, work: Path, keep: Path | None) -> dict[str, Counter[str]]:
+    """Run cases, and return how often each outcome occurred by format. Failures are printed.
+
+    A case that fails, or ends its process, is run again in a process of its own, and this outcome counts. Changed files
+    of failures are copied to `keep`.
+    """
+    counts: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    left = list(cases)
+    while left:
+        batch = left[:BATCH]
+        outcomes = run_batch(batch, corpus, work)
+        if len(outcomes) < len(batch):
+            outcomes.append("crash")  # of the next case
+        left = left[len(outcomes) :]
+        for case, outcome in zip(batch, outcomes, strict=False):
+            detail = ""
+            if outcome in FAILURES:
+                outcome, detail = run_case(case, corpus, work)
+            if outcome in FAILURES:
+                name = f"{case.entry.name}:{case.number}"
+                print(f"{name}: {outcome}: {detail:.300}", flush=True)
+                if keep is not None:
+                    keep.mkdir(parents=True, exist_ok=True)
+                    target = keep / f"{re.sub('[^a-z0-9.]+', '-', name)}-{Path(case.entry.file).name}"
+                    target.write_bytes(case.change(corpus).content)
+            if case.number is None:
+                if outcome != UNCHANGED:
+                    raise SystemExit(f"The unchanged input of the format {case.entry.name} is refused: {outcome}")
+            else:
+                counts[case.entry.name][outcome] += 1
+    return counts
+
+
+def fuzz(cases: int, seed: int, formats: Sequence[str], jobs: int, keep: Path | None = None) -> dict[str, Counter[str]]:
     """Run cases of all formats, or of those that are named, and return how often each outcome occurred by format.
 
     A name may end in the number of a single case, such as `hdf5:17`. Changed files of failures are copied to `keep`.
+    `jobs` is the number of processes.
     """
-    _import_all()
+    import_all()
     named = dict((name.partition(":")[::2]) for name in formats)
     chosen = [entry for entry in FORMATS if not named or entry.name in named]
     total = sum(entry.weight for entry in chosen)
-    counts: dict[str, Counter[str]] = {}
+    counts: dict[str, Counter[str]] = {entry.name: Counter() for entry in chosen}
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
         root = Path(name)
-        corpus, work = root / "corpus", root / "corpus" / "work"
-        work.mkdir(parents=True)
-        if fork(lambda: make_corpus(corpus) or 0, root / "corpus.txt", 600):  # type: ignore[func-returns-value]
+        corpus, works = root / "corpus", [root / "corpus" / f"work-{number}" for number in range(jobs)]
+        for work in works:
+            work.mkdir(parents=True)
+        if fork(lambda: make_corpus(corpus) or 0, root / "corpus.txt"):  # type: ignore[func-returns-value]
             raise SystemExit((root / "corpus.txt").read_text())
-        os.link(corpus / "image.png", work / "image.png")
-        os.chdir(work)
+        for work in works:
+            for shared in ("image.png", "recipe.toml"):
+                os.link(corpus / shared, work / shared)
+        os.chdir(works[0])
+        waiting: list[Case] = []
+        started = time.perf_counter()
         for entry in chosen:
-            only = named.get(entry.name, "")
-            numbers = [int(only)] if only else range(max(1, round(cases * entry.weight / total)))
-            counts[entry.name] = Counter()
-            run_case(entry, None, seed, corpus, work)
-            started = time.perf_counter()
-            for number in numbers:
-                outcome, detail = run_case(entry, number, seed, corpus, work)
-                counts[entry.name][outcome] += 1
-                if outcome in FAILURES or only:
-                    print(f"{entry.name}:{number}: {outcome}: {detail:.300}", flush=True)
-                    if keep is not None:
-                        keep.mkdir(parents=True, exist_ok=True)
-                        target = keep / f"{entry.name.replace(' ', '-')}-{number}-{Path(entry.file).name}"
-                        shutil.copyfile(work / entry.folder / entry.file, target)
-            seconds = (time.perf_counter() - started) / len(numbers)
-            print(f"{entry.name}: {dict(counts[entry.name])}, {seconds:.2f} s each", file=sys.stderr, flush=True)
+            numbers: Sequence[int] = range(max(1, round(cases * entry.weight / total)))
+            if only := named.get(entry.name, ""):
+                numbers = [int(only)]
+            waiting += [Case(entry, number, seed) for number in (None, *numbers)]
+            if len(waiting) < jobs * BATCH and entry is not chosen[-1]:
+                continue  # a process runs cases of several formats if they are few
+            children = [
+                _start(partial(_run_part, waiting[number::jobs], corpus, work, keep))
+                for number, work in enumerate(works)
+            ]
+            for child, work in zip(children, works, strict=True):
+                if os.waitpid(child, 0)[1]:
+                    raise SystemExit("A process of the fuzzer failed.")
+                for format_name, outcomes in json.loads((work / COUNTS).read_text()).items():
+                    counts[format_name].update(outcomes)
+            for done in dict.fromkeys(case.entry.name for case in waiting):
+                print(f"{done}: {dict(counts[done])}", file=sys.stderr)
+            print(f"{time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+            waiting = []
+        for format_name, only in named.items():
+            if only:
+                (entry,) = (entry for entry in chosen if entry.name == format_name)
+                print(f"{format_name}:{only}:", *run_case(Case(entry, int(only), seed), corpus, works[0]))
         os.chdir("/")
     return counts
 
 
-def _import_all() -> None:
+def _run_part(part: Sequence[Case], corpus: Path, work: Path, keep: Path | None) -> None:
+    os.chdir(work)
+    (work / COUNTS).write_text(json.dumps(run_cases(part, corpus, work, keep)))
+
+
+def _start(action: Callable[[], None]) -> int:
+    """Run a function in a forked process, and return the ID of the process, which ends with 0 unless it fails."""
+    sys.stdout.flush()
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        action()
+        sys.stdout.flush()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def import_all() -> None:
     """Import what the commands import, so that forked processes start fast. No code of torch may run here."""
     import h5py  # noqa: F401
     import matplotlib.pyplot  # noqa: F401
     import openslide  # noqa: F401
+    import scipy.io  # noqa: F401
     import tiffslide  # noqa: F401
+    import zarr  # noqa: F401
     from PIL import Image
 
     import rotopath.cli
@@ -643,11 +854,12 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--formats", default="", help="names of formats, separated by commas; default: all")
+    parser.add_argument("--jobs", type=int, default=2, help="number of processes")
     parser.add_argument("--out", type=Path, help="CSV file for the table")
     parser.add_argument("--keep", type=Path, help="folder for the changed files of failures")
     given = parser.parse_args()
     out, keep = (path and path.absolute() for path in (given.out, given.keep))
-    counts = fuzz(given.cases, given.seed, list(filter(None, given.formats.split(","))), keep)
+    counts = fuzz(given.cases, given.seed, list(filter(None, given.formats.split(","))), given.jobs, keep)
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(table(counts))
     print(text.getvalue())

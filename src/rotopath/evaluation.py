@@ -37,7 +37,7 @@ from rotopath.nn import center_crop
 from rotopath.runs import Run
 from rotopath.tasks import Task, TrainingWindow
 from rotopath.tasks.task import Evidence
-from rotopath.writing import atomic_file, write_json
+from rotopath.writing import atomic_file, hold_lock, write_json
 
 OnProgress = Callable[[int, int], None]  # receives the number of finished samples, and the number of all samples
 CPU = torch.device("cpu")
@@ -121,8 +121,9 @@ def evaluate(
 
     other_data = None if is_own else Path(data or "")
     path = Path(out) if out else evaluation_file(run.output_folder, split, rotations, rule, other_data)
-    keeps_rotation = not robustness and out is None and path.exists()
-    before = read_scores(path, split) if keeps_rotation else {}  # a damaged file is reported at once
+    keeps_rotation = not robustness and out is None
+    if keeps_rotation and path.exists():
+        read_scores(path, split)  # a damaged file is reported at once
 
     evidence = gather(samples=dataset.split(split), on_progress=partial(on_progress, split))
     point = run.point
@@ -131,15 +132,17 @@ def evaluate(
         point = task.choose_operating_point(validation, rule)
     scores = task.score(evidence, point, rule) | {"rotations": rotations, "data": str(dataset.root)}
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if robustness:
-        rotated = predict_rotated_inputs(run, dataset.split(split), device)
-        scores["rotation"] = summarize_rotation(rotated)
-        with atomic_file(path.with_suffix(".npz")) as unfinished, unfinished.open("wb") as file:
-            np.savez_compressed(file, **pack_for_figures(rotated))  # type: ignore[arg-type]
-    elif "rotation" in before and before.get("data") == scores["data"]:
-        scores["rotation"] = before["rotation"]  # the robustness that an earlier evaluation measured on the same data
-    write_json(path, {split: scores})
+    rotated = predict_rotated_inputs(run, dataset.split(split), device) if robustness else None
+    with hold_lock(path, None):  # another process may write scores of the same run
+        if rotated is not None:
+            scores["rotation"] = summarize_rotation(rotated)
+            with atomic_file(path.with_suffix(".npz")) as unfinished, unfinished.open("wb") as file:
+                np.savez_compressed(file, **pack_for_figures(rotated))  # type: ignore[arg-type]
+        elif keeps_rotation and path.exists():
+            before = read_scores(path, split)
+            if "rotation" in before and before.get("data") == scores["data"]:
+                scores["rotation"] = before["rotation"]  # measured by an earlier evaluation on the same data
+        write_json(path, {split: scores})
     return Evaluation(split, scores, path)
 
 

@@ -8,6 +8,7 @@ the weights, a configuration file, the provenance and a README are added, and th
 
 import copy
 import dataclasses
+import io
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,8 +24,8 @@ from rotopath.inference.dense import (
     has_fixed_size,
     load_onnx,
     make_example,
+    prepare_export,
     smallest_image_px,
-    suppress_export_warnings,
     to_onnx,
 )
 from rotopath.model_file import RunError, read_json
@@ -33,7 +34,7 @@ from rotopath.models.protocols import IMAGE_CHANNELS, unwrap
 from rotopath.models.registry import find_window_px, is_equivariant
 from rotopath.pretrained import CARD
 from rotopath.runs import Run
-from rotopath.writing import atomic_folder, write_json, write_text
+from rotopath.writing import atomic_folder, hold_lock, write_json, write_text
 
 Format = Literal["torchscript", "onnx", "torch"]
 CONFIG, README, WEIGHTS = "config.json", "README.md", "model.safetensors"
@@ -64,8 +65,9 @@ def export(model: Run | Path | str, to: Format = "torchscript", out: Path | str 
     folder = Path(out) if out else run.output_folder / f"export-{to}"
     _expect_replaceable(folder)
     frozen = _make_module(run, to)
-    with atomic_folder(folder) as unfinished:
-        with suppress_export_warnings():
+    with hold_lock(folder), atomic_folder(folder) as unfinished:
+        _expect_replaceable(folder)  # another process may have written to it
+        with prepare_export():
             exported = WRITERS[to](frozen, run.network, unfinished / MODELS[to])
             check_outputs(exported, _make_module(run, to, frozen=False), run.network)
         tensors = {name: tensor.contiguous() for name, tensor in frozen.state_dict().items()}
@@ -154,7 +156,7 @@ def _write_torchscript(model: nn.Module, network: DenseNetwork, path: Path) -> P
         side_px = smallest_image_px(network)
         example = torch.zeros(2, IMAGE_CHANNELS, side_px, side_px)
         script = torch.jit.trace(model, example, check_trace=False)  # type: ignore[no-untyped-call]
-    script.save(str(path))
+    path.write_bytes(script.save_to_buffer())  # on a full disk, torch would end the process
     exported: Predict = torch.jit.load(str(path))  # type: ignore[no-untyped-call]
     return exported
 
@@ -166,7 +168,9 @@ def _write_onnx(model: nn.Module, network: DenseNetwork, path: Path) -> Predict:
 
 def _write_torch_program(model: nn.Module, network: DenseNetwork, path: Path) -> Predict:
     example, dynamic_shapes = make_example(network)
-    torch.export.save(torch.export.export(model, (example,), dynamic_shapes=(dynamic_shapes,)), path)
+    content = io.BytesIO()
+    torch.export.save(torch.export.export(model, (example,), dynamic_shapes=(dynamic_shapes,)), content)
+    path.write_bytes(content.getvalue())  # on a full disk, torch would end the process
     # torch adds checks (guards) of the strides of tensors, which would wrongly reject feature maps of a single pixel.
     exported: Predict = torch.export.load(path).module(check_guards=False)
     return exported

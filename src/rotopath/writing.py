@@ -1,25 +1,43 @@
 """Write files and folders atomically: a file or folder has a temporary name until all its content is on the disk.
 
 If the process is killed at any time, the final path contains the complete old content or the complete new content, or
-does not exist. The final path never contains incomplete content.
+does not exist. The final path never contains incomplete content. What a killed process leaves has a name that begins
+with a dot, and is removed by the next process that writes to the path.
+
+A lock keeps several processes and threads from writing to a path at the same time.
 """
 
+import errno
 import json
 import math
 import os
+import re
 import shutil
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from filelock import FileLock, Timeout
 
 MAX_DIGITS = 20  # of whole numbers in JSON files; that is enough for 64 bits
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # errors of file systems without locks
+TEMPORARY = "rotopath-"  # start of the names of temporary folders
+BUSY_AFTER_S = 2.0  # a process that was killed holds its locks for a moment
 
 
 class BusyError(Exception):
-    """Raised if another process holds a lock. The message is one sentence."""
+    """Raised if another process or thread writes to a path. The message is one sentence, and names its process."""
+
+    def __init__(self, path: Path, process_id: str) -> None:
+        super().__init__(
+            f"Another process (ID {process_id}) is writing to {path}; wait until it has ended, or choose another path "
+            f"with --out."
+        )
+        self.process_id = process_id
 
 
 @contextmanager
@@ -28,16 +46,17 @@ def atomic_file(path: Path) -> Iterator[Path]:
 
     The caller writes the temporary file. If the block raises an error, the temporary file is removed and `path` is not
     changed. The name of the temporary file depends only on `path`, so that the next process overwrites the unfinished
-    file of a killed process. Therefore, only one process at a time may write to a path.
+    file of a killed process. If another process or thread is writing the file, wait until it has finished.
     """
     unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        yield unfinished
-        _sync_file(unfinished)
-        unfinished.replace(path)
-    except BaseException:  # not `finally`, because another process may use the temporary path after the rename
-        unfinished.unlink(missing_ok=True)
-        raise
+    with _acquire(path, None):
+        try:
+            yield unfinished
+            _sync_file(unfinished)
+            unfinished.replace(path)
+        except BaseException:  # not `finally`, because another process may use the temporary path after the rename
+            unfinished.unlink(missing_ok=True)
+            raise
     _sync_folder(path.parent)
 
 
@@ -48,7 +67,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     The caller writes files in the temporary folder. If the block raises an error, the temporary folder is removed and
     `path` is not changed. If the process is killed while it replaces an old folder, `path` may be missing. The complete
     new folder then has a temporary name, and `recover_folder` or the next call of `atomic_folder` renames it to `path`.
-    Only one process at a time may write to a path.
+    Only one process at a time may write to a path: hold its lock (`hold_lock`).
     """
     path, unfinished, finished = _state_paths(path)
     _replace_with_finished(path)  # finishes the work of an earlier process that was killed
@@ -80,36 +99,116 @@ def recover_folder(path: Path) -> Path:
     return path
 
 
-def remove_unfinished(path: Path) -> None:
-    """Remove the unfinished folder that a killed process has left. Call this only if no process writes to `path`."""
-    recover_folder(path)
-    shutil.rmtree(_state_paths(path)[1], ignore_errors=True)
+def remove_leftovers(path: Path) -> None:
+    """Remove what a killed process has left beside a file or folder, unless another process is writing to it."""
+    if _lock_file(path).exists():
+        with suppress(BusyError, OSError), hold_lock(path):
+            recover_folder(path)
+            shutil.rmtree(_state_paths(path)[1], ignore_errors=True)
 
 
 @contextmanager
-def hold_lock(lock: Path, wait_s: float | None, remove: bool = False) -> Iterator[None]:
-    """Context manager: hold a lock, so that only one process at a time writes to a path. `lock` is the lock file.
+def hold_lock(path: Path, wait_s: float | None = BUSY_AFTER_S) -> Iterator[None]:
+    """Context manager: hold the lock of a file or folder, so that no other process or thread writes to it.
 
     Raises BusyError if another process does not release the lock within `wait_s` seconds; None waits without end. The
-    operating system releases the lock when the process ends, also if the process is killed. The process ID is written
-    to a separate file with the suffix .pid, because on Windows other processes cannot read a locked file. If `remove`
-    is True, both files are removed at the end.
+    operating system releases the lock when the process ends, also if the process is killed. A thread may hold the same
+    lock several times. On a file system without locks, there is no lock.
+
+    For the path NAME, the lock file is `.NAME.lock` in the same folder. The process ID is in a separate file
+    `.NAME.pid`, because on Windows other processes cannot read a locked file. Both files are removed at the end.
     """
-    # With fallback_to_soft=True, filelock would create an ordinary file on file systems without locks. If the process
-    # is killed, this file would remain and block the path forever.
+    path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    owner = _owner_file(path)
     try:
-        held = FileLock(lock, fallback_to_soft=False).acquire(timeout=-1 if wait_s is None else wait_s)
+        with _acquire(path, wait_s) as is_first:
+            try:
+                if is_first:
+                    owner.write_text(str(os.getpid()))
+                yield
+            finally:
+                if is_first:
+                    owner.unlink(missing_ok=True)
     except Timeout:
-        raise BusyError(f"{lock} is held by another process.") from None
-    with held:
+        raise BusyError(path, read_owner(path)) from None
+
+
+def read_owner(path: Path) -> str:
+    """Return the ID of the process that holds the lock of a path, or "unknown" if it has just ended."""
+    try:
+        return _owner_file(path).read_text() or "unknown"
+    except OSError:
+        return "unknown"
+
+
+def _owner_file(path: Path) -> Path:
+    return path.with_name(f".{path.name}.pid")
+
+
+@contextmanager
+def _acquire(path: Path, wait_s: float | None) -> Iterator[bool]:
+    """Context manager: acquire the lock of a path, and yield whether this thread did not hold it already.
+
+    Raises Timeout if another process or thread does not release the lock within `wait_s` seconds.
+    """
+    file = _lock_file(path)
+    with ExitStack() as stack:
+        is_first = True
         try:
-            write_text(lock.with_suffix(".pid"), str(os.getpid()))
-            yield
+            # With fallback_to_soft=True, filelock would create an ordinary file on file systems without locks. If the
+            # process is killed, this file would remain and block the path forever. With is_singleton=True, a thread
+            # can acquire a lock that it holds.
+            lock = FileLock(file, fallback_to_soft=False, is_singleton=True)
+            stack.enter_context(lock.acquire(timeout=-1 if wait_s is None else wait_s))
+            is_first = lock.lock_counter == 1
+        except OSError as error:
+            if isinstance(error, Timeout) or error.errno not in NO_LOCKS:
+                raise
+        try:
+            yield is_first
         finally:
-            if remove:  # while the lock is held: filelock notices if a file was removed before it acquired the lock
-                lock.with_suffix(".pid").unlink(missing_ok=True)
+            if is_first:  # while the lock is held: filelock notices if a file was removed before it acquired the lock
                 with suppress(PermissionError):  # Windows does not remove open files
-                    lock.unlink(missing_ok=True)
+                    file.unlink(missing_ok=True)
+
+
+def _lock_file(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Return whether an error, or one of the errors that caused it, means that a disk is full."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yield a new folder for temporary files, and remove it at the end.
+
+    Also remove those that killed processes of the same user have left: folders with such a name whose lock is free.
+    Large maps would fill the disk otherwise. Where files cannot be locked, nothing is removed.
+    """
+    parent = Path(tempfile.gettempdir())
+    for leftover in parent.glob(f"{TEMPORARY}*"):
+        if not re.fullmatch(f"{TEMPORARY}[0-9a-f]{{32}}", leftover.name):  # it may be a user's own folder
+            continue
+        with suppress(OSError):  # it is used (Timeout), cannot be locked, or has just been removed
+            if not hasattr(os, "getuid") or leftover.lstat().st_uid == os.getuid():
+                with FileLock(_lock_file(leftover), fallback_to_soft=False).acquire(timeout=0):
+                    shutil.rmtree(leftover, ignore_errors=True)
+                _lock_file(leftover).unlink(missing_ok=True)
+    folder = parent / f"{TEMPORARY}{uuid4().hex}"
+    with _acquire(folder, None):  # before the folder exists, so that no other process removes it
+        folder.mkdir(mode=0o700)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:

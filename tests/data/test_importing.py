@@ -12,6 +12,7 @@ import pytest
 from layouts import note_messages, outline_xml, problem_messages, write_csv, write_image, write_text
 from PIL import Image
 from scipy.io import savemat
+from sharing import hold_elsewhere
 from typer.testing import CliRunner
 
 from rotopath.cli import app
@@ -21,6 +22,7 @@ from rotopath.data.import_masks import decode_runs, encode_runs
 from rotopath.images import UnreadableFileError
 from rotopath.images.geojson import read_geojson
 from rotopath.images.outlines import Point
+from rotopath.writing import BusyError
 
 SIZE = (60, 80)  # height and width of images
 NUCLEI = ((10, 12), (12, 60), (30, 33), (48, 15), (45, 66))  # row and column of the centers of dark discs
@@ -855,6 +857,22 @@ def test_pairs_that_are_not_certain_are_refused(tmp_path: Path) -> None:
     write_text(root / "x" / "a.xml", outline_xml(square(3, 3, 9)))  # type: ignore[arg-type]
     with pytest.raises(DataError, match="give only one of the two"):
         import_data([root], tmp_path / "out2", spacing_um_px=0.25)
+
+
+def test_a_folder_that_another_process_imports_to_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "lab"
+    write_image(root / "a.png", tissue())
+    write_json(root / "a.geojson", [feature("Point", [3, 3])])
+    with hold_elsewhere(tmp_path / "out"), pytest.raises(BusyError, match="is writing to"):
+        bring(root)
+    assert [path.name for path in tmp_path.iterdir()] == ["lab"]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        bring(root, finish=interrupt)
+    assert [path.name for path in tmp_path.iterdir()] == ["lab"], "a dataset without its last file is not published"
 
 
 def test_mixed_objects_can_be_points_or_outlines(tmp_path: Path) -> None:

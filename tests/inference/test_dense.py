@@ -1,6 +1,7 @@
 """Prediction of images and windows: outputs are at the right positions; networks are prepared for a device."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -431,6 +432,18 @@ def test_onnx_runtime_predicts_the_same_as_torch(name: str) -> None:
         expected, actual = (predict(net, image, CPU, 2 * rotations) for net in (network, ready))
         assert actual.first_px == expected.first_px
         np.testing.assert_allclose(actual.probabilities, expected.probabilities, atol=1e-4)
+
+
+def test_threads_can_convert_to_onnx_at_the_same_time() -> None:
+    """Torch's exporter replaces functions for all threads."""
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    network = make_dense(torch.nn.Conv2d(3, 1, 5).eval(), 1, window_px=16)
+    images = torch.rand(1, 3, 20, 20)
+    with ThreadPoolExecutor(3) as threads:
+        made = [*threads.map(lambda _: prepare(network, CPU, backend="onnxruntime"), range(3))]
+    for ready in made:
+        torch.testing.assert_close(ready(images), network(images), rtol=1e-4, atol=1e-4)
 
 
 def test_a_network_that_onnx_computes_differently_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

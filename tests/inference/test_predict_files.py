@@ -26,6 +26,7 @@ from layouts import write_image
 from PIL import Image
 from scanner_files import write_dicom, write_mirax, write_ome_zarr
 from scipy import ndimage
+from sharing import hold_elsewhere
 from test_pretrained import draw_tissue
 from typer.testing import CliRunner, Result
 
@@ -41,7 +42,6 @@ from rotopath.images.pyramid import MapWriter, StoredMap
 from rotopath.inference import predict_files, tiling
 from rotopath.inference.slide_pass import Model, SlidePass
 from rotopath.metrics import smooth_images
-from rotopath.writing import hold_lock
 
 pytestmark = pytest.mark.slow
 
@@ -237,6 +237,20 @@ def test_results_of_any_precision_are_kept_unless_another_one_is_requested(
     path.write_text(json.dumps(summary))
     assert "skipped, already done" in call(*words).output
     assert "already done" not in call(*words, "--precision", 32).output
+
+
+@pytest.mark.parametrize(("key", "value"), [("warnings", 7), ("warnings", [7]), ("sentence", {})])
+def test_a_summary_with_values_of_another_type_is_replaced(
+    key: str, value: object, images: Path, tmp_path: Path
+) -> None:
+    words = (MODEL, images / "a.png", "--out", tmp_path / "out", "--spacing-um-px", 1.0, "--device", "cpu")
+    assert call(*words).exit_code == 0
+    path = tmp_path / "out/a.png/summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    again = call(*words)
+    assert again.exit_code == 0, again.output
+    assert "already done" not in again.output
+    assert json.loads(path.read_text())[key] != value
 
 
 @pytest.mark.parametrize("name", sorted(FILES))
@@ -487,16 +501,20 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next(
     assert (tmp_path / "out" / ".a.png.unfinished" / "objects.csv").exists()
     assert call(*words).exit_code == 0
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["a.png"]
+    for name in (".a.png.lock", ".a.png.pid"):
+        (tmp_path / "out" / name).touch()  # as a process leaves it that is killed when the slide is done
+    assert "already done" in call(*words).output
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a.png"]
 
 
 def test_leftovers_are_removed_unless_a_process_is_predicting_the_slide(tmp_path: Path) -> None:
     folder, lock = tmp_path / "a.png", tmp_path / ".a.png.lock"
-    with hold_lock(lock, 0):
+    with hold_elsewhere(folder):
         (tmp_path / ".a.png.unfinished").mkdir()
-        predict_files.remove_leftovers(folder)
+        writing.remove_leftovers(folder)
         assert (tmp_path / ".a.png.unfinished").exists()
-    assert lock.exists()
-    predict_files.remove_leftovers(folder)
+    lock.touch()  # as a killed process leaves it
+    writing.remove_leftovers(folder)
     assert not list(tmp_path.iterdir())
 
 

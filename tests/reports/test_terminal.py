@@ -1,7 +1,9 @@
 """Scores in the terminal: a row for each score of each class, and an explanation of the intervals."""
 
 import io
+import os
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,21 +39,49 @@ def test_control_characters_of_names_do_not_reach_the_terminal(capsys: pytest.Ca
     assert not re.search("[\x1b\x07\u202e]", printed)
 
 
+def hide(cause: OSError) -> Exception:
+    """Return an error of a library that hides its cause."""
+    error = RuntimeError("cannot write the tile")
+    error.__context__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
-        (OSError(28, "No space left on device"), "A file cannot be read or written (No space left on device); check"),
+        (OSError(28, "No space left on device"), "The disk is full; free some space, and run the same command again."),
+        (OSError(28, "No space left on device", "a.png"), "The disk is full; free some space"),
+        (hide(OSError(28, "No space left on device")), "The disk is full; free some space"),
+        (OSError(5, "Input/output error"), "A file cannot be read or written (Input/output error); check the disk"),
         (OSError(13, "Permission denied", "a.png"), "a.png cannot be read or written (Permission denied); choose"),
         (OSError("The stream has ended."), "The stream has ended."),
     ],
 )
 def test_errors_of_the_operating_system_are_one_sentence(
-    error: OSError, sentence: str, capsys: pytest.CaptureFixture[str]
+    error: Exception, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(typer.Exit) as ended, user_errors_in_one_sentence():
         raise error
     assert ended.value.exit_code == 2
     assert sentence in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_other_errors_are_raised_with_their_traceback() -> None:
+    with pytest.raises(RuntimeError, match="the index is wrong"), user_errors_in_one_sentence():
+        raise RuntimeError("the index is wrong")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
+@pytest.mark.parametrize(("name", "code", "how"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")])
+def test_signals_are_one_sentence_in_any_command(
+    name: str, code: int, how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, number = signal.getsignal(signal.SIGTERM), getattr(signal, name)
+    with pytest.raises(typer.Exit) as ended, user_errors_in_one_sentence():
+        signal.raise_signal(number)
+    assert ended.value.exit_code == code
+    assert capsys.readouterr().err == f"rotopath: The command was {how}; run the same command again.\n"
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def show(metrics: Mapping[str, Mapping[str, object]]) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from layouts import pcam
-from sharing import make_once
+from sharing import hold_elsewhere, make_once
 from typer.testing import CliRunner, Result
 
 from rotopath.cli import app
@@ -139,13 +139,23 @@ def test_finished_jobs_are_not_run_again(study: Path, finished: Path) -> None:
     def never(*job: object) -> JobFuture:
         raise AssertionError(job)
 
+    before = {path.name for path in finished.rglob("*")}
+    for name in ("N1-seed0.log", "N1-seed0.progress", ".N1-seed0.lock", ".N1-seed0.pid"):
+        (finished / "plain" / name).touch()  # as a process leaves it that is killed when its job is done
     states = run_study(read_study(study), finished, never)
     assert {state.state for state in states.values()} == {"done"}
+    assert {path.name for path in finished.rglob("*")} == before
 
 
 def test_a_folder_of_another_study_is_refused(study: Path, finished: Path) -> None:
     with pytest.raises(RunError, match=r"The value of 'steps' in .* differs from this study; choose another folder"):
         run_study(read_study(study, ["plain.set.steps=13"]), finished, lambda *_: pytest.fail("started"))
+
+
+def test_a_study_that_another_process_runs_is_refused(study: Path, tmp_path: Path) -> None:
+    with hold_elsewhere(tmp_path / "out"), pytest.raises(BusyError, match=r"is writing to .*out; wait until it has"):
+        run_study(read_study(study), tmp_path / "out", lambda *_: pytest.fail("started"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_study_that_is_killed_ends_in_the_same_tables(study: Path, finished: Path) -> None:
@@ -215,28 +225,29 @@ import os, sys, time
 from pathlib import Path
 from rotopath.writing import hold_lock
 
-with hold_lock(Path(sys.argv[1]), 20):
+path = Path(sys.argv[1])
+with hold_lock(path, 20):
     child = os.fork() if "fork" in sys.argv else None
     if child != 0:
-        Path(sys.argv[1]).with_suffix(".child").write_text(str(child))
-        Path(sys.argv[1]).with_suffix(".held").touch()
+        path.with_suffix(".child").write_text(str(child))
+        path.with_suffix(".held").touch()
     time.sleep(1000)
 """
 
 
-def hold(lock: Path, *words: str) -> "subprocess.Popen[bytes]":
-    """Start a process that holds a lock."""
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(lock), *words], env=ENVIRONMENT)
-    wait_for(lock.with_suffix(".held"), process)
+def hold(path: Path, *words: str) -> "subprocess.Popen[bytes]":
+    """Start a process that holds the lock of a path."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(path), *words], env=ENVIRONMENT)
+    wait_for(path.with_suffix(".held"), process)
     return process
 
 
 def test_a_job_that_another_process_is_working_on_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on Windows, where no other process can read a locked file."""
-    lock, read_text = tmp_path / ".N4.lock", Path.read_text
+    folder, read_text = tmp_path / "N4", Path.read_text
 
     def take_lock(*_: object, **__: object) -> int:
-        with pytest.raises(BusyError), hold_lock(lock, 0.3):
+        with pytest.raises(BusyError), hold_lock(folder, 0.3):
             pass
         return jobs.EXIT_BUSY
 
@@ -247,7 +258,7 @@ def test_a_job_that_another_process_is_working_on_is_refused(tmp_path: Path, mon
 
     monkeypatch.setattr(Path, "read_text", read_unlocked)
     monkeypatch.setattr(jobs.subprocess, "call", take_lock)
-    process = hold(lock)
+    process = hold(folder)
     try:
         reason = jobs.run_process(str(tmp_path / "N4.toml"), 1, str(tmp_path))
     finally:
@@ -256,26 +267,45 @@ def test_a_job_that_another_process_is_working_on_is_refused(tmp_path: Path, mon
     assert reason == f"another process (ID {process.pid}) is working on this job; wait until that process has ended."
 
 
+def test_a_job_on_a_full_disk_is_reported_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a file, because none can be written; logs of earlier attempts are removed."""
+    recipe = tmp_path / "N4.toml"
+    (tmp_path / "N4.log").write_text("Traceback of an earlier attempt")
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def call_main(*_: object, **__: object) -> int:
+        return jobs.main(recipe, 1, os.getppid())
+
+    monkeypatch.setattr(jobs, "run_job", fail)
+    monkeypatch.setattr(jobs, "_stop_on_request", lambda *_: None)
+    monkeypatch.setattr(jobs.subprocess, "call", call_main)
+    reason = jobs.run_process(str(recipe), 1, str(tmp_path))
+    assert reason == "the disk is full; free some space, and run the same command again."
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
-    lock = tmp_path / ".N4.lock"
-    process = hold(lock)
+    folder = tmp_path / "N4"
+    process = hold(folder)
     process.kill()
     process.wait()
     for _ in range(2):  # and free again after it is released
-        with hold_lock(lock, 2.0):
+        with hold_lock(folder):
             assert (tmp_path / ".N4.pid").read_text() == str(os.getpid())
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
 def test_a_lock_ends_with_its_process_and_not_with_its_children(tmp_path: Path) -> None:
     """Children that load data may outlive a killed process."""
-    lock = tmp_path / ".N4.lock"
-    process = hold(lock, "fork")
-    child = int(lock.with_suffix(".child").read_text())
+    folder = tmp_path / "N4"
+    process = hold(folder, "fork")
+    child = int(folder.with_suffix(".child").read_text())
     process.kill()
     process.wait()
     try:
-        with hold_lock(lock, 2.0):
+        with hold_lock(folder):
             assert (tmp_path / ".N4.pid").read_text() == str(os.getpid())
     finally:
         os.kill(child, signal.SIGKILL)

@@ -1,12 +1,14 @@
 """All three makers: the same bytes for a seed, and a folder that is complete or does not exist."""
 
 import hashlib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+from sharing import hold_elsewhere
 from synthetic_datasets import MAKERS, SMALL_PX
 
 from rotopath.data.formats import open_data
@@ -14,6 +16,7 @@ from rotopath.images.files import read_rgb, spacing_um_px
 from rotopath.synthetic import make_mitosis, make_nuclei, make_tumor
 from rotopath.synthetic.lymph_nodes import collect_patches
 from rotopath.synthetic.mitoses import render_mitosis_field
+from rotopath.writing import BusyError
 
 pytestmark = pytest.mark.slow
 
@@ -65,6 +68,27 @@ def test_nothing_is_left_after_a_failure(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("rotopath.synthetic.mitoses.write_tiff", fail)
     with pytest.raises(OSError, match="the disk is full"):
         make_mitosis(tmp_path / "out", size_px=64)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("make", [partial(make_tumor, patches={"train": 20}), partial(make_mitosis, size_px=64)])
+def test_a_full_disk_is_an_error_of_the_operating_system(
+    make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries write to memory: h5py would crash, and libtiff would not report the reason."""
+
+    def fail(self: Path, _: bytes) -> None:
+        raise OSError(28, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(OSError, match="No space left"):
+        make(tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_another_process_writes_is_refused(tmp_path: Path) -> None:
+    with hold_elsewhere(tmp_path / "out"), pytest.raises(BusyError, match="is writing to"):
+        make_tumor(tmp_path / "out", patches={})
     assert not list(tmp_path.iterdir())
 
 

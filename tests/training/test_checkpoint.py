@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ import pytest
 import torch
 from layouts import amida13, kumar, pcam, pcam_name, pixels, write_csv, write_hdf5, write_image
 from safetensors.torch import load, save
+from sharing import hold_elsewhere
 from short_runs import (
     PATCH_CLASSES,
     converted_recipe,
@@ -30,10 +32,10 @@ from rotopath.model_file import MODEL, WEIGHTS, RunError
 from rotopath.recipe import Mining, Recipe
 from rotopath.runs import Run
 from rotopath.tasks import classify
-from rotopath.training import checkpoint, train
-from rotopath.training.checkpoint import FINGERPRINT_PREFIX, KEPT, RESUME, compute_fingerprint
+from rotopath.training import checkpoint, loop, train
+from rotopath.training.checkpoint import FINGERPRINT_PREFIX, KEPT, RESUME, RunRecorder, compute_fingerprint
 from rotopath.training.loop import TrainingModule
-from rotopath.writing import write_json, write_text
+from rotopath.writing import BusyError, write_json, write_text
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:stain normalization left an image unchanged")]
 
@@ -194,6 +196,44 @@ def test_a_run_on_a_full_disk_can_be_resumed(
     assert read_weights(tmp_path / "run") == read_weights(tmp_path / "uninterrupted")
 
 
+def test_what_a_process_leaves_that_is_killed_near_its_end_is_completed_and_removed(
+    data: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the last checkpoint and its log, after the mining, and between the weights and the end."""
+    recipe, folder = short_recipe(data, epochs=1, mining=Mining(epochs=1, examples=4)), tmp_path / "run"
+
+    def stop(self: RunRecorder) -> None:
+        if len(self.rows) == recipe.steps:
+            raise KeyboardInterrupt
+
+    def refuse(*_: object, **__: object) -> None:
+        pytest.fail("a killed process would leave a temporary file")
+
+    monkeypatch.setattr(tempfile, "mkstemp", refuse)
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(RunRecorder, "write_log", stop)
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe, folder)
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(loop, "read_hard_examples", lambda _: raise_interrupt())
+        with pytest.raises(KeyboardInterrupt):
+            train(recipe, folder)
+    (folder / "baseline" / RESUME).touch()
+    train(recipe, folder)
+    assert [len(read_log(log.parent)) for log in sorted(folder.rglob(runs.LOG))] == [5, 5]
+    assert not list(folder.rglob(RESUME))
+    for name in (RESUME, KEPT):
+        (folder / name).touch()
+    with pytest.raises(RunError, match="contains a finished run"):
+        train(recipe, folder)
+    assert not (folder / RESUME).exists()
+    assert not (folder / KEPT).exists()
+
+
+def raise_interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 # The weights to keep
 
 
@@ -227,6 +267,12 @@ def test_the_best_weights_are_kept_and_training_stops_when_it_has_converged(
 
 
 # Folders that are refused
+
+
+def test_a_run_that_another_process_trains_is_refused_and_not_changed(data: dict[str, Path], tmp_path: Path) -> None:
+    with hold_elsewhere(tmp_path / "run"), pytest.raises(BusyError, match=r"is writing to .*run; wait until it has"):
+        train(short_recipe(data), tmp_path / "run")
+    assert not list(tmp_path.iterdir())
 
 
 def test_folders_that_cannot_be_used_are_refused(data: dict[str, Path], tmp_path: Path) -> None:

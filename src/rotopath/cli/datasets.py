@@ -26,6 +26,7 @@ PATH_HELP = (
 )
 SPACING_HELP = "Pixel spacing, in µm/px, of images whose files do not specify a pixel spacing."
 IMAGE_SUFFIXES = (".png", ".jpg", ".pdf", ".svg")
+CONTACT_SHEET = "contact-sheet.png"
 MAX_COLUMNS = 5  # largest number of columns with counts that fits a terminal with a width of 80 characters
 
 
@@ -90,6 +91,14 @@ def import_data(
     with terminal.user_errors_in_one_sentence():
         from rotopath.reports.contact_sheet import draw_contact_sheet
 
+        faults: list[str] = []
+
+        def draw(written: "Dataset", folder: Path) -> None:
+            try:
+                draw_contact_sheet(written, folder / CONTACT_SHEET, 0)
+            except (DataError, UnreadableFileError) as error:
+                faults.append(f"The contact sheet cannot be drawn: {error}".replace(str(folder), str(out)))
+
         dataset = import_sources(
             sources,
             out,
@@ -100,13 +109,14 @@ def import_data(
             patient=patient,
             table=table,
             spacing_um_px=spacing_um_px,
+            finish=draw,
         )
         result = _check(dataset)
         terminal.console.print(data_table(result), highlight=False, soft_wrap=True)
-        try:
-            terminal.print_path("Contact sheet", draw_contact_sheet(dataset, out / "contact-sheet.png", 0))
-        except (DataError, UnreadableFileError) as error:
-            terminal.print_error(f"The contact sheet cannot be drawn: {error}")
+    for fault in faults:
+        terminal.print_error(fault)
+    if not faults:
+        terminal.print_path("Contact sheet", out / CONTACT_SHEET)
     terminal.print_path("Manifest", out / "manifest.csv")
     if problems(result.findings):
         raise typer.Exit(1)

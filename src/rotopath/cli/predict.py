@@ -169,45 +169,44 @@ def predict(
             terminal.exit_with_error("--override-spacing needs the spacing to use; add --spacing-um-px.")
         states: list[str] = []
         try:
-            with terminal.terminate_like_interrupt():
-                model, slides = load(run), list_slides(images)
-                names = [] if classes is None else classes.split(",")
-                chosen = model.task.resolve_classes(names)
-                pass_options = PassOptions(
-                    rotations, everywhere=everywhere, classes=chosen, workers=workers, embedding=embedding
-                )
-                options = FileOptions(
-                    pass_options,
-                    spacing_um_px,
-                    override_spacing,
-                    same_precision=precision is not None,
-                    roi=roi,
-                    exclude=exclude,
-                    parquet=parquet,
-                    keep_map=keep_map,
-                    reuse=reuse,
-                )
-                # `prepare` checks these values, here or in the workers. This call reports a wrong threshold at once.
-                model.task.adjust_operating_point(model.point, threshold, min_area_um2)
-                bits, library = cast("Precision | None", precision), cast("Backend", backend)
-                settings = (device, bits, library, threshold, min_area_um2)
-                with SlideProgress(len(slides), terminal.console, profile) as progress:
-                    if cluster is None:
-                        ready = model.prepare(*settings)
-                        if profile:
-                            progress.show_start(time.perf_counter() - started)
-                        outcomes = predict_files(ready, slides, out, options, progress.show)
-                    else:
-                        # The path is absolute, because workers run in another folder.
-                        reference = model.name if model.is_pretrained else model.folder.resolve()
-                        make_model = partial(prepare_model, reference, *settings)
-                        outcomes = predict_on_cluster(make_model, slides, out, options, cluster, at_once)
-                    for outcome in outcomes:
-                        progress.show_outcome(outcome)
-                        if outcome.state != "waiting":
-                            states.append(outcome.state)
+            model, slides = load(run), list_slides(images)
+            names = [] if classes is None else classes.split(",")
+            chosen = model.task.resolve_classes(names)
+            pass_options = PassOptions(
+                rotations, everywhere=everywhere, classes=chosen, workers=workers, embedding=embedding
+            )
+            options = FileOptions(
+                pass_options,
+                spacing_um_px,
+                override_spacing,
+                same_precision=precision is not None,
+                roi=roi,
+                exclude=exclude,
+                parquet=parquet,
+                keep_map=keep_map,
+                reuse=reuse,
+            )
+            # `prepare` checks these values, here or in the workers. This call reports a wrong threshold at once.
+            model.task.adjust_operating_point(model.point, threshold, min_area_um2)
+            bits, library = cast("Precision | None", precision), cast("Backend", backend)
+            settings = (device, bits, library, threshold, min_area_um2)
+            with SlideProgress(len(slides), terminal.console, profile) as progress:
+                if cluster is None:
+                    ready = model.prepare(*settings)
+                    if profile:
+                        progress.show_start(time.perf_counter() - started)
+                    outcomes = predict_files(ready, slides, out, options, progress.show)
+                else:
+                    # The path is absolute, because workers run in another folder.
+                    reference = model.name if model.is_pretrained else model.folder.resolve()
+                    make_model = partial(prepare_model, reference, *settings)
+                    outcomes = predict_on_cluster(make_model, slides, out, options, cluster, at_once)
+                for outcome in outcomes:
+                    progress.show_outcome(outcome)
+                    if outcome.state != "waiting":
+                        states.append(outcome.state)
         except KeyboardInterrupt as error:
-            terminal.exit_interrupted(out, error, ": finished slides are skipped")
+            terminal.exit_interrupted(error, out, ": finished slides are skipped")
     if states.count("failed") < len(states):
         terminal.print_path("Results", out)
     if "failed" in states:

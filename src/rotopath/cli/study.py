@@ -45,8 +45,8 @@ def run_study(
         try:
             with StudyProgress(plan, terminal.console) as progress:
                 states = run_jobs(plan, folder, at_once=at_once, cluster=cluster, on_progress=progress.show)
-        except KeyboardInterrupt:
-            terminal.exit_interrupted(folder)
+        except KeyboardInterrupt as error:
+            terminal.exit_interrupted(error, folder)
     failed = {job.name: state.reason for job, state in states.items() if state.state == "failed"}
     for name, reason in failed.items():
         terminal.print_error(f"{name} failed: {reason}")

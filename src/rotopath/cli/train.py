@@ -73,8 +73,8 @@ def train(
         try:
             with TrainingProgress(checked, console) as progress:
                 run = train_run(checked, folder, on_progress=progress.show, on_message=print_line)
-        except KeyboardInterrupt:
-            terminal.exit_interrupted(folder)
+        except KeyboardInterrupt as error:
+            terminal.exit_interrupted(error, folder)
         if not is_first_process():
             raise typer.Exit  # only the first of several processes prints
         if checked.mining is not None:

@@ -10,7 +10,7 @@ import io
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
@@ -63,7 +63,7 @@ from rotopath.images.geojson import (
 )
 from rotopath.images.outlines import Point, make_polygon
 from rotopath.images.slides import open_slide
-from rotopath.writing import atomic_folder, write_json, write_text
+from rotopath.writing import atomic_folder, hold_lock, remove_leftovers, write_json, write_text
 
 ImportAs = Literal["points", "outlines", "regions"]
 Column = Literal["label", "points", "outlines", "regions"]  # of the manifest
@@ -153,6 +153,7 @@ def import_data(
     patient: str | None = None,
     table: Path | str | None = None,
     spacing_um_px: float | None = None,
+    finish: Callable[[Dataset, Path], None] = lambda _dataset, _folder: None,
 ) -> Dataset:
     """Import annotated images: write a manifest and GeoJSON files to the new folder `out`, and return the dataset.
 
@@ -172,6 +173,8 @@ def import_data(
     - `table`: CSV file with a row for each image: its name in the column `image` or in the first column, and the
       columns `group` (or `patient`, `case`), `split`, `spacing` and `organ`, all optional. Other images are left out.
     - `spacing_um_px`: pixel spacing of images whose files do not specify one.
+    - `finish`: function that may write more files. It is called with the dataset and its folder, which has a temporary
+      name until all files are written.
 
     Splits are those of the table or of folders; otherwise, patients are divided at random. If a source is a folder that
     an earlier import has written, its images keep their patients and splits, annotations in other sources replace its
@@ -217,22 +220,31 @@ def import_data(
     items = _describe_images(items, Path(table) if table else None, patient, notes)
     _find_spacings(items, spacing_um_px)
     _assign_splits(items, column == "label", notes)
-    with atomic_folder(out) as folder:
-        _write_manifest(folder, out, items, column)
+    with hold_lock(out):
+        _expect_empty(out, "choose a new folder")  # another process may have written to it
+        with atomic_folder(out) as folder:
+            _write_manifest(folder, out, items, column)
+            finish(open_data(folder), folder)
     dataset = open_data(out)
     return replace(dataset, findings=(*dataset.findings, *notes))
 
 
 def _expect_options(out: Path, read_as: str | None, masks: str | None, spacing_um_px: float | None) -> None:
     """Raise DataError if an option has an invalid value, or if `out` contains files."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"--out {out} exists and is not empty; choose a new folder.")
+    _expect_empty(out, "choose a new folder")
     if read_as not in (None, *get_args(ImportAs)):
         raise DataError(f"--as is {read_as!r}; choose {', '.join(get_args(ImportAs))}.")
     if masks not in (None, *MASK_KINDS):
         raise DataError(f"--masks is {masks!r}; choose {', '.join(MASK_KINDS)}.")
     if spacing_um_px is not None and not is_plausible(spacing_um_px):
         raise DataError(f"--spacing-um-px is {spacing_um_px:g} µm/px; expected 0.05 to 5 µm/px.")
+
+
+def _expect_empty(out: Path, remedy: str) -> None:
+    """Raise DataError if `out` is a file, or a folder that contains files."""
+    remove_leftovers(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"--out {out} exists and is not empty; {remedy}.")
 
 
 def _list_sources(sources: Iterable[Path | str]) -> str:
@@ -922,8 +934,9 @@ def export_data(dataset: Dataset, out: Path | str) -> Path:
         raise DataError(f"{dataset.root} has a class for each image and no objects; COCO and GeoJSON describe objects.")
     if any(sample.row is not None for sample in dataset.samples) or not dataset.samples:
         raise DataError(f"{dataset.root} contains no image files that can be exported.")
-    if out.suffix.lower() != ".json" and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"--out {out} exists and is not empty; choose a new folder, or a file that ends in .json.")
+    remedy = "choose a new folder, or a file that ends in .json"
+    if out.suffix.lower() != ".json":
+        _expect_empty(out, remedy)
     samples = _list_images(dataset)
     names = _short_names([sample.path for sample in samples])
     contents = [
@@ -933,11 +946,13 @@ def export_data(dataset: Dataset, out: Path | str) -> Path:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out, make_coco(contents, dataset.annotated == "points"))
         return out
-    with atomic_folder(out) as folder:
-        for name, _, objects in contents:
-            path = folder / f"{name}.geojson"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(format_geojson(objects), encoding="utf-8", newline="\n")
+    with hold_lock(out):
+        _expect_empty(out, remedy)  # another process may have written to it
+        with atomic_folder(out) as folder:
+            for name, _, objects in contents:
+                path = folder / f"{name}.geojson"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(format_geojson(objects), encoding="utf-8", newline="\n")
     return out
 
 

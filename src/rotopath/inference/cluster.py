@@ -19,9 +19,9 @@ from rotopath.inference.predict_files import (
     assign_folders,
     find_region_files,
     predict_files,
-    remove_leftovers,
 )
 from rotopath.inference.slide_pass import Model
+from rotopath.writing import remove_leftovers
 
 JOIN_WITHIN_S = 600  # longest wait for the first worker, in seconds
 CONNECT_WITHIN_S = 30  # longest wait for the scheduler, in seconds
@@ -141,7 +141,13 @@ def _start_cluster(cluster: str, at_once: int) -> Iterator[Any]:
 
         # Dask's log messages about errors are silenced, because the results of the calls report the errors.
         options = {"dashboard_address": "127.0.0.1:0", "silence_logs": logging.CRITICAL}
-        with LocalCluster(n_workers=at_once, threads_per_worker=1, **options) as local:
+        try:
+            started = LocalCluster(n_workers=at_once, threads_per_worker=1, **options)
+        except RuntimeError as error:  # a worker process was killed while it started
+            raise ClusterError(
+                f"The workers did not start ({error}); run the same command again, or with fewer workers."
+            ) from None
+        with started as local:
             yield local
     elif cluster == "slurm":
         from dask_jobqueue import SLURMCluster

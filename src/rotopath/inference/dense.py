@@ -50,6 +50,7 @@ from rotopath.models.protocols import (
     unwrap,
 )
 from rotopath.models.registry import is_equivariant
+from rotopath.models.trace import TRACE_LOCK
 from rotopath.nn import center_crop, triton
 
 # Windows are predicted in batches of at most this many pixels, such as 135 windows of 88 × 88 px. For this number, a
@@ -434,7 +435,7 @@ class OnnxNetwork(nn.Module):
         self.geometry = network.geometry
         module = unwrap(network)
         try:
-            with suppress_export_warnings():
+            with prepare_export():
                 self._compute = load_onnx(to_onnx(module, network))
         except ModuleNotFoundError:
             raise
@@ -529,16 +530,19 @@ def make_example(network: DenseNetwork) -> tuple[Tensor, dict[int, Any]]:
 
 
 @contextmanager
-def suppress_export_warnings() -> Iterator[None]:
-    """Context manager: suppress harmless warnings of torch's exporters, such as those about deprecated functions."""
+def prepare_export() -> Iterator[None]:
+    """Context manager for torch's exporters: only one thread at a time exports, and harmless warnings are suppressed.
+
+    The exporters replace functions of torch for all threads of the process, as torch.fx does.
+    """
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            warnings.simplefilter("ignore", FutureWarning)
-            warnings.filterwarnings("ignore", "No complete tensor found in the group", UserWarning)
+    with TRACE_LOCK, warnings.catch_warnings():
+        level = logger.level
+        logger.setLevel(logging.ERROR)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings("ignore", "No complete tensor found in the group", UserWarning)
+        try:
             yield
-    finally:
-        logger.setLevel(level)
+        finally:
+            logger.setLevel(level)

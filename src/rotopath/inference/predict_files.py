@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from rotopath.environment import describe_machine, describe_software, import_for
 from rotopath.images import Slide, UnreadableFileError, open_slide
 from rotopath.images.containers import SLIDE_SUFFIXES, is_slide_folder, keep_one_file_per_series
 from rotopath.images.drawing import MAX_DRAWN, draw_crops
+from rotopath.images.files import expect_file
 from rotopath.images.geojson import SlideObject, write_geojson, write_parquet, write_rows
 from rotopath.images.outlines import Point, Polygon
 from rotopath.images.pyramid import MapWriter, StoredMap, write_pyramid
@@ -49,9 +50,10 @@ from rotopath.writing import (
     BusyError,
     atomic_folder,
     hold_lock,
+    is_disk_full,
     parse_json,
     recover_folder,
-    remove_unfinished,
+    remove_leftovers,
     write_json,
     write_text,
 )
@@ -69,8 +71,6 @@ STAGES = ("tissue", "focus", "reading", "stains", "network", "maps", "objects", 
 CROP_COUNT = 24  # number of objects with the highest score, and of the least certain objects, that are cropped
 OUT_OF_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")  # parts of error messages of torch
 HASHED_BYTES = 2**26  # files of results up to this size are compared by checksum, larger ones by size, which is fast
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # errors of file systems without locks
 OnTile = Callable[[Path, int, int], None]  # slide, number of finished tiles of the slide, number of all its tiles
 OutcomeState = Literal["done", "skipped", "failed", "waiting"]
 
@@ -270,8 +270,9 @@ def _predict_file(
     try:
         about = _describe(model, path, options) | region.describe()
         if _is_done(recover_folder(folder), about, options):
+            remove_leftovers(folder)
             return SlideOutcome(path, folder, "skipped")
-        with _lock_folder(folder, wait_s):
+        with hold_lock(folder, wait_s):
             if _is_done(folder, about, options):  # the other process has just finished the slide
                 return SlideOutcome(path, folder, "skipped")
             if folder.exists() and not (folder / SUMMARY).exists() and any(folder.iterdir()):
@@ -287,9 +288,12 @@ def _predict_file(
             _log_file(folder).unlink(missing_ok=True)
         return SlideOutcome(path, folder, "done")
     except BusyError as error:
-        return SlideOutcome(path, folder, "waiting", str(error))
+        reason = (
+            f"another process (ID {error.process_id}) is predicting this slide; this command waits for it at the end."
+        )
+        return SlideOutcome(path, folder, "waiting", reason)
     except Exception as error:
-        if _is_disk_full(error):
+        if is_disk_full(error):
             raise DiskFullError(
                 f"The disk of {folder.parent} or of the folder for temporary files ({tempfile.gettempdir()}) is full; "
                 f"free some space, and run the same command again: finished slides are skipped."
@@ -332,36 +336,6 @@ def _open_map(folder: Path, about: Mapping[str, object], options: FileOptions) -
     return stored
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what a killed process has left of a folder of results, unless another process is predicting the slide."""
-    if folder.with_name(f".{folder.name}.lock").exists():
-        with suppress(BusyError, OSError), _lock_folder(folder, wait_s=1):
-            remove_unfinished(folder)
-
-
-@contextmanager
-def _lock_folder(folder: Path, wait_s: float | None) -> Iterator[None]:
-    """Context manager: hold the lock of a folder of results. At the end, the files of the lock are removed.
-
-    Raises BusyError if another process does not release the lock within `wait_s` seconds; None waits without end. On a
-    file system without locks, there is no lock.
-    """
-    lock = folder.with_name(f".{folder.name}.lock")
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(hold_lock(lock, wait_s, remove=True))
-        except BusyError:
-            process_id = _read_text(lock.with_suffix(".pid")) or "unknown"
-            raise BusyError(
-                f"another process (ID {process_id}) is predicting this slide; this command waits for it at the end."
-            ) from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            lock.unlink(missing_ok=True)
-        yield
-
-
 def _describe_error(error: Exception, model: Model, folder: Path) -> str:
     """Return an error that ended the prediction of a slide as one sentence.
 
@@ -386,23 +360,6 @@ def _describe_error(error: Exception, model: Model, folder: Path) -> str:
 def _log_file(folder: Path) -> Path:
     """Return the file for the traceback of an unexpected error."""
     return folder.with_name(f"{folder.name}.log")
-
-
-def _is_disk_full(error: BaseException | None) -> bool:
-    """Return whether an error, or one of the errors that caused it, means that a disk is full."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in DISK_FULL:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-def _read_text(path: Path) -> str:
-    """Return the text in a file; "" if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError:
-        return ""
 
 
 def read_sentence(folder: Path) -> str:
@@ -615,8 +572,17 @@ def _identify(path: Path) -> dict[str, int | str]:
 
 
 def _read_summary(folder: Path) -> dict[str, Any]:
-    """Return the content of `summary.json` in a folder of results. Raises ValueError or OSError if it is damaged."""
+    """Return the content of `summary.json` in a folder of results. Raises ValueError or OSError if it is damaged.
+
+    Summaries of earlier versions may lack keys; those of the values that are read here have the right types.
+    """
+    expect_file(folder / SUMMARY)
     summary = parse_json((folder / SUMMARY).read_bytes())
     if not isinstance(summary, dict):
         raise ValueError("the summary is not a JSON object")
+    for key, expected in (("about", dict), ("files", dict), ("sentence", str), ("warnings", list)):
+        if not isinstance(summary.get(key, expected()), expected):
+            raise ValueError(f"the key {key!r} has a wrong type")
+    if not all(isinstance(warning, str) for warning in summary.get("warnings", [])):
+        raise ValueError("a warning is not a string")
     return summary

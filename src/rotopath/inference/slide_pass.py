@@ -7,7 +7,6 @@ folder.
 """
 
 import math
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +51,7 @@ from rotopath.inference.tiling import (
     start_workers,
 )
 from rotopath.models import DenseNetwork
-from rotopath.writing import atomic_file
+from rotopath.writing import atomic_file, temporary_folder
 
 if TYPE_CHECKING:
     import pandas
@@ -377,7 +376,7 @@ class SlidePass:
         self._clear_counts()
         rows, columns = (-(-size // self._outputs_per_px) for size in self.grid.size)
         with ExitStack() as files:
-            folder = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="rotopath-")))
+            folder = files.enter_context(temporary_folder())
 
             def create_map(name: str) -> MapFile:
                 map_file = MapFile(folder / name, (rows, columns))

@@ -33,7 +33,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from multiprocessing import get_all_start_methods, get_context, parent_process
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Lock, Thread, local
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 from uuid import uuid4
@@ -47,6 +46,7 @@ from rotopath import group
 from rotopath.environment import count_cores
 from rotopath.models import DenseNetwork, Geometry
 from rotopath.nn import center_crop
+from rotopath.writing import temporary_folder
 
 LARGE_BYTES = 2**16  # arrays of at least this size are handed to other processes in files
 TILE_PX = 1024  # default for the largest side that a network reads at once; with 8 orientations this needs about 1.5 GB
@@ -674,13 +674,13 @@ def start_workers(count: int) -> Iterator[Run | None]:
     context = get_context("forkserver" if has_server else "spawn")
     if has_server:
         context.set_forkserver_preload(["rotopath.tasks"])
-    with TemporaryDirectory(prefix="rotopath-") as folder:
+    with temporary_folder() as folder:
         pool = ProcessPoolExecutor(count, context, initializer=_follow_parent)
 
         def run(function: Callable[[Any], Any], items: Iterable[Any]) -> Generator[Any]:
-            in_worker = partial(_call_in_worker, function, Path(folder))
+            in_worker = partial(_call_in_worker, function, folder)
             # Another thread packs the next item, because writing its arrays takes time.
-            with closing(compute_ahead(_pack(item, Path(folder)) for item in items)) as parcels:
+            with closing(compute_ahead(_pack(item, folder) for item in items)) as parcels:
                 yield from map(_unpack, _map_in_order(pool, count + 2, in_worker, parcels))
 
         try:

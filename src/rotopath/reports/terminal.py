@@ -41,6 +41,7 @@ class SafeConsole(Console):
 
 
 console = SafeConsole()
+DISK_FULL = "The disk is full; free some space, and run the same command again."
 
 
 @contextmanager
@@ -48,7 +49,8 @@ def user_errors_in_one_sentence() -> Iterator[None]:
     """Context manager: if the user can correct an error, print it as one sentence and exit with code 2.
 
     These errors are problems with data, recipes, runs, clusters or files, and missing optional packages. All other
-    errors are raised as usual, with a traceback.
+    errors are raised as usual, with a traceback. After Ctrl-C or SIGTERM, print what to do, and exit with code 130 or
+    143.
     """
     from rotopath.data import DataError
     from rotopath.environment import find_extra, install_command
@@ -56,22 +58,35 @@ def user_errors_in_one_sentence() -> Iterator[None]:
     from rotopath.inference.cluster import ClusterError
     from rotopath.model_file import RunError
     from rotopath.recipe import RecipeError
+    from rotopath.writing import BusyError, is_disk_full
 
     try:
-        yield
+        with terminate_like_interrupt():
+            yield
+    except KeyboardInterrupt as error:
+        exit_interrupted(error)
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         if (extra := find_extra(package)) is None:
             raise  # no extra (group of optional packages) installs this package, so a user cannot correct the error
         exit_with_error(f"This command needs the package {package}; install it with: {install_command(extra)}.")
-    except (DataError, UnreadableFileError, RecipeError, RunError, ClusterError) as error:
+    except (DataError, UnreadableFileError, RecipeError, RunError, ClusterError, BusyError) as error:
         exit_with_error(str(error))
     except OSError as error:
         exit_with_error(_describe_os_error(error))
+    except Exception as error:
+        if not is_disk_full(error):  # libraries raise errors of their own because of a full disk
+            raise
+        exit_with_error(DISK_FULL)
 
 
 def _describe_os_error(error: OSError) -> str:
     """Return an error of the operating system as one sentence. Errors such as a full disk may not name a file."""
+    from rotopath.inference.predict_files import DiskFullError
+    from rotopath.writing import is_disk_full
+
+    if is_disk_full(error) and not isinstance(error, DiskFullError):
+        return DISK_FULL
     if error.errno is None:
         return str(error)
     if error.filename is None:
@@ -111,14 +126,16 @@ def terminate_like_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def exit_interrupted(folder: Path, error: KeyboardInterrupt | None = None, note: str = "") -> NoReturn:
-    """After Ctrl-C or SIGTERM: print how to resume the work in `folder`, and exit with code 130 or 143.
+def exit_interrupted(error: KeyboardInterrupt, folder: Path | None = None, note: str = "") -> NoReturn:
+    """After Ctrl-C or SIGTERM: print how to resume the work, and exit with code 130 or 143.
 
-    `error` is the interrupt, and `note` a clause that follows the sentence.
+    `error` is the interrupt. `folder` contains the work; None if there is nothing to resume. `note` is a clause that
+    follows the sentence.
     """
     was_terminated = isinstance(error, Terminated)
     how = "terminated" if was_terminated else "interrupted"
-    print_error(f"The command was {how}; run the same command again to resume the work in {folder}{note}.")
+    resume = f" to resume the work in {folder}" if folder else ""
+    print_error(f"The command was {how}; run the same command again{resume}{note}.")
     raise typer.Exit(EXIT_TERMINATED if was_terminated else EXIT_INTERRUPTED)
 
 

@@ -47,7 +47,7 @@ from rotopath.inference.cluster import connect, describe_failure
 from rotopath.model_file import WEIGHTS, RunError
 from rotopath.recipe import RecipeError, find_changed_key, format_recipe, read_recipe
 from rotopath.studies.plan import PLAIN, SPLIT, Job, Study, read_study
-from rotopath.writing import BusyError, hold_lock, parse_json, write_text
+from rotopath.writing import BusyError, hold_lock, is_disk_full, parse_json, read_owner, remove_leftovers, write_text
 
 READ_STATES_EVERY_S = 0.5
 WRITE_PROGRESS_EVERY_S = 1.0
@@ -57,6 +57,7 @@ WAIT_FOR_LOCK_S = 20.0  # longer than a process needs to end itself after its pa
 JOBS_PER_GPU = 12  # a small training uses only part of a GPU; more than 12 were not measured (benchmarks/together.py)
 TRIES = 3  # a killed process is started up to 3 times; on a cluster, a failed call is repeated up to 3 times
 EXIT_BUSY = 75  # exit code if another process is working on the job; on Unix, 75 means "try again later"
+EXIT_DISK_FULL = 74  # on Unix, 74 means "input/output error"
 EXIT_INTERRUPTED = 130
 State = Literal["waiting", "running", "done", "failed"]
 
@@ -135,9 +136,17 @@ def run_study(
     the job. Its arguments are the path of the recipe file, the number of rotations for test-time augmentation, and the
     working directory. `on_progress` is a function that is called with the states of all jobs about twice a second.
 
-    If `run_study` is interrupted, for example by Ctrl-C, all jobs are stopped.
+    If `run_study` is interrupted, for example by Ctrl-C, all jobs are stopped. Raises BusyError if another process runs
+    a study in the same folder.
     """
     jobs = study.jobs
+    _expect_same_recipes(jobs, out)
+    with hold_lock(out):
+        return _run_jobs(jobs, out, submit, on_progress)
+
+
+def _run_jobs(jobs: Sequence[Job], out: Path, submit: Submit, on_progress: OnProgress) -> dict[Job, JobState]:
+    """Run unfinished jobs, while the lock of the folder `out` is held. See `run_study`."""
     _prepare_files(jobs, out)
     states = {job: read_state(job, out) for job in jobs}
     futures: dict[Job, JobFuture] = {}
@@ -197,11 +206,8 @@ def list_results(folder: Path, orientations: int, rotations: int) -> list[Path]:
     return [folder / WEIGHTS, *evaluations]
 
 
-def _prepare_files(jobs: Sequence[Job], out: Path) -> None:
-    """Write the recipes of all jobs, and delete the progress and stop files of earlier attempts.
-
-    Raises RunError, before any file is written, if `out` contains a run of one of these jobs with another recipe.
-    """
+def _expect_same_recipes(jobs: Sequence[Job], out: Path) -> None:
+    """Raise RunError if `out` contains a run of one of these jobs with another recipe."""
     for job in jobs:
         path = job_file(out, job.name, "toml")
         for existing in (path, out / job.name / runs.RECIPE):
@@ -210,11 +216,22 @@ def _prepare_files(jobs: Sequence[Job], out: Path) -> None:
                     f"The value of {key!r} in {existing} differs from this study; choose another folder with --out, or "
                     f"delete the run folder and the recipe file next to the run folder."
                 )
+
+
+def _prepare_files(jobs: Sequence[Job], out: Path) -> None:
+    """Write the recipes of all jobs, and remove the progress and stop files of earlier attempts.
+
+    Also remove what killed processes have left, such as empty logs: nothing else does this if their jobs are done.
+    """
     for job in jobs:
         job_file(out, job.name, "toml").parent.mkdir(parents=True, exist_ok=True)
         write_text(job_file(out, job.name, "toml"), format_recipe(job.recipe))
         for leftover in ("progress", "stop"):
             job_file(out, job.name, leftover).unlink(missing_ok=True)
+        if (log := job_file(out, job.name, "log")).exists() and not log.stat().st_size:
+            log.unlink()
+        for path in (out / job.name, *list_results(out / job.name, job.recipe.orientations, job.rotations)):
+            remove_leftovers(path)
 
 
 def _read_final_state(job: Job, future: JobFuture, out: Path) -> JobState:
@@ -315,16 +332,18 @@ def run_process(recipe: str, rotations: int, cwd: str, environment: Mapping[str,
     `recipe` is the path of the recipe file, `rotations` the number of rotations for test-time augmentation, and `cwd`
     the working directory of the process. `environment` contains additional environment variables.
 
-    Returns a message in three cases, and otherwise an empty text:
+    Returns a message in four cases, and otherwise an empty text:
 
     - Another process is working on the job. The message contains the ID of this other process.
+    - The disk is full.
     - The process of the job was killed three times. The message contains the last signal.
     - The process ended, and its log is not empty. The message contains the exit code and the path of the log.
 
-    In the third case, the job may be done, because a log may contain only warnings. The caller therefore first reads
+    In the last case, the job may be done, because a log may contain only warnings. The caller therefore first reads
     the files of the job, and uses the message only if these files contain neither results nor an error message.
     """
     path = Path(recipe)
+    path.with_suffix(".log").unlink(missing_ok=True)  # of an earlier attempt
     command = [sys.executable, "-m", "rotopath.studies.jobs", recipe, str(rotations), str(os.getpid())]
     for _ in range(TRIES):
         with (log := path.with_suffix(".log")).open("ab") as output:
@@ -334,8 +353,10 @@ def run_process(recipe: str, rotations: int, cwd: str, environment: Mapping[str,
         if not log.stat().st_size:
             log.unlink()
         if code == EXIT_BUSY:
-            process_id = log.with_name(f".{path.stem}.pid").read_text()
+            process_id = read_owner(path.with_suffix(""))
             return f"another process (ID {process_id}) is working on this job; wait until that process has ended."
+        if code == EXIT_DISK_FULL:
+            return "the disk is full; free some space, and run the same command again."
         if code >= 0 or code == -signal.SIGINT:
             return f"the process of the job ended with exit code {code}; see {log}." if log.exists() else ""
     return (
@@ -352,14 +373,14 @@ def main(path: Path, rotations: int, parent: int) -> int:
 
     `rotations` is the number of rotations for test-time augmentation, `parent` the ID of the parent process. Exit
     codes: 0 if the job is done, and also if it failed and its error message was written to `NAME.failed`; `EXIT_BUSY`
-    if another process is working on the job; `EXIT_INTERRUPTED` if the job was stopped.
+    if another process is working on the job; `EXIT_DISK_FULL`; `EXIT_INTERRUPTED` if the job was stopped.
     """
     # A process in the background may have inherited that SIGINT is ignored. Restore the default.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _stop_on_request(parent, path.with_suffix(".stop"))
     failed = path.with_suffix(".failed")
     try:
-        with hold_lock(path.with_name(f".{path.stem}.lock"), WAIT_FOR_LOCK_S):
+        with hold_lock(path.with_suffix(""), WAIT_FOR_LOCK_S):
             failed.unlink(missing_ok=True)
             run_job(path, rotations)
             path.with_suffix(".progress").unlink(missing_ok=True)
@@ -371,6 +392,8 @@ def main(path: Path, rotations: int, parent: int) -> int:
     except (DataError, UnreadableFileError, RecipeError, RunError) as error:
         write_text(failed, f"{error}\n")
     except Exception as error:
+        if is_disk_full(error):
+            return EXIT_DISK_FULL
         traceback.print_exc()
         write_text(failed, f"{type(error).__name__}: {error}\n")
     return 0

@@ -8,6 +8,7 @@ glass) and in their colors. A synthetic slide is an image of only 384 × 384 px,
 A *depth* is the distance of a pixel in µm from the border of a tissue: positive inside the tissue, negative outside.
 """
 
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,9 +161,11 @@ def _write_split(folder: Path, split: str, patches: list[Patch]) -> None:
     labels = np.array([patch.center_tumor for patch in patches], np.uint8).reshape(-1, 1, 1, 1)
     for key, values in (("x", images), ("y", labels)):
         storage = {"chunks": (1, *values.shape[1:]), "compression": "gzip"} if len(values) else {}
-        with h5py.File(folder / f"{stem}_{key}.h5", "w") as file:
+        content = io.BytesIO()
+        with h5py.File(content, "w") as file:
             # The time of writing is not stored, so that the same patches give the same bytes.
             file.create_dataset(key, data=values, track_times=False, **storage)
+        (folder / f"{stem}_{key}.h5").write_bytes(content.getvalue())  # on a full disk, h5py would crash
     lines = [",coord_y,coord_x,tumor_patch,center_tumor_patch,wsi"]
     for i, patch in enumerate(patches):
         lines.append(f"{i},{patch.corner[0]},{patch.corner[1]},{patch.tumor},{patch.center_tumor},{patch.slide}")

@@ -23,7 +23,7 @@ from scipy.spatial import cKDTree
 
 from rotopath.data.dataset import SYNTHETIC_MARKER
 from rotopath.images.files import UM_PER_INCH
-from rotopath.writing import atomic_folder
+from rotopath.writing import atomic_folder, hold_lock
 
 Field = NDArray[np.floating]  # (height, width): a number for each pixel, in single precision
 Points = NDArray[np.complexfloating]  # (n,) or (height, width): positions or directions, complex numbers x + iy
@@ -328,22 +328,25 @@ def new_dataset_folder(out: Path) -> Iterator[Path]:
     Before the folder is renamed, a file is added that states that the tissue is synthetic. If the block raises an
     error, the temporary folder is removed. Raises FileExistsError if `out` exists and is not an empty folder.
     """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise FileExistsError(
-            f"{out} exists already and is not an empty folder; choose another folder, or delete {out}."
-        )
-    with atomic_folder(out) as unfinished:
-        yield unfinished
-        (unfinished / SYNTHETIC_MARKER).write_text(
-            "Synthetic tissue, made by rotopath. It is not from a patient.\n", encoding="utf-8"
-        )
+    with hold_lock(out):
+        if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+            raise FileExistsError(
+                f"{out} exists already and is not an empty folder; choose another folder, or delete {out}."
+            )
+        with atomic_folder(out) as unfinished:
+            yield unfinished
+            (unfinished / SYNTHETIC_MARKER).write_text(
+                "Synthetic tissue, made by rotopath. It is not from a patient.\n", encoding="utf-8"
+            )
 
 
 def write_tiff(path: Path, image: NDArray[np.uint8], spacing_um_px: float) -> None:
     """Write an RGB image (H, W, 3) as a TIFF file with the pixel spacing in the resolution tags."""
     path.parent.mkdir(parents=True, exist_ok=True)
     dots_per_inch = UM_PER_INCH / spacing_um_px
-    Image.fromarray(image).save(path, "TIFF", compression="tiff_adobe_deflate", dpi=(dots_per_inch, dots_per_inch))
+    content = io.BytesIO()
+    Image.fromarray(image).save(content, "TIFF", compression="tiff_adobe_deflate", dpi=(dots_per_inch, dots_per_inch))
+    path.write_bytes(content.getvalue())  # libtiff would not report that the disk is full
 
 
 def write_labels(path: Path, labels: NDArray[np.int32]) -> None:

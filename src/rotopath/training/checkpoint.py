@@ -73,6 +73,7 @@ def prepare_folder(folder: Path, recipe: Recipe, dataset: Dataset, parent: runs.
     if the folder contains files that do not belong to a run.
     """
     if (folder / WEIGHTS).exists() and (folder / runs.RECIPE).exists():
+        remove_checkpoints(folder)  # of a process that was killed after it had written the weights
         raise RunError(f"{folder} contains a finished run; evaluate it, or choose another folder with --out.")
     if (folder / runs.RECIPE).exists() and not _is_untouched(folder):
         _check_unchanged(folder, recipe, dataset, parent)
@@ -87,6 +88,12 @@ def prepare_folder(folder: Path, recipe: Recipe, dataset: Dataset, parent: runs.
     write_text(folder / runs.RECIPE, format_recipe(recipe))
 
 
+def remove_checkpoints(folder: Path) -> None:
+    """Remove the checkpoint and the weights to keep of a finished run."""
+    for name in (RESUME, KEPT):
+        (folder / name).unlink(missing_ok=True)
+
+
 def _is_untouched(folder: Path) -> bool:
     """Return whether a folder exists and contains nothing that a training writes at its first checkpoint or later.
 
@@ -95,7 +102,8 @@ def _is_untouched(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     names = (runs.PROVENANCE, runs.RECIPE, RESUME, KEPT, runs.LOG)
-    allowed = {runs.PROVENANCE, runs.RECIPE, TENSORBOARD, *(f".{name}.unfinished" for name in names)}
+    temporary = (f".{name}.{state}" for name in names for state in ("unfinished", "lock"))  # of a killed process
+    allowed = {runs.PROVENANCE, runs.RECIPE, TENSORBOARD, *temporary}
     return all(path.name in allowed or (path.name == BASELINE and _is_untouched(path)) for path in folder.iterdir())
 
 
@@ -315,11 +323,15 @@ class RunRecorder(Callback):
         with atomic_file(checkpoint) if trainer.is_global_zero else nullcontext(checkpoint) as unfinished:
             trainer.save_checkpoint(unfinished)  # all processes must call this; only the first process writes
         if trainer.is_global_zero:
-            text = io.StringIO()
-            writer = csv.DictWriter(text, LOG_COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.rows)
-            write_text(self._folder / runs.LOG, text.getvalue())
+            self.write_log()
+
+    def write_log(self) -> None:
+        """Write the file `log.csv`. A process may be killed after the last checkpoint, before it has done this."""
+        text = io.StringIO()
+        writer = csv.DictWriter(text, LOG_COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self.rows)
+        write_text(self._folder / runs.LOG, text.getvalue())
 
 
 def find_checkpoint(folder: Path, network: torch.nn.Module) -> Path | None:

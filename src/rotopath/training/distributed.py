@@ -5,6 +5,7 @@ of every batch. Lightning, torchrun or SLURM starts the processes. The run folde
 can access.
 """
 
+import io
 import logging
 import os
 import warnings
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
@@ -90,6 +92,7 @@ def make_trainer(recipe: Recipe, folder: Path, recorder: RunRecorder) -> Trainer
                 strategy=DDPStrategy(timeout=DDP_TIMEOUT) if is_distributed else "auto",
                 precision="32-true" if recipe.precision == "32" else "bf16-mixed",
                 callbacks=[recorder],
+                plugins=[CheckpointFiles()],
                 logger=TensorBoardLogger(folder, name="", version=TENSORBOARD),
                 log_every_n_steps=min(LOG_EVERY_STEPS, recipe.steps),
                 num_sanity_val_steps=0,
@@ -106,13 +109,26 @@ def make_trainer(recipe: Recipe, folder: Path, recorder: RunRecorder) -> Trainer
             ) from None
 
 
+class CheckpointFiles(TorchCheckpointIO):
+    """Writes checkpoints to their path. Lightning would first write a file in the folder for temporary files.
+
+    A process that is killed would leave this file, which nothing removes.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: object = None) -> None:  # noqa: ARG002
+        content = io.BytesIO()
+        torch.save(checkpoint, content)
+        Path(path).write_bytes(content.getvalue())
+
+
 @contextmanager
 def raise_keyboard_interrupt() -> Iterator[None]:
-    """Context manager: convert SystemExit, which Lightning raises after Ctrl-C, to KeyboardInterrupt."""
+    """Context manager: raise the KeyboardInterrupt that Lightning converts to SystemExit, after Ctrl-C or SIGTERM."""
     try:
         yield
-    except SystemExit:
-        raise KeyboardInterrupt from None
+    except SystemExit as end:
+        cause = end.__context__
+        raise cause if isinstance(cause, KeyboardInterrupt) else KeyboardInterrupt() from None
 
 
 class EpochLoader:

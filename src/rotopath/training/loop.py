@@ -9,6 +9,7 @@ if there is one. The module `checkpoint` writes the log and the checkpoints.
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,7 @@ from rotopath.training.checkpoint import (
     mine_hard_examples,
     prepare_folder,
     read_hard_examples,
+    remove_checkpoints,
 )
 from rotopath.training.distributed import (
     EpochLoader,
@@ -55,7 +57,7 @@ from rotopath.training.distributed import (
     run_on_first_process,
     synchronize_batch_norms,
 )
-from rotopath.writing import write_bytes, write_json
+from rotopath.writing import hold_lock, write_bytes, write_json
 
 TRAINING, SCORING = "training", "scoring"  # stages; the first stage is BASELINE, which is also the name of a subfolder
 OnProgress = Callable[[str, Row], None]  # receives the stage and a dictionary; see `train`
@@ -107,13 +109,14 @@ def train(
     plan = replace(plan, parent=find_parent(plan.recipe, plan.task, network))
     find_frozen_stages(plan, network)
     loss = make_loss(plan)
-    if is_first_process():
-        prepare_folder(folder, plan.recipe, plan.dataset, plan.parent)
-    for line in plan.parent.describe_lines(plan.recipe) if plan.parent else ():
-        on_message(line)
-    mined = _prepare_hard_examples(plan, loss, folder, on_progress)
-    network, device = fit(plan, loss, folder, mined, partial(on_progress, TRAINING))
-    run_on_first_process(lambda: _finish(plan, network, folder, device, on_progress))
+    with hold_lock(folder) if is_first_process() else nullcontext():  # only the first process writes
+        if is_first_process():
+            prepare_folder(folder, plan.recipe, plan.dataset, plan.parent)
+        for line in plan.parent.describe_lines(plan.recipe) if plan.parent else ():
+            on_message(line)
+        mined = _prepare_hard_examples(plan, loss, folder, on_progress)
+        network, device = fit(plan, loss, folder, mined, partial(on_progress, TRAINING))
+        run_on_first_process(lambda: _finish(plan, network, folder, device, on_progress))
     return runs.load(folder)
 
 
@@ -300,7 +303,7 @@ def _prepare_hard_examples(plan: TrainingPlan, loss: Loss, folder: Path, on_prog
         network, device = fit(baseline, loss, folder / BASELINE, None, partial(on_progress, BASELINE))
         mine = partial(mine_hard_examples, plan.task, network, plan.samples, device, mining.examples)
         run_on_first_process(partial(mine, folder / MINED))
-        (folder / BASELINE / RESUME).unlink(missing_ok=True)
+    (folder / BASELINE / RESUME).unlink(missing_ok=True)  # also that of a process that was killed after the mining
     return index_hard_examples(read_hard_examples(folder / MINED), plan.task, plan.samples)
 
 
@@ -331,7 +334,8 @@ def fit(
     if plan.parent:
         plan.parent.load_into(network)
     frozen = find_frozen_stages(plan, network)
-    trainer = make_trainer(recipe, folder, RunRecorder(folder, recipe, on_row))
+    recorder = RunRecorder(folder, recipe, on_row)
+    trainer = make_trainer(recipe, folder, recorder)
     if recipe.devices * recipe.nodes > 1:
         synchronize_batch_norms(module)
     device = trainer.strategy.root_device
@@ -352,6 +356,8 @@ def fit(
             ckpt_path=checkpoint,  # resume an interrupted training
             weights_only=True,
         )
+    if trainer.is_global_zero:
+        recorder.write_log()
     load_weights(network, folder / KEPT)
     return network, device
 
@@ -527,8 +533,7 @@ def _finish(
     weights = pack_weights(network)
     write_model(folder, plan.task, runs.describe_network(plan.recipe, network), point, weights)
     write_bytes(folder / WEIGHTS, weights)
-    for leftover in (RESUME, KEPT):
-        (folder / leftover).unlink(missing_ok=True)
+    remove_checkpoints(folder)
 
 
 def _score(
