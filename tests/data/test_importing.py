@@ -786,6 +786,35 @@ def test_links_keep_their_names_and_do_not_form_loops(tmp_path: Path) -> None:
     ]
 
 
+def test_name_of_a_single_folder_is_no_split(tmp_path: Path) -> None:
+    """A lab that tries the software in a folder `test` does not want all images to be test images."""
+    source = tmp_path / "test" / "lab"
+    for i in range(10):
+        write_image(source / f"P{i}.png", tissue(seed=i))
+        write_text(source / f"P{i}.csv", "row,col\n10,12\n")
+    for k, path in enumerate((source.parent, source)):
+        dataset = import_data([path], tmp_path / f"out{k}", spacing_um_px=0.25)
+        assert [len(dataset.split(split)) for split in ("train", "valid", "test")] == [6, 2, 2]
+        notes = [note for note in note_messages(check(dataset)) if "is not used as a split" in note]
+        assert notes == (
+            [
+                "the name 'test' is not used as a split, because nothing beside it is named as another split; for one "
+                "split only, give a table with the column `split` (--table), or edit the manifest."
+            ]
+            if path.name == "test"
+            else []
+        )
+
+
+def test_name_of_a_folder_beside_that_of_another_split_is_a_split(tmp_path: Path) -> None:
+    """CoNSeP has the folders `Train` and `Test`, which may be imported one by one."""
+    for name in ("Train", "Test"):
+        write_image(tmp_path / name / "Images" / "1.png", tissue())
+        write_text(tmp_path / name / "Points" / "1.csv", "row,col\n10,12\n")
+    dataset = import_data([tmp_path / "Test"], tmp_path / "out", spacing_um_px=0.25)
+    assert [sample.split for sample in dataset.samples] == ["test"]
+
+
 def test_patients_in_two_splits_are_reported(tmp_path: Path) -> None:
     root = patients(tmp_path / "lab", count=2)
     rows = [(f"P{i:02d}_{k}.png", f"case {i}", split) for i in (0, 1) for k, split in enumerate(("train", "valid"))]

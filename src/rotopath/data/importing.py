@@ -692,9 +692,11 @@ def _describe_images(
         raise DataError(f"--patient {patient!r} is not a regular expression ({error}).") from None
     rows = None if table is None else _read_image_table(table, items, notes)
     used = [item for item in items if rows is None or id(item) in rows]
+    unsettled = [item for item in used if not item.known and not (rows and rows[id(item)].get("split"))]
+    named = _find_named_splits(used, notes) if unsettled else {}
     for item in used:
         path = item.file.path
-        item.row = {**_find_folder_split(item)}
+        item.row = {"split": named[id(item)]} if id(item) in named else {}
         if item.annotation is not None:
             item.row |= item.annotation.row
             if item.annotation.spacing_um_px and not image_spacing_um_px(path):
@@ -728,13 +730,53 @@ def _describe_images(
     return used
 
 
-def _find_folder_split(item: _Item) -> dict[str, str]:
-    """Return the split that a folder of an image states, or the name of a COCO file; otherwise an empty dictionary."""
-    names = list(reversed(item.file.folders))
+def _find_named_splits(items: Sequence[_Item], notes: list[Finding]) -> dict[int, str]:
+    """Return the word for the split in the names of folders or of the COCO file of an image, by the id of the item.
+
+    A word counts only if there are others: the name of the only folder, such as `test`, may mean anything. The names
+    of other images count, and those of files and folders beside it.
+    """
+    found = {id(item): place for item in items if (place := _find_split_place(item))}
+    splits = {find_split(word) for word, _ in found.values()}
+    beside = {word for path in {path for _, path in found.values()} for word in _find_words_beside(path)}
+    if len(splits | {find_split(word) for word in beside}) > 1:
+        return {key: word for key, (word, _) in found.items()}
+    if found:
+        _, path = next(iter(found.values()))
+        message = (
+            f"the name {path.name!r} is not used as a split, because nothing beside it is named as another split; for "
+            f"one split only, give a table with the column `split` (--table), or edit the manifest."
+        )
+        notes.append(Finding("", message, is_problem=False))
+    return {}
+
+
+def _find_split_place(item: _Item) -> tuple[str, Path] | None:
+    """Return a word for a split, and the folder or the COCO file of an image with the word in its name."""
+    file = item.file
+    for folder in file.path.parents[: len(file.path.relative_to(file.root).parts)]:
+        if find_split(folder.name):
+            return folder.name, folder
     if item.annotation is not None and item.annotation.image:
-        names += re.split(r"[ _.-]|\d+", _stem(item.annotation.path))
-    word = next((name for name in names if find_split(name)), None)
-    return {"split": word} if word else {}
+        words = _find_words(item.annotation.path)
+        return (words[0], item.annotation.path) if words else None
+    return None
+
+
+def _find_words(path: Path) -> list[str]:
+    """Return the words for splits in the name of a file, such as `val` in `instances_val2017.json`."""
+    return [word for word in re.split(r"[ _.-]|\d+", _stem(path)) if find_split(word)]
+
+
+def _find_words_beside(path: Path) -> list[str]:
+    """Return the words for splits in the names of folders beside a folder, or of JSON files beside a file."""
+    try:
+        others = list(_locate(path).parent.iterdir())
+    except OSError:
+        return []
+    if path.is_dir():
+        return [other.name for other in others if find_split(other.name) and other.is_dir()]
+    return [word for other in others if _has_suffix(other, JSON_SUFFIXES) for word in _find_words(other)]
 
 
 def _read_image_table(path: Path, items: Sequence[_Item], notes: list[Finding]) -> dict[int, dict[str, str]]:
