@@ -786,6 +786,55 @@ def test_links_keep_their_names_and_do_not_form_loops(tmp_path: Path) -> None:
     ]
 
 
+def label_table(root: Path, column: str = "class") -> Path:
+    """Write images in a folder for each patient, with annotations of objects, and a table with the class of each."""
+    rows = []
+    for i in range(6):
+        write_image(root / "images" / f"{i // 2:03d}" / f"{i}.png", tissue(seed=i))
+        write_text(root / "points" / f"{i // 2:03d}" / f"{i}.csv", "row,col\n10,12\n")
+        rows.append((f"{i // 2:03d}/{i}.jpg", f"P{i // 2}", ("train", "val", "test")[i // 2], i % 2, 7))
+    return write_csv(
+        root / "crops.csv", [("crop", "case", "split", column, "other"), *rows[:-1], (*rows[-1][:3], "", 7)]
+    )
+
+
+def test_column_of_a_table_states_the_class_of_each_image(tmp_path: Path) -> None:
+    table = label_table(tmp_path / "lab", "Atypical")
+    dataset = bring(tmp_path / "lab", table=table, label="atypical", classes="0=normal,1=atypical")
+    assert [(Path(s.name).name, s.label, s.case, s.split) for s in dataset.samples] == [
+        ("0.png", "normal", "P0", "train"),
+        ("1.png", "atypical", "P0", "train"),
+        ("2.png", "normal", "P1", "valid"),
+        ("3.png", "atypical", "P1", "valid"),
+        ("4.png", "normal", "P2", "test"),
+    ]
+    notes = note_messages(check(dataset))
+    assert "left out 1 image (5.png) without a class." in notes
+    assert any(note.startswith("did not use 1 column (other)") for note in notes)
+    with pytest.raises(DataError, match="has no column 'grade' for --label; it has 5 columns"):
+        import_data([tmp_path / "lab"], tmp_path / "new", table=table, label="grade")
+    with pytest.raises(DataError, match="--label atypical is a column of --table"):
+        import_data([tmp_path / "lab"], tmp_path / "new", label="atypical")
+
+
+def test_column_class_of_a_table_is_used_if_there_are_no_objects(tmp_path: Path) -> None:
+    table = label_table(tmp_path / "lab")
+    dataset = bring(tmp_path / "lab" / "images", table=table)
+    assert [sample.label for sample in dataset.samples] == ["0", "1", "0", "1", "0"]
+    assert import_data([tmp_path / "lab"], tmp_path / "out", table=table, spacing_um_px=0.25).annotated == "points"
+
+
+def test_table_of_new_images_leaves_out_no_images_of_an_earlier_import(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_image(tmp_path / name / f"{name}.png", tissue(seed=len(name)))
+        write_text(tmp_path / name / f"{name}.csv", "row,col\n10,12\n")
+    first = bring(tmp_path / "a")
+    table = write_csv(tmp_path / "new.csv", [("image", "patient"), ("b.png", "P7")])
+    dataset = import_data([first.root, tmp_path / "b"], tmp_path / "second", table=table, spacing_um_px=0.25)
+    assert [(sample.path.name, sample.case) for sample in dataset.samples][1:] == [("b.png", "P7")]
+    assert dataset.samples[0].path.name == "a.png"
+
+
 def test_name_of_a_single_folder_is_no_split(tmp_path: Path) -> None:
     """A lab that tries the software in a folder `test` does not want all images to be test images."""
     source = tmp_path / "test" / "lab"
