@@ -174,7 +174,7 @@ def test_spacing_that_contradicts_the_files_and_the_size_of_objects(tmp_path: Pa
         write_resolution(path, 0.5)
     (problem,) = problem_messages(open_and_check(root))
     assert (
-        "larger than nuclei are in most tissue (3.7 to 10 µm); the pixel spacing in the files fits nuclei; correct"
+        "larger than nuclei are in most tissue (3.6 to 10 µm); the pixel spacing in the files fits nuclei; correct"
         in problem
     )
 
@@ -220,6 +220,19 @@ def test_rare_classes(tmp_path: Path) -> None:
     )
     (note,) = note_messages(open_and_check(root))
     assert note.startswith("the split 'train' has too few objects of the class 'rare' (4)")
+
+
+def test_class_that_no_training_image_shows(tmp_path: Path) -> None:
+    """Also if all classes are rare."""
+    header = ("row", "column", "class")
+    root = dataset(
+        tmp_path,
+        lambda path, positions: write_csv(
+            path.with_suffix(".csv"), [header, *((*p, "common" if path.stem == "0" else "other") for p in positions)]
+        ),
+    )
+    (note,) = note_messages(open_and_check(root))
+    assert note.startswith("the split 'train' has too few objects of the class 'other' (0)")
 
 
 def test_class_names_that_differ_only_in_case(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ MIN_COVER = 0.01  # images in which objects cover less than this fraction are to
 MAX_MEASURED_PX = 2048  # side of the part of an image in which the fit of outlines is measured
 # Range of plausible median diameters of nuclei: of their outlines, and of the dark objects around points, which
 # are measured as slightly larger. A pixel spacing that is wrong by a factor of 2 is outside, except for small nuclei.
-PLAUSIBLE_UM: Mapping[Annotated, tuple[float, float]] = {"objects": (3.2, 8.0), "points": (3.7, 10.0)}
+PLAUSIBLE_UM: Mapping[Annotated, tuple[float, float]] = {"objects": (3.1, 7.5), "points": (3.6, 10.0)}
 SCALES_PX = tuple(2 ** (step / 6) for step in range(28))  # standard deviations at which dark objects are measured
 MAX_POINTS_MEASURED = 50  # of an image
 CORNER = 0.05  # as a fraction of the height or width of an image
@@ -226,9 +226,9 @@ class _Contents:
         default_factory=list
     )  # name and split of an image, hash of its pixels
     areas_px: list[int] = field(default_factory=list)  # of all objects with outlines
-    # The median diameter of the objects of each image, and the pixel spacing that its file specifies, if any, divided
-    # by that of the dataset.
-    diameters_um: list[tuple[float, float | None]] = field(default_factory=list)
+    # The diameters of the objects of each image, and the pixel spacing that its file specifies, if any, divided by that
+    # of the dataset.
+    diameters_um: list[tuple[NDArray[np.float64], float | None]] = field(default_factory=list)
     points: int = 0  # number of points
     # How much darker an image is at a point than at a random position; at a point than with row and column exchanged;
     # and at the exchanged position than at a random position.
@@ -388,7 +388,7 @@ def _check_objects(sample: Sample, image: NDArray[np.uint8], dataset: Dataset, c
             areas = np.bincount(objects.labels.ravel())[1:]
             areas = areas[areas > 0]
             contents.areas_px += areas.tolist()
-            _add_diameter(sample, DIAMETER * np.sqrt(areas), contents)
+            _add_diameters(sample, DIAMETER * np.sqrt(areas), contents)
             contents.spans += [
                 (float(indices.min()) / side, float(indices.max()) / side)
                 for indices, side in zip(np.nonzero(objects.labels), objects.labels.shape, strict=True)
@@ -444,14 +444,13 @@ def _measure_points(sample: Sample, image: NDArray[np.uint8], points: Points, co
     diameters_px, contrasts = _measure_dark_discs(image[..., 0], points.positions)
     _, contrasts_there = _measure_dark_discs(image[..., 0], random)
     contents.more_contrast_than_random += (contrasts - contrasts_there).tolist()
-    _add_diameter(sample, diameters_px, contents)
+    _add_diameters(sample, diameters_px, contents)
 
 
-def _add_diameter(sample: Sample, diameters_px: NDArray[np.float64], contents: _Contents) -> None:
-    """Add to `contents` the median of the diameters of the objects in an image."""
+def _add_diameters(sample: Sample, diameters_px: NDArray[np.float64], contents: _Contents) -> None:
+    """Add to `contents` the diameters of the objects in an image."""
     if len(diameters_px):
-        median_um = float(np.median(diameters_px)) * sample.spacing_um_px
-        contents.diameters_um.append((median_um, _find_spacing_ratio(sample)))
+        contents.diameters_um.append((diameters_px * sample.spacing_um_px, _find_spacing_ratio(sample)))
 
 
 def _measure_dark_discs(
@@ -533,7 +532,7 @@ def _correlate(first: NDArray[np.float64], second: NDArray[np.float64]) -> float
 
 
 def _find_faulty_classes(dataset: Dataset, counts: Mapping[str, Counter[str]]) -> list[Finding]:
-    """Return a note for each class with few objects, or few images, in the training set.
+    """Return a note for each class with few objects, or few images, in the training set, or with none at all.
 
     Also return a problem for each two classes that differ only in upper and lower case.
     """
@@ -541,8 +540,13 @@ def _find_faulty_classes(dataset: Dataset, counts: Mapping[str, Counter[str]]) -
     unit = "images" if dataset.annotated == "labels" else "objects"
     names = {name for split in SPLITS for name in counts[split]} - known
     findings = _find_similar_names(names)
-    if sum(counts["train"][name] for name in names) < RARE**2:  # every class is rare
-        return findings
+    all_are_rare = sum(counts["train"][name] for name in names) < RARE**2
+
+    def is_rare(name: str) -> bool:
+        if all_are_rare:
+            return counts["train"][name] == 0 and sum(counts[split][name] for split in SPLITS) >= RARE
+        return counts["train"][name] < RARE
+
     return findings + [
         Finding(
             "",
@@ -551,7 +555,7 @@ def _find_faulty_classes(dataset: Dataset, counts: Mapping[str, Counter[str]]) -
             is_problem=False,
         )
         for name in sorted(names)
-        if counts["train"][name] < RARE
+        if is_rare(name)
     ]
 
 
@@ -699,28 +703,38 @@ def _find_specks(evidence: list[_Contents]) -> list[Finding]:
 def _find_wrong_spacing(annotated: Annotated, evidence: list[_Contents]) -> list[Finding]:
     """Return a problem or a note if the sizes of most objects contradict the pixel spacing.
 
-    The median over images is used, because single images may contain many small nuclei. Objects that are too large may
-    be correct, such as glands, unless the pixel spacing in the files contradicts them as well.
+    Objects that are too large may be correct, such as glands, unless the pixel spacing in the files contradicts them
+    as well.
     """
     smallest, largest = PLAUSIBLE_UM[annotated]
     measured = [pair for contents in evidence for pair in contents.diameters_um]
     contrast = _mean_error([value for contents in evidence for value in contents.more_contrast_than_random])
     if annotated == "points" and contrast < CERTAIN:  # there may be no dark objects at the points
         return []
-    median = float(np.median([diameter for diameter, _ in measured]))
-    if smallest <= median <= largest:
+    low, high = _find_typical([diameters for diameters, _ in measured])
+    if high >= smallest and low <= largest:
         return []
-    corrected = [diameter * ratio for diameter, ratio in measured if ratio is not None]
-    fits = len(corrected) > len(measured) / 2 and smallest <= float(np.median(corrected)) <= largest
+    corrected = [diameters * ratio for diameters, ratio in measured if ratio is not None]
+    fits = len(corrected) > len(measured) / 2 and all(smallest <= size <= largest for size in _find_typical(corrected))
     objects = "objects" if annotated == "objects" else "the dark objects at the points"
-    size = "smaller than nuclei" if median < smallest else "larger than nuclei are in most tissue"
+    is_small = high < smallest
+    size = "smaller than nuclei" if is_small else "larger than nuclei are in most tissue"
     reason = "; the pixel spacing in the files fits nuclei" if fits else ""
-    condition = "" if fits or median < smallest else "if they are nuclei, "
+    condition = "" if fits or is_small else "if they are nuclei, "
     solution = f"{condition}correct the pixel spacing (--spacing-um-px, or the column `spacing`)"
-    if median > largest and annotated == "objects" and not fits:
+    if not is_small and annotated == "objects" and not fits:
         solution += "; if they are areas of tissue, import them with --as regions"
     message = (
-        f"the median diameter of {objects} is {median:.3g} µm at the stated pixel spacing: {size} ({smallest:g} to "
-        f"{largest:g} µm){reason}; {solution}."
+        f"the median diameter of {objects} is {high if is_small else low:.3g} µm at the stated pixel spacing: {size} "
+        f"({smallest:g} to {largest:g} µm){reason}; {solution}."
     )
-    return [Finding("", message, fits or median < smallest)]
+    return [Finding("", message, fits or is_small)]
+
+
+def _find_typical(diameters: Sequence[NDArray[np.float64]]) -> tuple[float, float]:
+    """Return the median of all diameters and the median over images of their medians, the smaller of the two first.
+
+    Single images may contain many small nuclei, and many images only few objects; a spacing is wrong only if both are.
+    """
+    medians = np.median(np.concatenate(diameters)), np.median([np.median(of_image) for of_image in diameters])
+    return float(min(medians)), float(max(medians))
