@@ -2,6 +2,7 @@
 
 import io
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+import rotopath
 from rotopath.inference import Prediction
 from rotopath.metrics.classification import MIN_CASES
 from rotopath.recipe import Recipe
@@ -35,6 +37,18 @@ def test_control_characters_of_names_do_not_reach_the_terminal(capsys: pytest.Ca
     printed = "".join(capsys.readouterr())
     assert printed.count("a\\x1b]0;owned\\x1b[2Jé\\u202egnp.µ") == 3  # rich removes the bell
     assert not re.search("[\x1b\x07\u202e]", printed)
+
+
+def test_warnings_of_rotopath_are_one_sentence_without_source_code() -> None:
+    before = warnings.formatwarning
+    with user_errors_in_one_sentence():
+        ours, others = rotopath.__file__, __file__
+        assert warnings.formatwarning("too dark.", UserWarning, ours, 1) == "rotopath: too dark.\n"
+        assert warnings.formatwarning("too dark.", UserWarning, ours, 1) == "", "it is printed once"
+        assert "test_terminal.py:1: UserWarning: too dark." in warnings.formatwarning(
+            "too dark.", UserWarning, others, 1
+        )
+    assert warnings.formatwarning is before
 
 
 @pytest.mark.parametrize(
