@@ -732,6 +732,18 @@ def test_patients_are_found_by_a_pattern_and_never_divided(tmp_path: Path) -> No
     }
 
 
+def test_proposed_split_shows_every_class_in_each_set_if_possible(tmp_path: Path) -> None:
+    """Three of ten patients have a rare class."""
+    for i in range(10):
+        write_image(tmp_path / "lab" / f"P{i}.png", tissue(seed=i))
+        name = "rare" if i in (3, 4, 5) else "common"
+        write_text(tmp_path / "lab" / f"P{i}.csv", f"row,col,class\n10,12,{name}\n12,60,common\n")
+    dataset = bring(tmp_path / "lab")
+    assert [len(dataset.split(split)) for split in ("train", "valid", "test")] == [6, 2, 2]
+    counts = check(dataset).counts
+    assert [counts[split]["rare"] for split in ("train", "valid", "test")] == [1, 1, 1]
+
+
 def test_table_states_patients_and_splits(tmp_path: Path) -> None:
     root = patients(tmp_path / "lab", count=3)
     for path in root.glob("*.csv"):

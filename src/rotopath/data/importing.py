@@ -104,6 +104,7 @@ LABEL_COLUMNS = ("label", "class")  # columns of such a table with the class of 
 ANNOTATION_FOLDER = "annotations"
 VALID_OF_TRAIN = {"train": 0.8, "valid": 0.2}  # if the source has training images, but no images for validation
 MIN_CONTAINED = 3  # an outline without a class that contains so many objects is not an object
+SPLIT_TRIES = 50  # random splits of which the one that shows most classes is proposed
 MIN_PATIENTS = 3  # with fewer patients, no split into training, validation and test sets is possible
 
 
@@ -911,7 +912,7 @@ def _assign_splits(items: Sequence[_Item], has_labels: bool, notes: list[Finding
     strata = {group: labels[group].most_common(1)[0][0] if has_labels else "" for group in groups}
     if min(Counter(strata.values()).values()) < MIN_PATIENTS:
         strata = dict.fromkeys(groups, "")
-    splits = split_fractions(strata, fractions, SPLIT_SEED)
+    splits = _divide_patients(divided, strata, fractions)
     for item in divided:
         item.row["split"] = splits[_find_group(item)]
     if len(groups) < len(fractions):
@@ -922,6 +923,32 @@ def _assign_splits(items: Sequence[_Item], has_labels: bool, notes: list[Finding
     else:
         message += " To change it, edit the column `split` of the manifest."
     notes.append(Finding("", message, is_problem=False))
+
+
+def _divide_patients(
+    items: Sequence[_Item], strata: Mapping[str, str], fractions: Mapping[str, float]
+) -> dict[str, str]:
+    """Return a random split for each patient. Of several, it is the first that shows most classes in each split.
+
+    A network cannot be trained if no training image shows a class, and classes without objects have no score.
+    """
+    classes: defaultdict[str, set[str]] = defaultdict(set)
+    for item in items:
+        classes[_find_group(item)] |= {item.label, *(shape.class_name for shape in item.objects if shape.is_object)}
+    every_class = set[str]().union(*classes.values())
+
+    def count_shown(splits: Mapping[str, str]) -> list[int]:
+        return [
+            len(set[str]().union(*(classes[group] for group, split in splits.items() if split == name)))
+            for name in fractions
+        ]
+
+    best = split_fractions(strata, fractions, SPLIT_SEED)
+    for seed in range(SPLIT_SEED + 1, SPLIT_SEED + SPLIT_TRIES):
+        if min(count_shown(best)) == len(every_class):
+            break
+        best = max(best, split_fractions(strata, fractions, seed), key=count_shown)  # the first, if both are equal
+    return best
 
 
 def _keep_splits(items: Sequence[_Item], notes: list[Finding]) -> None:
