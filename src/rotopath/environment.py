@@ -6,6 +6,7 @@ This module is in the lowest layer of the package: it imports nothing from rotop
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import import_module
@@ -18,6 +19,7 @@ import torch
 
 import rotopath
 
+MAX_WINDOWS_PROCESSES = 61  # more cannot be waited for, as in concurrent.futures
 # For each extra (a group of optional packages in pyproject.toml): the names of its modules, as in `import`, and the
 # names of the packages that contain the modules, as in `pip install`.
 EXTRAS: Mapping[str, Mapping[str, str]] = {
@@ -113,6 +115,11 @@ def describe_machine(device: torch.device) -> dict[str, object]:
 def count_cores() -> int:
     """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def limit_processes(count: int) -> int:
+    """Return how many of `count` processes one process can wait for, which Windows limits."""
+    return min(count, MAX_WINDOWS_PROCESSES) if sys.platform == "win32" else count
 
 
 def now() -> str:

@@ -1,6 +1,7 @@
 """Checks of annotations: mistakes that are planted in correct data are reported, and correct data is not."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from layouts import note_messages, open_and_check, problem_messages, write_csv, write_image
+from PIL import Image
 
 from rotopath.data.dataset import Finding, group_findings
 
 SIZE = (200, 200)
 Positions = list[tuple[int, int]]
-SPACING = "0.25"
+SPACING = "0.5"  # nuclei have a diameter of 5 µm
 
 
 def nuclei(seed: int, count: int = 30) -> Positions:
@@ -133,20 +135,53 @@ def test_outlines_of_other_images(tmp_path: Path) -> None:
     assert any("do not follow dark objects" in note for note in note_messages(result))
 
 
-def test_spacing_that_contradicts_the_size_of_objects(tmp_path: Path) -> None:
-    (problem,) = problem_messages(open_and_check(dataset(tmp_path / "small", outlines(), spacing="0.06")))
-    assert "the median diameter of objects is 0.6" in problem
-    result = open_and_check(dataset(tmp_path / "large", outlines(), spacing="2.5"))
-    assert any("if they are nuclei, they are too large" in note for note in note_messages(result))
+@pytest.mark.parametrize(
+    ("annotate", "objects"), [(outlines(), "objects"), (points(), "the dark objects at the points")]
+)
+def test_spacing_that_contradicts_the_size_of_objects(tmp_path: Path, annotate: Any, objects: str) -> None:
+    """Nuclei of 5 µm, with a pixel spacing that is wrong by a factor of 2."""
+    (problem,) = problem_messages(open_and_check(dataset(tmp_path / "small", annotate, spacing="0.25")))
+    assert re.fullmatch(
+        rf"the median diameter of {objects} is 2\.\d+ µm at the stated pixel spacing: smaller than nuclei .*", problem
+    )
+    (note,) = note_messages(open_and_check(dataset(tmp_path / "large", annotate, spacing="1")))
+    assert re.fullmatch(
+        rf"the median diameter of {objects} is 1\d\.?\d* µm .*: larger than nuclei .*; if they are nuclei, correct .*",
+        note,
+    )
+
+
+def test_single_images_may_have_small_nuclei(tmp_path: Path) -> None:
+    """As in fields of a kidney: most nuclei are small, but those of most images are not."""
+    root = dataset(tmp_path, outlines(), count=5)
+    for i in range(2):
+        write_image(root / f"{i}-map.png", discs(nuclei(i, 60), radius=2))
+    assert not any("diameter" in note for note in note_messages(open_and_check(root)))
+    write_image(root / "2-map.png", discs(nuclei(2, 60), radius=2))
+    assert any("diameter of objects is 2" in problem for problem in problem_messages(open_and_check(root)))
 
 
 def test_spacing_that_contradicts_the_file(tmp_path: Path) -> None:
     root = dataset(tmp_path, points())
-    from PIL import Image
-
-    Image.open(root / "0.png").save(root / "0.png", dpi=(50_800, 50_800))
+    write_resolution(root / "0.png", 0.25)
     (note,) = note_messages(open_and_check(root))
-    assert note.startswith("0.png: the file specifies 0.5 µm/px, but the dataset 0.25 µm/px, which is used")
+    assert note.startswith("0.png: the file specifies 0.25 µm/px, but the dataset 0.5 µm/px, which is used")
+
+
+def test_spacing_that_contradicts_the_files_and_the_size_of_objects(tmp_path: Path) -> None:
+    root = dataset(tmp_path, points(), spacing="1")
+    for path in root.glob("*.png"):
+        write_resolution(path, 0.5)
+    (problem,) = problem_messages(open_and_check(root))
+    assert (
+        "larger than nuclei are in most tissue (3.6 to 10 µm); the pixel spacing in the files fits nuclei; correct"
+        in problem
+    )
+
+
+def write_resolution(path: Path, spacing_um_px: float) -> None:
+    with Image.open(path) as image:
+        image.save(path, dpi=(25_400 / spacing_um_px,) * 2)
 
 
 def test_copies_in_two_splits(tmp_path: Path) -> None:
@@ -185,6 +220,19 @@ def test_rare_classes(tmp_path: Path) -> None:
     )
     (note,) = note_messages(open_and_check(root))
     assert note.startswith("the split 'train' has too few objects of the class 'rare' (4)")
+
+
+def test_class_that_no_training_image_shows(tmp_path: Path) -> None:
+    """Also if all classes are rare."""
+    header = ("row", "column", "class")
+    root = dataset(
+        tmp_path,
+        lambda path, positions: write_csv(
+            path.with_suffix(".csv"), [header, *((*p, "common" if path.stem == "0" else "other") for p in positions)]
+        ),
+    )
+    (note,) = note_messages(open_and_check(root))
+    assert note.startswith("the split 'train' has too few objects of the class 'other' (0)")
 
 
 def test_class_names_that_differ_only_in_case(tmp_path: Path) -> None:

@@ -734,6 +734,18 @@ def test_patients_are_found_by_a_pattern_and_never_divided(tmp_path: Path) -> No
     }
 
 
+def test_proposed_split_shows_every_class_in_each_set_if_possible(tmp_path: Path) -> None:
+    """Three of ten patients have a rare class."""
+    for i in range(10):
+        write_image(tmp_path / "lab" / f"P{i}.png", tissue(seed=i))
+        name = "rare" if i in (3, 4, 5) else "common"
+        write_text(tmp_path / "lab" / f"P{i}.csv", f"row,col,class\n10,12,{name}\n12,60,common\n")
+    dataset = bring(tmp_path / "lab")
+    assert [len(dataset.split(split)) for split in ("train", "valid", "test")] == [6, 2, 2]
+    counts = check(dataset).counts
+    assert [counts[split]["rare"] for split in ("train", "valid", "test")] == [1, 1, 1]
+
+
 def test_table_states_patients_and_splits(tmp_path: Path) -> None:
     root = patients(tmp_path / "lab", count=3)
     for path in root.glob("*.csv"):
@@ -786,6 +798,84 @@ def test_links_keep_their_names_and_do_not_form_loops(tmp_path: Path) -> None:
     assert [(row["image"], row["points"]) for row in manifest(tmp_path)] == [
         (f"../lab/{name}.png", f"annotations/{name}.png.geojson") for name in "ab"
     ]
+
+
+def label_table(root: Path, column: str = "class") -> Path:
+    """Write images in a folder for each patient, with annotations of objects, and a table with the class of each."""
+    rows = []
+    for i in range(6):
+        write_image(root / "images" / f"{i // 2:03d}" / f"{i}.png", tissue(seed=i))
+        write_text(root / "points" / f"{i // 2:03d}" / f"{i}.csv", "row,col\n10,12\n")
+        rows.append((f"{i // 2:03d}/{i}.jpg", f"P{i // 2}", ("train", "val", "test")[i // 2], i % 2, 7))
+    return write_csv(
+        root / "crops.csv", [("crop", "case", "split", column, "other"), *rows[:-1], (*rows[-1][:3], "", 7)]
+    )
+
+
+def test_column_of_a_table_states_the_class_of_each_image(tmp_path: Path) -> None:
+    table = label_table(tmp_path / "lab", "Atypical")
+    dataset = bring(tmp_path / "lab", table=table, label="atypical", classes="0=normal,1=atypical")
+    assert [(Path(s.name).name, s.label, s.case, s.split) for s in dataset.samples] == [
+        ("0.png", "normal", "P0", "train"),
+        ("1.png", "atypical", "P0", "train"),
+        ("2.png", "normal", "P1", "valid"),
+        ("3.png", "atypical", "P1", "valid"),
+        ("4.png", "normal", "P2", "test"),
+    ]
+    notes = note_messages(check(dataset))
+    assert "left out 1 image (5.png) without a class." in notes
+    assert any(note.startswith("did not use 1 column (other)") for note in notes)
+    with pytest.raises(DataError, match="has no column 'grade' for --label; it has 5 columns"):
+        import_data([tmp_path / "lab"], tmp_path / "new", table=table, label="grade")
+    with pytest.raises(DataError, match="--label atypical is a column of --table"):
+        import_data([tmp_path / "lab"], tmp_path / "new", label="atypical")
+
+
+def test_column_class_of_a_table_is_used_if_there_are_no_objects(tmp_path: Path) -> None:
+    table = label_table(tmp_path / "lab")
+    dataset = bring(tmp_path / "lab" / "images", table=table)
+    assert [sample.label for sample in dataset.samples] == ["0", "1", "0", "1", "0"]
+    assert import_data([tmp_path / "lab"], tmp_path / "out", table=table, spacing_um_px=0.25).annotated == "points"
+
+
+def test_table_of_new_images_leaves_out_no_images_of_an_earlier_import(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_image(tmp_path / name / f"{name}.png", tissue(seed=len(name)))
+        write_text(tmp_path / name / f"{name}.csv", "row,col\n10,12\n")
+    first = bring(tmp_path / "a")
+    table = write_csv(tmp_path / "new.csv", [("image", "patient"), ("b.png", "P7")])
+    dataset = import_data([first.root, tmp_path / "b"], tmp_path / "second", table=table, spacing_um_px=0.25)
+    assert [(sample.path.name, sample.case) for sample in dataset.samples][1:] == [("b.png", "P7")]
+    assert dataset.samples[0].path.name == "a.png"
+
+
+def test_name_of_a_single_folder_is_no_split(tmp_path: Path) -> None:
+    """A lab that tries the software in a folder `test` does not want all images to be test images."""
+    source = tmp_path / "test" / "lab"
+    for i in range(10):
+        write_image(source / f"P{i}.png", tissue(seed=i))
+        write_text(source / f"P{i}.csv", "row,col\n10,12\n")
+    for k, path in enumerate((source.parent, source)):
+        dataset = import_data([path], tmp_path / f"out{k}", spacing_um_px=0.25)
+        assert [len(dataset.split(split)) for split in ("train", "valid", "test")] == [6, 2, 2]
+        notes = [note for note in note_messages(check(dataset)) if "is not used as a split" in note]
+        assert notes == (
+            [
+                "the name 'test' is not used as a split, because nothing beside it is named as another split; for one "
+                "split only, give a table with the column `split` (--table), or edit the manifest."
+            ]
+            if path.name == "test"
+            else []
+        )
+
+
+def test_name_of_a_folder_beside_that_of_another_split_is_a_split(tmp_path: Path) -> None:
+    """CoNSeP has the folders `Train` and `Test`, which may be imported one by one."""
+    for name in ("Train", "Test"):
+        write_image(tmp_path / name / "Images" / "1.png", tissue())
+        write_text(tmp_path / name / "Points" / "1.csv", "row,col\n10,12\n")
+    dataset = import_data([tmp_path / "Test"], tmp_path / "out", spacing_um_px=0.25)
+    assert [sample.split for sample in dataset.samples] == ["test"]
 
 
 def test_patients_in_two_splits_are_reported(tmp_path: Path) -> None:

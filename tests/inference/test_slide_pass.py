@@ -27,7 +27,7 @@ from rotopath.data import DataError
 from rotopath.images import stain
 from rotopath.images.drawing import WARNING_INK
 from rotopath.images.geojson import SlideObject
-from rotopath.images.outlines import Point, Polygon, fill_outline, measure_objects
+from rotopath.images.outlines import Point, Polygon, fill_outline, make_polygon, measure_objects
 from rotopath.images.slides import Slide, as_slide, open_slide
 from rotopath.images.tissue import Region, find_tissue
 from rotopath.inference import predict
@@ -412,6 +412,29 @@ def test_the_embedding_of_points_and_regions_is_that_of_their_outputs() -> None:
         for item, embedding in zip(found.objects, found.embedding, strict=True):
             score = point.network.head(torch.from_numpy(embedding)[None, :, None, None]).sigmoid()  # type: ignore[operator]
             assert abs(float(score) - item.measurements["score"]) < 0.4, "the score is that of a smoothed map"
+
+
+@pytest.mark.parametrize("tile_px", [16, 48, 4096])
+def test_objects_may_share_outputs_of_the_embedding(tile_px: int) -> None:
+    """Two points at one output, and outlines across the borders of tiles, one of which is inside of the other."""
+    image = np.random.default_rng(0).integers(0, 256, (96, 120, 3), dtype=np.uint8)
+    task = Classify("dark", (Class("dark", (0, 0, 0)),), spacing_um_px=1.0)
+    model = Model(task, make_dense(ColorFeatures(1).eval(), 1, 8), {"threshold": 0.5}, CPU)
+    square = make_polygon(np.array([(10, 20), (10, 80), (70, 80), (70, 20)]))
+    with_hole = make_polygon(square.outer, [np.array([(20, 30), (20, 70), (60, 70), (60, 30)])])
+    shapes = [Point(40.2, 50.1), (with_hole,), Point(40.4, 50.3), Point(-3, 500), (square,)]
+    with as_slide(image, 1.0) as slide:
+        options = PassOptions(everywhere=True, tile_px=tile_px, embedding=True)
+        with SlidePass(model, slide, options) as slide_pass:
+            found = slide_pass.embed(shapes)
+    mask = np.zeros((96, 120), bool)
+    mask[10:70, 20:80] = True
+    ring = mask.copy()
+    ring[20:60, 30:70] = False
+    expected = np.array(
+        [image[40, 50], image[ring].mean(axis=0), image[40, 50], image[0, 119], image[mask].mean(axis=0)]
+    )
+    np.testing.assert_allclose(found[:, :3] * 255, expected, atol=1e-3)
 
 
 @pytest.mark.parametrize("orientations", [1, 4])

@@ -226,6 +226,24 @@ def test_workers_return_results_in_order_and_read_few_items_ahead() -> None:
         assert run is None
 
 
+def test_windows_waits_for_61_processes_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ProcessPoolExecutor refuses more, but `--workers` and machines may have them."""
+    counts: list[int] = []
+
+    class Pool:
+        def __init__(self, count: int, *_: object, **__: object) -> None:
+            counts.append(count)
+
+        def shutdown(self, **_: object) -> None: ...
+
+    monkeypatch.setattr("rotopath.inference.tiling.ProcessPoolExecutor", Pool)
+    for platform in ("win32", "linux"):
+        monkeypatch.setattr("sys.platform", platform)
+        with start_workers(64):
+            pass
+    assert counts == [61, 64]
+
+
 def test_errors_of_workers_are_raised_and_a_killed_worker_is_too_little_memory() -> None:
     with start_workers(1) as run:
         assert run is not None

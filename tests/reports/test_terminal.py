@@ -4,6 +4,7 @@ import io
 import os
 import re
 import signal
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+import rotopath
 from rotopath.inference import Prediction
 from rotopath.metrics.classification import MIN_CASES
 from rotopath.recipe import Recipe
@@ -44,6 +46,18 @@ def hide(cause: OSError) -> Exception:
     error = RuntimeError("cannot write the tile")
     error.__context__ = cause
     return error
+
+
+def test_warnings_of_rotopath_are_one_sentence_without_source_code() -> None:
+    before = warnings.formatwarning
+    with user_errors_in_one_sentence():
+        ours, others = rotopath.__file__, __file__
+        assert warnings.formatwarning("too dark.", UserWarning, ours, 1) == "rotopath: too dark.\n"
+        assert warnings.formatwarning("too dark.", UserWarning, ours, 1) == "", "it is printed once"
+        assert "test_terminal.py:1: UserWarning: too dark." in warnings.formatwarning(
+            "too dark.", UserWarning, others, 1
+        )
+    assert warnings.formatwarning is before
 
 
 @pytest.mark.parametrize(

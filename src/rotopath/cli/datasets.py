@@ -77,6 +77,9 @@ def import_data(
             "spacing. Images that it does not list are left out."
         ),
     ] = None,
+    label: Annotated[
+        str | None, typer.Option(help="Column of --table with the class of each image. No objects are read then.")
+    ] = None,
     spacing_um_px: Annotated[float | None, typer.Option("--spacing-um-px", help=SPACING_HELP)] = None,
 ) -> None:
     """Import annotated images from the formats of other software, and check them. Images are not copied.
@@ -108,6 +111,7 @@ def import_data(
             masks=cast(Any, masks),
             patient=patient,
             table=table,
+            label=label,
             spacing_um_px=spacing_um_px,
             finish=draw,
         )

@@ -35,7 +35,7 @@ from rotopath.data.dataset import (
     scale_size,
 )
 from rotopath.data.sampling import Ints, Sampler, Windows
-from rotopath.environment import count_cores
+from rotopath.environment import count_cores, limit_processes
 from rotopath.images.files import UnreadableFileError
 from rotopath.images.stain import Stain, macenko
 from rotopath.nn import center_crop
@@ -139,7 +139,7 @@ class Batches:
             _BatchesOrErrors(self),
             batch_size=None,
             sampler=steps,
-            num_workers=min(workers, count_cores()),
+            num_workers=limit_processes(min(workers, count_cores())),
             pin_memory=device.type == "cuda",
             generator=torch.Generator(),  # separate, so that reading does not affect other random numbers
         )

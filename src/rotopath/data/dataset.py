@@ -142,7 +142,8 @@ class Dataset:
         samples = tuple(sample for sample in self.samples if sample.split == name)
         if not samples:
             raise DataError(
-                f"{self.root} has no images in the split {name!r}; run `rotopath data check` on the dataset."
+                f"{self.root} has no images in the split {name!r}; add images of other patients, or change the splits "
+                f"in the column `split` of the manifest or in split.csv."
             )
         return samples
 

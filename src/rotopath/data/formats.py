@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -122,7 +122,11 @@ MIN_IMAGES, MIN_AGREEING = 5, 0.8
 MIN_COMMON_UM, MIN_COMMON_GAIN = 0.45, 0.02
 MIN_COVER = 0.01  # images in which objects cover less than this fraction are too uncertain
 MAX_MEASURED_PX = 2048  # side of the part of an image in which the fit of outlines is measured
-SMALLEST_UM, LARGEST_UM = 2.5, 15.0  # range of plausible median diameters of nuclei
+# Range of plausible median diameters of nuclei: of their outlines, and of the dark objects around points, which
+# are measured as slightly larger. A pixel spacing that is wrong by a factor of 2 is outside, except for small nuclei.
+PLAUSIBLE_UM: Mapping[Annotated, tuple[float, float]] = {"objects": (3.1, 7.5), "points": (3.6, 10.0)}
+SCALES_PX = tuple(2 ** (step / 6) for step in range(28))  # standard deviations at which dark objects are measured
+MAX_POINTS_MEASURED = 50  # of an image
 CORNER = 0.05  # as a fraction of the height or width of an image
 MAX_COVERED = 0.1  # fraction of outlines that others cover
 MAX_SPECKS = 0.02  # fraction of objects of one pixel
@@ -222,13 +226,16 @@ class _Contents:
         default_factory=list
     )  # name and split of an image, hash of its pixels
     areas_px: list[int] = field(default_factory=list)  # of all objects with outlines
-    diameters_um: list[float] = field(default_factory=list)  # of circles with these areas
+    # The diameters of the objects of each image, and the pixel spacing that its file specifies, if any, divided by that
+    # of the dataset.
+    diameters_um: list[tuple[NDArray[np.float64], float | None]] = field(default_factory=list)
     points: int = 0  # number of points
     # How much darker an image is at a point than at a random position; at a point than with row and column exchanged;
     # and at the exchanged position than at a random position.
     darker_than_random: list[float] = field(default_factory=list)
     darker_than_swapped: list[float] = field(default_factory=list)
     swapped_darker_than_random: list[float] = field(default_factory=list)
+    more_contrast_than_random: list[float] = field(default_factory=list)  # of the dark objects at points
     on_glass: int = 0  # number of points on empty background
     outside: list[bool] = field(
         default_factory=list
@@ -275,10 +282,9 @@ def check(dataset: Dataset, on_progress: Callable[[int], object] = lambda _: Non
             on_progress(len(group))
     findings += _find_empty_splits(dataset)
     findings += [*_find_faulty_classes(dataset, counts), *_find_copies(evidence), *_find_misplaced_points(evidence)]
-    findings += [*_find_misplaced_outlines(evidence), *_find_implausible_sizes(evidence)]
-    total = sum(counts[split][dataset.objects] for split in SPLITS)
-    if total >= MIN_OBJECTS and (finding := _find_wrong_scale(evidence)):
-        findings.append(finding)
+    findings += [*_find_misplaced_outlines(evidence), *_find_specks(evidence)]
+    if dataset.annotated != "labels" and sum(counts[split][dataset.objects] for split in SPLITS) >= MIN_OBJECTS:
+        findings += [*_find_wrong_spacing(dataset.annotated, evidence), *_find_wrong_scale(evidence)]
     return Check(dataset, counts, tuple(findings), agreement)
 
 
@@ -314,19 +320,25 @@ def _check_group(dataset: Dataset, samples: list[Sample]) -> _Contents:
 def _compare_spacings(dataset: Dataset) -> list[Finding]:
     """Return a note for each image file that specifies another pixel spacing than that which is used."""
     findings = []
-    for sample in {sample.path: sample for sample in dataset.samples if sample.row is None}.values():
-        try:
-            stated = image_spacing_um_px(sample.path)
-        except UnreadableFileError:
-            continue  # reported with its pixels
-        if stated is None or abs(stated / sample.spacing_um_px - 1) <= SPACING_TOLERANCE:
+    for sample in {sample.path: sample for sample in dataset.samples}.values():
+        ratio = _find_spacing_ratio(sample)
+        if ratio is None or abs(ratio - 1) <= SPACING_TOLERANCE:
             continue
         message = (
-            f"the file specifies {stated:.4g} µm/px, but the dataset {sample.spacing_um_px:.4g} µm/px, which is used; "
-            f"correct the dataset if the file is right."
+            f"the file specifies {ratio * sample.spacing_um_px:.4g} µm/px, but the dataset {sample.spacing_um_px:.4g} "
+            f"µm/px, which is used; correct the dataset if the file is right."
         )
         findings.append(Finding(sample.name, message, is_problem=False))
     return findings
+
+
+def _find_spacing_ratio(sample: Sample) -> float | None:
+    """Return the pixel spacing that the file of a sample specifies, divided by that of the sample, or None."""
+    try:
+        stated = None if sample.row is not None else image_spacing_um_px(sample.path)
+    except UnreadableFileError:
+        return None  # reported with its pixels
+    return None if stated is None else stated / sample.spacing_um_px
 
 
 def _check_points(sample: Sample, image: NDArray[np.uint8], dataset: Dataset, contents: _Contents) -> None:
@@ -376,7 +388,7 @@ def _check_objects(sample: Sample, image: NDArray[np.uint8], dataset: Dataset, c
             areas = np.bincount(objects.labels.ravel())[1:]
             areas = areas[areas > 0]
             contents.areas_px += areas.tolist()
-            contents.diameters_um += (DIAMETER * np.sqrt(areas) * sample.spacing_um_px).tolist()
+            _add_diameters(sample, DIAMETER * np.sqrt(areas), contents)
             contents.spans += [
                 (float(indices.min()) / side, float(indices.max()) / side)
                 for indices, side in zip(np.nonzero(objects.labels), objects.labels.shape, strict=True)
@@ -429,6 +441,50 @@ def _measure_points(sample: Sample, image: NDArray[np.uint8], points: Points, co
             contents.swapped_darker_than_random.append(_compare_red(swapped, area_there))
         if np.hypot(other[0] - row, other[1] - column) > far:
             contents.darker_than_random.append(_compare_red(area, area_there))
+    diameters_px, contrasts = _measure_dark_discs(image[..., 0], points.positions)
+    _, contrasts_there = _measure_dark_discs(image[..., 0], random)
+    contents.more_contrast_than_random += (contrasts - contrasts_there).tolist()
+    _add_diameters(sample, diameters_px, contents)
+
+
+def _add_diameters(sample: Sample, diameters_px: NDArray[np.float64], contents: _Contents) -> None:
+    """Add to `contents` the diameters of the objects in an image."""
+    if len(diameters_px):
+        contents.diameters_um.append((diameters_px * sample.spacing_um_px, _find_spacing_ratio(sample)))
+
+
+def _measure_dark_discs(
+    red: NDArray[np.uint8], positions: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the diameters in pixels of dark objects at some positions of the red channel of an image, and contrasts.
+
+    The diameter is that of the disc for which the Laplacian of a Gaussian has the strongest response; the contrast is
+    this response.
+    """
+    if not len(positions):
+        return np.empty(0), np.empty(0)
+    kernels = _make_kernels()
+    reach = (round(kernels.shape[1] ** 0.5) - 1) // 2
+    if len(positions) > MAX_POINTS_MEASURED:
+        positions = positions[np.linspace(0, len(positions) - 1, MAX_POINTS_MEASURED).astype(int)]
+    corners = positions.round().astype(int).clip(0, np.array(red.shape) - 1)
+    padded = np.pad(red, reach, "symmetric")
+    windows = [padded[top : top + 2 * reach + 1, left : left + 2 * reach + 1].ravel() for top, left in corners]
+    responses = np.array(windows, np.float32) @ kernels.T
+    return 2 * 2**0.5 * np.array(SCALES_PX)[responses.argmax(axis=1)], responses.max(axis=1).astype(np.float64)
+
+
+@lru_cache(maxsize=1)
+def _make_kernels() -> NDArray[np.float32]:
+    """Return the Laplacian of a Gaussian at each of SCALES_PX (scales, pixels of a window), for bright surroundings."""
+    reach = round(3 * SCALES_PX[-1])
+    rows, columns = np.mgrid[-reach : reach + 1, -reach : reach + 1]
+    kernels = []
+    for scale in SCALES_PX:
+        squared = (rows**2 + columns**2) / (2 * scale**2)
+        kernel = (squared - 1) * np.exp(-squared) / scale**2
+        kernels.append((kernel - kernel.mean()).ravel())
+    return np.array(kernels, np.float32)
 
 
 def _compare_red(first: NDArray[np.uint8], second: NDArray[np.uint8]) -> float:
@@ -476,7 +532,7 @@ def _correlate(first: NDArray[np.float64], second: NDArray[np.float64]) -> float
 
 
 def _find_faulty_classes(dataset: Dataset, counts: Mapping[str, Counter[str]]) -> list[Finding]:
-    """Return a note for each class with few objects, or few images, in the training set.
+    """Return a note for each class with few objects, or few images, in the training set, or with none at all.
 
     Also return a problem for each two classes that differ only in upper and lower case.
     """
@@ -484,8 +540,13 @@ def _find_faulty_classes(dataset: Dataset, counts: Mapping[str, Counter[str]]) -
     unit = "images" if dataset.annotated == "labels" else "objects"
     names = {name for split in SPLITS for name in counts[split]} - known
     findings = _find_similar_names(names)
-    if sum(counts["train"][name] for name in names) < RARE**2:  # every class is rare
-        return findings
+    all_are_rare = sum(counts["train"][name] for name in names) < RARE**2
+
+    def is_rare(name: str) -> bool:
+        if all_are_rare:
+            return counts["train"][name] == 0 and sum(counts[split][name] for split in SPLITS) >= RARE
+        return counts["train"][name] < RARE
+
     return findings + [
         Finding(
             "",
@@ -494,7 +555,7 @@ def _find_faulty_classes(dataset: Dataset, counts: Mapping[str, Counter[str]]) -
             is_problem=False,
         )
         for name in sorted(names)
-        if counts["train"][name] < RARE
+        if is_rare(name)
     ]
 
 
@@ -616,34 +677,64 @@ def _describe_move(down_px: int, right_px: int) -> str:
     return f"dark objects if they are moved {abs(down_px)} px {vertical} and {abs(right_px)} px {horizontal}"
 
 
-def _find_wrong_scale(evidence: list[_Contents]) -> Finding | None:
-    """Return a problem if all objects are in the upper left part of their images, otherwise None."""
+def _find_wrong_scale(evidence: list[_Contents]) -> list[Finding]:
+    """Return a problem if all objects are in the upper left part of their images."""
     lows, highs = zip(*(span for contents in evidence for span in contents.spans), strict=True)
     if min(lows) > CORNER or max(highs) > 0.5 + CORNER:  # not only in the upper left quarter, or all near the center
-        return None
-    return Finding(
-        "",
+        return []
+    message = (
         "all objects are in the upper left quarter of their images; positions are probably in µm, or in pixels of a "
-        "lower resolution; convert them to pixels of the image.",
+        "lower resolution; convert them to pixels of the image."
     )
+    return [Finding("", message)]
 
 
-def _find_implausible_sizes(evidence: list[_Contents]) -> list[Finding]:
-    """Return problems and notes about objects of one pixel, and about sizes that contradict the pixel spacing."""
-    findings = []
+def _find_specks(evidence: list[_Contents]) -> list[Finding]:
+    """Return a problem or a note about objects of one pixel."""
     areas = np.array([area for contents in evidence for area in contents.areas_px])
-    diameters = np.array([diameter for contents in evidence for diameter in contents.diameters_um])
-    if specks := int((areas == 1).sum()):
-        is_problem = specks >= MIN_POINTS and specks > MAX_SPECKS * len(areas)
-        message = f"{specks} of {len(areas)} objects consist of one pixel; remove them if they are noise of a mask."
-        findings.append(Finding("", message, is_problem))
-    if len(areas) >= MIN_OBJECTS and not SMALLEST_UM <= (median := float(np.median(diameters))) <= LARGEST_UM:
-        is_small = median < SMALLEST_UM
-        size = "smaller than nuclei" if is_small else "if they are nuclei, they are too large"
-        message = (
-            f"the median diameter of objects is {median:.3g} µm at the stated pixel spacing: {size} (4 to 15 µm); "
-            f"correct the pixel spacing (--spacing-um-px, or the column `spacing`)"
-            + ("." if is_small else "; if they are areas of tissue, import them with --as regions.")
-        )
-        findings.append(Finding("", message, is_small))
-    return findings
+    specks = int((areas == 1).sum())
+    if not specks:
+        return []
+    is_problem = specks >= MIN_POINTS and specks > MAX_SPECKS * len(areas)
+    message = f"{specks} of {len(areas)} objects consist of one pixel; remove them if they are noise of a mask."
+    return [Finding("", message, is_problem)]
+
+
+def _find_wrong_spacing(annotated: Annotated, evidence: list[_Contents]) -> list[Finding]:
+    """Return a problem or a note if the sizes of most objects contradict the pixel spacing.
+
+    Objects that are too large may be correct, such as glands, unless the pixel spacing in the files contradicts them
+    as well.
+    """
+    smallest, largest = PLAUSIBLE_UM[annotated]
+    measured = [pair for contents in evidence for pair in contents.diameters_um]
+    contrast = _mean_error([value for contents in evidence for value in contents.more_contrast_than_random])
+    if annotated == "points" and contrast < CERTAIN:  # there may be no dark objects at the points
+        return []
+    low, high = _find_typical([diameters for diameters, _ in measured])
+    if high >= smallest and low <= largest:
+        return []
+    corrected = [diameters * ratio for diameters, ratio in measured if ratio is not None]
+    fits = len(corrected) > len(measured) / 2 and all(smallest <= size <= largest for size in _find_typical(corrected))
+    objects = "objects" if annotated == "objects" else "the dark objects at the points"
+    is_small = high < smallest
+    size = "smaller than nuclei" if is_small else "larger than nuclei are in most tissue"
+    reason = "; the pixel spacing in the files fits nuclei" if fits else ""
+    condition = "" if fits or is_small else "if they are nuclei, "
+    solution = f"{condition}correct the pixel spacing (--spacing-um-px, or the column `spacing`)"
+    if not is_small and annotated == "objects" and not fits:
+        solution += "; if they are areas of tissue, import them with --as regions"
+    message = (
+        f"the median diameter of {objects} is {high if is_small else low:.3g} µm at the stated pixel spacing: {size} "
+        f"({smallest:g} to {largest:g} µm){reason}; {solution}."
+    )
+    return [Finding("", message, fits or is_small)]
+
+
+def _find_typical(diameters: Sequence[NDArray[np.float64]]) -> tuple[float, float]:
+    """Return the median of all diameters and the median over images of their medians, the smaller of the two first.
+
+    Single images may contain many small nuclei, and many images only few objects; a spacing is wrong only if both are.
+    """
+    medians = np.median(np.concatenate(diameters)), np.median([np.median(of_image) for of_image in diameters])
+    return float(min(medians)), float(max(medians))

@@ -100,9 +100,11 @@ TABLE_COLUMNS = {  # columns of a table about images, and the column of the mani
     **dict.fromkeys(("spacing", "spacing_um_px", "mpp"), "spacing"),
     "organ": "organ",
 }
+LABEL_COLUMNS = ("label", "class")  # columns of such a table with the class of each image, if there are no objects
 ANNOTATION_FOLDER = "annotations"
 VALID_OF_TRAIN = {"train": 0.8, "valid": 0.2}  # if the source has training images, but no images for validation
 MIN_CONTAINED = 3  # an outline without a class that contains so many objects is not an object
+SPLIT_TRIES = 50  # random splits of which the one that shows most classes is proposed
 MIN_PATIENTS = 3  # with fewer patients, no split into training, validation and test sets is possible
 
 
@@ -152,6 +154,7 @@ def import_data(
     masks: MaskKind | None = None,
     patient: str | None = None,
     table: Path | str | None = None,
+    label: str | None = None,
     spacing_um_px: float | None = None,
     finish: Callable[[Dataset, Path], None] = lambda _dataset, _folder: None,
 ) -> Dataset:
@@ -172,6 +175,8 @@ def import_data(
       the first group.
     - `table`: CSV file with a row for each image: its name in the column `image` or in the first column, and the
       columns `group` (or `patient`, `case`), `split`, `spacing` and `organ`, all optional. Other images are left out.
+    - `label`: column of the table with the class of each image; annotations of objects are then not read. If there are
+      none, and the table has a column `label` or `class`, this column is used.
     - `spacing_um_px`: pixel spacing of images whose files do not specify one.
     - `finish`: function that may write more files. It is called with the dataset and its folder, which has a temporary
       name until all files are written.
@@ -184,6 +189,8 @@ def import_data(
     """
     out = Path(out)
     _expect_options(out, read_as, masks, spacing_um_px)
+    if label is not None and (table is None or read_as is not None):
+        raise DataError(f"--label {label} is a column of --table with a class for each image; use it without --as.")
     renamed = parse_classes(classes)
     notes: list[Finding] = []
     earlier = [source for source in map(Path, sources) if (source / MANIFEST_FILE).is_file()]
@@ -195,12 +202,12 @@ def import_data(
     known = {item.file.path.resolve() for item in items}
     pictures = [file for file in files if _has_suffix(file.path, PICTURE_SUFFIXES)] or _find_beside(files)
     are_class_folders = all(source.is_dir() and is_class_folders(source) for source in others)
-    mask_of = {} if are_class_folders else _find_masks(pictures)
+    mask_of = {} if are_class_folders or label else _find_masks(pictures)
     items += [_Item(file) for file in pictures if file.path not in mask_of and file.path.resolve() not in known]
     if not items:
         raise DataError(f"No images were found in {_list_sources(sources)}; give the folder with the images as well.")
     order = [name.strip() for name in columns.split(",")] if columns else None
-    annotations = _read_annotations(files, mask_of, order, masks, notes, given=set(others))
+    annotations = [] if label else _read_annotations(files, mask_of, order, masks, notes, given=set(others))
     if annotations or earlier_column not in (None, "label"):
         if earlier_column == "label":
             raise DataError(
@@ -210,14 +217,21 @@ def import_data(
         _pair(items, annotations, notes)
         kind = read_as or earlier_column
         items, column = _finish_objects(items, renamed, kind, spacing_um_px, notes)
+        rows = _read_image_table(table, items, (), notes)
     else:
-        if not are_class_folders:
+        rows = _read_image_table(table, items, (label,) if label else LABEL_COLUMNS, notes)
+        if rows and any("label" in row for row in rows.values()):
+            labels = [item.label or rows.get(id(item), {}).get("label", "") for item in items]
+        elif are_class_folders:
+            labels = [item.label or item.file.path.parent.name for item in items]
+        else:
             raise DataError(
                 f"No annotations were found in {_list_sources(sources)}; expected GeoJSON, COCO, CSV, XML or .mat "
-                f"files or masks with the names of the images, or a folder of images for each class."
+                f"files or masks with the names of the images, a folder of images for each class, or a --table with "
+                f"the column `class`."
             )
-        items, column = _label_by_folder(items, renamed), "label"
-    items = _describe_images(items, Path(table) if table else None, patient, notes)
+        items, column = _label_images(items, labels, renamed, notes), "label"
+    items = _describe_images(items, rows, table, patient, notes)
     _find_spacings(items, spacing_um_px)
     _assign_splits(items, column == "label", notes)
     with hold_lock(out):
@@ -680,11 +694,14 @@ def _move(item: SlideObject, factor: float, offset: tuple[float, float]) -> Slid
     return replace(item, shape=polygons)
 
 
-def _label_by_folder(items: Sequence[_Item], renamed: Mapping[str, str]) -> list[_Item]:
-    """Label images with the names of their folders, and return those that have a label after renaming."""
-    expect_known_classes(renamed, {item.label if item.known else item.file.path.parent.name for item in items})
-    for item in items:
-        name = item.label if item.known else item.file.path.parent.name
+def _label_images(
+    items: Sequence[_Item], labels: Sequence[str], renamed: Mapping[str, str], notes: list[Finding]
+) -> list[_Item]:
+    """Rename the labels of images, and return the images that have one."""
+    expect_known_classes(renamed, labels)
+    if without := [item.name for item, name in zip(items, labels, strict=True) if not name]:
+        notes.append(Finding("", f"left out {count_and_list(without, 'image')} without a class.", is_problem=False))
+    for item, name in zip(items, labels, strict=True):
         item.label = renamed.get(name, name)
     if not any(item.label for item in items):
         raise DataError("--classes leaves out all images; keep at least one class.")
@@ -695,25 +712,33 @@ def _label_by_folder(items: Sequence[_Item], renamed: Mapping[str, str]) -> list
 
 
 def _describe_images(
-    items: Sequence[_Item], table: Path | None, patient: str | None, notes: list[Finding]
+    items: Sequence[_Item],
+    rows: Mapping[int, Mapping[str, str]] | None,
+    table: Path | str | None,
+    patient: str | None,
+    notes: list[Finding],
 ) -> list[_Item]:
-    """Find the patient, the split, and other properties of each image. Return the images that are used."""
+    """Find the patient, the split, and other properties of each image. Return the images that are used.
+
+    `rows` is the content of `table`, as `_read_image_table` returns it.
+    """
     try:
         pattern = re.compile(patient) if patient else None
     except re.error as error:
         raise DataError(f"--patient {patient!r} is not a regular expression ({error}).") from None
-    rows = None if table is None else _read_image_table(table, items, notes)
-    used = [item for item in items if rows is None or id(item) in rows]
+    used = [item for item in items if rows is None or item.known or id(item) in rows]
+    row_of = rows or {}
+    unsettled = [item for item in used if not item.known and not row_of.get(id(item), {}).get("split")]
+    named = _find_named_splits(used, notes) if unsettled else {}
     for item in used:
         path = item.file.path
-        item.row = {**_find_folder_split(item)}
+        item.row = {"split": named[id(item)]} if id(item) in named else {}
         if item.annotation is not None:
             item.row |= item.annotation.row
             if item.annotation.spacing_um_px and not image_spacing_um_px(path):
                 item.row["spacing"] = f"{item.annotation.spacing_um_px:g}"
         item.row |= item.known
-        if rows is not None:
-            item.row |= rows[id(item)]
+        item.row |= {key: value for key, value in row_of.get(id(item), {}).items() if key != "label"}
         if pattern is not None:
             match = pattern.search(path.as_posix())
             if match is None:
@@ -740,23 +765,72 @@ def _describe_images(
     return used
 
 
-def _find_folder_split(item: _Item) -> dict[str, str]:
-    """Return the split that a folder of an image states, or the name of a COCO file; otherwise an empty dictionary."""
-    names = list(reversed(item.file.folders))
+def _find_named_splits(items: Sequence[_Item], notes: list[Finding]) -> dict[int, str]:
+    """Return the word for the split in the names of folders or of the COCO file of an image, by the id of the item.
+
+    A word counts only if there are others: the name of the only folder, such as `test`, may mean anything. The names
+    of other images count, and those of files and folders beside it.
+    """
+    found = {id(item): place for item in items if (place := _find_split_place(item))}
+    splits = {find_split(word) for word, _ in found.values()}
+    beside = {word for path in {path for _, path in found.values()} for word in _find_words_beside(path)}
+    if len(splits | {find_split(word) for word in beside}) > 1:
+        return {key: word for key, (word, _) in found.items()}
+    if found:
+        _, path = next(iter(found.values()))
+        message = (
+            f"the name {path.name!r} is not used as a split, because nothing beside it is named as another split; for "
+            f"one split only, give a table with the column `split` (--table), or edit the manifest."
+        )
+        notes.append(Finding("", message, is_problem=False))
+    return {}
+
+
+def _find_split_place(item: _Item) -> tuple[str, Path] | None:
+    """Return a word for a split, and the folder or the COCO file of an image with the word in its name."""
+    file = item.file
+    for folder in file.path.parents[: len(file.path.relative_to(file.root).parts)]:
+        if find_split(folder.name):
+            return folder.name, folder
     if item.annotation is not None and item.annotation.image:
-        names += re.split(r"[ _.-]|\d+", _stem(item.annotation.path))
-    word = next((name for name in names if find_split(name)), None)
-    return {"split": word} if word else {}
+        words = _find_words(item.annotation.path)
+        return (words[0], item.annotation.path) if words else None
+    return None
 
 
-def _read_image_table(path: Path, items: Sequence[_Item], notes: list[Finding]) -> dict[int, dict[str, str]]:
+def _find_words(path: Path) -> list[str]:
+    """Return the words for splits in the name of a file, such as `val` in `instances_val2017.json`."""
+    return [word for word in re.split(r"[ _.-]|\d+", _stem(path)) if find_split(word)]
+
+
+def _find_words_beside(path: Path) -> list[str]:
+    """Return the words for splits in the names of folders beside a folder, or of JSON files beside a file."""
+    try:
+        others = list(_locate(path).parent.iterdir())
+    except OSError:
+        return []
+    if path.is_dir():
+        return [other.name for other in others if find_split(other.name) and other.is_dir()]
+    return [word for other in others if _has_suffix(other, JSON_SUFFIXES) for word in _find_words(other)]
+
+
+def _read_image_table(
+    path: Path | str | None, items: Sequence[_Item], labels: Sequence[str], notes: list[Finding]
+) -> dict[int, dict[str, str]] | None:
     """Return the known columns of a table about images, by the id of each item that the table lists.
 
-    Raises DataError if two columns have the same content, or if two lines about one image differ.
+    `labels` are names of columns with the class of each image. Without a table, None is returned. Raises DataError if
+    two columns have the same content, if none of `labels` is found, unless there are several, or if two lines about
+    one image differ.
     """
-    table = read_table(path, ())
+    if path is None:
+        return None
+    table = read_table(Path(path), ())
     header = list(table[0][1]) if table else []
     columns = {key: TABLE_COLUMNS.get(re.sub(r"[ -]+", "_", key)) for key in header}
+    columns |= dict.fromkeys((key for key in map(str.casefold, labels) if key in header), "label")
+    if len(labels) == 1 and labels[0].casefold() not in header:
+        raise DataError(f"{path} has no column {labels[0]!r} for --label; it has {count_and_list(header, 'column')}.")
     for column, count in Counter(filter(None, columns.values())).items():
         if count > 1:
             names = " and ".join(repr(key) for key in header if columns[key] == column)
@@ -850,7 +924,7 @@ def _assign_splits(items: Sequence[_Item], has_labels: bool, notes: list[Finding
     strata = {group: labels[group].most_common(1)[0][0] if has_labels else "" for group in groups}
     if min(Counter(strata.values()).values()) < MIN_PATIENTS:
         strata = dict.fromkeys(groups, "")
-    splits = split_fractions(strata, fractions, SPLIT_SEED)
+    splits = _divide_patients(divided, strata, fractions)
     for item in divided:
         item.row["split"] = splits[_find_group(item)]
     if len(groups) < len(fractions):
@@ -861,6 +935,32 @@ def _assign_splits(items: Sequence[_Item], has_labels: bool, notes: list[Finding
     else:
         message += " To change it, edit the column `split` of the manifest."
     notes.append(Finding("", message, is_problem=False))
+
+
+def _divide_patients(
+    items: Sequence[_Item], strata: Mapping[str, str], fractions: Mapping[str, float]
+) -> dict[str, str]:
+    """Return a random split for each patient. Of several, it is the first that shows most classes in each split.
+
+    A network cannot be trained if no training image shows a class, and classes without objects have no score.
+    """
+    classes: defaultdict[str, set[str]] = defaultdict(set)
+    for item in items:
+        classes[_find_group(item)] |= {item.label, *(shape.class_name for shape in item.objects if shape.is_object)}
+    every_class = set[str]().union(*classes.values())
+
+    def count_shown(splits: Mapping[str, str]) -> list[int]:
+        return [
+            len(set[str]().union(*(classes[group] for group, split in splits.items() if split == name)))
+            for name in fractions
+        ]
+
+    best = split_fractions(strata, fractions, SPLIT_SEED)
+    for seed in range(SPLIT_SEED + 1, SPLIT_SEED + SPLIT_TRIES):
+        if min(count_shown(best)) == len(every_class):
+            break
+        best = max(best, split_fractions(strata, fractions, seed), key=count_shown)  # the first, if both are equal
+    return best
 
 
 def _keep_splits(items: Sequence[_Item], notes: list[Finding]) -> None:

@@ -545,40 +545,25 @@ class SlidePass:
         network, grid = self._features, self.grid
         count = len(shapes) if self.labels is None else sum(self._counts.values())
         sums, totals = np.zeros((count, network.channels)), np.zeros((count, 1))
+        placed = _PlacedShapes(shapes if self.labels is None else (), grid)
         for rows, columns in grid.tiles:
-            labels = self._label_outputs(rows, columns, shapes)
-            if not labels.any():
+            if self.labels is None:
+                numbers, *outputs = placed.find_outputs(rows, columns)
+            else:
+                labels = self.labels.read_part(rows, columns).astype(np.int64)
+                outputs = list(np.nonzero(labels))
+                numbers = labels[*outputs] - 1
+            if not len(numbers):
                 continue
             _, (all_rows, all_columns), frame = grid.frame_of(rows, columns)
             pixels = torch.from_numpy(self.view.read(*frame)).permute(2, 0, 1)[None].to(self.model.device)
             with torch.no_grad():
                 features = network(pixels)[0, :, rows.within(all_rows), columns.within(all_columns)]
-            inside = labels > 0
-            values, numbers = features.double().cpu().numpy()[:, inside], labels[inside] - 1
+            values = features.double().cpu().numpy()[:, *outputs]
             unique, indices = np.unique(numbers, return_inverse=True)
             totals[unique, 0] += np.bincount(indices)
             sums[unique] += np.stack([np.bincount(indices, channel) for channel in values], axis=1)
         return np.asarray(sums / totals, np.float32)
-
-    def _label_outputs(
-        self, rows: Span, columns: Span, shapes: Sequence[Point | tuple[Polygon, ...]]
-    ) -> NDArray[np.int64]:
-        """Return the number of the object at each output of a tile (from 1), or 0. `shapes` is that of `embed`."""
-        if self.labels is not None:
-            return self.labels.read_part(rows, columns).astype(np.int64)
-        labels = np.zeros((rows.size, columns.size), np.int64)
-        corner, side = self.grid.output_frame()
-        for number, shape in enumerate(shapes, 1):
-            if isinstance(shape, Point):
-                row, column = np.floor((np.array(shape) - corner) / side).astype(int)
-                row, column = min(max(row, 0), self.grid.size[0] - 1), min(max(column, 0), self.grid.size[1] - 1)
-                if row in range(*rows) and column in range(*columns):
-                    labels[row - rows.start, column - columns.start] = number
-            else:
-                rings = [[(ring - corner) / side for ring in polygon.rings] for polygon in shape]
-                polygons = [Polygon(outer, tuple(holes)) for outer, *holes in rings]
-                labels[fill_outline(polygons, labels.shape, (rows.start, columns.start))] = number
-        return labels
 
     @property
     def measurement_names(self) -> tuple[str, ...]:
@@ -808,6 +793,47 @@ class SlidePass:
 
 
 # The pixels of a slide
+
+
+class _PlacedShapes:
+    """The shapes of objects, in outputs of a grid.
+
+    The output of a point is the nearest; those of an outline have their centers inside. Objects may share outputs.
+    """
+
+    def __init__(self, shapes: Sequence[Point | tuple[Polygon, ...]], grid: Grid) -> None:
+        corner, side = grid.output_frame()
+        is_point = np.array([isinstance(shape, Point) for shape in shapes], bool)
+        self._points = np.flatnonzero(is_point)  # numbers of the objects that are points
+        positions = np.array([shape for shape in shapes if isinstance(shape, Point)]).reshape(-1, 2)
+        cells = np.floor((positions - corner) / side).clip(0, np.array(grid.size) - 1)
+        self._cells = cells.astype(np.int64)
+        self._outlined = np.flatnonzero(~is_point)  # numbers of the objects that are outlines
+        self._outlines = [
+            tuple(
+                Polygon((one.outer - corner) / side, tuple((hole - corner) / side for hole in one.holes))
+                for one in shape
+            )
+            for shape in shapes
+            if not isinstance(shape, Point)
+        ]
+        vertices = [np.concatenate([polygon.outer for polygon in outline]) for outline in self._outlines]
+        self._low = np.array([np.floor(ring.min(axis=0)) for ring in vertices]).reshape(-1, 2).astype(int)
+        self._high = np.array([np.ceil(ring.max(axis=0)) for ring in vertices]).reshape(-1, 2).astype(int)
+
+    def find_outputs(self, rows: Span, columns: Span) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Return the number of an object (from 0), row and column in the tile, for each of its outputs in a tile."""
+        start, stop = np.array([rows.start, columns.start]), np.array([rows.stop, columns.stop])
+        inside = np.all((self._cells >= start) & (self._cells < stop), axis=1)
+        numbers, cells = [self._points[inside]], [self._cells[inside] - start]
+        for i in np.flatnonzero(np.all((self._low < stop) & (self._high > start), axis=1)):
+            low, high = np.maximum(self._low[i], start), np.minimum(self._high[i], stop)
+            height, width = (high - low).tolist()
+            filled = np.argwhere(fill_outline(self._outlines[i], (height, width), (float(low[0]), float(low[1]))))
+            numbers.append(np.full(len(filled), self._outlined[i]))
+            cells.append(filled + low - start)
+        all_cells = np.concatenate(cells)
+        return np.concatenate(numbers), all_cells[:, 0], all_cells[:, 1]
 
 
 class _OnceRead:

@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rotopath import group
-from rotopath.environment import count_cores
+from rotopath.environment import count_cores, limit_processes
 from rotopath.models import DenseNetwork, Geometry
 from rotopath.nn import center_crop
 from rotopath.writing import temporary_folder
@@ -669,6 +669,7 @@ def start_workers(count: int) -> Iterator[Run | None]:
     if not count:
         yield None
         return
+    count = limit_processes(count)
     # Processes that are forked from a process with threads or with a GPU can hang. So they are forked from a server.
     has_server = "forkserver" in get_all_start_methods()
     context = get_context("forkserver" if has_server else "spawn")

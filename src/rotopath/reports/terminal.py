@@ -6,7 +6,8 @@ At import, this module imports no packages that take long to import, such as tor
 import re
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,8 @@ from rich.progress import Progress
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+import rotopath
 
 EXIT_ERROR, EXIT_INTERRUPTED, EXIT_TERMINATED = 2, 130, 143  # exit codes; 128 + SIGINT or SIGTERM, as in shells
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  # also reverses the direction of text
@@ -49,8 +52,8 @@ def user_errors_in_one_sentence() -> Iterator[None]:
     """Context manager: if the user can correct an error, print it as one sentence and exit with code 2.
 
     These errors are problems with data, recipes, runs, clusters or files, and missing optional packages. All other
-    errors are raised as usual, with a traceback. After Ctrl-C or SIGTERM, print what to do, and exit with code 130 or
-    143.
+    errors are raised as usual, with a traceback. Warnings of rotopath are printed as one sentence too, once each. After
+    Ctrl-C or SIGTERM, print what to do, and exit with code 130 or 143.
     """
     from rotopath.data import DataError
     from rotopath.environment import find_extra, install_command
@@ -60,6 +63,8 @@ def user_errors_in_one_sentence() -> Iterator[None]:
     from rotopath.recipe import RecipeError
     from rotopath.writing import BusyError, is_disk_full
 
+    format_warning = warnings.formatwarning
+    warnings.formatwarning = _make_warning_format()
     try:
         with terminate_like_interrupt():
             yield
@@ -78,6 +83,26 @@ def user_errors_in_one_sentence() -> Iterator[None]:
         if not is_disk_full(error):  # libraries raise errors of their own because of a full disk
             raise
         exit_with_error(DISK_FULL)
+    finally:
+        warnings.formatwarning = format_warning
+
+
+def _make_warning_format() -> Callable[..., str]:
+    """Return a function that formats a warning like an error message, if it comes from rotopath."""
+    format_others, printed = warnings.formatwarning, set[str]()
+    package = Path(rotopath.__file__).parent
+
+    def format_warning(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        if not Path(filename).is_relative_to(package):
+            return format_others(message, category, filename, lineno, line)
+        text = f"rotopath: {message}\n"
+        is_new = text not in printed
+        printed.add(text)
+        return text if is_new else ""
+
+    return format_warning
 
 
 def _describe_os_error(error: OSError) -> str:
