@@ -32,8 +32,12 @@ class Job:
 
         The other files of the job have this path with a suffix, such as "tumor/N8-seed0.toml".
         """
-        regime = "" if self.recipe.regime is None else f"-regime{self.recipe.regime!r}".removesuffix(".0")
-        return f"{self.part}/N{self.recipe.orientations}{regime}-seed{self.recipe.seed}"
+        return f"{self.part}/N{self.recipe.orientations}{name_regime(self.recipe)}-seed{self.recipe.seed}"
+
+
+def name_regime(recipe: Recipe) -> str:
+    """Return the part of file names that states the amount of training data, such as "-regime0.5"; "" for all data."""
+    return "" if recipe.regime is None else f"-regime{recipe.regime!r}".removesuffix(".0")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ the same class. On slides, objects in one tile are found at once, and objects in
 tiles after the last tile.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -188,6 +189,11 @@ class Segment(Task):
     @property
     def reader(self) -> SampleReader:
         return SampleReader(self.spacing_um_px, self.stain, self.targets, 1 if self.is_single else 2)
+
+    def count_windows(self, samples: Sequence[Sample], window: TrainingWindow) -> int:
+        """Return the total area of the images, divided by the area that the network predicts in a window."""
+        area_px = sum(math.prod(self.reader.without_targets.size_px(sample)) for sample in samples)
+        return int(area_px / window.target_px**2)
 
     def make_sampler(
         self, samples: Sequence[Sample], settings: SamplerSettings, window: TrainingWindow, mined: Ints | None

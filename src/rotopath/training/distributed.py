@@ -88,7 +88,7 @@ def make_trainer(recipe: Recipe, folder: Path, recorder: RunRecorder) -> Trainer
             precision="32-true" if recipe.precision == "32" else "bf16-mixed",
             callbacks=[recorder],
             logger=TensorBoardLogger(folder, name="", version=TENSORBOARD),
-            log_every_n_steps=min(LOG_EVERY_STEPS, recipe.steps),
+            log_every_n_steps=min(LOG_EVERY_STEPS, recipe.step_count),
             num_sanity_val_steps=0,
             enable_checkpointing=False,  # the recorder writes checkpoints
             enable_progress_bar=False,
