@@ -25,13 +25,13 @@ from rotopath.synthetic import organs
 from rotopath.tasks import NUCLEI, Class, Overrides, Segment, TrainingWindow, make_task
 from rotopath.tasks.segment import (
     BACKGROUND,
+    BACKGROUND_TRIED,
     BORDER,
-    HIGHEST,
     INSIDE,
-    LOWEST,
+    LEAST_FRACTIONS,
     NO_CLASS,
     PARTS,
-    VALUES,
+    THRESHOLDS,
     ObjectEvidence,
     balancing_weights,
     part_map,
@@ -219,8 +219,8 @@ def test_the_best_operating_point_is_not_at_an_end_of_the_values_that_were_tried
     evidence = replace(field(truth, truth), prediction=Prediction(planes, 1, (0.0, 0.0)))
     point = NUCLEI.choose_operating_point([evidence])
     assert NUCLEI.score([evidence], point)["f1"] == 1
-    assert point["background"] == 0.05 < LOWEST["background"]
-    at_first = NUCLEI.score([evidence], point | {"background": LOWEST["background"]})
+    assert point["background"] == 0.05 < min(BACKGROUND_TRIED)
+    at_first = NUCLEI.score([evidence], point | {"background": min(BACKGROUND_TRIED)})
     assert at_first["f1"] == pytest.approx(2 / 3)
 
 
@@ -305,11 +305,9 @@ def test_no_operating_point_has_a_higher_f1_than_the_chosen_one() -> None:
         classes = np.zeros(truth.max() + 1, np.int64)
         prediction = predict_nearly_perfectly(truth, blur_px=2.0, noise=1.2, seed=int(case))
         evidence.append(ObjectEvidence(case, case, truth, classes, prediction))
-    tried = {
-        name: [value for value in values if LOWEST[name] <= value <= HIGHEST[name]] for name, values in VALUES.items()
-    }
-    points = [dict(zip(tried, values, strict=True)) | {"least_px": 0} for values in product(*tried.values())]
-    grid = [NUCLEI.score(evidence, point)["f1"] for point in points[::13]]
+    tried = product(THRESHOLDS[4:], THRESHOLDS[3:-4], LEAST_FRACTIONS)
+    points = [dict(zip(("inside", "background", "least_fraction"), values, strict=True)) for values in tried]
+    grid = [NUCLEI.score(evidence, point)["f1"] for point in points[::17]]
     best = NUCLEI.score(iter(evidence), NUCLEI.choose_operating_point(iter(evidence)))["f1"]
     assert best >= max(grid)  # type: ignore[type-var,operator]
     assert best > min(grid), "the points differ"  # type: ignore[type-var,operator]

@@ -68,18 +68,14 @@ INSIDE, BORDER, BACKGROUND = range(3)
 NO_CLASS = 255  # value of pixels outside of all objects, in target maps of classes, and of pixels in ignored areas
 BORDER_UM = 0.5  # width of the border, which belongs to the object: 2 px at 0.25 µm/px
 MIN_SEED_UM2 = 1.25  # smaller seeds are ignored, because they would split objects; 20 px at 0.25 µm/px
-# Values that are tried on the validation set to find the best operating point: two thresholds, and the least area of an
-# object as a fraction of the median area of the objects in its field. At first, the values from LOWEST to HIGHEST are
-# tried. While the best value is the lowest or the highest one that was tried, the next value is tried too.
+# Values of the operating point. On the validation set, all combinations of INSIDE_TRIED and BACKGROUND_TRIED are tried
+# first, and then the neighbors of the best combination in THRESHOLDS, until no neighbor is better. So the best values
+# are not at an end of those tried. The least area of an object is a fraction of the median area in its field.
 THRESHOLDS = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.9875)
-VALUES = {
-    "inside": THRESHOLDS,
-    "background": THRESHOLDS,
-    "least_fraction": (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9),
-}
-LOWEST = {"inside": 0.3, "background": 0.1, "least_fraction": 0.1}
-HIGHEST = {"inside": 0.9, "background": 0.7, "least_fraction": 0.5}
-PREFERRED = {"inside": 0.5, "background": 0.5, "least_fraction": 0.3}  # of values that are equally good
+INSIDE_TRIED = (0.3, 0.5, 0.7, 0.9)
+BACKGROUND_TRIED = (0.1, 0.3, 0.5, 0.7)
+LEAST_FRACTIONS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+PREFERRED = (0.5, 0.5, 0.3)  # of operating points that are equally good, the one nearest to these values is chosen
 # The largest image that counts as a field: its objects are compared with their own median area. On larger images, such
 # as slides, `least_px` of the operating point is used. 2048 × 2048 px are 0.26 mm² at 0.25 µm/px.
 MAX_FIELD_PX = 2**22
@@ -346,38 +342,31 @@ class Segment(Task):
     def choose_operating_point(self, evidence: Iterable[ObjectEvidence], rule: str | None = None) -> dict[str, float]:
         """Return the operating point with the highest F1, computed over the objects of all images together.
 
-        All combinations of the values from LOWEST to HIGHEST are tried, and further values while a best value is at an
-        end. Of several operating points with the highest F1, the one nearest to PREFERRED is returned. `least_px`, the
-        least area on slides, is the best fraction of the median area of the objects in all images together.
+        The two thresholds are searched as described at THRESHOLDS, each with all LEAST_FRACTIONS. Of several operating
+        points with the highest F1, the one nearest to PREFERRED is returned. `least_px`, the least area on slides, is
+        the best fraction of the median area of the objects in all images together.
         """
         overlap_rule = cast(OverlapRule, self.resolve_rule(rule))
         fields = list(evidence)
-        grown: dict[tuple[float, ...], list[tuple[Overlaps, Ints]]] = {}  # by the two thresholds, for each image
-        counts: dict[tuple[float, ...], ObjectCounts] = {}
-        tried = {
-            name: values[values.index(LOWEST[name]) : values.index(HIGHEST[name]) + 1]
-            for name, values in VALUES.items()
-        }
-        while True:
-            for inside, background, fraction in product(*tried.values()):
-                if (inside, background) not in grown:
-                    grown[inside, background] = [self._find_overlaps(field, inside, background) for field in fields]
-                if (inside, background, fraction) not in counts:
-                    counts[inside, background, fraction] = sum(
-                        (
-                            match_objects(overlaps.without_small(fraction * self._median_area_px(areas)), overlap_rule)
-                            for overlaps, areas in grown[inside, background]
-                        ),
-                        NO_COUNTS,
-                    )
-            best = max(counts, key=lambda values: (counts[values].f1, -_distance_to_preferred(values)))
-            widened = {name: _widen(tried[name], value, VALUES[name]) for name, value in zip(tried, best, strict=True)}
-            if widened == tried:
-                break
-            tried = widened
-        point = dict(zip(tried, best, strict=True))
-        areas = np.concatenate([np.empty(0, np.int64), *(areas for _, areas in grown[best[:2]])])
-        return {**point, "least_px": round(point["least_fraction"] * self._median_area_px(areas), 1)}
+        areas: dict[tuple[float, float], list[Ints]] = {}  # by the two thresholds: of the objects of each image
+        counts: dict[tuple[float, float, float], ObjectCounts] = {}
+        candidates = list(product(INSIDE_TRIED, BACKGROUND_TRIED))
+        while candidates:
+            for pair in candidates:
+                areas[pair] = []
+                for field in fields:
+                    overlaps, areas_px = self._find_overlaps(field, *pair)
+                    areas[pair].append(areas_px)
+                    for fraction in LEAST_FRACTIONS:
+                        large = overlaps.without_small(fraction * self._median_area_px(areas_px))
+                        point = (*pair, fraction)
+                        counts[point] = counts.get(point, NO_COUNTS) + match_objects(large, overlap_rule)
+            best = max(counts, key=lambda point: (counts[point].f1, -_distance_to_preferred(point)))
+            candidates = [pair for pair in product(*map(_list_neighbors, best[:2])) if pair not in areas]
+        inside, background, fraction = best
+        pooled = np.concatenate([np.empty(0, np.int64), *areas[inside, background]])
+        least_px = round(fraction * self._median_area_px(pooled), 1)
+        return {"inside": inside, "background": background, "least_fraction": fraction, "least_px": least_px}
 
     def _find_overlaps(self, field: ObjectEvidence, min_inside: float, max_background: float) -> tuple[Overlaps, Ints]:
         """Return the overlaps of the annotated and the predicted objects of an image, and all predicted areas."""
@@ -757,15 +746,15 @@ class InstanceFinder:
 # Operating points
 
 
-def _distance_to_preferred(values: tuple[float, ...]) -> float:
+def _distance_to_preferred(point: tuple[float, float, float]) -> float:
     """Return how far an operating point is from PREFERRED."""
-    return sum(abs(value - preferred) for value, preferred in zip(values, PREFERRED.values(), strict=True))
+    return sum(abs(value - preferred) for value, preferred in zip(point, PREFERRED, strict=True))
 
 
-def _widen(tried: tuple[float, ...], best: float, values: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the values that were tried, and the next one of `values` at the end at which the best one is, if any."""
-    first, last = values.index(tried[0]), values.index(tried[-1])
-    return values[max(0, first - (best == tried[0])) : last + 1 + (best == tried[-1])]
+def _list_neighbors(threshold: float) -> tuple[float, ...]:
+    """Return a threshold, and those before and after it in THRESHOLDS."""
+    index = THRESHOLDS.index(threshold)
+    return THRESHOLDS[max(0, index - 1) : index + 2]
 
 
 # Ignored areas
