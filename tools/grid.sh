@@ -2,9 +2,9 @@
 # Run one task of studies/samples.toml on this machine, and pack what the results page needs, without weights.
 #   tools/grid.sh TASK OUT [options of `rotopath study run`]
 # TASK is mitosis, nuclei or tumor; its data is in data/sample-TASK. Files in OUT: TASK.tar.gz with the small files of
-# all runs, TASK-figures.tar with the rotated predictions, for figures, of the runs on all data, and
-# samples-report.tar.gz with the report of all runs so far. The runs stop after LIMIT_S seconds; the same command
-# resumes them.
+# all runs, TASK-figures.tar.* with the rotated predictions, for figures, of the runs on all data, and
+# samples-report.tar.gz with the report of all runs so far. The trainings stop after LIMIT_S seconds (480), and AT_ONCE
+# of them (14) run at once; the same command resumes them.
 set -uo pipefail
 task=$1 out=$2
 shift 2
@@ -33,26 +33,27 @@ fi
 
 # One cell again: its scores are to be the same
 again=runs/samples-again/$task
-first=$(cd "runs/samples/$task" && ls -d N8-*-seed0 | sort -V | tail -1)
-[ "$task" = tumor ] && first=N8-regime0.1-seed0
-if [ -f "runs/samples/$task/$first/evaluation-test.json" ] && [ ! -d "$again" ]; then
+cell=$(cd "runs/samples/$task" && ls -d N*-seed0 | sort -V | grep "${CELL:-^N8-}" | head -1)
+if [ -n "$cell" ] && [ -f "runs/samples/$task/$cell/evaluation-test.json" ] && [ ! -d "$again" ]; then
     mkdir -p "$again"
-    cp "runs/samples/$task/$first.toml" "$again/"
-    rotopath train "$again/$first.toml" --out "$again/$first" >/dev/null
-    rotopath evaluate "$again/$first" --robustness >/dev/null
-    for file in metrics.json evaluation-test.json; do
-        cmp "runs/samples/$task/$first/$file" "$again/$first/$file" && echo "$task: $first again gives the same $file"
+    cp "runs/samples/$task/$cell.toml" "$again/"
+    rotopath train "$again/$cell.toml" --out "$again/$cell" >/dev/null
+    rotopath evaluate "$again/$cell" --robustness >/dev/null
+    for file in metrics.json evaluation-test.json weights.safetensors; do
+        cmp "runs/samples/$task/$cell/$file" "$again/$cell/$file" && echo "$task: $cell again gives the same $file"
     done
-    cmp "runs/samples/$task/$first/weights.safetensors" "$again/$first/weights.safetensors" && echo "same weights"
     echo "$task: one cell again after $((SECONDS - begin)) s"
 fi
 
 mkdir -p "$out"
-tar czf "$out/$task.tar.gz" --exclude=weights.safetensors --exclude='*.npz' --exclude='*.ckpt' --exclude=tensorboard \
-    --exclude=kept.safetensors --exclude='.*' "${parts[@]/#/runs/samples/}" "$again"
-largest=$(ls -d runs/samples/"$task"/N1-*seed0/ | sed -E 's/.*-(regime[^-]*)-.*/\1/' | sort -V | tail -1)
-ls runs/samples/"$task"*/N*-"$largest"-seed*/evaluation-test.npz | tar cf "$out/$task-figures.tar" -T -
-rotopath study report runs/samples --out "$out/samples-report" &&
-    tar czf "$out/samples-report.tar.gz" -C "$out" samples-report && rm -r "$out/samples-report"
+folders=("${parts[@]/#/runs/samples/}")
+[ -d "$again" ] && folders+=("$again")
+tar czf "$out/$task.tar.gz" --exclude=weights.safetensors --exclude=kept.safetensors --exclude='*.npz' \
+    --exclude='*.ckpt' --exclude=tensorboard --exclude='.*' "${folders[@]}"
+largest=$(ls runs/samples/"$task" | sed -nE 's/.*-(regime[^-]*)-seed0$/\1/p' | sort -V | tail -1)
+ls runs/samples/"$task"*/N*-"$largest"-seed*/evaluation-test.npz | tar cf - -T - |
+    split -b 15m - "$out/$task-figures.tar."
+rotopath study report runs/samples --out runs/samples-report &&
+    tar czf "$out/samples-report.tar.gz" --exclude='*.pdf' -C runs samples-report
 ls -la "$out"
 echo "$task: all after $((SECONDS - begin)) s"
