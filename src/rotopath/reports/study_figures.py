@@ -172,8 +172,9 @@ def blend_maps(mean: NDArray[np.floating], deviation: NDArray[np.floating]) -> N
 
     The two colors are multiplied: a pixel that is always predicted is gray, and one that changes with the angle is red.
     """
-    red: NDArray[np.float64] = WHITE_TO_RED(np.clip(deviation / MAX_DEVIATION, 0, 1))[..., :3]
-    return red * (1 - DARKEST * np.clip(mean, 0, 1)[..., None])
+    red = np.asarray(WHITE_TO_RED(np.clip(deviation / MAX_DEVIATION, 0, 1)), np.float64)[..., :3]
+    colors: NDArray[np.float64] = red * (1 - DARKEST * np.clip(mean, 0, 1)[..., None])
+    return colors
 
 
 def _read_all_rotated(results: Sequence[StudyResult], key: str) -> list[tuple[int, Mapping[str, NDArray[Any]]]] | None:

@@ -362,7 +362,8 @@ class Segment(Task):
                         point = (*pair, fraction)
                         counts[point] = counts.get(point, NO_COUNTS) + match_objects(large, overlap_rule)
             best = max(counts, key=lambda point: (counts[point].f1, -_distance_to_preferred(point)))
-            candidates = [pair for pair in product(*map(_list_neighbors, best[:2])) if pair not in areas]
+            near = product(_list_neighbors(best[0]), _list_neighbors(best[1]))
+            candidates = [pair for pair in near if pair not in areas]
         inside, background, fraction = best
         pooled = np.concatenate([np.empty(0, np.int64), *areas[inside, background]])
         least_px = round(fraction * self._median_area_px(pooled), 1)
