@@ -2,9 +2,9 @@
 # Run one task of studies/samples.toml on this machine, and pack what the results page needs, without weights.
 #   tools/grid.sh TASK OUT [options of `rotopath study run`]
 # TASK is mitosis, nuclei or tumor; its data is in data/sample-TASK. Files in OUT: TASK.tar.gz with the small files of
-# all runs, TASK-figures.tar.* with the rotated predictions, for figures, of the runs on all data, and
-# samples-report.tar.gz with the report of all runs so far. The trainings stop after LIMIT_S seconds (480), and AT_ONCE
-# of them (14) run at once; the same command resumes them.
+# all runs, and TASK-figures.tar.* with the rotated predictions, for figures, of the runs on all data. Unpacked on any
+# machine (cat TASK-figures.tar.* | tar x), `rotopath study report runs/samples` reads them. The trainings stop after
+# LIMIT_S seconds (480), and AT_ONCE of them (14) run at once; the same command resumes them.
 set -uo pipefail
 task=$1 out=$2
 shift 2
@@ -53,7 +53,5 @@ tar czf "$out/$task.tar.gz" --exclude=weights.safetensors --exclude=kept.safeten
 largest=$(ls runs/samples/"$task" | sed -nE 's/.*-(regime[^-]*)-seed0$/\1/p' | sort -V | tail -1)
 ls runs/samples/"$task"*/N*-"$largest"-seed*/evaluation-test.npz | tar cf - -T - |
     split -b 15m - "$out/$task-figures.tar."
-rotopath study report runs/samples --out runs/samples-report &&
-    tar czf "$out/samples-report.tar.gz" --exclude='*.pdf' -C runs samples-report
 ls -la "$out"
 echo "$task: all after $((SECONDS - begin)) s"
