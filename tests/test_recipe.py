@@ -1,6 +1,7 @@
 """Recipes: a written recipe is read back equal, changes apply, and every wrong key is named."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -13,6 +14,7 @@ from rotopath.data import Augmentation
 from rotopath.models.architecture import ARCHITECTURES, Pooling, Upsampling
 from rotopath.nn.project import PROJECTIONS
 from rotopath.recipe import (
+    LEAST_PASS_STEPS,
     NETWORK_OPTIONS,
     Mining,
     NetworkOptions,
@@ -392,3 +394,18 @@ def test_reflections_are_a_key(tmp_path: Path) -> None:
     assert network.architecture.channels(4) == build(read_recipe(path)).architecture.channels(8)
     with pytest.raises(RecipeError, match="'reflections' of tumor must be False or True; got 'mirror'"):
         read_recipe(path, ["reflections=mirror"])
+
+
+def test_a_pass_shows_the_training_data_once_but_has_a_least_number_of_steps() -> None:
+    recipe = make_recipe({"task": "tumor", "data": "d", "steps": "pass"})
+    assert recipe.count_steps(262_144) == 4096, "as for PCam in batches of 64"
+    assert recipe.count_steps(262_145) == 4097
+    assert recipe.count_steps(1000) == LEAST_PASS_STEPS
+    with pytest.raises(ValueError, match="depends on the data"):
+        recipe.step_count  # noqa: B018
+    assert make_recipe({"task": "tumor", "data": "d", "steps": 7}).count_steps(262_144) == 7
+    assert find_changed_key(replace(recipe, steps=4096), recipe) is None, "the run folder has the number of steps"
+    assert find_changed_key(recipe, replace(recipe, steps=4096)) == "steps"
+    for value in ("all", 0, True):
+        with pytest.raises(RecipeError, match="'steps'"):
+            make_recipe({"task": "tumor", "data": "d", "steps": value})

@@ -27,13 +27,15 @@ from rotopath.tasks.task import LossWeights
 HARDWARE = ("accelerator", "devices", "nodes", "cache", "workers")  # keys that do not change the result of a training
 RECIPES = Path(__file__).parent / "recipes"  # recipes of the package
 MAX_EPOCHS, MAX_ORIENTATIONS, MAX_WINDOW_PX = 10**5, 128, 4096
+PASS = "pass"  # value of the key `steps`: an epoch is a pass over the training data
+LEAST_PASS_STEPS = 500  # of a pass; otherwise the learning rate of small datasets would be halved after a few steps
 # The lowest and the highest value of keys with whole numbers. Higher values are mistakes: a training would need years,
 # or more memory than computers have.
 BOUNDS = {
     "orientations": (1, MAX_ORIENTATIONS),
     "seed": (0, 2**32 - 1),
     **dict.fromkeys(("epochs", "patience"), (1, MAX_EPOCHS)),
-    **dict.fromkeys(("steps", "validation_steps", "checkpoint_steps"), (1, 10**7)),
+    **dict.fromkeys(("steps", "validation_steps", "checkpoint_steps"), (1, 10**7)),  # `steps` may also be "pass"
     "batch": (1, 2**16),
     **dict.fromkeys(("window_px", "stride_px"), (1, MAX_WINDOW_PX)),
     "workers": (0, 256),
@@ -60,8 +62,9 @@ class NetworkOptions(dict[str, Any]):
 class Mining:
     """Settings of hard example mining.
 
-    A baseline network is trained first. Its worst mistakes on the training images are the hard examples. The main
-    training then draws windows at the hard examples more often.
+    A baseline network is trained first: an ordinary CNN (N = 1), with the seed 0. Its worst mistakes on the training
+    images are the hard examples. The main training then draws windows at the hard examples more often. So networks that
+    differ only in N, in options or in the seed have the same hard examples.
     """
 
     epochs: int = 4  # number of epochs for which the baseline network is trained
@@ -105,15 +108,21 @@ class Recipe:
     from_: str | None = None
     from_rate: float = 0.1  # learning rate of the weights that come from this model, as a fraction of `learning_rate`
     frozen_stages: int = 0  # number of stages of the network, from the first one, whose weights are not trained
-    seed: int = 0  # of initial weights, sampling, augmentation, and the selection of training data for `regime`
+    # Of initial weights, sampling and augmentation. The training data of a regime, and the baseline network that finds
+    # hard examples, do not depend on the seed.
+    seed: int = 0
     epochs: int = 20  # largest number of epochs; the training may stop earlier, see `patience`
-    steps: int = 500  # batches per epoch
+    # Batches per epoch. "pass": as many as show the training data once, but at least LEAST_PASS_STEPS.
+    steps: int | Literal["pass"] = 500
     batch: int | None = None  # windows per batch, over all devices; default: 16 for "segment", otherwise 64
     window_px: int | None = None  # side of training windows; default: that of the network
     optimiser: Literal["sgd", "adamw"] = "sgd"
     learning_rate: float = 0.01  # at the start of the training
     momentum: float = 0.9  # of SGD
-    weight_decay: float = 5e-4  # decoupled: each step multiplies kernels by 1 - learning_rate · weight_decay
+    weight_decay: float = 5e-4  # decoupled: each step multiplies kernels by 1 - scale · weight_decay
+    # The scale of weight decay in a step: the learning rate of the step, as in torch, or the learning rate divided by
+    # the first learning rate ("schedule"), as Loshchilov and Hutter write it. At a rate of 0.01, 100 times more.
+    weight_decay_scale: Literal["learning-rate", "schedule"] = "learning-rate"
     # Learning rate: halved after each epoch, decreased to 0 along a cosine, or constant.
     schedule: Literal["halve", "cosine", "constant"] = "halve"
     # Weights to keep: those after the epoch with the lowest validation loss ("best"), or after the last epoch ("last").
@@ -123,6 +132,9 @@ class Recipe:
     validation_steps: int = 32  # batches for each validation loss; "classify" always uses all validation patches
     checkpoint_steps: int = 200  # steps between two checkpoints
     precision: Literal["32", "bf16"] = "32"  # float32, or mixed precision with bfloat16
+    # Whether the same recipe gives the same weights again on the same GPU: convolutions use only algorithms that always
+    # round in the same way, which may be slower. On the CPU, this is always so.
+    deterministic: bool = False
     accelerator: Literal["auto", "cpu", "gpu"] = "auto"
     devices: int = 1  # per node; every batch is divided among all devices of all nodes
     nodes: int = 1  # number of machines
@@ -161,7 +173,7 @@ class Recipe:
             )
         for name, (lowest, highest) in BOUNDS.items():
             value = getattr(self, name)
-            is_valid = value is None or lowest <= value <= highest
+            is_valid = value is None or value == PASS or lowest <= value <= highest
             _require(is_valid, name, value, f"a whole number from {lowest} to {highest}")
         _require(0 <= self.momentum < 1, "momentum", self.momentum, "a number from 0 to below 1")
         _require(0 <= self.weight_decay <= 1, "weight_decay", self.weight_decay, "a number from 0 to 1")
@@ -180,6 +192,17 @@ class Recipe:
     def batch_size(self) -> int:
         """The number of windows per batch, over all devices: the key `batch`, or the default of the kind of task."""
         return self.kind.default_batch if self.batch is None else self.batch
+
+    @property
+    def step_count(self) -> int:
+        """The number of steps per epoch. Raises ValueError if it is not known without the data, see `count_steps`."""
+        if isinstance(self.steps, str):
+            raise ValueError("The number of steps of a pass depends on the data; call count_steps.")
+        return self.steps
+
+    def count_steps(self, windows: int) -> int:
+        """Return the number of steps per epoch. `windows` is the number of windows that show the training data once."""
+        return max(LEAST_PASS_STEPS, -(-windows // self.batch_size)) if self.steps == PASS else self.step_count
 
     @property
     def kind(self) -> type[Task]:
@@ -303,9 +326,10 @@ def find_changed_key(before: Recipe, now: Recipe) -> str | None:
 
     `before` is the recipe in a run folder; `now` is the recipe of the user. Keys in HARDWARE are not compared, because
     they do not change the result of a training. The key `classes` is not compared if it is empty in `now`, because
-    `before` then contains the class names of the data.
+    `before` then contains the class names of the data. Nor is `steps` if it is "pass" in `now`: `before` then contains
+    the number of steps.
     """
-    ignored = (*HARDWARE, *(() if now.classes else ("classes",)))
+    ignored = (*HARDWARE, *(() if now.classes else ("classes",)), *(("steps",) if now.steps == PASS else ()))
     names = (key.name for key in dataclasses.fields(Recipe) if key.name not in ignored)  # with "from_" for `from`
     return next((name for name in names if getattr(before, name) != getattr(now, name)), None)
 

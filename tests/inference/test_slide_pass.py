@@ -87,7 +87,7 @@ def choose_point(task: str, network: Network, image: np.ndarray) -> dict[str, fl
         inside, _, background = (
             float(np.quantile(probabilities, q)) for probabilities, q in zip(maps, (0.6, 0.5, 0.5), strict=True)
         )
-        return {"inside": inside, "background": background, "least_px": 5}
+        return {"inside": inside, "background": background, "least_fraction": 0.5, "least_px": 10**6}
     return {"threshold": float(np.quantile(maps, 0.6))}
 
 

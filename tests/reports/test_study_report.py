@@ -4,13 +4,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rotopath.images.files import UnreadableFileError
 from rotopath.model_file import RunError
 from rotopath.recipe import NetworkOptions, Recipe
-from rotopath.reports.study_figures import _read_validation_losses
-from rotopath.reports.study_report import cost_section, why_not_comparable
+from rotopath.reports.study_figures import DARKEST, _read_validation_losses, blend_maps, choose_windows
+from rotopath.reports.study_report import PartReport, cost_section, why_not_comparable
 from rotopath.studies.results import StudyResult
 
 pytestmark = pytest.mark.slow
@@ -67,3 +68,33 @@ def test_a_damaged_log_is_refused_in_one_sentence(content: bytes, tmp_path: Path
         _read_validation_losses(log)
     assert str(refused.value).startswith(str(log))
     assert str(refused.value).endswith(".")
+
+
+def test_figures_show_the_seed_with_the_best_validation_score(tmp_path: Path) -> None:
+    results = []
+    for n, seed, valid, test in ((1, 0, 0.7, 0.9), (1, 1, 0.8, 0.1), (8, 0, 0.6, 0.2), (8, 1, 0.5, 0.9)):
+        folder = tmp_path / f"N{n}-seed{seed}"
+        folder.mkdir()
+        (folder / "metrics.json").write_text(json.dumps({"valid": {"accuracy": valid}, "test": {"accuracy": test}}))
+        recipe = Recipe("tumor", "d", orientations=n, seed=seed)
+        results.append(StudyResult("tumor", folder, recipe, 1, {"accuracy": test}))
+    shown = PartReport("tumor", results, [], tmp_path).best_seeds
+    assert [(result.recipe.orientations, result.recipe.seed) for result in shown] == [(1, 1), (8, 0)]
+    (results[0].folder / "metrics.json").write_text('{"valid": {"accuracy": 2}}')
+    with pytest.raises(RunError, match="'accuracy' must be a number from 0 to 1; got 2"):
+        StudyResult("tumor", results[0].folder, results[0].recipe, 1, {}).validation_score  # noqa: B018
+
+
+def test_windows_are_chosen_by_their_labels_alone() -> None:
+    assert choose_windows(np.array([0, 0, 1, 0, 1, 1, 1, 1, 0])) == [2, 0, 4, 1, 5, 3]
+    assert choose_windows(np.array([0, 0, 0, 1])) == [3, 0, 1, 2]
+    assert choose_windows(np.array([], int)) == []
+
+
+def test_a_map_is_gray_where_predictions_agree_and_red_where_they_differ() -> None:
+    mean, deviation = np.array([[0.0, 1.0, 1.0, 0.0]]), np.array([[0.0, 0.0, 0.3, 0.15]])
+    ((white, gray, dark_red, red),) = blend_maps(mean, deviation)
+    assert white == pytest.approx([1, 1, 1])
+    assert gray == pytest.approx([1 - DARKEST] * 3)
+    for color in (dark_red, red):
+        assert color[0] > 2 * max(color[1:])

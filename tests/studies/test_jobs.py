@@ -178,8 +178,9 @@ def test_a_job_ends_if_its_parent_died_before_it_started(study: Path, tmp_path: 
     gone.wait()
     recipe = tmp_path / "N4-seed0.toml"
     recipe.write_text((study.parent / "r.toml").read_text().replace("steps = 8", "steps = 100000"))
-    command = [sys.executable, "-m", "rotopath.studies.jobs", str(recipe), "1", str(gone.pid)]
-    done = subprocess.run(command, env=ENVIRONMENT, timeout=TIMEOUT_S, check=False)
+    command = [sys.executable, "-m", "rotopath.studies.jobs", str(gone.pid)]
+    job = json.dumps([str(recipe), 1])
+    done = subprocess.run(command, env=ENVIRONMENT, timeout=TIMEOUT_S, check=False, input=f"{job}\n", text=True)
     assert done.returncode == 1
     assert not (tmp_path / "N4-seed0" / WEIGHTS).exists()
 
@@ -206,7 +207,7 @@ from pathlib import Path
 from rotopath.studies import jobs
 
 jobs.INTERRUPT_AGAIN_S = 0.2
-jobs._stop_on_request(os.getppid(), Path({str(stop)!r}))
+jobs._stop_on_request(os.getppid(), lambda: Path({str(stop)!r}))
 for _ in range(2):
     try:
         while True:
@@ -257,7 +258,7 @@ def test_a_job_that_another_process_is_working_on_is_refused(tmp_path: Path, mon
         return read_text(path, **options)
 
     monkeypatch.setattr(Path, "read_text", read_unlocked)
-    monkeypatch.setattr(jobs.subprocess, "call", take_lock)
+    monkeypatch.setattr(jobs.JobProcess, "_run_once", take_lock)
     process = hold(folder)
     try:
         reason = jobs.run_process(str(tmp_path / "N4.toml"), 1, str(tmp_path))

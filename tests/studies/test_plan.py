@@ -1,12 +1,15 @@
 """Plans of studies: the jobs they expand to, and errors in one sentence."""
 
+import json
 from pathlib import Path
 
 import pytest
+from layouts import pcam
 
 import rotopath as rp
 from rotopath.recipe import RecipeError
 from rotopath.studies import Study, read_study
+from rotopath.studies.plan import LEAST_STEP_S, estimate_gpu_hours
 
 STUDIES = Path(__file__).parents[2] / "studies"
 
@@ -37,7 +40,13 @@ def test_a_plan_expands_to_jobs_seed_by_seed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("paper", 3 * 4 * 3 * 4), ("synthetic", 3 * 4 * 3 * 2), ("samples", 96), ("beyond", 33), ("faithful", 10)],
+    [
+        ("paper", 3 * 4 * 3 * 4),
+        ("synthetic", 3 * 4 * 3 * 2),
+        ("samples", 3 * 4 * (4 + 3 + 5) + 4 * 3),
+        ("beyond", 33),
+        ("faithful", 10),
+    ],
 )
 def test_the_studies_of_this_repository(name: str, count: int) -> None:
     jobs = read_study(STUDIES / f"{name}.toml").jobs
@@ -82,3 +91,28 @@ def test_errors_in_a_plan_are_named(tmp_path: Path, study: str, sentence: str) -
 def test_changes_to_a_study_that_is_not_a_file_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="apply to study files only; set the value in the `Study` object"):
         rp.study(Study(()), tmp_path, changes=["tumor.seed=[0]"])
+
+
+def test_only_some_parts_can_be_run(tmp_path: Path) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text('[a]\nrecipe = "tumor"\n[b]\nrecipe = "nuclei"\n')
+    assert {job.part for job in read_study(path, parts=["b"]).jobs} == {"b"}
+    with pytest.raises(RecipeError, match="has no part 'c'; choose from a, b"):
+        read_study(path, parts=["b", "c"])
+
+
+def test_the_time_on_a_gpu_is_estimated_from_operations_and_steps(tmp_path: Path) -> None:
+    def estimate_s(n: int, **keys: object) -> float:
+        values = "\n".join(f"{key} = {json.dumps(value)}" for key, value in keys.items())
+        path = tmp_path / "s.toml"
+        path.write_text(f'[a]\nrecipe = "tumor"\norientations = [{n}]\nseed = [0, 1]\n[a.set]\n{values}\n')
+        return 3600 * estimate_gpu_hours(read_study(path))
+
+    assert estimate_s(8, steps=100, epochs=5) == pytest.approx(2 * 500 * 64 / 170_720, rel=0.1), "as measured"
+    assert estimate_s(1, steps=100, epochs=5) == pytest.approx(2 * 500 * LEAST_STEP_S), (
+        "small networks wait for the CPU"
+    )
+    data = str(pcam(tmp_path / "data", (1200, 8, 8)))
+    few = estimate_s(1, data=data, steps="pass", epochs=1, batch=2)
+    assert few == pytest.approx(2 * 600 * LEAST_STEP_S), "1,200 patches in batches of 2"
+    assert estimate_s(1, data="missing", steps="pass", epochs=1) == pytest.approx(2 * 500 * LEAST_STEP_S)

@@ -22,10 +22,10 @@ from rotopath.cli import app
 from rotopath.model_file import MODEL, WEIGHTS, RunError
 from rotopath.models.protocols import unwrap
 from rotopath.recipe import read_recipe
-from rotopath.reports import study_figures, study_report
+from rotopath.reports import study_figures
 from rotopath.reports.study_report import report
 from rotopath.runs import RECIPE
-from rotopath.studies import read_study
+from rotopath.studies import plan, read_study
 from rotopath.studies.jobs import JobFuture, run_job, run_study
 from rotopath.studies.results import read_results
 
@@ -204,7 +204,7 @@ def test_the_cost_of_a_converted_network_is_shown(page: str, finished: Path) -> 
         network = unwrap(rp.load(result.folder).network)
         weights, operations, _ = rows[str(result.recipe.orientations)]
         assert weights == f"{sum(weight.numel() for weight in network.parameters()):,}"
-        assert float(operations) == pytest.approx(study_report.count_operations(result) / 1e9, rel=0.06)
+        assert float(operations) == pytest.approx(plan.count_operations(result.recipe) / 1e9, rel=0.06)
     assert 0.8 < int(rows["4"][0].replace(",", "")) / int(rows["1"][0].replace(",", "")) < 1.2, "at equal weights"
 
 
@@ -212,8 +212,8 @@ def test_operations_are_those_of_all_convolutions(finished: Path) -> None:
     """Those on pixels, and those that rotate filters, which do not depend on the size of windows."""
     for result in read_results(finished):
         on_pixels = count_operations(unwrap(rp.load(result.folder).network))
-        counted = study_report.count_operations(result)
-        on_four = study_report.count_operations(replace(result, recipe=replace(result.recipe, window_px=2 * WINDOW_PX)))
+        counted = plan.count_operations(result.recipe)
+        on_four = plan.count_operations(replace(result.recipe, window_px=2 * WINDOW_PX))
         assert on_four - counted == pytest.approx(3 * on_pixels, rel=0.01)
         if result.recipe.orientations == 1:
             assert counted == on_pixels

@@ -29,10 +29,10 @@ from rotopath.tasks.segment import (
     BACKGROUND_TRIED,
     BORDER,
     INSIDE,
-    INSIDE_TRIED,
-    MIN_UM2_TRIED,
+    LEAST_FRACTIONS,
     NO_CLASS,
     PARTS,
+    THRESHOLDS,
     ObjectEvidence,
     balancing_weights,
     part_map,
@@ -180,12 +180,49 @@ def test_the_effect_of_each_threshold() -> None:
 
 
 def test_the_minimum_area_adapts_to_the_nuclei_of_the_validation_set() -> None:
-    """A speck of a hundred pixels is removed if it is a false positive, and kept if it is a nucleus."""
-    speck, nucleus = disc(15, 15, 2, radius=6), disc(50, 50, 1, radius=14)
-    without_speck = NUCLEI.choose_operating_point([field(nucleus, np.maximum(nucleus, speck))])
-    assert without_speck["least_px"] > 100
-    with_speck = NUCLEI.choose_operating_point([field(np.maximum(nucleus, speck), np.maximum(nucleus, speck))])
-    assert with_speck["least_px"] < 100
+    """A speck is removed if it is a false positive, and kept if it is a nucleus."""
+    speck, nuclei = disc(12, 12, 3, radius=5), np.maximum(disc(50, 55, 1, radius=14), disc(22, 52, 2, radius=12))
+    without_speck = NUCLEI.choose_operating_point([field(nuclei, np.maximum(nuclei, speck))])
+    assert without_speck["least_px"] > 80
+    with_speck = NUCLEI.choose_operating_point([field(np.maximum(nuclei, speck), np.maximum(nuclei, speck))])
+    assert with_speck["least_px"] < 140
+    assert with_speck["least_fraction"] < without_speck["least_fraction"]
+
+
+def test_the_least_area_is_relative_to_the_objects_of_a_field() -> None:
+    """A tenth of the median: fields of small nuclei keep them, where an area in pixels would remove all of them."""
+    point = POINT | {"least_px": 150, "least_fraction": 0.5}
+    large = np.maximum.reduce([disc(20, 20, 1, radius=12), disc(55, 20, 2, radius=12), disc(50, 60, 3, radius=5)])
+    small = np.maximum.reduce([disc(20, 20, 1, radius=6), disc(55, 20, 2, radius=6), disc(50, 60, 3, radius=5)])
+    for labels, count in ((large, 2), (small, 3)):
+        assert NUCLEI.decode(predict_nearly_perfectly(labels), point).max() == count
+    with_area = {key: value for key, value in point.items() if key != "least_fraction"}  # as in earlier versions
+    assert NUCLEI.decode(predict_nearly_perfectly(small), with_area).max() == 0
+    assert NUCLEI.check_operating_point(with_area) == with_area
+    assert NUCLEI.check_operating_point(point) == point
+    areas = np.array([400, 400, 90])
+    assert NUCLEI.find_least_px(areas, 1000 * 1000, point) == 200
+    assert NUCLEI.find_least_px(areas, 5000 * 5000, point) == 150, "a slide is no field"
+    assert NUCLEI.find_least_px(np.array([400, 400, 90, 2, 3, 2, 1]), 10**6, point) == 200, "specks do not count"
+    assert NUCLEI.adjust_operating_point(point, min_area_um2=2) == POINT | {"least_px": 32}
+    assert "in fields 0.5 of the median area" in NUCLEI.describe_operating_point(point)
+
+
+def test_the_best_operating_point_is_not_at_an_end_of_the_values_that_were_tried() -> None:
+    """Each nucleus is in a wide ring that a lower threshold removes; that of the third one is below all at first."""
+    truth, background = np.zeros((80, 240), np.int32), np.ones((80, 240))
+    for number, ring in enumerate((0.45, 0.15, 0.08)):
+        tile = np.s_[:, 80 * number : 80 * (number + 1)]
+        truth[tile] = disc(40, 40, number + 1, radius=14)
+        background[tile] = np.where(disc(40, 40, radius=21) > 0, ring, 1)
+    background[truth > 0] = 0.01
+    planes = np.stack([1 - background, 0 * background, background]).astype(np.float32)
+    evidence = replace(field(truth, truth), prediction=Prediction(planes, 1, (0.0, 0.0)))
+    point = NUCLEI.choose_operating_point([evidence])
+    assert NUCLEI.score([evidence], point)["f1"] == 1
+    assert point["background"] == 0.05 < min(BACKGROUND_TRIED)
+    at_first = NUCLEI.score([evidence], point | {"background": min(BACKGROUND_TRIED)})
+    assert at_first["f1"] == pytest.approx(2 / 3)
 
 
 def test_slender_nuclei_without_an_inside_are_segmented() -> None:
@@ -249,6 +286,7 @@ def test_scores_counted_by_hand() -> None:
     assert second["pq"] == pytest.approx(1, abs=0.05)
     for key in ("aji", "aji_plus", "dice"):
         assert scores[key] == pytest.approx((first[key] + second[key]) / 2)
+    assert scores["mean_f1"] == pytest.approx((first["f1"] + second["f1"]) / 2) != scores["f1"]
     assert scores["pq"] == pytest.approx((2 * first["pq"] * 2 + second["pq"] * 2 * 1) / (4 + 2), abs=0.01)
     assert (scores["f1_interval"], scores["aji_interval"]) == (None, None), "two cases are too few"
     assert "classes" not in scores
@@ -285,11 +323,9 @@ def test_no_operating_point_has_a_higher_f1_than_the_chosen_one() -> None:
         classes = np.zeros(truth.max() + 1, np.int64)
         prediction = predict_nearly_perfectly(truth, blur_px=2.0, noise=1.2, seed=int(case))
         evidence.append(ObjectEvidence(case, case, truth, classes, prediction))
-    least_px = [16 * area for area in MIN_UM2_TRIED]
-    assert least_px == [45, 80, 110, 140, 170]
-    tried = product(INSIDE_TRIED, BACKGROUND_TRIED, least_px)
-    points = [dict(zip(("inside", "background", "least_px"), values, strict=True)) for values in tried]
-    grid = [NUCLEI.score(evidence, point)["f1"] for point in points[::13]]
+    tried = product(THRESHOLDS[4:], THRESHOLDS[3:-4], LEAST_FRACTIONS)
+    points = [dict(zip(("inside", "background", "least_fraction"), values, strict=True)) for values in tried]
+    grid = [NUCLEI.score(evidence, point)["f1"] for point in points[::17]]
     best = NUCLEI.score(iter(evidence), NUCLEI.choose_operating_point(iter(evidence)))["f1"]
     assert best >= max(grid)  # type: ignore[type-var,operator]
     assert best > min(grid), "the points differ"  # type: ignore[type-var,operator]
@@ -305,7 +341,7 @@ def test_fields_with_one_or_no_object_have_scores(truth: np.ndarray, labels: np.
     assert scores["f1"] == float(truth.max() == labels.max())
     assert scores["f1_interval"] is None, "one case is too few"
     if not labels.any():
-        assert point == POINT, "the one nearest to 0.5, because all are equal"
+        assert point == {"inside": 0.5, "background": 0.5, "least_fraction": 0.3, "least_px": 0}, "all are equal"
 
 
 def test_empty_evidence_is_refused() -> None:
@@ -577,21 +613,20 @@ def test_the_smallest_seed_has_1_25_square_micrometers(spacing: float, side_px: 
     assert counts == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("spacing", "areas"), [(0.125, [180, 320, 440, 560, 680]), (0.5, [11, 20, 28, 35, 42]), (1.0, [3, 5, 7, 9, 11])]
-)
-def test_the_minimum_areas_that_are_tried_are_in_square_micrometers(spacing: float, areas: list[int]) -> None:
-    """A speck of one pixel less than each area that is tried: this area is chosen, because it removes the speck."""
+@pytest.mark.parametrize("spacing", [0.125, 0.5, 1.0])
+def test_the_least_area_on_slides_is_that_of_the_validation_fields(spacing: float) -> None:
+    """Fields of objects of 400 and of 900 px: the median over both fields, times the fraction."""
     task = make_task("nuclei", Overrides(spacing_um_px=spacing))
-    assert isinstance(task, Segment)
-    for area in areas:
-        speck = np.zeros((30, 80), np.int32)
-        speck.reshape(-1)[np.arange(area - 1) // 29 * 80 + np.arange(area - 1) % 29] = 1
-        truth = np.zeros((30, 80), np.int32)
-        truth[2:29, 48:78] = 2
-        planes = np.eye(3)[np.where(speck + truth > 0, INSIDE, BACKGROUND)].transpose(2, 0, 1).astype(np.float32)
-        evidence = ObjectEvidence("f", "1", truth, np.zeros(3, np.int64), Prediction(planes, 1, (0.0, 0.0)))
-        assert task.choose_operating_point([evidence])["least_px"] == area
+    evidence = []
+    for side, count in ((20, 3), (30, 1)):
+        truth = np.zeros((40, 120), np.int32)
+        for number in range(count):
+            truth[3 : 3 + side, 5 + 40 * number : 5 + 40 * number + side] = number + 1
+        planes = np.eye(3)[np.where(truth > 0, INSIDE, BACKGROUND)].transpose(2, 0, 1).astype(np.float32)
+        prediction = Prediction(planes, 1, (0.0, 0.0))
+        evidence.append(ObjectEvidence(f"{side}", f"{side}", truth, np.zeros(4, np.int64), prediction))
+    point = task.choose_operating_point(evidence)
+    assert (point["least_fraction"], point["least_px"]) == (0.3, pytest.approx(0.3 * 400))
 
 
 def ignore_right_half(root: Path) -> Sample:

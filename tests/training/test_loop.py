@@ -33,12 +33,35 @@ from rotopath.recipe import Recipe, RecipeError, format_recipe, read_recipe
 from rotopath.runs import Run
 from rotopath.training import loop, train
 from rotopath.training.checkpoint import compute_fingerprint
-from rotopath.training.loop import make_optimizer, make_schedule
+from rotopath.training.loop import make_optimizer, make_plan, make_schedule
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:stain normalization left an image unchanged")]
 
 
 # The run folder
+
+
+@pytest.mark.parametrize(("task", "regime"), [("mitosis", 1), ("nuclei", 1), ("tumor", 0.5)])
+def test_reduced_training_data_are_the_same_for_all_seeds(data: dict[str, Path], task: str, regime: float) -> None:
+    plans = [make_plan(short_recipe(data, task, seed=seed, regime=regime)) for seed in range(4)]
+    assert all(plan.samples == plans[0].samples for plan in plans)
+    assert 0 < len(plans[0].samples) < len(make_plan(short_recipe(data, task)).samples)
+
+
+def test_an_epoch_can_be_a_pass(data: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("rotopath.recipe.LEAST_PASS_STEPS", 1)
+    recipe = short_recipe(data, steps="pass", epochs=1)
+    assert make_plan(recipe).recipe.steps == 4, "16 patches in batches of 4"
+    assert make_plan(replace(recipe, regime=0.5)).recipe.steps == 2
+    mitosis = make_plan(short_recipe(data, "mitosis", steps="pass"))
+    points = sum(len(mitosis.task.read_points(sample)[0]) for sample in mitosis.samples)  # type: ignore[attr-defined]
+    assert mitosis.recipe.steps == math.ceil(2 * points / 4) > 1, "half of the windows are at points"
+    nuclei = make_plan(short_recipe(data, "nuclei", steps="pass"))
+    assert nuclei.recipe.steps == math.ceil(len(nuclei.samples) * 70 * 70 // 20**2 / 4) > 1, "targets of 20 × 20 px"
+    rows: list[dict[str, float]] = []
+    train(recipe, tmp_path / "run", on_progress=lambda stage, row: rows.append(row) if stage == "training" else None)
+    assert {row["steps"] for row in rows} == {4}
+    assert read_recipe(tmp_path / "run" / runs.RECIPE).steps == 4
 
 
 @pytest.mark.parametrize("task", ["mitosis", "nuclei", "tumor"])
@@ -452,6 +475,23 @@ def test_weights_of_the_parent_have_a_lower_learning_rate() -> None:
 # Optimizers and schedules
 
 RECIPE = Recipe("tumor", "data", learning_rate=0.1, momentum=0.9, weight_decay=0.01, steps=4, epochs=3)
+
+
+@pytest.mark.parametrize(("scale", "factor"), [("learning-rate", 0.1), ("schedule", 1.0)])
+@pytest.mark.parametrize("optimiser", ["sgd", "adamw"])
+def test_the_scale_of_weight_decay(scale: str, factor: float, optimiser: str) -> None:
+    """Without a gradient, a kernel shrinks by the decay, the scale, and what the schedule has left of the rate."""
+    recipe = replace(RECIPE, weight_decay_scale=scale, optimiser=optimiser, steps=1)  # type: ignore[arg-type]
+    layer = nn.Linear(1, 1)
+    optimizer = make_optimizer(layer, recipe)
+    schedule = make_schedule(optimizer, recipe)
+    for part in (1.0, 0.5):
+        before = layer.weight.item()
+        for parameter in layer.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        schedule.step()
+        assert layer.weight.item() == pytest.approx(before * (1 - factor * part * 0.01), rel=1e-5)
 
 
 @pytest.mark.parametrize("multiply", [torch._foreach_mul_, loop._multiply_each], ids=["together", "one by one"])

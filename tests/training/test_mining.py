@@ -1,5 +1,6 @@
 """Hard examples: mined by a baseline, written to a file, and resumed like everything else."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from rotopath.recipe import Mining
 from rotopath.tasks import MITOSIS, TUMOR, HardExample
 from rotopath.training import MINED, read_hard_examples, train
 from rotopath.training.checkpoint import RESUME, index_hard_examples, write_hard_examples
+from rotopath.training.loop import find_hard_examples
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +43,25 @@ def test_false_mitoses_are_mined_and_change_the_training(data: dict[str, Path], 
     assert stages == ["baseline", "training", "scoring"]
     train(short_recipe(data, "mitosis", epochs=1), tmp_path / "plain")
     assert read_weights(tmp_path / "mined") != read_weights(tmp_path / "plain")
+
+
+def test_networks_and_seeds_share_the_hard_examples_of_one_ordinary_cnn(data: dict[str, Path], tmp_path: Path) -> None:
+    """Also if the file is made first, as a study does."""
+    recipe = short_recipe(data, epochs=1, mining=Mining(epochs=1, examples=4))
+    others = [replace(recipe, seed=1), replace(recipe, orientations=4, seed=2)]
+    shared = find_hard_examples(recipe, tmp_path / "shared")
+    texts = [shared.read_text()]
+    for number, other in enumerate(others):
+        train(other, tmp_path / str(number))
+        train(other, tmp_path / f"{number} shared", hard_examples=shared)
+        texts += [(tmp_path / name / MINED).read_text() for name in (str(number), f"{number} shared")]
+        assert not (tmp_path / f"{number} shared/baseline").exists()
+        assert read_weights(tmp_path / str(number)) == read_weights(tmp_path / f"{number} shared")
+    assert len(set(texts)) == 1
+    assert len(texts[0].splitlines()) > 1
+    stages = []
+    find_hard_examples(recipe, tmp_path / "shared", on_progress=lambda stage, _: stages.append(stage))
+    assert not stages, "nothing is trained again"
 
 
 def test_hard_examples_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -30,6 +30,9 @@ def run_study(
             "machine.",
         ),
     ] = None,
+    parts: Annotated[
+        list[str] | None, typer.Option("--part", help="Run only this part of the study. Can be repeated.")
+    ] = None,
     cluster: Annotated[
         str | None, typer.Option(help="Run on a Dask cluster: local, slurm, or the address of a scheduler.")
     ] = None,
@@ -38,10 +41,18 @@ def run_study(
     with terminal.user_errors_in_one_sentence():
         from rotopath.reports.progress import StudyProgress
         from rotopath.studies.jobs import study as run_jobs
-        from rotopath.studies.plan import read_study
+        from rotopath.studies.plan import estimate_gpu_hours, read_study
 
-        plan = read_study(study, changes or [])
+        plan = read_study(study, changes or [], parts or [])
         folder = out or Path("runs") / study.stem
+        hours = estimate_gpu_hours(plan)
+        time = f"{hours:.1f} h" if hours >= 1 else f"{max(1, round(60 * hours))} min"
+        terminal.console.print(
+            f"{len(plan.jobs)} trainings, about {time} or less on one NVIDIA H200 if twelve share it, and evaluations. "
+            f"Finished runs are skipped.",
+            highlight=False,
+            soft_wrap=True,
+        )
         try:
             with StudyProgress(plan, terminal.console) as progress:
                 states = run_jobs(plan, folder, at_once=at_once, cluster=cluster, on_progress=progress.show)

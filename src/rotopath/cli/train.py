@@ -147,12 +147,10 @@ def draft_recipe(data: Path, path: Path, task: str | None, from_: str | None, sp
     `path` is the file to which it will be written, for the command at its top. The other arguments are those of `init`.
     Raises the errors of a training, such as DataError, if no network can be trained on the data.
     """
-    import numpy as np
     import torch
 
     from rotopath import runs
     from rotopath.data import open_data
-    from rotopath.data.annotations import parse_points
     from rotopath.data.batches import SampleReader
     from rotopath.recipe import make_recipe
     from rotopath.tasks import KINDS
@@ -188,15 +186,12 @@ def draft_recipe(data: Path, path: Path, task: str | None, from_: str | None, sp
     plan = make_plan(make_recipe(values))
     network = check_network(plan)
     step_s, device = measure_step_s(plan.recipe, network)
-    if annotated == "labels":
-        windows, what = len(samples), f"{len(samples):,} training images"
-    elif annotated == "points":
-        objects = sum(len(parse_points(sample)[0]) for sample in samples)
-        windows, what = 2 * objects, f"{objects:,} annotated objects in {len(samples):,} training images"
-    else:
-        target_px = find_training_window(plan.recipe, network).target_px
-        area = np.prod([plan.task.reader.without_targets.size_px(sample) for sample in samples], axis=1).sum()
-        windows, what = int(area / target_px**2), f"{len(samples):,} training images with outlines"
+    windows = plan.task.count_windows(samples, find_training_window(plan.recipe, network))
+    what = {
+        "labels": f"{len(samples):,} training images",
+        "points": f"{windows // 2:,} annotated objects in {len(samples):,} training images",
+        "objects": f"{len(samples):,} training images with outlines",
+    }[annotated]
     most = STEPS if on_gpu else min(STEPS, int(LONGEST_S / EPOCHS / step_s))
     steps = max(min(windows // values["batch"], most), LEAST_STEPS)
     minutes = max(1, round(EPOCHS * steps * step_s / 60))

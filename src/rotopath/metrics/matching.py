@@ -356,9 +356,10 @@ def score_objects(
 ) -> dict[str, object]:
     """Return the scores of objects in several images. The keys are their names in result files.
 
-    F1 and PQ are computed over all images, for each case and for each image. AJI, AJI+ and Dice are computed for each
-    image and averaged over images. F1 and AJI have 95 % confidence intervals. For each image, `counts` contains the
-    result of `match_objects`, and `agreements` the result of `compare_label_maps`.
+    F1 and PQ are computed over all images, for each case and for each image; "mean_f1" is the mean F1 of the images.
+    AJI, AJI+ and Dice are computed for each image and averaged over images. F1 and AJI have 95 % confidence intervals.
+    For each image, `counts` contains the result of `match_objects`, and `agreements` the result of
+    `compare_label_maps`.
     """
     # Columns: TP, FP, FN, sum of IoUs, AJI, AJI+, Dice, and 1, whose sum is the number of images.
     rows = [(*astuple(count), *scores.values(), 1) for count, scores in zip(counts, agreements, strict=True)]
@@ -368,6 +369,7 @@ def score_objects(
     return {
         **_to_counts(total).to_scores(),
         "f1_interval": score_interval(lambda total: _to_counts(total).f1, sums),
+        "mean_f1": sum(count.f1 for count in counts) / len(counts),
         "interval_over": interval_unit(images),
         "aji": float(aji),
         "aji_interval": score_interval(lambda total: float(total[4] / total[7]), sums),

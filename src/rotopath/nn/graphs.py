@@ -147,9 +147,13 @@ def _can_replay(images: Tensor) -> bool:
 
 @contextmanager
 def _search_fastest_convolutions() -> Iterator[None]:
-    """Context manager: let cuDNN measure all algorithms of each convolution and select the fastest."""
+    """Context manager: let cuDNN measure all algorithms of each convolution and select the fastest.
+
+    Algorithms round differently, and which one is fastest depends on chance. So nothing is measured if results must be
+    deterministic.
+    """
     before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark = not torch.backends.cudnn.deterministic
     try:
         yield
     finally:

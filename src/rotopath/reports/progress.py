@@ -51,7 +51,7 @@ class TrainingProgress(ProgressBar):
         numbers = TextColumn("{task.fields[loss]}{task.fields[score]}  {task.fields[speed]}")
         super().__init__(console, TextColumn("{task.description}"), BarColumn(), numbers)
         self._recipe = recipe
-        self._task = self._bar.add_task("starting", total=recipe.epochs * recipe.steps, loss="", score="", speed="")
+        self._task = self._bar.add_task("starting", total=None, loss="", score="", speed="")
 
     def show(self, stage: str, row: dict[str, float]) -> None:
         """Show the stage ("baseline", "training" or "scoring") and the current numbers in `row`.
@@ -72,7 +72,7 @@ class TrainingProgress(ProgressBar):
         speed = f"{row['images_per_second']:,.0f} images/s"
         self._bar.update(
             self._task,
-            total=epochs * self._recipe.steps,
+            total=row["steps"],
             completed=row["step"],
             description=epoch,
             loss=f"loss {row['loss']:.4f}",

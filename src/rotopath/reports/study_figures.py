@@ -30,6 +30,7 @@ WHITE_TO_RED = LinearSegmentedColormap.from_list("deviation", ["#ffffff", "#d55e
 WINDOWS_SHOWN, FIELDS_SHOWN = 6, 2  # numbers of windows and of fields (annotated images) in the figures
 MAX_STEP = 10**12  # largest number of a step in a log
 MAX_DEVIATION = 0.3  # standard deviation at the red end of the color scale
+DARKEST = 0.6  # how much a mean of 1 darkens a map with mean and deviation; less than 1, so that red remains visible
 SCORE_LABELS = {"f1": "F1"}  # labels of scores in figures, where they differ from the names
 
 
@@ -87,17 +88,16 @@ def draw_rotated_windows(results: Sequence[StudyResult], classes: Sequence[str],
     """Draw up to WINDOWS_SHOWN windows, and below each window a polar plot of its predictions at all angles.
 
     In a polar plot, the angle is the rotation of the window, and the radius is the predicted probability. `results`
-    contains one result for each network, smallest N first. Only windows whose pixels were saved can be drawn. Of these,
-    the windows for which the predictions of the first network differ most between angles are selected. `classes[i]` is
-    the class name of windows with the label i. Returns the path of the PNG file. Returns None if a network has no
-    predictions for rotated windows, or if `results` is empty.
+    contains one result for each network, smallest N first. Only windows whose pixels were saved can be drawn; which of
+    them are drawn does not depend on any prediction (`choose_windows`). `classes[i]` is the class name of windows with
+    the label i. Returns the path of the PNG file. Returns None if a network has no predictions for rotated windows, or
+    if `results` is empty.
     """
     predictions = _read_all_rotated(results, "fair")
     if predictions is None:
         return None
     first = predictions[0][1]
-    deviation = first["fair"][:, : len(first["images"])].std(axis=0)
-    windows = np.argsort(-deviation, kind="stable")[:WINDOWS_SHOWN]
+    windows = choose_windows(first["labels"][: len(first["images"])])
     figure = Figure(figsize=(1.75 * len(windows), 4.3), dpi=150, facecolor="white")
     for c, window in enumerate(windows):
         left, width = c / len(windows), 1 / len(windows)
@@ -117,37 +117,64 @@ def draw_rotated_windows(results: Sequence[StudyResult], classes: Sequence[str],
     return _save_as_pdf_and_png(figure, path)
 
 
+def choose_windows(labels: NDArray[np.integer]) -> list[int]:
+    """Return the indices of up to WINDOWS_SHOWN windows: of each label in turn, the first one that is not chosen yet.
+
+    `labels` contains the label of each window. The highest label, such as a tumor or a mitosis, is first if a task has
+    two labels.
+    """
+    waiting = [np.flatnonzero(labels == label).tolist() for label in np.unique(labels)[::-1]]
+    chosen: list[int] = []
+    while len(chosen) < min(WINDOWS_SHOWN, len(labels)):
+        for indices in waiting:
+            if indices and len(chosen) < WINDOWS_SHOWN:
+                chosen.append(indices.pop(0))
+    return chosen
+
+
 def draw_maps(results: Sequence[StudyResult], path: Path) -> Path | None:
     """Draw how much the predicted maps of fields (annotated images) change when the fields are rotated.
 
     `results` contains one result for each network. Each field was rotated by many angles and predicted, and the maps
-    were rotated back. The figure shows the central squares of the first FIELDS_SHOWN fields, in two rows for each
-    field. The first row contains the image and, for each network, the mean map over angles (gray). The second row
-    contains, for each network, the standard deviation over angles (white to red). The maps contain probabilities of
-    object borders, or of objects if the task has no borders. Returns the path of the PNG file. Returns None if a
-    network has no predictions for rotated fields, or if `results` is empty.
+    were rotated back. The figure shows the central squares of the first FIELDS_SHOWN fields, in three rows for each
+    field. The first row contains the image and, for each network, the mean map over angles (gray) with the standard
+    deviation over angles (white to red) in the same map, as the paper draws them (`blend_maps`). The next two rows
+    contain the mean and the standard deviation alone. The maps contain probabilities of object borders, or of objects
+    if the task has no borders. Returns the path of the PNG file. Returns None if a network has no predictions for
+    rotated fields, or if `results` is empty.
     """
     predictions = _read_all_rotated(results, "objects_mean")
     if predictions is None:
         return None
     shown = "borders" if all("borders_mean" in rotated for _, rotated in predictions) else "objects"
-    rows, columns = 2 * FIELDS_SHOWN, len(predictions) + 1
+    rows, columns = 3 * FIELDS_SHOWN, len(predictions) + 1
     figure = Figure(figsize=(2.0 * columns, 2.0 * rows + 0.3), dpi=100, layout="constrained", facecolor="white")
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat:
         axes.set_axis_off()
     for f, image in enumerate(predictions[0][1]["images"][:FIELDS_SHOWN]):
-        grid[2 * f, 0].imshow(image)
+        grid[3 * f, 0].imshow(image)
     for k, (n, rotated) in enumerate(predictions, 1):
         for f in range(min(FIELDS_SHOWN, len(rotated["images"]))):
             mean, deviation = (rotated[f"{shown}_{name}"][f].astype(np.float32) for name in ("mean", "deviation"))
-            grid[2 * f, k].imshow(mean, cmap="gray_r", vmin=0, vmax=1)
-            grid[2 * f + 1, k].imshow(deviation, cmap=WHITE_TO_RED, vmin=0, vmax=MAX_DEVIATION)
+            grid[3 * f, k].imshow(blend_maps(mean, deviation))
+            grid[3 * f + 1, k].imshow(mean, cmap="gray_r", vmin=0, vmax=1)
+            grid[3 * f + 2, k].imshow(deviation, cmap=WHITE_TO_RED, vmin=0, vmax=MAX_DEVIATION)
         grid[0, k].set_title(f"N={n}", size=10, color=INK)
     for f in range(FIELDS_SHOWN):
-        text = "above: mean over angles\nthis row: standard deviation"
-        grid[2 * f + 1, 0].text(0.98, 0.5, text, ha="right", va="center", size=8, color=GRAY)
+        for row, text in enumerate(("above: both in one map\n\nmean over angles", "standard deviation"), 1):
+            grid[3 * f + row, 0].text(0.98, 0.5, text, ha="right", va="center", size=8, color=GRAY)
     return _save_as_pdf_and_png(figure, path)
+
+
+def blend_maps(mean: NDArray[np.floating], deviation: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Return a color image (h, w, 3) of a mean map (white to gray) and a map of standard deviations (white to red).
+
+    The two colors are multiplied: a pixel that is always predicted is gray, and one that changes with the angle is red.
+    """
+    red = np.asarray(WHITE_TO_RED(np.clip(deviation / MAX_DEVIATION, 0, 1)), np.float64)[..., :3]
+    colors: NDArray[np.float64] = red * (1 - DARKEST * np.clip(mean, 0, 1)[..., None])
+    return colors
 
 
 def _read_all_rotated(results: Sequence[StudyResult], key: str) -> list[tuple[int, Mapping[str, NDArray[Any]]]] | None:

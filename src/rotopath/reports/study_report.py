@@ -14,9 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-
-import torch
-from torch.utils.flop_counter import FlopCounterMode
+from statistics import mean, stdev
 
 import rotopath
 from rotopath import runs
@@ -32,6 +30,7 @@ from rotopath.reports.study_figures import (
     draw_rotated_windows,
     draw_scores,
 )
+from rotopath.studies.plan import count_operations
 from rotopath.studies.results import Estimate, StudyResult, Summary, check_provenance, read_results, summarize
 from rotopath.tasks import PAPER, Classify, Detect, Segment
 from rotopath.writing import write_text
@@ -124,9 +123,14 @@ class PartReport:
         return next(iter(self.regimes.values()))
 
     @property
-    def first_seed(self) -> list[StudyResult]:
-        """The results in `full` with the first seed. The first seed is the seed of the first result in `full`."""
-        return [result for result in self.full if result.recipe.seed == self.full[0].recipe.seed]
+    def best_seeds(self) -> list[StudyResult]:
+        """The result in `full` of each network whose seed has the highest score on the validation set."""
+        best: dict[int, StudyResult] = {}
+        for result in self.full:
+            known = best.setdefault(result.recipe.orientations, result)
+            if result.validation_score > known.validation_score:
+                best[result.recipe.orientations] = result
+        return list(best.values())
 
     def sections(self) -> list[Section]:
         """Return all sections: scores, comparison with the paper, rotated inputs, learning curves, settings."""
@@ -143,7 +147,7 @@ class PartReport:
                 f"{self.part}: settings",
                 "The recipes of all runs are equal except for orientations, training data and seed. "
                 f"{_describe_versions(self.results)} Each run folder contains its recipe, log, weights and provenance.",
-                details=format_recipe(self.first_seed[-1].recipe),
+                details=format_recipe(self.best_seeds[-1].recipe),
             ),
         ]
 
@@ -212,9 +216,9 @@ class PartReport:
     def _rotation_sections(self) -> list[Section]:
         """Return a section for each of two figures: predictions for rotated windows, and maps of rotated fields.
 
-        Only the runs in `first_seed` are used. A figure is left out if one of these runs has no predictions for it.
+        Only the runs in `best_seeds` are used. A figure is left out if one of these runs has no predictions for it.
         """
-        results, sections = self.first_seed, []
+        results, sections = self.best_seeds, []
         if polar := draw_rotated_windows(results, _list_labels(self.recipe), self.figures / f"{self.part}-polar.png"):
             sections.append(
                 Section(
@@ -222,9 +226,9 @@ class PartReport:
                     "Radius: the predicted probability, from 0 at the center to 1 at the edge. With several classes, "
                     "this is the probability of the class that is most likely on average over all angles. Angle: the "
                     "rotation of the window. If the prediction does not depend on the rotation, the curve is a circle. "
-                    f"The figure shows up to {WINDOWS_SHOWN} of the windows that were saved with the evaluation: those "
-                    "with the largest standard deviation over angles for "
-                    f"N={results[0].recipe.orientations}. Only runs with the first seed are shown. Training data: "
+                    f"The figure shows up to {WINDOWS_SHOWN} of the windows that were saved with the evaluation: the "
+                    "first ones of each class, whatever is predicted for them. Of each network, the run with the "
+                    "highest score on the validation set is shown. Training data: "
                     f"{self.full_name}.",
                     figure=polar,
                 )
@@ -236,7 +240,8 @@ class PartReport:
                     "Fields (annotated images) were rotated by 16 angles and predicted, and the maps were rotated "
                     f"back. The figure shows the centers of the first {FIELDS_SHOWN} fields. The maps contain "
                     "probabilities of object borders, or of objects if the task has no borders. Gray: mean over "
-                    "angles. White to red: standard deviation over angles. Only runs with the first seed are shown. "
+                    "angles. White to red: standard deviation over angles. First both in one map, as in the paper, "
+                    "then each alone. Of each network, the run with the highest score on the validation set is shown. "
                     f"Training data: {self.full_name}.",
                     figure=maps,
                 )
@@ -300,7 +305,7 @@ def cost_section(results: Sequence[StudyResult]) -> Section:
                 task,
                 f"{name}, N={n}{_format_differing(options, [other[3] for other in networks])}",
                 f"{weights:,}",
-                f"{count_operations(members[0]) / 1e9:.2g}",
+                f"{count_operations(members[0].recipe) / 1e9:.2g}",
                 f"{sum(minutes) / len(minutes):.1f}",
             ]
         )
@@ -323,16 +328,6 @@ def _format_differing(options: NetworkOptions, tables: Iterable[NetworkOptions])
     tables = list(tables)
     differing = [key for key in options if any(table.get(key) != options[key] for table in tables)]
     return "".join(f", {key} {options[key]}" for key in differing)
-
-
-def count_operations(result: StudyResult) -> int:
-    """Return the number of floating-point operations that the network of a run needs for one training window."""
-    network = runs.build(result.recipe)
-    side = runs.describe_network(result.recipe, network).window_px
-    module = unwrap(network).to("meta").eval()
-    with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        module(torch.empty(1, 3, side, side))
-    return int(counter.get_total_flops())
 
 
 def _minutes(result: StudyResult) -> float:
@@ -362,7 +357,9 @@ def _result_row(result: StudyResult) -> dict[str, object]:
         "seed": recipe.seed,
         "rotations": result.rotations,
         "score": recipe.kind.score_name,
+        "validation": f"{result.validation_score:.4f}",
         "test": f"{result.score:.4f}",
+        "mean over fields": f"{result.scores['mean_f1']:.4f}" if "mean_f1" in result.scores else "",
         "scatter": f"{robustness['deviation']:.5f}" if robustness else "",
         "changed": f"{robustness['changed']:.4f}" if robustness else "",
     }
@@ -380,6 +377,7 @@ def _summary_row(summary: Summary) -> dict[str, object]:
         "seeds": len(summary.results),
         "score": recipe.kind.score_name,
         "mean ± deviation": _format_mean(summary),
+        "mean over fields": _format_over_fields(summary),
         "interval": _format_interval(summary.mean),
         "minus N=1": _format_difference(summary.over_plain),
         "minus N=1 turned": _format_difference(summary.over_rotated),
@@ -400,6 +398,14 @@ def _write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 def _format_mean(summary: Summary) -> str:
     """Format the mean score, followed by ± the standard deviation over seeds if there are several seeds."""
     return f"{summary.mean.value:.3f}" + (f" ± {summary.deviation:.3f}" if len(summary.results) > 1 else "")
+
+
+def _format_over_fields(summary: Summary) -> str:
+    """Format the mean of the scores of all fields, and ± its standard deviation over seeds; "" if it is not known."""
+    if not all("mean_f1" in result.scores for result in summary.results):
+        return ""
+    values = [float(result.scores["mean_f1"]) for result in summary.results]
+    return f"{mean(values):.3f}" + (f" ± {stdev(values):.3f}" if len(values) > 1 else "")
 
 
 def _format_interval(estimate: Estimate) -> str:

@@ -1,4 +1,4 @@
-"""Run the jobs of a study in parallel, each in its own process, on this machine or on the workers of a cluster.
+"""Run the jobs of a study in parallel, in several processes, on this machine or on the workers of a cluster.
 
 A job trains a network, evaluates it, and writes the results to a run folder. Finished jobs are skipped, interrupted
 jobs are resumed, and a job that fails does not stop the other jobs.
@@ -14,12 +14,18 @@ part of the study to which the job belongs (see `rotopath.studies.plan`). The at
 - `NAME.stop`: a request to stop. The process of the job stops when this file is created.
 - `.NAME.lock` and `.NAME.pid`: the lock that the process of the job holds, and the ID of this process.
 
-The process of a job runs this module as a program:
-`python -m rotopath.studies.jobs RECIPE.toml ROTATIONS PARENT_PROCESS_ID`. ROTATIONS is the number of rotations for
-test-time augmentation; 1 means no augmentation.
+If the jobs mine hard examples, the jobs of a part with the same amount of training data share a baseline network, an
+ordinary CNN, and its hard examples. They are in the folder `PART/baseline`, such as `mitosis/baseline-regime4`. The
+first job that needs them trains the baseline; the others wait.
+
+A process of jobs runs this module as a program, `python -m rotopath.studies.jobs PARENT_PROCESS_ID`, and runs one job
+after another, so that it imports packages and prepares the GPU only once. It reads a line for each job, a JSON list
+with the path of the recipe file and the number of rotations for test-time augmentation (1: no augmentation), and
+prints a line with the exit code of the job.
 """
 
 import _thread
+import gc
 import json
 import os
 import queue
@@ -32,7 +38,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -45,8 +51,8 @@ from rotopath.evaluation import evaluate, evaluation_file
 from rotopath.images import UnreadableFileError
 from rotopath.inference.cluster import connect, describe_failure
 from rotopath.model_file import WEIGHTS, RunError
-from rotopath.recipe import RecipeError, find_changed_key, format_recipe, read_recipe
-from rotopath.studies.plan import PLAIN, SPLIT, Job, Study, read_study
+from rotopath.recipe import Recipe, RecipeError, find_changed_key, format_recipe, read_recipe
+from rotopath.studies.plan import PLAIN, SPLIT, Job, Study, name_regime, read_study
 from rotopath.writing import BusyError, hold_lock, is_disk_full, parse_json, read_owner, remove_leftovers, write_text
 
 READ_STATES_EVERY_S = 0.5
@@ -270,14 +276,18 @@ def run_here(at_once: int) -> Iterator[Submit]:
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     gpu_names = visible or [str(number) for number in range(gpus)]
 
+    processes: dict[int, JobProcess] = {}  # by slot
+
     def run(recipe: str, rotations: int, cwd: str) -> str:
         slot = slots.get()
-        threads = str(max(1, count_cores() // at_once))
-        environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
-        if gpus > 1:
-            environment["CUDA_VISIBLE_DEVICES"] = gpu_names[slot % gpus]
+        if slot not in processes:
+            threads = str(max(1, count_cores() // at_once))
+            environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+            if gpus > 1:
+                environment["CUDA_VISIBLE_DEVICES"] = gpu_names[slot % gpus]
+            processes[slot] = JobProcess(cwd, environment)
         try:
-            return run_process(recipe, rotations, cwd, environment)
+            return processes[slot].run(recipe, rotations)
         finally:
             slots.put(slot)
 
@@ -286,6 +296,8 @@ def run_here(at_once: int) -> Iterator[Submit]:
         yield lambda *job: pool.submit(run, *job)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+        for process in processes.values():
+            process.close()
 
 
 @contextmanager
@@ -326,58 +338,137 @@ class _ClusterFuture:
             raise RuntimeError(describe_failure(error)) from error
 
 
-def run_process(recipe: str, rotations: int, cwd: str, environment: Mapping[str, str] | None = None) -> str:
-    """Run a job in its own process, and wait until the process ends. A killed process is restarted, up to two times.
+def run_process(recipe: str, rotations: int, cwd: str) -> str:
+    """Run a job in a process of its own, as `JobProcess.run` does. `cwd` is the working directory of the process."""
+    process = JobProcess(cwd)
+    try:
+        return process.run(recipe, rotations)
+    finally:
+        process.close()
 
-    `recipe` is the path of the recipe file, `rotations` the number of rotations for test-time augmentation, and `cwd`
-    the working directory of the process. `environment` contains additional environment variables.
 
-    Returns a message in four cases, and otherwise an empty text:
+class JobProcess:
+    """A process that runs one job after another. It is started for the first job, and again if it was killed.
 
-    - Another process is working on the job. The message contains the ID of this other process.
-    - The disk is full.
-    - The process of the job was killed three times. The message contains the last signal.
-    - The process ended, and its log is not empty. The message contains the exit code and the path of the log.
-
-    In the last case, the job may be done, because a log may contain only warnings. The caller therefore first reads
-    the files of the job, and uses the message only if these files contain neither results nor an error message.
+    `cwd` is the working directory of the process, and `environment` contains additional environment variables.
     """
-    path = Path(recipe)
-    path.with_suffix(".log").unlink(missing_ok=True)  # of an earlier attempt
-    command = [sys.executable, "-m", "rotopath.studies.jobs", recipe, str(rotations), str(os.getpid())]
-    for _ in range(TRIES):
-        with (log := path.with_suffix(".log")).open("ab") as output:
-            code = subprocess.call(
-                command, stdout=output, stderr=output, cwd=cwd, env=os.environ | dict(environment or {})
-            )
-        if not log.stat().st_size:
-            log.unlink()
-        if code == EXIT_BUSY:
-            process_id = read_owner(path.with_suffix(""))
-            return f"another process (ID {process_id}) is working on this job; wait until that process has ended."
-        if code == EXIT_DISK_FULL:
-            return "the disk is full; free some space, and run the same command again."
-        if code >= 0 or code == -signal.SIGINT:
-            return f"the process of the job ended with exit code {code}; see {log}." if log.exists() else ""
-    return (
-        f"the process of the job was killed {TRIES} times, the last time by signal {-code}, perhaps for lack of "
-        f"memory; run fewer jobs in parallel (--at-once)."
-    )
+
+    def __init__(self, cwd: str, environment: Mapping[str, str] | None = None) -> None:
+        self._cwd, self._environment = cwd, os.environ | dict(environment or {})
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, recipe: str, rotations: int) -> str:
+        """Run a job, and wait until it ends. If the process is killed, the job is run again, up to two times.
+
+        `recipe` is the path of the recipe file, and `rotations` the number of rotations for test-time augmentation.
+
+        Returns a message in four cases, and otherwise an empty text:
+
+        - Another process is working on the job. The message contains the ID of this other process.
+        - The disk is full.
+        - The process was killed three times. The message contains the last signal.
+        - The job ended, and its log is not empty. The message contains the exit code and the path of the log.
+
+        In the last case, the job may be done, because a log may contain only warnings. The caller therefore first
+        reads the files of the job, and uses the message only if these files contain neither results nor an error
+        message.
+        """
+        path = Path(recipe)
+        log = path.with_suffix(".log")
+        for _ in range(TRIES):
+            code = self._run_once(recipe, rotations, log)
+            if log.exists() and not log.stat().st_size:
+                log.unlink()
+            if code == EXIT_BUSY:
+                process_id = read_owner(path.with_suffix(""))
+                return f"another process (ID {process_id}) is working on this job; wait until that process has ended."
+            if code == EXIT_DISK_FULL:
+                return "the disk is full; free some space, and run the same command again."
+            if code >= 0 or code == -signal.SIGINT:
+                return f"the process of the job ended with exit code {code}; see {log}." if log.exists() else ""
+        return (
+            f"the process of the job was killed {TRIES} times, the last time by signal {-code}, perhaps for lack of "
+            f"memory; run fewer jobs in parallel (--at-once)."
+        )
+
+    def _run_once(self, recipe: str, rotations: int, log: Path) -> int:
+        """Run a job, and return its exit code, or that of the process if the process ends. Start the process first."""
+        if self._process is None:
+            command = [sys.executable, "-m", "rotopath.studies.jobs", str(os.getpid())]
+            with log.open("ab") as errors:  # later, the process opens the log of each job
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    cwd=self._cwd,
+                    env=self._environment,
+                )
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps([recipe, rotations]) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if answer:
+            return int(answer)
+        self._process = None  # it has ended
+        return process.wait()
+
+    def close(self) -> None:
+        """End the process, which must not be running a job."""
+        if self._process is not None:
+            self._process.communicate()  # closes its input, which ends it
+            self._process = None
 
 
-# The process of one job
+# The process of the jobs
 
 
-def main(path: Path, rotations: int, parent: int) -> int:
-    """Run the job of the recipe at `path`, and return the exit code.
+def main(parent: int) -> int:
+    """Run the jobs whose lines are read from the standard input, until it is closed, and return the exit code.
 
-    `rotations` is the number of rotations for test-time augmentation, `parent` the ID of the parent process. Exit
-    codes: 0 if the job is done, and also if it failed and its error message was written to `NAME.failed`; `EXIT_BUSY`
-    if another process is working on the job; `EXIT_DISK_FULL`; `EXIT_INTERRUPTED` if the job was stopped.
+    `parent` is the ID of the parent process. The output of a job goes to its log. The standard output has one line for
+    each job: its exit code, see `try_job`. If a job was stopped, the process ends with the exit code
+    `EXIT_INTERRUPTED`.
     """
     # A process in the background may have inherited that SIGINT is ignored. Restore the default.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _stop_on_request(parent, path.with_suffix(".stop"))
+    current: list[Path] = []  # the recipe file of the current job, if there is one
+    _stop_on_request(parent, lambda: current[0].with_suffix(".stop") if current else None)
+    with os.fdopen(os.dup(1), "w") as answers:
+        try:
+            while line := sys.stdin.readline():
+                recipe, rotations = json.loads(line)
+                path = Path(recipe)
+                with path.with_suffix(".log").open("ab") as log:
+                    for descriptor in (1, 2):
+                        os.dup2(log.fileno(), descriptor)
+                current.append(path)
+                code = try_job(path, rotations)
+                current.clear()
+                for stream in (sys.stdout, sys.stderr):
+                    stream.flush()
+                if code == EXIT_INTERRUPTED:
+                    return code
+                print(code, file=answers, flush=True)
+                free_memory()
+        except KeyboardInterrupt:  # while it waits for a job
+            return EXIT_INTERRUPTED
+    return 0
+
+
+def try_job(path: Path, rotations: int) -> int:
+    """Run the job of the recipe at `path`, and return its exit code.
+
+    `rotations` is the number of rotations for test-time augmentation. Exit codes: 0 if the job is done, and also if it
+    failed and its error message was written to `NAME.failed`; `EXIT_BUSY` if another process is working on the job;
+    `EXIT_DISK_FULL`; `EXIT_INTERRUPTED` if the job was stopped.
+    """
     failed = path.with_suffix(".failed")
     try:
         with hold_lock(path.with_suffix(""), WAIT_FOR_LOCK_S):
@@ -399,6 +490,13 @@ def main(path: Path, rotations: int, parent: int) -> int:
     return 0
 
 
+def free_memory() -> None:
+    """Free the memory of the last job, also on the GPU, where other processes may need it."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def run_job(path: Path, rotations: int) -> None:
     """Train a network with the recipe at `path`, and evaluate the run. A finished training or evaluation is skipped.
 
@@ -407,10 +505,11 @@ def run_job(path: Path, rotations: int) -> None:
     from rotopath.training import train  # imports Lightning, which only the process of a job needs
 
     recipe, folder = read_recipe(path), path.with_suffix("")
-    progress = _ProgressFile(path.with_suffix(".progress"), recipe.epochs * recipe.steps)
+    progress = _ProgressFile(path.with_suffix(".progress"))
     weights, scores, *rotated_scores = list_results(folder, recipe.orientations, rotations)
     if not weights.exists():
-        train(recipe, folder, on_progress=progress.write_throttled)
+        hard_examples = None if recipe.mining is None else find_shared_examples(recipe, path.parent, progress)
+        train(recipe, folder, on_progress=progress.write_throttled, hard_examples=hard_examples)
     if not scores.exists():
         progress.write("evaluating")
         evaluate(folder, split=SPLIT, robustness=True)
@@ -419,11 +518,30 @@ def run_job(path: Path, rotations: int) -> None:
         evaluate(folder, split=SPLIT, rotations=rotations)
 
 
+def find_shared_examples(recipe: Recipe, part: Path, progress: "_ProgressFile") -> Path:
+    """Return the CSV file with the hard examples for a recipe, which all jobs with as much training data share.
+
+    The first job trains the baseline network; the others wait until it is trained. `part` is the folder of the part of
+    the study. Raises RunError if the folder of the baseline was written for other settings.
+    """
+    from rotopath.training.loop import find_hard_examples, make_baseline_recipe
+
+    folder = part / f"baseline{name_regime(recipe)}"
+    shared = replace(make_baseline_recipe(recipe), mining=recipe.mining)
+    progress.write("waiting", step=0, steps=1)
+    with hold_lock(folder, wait_s=None):
+        if (known := folder / runs.RECIPE).exists() and (key := find_changed_key(read_recipe(known), shared)):
+            raise RunError(f"The value of {key!r} in {known} differs from this study; delete the folder {folder}.")
+        folder.mkdir(exist_ok=True)
+        write_text(known, format_recipe(shared))
+        return find_hard_examples(shared, folder, progress.write_throttled)
+
+
 class _ProgressFile:
     """Writes the progress of a job to a file, from which `read_state` reads it."""
 
-    def __init__(self, path: Path, steps: int) -> None:
-        self._path, self._steps, self._written_s = path, steps, 0.0
+    def __init__(self, path: Path) -> None:
+        self._path, self._written_s = path, 0.0
 
     def write_throttled(self, stage: str, row: dict[str, float]) -> None:
         """Write the stage and the numbers in `row`, unless something was written in the last second.
@@ -436,20 +554,21 @@ class _ProgressFile:
     def write(self, stage: str, **numbers: float) -> None:
         """Write the stage, and numbers such as the current step, as JSON."""
         self._written_s = time.monotonic()
-        write_text(self._path, json.dumps({"stage": stage, "steps": self._steps, **numbers}))
+        write_text(self._path, json.dumps({"stage": stage, **numbers}))
 
 
-def _stop_on_request(parent: int, stop: Path) -> None:
-    """Start a thread that interrupts this process when the file `stop` exists.
+def _stop_on_request(parent: int, find_stop: Callable[[], Path | None]) -> None:
+    """Start a thread that interrupts this process when the file exists whose path `find_stop` returns.
 
-    `parent` is the ID of the parent process. If the parent process has died, the thread ends this process at once. If
-    the user then starts the study again, a new process can continue the job.
+    `find_stop` returns None if there is no job. `parent` is the ID of the parent process. If the parent process has
+    died, the thread ends this process at once. If the user then starts the study again, a new process can continue the
+    job.
     """
 
     def check() -> None:
         while os.getppid() == parent:
             time.sleep(CHECK_STOP_EVERY_S)
-            if stop.exists():
+            if (stop := find_stop()) is not None and stop.exists():
                 _thread.interrupt_main()
                 time.sleep(INTERRUPT_AGAIN_S)
         os._exit(1)
@@ -458,4 +577,4 @@ def _stop_on_request(parent: int, stop: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
+    sys.exit(main(int(sys.argv[1])))

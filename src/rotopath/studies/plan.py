@@ -7,14 +7,34 @@ training and its evaluations. If the plan has a wrong key or value, a RecipeErro
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from rotopath import runs
+from rotopath.data import DataError, open_data
+from rotopath.images.files import UnreadableFileError
 from rotopath.inference.dense import MAX_ROTATIONS
-from rotopath.recipe import Recipe, RecipeError, find_recipe, make_recipe, read_values
+from rotopath.models.protocols import unwrap
+from rotopath.recipe import (
+    LEAST_PASS_STEPS,
+    PASS,
+    Recipe,
+    RecipeError,
+    find_recipe,
+    make_recipe,
+    read_values,
+)
+from rotopath.tasks import TrainingWindow
 
 KEYS = ("recipe", "orientations", "regime", "seed", "tta", "set")
 SPLIT: Literal["test"] = "test"  # the split on which runs are evaluated
+# Measured with twelve trainings of tumor networks, N = 8, in batches of 64, on one NVIDIA H200 (docs/study.md): forward
+# operations per second, and the time of a step, below which smaller networks hardly get.
+H200_OPERATIONS_PER_S, LEAST_STEP_S = 2.1e14, 0.4e-3
 PLAIN = 1  # number of orientations of an ordinary CNN; only such CNNs are also evaluated with test-time augmentation
 
 
@@ -32,8 +52,12 @@ class Job:
 
         The other files of the job have this path with a suffix, such as "tumor/N8-seed0.toml".
         """
-        regime = "" if self.recipe.regime is None else f"-regime{self.recipe.regime!r}".removesuffix(".0")
-        return f"{self.part}/N{self.recipe.orientations}{regime}-seed{self.recipe.seed}"
+        return f"{self.part}/N{self.recipe.orientations}{name_regime(self.recipe)}-seed{self.recipe.seed}"
+
+
+def name_regime(recipe: Recipe) -> str:
+    """Return the part of file names that states the amount of training data, such as "-regime0.5"; "" for all data."""
+    return "" if recipe.regime is None else f"-regime{recipe.regime!r}".removesuffix(".0")
 
 
 @dataclass(frozen=True)
@@ -81,15 +105,65 @@ class Study:
         ]
 
 
-def read_study(path: Path, changes: Sequence[str] = ()) -> Study:
+def estimate_gpu_hours(study: Study) -> float:
+    """Return how long the trainings of a study take at most on an NVIDIA H200, in hours, if several share the GPU.
+
+    Evaluations are not included. The number of steps of a pass is counted in the data; if the data cannot be opened,
+    LEAST_PASS_STEPS is assumed, and the job will report the error.
+    """
+    seconds_per_step: dict[Recipe, float] = {}
+    seconds = 0.0
+    for job in study.jobs:
+        recipe = job.recipe
+        network = replace(recipe, seed=0, regime=None, steps=1)  # what the time of a step depends on
+        if network not in seconds_per_step:
+            operations = recipe.batch_size * count_operations(recipe)
+            seconds_per_step[network] = max(LEAST_STEP_S, operations / H200_OPERATIONS_PER_S)
+        seconds += recipe.epochs * _count_steps(replace(recipe, seed=0, orientations=PLAIN)) * seconds_per_step[network]
+    return seconds / 3600
+
+
+@lru_cache(maxsize=256)
+def _count_steps(recipe: Recipe) -> int:
+    """Return the number of steps per epoch, see `estimate_gpu_hours`."""
+    if recipe.steps != PASS:
+        return recipe.step_count
+    try:
+        dataset = open_data(recipe.data, recipe.kind.annotated, recipe.data_spacing_um_px)
+        task, samples = recipe.make_task(), dataset.split("train")
+        if recipe.regime is not None:
+            samples = task.select_training_subset(samples, recipe.regime, 0)
+        network = runs.build(recipe, task)
+        window_px, geometry = runs.describe_network(recipe, network).window_px, network.geometry
+        target_px = geometry.output_size(window_px) * geometry.stride_px
+        return recipe.count_steps(task.count_windows(samples, TrainingWindow(window_px, target_px, geometry.stride_px)))
+    except (DataError, UnreadableFileError):
+        return LEAST_PASS_STEPS
+
+
+def count_operations(recipe: Recipe) -> int:
+    """Return the number of floating-point operations that the network of a recipe needs for one training window."""
+    network = runs.build(recipe)
+    side = runs.describe_network(recipe, network).window_px
+    module = unwrap(network).to("meta").eval()
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        module(torch.empty(1, 3, side, side))
+    return int(counter.get_total_flops())
+
+
+def read_study(path: Path, changes: Sequence[str] = (), parts: Sequence[str] = ()) -> Study:
     """Read a study from a TOML file.
 
-    `changes` are overrides of keys in the file, such as "tumor.seed=[0]" or "tumor.set.steps=100". Raises RecipeError
-    if the file has no parts, or if a key or a value is wrong.
+    `changes` are overrides of keys in the file, such as "tumor.seed=[0]" or "tumor.set.steps=100". If `parts` are
+    named, all others are left out. Raises RecipeError if the file has no parts, or not these, or if a key or a value is
+    wrong.
     """
     values = read_values(path, changes)
     if not values:
         raise RecipeError(f"{path} has no parts; add a table such as [tumor], with the key 'recipe'.")
+    if unknown := [name for name in parts if name not in values]:
+        raise RecipeError(f"{path} has no part {unknown[0]!r}; choose from {', '.join(values)}.")
+    values = {name: table for name, table in values.items() if not parts or name in parts}
     try:
         return Study(tuple(_read_part(name, table, path.parent) for name, table in values.items()))
     except RecipeError as error:

@@ -66,6 +66,16 @@ class StudyResult:
         return self.recipe.kind.score_terms(self.scores)
 
     @cached_property
+    def validation_score(self) -> float:
+        """The main score on the validation set. Raises RunError if the file with it is damaged."""
+        path, name = self.folder / runs.METRICS, self.recipe.kind.score_name
+        scores = read_json(path).get("valid")
+        value = scores.get(name) if isinstance(scores, dict) else None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise RunError(f"{path} is damaged: {name!r} must be a number from 0 to 1; got {value!r:.40}. {RESTORE}")
+        return float(value)
+
+    @cached_property
     def provenance(self) -> Mapping[str, Any]:
         """The provenance of the training, from the run folder: software versions, dataset, hardware and times."""
         return read_json(self.folder / runs.PROVENANCE)

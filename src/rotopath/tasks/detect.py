@@ -161,6 +161,11 @@ class Detect(WindowTask):
         cases = set(select_cases((sample.case for sample in samples), int(amount), seed))
         return tuple(sample for sample in samples if sample.case in cases)
 
+    def count_windows(self, samples: Sequence[Sample], window: TrainingWindow) -> int:
+        """Return twice the number of annotated points, because half of the windows of a batch are at such points."""
+        del window
+        return 2 * sum(len(self.read_points(sample)[0]) for sample in samples)
+
     def make_sampler(
         self, samples: Sequence[Sample], settings: SamplerSettings, window: TrainingWindow, mined: Ints | None
     ) -> Sampler:

@@ -6,6 +6,7 @@ the same class. On slides, objects in one tile are found at once, and objects in
 tiles after the last tile.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -40,6 +41,7 @@ from rotopath.metrics.classification import ImageCase, f1_terms
 from rotopath.metrics.matching import (
     ObjectCounts,
     OverlapRule,
+    Overlaps,
     compare_label_maps,
     find_overlaps,
     match_objects,
@@ -67,11 +69,17 @@ INSIDE, BORDER, BACKGROUND = range(3)
 NO_CLASS = 255  # value of pixels outside of all objects, in target maps of classes, and of pixels in ignored areas
 BORDER_UM = 0.5  # width of the border, which belongs to the object: 2 px at 0.25 µm/px
 MIN_SEED_UM2 = 1.25  # smaller seeds are ignored, because they would split objects; 20 px at 0.25 µm/px
-# Values that are tried on the validation set to find the best operating point: two thresholds, and a minimum area
-INSIDE_TRIED = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-BACKGROUND_TRIED = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
-# Areas of discs with a diameter of about 2 to 4 µm: 45 to 170 px at 0.25 µm/px
-MIN_UM2_TRIED = (2.8125, 5.0, 6.875, 8.75, 10.625)
+# Values of the operating point. On the validation set, all combinations of INSIDE_TRIED and BACKGROUND_TRIED are tried
+# first, and then the neighbors of the best combination in THRESHOLDS, until no neighbor is better. So the best values
+# are not at an end of those tried. The least area of an object is a fraction of the median area in its field.
+THRESHOLDS = (0.0125, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.9875)
+INSIDE_TRIED = (0.3, 0.5, 0.7, 0.9)
+BACKGROUND_TRIED = (0.1, 0.3, 0.5, 0.7)
+LEAST_FRACTIONS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+PREFERRED = (0.5, 0.5, 0.3)  # of operating points that are equally good, the one nearest to these values is chosen
+# The largest image that counts as a field: its objects are compared with their own median area. On larger images, such
+# as slides, `least_px` of the operating point is used. 2048 × 2048 px are 0.26 mm² at 0.25 µm/px.
+MAX_FIELD_PX = 2**22
 LARGEST_PX = 2**24  # largest bounding box of a merged region, in px²: 1 mm² at 0.25 µm/px, far larger than a nucleus
 REGIONS_AT_ONCE = 32  # number of merged regions that are handed over to another process together
 TILES_IN_MEMORY = 16  # number of tiles whose files are cached while regions are merged
@@ -191,6 +199,11 @@ class Segment(Task):
     def reader(self) -> SampleReader:
         return SampleReader(self.spacing_um_px, self.stain, self.targets, 1 if self.is_single else 2)
 
+    def count_windows(self, samples: Sequence[Sample], window: TrainingWindow) -> int:
+        """Return the total area of the images, divided by the area that the network predicts in a window."""
+        area_px = sum(math.prod(self.reader.without_targets.size_px(sample)) for sample in samples)
+        return int(area_px / window.target_px**2)
+
     def make_sampler(
         self, samples: Sequence[Sample], settings: SamplerSettings, window: TrainingWindow, mined: Ints | None
     ) -> Sampler:
@@ -258,10 +271,31 @@ class Segment(Task):
         The foreground consists of the pixels whose probability of background is below `point["background"]`. Seeds are
         connected groups of foreground pixels whose probability of inside is at least `point["inside"]`; groups with an
         area below MIN_SEED_UM2 are ignored. A watershed grows each seed to an object, until the objects cover the
-        foreground. A connected component of the foreground without a seed becomes one object. Objects of fewer than
-        `point["least_px"]` pixels are removed.
+        foreground. A connected component of the foreground without a seed becomes one object. Objects that are smaller
+        than `find_least_px` returns are removed.
         """
-        return remove_small(self._grow(prediction, point["inside"], point["background"]), point["least_px"])
+        grown = self.grow(prediction, point["inside"], point["background"])
+        return remove_small(grown, self.find_least_px(np.bincount(grown.ravel())[1:], grown.size, point))
+
+    def find_least_px(self, areas_px: NDArray[np.integer], image_px: int, point: OperatingPoint) -> float:
+        """Return the area in px² below which objects of an image are removed.
+
+        It is the fraction `point["least_fraction"]` of the median area of the objects in the image. If the operating
+        point does not have it, or if the image is too large for a field, it is `point["least_px"]`. `areas_px` contains
+        the areas of all objects, and `image_px` is the number of pixels of the image.
+        """
+        if not self.is_field(image_px, point):
+            return point["least_px"]
+        return point["least_fraction"] * self._median_area_px(areas_px)
+
+    def is_field(self, image_px: int, point: OperatingPoint) -> bool:
+        """Return whether the least area of objects is relative to the objects of an image of this number of pixels."""
+        return "least_fraction" in point and image_px <= MAX_FIELD_PX
+
+    def _median_area_px(self, areas_px: NDArray[np.integer]) -> float:
+        """Return the median area of objects in px²; 0 if there are none. Specks smaller than a seed are not objects."""
+        objects = areas_px[areas_px >= MIN_SEED_UM2 / self.spacing_um_px**2]
+        return float(np.median(objects)) if len(objects) else 0.0
 
     def decide_classes(self, labels: Labels, probabilities: Map) -> Ints:
         """Return the class index of each object number: the class with the highest mean probability in the object.
@@ -277,7 +311,7 @@ class Segment(Task):
             classes[1:] = np.argmax(means, axis=0)
         return classes
 
-    def _grow(self, prediction: Prediction, min_inside: float, max_background: float) -> Labels:
+    def grow(self, prediction: Prediction, min_inside: float, max_background: float) -> Labels:
         """Convert predicted maps to a label map (H, W) of objects. Unlike `decode`, do not remove small objects.
 
         `min_inside` and `max_background` are the values of `point["inside"]` and `point["background"]` in `decode`.
@@ -319,25 +353,44 @@ class Segment(Task):
     def choose_operating_point(self, evidence: Iterable[ObjectEvidence], rule: str | None = None) -> dict[str, float]:
         """Return the operating point with the highest F1, computed over the objects of all images together.
 
-        All combinations of INSIDE_TRIED, BACKGROUND_TRIED and MIN_UM2_TRIED are tried. Of several operating points with
-        the highest F1, one is returned whose two thresholds are nearest to 0.5.
+        The two thresholds are searched as described at THRESHOLDS, each with all LEAST_FRACTIONS. Of several operating
+        points with the highest F1, the one nearest to PREFERRED is returned. `least_px`, the least area on slides, is
+        the best fraction of the median area of the objects in all images together.
         """
         overlap_rule = cast(OverlapRule, self.resolve_rule(rule))
-        pairs = list(product(INSIDE_TRIED, BACKGROUND_TRIED))
-        pairs.sort(key=lambda pair: sum(abs(value - 0.5) for value in pair))
-        areas_px = [round(area / self.spacing_um_px**2) for area in MIN_UM2_TRIED]
-        counts = {(*pair, least_px): NO_COUNTS for pair in pairs for least_px in areas_px}
-        for field in evidence:
-            for pair in pairs:
-                grown = remove_ignored(self._grow(field.prediction, *pair), field.ignored)
-                overlaps = find_overlaps(field.truth, grown)
-                for least_px in areas_px:
-                    counts[*pair, least_px] += match_objects(overlaps.without_small(least_px), overlap_rule)
-        best = max(counts, key=lambda point: counts[point].f1)  # in a tie, max returns the first
-        return dict(zip(("inside", "background", "least_px"), best, strict=True))
+        fields = list(evidence)
+        areas: dict[tuple[float, float], list[Ints]] = {}  # by the two thresholds: of the objects of each image
+        counts: dict[tuple[float, float, float], ObjectCounts] = {}
+        candidates = list(product(INSIDE_TRIED, BACKGROUND_TRIED))
+        while candidates:
+            for pair in candidates:
+                areas[pair] = []
+                for field in fields:
+                    overlaps, areas_px = self._find_overlaps(field, *pair)
+                    areas[pair].append(areas_px)
+                    for fraction in LEAST_FRACTIONS:
+                        large = overlaps.without_small(fraction * self._median_area_px(areas_px))
+                        point = (*pair, fraction)
+                        counts[point] = counts.get(point, NO_COUNTS) + match_objects(large, overlap_rule)
+            best = max(counts, key=lambda point: (counts[point].f1, -_distance_to_preferred(point)))
+            near = product(_list_neighbors(best[0]), _list_neighbors(best[1]))
+            candidates = [pair for pair in near if pair not in areas]
+        inside, background, fraction = best
+        pooled = np.concatenate([np.empty(0, np.int64), *areas[inside, background]])
+        least_px = round(fraction * self._median_area_px(pooled), 1)
+        return {"inside": inside, "background": background, "least_fraction": fraction, "least_px": least_px}
+
+    def _find_overlaps(self, field: ObjectEvidence, min_inside: float, max_background: float) -> tuple[Overlaps, Ints]:
+        """Return the overlaps of the annotated and the predicted objects of an image, and all predicted areas."""
+        grown = self.grow(field.prediction, min_inside, max_background)
+        areas_px = np.bincount(grown.ravel())[1:].astype(np.int64)
+        return find_overlaps(field.truth, remove_ignored(grown, field.ignored)), areas_px
 
     def check_operating_point(self, point: Mapping[str, object]) -> dict[str, float]:
-        return check_numbers(point, {"inside": (0.0, 1.0), "background": (0.0, 1.0), "least_px": (0.0, 1e9)})
+        bounds = {"inside": (0.0, 1.0), "background": (0.0, 1.0), "least_px": (0.0, 1e9)}
+        if isinstance(point, Mapping) and "least_fraction" in point:  # models of earlier versions do not have it
+            bounds["least_fraction"] = (0.0, 1.0)
+        return check_numbers(point, bounds)
 
     def score(self, evidence: Iterable[ObjectEvidence], point: OperatingPoint, rule: str | None = None) -> Scores:
         """Return F1 and PQ over all objects, and AJI, AJI+ and Dice averaged over images.
@@ -400,11 +453,14 @@ class Segment(Task):
         if min_area_um2 is not None:
             # Rounded, so that an area of a whole number of pixels is not just above this number.
             adjusted["least_px"] = round(expect_area(min_area_um2) / self.spacing_um_px**2, 6)
+            adjusted.pop("least_fraction", None)  # this area applies to fields too
         return adjusted
 
     def describe_operating_point(self, point: OperatingPoint) -> str:
-        area_um2 = point["least_px"] * self.spacing_um_px**2
-        return f"threshold {1 - point['background']:.4g}, minimum area {area_um2:.4g} µm²"
+        area = f"minimum area {point['least_px'] * self.spacing_um_px**2:.4g} µm²"
+        if "least_fraction" in point:
+            area += f", in fields {point['least_fraction']:.4g} of the median area"
+        return f"threshold {1 - point['background']:.4g}, {area}"
 
     @property
     def measurement_names(self) -> tuple[str, ...]:
@@ -459,6 +515,14 @@ class FoundObjects(NamedTuple):
     left: int
     labels: Labels  # (h, w), label map: object i has the number i + 1
     objects: list[SlideObject]
+    areas_px: Ints  # of each object, as a number of outputs
+
+    def select(self, is_kept: NDArray[np.bool_]) -> "FoundObjects":
+        """Return the objects for which the mask is true."""
+        numbers = np.zeros(len(is_kept) + 1, self.labels.dtype)
+        numbers[1:][is_kept] = 1 + np.arange(is_kept.sum())
+        kept = [item for item, wanted in zip(self.objects, is_kept.tolist(), strict=True) if wanted]
+        return FoundObjects(self.top, self.left, numbers[self.labels], kept, self.areas_px[is_kept])
 
 
 class TileParts(NamedTuple):
@@ -604,6 +668,11 @@ class InstanceSearch:
     point: OperatingPoint
     folder: Path  # for the outputs of regions that cross tile borders
 
+    @property
+    def is_field(self) -> bool:
+        """Whether the least area of objects is relative to the objects of the image, see `Segment.find_least_px`."""
+        return self.task.is_field(self.grid.size[0] * self.grid.size[1], self.point)
+
     def search_tile(self, item: tuple[int, Tile]) -> tuple[TileParts, FoundObjects]:
         """Find the objects of the regions that are completely inside a tile, and return the parts of other regions.
 
@@ -632,7 +701,9 @@ class InstanceSearch:
         """Find the objects in a rectangle of outputs."""
         task, grid, (top, left, values) = self.task, self.grid, rectangle
         maps, pixels, deviations = np.split(values, [task.outputs, task.outputs + 3])
-        labels = task.decode(Prediction(maps, grid.stride_px, (0, 0)), self.point)
+        labels = task.grow(Prediction(maps, grid.stride_px, (0, 0)), self.point["inside"], self.point["background"])
+        # In a field, the least area depends on all objects, see `InstanceFinder`.
+        labels = remove_small(labels, 1 if self.is_field else self.point["least_px"])
         classes = task.decide_classes(labels, maps)
         deviation = deviations[0] if len(deviations) else None
         spacing_um = grid.stride_px * grid.spacing_um_px
@@ -646,11 +717,14 @@ class InstanceSearch:
             item = SlideObject(polygons, "detection", object_class.name, object_class.color, measurements)
             item.render()  # here, so that workers do it
             objects.append(item)
-        return FoundObjects(top, left, labels.astype(np.min_scalar_type(len(objects))), objects)
+        areas_px = np.bincount(labels.ravel(), minlength=len(objects) + 1)[1:].astype(np.int64)
+        return FoundObjects(top, left, labels.astype(np.min_scalar_type(len(objects))), objects, areas_px)
 
 
 class InstanceFinder:
     """Finds the objects of a slide. Objects in regions that cross tile borders are found after the last tile.
+
+    In a field, small objects are removed after all objects have been found, because the least area depends on them.
 
     `labels` is the label map of all objects that were yielded; the first one has the number 1.
     """
@@ -664,24 +738,50 @@ class InstanceFinder:
 
     def find(self, tiles: Iterable[Tile], run: Run = run_here) -> Generator[SlideObject]:
         """Yield the objects of each tile and then, after the last tile, those that cross tile borders."""
+        with closing(self._find_all(tiles, run)) as found:
+            for objects in self._remove_small(list(found)) if self._search.is_field else found:
+                yield from self._paint(objects)
+
+    def _find_all(self, tiles: Iterable[Tile], run: Run) -> Generator[FoundObjects]:
         with closing(run(self._search.search_tile, enumerate(tiles))) as results:
             for parts, found in results:
                 self._seams.join(parts)
-                yield from self._paint(found)
+                yield found
         merged = self._seams.finish()
         batches = iter(lambda: list(islice(merged, REGIONS_AT_ONCE)), [])
         with closing(run(self._search.search_all, batches)) as results:
-            for found in chain.from_iterable(results):
-                yield from self._paint(found)
+            yield from chain.from_iterable(results)
+
+    def _remove_small(self, found: Sequence[FoundObjects]) -> Iterator[FoundObjects]:
+        """Yield the objects of a field without those that are small compared with all of them."""
+        search = self._search
+        areas_px = np.concatenate([np.empty(0, np.int64), *(objects.areas_px for objects in found)])
+        least_px = search.task.find_least_px(areas_px, search.grid.size[0] * search.grid.size[1], search.point)
+        for objects in found:
+            yield objects.select(objects.areas_px >= least_px)
 
     def _paint(self, found: FoundObjects) -> Iterator[SlideObject]:
         """Paint the wanted objects into the label map, and yield them."""
         is_wanted = np.array([self.is_wanted(item) for item in found.objects], bool)
-        numbers = np.zeros(len(is_wanted) + 1, np.uint32)
-        numbers[1:][is_wanted] = self._count + 1 + np.arange(is_wanted.sum())
-        self._count += int(is_wanted.sum())
-        self.labels.paint(found.top, found.left, numbers[found.labels])
-        yield from (item for item, wanted in zip(found.objects, is_wanted.tolist(), strict=True) if wanted)
+        wanted = found.select(is_wanted)
+        numbers = np.append(0, self._count + 1 + np.arange(len(wanted.objects))).astype(np.uint32)
+        self._count += len(wanted.objects)
+        self.labels.paint(found.top, found.left, numbers[wanted.labels])
+        yield from wanted.objects
+
+
+# Operating points
+
+
+def _distance_to_preferred(point: tuple[float, float, float]) -> float:
+    """Return how far an operating point is from PREFERRED."""
+    return sum(abs(value - preferred) for value, preferred in zip(point, PREFERRED, strict=True))
+
+
+def _list_neighbors(threshold: float) -> tuple[float, ...]:
+    """Return a threshold, and those before and after it in THRESHOLDS."""
+    index = THRESHOLDS.index(threshold)
+    return THRESHOLDS[max(0, index - 1) : index + 2]
 
 
 # Ignored areas

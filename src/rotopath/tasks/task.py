@@ -266,6 +266,11 @@ class Task(ABC):
         """Return the target (n,) of each of n images, such as its class index. By default, all targets are 0."""
         return np.zeros(len(samples), np.int64)
 
+    def count_windows(self, samples: Sequence[Sample], window: TrainingWindow) -> int:
+        """Return the number of training windows that show the samples once; by default, one window for each sample."""
+        del window
+        return len(samples)
+
     @abstractmethod
     def make_sampler(
         self, samples: Sequence[Sample], settings: SamplerSettings, window: TrainingWindow, mined: Ints | None

@@ -261,7 +261,9 @@ class RunRecorder(Callback):
         self._pending.append((step, self._rate, outputs["loss"].detach()))
         if step % LOG_EVERY_STEPS == 0:
             self._log_losses(trainer)
-        ends_epoch = step % self._recipe.steps == 0  # `on_train_epoch_end` then writes a checkpoint, after validation
+        ends_epoch = (
+            step % self._recipe.step_count == 0
+        )  # `on_train_epoch_end` then writes a checkpoint, after validation
         if step % self._recipe.checkpoint_steps == 0 and not ends_epoch:
             self._write_checkpoint(trainer)
 
@@ -304,7 +306,7 @@ class RunRecorder(Callback):
             self.rows.append(
                 {
                     "step": step,
-                    "epoch": (step - 1) // self._recipe.steps,
+                    "epoch": (step - 1) // self._recipe.step_count,
                     "loss": loss,
                     "learning_rate": rate,
                     "images_per_second": round(images_per_second, 1),

@@ -94,7 +94,7 @@ def make_trainer(recipe: Recipe, folder: Path, recorder: RunRecorder) -> Trainer
                 callbacks=[recorder],
                 plugins=[CheckpointFiles()],
                 logger=TensorBoardLogger(folder, name="", version=TENSORBOARD),
-                log_every_n_steps=min(LOG_EVERY_STEPS, recipe.steps),
+                log_every_n_steps=min(LOG_EVERY_STEPS, recipe.step_count),
                 num_sanity_val_steps=0,
                 enable_checkpointing=False,  # the recorder writes checkpoints
                 enable_progress_bar=False,

@@ -8,8 +8,8 @@ if there is one. The module `checkpoint` writes the log and the checkpoints.
 
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from rotopath.model_file import WEIGHTS, load_weights, pack_weights, read_json, 
 from rotopath.models import DenseNetwork
 from rotopath.models.protocols import unwrap
 from rotopath.nn import graphs
-from rotopath.recipe import Recipe, RecipeError, make_recipe, read_recipe
+from rotopath.recipe import PASS, NetworkOptions, Recipe, RecipeError, make_recipe, read_recipe
 from rotopath.runs import Parent, Run, find_parent
 from rotopath.tasks import PAPER, Task, TrainingWindow
 from rotopath.tasks.task import Evidence, Loss
@@ -57,10 +57,12 @@ from rotopath.training.distributed import (
     run_on_first_process,
     synchronize_batch_norms,
 )
-from rotopath.writing import hold_lock, write_bytes, write_json
+from rotopath.writing import hold_lock, write_bytes, write_json, write_text
 
+PLAIN = 1  # orientations of an ordinary CNN
 TRAINING, SCORING = "training", "scoring"  # stages; the first stage is BASELINE, which is also the name of a subfolder
 OnProgress = Callable[[str, Row], None]  # receives the stage and a dictionary; see `train`
+REGIME_SEED = BASELINE_SEED = 0  # the same training data of a regime, and the same baseline, in all runs
 VALIDATION_SEED = 1_000_003  # the same validation windows in all runs, so that validation losses can be compared
 
 
@@ -89,6 +91,7 @@ def train(
     changes: Sequence[str] = (),
     on_progress: OnProgress = lambda _stage, _row: None,
     on_message: Callable[[str], None] = lambda _line: None,
+    hard_examples: Path | None = None,
 ) -> Run:
     """Train a network as a recipe specifies, or resume an interrupted training, and return the finished run.
 
@@ -97,9 +100,11 @@ def train(
       training with the same recipe and data, this training is resumed.
     - `changes`: overrides of keys in the TOML file, such as "orientations=4".
     - `on_progress`: a function that is called with the stage and a dictionary. In the stages "baseline" and "training",
-      the dictionary is a row of the log. In the stage "scoring", the dictionary has the keys `done` (number of scored
-      samples) and `samples` (number of all samples).
+      the dictionary is a row of the log, and `steps` is the largest number of steps. In the stage "scoring", the
+      dictionary has the keys `done` (number of scored samples) and `samples` (number of all samples).
     - `on_message`: a function that is called with lines for the user: which weights come from the model in `from`.
+    - `hard_examples`: the file that `find_hard_examples` has written for this recipe, if the recipe has a table
+      `[mining]`. Default: they are found first, in the run folder.
     """
     recipe, name = _read_recipe(recipe, changes)
     folder = Path(out) if out else name_folder(name, recipe)
@@ -114,7 +119,12 @@ def train(
             prepare_folder(folder, plan.recipe, plan.dataset, plan.parent)
         for line in plan.parent.describe_lines(plan.recipe) if plan.parent else ():
             on_message(line)
-        mined = _prepare_hard_examples(plan, loss, folder, on_progress)
+        mined = None
+        if plan.recipe.mining is not None:
+            if hard_examples is not None and not (folder / MINED).exists():
+                run_on_first_process(lambda: write_text(folder / MINED, hard_examples.read_text(encoding="utf-8")))
+            examples = read_hard_examples(find_hard_examples(plan.recipe, folder, on_progress, plan))
+            mined = index_hard_examples(examples, plan.task, plan.samples)
         network, device = fit(plan, loss, folder, mined, partial(on_progress, TRAINING))
         run_on_first_process(lambda: _finish(plan, network, folder, device, on_progress))
     return runs.load(folder)
@@ -146,7 +156,8 @@ def name_folder(name: str, recipe: Recipe) -> Path:
 def make_plan(recipe: Recipe) -> TrainingPlan:
     """Open the dataset of a recipe, select the training samples, and return the training plan.
 
-    If neither the recipe nor its task specifies classes, the recipe in the plan gets the classes in the data. Raises
+    If neither the recipe nor its task specifies classes, the recipe in the plan gets the classes in the data. If the
+    steps of an epoch are a pass over the training data, the recipe in the plan gets their number. Raises
     DataError in three cases: the data has problems such as missing files, the annotations do not fit the task, or there
     are no training samples or no validation samples.
     """
@@ -159,8 +170,15 @@ def make_plan(recipe: Recipe) -> TrainingPlan:
     samples = dataset.split("train")
     dataset.split("valid")  # raises a DataError if the data has no validation samples
     if recipe.regime is not None:
-        samples = task.select_training_subset(samples, recipe.regime, recipe.seed)
+        samples = task.select_training_subset(samples, recipe.regime, REGIME_SEED)
+    if recipe.steps == PASS:
+        recipe = replace(recipe, steps=recipe.count_steps(_count_pass_windows(recipe, task, samples)))
     return TrainingPlan(recipe, task, dataset, samples)
+
+
+def _count_pass_windows(recipe: Recipe, task: Task, samples: Sequence[Sample]) -> int:
+    """Return the number of windows that show the training samples once."""
+    return task.count_windows(samples, find_training_window(recipe, runs.build(recipe, task)))
 
 
 def _refuse_problems(recipe: Recipe, errors: Sequence[object]) -> None:
@@ -285,26 +303,51 @@ def make_loss(plan: TrainingPlan) -> Loss:
 # Hard examples
 
 
-def _prepare_hard_examples(plan: TrainingPlan, loss: Loss, folder: Path, on_progress: OnProgress) -> Ints | None:
-    """Return the hard examples as an array for the sampler, or None if the recipe has no table `[mining]`.
+def find_hard_examples(
+    recipe: Recipe, folder: Path, on_progress: OnProgress = lambda _stage, _row: None, plan: TrainingPlan | None = None
+) -> Path:
+    """Find the hard examples for a recipe with a table `[mining]`, and return the CSV file with them.
 
-    The array (n, 3) has the columns image index, row and column; for tasks that classify whole images, the array (n,)
-    contains only the image index. The hard examples are the worst mistakes of a baseline network on the training
-    samples. If the run folder `folder` has no file `mined.csv` yet, this function first trains the baseline network in
-    the subfolder `baseline`, and writes its worst mistakes to `mined.csv`.
+    The hard examples are the worst mistakes of a baseline network (`make_baseline_recipe`) on the training samples. It
+    is trained in the subfolder `baseline` of `folder`; its mistakes are written to `mined.csv` in `folder`. If this
+    file exists, nothing is trained. `plan` is the training plan of the recipe, if it is known.
     """
-    mining = plan.recipe.mining
-    if mining is None:
-        return None
-    if not (folder / MINED).exists():
-        baseline = replace(plan, recipe=replace(plan.recipe, mining=None, epochs=mining.epochs))
-        if is_first_process():
-            (folder / BASELINE).mkdir(exist_ok=True)
-        network, device = fit(baseline, loss, folder / BASELINE, None, partial(on_progress, BASELINE))
-        mine = partial(mine_hard_examples, plan.task, network, plan.samples, device, mining.examples)
-        run_on_first_process(partial(mine, folder / MINED))
-    (folder / BASELINE / RESUME).unlink(missing_ok=True)  # also that of a process that was killed after the mining
-    return index_hard_examples(read_hard_examples(folder / MINED), plan.task, plan.samples)
+    path = folder / MINED
+    if recipe.mining is None:
+        return path
+    if path.exists():
+        (folder / BASELINE / RESUME).unlink(missing_ok=True)  # of a process that was killed after the mining
+        return path
+    plan = plan or make_plan(recipe)
+    plan = replace(plan, recipe=make_baseline_recipe(plan.recipe), parent=None)
+    if is_first_process():
+        (folder / BASELINE).mkdir(parents=True, exist_ok=True)
+    network, device = fit(plan, make_loss(plan), folder / BASELINE, None, partial(on_progress, BASELINE))
+    mine = partial(mine_hard_examples, plan.task, network, plan.samples, device, recipe.mining.examples)
+    run_on_first_process(partial(mine, path))
+    (folder / BASELINE / RESUME).unlink(missing_ok=True)
+    return path
+
+
+def make_baseline_recipe(recipe: Recipe) -> Recipe:
+    """Return the recipe of the baseline network that finds the hard examples for a recipe with a table `[mining]`.
+
+    The baseline network is an ordinary CNN (N = 1) with random weights, the seed BASELINE_SEED and the other settings
+    of the recipe; the paper's networks have their default options. So recipes that differ only in orientations, options
+    of the paper's networks and seed have the same baseline.
+    """
+    assert recipe.mining is not None
+    options = NetworkOptions() if recipe.network_name in PAPER else recipe.network_options
+    return replace(
+        recipe,
+        orientations=PLAIN,
+        seed=BASELINE_SEED,
+        epochs=recipe.mining.epochs,
+        network_options=options,
+        mining=None,
+        from_=None,
+        frozen_stages=0,
+    )
 
 
 # Fit the network
@@ -322,7 +365,7 @@ def fit(
     The training ends after the number of epochs in the recipe, or earlier if `RunRecorder` stops it. If the run folder
     `folder` contains a checkpoint (`resume.ckpt`), the training resumes from this checkpoint. `mined` is the array of
     hard examples that `index_hard_examples` returns; None means no hard examples. `on_row` is a function that is called
-    with the last row of the log whenever the log has new values.
+    with the last row of the log, and the number of all steps as `steps`, whenever the log has new values.
 
     Returns the network with the weights that the key `keep` of the recipe selects, and the device on which the network
     was trained.
@@ -334,7 +377,8 @@ def fit(
     if plan.parent:
         plan.parent.load_into(network)
     frozen = find_frozen_stages(plan, network)
-    recorder = RunRecorder(folder, recipe, on_row)
+    steps = recipe.epochs * recipe.step_count
+    recorder = RunRecorder(folder, recipe, lambda row: on_row({**row, "steps": steps}))
     trainer = make_trainer(recipe, folder, recorder)
     if recipe.devices * recipe.nodes > 1:
         synchronize_batch_norms(module)
@@ -343,15 +387,15 @@ def fit(
 
     def list_training_steps() -> range:
         done = trainer.global_step  # number of finished steps; a resumed epoch continues with the next step
-        return range(done, (done // recipe.steps + 1) * recipe.steps)
+        return range(done, (done // recipe.step_count + 1) * recipe.step_count)
 
-    with warnings.catch_warnings(), raise_keyboard_interrupt():
+    with warnings.catch_warnings(), raise_keyboard_interrupt(), _choose_algorithms(recipe.deterministic):
         warnings.filterwarnings("ignore", r".*LeafSpec.* is deprecated", FutureWarning)  # caused by Lightning
         warnings.filterwarnings("ignore", "The AccumulateGrad node's stream")  # CUDA graphs use a side stream
         warnings.filterwarnings("ignore", r"Found \d+ module\(s\) in eval mode")  # frozen stages
         trainer.fit(
             TrainingModule(recipe, module, loss, plan.task.accuracy, plan.parent.taken if plan.parent else (), frozen),
-            EpochLoader(training, list_training_steps, recipe.steps, trainer, recipe.workers),
+            EpochLoader(training, list_training_steps, recipe.step_count, trainer, recipe.workers),
             EpochLoader(validation, lambda: range(validation_steps), validation_steps, trainer, recipe.workers),
             ckpt_path=checkpoint,  # resume an interrupted training
             weights_only=True,
@@ -360,6 +404,17 @@ def fit(
         recorder.write_log()
     load_weights(network, folder / KEPT)
     return network, device
+
+
+@contextmanager
+def _choose_algorithms(deterministic: bool) -> Iterator[None]:
+    """Context manager: if `deterministic`, convolutions on a GPU use only algorithms that always round equally."""
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = deterministic or before
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic = before
 
 
 class TrainingModule(LightningModule):
@@ -427,8 +482,10 @@ class TrainingModule(LightningModule):
 def make_optimizer(network: nn.Module, recipe: Recipe, taken: Collection[str] = ()) -> Optimizer:
     """Return the optimizer that the recipe specifies, for all weights of a network that are not frozen.
 
-    Weight decay applies to kernels, but not to biases and batch norm weights. `taken` are the names of the weights that
-    come from another model: their learning rate is lower by the factor `from_rate` of the recipe.
+    Weight decay applies to kernels, but not to biases and batch norm weights. `weight_decay_scale` of the recipe states
+    whether a step multiplies it by the learning rate, or by the learning rate divided by the first one. `taken` are the
+    names of the weights that come from another model: their learning rate is lower by the factor `from_rate` of the
+    recipe.
     """
     trained = [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = []
@@ -438,7 +495,10 @@ def make_optimizer(network: nn.Module, recipe: Recipe, taken: Collection[str] = 
         others = [parameter for parameter in members if parameter.ndim <= 1]
         if members:
             learning_rate = rate * recipe.learning_rate
-            groups.append({"params": kernels, "weight_decay": recipe.weight_decay, "lr": learning_rate})
+            # A step multiplies kernels by 1 - lr · decay, with the learning rate of the step. So divided by the first
+            # learning rate, the decay is multiplied by the schedule only.
+            decay = recipe.weight_decay / (learning_rate if recipe.weight_decay_scale == "schedule" else 1.0)
+            groups.append({"params": kernels, "weight_decay": decay, "lr": learning_rate})
             groups.append({"params": others, "weight_decay": 0.0, "lr": learning_rate})
     if recipe.optimiser == "adamw":
         return AdamW(groups, lr=recipe.learning_rate)
@@ -483,9 +543,9 @@ class DecoupledSGD(SGD):
 def make_schedule(optimizer: Optimizer, recipe: Recipe) -> LRScheduler:
     """Return the learning rate schedule that the recipe specifies. Call its method `step` after every training step."""
     if recipe.schedule == "halve":
-        return StepLR(optimizer, step_size=recipe.steps, gamma=0.5)
+        return StepLR(optimizer, step_size=recipe.step_count, gamma=0.5)
     if recipe.schedule == "cosine":
-        return CosineAnnealingLR(optimizer, T_max=recipe.epochs * recipe.steps)
+        return CosineAnnealingLR(optimizer, T_max=recipe.epochs * recipe.step_count)
     return ConstantLR(optimizer, factor=1.0, total_iters=0)
 
 
