@@ -52,7 +52,6 @@ from rotopath.models.protocols import (
 from rotopath.models.registry import is_equivariant
 from rotopath.models.trace import TRACE_LOCK
 from rotopath.nn import center_crop, triton
-from rotopath.nn.graphs import RecordedInference
 
 # Windows are predicted in batches of at most this many pixels, such as 135 windows of 88 × 88 px. For this number, a
 # network with 8 orientations needs about 2 GB of memory.
@@ -310,28 +309,18 @@ def _rotate_windows(images: Tensor, window_px: int, angle: float) -> Tensor:
 
 
 class MixedNetwork(nn.Module):
-    """A network whose convolutions are computed in `dtype`, by autocast. Its weights and logits stay float32.
-
-    On a GPU, predictions of images of the same shape are recorded and replayed (`RecordedInference`).
-    """
+    """A network whose convolutions are computed in `dtype`, by autocast. Its weights and logits stay float32."""
 
     def __init__(self, network: DenseNetwork, dtype: torch.dtype) -> None:
         super().__init__()
         self.network, self.dtype = network, dtype
         self.training = network.training
-        self._replay = RecordedInference(self._compute)
 
     @property
     def geometry(self) -> Geometry:
         return self.network.geometry
 
     def forward(self, x: Tensor) -> Tensor:
-        # A replay calls no hooks. Networks that slide windows over images read sizes in Python.
-        has_hooks = any(layer._forward_hooks or layer._forward_pre_hooks for layer in self.modules())
-        can_record = not self.training and not has_hooks and not isinstance(self.network, SlidingModule)
-        return self._replay(x) if can_record else self._compute(x)
-
-    def _compute(self, x: Tensor) -> Tensor:
         with torch.autocast(x.device.type, self.dtype):
             logits: Tensor = self.network(x)
         return logits.float()  # half precision cannot resolve probabilities near 1
