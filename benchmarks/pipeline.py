@@ -1,6 +1,6 @@
 """Measure how fast slides are predicted, stage by stage, and compare it with the speed of the network alone.
 
-    .venv/bin/python benchmarks/pipeline.py [cuda] [--model NAME]... [--side 3000] [--workers 0 2] [--image FILE]...
+    .venv/bin/python benchmarks/pipeline.py [cuda] [--model NAME]... [--side 3000 ...] [--workers 0 2] [--image FILE]...
 
 The slide is synthetic tissue, or the given images of tissue, again and again. It is predicted with `rp.predict` in
 this process, after a small slide as a warm-up. "network alone" is the time that the network needs for all tiles if
@@ -93,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("device", nargs="?", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--model", action="append")
-    parser.add_argument("--side", type=int, default=3000, help="side of the slide, in pixels of the model")
+    parser.add_argument("--side", type=int, nargs="+", default=[3000], help="sides of slides, in pixels of the model")
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
     parser.add_argument("--image", type=Path, nargs="+", default=[], help="four images of at least 768 × 768 px")
     parser.add_argument("--fast", action="store_true", help="write no file")
@@ -104,42 +104,44 @@ def main() -> None:
         block = read_block(options.image)
         for name in options.model or ["nuclei-kumar-n8", "mitosis-amida13-n8", "tumor-pcam-n8"]:
             model = rp.load(name)
-            small, large = folder / f"small-{name}.tif", folder / f"large-{name}.tif"
+            small = folder / f"small-{name}.tif"
             write_slide(small, block, 1536)
-            write_slide(large, block, round(options.side * model.task.spacing_um_px / SPACING_UM_PX))
-            tiles, alone = measure_network(model, large, options.device)
-            objects: set[str] = set()
-            for workers in options.workers:
-                seconds = {}
-                for slide in (small, large):
-                    out = folder / f"{name}-{workers}"
-                    start = time.perf_counter()
-                    outcome = rp.predict(model, slide, out, device=options.device, workers=workers)[0]
-                    seconds[slide] = time.perf_counter() - start
-                    if outcome.state != "done":
-                        raise SystemExit(f"{name}, {workers} workers: {outcome}")
-                results = out / large.name
-                summary = json.loads((results / "summary.json").read_text())
-                objects.add(hashlib.sha256((results / "objects.geojson").read_bytes()).hexdigest())
-                mpx = summary["predicted_mpx"]
-                rows.append(
-                    {
-                        "model": name,
-                        "workers": workers,
-                        "Mpx": round(mpx, 1),
-                        "tiles": tiles,
-                        "objects": sum(1 for _ in (results / "objects.csv").open()) - 1,
-                        "seconds": round(seconds[large], 2),
-                        "Mpx/s": round(mpx / seconds[large], 2),
-                        "network alone, s": round(alone, 2),
-                        "seconds / network alone": round(seconds[large] / alone, 2),
-                        **{f"{stage}, s": value for stage, value in summary["seconds_of_stages"].items()},
-                    }
-                )
-                print(rows[-1], flush=True)
-            large.unlink()
-            if len(objects) > 1:
-                raise SystemExit(f"{name}: the objects depend on the number of workers.")
+            for side in options.side:
+                large = folder / f"{side}-{name}.tif"
+                write_slide(large, block, round(side * model.task.spacing_um_px / SPACING_UM_PX))
+                tiles, alone = measure_network(model, large, options.device)
+                objects: set[str] = set()
+                for workers in options.workers:
+                    seconds = {}
+                    for slide in (small, large):
+                        out = folder / f"{name}-{side}-{workers}"
+                        start = time.perf_counter()
+                        outcome = rp.predict(model, slide, out, device=options.device, workers=workers)[0]
+                        seconds[slide] = time.perf_counter() - start
+                        if outcome.state != "done":
+                            raise SystemExit(f"{name}, {workers} workers: {outcome}")
+                    results = out / large.name
+                    summary = json.loads((results / "summary.json").read_text())
+                    objects.add(hashlib.sha256((results / "objects.geojson").read_bytes()).hexdigest())
+                    mpx = summary["predicted_mpx"]
+                    rows.append(
+                        {
+                            "model": name,
+                            "workers": workers,
+                            "Mpx": round(mpx, 1),
+                            "tiles": tiles,
+                            "objects": sum(1 for _ in (results / "objects.csv").open()) - 1,
+                            "seconds": round(seconds[large], 2),
+                            "Mpx/s": round(mpx / seconds[large], 2),
+                            "network alone, s": round(alone, 2),
+                            "seconds / network alone": round(seconds[large] / alone, 2),
+                            **{f"{stage}, s": value for stage, value in summary["seconds_of_stages"].items()},
+                        }
+                    )
+                    print(rows[-1], flush=True)
+                large.unlink()
+                if len(objects) > 1:
+                    raise SystemExit(f"{name}: the objects depend on the number of workers.")
     record("pipeline", rows, options.device, write=not options.fast)
 
 
