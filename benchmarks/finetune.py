@@ -3,11 +3,12 @@
 .venv/bin/python benchmarks/finetune.py DATA [cuda] [--from mitosis-amida13-n8] [--fraction 0.1] [--seeds 3]
     [--epochs 3] [--scored 200] [--sample NAME]
 
-DATA is a folder of `rotopath data import` with annotated objects. For each seed, a random fraction of the training
-images is kept, and the network is trained twice with the recipe that `rotopath init --from` writes for them: with and
-without the weights of the pretrained model. The number of epochs is smaller, and up to `--scored` images for validation
-and testing are used. The scores are those of the test images; several classes have the mean F1 over the classes. NAME
-is the name of the data in the table.
+DATA is a folder of `rotopath data import` with annotated objects (for MIDOG++: the crops of docs/examples.md with
+their points, `--classes look-alike=`). For each seed, a random fraction of the training images is kept, and the
+network is trained twice with the recipe that `rotopath init --from` writes for them: with and without the weights of
+the pretrained model. The number of epochs is smaller, and up to `--scored` images for validation and testing are used.
+The scores are those of the test images; several classes have the mean F1 over the classes. NAME is the name of the
+data in the table.
 """
 
 import argparse
