@@ -69,7 +69,8 @@ class TrainingProgress(ProgressBar):
         if stage == "baseline" and self._recipe.mining is not None:
             epochs = self._recipe.mining.epochs
         epoch = f"{stage}, epoch {row['epoch'] + 1:g} of at most {epochs}"
-        speed = f"{row['images_per_second']:,.0f} images/s"
+        decimals = 0 if row["images_per_second"] >= 10 else 1
+        speed = f"{row['images_per_second']:,.{decimals}f} images/s"
         self._bar.update(
             self._task,
             total=row["steps"],
