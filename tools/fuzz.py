@@ -404,8 +404,9 @@ FORMATS = (
         "study",
         f"{RUN}/evaluation-test.json",
         ("evaluate", f"FOLDER/{RUN}"),
-        change_json(is_wrong_score),
+        change_values,
         weight=0.5,
+        restored=f"{RUN}/evaluation-test.json",
     ),
     Format("options", "png", "image.png", ("predict", MODEL, "FOLDER/FILE", "--out", "FOLDER/out"), change_option),
 )
