@@ -353,7 +353,7 @@ FORMATS = (
     Format("points in CSV", "points", "a.csv", CHECK, change_any),
     Format("outlines in XML", "outlines", "a.xml", CHECK, change_cut(0.9)),
     Format("objects in GeoJSON", "geojson", "a.geojson", CHECK, change_json(lambda *_: False)),
-    Format("import of COCO", "coco", "objects.json", IMPORT, change_json(lambda *_: False)),
+    Format("import of COCO", "coco", "objects.json", IMPORT, change_values),
     Format("import of GeoJSON", "compressed", "a.geojson.gz", IMPORT, change_any),
     Format("import of CSV", "table", "a.csv", IMPORT, change_any),
     Format("import of XML", "outlines", "a.xml", (*IMPORT[:2], "FOLDER/a.xml", *IMPORT[3:]), change_cut(0.9)),
