@@ -1,5 +1,6 @@
 """Atomic files and folders: complete or not there at all, whenever the process that writes them dies."""
 
+import errno
 import os
 import shutil
 import stat
@@ -341,3 +342,22 @@ def test_temporary_folders_of_killed_processes_are_removed_and_others_are_kept(
         assert not folder.exists()
         thread.submit(other.__exit__, None, None, None).result()
     assert list_names(tmp_path) == [link.name, "rotopath-results"]
+
+
+def test_nothing_of_others_is_removed_on_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No process can know there whether another one still uses its files."""
+    fcntl = pytest.importorskip("fcntl")
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    used = tmp_path / f"rotopath-{'0' * 32}"
+    used.mkdir()
+    (tmp_path / ".out.unfinished").mkdir()
+    with writing.hold_lock(tmp_path / "out"), writing.temporary_folder():
+        writing.remove_leftovers(tmp_path / "out")
+    assert {".out.unfinished", used.name} == set(list_names(tmp_path))

@@ -346,8 +346,7 @@ def run_twice(case: Case) -> bool:
 
 def kill_worker(case: Case) -> bool:
     """Kill a process of a Dask cluster."""
-    words = [*case.words[: case.words.index("--at-once")], *ON_CLUSTER] if "--at-once" in case.words else None
-    with run_process(words or [*case.words, *ON_CLUSTER], case.folder) as poll:
+    with run_process(case.words, case.folder) as poll:
         if not case.sleep(poll):
             return False
         workers = [
@@ -406,6 +405,8 @@ def inject(command: Command, fault: str, cases: int, corpus: Path, work: Path, s
     """Disturb a command a number of times, and count the cases that were clean, identical and without leftovers."""
     folder = work / command.folder
     words = [word.replace("FOLDER", str(folder)) for word in command.words]
+    if fault == "killed worker":  # workers have other numbers of threads, and therefore other rounding
+        words = [*(words[: words.index("--at-once")] if "--at-once" in words else words), *ON_CLUSTER]
 
     def prepare() -> None:
         unmount(folder / "out")
@@ -429,9 +430,6 @@ def inject(command: Command, fault: str, cases: int, corpus: Path, work: Path, s
         raise SystemExit(f"Two undisturbed runs of {command.name} differ in {different}.")
     usual_s = min(usual_s, measured)
     usual_bytes = sum(path.stat().st_size for path in (folder / "out").rglob("*") if path.is_file())
-    if fault == "killed worker":
-        rest = words[: words.index("--at-once")] if "--at-once" in words else words
-        usual_s = measure([*rest, *ON_CLUSTER])
     counts: Counter[str] = Counter()
     number = 0
     while counts["cases"] < cases and number < 5 * cases:

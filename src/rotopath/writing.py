@@ -147,10 +147,11 @@ def _owner_file(path: Path) -> Path:
 
 
 @contextmanager
-def _acquire(path: Path, wait_s: float | None) -> Iterator[bool]:
+def _acquire(path: Path, wait_s: float | None, required: bool = False) -> Iterator[bool]:
     """Context manager: acquire the lock of a path, and yield whether this thread did not hold it already.
 
-    Raises Timeout if another process or thread does not release the lock within `wait_s` seconds.
+    Raises Timeout if another process or thread does not release the lock within `wait_s` seconds. On a file system
+    without locks, there is no lock, or an OSError if it is `required`.
     """
     file = _lock_file(path)
     with ExitStack() as stack:
@@ -164,6 +165,9 @@ def _acquire(path: Path, wait_s: float | None) -> Iterator[bool]:
             is_first = lock.lock_counter == 1
         except OSError as error:
             if isinstance(error, Timeout) or error.errno not in NO_LOCKS:
+                raise
+            file.unlink(missing_ok=True)  # other processes would take it for that of a killed process
+            if required:
                 raise
         try:
             yield is_first
@@ -199,9 +203,8 @@ def temporary_folder() -> Iterator[Path]:
             continue
         with suppress(OSError):  # it is used (Timeout), cannot be locked, or has just been removed
             if not hasattr(os, "getuid") or leftover.lstat().st_uid == os.getuid():
-                with FileLock(_lock_file(leftover), fallback_to_soft=False).acquire(timeout=0):
+                with _acquire(leftover, 0, required=True):
                     shutil.rmtree(leftover, ignore_errors=True)
-                _lock_file(leftover).unlink(missing_ok=True)
     folder = parent / f"{TEMPORARY}{uuid4().hex}"
     with _acquire(folder, None):  # before the folder exists, so that no other process removes it
         folder.mkdir(mode=0o700)

@@ -21,6 +21,7 @@ from rotopath.images.geojson import SlideObject, read_geojson, write_geojson, wr
 from rotopath.images.outlines import Point, Polygon, signed_area, trace_outlines
 
 SQUARE = Polygon(np.array([(10.0, 20.0), (10, 24), (13, 24), (13, 20)]))
+COLOR = '[{"geometry": null, "properties": {"classification": {"color": [1, %s, 3]}}}]'  # in JSON
 LABELS = hnp.arrays(
     np.int32, st.tuples(st.integers(1, 9), st.integers(1, 9)), elements=st.sampled_from([0, 0, 1, 2, 7])
 )
@@ -155,7 +156,7 @@ def test_objects_are_written_one_by_one(tmp_path: Path) -> None:
 
     def objects() -> Iterator[SlideObject]:
         for row in range(2000):
-            (unfinished,) = tmp_path.iterdir()
+            (unfinished,) = tmp_path.glob("*.unfinished")
             sizes.append(unfinished.stat().st_size)
             yield SlideObject(Point(row, 0), measurements={"score": 0.5})
 
@@ -218,6 +219,9 @@ def test_a_measurement_that_is_nan_has_no_value(tmp_path: Path) -> None:
         ('{"features": 3}', "is not GeoJSON: expected a FeatureCollection"),
         ("3", "is not GeoJSON: expected a FeatureCollection"),
         ('[{"geometry": null}]', "has a feature, number 1, that cannot be used"),
+        (COLOR % "Infinity", "the color of a class is"),
+        (COLOR % "NaN", "the color of a class is"),
+        (COLOR % "256", "the color of a class is"),
         (
             '[{"geometry": {"type": "LineString", "coordinates": []}}]',
             "its geometry is a LineString; expected Point, MultiPoint, Polygon or MultiPolygon",

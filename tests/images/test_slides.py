@@ -1,5 +1,6 @@
 """Slides are read at the right positions at any spacing, tiles fit together, and unusable files are refused."""
 
+import json
 import math
 import sys
 from collections.abc import Iterator
@@ -480,6 +481,18 @@ def test_ome_zarr_with_fluorescence_without_units_and_with_several_images(tmp_pa
     zarr.open_group(tmp_path / "other.zarr", mode="w")
     with pytest.raises(UnreadableImageError, match="is a Zarr folder without an OME-Zarr image"):
         open_slide(tmp_path / "other.zarr")
+
+
+def test_a_slide_of_kilometers_is_refused(tmp_path: Path) -> None:
+    """A fuzzer found it: the tissue of such a slide was searched, until the memory was full."""
+    pytest.importorskip("zarr")
+    path = write_ome_zarr(tmp_path / "a.zarr", checkers(64, 96))
+    metadata = path / "0" / "zarr.json"
+    content = json.loads(metadata.read_text())
+    content["shape"][1] = 10**30
+    metadata.write_text(json.dumps(content))
+    with pytest.raises(UnreadableImageError, match=r"a.zarr states a side of more than 16777216 px, which"):
+        open_slide(path)
 
 
 def test_without_zarr_its_images_name_the_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

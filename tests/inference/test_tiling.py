@@ -20,6 +20,7 @@ from stub_networks import BrightnessNetwork
 from torch import Tensor
 
 import rotopath as rp
+from rotopath.data import DataError
 from rotopath.images.slides import as_slide, open_slide
 from rotopath.images.tissue import SPACING_UM_PX, Tissue, find_tissue
 from rotopath.inference import predict, tiling
@@ -186,7 +187,7 @@ def test_predictions_that_are_not_finite_end_in_one_sentence() -> None:
     with torch.no_grad():
         network.stages[1].conv.weight *= 1e6
     image = textured(150, 150)
-    with pytest.raises(ValueError, match=r"not finite numbers.*--precision 32"):
+    with pytest.raises(DataError, match=r"not finite numbers.*--precision 32"):
         predict_slide_tiles(MixedNetwork(network, torch.float16), image, 1024)
     assert all(np.isfinite(tile.probabilities).all() for tile in predict_slide_tiles(network, image, 1024))
 

@@ -348,8 +348,10 @@ def _parse_classification(classification: Mapping[str, Any]) -> tuple[str, tuple
         color = [packed >> 16 & 255, packed >> 8 & 255, packed & 255]
     if color is None:
         return ": ".join(names), None
-    red, green, blue = (int(value) for value in color)
-    return ": ".join(names), (red, green, blue)
+    red, green, blue = color
+    if not all(0 <= value <= 255 for value in color):  # also if a value is NaN
+        raise ValueError(f"the color of a class is {color}; expected three numbers from 0 to 255")
+    return ": ".join(names), (int(red), int(green), int(blue))
 
 
 def _parse_geometry(

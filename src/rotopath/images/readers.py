@@ -38,6 +38,7 @@ from rotopath.images.containers import (
 from rotopath.images.files import UnreadableImageError, expect_file, parse_pixel_size_um, pixel_size_um, read_rgb
 
 BLOCK_PX = 512  # side of the blocks that `_OpenSlideReader` caches
+MAX_SIDE_PX = 2**24  # 4 m at 0.25 µm/px; a larger slide is damaged
 MAX_CACHED_BLOCKS = 64  # these blocks need 48 MB
 WHITE = 255
 
@@ -73,8 +74,20 @@ class SlideReader(Protocol):
 def open_reader(path: Path) -> SlideReader:
     """Open a file, or a folder that is a slide, with the library that reads the most of its levels.
 
-    Raises UnreadableImageError if no library can read the file, or if the required library is not installed.
+    Raises UnreadableImageError if no library can read the file, or if the required library is not installed, or if the
+    size of the slide is implausible.
     """
+    reader = _choose_reader(path)
+    if max(reader.levels[0].size_px) > MAX_SIDE_PX:
+        reader.close()
+        raise UnreadableImageError(
+            path, f"states a side of more than {MAX_SIDE_PX} px, which no slide has; download or export it again."
+        )
+    return reader
+
+
+def _choose_reader(path: Path) -> SlideReader:
+    """Open a slide, as `open_reader` does, of any size."""
     if not path.exists():
         raise UnreadableImageError(path, "does not exist.")
     expect_file(path)

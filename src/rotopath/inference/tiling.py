@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rotopath import group
+from rotopath.data.dataset import DataError
 from rotopath.environment import count_cores, limit_processes
 from rotopath.models import DenseNetwork, Geometry
 from rotopath.nn import center_crop
@@ -619,9 +620,9 @@ def _predict_tile(
     rotations = (predict_frame(grid.network.geometry, predict, read_pixels, frame, angle) for angle in degrees)
     maps = torch.stack([probabilities[0, :, down, across] for probabilities in rotations])
     if not maps.isfinite().all():
-        raise ValueError(
-            "The network predicted values that are not finite numbers, perhaps because they are too large for 16-bit "
-            "precision on a GPU; use --precision 32."
+        raise DataError(
+            "The network predicted values that are not finite numbers: its weights are damaged, or its values are too "
+            "large for 16-bit precision on a GPU. Use --precision 32, or restore the weights."
         )
     if len(degrees) == 1:
         return Tile(rows, columns, with_halo, maps[0].cpu().numpy(), None)
