@@ -1,5 +1,6 @@
 """Studies that are run: jobs are skipped, resumed, failed and killed, here and on a cluster; and their reports."""
 
+import csv
 import json
 import multiprocessing
 import os
@@ -77,7 +78,7 @@ def run_forked(at_once: int) -> Iterator[Submit]:
 
     def run(recipe: str, rotations: int) -> None:
         sys.settrace(None)  # coverage of other processes is not measured
-        sys.exit(jobs.main(Path(recipe), rotations, os.getppid()))
+        sys.exit(jobs.try_job(Path(recipe), rotations))
 
     def submit(recipe: str, rotations: int, _cwd: str) -> JobFuture:
         process = multiprocessing.get_context("fork").Process(target=run, args=(recipe, rotations))
@@ -276,15 +277,53 @@ def test_a_job_on_a_full_disk_is_reported_in_one_sentence(tmp_path: Path, monkey
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    def call_main(*_: object, **__: object) -> int:
-        return jobs.main(recipe, 1, os.getppid())
+    def run_once(_: jobs.JobProcess, recipe: str, rotations: int, log: Path) -> int:
+        log.touch()
+        return jobs.try_job(Path(recipe), rotations)
 
     monkeypatch.setattr(jobs, "run_job", fail)
-    monkeypatch.setattr(jobs, "_stop_on_request", lambda *_: None)
-    monkeypatch.setattr(jobs.subprocess, "call", call_main)
+    monkeypatch.setattr(jobs.JobProcess, "_run_once", run_once)
     reason = jobs.run_process(str(recipe), 1, str(tmp_path))
     assert reason == "the disk is full; free some space, and run the same command again."
     assert not list(tmp_path.iterdir())
+
+
+PROCESS_OF_JOBS = """
+import os, sys
+from rotopath.studies import jobs
+
+def run_job(path, rotations):
+    if path.stem == "broken":
+        raise RuntimeError("CUDA error: device-side assert triggered")
+    if path.stem == "refused":
+        raise jobs.DataError("The data has problems.")
+    print(os.getpid())
+
+jobs.run_job = run_job
+sys.exit(jobs.main(int(sys.argv[1])))
+"""
+
+
+def test_a_process_runs_several_jobs_and_ends_after_an_unexpected_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After some errors of a GPU, no later job of the same process can use it."""
+    start = subprocess.Popen
+    monkeypatch.setattr(
+        jobs.subprocess,
+        "Popen",
+        lambda command, **options: start([command[0], "-c", PROCESS_OF_JOBS, command[-1]], **options),
+    )
+    process = jobs.JobProcess(str(tmp_path), {"PYTHONPATH": os.pathsep.join(sys.path)})
+    try:
+        for name in ("first", "refused", "second", "broken", "third"):
+            process.run(str(tmp_path / f"{name}.toml"), 1)
+    finally:
+        process.close()
+    first, second, third = ((tmp_path / f"{name}.log").read_text() for name in ("first", "second", "third"))
+    assert first == second != third
+    assert (tmp_path / "refused.failed").read_text() == "The data has problems.\n"
+    assert (tmp_path / "broken.failed").read_text() == "RuntimeError: CUDA error: device-side assert triggered\n"
 
 
 def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
@@ -412,10 +451,9 @@ def test_the_report(finished: Path, tmp_path: Path) -> None:
     }
     assert figures == expected
     scores = json.loads((finished / "turning/N4-seed0/evaluation-test.json").read_text())["test"]
-    row = next(
-        line for line in (tmp_path / "report/results.csv").read_text().splitlines() if line.startswith("turning")
-    )
-    assert row.split(",")[7] == f"{scores['accuracy']:.4f}"
+    with (tmp_path / "report/results.csv").open(newline="") as table:
+        row = next(row for row in csv.DictReader(table) if row["part"] == "turning")
+    assert row["test"] == f"{scores['accuracy']:.4f}"
 
 
 def test_a_run_of_another_recipe_is_refused_before_any_job_starts(study: Path, tmp_path: Path) -> None:

@@ -106,7 +106,9 @@ def test_the_time_on_a_gpu_is_estimated_from_operations_and_steps(tmp_path: Path
         values = "\n".join(f"{key} = {json.dumps(value)}" for key, value in keys.items())
         path = tmp_path / "s.toml"
         path.write_text(f'[a]\nrecipe = "tumor"\norientations = [{n}]\nseed = [0, 1]\n[a.set]\n{values}\n')
-        return 3600 * estimate_gpu_hours(read_study(path))
+        hours = estimate_gpu_hours(read_study(path))
+        assert hours is not None
+        return 3600 * hours
 
     assert estimate_s(8, steps=100, epochs=5) == pytest.approx(2 * 500 * 64 / 170_720, rel=0.1), "as measured"
     assert estimate_s(1, steps=100, epochs=5) == pytest.approx(2 * 500 * LEAST_STEP_S), (
@@ -116,3 +118,12 @@ def test_the_time_on_a_gpu_is_estimated_from_operations_and_steps(tmp_path: Path
     few = estimate_s(1, data=data, steps="pass", epochs=1, batch=2)
     assert few == pytest.approx(2 * 600 * LEAST_STEP_S), "1,200 patches in batches of 2"
     assert estimate_s(1, data="missing", steps="pass", epochs=1) == pytest.approx(2 * 500 * LEAST_STEP_S)
+
+
+def test_a_network_that_cannot_be_measured_has_no_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its job reports the error, and the other jobs run."""
+    (tmp_path / "failing_network.py").write_text("def build(outputs):\n    raise ValueError('not yet written')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "s.toml"
+    path.write_text('[a]\nrecipe = "tumor"\norientations = [1]\n[a.set]\nnetwork = "failing_network:build"\n')
+    assert estimate_gpu_hours(read_study(path)) is None

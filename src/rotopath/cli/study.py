@@ -45,14 +45,13 @@ def run_study(
 
         plan = read_study(study, changes or [], parts or [])
         folder = out or Path("runs") / study.stem
-        hours = estimate_gpu_hours(plan)
-        time = f"{hours:.1f} h" if hours >= 1 else f"{max(1, round(60 * hours))} min"
-        terminal.console.print(
-            f"{len(plan.jobs)} trainings, about {time} or less on one NVIDIA H200 if twelve share it, and evaluations. "
-            f"Finished runs are skipped.",
-            highlight=False,
-            soft_wrap=True,
-        )
+        time = ""
+        if (hours := estimate_gpu_hours(plan)) is not None:
+            amount = f"{hours:.1f} h" if hours >= 1 else f"{max(1, round(60 * hours))} min"
+            time = f", about {amount} or less on one NVIDIA H200 if twelve share it"
+        trainings = "1 training" if len(plan.jobs) == 1 else f"{len(plan.jobs)} trainings"
+        line = f"{trainings}{time}, and evaluations. Finished runs are skipped."
+        terminal.console.print(line, highlight=False, soft_wrap=True)
         try:
             with StudyProgress(plan, terminal.console) as progress:
                 states = run_jobs(plan, folder, at_once=at_once, cluster=cluster, on_progress=progress.show)

@@ -64,6 +64,7 @@ JOBS_PER_GPU = 12  # a small training uses only part of a GPU; more than 12 were
 TRIES = 3  # a killed process is started up to 3 times; on a cluster, a failed call is repeated up to 3 times
 EXIT_BUSY = 75  # exit code if another process is working on the job; on Unix, 75 means "try again later"
 EXIT_DISK_FULL = 74  # on Unix, 74 means "input/output error"
+EXIT_FAILED = 70  # exit code after an unexpected error; on Unix, 70 means "internal software error"
 EXIT_INTERRUPTED = 130
 State = Literal["waiting", "running", "done", "failed"]
 
@@ -348,7 +349,7 @@ def run_process(recipe: str, rotations: int, cwd: str) -> str:
 
 
 class JobProcess:
-    """A process that runs one job after another. It is started for the first job, and again if it was killed.
+    """A process that runs one job after another. It is started for the first job, and again for a job after it ended.
 
     `cwd` is the working directory of the process, and `environment` contains additional environment variables.
     """
@@ -375,6 +376,7 @@ class JobProcess:
         """
         path = Path(recipe)
         log = path.with_suffix(".log")
+        log.unlink(missing_ok=True)  # of an earlier attempt
         for _ in range(TRIES):
             code = self._run_once(recipe, rotations, log)
             if log.exists() and not log.stat().st_size:
@@ -416,11 +418,11 @@ class JobProcess:
             answer = ""
         if answer:
             return int(answer)
-        self._process = None  # it has ended
-        return process.wait()
+        self.close()
+        return process.returncode
 
     def close(self) -> None:
-        """End the process, which must not be running a job."""
+        """End the process, which must not be running a job, or wait until it has ended."""
         if self._process is not None:
             self._process.communicate()  # closes its input, which ends it
             self._process = None
@@ -433,8 +435,8 @@ def main(parent: int) -> int:
     """Run the jobs whose lines are read from the standard input, until it is closed, and return the exit code.
 
     `parent` is the ID of the parent process. The output of a job goes to its log. The standard output has one line for
-    each job: its exit code, see `try_job`. If a job was stopped, the process ends with the exit code
-    `EXIT_INTERRUPTED`.
+    each job: its exit code, see `try_job`. If a job was stopped, or if it failed unexpectedly, the process ends with
+    this exit code instead. Some errors of a GPU would otherwise make all later jobs of the process fail.
     """
     # A process in the background may have inherited that SIGINT is ignored. Restore the default.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -453,7 +455,7 @@ def main(parent: int) -> int:
                 current.clear()
                 for stream in (sys.stdout, sys.stderr):
                     stream.flush()
-                if code == EXIT_INTERRUPTED:
+                if code in (EXIT_INTERRUPTED, EXIT_FAILED):
                     return code
                 print(code, file=answers, flush=True)
                 free_memory()
@@ -466,8 +468,9 @@ def try_job(path: Path, rotations: int) -> int:
     """Run the job of the recipe at `path`, and return its exit code.
 
     `rotations` is the number of rotations for test-time augmentation. Exit codes: 0 if the job is done, and also if it
-    failed and its error message was written to `NAME.failed`; `EXIT_BUSY` if another process is working on the job;
-    `EXIT_DISK_FULL`; `EXIT_INTERRUPTED` if the job was stopped.
+    failed because of its data or recipe; `EXIT_FAILED` if it failed because of another error; `EXIT_BUSY` if another
+    process is working on the job; `EXIT_DISK_FULL`; `EXIT_INTERRUPTED` if the job was stopped. Error messages are
+    written to `NAME.failed`.
     """
     failed = path.with_suffix(".failed")
     try:
@@ -487,6 +490,7 @@ def try_job(path: Path, rotations: int) -> int:
             return EXIT_DISK_FULL
         traceback.print_exc()
         write_text(failed, f"{type(error).__name__}: {error}\n")
+        return EXIT_FAILED
     return 0
 
 

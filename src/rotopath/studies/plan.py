@@ -105,21 +105,26 @@ class Study:
         ]
 
 
-def estimate_gpu_hours(study: Study) -> float:
+def estimate_gpu_hours(study: Study) -> float | None:
     """Return how long the trainings of a study take at most on an NVIDIA H200, in hours, if several share the GPU.
 
-    Evaluations are not included. The number of steps of a pass is counted in the data; if the data cannot be opened,
-    LEAST_PASS_STEPS is assumed, and the job will report the error.
+    None if a network cannot be measured, such as one of the user that fails; its job will report the error. Evaluations
+    are not included. The number of steps of a pass is counted in the data; if the data cannot be opened,
+    LEAST_PASS_STEPS is assumed.
     """
     seconds_per_step: dict[Recipe, float] = {}
     seconds = 0.0
     for job in study.jobs:
         recipe = job.recipe
         network = replace(recipe, seed=0, regime=None, steps=1)  # what the time of a step depends on
-        if network not in seconds_per_step:
-            operations = recipe.batch_size * count_operations(recipe)
-            seconds_per_step[network] = max(LEAST_STEP_S, operations / H200_OPERATIONS_PER_S)
-        seconds += recipe.epochs * _count_steps(replace(recipe, seed=0, orientations=PLAIN)) * seconds_per_step[network]
+        try:
+            if network not in seconds_per_step:
+                operations = recipe.batch_size * count_operations(recipe)
+                seconds_per_step[network] = max(LEAST_STEP_S, operations / H200_OPERATIONS_PER_S)
+            steps = recipe.epochs * _count_steps(replace(recipe, seed=0, orientations=PLAIN))
+        except Exception:  # a user's network may raise anything
+            return None
+        seconds += steps * seconds_per_step[network]
     return seconds / 3600
 
 
