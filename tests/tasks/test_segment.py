@@ -256,7 +256,7 @@ def test_objects_are_those_of_a_watershed_of_all_regions(seed: int, inside: floa
     """The watershed is left out where a region has one seed or none, which must not change the objects."""
     noise = ndimage.gaussian_filter(np.random.default_rng(seed).normal(size=(3, 60, 70)), (0, 2.5, 2.5))
     maps = torch.from_numpy(noise * 25).softmax(dim=0).float().numpy()
-    objects = NUCLEI._grow(Prediction(maps, 1, (0, 0)), inside, background)
+    objects = NUCLEI.grow(Prediction(maps, 1, (0, 0)), inside, background)
     regions, _ = ndimage.label(maps[2] < background)
     seeds, _ = ndimage.label((regions > 0) & (maps[0] >= inside))
     areas = np.bincount(seeds.ravel())
@@ -627,6 +627,26 @@ def test_the_least_area_on_slides_is_that_of_the_validation_fields(spacing: floa
         evidence.append(ObjectEvidence(f"{side}", f"{side}", truth, np.zeros(4, np.int64), prediction))
     point = task.choose_operating_point(evidence)
     assert (point["least_fraction"], point["least_px"]) == (0.3, pytest.approx(0.3 * 400))
+
+
+def test_images_that_are_too_large_for_a_field_are_scored_as_they_are_predicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the least area of all images together: an object of 144 px is false, and 0.3 of the median is 120 px."""
+    evidence = []
+    for sides in ((20, 20, 20), (30, 12)):
+        predicted = np.zeros((40, 120), np.int32)
+        for number, side in enumerate(sides):
+            predicted[3 : 3 + side, 5 + 40 * number : 5 + 40 * number + side] = number + 1
+        truth = np.where(predicted == 2, 0, predicted) if sides[1] == 12 else predicted
+        planes = np.eye(3)[np.where(predicted > 0, INSIDE, BACKGROUND)].transpose(2, 0, 1).astype(np.float32)
+        prediction = Prediction(planes, 1, (0.0, 0.0))
+        evidence.append(ObjectEvidence(f"{sides}", f"{sides}", truth, np.zeros(4, np.int64), prediction))
+    assert NUCLEI.choose_operating_point(evidence)["least_fraction"] == 0.3
+    monkeypatch.setattr("rotopath.tasks.segment.MAX_FIELD_PX", 100)
+    point = NUCLEI.choose_operating_point(evidence)
+    assert point["least_fraction"] == 0.4
+    assert NUCLEI.score(evidence, point)["f1"] == 1
 
 
 def ignore_right_half(root: Path) -> Sample:

@@ -354,30 +354,30 @@ class Segment(Task):
         """Return the operating point with the highest F1, computed over the objects of all images together.
 
         The two thresholds are searched as described at THRESHOLDS, each with all LEAST_FRACTIONS. Of several operating
-        points with the highest F1, the one nearest to PREFERRED is returned. `least_px`, the least area on slides, is
-        the best fraction of the median area of the objects in all images together.
+        points with the highest F1, the one nearest to PREFERRED is returned. `least_px`, the least area on images that
+        are too large for a field, is the best fraction of the median area of the objects in all images together.
         """
         overlap_rule = cast(OverlapRule, self.resolve_rule(rule))
         fields = list(evidence)
-        areas: dict[tuple[float, float], list[Ints]] = {}  # by the two thresholds: of the objects of each image
+        medians_px: dict[tuple[float, float], float] = {}  # by the two thresholds: of the objects of all images
         counts: dict[tuple[float, float, float], ObjectCounts] = {}
         candidates = list(product(INSIDE_TRIED, BACKGROUND_TRIED))
         while candidates:
             for pair in candidates:
-                areas[pair] = []
-                for field in fields:
-                    overlaps, areas_px = self._find_overlaps(field, *pair)
-                    areas[pair].append(areas_px)
+                found = [self._find_overlaps(field, *pair) for field in fields]
+                medians_px[pair] = self._median_area_px(np.concatenate([np.empty(0, np.int64), *(a for _, a in found)]))
+                for field, (overlaps, areas_px) in zip(fields, found, strict=True):
+                    is_field = field.truth.size <= MAX_FIELD_PX
+                    median_px = self._median_area_px(areas_px) if is_field else medians_px[pair]
                     for fraction in LEAST_FRACTIONS:
-                        large = overlaps.without_small(fraction * self._median_area_px(areas_px))
+                        large = overlaps.without_small(fraction * median_px)
                         point = (*pair, fraction)
                         counts[point] = counts.get(point, NO_COUNTS) + match_objects(large, overlap_rule)
             best = max(counts, key=lambda point: (counts[point].f1, -_distance_to_preferred(point)))
             near = product(_list_neighbors(best[0]), _list_neighbors(best[1]))
-            candidates = [pair for pair in near if pair not in areas]
+            candidates = [pair for pair in near if pair not in medians_px]
         inside, background, fraction = best
-        pooled = np.concatenate([np.empty(0, np.int64), *areas[inside, background]])
-        least_px = round(fraction * self._median_area_px(pooled), 1)
+        least_px = round(fraction * medians_px[inside, background], 1)
         return {"inside": inside, "background": background, "least_fraction": fraction, "least_px": least_px}
 
     def _find_overlaps(self, field: ObjectEvidence, min_inside: float, max_background: float) -> tuple[Overlaps, Ints]:
