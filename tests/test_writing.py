@@ -361,3 +361,23 @@ def test_nothing_of_others_is_removed_on_a_file_system_without_locks(
     with writing.hold_lock(tmp_path / "out"), writing.temporary_folder():
         writing.remove_leftovers(tmp_path / "out")
     assert {".out.unfinished", used.name} == set(list_names(tmp_path))
+
+
+def test_existing_folder_whose_parent_is_read_only_has_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a volume of a container. Elsewhere, and for the lock of another user, the error is reported."""
+    make = os.open
+
+    def refuse(path: str | Path, flags: int, *arguments: int, **options: int) -> int:
+        if Path(path).parent == tmp_path and flags & os.O_RDWR:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return make(path, flags, *arguments, **options)
+
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(os, "open", refuse)
+    with writing.hold_lock(tmp_path / "out"):
+        writing.write_json(tmp_path / "out" / "a.json", {})
+    assert list_names(tmp_path) == ["out"]
+    assert list_names(tmp_path / "out") == ["a.json"]
+    (tmp_path / ".out.lock").touch()
+    with pytest.raises(PermissionError), writing.hold_lock(tmp_path / "out"):
+        pass

@@ -25,6 +25,7 @@ from filelock import FileLock, Timeout
 MAX_DIGITS = 20  # of whole numbers in JSON files; that is enough for 64 bits
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)  # errors of file systems without locks
+READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)  # errors of folders in which no file can be created
 TEMPORARY = "rotopath-"  # start of the names of temporary folders
 BUSY_AFTER_S = 2.0  # a process that was killed holds its locks for a moment
 
@@ -113,7 +114,8 @@ def hold_lock(path: Path, wait_s: float | None = BUSY_AFTER_S) -> Iterator[None]
 
     Raises BusyError if another process does not release the lock within `wait_s` seconds; None waits without end. The
     operating system releases the lock when the process ends, also if the process is killed. A thread may hold the same
-    lock several times. On a file system without locks, there is no lock.
+    lock several times. There is no lock on a file system without locks, and in a folder in which this process may not
+    create files, such as that of a volume of a container.
 
     For the path NAME, the lock file is `.NAME.lock` in the same folder. The process ID is in a separate file
     `.NAME.pid`, because on Windows other processes cannot read a locked file. Both files are removed at the end.
@@ -122,13 +124,13 @@ def hold_lock(path: Path, wait_s: float | None = BUSY_AFTER_S) -> Iterator[None]
     path.parent.mkdir(parents=True, exist_ok=True)
     owner = _owner_file(path)
     try:
-        with _acquire(path, wait_s) as is_first:
+        with _acquire(path, wait_s) as is_new:
             try:
-                if is_first:
+                if is_new:
                     owner.write_text(str(os.getpid()))
                 yield
             finally:
-                if is_first:
+                if is_new:
                     owner.unlink(missing_ok=True)
     except Timeout:
         raise BusyError(path, read_owner(path)) from None
@@ -148,31 +150,34 @@ def _owner_file(path: Path) -> Path:
 
 @contextmanager
 def _acquire(path: Path, wait_s: float | None, required: bool = False) -> Iterator[bool]:
-    """Context manager: acquire the lock of a path, and yield whether this thread did not hold it already.
+    """Context manager: acquire the lock of a path, and yield whether this thread holds it now but did not before.
 
-    Raises Timeout if another process or thread does not release the lock within `wait_s` seconds. On a file system
-    without locks, there is no lock, or an OSError if it is `required`.
+    Raises Timeout if another process or thread does not release the lock within `wait_s` seconds. Where no lock is
+    possible (see `hold_lock`), there is none, or an OSError if it is `required`.
     """
     file = _lock_file(path)
     with ExitStack() as stack:
-        is_first = True
+        is_new = False
         try:
             # With fallback_to_soft=True, filelock would create an ordinary file on file systems without locks. If the
             # process is killed, this file would remain and block the path forever. With is_singleton=True, a thread
             # can acquire a lock that it holds.
             lock = FileLock(file, fallback_to_soft=False, is_singleton=True)
             stack.enter_context(lock.acquire(timeout=-1 if wait_s is None else wait_s))
-            is_first = lock.lock_counter == 1
+            is_new = lock.lock_counter == 1
         except OSError as error:
-            if isinstance(error, Timeout) or error.errno not in NO_LOCKS:
+            if isinstance(error, Timeout):
                 raise
-            file.unlink(missing_ok=True)  # other processes would take it for that of a killed process
+            if error.errno in NO_LOCKS:
+                file.unlink(missing_ok=True)  # other processes would take it for that of a killed process
+            elif error.errno not in READ_ONLY or file.exists():  # it may be the lock of another user
+                raise
             if required:
                 raise
         try:
-            yield is_first
+            yield is_new
         finally:
-            if is_first:  # while the lock is held: filelock notices if a file was removed before it acquired the lock
+            if is_new:  # while the lock is held: filelock notices if a file was removed before it acquired the lock
                 with suppress(PermissionError):  # Windows does not remove open files
                     file.unlink(missing_ok=True)
 

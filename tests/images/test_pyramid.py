@@ -1,5 +1,6 @@
 """Reading a pyramid returns what was written at every level; a pyramid that fails leaves no file."""
 
+import errno
 import io
 import re
 import zlib
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile
 
 import numpy as np
@@ -110,7 +112,7 @@ def test_tiles_are_written_before_all_strips_are_read(tmp_path: Path) -> None:
 
     def strips() -> Iterator[np.ndarray]:
         for top in range(0, 3200, 32):
-            files = sorted(tmp_path.iterdir())
+            files = list(tmp_path.glob(".*.unfinished"))
             written.append(files[0].stat().st_size if files else 0)
             yield np.full((32, 3200), top, np.float32)
 
@@ -149,6 +151,31 @@ def test_painting_keeps_the_map_where_values_are_0(tmp_path: Path) -> None:
         box[values != 0] = values[values != 0]
         np.testing.assert_array_equal(painted.read(), expected)
     painted.close()
+
+
+class _AlmostFullDisk(io.FileIO):
+    """A file that takes a few bytes at a time, as a disk that is almost full, and then none."""
+
+    room = 300
+
+    def write(self, content: Any) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        count = super().write(content[: min(self.room, 32)])
+        self.room -= count
+        return count
+
+
+def test_full_disk_is_an_error_of_the_map_that_is_written(tmp_path: Path) -> None:
+    """Writing to a file that is mapped into memory would end the process (SIGBUS)."""
+    map_file = MapFile(tmp_path / "map", (10, 20))
+    map_file.close()
+    map_file._file = _AlmostFullDisk(tmp_path / "map", "rb+")
+    map_file.write(0, 0, np.full((3, 20), 7))
+    np.testing.assert_array_equal(map_file.read(0, 4), np.repeat([7, 0], [60, 20]).reshape(4, 20))
+    with pytest.raises(OSError, match="No space left"):
+        map_file.write(3, 5, np.full((3, 10), 7))
+    map_file.close()
 
 
 @settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])

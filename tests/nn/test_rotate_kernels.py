@@ -195,6 +195,20 @@ def test_group_convolution_on_a_gpu_gives_the_results_and_gradients_of_the_rotat
         torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-4)
 
 
+def test_second_derivatives_with_weights_that_are_not_those_of_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in meta-learning, and with parametrizations, which compute the weights of each call."""
+    layer, x = make_layer(True, 2, 2, 3, 4), features((1, 2, 4, 5, 5), 0, torch.float32)
+    results = []
+    for on_gpu in (False, True):
+        with monkeypatch.context() as patch:
+            patch.setattr(triton, "can_run_on", lambda _, on_gpu=on_gpu: on_gpu)
+            weight = (2 * layer.weight).detach().requires_grad_()
+            y = torch.func.functional_call(layer, {"weight": weight}, x)
+            (first,) = torch.autograd.grad(y.pow(3).sum(), weight, create_graph=True)
+            results.append(torch.autograd.grad(first.square().sum(), weight)[0])
+    torch.testing.assert_close(results[1], results[0], atol=1e-3, rtol=1e-4)
+
+
 def test_the_output_of_a_group_convolution_can_be_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     use_kernels(monkeypatch)
     layer, x = make_layer(True, 2, 2, 3, 4), features((1, 2, 4, 5, 5), 0, torch.float32)

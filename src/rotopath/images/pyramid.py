@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from functools import lru_cache
 from itertools import chain, product, zip_longest
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import IO, Any, Self
 from zipfile import ZIP_DEFLATED, ZipFile
@@ -46,7 +47,8 @@ Pixels = NDArray[Any]
 class MapFile:
     """A map (rows, columns) of numbers in a file, written in rectangles. Pixels that are never written are 0.
 
-    Several threads may read it at once. Only the part that is being read or written is mapped into memory.
+    Several threads may use it at once. The file is not mapped into memory: on a full disk, writing to memory would end
+    the process with the signal SIGBUS, in place of an OSError.
 
     `dtype` is float32, or uint32 for label maps. On most file systems, parts that are never written need no space.
     """
@@ -56,10 +58,15 @@ class MapFile:
         self._dtype = np.dtype(dtype)
         self._file = path.open("wb+", buffering=0)
         self._file.truncate(self._dtype.itemsize * math.prod(size))
+        self._lock = Lock()  # of the position in the file
 
     def write(self, top: int, left: int, values: NDArray[Any]) -> None:
         """Write values (h, w), with the first value at row `top` and column `left`."""
-        self._map_part(top, left, values.shape)[:] = values
+        with self._lock:
+            for content in self._seek_runs(top, left, np.ascontiguousarray(values, self._dtype)):
+                written = 0
+                while written < len(content):
+                    written += self._file.write(content[written:])
 
     def paint(self, top: int, left: int, values: NDArray[Any]) -> None:
         """Write the values (h, w) that are not 0; where they are 0, the map keeps its values."""
@@ -67,17 +74,27 @@ class MapFile:
         if not len(rows):
             return
         used = values[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-        part = self._map_part(top + int(rows[0]), left + int(columns[0]), used.shape)
-        np.copyto(part, used, where=used != 0, casting="unsafe")  # as when values are assigned
+        top, left = top + int(rows[0]), left + int(columns[0])
+        old = self.read_part((top, top + len(used)), (left, left + used.shape[1]))
+        self.write(top, left, np.where(used != 0, used, old))
 
     def read_part(self, rows: tuple[int, int], columns: tuple[int, int]) -> NDArray[Any]:
         """Return the values in a range of rows and of columns, each as (start, stop)."""
-        return np.array(self._map_part(rows[0], columns[0], (rows[1] - rows[0], columns[1] - columns[0])))
+        part = np.empty((rows[1] - rows[0], columns[1] - columns[0]), self._dtype)
+        with self._lock:
+            for content in self._seek_runs(rows[0], columns[0], part):
+                read = 0
+                while read < len(content):
+                    if not (count := self._file.readinto(content[read:])):
+                        raise EOFError(
+                            f"The rows {rows} and columns {columns} are not inside a map of {self.size} pixels."
+                        )
+                    read += count
+        return part
 
     def read(self, top: int = 0, bottom: int | None = None) -> NDArray[Any]:
         """Return the rows of the map from `top` to `bottom` - 1; by default all rows."""
-        rows = (self.size[0] if bottom is None else min(bottom, self.size[0])) - top
-        return np.array(self._map_part(top, 0, (rows, self.size[1])))
+        return self.read_part((top, self.size[0] if bottom is None else min(bottom, self.size[0])), (0, self.size[1]))
 
     def read_subsampled(self, step: int) -> NDArray[Any]:
         """Return the values of the map in every `step`-th row and column, without reading the whole map at once."""
@@ -91,13 +108,17 @@ class MapFile:
     def close(self) -> None:
         self._file.close()
 
-    def _map_part(self, top: int, left: int, shape: tuple[int, ...]) -> NDArray[Any]:
-        """Return a rectangle of the file, of a shape (h, w), as an array that can be read and written."""
-        rows, columns = self._dtype.itemsize * self.size[1] * top, (shape[0], self.size[1])
-        if 0 in shape:
-            return np.empty(shape, self._dtype)
-        mapped = np.memmap(self._file, self._dtype, "r+", rows, columns)  # unmapped when the array is released
-        return mapped[:, left : left + shape[1]]
+    def _seek_runs(self, top: int, left: int, part: NDArray[Any]) -> Iterator[memoryview]:
+        """Yield the bytes of a rectangle whose values are contiguous in the file, at their position in the file.
+
+        These are all bytes if the rectangle has all columns of the map, and otherwise those of each row.
+        """
+        if not part.size:
+            return
+        runs = part.reshape(1, -1) if part.shape[1] == self.size[1] else part
+        for i, run in enumerate(runs):
+            self._file.seek(self._dtype.itemsize * ((top + i) * self.size[1] + left))
+            yield run.data.cast("B")
 
 
 class MapWriter:

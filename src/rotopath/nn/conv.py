@@ -402,8 +402,13 @@ class _ConvolveOnGpu(torch.autograd.Function):
         layer: GroupConv2d = ctx.layer
         if torch.is_grad_enabled():  # second derivatives were requested
             inputs = [t for t, is_needed in zip((x, weight, bias), ctx.needs_input_grad, strict=False) if is_needed]
-            with torch.autocast(x.device.type, kernels.dtype, enabled=kernels.dtype != weight.dtype):
-                y = layer._convolve(merge_orientations(x))
+            with torch.autocast(x.device.type, enabled=False), triton.on_device_of(x):
+                rotation = layer.rotation.to(weight)
+                # From the saved weights, which need not be those that the layer has now (torch.func.functional_call).
+                rotated = rotate_kernels.rotate(weight, rotation, layer.reflections, kernels.dtype)
+                columns = None if bias is None else bias.repeat_interleave(layer.order).to(kernels.dtype)
+                maps = F.conv2d(merge_orientations(x).to(kernels.dtype), rotated, columns, *ctx.options)
+                y = split_orientations(maps, layer.order)
             results = iter(torch.autograd.grad(y, inputs, gradients[0], create_graph=True))
             return *(next(results) if is_needed else None for is_needed in ctx.needs_input_grad[:3]), None, None
         stride, padding, dilation, groups = ctx.options
