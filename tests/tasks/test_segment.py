@@ -256,7 +256,7 @@ def test_objects_are_those_of_a_watershed_of_all_regions(seed: int, inside: floa
     """The watershed is left out where a region has one seed or none, which must not change the objects."""
     noise = ndimage.gaussian_filter(np.random.default_rng(seed).normal(size=(3, 60, 70)), (0, 2.5, 2.5))
     maps = torch.from_numpy(noise * 25).softmax(dim=0).float().numpy()
-    objects = NUCLEI._grow(Prediction(maps, 1, (0, 0)), inside, background)
+    objects = NUCLEI.grow(Prediction(maps, 1, (0, 0)), inside, background)
     regions, _ = ndimage.label(maps[2] < background)
     seeds, _ = ndimage.label((regions > 0) & (maps[0] >= inside))
     areas = np.bincount(seeds.ravel())
