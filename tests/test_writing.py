@@ -344,6 +344,14 @@ def test_temporary_folders_of_killed_processes_are_removed_and_others_are_kept(
     assert list_names(tmp_path) == [link.name, "rotopath-results"]
 
 
+def test_temporary_folders_of_one_thread_may_be_nested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with writing.temporary_folder() as outer, writing.temporary_folder() as inner:
+        assert outer.is_dir()
+        assert inner.is_dir()
+    assert list_names(tmp_path) == []
+
+
 def test_nothing_of_others_is_removed_on_a_file_system_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -208,8 +208,9 @@ def temporary_folder() -> Iterator[Path]:
             continue
         with suppress(OSError):  # it is used (Timeout), cannot be locked, or has just been removed
             if not hasattr(os, "getuid") or leftover.lstat().st_uid == os.getuid():
-                with _acquire(leftover, 0, required=True):
-                    shutil.rmtree(leftover, ignore_errors=True)
+                with _acquire(leftover, 0, required=True) as is_free:
+                    if is_free:  # and not held by this thread
+                        shutil.rmtree(leftover, ignore_errors=True)
     folder = parent / f"{TEMPORARY}{uuid4().hex}"
     with _acquire(folder, None):  # before the folder exists, so that no other process removes it
         folder.mkdir(mode=0o700)

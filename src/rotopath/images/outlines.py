@@ -240,11 +240,11 @@ def _trace_rings(parts: NDArray[np.int64]) -> Iterator[tuple[int, Ring]]:
     following = np.empty_like(starts)
     following[np.argsort(owner_key + ends, kind="stable")] = np.argsort(owner_key + starts, kind="stable")
     rings, order = _order_cycles(following)
-    is_corner = directions[order] != directions[np.roll(order, 1)]
-    # The first edge of a ring follows the last one of the ring, not that of the ring before it.
+    # The first edge of a ring follows the last one of the ring, each other edge the one before it.
     first = np.flatnonzero(np.diff(rings, prepend=-1))
-    last = np.append(first[1:], len(order)) - 1
-    is_corner[first] = directions[order[first]] != directions[order[last]]
+    before = np.arange(-1, len(order) - 1)
+    before[first] = np.append(first[1:], len(order)) - 1
+    is_corner = directions[order] != directions[order[before]]
     corners, owners, rings = starts[order[is_corner]], owners[order[is_corner]], rings[is_corner]
     by_ring_and_corner = np.lexsort((corners, rings))
     is_repeated = (np.diff(corners[by_ring_and_corner]) == 0) & (np.diff(rings[by_ring_and_corner]) == 0)
