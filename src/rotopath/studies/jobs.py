@@ -447,14 +447,11 @@ def main(parent: int) -> int:
             while line := sys.stdin.readline():
                 recipe, rotations = json.loads(line)
                 path = Path(recipe)
-                with path.with_suffix(".log").open("ab") as log:
-                    for descriptor in (1, 2):
-                        os.dup2(log.fileno(), descriptor)
+                _redirect_output(path.with_suffix(".log"))
                 current.append(path)
                 code = try_job(path, rotations)
                 current.clear()
-                for stream in (sys.stdout, sys.stderr):
-                    stream.flush()
+                _redirect_output(Path(os.devnull))  # Windows removes no log that is open
                 if code in (EXIT_INTERRUPTED, EXIT_FAILED):
                     return code
                 print(code, file=answers, flush=True)
@@ -462,6 +459,15 @@ def main(parent: int) -> int:
         except KeyboardInterrupt:  # while it waits for a job
             return EXIT_INTERRUPTED
     return 0
+
+
+def _redirect_output(path: Path) -> None:
+    """Append what this process prints from now on to a file, also what libraries of other languages print."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    with path.open("ab") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
 
 
 def try_job(path: Path, rotations: int) -> int:
