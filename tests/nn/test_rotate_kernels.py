@@ -209,6 +209,15 @@ def test_second_derivatives_with_weights_that_are_not_those_of_the_layer(monkeyp
     torch.testing.assert_close(results[1], results[0], atol=1e-3, rtol=1e-4)
 
 
+def test_features_of_another_data_type_than_the_weights_are_refused_as_by_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    use_kernels(monkeypatch)
+    layer = make_layer(True, 2, 2, 3, 4)
+    with pytest.raises(RuntimeError, match="type"):
+        layer(features((1, 2, 4, 5, 5), 0, torch.float16))
+
+
 def test_the_output_of_a_group_convolution_can_be_changed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     use_kernels(monkeypatch)
     layer, x = make_layer(True, 2, 2, 3, 4), features((1, 2, 4, 5, 5), 0, torch.float32)

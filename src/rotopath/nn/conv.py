@@ -506,8 +506,9 @@ class GroupConv2d(_RotatedConv2d):
         check_features(x, self, self.in_channels, self.order)
         x = fuse.finish(x)
         if self._can_rotate_on_gpu(x) and (self.padding_mode == "zeros" or not self.padding):
-            check_grid(x, self, self.window_px, self.stride * self.pool, self.padding, self.dilation)
             dtype = triton.compute_dtype(x, self.weight)
-            y: Tensor = _ConvolveOnGpu.apply(x, self.weight, self.bias, self, dtype)  # type: ignore[no-untyped-call]
-            return y
+            if x.dtype == dtype or torch.is_autocast_enabled("cuda"):  # otherwise torch reports the data types
+                check_grid(x, self, self.window_px, self.stride * self.pool, self.padding, self.dilation)
+                y: Tensor = _ConvolveOnGpu.apply(x, self.weight, self.bias, self, dtype)  # type: ignore[no-untyped-call]
+                return y
         return self._convolve(merge_orientations(x))
