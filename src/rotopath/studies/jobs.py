@@ -454,7 +454,8 @@ def main(parent: int) -> int:
                 _redirect_output(Path(os.devnull))  # Windows removes no log that is open
                 if code in (EXIT_INTERRUPTED, EXIT_FAILED):
                     return code
-                print(code, file=answers, flush=True)
+                answers.write(f"{code}\n")
+                answers.flush()
                 free_memory()
         except KeyboardInterrupt:  # while it waits for a job
             return EXIT_INTERRUPTED
