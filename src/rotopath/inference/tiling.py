@@ -480,7 +480,7 @@ def predict_tiles(
     With `rotations` above 1, tiles contain the mean (test-time augmentation) and the standard deviation over this
     number of rotations. With `with_pixels`, tiles contain the pixels at the positions of their outputs, as the network
     reads them. The network must be on `device`. Threads read the next tiles while the network computes or, if `run`
-    calls functions in other processes, these processes. Only a few tiles are in memory at a time. Raises ValueError if
+    calls functions in other processes, these processes. Only a few tiles are in memory at a time. Raises DataError if
     probabilities are not finite.
     """
     expect_eval(grid.network)

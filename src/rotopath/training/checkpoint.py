@@ -261,9 +261,8 @@ class RunRecorder(Callback):
         self._pending.append((step, self._rate, outputs["loss"].detach()))
         if step % LOG_EVERY_STEPS == 0:
             self._log_losses(trainer)
-        ends_epoch = (
-            step % self._recipe.step_count == 0
-        )  # `on_train_epoch_end` then writes a checkpoint, after validation
+        # At the end of an epoch, `on_train_epoch_end` writes a checkpoint, after validation.
+        ends_epoch = step % self._recipe.step_count == 0
         if step % self._recipe.checkpoint_steps == 0 and not ends_epoch:
             self._write_checkpoint(trainer)
 
