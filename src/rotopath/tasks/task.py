@@ -4,7 +4,8 @@ A kind of task is a subclass of `Task`: `Classify`, `Detect` or `Segment`. To ad
 set the class variables that have no default, and implement the abstract methods. Name the class in a recipe as
 `task = "package.module:Class"`. If the class is registered with `rotopath.tasks.register`, its `kind` is enough, as in
 `task = "classify"`; kinds of this package are in `rotopath.tasks.KINDS`. Training, evaluation and prediction then work
-with this kind. `tests/test_custom_task.py` has a complete example. The methods of `Task` are in the order of use: classes, network, data, training, evaluation, slides.
+with this kind. `tests/test_custom_task.py` has a complete example. The methods of `Task` are in the order of use:
+classes, network, data, training, evaluation, slides.
 
 A network maps images (B, 3, H, W) to logits (B, K, h, w): K channels at h × w positions. In comments and docstrings, an
 *output* is one of these positions. The property `Task.outputs` is the number K.
