@@ -811,8 +811,8 @@ class _PlacedShapes:
         self._outlined = np.flatnonzero(~is_point)  # numbers of the objects that are outlines
         self._outlines = [
             tuple(
-                Polygon((one.outer - corner) / side, tuple((hole - corner) / side for hole in one.holes))
-                for one in shape
+                Polygon((polygon.outer - corner) / side, tuple((hole - corner) / side for hole in polygon.holes))
+                for polygon in shape
             )
             for shape in shapes
             if not isinstance(shape, Point)

@@ -135,9 +135,9 @@ def can_rotate(x: Tensor, weight: Tensor, kernel_size: int) -> bool:
 class LaunchableKernel:
     """A compiled Triton kernel, launched as `kernel[grid](**arguments)`.
 
-    Triton takes about 40 µs for a launch, most of it to find out which compiled variant of the kernel fits the
-    arguments. In a network of small layers, a GPU waits for that. This class remembers the variant for arguments with
-    the same values, data types and alignment, which takes half of the time.
+    For each launch, Triton finds out which compiled variant of the kernel fits the arguments. In a network of small
+    layers, a GPU waits for that. This class remembers the variant for arguments with the same values, data types and
+    alignment.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -167,7 +167,7 @@ def jit(function: Callable[..., None]) -> LaunchableKernel:
 
 
 def divide_up(dividend: int, divisor: int) -> int:
-    """Return the quotient of two whole numbers, rounded up. Unlike `triton.cdiv`, this takes no time."""
+    """Return the quotient of two whole numbers, rounded up, in less time than `triton.cdiv`."""
     return -(-dividend // divisor)
 
 
