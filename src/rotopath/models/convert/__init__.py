@@ -6,16 +6,16 @@
 
 The conversion has four steps:
 
-1. Trace the module. The result is a graph with one node for each call of a layer, function or method.
+1. Trace the module, and rewrite its graph with standard layers (module `standard`). The graph has one node for each
+   call of a layer, function or method.
 2. Classify the nodes. Choose where images are lifted to SE(2) features, and where features are projected to maps
    without orientations (module `nodes`).
 3. Choose the numbers of channels, and build the new layers (module `group_layers`).
 4. Write the new graph, which calls the new layers.
 """
 
-import copy
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -39,9 +39,10 @@ from rotopath.models.convert.group_layers import (
     tie,
 )
 from rotopath.models.convert.nodes import Operation, ValueKind, assign_kinds, classify_node
-from rotopath.models.trace import expect_no_hooks, is_layer, scope_of, trace_graph
+from rotopath.models.convert.standard import standardize
+from rotopath.models.trace import is_layer, scope_of
 from rotopath.nn import GroupAvgPool2d, GroupMaxPool2d, Project, concatenate, finish
-from rotopath.nn.pool import pad_evenly, resize
+from rotopath.nn.pool import pad_evenly, resize, take_channels
 from rotopath.nn.project import PROJECTIONS, Projection, weights_per_channel
 
 Keep = Literal["weights", "channels", "maps"]
@@ -116,15 +117,15 @@ class Converter:
     """Convert a module: plan its layers (`LayerPlan`), choose the numbers of channels, and write the new graph."""
 
     def __init__(self, module: nn.Module, options: ConversionOptions) -> None:
-        self.module = module
         self.options = options
-        self.operations = _classify_nodes(module)
-        self.kinds = assign_kinds(self.operations)
+        self.module, self.operations = _classify_nodes(module, options)
+        self.kinds = assign_kinds(self.operations, linear_head=options.copies)
+        self.parts: dict[fx.Node, tuple[Channels, Channels]] = {}  # of nodes that take channels: those before, those
         self.channels: dict[fx.Node, Channels | None] = {}  # of each node's output; None if not known, as for images
         self.plans: dict[str, LayerPlan] = {}  # path of each layer in the new module → its plan
         self.paths: dict[fx.Node, str] = {}  # each node that calls a layer → path of the layer in the new module
         for node, operation in self.operations.items():
-            with _naming_node(node):
+            with _naming_node(node, self.module):
                 self.channels[node] = self._propagate_channels(node, operation)
 
     def choose_widths(self, keep: str) -> dict[Width, int]:
@@ -138,7 +139,7 @@ class Converter:
             return scale_widths(widths, 1.0)
         if keep == "maps":
             return scale_widths(widths, 1 / n)
-        target = sum(p.numel() for p in nn.ModuleList([plan.layer for plan in self.plans.values()]).parameters())
+        target = _count_plain_weights([plan.layer for plan in self.plans.values()])
         return fit_widths(widths, self.count_weights, target, least=1 / n)
 
     def count_weights(self, chosen: Mapping[Width, int]) -> int:
@@ -158,13 +159,17 @@ class Converter:
         layers: dict[str, nn.Module] = {}
         for path, plan in self.plans.items():
             inputs, outputs = (_count_channels(channels, chosen) for channels in (plan.inputs, plan.outputs))
-            with _naming_node(next(node for node, other in self.paths.items() if other == path)):
+            with _naming_node(next(node for node, other in self.paths.items() if other == path), self.module):
                 layers[path] = build_counterpart(plan.layer, plan.reads, plan.returns, inputs, outputs, self.options)
         projections = {
             node: build_projection(_count_channels(channels, chosen), self.module, self.options)
             for node, channels in self._projected_channels().items()
         }
-        return GraphRewriter(self.operations, self.kinds, self.paths, layers, projections).write(name)
+        parts = {
+            node: (_count_channels(before, chosen), _count_channels(part, chosen))
+            for node, (before, part) in self.parts.items()
+        }
+        return GraphRewriter(self.operations, self.kinds, self.paths, layers, projections, parts).write(name)
 
     def _projected_channels(self) -> dict[fx.Node, Channels]:
         """Return the nodes whose output must be projected, and the channels of the output of each of these nodes.
@@ -189,6 +194,8 @@ class Converter:
             return None
         if operation.role == "concatenation":
             return self._concatenate(node, sources)
+        if operation.role in ("take", "shuffle", "reduce"):
+            return self._select_channels(node, operation.role, self.channels[sources[0]])
         if len(sources) > 1 and operation.role != "output":
             self._tie_sources(sources)
         if operation.role == "output":
@@ -250,6 +257,31 @@ class Converter:
             return None
         return tuple(width for channels in known if channels for width in channels)
 
+    def _select_channels(self, node: fx.Node, role: str, channels: Channels | None) -> Channels | None:
+        """Return the channels of a node that takes, shuffles or reduces the channels of its input.
+
+        A width of the input is split where a part begins or ends (`tie`). The groups of a shuffle have equal widths.
+        """
+        if role == "reduce":
+            return (Width(1, fixed=True),)
+        if channels is None:
+            if role == "take":
+                raise ValueError("it takes some channels of a value whose channels are not known, such as an image")
+            return None
+        total = plain_channels(channels)
+        if role == "shuffle":
+            groups: Any = node.args[1]
+            group_width = Width(total // groups)
+            tie(channels, (group_width,) * groups)
+            return resolve_parts((group_width,) * groups)
+        first, count = (int(number) for number in node.args[1:])  # type: ignore[arg-type]
+        sizes = [size for size in (first, count, total - first - count) if size]
+        parts = tuple(Width(size) for size in sizes)
+        tie(channels, parts)
+        before, part = parts[: int(first > 0)], parts[int(first > 0) :][:1]
+        self.parts[node] = (before, part)
+        return resolve_parts(part)
+
     def _tie_sources(self, sources: list[fx.Node]) -> None:
         """Require equal numbers of channels (`tie`) of the outputs of `sources`, which a node combines elementwise.
 
@@ -280,7 +312,8 @@ class GraphRewriter:
     """Write the graph of the converted network.
 
     An old node is a node of the traced graph; a new node is a node of the converted graph. `paths` contains, for each
-    old node that calls a layer, the path of the new layer. `layers` contains the new layer for each path. Some old
+    old node that calls a layer, the path of the new layer. `layers` contains the new layer for each path. `parts`
+    contains, for each old node that takes channels, the first of them and their number in the new network. Some old
     nodes return features that must be projected. For each of these nodes, `projections` contains a `Project` layer.
 
     While the graph is written, `values` contains the new value of each old node: the new node that computes the
@@ -296,7 +329,9 @@ class GraphRewriter:
         paths: Mapping[fx.Node, str],
         layers: Mapping[str, nn.Module],
         projections: Mapping[fx.Node, Project],
+        parts: Mapping[fx.Node, tuple[int, int]],
     ) -> None:
+        self.parts = parts
         self.operations = operations
         self.kinds = kinds
         self.paths = paths
@@ -344,6 +379,8 @@ class GraphRewriter:
             return self._rewrite_size(node, args)
         if operation.role == "constant":
             self.layers[str(node.target)] = operation.constant
+        if operation.role == "take":
+            return self.graph.call_function(take_channels, (args[0], *self.parts[node]))
         if operation.role == "flatten":
             return self.graph.call_function(torch.flatten, (args[0], 1))
         if operation.role == "concatenation":
@@ -392,29 +429,20 @@ class GraphRewriter:
         return fx.map_arg(old, replace)
 
 
-def _classify_nodes(module: nn.Module) -> dict[fx.Node, Operation]:
-    """Trace a module, and return the operation of each node.
+def _classify_nodes(
+    module: nn.Module, options: ConversionOptions
+) -> tuple[nn.Module, dict[fx.Node, Operation]]:
+    """Trace a module, and return a copy of it with standard layers, and the operation of each node.
 
     Raises ValueError if the module has hooks, if it cannot be traced, if the behavior of a node under rotation is not
     known, or if `forward()` differs between training and evaluation mode.
     """
-    expect_no_hooks(module, "equivariant")
-    module = copy.deepcopy(module)
-    graph, other = (trace_graph(module.train(mode), "equivariant") for mode in (True, False))
-    if _describe_graph(graph) != _describe_graph(other):
-        raise ValueError(
-            f"equivariant() cannot convert {type(module).__name__}, because its forward() differs between training "
-            f"and evaluation mode; use the same code for both modes (dropout layers are supported)."
-        )
+    module, graph = standardize(module, as_maps=options.copies)
     operations = {}
     for node in graph.nodes:
-        with _naming_node(node):
+        with _naming_node(node, module):
             operations[node] = classify_node(node, module)
-    return operations
-
-
-def _describe_graph(graph: fx.Graph) -> list[tuple[Any, ...]]:
-    return [(node.target, node.name, *map(str, node.all_input_nodes)) for node in graph.nodes]
+    return module, operations
 
 
 def _projection_names(layers: Mapping[str, nn.Module]) -> Iterator[str]:
@@ -428,6 +456,16 @@ def _projection_names(layers: Mapping[str, nn.Module]) -> Iterator[str]:
     return (name for name in names if name not in taken)
 
 
+def _count_plain_weights(layers: Sequence[nn.Module]) -> int:
+    """Return the number of weights of the plain network, before kernels were made square (`make_square`)."""
+    added = sum(
+        sum(p.numel() for p in layer.parameters()) - layer.plain_weights
+        for layer in layers
+        if isinstance(getattr(layer, "plain_weights", None), int)
+    )
+    return sum(p.numel() for p in nn.ModuleList(layers).parameters()) - added
+
+
 def _count_channels(channels: Channels, chosen: Mapping[Width, int]) -> int:
     return sum(chosen[width] for width in resolve_parts(channels))
 
@@ -439,18 +477,20 @@ def _fix(channels: Channels | None) -> None:
 
 
 @contextmanager
-def _naming_node(node: fx.Node) -> Iterator[None]:
+def _naming_node(node: fx.Node, module: nn.Module) -> Iterator[None]:
     """Return a context manager that adds the name of `node` to the message of each ValueError raised inside.
 
-    For a layer or tensor, the name is its path in the module. For a function, the message contains the name of the
-    node and the path of the submodule that calls the function.
+    For a layer or tensor, the name is its path in `module`, with the class of the layer. For a function, the message
+    contains the name of the node and the path of the submodule that calls the function.
     """
     try:
         yield
     except ValueError as error:
         name = str(node.target) if node.op in ("call_module", "get_attr") else node.name
-        scope = f" in {scope_of(node)}" if scope_of(node) and node.op != "call_module" else ""
-        raise ValueError(f"equivariant() cannot convert {name!r}{scope}: {str(error).rstrip('.')}.") from None
+        where = f" in {scope_of(node)}" if scope_of(node) and node.op != "call_module" else ""
+        if node.op == "call_module":
+            where = f" ({type(module.get_submodule(name)).__name__})"
+        raise ValueError(f"equivariant() cannot convert {name!r}{where}: {str(error).rstrip('.')}.") from None
 
 
 def _expect_choice(name: str, value: object, options: tuple[str, ...]) -> None:
