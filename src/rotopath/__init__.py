@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     )
     from rotopath.evaluation import evaluate
     from rotopath.exporting import export
-    from rotopath.metrics import equivariance_error
+    from rotopath.metrics import equivariance_error, equivariance_report
     from rotopath.models.convert import equivariant
+    from rotopath.models.convert.cost import conversion_report
     from rotopath.models.freeze import freeze
     from rotopath.recipe import Recipe
     from rotopath.reports.study_report import report
@@ -44,8 +45,10 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 __all__ = [
     "Recipe",
+    "conversion_report",
     "data",
     "equivariance_error",
+    "equivariance_report",
     "equivariant",
     "evaluate",
     "evaluation",
@@ -72,7 +75,9 @@ __all__ = [
 
 _HOMES = {  # for each public function and class: the module that defines it
     "Recipe": "rotopath.recipe",
+    "conversion_report": "rotopath.models.convert.cost",
     "equivariance_error": "rotopath.metrics",
+    "equivariance_report": "rotopath.metrics",
     "equivariant": "rotopath.models.convert",
     "evaluate": "rotopath.evaluation",
     "export": "rotopath.exporting",

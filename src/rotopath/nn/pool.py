@@ -20,6 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from rotopath.nn import fuse, triton
 from rotopath.nn.features import (
+    SizeError,
     check_choice,
     check_features,
     check_grid,
@@ -316,7 +317,7 @@ def resize(
     resized = F.interpolate(maps, size, scale_factor, mode, align_corners)
     for before, after in zip(x.shape[-2:], resized.shape[-2:], strict=True):
         if mode.startswith("nearest") and after % before:
-            raise ValueError(
+            raise SizeError(
                 f"resize in mode {mode!r} needs a new size that is a whole multiple of the old size; "
                 f"got {before} px and a new size of {after} px. Use mode='bilinear'."
             )
@@ -358,7 +359,7 @@ def pad_evenly(x: Tensor, pad: Sequence[int], mode: str = "constant", value: flo
         return result
     left, right, top, bottom = pad
     if left != right or top != bottom:
-        raise ValueError(
+        raise SizeError(
             f"pad_evenly needs the same padding at both ends, but got {left} px left and {right} px right, {top} px at "
             f"the top and {bottom} px at the bottom; change the padding, or the size of the "
             f"input if the padding depends on it."

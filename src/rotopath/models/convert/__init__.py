@@ -14,6 +14,7 @@ The conversion has four steps:
 4. Write the new graph, which calls the new layers.
 """
 
+import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,9 +22,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from rotopath import group
+from rotopath.models.convert.copying import copy_weights, expect_linear_head
 from rotopath.models.convert.group_layers import (
     Channels,
     ConversionOptions,
@@ -42,33 +44,58 @@ from rotopath.models.convert.nodes import Operation, ValueKind, assign_kinds, cl
 from rotopath.models.convert.standard import standardize
 from rotopath.models.trace import is_layer, scope_of
 from rotopath.nn import GroupAvgPool2d, GroupMaxPool2d, Project, concatenate, finish
+from rotopath.nn.features import SizeError
 from rotopath.nn.pool import pad_evenly, resize, take_channels
 from rotopath.nn.project import PROJECTIONS, Projection, weights_per_channel
 
 Keep = Literal["weights", "channels", "maps"]
 Strides = Literal["keep", "pool"]
+Weights = Literal["new", "copy"]
+Preset = Literal["paper", "faithful"]
+# Defaults of options of `equivariant`, for each preset and for copied weights.
+PRESETS: Mapping[str, Any] = {
+    "paper": {"kernel": "bilinear", "projection": "max", "strides": "keep"},
+    "faithful": {"kernel": "harmonic", "projection": "mean", "strides": "pool"},
+}
+COPIED: Mapping[str, Any] = {"kernel": "square", "projection": "mean", "strides": "keep"}
+SEARCH_PX = 130  # sizes of images up to this distance are tried for error messages
 RESIZE_OPTIONS = ("size", "scale_factor", "mode", "align_corners")
 
 
 def equivariant(
     module: nn.Module,
     orientations: int = 8,
-    keep: Keep = "weights",
-    kernel: group.Kernel = "bilinear",
-    projection: Projection = "max",
-    strides: Strides = "keep",
+    keep: Keep | None = None,
+    kernel: group.Kernel | None = None,
+    projection: Projection | None = None,
+    strides: Strides | None = None,
     reflections: bool = False,
-) -> fx.GraphModule:
-    """Return the SE(2,N) counterpart of a plain CNN, with N = `orientations` and newly initialized weights.
+    weights: Weights = "new",
+    preset: Preset = "paper",
+) -> "EquivariantModule":
+    """Return the SE(2,N) counterpart of a plain CNN, with N = `orientations`.
 
     If the input image (B, C, H, W) of the new network is rotated, output maps rotate with the image, and output vectors
     stay the same. `module` is not changed. Raises ValueError if a layer or function of `module` has no counterpart.
 
-    `keep` determines the numbers of channels. "weights" keeps the number of weights: C channels become about C/√N
-    channels with N orientations. "channels" keeps C channels in every layer. "maps" keeps the product of channels and
-    orientations, and therefore about the same memory and time. `kernel` is the kernel family of `rp.nn.GroupConv2d`.
-    `projection` is the mode of `rp.nn.Project`. With `reflections`, the network is equivariant to flips too: its
-    kernels are rotated and mirrored, and it has 2N orientations.
+    `weights` are "new", which initializes all weights, or "copy". With "copy", each orientation computes the plain
+    network with rotated kernels, and the output is the mean over the orientations. For N = 4 in evaluation mode, it
+    equals the mean of the plain network's outputs for the image rotated by 0°, 90°, 180° and 270° (output maps are
+    rotated back), up to rounding errors.
+
+    `keep` determines the numbers of channels. "weights", the default, keeps the number of weights: C channels become
+    about C/√N channels with N orientations. "channels", the default and the only choice of weights="copy", keeps C
+    channels in every layer. "maps" keeps the product of channels and orientations, and therefore about the same memory
+    and time.
+
+    `preset` determines the next three options. "paper" is for `kernel="bilinear"`, `projection="max"` and
+    `strides="keep"`. "faithful" rotates more accurately between multiples of 90°: it is for `kernel="harmonic"`,
+    `projection="mean"` and `strides="pool"`, and all pools and strides smooth before they subsample. With
+    weights="copy", the options are `kernel="square"`, `projection="mean"` and `strides="keep"`.
+
+    `kernel` is the kernel family of `rp.nn.GroupConv2d`. `projection` is the mode of `rp.nn.Project`. With
+    `reflections`, the network is equivariant to flips too: its kernels are rotated and mirrored, and it has 2N
+    orientations.
 
     A layer of `rp.nn` raises ValueError if its windows do not cover the height and width of the input exactly.
     Therefore, `strides` determines which heights and widths of images the new network accepts. "keep" keeps all
@@ -76,7 +103,8 @@ def equivariant(
     for even heights and widths. A layer with stride s stays as it is if it accepts all multiples of s as height and
     width. Otherwise, it gets stride 1, and a mean pool over windows of s × s px reduces the size instead. Most of these
     convolutions are computed together with their mean pool, as one convolution (argument `pool` of
-    `rp.nn.GroupConv2d`).
+    `rp.nn.GroupConv2d`). If the new network gets an image of a size that it does not accept, the error message names
+    the nearest sizes that it does accept.
 
     >>> plain = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.ReLU(), torch.nn.Conv2d(32, 2, 1))
     >>> net = rp.equivariant(plain, orientations=4, keep="channels")
@@ -84,16 +112,36 @@ def equivariant(
     torch.Size([1, 2, 28, 28])
     >>> rp.equivariance_error(net, torch.rand(1, 3, 30, 30)) < 1e-4
     True
+    >>> start, x = rp.equivariant(plain, orientations=4, weights="copy"), torch.rand(1, 3, 30, 30)
+    >>> mean = sum(plain(x.rot90(i, (2, 3))).rot90(-i, (2, 3)) for i in range(4)) / 4
+    >>> torch.allclose(start(x), mean, atol=1e-5)
+    True
     """
     group.check_orientations(orientations)
+    _expect_choice("weights", weights, get_args(Weights))
+    _expect_choice("preset", preset, tuple(PRESETS))
+    copies = weights == "copy"
+    defaults = COPIED if copies else PRESETS[preset]
+    keep = keep or ("channels" if copies else "weights")
+    kernel, projection = kernel or defaults["kernel"], projection or defaults["projection"]
+    strides = strides or defaults["strides"]
     _expect_choice("keep", keep, get_args(Keep))
     _expect_choice("kernel", kernel, group.KERNELS)
     _expect_choice("projection", projection, PROJECTIONS)
     _expect_choice("strides", strides, get_args(Strides))
+    if copies and (keep, projection, strides, preset) != ("channels", "mean", "keep", "paper"):
+        raise ValueError(
+            f"equivariant() with weights='copy' needs keep='channels', projection='mean', strides='keep' and "
+            f"preset='paper', so that it computes the mean of the plain network's outputs; got keep={keep!r}, "
+            f"projection={projection!r}, strides={strides!r} and preset={preset!r}. Leave these options out."
+        )
     wrapped = nn.Sequential(module) if is_layer(module) else module
-    converter = Converter(wrapped, ConversionOptions(orientations, kernel, projection, strides, reflections))
+    smooth = preset == "faithful"
+    options = ConversionOptions(orientations, kernel, projection, strides, reflections, copies, smooth)
+    converter = Converter(wrapped, options)
     chosen = converter.choose_widths(keep)
     net = converter.write(chosen, f"Equivariant{type(module).__name__}")
+    net.meta["strides"] = strides
     return net.train(module.training)
 
 
@@ -120,6 +168,8 @@ class Converter:
         self.options = options
         self.module, self.operations = _classify_nodes(module, options)
         self.kinds = assign_kinds(self.operations, linear_head=options.copies)
+        if options.copies:
+            expect_linear_head((operation, self.kinds[node]) for node, operation in self.operations.items())
         self.parts: dict[fx.Node, tuple[Channels, Channels]] = {}  # of nodes that take channels: those before, those
         self.channels: dict[fx.Node, Channels | None] = {}  # of each node's output; None if not known, as for images
         self.plans: dict[str, LayerPlan] = {}  # path of each layer in the new module → its plan
@@ -151,7 +201,7 @@ class Converter:
         per_channel = weights_per_channel(self.options.projection, self.options.orientations)
         return layers + per_channel * sum(_count_channels(c, chosen) for c in self._projected_channels().values())
 
-    def write(self, chosen: Mapping[Width, int], name: str) -> fx.GraphModule:
+    def write(self, chosen: Mapping[Width, int], name: str) -> "EquivariantModule":
         """Build the layers with the chosen numbers of channels, and return the new module that calls them.
 
         `name` is the class name of the new module.
@@ -161,6 +211,8 @@ class Converter:
             inputs, outputs = (_count_channels(channels, chosen) for channels in (plan.inputs, plan.outputs))
             with _naming_node(next(node for node, other in self.paths.items() if other == path), self.module):
                 layers[path] = build_counterpart(plan.layer, plan.reads, plan.returns, inputs, outputs, self.options)
+                if self.options.copies:
+                    copy_weights(layers[path], plan.layer)
         projections = {
             node: build_projection(_count_channels(channels, chosen), self.module, self.options)
             for node, channels in self._projected_channels().items()
@@ -308,6 +360,57 @@ class Converter:
         return self.kinds[node] is ValueKind.PLAIN and any(map(self._is_vector, node.all_input_nodes))
 
 
+class EquivariantModule(fx.GraphModule):
+    """Converted network: a graph module that names sizes of images which all its layers accept, if one does not."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except SizeError as error:
+            images = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim >= 4]
+            if not images:
+                raise
+            raise ValueError(describe_sizes(self, images[0], str(error))) from None
+
+
+def describe_sizes(net: fx.GraphModule, image: Tensor, reason: str) -> str:
+    """Return the error message for an image that `net` does not accept, with the nearest sizes that it accepts.
+
+    `reason` is the message of the layer, whose last part names sizes that this layer alone accepts.
+    """
+    height, width = image.shape[-2:]
+    sizes = nearest_sizes(net, image, height)
+    others = nearest_sizes(net, image, width) if height != width else sizes
+    other = {"keep": "pool", "pool": "keep"}.get(net.meta.get("strides", ""), "pool")
+    remedy = f"convert the network with strides={other!r}, which accepts other sizes"
+    if sizes and others:
+        named = [" or ".join(map(str, nearest)) for nearest in (sizes, others)]
+        sides = f"sides of {named[0]} px" if height == width else f"a height of {named[0]} px, a width of {named[1]} px"
+        remedy = f"use {sides}, or {remedy}"
+    reason = reason.rpartition(";")[0] or reason.rstrip(".")
+    return f"{type(net).__name__} does not accept images of {height} × {width} px, because of {reason}; {remedy}."
+
+
+def nearest_sizes(net: nn.Module, image: Tensor, side: int) -> list[int]:
+    """Return up to two sides in px, nearest to `side` and on both sides of it, of square images that `net` accepts.
+
+    `image` (B, C, …, H, W) is an example. The network computes shapes only.
+    """
+    meta = copy.deepcopy(net).to("meta").eval()
+    nearest = []
+    for candidates in (range(side, max(0, side - SEARCH_PX), -1), range(side + 1, side + SEARCH_PX)):
+        for candidate in candidates:
+            example = torch.empty(1, *image.shape[1:-2], candidate, candidate, device="meta", dtype=image.dtype)
+            try:
+                with torch.no_grad():
+                    nn.Module.__call__(meta, example)
+            except (ValueError, RuntimeError):
+                continue
+            nearest.append(candidate)
+            break
+    return nearest
+
+
 class GraphRewriter:
     """Write the graph of the converted network.
 
@@ -342,7 +445,7 @@ class GraphRewriter:
         self.values: dict[fx.Node, Any] = {}
         self.projected: dict[fx.Node, fx.Node] = {}
 
-    def write(self, name: str) -> fx.GraphModule:
+    def write(self, name: str) -> EquivariantModule:
         """Write the graph, and return the new module. `name` is its class name."""
         for node, operation in self.operations.items():
             self.values[node] = self._rewrite(node, operation)
@@ -352,7 +455,7 @@ class GraphRewriter:
             if new.target == "size" and not new.users:
                 self.graph.erase_node(new)
         self._finish_before_pools()
-        return fx.GraphModule(self.layers, self.graph, name)
+        return EquivariantModule(self.layers, self.graph, name)
 
     def _finish_before_pools(self) -> None:
         """Insert a call of `finish` after each node whose output is read by a pool and by other nodes.

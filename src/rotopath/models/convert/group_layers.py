@@ -59,6 +59,7 @@ class ConversionOptions:
     strides: str
     reflections: bool = False
     copies: bool = False  # whether the weights of the plain network are copied
+    smooth: bool = False  # whether pools and strides smooth before they subsample
 
     def kernel_for(self, size: int) -> group.Kernel:
         """Return the kernel family of a convolution: "bilinear" in place of "harmonic" if the kernel size is even."""
