@@ -91,7 +91,7 @@ ATTENTION = {"timm": ("vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"), "
 def main() -> None:
     add_torchvision(Path(sys.argv[1]))
     names = sys.argv[2:]
-    rows = {(row["library"], row["network"]): row for row in read_recorded("convert")}
+    rows = {(row["library"], row["network"]): row for row in read_recorded("convert")}  # of the networks not named
     lists = {"timm": (*TIMM, *ATTENTION["timm"]), "torchvision": (*TORCHVISION, *ATTENTION["torchvision"])}
     for library, networks in lists.items():
         for name in networks:
@@ -99,9 +99,8 @@ def main() -> None:
                 continue
             torch.manual_seed(0)
             rows[library, name] = {"library": library, "network": name, **measure(build(library, name))}
-            print(rows[library, name], flush=True)
-    order = [(library, name) for library, networks in lists.items() for name in networks]
-    record("convert", [rows[key] for key in order if key in rows])
+            order = [(library, name) for library, networks in lists.items() for name in networks]
+            record("convert", [rows[key] for key in order if key in rows])
 
 
 def measure(plain: nn.Module) -> dict[str, object]:
@@ -118,6 +117,8 @@ def measure(plain: nn.Module) -> dict[str, object]:
                 break
     except ValueError as error:
         return row | {"message": str(error)}
+    if not sizes:
+        return row | {"message": "no size of images fits its strides"}
     row |= {"strides": strides, "px": sizes[-1]}
     x = torch.rand(2, 3, sizes[-1], sizes[-1], dtype=torch.float64)
     row["error 90°"] = f"{rp.equivariance_error(of_tensor(net), x):.1e}"

@@ -309,7 +309,8 @@ def test_repr_lists_options_that_differ_from_the_default() -> None:
     ("arguments", "message"),
     [
         ({"orientations": 0}, r"orientations must be a whole number, 1 or more .* got 0"),
-        ({"kernel_size": 4}, r"kernel_size must be odd .* got 4"),
+        ({"kernel_size": 4, "kernel": "harmonic"}, r"kernel='harmonic' needs an odd kernel_size, .* got 4"),
+        ({"kernel_size": 4, "padding": "same"}, r"accepts padding 'same' for odd kernels only"),
         (
             {"kernel_size": (3, 5)},
             r"'kernel_size' of .* must be a whole number, 1 or more, the same for height and width; got \(3, 5\)",

@@ -405,7 +405,7 @@ def nearest_sizes(net: nn.Module, image: Tensor, side: int) -> list[int]:
                 with torch.no_grad():
                     nn.Module.__call__(meta, example)
             except (ValueError, RuntimeError):
-                continue
+                continue  # windows that do not fit, or branches whose sizes differ, so that their sum fails
             nearest.append(candidate)
             break
     return nearest

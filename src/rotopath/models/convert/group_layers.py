@@ -65,6 +65,10 @@ class ConversionOptions:
         """Return the kernel family of a convolution: "bilinear" in place of "harmonic" if the kernel size is even."""
         return "bilinear" if self.kernel == "harmonic" and size % 2 == 0 else self.kernel
 
+    def blur_for(self, stride: int) -> int:
+        """Return the number of taps of the blur of a pool: 1, no blur, without `smooth` or without a stride."""
+        return 2 * stride + 1 if self.smooth and stride > 1 else 1
+
     @property
     def order(self) -> int:
         """Length of the orientation axis: N, or 2N with reflections."""
@@ -265,7 +269,7 @@ def build_counterpart(
         case nn.GroupNorm() | nn.InstanceNorm2d():
             return _build_group_norm(partial(GroupNorm2d, per_orientation=options.copies), layer, inputs)
         case nn.MaxPool2d() | nn.AvgPool2d():
-            return _build_pool(layer, options.strides)
+            return _build_pool(layer, options)
         case ChannelNorm2d():
             return GroupLayerNorm2d(inputs, layer.eps, **_device_and_dtype(layer), per_orientation=options.copies)
         case GroupFilter2d():
@@ -368,14 +372,14 @@ def _build_conv(
         return conv_type(inputs, outputs, size, stride=stride, **settings)
     if size == 1 and conv_type is GroupConv2d:  # faster: the pool makes the input smaller, and the result is the same
         conv = conv_type(inputs, outputs, size, **settings)
-        return nn.Sequential(OrderedDict(pool=GroupAvgPool2d(stride), conv=conv))
-    if dilation > 1:
+        return nn.Sequential(OrderedDict(pool=_build_mean_pool(stride, options), conv=conv))
+    if dilation > 1 or options.smooth:
         conv = conv_type(inputs, outputs, size, **settings)
-        return nn.Sequential(OrderedDict(conv=conv, pool=GroupAvgPool2d(stride)))
+        return nn.Sequential(OrderedDict(conv=conv, pool=_build_mean_pool(stride, options)))
     return nn.Sequential(OrderedDict(conv=conv_type(inputs, outputs, size, pool=stride, **settings)))
 
 
-def _build_pool(layer: nn.MaxPool2d | nn.AvgPool2d, strides: str) -> nn.Module:
+def _build_pool(layer: nn.MaxPool2d | nn.AvgPool2d, options: ConversionOptions) -> nn.Module:
     # ceil_mode has no effect if the windows cover the input exactly. Otherwise, layers of rp.nn raise ValueError.
     pool_type = GroupMaxPool2d if isinstance(layer, nn.MaxPool2d) else GroupAvgPool2d
     size, stride, padding = (_square(getattr(layer, f), f) for f in ("kernel_size", "stride", "padding"))
@@ -385,9 +389,14 @@ def _build_pool(layer: nn.MaxPool2d | nn.AvgPool2d, strides: str) -> nn.Module:
         raise ValueError(
             "its divisor is not the number of pixels in its window; use count_include_pad=True and no divisor_override"
         )
-    if strides == "keep" or _fits_multiples_of_stride(size, stride, padding):
-        return pool_type(size, stride, padding)
-    return nn.Sequential(OrderedDict(window=pool_type(size, 1, padding), pool=GroupAvgPool2d(stride)))
+    if options.strides == "keep" or _fits_multiples_of_stride(size, stride, padding):
+        return pool_type(size, stride, padding, blur=options.blur_for(stride))
+    return nn.Sequential(OrderedDict(window=pool_type(size, 1, padding), pool=_build_mean_pool(stride, options)))
+
+
+def _build_mean_pool(stride: int, options: ConversionOptions) -> GroupAvgPool2d:
+    """Build the mean pool that reduces the size in place of a stride."""
+    return GroupAvgPool2d(stride, blur=options.blur_for(stride))
 
 
 def _build_filter(layer: GroupFilter2d, strides: str) -> GroupFilter2d:

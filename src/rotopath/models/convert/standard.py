@@ -32,6 +32,7 @@ from rotopath.nn.pool import reduce_channels, shuffle_channels, take_channels
 # Sides of the example image in px, in the order in which they are tried: sizes for which common networks compute whole
 # windows in every layer, then smaller and larger ones.
 EXAMPLE_SIZES = (225, 224, 299, 65, 64, 33, 32, 16, 9, 512)
+LAZY_PX = 225  # side of the image that creates the weights of lazy layers
 CHECK_PX = 17  # side of the random maps on which a layer of another library is compared with a layer of torch
 # Layers of other libraries that drop whole samples in training. They are known by name, and `drop_prob` or `p`.
 SAMPLE_DROPOUTS = ("DropPath", "StochasticDepth")
@@ -49,11 +50,14 @@ def standardize(module: nn.Module, as_maps: bool = False) -> tuple[nn.Module, fx
     With `as_maps`, all vectors are maps of 1 × 1 px, up to the outputs of the network. Raises ValueError if the module
     has hooks or attention, if it cannot be traced, or if its `forward()` differs between training and evaluation mode.
     """
-    expect_no_hooks(module, "equivariant")
     expect_no_attention(module)
+    _create_lazy_weights(module)
+    expect_no_hooks(module, "equivariant")
     module = _replace_layers(copy.deepcopy(module))
-    compared: set[str] = set()
-    graph, other = (_trace_with_example(module.train(mode), compared) for mode in (True, False))
+    for path, layer in module.named_modules():
+        if path and (base := _derived_from(layer)) is not None:
+            _expect_same_output(layer, base, path)
+    graph, other = (_trace_with_example(module.train(mode)) for mode in (True, False))
     if _describe_graph(graph) != _describe_graph(other):
         raise ValueError(
             f"equivariant() cannot convert {type(module).__name__}, because its forward() differs between training "
@@ -85,15 +89,13 @@ class ExampleTracer(LayerTracer):
     """Tracer that also computes what each node returns for an example image, as tensors on the device "meta".
 
     The example is in `node.meta["example"]`. Branches that depend on the size of the image are traced for the example.
-    `real` is the module with its weights; the traced module is a copy of it on the device "meta".
+    The traced module must be on the device "meta".
     """
 
     proxy_buffer_attributes = True  # buffers are read by nodes, as parameters are
 
-    def __init__(self, real: nn.Module, image: Tensor, compared: set[str]) -> None:
+    def __init__(self, image: Tensor) -> None:
         super().__init__()
-        self.compared = compared  # paths of layers of other libraries that have been compared with layers of torch
-        self.real = real
         self.image = image
         self.failures = 0
         self.is_computing = False  # while an example is computed, nothing is recorded
@@ -104,14 +106,8 @@ class ExampleTracer(LayerTracer):
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_computing:
             return forward(*args, **kwargs)
-        if (base := _derived_from(m)) is None:
+        if _derived_from(m) is None:
             return super().call_module(m, forward, args, kwargs)
-        path = self.path_of_module(m)
-        if path not in self.compared:
-            self.compared.add(path)
-            self.is_computing = True
-            _expect_same_output(self.real.get_submodule(path), base, path)
-            self.is_computing = False
         x = super().call_module(m, forward, args, kwargs)
         for step in (getattr(m, "drop", None), getattr(m, "act", None)):  # norms with an activation, as in timm
             if isinstance(step, nn.Module):
@@ -209,7 +205,7 @@ def _example_of(value: Any) -> Any:
     return example
 
 
-def _trace_with_example(module: nn.Module, compared: set[str]) -> fx.Graph:
+def _trace_with_example(module: nn.Module) -> fx.Graph:
     """Return the graph of a module, traced for the first size in `EXAMPLE_SIZES` for which all nodes have an example.
 
     If there is no such size, return the graph with the fewest nodes without example.
@@ -221,7 +217,7 @@ def _trace_with_example(module: nn.Module, compared: set[str]) -> fx.Graph:
     error: ValueError | None = None
     for size in EXAMPLE_SIZES:
         image = torch.empty(2, channels, size, size, device="meta", dtype=dtype)
-        tracer = ExampleTracer(module, image, compared)
+        tracer = ExampleTracer(image)
         try:
             with torch.no_grad():
                 graph = trace_graph(meta, "equivariant", tracer)
@@ -244,24 +240,33 @@ def _describe_graph(graph: fx.Graph) -> list[tuple[Any, ...]]:
 # Layers of other libraries
 
 
+def _create_lazy_weights(module: nn.Module) -> None:
+    """Create the weights of lazy layers, which cannot be copied without, by running the module on a white image."""
+    lazy = [path for path, m in module.named_modules() if any(map(nn.parameter.is_lazy, m.parameters(recurse=False)))]
+    if not lazy:
+        return
+    first = next((m for m in module.modules() if type(m) is nn.Conv2d), None)
+    modes = {m: m.training for m in module.modules()}
+    try:
+        with torch.no_grad():
+            module.eval()(torch.ones(1, first.in_channels if first else 3, LAZY_PX, LAZY_PX))
+    except Exception as failure:  # of any kind: forward() is user code
+        raise ValueError(
+            f"equivariant() cannot convert {lazy[0]!r}: it is lazy and has no weights yet; run the network once on an "
+            f"image before you convert it."
+        ) from failure
+    finally:
+        for m, training in modes.items():
+            m.training = training
+
+
 def _replace_layers(module: nn.Module) -> nn.Module:
-    """Replace layers of a module in place that need no tracing: lazy layers, `SyncBatchNorm`, dropout of samples."""
-    if any(nn.parameter.is_lazy(p) for p in module.parameters()):
-        first = next((m for m in module.modules() if type(m) is nn.Conv2d), None)
-        try:
-            with torch.no_grad():
-                module.eval()(torch.zeros(1, first.in_channels if first else 3, 64, 64))
-        except Exception as failure:
-            name = next(path for path, m in module.named_modules() if any(map(nn.parameter.is_lazy, m.parameters())))
-            raise ValueError(
-                f"equivariant() cannot convert {name!r}: it is lazy and has no weights yet; run the network once on an "
-                f"image before you convert it."
-            ) from failure
+    """Replace layers of a module in place that need no tracing: `SyncBatchNorm`, and dropout of samples."""
     for path, layer in list(module.named_modules()):
         new: nn.Module | None = None
         if isinstance(layer, nn.SyncBatchNorm):
             new = nn.BatchNorm2d(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
-            new = new.to(next(layer.parameters(), torch.ones(())).device)
+            new = new.to(next((t for t in layer.state_dict().values() if t.is_floating_point()), torch.ones(())))
             new.load_state_dict(layer.state_dict())
             for name in ("drop", "act"):  # timm's SyncBatchNormAct
                 if hasattr(layer, name):
@@ -358,11 +363,16 @@ def standard_layer(layer: nn.Module) -> nn.Module:
                 layer.kernel_size, layer.stride, padding, layer.ceil_mode, layer.count_include_pad
             )
         case _ if (base := _derived_from(layer)) is not None:
-            plain = copy.copy(layer)
-            plain.__class__ = base
-            plain._modules = {}
-            return plain
+            return _cast(layer, base)
     return layer
+
+
+def _cast(layer: nn.Module, base: type[nn.Module]) -> nn.Module:
+    """Return a layer of the class `base` with the weights and options of `layer`, and without submodules."""
+    plain = copy.copy(layer)
+    plain.__class__ = base
+    plain._modules = {}
+    return plain
 
 
 def linear_as_conv(layer: nn.Linear, size: int) -> nn.Conv2d:
@@ -582,6 +592,8 @@ class Standardizer:
             norm = copy.copy(layer)
             norm.__class__ = nn.BatchNorm2d
             return self._call(node, norm, source)
+        if _derived_from(layer) is nn.Linear:
+            return self._call(node, _cast(layer, nn.Linear), source)
         if _derived_from(layer):
             return self._call(node, standard_layer(layer), source)
         if type(layer) in (nn.ReflectionPad2d, nn.ReplicationPad2d, nn.ZeroPad2d, nn.CircularPad2d, nn.ConstantPad2d):
